@@ -81,7 +81,6 @@ class Prepared:
         """
         run, costs, used, marks = self.run, [], [], []
         rule_at = run.rule_at
-        assert rule_at is not None
 
         class Noting:
             def __init__(self, rule: Any) -> None:

@@ -16,7 +16,7 @@ from fmmeta.training import build
 from fmmeta.training.callbacks import Callback
 from fmmeta.training.finish import Result, finish
 from fmmeta.training.loop import Run
-from fmmeta.training.run_folder import open_run, settings_of
+from fmmeta.training.run_folder import open_run
 from fmmeta.training.trackers import check_installed
 
 
@@ -67,7 +67,7 @@ class MetaTrainer:
             config.prepare_timeout,
         )
         inputs = build.read_inputs(config, world, notice)
-        start = open_run(config, inputs.sources.fingerprint, world.comm, inputs.resolved)
+        start = open_run(config, inputs.settings(config), world.comm)
         if start.lock is not None:
             closing.callback(start.lock.close)
         for text in start.warnings:
@@ -82,7 +82,7 @@ class MetaTrainer:
             ranks,
             cross,
             config,
-            settings_of(config, inputs.sources.fingerprint, inputs.resolved),
+            inputs.settings(config),
             parts.worker,
             plan.deepspeed,
         )

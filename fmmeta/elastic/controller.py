@@ -36,7 +36,7 @@ from fmmeta import checkpoint
 from fmmeta.common.errors import MachineFault, PeerLost, UsageError
 from fmmeta.config.settings import Config, changed_settings
 from fmmeta.elastic.communicator import AllGroups, ElasticCommunicator, Membership
-from fmmeta.meta.parameters import StateDict
+from fmmeta.meta.rule import StateDict
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.network import PROOF
@@ -127,7 +127,7 @@ def with_other_groups(
 ) -> ProcessGroups:
     """Add the communicators across groups to those of this group; without --elastic return `ranks`.
 
-    settings: those of the run (run_folder.settings_of). Collective: world.
+    settings: those of the run (RunInputs.settings). Collective: world.
     """
     if cross is None:
         return ranks

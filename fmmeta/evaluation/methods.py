@@ -82,7 +82,7 @@ def scores_by_step(inner: InnerLoop, worker: Worker, theta: Tensor, episode: Epi
 
     The worker holds theta before and after. Collective: group.
     """
-    passes = inner.scores_after_each_step(worker, theta, episode.support, episode.query)
+    passes = inner.scores_after_each_step(worker, theta, episode)
     worker.write(theta)
     return torch.tensor(
         [[one.loss if one.finite else math.inf for one in passes], [one.accuracy for one in passes]],

@@ -162,9 +162,9 @@ class FeatureRows:
         """The mean loss, with its graph, and statistics without those of passes through the body."""
         logits = F.linear(self.features, *head)[:, : self.classes or None]
         loss = F.cross_entropy(logits, self.labels)
-        value, num_correct = loss.detach(), (logits.argmax(1) == self.labels).sum()
-        num_rows, nonfinite = loss.new_tensor(len(self.labels)), ~torch.isfinite(value)
-        return loss, PassStats(torch.stack([value, num_correct.double(), num_rows, nonfinite.double()]))
+        correct, nonfinite = logits.argmax(1) == self.labels, ~torch.isfinite(loss.detach())
+        numbers = [loss.detach(), correct.sum(), loss.new_tensor(len(self.labels)), nonfinite]
+        return loss, PassStats(torch.stack([number.double() for number in numbers]))
 
     def means(self, classes: int) -> Tensor:
         """Mean feature of each class [C, D]; zeros for one without rows."""
@@ -179,24 +179,22 @@ def all_gather_features(
 
     `features`: of this rank's micro-batches, ignored where `counts_rows` is False. Collective: group.
     """
-    group = worker.group
     masks = [
         (batch.weights > 0).to(found.device) & worker.counts_rows
         for batch, found in zip(batches, features, strict=True)
     ]
-    lengths = torch.zeros(group.size, dtype=torch.float64)
-    lengths[group.rank] = sum(int(mask.sum()) for mask in masks)
-    group.sum_(lengths)
-    at, width = int(lengths[: group.rank].sum()), features[0].shape[1] + 1
+    lengths = torch.zeros(worker.group.size, dtype=torch.float64)
+    lengths[worker.group.rank] = sum(int(mask.sum()) for mask in masks)
+    worker.group.sum_(lengths)
+    at, width = int(lengths[: worker.group.rank].sum()), features[0].shape[1] + 1
     table = torch.zeros(int(lengths.sum()), width, dtype=torch.float64, device=worker.device)
     local = []
     for batch, found, mask in zip(batches, features, masks, strict=True):
         numbers = torch.where(mask, at + torch.cumsum(mask, 0) - 1, -1)
-        rows = torch.cat([found, batch.labels.to(found.device)[:, None]], 1).double()
-        table[numbers[mask]] = rows[mask]
+        table[numbers[mask]] = torch.cat([found, batch.labels.to(found.device)[:, None]], 1).double()[mask]
         local.append(numbers)
         at += int(mask.sum())
-    group.sum_(table)
+    worker.group.sum_(table)
     return FeatureRows(table[:, :-1].contiguous(), table[:, -1].long(), local, batches[0].classes)
 
 
@@ -220,11 +218,10 @@ class QueryLoss:
             logits = F.linear(leaf, *self.head)[:, : batch.classes or None]
             loss = (F.cross_entropy(logits, batch.labels, reduction="none") * batch.weights).sum()
             cotangent, *of_head = torch.autograd.grad(loss, [leaf, *self.head])
-        num_correct = ((logits.argmax(1) == batch.labels) & mask).sum()
-        finite = torch.isfinite(loss.detach())
+        correct, finite = (logits.argmax(1) == batch.labels) & mask, torch.isfinite(loss.detach())
         if self.worker.counts_rows:
-            stats = [loss.detach(), num_correct.double(), mask.sum().double(), (~finite).double()]
-            self.stats += torch.stack(stats)
+            numbers = [loss.detach(), correct.sum(), mask.sum(), ~finite]
+            self.stats += torch.stack([number.double() for number in numbers])
             self.gradient = [total + part for total, part in zip(self.gradient, of_head, strict=True)]
         return cotangent * torch.where(finite, self.slope, torch.nan)
 

@@ -16,15 +16,16 @@ compare the formula with autograd.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from fmmeta.meta.inner_loop import no_poll
-from fmmeta.meta.rule import MetaGradient, MetaParameters, Rule
+from fmmeta.meta.inner_loop import InnerResult
+from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, TaskResult, no_poll
 from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.tasks.batching import Episode, MicroBatch
 
@@ -59,7 +60,7 @@ class Hessian:
         """H(phi) d, a new vector fp32 [S]. Collective: group."""
         length = self._norm(d)
         if length == 0 or not math.isfinite(length):
-            return torch.zeros_like(d) if length == 0 else torch.full_like(d, math.nan)
+            return torch.full_like(d, 0.0 if length == 0 else math.nan)
         size, precision = self._norm(phi), self.options.precision
         if self.relative_curvature is None:
             self._difference(phi, d, PROBE_STEP[precision] * size / length, length)
@@ -89,10 +90,50 @@ class Hessian:
 TRUSTED = 0.02  # relative difference above which a meta-gradient is called inexact
 
 
-class FiniteDifferenceRule(Rule, Protocol):
-    """A rule that takes differences, and can take them at another step."""
+@dataclass(frozen=True)
+class FiniteDifferenceRule(ABC):
+    """A `Rule` that takes differences. hvp: how."""
 
-    def with_step_scale(self, scale: float) -> "FiniteDifferenceRule": ...
+    inner: InnerLoop
+    hvp: HvpOptions = field(default_factory=HvpOptions, kw_only=True)
+
+    @abstractmethod
+    def task_gradient(
+        self,
+        worker: Worker,
+        meta: MetaParameters,
+        episode: Episode,
+        into: MetaGradient,
+        between_passes: Callable[[], None] = no_poll,
+    ) -> TaskResult:
+        """See Rule."""
+
+    def with_step_scale(self, scale: float) -> Self:
+        """The same rule with finite differences taken at another step."""
+        return replace(self, hvp=replace(self.hvp, scale=scale))
+
+    def finish_task(
+        self,
+        hessian: Hessian,
+        meta: MetaParameters,
+        episode: Episode,
+        adapted: InnerResult,
+        query: PassStats,
+        v: Tensor,
+        into: MetaGradient,
+        extra: dict[str, Tensor] | None = None,
+    ) -> TaskResult:
+        """Take v = dL/dphi_0 [S] through the initial head, restore theta, add the task if all its passes are
+        finite. Collective: group.
+        """
+        worker = hessian.worker
+        hessian.between_passes()
+        head = self.inner.head.backward(worker, v, meta.theta, episode.support, adapted.means)
+        worker.write(meta.theta)
+        finite = all([one.finite for one in [*adapted.passes, query, *hessian.passes, *head]])
+        if finite:
+            into.add(v, extra=extra)
+        return TaskResult(1.0, finite, adapted.passes[0], query)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.meta.classifier_head import ClassMeans, FeatureRows, Head, HeadInit, all_gather_features
-from fmmeta.meta.inner_optimizers import InnerOptimizer, InnerState, Rates, proximal
+from fmmeta.meta.inner_optimizers import InnerOptimizer, InnerState, Rates
 from fmmeta.parallel.workers.base import PassStats, SavedForward, Worker
 from fmmeta.tasks.batching import Episode, MicroBatch
 
@@ -54,8 +54,7 @@ class Trajectory:
             self.left -= size
             return vector
         self.host_bytes += size
-        host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=vector.is_cuda)
-        return host.copy_(vector)
+        return torch.empty_like(vector, device="cpu", pin_memory=vector.is_cuda).copy_(vector)
 
     def _load(self, vector: Tensor | None) -> Tensor:
         assert vector is not None, "stored, and not yet dropped"
@@ -74,7 +73,7 @@ class EvaluationMethod(Protocol):
 
 
 def no_poll() -> None:
-    """`between_passes` of a caller that has nothing to check between passes."""
+    """`between_passes` of a caller that has nothing to do between passes."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +129,11 @@ class InnerLoop:
     ) -> InnerResult:
         """Take the worker from theta, which it holds, to phi_K; `path` receives phi_0 to phi_{K-1}.
 
-        Collective: group.
+        between_passes: called after every pass, the last one included. Collective: group.
         """
         start = self.begin(worker, theta, support, path is not None)
+        if start.rows is not None or (start.means is not None and start.saved is None):
+            between_passes()  # the support set's features took a pass
         return self.run(worker, start, support, path, lambda head: between_passes())
 
     def score(self, worker: Worker, theta: Tensor, episode: Episode) -> tuple[PassStats, PassStats]:
@@ -184,13 +185,12 @@ class InnerLoop:
         phi0 = start.phi0
         support = [batch.to(worker.device) for batch in support]  # once, and not in every step
         state = self.optimizer.initial_state(phi0.numel(), phi0.device)
-        change_gradient = proximal(phi0, self.proximal) if self.proximal else None
-        passes = []
+        anchor, passes = phi0 if self.proximal else None, []
         if path is not None:
             path.begin(phi0)
         for k in range(self.steps):
             direction = torch.zeros_like(phi0) if path is not None and path.keeps_directions else None
-            update = self.optimizer.update(k, state, self.rates, direction, change_gradient)
+            update = self.optimizer.update(k, state, self.rates, direction, anchor, self.proximal)
             passes.append(worker.step(support, update, saved=start.saved if k == 0 else None))
             if path is not None:
                 path.add(worker.read() if k + 1 < self.steps else None, direction)
@@ -209,23 +209,22 @@ class InnerLoop:
         for k in range(self.steps):
             leaves = [part.detach().requires_grad_() for part in parts]
             loss, stats = rows.loss(leaves)
+            passes.append(stats)
             gradient = torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, leaves)])
             self.optimizer.update(k, state, rates)(flat, gradient, slice(0, flat.numel()))
-            passes.append(stats)
             after_step(parts)
         phi = start.phi0.clone()
         for name, part in zip(self.head.names, parts, strict=True):
             worker.params.put(phi, name, part.float())
         worker.write(phi)
-        return InnerResult(start.means, InnerState({}), passes)
+        return InnerResult(start.means, state, passes)
 
-    def scores_after_each_step(
-        self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], query: Sequence[MicroBatch]
-    ) -> list[PassStats]:
+    def scores_after_each_step(self, worker: Worker, theta: Tensor, episode: Episode) -> list[PassStats]:
         """Statistics of the query set after 0, 1, ... K steps.
 
         The worker holds theta before and phi_K afterwards. Collective: group.
         """
+        support, query = episode.support, episode.query
         start = self.begin(worker, theta, support)
         if start.rows is None:
             passes = [worker.forward(query)]

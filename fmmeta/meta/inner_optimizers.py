@@ -15,6 +15,7 @@ Antoniou, Edwards, Storkey, "How to train your MAML", 2019, arXiv 1810.09502, se
 (Meta-SGD: Li, Zhou, Chen, Li 2017, arXiv 1707.09835). Both are changed in place by the outer step alone.
 """
 
+import copy
 import json
 import re
 from bisect import bisect_right
@@ -60,15 +61,15 @@ class Layers:
         for begin, end, name in sorted(found):
             index = names.index(name)
             if merged and merged[-1][1:] == (begin, index):
-                merged[-1] = (merged[-1][0], end, index)
-            else:
-                merged.append((begin, end, index))
+                begin = merged.pop()[0]
+            merged.append((begin, end, index))
         return cls(tuple(names), tuple(merged))
 
     def inside(self, where: slice) -> Iterator[tuple[slice, slice, int]]:
         """The parts of `where` by layer: slice of the vector, slice within `where`, index of the layer."""
-        first = bisect_right(self.segments, where.start, key=lambda segment: segment[1])
-        for begin, end, index in self.segments[first:]:
+        for begin, end, index in self.segments[
+            bisect_right(self.segments, where.start, key=lambda segment: segment[1]) :
+        ]:
             if begin >= where.stop:
                 break
             low, high = max(begin, where.start), min(end, where.stop)
@@ -92,18 +93,12 @@ class Rates:
     @property
     def only_head(self) -> bool:
         """Whether nothing but a classifier head moves."""
-        away = [column for column, name in enumerate(self.layers.names) if name != HEAD]
-        return (
-            self.element is None
-            and self.learned == "no"
-            and HEAD in self.layers.names
-            and not self.table[:, away].any()
-        )
+        fixed, names = self.element is None and self.learned == "no", self.layers.names
+        return fixed and HEAD in names and not self.table[:, [name != HEAD for name in names]].any()
 
     def of_head(self, numel: int) -> "Rates":
         """The rates of the head alone, as a separate vector."""
-        column = self.layers.names.index(HEAD)
-        return Rates(Layers((HEAD,), ((0, numel, 0),)), self.table[:, [column]])
+        return Rates(Layers((HEAD,), ((0, numel, 0),)), self.table[:, [self.layers.names.index(HEAD)]])
 
     @property
     def meta_parameter(self) -> Tensor | None:
@@ -115,25 +110,23 @@ class Rates:
         """
         table = learned if learned is not None and self.learned == "layer" else self.table
         more = max(0, (steps or 0) - len(table))
-        element = self.element
-        if learned is not None and element is not None:
-            element = learned.to(element.device)
+        element = self.element if learned is None or self.element is None else learned.to(self.element.device)
         return replace(self, table=torch.cat([table, table[-1:].expand(more, -1)]) * scale, element=element)
 
     def scale_(self, k: int, tensor: Tensor, where: slice) -> Tensor:
         """Multiply a stretch of a vector by alpha_k in place."""
-        row = self.table[k]
-        if bool((row == row[0]).all()):
-            tensor.mul_(float(row[0]))
+        alpha = self.uniform(k)
+        if alpha is not None:
+            tensor.mul_(alpha)
         else:
             for _, here, layer in self.layers.inside(where):
-                tensor[here].mul_(float(row[layer]))
+                tensor[here].mul_(float(self.table[k, layer]))
         return tensor if self.element is None else tensor.mul_(self.element[where])
 
     def uniform(self, k: int) -> float | None:
-        """alpha_k where it is one number, else None."""
+        """The number of row k of the table where it is the same for all layers, else None."""
         row = self.table[k]
-        return float(row[0]) if self.element is None and bool((row == row[0]).all()) else None
+        return float(row[0]) if bool((row == row[0]).all()) else None
 
     def add_gradient_(self, into: Tensor, worker: Worker, k: int, v: Tensor, u: Tensor) -> None:
         """Add dL/dalpha of phi_{k+1} = phi_k - alpha_k u to `into`, v = dL/dphi_{k+1}.
@@ -143,16 +136,11 @@ class Rates:
         if self.learned == "element":
             into.sub_(self.scale_layers(k, v * u))
         else:
-            weighted = u if self.element is None else u * self.element
-            into[k] -= worker.dot_by_layer(v, weighted, self.layers.segments, len(self.layers.names))
+            into[k] -= worker.dot_by_layer(v, u, self.layers.segments, len(self.layers.names))
 
     def scale_layers(self, k: int, vector: Tensor) -> Tensor:
         """Multiply `vector` [S] by the table alone, in place."""
         return replace(self, element=None).scale_(k, vector, slice(0, vector.numel()))
-
-
-GradientChange = Callable[[Tensor, Tensor, slice], Tensor]
-"""(shard, gradient of the loss, slice of the vector) -> gradient that the optimizer uses."""
 
 
 @dataclass
@@ -180,8 +168,7 @@ class InnerOptimizer:
     def initial_state(self, numel: int, device: torch.device) -> InnerState:
         """The state that a task starts with."""
         if self.kept is not None and self.kept.vectors:
-            vectors = {name: vector.clone() for name, vector in self.kept.vectors.items()}
-            return InnerState(vectors, self.kept.count)
+            return copy.deepcopy(self.kept)
         return InnerState({name: torch.zeros(numel, device=device) for name in self.state_names})
 
     def update(
@@ -190,15 +177,19 @@ class InnerOptimizer:
         state: InnerState,
         rates: Rates,
         record: Tensor | None = None,
-        change_gradient: GradientChange | None = None,
+        anchor: Tensor | None = None,
+        proximal: float = 0.0,
     ) -> Update:
-        """The update of inner step k, counted from 0; `record` [S] receives u."""
+        """The update of inner step k, counted from 0; `record` [S] receives u.
+
+        With an `anchor` [S], `proximal` / 2 |phi - anchor|^2 is part of the loss.
+        """
         state.count += 1
-        alpha = rates.uniform(k)
+        alpha = rates.uniform(k) if rates.element is None else None
 
         def apply(shard: Tensor, grad: Tensor, where: slice) -> None:
-            if change_gradient is not None:
-                grad = change_gradient(shard, grad, where)
+            if anchor is not None:
+                grad = grad + proximal * (shard - anchor[where])
             vectors = {name: vector[where] for name, vector in state.vectors.items()}
             u = self.direction(grad, shard, vectors, state.count)
             if record is not None:
@@ -211,11 +202,6 @@ class InnerOptimizer:
         return apply
 
 
-def proximal(anchor: Tensor, weight: float) -> GradientChange:
-    """Add the gradient of weight / 2 |phi - anchor|^2."""
-    return lambda shard, grad, where: grad + weight * (shard - anchor[where])
-
-
 def inner_optimizer(config: Config) -> InnerOptimizer:
     """The optimizer of the settings inner_optimizer, inner_momentum, inner_beta1, ..."""
     if config.inner_optimizer == "sgd":
@@ -223,15 +209,17 @@ def inner_optimizer(config: Config) -> InnerOptimizer:
     if config.inner_optimizer == "momentum":
         mu = config.inner_momentum
         return InnerOptimizer(("momentum",), lambda g, _, s, __: s["momentum"].mul_(mu).add_(g), momentum=mu)
-    b1, b2, eps = config.inner_beta1, config.inner_beta2, config.inner_epsilon
-    decay = config.inner_weight_decay
+    b1, b2, decay = config.inner_beta1, config.inner_beta2, config.inner_weight_decay
 
     def adamw(grad: Tensor, shard: Tensor, state: dict[str, Tensor], count: int) -> Tensor:
         first = state["exp_avg"].mul_(b1).add_(grad, alpha=1 - b1)
         second = state["exp_avg_sq"].mul_(b2).addcmul_(grad, grad, value=1 - b2)
         u = first / (1 - b1**count)
-        u.div_((second / (1 - b2**count)).sqrt_().add_(eps))
+        u.div_((second / (1 - b2**count)).sqrt_().add_(config.inner_epsilon))
         return u.add_(shard, alpha=decay) if decay else u
 
-    kept = InnerState({}) if config.inner_optimizer_state == "kept" else None
-    return InnerOptimizer(("exp_avg", "exp_avg_sq"), adamw, kept=kept)
+    return InnerOptimizer(
+        ("exp_avg", "exp_avg_sq"),
+        adamw,
+        kept=InnerState({}) if config.inner_optimizer_state == "kept" else None,
+    )

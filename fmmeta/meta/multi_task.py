@@ -51,6 +51,7 @@ class AdapterMultiTaskRule:
         support, query = [episode.support for episode in episodes], [episode.query for episode in episodes]
         if self.inner.head.uses_support_features:
             self._set_heads(worker, batch, support)
+            between_passes()
         optimizer, passes = self.inner.optimizer, list[list[PassStats]]()
         state = optimizer.initial_state(batch.phi.numel(), worker.device)
         for k in range(self.inner.steps):

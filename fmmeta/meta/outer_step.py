@@ -1,6 +1,6 @@
 """The outer step: finishes the mean meta-gradient, clips it over the whole model, updates meta-parameters.
 
-    reduce across groups (parameters.py) -> per bucket: wait, divide, norm -> optimizer on the shard
+    reduce across groups (rule.py) -> per bucket: wait, divide, norm -> optimizer on the shard
 
 Every vector is this rank's shard: theta, the sum, the optimizer's moments. Nothing is gathered, so the
 optimizer must act element by element (config/algorithms.py). Learned inner rates are meta-parameters
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fmmeta.config.algorithms import OUTER_OPTIMIZERS
 from fmmeta.config.settings import Config
-from fmmeta.meta.parameters import KEPT_MOMENTS, MetaGradient, MetaParameters, PendingMean, StateDict
+from fmmeta.meta.rule import KEPT_MOMENTS, MetaGradient, MetaParameters, PendingMean, StateDict
 from fmmeta.parallel.collectives import Communicator, Reduction
 from fmmeta.parallel.param_map import OuterMemory, overlap
 from fmmeta.parallel.workers.base import Worker, add_local_dot, over_group
@@ -171,8 +171,11 @@ class OuterOptimizer:
 
     def load_state(self, state: StateDict) -> None:
         """Continue from what `add_state` gave, on this layout or another, on any device."""
-        saved = [name for name in self.spec.moments if name in state.vectors]
-        self.moments = {name: self.memory.store(state.vectors[name].clone()) for name in saved}
+        self.moments = {
+            name: self.memory.store(state.vectors[name].clone())
+            for name in self.spec.moments
+            if name in state.vectors
+        }
         self.scalar_state = {name: x for name, x in state.numbers.items() if name != "kept.count"}
         if self.meta_params.rates is not None:
             device, saved = self.meta_params.rates.device, state.tensors("rates.")

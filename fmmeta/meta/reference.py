@@ -148,12 +148,10 @@ def starting_rates(learner: Any, names: Iterable[str], config: Config) -> Weight
             factor = float(head == (adapts == "head"))
         if config.inner_lr_learned == "element":
             rates[name] = torch.full_like(param, config.inner_lr * factor).detach().requires_grad_()
-            continue
-        if layer not in layers:
+        else:
             done = [k / config.inner_steps for k in range(config.inner_steps)]
             steps = torch.tensor([config.inner_lr * factor * shape(d) for d in done], dtype=param.dtype)
-            layers[layer] = steps.requires_grad_(config.inner_lr_learned == "layer")
-        rates[name] = layers[layer]
+            rates[name] = layers.setdefault(layer, steps.requires_grad_(config.inner_lr_learned == "layer"))
     return rates
 
 
@@ -295,9 +293,11 @@ def set_gradient(
     """Gradient of the mean loss over a set."""
     if not create_graph:
         weights = {name: value.detach().requires_grad_() for name, value in weights.items()}
-    loss = set_loss(learner, weights, rows, bf16, classes)
     found = torch.autograd.grad(
-        loss, list(weights.values()), create_graph=create_graph, materialize_grads=True
+        set_loss(learner, weights, rows, bf16, classes),
+        list(weights.values()),
+        create_graph=create_graph,
+        materialize_grads=True,
     )
     return dict(zip(weights, found, strict=True))
 
@@ -351,8 +351,7 @@ def implicit(task: ReferenceTask) -> Gradients:
         image = (1 + config.cg_damping) * search + flat(product) / config.proximal_weight
         size = residual @ residual
         step = size / (search @ image)
-        solution = solution + step * search
-        residual = residual - step * image
+        solution, residual = solution + step * search, residual - step * image
         search = residual + residual @ residual / size * search
     start = flat(phis[0].values())
     back = torch.autograd.grad(start @ solution, list(leaf.values()), materialize_grads=True)

@@ -24,8 +24,21 @@ from fmmeta.common.errors import EXIT_STOPPED
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_S = 5.0  # a repeat within this time counts as the same signal
-SHELLS = {"ash", "bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh"}
-SHELLS |= {"init", "screen", "systemd", "tmux: server"}
+SHELLS = (
+    "ash",
+    "bash",
+    "csh",
+    "dash",
+    "fish",
+    "ksh",
+    "sh",
+    "tcsh",
+    "zsh",
+    "init",
+    "screen",
+    "systemd",
+    "tmux: server",
+)
 
 
 class Signals:
@@ -77,8 +90,11 @@ class Signals:
         elif self.state == "running" and not self.asked:
             self.at, self.asked = now, name  # in this order: another thread reads `at` if `asked` is set
         elif self.state == "running" and now - self.at > SAME_S:
-            text = f"{name} again: the process ends at once, the last checkpoint is complete"
-            print(f"fmmeta: {text}", file=sys.stderr, flush=True)
+            print(
+                f"fmmeta: {name} again: the process ends at once, the last checkpoint is complete",
+                file=sys.stderr,
+                flush=True,
+            )
             self.leave(code)
 
     def _listen(self) -> None:

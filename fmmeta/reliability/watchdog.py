@@ -33,7 +33,8 @@ MARGIN_S = 60.0  # that communicators wait longer than the watchdog
 
 
 class WatchdogStage:
-    """A stage has one bound: an outer step, a save, an episode of an evaluation. Its phase is for messages.
+    """A stage has one bound: an outer step, a save, an episode of an evaluation. Its phase is for messages,
+    as are the `passes` of a task, 0 in other phases.
 
     An outer step may take `step_timeout` seconds; without it TIMES the slowest so far, FLOOR_S at least, and
     FIRST_S before one was measured. Any other stage may take FIRST_S, TIMES the slowest step or step_timeout,
@@ -44,13 +45,22 @@ class WatchdogStage:
         self.step_timeout, self.communicators = step_timeout, communicators
         self.slowest_step_s = 0.0
         self.began = time.monotonic()
-        self.name, self.phase, self.is_step = "starting", "", False
+        self.name, self.phase, self.passes, self.is_step = "starting", "", 0, False
 
-    def begin(self, name: str, is_step: bool = False) -> None:
+    def begin(self, name: str, phase: str = "", is_step: bool = False) -> None:
         """Begin a stage. is_step: whether the bound of an outer step holds."""
-        self.began, self.name, self.phase, self.is_step = time.monotonic(), name, "", is_step
+        self.began, self.name, self.is_step = time.monotonic(), name, is_step
+        self.begin_phase(phase)
         for communicator in self.communicators:
             communicator.set_timeout(self.bound_s + MARGIN_S)
+
+    def begin_phase(self, phase: str, passes: int = 0) -> None:
+        """Begin a phase of the stage. passes: 1 for a task, whose later passes `count_pass` counts."""
+        self.phase, self.passes = phase, passes
+
+    def count_pass(self) -> None:
+        """Count another pass of a task. Local."""
+        self.passes += 1
 
     def record_step(self) -> None:
         """Record how long the outer step that is this stage has taken."""
@@ -73,7 +83,8 @@ class WatchdogStage:
 
     @property
     def text(self) -> str:
-        return f"{self.name}, {self.phase}" if self.phase else self.name
+        parts = self.name, self.phase, f"pass {self.passes}" if self.passes else ""
+        return ", ".join(filter(None, parts))
 
 
 BEAT_S, TICK_S, GRACE_S = 5.0, 0.5, 3.0
@@ -88,12 +99,18 @@ class Heartbeats:
     """
 
     def __init__(
-        self, stage: WatchdogStage, store: SharedStore, rank: int, size: int, signals: Signals
+        self,
+        stage: WatchdogStage,
+        store: SharedStore,
+        rank: int,
+        size: int,
+        signals: Signals,
+        closed: threading.Event,
     ) -> None:
         self.stage, self.store, self.rank, self.size, self.signals = stage, store, rank, size, signals
-        self.gathering, self.closed = threading.Event(), threading.Event()
+        self.gathering, self.closed = threading.Event(), closed
         self.latest: list[dict[str, Any]] = []  # empty until the store has answered
-        self.changed_at: list[float] = []  # when the heartbeat of each rank last changed
+        self.changed_at = [0.0] * size  # when the heartbeat of each rank last changed
         self.count, self.written_at = 0, 0.0
         store.set(f"beat/{rank}", "{}")
         threading.Thread(target=self._beat_until_closed, name="heartbeats", daemon=True).start()
@@ -147,11 +164,8 @@ class Heartbeats:
     def _read(self) -> None:
         keys, now = [f"beat/{rank}" for rank in range(self.size)], time.monotonic()
         latest = [json.loads(text or "{}") for text in self.store.get_existing(keys)]
-        if self.latest:
-            beats = zip(self.changed_at, self.latest, latest, strict=True)
-            self.changed_at = [at if beat == old else now for at, old, beat in beats]
-        else:
-            self.changed_at = [now] * self.size
+        beats = zip(self.changed_at, self.latest or [None] * self.size, latest, strict=True)
+        self.changed_at = [at if beat == old else now for at, old, beat in beats]
         self.latest = latest  # last: the watchdog's thread reads `changed_at` if there are any
 
 
@@ -182,7 +196,7 @@ def watching(
             time.sleep(MARGIN_S)
         raise
     finally:
-        watchdog.close()
+        watchdog.closed.set()
 
 
 class Watchdog:
@@ -200,19 +214,13 @@ class Watchdog:
         self.stage, self.processes, self.rank = stage, processes, rank
         self.signals, self.leave, self.launcher = signals, leave, Launcher(len(processes) > 1)
         self.closed, self.is_ending = threading.Event(), False
-        self.heartbeats = store and Heartbeats(stage, store, rank, len(processes), signals)
+        self.heartbeats = store and Heartbeats(stage, store, rank, len(processes), signals, self.closed)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def close(self) -> None:
-        self.closed.set()
-        if self.heartbeats:
-            self.heartbeats.closed.set()
-
     def _watch(self) -> None:
-        launched = True
         while not self.closed.wait(TICK_S):
-            if launched and self.launcher.has_exited:
-                launched = False
+            if self.launcher.has_exited:
+                self.launcher.watched = False
                 self.signals.receive("the end of the launcher", 128 + signal.SIGTERM)
             if self.stage.is_overdue:
                 self.is_ending = True
@@ -251,11 +259,11 @@ class Watchdog:
             f"{stage.name} has taken {stage.elapsed_s:.0f} s, and its bound is {stage.bound_s:.0f} s"
             " (--step_timeout); the job ends, the same command resumes from the last checkpoint"
         ]
-        for rank in silent:
-            phase = latest[rank].get("phase", "no known stage") if latest else "no known stage"
-            lines.append(
-                f"{self._name(rank)} is silent (stopped, frozen or cut off), last heartbeat in {phase}"
-            )
+        lines += [
+            f"{self._name(rank)} is silent (stopped, frozen or cut off), last heartbeat in"
+            f" {latest[rank].get('phase', 'no known stage') if latest else 'no known stage'}"
+            for rank in silent
+        ]
         own = {"phase": stage.text, "stack": stack_of(threading.main_thread().ident)}
         places = defaultdict[str, list[int]](list)
         for rank, beat in enumerate(latest) if latest else [(self.rank, own)]:

@@ -20,7 +20,7 @@ from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.algorithms.baselines import prompted
-from fmmeta.meta.parameters import MetaParameters
+from fmmeta.meta.rule import MetaParameters
 from fmmeta.models.files import trained_with
 from fmmeta.models.forward_options import check_attention
 from fmmeta.models.lazy_weights import open_lazy_model
@@ -52,6 +52,7 @@ from fmmeta.tasks.loader import LoadEpisode, Prompted
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import TaskSource, stratum_shares
 from fmmeta.tasks.sources.load import Sources, load_sources
+from fmmeta.training.run_folder import settings_of
 
 Notice = Callable[..., None]
 """Logs a line, or several as one."""
@@ -71,12 +72,16 @@ class RunInputs:
 
     @cached_property
     def resolved(self) -> dict[str, Any]:
-        """What changes theta beside the flags and the data, for the run's settings (validate.RESOLVED)."""
+        """What changes theta beside the flags and the data (conflicts.RESOLVED)."""
         return {
             **self.deepspeed.recorded(),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "transforms_fingerprint": self.transforms.fingerprint if self.transforms else "",
         }
+
+    def settings(self, config: Config) -> dict[str, Any]:
+        """The settings that identify the run."""
+        return settings_of(config, self.sources.fingerprint, **self.resolved)
 
     def parallel_plan(
         self, config: Config, group_size: int, device_type: str, reason: str = ""
@@ -192,8 +197,8 @@ def log_layout(
     layout, stage = Layout(world.launch, plan.group_size), plan.deepspeed.zero_stage
     notice(f"{layout} on {world.device.type}; {plan}")
     if plan.stages > 1:
-        text = stages_text(plan, empty_learner(config, inputs.description))
-        notice(f"stages by {config.pipeline_balance}: {text}")
+        learner = empty_learner(config, inputs.description)
+        notice(f"stages by {config.pipeline_balance}: {stages_text(plan, learner)}")
     if config.show_layout:
         kinds = {
             "gradients": plan.data > 1 and stage < 3,
@@ -253,16 +258,15 @@ class Runtime:
 
 def training_schedule(config: Config, inputs: RunInputs, layout: Layout) -> Schedule:
     """The tasks of every outer step. Raises `UsageError` if they cannot be divided over the nodes."""
-    source = inputs.sources.train
-    nodes = 1
-    if config.task_sharding == "node":  # a group that spans nodes counts as one node
-        nodes = layout.num_groups // max(1, layout.launch.local_world_size // layout.group_size)
+    source, by_node = inputs.sources.train, config.task_sharding == "node"
+    # a group that spans nodes counts as one node
+    groups_per_node = max(1, layout.launch.local_world_size // layout.group_size)
     return Schedule(
         source.items,
         config.meta_batch_size * config.meta_accumulation_steps,
         config.seed,
         shares=stratum_shares(config, source.items),
-        nodes=nodes,
+        nodes=layout.num_groups // groups_per_node if by_node else 1,
         sizes=source.size,
     )
 

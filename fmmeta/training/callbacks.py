@@ -127,8 +127,8 @@ class CallbackList:
 
 def failure_of(callback: Callback, hook: str, error: Exception) -> str:
     """One line that names the callback, the hook and the first line of the error."""
-    text = str(error).strip().partition("\n")[0]
-    return f"callbacks={type(callback).__name__}: {hook} raised {type(error).__name__}: {text}"
+    first_line = str(error).strip().partition("\n")[0]
+    return f"callbacks={type(callback).__name__}: {hook} raised {type(error).__name__}: {first_line}"
 
 
 class ReportPage(Callback):
@@ -160,10 +160,10 @@ class NonfiniteLimit(Callback):
     def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
         """Raises `UsageError`, on all ranks alike."""
         if run.state.bad_steps >= run.config.max_bad_steps:
-            steps = f"{run.state.bad_steps} outer steps in a row (the last is {run.state.outer_step})"
             raise UsageError(
-                f"inner_lr={run.config.inner_lr}: no task was finite in {steps}; lower --inner_lr or"
-                " --outer_lr, and continue from the last checkpoint"
+                f"inner_lr={run.config.inner_lr}: no task was finite in {run.state.bad_steps} outer steps in"
+                f" a row (the last is {run.state.outer_step}); lower --inner_lr or --outer_lr, and continue"
+                " from the last checkpoint"
             )
 
 
@@ -186,8 +186,8 @@ class Validation(Callback):
         if run.stop.agree():
             return  # the scores are incomplete
         state.validated = state.outer_step
-        accuracy = sum(score.accuracy_after for score in scores) / len(scores)
-        loss = sum(score.loss_after for score in scores) / len(scores)
+        accuracy = sum(score.accuracies[-1] for score in scores) / len(scores)
+        loss = sum(score.losses[-1] for score in scores) / len(scores)
         run.callbacks.on_evaluate(run, {"valid_accuracy": accuracy, "valid_loss": loss})
         if state.best is not None:
             state.best.update(state.meta_params, state.outer_step, accuracy, loss)

@@ -33,7 +33,7 @@ Episodes = list[tuple[Task, Episode]]
 class EpisodeReader:
     """Fetches the episodes of a group and decides about failures.
 
-    `seen`, `bad`: tasks over all groups so far.
+    counts: tasks over all groups so far, `seen` and `bad`, as in a checkpoint.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class EpisodeReader:
     ) -> None:
         self.fetch, self.ranks, self.config, self.notice = fetch, ranks, config, notice
         self.voting_group = ranks.world  # ranks that decide together
-        self.seen = self.bad = 0
+        self.counts = {"seen": 0, "bad": 0}
         self.errors: list[dict[str, Any]] = []  # of this rank, not gathered yet
 
     def read(self, tasks: Sequence[Task]) -> Episodes:
@@ -113,7 +113,7 @@ class EpisodeReader:
         `UsageError` with on_bad_task=raise or if too many tasks failed, `PeerError` for an error that is not
         the data's. Collective: all groups in training, world in evaluation; none without a failure.
         """
-        self.seen += tasks
+        self.counts["seen"] += tasks
         if not failures:
             return []
         gathered = self.voting_group.gather_bytes(json.dumps(self.errors).encode())
@@ -131,12 +131,13 @@ class EpisodeReader:
                 f"task {found[0]['task']}: {found[0]['error']}; correct it, or skip such tasks by"
                 " --on_bad_task skip"
             )
-        self.bad += len(found)
+        self.counts["bad"] += len(found)
         for error in found:
             self.notice(f"left out: task {error['task']}: {error['error']}")
-        if self.bad > self.config.max_bad_fraction * max(self.seen, LEAST_SEEN):
+        seen, bad = self.counts["seen"], self.counts["bad"]
+        if bad > self.config.max_bad_fraction * max(seen, LEAST_SEEN):
             raise UsageError(
-                f"max_bad_fraction={self.config.max_bad_fraction}: {self.bad} of {self.seen} tasks failed"
+                f"max_bad_fraction={self.config.max_bad_fraction}: {bad} of {seen} tasks failed"
                 f" to load, the last: task {found[-1]['task']}: {found[-1]['error']}"
             )
         return [{"task": error["task"], "error": error["error"]} for error in found]
@@ -169,31 +170,26 @@ class TrainingEpisodes(EpisodeReader):
         )
         super().__init__(self.loader.fetch, ranks, config, notice)
         self.voting_group = ranks.all_groups
-        self.seen, self.bad = counts["seen"], counts["bad"]
+        self.counts = dict(counts)
         if first == 0 and config.num_workers not in ("auto", "0"):
             notice(f"num_workers={config.num_workers}: loader processes per rank")
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Tasks seen and bad so far, for a checkpoint."""
-        return {"seen": self.seen, "bad": self.bad}
 
     def task_stream(self, task: Task) -> Iterable[Task]:
         """The tasks of this group from `task` to the end of the run."""
         own = copy.copy(self.schedule)  # a separate reader: it runs ahead of the loop
         sampler = TaskSampler(own, self.ranks.cross.size, self.ranks.cross.rank, task.seed[2])
-        running = itertools.takewhile(lambda one: one.seed[2] < self.config.outer_steps, sampler)
-        return itertools.dropwhile(lambda one: one != task, running)
+        return itertools.dropwhile(
+            lambda one: one != task,
+            itertools.takewhile(lambda one: one.seed[2] < self.config.outer_steps, sampler),
+        )
 
     def episodes(self, outer_step: int, metrics: StepMetrics) -> list[Episode]:
         """This group's episodes of an outer step; tasks without one are counted in `metrics`.
 
         Collective: group.
         """
-        waited, asked = (
-            self.loader.wait_s,
-            self.schedule.share(outer_step, self.ranks.cross.size, self.ranks.cross.rank),
-        )
+        cross, waited = self.ranks.cross, self.loader.wait_s
+        asked = self.schedule.share(outer_step, cross.size, cross.rank)
         found = self.read(asked)
         metrics.count_missing(len(asked) - len(found), len(self.errors), self.loader.wait_s - waited)
         return [batches for _, batches in found]
@@ -204,7 +200,7 @@ class TrainingEpisodes(EpisodeReader):
         counts: tasks seen and bad before that step.
         """
         self.loader.close()
-        self.seen, self.bad, self.errors = counts["seen"], counts["bad"], []
+        self.counts, self.errors = dict(counts), []
 
     def tune_workers(self, step_seconds: float) -> None:
         """Let the loader choose its number of processes; print its warnings."""

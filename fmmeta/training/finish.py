@@ -16,14 +16,14 @@ from fmmeta.common.text import strict
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop
-from fmmeta.meta.parameters import MetaParameters
+from fmmeta.meta.rule import MetaParameters
 from fmmeta.metrics.scores import Interval, format_interval, mean_ci95
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.report.data import AFTER, BEFORE, FROM_START
 from fmmeta.tasks.sources.base import TaskSource
 from fmmeta.tasks.sources.load import Sources
 from fmmeta.training.loop import Run
-from fmmeta.training.validation import TEST, HeldOut, HeldOutScore, per_stratum
+from fmmeta.training.validation import TEST, VALID, HeldOut, HeldOutScore, per_stratum
 
 
 @dataclass
@@ -55,9 +55,8 @@ def _finish(run: Run, result: Result) -> None:
         run.save(last=True)
     if state.best is not None:
         run.progress.notice(state.best.text)
-    final = state.final() if run.trains else state.meta_params
-    if run.trains and config.init_interpolation < 1:
-        alpha = config.init_interpolation
+    final, alpha = state.final() if run.trains else state.meta_params, config.init_interpolation
+    if run.trains and alpha < 1:
         run.progress.notice(
             f"init_interpolation={alpha:g}: the exported weights are {1 - alpha:g} * initial + {alpha:g} *"
             " trained"
@@ -125,7 +124,7 @@ class Compared:
     gain: tuple[Interval, Interval]
     strata: dict[str, tuple[float, float]]  # accuracy after adaptation: from the start, meta-trained
     episodes: int
-    loop: BaselineLoop | None = None  # of the baseline
+    loop: BaselineLoop  # of the baseline
 
     @property
     def accuracies(self) -> dict[str, float]:
@@ -136,14 +135,13 @@ class Compared:
     def facts(self) -> dict[str, Any]:
         """The entries of run.json."""
         pairs = {**self.rows, "gain": self.gain}
-        loop = {} if self.loop is None else {"baseline_inner_loop": asdict(self.loop)}
         return strict(
             {
                 **{name: {"accuracy": accuracy, "loss": loss} for name, (accuracy, loss) in pairs.items()},
                 "per_stratum": {name: trained for name, (_, trained) in self.strata.items()},
                 "per_stratum_at_start": {name: started for name, (started, _) in self.strata.items()},
                 "episodes": self.episodes,
-                **loop,
+                "baseline_inner_loop": asdict(self.loop),
             }
         )
 
@@ -195,12 +193,14 @@ def choose_loop(
     count = min(CHOICE_EPISODES, config.test_episodes)
     found: list[tuple[float, float, float, int]] = []
     for number, scale in enumerate(SCALES, 1):
-        scores = held_out.step_scores(
+        scores = held_out.scores(
             source,
-            count,
+            VALID,
             f"inner loop of the baseline, rate {number} of {len(SCALES)}, validation tasks",
             initial.theta,
             setup.inner.variant(initial.rates, scale, most),
+            each_step=True,
+            count=count,
         )
         between()
         for step in range(1, most + 1):
@@ -215,9 +215,7 @@ def choose_loop(
     return BaselineLoop(scale, step, len(scores))
 
 
-def compare(
-    trained: Sequence[HeldOutScore], started: Sequence[HeldOutScore], loop: BaselineLoop | None = None
-) -> Compared:
+def compare(trained: Sequence[HeldOutScore], started: Sequence[HeldOutScore], loop: BaselineLoop) -> Compared:
     """Summarise scores from theta (`trained`) and from the initial weights (`started`).
 
     Episodes that have failed to load in one of the passes do not count.
@@ -225,11 +223,11 @@ def compare(
     by_slot = {score.slot: score for score in started}
     pairs = [(score, by_slot[score.slot]) for score in trained if score.slot in by_slot]
     values = {
-        BEFORE: [(new.accuracy_before, new.loss_before) for new, _ in pairs],
-        FROM_START: [(old.accuracy_after, old.loss_after) for _, old in pairs],
-        AFTER: [(new.accuracy_after, new.loss_after) for new, _ in pairs],
+        BEFORE: [(new.accuracies[0], new.losses[0]) for new, _ in pairs],
+        FROM_START: [(old.accuracies[-1], old.losses[-1]) for _, old in pairs],
+        AFTER: [(new.accuracies[-1], new.losses[-1]) for new, _ in pairs],
         "gain": [
-            (new.accuracy_after - old.accuracy_after, old.loss_after - new.loss_after) for new, old in pairs
+            (new.accuracies[-1] - old.accuracies[-1], old.losses[-1] - new.losses[-1]) for new, old in pairs
         ],
     }
     intervals = {
@@ -250,15 +248,14 @@ def compare(
 def show(compared: Compared, config: Config, table: Table) -> None:
     """Show the table, and one by stratum where there are several."""
     rows = [[name, percent(accuracy), f"{loss[0]:.4f}"] for name, (accuracy, loss) in compared.rows.items()]
-    if compared.loop is not None and compared.loop.steps:
-        loop = compared.loop
+    loop = compared.loop
+    if loop.steps:
         rows[1][0] += f" (inner_lr {config.inner_lr * loop.scale:.3g}, {loop.steps} steps)"
     gain, fall = compared.gain
     rows.append(["gain of meta-training (paired)", percent(gain), format_interval(fall)])
     ways, head = "", ""
     if config.task_type == "classification":
-        ways = f"{config.n_way}-way "
-        head = f" (head at the start of a task: {config.head_init})"
+        ways, head = f"{config.n_way}-way ", f" (head at the start of a task: {config.head_init})"
     title = (
         f"{compared.episodes} held-out {ways}{config.k_shot}-shot episodes, {config.inner_steps} inner steps"
     )

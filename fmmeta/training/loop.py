@@ -5,8 +5,6 @@ Files belong to state.py and run_log.py, sharding to parallel/, actions after a 
 
 import time
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,11 +15,10 @@ from fmmeta.common.errors import PeerLost, Stopped, UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.meta.hessian import FiniteDifferenceRule, check
+from fmmeta.meta.hessian import check
 from fmmeta.meta.multi_task import adapter_multi_task_rule, tasks_per_pass
 from fmmeta.meta.outer_step import OuterStep
-from fmmeta.meta.parameters import MetaGradient
-from fmmeta.meta.rule import MultiTaskRule
+from fmmeta.meta.rule import MetaGradient
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.checks import OutlierBounds, check_replicas
 from fmmeta.reliability.signals import Signals
@@ -85,8 +82,7 @@ class StopAgreement:
 
     def should_leave_tasks(self) -> bool:
         """Whether a rank of this group has received a stop signal. Collective: group."""
-        asked = torch.tensor([float(bool(self.signals.asked))])
-        return float(self.ranks.group.sum_(asked)) > 0
+        return float(self.ranks.group.sum_(torch.tensor([float(bool(self.signals.asked))]))) > 0
 
     def agree_after_tasks(self, left_tasks: bool, saver: Saver) -> bool:
         """Whether all groups abandon this outer step, because one has left tasks of it.
@@ -135,7 +131,6 @@ class Run:
         self.state = TrainingState(config, inputs, ranks, parts, start.folder, progress.notice)
         self.spec = find(config.algorithm)
         self.trains = not self.spec.trains_nothing
-        self.rule_at = partial(self.spec.rule, parts.setup) if self.spec.rule else None
         with ranks.world.raise_on_all("making room for several tasks"):
             self.adapter_rule = adapter_multi_task_rule(config, self.worker, parts.setup.inner)
         if config.tasks_per_pass == "auto":
@@ -150,9 +145,9 @@ class Run:
         self.outlier_bounds = OutlierBounds(config, parts.worker)
         self.metrics, self.update = StepMetrics(), cast("OuterStep | None", None)  # of the last outer step
         self.held_out = HeldOut(
-            config, self.worker, parts.load, ranks, progress, self.should_leave_evaluation, self.folder
+            config, self.worker, parts.load, ranks, progress, self.folder, self.should_leave_evaluation
         )
-        self.profiler = Profiler(config.profile and self.trains)
+        self.profiler = Profiler()
         self.logger, self.trackers = RunLogger(), Trackers(progress.notice)
         self.callbacks = callbacks.CallbackList(
             (
@@ -173,23 +168,26 @@ class Run:
         """The live meta-parameters of the model, fp32 [S]: this rank's part."""
         return self.state.meta_params.theta
 
+    def rule_at(self, outer_step: int) -> Any:
+        """The rule of an outer step: a Rule or a MultiTaskRule, or both."""
+        return self.spec.rule(self.parts.setup, outer_step)
+
     def resume(self) -> None:
         """Load the chosen checkpoint, if there is one, and open the files of the run.
 
         With --elastic another group may have removed it: then a newer one is loaded. Collective: world.
         """
-        found, tried = self.start.checkpoint, list[Path]()
+        found = self.start.checkpoint
         while found is not None:
             try:
                 with self.ranks.world.raise_on_all("reading the checkpoint"):
                     self.state.load(found)
                 break
             except UsageError:
-                tried.append(found)
                 if not self.config.elastic:
                     raise
-                found = newest_complete(self.folder, self.ranks.world)[0]
-                if found in tried:
+                failed, found = found, newest_complete(self.folder, self.ranks.world)[0]
+                if found == failed:
                     raise
         with self.ranks.world.raise_on_all("opening the files of the run"):
             if self.controller.writes:
@@ -237,7 +235,7 @@ class Run:
             if outcome is Outcome.STOP:
                 break
             state.outer_step += 1  # last: theta is written, so that a lost group repeats its meta-batch
-            state.count(outcome, self.feed.counts)
+            state.count(outcome, dict(self.feed.counts))
             self.callbacks.on_step_end(self, outcome)
             self.feed.tune_workers(time.monotonic() - began)
 
@@ -251,18 +249,17 @@ class Run:
         step = state.outer_step
         if step == self.config.outer_steps:
             return Outcome.STOP  # the other groups have finished the run meanwhile
-        stage.begin(f"outer step {step + 1}", is_step=True)
-        stage.phase = "waiting for its tasks"
+        stage.begin(f"outer step {step + 1}", "waiting for its tasks", is_step=True)
         self.callbacks.on_step_begin(self)
         metrics = StepMetrics(self.spec.numbers)
         left_tasks = self._add_task_gradients(step, metrics)
         if left_tasks and self.config.elastic:
             self.stop.requested = True
             return Outcome.STOP  # the other groups of an elastic run repeat the step without this one
-        stage.phase = "waiting for the other groups"
+        stage.begin_phase("waiting for the other groups")
         weight = metrics.all_reduce(self.ranks)
         self.controller.check_task_count(metrics.tasks, self.schedule.tasks_per_step)
-        stage.phase = "agreeing with the other groups"
+        stage.begin_phase("agreeing with the other groups")
         if self.stop.agree_after_tasks(left_tasks, state.saver):
             return Outcome.STOP
         no_data = self._apply_bad_task_policy(metrics)
@@ -279,21 +276,20 @@ class Run:
         With outlier bounds every task has a separate MetaGradient, which is added once it is accepted.
         Collective: group.
         """
-        assert self.rule_at is not None
         rule, bounds, most = self.rule_at(step), self.outlier_bounds, tasks_per_pass(self.config)
         meta, total = self.state.meta_params, self.state.updates.meta
         into = MetaGradient(meta.theta, total.extra) if bounds else total
-        multi_task_rule = self.adapter_rule or (cast(MultiTaskRule, rule) if most > 1 else None)
+        multi_task_rule = self.adapter_rule or (rule if most > 1 else None)
         episodes = self.feed.episodes(step, metrics)
         for begin in range(0, len(episodes), most):
             if self.stop.should_leave_tasks():
                 return True
-            self.stage.phase = f"task {begin + 1} of group {self.ranks.cross.rank}"
-            some = episodes[begin : begin + most]
+            self.stage.begin_phase(f"task {begin + 1} of group {self.ranks.cross.rank}", passes=1)
+            some, count_pass = episodes[begin : begin + most], self.stage.count_pass
             if multi_task_rule is None:
-                results = (rule.task_gradient(self.worker, meta, episode, into) for episode in some)
+                results = [rule.task_gradient(self.worker, meta, some[0], into, count_pass)]
             else:
-                results = multi_task_rule.task_gradients(self.worker, meta, some, into)
+                results = multi_task_rule.task_gradients(self.worker, meta, some, into, count_pass)
             for episode, result in zip(some, results, strict=True):
                 exploded = bounds.exceeded_by(result, into.sum)
                 if bounds:
@@ -326,11 +322,9 @@ class Run:
             self.schedule, load, state.outer_step, state.tasks, self.ranks, config, notice
         )
         if config.check_meta_gradient:  # of the same task on every group, after any first-order steps
-            assert self.rule_at is not None
-            rule = cast(FiniteDifferenceRule, self.rule_at(config.outer_steps))
+            rule, precision = self.rule_at(config.outer_steps), self.inputs.deepspeed.precision
             task = self.schedule.meta_batch(state.outer_step)[0]
             for _, episode in EpisodeReader.of(load, self.ranks, config, notice).read_same_task(task):
-                precision = self.inputs.deepspeed.precision
                 notice(check(rule, self.worker, state.meta_params, episode, precision).text)
         self.progress.start("outer step")
 
@@ -374,11 +368,4 @@ class Run:
 
     def write_run(self, **facts: Any) -> None:
         """Write run.json. Local: the first rank's."""
-        write_run(
-            self.folder,
-            self.config,
-            self.inputs.sources.fingerprint,
-            str(self.ranks.layout),
-            self.inputs.resolved,
-            **facts,
-        )
+        write_run(self.folder, self.inputs.settings(self.config), str(self.ranks.layout), **facts)

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from fmmeta.meta.parameters import MetaGradient
+from fmmeta.meta.rule import MetaGradient
 from fmmeta.parallel.process_groups import PendingWork
 from fmmeta.training.callbacks import Callback
 
@@ -72,19 +72,14 @@ class Clock:
 class Profiler(Callback):
     """Profiles the outer step `STEP` after the first of this process, or the last (trace-rankN.json)."""
 
-    def __init__(self, enabled: bool) -> None:
-        self.chosen: int | None = None
-        self.enabled, self.wrapped = enabled, contextlib.ExitStack()
+    def __init__(self) -> None:
+        self.wrapped, self.facts = contextlib.ExitStack(), dict[str, Any]()
         self.clock: Clock | None = None
-        self.facts: dict[str, Any] | None = None
-
-    def on_train_begin(self, run: "Run") -> None:
-        if self.enabled:
-            self.chosen = min(run.state.outer_step + STEP, run.config.outer_steps - 1)
 
     def on_step_begin(self, run: "Run") -> None:
         """Wrap methods of `run` if this step is the chosen one."""
-        if run.state.outer_step != self.chosen or self.clock is not None:
+        chosen = min(run.logger.first + STEP, run.config.outer_steps - 1)
+        if not run.config.profile or run.state.outer_step != chosen or self.clock is not None:
             return
         on_gpu, activity = run.ranks.device.type == "cuda", torch.profiler.ProfilerActivity
 
@@ -103,7 +98,7 @@ class Profiler(Callback):
 
     def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
         """Unwrap, write the trace, gather the shares. Collective: world, after the chosen step."""
-        if self.clock is None or self.facts is not None:
+        if self.clock is None or self.facts:
             return
         self.wrapped.close()
         seconds = self.clock.stop()
@@ -125,13 +120,14 @@ class Profiler(Callback):
 
     def show(self, table: Callable[[str, list[str], list[list[str]]], None]) -> dict[str, Any]:
         """Show the table (seconds are means over the ranks); return the entry of run.json, if any."""
-        if self.facts is None:
+        if not self.facts:
             return {}
         seconds = self.facts["seconds"]
         whole = sum(seconds.values())
-        rows = [[kind, f"{one:.3f}", f"{100 * one / whole:.1f}"] for kind, one in seconds.items()]
         table(
-            f"where the time of outer step {self.facts['outer_step']} went", ["", "seconds", "share %"], rows
+            f"where the time of outer step {self.facts['outer_step']} went",
+            ["", "seconds", "share %"],
+            [[kind, f"{one:.3f}", f"{100 * one / whole:.1f}"] for kind, one in seconds.items()],
         )
         return {"profile": self.facts}
 

@@ -14,7 +14,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,30 +30,22 @@ from fmmeta.report.data import read_run
 
 PACKAGES = ("fmmeta", "torch", "deepspeed", "transformers", "datasets", "accelerate", "safetensors", "peft")
 
-NOTHING: Mapping[str, Any] = {}
 LOCK = ".lock"
 MOST_LISTED = 100  # times that the checkpoints of a run are listed while others write them
 
 
-def settings_of(config: Config, fingerprint: str, resolved: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
+def settings_of(config: Config, fingerprint: str, **resolved: Any) -> dict[str, Any]:
     """What identifies a run: flags, fingerprint of the data, and `resolved` of build.RunInputs."""
     return as_stored({**config.as_dict(), "dataset_fingerprint": fingerprint, **resolved})
 
 
-def write_run(
-    folder: Path,
-    config: Config,
-    fingerprint: str,
-    layout: str,
-    resolved: Mapping[str, Any] = NOTHING,
-    **facts: Any,
-) -> None:
-    """Write run.json: every resolved setting, versions, git commit, data fingerprint, and `facts`.
+def write_run(folder: Path, settings: dict[str, Any], layout: str, **facts: Any) -> None:
+    """Write run.json: `settings_of` the run, versions, git commit, and `facts`.
 
     Secrets are redacted.
     """
     run = {
-        "settings": settings_of(config, fingerprint, resolved),
+        "settings": settings,
         "layout": layout,
         "versions": {name: version(name) for name in PACKAGES},
         "git_commit": git_commit(),
@@ -89,15 +81,13 @@ class RunStart:
     folder: Path
     checkpoint: Path | None
     finished: bool
-    warnings: tuple[str, ...] = ()
+    warnings: Sequence[str] = ()
     explicit: bool = False
     lock: "FolderLock | None" = None
 
 
-def open_run(
-    config: Config, fingerprint: str, comm: Communicator, resolved: Mapping[str, Any] = NOTHING
-) -> RunStart:
-    """Make or find the run's folder; its checkpoint is verified. resolved: see build.RunInputs.
+def open_run(config: Config, settings: dict[str, Any], comm: Communicator) -> RunStart:
+    """Make or find the run's folder; its checkpoint is verified. settings: `settings_of` the run.
 
     Raises `UsageError` where the folder holds a run with other settings, or is in use; then it leaves neither
     a lock nor folders that it made. Collective: comm (world).
@@ -106,13 +96,13 @@ def open_run(
         start = RunStart(Path(), None, False)
         with comm.raise_on_all("opening output_dir"):
             if comm.rank == 0:
-                folder = choose_run_folder(config, fingerprint, resolved)
+                folder = choose_run_folder(config, settings)
                 # with --elastic the writing group takes the lock (elastic/controller.py)
                 lock = FolderLock(folder, None, make(folder)) if config.elastic else lock_folder(folder)
                 on_refusal.callback(lock.close)
                 if not config.elastic:
                     checkpoint.undo_partial_save(folder)
-                start = replace(find_start(config, fingerprint, folder, resolved), lock=lock)
+                start = replace(find_start(config, settings, folder), lock=lock)
         start = replace(_of_rank0(start, comm), lock=start.lock)
         if start.checkpoint is not None and not start.finished:
             start = _verify(start, start.checkpoint, config, comm)
@@ -123,10 +113,8 @@ def open_run(
 def _of_rank0(start: RunStart, comm: Communicator) -> RunStart:
     """Rank 0's start without its lock, on every rank. Collective: comm."""
     values = [str(start.folder), str(start.checkpoint or ""), start.finished, start.warnings, start.explicit]
-    folder, newest, finished, warnings, explicit = json.loads(
-        comm.gather_bytes(json.dumps(values).encode())[0]
-    )
-    return RunStart(Path(folder), Path(newest) if newest else None, finished, tuple(warnings), explicit)
+    folder, newest, *others = json.loads(comm.gather_bytes(json.dumps(values).encode())[0])
+    return RunStart(Path(folder), Path(newest) if newest else None, *others)
 
 
 def _verify(start: RunStart, chosen: Path, config: Config, comm: Communicator) -> RunStart:
@@ -147,7 +135,7 @@ def _verify(start: RunStart, chosen: Path, config: Config, comm: Communicator) -
             for path in newer(chosen, checkpoint.list_complete(start.folder)):
                 aside = checkpoint.rename_aside(path).name
                 warnings.append(f"{path} was renamed to {aside}: the run resumes from an older one")
-    return replace(start, checkpoint=chosen, warnings=tuple(warnings))
+    return replace(start, checkpoint=chosen, warnings=warnings)
 
 
 def newest_complete(folder: Path, comm: Communicator) -> tuple[Path, list[str]]:
@@ -203,13 +191,12 @@ def newer(chosen: Path, found: list[Path]) -> list[Path]:
     ]
 
 
-def choose_run_folder(config: Config, fingerprint: str, resolved: Mapping[str, Any] = NOTHING) -> Path:
+def choose_run_folder(config: Config, settings: dict[str, Any]) -> Path:
     """--output_dir; without it the newest unfinished run with these settings in runs/, or a new folder."""
     if config.output_dir is not None:
         return Path(config.output_dir)
     name = f"{config.algorithm.replace(':', '-')}-{Path(config.dataset[0]).name}"
     if config.resume_from_checkpoint == "latest":
-        settings = settings_of(config, fingerprint, resolved)
         for folder in sorted(Path("runs").glob(f"*-{name}"), reverse=True):
             if is_unfinished(folder, settings):
                 return folder
@@ -299,54 +286,35 @@ def is_file(file: Any, path: Path) -> bool:
         return False
 
 
-def find_start(
-    config: Config, fingerprint: str, folder: Path | None = None, resolved: Mapping[str, Any] = NOTHING
-) -> RunStart:
+def find_start(config: Config, settings: dict[str, Any], folder: Path | None = None) -> RunStart:
     """The start by the settings and the names in the folder; the checkpoint is not verified. Local."""
-    folder = folder or choose_run_folder(config, fingerprint, resolved)
-    wanted, warnings = config.resume_from_checkpoint, list[str]()
+    folder = folder or choose_run_folder(config, settings)
+    wanted, warnings, before = config.resume_from_checkpoint, list[str](), read_run(folder)
     explicit = None if wanted in ("latest", "never") else Path(wanted)
-    before = read_run(folder)
     if explicit is not None:
-        warnings += accept_changes(
-            checkpoint.read_state(explicit)["settings"],
-            config,
-            fingerprint,
-            f"resume_from_checkpoint={explicit}",
-            resolved,
-        )
+        stored = checkpoint.read_state(explicit)["settings"]
+        warnings += accept_changes(stored, config, settings, f"resume_from_checkpoint={explicit}")
     if before is None:
-        return RunStart(folder, explicit, False, tuple(warnings), explicit is not None)
+        return RunStart(folder, explicit, False, warnings, explicit is not None)
     if wanted == "never":
         raise UsageError(
             f"output_dir={folder} holds a run, and resume_from_checkpoint=never; choose another output_dir"
         )
-    changes = accept_changes(before["settings"], config, fingerprint, f"output_dir={folder}", resolved)
+    changes = accept_changes(before["settings"], config, settings, f"output_dir={folder}")
     warnings += [text for text in changes if text not in warnings]
     accepted = any(text.startswith("accepted") for text in warnings)
     finished = before.get("finished", False) and explicit is None and not accepted
-    return RunStart(
-        folder,
-        explicit or next(reversed(checkpoint.list_complete(folder)), None),
-        finished,
-        tuple(warnings),
-        explicit is not None,
-    )
+    found = explicit or next(reversed(checkpoint.list_complete(folder)), None)
+    return RunStart(folder, found, finished, warnings, explicit is not None)
 
 
-def accept_changes(
-    before: dict[str, Any],
-    config: Config,
-    fingerprint: str,
-    where: str,
-    resolved: Mapping[str, Any] = NOTHING,
-) -> list[str]:
+def accept_changes(before: dict[str, Any], config: Config, settings: dict[str, Any], where: str) -> list[str]:
     """Log lines about settings that differ from those of the run before.
 
     Raises `UsageError` for settings that change theta and are not in --accept_changed_settings.
     """
-    before, now = as_stored(before), settings_of(config, fingerprint, resolved)
-    changed, free = changed_settings(before, now), changed_settings(before, now, free=True)
+    before = as_stored(before)
+    changed, free = changed_settings(before, settings), changed_settings(before, settings, free=True)
     accepted = [text for name, text in changed.items() if name in config.accept_changed_settings]
     refused = [text for name, text in changed.items() if name not in config.accept_changed_settings]
     if refused:

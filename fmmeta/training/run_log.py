@@ -29,10 +29,10 @@ class StepMetrics:
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self.began = time.monotonic()
-        self.weight, self.skipped, self.exploded, self.tokens, self.tasks = 0.0, 0, 0, 0, 0
+        self.weight = self.data_seconds = 0.0
+        self.skipped = self.exploded = self.tokens = self.tasks = self.failures = 0
         # sums over the finite tasks, each times its weight
         self.sums = dict.fromkeys(("support_loss", "query_loss", "accuracy", *names), 0.0)
-        self.data_seconds, self.failures = 0.0, 0
         self.values: dict[str, Any] = {}
 
     def add(self, task: TaskResult, tokens: int, exploded: bool = False) -> None:
@@ -121,7 +121,6 @@ class RunLogger(Callback):
     def on_step_end(self, run: "Run", outcome: Outcome) -> None:
         """Show the outer step; write a line every logging_steps, and after spikes, skips and retries."""
         config, step, step_metrics, update = run.config, run.state.outer_step, run.metrics, run.update
-        membership = run.controller.metrics()
         values = {
             "step": step,
             "epoch": run.schedule.position(step)[0],
@@ -130,18 +129,18 @@ class RunLogger(Callback):
             "grad_norm": update.grad_norm if update else float("nan"),
             "lr": update.lr if update else float("nan"),
             "comm_bytes": run.ranks.cross.bytes_sent,
-            **membership,
+            **run.controller.metrics(),
         }
         run.ranks.cross.bytes_sent = 0
         if spike := run.state.spikes.mark(values["query_loss"]):
             values["loss_spike"] = spike
         due = step in (1, config.outer_steps) or step % config.logging_steps == 0
-        if due or values["skipped_tasks"] or spike or membership.get("retries"):
+        if due or values["skipped_tasks"] or spike or values.get("retries"):
             self.line = values
             self._log(run, values)
         text = f"loss {values['query_loss']:.4f}  accuracy {100 * values['accuracy']:.1f} %"
-        skipped = f"  skipped {values['skipped_tasks']}" if values["skipped_tasks"] else ""
-        run.progress.line("outer step", step, config.outer_steps, text + skipped, self.first)
+        text += f"  skipped {values['skipped_tasks']}" if values["skipped_tasks"] else ""
+        run.progress.line("outer step", step, config.outer_steps, text, self.first)
         if not self.warned and (warning := find(config.algorithm).warning(config, values)):
             self.warned = True
             run.progress.notice(warning)
@@ -151,8 +150,7 @@ class RunLogger(Callback):
 
     def write_pending_line(self, run: "Run") -> None:
         """Append the last line if the previous writer group died before writing it. Collective: world."""
-        last = torch.tensor(self.metrics.last if self.metrics else 0)
-        last = int(run.ranks.world.broadcast_(last, 0))
+        last = int(run.ranks.world.broadcast_(torch.tensor(self.metrics.last if self.metrics else 0), 0))
         if self.line is not None and last < self.line["step"] <= run.state.outer_step:
             self._log(run, self.line)
 
@@ -172,12 +170,11 @@ class Metrics:
         self.file = folder / "metrics.jsonl"
         self.writes, self.failed, self.last = writes, False, 0
         if writes and self.file.is_file():
-            lines = [
+            kept = [
                 (text, line)
                 for text in self.file.read_text(encoding="utf-8").splitlines()
-                if (line := parse_line(text))
+                if (line := parse_line(text)) and line["step"] <= outer_step
             ]
-            kept = [(text, line) for text, line in lines if line["step"] <= outer_step]
             temporary = self.file.with_name("metrics.jsonl.tmp")
             temporary.write_text("".join(f"{text}\n" for text, _ in kept), encoding="utf-8")
             temporary.replace(self.file)
@@ -195,6 +192,10 @@ class Metrics:
             self.failed = False
         except OSError as error:
             if not self.failed:
-                text = f"{self.file} cannot be written ({error.strerror}); its lines are lost until it can"
-                print(f"fmmeta: {text}", file=sys.stderr, flush=True)
+                print(
+                    f"fmmeta: {self.file} cannot be written ({error.strerror}); its lines are lost until it"
+                    " can",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self.failed = True

@@ -22,12 +22,11 @@ from fmmeta import checkpoint
 from fmmeta.checkpoint.write import Saver
 from fmmeta.config.settings import Config
 from fmmeta.meta.outer_step import DelayedUpdate, OuterOptimizer
-from fmmeta.meta.parameters import MetaParameters, StateDict
+from fmmeta.meta.rule import MetaParameters, StateDict
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.checks import Spikes
 from fmmeta.training import build
 from fmmeta.training.callbacks import Outcome
-from fmmeta.training.run_folder import settings_of
 
 
 class TrainingState:
@@ -50,6 +49,7 @@ class TrainingState:
         self.outer = OuterOptimizer(self.meta_params, parts.worker, config)
         self.updates = DelayedUpdate(self.outer, ranks.cross, config)
         self.best = Best() if config.load_best_model_at_end else None
+        self.stateful = [self.meta_params, self.outer, self.updates, *([self.best] if self.best else [])]
         self.spikes = Spikes()
         self.outer_step, self.bad_steps, self.tasks = 0, 0, {"seen": 0, "bad": 0}
         self.validated = 0  # the last outer step whose validation is complete
@@ -70,31 +70,18 @@ class TrainingState:
 
     def state_dict(self) -> StateDict:
         """All of it, uncopied. Collective: cross."""
-        state = StateDict()
-        self.meta_params.add_state(state)
-        self.outer.add_state(state)
-        self.updates.add_state(state)
-        state.facts |= {
-            "outer_step": self.outer_step,
-            "validated": self.validated,
-            "bad_steps": self.bad_steps,
-            "tasks": self.tasks,
-            "losses": self.spikes.state,
-            "best": {},
-        }
-        if self.best is not None:
-            self.best.add_state(state)
+        counts = {"outer_step": self.outer_step, "validated": self.validated, "bad_steps": self.bad_steps}
+        state = StateDict(facts={**counts, "tasks": self.tasks, "losses": self.spikes.state, "best": {}})
+        for part in self.stateful:
+            part.add_state(state)
         state.facts["vectors"] = list(state.vectors)
         return state
 
     def load_state_dict(self, state: StateDict) -> None:
         """Restore what `state_dict` returned; the worker is not written. Local."""
         facts = state.facts
-        self.meta_params.load_state(state)
-        self.outer.load_state(state)
-        self.updates.load_state(state)
-        if self.best is not None:
-            self.best.load_state(state)
+        for part in self.stateful:
+            part.load_state(state)
         self.outer_step, self.bad_steps, self.tasks = facts["outer_step"], facts["bad_steps"], facts["tasks"]
         self.validated = facts.get("validated", self.outer_step)  # absent in checkpoints of 0.1.0
         self.spikes = Spikes(facts.get("losses"))
@@ -140,12 +127,8 @@ class TrainingState:
     def save(self, last: bool) -> None:
         """Begin to write checkpoint-N; with `last` wait until it is complete. Collective: world."""
         state = self.state_dict()
-        facts = {
-            **state.facts,
-            "layout": str(self.ranks.layout),
-            "settings": settings_of(self.config, self.inputs.sources.fingerprint, self.inputs.resolved),
-        }
-        self.saver.save(self.checkpoint_path, state.vectors, facts, state.tables, last)
+        identity = {"layout": str(self.ranks.layout), "settings": self.inputs.settings(self.config)}
+        self.saver.save(self.checkpoint_path, state.vectors, {**state.facts, **identity}, state.tables, last)
 
 
 PREFIX = "best "  # of the names of vectors and tables in a checkpoint

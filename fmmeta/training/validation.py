@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -23,7 +23,6 @@ from fmmeta.metrics.scores import gather_scores, mean_ci95
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.reliability.checks import hash_vector
-from fmmeta.tasks.batching import Episode
 from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import TaskSource
@@ -35,56 +34,22 @@ FINISHED = "held_out.json"  # finished episodes of a final evaluation that was s
 
 @dataclass(frozen=True)
 class HeldOutScore:
-    """One episode: loss and accuracy on its query set, at theta and at phi."""
+    """One episode: losses and accuracies on its query set, at theta and at phi, or after 0, 1, ... K inner
+    steps.
+    """
 
     slot: int
     stratum: str
-    loss_before: float
-    accuracy_before: float
-    loss_after: float
-    accuracy_after: float
-
-    @classmethod
-    def of(
-        cls,
-        learning: EvaluationMethod,
-        worker: Worker,
-        theta: Tensor,
-        slot: int,
-        task: Task,
-        episode: Episode,
-    ) -> "HeldOutScore":
-        """Collective: group."""
-        before, after = learning.score(worker, theta, episode)
-        return cls(slot, task.stratum, before.loss, before.accuracy, after.loss, after.accuracy)
-
-
-@dataclass(frozen=True)
-class StepScores:
-    """One episode: loss and accuracy on its query set after 0, 1, ... K inner steps."""
-
-    slot: int
     losses: list[float]
     accuracies: list[float]
-
-    @classmethod
-    def of(
-        cls, inner: InnerLoop, worker: Worker, theta: Tensor, slot: int, task: Task, episode: Episode
-    ) -> "StepScores":
-        """Collective: group."""
-        passes = inner.scores_after_each_step(worker, theta, episode.support, episode.query)
-        return cls(slot, [one.loss for one in passes], [one.accuracy for one in passes])
-
-
-S = TypeVar("S", HeldOutScore, StepScores)
 
 
 class HeldOut:
     """Scores the held-out episodes of a source.
 
-    load: from a source to its `LoadEpisode`. should_stop: called between episodes; if it returns True, this
-    group leaves out the rest of the pass, and the scores are incomplete. folder: of the run, where finished
-    episodes of the TEST stream are stored.
+    load: from a source to its `LoadEpisode`. folder: of the run, where finished episodes of the TEST stream
+    are stored. should_stop: called between episodes; if it returns True, this group leaves out the rest of
+    the pass, and the scores are incomplete.
     """
 
     def __init__(
@@ -94,31 +59,30 @@ class HeldOut:
         load: Callable[[TaskSource], LoadEpisode],
         ranks: ProcessGroups,
         progress: Progress,
+        folder: Path,
         should_stop: Callable[[], bool] = lambda: False,
-        folder: Path | None = None,
     ) -> None:
         self.config, self.worker, self.load, self.ranks, self.progress = config, worker, load, ranks, progress
-        self.should_stop, self.folder = should_stop, folder
+        self.file, self.should_stop = folder / FINISHED, should_stop
 
     def scores(
-        self, source: TaskSource, stream: int, what: str, theta: Tensor, learning: EvaluationMethod
+        self,
+        source: TaskSource,
+        stream: int,
+        what: str,
+        theta: Tensor,
+        learning: EvaluationMethod,
+        each_step: bool = False,
+        count: int | None = None,
     ) -> list[HeldOutScore]:
-        """Scores of the episodes of a stream: the same ones every time. Collective: world."""
-        tasks, reader = self.tasks(source, stream), self.reader(source)
-        return self.score_tasks(HeldOutScore, tasks, reader, what, theta, learning, stream == TEST)
-
-    def step_scores(
-        self, source: TaskSource, count: int, what: str, theta: Tensor, inner: InnerLoop
-    ) -> list[StepScores]:
-        """Scores after each inner step, of the first `count` validation episodes. Collective: world."""
-        tasks, reader = self.tasks(source, VALID, count), self.reader(source)
-        return self.score_tasks(StepScores, tasks, reader, what, theta, inner, True)
+        """Scores of the first `count` episodes of a stream: the same ones every time. Collective: world."""
+        tasks, keep = self.tasks(source, stream, count), each_step or stream == TEST
+        return self.score_tasks(tasks, self.reader(source), what, theta, learning, each_step, keep)
 
     def tasks(self, source: TaskSource, stream: int, count: int | None = None) -> list[Task]:
         """The first `count` tasks of a stream (default: test_episodes or eval_episodes)."""
         config = self.config
-        if count is None:
-            count = config.test_episodes if stream == TEST else config.eval_episodes
+        count = count or (config.test_episodes if stream == TEST else config.eval_episodes)
         return Schedule(
             source.items, count, config.seed, stream, shuffle=False, sizes=source.size
         ).meta_batch(0)
@@ -128,72 +92,75 @@ class HeldOut:
 
     def clear(self) -> None:
         """Remove the stored episodes, on the first rank; the evaluation is complete. Local."""
-        if self.folder is not None:
-            (self.folder / FINISHED).unlink(missing_ok=True)
+        self.file.unlink(missing_ok=True)
 
     def score_tasks(
         self,
-        kind: type[S],
         tasks: Sequence[Task],
         reader: EpisodeReader,
         what: str,
         theta: Tensor,
         learning: Any,
+        each_step: bool = False,
         keep: bool = False,
-    ) -> list[S]:
+    ) -> list[HeldOutScore]:
         """Score the tasks that are not finished, this group its share of them; return all scores by slot.
 
-        keep: store finished episodes in `folder`. Collective: world.
+        learning: an EvaluationMethod; with `each_step` an InnerLoop, scored after every step. keep: store
+        finished episodes in the run's folder. Collective: world.
         """
         self.progress.start(what)
         slots = {task.seed: slot for slot, task in enumerate(tasks)}
-        key = self._key(kind, theta, learning) if keep and self.folder is not None else None
-        stored = {} if key is None else self._read()
-        known = {score["slot"]: kind(**score) for score in stored.get(key or "", [])}
+        key = self._key(theta, learning, each_step) if keep else ""
+        stored = self._read() if keep else {}
+        known = {score["slot"]: HeldOutScore(**score) for score in stored.get(key, [])}
         todo = [task for task in tasks if slots[task.seed] not in known]
         self.worker.write(theta)
-        mine, scores = reader.read_share(todo) if todo else [], list[S]()
+        mine, scores = reader.read_share(todo) if todo else [], list[HeldOutScore]()
+        score = learning.scores_after_each_step if each_step else learning.score
         for done, (task, episode) in enumerate(mine):
             if self.should_stop():
                 break
             self.progress.line(what, done, len(mine))
-            scores.append(kind.of(learning, self.worker, theta, slots[task.seed], task, episode))
+            passes = score(self.worker, theta, episode)
+            losses, accuracies = [one.loss for one in passes], [one.accuracy for one in passes]
+            scores.append(HeldOutScore(slots[task.seed], task.stratum, losses, accuracies))
             self.worker.write(theta)
-        known |= {score.slot: score for score in gather_scores(self.ranks, scores, kind)}
-        if key is not None and todo:
-            finished = [asdict(score) for score in known.values()]
+        known |= {one.slot: one for one in gather_scores(self.ranks, scores, HeldOutScore)}
+        if keep and todo:
+            finished = [asdict(one) for one in known.values()]
             # JSON cannot hold numbers that are not finite
-            self._write({**stored, key: [score for score in finished if strict(score) == score]})
+            self._write({**stored, key: [one for one in finished if strict(one) == one]})
         return [known[slot] for slot in sorted(known)]
 
-    def _key(self, kind: type, theta: Tensor, learning: Any) -> str:
+    def _key(self, theta: Tensor, learning: Any, each_step: bool) -> str:
         """Hash of all that determines the scores bit for bit, on every rank. Collective: world."""
         here: list[Any] = [hash_vector(theta)]
         if isinstance(learning, InnerLoop):
             rates = learning.rates
-            element = rates.element is not None and hash_vector(rates.element)
-            here += [learning.steps, rates.table.tolist(), element]
+            here += [learning.steps, rates.table.tolist()]
+            here += [] if rates.element is None else [hash_vector(rates.element)]
         settings = {
             name: value for name, value in self.config.as_dict().items() if name not in HIDDEN_ON_RESUME
         }
         everyone = [part.decode() for part in self.ranks.world.gather_bytes(json.dumps(here).encode())]
-        return sha256(json.dumps([kind.__name__, everyone, settings], sort_keys=True).encode()).hexdigest()
+        return sha256(json.dumps([each_step, everyone, settings], sort_keys=True).encode()).hexdigest()
 
     def _read(self) -> dict[str, list[dict[str, Any]]]:
         """The stored episodes by key; empty if the file is missing or broken. Collective: world."""
         stored = {}
-        if self.ranks.first and self.folder is not None:
+        if self.ranks.first:
             with suppress(OSError, ValueError):
-                stored = json.loads((self.folder / FINISHED).read_bytes())
+                stored = json.loads(self.file.read_bytes())
         return json.loads(self.ranks.world.gather_bytes(json.dumps(stored).encode())[0])
 
     def _write(self, stored: dict[str, list[dict[str, Any]]]) -> None:
         """Store finished episodes by key, on the first rank; an error of the disk is logged. Local."""
-        if self.ranks.first and self.folder is not None:
-            temporary = self.folder / f"{FINISHED}.tmp"
+        if self.ranks.first:
+            temporary = self.file.with_name(f"{FINISHED}.tmp")
             try:
                 temporary.write_text(json.dumps(stored, allow_nan=False), encoding="utf-8")
-                temporary.replace(self.folder / FINISHED)
+                temporary.replace(self.file)
             except OSError as error:
                 self.progress.notice(
                     f"{temporary} cannot be written ({error.strerror}); a stopped evaluation would start over"
@@ -204,5 +171,5 @@ def per_stratum(scores: Sequence[HeldOutScore]) -> dict[str, float]:
     """Mean accuracy after adaptation by stratum."""
     found: dict[str, list[float]] = defaultdict(list)
     for score in scores:
-        found[score.stratum].append(score.accuracy_after)
+        found[score.stratum].append(score.accuracies[-1])
     return {stratum: mean_ci95(values)[0] for stratum, values in sorted(found.items())}

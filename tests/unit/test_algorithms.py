@@ -17,9 +17,8 @@ from fmmeta.config.algorithms import find
 from fmmeta.meta.algorithms.unrolled import step_loss_weights
 from fmmeta.meta.hessian import Check, Hessian, HvpOptions, check
 from fmmeta.meta.inner_loop import Trajectory
-from fmmeta.meta.parameters import MetaParameters
 from fmmeta.meta.reference import reference_gradient, set_gradient, set_loss
-from fmmeta.meta.rule import TaskResult
+from fmmeta.meta.rule import MetaGradient, MetaParameters, TaskResult
 from fmmeta.models.learner import Learner
 from fmmeta.parallel.workers.base import PassStats
 from tests.unit import learners
@@ -227,6 +226,38 @@ def passes_of(learner: Learner, monkeypatch, **settings) -> tuple[int, int]:
     monkeypatch.setattr(worker, "_call", counting)
     task_gradient(rule, worker, episode)
     return counted[True], counted[False]
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("llama", {"algorithm": "fomaml"}),
+        ("llama", {"algorithm": "reptile"}),
+        ("llama", {"algorithm": "maml", "multi_step_loss_steps": 9}),
+        ("llama", {"algorithm": "imaml", "cg_steps": 2, "proximal_weight": 50.0}),
+        ("llama", {"algorithm": "joint"}),
+        ("bert", {"algorithm": "proto_maml", "head_init": "prototype", "prototype_gradient": True}),
+        ("bert", {"algorithm": "anil", "first_order_steps": 9}),
+        ("bert", {"algorithm": "protonet", "head_init": "prototype", "inner_steps": 0}),
+    ],
+)
+def test_a_rule_calls_its_hook_between_any_two_passes(model, settings, monkeypatch):
+    """Before the n-th pass of a task the hook was called n - 1 times."""
+    learner = LEARNERS[model]
+    config = config_of(learner, **{"inner_steps": 3, **settings})
+    worker, episode = worker_of(learner, config), batches_of(episode_of(learner), micro_batch_size=32)
+    rule = find(config.algorithm).rule(setup_of(worker, config), 0)
+    hooks, seen, call = list[None](), list[int](), worker._call
+
+    def recording(batch, want="logits"):
+        seen.append(len(hooks))
+        return call(batch, want)
+
+    monkeypatch.setattr(worker, "_call", recording)
+    meta = MetaParameters.of(worker.read(), rule.inner)
+    into = MetaGradient(meta.theta, meta.extra)
+    rule.task_gradient(worker, meta, episode, into, lambda: hooks.append(None))
+    assert seen == list(range(len(seen)))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 10])

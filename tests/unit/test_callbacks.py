@@ -136,6 +136,26 @@ def test_a_stop_abandons_the_step_and_does_not_count_it(tmp_path, monkeypatch):
     assert seen.hooks[-2:] == ["save checkpoint-1", "close"]
 
 
+def test_the_stage_of_the_watchdog_names_task_and_pass(tmp_path):
+    """A report of a hang names the pass that hangs."""
+    stages = []
+
+    class Recording(Callback):
+        def on_train_begin(self, run):
+            step = run.worker.step
+
+            def recording(*arguments, **named):
+                stages.append(run.stage.text)
+                return step(*arguments, **named)
+
+            run.worker.step = recording
+
+    settings = {**SHORT, "algorithm": "fomaml", "inner_steps": 2, "outer_steps": 1, "test_episodes": 0}
+    MetaTrainer(Config(**settings, output_dir=str(tmp_path)), callbacks=[Recording()]).train()
+    tasks = [f"outer step 1, task {task} of group 0" for task in (1, 2)]
+    assert stages == [f"{task}, pass {number}" for task in tasks for number in (1, 2, 3)]
+
+
 def test_a_callback_that_raises_ends_the_run_in_one_line(tmp_path):
     class Failing(Callback):
         def on_log(self, run, metrics):

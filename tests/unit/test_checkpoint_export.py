@@ -26,7 +26,7 @@ from fmmeta.parallel.param_map import Fragment, ParamMap, param_groups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.create import frozen_tensors
 from fmmeta.parallel.workers.full_model import PlainWorker
-from fmmeta.training.run_folder import find_start, lock_folder, write_run
+from fmmeta.training.run_folder import find_start, lock_folder, settings_of, write_run
 from fmmeta.training.run_log import Metrics
 from tests.models import WORDS, save_bert, save_llama
 from tests.unit.helpers import one_rank, refusal
@@ -464,28 +464,28 @@ def weights(folder: Path) -> set[str]:
 
 def test_a_run_is_continued_or_refused(tmp_path):
     config = Config(output_dir=str(tmp_path / "run"), seed=1)
-    assert find_start(config, "f").checkpoint is None
+    assert find_start(config, settings_of(config, "f")).checkpoint is None
     (tmp_path / "run").mkdir()
-    write_run(tmp_path / "run", config, "f", "1 group of 1 rank", finished=False)
+    write_run(tmp_path / "run", settings_of(config, "f"), "1 group of 1 rank", finished=False)
     newest = saved(tmp_path / "run", WHOLE, 4)
-    assert find_start(config, "f").checkpoint == newest
-    assert not find_start(config, "f").finished
+    assert find_start(config, settings_of(config, "f")).checkpoint == newest
+    assert not find_start(config, settings_of(config, "f")).finished
     other = Config(output_dir=str(tmp_path / "run"), seed=2, inner_steps=9)
     assert (
-        refusal(find_start, other, "f")
+        refusal(find_start, other, settings_of(other, "f"))
         == f"output_dir={tmp_path / 'run'} holds a run with other settings (inner_steps: {config.inner_steps}"
         " -> 9; seed: 1 -> 2); use these, another output_dir, or --accept_changed_settings with their"
         " names"
     )
-    assert "dataset_fingerprint: f -> g" in refusal(find_start, config, "g")
+    assert "dataset_fingerprint: f -> g" in refusal(find_start, config, settings_of(config, "g"))
     never = Config(output_dir=str(tmp_path / "run"), seed=1, resume_from_checkpoint="never")
     assert (
-        refusal(find_start, never, "f")
+        refusal(find_start, never, settings_of(never, "f"))
         == f"output_dir={tmp_path / 'run'} holds a run, and resume_from_checkpoint=never; choose another"
         " output_dir"
     )
-    write_run(tmp_path / "run", config, "f", "1 group of 1 rank", finished=True)
-    assert find_start(config, "f").finished
+    write_run(tmp_path / "run", settings_of(config, "f"), "1 group of 1 rank", finished=True)
+    assert find_start(config, settings_of(config, "f")).finished
 
 
 def test_folders_that_cannot_be_used(tmp_path):
@@ -496,13 +496,14 @@ def test_folders_that_cannot_be_used(tmp_path):
     )
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{")
+    broken = Config(output_dir=str(tmp_path / "run"))
     assert (
-        refusal(find_start, Config(output_dir=str(tmp_path / "run")), "f")
+        refusal(find_start, broken, settings_of(broken, "f"))
         == f"{tmp_path / 'run' / 'run.json'} cannot be read; correct or remove it, or choose another"
         " output_dir"
     )
     none = Config(output_dir=str(tmp_path / "new"), resume_from_checkpoint=str(tmp_path / "none"))
-    assert refusal(find_start, none, "f").startswith(
+    assert refusal(find_start, none, settings_of(none, "f")).startswith(
         f"resume_from_checkpoint={tmp_path / 'none'} is no checkpoint ("
     )
 

@@ -5,6 +5,7 @@ test.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ def held_out_of(config: Config) -> tuple[HeldOut, build.RunInputs, build.Runtime
     plan = build.plan_parallel(config, inputs, world, said.append)
     ranks = world.split(plan.group_size, plan.engine == "deepspeed")
     parts = build.build(config, inputs, plan, ranks)
-    return HeldOut(config, parts.worker, parts.load, ranks, Progress(enabled=False)), inputs, parts
+    return HeldOut(config, parts.worker, parts.load, ranks, Progress(enabled=False), Path()), inputs, parts
 
 
 def test_counts_are_those_of_a_plain_loop(tmp_path):

@@ -47,7 +47,7 @@ def test_what_is_left_is_dealt_and_the_others_are_named(folder):
         (folder / f"{task.name}.jsonl").write_text("{")
     assert [task for task, _ in reader.read_share(tasks)] == [tasks[1]]
     assert [text.split(":")[1].strip() for text in told] == [f"task {task.name}" for task in tasks[::2]]
-    assert (reader.seen, reader.bad) == (3, 2)
+    assert reader.counts == {"seen": 3, "bad": 2}
 
 
 def test_none_that_can_be_had_is_an_error_whatever_may_be_skipped(folder):

@@ -167,7 +167,7 @@ def test_the_choice_is_the_highest_accuracy_then_the_lowest_loss():
     """On scores made up by rate and step, whatever order they come in."""
 
     class Scored:
-        def step_scores(self, source, count, what, theta, inner):
+        def scores(self, source, stream, what, theta, inner, each_step, count):
             table = {
                 0.1: [(0.2, 1.6)] * 3,
                 0.3: [(0.2, 1.6), (0.5, 1.2), (0.5, 1.0)],
@@ -176,8 +176,8 @@ def test_the_choice_is_the_highest_accuracy_then_the_lowest_loss():
                 10.0: [(0.2, 1.6), (1.0, float("nan")), (1.0, float("inf"))],
             }
             return [
-                validation.StepScores(
-                    0, [loss for _, loss in table[inner]], [accuracy for accuracy, _ in table[inner]]
+                validation.HeldOutScore(
+                    0, "", [loss for _, loss in table[inner]], [accuracy for accuracy, _ in table[inner]]
                 )
             ]
 

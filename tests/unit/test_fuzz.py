@@ -30,7 +30,7 @@ from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.parallel import deepspeed_config
 from fmmeta.tasks.sources.load import load_sources
-from fmmeta.training.run_folder import open_run, write_run
+from fmmeta.training.run_folder import open_run, settings_of, write_run
 from tests.models import write_classes
 from tests.unit.helpers import one_rank
 from tests.unit.test_checkpoint_export import WHOLE, saved
@@ -374,7 +374,7 @@ def test_checkpoints(file, seed, how, strange, listed, apart):
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir()
     config = Config(output_dir=str(run))
-    write_run(run, config, "f", "", finished=False)
+    write_run(run, settings_of(config, "f"), "", finished=False)
     folder = saved(run, WHOLE, 4)
     target = folder / file
     content = bytearray(target.read_bytes())
@@ -390,7 +390,7 @@ def test_checkpoints(file, seed, how, strange, listed, apart):
     if listed and target.parent == folder:
         list_again(folder)
     with one_line_at_most():
-        start = open_run(config, "f", one_rank().world)
+        start = open_run(config, settings_of(config, "f"), one_rank().world)
         start.lock.close()
         if start.checkpoint is not None:
             checkpoint.read_state(start.checkpoint)

@@ -125,8 +125,11 @@ def test_bounds_follow_the_slowest_step():
     assert not stage.is_overdue
     stage.began -= 6
     assert stage.is_overdue
-    stage.phase = "task 1"
-    assert stage.text == "outer step 1, task 1"
+    stage.begin_phase("task 1", passes=1)
+    stage.count_pass()
+    assert stage.text == "outer step 1, task 1, pass 2"
+    stage.begin_phase("waiting")
+    assert stage.text == "outer step 1, waiting"
 
 
 def test_a_stack_names_file_and_line():

@@ -21,8 +21,7 @@ from fmmeta.config.settings import SCHEDULES, Config
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.outer_step import OuterOptimizer
-from fmmeta.meta.parameters import MetaGradient, MetaParameters, PendingMean, StateDict
-from fmmeta.meta.rule import Rule
+from fmmeta.meta.rule import MetaGradient, MetaParameters, PendingMean, Rule, StateDict
 from fmmeta.metrics.scores import mean_ci95
 from fmmeta.models.learner import NativeClassifier, PooledClassifier, objective
 from fmmeta.parallel.collectives import Communicator
@@ -34,7 +33,7 @@ from fmmeta.tasks.batching import Batcher, Episode, Example
 from fmmeta.tasks.loader import LoadResult
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.training.episodes import EpisodeReader
-from fmmeta.training.finish import compare, show
+from fmmeta.training.finish import BaselineLoop, compare, show
 from fmmeta.training.validation import HeldOut, HeldOutScore, per_stratum
 from tests.unit.helpers import one_rank
 from tests.unit.learners import batches_of, bert, config_of, episode_of, gradient_of, llama, task_gradient
@@ -635,7 +634,7 @@ def test_meta_gradient_is_the_weighted_mean_of_tasks():
     assert (meta.sum.tolist(), meta.weight, meta.begin_reduce(alone, 0.0)) == ([0, 0], 0, None)
 
 
-def test_evaluation_scores_before_and_after_and_leaves_theta():
+def test_evaluation_scores_before_and_after_and_leaves_theta(tmp_path):
     model = encoder("mean")
     phi = adapted_copy(model, "zero")
     before, after = mean_loss(model, QUERY).item(), mean_loss(phi, QUERY).item()
@@ -646,22 +645,22 @@ def test_evaluation_scores_before_and_after_and_leaves_theta():
     reader = EpisodeReader(
         lambda tasks: [LoadResult(task, batches()) for task in tasks], one_rank(), Config(), print
     )
-    held_out = HeldOut(Config(), worker, lambda source: source, one_rank(), Progress(enabled=False))
-    scores = held_out.score_tasks(HeldOutScore, tasks, reader, "tasks", theta, inner_loop(worker, "zero"))
+    held_out = HeldOut(Config(), worker, lambda source: source, one_rank(), Progress(enabled=False), tmp_path)
+    scores = held_out.score_tasks(tasks, reader, "tasks", theta, inner_loop(worker, "zero"))
     assert torch.equal(worker.read(), theta)
     assert [(score.slot, score.stratum) for score in scores] == [(0, "s0"), (1, "s1")]
     for score in scores:
-        assert (score.loss_before, score.loss_after) == pytest.approx((before, after), rel=1e-4)
+        assert score.losses == pytest.approx([before, after], rel=1e-4)
 
 
 def test_gains_are_paired_over_the_episodes_that_both_passes_have():
     trained = [
-        HeldOutScore(slot, "s", 0, 0, 1.0, accuracy) for slot, accuracy in [(0, 0.9), (1, 0.8), (3, 1.0)]
+        HeldOutScore(slot, "s", [0, 1.0], [0, accuracy]) for slot, accuracy in [(0, 0.9), (1, 0.8), (3, 1.0)]
     ]
     started = [
-        HeldOutScore(slot, "s", 0, 0, 1.5, accuracy) for slot, accuracy in [(1, 0.5), (2, 0.0), (3, 0.6)]
+        HeldOutScore(slot, "s", [0, 1.5], [0, accuracy]) for slot, accuracy in [(1, 0.5), (2, 0.0), (3, 0.6)]
     ]
-    compared = compare(trained, started)
+    compared = compare(trained, started, BaselineLoop(1.0, 0))
     assert compared.episodes == 2
     assert compared.gain[0][0] == pytest.approx((0.3 + 0.4) / 2)
     assert compared.accuracies == pytest.approx({"before": 0, "after": 0.9, "after_from_start": 0.55})
@@ -682,7 +681,7 @@ def test_summaries_of_scores():
     assert mean_ci95([1.0])[0] == 1.0
     assert math.isnan(mean_ci95([1.0])[1])
     scores = [
-        HeldOutScore(i, stratum, 0, 0, 0, accuracy)
+        HeldOutScore(i, stratum, [0, 0], [0, accuracy])
         for i, (stratum, accuracy) in enumerate([("b", 0.5), ("a", 1.0), ("b", 1.0)])
     ]
     assert per_stratum(scores) == {"a": 1.0, "b": 0.75}
@@ -691,7 +690,9 @@ def test_summaries_of_scores():
 def test_one_held_out_episode_has_no_interval():
     shown: list[Sequence[str]] = []
     compared = compare(
-        [HeldOutScore(0, "a", 1.0, 0.2, 0.5, 0.6)], [HeldOutScore(0, "a", 1.5, 0.1, 0.75, 0.4)]
+        [HeldOutScore(0, "a", [1.0, 0.5], [0.2, 0.6])],
+        [HeldOutScore(0, "a", [1.5, 0.75], [0.1, 0.4])],
+        BaselineLoop(1.0, 0),
     )
     show(compared, Config(), lambda title, header, rows: shown.extend(rows))
     assert [row[1:] for row in shown] == [

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.inner_optimizers import Layers, Rates, inner_optimizer, layer_of, natural, proximal
+from fmmeta.meta.inner_optimizers import Layers, Rates, inner_optimizer, layer_of, natural
 from tests.unit import learners
 from tests.unit.helpers import refusal
 from tests.unit.learners import batches_of, config_of, episode_of, setup_of, worker_of
@@ -104,8 +104,12 @@ def test_rates_by_layer_step_and_element(cuts, element):
 
 def test_proximal_gradient():
     anchor = torch.arange(9.0)
-    pulled = proximal(anchor, 0.5)(torch.ones(4), torch.full((4,), 3.0), slice(2, 6))
-    assert pulled.tolist() == [2.5, 2.0, 1.5, 1.0]
+    sgd, recorded = inner_optimizer(Config()), torch.zeros(9)
+    update = sgd.update(
+        0, sgd.initial_state(9, anchor.device), rates((1.0, 1.0)), recorded, anchor, proximal=0.5
+    )
+    update(torch.ones(4), torch.full((4,), 3.0), slice(2, 6))
+    assert recorded[2:6].tolist() == [2.5, 2.0, 1.5, 1.0]
 
 
 @pytest.mark.parametrize(

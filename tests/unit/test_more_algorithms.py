@@ -15,8 +15,8 @@ import torch
 from fmmeta.config.algorithms import find
 from fmmeta.meta.algorithms import imaml
 from fmmeta.meta.algorithms import setup as rules
-from fmmeta.meta.parameters import MetaGradient
 from fmmeta.meta.reference import set_gradient, set_loss
+from fmmeta.meta.rule import MetaGradient
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.tasks.batching import collate
 from fmmeta.training import finish
@@ -86,7 +86,7 @@ def test_a_path_is_the_query_set_after_every_number_of_steps(settings, calls):
     worker = worker_of(learner, config)
     inner, theta, seen = setup_of(worker, config).inner, worker.read(), list[int]()
     hook = worker.learner.hf.register_forward_hook(lambda *_: seen.append(1))
-    found = inner.scores_after_each_step(worker, theta, episode.support, episode.query)
+    found = inner.scores_after_each_step(worker, theta, episode)
     assert len(seen) == calls
     hook.remove()
     end = worker.read()

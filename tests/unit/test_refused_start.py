@@ -9,7 +9,7 @@ import pytest
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.results import check_output
 from fmmeta.train import train
-from fmmeta.training.run_folder import lock_folder, open_run
+from fmmeta.training.run_folder import lock_folder, open_run, settings_of
 from tests.unit.helpers import one_rank, refusal
 
 
@@ -30,11 +30,11 @@ def test_of_train(tmp_path, settings, there):
 def test_of_an_elastic_group(tmp_path):
     """The lock is of the group that writes; another one's is left alone."""
     config = Config(output_dir=str(tmp_path / "run"), elastic=True)
-    alone = open_run(config, "f", one_rank().world)
+    alone = open_run(config, settings_of(config, "f"), one_rank().world)
     assert (tmp_path / "run").is_dir()
     alone.lock.close()
     assert list(tmp_path.iterdir()) == []
-    made = open_run(config, "f", one_rank().world)
+    made = open_run(config, settings_of(config, "f"), one_rank().world)
     writer = lock_folder(tmp_path / "run")
     made.lock.close()
     assert [file.name for file in (tmp_path / "run").iterdir()] == [".lock"]

@@ -17,7 +17,7 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.train import train
 from fmmeta.training.build import read_inputs
-from fmmeta.training.run_folder import accept_changes, find_start
+from fmmeta.training.run_folder import accept_changes, find_start, settings_of
 from tests.unit.helpers import refusal
 
 STORED = (
@@ -119,11 +119,9 @@ def test_a_run_of_0_1_0_is_continued(config, ds, tmp_path):
     settings = {name: value for name, value in settings.items() if name not in STORED}
     edit(file, {"settings": settings})
     now = {"precision": "bf16", "deepspeed_values": {}, "deepspeed_layout": {}}
-    assert accept_changes(settings, config(), settings["dataset_fingerprint"], "here", now) == []
-    assert (
-        find_start(config(), settings["dataset_fingerprint"], None, now).checkpoint
-        == tmp_path / "run" / "checkpoint-1"
-    )
+    now = settings_of(config(), settings["dataset_fingerprint"], **now)
+    assert accept_changes(settings, config(), now, "here") == []
+    assert find_start(config(), now).checkpoint == tmp_path / "run" / "checkpoint-1"
     assert "bf16: False -> True" in refusal(train, config(bf16=True))
     train(config())
     assert json.loads(file.read_text())["settings"]["precision"] == "bf16"

@@ -22,7 +22,7 @@ from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks import loader
 from fmmeta.tasks.data.rows import data_files, read_file
 from fmmeta.tasks.sources.load import load_sources, task_files
-from fmmeta.training.run_folder import write_run
+from fmmeta.training.run_folder import settings_of, write_run
 from fmmeta.training.run_log import Metrics
 from tests import audit
 from tests.models import write_classes
@@ -37,7 +37,7 @@ def test_secrets_are_not_written(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("SHORT_TOKEN", "a")  # would blank every a
     url = "https://me:hunter2-url@host/set"
     config = Config(dataset=[f"{url}/hunter2-HF_TOKEN"])
-    write_run(tmp_path, config, "f", "one rank")
+    write_run(tmp_path, settings_of(config, "f"), "one rank")
     Metrics(tmp_path, 0, writes=True).write(
         {"step": 1, "bad_tasks": [{"error": "token hunter2-WANDB_API_KEY refused"}]}
     )

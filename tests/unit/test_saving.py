@@ -23,7 +23,14 @@ from fmmeta import checkpoint
 from fmmeta.checkpoint import read, write
 from fmmeta.checkpoint.write import Saver
 from fmmeta.config.settings import Config
-from fmmeta.training.run_folder import accept_changes, find_start, lock_folder, open_run, write_run
+from fmmeta.training.run_folder import (
+    accept_changes,
+    find_start,
+    lock_folder,
+    open_run,
+    settings_of,
+    write_run,
+)
 from tests.launch import ROOT, environment
 from tests.unit.helpers import one_rank, refusal
 from tests.unit.test_checkpoint_export import (
@@ -106,11 +113,11 @@ def test_any_flipped_byte_is_found(tmp_path):
 def test_harm_is_named_and_an_older_one_is_taken(tmp_path, harm, said):
     run, config = tmp_path / "run", Config(output_dir=str(tmp_path / "run"))
     run.mkdir()
-    write_run(run, config, "f", "", finished=False)
+    write_run(run, settings_of(config, "f"), "", finished=False)
     for step in (4, 8):
         saved(run, WHOLE, step, keep=9)
     harm(run / "checkpoint-8")
-    start = open_run(config, "f", one_rank().world)
+    start = open_run(config, settings_of(config, "f"), one_rank().world)
     start.lock.close()
     assert start.checkpoint == run / "checkpoint-4"
     assert start.warnings[0].startswith(f"{run / 'checkpoint-8'} is refused: {said}")
@@ -120,7 +127,7 @@ def test_harm_is_named_and_an_older_one_is_taken(tmp_path, harm, said):
     )
     assert (run / "aside-checkpoint-8").is_dir()  # neither lost nor chosen again
     harm(run / "checkpoint-4")
-    message = refusal(open_run, config, "f", one_rank().world)
+    message = refusal(open_run, config, settings_of(config, "f"), one_rank().world)
     assert message.startswith(
         f"output_dir={run} holds no complete checkpoint to resume from ({run / 'checkpoint-4'} is refused:"
         f" {said}"
@@ -129,7 +136,7 @@ def test_harm_is_named_and_an_older_one_is_taken(tmp_path, harm, said):
         output_dir=str(tmp_path / "new"), resume_from_checkpoint=str(run / "aside-checkpoint-8")
     )
     if "state" not in said:
-        message = refusal(open_run, explicit, "f", one_rank().world)
+        message = refusal(open_run, explicit, settings_of(explicit, "f"), one_rank().world)
         assert "aside-checkpoint-8 is not complete: " in message or "other settings" in message
 
 
@@ -139,7 +146,7 @@ def test_a_checkpoint_that_another_group_removes_is_not_the_last_word(tmp_path, 
     """
     run, config = tmp_path / "run", Config(output_dir=str(tmp_path / "run"), elastic=True)
     run.mkdir()
-    write_run(run, config, "f", "", finished=False)
+    write_run(run, settings_of(config, "f"), "", finished=False)
     saved(run, WHOLE, 4)
     original, steps = read.find_file_corruption, [5, 6]
 
@@ -149,8 +156,8 @@ def test_a_checkpoint_that_another_group_removes_is_not_the_last_word(tmp_path, 
         return original(file, entry)
 
     monkeypatch.setattr(read, "find_file_corruption", while_others_save)
-    start = open_run(config, "f", one_rank().world)
-    assert (start.checkpoint, start.warnings) == (run / "checkpoint-6", ())
+    start = open_run(config, settings_of(config, "f"), one_rank().world)
+    assert (start.checkpoint, start.warnings) == (run / "checkpoint-6", [])
     assert sorted(path.name for path in run.glob("*checkpoint*")) == ["checkpoint-6"]
 
 
@@ -355,17 +362,12 @@ def test_a_folder_in_use_is_waited_for_and_then_refused(tmp_path):
 def test_changes_are_named_and_dangerous_ones_need_a_word():
     before = {**Config(outer_lr=0.1, save_steps=5).as_dict(), "dataset_fingerprint": "f"}
     now = Config(outer_lr=0.2, save_steps=6, accept_changed_settings=["outer_lr"])
-    assert accept_changes(before, now, "f", "here") == [
+    assert accept_changes(before, now, settings_of(now, "f"), "here") == [
         "accepted from here on: outer_lr: 0.1 -> 0.2",
         "settings that differ, and do not change theta: save_steps: 5 -> 6",
     ]
-    message = refusal(
-        accept_changes,
-        before,
-        Config(outer_lr=0.2, seed=1, accept_changed_settings=["outer_lr"]),
-        "f",
-        "here",
-    )
+    now = Config(outer_lr=0.2, seed=1, accept_changed_settings=["outer_lr"])
+    message = refusal(accept_changes, before, now, settings_of(now, "f"), "here")
     assert (
         message == "here holds a run with other settings (seed: 42 -> 1); use these, another output_dir, or "
         "--accept_changed_settings with their names"
@@ -384,14 +386,17 @@ def test_the_bare_command_goes_on_in_its_own_folder(tmp_path, monkeypatch):
     begun = [Path("runs") / f"20260101-00000{n}-fomaml-letters" for n in range(4)]
     for number, folder in enumerate(begun):
         folder.mkdir(parents=True)
-        write_run(folder, Config(seed=7) if number == 3 else config, "f", "", finished=number == 2)
+        write_run(
+            folder, settings_of(Config(seed=7) if number == 3 else config, "f"), "", finished=number == 2
+        )
         if number:
             saved(folder, WHOLE, 4)
-    assert find_start(config, "f").checkpoint == begun[1] / "checkpoint-4"
+    assert find_start(config, settings_of(config, "f")).checkpoint == begun[1] / "checkpoint-4"
     held = lock_folder(begun[1])
-    assert find_start(config, "f").folder not in begun
+    assert find_start(config, settings_of(config, "f")).folder not in begun
     held.close()
-    assert find_start(Config(resume_from_checkpoint="never"), "f").folder not in begun
+    config = Config(resume_from_checkpoint="never")
+    assert find_start(config, settings_of(config, "f")).folder not in begun
 
 
 def test_shapes_are_those_of_the_parameters():

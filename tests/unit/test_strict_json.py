@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.parameters import MetaParameters, StateDict
+from fmmeta.meta.rule import MetaParameters, StateDict
 from fmmeta.report import page
 from fmmeta.train import train
-from fmmeta.training.run_folder import find_start, write_run
+from fmmeta.training.run_folder import find_start, settings_of, write_run
 from fmmeta.training.run_log import Metrics
 from fmmeta.training.state import Best
 from fmmeta.training.trackers import flat
@@ -44,13 +44,19 @@ def test_lines_of_metrics(tmp_path):
 @pytest.mark.parametrize("written", ["now", "by 0.1.0"])
 def test_a_setting_that_is_infinite_is_no_change(tmp_path, written):
     config = Config(output_dir=str(tmp_path), mix_temperature=math.inf)
-    write_run(tmp_path, config, "f", "1 group of 1 rank", finished=False, held_out={"loss": [0.5, math.nan]})
+    write_run(
+        tmp_path,
+        settings_of(config, "f"),
+        "1 group of 1 rank",
+        finished=False,
+        held_out={"loss": [0.5, math.nan]},
+    )
     run = strictly((tmp_path / "run.json").read_text())
     assert run["held_out"] == {"loss": [0.5, None]}
     if written != "now":
         run["settings"]["mix_temperature"] = math.inf
         (tmp_path / "run.json").write_text(json.dumps(run))
-    assert find_start(config, "f").warnings == ()
+    assert find_start(config, settings_of(config, "f")).warnings == []
 
 
 def test_a_loss_that_is_not_finite_is_the_worst_of_equals_and_stays_so_after_a_resume():

@@ -17,7 +17,7 @@ from fmmeta.config.settings import Config
 from fmmeta.elastic import supervisor as module
 from fmmeta.elastic.supervisor import ElasticConfig, Group, Supervisor
 from fmmeta.reliability.signals import process_stat
-from fmmeta.training.run_folder import lock_folder, write_run
+from fmmeta.training.run_folder import lock_folder, settings_of, write_run
 from tests.distributed.short import until
 
 FINISH = """
@@ -61,7 +61,7 @@ class Scripted(Supervisor):
     ],
 )
 def test_exit_code_and_record_agree(scripts, code, tmp_path):
-    write_run(tmp_path, Config(), "f", "", finished=False)
+    write_run(tmp_path, settings_of(Config(), "f"), "", finished=False)
     supervisor = Scripted(tmp_path, scripts)
     assert supervisor.run() == code
     assert json.loads((tmp_path / "run.json").read_text())["finished"] == (code == 0)
@@ -71,7 +71,7 @@ def test_exit_code_and_record_agree(scripts, code, tmp_path):
 
 
 def test_a_record_without_a_model_is_not_finished(tmp_path):
-    write_run(tmp_path, Config(), "f", "", finished=True)
+    write_run(tmp_path, settings_of(Config(), "f"), "", finished=True)
     assert Scripted(tmp_path, [""]).run() == 70
     (tmp_path / "model").mkdir()
     assert Scripted(tmp_path, [""]).run() == 0
@@ -80,7 +80,7 @@ def test_a_record_without_a_model_is_not_finished(tmp_path):
 def test_groups_of_another_node_that_still_write_are_waited_for(tmp_path, monkeypatch):
     """They hold the folder. Nothing is waited for once they have let go of it for a while."""
     monkeypatch.setattr(module, "WRITER_S", 0.5)
-    write_run(tmp_path, Config(), "f", "", finished=False)
+    write_run(tmp_path, settings_of(Config(), "f"), "", finished=False)
     lock, codes = lock_folder(tmp_path), list[int]()
     thread = threading.Thread(
         target=lambda: codes.append(Scripted(tmp_path, [""], lighthouse="http://head:1").run())
@@ -89,11 +89,11 @@ def test_groups_of_another_node_that_still_write_are_waited_for(tmp_path, monkey
     time.sleep(1.5)
     assert thread.is_alive()
     (tmp_path / "model").mkdir()
-    write_run(tmp_path, Config(), "f", "", finished=True)
+    write_run(tmp_path, settings_of(Config(), "f"), "", finished=True)
     lock.close()
     thread.join(30)
     assert codes == [0]
-    write_run(tmp_path, Config(), "f", "", finished=False)
+    write_run(tmp_path, settings_of(Config(), "f"), "", finished=False)
     assert Scripted(tmp_path, [""], lighthouse="http://head:1").run() == 70
 
 

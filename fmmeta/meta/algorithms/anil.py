@@ -62,8 +62,7 @@ class Anil:
         into: MetaGradient,
         between_passes: Callable[[], None] = no_poll,
     ) -> TaskResult:
-        [result] = self._one_pass(worker, meta, [episode], into, between_passes)
-        return result
+        return self._one_pass(worker, meta, [episode], into, between_passes)[0]
 
     def task_gradients(
         self,
@@ -109,10 +108,9 @@ class Anil:
         for task in tasks:
             if not exact:
                 task.backward()
-            for name, value in zip(self.inner.head.names, task.of_start, strict=False):
-                if finite:
-                    worker.params.add(into.sum, name, value)
             if finite:
+                for name, value in zip(self.inner.head.names, task.of_start, strict=False):
+                    worker.params.add(into.sum, name, value)
                 into.count()
         return [TaskResult(1.0, finite, task.first, task.query) for task in tasks]
 
@@ -140,8 +138,6 @@ class Anil:
     def _learn(self, head: Head, rows: FeatureRows) -> tuple[Head, PassStats]:
         """The inner loop on the head, and the statistics of the support set before it."""
         first = rows.loss(head)[1]
-        if self.inner.steps == 0:
-            return head, first
         exact, momentum, table = self.order > 1, self.inner.optimizer.momentum, self.inner.rates.table
         column = self.inner.rates.layers.names.index(HEAD)
         velocity = [torch.zeros_like(part) for part in head]

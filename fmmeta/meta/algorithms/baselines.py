@@ -106,8 +106,10 @@ class InContext:
 
 
 def in_context_conflicts(config: Config) -> Iterator[str]:
-    degrees = {"pipeline_stages": config.pipeline_stages, "tensor_parallel_size": config.tensor_parallel_size}
-    for name, value in degrees.items():
+    for name, value in {
+        "pipeline_stages": config.pipeline_stages,
+        "tensor_parallel_size": config.tensor_parallel_size,
+    }.items():
         if value > 1:
             yield (
                 f"{name}={value} with algorithm={config.algorithm} is not tested: whole support sets travel"

@@ -12,7 +12,7 @@ a warning. Cost per task: K + 1 + 2 C + 2 passes for C conjugate-gradient steps,
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.config.settings import Config
 from fmmeta.meta import costs, reference
 from fmmeta.meta.algorithms.setup import Setup
-from fmmeta.meta.hessian import Hessian, HvpOptions
-from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, Rule, TaskResult, no_poll
+from fmmeta.meta.hessian import FiniteDifferenceRule, Hessian
+from fmmeta.meta.rule import MetaGradient, MetaParameters, TaskResult, no_poll
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Episode
 
@@ -30,15 +30,11 @@ UNSOLVED = 0.5  # a residual above this is no solution
 
 
 @dataclass(frozen=True)
-class Imaml:
-    inner: InnerLoop  # with its proximal weight
+class Imaml(FiniteDifferenceRule):
+    """steps, damping: of conjugate gradients. The inner loop has a proximal weight."""
+
     steps: int
     damping: float
-    hvp: HvpOptions = field(default_factory=HvpOptions)
-
-    def with_step_scale(self, scale: float) -> "Imaml":
-        """The same rule with finite differences taken at another step."""
-        return replace(self, hvp=replace(self.hvp, scale=scale))
 
     def task_gradient(
         self,
@@ -48,21 +44,14 @@ class Imaml:
         into: MetaGradient,
         between_passes: Callable[[], None] = no_poll,
     ) -> TaskResult:
-        theta, b = meta.theta, worker.zeros()
-        adapted = self.inner.adapt(worker, theta, episode.support, between_passes=between_passes)
+        b = worker.zeros()
+        adapted = self.inner.adapt(worker, meta.theta, episode.support, between_passes=between_passes)
         phi = worker.read()
-        between_passes()
         query = worker.gradient(episode.query, b)
         hessian = Hessian(self.hvp, worker, episode.support, between_passes)
         solution, numbers = self._solve(worker, hessian, phi, b)
-        passes = [*adapted.passes, query, *hessian.passes]
-        between_passes()
-        passes += self.inner.head.backward(worker, solution, theta, episode.support, adapted.means)
-        worker.write(theta)
-        finite = all([step.finite for step in passes])
-        if finite:
-            into.add(solution)
-        return TaskResult(1.0, finite, adapted.passes[0], query, numbers)
+        result = self.finish_task(hessian, meta, episode, adapted, query, solution, into)
+        return replace(result, numbers=numbers)
 
     def _solve(
         self, worker: Worker, hessian: Hessian, phi: Tensor, b: Tensor
@@ -86,8 +75,8 @@ class Imaml:
             residual.sub_(image, alpha=size / curvature)
             before, size = size, worker.dot(residual, residual)
             search.mul_(size / before).add_(residual)
-        share = (size / initial) ** 0.5 if initial else 0.0
-        return x, {"cg_residual": share, "too_little_proximal_weight": float(not convex)}
+        residual_share = (size / initial) ** 0.5 if initial else 0.0
+        return x, {"cg_residual": residual_share, "too_little_proximal_weight": float(not convex)}
 
 
 def warning(config: Config, values: Mapping[str, float]) -> str | None:
@@ -108,8 +97,8 @@ def warning(config: Config, values: Mapping[str, float]) -> str | None:
     return None
 
 
-def rule(setup: Setup, outer_step: int) -> Rule:
-    return Imaml(setup.inner, setup.config.cg_steps, setup.config.cg_damping, setup.hvp)
+def rule(setup: Setup, outer_step: int) -> Imaml:
+    return Imaml(setup.inner, setup.config.cg_steps, setup.config.cg_damping, hvp=setup.hvp)
 
 
 def passes(config: Config, forwards: int) -> costs.Passes:

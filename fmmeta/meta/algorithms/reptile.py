@@ -35,7 +35,6 @@ class Reptile:
         between_passes: Callable[[], None] = no_poll,
     ) -> TaskResult:
         adapted = self.inner.adapt(worker, meta.theta, episode.support, between_passes=between_passes)
-        between_passes()
         query = worker.forward(episode.query)
         finite = all([step.finite for step in [*adapted.passes, query]])
         if finite:

@@ -37,15 +37,22 @@ def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: 
     layers, steps = Layers.of(worker, head_names), max(1, config.inner_steps)
     over_steps = [config.inner_lr * SHAPES[config.inner_lr_schedule](k / steps) for k in range(steps)]
     factors = layer_factors(config, layers.names)
-    table = [[alpha * factor for factor in factors] for alpha in over_steps]
-    rates = Rates(layers, torch.tensor(table, dtype=torch.float64), learned=config.inner_lr_learned)
+    table = torch.tensor(
+        [[alpha * factor for factor in factors] for alpha in over_steps], dtype=torch.float64
+    )
+    rates = Rates(layers, table, learned=config.inner_lr_learned)
     if config.inner_lr_learned == "element":  # begins with those of the layers
         element = torch.ones(worker.params.numel, device=worker.storage_device)
         rates.scale_(0, element, slice(0, element.numel()))
         rates = Rates(layers, torch.ones_like(rates.table), element, "element")
     head = HeadInit(config.head_init, head_names, classes, config.prototype_gradient, config.joint_head)
-    proximal = config.proximal_weight if "proximal_weight" in find(config.algorithm).supports else 0.0
-    inner = InnerLoop(config.inner_steps, rates, inner_optimizer(config), head, proximal)
+    inner = InnerLoop(
+        config.inner_steps,
+        rates,
+        inner_optimizer(config),
+        head,
+        config.proximal_weight if "proximal_weight" in find(config.algorithm).supports else 0.0,
+    )
     return Setup(config, inner, HvpOptions("bf16" if bf16 else "fp32"))
 
 

@@ -43,7 +43,7 @@ Meta-SGD    alpha is a vector like theta and learned: dL/dalpha = - sum_k v_{k+1
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -54,30 +54,24 @@ from fmmeta.config.settings import Config
 from fmmeta.meta import costs, reference
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.costs import Passes
-from fmmeta.meta.hessian import Hessian, HvpOptions
+from fmmeta.meta.hessian import FiniteDifferenceRule, Hessian
 from fmmeta.meta.inner_loop import Trajectory
-from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, TaskResult, no_poll
+from fmmeta.meta.rule import MetaGradient, MetaParameters, TaskResult, no_poll
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Episode
 
 
 @dataclass(frozen=True)
-class Unrolled:
+class Unrolled(FiniteDifferenceRule):
     """A meta-gradient through the inner loop.
 
     order: of the derivatives, 1 or 2. step_loss_weights: of the query loss at phi_1 .. phi_K, summing to 1;
     none: all on phi_K. budget_bytes: of trajectory on the device.
     """
 
-    inner: InnerLoop
     order: int = 2
     step_loss_weights: tuple[float, ...] = ()
-    hvp: HvpOptions = field(default_factory=HvpOptions)
     budget_bytes: int = 2**62
-
-    def with_step_scale(self, scale: float) -> "Unrolled":
-        """The same rule with finite differences taken at another step."""
-        return replace(self, hvp=replace(self.hvp, scale=scale))
 
     def task_gradient(
         self,
@@ -93,10 +87,9 @@ class Unrolled:
         without a vector for it, and restoring theta costs no separate write.
         """
         theta, learned = meta.theta, self.inner.rates.learned != "no"
-        tracked = self.order > 1 or any(self.step_loss_weights[:-1]) or learned
+        tracked = self.order > 1 or learned or any(self.step_loss_weights[:-1])
         path = Trajectory(self.budget_bytes, learned) if tracked else None
         adapted = self.inner.adapt(worker, theta, episode.support, path, between_passes)
-        between_passes()
         if path is None and not self.inner.head.backprop_through_means:
             weight = 1.0 if all([step.finite for step in adapted.passes]) else 0.0
             query = worker.gradient(episode.query, into.sum, weight, restore=theta)
@@ -105,19 +98,11 @@ class Unrolled:
                 into.count()
             return TaskResult(1.0, finite, adapted.passes[0], query)
         v = worker.zeros()
-        query = worker.gradient(
-            episode.query, v, self.step_loss_weights[-1] if self.step_loss_weights else 1.0
-        )
+        weight = self.step_loss_weights[-1] if self.step_loss_weights else 1.0
+        query = worker.gradient(episode.query, v, weight)
         hessian = Hessian(self.hvp, worker, episode.support, between_passes)
         extra = {} if path is None else self._backward(hessian, episode, path, v)
-        passes = [*adapted.passes, query, *hessian.passes]
-        between_passes()
-        passes += self.inner.head.backward(worker, v, theta, episode.support, adapted.means)
-        worker.write(theta)
-        finite = all([step.finite for step in passes])
-        if finite:
-            into.add(v, 1.0, extra)
-        return TaskResult(1.0, finite, adapted.passes[0], query)
+        return self.finish_task(hessian, meta, episode, adapted, query, v, into, extra)
 
     def _backward(self, hessian: Hessian, episode: Episode, path: Trajectory, v: Tensor) -> dict[str, Tensor]:
         """Turn v = dL/dphi_K [S] into dL/dphi_0 in place; return the gradient of learned rates.
@@ -145,11 +130,10 @@ class Unrolled:
 def rule(setup: Setup, outer_step: int, order: int = 2) -> Unrolled:
     """The meta-gradient through the inner loop at an outer step; of first order in the first_order_steps."""
     config = setup.config
-    if outer_step < config.first_order_steps:
-        order = 1
     gib = 2**32 if config.trajectory_memory_gib is None else config.trajectory_memory_gib
     weights = step_loss_weights(config.inner_steps, outer_step, config.multi_step_loss_steps)
-    return Unrolled(setup.inner, order, weights, setup.hvp, int(gib * 2**30))
+    order = 1 if outer_step < config.first_order_steps else order
+    return Unrolled(setup.inner, order, weights, int(gib * 2**30), hvp=setup.hvp)
 
 
 def step_loss_weights(inner_steps: int, outer_step: int, multi_step_loss_steps: int) -> tuple[float, ...]:
