@@ -20,6 +20,7 @@ links between nodes count as links inside the node.
 import json
 import math
 import os
+import signal
 import socket
 import statistics
 import tempfile
@@ -139,26 +140,20 @@ def measure(plan: PlanConfig) -> Profile:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "profile.json"
-        ranks: Any = spawn(run_rank, (count, port, asdict(plan), out), nprocs=count, join=False)
-        deadline, failure = time.monotonic() + TIMEOUT_S, ""
         try:
-            while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
-                if time.monotonic() > deadline:
-                    failure = f"not done after {TIMEOUT_S} s"
-                    break
+            spawn(run_rank, (count, port, asdict(plan), out), nprocs=count, daemon=True)
         except ProcessException as error:
-            failure = str(error).strip().splitlines()[-1]
-        finally:
-            for process in ranks.processes:
-                process.kill()
-        if failure:
-            raise UsageError(f"calibrate=True: a rank failed ({failure}); give --machine instead")
+            raise UsageError(
+                f"calibrate=True: a rank failed, or was not done after {TIMEOUT_S} s"
+                f" ({str(error).strip().splitlines()[-1]}); give --machine instead"
+            ) from None
         return Profile(**json.loads(out.read_text()))
 
 
 def run_rank(rank: int, count: int, port: int, plan: dict[str, Any], out: Path) -> None:
     """Measure as one of `count` ranks; rank 0 writes the profile to `out`."""
     end_with_parent()
+    signal.alarm(TIMEOUT_S)
     silent = os.open(os.devnull, os.O_WRONLY)  # the plan's stdout may be JSON
     os.dup2(silent, 1)
     os.dup2(silent, 2)
@@ -208,8 +203,8 @@ def measure_together(plan: PlanConfig, ranks: Any) -> Profile:
 
 def matmul_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float:
     """Flop/s through the model's layers, in a micro-batch of a group of all ranks."""
-    one_rank = {"pipeline_stages": 1, "tensor_parallel_size": 1, "lora_r": 0}
-    config = Config(**{**plan.run_settings(), **one_rank, "gradient_checkpointing": False})
+    whole = {"pipeline_stages": 1, "tensor_parallel_size": 1, "lora_r": 0, "gradient_checkpointing": False}
+    config = Config(**{**plan.run_settings(), **whole})
     description = describe(config)
     tokens = plan.row_tokens or plan.max_length
     rows = min(micro_batches(rows_of(config)[0], ranks, config.micro_batch_size)[1], ROWS)

@@ -74,8 +74,7 @@ def draw_times(
 
 def group_times(sizes: np.ndarray, taken: np.ndarray, groups: int) -> np.ndarray:
     """Time of each group [S, G] when tasks of expected `sizes` [S, N] take `taken` [S, N]."""
-    tokens = np.maximum(1, np.rint(TOKENS * sizes)).astype(np.int64)
-    owner = assign_steps(tokens, groups)
+    owner = assign_steps(np.maximum(1, np.rint(TOKENS * sizes)).astype(np.int64), groups)
     times = np.zeros((len(sizes), groups))
     np.add.at(times, (np.arange(len(sizes))[:, None], owner), taken)
     return times
@@ -91,8 +90,7 @@ def assign_steps(tokens: np.ndarray, groups: int) -> np.ndarray:
     slack = 0.05 * tokens.sum(1) / groups
     owner, far = np.zeros_like(tokens), np.iinfo(np.int64).max
     for task in order.T:  # largest first
-        near = load <= (load.min(1) + slack)[:, None]
-        fewest = np.where(near, count, far)
+        fewest = np.where(load <= (load.min(1) + slack)[:, None], count, far)
         best = np.where(fewest == fewest.min(1)[:, None], load, far).argmin(1)
         owner[rows, task] = best
         load[rows, best] += tokens[rows, task]
@@ -130,11 +128,9 @@ def static_losses(world: SimulatedCluster, length: np.ndarray, rng: np.random.Ge
 
 def elastic_losses(world: SimulatedCluster, length: np.ndarray, rng: np.random.Generator) -> float:
     """Time lost if the other groups repeat the step and continue with fewer groups until all rejoin."""
-    failed = rng.binomial(world.groups, -np.expm1(-world.failure_rate * length))
-    failed = np.minimum(failed, world.groups - 1)
+    failed = rng.binomial(world.groups, -np.expm1(-world.failure_rate * length)).clip(max=world.groups - 1)
     steps_away = 1 + int(np.ceil(world.away / length.mean()))
-    missing = np.convolve(failed, np.ones(steps_away))[: len(failed)]
-    missing = np.minimum(missing, world.groups - 1)
+    missing = np.convolve(failed, np.ones(steps_away))[: len(failed)].clip(max=world.groups - 1)
     slower = (length - world.fixed) * missing / (world.groups - missing)
     return float(length[failed > 0].sum() + slower.sum())
 
