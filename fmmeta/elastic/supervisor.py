@@ -95,8 +95,8 @@ class Supervisor:
         """
         self.begin()
         try:
-            while any(group.ended is None for group in self.groups):
-                for group in self.groups:
+            while running := [group for group in self.groups if group.ended is None]:
+                for group in running:
                     self.check(group)
                 time.sleep(PAUSE_S)
         finally:
@@ -133,9 +133,9 @@ class Supervisor:
     def begin(self) -> None:
         """Start a lighthouse if none is given, and write the settings file of the groups."""
         if not self.shared:
-            timeout_s = self.config.heartbeat_timeout
-            lighthouse = LighthouseConfig(host="127.0.0.1", port=0, heartbeat_timeout=timeout_s)
-            self.server, self.config.lighthouse = open_lighthouse(lighthouse)
+            self.server, self.config.lighthouse = open_lighthouse(
+                LighthouseConfig("127.0.0.1", 0, self.config.heartbeat_timeout)
+            )
         names = {item.name for item in fields(Config)} - {"group_name"}
         given = {name: x for name, x in asdict(self.config).items() if name in names and x not in (None, [])}
         with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="fmmeta-elastic-", delete=False) as file:
@@ -143,9 +143,7 @@ class Supervisor:
         self.file = file.name
 
     def check(self, group: Group) -> None:
-        """Start a group, or restart it if one of its ranks has failed."""
-        if group.ended is not None:
-            return
+        """Start a group, or restart it if one of its ranks has failed; note how it has ended."""
         if not group.processes:
             self.start(group)
             return
@@ -158,8 +156,10 @@ class Supervisor:
         if code in (2, EXIT_STOPPED) or self.stop_signal:
             group.ended = code
         elif group.starts > self.config.max_restarts:
-            times = f"{group.starts} times, the last with {code}"
-            self.log(f"fmmeta: {group.name} has ended {times}; it is not started again")
+            self.log(
+                f"fmmeta: {group.name} has ended {group.starts} times, the last with {code}; it is not"
+                " started again"
+            )
             group.ended = code
         else:
             self.log(f"fmmeta: {group.name} has ended with {code}; it is started again ({group.starts})")
