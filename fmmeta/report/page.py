@@ -48,8 +48,9 @@ def write_or_log(folder: Path, notice: Callable[[str], None]) -> None:
     try:
         write(folder)
     except Exception as error:
-        what = f"{folder / NAME} could not be written ({type(error).__name__}: {error})"
-        notice(f"{what}; the run is not affected")
+        notice(
+            f"{folder / NAME} could not be written ({type(error).__name__}: {error}); the run is not affected"
+        )
 
 
 def page(facts: Facts, written: str) -> str:
@@ -59,8 +60,9 @@ def page(facts: Facts, written: str) -> str:
         "git commit": facts.run.get("git_commit"),
         "layout": facts.run.get("layout"),
     }
-    last, wanted = facts.outer_step, facts.settings.get("outer_steps")
-    unfinished = f"Not finished: logged to outer step {last:,} of {wanted:,}"
+    unfinished = (
+        f"Not finished: logged to outer step {facts.outer_step:,} of {facts.settings.get('outer_steps'):,}"
+    )
     return render(
         Path(__file__).with_name("report.html.j2"),
         facts=facts,
@@ -190,8 +192,9 @@ def timing(facts: Facts) -> dict[str, Any] | None:
         parts, begin, drawn = (mean["computing"][group], mean["data"], waiting[group]), 0.0, []
         for seconds, look in zip(parts, "abd", strict=True):
             share = 100 * seconds / (sum(parts) or 1.0)
-            bar = {"begin": f"{begin:.2f}%", "width": f"{share:.2f}%"}
-            drawn.append({"seconds": seconds, "look": look, **bar})
+            drawn.append(
+                {"seconds": seconds, "look": look, "begin": f"{begin:.2f}%", "width": f"{share:.2f}%"}
+            )
             begin += share
         groups.append((group, drawn))
     return {"mean": mean, "groups": groups}
