@@ -50,63 +50,61 @@ class MetaTrainer:
         misbehaves, `PeerError` where another rank failed, and `Stopped` after a signal, with the state saved.
         Collective: world.
         """
-        with ExitStack() as closing:
-            return self._train(Launch.from_env(os.environ), closing)
-
-    def _train(self, launch: Launch, closing: ExitStack) -> Result:
+        launch = Launch.from_env(os.environ)
         config, progress = self.config, Progress(enabled=launch.global_rank == 0)
-        world, notice = World(launch, pick_device(launch)), progress.notice
-        closing.callback(world.close)
-        with world.comm.raise_on_all("looking for trackers"):
-            if world.comm.rank == 0:
-                check_installed(config)
-        cross = join(config, world.comm)
-        config = world.run_on_first_rank_of_node(
-            f"model_name_or_path={config.model_name_or_path} is being read",
-            lambda: fitted(config, describe(config).hf_config),
-            config.prepare_timeout,
-        )
-        inputs = build.read_inputs(config, world, notice)
-        start = open_run(config, inputs.sources.fingerprint, world.comm, inputs.resolved)
-        if start.lock is not None:
-            closing.callback(start.lock.close)
-        for text in start.warnings:
-            notice(text)
-        if start.finished:
-            notice(f"{start.folder} holds this run, finished; its model is in {start.folder / 'model'}")
-            return Result(start.folder, config.outer_steps)
-        plan = build.plan_parallel(config, inputs, world, notice)
-        ranks = world.split(plan.group_size, plan.engine == "deepspeed")
-        parts = build.build(config, inputs, plan, ranks)
-        ranks = with_other_groups(
-            ranks,
-            cross,
-            config,
-            settings_of(config, inputs.sources.fingerprint, inputs.resolved),
-            parts.worker,
-            plan.deepspeed,
-        )
-        notice(f"output_dir {start.folder}")
-        with nullcontext(self.signals) if self.signals else Signals() as signals:
-            run = Run(
-                config,
-                inputs,
-                ranks,
-                parts,
-                start,
-                progress,
-                signals,
-                cross and ElasticController(config, cross, ranks, notice),
-                self.callbacks,
+        with ExitStack() as closing:
+            world, notice = World(launch, pick_device(launch)), progress.notice
+            closing.callback(world.close)
+            with world.comm.raise_on_all("looking for trackers"):
+                if world.comm.rank == 0:
+                    check_installed(config)
+            cross = join(config, world.comm)
+            config = world.run_on_first_rank_of_node(
+                f"model_name_or_path={config.model_name_or_path} is being read",
+                lambda: fitted(config, describe(config).hf_config),
+                config.prepare_timeout,
             )
-            run.resume()
-            signals.run()
-            with watching(run.stage, world.shared_store(), ranks, signals):
-                try:
-                    run.loop()
-                    return finish(run)
-                finally:
-                    run.callbacks.close(run)
+            inputs = build.read_inputs(config, world, notice)
+            start = open_run(config, inputs.sources.fingerprint, world.comm, inputs.resolved)
+            if start.lock is not None:
+                closing.callback(start.lock.close)
+            for text in start.warnings:
+                notice(text)
+            if start.finished:
+                notice(f"{start.folder} holds this run, finished; its model is in {start.folder / 'model'}")
+                return Result(start.folder, config.outer_steps)
+            plan = build.plan_parallel(config, inputs, world, notice)
+            ranks = world.split(plan.group_size, plan.engine == "deepspeed")
+            parts = build.build(config, inputs, plan, ranks)
+            ranks = with_other_groups(
+                ranks,
+                cross,
+                config,
+                settings_of(config, inputs.sources.fingerprint, inputs.resolved),
+                parts.worker,
+                plan.deepspeed,
+            )
+            notice(f"output_dir {start.folder}")
+            with nullcontext(self.signals) if self.signals else Signals() as signals:
+                run = Run(
+                    config,
+                    inputs,
+                    ranks,
+                    parts,
+                    start,
+                    progress,
+                    signals,
+                    cross and ElasticController(config, cross, ranks, notice),
+                    self.callbacks,
+                )
+                run.resume()
+                signals.run()
+                with watching(run.stage, world.shared_store(), ranks, signals):
+                    try:
+                        run.loop()
+                        return finish(run)
+                    finally:
+                        run.callbacks.close(run)
 
 
 def train(config: Config, signals: Signals | None = None) -> Result:

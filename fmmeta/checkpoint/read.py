@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.common.errors import UsageError
-from fmmeta.config.renamed import translated
+from fmmeta.config.fields import translated
 from fmmeta.config.settings import Config
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import Fragment, ParamMap

@@ -123,8 +123,11 @@ class ElasticCommunicator(Communicator):
         quorum, listed, unknown_groups = json.loads(self.own.gather_bytes(answer)[0])
         members = tuple(GroupInfo(**one) for one in listed)
         here = [member.name for member in members].index(self.name)
-        connected = self.connection and len(members) == self.size  # members of one connection know its size
-        restarted = not connected or any(member.connection != self.connection for member in members)
+        restarted = (  # the members of one connection know its size
+            not self.connection
+            or len(members) != self.size
+            or any(member.connection != self.connection for member in members)
+        )
         if restarted:
             self._disconnect()
             self.rank, self.size = here, len(members)

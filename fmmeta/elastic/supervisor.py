@@ -180,9 +180,14 @@ class Supervisor:
         with listen("127.0.0.1", 0) as probe:
             port = probe.getsockname()[1]
         command = [sys.executable, "-m", "fmmeta", "train", "--config", self.file, "--group_name", group.name]
-        env = {**os.environ, **self.devices(self.groups.index(group))}
-        env |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env = {
+            **os.environ,
+            **self.devices(self.groups.index(group)),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         group.starts += 1
         group.processes = [
             self.spawn(group.name, command, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})

@@ -336,8 +336,9 @@ def task_seconds(
     elif sizes.offload_outer and not sizes.lazy:  # theta, to restore it, and the direction
         offloaded = 8.0 * shard
     allocated = GATHERED_COPIES[stage] * task.wire.gather + REDUCED_COPIES[stage] * task.wire.reduce
-    shards = moved / (profile.host_memory if on_host else profile.memory)
-    shards += offloaded / profile.host_link + allocated * profile.page_in
+    shards = moved / (profile.host_memory if on_host else profile.memory) + (
+        offloaded / profile.host_link + allocated * profile.page_in
+    )
     return Seconds(compute, group, shards, 0.0)
 
 

@@ -67,10 +67,10 @@ class Strategy:
 
     def deepspeed(self) -> dict[str, Any]:
         """The contents of `deepspeed_file`."""
-        zero: dict[str, Any] = {"stage": self.zero_stage}
-        if self.offload:
-            zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-        return {"zero_optimization": zero}
+        moved = ("offload_optimizer", "offload_param") if self.offload else ()
+        return {
+            "zero_optimization": {"stage": self.zero_stage, **{part: {"device": "cpu"} for part in moved}}
+        }
 
     @property
     def deepspeed_file(self) -> str:
@@ -164,7 +164,6 @@ class PlannedLayout:
     host_bytes: int  # of a node
     wire: Wire  # of a rank and outer step, inside the group
     cross_bytes: int  # the same across groups
-    task: Seconds  # of a mean task
     step: Seconds  # of an outer step of equal tasks, without stragglers and failures
     step_seconds: float  # with stragglers and failures
     efficiency: float  # seconds of the needed flops at the profile's rate / seconds of all GPUs
@@ -254,7 +253,6 @@ class Planner:
             host_bytes=memory.host * ranks,
             wire=work.wire * most + refresh(precision, sizes, strategy.data),  # the last: of the outer step
             cross_bytes=sizes.crossing * shard_of(sizes, precision, topology) if topology.groups > 1 else 0,
-            task=task,
             step=step,
             step_seconds=seconds,
             efficiency=plan.tasks

@@ -75,14 +75,13 @@ def find(name: str) -> Profile:
     """A built-in profile or one from a JSON file. Raises `UsageError`."""
     if name in PROFILES:
         return PROFILES[name]
-    path = Path(name)
-    if not path.is_file():
+    try:
+        values = json.loads(Path(name).read_text(encoding="utf-8"))
+    except OSError:
         raise UsageError(
             f"machine={name} is neither a file nor one of {', '.join(PROFILES)}; measure one with --calibrate"
             " --save_profile FILE.json"
-        )
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        ) from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"machine={name} is not JSON ({error}); fix the file") from None
     values = values if isinstance(values, dict) else {}
@@ -213,8 +212,8 @@ def matmul_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float:
     hf = empty_hf(config, description)
     initialize(hf, [])  # buffers only
     learner = wrap_lazily(hf, config, description)
-    seconds = sum(layer_seconds(learner, rows, tokens, device, bf16))
-    return rows * tokens * count_matmuls(learner, config).flops(tokens, True, False) / seconds
+    flops = rows * tokens * count_matmuls(learner, config).flops(tokens, True, False)
+    return flops / sum(layer_seconds(learner, rows, tokens, device, bf16))
 
 
 def linear_rate(text: Any, tokens: int, device: Any, bf16: bool) -> float:
@@ -225,8 +224,9 @@ def linear_rate(text: Any, tokens: int, device: Any, bf16: bool) -> float:
     weight = torch.randn(4 * hidden, hidden, device=device, dtype=dtype, requires_grad=True)
     inputs = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
     ones = torch.ones(tokens, 4 * hidden, device=device, dtype=dtype)
-    seconds = median_s(lambda: torch.nn.functional.linear(inputs, weight).backward(ones), device)
-    return 3 * 2 * tokens * 4 * hidden * hidden / seconds
+    return (3 * 2 * tokens * 4 * hidden * hidden) / median_s(
+        lambda: torch.nn.functional.linear(inputs, weight).backward(ones), device
+    )
 
 
 def vector_rate(device: Any) -> float:

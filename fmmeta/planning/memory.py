@@ -208,13 +208,13 @@ def largest_part(
     layer_costs: seconds of each layer, if stages are balanced by time. Raises `UsageError` for a model that
     cannot be split.
     """
-    depth = config.pipeline_stages
+    if config.pipeline_stages > 1:  # the most trained parameters of a stage, and the most frozen ones
+        cut = plan_stages(learner, config.pipeline_stages, layer_costs)
+        return max(cut.trained), max(
+            size - trained for size, trained in zip(cut.sizes, cut.trained, strict=True)
+        )
     params, frozen = count_params(learner)
-    if depth > 1:  # the most trained parameters of a stage, and the most frozen ones of a stage
-        cut = plan_stages(learner, depth, layer_costs)
-        params = max(cut.trained)
-        frozen = max(size - trained for size, trained in zip(cut.sizes, cut.trained, strict=True))
-    elif config.tensor_parallel_size > 1:
+    if config.tensor_parallel_size > 1:
         ranks, is_cut = config.tensor_parallel_size, cut_patterns(hf_config)
         params -= sum(
             p.numel() - p.numel() // ranks for name, p in learner.named_parameters() if is_cut(name)

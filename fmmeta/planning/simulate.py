@@ -57,8 +57,8 @@ class SimulationResult:
 
 def simulate(world: SimulatedCluster, steps: int = 200, seed: int = 0) -> SimulationResult:
     """Simulate `steps` outer steps."""
-    times, taken = draw_times(world.groups, world.tasks, world.spread, world.noise, steps, seed)
-    return outcome(world, times, taken, np.random.default_rng((seed, 1)))
+    drawn = draw_times(world.groups, world.tasks, world.spread, world.noise, steps, seed)
+    return outcome(world, *drawn, np.random.default_rng((seed, 1)))
 
 
 @lru_cache(maxsize=16)
