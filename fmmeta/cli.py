@@ -114,8 +114,10 @@ def run(command: str, argv: list[str]) -> NoReturn:
         except KeyboardInterrupt as interrupt:
             line, code = "interrupted", 128 + signal.SIGINT  # as shells
             if interrupt.args:
-                line = f"stopped by {interrupt.args[0]}; outputs that were not finished are removed"
-                code = EXIT_STOPPED
+                line, code = (
+                    f"stopped by {interrupt.args[0]}; outputs that were not finished are removed",
+                    EXIT_STOPPED,
+                )
         except BrokenPipeError:
             if command == "train":
                 raise

@@ -108,12 +108,11 @@ def names_where(settings: Any, holds: Callable[[SettingRule], bool]) -> tuple[st
 def check_values(c: Any) -> None:
     """Check each setting of a dataclass by its choices and bounds. Raises `UsageError`."""
     for item in fields(c):
-        choices, given = item.metadata.get("choices"), getattr(c, item.name)
+        name, given, choices = item.name, getattr(c, item.name), item.metadata.get("choices")
         for value in given if isinstance(given, list) else [given]:
             if choices and value is not None and value not in choices:
-                raise UsageError(f"{item.name}={value} is unknown; use {any_of(choices)}")
-    for name, rule in rules(c).items():
-        check_bounds(name, getattr(c, name), rule)
+                raise UsageError(f"{name}={value} is unknown; use {any_of(choices)}")
+        check_bounds(name, given, item.metadata["help"].rule)
 
 
 def check_bounds(name: str, value: Any, rule: SettingRule) -> None:

@@ -646,11 +646,6 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
         check_values(self)
         for name, value in conflicts.resolved(self).items():
             setattr(self, name, value)
-        for name in self.accept_changed_settings:
-            if name not in (*type(self).__dataclass_fields__, "dataset_fingerprint", *conflicts.RESOLVED):
-                raise UsageError(
-                    f"accept_changed_settings={name} is no setting; name those that the refusal names"
-                )
         for problem in conflicts.problems(self):
             raise UsageError(problem)
 

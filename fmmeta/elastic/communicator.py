@@ -129,7 +129,7 @@ class ElasticCommunicator(Communicator):
             or any(member.connection != self.connection for member in members)
         )
         if restarted:
-            self._disconnect()
+            self.connection, self.backend = "", None
             self.rank, self.size = here, len(members)
             with self._raise_peer_lost("meeting the other groups"):
                 self._connect(members, f"{quorum}/{self.own.rank}")
@@ -178,10 +178,6 @@ class ElasticCommunicator(Communicator):
         timeout = timedelta(seconds=CONNECT_S)
         self.backend = connect_gloo(members[0].store_address, name, self.rank, self.size, timeout, self.host)
 
-    def _disconnect(self) -> None:
-        """Close the sockets, so that the other groups need not wait for a timeout."""
-        self.connection, self.backend = "", None
-
     @contextmanager
     def _raise_peer_lost(self, doing: str) -> Iterator[None]:
         """Communicate with other groups; a failure on one rank of this group raises `PeerLost` on all.
@@ -194,7 +190,8 @@ class ElasticCommunicator(Communicator):
         except RuntimeError as error:  # the type of all errors of gloo and its store
             failure = first_line(error) or type(error).__name__
         if float(self.own.sum_(torch.tensor([float(bool(failure))]))) > 0:
-            self._disconnect()
+            # closes the sockets, so that the other groups need not wait for a timeout
+            self.connection, self.backend = "", None
             raise PeerLost(f"{doing}: {failure or 'another rank of this group has failed'}")
 
     def begin_sum_(self, tensor: Tensor, comm_dtype: torch.dtype | None = None) -> Reduction:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,7 @@ class Supervisor:
             self.server, self.config.lighthouse = open_lighthouse(
                 LighthouseConfig("127.0.0.1", 0, self.config.heartbeat_timeout)
             )
-        names = {item.name for item in fields(Config)} - {"group_name"}
+        names = Config.__dataclass_fields__.keys() - {"group_name"}
         given = {name: x for name, x in asdict(self.config).items() if name in names and x not in (None, [])}
         with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="fmmeta-elastic-", delete=False) as file:
             json.dump(given, file)

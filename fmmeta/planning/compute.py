@@ -148,9 +148,12 @@ def task_work(
     row_tokens: int,
 ) -> TaskCost:
     """The work of one task. data: data-parallel ranks of the group."""
-    # as FullModelWorker.can_defer_backward
-    one_rank = config.pipeline_stages * config.tensor_parallel_size == 1
-    many = passes(config, data, one_rank and (precision.zero_stage < 3 or data == 1))
+    many = passes(
+        config,
+        data,
+        keeps=config.pipeline_stages * config.tensor_parallel_size == 1
+        and (precision.zero_stage < 3 or data == 1),  # as FullModelWorker.can_defer_backward
+    )
     support, query = rows_of(config)
     kinds = [
         (many.support, support, True),
@@ -213,9 +216,9 @@ def one_pass(
         wire += Wire(gather=gathers * held * width, collectives=gathers * matmuls.matrices)
     if backward and data > 1:
         each_time = rounds if stage > 1 else 1
-        buckets = max(1, -(-sizes.params // (precision.bucket or sizes.hidden**2)))
-        wire += Wire(reduce=each_time * 4 * sizes.params, collectives=each_time * buckets) + refresh(
-            precision, sizes, data
+        wire += refresh(precision, sizes, data) + Wire(
+            reduce=each_time * 4 * sizes.params,
+            collectives=each_time * max(1, -(-sizes.params // (precision.bucket or sizes.hidden**2))),
         )
     return PassCost(
         (rounds + stages - 1) * one,  # a pipeline fills and empties
@@ -232,14 +235,13 @@ def refresh(precision: DeepSpeedSettings, sizes: Sizes, data: int) -> Wire:
     return Wire(gather=sizes.params * (2 if precision.bf16 else 4), collectives=1)
 
 
-# Bytes that are read and written per element of a shard, or of the gradients, in fp32:
-UPDATE = 24  # theta -= lr g: 12; is g finite: 4; zeros: 4; a low-precision copy: 4
-CAPTURED = 28  # a direction: zeros, copy, restore, added to the sum
-REDUCED = 24  # of all gradients: flattened, divided, copied back
+# Bytes that are read and written per element of a shard, or of the gradients, in fp32.
+# UPDATE: theta -= lr g 12, is g finite 4, zeros 4, a low-precision copy 4. CAPTURED, a direction: zeros,
+# copy, restore, added to the sum. REDUCED, all gradients: flattened, divided, copied back.
+UPDATE, CAPTURED, REDUCED, WRITTEN = 24, 28, 24, 8
 PLACED = {0: 0, 1: 16, 2: 16, 3: 24}  # of the shard: into the partition, flattened, into the weights
-WRITTEN = 8
-OUTER = 140  # mean, norm in fp64, AdamW's dozen reads and writes, write, zeros
-OUTER_ALLOCATED = 8  # the part of it that AdamW allocates
+# OUTER: mean, norm in fp64, AdamW's dozen reads and writes, write, zeros; and the part that AdamW allocates
+OUTER, OUTER_ALLOCATED = 140, 8
 # How often the payload of a collective is allocated (counted as page faults, docs/scaling.md). A gather: by
 # gloo, and by ZeRO 3 as the parameters. A reduction: as the flattened copy, and from ZeRO 1 on as the bucket.
 GATHERED_COPIES = {0: 0, 1: 1, 2: 1, 3: 2}

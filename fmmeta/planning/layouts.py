@@ -148,8 +148,7 @@ def zero_options(plan: PlanConfig, size: int, model_ranks: int) -> Iterator[tupl
             yield stage, True
 
 
-YEAR_S = 365.25 * 86400
-INTERVAL_S = 1800  # between checkpoints, where failures are simulated
+YEAR_S, INTERVAL_S = 365.25 * 86400, 1800  # a year; between checkpoints, where failures are simulated
 
 
 @dataclass(frozen=True)
@@ -270,10 +269,12 @@ class Planner:
 
     def deepspeed_of(self, strategy: Strategy) -> DeepSpeedSettings:
         """The DeepSpeed settings of the run. Raises `UsageError`."""
-        if self.plan.deepspeed is None:
-            read = deepspeed_config.check(strategy.deepspeed(), "the plan's file", self.plan.bf16_planned)
-        else:
-            read = deepspeed_config.read(self.plan.deepspeed, self.plan.bf16_planned)
+        file, bf16 = self.plan.deepspeed, self.plan.bf16_planned
+        read = (
+            deepspeed_config.check(strategy.deepspeed(), "the plan's file", bf16)
+            if file is None
+            else deepspeed_config.read(file, bf16)
+        )
         if strategy.tensor > 1:
             tensor_parallel_block(self.description.hf_config, strategy.tensor)
         return at_size(

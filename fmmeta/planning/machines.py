@@ -110,11 +110,10 @@ def find(name: str) -> Profile:
 
 
 def is_rate(key: str, value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if key == "hidden":
-        return 0 <= value <= 1
-    return 0 < value < math.inf or (value == 0 and key in MAY_BE_0)
+        return is_number and 0 <= value <= 1
+    return is_number and (0 < value < math.inf or (value == 0 and key in MAY_BE_0))
 
 
 def write(path: str, setting: str, text: str) -> None:
@@ -134,8 +133,7 @@ TIMEOUT_S = 600
 def measure(plan: PlanConfig) -> Profile:
     """Start the ranks and return what rank 0 wrote. Raises `UsageError` if one fails."""
     count = min(plan.gpus, plan.gpus_per_node, torch.cuda.device_count() or 2)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "profile.json"
@@ -202,8 +200,15 @@ def measure_together(plan: PlanConfig, ranks: Any) -> Profile:
 
 def matmul_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float:
     """Flop/s through the model's layers, in a micro-batch of a group of all ranks."""
-    whole = {"pipeline_stages": 1, "tensor_parallel_size": 1, "lora_r": 0, "gradient_checkpointing": False}
-    config = Config(**{**plan.run_settings(), **whole})
+    config = Config(
+        **{
+            **plan.run_settings(),
+            "pipeline_stages": 1,
+            "tensor_parallel_size": 1,
+            "lora_r": 0,
+            "gradient_checkpointing": False,
+        }
+    )
     description = describe(config)
     tokens = plan.row_tokens or plan.max_length
     rows = min(micro_batches(rows_of(config)[0], ranks, config.micro_batch_size)[1], ROWS)

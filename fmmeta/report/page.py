@@ -104,12 +104,13 @@ def summary(facts: Facts) -> str:
 
 def shape_of(settings: dict[str, Any]) -> str:
     """5-way 1-shot; without ways for language models; ranges where the size of episodes varies."""
-    ranges = []
-    for name in ("n_way", "k_shot"):
+
+    def ranged(name: str) -> str:
         low, high = settings.get(name), settings.get(f"{name}_max")
-        ranges.append(str(low) if high in (None, low) else f"{low} to {high}")
-    ways, shots = ranges
-    return f"{ways}-way {shots}-shot" if settings.get("task_type") == "classification" else f"{shots}-shot"
+        return str(low) if high in (None, low) else f"{low} to {high}"
+
+    shots = f"{ranged('k_shot')}-shot"
+    return f"{ranged('n_way')}-way {shots}" if settings.get("task_type") == "classification" else shots
 
 
 def strata(facts: Facts) -> list[tuple[str, float | None, float]]:
