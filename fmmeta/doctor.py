@@ -122,9 +122,13 @@ def accelerator() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "no GPU that torch can use" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}"
-        smi = "nvidia-smi is here: install a torch with CUDA"
         yield Finding(
-            "accelerator", False, why, smi if shutil.which("nvidia-smi") else "runs use the CPU, over gloo"
+            "accelerator",
+            False,
+            why,
+            "nvidia-smi is here: install a torch with CUDA"
+            if shutil.which("nvidia-smi")
+            else "runs use the CPU, over gloo",
         )
         return
     free = [torch.cuda.mem_get_info(number)[0] / GIB for number in range(torch.cuda.device_count())]

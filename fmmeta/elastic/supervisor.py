@@ -121,8 +121,12 @@ class Supervisor:
             with suppress(UsageError):  # run.json cannot be read
                 if (read_run(folder) or {}).get("finished") and (folder / "model").is_dir():
                     return True
-            others_may_write = self.shared and not self.stop_signal and folder.is_dir()
-            if not others_may_write or time.monotonic() - free_since > WRITER_S:
+            if (  # no group of another node may still write
+                not self.shared
+                or self.stop_signal
+                or not folder.is_dir()
+                or time.monotonic() - free_since > WRITER_S
+            ):
                 return False
             try:
                 lock_folder(folder, 0, quiet=True).close()

@@ -175,8 +175,8 @@ def run_command(planner: Planner, strategy: Strategy) -> str:
 def flags(planner: Planner, strategy: Strategy) -> list[str]:
     """Flags of the run that are not the defaults: those given to the plan, and those of the layout."""
     values = {**planner.plan.run_settings(), **strategy.settings(planner.plan.bf16_planned)}
-    plain = strategy.group_size == 1 and not strategy.offload
-    values["deepspeed"] = planner.plan.deepspeed or (None if plain else strategy.deepspeed_file)
+    if planner.plan.deepspeed is None and (strategy.group_size > 1 or strategy.offload):
+        values["deepspeed"] = strategy.deepspeed_file
     words = []
     for item in fields(Config):
         value = values.get(item.name)

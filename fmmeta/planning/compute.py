@@ -357,8 +357,9 @@ def step_seconds(
     on_host, outer_on_host = precision.offload and not sizes.lazy, sizes.offload_outer and not sizes.lazy
     cross = 0.0
     if topology.groups > 1:
-        link = profile.group_link if topology.all_in_node else profile.cross_link
-        cross = 2 * ring(topology.groups) * sizes.crossing * shard / link + profile.latency
+        cross = profile.latency + 2 * ring(topology.groups) * sizes.crossing * shard / (
+            profile.group_link if topology.all_in_node else profile.cross_link
+        )
         if on_host or outer_on_host:
             cross += 8 * shard / profile.host_link
     if sizes.sums > 1:  # --outer_delay: behind the inner loops of the next outer step

@@ -121,8 +121,8 @@ class Estimate:
     @property
     def peak(self) -> dict[str, int]:
         """Bytes of the device by kind, in the backward pass or in the reduction after it."""
-        in_backward = sum(self.kinds[kind] for kind in BACKWARD) >= self.kinds["staging"]
-        absent = ("staging",) if in_backward else BACKWARD
+        backward = sum(self.kinds[kind] for kind in BACKWARD)
+        absent = ("staging",) if backward >= self.kinds["staging"] else BACKWARD
         return {kind: size for kind, size in self.kinds.items() if kind not in absent}
 
     @property
@@ -163,8 +163,11 @@ def gradient_bytes(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> t
         return 4 * params, 0 if sizes.lazy else 4 * made, 4 * made + 4 * part
     copied = (4 if stage == 3 or not bf16 else 6) * used  # flattened; in fp32 too for ZeRO 2 in bf16
     bucket = (4 if stage == 3 else grad) * made
-    stepped = 4 * (min(part, settings.sub_group) if stage == 3 else part)
-    return 4 * part, bucket + (copied if early else 0), max(bucket + copied, stepped)
+    return (
+        4 * part,
+        bucket + (copied if early else 0),
+        max(bucket + copied, 4 * (min(part, settings.sub_group) if stage == 3 else part)),
+    )
 
 
 def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimate:

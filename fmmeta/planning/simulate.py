@@ -103,8 +103,8 @@ def outcome(
 ) -> SimulationResult:
     """The result for times of groups [S, G] and tasks [S, N]; draws stragglers and failures."""
     useful = taken.sum(1) / world.groups
-    slow = np.where(rng.random(times.shape) < world.slow_share, world.slow_by, 1.0)
-    length = (times * slow).max(1) + world.fixed
+    slowed = times * np.where(rng.random(times.shape) < world.slow_share, world.slow_by, 1.0)
+    length = slowed.max(1) + world.fixed
     lost = 0.0
     if world.failure_rate:
         repeats = max(50, DRAWN // len(length))

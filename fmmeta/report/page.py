@@ -55,26 +55,33 @@ def write_or_log(folder: Path, notice: Callable[[str], None]) -> None:
 
 def page(facts: Facts, written: str) -> str:
     """The report as text. written: the time to show."""
-    versions = {
-        **(facts.run.get("versions") or {}),
-        "git commit": facts.run.get("git_commit"),
-        "layout": facts.run.get("layout"),
-    }
-    unfinished = (
-        f"Not finished: logged to outer step {facts.outer_step:,} of {facts.settings.get('outer_steps'):,}"
-    )
     return render(
         Path(__file__).with_name("report.html.j2"),
         facts=facts,
         title=title(facts),
-        state="Finished" if facts.run.get("finished") else unfinished,
+        state="Finished"
+        if facts.run.get("finished")
+        else f"Not finished: logged to outer step {facts.outer_step:,} of"
+        f" {facts.settings.get('outer_steps'):,}",
         what=summary(facts),
         shape=shape_of(facts.settings),
         strata=strata(facts),
         training=charts.training(facts),
         time=timing(facts),
         confusion=confusion(facts),
-        about=[("Settings", texts(facts.settings)), ("Versions", texts(versions))],
+        about=[
+            ("Settings", texts(facts.settings)),
+            (
+                "Versions",
+                texts(
+                    {
+                        **(facts.run.get("versions") or {}),
+                        "git commit": facts.run.get("git_commit"),
+                        "layout": facts.run.get("layout"),
+                    }
+                ),
+            ),
+        ],
         command=redact(f"fmmeta report --output_dir {facts.folder}"),
         written=written,
         number=number,
