@@ -1,6 +1,6 @@
 """The command line: flags and `--config` files become a command's settings, errors one line and an exit code.
 
-`launch/train.py` calls `train`, the console script `fmmeta` calls `main`.
+The console script `fmmeta` and `launch/train.py` call `main`.
 """
 
 import argparse
@@ -11,14 +11,13 @@ import signal
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import MISSING, fields
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from fmmeta.common.errors import EXIT_STOPPED, MachineFault, PeerError, Stopped, UsageError
 from fmmeta.common.security import one_line, printable, redact
-from fmmeta.config.fields import rules
-from fmmeta.config.renamed import refuse
+from fmmeta.config.fields import refuse, rules
 from fmmeta.reliability.signals import Signals, interrupting
 
 
@@ -98,13 +97,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
         )
         sys.exit(0 if argv else 2)
     if argv[0] not in COMMANDS:
-        fail(f"command={argv[0]} is unknown{nearest(argv[0], list(COMMANDS))}; use {', '.join(COMMANDS)}")
+        known = f"{nearest(argv[0], list(COMMANDS))}; use {', '.join(COMMANDS)}"
+        leave(f"error: command={argv[0]} is unknown{known}", UsageError.exit_code)
     run(argv[0], argv[1:])
-
-
-def train(argv: list[str] | None = None) -> NoReturn:
-    """Entry of `launch/train.py`."""
-    run("train", sys.argv[1:] if argv is None else argv)
 
 
 def run(command: str, argv: list[str]) -> NoReturn:
@@ -119,8 +114,10 @@ def run(command: str, argv: list[str]) -> NoReturn:
         except KeyboardInterrupt as interrupt:
             line, code = "interrupted", 128 + signal.SIGINT  # as shells
             if interrupt.args:
-                line = f"stopped by {interrupt.args[0]}; outputs that were not finished are removed"
-                code = EXIT_STOPPED
+                line, code = (
+                    f"stopped by {interrupt.args[0]}; outputs that were not finished are removed",
+                    EXIT_STOPPED,
+                )
         except BrokenPipeError:
             if command == "train":
                 raise
@@ -148,11 +145,6 @@ def leave_at_once(code: int) -> None:
     if code == EXIT_STOPPED and global_rank() == 0:
         print("fmmeta: stopped by a signal; nothing was written", file=sys.stderr, flush=True)
     os._exit(code)
-
-
-def fail(message: str) -> NoReturn:
-    """Print one line on rank 0 and exit with code 2 on every rank."""
-    leave(f"error: {message}", UsageError.exit_code)
 
 
 def leave(line: str, code: int) -> NoReturn:
@@ -221,14 +213,15 @@ def read_config(argv: list[str], settings: Any) -> dict[str, Any]:
         raise UsageError(f"config={path} cannot be read: {one_line(error)}; fix the file") from None
     if not isinstance(values, dict):
         raise UsageError(f"config={path} holds no settings; write `name: value` lines")
-    known = [item.name for item in fields(settings)]
-    lists = [item.name for item in fields(settings) if item.default_factory is not MISSING]
+    known = settings.__dataclass_fields__
     refuse(values, known, f"config={path}: ")
     for name, value in values.items():
         if name not in known:
-            close = nearest(own_name(str(name), settings), known)
-            raise UsageError(f"config={path} sets {name}, which is no setting{close}; remove it")
-        if isinstance(value, dict) or (isinstance(value, list) and name not in lists):
+            raise UsageError(
+                f"config={path} sets {name}, which is no setting"
+                f"{nearest(own_name(str(name), settings), list(known))}; remove it"
+            )
+        if isinstance(value, dict) or (isinstance(value, list) and known[name].default_factory is MISSING):
             raise UsageError(
                 f"config={path} sets {name}={value}, which is not one value; write `{name}: value`"
             )

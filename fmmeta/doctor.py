@@ -35,15 +35,20 @@ OLD_LOCK_S = 600.0
 
 @dataclass(frozen=True)
 class Finding:
-    """The answer to a question. level: ok, warning or problem; fix: what to do, empty where it is ok."""
+    """The answer to a question. fix: what to do if it is not good; otherwise: its level then."""
 
     name: str
-    level: str
+    good: bool
     text: str
     fix: str = ""
+    otherwise: str = "warning"
+
+    @property
+    def level(self) -> str:
+        return "ok" if self.good else self.otherwise
 
     def __str__(self) -> str:
-        return f"{self.level:8} {self.name}: {self.text}" + (f"; {self.fix}" if self.fix else "")
+        return f"{self.level:8} {self.name}: {self.text}" + ("" if self.good else f"; {self.fix}")
 
 
 @dataclass
@@ -66,19 +71,26 @@ def findings_of(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
     try:
         return list(check())
     except Exception as error:
-        text = f"{type(error).__name__}: {one_line(error)}"
-        return [Finding(check.__name__, "problem", text, "fix that first")]
-
-
-def judge(name: str, good: bool, text: str, fix: str, otherwise: str = "warning") -> Finding:
-    """A finding that is ok or of the level `otherwise`."""
-    return Finding(name, "ok", text) if good else Finding(name, otherwise, text, fix)
+        return [
+            Finding(
+                check.__name__,
+                False,
+                f"{type(error).__name__}: {one_line(error)}",
+                "fix that first",
+                "problem",
+            )
+        ]
 
 
 def python() -> Iterator[Finding]:
     """Python's version."""
-    fits = (3, 10) <= sys.version_info[:2] < (3, 13)
-    yield judge("python", fits, platform.python_version(), "use 3.10 to 3.12", "problem")
+    yield Finding(
+        "python",
+        (3, 10) <= sys.version_info[:2] < (3, 13),
+        platform.python_version(),
+        "use 3.10 to 3.12",
+        "problem",
+    )
 
 
 def versions() -> Iterator[Finding]:
@@ -87,12 +99,14 @@ def versions() -> Iterator[Finding]:
         try:
             here = Version(importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(package, "problem", "is not installed", f"pip install '{package}>={least}'")
+            yield Finding(package, False, "is not installed", f"pip install '{package}>={least}'", "problem")
             continue
-        tested = here.release >= Version(least).release
-        tested &= not beyond or here.release < Version(beyond).release
-        fix = f"tested are {least} to below {beyond or 'any'}; pip install -e ."
-        yield judge(package, tested, str(here), fix)
+        tested = Version(least).release <= here.release and (
+            not beyond or here.release < Version(beyond).release
+        )
+        yield Finding(
+            package, tested, str(here), f"tested are {least} to below {beyond or 'any'}; pip install -e ."
+        )
 
 
 def accelerator() -> Iterator[Finding]:
@@ -104,37 +118,58 @@ def accelerator() -> Iterator[Finding]:
 
     gloo, nccl = backends()
     official = "install an official build of torch"
+    yield Finding("gloo", gloo, "is there" if gloo else "is missing from this torch", official, "problem")
     if not torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "no GPU that torch can use" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}"
-        has = shutil.which("nvidia-smi") is not None
-        fix = "nvidia-smi is here: install a torch with CUDA" if has else "runs use the CPU, over gloo"
-        yield Finding("accelerator", "warning", why, fix)
-    yield judge("gloo", gloo, "is there" if gloo else "is missing from this torch", official, "problem")
-    if torch.cuda.is_available():
-        count, name = torch.cuda.device_count(), torch.cuda.get_device_name(0)
-        free = [torch.cuda.mem_get_info(number)[0] / GIB for number in range(count)]
-        yield Finding("accelerator", "ok", f"{count} x {name}, {min(free):.0f} GiB free at least")
-        if min(free) < 1:
-            text = f"GPU {free.index(min(free))} has less than 1 GiB free"
-            yield Finding("gpu memory", "warning", text, "end what uses it (nvidia-smi)")
-        version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "is missing"
-        yield judge("nccl", nccl, version, official, "problem")
+        yield Finding(
+            "accelerator",
+            False,
+            why,
+            "nvidia-smi is here: install a torch with CUDA"
+            if shutil.which("nvidia-smi")
+            else "runs use the CPU, over gloo",
+        )
+        return
+    free = [torch.cuda.mem_get_info(number)[0] / GIB for number in range(torch.cuda.device_count())]
+    yield Finding(
+        "accelerator",
+        True,
+        f"{len(free)} x {torch.cuda.get_device_name(0)}, {min(free):.0f} GiB free at least",
+    )
+    if min(free) < 1:
+        yield Finding(
+            "gpu memory",
+            False,
+            f"GPU {free.index(min(free))} has less than 1 GiB free",
+            "end what uses it (nvidia-smi)",
+        )
+    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "is missing"
+    yield Finding("nccl", nccl, version, official, "problem")
 
 
 def compilers() -> Iterator[Finding]:
     """fmmeta compiles nothing; DeepSpeed's offload to CPUs and fused optimizers are compiled."""
     missing = [name for name in ("c++", "ninja") if shutil.which(name) is None]
-    text = f"{' and '.join(missing)} not found" if missing else "c++ and ninja"
-    yield judge("compilers", not missing, text, "only the ops of DeepSpeed need them")
+    yield Finding(
+        "compilers",
+        not missing,
+        f"{' and '.join(missing)} not found" if missing else "c++ and ninja",
+        "only the ops of DeepSpeed need them",
+    )
 
 
 def build_locks() -> Iterator[Finding]:
     """A process that is killed while it compiles leaves a lock that every later one waits for."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     stale = [lock for lock in root.glob("**/lock") if age_s(lock) > OLD_LOCK_S]
-    text = f"{len(stale)} stale, such as {stale[0]}" if stale else "none"
-    yield judge("build locks", not stale, text, f"rm {' '.join(map(str, stale[:3]))}", "problem")
+    yield Finding(
+        "build locks",
+        not stale,
+        f"{len(stale)} stale, such as {stale[0]}" if stale else "none",
+        f"rm {' '.join(map(str, stale[:3]))}",
+        "problem",
+    )
 
 
 def age_s(file: Path) -> float:
@@ -151,40 +186,61 @@ def disk() -> Iterator[Finding]:
 
     for what, folder in (("disk here", Path.cwd()), ("disk of the cache", cache_folder())):
         there = next(path for path in (folder, *folder.parents) if path.exists())
-        text = f"{shutil.disk_usage(there).free / GIB:.1f} GiB free in {there}"
+        free = shutil.disk_usage(there).free / GIB
+        text = f"{free:.1f} GiB free in {there}"
         if os.access(there, os.W_OK):
-            fix = "a checkpoint takes 12 bytes per parameter; free some room"
-            yield judge(what, shutil.disk_usage(there).free > DISK_GIB * GIB, text, fix)
+            yield Finding(
+                what, free > DISK_GIB, text, "a checkpoint takes 12 bytes per parameter; free some room"
+            )
         else:
-            fix = "it cannot be written to; choose another --output_dir or HF_DATASETS_CACHE"
-            yield Finding(what, "problem", text, fix)
+            yield Finding(
+                what,
+                False,
+                text,
+                "it cannot be written to; choose another --output_dir or HF_DATASETS_CACHE",
+                "problem",
+            )
 
 
 def shared_memory() -> Iterator[Finding]:
     """Loader processes and NCCL pass data through /dev/shm."""
     from fmmeta.tasks.loader import stale
 
-    place, name = Path("/dev/shm"), "shared memory"
+    name, place = "shared memory", Path("/dev/shm")
     if not place.is_dir():
-        yield Finding(name, "warning", f"{place} is missing", "episodes pass through the temporary folder")
+        yield Finding(name, False, f"{place} is missing", "episodes pass through the temporary folder")
         return
-    free, fix = shutil.disk_usage(place).free / GIB, "start the container with --shm-size=8g"
-    yield judge(name, free >= SHM_GIB, f"{free:.1f} GiB free in {place}", fix)
+    free = shutil.disk_usage(place).free / GIB
+    yield Finding(
+        name,
+        free >= SHM_GIB,
+        f"{free:.1f} GiB free in {place}",
+        "start the container with --shm-size=8g",
+    )
     if left := list(stale()):
-        text = f"{len(left)} folders of trainers that were killed"
-        yield Finding("left in memory", "warning", text, f"rm -r {left[0]}")
+        yield Finding(
+            "left in memory",
+            False,
+            f"{len(left)} folders of trainers that were killed",
+            f"rm -r {left[0]}",
+        )
 
 
 def limits() -> Iterator[Finding]:
     """Resource limits of this shell."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft == resource.RLIM_INFINITY or soft >= FILES
-    fix = f"ulimit -n {min(FILES, hard) if hard > 0 else FILES}"
-    yield judge("open files", enough, f"{soft} allowed", fix)
+    yield Finding(
+        "open files",
+        enough,
+        f"{soft} allowed",
+        f"ulimit -n {min(FILES, hard) if hard > 0 else FILES}",
+    )
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if locked != resource.RLIM_INFINITY:
-        text = f"{locked // 1024} KiB allowed"
-        yield Finding("locked memory", "warning", text, "InfiniBand needs `ulimit -l unlimited`")
+        yield Finding(
+            "locked memory", False, f"{locked // 1024} KiB allowed", "InfiniBand needs `ulimit -l unlimited`"
+        )
 
 
 def memory() -> Iterator[Finding]:
@@ -192,18 +248,22 @@ def memory() -> Iterator[Finding]:
     from fmmeta.common.processes import host_bytes
 
     free = host_bytes(1) / GIB
-    text = f"{free:.1f} GiB that a process may allocate"
-    yield judge("host memory", free > 4, text, "end other processes, or raise the cgroup's limit")
+    yield Finding(
+        "host memory",
+        free > 4,
+        f"{free:.1f} GiB that a process may allocate",
+        "end other processes, or raise the cgroup's limit",
+    )
 
 
 def launchers() -> Iterator[Finding]:
     """Whether the command `deepspeed` belongs to this Python."""
     here, folder = shutil.which("deepspeed"), Path(sys.executable).parent
     if here is None:
-        yield Finding("launcher", "warning", "`deepspeed` is not on the PATH", f"PATH={folder}:$PATH")
+        yield Finding("launcher", False, "`deepspeed` is not on the PATH", f"PATH={folder}:$PATH")
     else:
         own = folder.resolve() in (Path(here).resolve().parent, Path(here).parent.resolve())
-        yield judge("launcher", own, here, f"it belongs to another Python than {sys.executable}")
+        yield Finding("launcher", own, here, f"it belongs to another Python than {sys.executable}")
 
 
 def loopback() -> Iterator[Finding]:
@@ -211,9 +271,9 @@ def loopback() -> Iterator[Finding]:
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), 5).close()
-        yield Finding("loopback", "ok", "ranks can connect")
+        yield Finding("loopback", True, "ranks can connect")
     except OSError as error:
-        yield Finding("loopback", "problem", one_line(error), "allow connections to 127.0.0.1")
+        yield Finding("loopback", False, one_line(error), "allow connections to 127.0.0.1", "problem")
 
 
 def network() -> Iterator[Finding]:
@@ -224,14 +284,18 @@ def network() -> Iterator[Finding]:
 
     known = interfaces()
     wrong = list(issues(os.environ, known, torch.cuda.is_available()))
-    yield from (Finding("network", "problem" if one.fatal else "warning", one.text, one.fix) for one in wrong)
+    for one in wrong:
+        yield Finding("network", False, one.text, one.fix, "problem" if one.fatal else "warning")
     up = [one.name for one in known if one.up and one.addresses and not any(map(is_loopback, one.addresses))]
     if not wrong:
-        yield Finding("network", "ok", f"{', '.join(up) or 'no interface but loopback'} up")
+        yield Finding("network", True, f"{', '.join(up) or 'no interface but loopback'} up")
     if not os.environ.get("GLOO_SOCKET_IFNAME") and all(map(is_loopback, own_addresses())):
-        text = f"{platform.node()} stands for a loopback address, which other nodes cannot reach"
-        fix = "runs on several nodes choose GLOO_SOCKET_IFNAME by MASTER_ADDR, or set it"
-        yield Finding("host name", "warning", text, fix)
+        yield Finding(
+            "host name",
+            False,
+            f"{platform.node()} stands for a loopback address, which other nodes cannot reach",
+            "runs on several nodes choose GLOO_SOCKET_IFNAME by MASTER_ADDR, or set it",
+        )
 
 
 CHECKS = (

@@ -2,7 +2,9 @@
 [--flags]`.
 """
 
-from fmmeta.cli import train
+import sys
+
+from fmmeta.cli import main
 
 if __name__ == "__main__":
-    train()
+    main(["train", *sys.argv[1:]])

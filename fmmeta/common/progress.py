@@ -37,8 +37,7 @@ class Progress:
         left = (now - began) / max(1, done - first) * (total - done) if done > first else 0.0
         shown = f"{what} {done}/{total}{'  ' + text if text else ''}  {clock(left)} left"
         self.open_line = self.is_terminal and done < total
-        begin = "\r\x1b[K" if self.is_terminal else ""
-        print(f"{begin}{shown}", end="" if self.open_line else "\n", flush=True)
+        print("\r\x1b[K" * self.is_terminal + shown, end="" if self.open_line else "\n", flush=True)
 
     def start(self, what: str) -> None:
         """Start the clock of the time left."""

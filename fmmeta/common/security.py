@@ -48,9 +48,7 @@ def disk_trouble(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in DISK:
         return f"{error.filename or 'the disk'}: {error.strerror}"
     found = re.search(r"\(os error (\d+)\)", str(error))
-    if found and int(found[1]) in DISK:
-        return one_line(error)
-    return None
+    return one_line(error) if found and int(found[1]) in DISK else None
 
 
 def make_folders(folder: Path) -> list[Path]:

@@ -4,8 +4,8 @@ No other module compares an algorithm's name: all read the fields of `find(name)
 its rule and is imported when a Config names it, so that this module needs no torch and a new algorithm is one
 file: `--algorithm my_module:spec`.
 
-
-The outer optimizers are optimizers of torch that act element by element, so that they work on shards."""
+The outer optimizers are optimizers of torch that act element by element, so that they work on shards.
+"""
 
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping

@@ -97,7 +97,15 @@ def problems(c: Any) -> Iterator[str]:
 
 
 def of_run(c: Any) -> Conflicts:
+    known = {*type(c).__dataclass_fields__, "dataset_fingerprint", *RESOLVED}
     return [
+        *(
+            (
+                name not in known,
+                f"accept_changed_settings={name} is no setting; name those that the refusal names",
+            )
+            for name in c.accept_changed_settings
+        ),
         (
             c.load_best_model_at_end and not (c.eval_steps and c.eval_episodes),
             "load_best_model_at_end=True needs validation scores; give --eval_steps and --eval_episodes",
@@ -377,7 +385,6 @@ def of_several_tasks(c: Any) -> Conflicts:
 
 def of_compile(c: Any) -> Conflicts:
     """A compiled model is one graph, without hooks and modules that change from pass to pass."""
-    several = c.tasks_per_pass != "1" and not find(c.algorithm).frozen_body
     excluded: Conflicts = [
         (c.pipeline_stages > 1, f"pipeline_stages={c.pipeline_stages}, whose stages are no whole model"),
         (
@@ -385,7 +392,10 @@ def of_compile(c: Any) -> Conflicts:
             f"tensor_parallel_size={c.tensor_parallel_size}, whose layers communicate",
         ),
         (c.engine == "deepspeed", "engine=deepspeed, which hooks into modules"),
-        (several, f"tasks_per_pass={c.tasks_per_pass}, whose tasks replace layers in each pass"),
+        (
+            c.tasks_per_pass != "1" and not find(c.algorithm).frozen_body,
+            f"tasks_per_pass={c.tasks_per_pass}, whose tasks replace layers in each pass",
+        ),
         (c.gradient_checkpointing, "gradient_checkpointing=True, which computes layers again"),
         (c.packing, "packing=True"),
     ]

@@ -1,9 +1,15 @@
 """How a setting is declared (one line with its default, its help text and its rules), and how a value is
 converted to its type and checked by its rules.
+
+Settings that were renamed are refused if a user writes the old name, and translated if fmmeta 0.1.0 stored
+them:
+
+    flags, --config files, keyword arguments       refuse: one line with the new name
+    run.json, state.json, fmmeta.json              translated: old folders are read as before
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from numbers import Integral, Real
@@ -13,7 +19,12 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of, shortened
 
 LARGEST = 3.4e38  # what fp32 holds
-WANTED = {bool: "True or False", str: "a text", int: "a whole number", float: "a number"}
+KINDS: dict[type, tuple[str, Any]] = {  # what a message calls a type, and the types that are converted to it
+    bool: ("True or False", bool),
+    str: ("a text", (str, os.PathLike, int)),
+    int: ("a whole number", Integral),
+    float: ("a number", Real),
+}
 
 hints_of = cache(get_type_hints)
 """The types of a dataclass's fields, by name."""
@@ -39,18 +50,12 @@ def of_type(settings: Any, name: str, value: Any) -> Any:
 
 
 def _of_kind(kind: type, name: str, value: Any) -> Any:
-    if isinstance(value, bool) or kind is bool:
-        if isinstance(value, bool) and kind is bool:
-            return value
-    elif kind is str and isinstance(value, (str, os.PathLike, int)):
-        return str(value)
-    elif (kind is int and isinstance(value, Integral)) or (kind is float and isinstance(value, Real)):
-        try:
-            number = float(value)
-        except OverflowError:
-            raise UsageError(f"{name} is no number to compute with; use one up to {LARGEST:g}") from None
-        return int(value) if isinstance(value, Integral) and kind is int else number
-    raise UsageError(f"{name}={shortened(value)} is not {WANTED[kind]}; give one")
+    wanted, accepted = KINDS[kind]
+    if not isinstance(value, accepted) or isinstance(value, bool) != (kind is bool):
+        raise UsageError(f"{name}={shortened(value)} is not {wanted}; give one")
+    if isinstance(value, Integral) and abs(int(value)) > LARGEST:  # such numbers cannot always be printed
+        raise UsageError(f"{name} is no number to compute with; use one up to {LARGEST:g}")
+    return kind(value)
 
 
 @dataclass(frozen=True)
@@ -103,33 +108,38 @@ def names_where(settings: Any, holds: Callable[[SettingRule], bool]) -> tuple[st
 def check_values(c: Any) -> None:
     """Check each setting of a dataclass by its choices and bounds. Raises `UsageError`."""
     for item in fields(c):
-        choices, given = item.metadata.get("choices"), getattr(c, item.name)
+        name, given, choices = item.name, getattr(c, item.name), item.metadata.get("choices")
         for value in given if isinstance(given, list) else [given]:
             if choices and value is not None and value not in choices:
-                raise UsageError(f"{item.name}={value} is unknown; use {any_of(choices)}")
-    for name, rule in rules(c).items():
-        for problem in out_of_bounds(name, getattr(c, name), rule):
-            raise UsageError(problem)
+                raise UsageError(f"{name}={value} is unknown; use {any_of(choices)}")
+        check_bounds(name, given, item.metadata["help"].rule)
 
 
-def out_of_bounds(name: str, value: Any, rule: SettingRule) -> Iterator[str]:
-    """A line for each bound that a value breaks; None is always accepted."""
-    if value is None:
+def check_bounds(name: str, value: Any, rule: SettingRule) -> None:
+    """Check a value by the bounds of its rule; None is always accepted. Raises `UsageError`."""
+    if value is None or (rule.or_auto is not None and value == "auto"):
         return
-    if rule.or_auto is not None:
-        if value != "auto" and (not value.isdecimal() or int(value) < rule.or_auto):
-            yield f"{name}={value} is neither auto nor a number; use auto, or {rule.or_auto} or more"
-        return
-    if rule.below is not None and not 0 <= value < rule.below:
-        yield f"{name}={value} is not in [0, {rule.below:g}); use 0.9, say"
-    if rule.least is not None and value < rule.least:
-        yield f"{name}={value} is below {rule.least}; use {rule.least} or more"
-    if rule.positive and not value > 0:
-        yield f"{name}={value} is no positive number; use one, {rule.positive}"
-    if (rule.least is not None or rule.positive) and not value <= rule.most:
-        above = "no number to compute with" if rule.most == LARGEST else f"above {rule.most}"
-        least = "one" if rule.least is None else f"{rule.least} or more,"
-        yield f"{name}={value} is {above}; use {least} up to {rule.most}"
+    given, limited = f"{name}={value}", rule.least is not None or rule.positive
+    above = "no number to compute with" if rule.most == LARGEST else f"above {rule.most}"
+    least = "one" if rule.least is None else f"{rule.least} or more,"
+    refuse_first(
+        [
+            (
+                rule.or_auto is not None and not (value.isdecimal() and int(value) >= rule.or_auto),
+                f"{given} is neither auto nor a number; use auto, or {rule.or_auto} or more",
+            ),
+            (
+                rule.below is not None and not 0 <= value < rule.below,
+                f"{given} is not in [0, {rule.below}); use 0.9, say",
+            ),
+            (
+                rule.least is not None and value < rule.least,
+                f"{given} is below {rule.least}; use {rule.least} or more",
+            ),
+            (rule.positive and not value > 0, f"{given} is no positive number; use one, {rule.positive}"),
+            (limited and not value <= rule.most, f"{given} is {above}; use {least} up to {rule.most}"),
+        ]
+    )
 
 
 def refuse_first(problems: Iterable[tuple[Any, str]]) -> None:
@@ -137,3 +147,47 @@ def refuse_first(problems: Iterable[tuple[Any, str]]) -> None:
     for holds, message in problems:
         if holds:
             raise UsageError(message)
+
+
+RENAMED = {
+    "split": "class_split",
+    "part": "eval_split",
+    "profile": "machine",  # of `fmmeta plan`; a run has a setting profile
+    "task_batch": "tasks_per_pass",
+    "start_share": "init_interpolation",
+    "group_layout": "show_layout",
+    "max_bad_share": "max_bad_fraction",
+    "rates_lr": "inner_lr_outer_lr",
+    "inner_state": "inner_optimizer_state",
+    "trajectory_gib": "trajectory_memory_gib",
+}
+"""Old name -> new name, for settings that have the new name and not the old one."""
+
+
+def refuse(names: Iterable[Any], known: Container[str], where: str = "", dashes: str = "") -> None:
+    """Raise `UsageError` for an old name. known: names of the settings; where: start of the message."""
+    for name in names:
+        if name in RENAMED and name not in known and (new := RENAMED[name]) in known:
+            note = " 0.6 for start_share 0.4: it is 1 - start_share" if name == "start_share" else ""
+            raise UsageError(f"{where}{dashes}{name} was renamed; use {dashes}{new}{note}")
+
+
+def translated(stored: Mapping[str, Any], known: Container[str]) -> dict[str, Any]:
+    """Stored settings under their new names. known: names of the settings; other names stay as they are."""
+    found = dict(stored)
+    for old, new in RENAMED.items():
+        if old in found and old not in known and new in known:
+            value = found.pop(old)
+            if old == "start_share" and isinstance(value, (int, float)):
+                value = round(1 - value, 12)  # 0.1, not 0.09999999999999998, for 0.9
+            found.setdefault(new, value)
+    return found
+
+
+class RefusesOldNames:
+    """Base of dataclasses of settings."""
+
+    def __new__(cls, *_: Any, **given: Any):
+        """Raises `UsageError` for a keyword that was renamed."""
+        refuse(given, getattr(cls, "__dataclass_fields__", {}))
+        return super().__new__(cls)

@@ -10,8 +10,7 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.config import algorithms, conflicts
 from fmmeta.config.algorithms import OUTER_OPTIMIZERS
-from fmmeta.config.fields import check_values, names_where, of_type, setting
-from fmmeta.config.renamed import RefusesOldNames
+from fmmeta.config.fields import RefusesOldNames, check_values, names_where, of_type, setting
 
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
 HEAD_INITS = ("zero", "learned", "prototype")
@@ -647,11 +646,6 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
         check_values(self)
         for name, value in conflicts.resolved(self).items():
             setattr(self, name, value)
-        for name in self.accept_changed_settings:
-            if name not in (*type(self).__dataclass_fields__, "dataset_fingerprint", *conflicts.RESOLVED):
-                raise UsageError(
-                    f"accept_changed_settings={name} is no setting; name those that the refusal names"
-                )
         for problem in conflicts.problems(self):
             raise UsageError(problem)
 

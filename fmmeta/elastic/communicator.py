@@ -17,9 +17,11 @@ JSON, never pickles.
 import json
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -95,8 +97,8 @@ class ElasticCommunicator(Communicator):
     def __init__(self, own: Communicator, lighthouse: str, name: str) -> None:
         super().__init__(None, 0, 1, torch.device("cpu"))
         self.own, self.config_hash, self.secret = own, "", b""
-        unique = f"{name}:{uuid.uuid4().hex[:8]}"  # a restarted group gets a new name
-        self.name = own.gather_bytes(unique.encode())[0].decode()
+        # a restarted group gets a new name
+        self.name = own.gather_bytes(f"{name}:{uuid.uuid4().hex[:8]}".encode())[0].decode()
         self.fresh, self.writes, self.connection = True, False, ""
         self.timeout_s = CONNECT_S
         self.client: LighthouseClient | None = None
@@ -121,14 +123,16 @@ class ElasticCommunicator(Communicator):
         quorum, listed, unknown_groups = json.loads(self.own.gather_bytes(answer)[0])
         members = tuple(GroupInfo(**one) for one in listed)
         here = [member.name for member in members].index(self.name)
-        connected = self.connection and len(members) == self.size  # members of one connection know its size
-        restarted = not connected or any(member.connection != self.connection for member in members)
+        restarted = (  # the members of one connection know its size
+            not self.connection
+            or len(members) != self.size
+            or any(member.connection != self.connection for member in members)
+        )
         if restarted:
-            self._disconnect()
+            self.connection, self.backend = "", None
             self.rank, self.size = here, len(members)
-            self._attempt(
-                lambda: self._connect(members, f"{quorum}/{self.own.rank}"), "meeting the other groups"
-            )
+            with self._raise_peer_lost("meeting the other groups"):
+                self._connect(members, f"{quorum}/{self.own.rank}")
             self.connection = quorum
             super().set_timeout(self.timeout_s)
         return Membership(members, here, restarted, unknown_groups)
@@ -147,16 +151,16 @@ class ElasticCommunicator(Communicator):
             shrink_only=False,
             data=data,
         )
-        members = [member for one in quorum.participants if (member := self._verified(one))]
+        members = sorted(filter(None, map(self._verified, quorum.participants)), key=itemgetter("name"))
         name = f"{quorum.quorum_id}/{quorum.created.seconds}.{quorum.created.nanos}"
-        unknown_groups = len(quorum.participants) - len(members)
-        return [name, sorted(members, key=lambda member: member["name"]), unknown_groups]
+        return [name, members, len(quorum.participants) - len(members)]
 
     def _verified(self, one: Any) -> dict[str, Any] | None:
         """The fields of a member; None if it does not know the secret of the run."""
         data = dict(one.data or {})
-        signature = data.pop("proof", None)
-        if not is_proof(signature, self.secret, one.replica_id, one.store_address, one.step, data):
+        if not is_proof(
+            data.pop("proof", None), self.secret, one.replica_id, one.store_address, one.step, data
+        ):
             return None
         return {"name": one.replica_id, "store_address": one.store_address, "step": one.step, **data}
 
@@ -171,39 +175,37 @@ class ElasticCommunicator(Communicator):
                     socket.create_connection((host, int(port)), REACH_S).close()
             except OSError:
                 raise RuntimeError(f"group {member.label} has ended") from None
-        address, timeout = members[0].store_address, timedelta(seconds=CONNECT_S)
-        self.backend = connect_gloo(address, name, self.rank, self.size, timeout, self.host)
+        timeout = timedelta(seconds=CONNECT_S)
+        self.backend = connect_gloo(members[0].store_address, name, self.rank, self.size, timeout, self.host)
 
-    def _disconnect(self) -> None:
-        """Close the sockets, so that the other groups need not wait for a timeout."""
-        self.connection, self.backend = "", None
-
-    def _attempt(self, communicate: Callable[[], Any], doing: str) -> None:
+    @contextmanager
+    def _raise_peer_lost(self, doing: str) -> Iterator[None]:
         """Communicate with other groups; a failure on one rank of this group raises `PeerLost` on all.
 
         Collective: own.
         """
         failure = ""
         try:
-            communicate()
+            yield
         except RuntimeError as error:  # the type of all errors of gloo and its store
             failure = first_line(error) or type(error).__name__
         if float(self.own.sum_(torch.tensor([float(bool(failure))]))) > 0:
-            self._disconnect()
+            # closes the sockets, so that the other groups need not wait for a timeout
+            self.connection, self.backend = "", None
             raise PeerLost(f"{doing}: {failure or 'another rank of this group has failed'}")
 
     def begin_sum_(self, tensor: Tensor, comm_dtype: torch.dtype | None = None) -> Reduction:
         """As the base, but complete on return. Raises `PeerLost`. Collective: this communicator, own."""
         if self.size > 1:
-            begin = super().begin_sum_
-            self._attempt(lambda: begin(tensor, comm_dtype).wait_all(), "a sum")
+            with self._raise_peer_lost("a sum"):
+                super().begin_sum_(tensor, comm_dtype).wait_all()
         return Reduction([slice(0, tensor.numel())])
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
         """As the base. Raises `PeerLost`. Collective: this communicator, own."""
         if self.size > 1:
-            broadcast = super().broadcast_
-            self._attempt(lambda: broadcast(tensor, root), "a broadcast")
+            with self._raise_peer_lost("a broadcast"):
+                super().broadcast_(tensor, root)
         return tensor
 
     def set_timeout(self, seconds: float) -> None:

@@ -57,26 +57,30 @@ def transfer_state(
     donor, meta_params = membership.donor, run.state.meta_params
     sends = membership.here == donor
     state = run.state.state_dict() if sends else StateDict()
-    header = {"facts": state.facts, "line": run.logger.line}
-    header |= {"vectors": kinds(state.vectors), "tables": kinds(state.tables)}
-    payload = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
-    length = int(cross.broadcast_(torch.tensor([len(payload)]), donor))
-    payload = payload if sends else torch.zeros(length, dtype=torch.uint8)
-    header = json.loads(cross.broadcast_(payload, donor).numpy().tobytes())
+    header: dict[str, Any] = {
+        "facts": state.facts,
+        "line": run.logger.line,
+        "vectors": kinds(state.vectors),
+        "tables": kinds(state.tables),
+    }
+    header = json.loads(cross.gather_bytes(json.dumps(header).encode() if sends else b"")[donor])
     with cross.own.raise_on_all("looking at the state to take over"):
         check_kinds(header["vectors"], meta_params.theta)
         check_kinds(header["tables"], meta_params.rates)
     for tensors, listed in ((state.vectors, header["vectors"]), (state.tables, header["tables"])):
         for name, (dtype, shape) in listed.items():
-            tensor = tensors[name] if sends else torch.empty(shape, dtype=DTYPES[dtype])
-            tensors[name] = cross.broadcast_(tensor, donor)
+            if not sends:
+                tensors[name] = torch.empty(shape, dtype=DTYPES[dtype])
+            cross.broadcast_(tensors[name], donor)
     if membership.needs_state(membership.here):
         before = run.state.outer_step
         run.state.load_state_dict(StateDict(state.vectors, state.tables, header["facts"]))
         run.worker.write(meta_params.theta)
         run.logger.line = header["line"]
-        label = membership.members[donor].label
-        log(f"state received from group {label}: outer step {before} -> {run.state.outer_step}")
+        log(
+            f"state received from group {membership.members[donor].label}: outer step {before} ->"
+            f" {run.state.outer_step}"
+        )
 
 
 def kinds(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -197,7 +201,6 @@ class ElasticController(StaticController):
         """
         run.stage.begin("waiting for the other groups")
         self.began = self.began or time.monotonic()
-        self.cross.writes, self.cross.bytes_sent = self.writes, 0  # bytes of a lost attempt do not count
         step, members = run.state.outer_step, self.cross.form(run.state.outer_step, LIGHTHOUSE_S)
         if members.unknown_groups > (self.membership.unknown_groups if self.membership else 0):
             self.log(
@@ -219,6 +222,7 @@ class ElasticController(StaticController):
             if self.writes:
                 run.logger.write_pending_line(run)
         self.cross.fresh, self.quorum_step = False, step
+        self.cross.bytes_sent = 0  # bytes of a lost attempt and of the transfer do not count
         if members.restarted or self.retries:
             run.feed.restart(run.state.tasks)
             self.lost_s = time.monotonic() - self.began

@@ -56,12 +56,11 @@ class LighthouseClient:
     def start_heartbeats(self, store_address: str, size: int) -> None:
         """Send heartbeats in threads; from now on the other groups wait for this one."""
         if self.heartbeats is None:
-            bind = f"[{self.host}]:0" if ":" in self.host else f"{self.host}:0"
             self.heartbeats = self.ft.ManagerServer(
                 replica_id=self.name,
                 lighthouse_addr=self.address,
                 hostname=self.host,
-                bind=bind,
+                bind=f"[{self.host}]:0" if ":" in self.host else f"{self.host}:0",
                 store_addr=store_address,
                 world_size=size,
                 heartbeat_interval=HEARTBEAT,
@@ -177,13 +176,11 @@ class LighthouseConfig:
 
 def lighthouse(config: LighthouseConfig) -> None:
     """Run the lighthouse until a signal arrives."""
+    signals = (signal.SIGTERM, signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # for the threads of the server too
     _server, address = open_lighthouse(config)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     print(f"fmmeta: lighthouse {address}", flush=True)
-    while not stop.wait(1.0):
-        pass
+    signal.sigwait(signals)
     os._exit(0)  # its threads hold no state
 
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,8 @@ class Supervisor:
         """
         self.begin()
         try:
-            while any(group.ended is None for group in self.groups):
-                for group in self.groups:
+            while running := [group for group in self.groups if group.ended is None]:
+                for group in running:
                     self.check(group)
                 time.sleep(PAUSE_S)
         finally:
@@ -121,8 +121,12 @@ class Supervisor:
             with suppress(UsageError):  # run.json cannot be read
                 if (read_run(folder) or {}).get("finished") and (folder / "model").is_dir():
                     return True
-            others_may_write = self.shared and not self.stop_signal and folder.is_dir()
-            if not others_may_write or time.monotonic() - free_since > WRITER_S:
+            if (  # no group of another node may still write
+                not self.shared
+                or self.stop_signal
+                or not folder.is_dir()
+                or time.monotonic() - free_since > WRITER_S
+            ):
                 return False
             try:
                 lock_folder(folder, 0, quiet=True).close()
@@ -133,19 +137,17 @@ class Supervisor:
     def begin(self) -> None:
         """Start a lighthouse if none is given, and write the settings file of the groups."""
         if not self.shared:
-            timeout_s = self.config.heartbeat_timeout
-            lighthouse = LighthouseConfig(host="127.0.0.1", port=0, heartbeat_timeout=timeout_s)
-            self.server, self.config.lighthouse = open_lighthouse(lighthouse)
-        names = {item.name for item in fields(Config)} - {"group_name"}
+            self.server, self.config.lighthouse = open_lighthouse(
+                LighthouseConfig("127.0.0.1", 0, self.config.heartbeat_timeout)
+            )
+        names = Config.__dataclass_fields__.keys() - {"group_name"}
         given = {name: x for name, x in asdict(self.config).items() if name in names and x not in (None, [])}
         with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="fmmeta-elastic-", delete=False) as file:
             json.dump(given, file)
         self.file = file.name
 
     def check(self, group: Group) -> None:
-        """Start a group, or restart it if one of its ranks has failed."""
-        if group.ended is not None:
-            return
+        """Start a group, or restart it if one of its ranks has failed; note how it has ended."""
         if not group.processes:
             self.start(group)
             return
@@ -158,8 +160,10 @@ class Supervisor:
         if code in (2, EXIT_STOPPED) or self.stop_signal:
             group.ended = code
         elif group.starts > self.config.max_restarts:
-            times = f"{group.starts} times, the last with {code}"
-            self.log(f"fmmeta: {group.name} has ended {times}; it is not started again")
+            self.log(
+                f"fmmeta: {group.name} has ended {group.starts} times, the last with {code}; it is not"
+                " started again"
+            )
             group.ended = code
         else:
             self.log(f"fmmeta: {group.name} has ended with {code}; it is started again ({group.starts})")
@@ -180,9 +184,14 @@ class Supervisor:
         with listen("127.0.0.1", 0) as probe:
             port = probe.getsockname()[1]
         command = [sys.executable, "-m", "fmmeta", "train", "--config", self.file, "--group_name", group.name]
-        env = {**os.environ, **self.devices(self.groups.index(group))}
-        env |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env = {
+            **os.environ,
+            **self.devices(self.groups.index(group)),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         group.starts += 1
         group.processes = [
             self.spawn(group.name, command, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})

@@ -175,8 +175,8 @@ def run_command(planner: Planner, strategy: Strategy) -> str:
 def flags(planner: Planner, strategy: Strategy) -> list[str]:
     """Flags of the run that are not the defaults: those given to the plan, and those of the layout."""
     values = {**planner.plan.run_settings(), **strategy.settings(planner.plan.bf16_planned)}
-    plain = strategy.group_size == 1 and not strategy.offload
-    values["deepspeed"] = planner.plan.deepspeed or (None if plain else strategy.deepspeed_file)
+    if planner.plan.deepspeed is None and (strategy.group_size > 1 or strategy.offload):
+        values["deepspeed"] = strategy.deepspeed_file
     words = []
     for item in fields(Config):
         value = values.get(item.name)
@@ -190,10 +190,9 @@ def flags(planner: Planner, strategy: Strategy) -> list[str]:
 
 def as_json(planner: Planner, layouts: Sequence[PlannedLayout]) -> dict[str, Any]:
     plan = planner.plan
-    counted, _ = planner.counts(0, 1, 1)
     return {
         "model": plan.model_name_or_path,
-        "parameters": sum(counted),
+        "parameters": sum(planner.counts(0, 1, 1)[0]),
         "gpus": plan.gpus,
         "gpu_memory_gib": plan.gpu_memory_gib,
         "tasks": plan.tasks,
@@ -214,7 +213,7 @@ def layout_json(planner: Planner, one: PlannedLayout) -> dict[str, Any]:
         "rows": one.rows,
         "zero_stage": strategy.zero_stage,
         "offload": strategy.offload,
-        "bytes_per_rank": {**asdict(one.memory), "total": one.memory.total},
+        "bytes_per_rank": {**one.memory.kinds, "host": one.memory.host, "total": one.memory.total},
         "lacking_bytes": round(one.lacking),
         "host_bytes_per_node": one.host_bytes,
         "bytes_per_outer_step": {**wire, "cross": one.cross_bytes},
@@ -229,8 +228,10 @@ def lacking(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
     """One line for a model that fits nowhere: the nearest layout, and what it lacks."""
     plan = planner.plan
     if not layouts:
-        why = next(iter(planner.refused), "nothing was left to plan")
-        return f"gpus={plan.gpus}: no layout is possible with these settings ({why})"
+        return (
+            f"gpus={plan.gpus}: no layout is possible with these settings"
+            f" ({next(iter(planner.refused), 'nothing was left to plan')})"
+        )
     one, strategy = layouts[0], layouts[0].strategy
     where, has, needs = "gpu", plan.gpu_memory_gib, f"{one.memory} per rank"
     if one.memory.total <= planner.gpu_bytes:

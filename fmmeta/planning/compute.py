@@ -24,6 +24,7 @@ of few flops, loading (in other processes), evaluation and saving.
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
@@ -53,11 +54,11 @@ class MatmulCounts:
 
     def flops(self, tokens: int, backward: bool, again: bool) -> float:
         """Flops of one token in a row of `tokens`. again: the backward pass computes the layers again."""
-        forward = 2 * self.whole + 4 * self.width * tokens
+        attention = 4 * self.width * tokens
+        forward = 2 * self.whole + attention
         if not backward:
             return forward
-        layers = 2 * self.inside + 4 * self.width * tokens if again else 0
-        return 2 * forward + layers + 2 * self.trained + 4 * self.width * tokens
+        return 2 * forward + 2 * self.trained + attention + (2 * self.inside + attention if again else 0)
 
 
 def count_matmuls(learner: Learner, config: Config) -> MatmulCounts:
@@ -69,25 +70,27 @@ def count_matmuls(learner: Learner, config: Config) -> MatmulCounts:
         * heads
         * (getattr(text, "head_dim", None) or text.hidden_size // heads)
     )
+    ranks, fullest = config.tensor_parallel_size, 1.0
+    is_cut = cut_patterns(learner.hf.config) if ranks > 1 else lambda name: False
     weights = [
-        (name, module.get_parameter("weight"))
+        (f"{name}.weight", module.get_parameter("weight"))
         for name, module in learner.named_modules()
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # Conv1D: GPT-2's
     ]
-    whole = sum(w.numel() for _, w in weights)
-    trained = sum(w.numel() for _, w in weights if w.requires_grad)
-    inside = sum(w.numel() for name, w in weights if re.search(r"\.\d+\.", name))
-    if config.tensor_parallel_size > 1:
-        ranks, is_cut = config.tensor_parallel_size, cut_patterns(learner.hf.config)
-        away = sum(w.numel() - w.numel() // ranks for name, w in weights if is_cut(f"{name}.weight"))
-        return MatmulCounts(whole - away, trained - away, inside - away, 1.0, width // ranks, len(weights))
-    if config.pipeline_stages == 1:
-        return MatmulCounts(whole, trained, inside, 1.0, width, len(weights))
-    cut = plan_stages(learner, config.pipeline_stages)
-    parts = [0] * config.pipeline_stages
-    for name, weight in weights:
-        parts[cut.owner.get(f"{name}.weight", config.pipeline_stages - 1)] += weight.numel()
-    return MatmulCounts(whole, trained, inside, max(parts) / whole, width, len(weights))
+    sizes = {name: w.numel() // (ranks if is_cut(name) else 1) for name, w in weights}
+    if config.pipeline_stages > 1:
+        owner, stages = plan_stages(learner, config.pipeline_stages).owner, Counter[int]()
+        for name, size in sizes.items():
+            stages[owner.get(name, config.pipeline_stages - 1)] += size
+        fullest = max(stages.values()) / stages.total()
+    return MatmulCounts(
+        sum(sizes.values()),
+        sum(sizes[name] for name, w in weights if w.requires_grad),
+        sum(size for name, size in sizes.items() if re.search(r"\.\d+\.", name)),
+        fullest,
+        width // ranks,
+        len(sizes),
+    )
 
 
 @dataclass(frozen=True)
@@ -145,9 +148,12 @@ def task_work(
     row_tokens: int,
 ) -> TaskCost:
     """The work of one task. data: data-parallel ranks of the group."""
-    # as FullModelWorker.can_defer_backward
-    one_rank = config.pipeline_stages * config.tensor_parallel_size == 1
-    many = passes(config, data, one_rank and (precision.zero_stage < 3 or data == 1))
+    many = passes(
+        config,
+        data,
+        keeps=config.pipeline_stages * config.tensor_parallel_size == 1
+        and (precision.zero_stage < 3 or data == 1),  # as FullModelWorker.can_defer_backward
+    )
     support, query = rows_of(config)
     kinds = [
         (many.support, support, True),
@@ -155,12 +161,16 @@ def task_work(
         (many.support_forwards, support, False),
         (many.query_forwards, query, False),
     ]
-    found = [
-        (times, one_pass(config, precision, sizes, matmuls, data, rows, row_tokens, back))
-        for times, rows, back in kinds
-        if times
-    ]
-    return TaskCost(found, many.training, many.writes, refresh(precision, sizes, data))
+    return TaskCost(
+        [
+            (times, one_pass(config, precision, sizes, matmuls, data, rows, row_tokens, back))
+            for times, rows, back in kinds
+            if times
+        ],
+        many.training,
+        many.writes,
+        refresh(precision, sizes, data),
+    )
 
 
 def needed_flops(config: Config, matmuls: MatmulCounts, tokens: int) -> float:
@@ -196,8 +206,8 @@ def one_pass(
             collectives=rounds * (2 if backward else 1),
         )
     if config.tensor_parallel_size > 1:
-        forward = 2 * (2 if config.gradient_checkpointing and backward else 1)
-        sums = sizes.layers * (forward + (COLUMNS if backward else 0))
+        forwards = 2 if config.gradient_checkpointing and backward else 1
+        sums = sizes.layers * (2 * forwards + (COLUMNS if backward else 0))
         wire += Wire(tensor=rounds * sums * hidden, collectives=rounds * sums)
     held, stage = sizes.params + sizes.frozen, precision.zero_stage if data > 1 else 0
     # the backward pass gathers again, unless so many parameters stay gathered
@@ -206,12 +216,16 @@ def one_pass(
         wire += Wire(gather=gathers * held * width, collectives=gathers * matmuls.matrices)
     if backward and data > 1:
         each_time = rounds if stage > 1 else 1
-        buckets = max(1, -(-sizes.params // (precision.bucket or sizes.hidden**2)))
-        wire += Wire(reduce=each_time * 4 * sizes.params, collectives=each_time * buckets) + refresh(
-            precision, sizes, data
+        wire += refresh(precision, sizes, data) + Wire(
+            reduce=each_time * 4 * sizes.params,
+            collectives=each_time * max(1, -(-sizes.params // (precision.bucket or sizes.hidden**2))),
         )
-    fetched = gathers * held * width // data if precision.offload_param else 0
-    return PassCost((rounds + stages - 1) * one, wire, backward, fetched)  # a pipeline fills and empties
+    return PassCost(
+        (rounds + stages - 1) * one,  # a pipeline fills and empties
+        wire,
+        backward,
+        fetched=gathers * held * width // data if precision.offload_param else 0,
+    )
 
 
 def refresh(precision: DeepSpeedSettings, sizes: Sizes, data: int) -> Wire:
@@ -221,14 +235,13 @@ def refresh(precision: DeepSpeedSettings, sizes: Sizes, data: int) -> Wire:
     return Wire(gather=sizes.params * (2 if precision.bf16 else 4), collectives=1)
 
 
-# Bytes that are read and written per element of a shard, or of the gradients, in fp32:
-UPDATE = 24  # theta -= lr g: 12; is g finite: 4; zeros: 4; a low-precision copy: 4
-CAPTURED = 28  # a direction: zeros, copy, restore, added to the sum
-REDUCED = 24  # of all gradients: flattened, divided, copied back
+# Bytes that are read and written per element of a shard, or of the gradients, in fp32.
+# UPDATE: theta -= lr g 12, is g finite 4, zeros 4, a low-precision copy 4. CAPTURED, a direction: zeros,
+# copy, restore, added to the sum. REDUCED, all gradients: flattened, divided, copied back.
+UPDATE, CAPTURED, REDUCED, WRITTEN = 24, 28, 24, 8
 PLACED = {0: 0, 1: 16, 2: 16, 3: 24}  # of the shard: into the partition, flattened, into the weights
-WRITTEN = 8
-OUTER = 140  # mean, norm in fp64, AdamW's dozen reads and writes, write, zeros
-OUTER_ALLOCATED = 8  # the part of it that AdamW allocates
+# OUTER: mean, norm in fp64, AdamW's dozen reads and writes, write, zeros; and the part that AdamW allocates
+OUTER, OUTER_ALLOCATED = 140, 8
 # How often the payload of a collective is allocated (counted as page faults, docs/scaling.md). A gather: by
 # gloo, and by ZeRO 3 as the parameters. A reduction: as the flattened copy, and from ZeRO 1 on as the bucket.
 GATHERED_COPIES = {0: 0, 1: 1, 2: 1, 3: 2}
@@ -325,8 +338,9 @@ def task_seconds(
     elif sizes.offload_outer and not sizes.lazy:  # theta, to restore it, and the direction
         offloaded = 8.0 * shard
     allocated = GATHERED_COPIES[stage] * task.wire.gather + REDUCED_COPIES[stage] * task.wire.reduce
-    shards = moved / (profile.host_memory if on_host else profile.memory)
-    shards += offloaded / profile.host_link + allocated * profile.page_in
+    shards = moved / (profile.host_memory if on_host else profile.memory) + (
+        offloaded / profile.host_link + allocated * profile.page_in
+    )
     return Seconds(compute, group, shards, 0.0)
 
 
@@ -343,8 +357,9 @@ def step_seconds(
     on_host, outer_on_host = precision.offload and not sizes.lazy, sizes.offload_outer and not sizes.lazy
     cross = 0.0
     if topology.groups > 1:
-        link = profile.group_link if topology.all_in_node else profile.cross_link
-        cross = 2 * ring(topology.groups) * sizes.crossing * shard / link + profile.latency
+        cross = profile.latency + 2 * ring(topology.groups) * sizes.crossing * shard / (
+            profile.group_link if topology.all_in_node else profile.cross_link
+        )
         if on_host or outer_on_host:
             cross += 8 * shard / profile.host_link
     if sizes.sums > 1:  # --outer_delay: behind the inner loops of the next outer step
@@ -353,8 +368,12 @@ def step_seconds(
     outer += (OUTER_ALLOCATED * shard + GATHERED_COPIES[precision.zero_stage] * new.gather) * profile.page_in
     if sizes.offload_outer:
         outer += 2 * 4 * (2 + sizes.moments) * shard / profile.host_link
-    group = tasks * one.group + wire_seconds(new, precision.zero_stage, topology, profile)
-    return Seconds(tasks * one.compute, group, tasks * one.shards + outer, cross)
+    return Seconds(
+        tasks * one.compute,
+        tasks * one.group + wire_seconds(new, precision.zero_stage, topology, profile),
+        tasks * one.shards + outer,
+        cross,
+    )
 
 
 def wire_seconds(wire: Wire, stage: int, topology: Topology, profile: Profile) -> float:

@@ -3,7 +3,6 @@ long its outer step takes: combines memory, work and machine.
 """
 
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -68,10 +67,10 @@ class Strategy:
 
     def deepspeed(self) -> dict[str, Any]:
         """The contents of `deepspeed_file`."""
-        zero: dict[str, Any] = {"stage": self.zero_stage}
-        if self.offload:
-            zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-        return {"zero_optimization": zero}
+        moved = ("offload_optimizer", "offload_param") if self.offload else ()
+        return {
+            "zero_optimization": {"stage": self.zero_stage, **{part: {"device": "cpu"} for part in moved}}
+        }
 
     @property
     def deepspeed_file(self) -> str:
@@ -98,31 +97,36 @@ def strategies(plan: PlanConfig) -> Iterator[Strategy]:
     if plan.group_size != "auto":
         sizes = [int(plan.group_size)]
         if plan.gpus % sizes[0]:
-            use = ", ".join(map(str, divisors(plan.gpus)))
-            raise UsageError(f"group_size={sizes[0]} does not divide gpus={plan.gpus}; use {use}")
-    ranks = [0, LORA_R] if plan.lora_r is None else [plan.lora_r]
+            raise UsageError(
+                f"group_size={sizes[0]} does not divide gpus={plan.gpus}; use"
+                f" {', '.join(map(str, divisors(plan.gpus)))}"
+            )
     for size in sizes:
         for stages, tensor in model_splits(plan, size, per_node):
             for (stage, offload), lora_r, outer, checkpointing in product(
                 zero_options(plan, size, stages * tensor),
-                ranks,
-                option_values(plan.offload_outer),
-                option_values(plan.gradient_checkpointing),
+                given_or_all(plan.lora_r, (0, LORA_R)),
+                given_or_all(plan.offload_outer, (False, True)),
+                given_or_all(plan.gradient_checkpointing, (False, True)),
             ):
                 if not (outer and offload and plan.offload_outer is None):  # DeepSpeed's offload moves it too
                     yield Strategy(size, stage, stages, tensor, lora_r, offload, outer, checkpointing)
 
 
-def option_values(given: bool | None) -> tuple[bool, ...]:
-    return (False, True) if given is None else (given,)
+def given_or_all(given: int | None, values: tuple[int, ...]) -> tuple[Any, ...]:
+    """The value of a setting that was given, else all that are planned."""
+    return values if given is None else (given,)
 
 
 def model_splits(plan: PlanConfig, size: int, per_node: int) -> Iterator[tuple[int, int]]:
     """Pipeline stages and tensor ranks of a group; tensor ranks stay inside a node."""
     for count in divisors(size):
         for stages, tensor in dict.fromkeys([(count, 1), (1, count)]):
-            fits = plan.pipeline_stages in (None, stages) and plan.tensor_parallel_size in (None, tensor)
-            if fits and tensor <= per_node:
+            if (
+                tensor <= per_node
+                and plan.pipeline_stages in (None, stages)
+                and plan.tensor_parallel_size in (None, tensor)
+            ):
                 yield stages, tensor
 
 
@@ -144,8 +148,7 @@ def zero_options(plan: PlanConfig, size: int, model_ranks: int) -> Iterator[tupl
             yield stage, True
 
 
-YEAR_S = 365.25 * 86400
-INTERVAL_S = 1800  # between checkpoints, where failures are simulated
+YEAR_S, INTERVAL_S = 365.25 * 86400, 1800  # a year; between checkpoints, where failures are simulated
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,6 @@ class PlannedLayout:
     host_bytes: int  # of a node
     wire: Wire  # of a rank and outer step, inside the group
     cross_bytes: int  # the same across groups
-    task: Seconds  # of a mean task
     step: Seconds  # of an outer step of equal tasks, without stragglers and failures
     step_seconds: float  # with stragglers and failures
     efficiency: float  # seconds of the needed flops at the profile's rate / seconds of all GPUs
@@ -181,22 +183,22 @@ class Planner:
 
     def layouts(self) -> list[PlannedLayout]:
         """All layouts: those that fit first, the fastest first; then those that lack least."""
-        found = [layout for strategy in strategies(self.plan) if (layout := self.largest(strategy))]
         return sorted(
-            found, key=lambda one: (one.lacking, 0 if one.lacking else one.step_seconds, one.memory.total)
+            filter(None, map(self.largest, strategies(self.plan))),
+            key=lambda one: (one.lacking, 0 if one.lacking else one.step_seconds, one.memory.total),
         )
 
     def largest(self, strategy: Strategy) -> PlannedLayout | None:
         """The layout with the most rows of a micro-batch that fit; None if the settings are refused."""
         plan, ranks = self.plan, min(self.plan.gpus, self.plan.gpus_per_node)
         try:
-            config, precision = self.config_of(strategy), self.deepspeed_of(strategy)
+            config = self.config_of(**strategy.settings(plan.bf16_planned))
+            precision = self.deepspeed_of(strategy)
             counted, _ = self.counts(strategy.lora_r, strategy.stages, strategy.tensor)
         except UsageError as error:
             self.refused[str(error)] = self.refused.get(str(error), 0) + 1
             return None
-        for rows in ROWS if plan.micro_batch_size is None else (plan.micro_batch_size,):
-            config = copy(config)
+        for rows in given_or_all(plan.micro_batch_size, ROWS):
             config.micro_batch_size = rows
             sizes = rank_sizes(
                 config, self.description.hf_config, counted, self.profile.device == "cpu", strategy.data
@@ -250,7 +252,6 @@ class Planner:
             host_bytes=memory.host * ranks,
             wire=work.wire * most + refresh(precision, sizes, strategy.data),  # the last: of the outer step
             cross_bytes=sizes.crossing * shard_of(sizes, precision, topology) if topology.groups > 1 else 0,
-            task=task,
             step=step,
             step_seconds=seconds,
             efficiency=plan.tasks
@@ -259,11 +260,8 @@ class Planner:
             / (plan.gpus * seconds),
         )
 
-    def config_of(self, strategy: Strategy) -> Config:
-        """The run's settings. Raises `UsageError` if they contradict each other."""
-        return self._config(**strategy.settings(self.plan.bf16_planned))
-
-    def _config(self, **changes: Any) -> Config:
+    def config_of(self, **changes: Any) -> Config:
+        """The run's settings, with changes. Raises `UsageError` if they contradict each other."""
         given = {**self.given, **changes}
         if not given.get("lora_r"):  # settings of adapters are refused without them
             given = {name: value for name, value in given.items() if not name.startswith("lora_")}
@@ -271,10 +269,12 @@ class Planner:
 
     def deepspeed_of(self, strategy: Strategy) -> DeepSpeedSettings:
         """The DeepSpeed settings of the run. Raises `UsageError`."""
-        if self.plan.deepspeed is None:
-            read = deepspeed_config.check(strategy.deepspeed(), "the plan's file", self.plan.bf16_planned)
-        else:
-            read = deepspeed_config.read(self.plan.deepspeed, self.plan.bf16_planned)
+        file, bf16 = self.plan.deepspeed, self.plan.bf16_planned
+        read = (
+            deepspeed_config.check(strategy.deepspeed(), "the plan's file", bf16)
+            if file is None
+            else deepspeed_config.read(file, bf16)
+        )
         if strategy.tensor > 1:
             tensor_parallel_block(self.description.hf_config, strategy.tensor)
         return at_size(
@@ -282,13 +282,15 @@ class Planner:
         )
 
     def _learner(self, lora_r: int) -> Learner:
-        alone = self._config(
-            lora_r=lora_r, pipeline_stages=1, tensor_parallel_size=1, gradient_checkpointing=False
+        return empty_learner(
+            self.config_of(
+                lora_r=lora_r, pipeline_stages=1, tensor_parallel_size=1, gradient_checkpointing=False
+            ),
+            self.description,
         )
-        return empty_learner(alone, self.description)
 
     def _counts(self, lora_r: int, stages: int, tensor: int) -> tuple[tuple[int, int], MatmulCounts]:
         """Trained and frozen parameters of the largest rank's part, and matrix products."""
-        config = self._config(lora_r=lora_r, pipeline_stages=stages, tensor_parallel_size=tensor)
+        config = self.config_of(lora_r=lora_r, pipeline_stages=stages, tensor_parallel_size=tensor)
         learner = self.learner(lora_r)
         return largest_part(config, learner, self.description.hf_config), count_matmuls(learner, config)

@@ -20,6 +20,7 @@ links between nodes count as links inside the node.
 import json
 import math
 import os
+import signal
 import socket
 import statistics
 import tempfile
@@ -74,14 +75,13 @@ def find(name: str) -> Profile:
     """A built-in profile or one from a JSON file. Raises `UsageError`."""
     if name in PROFILES:
         return PROFILES[name]
-    path = Path(name)
-    if not path.is_file():
+    try:
+        values = json.loads(Path(name).read_text(encoding="utf-8"))
+    except OSError:
         raise UsageError(
             f"machine={name} is neither a file nor one of {', '.join(PROFILES)}; measure one with --calibrate"
             " --save_profile FILE.json"
-        )
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        ) from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"machine={name} is not JSON ({error}); fix the file") from None
     values = values if isinstance(values, dict) else {}
@@ -110,11 +110,10 @@ def find(name: str) -> Profile:
 
 
 def is_rate(key: str, value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if key == "hidden":
-        return 0 <= value <= 1
-    return 0 < value < math.inf or (value == 0 and key in MAY_BE_0)
+        return is_number and 0 <= value <= 1
+    return is_number and (0 < value < math.inf or (value == 0 and key in MAY_BE_0))
 
 
 def write(path: str, setting: str, text: str) -> None:
@@ -134,31 +133,24 @@ TIMEOUT_S = 600
 def measure(plan: PlanConfig) -> Profile:
     """Start the ranks and return what rank 0 wrote. Raises `UsageError` if one fails."""
     count = min(plan.gpus, plan.gpus_per_node, torch.cuda.device_count() or 2)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "profile.json"
-        ranks: Any = spawn(run_rank, (count, port, asdict(plan), out), nprocs=count, join=False)
-        deadline, failure = time.monotonic() + TIMEOUT_S, ""
         try:
-            while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
-                if time.monotonic() > deadline:
-                    failure = f"not done after {TIMEOUT_S} s"
-                    break
+            spawn(run_rank, (count, port, asdict(plan), out), nprocs=count, daemon=True)
         except ProcessException as error:
-            failure = str(error).strip().splitlines()[-1]
-        finally:
-            for process in ranks.processes:
-                process.kill()
-        if failure:
-            raise UsageError(f"calibrate=True: a rank failed ({failure}); give --machine instead")
+            raise UsageError(
+                f"calibrate=True: a rank failed, or was not done after {TIMEOUT_S} s"
+                f" ({str(error).strip().splitlines()[-1]}); give --machine instead"
+            ) from None
         return Profile(**json.loads(out.read_text()))
 
 
 def run_rank(rank: int, count: int, port: int, plan: dict[str, Any], out: Path) -> None:
     """Measure as one of `count` ranks; rank 0 writes the profile to `out`."""
     end_with_parent()
+    signal.alarm(TIMEOUT_S)
     silent = os.open(os.devnull, os.O_WRONLY)  # the plan's stdout may be JSON
     os.dup2(silent, 1)
     os.dup2(silent, 2)
@@ -208,8 +200,15 @@ def measure_together(plan: PlanConfig, ranks: Any) -> Profile:
 
 def matmul_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float:
     """Flop/s through the model's layers, in a micro-batch of a group of all ranks."""
-    one_rank = {"pipeline_stages": 1, "tensor_parallel_size": 1, "lora_r": 0}
-    config = Config(**{**plan.run_settings(), **one_rank, "gradient_checkpointing": False})
+    config = Config(
+        **{
+            **plan.run_settings(),
+            "pipeline_stages": 1,
+            "tensor_parallel_size": 1,
+            "lora_r": 0,
+            "gradient_checkpointing": False,
+        }
+    )
     description = describe(config)
     tokens = plan.row_tokens or plan.max_length
     rows = min(micro_batches(rows_of(config)[0], ranks, config.micro_batch_size)[1], ROWS)
@@ -218,8 +217,8 @@ def matmul_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float:
     hf = empty_hf(config, description)
     initialize(hf, [])  # buffers only
     learner = wrap_lazily(hf, config, description)
-    seconds = sum(layer_seconds(learner, rows, tokens, device, bf16))
-    return rows * tokens * count_matmuls(learner, config).flops(tokens, True, False) / seconds
+    flops = rows * tokens * count_matmuls(learner, config).flops(tokens, True, False)
+    return flops / sum(layer_seconds(learner, rows, tokens, device, bf16))
 
 
 def linear_rate(text: Any, tokens: int, device: Any, bf16: bool) -> float:
@@ -230,8 +229,9 @@ def linear_rate(text: Any, tokens: int, device: Any, bf16: bool) -> float:
     weight = torch.randn(4 * hidden, hidden, device=device, dtype=dtype, requires_grad=True)
     inputs = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
     ones = torch.ones(tokens, 4 * hidden, device=device, dtype=dtype)
-    seconds = median_s(lambda: torch.nn.functional.linear(inputs, weight).backward(ones), device)
-    return 3 * 2 * tokens * 4 * hidden * hidden / seconds
+    return (3 * 2 * tokens * 4 * hidden * hidden) / median_s(
+        lambda: torch.nn.functional.linear(inputs, weight).backward(ones), device
+    )
 
 
 def vector_rate(device: Any) -> float:

@@ -19,7 +19,7 @@ benchmarks/plan.py.
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,11 @@ from fmmeta.parallel.process_groups import World
 
 GIB = 2**30
 HEADROOM = 0.9  # share of the free memory for a layout; allocators and the runtime need the rest
+BACKWARD = (
+    "activations",
+    "logits",
+    "buffers",
+)  # kinds that are freed before DeepSpeed's staging is allocated
 META = ("theta", "meta_gradient", "direction", "moments", "kept")
 FLATTENED = 5 * 10**8  # parameters that ZeRO 0 flattens for one reduction (deepspeed/runtime/engine.py)
 
@@ -100,34 +105,25 @@ def rank_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: b
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on one rank's device by kind, and in host memory. `peak` has those of one moment."""
+    """Bytes on one rank's device by kind (those of `estimate`), and in host memory.
 
-    weights: int
-    gathered: int
-    gradients: int
-    master: int
-    theta: int
-    meta_gradient: int
-    direction: int
-    moments: int
-    kept: int
-    activations: int
-    logits: int
-    buffers: int  # DeepSpeed's, for reductions in the backward pass
-    staging: int  # DeepSpeed's, after the backward pass, to reduce and to step
-    host: int = 0
+    `peak` has the kinds of one moment.
+    """
+
+    kinds: dict[str, int]
+    host: int
 
     @property
     def meta(self) -> int:
         """Bytes of meta-training, beside weights, gradients and masters."""
-        return sum(getattr(self, kind) for kind in META)
+        return sum(self.kinds[kind] for kind in META)
 
     @property
     def peak(self) -> dict[str, int]:
         """Bytes of the device by kind, in the backward pass or in the reduction after it."""
-        in_backward = self.activations + self.logits + self.buffers >= self.staging
-        absent = ("host", "staging") if in_backward else ("host", "activations", "logits", "buffers")
-        return {kind: size for kind, size in asdict(self).items() if kind not in absent}
+        backward = sum(self.kinds[kind] for kind in BACKWARD)
+        absent = ("staging",) if backward >= self.kinds["staging"] else BACKWARD
+        return {kind: size for kind, size in self.kinds.items() if kind not in absent}
 
     @property
     def total(self) -> int:
@@ -135,13 +131,13 @@ class Estimate:
         return sum(self.peak.values())
 
     def __str__(self) -> str:
-        kinds = {kind: size for kind, size in self.peak.items() if kind not in META}
-        front = {kind: kinds.pop(kind) for kind in ("weights", "gathered", "gradients", "master")}
+        sizes = {"meta" if kind in META else kind: size for kind, size in self.peak.items()}
         summed = " + ".join(
-            f"{kind} {size / GIB:.3g}" for kind, size in {**front, "meta": self.meta, **kinds}.items() if size
+            f"{kind} {size / GIB:.3g}" for kind, size in {**sizes, "meta": self.meta}.items() if size
         )
-        beside = f" (and {self.host / GIB:.3g} in host memory)" if self.host else ""
-        return f"{summed} = {self.total / GIB:.3g} GiB{beside}"
+        return f"{summed} = {self.total / GIB:.3g} GiB" + (
+            f" (and {self.host / GIB:.3g} in host memory)" if self.host else ""
+        )
 
 
 def gradient_bytes(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> tuple[int, int, int]:
@@ -167,8 +163,11 @@ def gradient_bytes(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> t
         return 4 * params, 0 if sizes.lazy else 4 * made, 4 * made + 4 * part
     copied = (4 if stage == 3 or not bf16 else 6) * used  # flattened; in fp32 too for ZeRO 2 in bf16
     bucket = (4 if stage == 3 else grad) * made
-    stepped = min(part, settings.sub_group) if stage == 3 else part
-    return 4 * part, bucket + (copied if early else 0), max(bucket + copied, 4 * stepped)
+    return (
+        4 * part,
+        bucket + (copied if early else 0),
+        max(bucket + copied, 4 * (min(part, settings.sub_group) if stage == 3 else part)),
+    )
 
 
 def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimate:
@@ -197,11 +196,11 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
         "kept": ((sizes.kept + near) * shard, away),
         "activations": (sizes.in_flight * sizes.rows * sizes.tokens * per_token * width // 2, False),
         "logits": (12 * sizes.rows * sizes.tokens * sizes.vocab, False),
-        "buffers": (buffers, False),
-        "staging": (staging, False),
+        "buffers": (buffers, False),  # DeepSpeed's, for reductions in the backward pass
+        "staging": (staging, False),  # DeepSpeed's, after the backward pass, to reduce and to step
     }
     host = sum(size for size, moved in kinds.values() if moved) + (sizes.trajectory - near) * shard
-    return Estimate(**{kind: 0 if moved else size for kind, (size, moved) in kinds.items()}, host=host)
+    return Estimate({kind: 0 if moved else size for kind, (size, moved) in kinds.items()}, host)
 
 
 def largest_part(
@@ -212,13 +211,13 @@ def largest_part(
     layer_costs: seconds of each layer, if stages are balanced by time. Raises `UsageError` for a model that
     cannot be split.
     """
-    depth = config.pipeline_stages
+    if config.pipeline_stages > 1:  # the most trained parameters of a stage, and the most frozen ones
+        cut = plan_stages(learner, config.pipeline_stages, layer_costs)
+        return max(cut.trained), max(
+            size - trained for size, trained in zip(cut.sizes, cut.trained, strict=True)
+        )
     params, frozen = count_params(learner)
-    if depth > 1:  # the most trained parameters of a stage, and the most frozen ones of a stage
-        cut = plan_stages(learner, depth, layer_costs)
-        params = max(cut.trained)
-        frozen = max(size - trained for size, trained in zip(cut.sizes, cut.trained, strict=True))
-    elif config.tensor_parallel_size > 1:
+    if config.tensor_parallel_size > 1:
         ranks, is_cut = config.tensor_parallel_size, cut_patterns(hf_config)
         params -= sum(
             p.numel() - p.numel() // ranks for name, p in learner.named_parameters() if is_cut(name)
@@ -239,8 +238,9 @@ def micro_batch_rows(config: Config, data: int = 1) -> int:
     """
     if config.pipeline_stages == 1:
         return config.micro_batch_size
-    share = -(-costs.rows_of(config)[0] // (data * config.pipeline_stages))
-    return min(config.micro_batch_size, max(1, share))
+    return max(
+        1, min(config.micro_batch_size, -(-costs.rows_of(config)[0] // (data * config.pipeline_stages)))
+    )
 
 
 def forward_rows(config: Config, data: int = 1) -> int:
@@ -287,8 +287,8 @@ def least_free(world: World) -> tuple[int, int]:
     """Free bytes of device and host memory, the least of all ranks. Collective: world."""
     local = world.launch.local_world_size
     mine = json.dumps([free_bytes(world.device, local), host_bytes(local)]).encode()
-    free, host = map(min, zip(*map(json.loads, world.comm.gather_bytes(mine)), strict=True))
-    return free, host
+    free, host = zip(*map(json.loads, world.comm.gather_bytes(mine)), strict=True)
+    return min(free), min(host)
 
 
 def check_group_size(

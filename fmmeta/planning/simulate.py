@@ -57,8 +57,8 @@ class SimulationResult:
 
 def simulate(world: SimulatedCluster, steps: int = 200, seed: int = 0) -> SimulationResult:
     """Simulate `steps` outer steps."""
-    times, taken = draw_times(world.groups, world.tasks, world.spread, world.noise, steps, seed)
-    return outcome(world, times, taken, np.random.default_rng((seed, 1)))
+    drawn = draw_times(world.groups, world.tasks, world.spread, world.noise, steps, seed)
+    return outcome(world, *drawn, np.random.default_rng((seed, 1)))
 
 
 @lru_cache(maxsize=16)
@@ -74,8 +74,7 @@ def draw_times(
 
 def group_times(sizes: np.ndarray, taken: np.ndarray, groups: int) -> np.ndarray:
     """Time of each group [S, G] when tasks of expected `sizes` [S, N] take `taken` [S, N]."""
-    tokens = np.maximum(1, np.rint(TOKENS * sizes)).astype(np.int64)
-    owner = assign_steps(tokens, groups)
+    owner = assign_steps(np.maximum(1, np.rint(TOKENS * sizes)).astype(np.int64), groups)
     times = np.zeros((len(sizes), groups))
     np.add.at(times, (np.arange(len(sizes))[:, None], owner), taken)
     return times
@@ -91,8 +90,7 @@ def assign_steps(tokens: np.ndarray, groups: int) -> np.ndarray:
     slack = 0.05 * tokens.sum(1) / groups
     owner, far = np.zeros_like(tokens), np.iinfo(np.int64).max
     for task in order.T:  # largest first
-        near = load <= (load.min(1) + slack)[:, None]
-        fewest = np.where(near, count, far)
+        fewest = np.where(load <= (load.min(1) + slack)[:, None], count, far)
         best = np.where(fewest == fewest.min(1)[:, None], load, far).argmin(1)
         owner[rows, task] = best
         load[rows, best] += tokens[rows, task]
@@ -105,8 +103,8 @@ def outcome(
 ) -> SimulationResult:
     """The result for times of groups [S, G] and tasks [S, N]; draws stragglers and failures."""
     useful = taken.sum(1) / world.groups
-    slow = np.where(rng.random(times.shape) < world.slow_share, world.slow_by, 1.0)
-    length = (times * slow).max(1) + world.fixed
+    slowed = times * np.where(rng.random(times.shape) < world.slow_share, world.slow_by, 1.0)
+    length = slowed.max(1) + world.fixed
     lost = 0.0
     if world.failure_rate:
         repeats = max(50, DRAWN // len(length))
@@ -130,11 +128,9 @@ def static_losses(world: SimulatedCluster, length: np.ndarray, rng: np.random.Ge
 
 def elastic_losses(world: SimulatedCluster, length: np.ndarray, rng: np.random.Generator) -> float:
     """Time lost if the other groups repeat the step and continue with fewer groups until all rejoin."""
-    failed = rng.binomial(world.groups, -np.expm1(-world.failure_rate * length))
-    failed = np.minimum(failed, world.groups - 1)
+    failed = rng.binomial(world.groups, -np.expm1(-world.failure_rate * length)).clip(max=world.groups - 1)
     steps_away = 1 + int(np.ceil(world.away / length.mean()))
-    missing = np.convolve(failed, np.ones(steps_away))[: len(failed)]
-    missing = np.minimum(missing, world.groups - 1)
+    missing = np.convolve(failed, np.ones(steps_away))[: len(failed)].clip(max=world.groups - 1)
     slower = (length - world.fixed) * missing / (world.groups - missing)
     return float(length[failed > 0].sum() + slower.sum())
 

@@ -16,15 +16,23 @@ box; the style sheet sets the width and the sizes of text.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from fmmeta.report.data import Facts, Line, number, points, spikes
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360.0, 214.0, 45.0, 10.0, 22.0, 34.0
+AREA = {  # edges of the picture and of the plot
+    "width": WIDTH,
+    "height": HEIGHT,
+    "left": LEFT,
+    "right": WIDTH - RIGHT,
+    "top": TOP,
+    "bottom": HEIGHT - BOTTOM,
+}
 MOST_POINTS, MOST_STRIPS = 300, 100
 
 Points = Sequence[tuple[int, "float | None"]]
-Place = Callable[[int, "float | None"], tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -59,17 +67,12 @@ class Chart:
     def named(self) -> list[Series]:
         return [one for one in self.series if one.name]
 
-    @property
-    def area(self) -> dict[str, float]:
-        """Edges of the picture and of the plot."""
-        return {
-            "width": WIDTH,
-            "height": HEIGHT,
-            "left": LEFT,
-            "right": WIDTH - RIGHT,
-            "top": TOP,
-            "bottom": HEIGHT - BOTTOM,
-        }
+    @cached_property
+    def limits(self) -> tuple[float, float]:
+        """The lowest and the highest height in the plot."""
+        beyond = {step for step, _ in self.spikes}  # drawn at the edge, so that they do not flatten the rest
+        points = [point for one in self.named for point in one.points if point[0] not in beyond]
+        return span([self._height(value) for _, value in points if self._drawn(value)], self.log)
 
     def summary(self) -> str:
         """The curves in words, for readers who cannot see them."""
@@ -87,29 +90,14 @@ class Chart:
 
     def drawing(self) -> dict[str, Any]:
         """Coordinates and texts of what report.html.j2 draws."""
-        beyond = {step for step, _ in self.spikes}  # drawn at the edge, so that they do not flatten the rest
-        low, high = span(
-            [
-                self._height(value)
-                for one in self.named
-                for step, value in one.points
-                if self._drawn(value) and step not in beyond
-            ],
-            self.log,
-        )
-
-        def place(step: int, value: float | None) -> tuple[float, float]:
-            return self.x(step), self.y(value, low, high)
-
+        marks = log_marks(*self.limits) if self.log else marks_between(*self.limits, 5)
         return {
-            "grid": [
-                (self.y(mark, low, high), self.form(mark))
-                for mark in (log_marks(low, high) if self.log else marks_between(low, high, 5))
-            ],
+            "area": AREA,
+            "grid": [(self.y(mark), self.form(mark)) for mark in marks],
             "labels": [(self.x(mark), f"{mark:,.0f}") for mark in marks_between(0, max(1, self.steps), 5)],
-            "lines": [(one.look, self._path(one, place), self._dots(one, place)) for one in self.series],
+            "lines": [(one.look, self._path(one), self._dots(one)) for one in self.series],
             "spikes": [
-                f"M{self.x(step)} {round(self.y(value, low, high) - 1, 1)}l4.5 -8h-9z"
+                f"M{self.x(step)} {round(self.y(value) - 1, 1)}l4.5 -8h-9z"
                 for step, value in self.spikes
                 if self._drawn(value)
             ],
@@ -118,7 +106,7 @@ class Chart:
                 for look, steps in self.ticks
                 if steps
             ],
-            "strips": self._strips(place),
+            "strips": self._strips(),
         }
 
     def _drawn(self, value: float | None) -> bool:
@@ -131,25 +119,25 @@ class Chart:
     def x(self, step: float) -> float:
         return round(LEFT + (WIDTH - LEFT - RIGHT) * step / max(1, self.steps), 1)
 
-    def y(self, value: float | None, low: float, high: float) -> float:
+    def y(self, value: float | None) -> float:
+        low, high = self.limits
         share = min(1.0, max(0.0, (self._height(value) - low) / (high - low)))
         return round(TOP + (HEIGHT - TOP - BOTTOM) * (1 - share), 1)
 
-    def _path(self, one: Series, place: Place) -> str:
+    def _path(self, one: Series) -> str:
         moves, up = [], "M"
         for step, value in extremes(one.points, MOST_POINTS):
             if self._drawn(value):
-                moves.append("{}{} {}".format(up, *place(step, value)))
+                moves.append(f"{up}{self.x(step)} {self.y(value)}")
             up = "L" if self._drawn(value) else "M"
         return " ".join(moves) or "M0 0"
 
-    def _dots(self, one: Series, place: Place) -> list[tuple[float, float]]:
+    def _dots(self, one: Series) -> list[tuple[float, float]]:
         """Points of a short line."""
-        if not one.name or len(one.points) > 40:
-            return []
-        return [place(step, value) for step, value in one.points if self._drawn(value)]
+        points = one.points if one.name and len(one.points) <= 40 else ()
+        return [(self.x(step), self.y(value)) for step, value in points if self._drawn(value)]
 
-    def _strips(self, place: Place) -> list[dict[str, Any]]:
+    def _strips(self) -> list[dict[str, Any]]:
         """The values shown while the pointer is over a step, and the rectangle of that step."""
         known = [(one, dict(one.points)) for one in self.named]
         steps = sorted({step for _, values in known for step in values})
@@ -161,7 +149,7 @@ class Chart:
                 "left": round(min(max(0.0, self.x(step) - width / 2), WIDTH - width), 1),
                 "width": round(width, 1),
                 "shown": [
-                    (one.look, one.name, values[step], place(step, values[step])[1])
+                    (one.look, one.name, values[step], self.y(values[step]))
                     for one, values in known
                     if self._drawn(values.get(step))
                 ],
@@ -283,8 +271,9 @@ def value_of(key: str, line: Line) -> tuple[float | None, str]:
     value = number(line.get(key))
     if value is None:
         return None, "not finite" if key in line else ""
-    shown = f"{100 * value:.1f}" if "accuracy" in key else short(value) if key == "lr" else f"{value:.4g}"
-    return line[key], shown
+    if "accuracy" in key:
+        return line[key], f"{100 * value:.1f}"
+    return line[key], short(value) if key == "lr" else f"{value:.4g}"
 
 
 def span(values: Sequence[float], log: bool) -> tuple[float, float]:
@@ -330,14 +319,9 @@ def extremes(points: Points, most: int) -> Points:
     length, kept = math.ceil(2 * len(points) / most), []
     for begin in range(0, len(points), length):
         stretch = points[begin : begin + length]
-        known = [point for point in stretch if point[1] is not None]
-        gap = next((point for point in stretch if point[1] is None), None)
-        kept += sorted(
-            {min(known, key=lambda p: p[1]), max(known, key=lambda p: p[1])} if known else (),  # type: ignore
-            key=lambda p: p[0],
-        )  # type: ignore
-        if gap is not None:
-            kept.append(gap)
+        known = sorted((value, step) for step, value in stretch if value is not None)
+        kept += sorted({(step, value) for value, step in (known[:1] + known[-1:])})
+        kept += [point for point in stretch if point[1] is None][:1]
     return kept
 
 

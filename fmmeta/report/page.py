@@ -48,31 +48,40 @@ def write_or_log(folder: Path, notice: Callable[[str], None]) -> None:
     try:
         write(folder)
     except Exception as error:
-        what = f"{folder / NAME} could not be written ({type(error).__name__}: {error})"
-        notice(f"{what}; the run is not affected")
+        notice(
+            f"{folder / NAME} could not be written ({type(error).__name__}: {error}); the run is not affected"
+        )
 
 
 def page(facts: Facts, written: str) -> str:
     """The report as text. written: the time to show."""
-    versions = {
-        **(facts.run.get("versions") or {}),
-        "git commit": facts.run.get("git_commit"),
-        "layout": facts.run.get("layout"),
-    }
-    last, wanted = facts.outer_step, facts.settings.get("outer_steps")
-    unfinished = f"Not finished: logged to outer step {last:,} of {wanted:,}"
     return render(
         Path(__file__).with_name("report.html.j2"),
         facts=facts,
         title=title(facts),
-        state="Finished" if facts.run.get("finished") else unfinished,
+        state="Finished"
+        if facts.run.get("finished")
+        else f"Not finished: logged to outer step {facts.outer_step:,} of"
+        f" {facts.settings.get('outer_steps'):,}",
         what=summary(facts),
         shape=shape_of(facts.settings),
         strata=strata(facts),
         training=charts.training(facts),
         time=timing(facts),
         confusion=confusion(facts),
-        about=[("Settings", texts(facts.settings)), ("Versions", texts(versions))],
+        about=[
+            ("Settings", texts(facts.settings)),
+            (
+                "Versions",
+                texts(
+                    {
+                        **(facts.run.get("versions") or {}),
+                        "git commit": facts.run.get("git_commit"),
+                        "layout": facts.run.get("layout"),
+                    }
+                ),
+            ),
+        ],
         command=redact(f"fmmeta report --output_dir {facts.folder}"),
         written=written,
         number=number,
@@ -102,12 +111,13 @@ def summary(facts: Facts) -> str:
 
 def shape_of(settings: dict[str, Any]) -> str:
     """5-way 1-shot; without ways for language models; ranges where the size of episodes varies."""
-    ranges = []
-    for name in ("n_way", "k_shot"):
+
+    def ranged(name: str) -> str:
         low, high = settings.get(name), settings.get(f"{name}_max")
-        ranges.append(str(low) if high in (None, low) else f"{low} to {high}")
-    ways, shots = ranges
-    return f"{ways}-way {shots}-shot" if settings.get("task_type") == "classification" else f"{shots}-shot"
+        return str(low) if high in (None, low) else f"{low} to {high}"
+
+    shots = f"{ranged('k_shot')}-shot"
+    return f"{ranged('n_way')}-way {shots}" if settings.get("task_type") == "classification" else shots
 
 
 def strata(facts: Facts) -> list[tuple[str, float | None, float]]:
@@ -190,8 +200,9 @@ def timing(facts: Facts) -> dict[str, Any] | None:
         parts, begin, drawn = (mean["computing"][group], mean["data"], waiting[group]), 0.0, []
         for seconds, look in zip(parts, "abd", strict=True):
             share = 100 * seconds / (sum(parts) or 1.0)
-            bar = {"begin": f"{begin:.2f}%", "width": f"{share:.2f}%"}
-            drawn.append({"seconds": seconds, "look": look, **bar})
+            drawn.append(
+                {"seconds": seconds, "look": look, "begin": f"{begin:.2f}%", "width": f"{share:.2f}%"}
+            )
             begin += share
         groups.append((group, drawn))
     return {"mean": mean, "groups": groups}

@@ -409,9 +409,6 @@ def test_groups_that_remember_other_rolls_agree_whether_they_meet_anew():
         assert sums == [len(those)] * len(those)
         return [found.restarted for found in memberships]
 
-    def fail():
-        raise RuntimeError("the cable")
-
     try:
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(lambda cross: come(cross, 3), groups))
@@ -419,8 +416,8 @@ def test_groups_that_remember_other_rolls_agree_whether_they_meet_anew():
             assert meet(pool, groups[:2], 1) == [True] * 2  # c is late; it knows nothing of this roll
             assert meet(pool, groups, 2) == [True] * 3
             assert meet(pool, groups, 3) == [False] * 3
-            with pytest.raises(PeerLost, match="a sum: the cable"):
-                groups[1]._attempt(fail, "a sum")
+            with pytest.raises(PeerLost, match="a sum: the cable"), groups[1]._raise_peer_lost("a sum"):
+                raise RuntimeError("the cable")
             assert meet(pool, groups, 3) == [True] * 3
             assert meet(pool, groups, 4) == [False] * 3
     finally:

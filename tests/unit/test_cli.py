@@ -189,7 +189,7 @@ def test_a_failure_is_one_line_and_code_2(capfd, tmp_path, argv, said):
 
 def test_the_launched_script_fails_alike(capfd):
     with pytest.raises(SystemExit) as ended:
-        cli.train(["--n_way", "1"])
+        cli.main(["train", "--n_way", "1"])
     assert ended.value.code == 2
     assert capfd.readouterr().err == "fmmeta: error: n_way=1 is below 2; use 2 or more\n"
 
@@ -199,7 +199,7 @@ def test_other_ranks_end_in_silence(capfd, monkeypatch):
     monkeypatch.setattr(cli.time, "sleep", slept.append)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit) as ended:
-        cli.fail("text")
+        cli.leave("error: text", 2)
     assert (ended.value.code, capfd.readouterr().err, slept) == (2, "", [3])
 
 
@@ -212,7 +212,7 @@ def test_an_error_of_the_code_names_its_task(capfd, monkeypatch, tmp_path):
     monkeypatch.setattr("fmmeta.tasks.loader.LoadEpisode.batches", batches)
     short = ["--outer_steps=1", "--num_workers=0", "--meta_batch_size=1", "--eval_episodes=0"]
     with pytest.raises(SystemExit) as ended:
-        cli.train([*short, f"--output_dir={tmp_path}"])
+        cli.main(["train", *short, f"--output_dir={tmp_path}"])
     assert ended.value.code == 1
     *traceback, line = capfd.readouterr().err.splitlines()
     assert "TypeError: no text" in traceback

@@ -79,7 +79,7 @@ def test_the_estimate_of_checkpointed_activations_by_hand():
     """Two layers' inputs, and one layer whole."""
     sizes = Sizes(params=0, layers=2, hidden=8, heads=4, vocab=0, rows=3, tokens=10, checkpointing=True)
     for bf16, width in ((True, 2), (False, 4)):
-        found = memory.estimate(sizes, DeepSpeedSettings(0, bf16, False), 1).activations
+        found = memory.estimate(sizes, DeepSpeedSettings(0, bf16, False), 1).kinds["activations"]
         assert found == 3 * 10 * 2 * 8 * width + 3 * 10 * (34 * 8 + 5 * 4 * 10) * width // 2
 
 

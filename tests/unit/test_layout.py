@@ -155,29 +155,32 @@ ACTIVATIONS = 3 * 10 * 2 * (34 * 8 + 5 * 4 * 10)  # bytes in bf16
 )
 def test_estimate_by_hand(stage, bf16, group_size, kinds, buffers, staging):
     found = estimate(SIZES, DeepSpeedSettings(stage, bf16, False), group_size)
-    assert (found.weights, found.gradients, found.master, found.meta) == kinds
-    assert (found.buffers, found.staging) == (buffers, staging)
-    assert found.activations == ACTIVATIONS * (1 if bf16 else 2)
-    assert found.gathered == (2000 if stage == 3 and group_size > 1 else 0)
-    assert (found.logits, found.total) == (0, sum(kinds) + found.gathered + found.activations + buffers)
+    assert (found.kinds["weights"], found.kinds["gradients"], found.kinds["master"], found.meta) == kinds
+    assert (found.kinds["buffers"], found.kinds["staging"]) == (buffers, staging)
+    assert found.kinds["activations"] == ACTIVATIONS * (1 if bf16 else 2)
+    assert found.kinds["gathered"] == (2000 if stage == 3 and group_size > 1 else 0)
+    assert (found.kinds["logits"], found.total) == (
+        0,
+        sum(kinds) + found.kinds["gathered"] + found.kinds["activations"] + buffers,
+    )
 
 
 def test_the_peak_is_the_fuller_of_two_moments():
     small = replace(SIZES, rows=1, tokens=1)
     found = estimate(small, DeepSpeedSettings(2, False, False), 4)
-    assert found.activations == 4 * (34 * 8 + 5 * 4)
+    assert found.kinds["activations"] == 4 * (34 * 8 + 5 * 4)
     assert found.total == 4000 + 1000 + 1000 + 5000 + 8000  # the reduction, when activations are gone
     assert str(found).split(" = ")[0].split(" + ")[-1].startswith("staging")
     early = estimate(SIZES, DeepSpeedSettings(2, False, False, bucket=100), 4)
-    assert (early.buffers, early.staging) == (
+    assert (early.kinds["buffers"], early.kinds["staging"]) == (
         8 * 100,
         1000,
     )  # reduced while the backward pass runs; then a step's own copy
     assert (
-        estimate(SIZES, DeepSpeedSettings(2, False, False, bucket=0), 4).buffers == 8 * 8**2
+        estimate(SIZES, DeepSpeedSettings(2, False, False, bucket=0), 4).kinds["buffers"] == 8 * 8**2
     )  # "auto": the square of the hidden size
     whole = estimate(replace(SIZES, lazy=False), DeepSpeedSettings(1, False, False), 4)
-    assert (whole.buffers, whole.staging) == (
+    assert (whole.kinds["buffers"], whole.kinds["staging"]) == (
         4 * 5 * 10**8,
         4 * 5 * 10**8 + 1000,
     )  # a GPU has the bucket whole
@@ -186,24 +189,29 @@ def test_the_peak_is_the_fuller_of_two_moments():
 def test_shards_that_algorithms_keep():
     more = replace(SIZES, kept=5, trajectory=3, moments=1)
     found = estimate(more, DeepSpeedSettings(1, False, False), 4)
-    assert (found.kept, found.moments, found.host) == (8 * 1000, 1000, 0)
+    assert (found.kinds["kept"], found.kinds["moments"], found.host) == (8 * 1000, 1000, 0)
     part = estimate(replace(more, budget=2500), DeepSpeedSettings(1, False, False), 4)
-    assert (part.kept, part.host) == (7 * 1000, 1000)  # two of three fit into the budget
+    assert (part.kinds["kept"], part.host) == (7 * 1000, 1000)  # two of three fit into the budget
 
 
 def test_offload_moves_the_shards_of_a_gpu():
     precision = DeepSpeedSettings(3, True, True, offload_param=True)
     found = estimate(replace(SIZES, lazy=False), precision, 4)
-    assert (found.weights, found.master, found.meta, found.gradients) == (0, 0, 0, 0)
+    assert (found.kinds["weights"], found.kinds["master"], found.meta, found.kinds["gradients"]) == (
+        0,
+        0,
+        0,
+        0,
+    )
     assert found.host == 500 + 1000 + 5000 + 1000
-    assert found.gathered == 2000
+    assert found.kinds["gathered"] == 2000
     on_cpu = estimate(SIZES, precision, 4)
-    assert (on_cpu.weights, on_cpu.host) == (500, 0)  # it is the same memory
+    assert (on_cpu.kinds["weights"], on_cpu.host) == (500, 0)  # it is the same memory
 
 
 def test_logits_are_counted_for_language_models():
     sizes = Sizes(**{**vars(SIZES), "vocab": 100})
-    assert estimate(sizes, DeepSpeedSettings(0, False, False), 1).logits == 3 * 3 * 10 * 100 * 4
+    assert estimate(sizes, DeepSpeedSettings(0, False, False), 1).kinds["logits"] == 3 * 3 * 10 * 100 * 4
 
 
 def test_estimate_reads_as_a_sum():

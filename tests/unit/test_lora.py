@@ -254,7 +254,7 @@ def test_the_estimate_counts_frozen_weights_once(tmp_path, sources, monkeypatch)
     assert (lora.params, lora.frozen) == (adapters + head, full.params + full.frozen - head)
     assert full.frozen == pooler
     precision = inputs.deepspeed
-    assert memory.estimate(lora, precision, 1).weights == 4 * (lora.params + lora.frozen)
+    assert memory.estimate(lora, precision, 1).kinds["weights"] == 4 * (lora.params + lora.frozen)
     assert memory.estimate(lora, precision, 1).meta == 16 * lora.params
 
 

@@ -184,9 +184,15 @@ def test_bytes_are_those_of_a_real_worker():
             config, learner.hf.config, largest_part(config, learner, learner.hf.config), lazy=True
         )
         found = estimate(sizes, DeepSpeedSettings(0, False, False), 1)
-        assert (found.weights, found.gradients) == (4 * worker.theta.numel(), 4 * worker.grad.numel())
-        assert (found.theta, found.meta_gradient) == (4 * theta.numel(), 4 * meta.sum.numel())
-        assert found.moments == sum(4 * moment.numel() for moment in outer.moments.values()), name
+        assert (found.kinds["weights"], found.kinds["gradients"]) == (
+            4 * worker.theta.numel(),
+            4 * worker.grad.numel(),
+        )
+        assert (found.kinds["theta"], found.kinds["meta_gradient"]) == (
+            4 * theta.numel(),
+            4 * meta.sum.numel(),
+        )
+        assert found.kinds["moments"] == sum(4 * moment.numel() for moment in outer.moments.values()), name
         assert set(outer.moments) == set(spec.moments)
 
 
@@ -384,7 +390,7 @@ def test_every_command_is_one_that_train_takes(planned):
     planner, layouts = planned
     for one in layouts:
         config = cli.parse(command.flags(planner, one.strategy))
-        wanted = planner.config_of(one.strategy)
+        wanted = planner.config_of(**one.strategy.settings(planner.plan.bf16_planned))
         assert replace(config, deepspeed=None) == replace(wanted, deepspeed=None), one.strategy
         assert (config.deepspeed is None) == (one.strategy.group_size == 1 and not one.strategy.offload)
     starts = {
