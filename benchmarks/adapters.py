@@ -21,7 +21,7 @@ from benchmarks.stepping import Cost, alone, find_data, find_model, prepare
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.multi_task import adapter_multi_task_rule
-from fmmeta.meta.rule import MetaGradient
+from fmmeta.meta.parameters import MetaGradient
 
 ROWS: dict[str, dict[str, Any]] = {
     "lora": {"algorithm": "fomaml", "lora_r": 8},

@@ -25,7 +25,7 @@ from benchmarks.common import table, write_json
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.setup import setup
-from fmmeta.meta.rule import MetaGradient, MetaParameters
+from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.models.load import describe, load_learner
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.param_map import param_groups

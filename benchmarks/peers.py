@@ -39,7 +39,7 @@ from benchmarks.floor import SETTINGS
 from benchmarks.stepping import Cost, Prepared, alone, find_data, find_model, prepare
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.meta.rule import MetaGradient
+from fmmeta.meta.parameters import MetaGradient
 from fmmeta.models.load import load_learner
 from fmmeta.tasks.batching import Episode, MicroBatch
 

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from fmmeta.common.errors import EXIT_STOPPED, MachineFault, PeerError, Stopped, UsageError
 from fmmeta.common.security import one_line, printable, redact
-from fmmeta.config.fields import refuse, rules
+from fmmeta.config.fields import rules
+from fmmeta.config.renamed import refuse
 from fmmeta.reliability.signals import Signals, interrupting
 
 

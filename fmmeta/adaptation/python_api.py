@@ -17,7 +17,8 @@ from fmmeta.adaptation.predict import AdaptedModel
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.common.text import shortened
-from fmmeta.config.fields import of_type, refuse
+from fmmeta.config.fields import of_type
+from fmmeta.config.renamed import refuse
 from fmmeta.evaluation import command as evaluate_command
 from fmmeta.evaluation.results import EvaluationResults
 from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig

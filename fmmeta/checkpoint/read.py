@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fmmeta.common.errors import UsageError
-from fmmeta.config.fields import translated
+from fmmeta.config.renamed import translated
 from fmmeta.config.settings import Config
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import Fragment, ParamMap

@@ -10,7 +10,8 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.config import algorithms, conflicts
 from fmmeta.config.algorithms import OUTER_OPTIMIZERS
-from fmmeta.config.fields import RefusesOldNames, check_values, names_where, of_type, setting
+from fmmeta.config.fields import check_values, names_where, of_type, setting
+from fmmeta.config.renamed import RefusesOldNames
 
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
 HEAD_INITS = ("zero", "learned", "prototype")

@@ -36,7 +36,7 @@ from fmmeta import checkpoint
 from fmmeta.common.errors import MachineFault, PeerLost, UsageError
 from fmmeta.config.settings import Config, changed_settings
 from fmmeta.elastic.communicator import AllGroups, ElasticCommunicator, Membership
-from fmmeta.meta.rule import StateDict
+from fmmeta.meta.parameters import StateDict
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.network import PROOF

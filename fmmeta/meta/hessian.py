@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from fmmeta.meta.inner_loop import InnerResult
-from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, TaskResult, no_poll
+from fmmeta.meta.parameters import MetaGradient, MetaParameters
+from fmmeta.meta.rule import InnerLoop, TaskResult, no_poll
 from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.tasks.batching import Episode, MicroBatch
 

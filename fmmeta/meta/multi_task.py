@@ -14,7 +14,8 @@ from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.classifier_head import class_means, nearest_mean_head
 from fmmeta.meta.costs import rows_of
-from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, TaskResult, no_poll
+from fmmeta.meta.parameters import MetaGradient, MetaParameters
+from fmmeta.meta.rule import InnerLoop, TaskResult, no_poll
 from fmmeta.models.learner import Learner
 from fmmeta.models.lora import TaskAxis
 from fmmeta.parallel.workers.base import PassStats, Worker

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fmmeta.config.algorithms import OUTER_OPTIMIZERS
 from fmmeta.config.settings import Config
-from fmmeta.meta.rule import KEPT_MOMENTS, MetaGradient, MetaParameters, PendingMean, StateDict
+from fmmeta.meta.parameters import KEPT_MOMENTS, MetaGradient, MetaParameters, PendingMean, StateDict
 from fmmeta.parallel.collectives import Communicator, Reduction
 from fmmeta.parallel.param_map import OuterMemory, overlap
 from fmmeta.parallel.workers.base import Worker, add_local_dot, over_group

@@ -1,192 +1,22 @@
-"""The contract of a meta-gradient rule, the meta-parameters that it reads, and the meta-gradient that it adds
-to.
+"""The contract of a meta-gradient rule: it adds the meta-gradient of one task to that of the outer step.
 
-    rules add each task  -->  reduction over `cross`, a mean  -->  outer step (outer_step.py)
     worker, theta  -->  passes over the episode  -->  into.sum += weight * g,  into.weight += weight
 
 The worker holds theta before and after a rule. A rule does not communicate outside its group. A task with a
 pass that is not finite on a rank of the group adds nothing. docs/algorithms.md shows how a rule is chosen;
 examples/custom_rule.py is one. A module with a rule needs the names in `__all__`.
-
-The live meta-parameters are changed in place by the outer step, and replaced by a resume or an elastic state
-transfer. Code that needs other weights (the initial ones, the best validated, an interpolation) gets a copy
-and passes it on; no code sets other values in the live tensors temporarily, so that a checkpoint taken at any
-moment holds what was learned.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import Protocol
 
 from fmmeta.meta.inner_loop import InnerLoop, no_poll
-from fmmeta.meta.inner_optimizers import InnerState
-from fmmeta.parallel.collectives import Communicator, Reduction
+from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.tasks.batching import Episode
 
 __all__ = ["InnerLoop", "MetaGradient", "MetaParameters", "MultiTaskRule", "Rule", "TaskResult", "no_poll"]
-
-KEPT_MOMENTS: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # of inner AdamW
-
-
-@dataclass(frozen=True)
-class MetaParameters:
-    """theta: fp32 [S], this rank's part of the model. rates: learned inner rates, float64 [K, L] by layer or
-    fp32 [S] by element; None where they are fixed. kept: the moments that every inner loop starts with; None
-    where it starts with zeros, and in copies.
-    """
-
-    theta: Tensor
-    rates: Tensor | None = None
-    kept: InnerState | None = None
-
-    @classmethod
-    def of(cls, theta: Tensor, inner: InnerLoop) -> "MetaParameters":
-        """Those of a run. The inner loop reads the same rates and moments, and never changes them."""
-        return cls(theta, inner.rates.meta_parameter, inner.optimizer.kept)
-
-    @classmethod
-    def from_named(cls, tensors: Mapping[str, Tensor]) -> "MetaParameters":
-        return cls(tensors["theta"], tensors.get("rates"))
-
-    def named(self) -> dict[str, Tensor]:
-        """theta and learned rates by field name; no entry for fixed rates."""
-        return {"theta": self.theta} | ({} if self.rates is None else {"rates": self.rates})
-
-    @property
-    def extra(self) -> dict[str, Tensor]:
-        """What is summed over tasks besides theta: tensors of these shapes, by name."""
-        kept = {} if self.kept is None else dict.fromkeys(KEPT_MOMENTS, self.theta)
-        return kept if self.rates is None else {"rates": self.rates, **kept}
-
-    def snapshot(self) -> "MetaParameters":
-        """A copy in host memory."""
-        return self.from_named({name: value.to("cpu", copy=True) for name, value in self.named().items()})
-
-    def interpolated(self, initial: "MetaParameters", share: float) -> "MetaParameters":
-        """share theta_0 + (1 - share) theta in host memory, with these rates."""
-        return MetaParameters(self.theta.to("cpu", copy=True).lerp_(initial.theta.cpu(), share), self.rates)
-
-    def add_state(self, state: "StateDict") -> None:
-        """Add theta, rates and kept moments, uncopied, to what a checkpoint holds."""
-        state.add("", self.named())
-        if self.kept is not None:
-            state.add("kept.", self.kept.vectors)
-            state.numbers["kept.count"] = self.kept.count
-
-    def load_state(self, state: "StateDict") -> None:
-        """Set the values that `add_state` gave, in place, on any layout and device."""
-        for name, value in self.named().items():
-            value.copy_(state.tensors(name)[""])
-        if self.kept is not None:
-            saved = state.tensors("kept.")
-            self.kept.vectors = {name: v.to(self.theta.device, copy=True) for name, v in saved.items()}
-            self.kept.count = int(state.numbers.get("kept.count", 0))
-
-
-@dataclass
-class StateDict:
-    """What a checkpoint holds, by name: vectors [S] of this rank, tables (equal on all), JSON values."""
-
-    vectors: dict[str, Tensor] = field(default_factory=dict)
-    tables: dict[str, Tensor] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        """The facts that the outer optimizer and the kept moments share."""
-        return self.facts.setdefault("numbers", {})
-
-    def add(self, prefix: str, tensors: Mapping[str, Tensor]) -> None:
-        """Add tensors under `prefix` and their names. Only vectors [S] have one dimension."""
-        for name, value in tensors.items():
-            (self.vectors if value.ndim == 1 else self.tables)[prefix + name] = value
-
-    def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """Vectors and tables whose names begin with `prefix`, without it."""
-        both = {**self.vectors, **self.tables}
-        return {name.removeprefix(prefix): both[name] for name in both if name.startswith(prefix)}
-
-
-class MetaGradient:
-    """Weighted sums over the tasks of this group, then over those of all groups.
-
-    sum: of meta-gradients, fp32 [S], on the device of theta. extra: of the other results of tasks (gradients
-    of learned rates, kept inner moments), by name. weight: of the tasks.
-    """
-
-    def __init__(self, theta: Tensor, extra: Mapping[str, Tensor] | None = None) -> None:
-        self.sum = torch.zeros_like(theta, pin_memory=theta.is_pinned())
-        self.extra = {name: torch.zeros_like(like) for name, like in (extra or {}).items()}
-        self.weight = 0.0
-
-    def add(self, vector: Tensor, weight: float = 1.0, extra: Mapping[str, Tensor] | None = None) -> None:
-        """Add a finite task with the meta-gradient `vector` [S]."""
-        self.sum.add_(vector.to(self.sum.device), alpha=weight)
-        self.count(weight, extra)
-
-    def count(self, weight: float = 1.0, extra: Mapping[str, Tensor] | None = None) -> None:
-        """Add the weight and the extras of a finite task whose meta-gradient is in `sum` already.
-
-        extra: a value for each of `self.extra`; others are ignored.
-        """
-        for name, total in self.extra.items():
-            total.add_((extra or {})[name], alpha=weight)
-        self.weight += weight
-
-    def merge(self, other: "MetaGradient") -> None:
-        """Add the sums of another."""
-        for name, total in self.sums.items():
-            total.add_(other.sums[name])
-        self.weight += other.weight
-
-    @property
-    def sums(self) -> dict[str, Tensor]:
-        """All sums by name; that of theta is the last one."""
-        return {**self.extra, "theta": self.sum}
-
-    def begin_reduce(
-        self, cross: Communicator, weight: float, comm_dtype: torch.dtype | None = None
-    ) -> "PendingMean | None":
-        """Start the all-reduce of all sums across groups; None if `weight`, that of all groups, is 0.
-
-        One reduction of the rank's shard, whatever the number of tasks and inner steps. Add nothing while it
-        is pending. comm_dtype: dtype in which elements are sent. Collective: cross.
-        """
-        if weight == 0:
-            return None
-        return PendingMean(
-            self.sums,
-            weight,
-            {name: cross.begin_sum_(total, comm_dtype) for name, total in self.sums.items()},
-        )
-
-    def clear(self) -> None:
-        for total in self.sums.values():
-            total.zero_()
-        self.weight = 0.0
-
-
-@dataclass
-class PendingMean:
-    """The mean meta-gradient over the tasks of all groups, whose reductions may be pending.
-
-    sums: tensors by name, `theta` [S] among them. A sum becomes a mean, in place, once it has been divided by
-    `weight`. reductions: the pending ones; a sum without an entry has arrived.
-    """
-
-    sums: dict[str, Tensor]
-    weight: float = 1.0
-    reductions: dict[str, Reduction] = field(default_factory=dict)
-
-    def finish(self, name: str) -> Tensor:
-        """Wait for one whole sum and divide it; call it once for each name."""
-        if name in self.reductions:
-            self.reductions[name].wait_all()
-        return self.sums[name].div_(self.weight)
 
 
 @dataclass(frozen=True)

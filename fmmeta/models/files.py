@@ -15,7 +15,8 @@ from safetensors import SafetensorError
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import one_line
-from fmmeta.config.fields import of_type, translated
+from fmmeta.config.fields import of_type
+from fmmeta.config.renamed import translated
 from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.tasks.data.splits import UsedSplits, read_used_splits
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
-from fmmeta.config.fields import translated
+from fmmeta.config.renamed import translated
 from fmmeta.config.settings import Config
 
 BEFORE, FROM_START, AFTER = (  # rows of the table on held-out tasks

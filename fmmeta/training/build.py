@@ -20,7 +20,7 @@ from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.algorithms.baselines import prompted
-from fmmeta.meta.rule import MetaParameters
+from fmmeta.meta.parameters import MetaParameters
 from fmmeta.models.files import trained_with
 from fmmeta.models.forward_options import check_attention
 from fmmeta.models.lazy_weights import open_lazy_model

@@ -16,7 +16,7 @@ from fmmeta.common.text import strict
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop
-from fmmeta.meta.rule import MetaParameters
+from fmmeta.meta.parameters import MetaParameters
 from fmmeta.metrics.scores import Interval, format_interval, mean_ci95
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.report.data import AFTER, BEFORE, FROM_START

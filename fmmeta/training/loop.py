@@ -18,7 +18,7 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.hessian import check
 from fmmeta.meta.multi_task import adapter_multi_task_rule, tasks_per_pass
 from fmmeta.meta.outer_step import OuterStep
-from fmmeta.meta.rule import MetaGradient
+from fmmeta.meta.parameters import MetaGradient
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.checks import OutlierBounds, check_replicas
 from fmmeta.reliability.signals import Signals

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from fmmeta.meta.rule import MetaGradient
+from fmmeta.meta.parameters import MetaGradient
 from fmmeta.parallel.process_groups import PendingWork
 from fmmeta.training.callbacks import Callback
 

@@ -22,7 +22,7 @@ from fmmeta import checkpoint
 from fmmeta.checkpoint.write import Saver
 from fmmeta.config.settings import Config
 from fmmeta.meta.outer_step import DelayedUpdate, OuterOptimizer
-from fmmeta.meta.rule import MetaParameters, StateDict
+from fmmeta.meta.parameters import MetaParameters, StateDict
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.checks import Spikes
 from fmmeta.training import build

@@ -18,7 +18,7 @@ from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import imaml
 from fmmeta.meta.hessian import Hessian
-from fmmeta.meta.rule import MetaGradient
+from fmmeta.meta.parameters import MetaGradient
 from fmmeta.models.load import load_learner
 from fmmeta.parallel import collectives, process_groups
 from fmmeta.parallel.layout import Launch

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.setup import Setup, setup
+from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.meta.reference import reference_gradient
-from fmmeta.meta.rule import MetaGradient, MetaParameters
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
 from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.workers.full_model import PlainWorker

@@ -17,8 +17,9 @@ from fmmeta.config.algorithms import find
 from fmmeta.meta.algorithms.unrolled import step_loss_weights
 from fmmeta.meta.hessian import Check, Hessian, HvpOptions, check
 from fmmeta.meta.inner_loop import Trajectory
+from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.meta.reference import reference_gradient, set_gradient, set_loss
-from fmmeta.meta.rule import MetaGradient, MetaParameters, TaskResult
+from fmmeta.meta.rule import TaskResult
 from fmmeta.models.learner import Learner
 from fmmeta.parallel.workers.base import PassStats
 from tests.unit import learners

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from fmmeta import Config, MetaTrainer
 from fmmeta.meta.inner_optimizers import InnerState
 from fmmeta.meta.outer_step import OuterOptimizer
-from fmmeta.meta.rule import MetaGradient, MetaParameters, PendingMean, StateDict
+from fmmeta.meta.parameters import MetaGradient, MetaParameters, PendingMean, StateDict
 from fmmeta.parallel import param_map
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.param_map import OuterMemory

@@ -21,7 +21,8 @@ from fmmeta.config.settings import SCHEDULES, Config
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.outer_step import OuterOptimizer
-from fmmeta.meta.rule import MetaGradient, MetaParameters, PendingMean, Rule, StateDict
+from fmmeta.meta.parameters import MetaGradient, MetaParameters, PendingMean, StateDict
+from fmmeta.meta.rule import Rule
 from fmmeta.metrics.scores import mean_ci95
 from fmmeta.models.learner import NativeClassifier, PooledClassifier, objective
 from fmmeta.parallel.collectives import Communicator

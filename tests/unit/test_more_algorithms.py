@@ -15,8 +15,8 @@ import torch
 from fmmeta.config.algorithms import find
 from fmmeta.meta.algorithms import imaml
 from fmmeta.meta.algorithms import setup as rules
+from fmmeta.meta.parameters import MetaGradient
 from fmmeta.meta.reference import set_gradient, set_loss
-from fmmeta.meta.rule import MetaGradient
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.tasks.batching import collate
 from fmmeta.training import finish

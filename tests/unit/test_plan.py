@@ -19,7 +19,7 @@ from fmmeta.config.algorithms import OUTER_OPTIMIZERS
 from fmmeta.config.settings import Config
 from fmmeta.meta import costs
 from fmmeta.meta.outer_step import OuterOptimizer
-from fmmeta.meta.rule import MetaGradient, MetaParameters, PendingMean
+from fmmeta.meta.parameters import MetaGradient, MetaParameters, PendingMean
 from fmmeta.models.load import describe, empty_learner, load_learner
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.planning import command, machines

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fmmeta import Config, MetaTrainer
-from fmmeta.meta.rule import MetaGradient
+from fmmeta.meta.parameters import MetaGradient
 from fmmeta.parallel.process_groups import PendingWork
 from fmmeta.training.profiler import KINDS, Clock, wrapped
 from tests.launch import run_ranks

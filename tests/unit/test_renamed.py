@@ -22,7 +22,7 @@ import fmmeta
 from fmmeta import Config, MetaTrainer
 from fmmeta.cli import COMMANDS, parse
 from fmmeta.common.progress import Progress
-from fmmeta.config.fields import RENAMED, translated
+from fmmeta.config.renamed import RENAMED, translated
 from fmmeta.evaluation.settings import TuneConfig
 from fmmeta.evaluation.tune import tune
 from fmmeta.report import data

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.rule import MetaParameters, StateDict
+from fmmeta.meta.parameters import MetaParameters, StateDict
 from fmmeta.report import page
 from fmmeta.train import train
 from fmmeta.training.run_folder import find_start, settings_of, write_run

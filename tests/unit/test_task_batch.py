@@ -15,7 +15,7 @@ from torch import nn
 from fmmeta import Config, MetaTrainer
 from fmmeta.config.algorithms import find
 from fmmeta.meta.multi_task import AdapterMultiTaskRule, adapter_multi_task_rule, tasks_per_pass
-from fmmeta.meta.rule import MetaGradient, MetaParameters
+from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.models.lora import TaskAxis, inject, per_task
 from tests.models import save_bert, write_classes
 from tests.unit.helpers import refusal

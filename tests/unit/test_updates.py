@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fmmeta.config.settings import Config
 from fmmeta.meta.outer_step import PREFIX, DelayedUpdate, OuterOptimizer
-from fmmeta.meta.rule import MetaParameters, StateDict
+from fmmeta.meta.parameters import MetaParameters, StateDict
 from fmmeta.parallel.collectives import Communicator
 from tests.unit.test_inner_outer import encoder, worker_of
 

@@ -43,7 +43,8 @@ from fmmeta.meta.classifier_head import (
 )
 from fmmeta.meta.costs import Passes, keeps_support
 from fmmeta.meta.inner_optimizers import HEAD
-from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, Rule, TaskResult, no_poll
+from fmmeta.meta.parameters import MetaGradient, MetaParameters
+from fmmeta.meta.rule import InnerLoop, Rule, TaskResult, no_poll
 from fmmeta.parallel.workers.base import CotangentFn, PassStats, SavedForward, VjpInput, Worker
 from fmmeta.tasks.batching import Episode, MicroBatch, Sets, merge_task_batches, pad_to_same_shape
 

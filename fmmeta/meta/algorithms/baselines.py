@@ -28,7 +28,8 @@ from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.config.settings import Config
 from fmmeta.meta import reference
 from fmmeta.meta.costs import Passes
-from fmmeta.meta.rule import InnerLoop, MetaGradient, MetaParameters, TaskResult, no_poll
+from fmmeta.meta.parameters import MetaGradient, MetaParameters
+from fmmeta.meta.rule import InnerLoop, TaskResult, no_poll
 from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.tasks.batching import IGNORE, Episode, Example
 

@@ -56,7 +56,8 @@ from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.costs import Passes
 from fmmeta.meta.hessian import FiniteDifferenceRule, Hessian
 from fmmeta.meta.inner_loop import Trajectory
-from fmmeta.meta.rule import MetaGradient, MetaParameters, TaskResult, no_poll
+from fmmeta.meta.parameters import MetaGradient, MetaParameters
+from fmmeta.meta.rule import TaskResult, no_poll
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import Episode
 
