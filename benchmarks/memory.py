@@ -13,8 +13,8 @@
 
 The peak is VmHWM less the resident set before the weights are read (interpreter, libraries, process groups).
 `deepspeed` is training as DeepSpeed's documentation has it, without fmmeta but for the completed JSON:
-transformers loads the model (cut at birth at stage 3), deepspeed.initialize gets torch's AdamW, four rows are
-shared out over the ranks. AdamW as it comes makes temporary copies of its shard; `fused` does not. `pipeline`
+transformers loads the model (sharded while loading at stage 3), deepspeed.initialize gets torch's AdamW,
+four rows are divided over the ranks. AdamW as it comes makes temporary copies of its shard; `fused` does not. `pipeline`
 is DeepSpeed's pipeline engine with fused AdamW over the same stages.
 """
 
@@ -201,21 +201,20 @@ def staged(folder: str) -> None:
     from fmmeta.cli import parse
     from fmmeta.parallel.layout import Launch
     from fmmeta.parallel.process_groups import World, pick_device
-    from fmmeta.parallel.workers import pipeline
-    from fmmeta.parallel.workers.create import create_worker
+    from fmmeta.parallel.workers import create, pipeline
     from fmmeta.parallel.workers.zero import import_deepspeed
     from fmmeta.tasks.loader import LoadEpisode
     from fmmeta.training import build
 
-    class Fused(torch.optim.AdamW):
-        def __init__(self, groups: Any) -> None:
-            super().__init__(groups, lr=1e-4, fused=True)
-
     class Trainer(pipeline.PipelineWorker):
-        def start_engine(self, engine: Any, *of: Any, **more: Any) -> None:
-            self.engine = engine
+        def start_engine(self, model: Any, groups: Any, config: Any, *_: Any) -> None:
+            optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
+            self.shard_optimizer: Any = optimizer
+            self.engine, *_ = import_deepspeed().initialize(
+                model=model, optimizer=optimizer, config=config, dist_init_required=False
+            )
 
-    pipeline.ShardTap, pipeline.PipelineWorker = Fused, Trainer  # type: ignore[assignment,misc]
+    create.PipelineWorker = Trainer  # type: ignore[misc]
     launch = Launch.from_env(os.environ)
     work = Path(tempfile.mkdtemp())
     write_pairs(work / "pairs.jsonl")
@@ -237,7 +236,7 @@ def staged(folder: str) -> None:
     ranks = world.split(plan.group_size, plan.engine == "deepspeed")
     import_deepspeed()
     before = resident("VmRSS")
-    worker: Any = create_worker(config, inputs.description, plan, ranks)[0]
+    worker: Any = create.create_worker(config, inputs.description, plan, ranks)[0]
     Path("/proc/self/clear_refs").write_text("5")
     task = build.training_schedule(config, inputs, ranks.layout).meta_batch(0)[0]
     coordinates = plan.coordinates(ranks.layout.group_rank)
@@ -247,8 +246,7 @@ def staged(folder: str) -> None:
         .support
     )
     for _ in range(4):
-        worker._begin(len(batches))
-        worker.engine.train_batch(worker._feed(batches))
+        worker.engine.train_batch(worker._begin(batches, "logits"))
     line = {
         "rank": launch.global_rank,
         "train_gb": (resident("VmHWM") - before) / 1e9,

@@ -1,4 +1,4 @@
-"""Reptile with a trust region: one task moves theta by at most RADIUS. From this folder:
+"""Reptile with a trust region: one task moves theta, with its head, by at most RADIUS. From this folder:
 
 fmmeta train --algorithm custom_rule:spec                g = d * min(1, RADIUS / |d|),  d = theta - phi_K
 """

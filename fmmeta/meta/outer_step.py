@@ -1,6 +1,6 @@
 """The outer step: finishes the mean meta-gradient, clips it over the whole model, updates meta-parameters.
 
-    reduce across groups (rule.py) -> per bucket: wait, divide, norm -> optimizer on the shard
+    reduce across groups (parameters.py) -> per bucket: wait, divide, norm -> optimizer on the shard
 
 Every vector is this rank's shard: theta, the sum, the optimizer's moments. Nothing is gathered, so the
 optimizer must act element by element (config/algorithms.py). Learned inner rates are meta-parameters
@@ -214,14 +214,16 @@ class DelayedUpdate:
         """Reduce what is in `meta`, which is empty afterwards, and apply it or the pending meta-gradient.
 
         weight: of the finite tasks of all groups; no_data: all tasks failed to load; last: of the run, so
-        that nothing may stay pending. Returns the update, None if there was none, and the second if `last`
-        applies two. Collective: cross, group.
+        that nothing may stay pending. Returns the update, None if there was none. If `last` applies two, it
+        is the second, and `applied` says whether one of them moved theta. Collective: cross, group.
         """
         update = self.flush()
         mean = self.meta.begin_reduce(self.cross, weight, self.comm_dtype)
         pending = PendingUpdate(self.meta, mean, outer_step, no_data)
         if self.spare_buffer is None or last:
-            return self._apply(pending)
+            final = self._apply(pending)
+            moved = update is not None and update.applied  # by the pending meta-gradient
+            return replace(final, applied=final.applied or moved)
         self.pending, self.meta, self.spare_buffer = pending, self.spare_buffer, self.meta
         return update
 

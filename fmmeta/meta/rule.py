@@ -53,6 +53,10 @@ class Rule(Protocol):
     ) -> TaskResult:
         """Add the weighted meta-gradient of one task to `into`.
 
+        The rule leaves the worker at theta, and calls no collective on a condition that ranks of the group
+        may see differently (`PassStats.finite` is equal on all of them). The outer step ignores the slice of
+        `into.sum` that belongs to a head which every task initialises.
+
         meta: theta (which the worker holds) and learned rates. into: a rule passes `into.sum` [S] to
         `worker.gradient`, `displacement` or `vjp`, which leave it unchanged if a pass is not finite, and then
         calls `into.count`; or it passes a gradient that it computed as a vector to `into.add`.

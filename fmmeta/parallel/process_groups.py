@@ -5,7 +5,7 @@ its model (docs/design.md). There are three communicators (collectives.py):
 
     world   all processes; gloo; control only: agreement, small byte strings, barriers
     group   the ranks that hold one model; the default process group of each of them
-    cross   the ranks of equal group_rank in all groups; reduces meta-gradient shards only
+    cross   the ranks of equal group_rank in all groups; reduces meta-gradient shards; theta at the start
 
 With --elastic a launch is one group: `world` contains its ranks, and `cross` connects groups that join and
 leave (elastic/communicator.py). `all_groups` contains all processes of all groups in both cases.

@@ -268,7 +268,7 @@ SizesAt = Callable[[int], Sizes]
 def free_bytes(device: torch.device, local_world_size: int) -> int:
     """Free memory of one rank's device: of its GPU, or its share of the host's within its limits."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
+        return torch.cuda.mem_get_info(device)[0]
     return host_bytes(local_world_size)
 
 

@@ -56,6 +56,8 @@ class MicroBatch:
     tokens: int = 0
 
     def to(self, device: torch.device) -> "MicroBatch":
+        if self.weights.device == device:
+            return self
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "MicroBatch":

@@ -49,7 +49,10 @@ class EpisodeReader:
         self.errors: list[dict[str, Any]] = []  # of this rank, not gathered yet
 
     def read(self, tasks: Sequence[Task]) -> Episodes:
-        """The episodes of `tasks` that every rank of the group has. Collective: group."""
+        """The episodes of `tasks` that every rank of the group has loaded; the group skips the others.
+
+        `apply_bad_task_policy` decides about these at the end of the step. Collective: group.
+        """
         loaded = self.fetch(tasks)
         self.errors += [
             {"slot": one.task.seed[-1], "task": one.task.name, "error": one.error, "crash": one.crash}

@@ -21,6 +21,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
 GIT = ["git", "worktree"]
 ROOT = Path(__file__).parent.parent.parent
 SHORT: dict[str, Any] = {
@@ -73,10 +76,12 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, flags
 
 
 def results(folder: Path) -> dict[str, str]:
-    """A hash of the weights, and the table on held-out tasks."""
+    """A hash of all exported tensors, and the table on held-out tasks."""
     seen = hashlib.sha256()
     for file in sorted((folder / "model").glob("*.safetensors")):
-        seen.update(file.name.encode() + file.read_bytes())
+        for name, tensor in sorted(load_file(file).items()):
+            seen.update(f"{file.name} {name} {tensor.dtype} {list(tensor.shape)}".encode())
+            seen.update(tensor.view(torch.uint8).numpy().tobytes())
     held_out = json.loads((folder / "run.json").read_text()).get("held_out")
     return {"weights": seen.hexdigest(), "held_out": json.dumps(held_out, sort_keys=True)}
 

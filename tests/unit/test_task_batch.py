@@ -390,9 +390,9 @@ def test_a_run_uses_it(tmp_path, monkeypatch):
     seen = []
     original = AdapterMultiTaskRule.task_gradients
 
-    def counting(self, worker, meta, episodes, into):
+    def counting(self, worker, meta, episodes, *rest):
         seen.append(len(episodes))
-        return original(self, worker, meta, episodes, into)
+        return original(self, worker, meta, episodes, *rest)
 
     monkeypatch.setattr(AdapterMultiTaskRule, "task_gradients", counting)
     data = write_classes(tmp_path / "rows.jsonl")

@@ -247,8 +247,8 @@ def test_what_comes_out_is_a_mixture_of_start_and_theta(tmp_path, monkeypatch):
 def test_the_table_has_a_number_of_episodes_of_its_own(settings, validated, tested, tmp_path, monkeypatch):
     scored, original = [], validation.HeldOut.scores
 
-    def counting(*args):
-        found = original(*args)
+    def counting(*args, **named):
+        found = original(*args, **named)
         scored.append(len(found))
         return found
 

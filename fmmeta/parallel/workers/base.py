@@ -139,7 +139,10 @@ class Worker(ABC):
         return torch.cat([shard for shard, _ in self.local_shards])
 
     def write(self, vector: Tensor) -> None:
-        """Replace the shards by `vector` [S] and refresh the working weights. Collective: group."""
+        """Replace the shards by `vector` [S] and refresh the working weights.
+
+        A pipeline with tied weights first makes their copies in `vector` equal. Collective: group.
+        """
         slices = [where for _, where in self.local_shards]
         torch._foreach_copy_([shard for shard, _ in self.local_shards], [vector[where] for where in slices])
         self.refresh()

@@ -1,14 +1,14 @@
 """Workers whose ranks each run the complete model: shared operations, one process, several tasks at a time.
 
     FullModelWorker   batches --> _call (features, logits) --> loss --> backward --> ... --> apply
-                      --> PassStats, over the group; engines differ in `backward` and `apply` only
+                      --> PassStats, over the group; engines differ in `refresh`, `backward` and `apply`
     PlainWorker       one process without DeepSpeed: groups of one, notebooks, `adapt`, `evaluate`
     TaskBatch         adapters and a head of N tasks over a frozen base
 
 TaskBatch. phi: the adapters of N tasks, complete on every rank, fp32, one flat buffer: [N, *shape] per
 parameter. A step runs the m-th micro-batches of all tasks in one forward and backward pass, then one sum of
 N x P numbers over the group. The worker holds theta throughout: its own adapters are bypassed
-(models/multi_task_layers.py), and no engine runs its backward pass or optimizer. Under ZeRO 3 the base is
+(models/lora.py), and no engine runs its backward pass or optimizer. Under ZeRO 3 the base is
 gathered once per pass instead of once per pass and task; the gradients of all tasks are reduced as one
 tensor. Tasks are independent: a non-finite gradient of one task does not change the others.
 """

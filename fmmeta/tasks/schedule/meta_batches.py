@@ -266,7 +266,8 @@ def assign_to_groups(
     load = [0] * num_groups
     slack = 0.05 * sum(task.tokens for task in tasks) / num_groups
     for slot, task in sorted(enumerate(tasks), key=lambda entry: (-entry[1].tokens, entry[0])):
-        near = [g for g in range(num_groups) if load[g] <= min(load) + slack]
+        most = min(load) + slack
+        near = [g for g in range(num_groups) if load[g] <= most]
         g = min(near, key=lambda g: (len(shares[g]), seen[g][task.stratum], load[g], g))
         shares[g].append((slot, task))
         load[g] += task.tokens

@@ -63,6 +63,11 @@ class EpisodeShape:
             return np.full(n_way, self.k_shot)
         return rng.integers(self.k_shot, self.k_shot_max + 1, n_way)
 
+    @property
+    def fixed(self) -> bool:
+        """Whether all episodes have equally many classes and shots."""
+        return self.n_way_max <= self.n_way and self.k_shot_max <= self.k_shot and not self.all_classes
+
     def rows(self, seed: tuple[int, ...], available: int) -> int:
         """Rows of the episode that `seed` draws from `available` classes."""
         rng = np.random.default_rng(seed)
@@ -174,6 +179,8 @@ class ClassSource(TaskSource):
         self.items = Items.of(items)
 
     def size(self, item: int, seed: tuple[int, ...]) -> int:
+        if self.shape.fixed:
+            return super().size(item, seed)
         return round(self.row_tokens[item] * self.shape.rows(seed, len(self.draws[item][0])))
 
     def class_keys(self) -> list[ClassKey]:
