@@ -140,8 +140,9 @@ class Worker(ABC):
 
     def write(self, vector: Tensor) -> None:
         """Replace the shards by `vector` [S] and refresh the working weights. Collective: group."""
-        slices = [where for _, where in self.local_shards]
-        torch._foreach_copy_([shard for shard, _ in self.local_shards], [vector[where] for where in slices])
+        torch._foreach_copy_(
+            [shard for shard, _ in self.local_shards], [vector[where] for _, where in self.local_shards]
+        )
         self.refresh()
 
     @abstractmethod
