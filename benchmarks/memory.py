@@ -13,9 +13,9 @@
 
 The peak is VmHWM less the resident set before the weights are read (interpreter, libraries, process groups).
 `deepspeed` is training as DeepSpeed's documentation has it, without fmmeta but for the completed JSON:
-transformers loads the model (sharded while loading at stage 3), deepspeed.initialize gets torch's AdamW,
-four rows are divided over the ranks. AdamW as it comes makes temporary copies of its shard; `fused` does not. `pipeline`
-is DeepSpeed's pipeline engine with fused AdamW over the same stages.
+transformers loads the model (sharded while loading at stage 3), deepspeed.initialize gets torch's AdamW, four
+rows are divided over the ranks. AdamW as it comes makes temporary copies of its shard; `fused` does not.
+`pipeline` is DeepSpeed's pipeline engine with fused AdamW over the same stages.
 """
 
 from __future__ import annotations

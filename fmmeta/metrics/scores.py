@@ -61,8 +61,8 @@ def prediction_stats(log_probabilities: Tensor, labels: Tensor) -> Tensor:
     bins.index_add_(
         1, place, torch.stack([confidence, (guess == labels).double(), torch.ones_like(confidence)])
     )
-    losses = -log_probabilities.double().gather(1, labels[:, None])[:, 0]
-    loss, rows = losses.where(valid, math.inf).sum(), torch.tensor(float(len(labels)), dtype=torch.float64)
+    loss = (-log_probabilities.double().gather(1, labels[:, None])[:, 0]).where(valid, math.inf).sum()
+    rows = torch.tensor(float(len(labels)), dtype=torch.float64)
     return torch.cat([torch.stack([loss, rows]), bins.flatten()])
 
 

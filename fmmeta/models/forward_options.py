@@ -94,8 +94,7 @@ BACKEND = "inductor"
 def check_compiler(device: str) -> None:
     """Raise `UsageError` if there is no C++ compiler, which code compiled for a CPU needs."""
     wanted = os.environ.get("CXX")
-    names = [wanted] if wanted else ["g++", "clang++"]
-    if device == "cpu" and not any(map(shutil.which, names)):
+    if device == "cpu" and not any(map(shutil.which, [wanted] if wanted else ["g++", "clang++"])):
         where = f"CXX={wanted} is not there" if wanted else "neither g++ nor clang++ is there"
         raise UsageError(f"compile=True needs a C++ compiler, and {where}; install one, or leave it out")
 

@@ -157,8 +157,7 @@ class World:
             backend = dist.group.WORLD
         group = Communicator(backend, layout.group_rank, group_size, self.device)
         self.communicators.append(group)
-        name = f"cross{layout.group_rank}"
-        cross = self._connect(name, layout.group_index, layout.num_groups, self.device)
+        cross = self._connect(f"cross{layout.group_rank}", layout.group_index, layout.num_groups, self.device)
         if layout.group_index == 0:
             background = self._connect("background", layout.group_rank, group_size, torch.device("cpu"))
         return ProcessGroups(layout, self.comm, group, cross, self.comm, self.device, background)

@@ -94,8 +94,10 @@ class FullModelWorker(Worker):
     def forward_features(self, batches: Sequence[MicroBatch]) -> SavedForward:
         with torch.set_grad_enabled(self.can_defer_backward):
             outputs = [self._call(batch, want="both") for batch in batches]
-        features = [each.detach().float() for each, _ in outputs]
-        return SavedForward(features, outputs if self.can_defer_backward else None)
+        return SavedForward(
+            [features.detach().float() for features, _ in outputs],
+            outputs if self.can_defer_backward else None,
+        )
 
     def vjp(self, parts: Sequence[VjpInput], into: Tensor) -> PassStats:
         def run(update: Update, everywhere: bool) -> PassStats:

@@ -166,9 +166,7 @@ class PipelineWorker(EngineWorker):
 
         Returns the tensors of each micro-batch that the end stages load.
         """
-        count = len(batches) * self.coordinates.data
-        self.engine.set_train_batch_size(count)
-        self.scale = float(count)  # undoes DeepSpeed's means over micro-batches and data ranks: we sum
+        self.engine.set_train_batch_size(len(batches) * self.coordinates.data)
         self.stage.want = want
         self.engine.total_loss = None  # eval_batch adds to that of the last train_batch
         self.stats = torch.zeros_like(self.stats)
@@ -191,12 +189,13 @@ class PipelineWorker(EngineWorker):
             loss = vjp_loss(features, logits, self.cotangent(len(self.collected), seen))
             self.collected.append(seen)
             self.stats[0] += loss.detach()
-            return nan_gradient_if_nonfinite(loss) * self.scale
+            return nan_gradient_if_nonfinite(loss) * self.engine.train_batch_size()
         labels, weights, classes, *tensors = loaded
         inputs = dict(zip(self.stage.input_names, tensors, strict=True))
         loss, num_correct, num_rows = objective(outputs, MicroBatch(inputs, labels, weights, int(classes)))
         self.stats[:3] += torch.stack([loss.detach().double(), num_correct.double(), num_rows.double()])
-        return nan_gradient_if_nonfinite(loss) * self.scale
+        # undoes DeepSpeed's means over micro-batches and data ranks: we sum
+        return nan_gradient_if_nonfinite(loss) * self.engine.train_batch_size()
 
 
 def hold_stage(stream: LazyModel, partition: StagePartition, coordinates: GroupCoordinates) -> ParamNames:

@@ -85,9 +85,14 @@ def _zero_0(wrapper: Any, rank: int) -> Shards:
         if bf16:
             torch._foreach_copy_([param.data for param in bf16], [shard.data for shard in shards])
 
-    tensors = [shard.data.view(-1) for shard in shards]
-    pieces = [[(param, 0, 0, param.numel())] for param in bf16 or shards]
-    return Shards(tensors, pieces, names, refresh, True, "optimizer")
+    return Shards(
+        [shard.data.view(-1) for shard in shards],
+        [[(param, 0, 0, param.numel())] for param in bf16 or shards],
+        names,
+        refresh,
+        replicated=True,
+        nonfinite_consensus="optimizer",
+    )
 
 
 def _zero_1_2(partitions: str, groups: str, wrapper: Any, rank: int) -> Shards:
