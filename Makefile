@@ -26,7 +26,7 @@ check: .venv/.installed-test
 
 audit: .venv/.installed-test
 	-$(BIN)/python -m pip install --quiet pip-audit
-	$(BIN)/python -m tests.audit
+	$(BIN)/python -m tests.support.audit
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.short import QUICK
-from tests.models import write_classes
-from tests.nursery import shared
+from tests.support.fork_server import shared
+from tests.support.models import write_classes
+from tests.support.short_runs import QUICK
 
 
 @pytest.fixture(scope="session")
-def nursery():
+def fork_server():
     return shared()
 
 

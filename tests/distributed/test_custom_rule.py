@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.matrix import Bench, Case, tolerance
-from tests.launch import ROOT, environment
-from tests.unit.helpers import write_rows
+from tests.support.helpers import write_rows
+from tests.support.launch import ROOT, environment
+from tests.support.matrix import Case, ParityFixture, tolerance
 
 EXAMPLES = ROOT / "examples"
 CASE = Case((1, 1), 2, "custom_rule:spec", "one", "default", "bert", "fp32", "sgd", "learned", "none")
@@ -22,7 +22,7 @@ CASE = Case((1, 1), 2, "custom_rule:spec", "one", "default", "bert", "fp32", "sg
 def bench(tmp_path, monkeypatch):
     monkeypatch.chdir(EXAMPLES)  # the oracle, too, finds the module in the current folder
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    yield Bench(tmp_path, EXAMPLES)
+    yield ParityFixture(tmp_path, EXAMPLES)
     sys.modules.pop("custom_rule", None)
 
 

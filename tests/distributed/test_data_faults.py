@@ -16,8 +16,8 @@ from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.load import load_sources
-from tests.launch import Ended, run_ranks
-from tests.models import WORDS
+from tests.support.launch import Ended, run_ranks
+from tests.support.models import WORDS
 
 STEPS, HARM_AT, SAFE = (
     16,
@@ -35,7 +35,7 @@ FLAGS = {
     "logging_steps": 1,
     "num_workers": 1,
     "prefetch_factor": 1,
-    "episode_transforms": "tests.distributed.damage:harm",
+    "episode_transforms": "tests.support.damage:harm",
 }
 
 
@@ -174,7 +174,7 @@ def test_too_many_bad_tasks_stop_all_ranks(tmp_path):
 
 
 def test_one_rank_of_a_node_prepares_and_the_others_wait_for_it(tmp_path):
-    ended = run_ranks(["-m", "tests.distributed.scenarios", "prepare_once", str(tmp_path)], 3, 100).ok()
+    ended = run_ranks(["-m", "tests.support.scenarios", "prepare_once", str(tmp_path)], 3, 100).ok()
     first, second, third = (text.splitlines() for text in ended.output)
     assert first == ["found nothing", "dataset=x is broken; fix it"]
     assert second[0].startswith("fmmeta: rank 1 waits for rank 0 on ")

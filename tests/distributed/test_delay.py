@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.matrix import Bench, Case, tolerance
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
+from tests.support.matrix import Case, ParityFixture, tolerance
 
 ROWS = [  # layout, stage, algorithm, model, dtype, outer, head, also, pipeline stages (-T: tensor ranks)
     ((1, 1), "plain", "fomaml", "bert", "fp32", "adamw", "learned", "delay", 1),
@@ -53,7 +53,7 @@ FAR = 0.05  # bf16 on the wire: 8 bits of the sum, and the steps that follow fro
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    return Bench(tmp_path_factory.mktemp("delay"))
+    return ParityFixture(tmp_path_factory.mktemp("delay"))
 
 
 @pytest.fixture(scope="module")

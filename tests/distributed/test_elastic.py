@@ -27,8 +27,8 @@ from fmmeta.elastic.supervisor import Group
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.network import proof
 from fmmeta.training.loop import Run
-from tests.launch import run_ranks
-from tests.nursery import ROOT, environment, free_port
+from tests.support.fork_server import ROOT, environment, free_port
+from tests.support.launch import run_ranks
 
 os.environ.setdefault("RUST_LOG", "warn")
 pytest.importorskip("torchft", reason="elastic groups need torchft")

@@ -9,9 +9,9 @@ from functools import cache
 
 import pytest
 
-from tests.launch import ROOT, Forked, run_ranks, start_ranks
-from tests.models import save_bert, write_classes, write_pairs
-from tests.nursery import shared
+from tests.support.fork_server import shared
+from tests.support.launch import ROOT, Forked, run_ranks, start_ranks
+from tests.support.models import save_bert, write_classes, write_pairs
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.namespaces import ADDRESSES, NAMES, Hosts
-from tests.distributed.short import LONG, model_of, off, same, until
-from tests.launch import ROOT, environment, free_port, run_ranks
+from tests.support.launch import ROOT, environment, free_port, run_ranks
+from tests.support.short_runs import LONG, model_of, off, same, until
 
 pytestmark = pytest.mark.cluster
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import slurm
-from tests.distributed.short import LONG, same, steps_of, until
-from tests.launch import ROOT, environment, free_port, run_ranks
+from tests.support import slurm
+from tests.support.launch import ROOT, environment, free_port, run_ranks
+from tests.support.short_runs import LONG, same, steps_of, until
 
 pytestmark = pytest.mark.cluster
 

@@ -10,8 +10,8 @@ import re
 import pytest
 import torch
 
-from tests.launch import run_ranks
-from tests.models import save, write_pairs
+from tests.support.launch import run_ranks
+from tests.support.models import save, write_pairs
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def files(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["zero3", "pipeline"])
 def test_four_ranks_train_what_one_may_not_hold(files, kind):
     model, data, folder = files
-    arguments = ["-m", "tests.distributed.limited", str(model), str(data), str(folder), kind]
+    arguments = ["-m", "tests.support.limited", str(model), str(data), str(folder), kind]
     # glibc would keep freed blocks below 32 MB and give every thread an arena, all of which counts as data
     tight = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "1"}
     outputs = (

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from fmmeta.tasks.loader import PREFIX, SHM
-from tests.distributed.short import steps_of, until
-from tests.nursery import ROOT, environment
+from tests.support.fork_server import ROOT, environment
+from tests.support.short_runs import steps_of, until
 
-HELD = {"outer_steps": 6, "num_workers": 1, "episode_transforms": "tests.distributed.short:hold"}
+HELD = {"outer_steps": 6, "num_workers": 1, "episode_transforms": "tests.support.short_runs:hold"}
 SPACE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
@@ -35,18 +35,18 @@ def started_with(mark: str) -> list[int]:
 
 
 @pytest.mark.parametrize("moment", ["while they start", "while they load"])
-def test_no_process_outlives_a_killed_trainer(nursery, flags, tmp_path, moment):
+def test_no_process_outlives_a_killed_trainer(fork_server, flags, tmp_path, moment):
     mark = uuid.uuid4().hex
     argv = flags(tmp_path / "run", **{**HELD, "num_workers": 2})
-    (rank,) = nursery.train(argv, 1, tmp_path, HOLD=str(tmp_path / "never"), MARK=mark)
+    (rank,) = fork_server.train(argv, 1, tmp_path, HOLD=str(tmp_path / "never"), MARK=mark)
     try:
         if moment == "while they start":
             until(lambda: started_with(mark))
         else:
             until(lambda: steps_of(tmp_path / "run") == 2)
             assert len(started_with(mark)) >= 4  # fork server, resource tracker, loader processes
-        nursery.signal(rank, signal.SIGKILL)
-        assert nursery.wait([rank], 10) == [-signal.SIGKILL]
+        fork_server.signal(rank, signal.SIGKILL)
+        assert fork_server.wait([rank], 10) == [-signal.SIGKILL]
         until(lambda: not started_with(mark), 5)
     finally:
         for pid in started_with(mark):

@@ -16,10 +16,10 @@ from fmmeta.meta.reference import reference_run
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
-from tests.distributed.matrix import Bench, Case, tolerance
-from tests.distributed.nan_memory import fill
-from tests.launch import run_ranks
-from tests.models import save_llama, write_pairs
+from tests.support.launch import run_ranks
+from tests.support.matrix import Case, ParityFixture, tolerance
+from tests.support.models import save_llama, write_pairs
+from tests.support.nan_memory import fill
 
 # Three tasks per step; with two groups, one of them runs a single one. Poisoned (outer step, slot, set):
 POISONS = {
@@ -92,7 +92,7 @@ def test_theta_is_what_the_other_tasks_make_it(files, wanted, groups, group_size
     out.mkdir()
     (out / "cases.json").write_text(json.dumps(listed))
     run_ranks(
-        ["-m", "tests.distributed.run_cases", str(out / "cases.json"), str(out)],
+        ["-m", "tests.support.run_cases", str(out / "cases.json"), str(out)],
         groups * group_size,
         timeout_s=500,
     ).ok()
@@ -116,7 +116,7 @@ def test_what_memory_held_before_does_not_matter(tmp_path):
         Case((1, 2), stage, algorithm, "several", "default", "bert", "fp32", "sgd", "learned", "micro", also)
         for stage, algorithm, also in rows
     ]
-    bench = Bench(tmp_path)
+    bench = ParityFixture(tmp_path)
     outcomes = bench.run(cases, fill)
     assert {
         case.id: error
@@ -134,7 +134,7 @@ def test_no_stage_adds_what_another_one_refuses(files):
         configs[-1].write_text(json.dumps({"zero_optimization": {"stage": stage}, "bf16": {"enabled": bf16}}))
     arguments = [
         "-m",
-        "tests.distributed.scenarios",
+        "tests.support.scenarios",
         "one_stage_refuses",
         str(model),
         str(data),
@@ -159,7 +159,7 @@ def test_exploding_tasks_are_dropped_and_counted(files):
     out.mkdir()
     case = {"id": "one", "config": config, "poison": poison, "by": {"factor": 1000.0}}
     (out / "cases.json").write_text(json.dumps([case]))
-    run_ranks(["-m", "tests.distributed.run_cases", str(out / "cases.json"), str(out)], 2).ok()
+    run_ranks(["-m", "tests.support.run_cases", str(out / "cases.json"), str(out)], 2).ok()
     wanted, began = oracle(Config(**config), poison)
     theta = load_file(out / "one.safetensors")
     off = torch.cat([(theta[name] - wanted[name]).flatten() for name in wanted]).norm()

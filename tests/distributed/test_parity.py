@@ -9,12 +9,12 @@ from operator import or_
 
 import pytest
 
-from tests.distributed.matrix import (
+from tests.support.matrix import (
     AXES,
     LAYOUTS,
-    Bench,
     Case,
     Launches,
+    ParityFixture,
     cases,
     full,
     pairs,
@@ -36,7 +36,7 @@ WRAPPERS = {
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory):
     """Error and facts of every chosen case, each layout run once for all its cases."""
-    bench = Bench(tmp_path_factory.mktemp("parity"))
+    bench = ParityFixture(tmp_path_factory.mktemp("parity"))
     launches = Launches(bench, selected(request), lambda case: case.layout)
 
     def outcome(case: Case):

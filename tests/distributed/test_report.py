@@ -10,7 +10,7 @@ import pytest
 
 from fmmeta.report.page import write
 from tests.distributed.test_run import train
-from tests.models import save_bert, write_classes
+from tests.support.models import save_bert, write_classes
 
 
 @pytest.mark.timeout(600)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.launch import Ended, run_ranks
-from tests.models import save, save_llama, write_classes, write_pairs
-from tests.nursery import shared
+from tests.support.fork_server import shared
+from tests.support.launch import ProcessResults, run_ranks
+from tests.support.models import save, save_llama, write_classes, write_pairs
 
 QUICK = {"outer_steps": 4, "inner_steps": 2, "eval_episodes": 0, "save_steps": 0, "logging_steps": 1}
 
@@ -180,7 +180,7 @@ def test_metrics_and_run_json_hold_what_is_promised(tmp_path):
 
 @pytest.mark.timeout(600)
 def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
-    settings = {"outer_steps": 6, "save_steps": 2, "episode_transforms": "tests.distributed.short:dawdle"}
+    settings = {"outer_steps": 6, "save_steps": 2, "episode_transforms": "tests.support.short_runs:dawdle"}
     train(tmp_path / "whole", 2, **settings).ok()
     ranks = shared().train(words(tmp_path / "killed", **settings), 2, tmp_path / "logs", DAWDLE_S="0.5")
     deadline = time.monotonic() + 100
@@ -376,7 +376,7 @@ def test_bad_input_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
         for name in FROM_OUTSIDE
     }
     for name, ranks in started.items():
-        ended = Ended(shared().wait(ranks, 100), [rank.text for rank in ranks])
+        ended = ProcessResults(shared().wait(ranks, 100), [rank.text for rank in ranks])
         assert ended.codes == [2, 2], (name, ended.output)
         errors = [line for line in ended.output[0].splitlines() if "error" in line]
         assert len(errors) == 1, (name, ended.output[0])
@@ -392,7 +392,7 @@ def test_bad_input_is_the_same_error_on_every_rank(tmp_path):
     }
     flags = [[f"--{key}={value}" for key, value in given.items()] for given, _ in inputs.values()]
     (tmp_path / "flags.json").write_text(json.dumps(flags))
-    arguments = ["-m", "tests.distributed.scenarios", "refusals", str(tmp_path / "flags.json")]
+    arguments = ["-m", "tests.support.scenarios", "refusals", str(tmp_path / "flags.json")]
     first, second = (text.splitlines() for text in run_ranks(arguments, 2, timeout_s=200).ok().output)
     assert first == second
     assert len(first) == len(inputs)
@@ -401,7 +401,7 @@ def test_bad_input_is_the_same_error_on_every_rank(tmp_path):
 
 
 def scenario(name: str, ranks: int) -> list[str]:
-    return run_ranks(["-m", "tests.distributed.scenarios", name], ranks, timeout_s=100).ok().output
+    return run_ranks(["-m", "tests.support.scenarios", name], ranks, timeout_s=100).ok().output
 
 
 def test_copies_of_a_model_that_differ_by_rounding_take_the_same_steps():
@@ -418,8 +418,8 @@ def test_the_base_of_adapters_is_born_in_parts(tmp_path, setting, value):
     model, data = save_llama(tmp_path / "llama"), write_pairs(tmp_path / "pairs.jsonl")
     arguments = [
         "-m",
-        "tests.distributed.scenarios",
-        "born_sharded",
+        "tests.support.scenarios",
+        "sharded_while_loading",
         str(model),
         str(data),
         setting,

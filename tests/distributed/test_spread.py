@@ -11,8 +11,8 @@ import torch
 
 from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_learner
-from tests.distributed.matrix import Bench, Case, Launches, selected, spread, spread_cover, tolerance
-from tests.models import ENCODERS
+from tests.support.matrix import Case, Launches, ParityFixture, selected, spread, spread_cover, tolerance
+from tests.support.models import ENCODERS
 
 CHOSEN = spread() if os.environ.get("FMMETA_PARITY") == "full" else spread_cover()
 
@@ -23,7 +23,7 @@ def kind_of(case: Case):
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    return Bench(tmp_path_factory.mktemp("spread"))
+    return ParityFixture(tmp_path_factory.mktemp("spread"))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_ends_where_the_oracle_ends_and_comes_back(case: Case, bench, outcomes):
     round_trip(bench, case, theta)
 
 
-def round_trip(bench: Bench, case: Case, theta: dict[str, torch.Tensor]) -> None:
+def round_trip(bench: ParityFixture, case: Case, theta: dict[str, torch.Tensor]) -> None:
     """The exported folder, read by plain transformers, gives the logits of theta."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -84,7 +84,7 @@ def round_trip(bench: Bench, case: Case, theta: dict[str, torch.Tensor]) -> None
     assert float(wanted.std()) > 1e-3
 
 
-def adapters_come_back(bench: Bench, case: Case, theta: dict[str, torch.Tensor]) -> None:
+def adapters_come_back(bench: ParityFixture, case: Case, theta: dict[str, torch.Tensor]) -> None:
     """The exported adapters on their base, by plain peft, and the merged model, by plain transformers, give
     theta's logits.
     """

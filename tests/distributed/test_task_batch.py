@@ -8,9 +8,9 @@ import re
 
 import pytest
 
-from tests.distributed.matrix import Bench, Case, tolerance
-from tests.launch import run_ranks
-from tests.models import save_bert, save_llama, write_classes, write_pairs
+from tests.support.launch import run_ranks
+from tests.support.matrix import Case, ParityFixture, tolerance
+from tests.support.models import save_bert, save_llama, write_classes, write_pairs
 
 ROWS = [
     ((1, 2), 3, "fomaml", "llama", "fp32", "zero", "none"),
@@ -40,7 +40,7 @@ CASES += [
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    return Bench(tmp_path_factory.mktemp("together"))
+    return ParityFixture(tmp_path_factory.mktemp("together"))
 
 
 @pytest.mark.timeout(900)
@@ -64,7 +64,7 @@ def test_zero_3_gathers_the_base_once_for_eight_tasks(kind, tmp_path):
     else:
         model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl")
     ended = run_ranks(
-        ["-m", "tests.distributed.scenarios", "gathers", str(model), str(data), kind], 2, timeout_s=560
+        ["-m", "tests.support.scenarios", "gathers", str(model), str(data), kind], 2, timeout_s=560
     ).ok()
     for text in ended.output:
         told = re.search(r"gathers (\d+) (\d+) apart (\S+)", text)

@@ -17,34 +17,34 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.distributed.short import LONG, model_of, off, same, steps_of, theta_of, until
-from tests.launch import ROOT, environment, free_port, run_ranks
+from tests.support.launch import ROOT, environment, free_port, run_ranks
+from tests.support.short_runs import LONG, model_of, off, same, steps_of, theta_of, until
 
 
 @pytest.fixture(scope="module")
-def straight(nursery, flags, tmp_path_factory):
+def straight(fork_server, flags, tmp_path_factory):
     """The run that nothing happens to."""
     folder = tmp_path_factory.mktemp("straight")
-    ranks = nursery.train(flags(folder / "run", **LONG), 2, folder, DAWDLE_S="0")
-    assert nursery.wait(ranks, 100) == [0, 0], ranks[0].text
+    ranks = fork_server.train(flags(folder / "run", **LONG), 2, folder, DAWDLE_S="0")
+    assert fork_server.wait(ranks, 100) == [0, 0], ranks[0].text
     return folder / "run"
 
 
 @pytest.mark.parametrize(
     ("number", "whom"), [(signal.SIGTERM, [0, 1]), (signal.SIGINT, [0, 0, 1]), (signal.SIGUSR1, [1])]
 )
-def test_a_signal_saves_and_ends_every_rank_with_75(nursery, flags, straight, tmp_path, number, whom):
+def test_a_signal_saves_and_ends_every_rank_with_75(fork_server, flags, straight, tmp_path, number, whom):
     """To all ranks, to one twice as Ctrl-C does, to one alone; the same command then goes on to the same
     bits.
     """
     run = tmp_path / "run"
-    ranks = nursery.train(flags(run, **LONG), 2, tmp_path)
+    ranks = fork_server.train(flags(run, **LONG), 2, tmp_path)
     until(lambda: steps_of(run) >= 2)
     time.sleep(random.random() * 0.3)
     for rank in whom:
         os.kill(ranks[rank].pid, number)
     asked = time.monotonic()
-    assert nursery.wait(ranks, 60) == [75, 75], ranks[0].text + ranks[1].text
+    assert fork_server.wait(ranks, 60) == [75, 75], ranks[0].text + ranks[1].text
     assert (
         max(rank.ended for rank in ranks) - asked < 20
     )  # a task, the agreement, the save, and the others' three seconds
@@ -55,63 +55,63 @@ def test_a_signal_saves_and_ends_every_rank_with_75(nursery, flags, straight, tm
     )
     assert said in ranks[0].text
     assert "Traceback" not in ranks[0].text + ranks[1].text
-    again = nursery.train(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0")
-    assert nursery.wait(again, 100) == [0, 0], again[0].text
+    again = fork_server.train(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0")
+    assert fork_server.wait(again, 100) == [0, 0], again[0].text
     assert f"resumed from {folder}" in again[0].text
     assert same(run, straight)
 
 
-def test_a_step_is_abandoned_between_two_tasks(nursery, flags, straight, tmp_path):
+def test_a_step_is_abandoned_between_two_tasks(fork_server, flags, straight, tmp_path):
     """A group runs its tasks when it has all of them; the one that learns of a signal meanwhile does not
     begin.
     """
     run = tmp_path / "run"
-    ranks = nursery.train(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0.5")
+    ranks = fork_server.train(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0.5")
     until(lambda: steps_of(run) >= 2)
     time.sleep(0.2)  # step 3 is being loaded, for a second
     os.kill(ranks[1].pid, signal.SIGTERM)
-    assert nursery.wait(ranks, 30) == [75, 75], ranks[0].text
+    assert fork_server.wait(ranks, 30) == [75, 75], ranks[0].text
     assert steps_of(run) == 2
     assert "after outer step 2, saved in" in ranks[0].text
-    again = nursery.train(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0")
-    assert nursery.wait(again, 100) == [0, 0]
+    again = fork_server.train(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0")
+    assert fork_server.wait(again, 100) == [0, 0]
     assert same(run, straight)
 
 
-def test_a_signal_before_anything_is_learned_ends_at_once(nursery, flags, tmp_path):
-    ranks = nursery.train(flags(tmp_path / "run", **LONG), 2, tmp_path)
+def test_a_signal_before_anything_is_learned_ends_at_once(fork_server, flags, tmp_path):
+    ranks = fork_server.train(flags(tmp_path / "run", **LONG), 2, tmp_path)
     time.sleep(0.3)
     for rank in ranks:
         os.kill(rank.pid, signal.SIGTERM)
-    assert nursery.wait(ranks, 20) == [75, 75]
+    assert fork_server.wait(ranks, 20) == [75, 75]
 
 
-def test_a_later_second_signal_leaves_at_once(nursery, flags, tmp_path):
+def test_a_later_second_signal_leaves_at_once(fork_server, flags, tmp_path):
     """Rank 0 waits in a collective for rank 1, which is stopped: the first signal has no effect."""
     run = tmp_path / "run"
-    ranks = nursery.train(flags(run, **LONG), 2, tmp_path)
+    ranks = fork_server.train(flags(run, **LONG), 2, tmp_path)
     until(lambda: (run / "checkpoint-5").is_dir())
     os.kill(ranks[1].pid, signal.SIGSTOP)
     time.sleep(1)
     os.kill(ranks[0].pid, signal.SIGTERM)
     time.sleep(5.5)
-    assert not nursery.poll()
+    assert not fork_server.poll()
     os.kill(ranks[0].pid, signal.SIGTERM)
-    until(lambda: nursery.poll() or ranks[0].code is not None, 5)
+    until(lambda: fork_server.poll() or ranks[0].code is not None, 5)
     assert ranks[0].code == 143
     assert "SIGTERM again: the process ends at once, the last checkpoint is complete" in ranks[0].text
     os.kill(ranks[1].pid, signal.SIGKILL)
-    nursery.wait(ranks, 10)
+    fork_server.wait(ranks, 10)
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_a_frozen_rank_is_named_and_the_job_ends(nursery, flags, straight, tmp_path, frozen):
+def test_a_frozen_rank_is_named_and_the_job_ends(fork_server, flags, straight, tmp_path, frozen):
     """Rank 0 keeps the board, so that nobody can be asked when it is the frozen one."""
     run = tmp_path / "run"
-    ranks = nursery.train(flags(run, step_timeout=3, **LONG), 2, tmp_path)
+    ranks = fork_server.train(flags(run, step_timeout=3, **LONG), 2, tmp_path)
     until(lambda: (run / "checkpoint-5").is_dir())
     os.kill(ranks[frozen].pid, signal.SIGSTOP)
-    codes = nursery.wait(ranks, 60)
+    codes = fork_server.wait(ranks, 60)
     assert codes == ([-9, 70] if frozen == 0 else [70, -9]), ranks[0].text + ranks[1].text
     text = ranks[1 - frozen].text
     assert re.search(
@@ -131,16 +131,16 @@ def test_a_frozen_rank_is_named_and_the_job_ends(nursery, flags, straight, tmp_p
         r" .*; stack: .*loop"
     )
     assert re.search(own, text), text
-    again = nursery.train(flags(run, step_timeout=100, **LONG), 2, tmp_path, DAWDLE_S="0")
-    assert nursery.wait(again, 100) == [0, 0], again[0].text
+    again = fork_server.train(flags(run, step_timeout=100, **LONG), 2, tmp_path, DAWDLE_S="0")
+    assert fork_server.wait(again, 100) == [0, 0], again[0].text
     assert same(run, straight)
 
 
-def test_a_run_alone_is_watched_too(nursery, flags, tmp_path):
-    ranks = nursery.train(
+def test_a_run_alone_is_watched_too(fork_server, flags, tmp_path):
+    ranks = fork_server.train(
         flags(tmp_path / "run", step_timeout=1.5, **{**LONG, "outer_steps": 3}), 1, tmp_path, DAWDLE_S="60"
     )
-    assert nursery.wait(ranks, 30) == [70]
+    assert fork_server.wait(ranks, 30) == [70]
     assert re.search(
         r"watchdog: rank 0 \(.*\): in outer step 2, waiting for its tasks; stack: short.py:\d+ dawdle",
         ranks[0].text,
@@ -230,16 +230,16 @@ MOVED = {"outer_steps": 6, "save_steps": 2, "save_total_limit": 9, "meta_batch_s
 
 
 @pytest.fixture(scope="module")
-def whole(nursery, flags, tmp_path_factory):
+def whole(fork_server, flags, tmp_path_factory):
     """One process without a stop."""
     folder = tmp_path_factory.mktemp("whole")
-    assert nursery.wait(nursery.train(flags(folder / "run", **MOVED), 1, folder), 100) == [0]
+    assert fork_server.wait(fork_server.train(flags(folder / "run", **MOVED), 1, folder), 100) == [0]
     return folder / "run"
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("places", [places for _, places in MOVES], ids=[name for name, _ in MOVES])
-def test_a_run_goes_on_on_another_layout_at_parity(nursery, flags, whole, tmp_path, places):
+def test_a_run_goes_on_on_another_layout_at_parity(fork_server, flags, whole, tmp_path, places):
     """Each place goes on from the checkpoint two steps into the one before, and ends where one process
     without a stop ends.
     """
@@ -247,15 +247,15 @@ def test_a_run_goes_on_on_another_layout_at_parity(nursery, flags, whole, tmp_pa
     resumed = {}
     for number, (ranks, place) in enumerate(places):
         run = tmp_path / str(number)
-        started = nursery.train(flags(run, **MOVED, **place, **resumed), ranks, tmp_path)
-        assert nursery.wait(started, 200) == [0] * ranks, started[0].text
+        started = fork_server.train(flags(run, **MOVED, **place, **resumed), ranks, tmp_path)
+        assert fork_server.wait(started, 200) == [0] * ranks, started[0].text
         assert not number or f"resumed from {resumed['resume_from_checkpoint']}" in started[0].text
         resumed = {"resume_from_checkpoint": run / f"checkpoint-{2 * number + 2}"}
         assert off(theta_of(run) if ranks == 1 else model_of(run), whole, begin, wanted) < 1e-4
 
 
 def test_odd_replicas_are_named_on_all_ranks():
-    outputs = run_ranks(["-m", "tests.distributed.scenarios", "odd_replicas"], 3, timeout_s=100).ok().output
+    outputs = run_ranks(["-m", "tests.support.scenarios", "odd_replicas"], 3, timeout_s=100).ok().output
     for text in outputs:
         assert (
             "fault theta is not the same in all groups after outer step 7 (ranks 1 differ); nothing of it is"
@@ -264,13 +264,13 @@ def test_odd_replicas_are_named_on_all_ranks():
         assert "equal before" in text
 
 
-def test_a_failed_save_is_told_and_training_goes_on(nursery, flags, straight, tmp_path):
+def test_a_failed_save_is_told_and_training_goes_on(fork_server, flags, straight, tmp_path):
     """A file lies where the first checkpoint is to be prepared; the next one is written."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "tmp-checkpoint-5").write_text("in the way")
-    ranks = nursery.train(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0")
-    assert nursery.wait(ranks, 100) == [0, 0], ranks[0].text
+    ranks = fork_server.train(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0")
+    assert fork_server.wait(ranks, 100) == [0, 0], ranks[0].text
     assert same(run, straight)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == list(range(1, 13))

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.launch import ROOT
+from tests.support.launch import ROOT
 
 PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT
+from tests.support.launch import ROOT
 
 # What to write instead.
 WORDS = {
@@ -24,7 +24,7 @@ WORDS = {
     "put(s|ting)? up with": "accept",
     "be had|been had|have had": "loaded, available",
     "born|birth": "created, loaded",
-    "mother|house": "server, storage",
+    "server|house": "server, storage",
     "of (its|their|his|our|your) own": "own, separate",
     "(go|goes|going|went|gone) on": "resume, continue",
     "(is|are|was|were) (said|told|asked|heard)|hears? of|heard of": "logged, passed, requested",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, environment, free_port, python, run_ranks
+from tests.support.launch import ROOT, environment, free_port, python, run_ranks
 
 README = (ROOT / "README.md").read_text()
 DATA = Path(os.environ.get("DATA", ROOT.parent / "shared" / "data"))
@@ -220,7 +220,7 @@ def test_every_shipped_config_runs_in_a_group_of_two(tmp_path):
     listed = [{"id": file.stem, "config": {**settings, "deepspeed": str(file)}} for file in files]
     (tmp_path / "cases.json").write_text(json.dumps(listed))
     run_ranks(
-        ["-m", "tests.distributed.run_cases", str(tmp_path / "cases.json"), str(tmp_path)], 2, timeout_s=280
+        ["-m", "tests.support.run_cases", str(tmp_path / "cases.json"), str(tmp_path)], 2, timeout_s=280
     ).ok()
     for name, wrapper in wrappers.items():
         assert json.loads((tmp_path / f"{name}.json").read_text())["wrapper"] == wrapper

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import delay, instructions, intents
 from benchmarks.common import portable, read, write_json
-from tests.unit.helpers import ROOT
+from tests.support.helpers import ROOT
 
 RESULTS = sorted((ROOT / "benchmarks/results").glob("*.json"))
 

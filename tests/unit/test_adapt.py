@@ -24,9 +24,9 @@ from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.sources.load import load_sources
-from tests.launch import environment, python
-from tests.models import WORDS
-from tests.unit.helpers import refusal, write_rows
+from tests.support.helpers import refusal, write_rows
+from tests.support.launch import environment, python
+from tests.support.models import WORDS
 
 PAIRS = [(f"{word} {other}", f"class {word}") for word in WORDS[:3] for other in WORDS[5:9]]
 ASKED = [f"{word} {WORDS[10]}" for word in WORDS[:3]]

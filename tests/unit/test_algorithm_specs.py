@@ -12,8 +12,8 @@ import pytest
 from fmmeta.cli import parse
 from fmmeta.config.algorithms import BUILT_IN, find
 from fmmeta.config.settings import Config
-from tests.launch import environment
-from tests.unit.helpers import ROOT, refusal
+from tests.support.helpers import ROOT, refusal
+from tests.support.launch import environment
 
 PACKAGE = ROOT / "fmmeta"
 REGISTRY = PACKAGE / "config/algorithms.py"

@@ -22,8 +22,8 @@ from fmmeta.meta.reference import reference_gradient, set_gradient, set_loss
 from fmmeta.meta.rule import TaskResult
 from fmmeta.models.learner import Learner
 from fmmeta.parallel.workers.base import PassStats
-from tests.unit import learners
-from tests.unit.learners import (
+from tests.support import learners
+from tests.support.learners import (
     against_oracle,
     batches_of,
     by_name,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fmmeta.config.algorithms import find
 from fmmeta.models.learner import objective
 from fmmeta.tasks.batching import IGNORE, Batcher, Episode, Example, MicroBatch, collate
-from tests.unit.learners import (
+from tests.support.learners import (
     by_name,
     config_of,
     cosine_and_error,

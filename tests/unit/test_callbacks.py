@@ -13,8 +13,8 @@ from fmmeta.common.errors import Stopped
 from fmmeta.reliability.signals import Signals
 from fmmeta.training.callbacks import Outcome
 from fmmeta.training.loop import Run
-from tests.launch import run_ranks
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
+from tests.support.launch import run_ranks
 
 SHORT = {
     "n_way": 2,
@@ -156,7 +156,7 @@ def test_a_callback_that_raises_ends_the_run_in_one_line(tmp_path):
 def test_a_callback_that_raises_on_one_rank_ends_all(tmp_path):
     flags = [f"--{name}={value}" for name, value in {**SHORT, "outer_steps": 4, "group_size": "1"}.items()]
     ended = run_ranks(
-        ["-m", "tests.distributed.callback_run", "1", *flags, f"--output_dir={tmp_path}"], 2, timeout_s=150
+        ["-m", "tests.support.callback_run", "1", *flags, f"--output_dir={tmp_path}"], 2, timeout_s=150
     )
     line = (
         "refused: callbacks=FailsOn: on_step_end raised RuntimeError: disk is missing at outer step 2;"

@@ -28,8 +28,8 @@ from fmmeta.parallel.workers.create import frozen_tensors
 from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.training.run_folder import find_start, lock_folder, write_run
 from fmmeta.training.run_log import Metrics
-from tests.models import WORDS, save_bert, save_llama
-from tests.unit.helpers import one_rank, refusal
+from tests.support.helpers import one_rank, refusal
+from tests.support.models import WORDS, save_bert, save_llama
 
 SHAPES = {"a": (4, 3), "b": (5,), "c": (2, 2)}
 

@@ -9,7 +9,7 @@ import pytest
 from fmmeta import cli
 from fmmeta.cli import parse
 from fmmeta.config.settings import Config
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from fmmeta.cli import parse
 from fmmeta.config.conflicts import NOT_ELEMENTWISE
 from fmmeta.config.settings import Config
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
 
 ADAM = {"inner_optimizer": "adamw"}
 

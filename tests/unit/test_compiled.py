@@ -12,8 +12,8 @@ from fmmeta.config.settings import Config
 from fmmeta.models import forward_options
 from fmmeta.models.forward_options import compile_model
 from fmmeta.train import MetaTrainer
-from tests.unit.helpers import refusal
-from tests.unit.learners import batches_of, bert, config_of, episode_of, setup_of, task_gradient, worker_of
+from tests.support.helpers import refusal
+from tests.support.learners import batches_of, bert, config_of, episode_of, setup_of, task_gradient, worker_of
 
 CPU = torch.device("cpu")
 

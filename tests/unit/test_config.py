@@ -20,7 +20,7 @@ from fmmeta.config.settings import (
     InnerConfig,
     changed_settings,
 )
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
 
 COMPANIONS = {  # settings without which a choice is refused
     ("inner_optimizer_state", "kept"): {"algorithm": "reptile", "inner_optimizer": "adamw"},

@@ -16,7 +16,7 @@ from fmmeta.parallel.process_groups import World
 from fmmeta.training import build
 from fmmeta.training.finish import confusion
 from fmmeta.training.validation import TEST, HeldOut
-from tests.models import save_bert, save_llama, write_classes, write_pairs
+from tests.support.models import save_bert, save_llama, write_classes, write_pairs
 
 
 def held_out_of(config: Config) -> tuple[HeldOut, build.RunInputs, build.Runtime]:

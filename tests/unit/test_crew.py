@@ -16,7 +16,7 @@ from fmmeta.elastic.communicator import GroupInfo, Membership
 from fmmeta.elastic.controller import MAX_ATTEMPTS, ElasticController, check_kinds, config_hash, kinds
 from fmmeta.elastic.lighthouse import reachable_as
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
 
 
 def membership(*members: tuple[int, bool, bool]) -> Membership:

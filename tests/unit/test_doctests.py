@@ -9,7 +9,7 @@ import inspect
 import pytest
 
 import fmmeta
-from tests.unit.helpers import ROOT
+from tests.support.helpers import ROOT
 
 EXAMPLES = [
     ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

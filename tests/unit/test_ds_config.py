@@ -14,7 +14,7 @@ from fmmeta.parallel.deepspeed_config import (
     read,
     with_model_ranks,
 )
-from tests.unit.helpers import ROOT, refusal
+from tests.support.helpers import ROOT, refusal
 
 HF = {  # a typical file of transformers' documentation
     "fp16": {

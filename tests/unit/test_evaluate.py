@@ -26,8 +26,8 @@ from fmmeta.metrics.scores import EpisodeScore, calibration_error, episode_score
 from fmmeta.models.files import hub_answers
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.models.tiny import byte_tokenizer
-from tests.models import WORDS, save_family, write_pairs
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
+from tests.support.models import WORDS, save_family, write_pairs
 
 
 @pytest.fixture(scope="module")

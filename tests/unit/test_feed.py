@@ -15,8 +15,8 @@ from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.training.episodes import EpisodeReader
-from tests.models import WORDS
-from tests.unit.helpers import one_rank, refusal
+from tests.support.helpers import one_rank, refusal
+from tests.support.models import WORDS
 
 
 @pytest.fixture

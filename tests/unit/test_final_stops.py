@@ -16,7 +16,7 @@ from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.reliability.signals import Signals
 from fmmeta.training import finish, validation
 from fmmeta.training.validation import HeldOut
-from tests.models import save_bert, write_classes
+from tests.support.models import save_bert, write_classes
 
 VARIANTS = {
     "last weights": {},

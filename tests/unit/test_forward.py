@@ -17,8 +17,8 @@ from fmmeta.parallel.process_groups import World
 from fmmeta.planning import memory
 from fmmeta.planning.memory import Sizes
 from fmmeta.training.build import plan_parallel, read_inputs
-from tests.models import save, save_bert, save_llama, write_pairs
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
+from tests.support.models import save, save_bert, save_llama, write_pairs
 
 IDS = torch.randint(3, 250, (4, 40), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS)

@@ -31,8 +31,8 @@ from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.parallel import deepspeed_config
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.training.run_folder import open_run, write_run
-from tests.models import write_classes
-from tests.unit.helpers import one_rank
+from tests.support.helpers import one_rank
+from tests.support.models import write_classes
 from tests.unit.test_checkpoint_export import WHOLE, saved
 
 HANG_S = 20

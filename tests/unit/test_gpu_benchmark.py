@@ -13,9 +13,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.gpu import flops_of, mfu, peak_of, task_flops
 from fmmeta.config.algorithms import find
 from fmmeta.planning.compute import count_matmuls
-from tests.launch import environment
-from tests.unit.helpers import ROOT
-from tests.unit.learners import batches_of, config_of, episode_of, llama, setup_of, task_gradient, worker_of
+from tests.support.helpers import ROOT
+from tests.support.launch import environment
+from tests.support.learners import (
+    batches_of,
+    config_of,
+    episode_of,
+    llama,
+    setup_of,
+    task_gradient,
+    worker_of,
+)
 
 
 def test_flops_of_a_task_are_those_that_torch_counts():

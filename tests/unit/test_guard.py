@@ -25,7 +25,7 @@ from fmmeta.parallel.workers.base import PassStats
 from fmmeta.reliability.checks import OutlierBounds, Spikes
 from fmmeta.reliability.signals import Launcher, Signals, process_stat
 from fmmeta.reliability.watchdog import WatchdogStage, identity_of, stack_of, this_process
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
 
 
 def until(condition):

@@ -18,8 +18,8 @@ from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.param_map import OuterMemory
 from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.planning import memory
-from tests.models import save_bert, write_classes
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
+from tests.support.models import save_bert, write_classes
 from tests.unit.test_inner_outer import encoder, worker_of
 from tests.unit.test_layout import SIZES, world_of
 

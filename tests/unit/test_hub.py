@@ -14,10 +14,10 @@ import pytest
 
 from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_learner, load_tokenizer
-from tests.launch import alone
-from tests.models import save_bert, write_classes
-from tests.nursery import Nursery, environment
-from tests.unit.helpers import refusal
+from tests.support.fork_server import ForkServer, environment
+from tests.support.helpers import refusal
+from tests.support.launch import alone
+from tests.support.models import save_bert, write_classes
 from tests.unit.test_checkpoint_export import exported
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -52,7 +52,7 @@ def caches(tmp_path_factory) -> Path:
 def offline(caches):
     """Starts a run where the libraries were imported with these caches and without a network."""
     env = environment(HF_HUB_OFFLINE="1", HF_HOME=str(caches), HF_DATASETS_CACHE=str(caches / "datasets"))
-    nursery = Nursery(env, mothers=1)
+    fork_server = ForkServer(env, servers=1)
 
     def run(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
         words = [
@@ -69,10 +69,10 @@ def offline(caches):
             "2",
             *flags,
         ]
-        return alone(nursery, words, tmp_path, env)
+        return alone(fork_server, words, tmp_path, env)
 
     yield run
-    nursery.close()
+    fork_server.close()
 
 
 def test_model_and_data_set_by_id(offline, tmp_path):

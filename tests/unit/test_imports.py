@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import environment
-from tests.unit.helpers import ROOT
+from tests.support.helpers import ROOT
+from tests.support.launch import environment
 
 PACKAGE = ROOT / "fmmeta"
 ORDER = [

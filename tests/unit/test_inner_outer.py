@@ -36,9 +36,9 @@ from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.training.episodes import EpisodeReader
 from fmmeta.training.finish import compare, show
 from fmmeta.training.validation import HeldOut, HeldOutScore, per_stratum
-from tests.unit.helpers import one_rank
-from tests.unit.learners import batches_of, bert, config_of, episode_of, gradient_of, llama, task_gradient
-from tests.unit.learners import worker_of as learners_worker
+from tests.support.helpers import one_rank
+from tests.support.learners import batches_of, bert, config_of, episode_of, gradient_of, llama, task_gradient
+from tests.support.learners import worker_of as learners_worker
 
 CPU = torch.device("cpu")
 LR, STEPS, CLASSES = 0.1, 3, 3

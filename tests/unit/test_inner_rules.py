@@ -13,9 +13,9 @@ from torch import nn
 
 from fmmeta.config.settings import Config
 from fmmeta.meta.inner_optimizers import Layers, Rates, inner_optimizer, layer_of, natural, proximal
-from tests.unit import learners
-from tests.unit.helpers import refusal
-from tests.unit.learners import batches_of, config_of, episode_of, setup_of, worker_of
+from tests.support import learners
+from tests.support.helpers import refusal
+from tests.support.learners import batches_of, config_of, episode_of, setup_of, worker_of
 
 RNG = torch.Generator().manual_seed(0)
 LAYERS = Layers(("a", "b"), ((0, 3, 0), (3, 5, 1), (6, 9, 0)))  # element 5 is padding

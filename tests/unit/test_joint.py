@@ -15,8 +15,8 @@ from fmmeta import Config, MetaTrainer
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
-from tests.models import save_bert, write_classes
-from tests.unit.helpers import refusal, write_rows
+from tests.support.helpers import refusal, write_rows
+from tests.support.models import save_bert, write_classes
 
 
 def source_of(*datasets, **settings):

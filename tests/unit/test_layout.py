@@ -15,7 +15,7 @@ from fmmeta.parallel.layout import GroupCoordinates, Launch, Layout, Nodes, firs
 from fmmeta.parallel.process_groups import World
 from fmmeta.planning import memory
 from fmmeta.planning.memory import HEADROOM, Sizes, check_group_size, choose_group_size, estimate
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
 
 TORCHRUN = {
     "RANK": "5",

@@ -14,8 +14,8 @@ from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.learner import NativeClassifier
 from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
 from fmmeta.tasks.batching import Example
-from tests.models import save, save_bert, save_family, save_llama
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
+from tests.support.models import save, save_bert, save_family, save_llama
 
 
 @pytest.fixture(scope="module")

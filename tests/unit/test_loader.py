@@ -27,8 +27,8 @@ from fmmeta.tasks.loader import DEATHS, MEASURED, EpisodeLoader, LoadEpisode, Lo
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import Draw, TaskSource
 from fmmeta.tasks.sources.load import load_sources
-from tests.models import write_classes
-from tests.nursery import ROOT, environment
+from tests.support.fork_server import ROOT, environment
+from tests.support.models import write_classes
 
 TOKENIZER = byte_tokenizer()
 
@@ -303,7 +303,7 @@ def test_a_full_shared_memory_costs_no_task(made, tmp_path, full):
     """
     (tmp_path / "made.pickle").write_bytes(pickle.dumps((made[0], made[2], made[3])))
     mount = (
-        f"mount -t tmpfs -o size=1m none /dev/shm && exec {sys.executable} -m tests.unit.full_memory"
+        f"mount -t tmpfs -o size=1m none /dev/shm && exec {sys.executable} -m tests.support.full_memory"
         f' "{tmp_path}" "{full}"'
     )
     ended = subprocess.run(

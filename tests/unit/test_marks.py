@@ -15,8 +15,8 @@ from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.tasks.suites import MARKS, hidden_kinds, marks, part_of
-from tests.unit.helpers import refusal
-from tests.unit.learners import batches_of, by_name, task_gradient, worker_of
+from tests.support.helpers import refusal
+from tests.support.learners import batches_of, by_name, task_gradient, worker_of
 
 KIND_OF = {letter: number for number, kind in enumerate(hidden_kinds()) for letter in kind}
 

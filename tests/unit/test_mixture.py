@@ -15,8 +15,8 @@ from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import short_names, stratum_shares
 from fmmeta.tasks.sources.load import FolderSource, Sources, glance, load_sources, task_files
-from tests.models import WORDS, write_classes, write_pairs
-from tests.unit.helpers import DATA, refusal, write_rows
+from tests.support.helpers import DATA, refusal, write_rows
+from tests.support.models import WORDS, write_classes, write_pairs
 
 TOKENIZER = byte_tokenizer()
 

@@ -21,9 +21,9 @@ from fmmeta.models.learner import PooledClassifier
 from fmmeta.tasks.batching import collate
 from fmmeta.training import finish
 from fmmeta.training.run_log import StepMetrics
-from tests.unit import learners
-from tests.unit.helpers import one_rank
-from tests.unit.learners import (
+from tests.support import learners
+from tests.support.helpers import one_rank
+from tests.support.learners import (
     against_oracle,
     batches_of,
     by_name,
@@ -556,7 +556,7 @@ def test_in_context_scores_the_query_with_and_without_the_support_set():
 
 @pytest.mark.timeout(120)
 def test_in_context_is_a_run(tmp_path):
-    from tests.models import save_llama, write_pairs
+    from tests.support.models import save_llama, write_pairs
 
     _, held_out = run_of(
         tmp_path,

@@ -11,7 +11,7 @@ from fmmeta import doctor
 from fmmeta.parallel import network
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.network import Interface, check_and_choose_interface, chosen, gloo_interface, issues
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
 
 LO, ETH, IB, DOWN = (
     Interface("lo", True, ("127.0.0.1", "::1")),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fmmeta.common.errors import UsageError
 from fmmeta.parallel.layout import Launch, Nodes, divisors, identity, size_of
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
 
 
 class Told:

@@ -26,7 +26,7 @@ from fmmeta.tasks.schedule.meta_batches import (
     splitmix64,
 )
 from fmmeta.tasks.sources.base import stratum_shares
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
 
 STRATA = st.lists(st.integers(1, 12), min_size=1, max_size=6)  # members per stratum
 SEEDS = st.integers(0, 2**31)

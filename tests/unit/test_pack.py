@@ -17,8 +17,8 @@ from fmmeta.models.forward_options import check_packing
 from fmmeta.models.learner import CausalLearner, objective
 from fmmeta.models.load import describe, empty_learner, load_learner
 from fmmeta.tasks.batching import IGNORE, Batcher, Example, collate, pack
-from tests.models import save, save_llama
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
+from tests.support.models import save, save_llama
 
 VOCAB = 50
 SMALL = {

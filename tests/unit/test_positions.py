@@ -15,8 +15,8 @@ from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.models.load import describe, fitted, max_positions
 from fmmeta.train import train
-from tests.models import WORDS, byte_tokenizer
-from tests.unit.helpers import refusal, write_rows
+from tests.support.helpers import refusal, write_rows
+from tests.support.models import WORDS, byte_tokenizer
 
 LONG = " ".join(WORDS * 4)
 PAIRS = [(f"{word} {place} {LONG}", f"class {word}") for word in WORDS[:6] for place in range(6)]

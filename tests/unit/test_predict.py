@@ -20,9 +20,9 @@ from fmmeta.adaptation import predict
 from fmmeta.cli import parse
 from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
-from tests.launch import environment
-from tests.models import WORDS, save_llama
-from tests.unit.helpers import refusal, write_rows
+from tests.support.helpers import refusal, write_rows
+from tests.support.launch import environment
+from tests.support.models import WORDS, save_llama
 
 PAIRS = [(f"{word} {other}", f"class {word}") for word in WORDS[:3] for other in WORDS[5:9]]
 TEXTS = [f"{word} {WORDS[10]}" for word in WORDS[:3]]

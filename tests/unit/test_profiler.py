@@ -13,7 +13,7 @@ from fmmeta import Config, MetaTrainer
 from fmmeta.meta.parameters import MetaGradient
 from fmmeta.parallel.process_groups import pending_type
 from fmmeta.training.profiler import KINDS, Clock, wrapped
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 SHORT = {
     "outer_steps": 4,

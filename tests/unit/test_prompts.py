@@ -13,8 +13,8 @@ from fmmeta import Config, MetaTrainer
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.encode import encode_pairs
-from tests.models import save_llama, write_pairs
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
+from tests.support.models import save_llama, write_pairs
 
 # Three shapes that real templates come in. ChatML with a default system turn, and thinking that can be turned
 # off (Qwen3).

@@ -10,7 +10,7 @@ from fmmeta.config.settings import Config
 from fmmeta.evaluation.results import check_output
 from fmmeta.train import train
 from fmmeta.training.run_folder import lock_folder, open_run
-from tests.unit.helpers import one_rank, refusal
+from tests.support.helpers import one_rank, refusal
 
 
 @pytest.mark.parametrize("there", [False, True])

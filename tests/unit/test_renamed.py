@@ -26,7 +26,7 @@ from fmmeta.config.renamed import RENAMED, translated
 from fmmeta.evaluation.settings import TuneConfig
 from fmmeta.evaluation.tune import tune
 from fmmeta.report import data
-from tests.unit.helpers import ROOT, refusal, write_rows
+from tests.support.helpers import ROOT, refusal, write_rows
 
 WRITTEN, OLD = Path(__file__).parent / "written_by_0_1_0", os.environ.get("FMMETA_OLD_COMMIT", "")
 NAMES = [f"c{i}" for i in range(12)]

@@ -18,7 +18,7 @@ from fmmeta.report import data as facts_of
 from fmmeta.report.charts import extremes, marks_between, smooth
 from fmmeta.report.data import read, spikes
 from fmmeta.report.page import times, write, write_or_log
-from tests.runs import BAD, NOT_FINITE, SKIPPED, SPIKE, held_out, metrics, write_run
+from tests.support.fake_runs import BAD, NOT_FINITE, SKIPPED, SPIKE, held_out, metrics, write_run
 from tests.support.report_style import DARK, LIGHT, TEXTS
 
 VOID = {"meta", "link", "br"}

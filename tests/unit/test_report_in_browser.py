@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from fmmeta.report.page import write
-from tests.browser import Browser, find
-from tests.runs import held_out, write_run
+from tests.support.browser import Browser, find
+from tests.support.fake_runs import held_out, write_run
 from tests.support.report_style import DARK, LIGHT
 
 pytestmark = pytest.mark.skipif(

@@ -18,7 +18,7 @@ from fmmeta.parallel.process_groups import World
 from fmmeta.train import train
 from fmmeta.training.build import read_inputs
 from fmmeta.training.run_folder import accept_changes, find_start
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
 
 STORED = (
     "precision",

@@ -6,7 +6,7 @@ import gzip
 
 import pytest
 
-from tests.unit.helpers import read_rows, refusal, write_rows
+from tests.support.helpers import read_rows, refusal, write_rows
 
 ROWS = [
     {"text": 'Grüße, "du"', "label": "a"},

@@ -24,9 +24,9 @@ from fmmeta.tasks.data.rows import data_files, read_file
 from fmmeta.tasks.sources.load import load_sources, task_files
 from fmmeta.training.run_folder import write_run
 from fmmeta.training.run_log import Metrics
-from tests import audit
-from tests.models import write_classes
-from tests.unit.helpers import read_rows, refusal
+from tests.support import audit
+from tests.support.helpers import read_rows, refusal
+from tests.support.models import write_classes
 
 ROW = b'{"text": "a b c", "label": "x"}\n'
 

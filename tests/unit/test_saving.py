@@ -24,8 +24,8 @@ from fmmeta.checkpoint import read, write
 from fmmeta.checkpoint.write import Saver
 from fmmeta.config.settings import Config
 from fmmeta.training.run_folder import accept_changes, find_start, lock_folder, open_run, write_run
-from tests.launch import ROOT, environment
-from tests.unit.helpers import one_rank, refusal
+from tests.support.helpers import one_rank, refusal
+from tests.support.launch import ROOT, environment
 from tests.unit.test_checkpoint_export import (
     CUT,
     SHAPES,
@@ -239,7 +239,7 @@ from fmmeta.checkpoint.write import Saver
 from fmmeta.config.settings import Config
 from fmmeta.common.errors import UsageError
 from fmmeta import checkpoint
-from tests.unit.helpers import one_rank
+from tests.support.helpers import one_rank
 from tests.unit.test_saving import *
 run = Path({str(tmp_path)!r})
 good = saved(run, WHOLE, 3)

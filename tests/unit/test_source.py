@@ -17,8 +17,8 @@ from fmmeta.tasks.data.encode import encode_pairs, encode_texts
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import EpisodeRows
 from fmmeta.tasks.sources.load import Sources, load_sources
-from tests.models import write_classes, write_pairs
-from tests.unit.helpers import DATA, refusal, write_rows
+from tests.support.helpers import DATA, refusal, write_rows
+from tests.support.models import write_classes, write_pairs
 
 TOKENIZER = byte_tokenizer()
 SMALL = {"n_way": 2, "k_shot": 2, "num_query": 3, "max_length": 64}

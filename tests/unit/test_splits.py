@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fmmeta.config.settings import Config
 from fmmeta.tasks.data.splits import check_splits, own_splits, read_splits
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
 
 FIVE = {
     "01": {"train": ["a"], "valid": ["b"], "test": ["c"]},

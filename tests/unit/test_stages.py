@@ -21,8 +21,8 @@ from fmmeta.models.pipeline_split import balance, plan_stages, take_stage
 from fmmeta.parallel.layout import GroupCoordinates
 from fmmeta.parallel.workers.create import frozen_tensors
 from fmmeta.parallel.workers.pipeline import hold_stage
-from tests.models import DECODERS, ENCODERS, save_family
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
+from tests.support.models import DECODERS, ENCODERS, save_family
 
 
 @pytest.fixture(scope="module")

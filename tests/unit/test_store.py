@@ -23,8 +23,8 @@ from fmmeta.tasks.data.token_store import TokenStore, cache_folder, files_digest
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import EpisodeShape
 from fmmeta.tasks.sources.load import FolderSource, load_sources, task_files
-from tests.models import write_classes, write_pairs
-from tests.unit.helpers import refusal, write_rows
+from tests.support.helpers import refusal, write_rows
+from tests.support.models import write_classes, write_pairs
 
 TOKENIZER = byte_tokenizer()
 

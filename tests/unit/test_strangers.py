@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 LISTENERS = """
 import sys

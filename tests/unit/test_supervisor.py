@@ -18,7 +18,7 @@ from fmmeta.elastic import supervisor as module
 from fmmeta.elastic.supervisor import ElasticConfig, Group, Supervisor
 from fmmeta.reliability.signals import process_stat
 from fmmeta.training.run_folder import lock_folder, write_run
-from tests.distributed.short import until
+from tests.support.short_runs import until
 
 FINISH = """
 import json, pathlib, sys

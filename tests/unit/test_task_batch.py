@@ -17,9 +17,8 @@ from fmmeta.config.algorithms import find
 from fmmeta.meta.multi_task import AdapterMultiTaskRule, adapter_multi_task_rule, tasks_per_pass
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.models.lora import TaskAxis, inject, per_task
-from tests.models import save_bert, write_classes
-from tests.unit.helpers import refusal
-from tests.unit.learners import (
+from tests.support.helpers import refusal
+from tests.support.learners import (
     batches_of,
     bert,
     by_name,
@@ -33,6 +32,7 @@ from tests.unit.learners import (
     told_by_oracle,
     worker_of,
 )
+from tests.support.models import save_bert, write_classes
 
 RARE = (
     (9, 6),

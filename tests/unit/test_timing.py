@@ -11,8 +11,8 @@ from fmmeta.models import pipeline_split
 from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.load import describe
 from fmmeta.models.pipeline_split import layer_seconds, plan_stages
-from tests.models import DECODERS, ENCODERS, save, save_family
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
+from tests.support.models import DECODERS, ENCODERS, save, save_family
 
 
 def stream_of(folder, **settings):

@@ -20,7 +20,7 @@ from fmmeta.config.settings import Config
 from fmmeta.train import MetaTrainer
 from fmmeta.training import trackers
 from fmmeta.training.trackers import Trackers, check_installed, flat, settings
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
 
 SMALL = {
     "outer_steps": 4,

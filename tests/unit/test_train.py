@@ -15,7 +15,7 @@ from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.training import finish, validation
-from tests.models import save_bert, write_classes
+from tests.support.models import save_bert, write_classes
 
 
 def test_accumulated_meta_batches_are_one_larger_meta_batch(tmp_path):

@@ -22,8 +22,8 @@ from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.data import splits
 from fmmeta.tasks.data.splits import UsedSplits
 from fmmeta.tasks.sources.load import load_sources
-from tests.models import write_classes, write_pairs
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
+from tests.support.models import write_classes, write_pairs
 
 QUICK = {
     "k_shot": 1,

@@ -14,8 +14,8 @@ from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.augment import TextExample, Transforms, drop_words, name_classes, swap_words
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
-from tests.models import write_classes, write_pairs
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
+from tests.support.models import write_classes, write_pairs
 
 TOKENIZER = byte_tokenizer()
 HERE = "tests.unit.test_transforms"

@@ -19,8 +19,8 @@ from fmmeta import Config, MetaTrainer
 from fmmeta.common.progress import Progress
 from fmmeta.evaluation.settings import TuneConfig
 from fmmeta.evaluation.tune import TuneRun, tune
-from tests.models import write_pairs
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
+from tests.support.models import write_pairs
 
 FLAGS: dict[str, Any] = {"n_way": "3", "k_shot": [2], "num_query": 3, "episodes": 4, "max_steps": 3}
 

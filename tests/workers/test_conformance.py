@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_learner
-from tests.launch import run_ranks
-from tests.models import save_bert, save_llama, write_classes, write_pairs
+from tests.support.launch import run_ranks
+from tests.support.models import save_bert, save_llama, write_classes, write_pairs
 from tests.workers.exercise import LR, OPERATIONS, QUERY_ROWS, ROWS, examples, made_tensor
 
 Results = dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""Trains with a callback that fails on one rank: `python -m tests.distributed.callback_run RANK FLAGS`."""
+"""Trains with a callback that fails on one rank: `python -m tests.support.callback_run RANK FLAGS`."""
 
 from __future__ import annotations
 

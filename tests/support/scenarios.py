@@ -107,7 +107,7 @@ def equal_start(world: World) -> None:
         print(error)
 
 
-def born_sharded(world: World, model: str, data: str, setting: str, value: str) -> None:
+def sharded_while_loading(world: World, model: str, data: str, setting: str, value: str) -> None:
     """Adapters under ZeRO 3 or in stages: nobody loads a whole model, nor keeps more than one tensor that it
     does not need.
     """

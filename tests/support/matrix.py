@@ -29,8 +29,16 @@ from fmmeta.meta.reference import Reference, reference_run
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
-from tests.launch import ROOT, start_ranks
-from tests.models import DECODERS, ENCODERS, save_bert, save_family, save_llama, write_classes, write_pairs
+from tests.support.launch import ROOT, start_ranks
+from tests.support.models import (
+    DECODERS,
+    ENCODERS,
+    save_bert,
+    save_family,
+    save_llama,
+    write_classes,
+    write_pairs,
+)
 
 Outcomes = dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]  # theta and facts by case
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))  # groups, ranks of a group
@@ -425,7 +433,7 @@ def spread_cover() -> list[Case]:
     return covering([(case, sum(1 << numbers[mark] for mark in marks(case))) for case in spread()])
 
 
-class Bench:
+class ParityFixture:
     """Checkpoints, data and DeepSpeed files of the matrix, in a temporary folder; ranks start in `cwd`."""
 
     def __init__(self, folder: Path, cwd: Path = ROOT) -> None:
@@ -520,7 +528,7 @@ class Bench:
         out = self.folder / f"out-{num_groups}x{group_size}"
         out.mkdir(exist_ok=True)
         running = start_ranks(
-            ["-m", "tests.distributed.run_cases", str(file), str(out)],
+            ["-m", "tests.support.run_cases", str(file), str(out)],
             num_groups * group_size,
             cwd=self.cwd,
             before=before,
@@ -571,7 +579,7 @@ class Launches:
     wait for each other and oracles are computed.
     """
 
-    def __init__(self, bench: Bench, chosen: Sequence[Case], kind: Callable[[Case], Any]) -> None:
+    def __init__(self, bench: ParityFixture, chosen: Sequence[Case], kind: Callable[[Case], Any]) -> None:
         self.bench, self.kind = bench, kind
         self.kinds = list(dict.fromkeys(map(kind, chosen)))
         self.cases = {each: [case for case in chosen if kind(case) == each] for each in self.kinds}
@@ -607,9 +615,9 @@ __all__ = [
     "AXES",
     "LAYOUTS",
     "TOLERANCE",
-    "Bench",
     "Case",
     "Launches",
+    "ParityFixture",
     "cases",
     "full",
     "pairwise",

@@ -1,5 +1,5 @@
-"""What the nursery starts behaves as what an interpreter starts: arguments, environment, streams, exit codes,
-exit handlers.
+"""Processes of the fork server behave as those of an interpreter: arguments, environment, streams, exit codes
+and exit handlers.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import sys
 import pytest
 
 from fmmeta.reliability.signals import process_stat
-from tests.distributed.short import until
-from tests.launch import Ended, environment, imported, python, run_ranks
-from tests.mother import PRELOADED
-from tests.nursery import shared
+from tests.support.fork_server import shared
+from tests.support.fork_server_process import PRELOADED
+from tests.support.launch import ProcessResults, environment, imported, python, run_ranks
+from tests.support.short_runs import until
 
 SHOW = (
     "import os, sys; print(sys.argv, os.getcwd(), os.environ.get('X'), os.environ.get('RANK'),"
@@ -53,8 +53,8 @@ def test_a_process_ends_as_one_of_an_interpreter(code, tmp_path):
     assert found.stderr.splitlines()[-1:] == wanted.stderr.splitlines()[-1:]
 
 
-def test_a_process_ends_with_its_mother(tmp_path):
-    order = {
+def test_a_process_ends_with_its_server(tmp_path):
+    request = {
         "env": {},
         "cwd": str(tmp_path),
         "stdin": os.devnull,
@@ -63,17 +63,19 @@ def test_a_process_ends_with_its_mother(tmp_path):
         "before": "",
     }
     code = (
-        "import os, time; from tests.mother import furnish; out = os.dup(1); pid = os.fork(); pid or"
-        f" furnish({order}); os.write(out, b'%d\\n' % pid) if pid else open('there', 'w'); time.sleep(100)"
+        "import os, time; from tests.support.fork_server_process import setup_child;"
+        " out = os.dup(1); pid = os.fork();"
+        f" pid or setup_child({request}); os.write(out, b'%d\\n' % pid) if pid else open('there', 'w');"
+        " time.sleep(100)"
     )
-    mother = subprocess.Popen(
+    server = subprocess.Popen(
         [sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, text=True
     )
-    assert mother.stdout is not None
-    pid = int(mother.stdout.readline())
+    assert server.stdout is not None
+    pid = int(server.stdout.readline())
     until((tmp_path / "there").exists)
-    mother.kill()
-    mother.wait()
+    server.kill()
+    server.wait()
     until(lambda: process_stat(pid)[1][:1] in ([], ["Z"]), 5)
 
 
@@ -115,7 +117,10 @@ def test_failures_are_shown():
     with pytest.raises(AssertionError, match=r"exit codes \[0, 1\]\n(?s:.*)AssertionError: broken"):
         ended.ok()
     waits = "fmmeta: rank 1 waits for rank 0 on here (reading): 10 s so far, 60 s at most\n"
-    assert (Ended([0, 0], ["a", waits]).others, Ended([0, 0], ["a", f"{waits}b\n"]).others) == ("", "b")
+    assert (
+        ProcessResults([0, 0], ["a", waits]).others,
+        ProcessResults([0, 0], ["a", f"{waits}b\n"]).others,
+    ) == ("", "b")
 
 
 def test_what_imports_read_starts_an_interpreter():
@@ -127,4 +132,4 @@ def test_what_imports_read_starts_an_interpreter():
     assert run_ranks(["-c", code], 1, per_rank={0: {"HF_HOME": "/nowhere"}}).ok().output == ["False\n"]
     assert run_ranks(["-c", code], 1, fresh=True).ok().output == ["False\n"]
     assert "HF_HOME" in imported(environment(HF_HOME="/nowhere"))
-    assert len(shared().mothers) == 2
+    assert len(shared().servers) == 2

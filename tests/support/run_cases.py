@@ -1,7 +1,7 @@
 """Started on every rank by tests: runs many small meta-trainings in one set of processes, and saves what came
 out.
 
-    python -m tests.distributed.run_cases CASES.json OUT_DIR
+    python -m tests.support.run_cases CASES.json OUT_DIR
 
 A case is {"id", "config": settings, "poison": [[outer step, slot, "support" | "query"], ...], "by":
 {"factor": F}}; all cases of a file have the same group size. Poison makes a task's loss F times (by default

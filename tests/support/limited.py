@@ -1,6 +1,6 @@
 """Started on every rank by test_limits: trains under a memory limit that the whole training state exceeds.
 
-    python -m tests.distributed.limited MODEL DATA OUT
+    python -m tests.support.limited MODEL DATA OUT
 
 Prints what a group of one is told, whether the limit is real, and where the runs with all ranks in one group
 ended.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tests.nursery import ROOT, Nursery, environment, free_port, places, shared
+from tests.support.fork_server import ROOT, ForkServer, environment, free_port, places, shared
 
 ON_GPU = Path("/dev/nvidiactl").exists()  # what has been looked for on a GPU cannot be forked
 WAITS = re.compile(r"fmmeta: rank \d+ waits for rank \d+ on ")
@@ -33,13 +33,13 @@ READ_BY_IMPORTS = (
 
 
 @dataclass
-class Ended:
+class ProcessResults:
     """How a set of ranks ended: exit codes and output by rank."""
 
     codes: list[int]
     output: list[str]
 
-    def ok(self) -> Ended:
+    def ok(self) -> ProcessResults:
         assert not any(self.codes), f"exit codes {self.codes}\n" + "\n".join(
             text[-4000:] for text in self.output
         )
@@ -60,13 +60,13 @@ def run_ranks(
     cwd: Path = ROOT,
     before: Callable[[], None] | None = None,
     fresh: bool = False,
-) -> Ended:
+) -> ProcessResults:
     """Run `python ARGUMENTS` once per rank with torchrun's variables. After `timeout_s` all are killed and
     the test fails.
 
     before: a function of a module that is called in each process first. fresh: the start of Python is a part
     of what is tried; so it is where a variable differs that libraries read when they are imported. Otherwise
-    processes are forked (nursery.py).
+    processes are forked (fork_server.py).
     """
     return start_ranks(arguments, ranks, per_rank, cwd, before, fresh).end(timeout_s)
 
@@ -93,7 +93,7 @@ def imported(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class Forked:
-    """Ranks from the nursery."""
+    """Ranks from the fork_server."""
 
     def __init__(
         self, arguments: Sequence[str], envs: Sequence[dict[str, str]], cwd: Path, before: Callable | None
@@ -105,7 +105,7 @@ class Forked:
             shared().start(arguments, log, env, cwd, name) for log, env in zip(logs, envs, strict=True)
         ]
 
-    def end(self, timeout_s: float) -> Ended:
+    def end(self, timeout_s: float) -> ProcessResults:
         with self.folder:
             try:
                 codes = shared().wait(self.ranks, timeout_s)
@@ -114,7 +114,7 @@ class Forked:
             finally:  # also when the test itself is interrupted
                 for rank in self.ranks:
                     shared().signal(rank, signal.SIGKILL)
-            return Ended(codes, [rank.text for rank in self.ranks])
+            return ProcessResults(codes, [rank.text for rank in self.ranks])
 
 
 class Fresh:
@@ -137,7 +137,7 @@ class Fresh:
             for env, file in zip(envs, self.files, strict=True)
         ]
 
-    def end(self, timeout_s: float) -> Ended:
+    def end(self, timeout_s: float) -> ProcessResults:
         deadline = time.monotonic() + timeout_s
         late = False
         for process in self.processes:
@@ -150,7 +150,7 @@ class Fresh:
         output = [read_back(file) for file in self.files]
         if late:
             raise too_late(timeout_s, output)
-        return Ended([process.returncode for process in self.processes], output)
+        return ProcessResults([process.returncode for process in self.processes], output)
 
 
 def too_late(timeout_s: float, output: Sequence[str]) -> AssertionError:
@@ -173,7 +173,7 @@ def python(
 
 
 def alone(
-    nursery: Nursery,
+    fork_server: ForkServer,
     words: Sequence[str],
     folder: Path,
     env: Mapping[str, str],
@@ -181,12 +181,21 @@ def alone(
     stdin: str = "",
     timeout_s: float = 120,
 ) -> subprocess.CompletedProcess[str]:
-    """The same in some nursery, with all of the environment given."""
+    """The same in some fork_server, with all of the environment given."""
     given, out, err = (folder / f"std{name}" for name in ("in", "out", "err"))
     given.write_text(stdin)
-    started = nursery.start(words, out, env, cwd, errors=err, stdin=given)
-    (code,) = nursery.wait([started], timeout_s)
+    started = fork_server.start(words, out, env, cwd, errors=err, stdin=given)
+    (code,) = fork_server.wait([started], timeout_s)
     return subprocess.CompletedProcess(list(words), code, out.read_text(), err.read_text())
 
 
-__all__ = ["ROOT", "Ended", "alone", "environment", "free_port", "python", "run_ranks", "start_ranks"]
+__all__ = [
+    "ROOT",
+    "ProcessResults",
+    "alone",
+    "environment",
+    "free_port",
+    "python",
+    "run_ranks",
+    "start_ranks",
+]

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-LOCKED = Path(__file__).parent.parent / "docs" / "locked.txt"
+LOCKED = Path(__file__).parents[2] / "docs" / "locked.txt"
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
-"""A process that imports everything once, then forks another for every line of standard input (nursery.py
-writes them).
+"""A process that imports everything once, then forks a child for every line of standard input, a request
+that fork_server.py writes.
 
-It has no threads and no process group, so that a fork loses nothing. What is born replaces environment,
-folder, streams and arguments, and ends as an interpreter does: exit handlers, threads, exit code.
+The server has no threads and no process group, so that a fork loses nothing. A child replaces environment,
+working folder, streams and arguments, and ends as an interpreter does: exit handlers, threads, exit code.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ PRELOADED = (
 
 
 def main() -> None:
-    """A mother: import, then fork a process for every line of standard input."""
-    told = os.fdopen(os.dup(1), "w")  # libraries print while they are imported
+    """Import, then fork a child for every line of standard input."""
+    report = os.fdopen(os.dup(1), "w")  # libraries print while they are imported
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     for name in PRELOADED:
         if importlib.util.find_spec(name.split(".")[0]):  # some come with extras
@@ -56,7 +56,7 @@ def main() -> None:
     os.environ.pop("DS_ACCELERATOR", None)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a fork would lose threads: {threads}"
-    print("ready", file=told, flush=True)
+    print("ready", file=report, flush=True)
     while True:
         if select.select([0], [], [], 0.01)[0]:
             try:
@@ -65,22 +65,22 @@ def main() -> None:
                 return
             pid = os.fork()
             if pid == 0:
-                be_born(json.loads(line))
-            print(f"born {pid}", file=told, flush=True)
+                run_child(json.loads(line))
+            print(f"started {pid}", file=report, flush=True)
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             continue
         if pid:
-            print(f"ended {pid} {os.waitstatus_to_exitcode(status)}", file=told, flush=True)
+            print(f"ended {pid} {os.waitstatus_to_exitcode(status)}", file=report, flush=True)
 
 
-def be_born(order: dict[str, Any]) -> NoReturn:
-    """What a new process does; it never comes back."""
+def run_child(request: dict[str, Any]) -> NoReturn:
+    """Run a request in a new child; does not return."""
     code = 1
     try:
-        furnish(order)
-        code = leave(order["words"])
+        setup_child(request)
+        code = run_to_exit(request["words"])
     except BaseException:
         import traceback
 
@@ -91,8 +91,8 @@ def be_born(order: dict[str, Any]) -> NoReturn:
         os._exit(code)
 
 
-def furnish(order: dict[str, Any]) -> None:
-    """Its files, environment and random numbers, as a start would give them."""
+def setup_child(request: dict[str, Any]) -> None:
+    """Set files, environment and random numbers as at the start of an interpreter."""
     import faulthandler
 
     import numpy
@@ -101,21 +101,21 @@ def furnish(order: dict[str, Any]) -> None:
 
     end_with_parent()  # a test session that is killed leaves no process behind
     os.environ.clear()
-    os.environ.update(order["env"])
-    os.chdir(order["cwd"])
-    os.dup2(os.open(order["stdin"], os.O_RDONLY), 0)
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    os.dup2(os.open(request["stdin"], os.O_RDONLY), 0)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    os.dup2(os.open(order["log"], flags), 1)
-    os.dup2(1 if order["errors"] == order["log"] else os.open(order["errors"], flags), 2)
+    os.dup2(os.open(request["log"], flags), 1)
+    os.dup2(1 if request["errors"] == request["log"] else os.open(request["errors"], flags), 2)
     os.closerange(3, 1024)
     numpy.random.seed()  # `random` does so by itself
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    if order["before"]:
-        module, name = order["before"].split(":")
+    if request["before"]:
+        module, name = request["before"].split(":")
         getattr(importlib.import_module(module), name)()
 
 
-def leave(words: Sequence[str]) -> int:
+def run_to_exit(words: Sequence[str]) -> int:
     """Run `python WORDS` to its end, with the exit handlers; return the exit code."""
     import threading
 
@@ -158,7 +158,7 @@ def read_line(handle: int) -> str:
     while not line.endswith(b"\n"):
         part = os.read(handle, 1)
         if not part:
-            raise EOFError("the nursery has ended")
+            raise EOFError("the test session has ended")
         line += part
     return line.decode()
 

@@ -22,7 +22,7 @@ QUICK = {
     "eval_episodes": 0,
     "logging_steps": 1,
 }
-LONG = {"outer_steps": 12, "save_steps": 5, "episode_transforms": "tests.distributed.short:dawdle"}
+LONG = {"outer_steps": 12, "save_steps": 5, "episode_transforms": "tests.support.short_runs:dawdle"}
 
 
 def dawdle(episode, rng):

@@ -1,12 +1,14 @@
-"""Starts Python in a fraction of a second: processes that have imported everything once, and fork.
+"""Starts Python processes in a fraction of a second: a server imports everything once and forks.
 
-    nursery = shared(); ranks = nursery.train(["--outer_steps=4", ...], 2, folder); nursery.wait(ranks, 60)
+    ranks = shared().train(["--outer_steps=4", ...], 2, folder)
+    codes = shared().wait(ranks, 60)
 
-What is born is a process like any other, with an environment, a folder, output files and arguments of its
-own: it can be killed, stopped and signalled, and it runs the interpreter's exit handlers. What is not tried
-this way are imports and what they read from the environment: for that start an interpreter (`run_ranks(...,
-fresh=True)`). Ranks beside each other have different mothers, so that strings hash differently in them, as in
-processes of separate starts. A mother has no threads and no process group.
+A started process has its own environment, working folder, output files and arguments: it can be killed,
+stopped and signalled, and it runs the interpreter's exit handlers. Imports, and variables that libraries read
+while they are imported, are not exercised this way: use `run_ranks(..., fresh=True)` for those. There are two
+servers, and the ranks of a launch alternate between them: strings hash differently in each, as in processes
+started one by one, so that an order taken from a set differs between ranks. (multiprocessing has one fork
+server per process.) A server has no threads and no process group.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from functools import cache
 from pathlib import Path
 from typing import IO, cast
 
-from tests.mother import read_line
+from tests.support.fork_server_process import read_line
 
-ROOT = Path(__file__).parent.parent
-MOTHERS = 2
+ROOT = Path(__file__).parents[2]
+SERVERS = 2
 DROPPED = (
     "RANK",
     "WORLD_SIZE",
@@ -71,28 +73,28 @@ def free_port() -> int:
 class Rank:
     pid: int
     log: Path
-    code: int | None = None  # as subprocess has it: -9 after SIGKILL
+    code: int | None = None  # as in subprocess: -9 after SIGKILL
     ended: float = 0.0  # on the monotonic clock
 
     @property
     def text(self) -> str:
-        """What it has printed so far; nothing before it has opened its file."""
+        """The output so far; empty until the process has opened its file."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
-class Nursery:
-    """Mothers, and what they gave birth to. env: of the imports; the processes get their own."""
+class ForkServer:
+    """The server processes and the processes that they started. env: of the servers' imports."""
 
-    def __init__(self, env: Mapping[str, str] | None = None, mothers: int = MOTHERS) -> None:
+    def __init__(self, env: Mapping[str, str] | None = None, servers: int = SERVERS) -> None:
         self.env = dict(environment() if env is None else env)
-        # DeepSpeed would look for an accelerator, and say so; pyarrow's allocator would start a thread
-        own = {**self.env, "DS_ACCELERATOR": "cpu", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-        command = [sys.executable, "-m", "tests.mother"]
-        self.mothers = [
-            subprocess.Popen(command, env=own, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            for _ in range(mothers)
+        # DeepSpeed would search for an accelerator and log that; pyarrow's allocator would start a thread
+        server_env = {**self.env, "DS_ACCELERATOR": "cpu", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+        command = [sys.executable, "-m", "tests.support.fork_server_process"]
+        self.servers = [
+            subprocess.Popen(command, env=server_env, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            for _ in range(servers)
         ]
-        self.known: dict[int, Rank] = {}
+        self.running: dict[int, Rank] = {}
         self.ready = False
         self.turn = 0
 
@@ -111,11 +113,11 @@ class Nursery:
         before: `module:function` that the process calls first. errors: where stderr goes, if not to `log`.
         """
         if not self.ready:
-            assert [self._hear(mother) for mother in self.mothers] == [["ready"]] * len(self.mothers)
+            assert [self._read(server) for server in self.servers] == [["ready"]] * len(self.servers)
             self.ready = True
-        mother = self.mothers[self.turn % len(self.mothers)]
+        server = self.servers[self.turn % len(self.servers)]
         self.turn += 1
-        order = {
+        request = {
             "words": list(words),
             "log": str(log),
             "errors": str(errors or log),
@@ -124,12 +126,12 @@ class Nursery:
             "cwd": str(cwd),
             "before": before,
         }
-        write = cast("IO[bytes]", mother.stdin)
-        write.write(json.dumps(order).encode() + b"\n")
+        write = cast("IO[bytes]", server.stdin)
+        write.write(json.dumps(request).encode() + b"\n")
         write.flush()
-        while (heard := self._hear(mother))[0] != "born":
-            self._ended(heard)
-        rank = self.known[int(heard[1])] = Rank(int(heard[1]), log)
+        while (line := self._read(server))[0] != "started":
+            self._record_end(line)
+        rank = self.running[int(line[1])] = Rank(int(line[1]), log)
         return rank
 
     def train(
@@ -150,11 +152,11 @@ class Nursery:
         ]
 
     def wait(self, ranks: Sequence[Rank], timeout_s: float) -> list[int]:
-        """Exit codes, once all have ended. Raises `TimeoutError` after killing those that have not."""
+        """Exit codes, once all have ended. Processes that run longer are killed: `TimeoutError`."""
         deadline = time.monotonic() + timeout_s
         while any(rank.code is None for rank in ranks):
             if not self.poll(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
-                for number in (signal.SIGUSR2, signal.SIGKILL):  # say where they are, then end
+                for number in (signal.SIGUSR2, signal.SIGKILL):  # log their stacks, then end them
                     for rank in ranks:
                         self.signal(rank, number)
                     time.sleep(1)
@@ -162,12 +164,12 @@ class Nursery:
         return [rank.code for rank in ranks if rank.code is not None]
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Take note of ranks that have ended, if one does within that time."""
-        heard = select.select([voice(mother) for mother in self.mothers], [], [], timeout_s)[0]
-        for mother in self.mothers:
-            if voice(mother) in heard:
-                self._ended(self._hear(mother))
-        return bool(heard)
+        """Record ranks that have ended, waiting up to `timeout_s` for one."""
+        line = select.select([stdout_fd(server) for server in self.servers], [], [], timeout_s)[0]
+        for server in self.servers:
+            if stdout_fd(server) in line:
+                self._record_end(self._read(server))
+        return bool(line)
 
     def signal(self, rank: Rank, number: int) -> bool:
         """Send a signal; False if the rank has ended before."""
@@ -181,26 +183,26 @@ class Nursery:
         return rank.code is None
 
     def close(self) -> None:
-        for mother in self.mothers:
-            mother.kill()
-            mother.wait()
+        for server in self.servers:
+            server.kill()
+            server.wait()
 
-    def _hear(self, mother: subprocess.Popen[bytes]) -> list[str]:
-        return read_line(voice(mother)).split()
+    def _read(self, server: subprocess.Popen[bytes]) -> list[str]:
+        return read_line(stdout_fd(server)).split()
 
-    def _ended(self, heard: Sequence[str]) -> None:
-        rank = self.known.pop(int(heard[1]))
-        rank.code, rank.ended = int(heard[2]), time.monotonic()
+    def _record_end(self, line: Sequence[str]) -> None:
+        rank = self.running.pop(int(line[1]))
+        rank.code, rank.ended = int(line[2]), time.monotonic()
 
 
 @cache
-def shared() -> Nursery:
-    """The one that the tests of a session share."""
-    nursery = Nursery()
-    atexit.register(nursery.close)
-    return nursery
+def shared() -> ForkServer:
+    """The fork server of a test session."""
+    fork_server = ForkServer()
+    atexit.register(fork_server.close)
+    return fork_server
 
 
-def voice(mother: subprocess.Popen[bytes]) -> int:
-    """Where she tells of births and ends."""
-    return cast("IO[bytes]", mother.stdout).fileno()
+def stdout_fd(server: subprocess.Popen[bytes]) -> int:
+    """File descriptor on which a server reports started and ended processes."""
+    return cast("IO[bytes]", server.stdout).fileno()
