@@ -43,6 +43,10 @@ DROPPED = (
 )
 
 
+SESSION_ENVIRONMENT: dict[str, str] = {}
+"""The environment of the servers, set when the test session starts: a test may change its own."""
+
+
 def environment(**extra: str) -> dict[str, str]:
     """The parent's environment without a launcher's variables."""
     kept = {key: value for key, value in os.environ.items() if key not in DROPPED}
@@ -198,7 +202,7 @@ class ForkServer:
 @cache
 def shared() -> ForkServer:
     """The fork server of a test session."""
-    fork_server = ForkServer()
+    fork_server = ForkServer(SESSION_ENVIRONMENT or None)
     atexit.register(fork_server.close)
     return fork_server
 
