@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fmmeta.tasks.batching import Batcher
 from fmmeta.tasks.loader import EpisodeLoader, LoadEpisode
-from tests.unit.test_loader import same
+from tests.support.episodes import same_episodes
 
 if __name__ == "__main__":
     folder, full = sys.argv[1:]
@@ -25,6 +25,6 @@ if __name__ == "__main__":
                 while ballast.write(bytes(4096)):  # what the last episode has freed, too
                     pass
             found += loader.fetch([task])
-    print("same episodes" if same(found, straight.fetch(tasks)) else "other episodes")
+    print("same episodes" if same_episodes(found, straight.fetch(tasks)) else "other episodes")
     print("\n".join(loader.warnings))
     loader.close()

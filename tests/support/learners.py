@@ -97,14 +97,19 @@ def config_of(learner: Learner, **settings: Any) -> Config:
     )
 
 
+def worker_over(model: nn.Module, head_init: str = "learned", bf16: bool = False) -> PlainWorker:
+    """A worker over the model itself; a head that is not learned is in a group of its own."""
+    per_task = model.head_names if head_init != "learned" else ()
+    return PlainWorker(model, param_groups(model, per_task, weight_decay=True), CPU, bf16)
+
+
 def worker_of(learner: nn.Module, config: Config, bf16: bool = False) -> PlainWorker:
-    """A worker over a copy; a zeroed head is zero."""
+    """A worker over a copy of the model; a head that is not learned is zero."""
     model = copy.deepcopy(learner)
     if config.head_init != "learned":
         for name in model.head_names:
             model.get_parameter(name).data.zero_()
-    per_task = model.head_names if config.head_init != "learned" else ()
-    return PlainWorker(model, param_groups(model, per_task, weight_decay=True), CPU, bf16)
+    return worker_over(model, config.head_init, bf16)
 
 
 def setup_of(worker: PlainWorker, config: Config, bf16: bool = False) -> Setup:

@@ -23,6 +23,7 @@ from fmmeta.meta.rule import TaskResult
 from fmmeta.models.learner import Learner
 from fmmeta.parallel.workers.base import PassStats
 from tests.support import learners
+from tests.support.algorithms import LEARNERS, PROTOTYPE, identity, passes_of
 from tests.support.learners import (
     against_oracle,
     batches_of,
@@ -35,9 +36,7 @@ from tests.support.learners import (
     worker_of,
 )
 
-LEARNERS = {"bert": learners.bert(), "classifier": learners.bert("model"), "llama": learners.llama()}
 FIRST, EXACT = (1 - 1e-9, 1e-5), (0.9999, 1e-3)  # cosine at least, relative error at most
-PROTOTYPE = {"head_init": "prototype", "inner_lr": 0.02}
 CASES = [
     ("llama", {}),
     ("bert", {}),
@@ -59,10 +58,6 @@ CASES = [
     ("llama", {"inner_optimizer": "momentum"}),
     ("bert", {"inner_optimizer": "momentum", "inner_momentum": 0.5}),
 ]
-
-
-def identity(value):
-    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
 
 
 @pytest.mark.parametrize(("model", "settings"), CASES, ids=identity)
@@ -210,23 +205,6 @@ def test_multi_step_weights():
     assert [step_loss_weights(4, step, 8) for step in (8, 9)] == [(), ()]
     assert step_loss_weights(4, 0, 0) == ()
     assert all(sum(step_loss_weights(5, step, 30)) == pytest.approx(1) for step in range(30))
-
-
-def passes_of(learner: Learner, monkeypatch, **settings) -> tuple[int, int]:
-    """Forward and backward passes, and forwards alone, of one task; counted where the model is called."""
-    config = config_of(learner, **settings)
-    worker, episode = worker_of(learner, config), batches_of(episode_of(learner), micro_batch_size=32)
-    rule = find(config.algorithm).rule(setup_of(worker, config), 0)
-    counted = {True: 0, False: 0}
-    call = worker._call
-
-    def counting(batch, want="logits"):
-        counted[torch.is_grad_enabled()] += 1
-        return call(batch, want)
-
-    monkeypatch.setattr(worker, "_call", counting)
-    task_gradient(rule, worker, episode)
-    return counted[True], counted[False]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 10])

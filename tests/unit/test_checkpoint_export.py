@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,97 +12,32 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from fmmeta import checkpoint
 from fmmeta.checkpoint import hf_export as export_module
-from fmmeta.checkpoint import write
-from fmmeta.checkpoint.hf_export import export
 from fmmeta.config.settings import Config
-from fmmeta.models.load import describe, load_learner, load_tokenizer
-from fmmeta.parallel.param_map import Fragment, ParamMap, param_groups
+from fmmeta.models.load import describe
+from fmmeta.parallel.param_map import Fragment, ParamMap
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.parallel.workers.create import frozen_tensors
-from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.training.run_folder import find_start, lock_folder, write_run
 from fmmeta.training.run_log import Metrics
-from tests.support.helpers import one_rank, refusal
-from tests.support.models import WORDS, save_bert, save_llama
+from tests.support.checkpoints import (
+    CUT,
+    SHAPES,
+    WHOLE,
+    assert_holds,
+    laid_out,
+    list_again,
+    param_map,
+    parameters,
+    saved,
+)
+from tests.support.exports import assert_same_logits, exported, inputs
+from tests.support.helpers import refusal
+from tests.support.models import save_bert, save_llama
 
-SHAPES = {"a": (4, 3), "b": (5,), "c": (2, 2)}
-
-
-def param_map(*pieces: tuple[str, int, int], gap: int = 0, replicated: bool = False) -> ParamMap:
-    """Pieces (name, offset, length) in a row, `gap` elements of padding after each."""
-    fragments, begin = [], 0
-    for name, offset, length in pieces:
-        fragments.append(Fragment(name, SHAPES[name], begin, offset, length))
-        begin += length + gap
-    return ParamMap(tuple(fragments), begin, {"no_decay": slice(0, begin)}, replicated)
-
-
-WHOLE = param_map(("a", 0, 12), ("b", 0, 5), ("c", 0, 4), replicated=True)
-CUT = param_map(("c", 0, 1), ("b", 3, 2), ("a", 7, 5), ("b", 0, 3), ("c", 1, 3), ("a", 0, 7), gap=2)
 FIRST = param_map(("a", 0, 12), ("b", 0, 2), gap=1)  # the two ranks of a group
 SECOND = param_map(("b", 2, 3), ("c", 0, 4))
-
-
-def parameters(seed: float) -> dict[str, Tensor]:
-    return {
-        name: seed + torch.arange(torch.Size(shape).numel(), dtype=torch.float32)
-        for name, shape in SHAPES.items()
-    }
-
-
-def laid_out(params: ParamMap, values: dict[str, Tensor]) -> Tensor:
-    vector = torch.full((params.numel,), -1.0)
-    for name, value in values.items():
-        params.put(vector, name, value)
-    return vector
-
-
-def state_of(step: int, vectors: Iterable[str] = (), **settings) -> dict[str, Any]:
-    return {
-        "outer_step": step,
-        "vectors": list(vectors),
-        "numbers": {},
-        "bad_steps": 0,
-        "tasks": {},
-        "settings": settings,
-    }
-
-
-def list_again(folder: Path) -> None:
-    """A manifest of what lies there now."""
-    files = {
-        file.name: {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-        for file in folder.iterdir()
-        if file.name != "manifest.json"
-    }
-    (folder / "manifest.json").write_text(json.dumps({"files": files}))
-
-
-def save(
-    folder: Path, vectors: dict[str, Tensor], params: ParamMap, state: dict[str, Any], keep: int, tables=None
-) -> None:
-    """Write a checkpoint on one rank."""
-    ranks = one_rank()
-    pieces, shapes = write.rank_slices(vectors, params, ranks), write.param_shapes(params)
-    write.write(folder, pieces, shapes, state, tables or {}, keep, ranks.world)
-
-
-def saved(tmp_path: Path, params: ParamMap, step: int = 3, keep: int = 2) -> Path:
-    vectors = {"theta": laid_out(params, parameters(100)), "exp_avg": laid_out(params, parameters(500))}
-    folder = tmp_path / f"checkpoint-{step}"
-    save(folder, vectors, params, state_of(step, vectors), keep)
-    return folder
-
-
-def assert_holds(folder: Path, params: ParamMap) -> None:
-    found = checkpoint.load(folder, ["theta", "exp_avg"], params, torch.zeros(params.numel))
-    for name, seed in (("theta", 100), ("exp_avg", 500)):
-        wanted = laid_out(params, parameters(seed))
-        assert torch.equal(found[name], torch.where(wanted < 0, 0.0, wanted))  # padding stays zero
 
 
 @pytest.mark.parametrize("reader", [WHOLE, CUT, FIRST, SECOND], ids=["whole", "cut", "first", "second"])
@@ -264,41 +197,6 @@ def test_half_written_folders_are_no_checkpoints(tmp_path):
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory):
     return save_bert(tmp_path_factory.mktemp("bert"))
-
-
-def exported(source: Path | str, folder: Path, **settings) -> tuple[Config, PlainWorker]:
-    """Load, move theta off the checkpoint, export."""
-    config = Config(model_name_or_path=str(source), n_way=3, **settings)
-    description = describe(config)
-    tokenizer = load_tokenizer(config, description, pytest.fail)
-    learner = load_learner(config, description)
-    frozen = frozen_tensors(learner)
-    per_task = learner.head_names if config.head_init != "learned" else ()
-    worker = PlainWorker(learner, param_groups(learner, per_task, True), torch.device("cpu"))
-    theta = worker.read()
-    theta += 0.05 * torch.randn(theta.shape, generator=torch.Generator().manual_seed(2))
-    worker.write(theta)
-    export(folder, theta, worker, frozen, config, description, tokenizer, one_rank())
-    return config, worker
-
-
-def inputs(folder: Path) -> dict[str, Tensor]:
-    from transformers import AutoTokenizer
-
-    batch = AutoTokenizer.from_pretrained(folder)(
-        [WORDS[0], " ".join(WORDS[:3])], padding=True, return_tensors="pt"
-    )
-    return {name: batch[name] for name in ("input_ids", "attention_mask")}
-
-
-def assert_same_logits(found: Tensor, wanted: Tensor, mask: Tensor) -> None:
-    """Where the mask shows tokens, if the logits are per token; bitwise would be too much to ask of another
-    kernel.
-    """
-    if found.ndim == 3:
-        found, wanted = found[mask.bool()], wanted[mask.bool()]
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-    assert float(wanted.std()) > 1e-3
 
 
 def test_export_of_a_sequence_classifier(tmp_path, bert):

@@ -31,9 +31,9 @@ from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.parallel import deepspeed_config
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.training.run_folder import open_run, write_run
+from tests.support.checkpoints import WHOLE, saved
 from tests.support.helpers import one_rank
 from tests.support.models import write_classes
-from tests.unit.test_checkpoint_export import WHOLE, saved
 
 HANG_S = 20
 DEEP = "deep"  # stands for what would be too long to show
@@ -368,7 +368,7 @@ def test_checkpoints(file, seed, how, strange, listed, apart):
 
     What is accepted is what was saved.
     """
-    from tests.unit.test_checkpoint_export import list_again, parameters
+    from tests.support.checkpoints import list_again, parameters
 
     run, draw = apart / "run", random.Random(seed)
     shutil.rmtree(run, ignore_errors=True)

@@ -19,9 +19,9 @@ from fmmeta.parallel.param_map import OuterMemory
 from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.planning import memory
 from tests.support.helpers import refusal
+from tests.support.learners import bert, worker_over
+from tests.support.memory import SIZES, world_of
 from tests.support.models import save_bert, write_classes
-from tests.unit.test_inner_outer import encoder, worker_of
-from tests.unit.test_layout import SIZES, world_of
 
 CPU = torch.device("cpu")
 
@@ -42,7 +42,7 @@ def state_of(outer: OuterOptimizer) -> StateDict:
 def test_offloaded_steps_are_the_same_steps(monkeypatch, optimizer, chunk):
     """In pieces of any size, and through a resumption."""
     monkeypatch.setattr(param_map, "chunk", lambda device: chunk)
-    worker = worker_of(encoder("mean"), "zero")
+    worker = worker_over(bert("mean"), "zero")
     here, away = (outer_of(worker, offload, outer_optimizer=optimizer) for offload in (False, True))
     pieces = list(away.memory.pieces(slice(7, 3007)))
     assert [(a.stop, b.start) for a, b in pairwise(pieces)] == [
@@ -67,7 +67,7 @@ def test_offloaded_steps_are_the_same_steps(monkeypatch, optimizer, chunk):
 @pytest.mark.parametrize("chunk", [64, 1000])
 def test_pieces_are_the_whole(monkeypatch, chunk):
     """torch's optimizer on the whole vector, and on pieces of it."""
-    worker = worker_of(encoder("mean"))
+    worker = worker_over(bert("mean"))
     whole = outer_of(worker, False)
     monkeypatch.setattr(param_map, "chunk", lambda device: chunk)
     cut = outer_of(worker, False)
@@ -159,7 +159,7 @@ def test_the_host_needs_room_too(monkeypatch):
 
 def test_what_other_groups_have_sent_lies_where_theta_does():
     """It arrives in host memory. `meta` stands for a GPU: an outer step on two devices raises."""
-    worker = worker_of(encoder("mean"), "zero")
+    worker = worker_over(bert("mean"), "zero")
     outer = outer_of(worker, False, outer_optimizer="adamw")
     there = torch.device("meta")
     vector = torch.zeros(outer.meta_params.theta.shape, device=there)

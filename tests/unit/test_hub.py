@@ -14,11 +14,11 @@ import pytest
 
 from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_learner, load_tokenizer
+from tests.support.exports import exported
 from tests.support.fork_server import ForkServer, environment
 from tests.support.helpers import refusal
 from tests.support.launch import alone
 from tests.support.models import save_bert, write_classes
-from tests.unit.test_checkpoint_export import exported
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -24,7 +24,7 @@ from fmmeta.meta.outer_step import OuterOptimizer
 from fmmeta.meta.parameters import MetaGradient, MetaParameters, PendingMean, StateDict
 from fmmeta.meta.rule import Rule
 from fmmeta.metrics.scores import mean_ci95
-from fmmeta.models.learner import NativeClassifier, PooledClassifier, objective
+from fmmeta.models.learner import objective
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.workers.base import PassStats
@@ -37,8 +37,18 @@ from fmmeta.training.episodes import EpisodeReader
 from fmmeta.training.finish import compare, show
 from fmmeta.training.validation import HeldOut, HeldOutScore, per_stratum
 from tests.support.helpers import one_rank
-from tests.support.learners import batches_of, bert, config_of, episode_of, gradient_of, llama, task_gradient
-from tests.support.learners import worker_of as learners_worker
+from tests.support.learners import (
+    batches_of,
+    bert,
+    by_name,
+    config_of,
+    episode_of,
+    gradient_of,
+    llama,
+    task_gradient,
+    worker_of,
+    worker_over,
+)
 
 CPU = torch.device("cpu")
 LR, STEPS, CLASSES = 0.1, 3, 3
@@ -55,36 +65,6 @@ def rows(count: int) -> list[Example]:
 SUPPORT, QUERY = rows(9), rows(6)
 
 
-def encoder(pooling: str) -> nn.Module:
-    """A small BERT with weights large enough that gradients are no rounding noise, and a head that is not
-    zero.
-    """
-    from transformers import BertConfig, BertForSequenceClassification, BertModel
-
-    torch.manual_seed(1)
-    config = BertConfig(
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=24,
-        vocab_size=40,
-        max_position_embeddings=16,
-        type_vocab_size=1,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=CLASSES,
-        initializer_range=0.3,
-    )
-    if pooling == "model":
-        return NativeClassifier(BertForSequenceClassification(config), CLASSES)
-    return PooledClassifier(BertModel(config), CLASSES, pooling)
-
-
-def worker_of(model: nn.Module, head_init: str = "learned", bf16: bool = False) -> PlainWorker:
-    per_task = model.head_names if head_init != "learned" else ()
-    return PlainWorker(model, param_groups(model, per_task, weight_decay=True), CPU, bf16)
-
-
 def batches(micro_batch_size: int = 4) -> Episode:
     batcher = Batcher(0, micro_batch_size)
     return Episode(batcher.split(SUPPORT), batcher.split(QUERY))
@@ -97,11 +77,6 @@ def rule_of(name: str, worker: PlainWorker, head_init: str, lr: float = LR) -> R
 
 def inner_loop(worker: PlainWorker, head_init: str) -> InnerLoop:
     return rule_of("fomaml", worker, head_init).inner
-
-
-def by_name(worker: PlainWorker, vector: Tensor) -> dict[str, Tensor]:
-    trained = [(name, param) for name, param in worker.model.named_parameters() if param.requires_grad]
-    return {name: worker.gather_param(vector, name, tuple(param.shape)) for name, param in trained}
 
 
 def call(model: nn.Module, row: Example, **want: str) -> Tensor:
@@ -157,9 +132,9 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "model"])
 def test_prototypes_are_class_means(pooling):
-    model = encoder(pooling)
+    model = bert(pooling)
     means = means_by_hand(model)
-    worker = worker_of(model, "prototype")
+    worker = worker_over(model, "prototype")
     theta = worker.read()
     phi0, found = inner_loop(worker, "prototype").head.start(worker, theta, batches().support)
     assert torch.equal(phi0, worker.read())
@@ -173,8 +148,8 @@ def test_prototypes_are_class_means(pooling):
 
 @pytest.mark.parametrize("head_init", ["zero", "learned"])
 def test_other_head_starts_change_nothing(head_init):
-    model = encoder("mean")
-    worker = worker_of(model, head_init)
+    model = bert("mean")
+    worker = worker_over(model, head_init)
     theta = worker.read()
     phi0, means = inner_loop(worker, head_init).head.start(worker, theta, batches().support)
     assert phi0 is theta
@@ -184,9 +159,9 @@ def test_other_head_starts_change_nothing(head_init):
 
 @pytest.mark.parametrize("micro_batch_size", [1, 4, 32])
 def test_a_step_takes_the_gradient_of_the_whole_set(micro_batch_size):
-    model = encoder("mean")
+    model = bert("mean")
     wanted = gradients(model, SUPPORT)
-    worker = worker_of(model)
+    worker = worker_over(model)
     found = worker.zeros()
     passed = worker.gradient(batches(micro_batch_size).support, found)
     assert_same(by_name(worker, found), wanted)
@@ -197,9 +172,9 @@ def test_a_step_takes_the_gradient_of_the_whole_set(micro_batch_size):
 @pytest.mark.parametrize("head_init", ["zero", "learned", "prototype"])
 @pytest.mark.parametrize("pooling", ["mean", "model"])
 def test_fomaml_is_the_query_gradient_of_an_adapted_copy(pooling, head_init):
-    model = encoder(pooling)
+    model = bert(pooling)
     wanted = gradients(adapted_copy(model, head_init), QUERY)
-    worker = worker_of(model, head_init)
+    worker = worker_over(model, head_init)
     found = task_gradient(rule_of("fomaml", worker, head_init), worker, batches())
     assert_same(by_name(worker, found.gradient), wanted)
     assert (found.weight, found.finite) == (1.0, True)
@@ -207,9 +182,9 @@ def test_fomaml_is_the_query_gradient_of_an_adapted_copy(pooling, head_init):
 
 @pytest.mark.parametrize("head_init", ["zero", "learned", "prototype"])
 def test_reptile_is_theta_minus_phi(head_init):
-    model = encoder("mean")
+    model = bert("mean")
     phi = dict(adapted_copy(model, head_init).named_parameters())
-    worker = worker_of(model, head_init)
+    worker = worker_over(model, head_init)
     theta = by_name(worker, worker.read())
     found = task_gradient(rule_of("reptile", worker, head_init), worker, batches())
     wanted = {name: value - phi[name].detach() for name, value in theta.items()}
@@ -221,8 +196,8 @@ def test_reptile_is_theta_minus_phi(head_init):
 @pytest.mark.parametrize("poison", [False, True])
 def test_theta_is_restored_bitwise(rule, bf16, poison):
     """Also after a task that was not finite, which adds nothing."""
-    model = encoder("mean")
-    worker = worker_of(model, "prototype", bf16)
+    model = bert("mean")
+    worker = worker_over(model, "prototype", bf16)
     theta = worker.read()
     before = [param.detach().clone() for param in model.parameters()]
     episode = batches()
@@ -243,7 +218,7 @@ def test_embeddings_gather_the_rows_that_were_met(tied):
     learner = llama() if tied else bert()
     dense = copy.deepcopy(learner)
     episode = episode_of(learner)
-    worker = learners_worker(learner, config_of(learner))
+    worker = worker_of(learner, config_of(learner))
     embeddings = [module for module in worker.model.modules() if isinstance(module, nn.Embedding)]
     assert embeddings
     assert all(module.sparse for module in embeddings)
@@ -266,8 +241,8 @@ def test_embeddings_gather_the_rows_that_were_met(tied):
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_gradient_added_to_a_sum_is_the_same_gradient(rule, bf16):
     worker, other = (
-        worker_of(encoder("mean"), "prototype", bf16),
-        worker_of(encoder("mean"), "prototype", bf16),
+        worker_over(bert("mean"), "prototype", bf16),
+        worker_over(bert("mean"), "prototype", bf16),
     )
     start = torch.linspace(-1, 1, worker.params.numel)
     into = MetaGradient(start)
@@ -283,7 +258,7 @@ def test_a_gradient_added_to_a_sum_is_the_same_gradient(rule, bf16):
 @pytest.mark.parametrize("rule", ["fomaml", "reptile"])
 @pytest.mark.parametrize("where", ["support", "query", "steps"])
 def test_nothing_of_a_task_that_is_not_finite_is_added(rule, where):
-    worker, episode = worker_of(encoder("mean"), "prototype"), batches()
+    worker, episode = worker_over(bert("mean"), "prototype"), batches()
     theta, start = worker.read(), torch.linspace(-1, 1, worker.params.numel)
     into = MetaGradient(start)
     into.sum.copy_(start)
@@ -327,15 +302,15 @@ def test_the_shard_optimizer_passes_zeros_where_the_ranks_refuse():
 
 
 def test_untrained_parameters_are_left_out():
-    model = encoder("mean")
-    worker = worker_of(model)
+    model = bert("mean")
+    worker = worker_over(model)
     assert {f.name for f in worker.params.fragments} == {
         n for n, p in model.named_parameters() if "pooler" not in n
     }
 
 
 def test_parameter_groups():
-    model = encoder("model")
+    model = bert("model")
     groups = {
         group["name"]: group["params"] for group in param_groups(model, model.head_names, weight_decay=True)
     }
@@ -371,7 +346,7 @@ def load(outer: OuterOptimizer, state: StateDict) -> None:
 
 
 def test_outer_sgd_moves_against_the_meta_gradient():
-    worker = worker_of(encoder("mean"))
+    worker = worker_over(bert("mean"))
     theta = worker.read()
     grad = torch.randn(theta.shape, generator=RNG)
     began, asked = theta.clone(), grad.clone()
@@ -383,7 +358,7 @@ def test_outer_sgd_moves_against_the_meta_gradient():
 
 @pytest.mark.parametrize("largest", [0.1, 1e6])
 def test_clipping_is_over_the_whole_model(largest):
-    worker = worker_of(encoder("mean"), "zero")
+    worker = worker_over(bert("mean"), "zero")
     theta = worker.read()
     grad = torch.randn(theta.shape, generator=RNG)
     head = worker.params.groups["head"]
@@ -397,7 +372,7 @@ def test_clipping_is_over_the_whole_model(largest):
 
 
 def test_weight_decay_is_on_the_decay_group_alone():
-    worker = worker_of(encoder("mean"))
+    worker = worker_over(bert("mean"))
     theta = worker.read()
     began = theta.clone()
     outer = outer_of(worker, theta, outer_optimizer="adamw", outer_lr=0.1, weight_decay=0.2)
@@ -410,8 +385,8 @@ def test_weight_decay_is_on_the_decay_group_alone():
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(("head_init", "moves"), [("zero", False), ("prototype", False), ("learned", True)])
 def test_the_head_moves_only_if_learned(optimizer, head_init, moves):
-    model = encoder("mean")
-    worker = worker_of(model, head_init)
+    model = bert("mean")
+    worker = worker_over(model, head_init)
     theta = worker.read()
     began = by_name(worker, theta)
     outer_of(worker, theta, outer_optimizer=optimizer, weight_decay=0.1).step(
@@ -425,7 +400,7 @@ def test_the_head_moves_only_if_learned(optimizer, head_init, moves):
 
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf])
 def test_theta_stays_without_a_finite_meta_gradient(bad):
-    worker = worker_of(encoder("mean"))
+    worker = worker_over(bert("mean"))
     theta = worker.read()
     began = theta.clone()
     grad = None if bad is None else mean_of(torch.full_like(theta, bad))
@@ -438,7 +413,7 @@ def test_theta_stays_without_a_finite_meta_gradient(bad):
 def test_lr_is_that_of_transformers(name, warmup):
     from transformers import get_scheduler
 
-    worker = worker_of(encoder("mean"))
+    worker = worker_over(bert("mean"))
     outer = outer_of(worker, worker.read(), lr_scheduler_type=name, warmup_steps=warmup, outer_steps=20)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
     scheduler = get_scheduler(name, optimizer, warmup, 20)
@@ -454,7 +429,7 @@ def test_lr_is_that_of_transformers(name, warmup):
 
 
 def test_outer_steps_are_those_of_torch():
-    worker = worker_of(encoder("mean"))
+    worker = worker_over(bert("mean"))
     theta = worker.read()
     param = nn.Parameter(theta.clone())
     plain = torch.optim.AdamW([param], lr=0.01, eps=1e-6, weight_decay=0.0)
@@ -480,7 +455,7 @@ def test_outer_steps_are_those_of_torch():
     ],
 )
 def test_other_outer_optimizers_are_those_of_torch(name, make):
-    worker = worker_of(encoder("mean"))
+    worker = worker_over(bert("mean"))
     theta = worker.read()
     param = nn.Parameter(theta.clone())
     plain = make([param])
@@ -496,8 +471,8 @@ def test_other_outer_optimizers_are_those_of_torch(name, make):
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "nesterov", "rmsprop"])
 @pytest.mark.parametrize("learned", ["layer", "element"])
 def test_learned_rates_move_by_their_own_learning_rate(optimizer, learned):
-    model = encoder("mean")
-    worker = worker_of(model)
+    model = bert("mean")
+    worker = worker_over(model)
     settings = {
         "inner_lr_learned": learned,
         "inner_lr_outer_lr": 0.03,
@@ -536,8 +511,8 @@ def test_learned_rates_move_by_their_own_learning_rate(optimizer, learned):
     "optimizer", ["sgd", "adamw", "nesterov", "adagrad", "adamax", "nadam", "radam", "rmsprop"]
 )
 def test_a_resumed_outer_goes_on_alike_with_learned_rates(optimizer, learned):
-    model = encoder("mean")
-    worker = worker_of(model, "zero")
+    model = bert("mean")
+    worker = worker_over(model, "zero")
     config = Config(outer_optimizer=optimizer, outer_lr=0.01, weight_decay=0.1, inner_lr_learned=learned)
     grads = [torch.randn(worker.params.numel, generator=RNG) for _ in range(4)]
     ends = []
@@ -563,8 +538,8 @@ def test_a_resumed_outer_goes_on_alike_with_learned_rates(optimizer, learned):
 
 
 def test_kept_moments_are_the_mean_over_tasks_and_survive_a_stop():
-    model = encoder("mean")
-    worker = worker_of(model, "zero")
+    model = bert("mean")
+    worker = worker_over(model, "zero")
     config = Config(
         algorithm="reptile",
         inner_optimizer="adamw",
@@ -595,7 +570,7 @@ def test_kept_moments_are_the_mean_over_tasks_and_survive_a_stop():
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_resumed_outer_goes_on_alike(optimizer):
-    worker = worker_of(encoder("mean"), "zero")
+    worker = worker_over(bert("mean"), "zero")
     grads = [torch.randn(worker.params.numel, generator=RNG) for _ in range(4)]
     settings = {
         "outer_optimizer": optimizer,
@@ -636,10 +611,10 @@ def test_meta_gradient_is_the_weighted_mean_of_tasks():
 
 
 def test_evaluation_scores_before_and_after_and_leaves_theta():
-    model = encoder("mean")
+    model = bert("mean")
     phi = adapted_copy(model, "zero")
     before, after = mean_loss(model, QUERY).item(), mean_loss(phi, QUERY).item()
-    worker = worker_of(model, "zero")
+    worker = worker_over(model, "zero")
     theta = worker.read()
     worker.write(torch.zeros_like(theta))  # evaluation puts theta in by itself
     tasks = [Task(0, f"t{i}", f"s{i}", 10 + i, (0, 0, 0, i)) for i in range(2)]

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from fmmeta.common import processes
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from fmmeta.parallel.layout import GroupCoordinates, Launch, Layout, Nodes, first_host
-from fmmeta.parallel.process_groups import World
+from fmmeta.parallel.layout import GroupCoordinates, Launch, Layout, first_host
 from fmmeta.planning import memory
 from fmmeta.planning.memory import HEADROOM, Sizes, check_group_size, choose_group_size, estimate
 from tests.support.helpers import refusal
+from tests.support.memory import SIZES, world_of
 
 TORCHRUN = {
     "RANK": "5",
@@ -127,7 +127,6 @@ def test_layout_reads_as_words():
     assert str(Layout(Launch(0, 1), 1)) == "1 group of 1 rank"
 
 
-SIZES = Sizes(params=1000, layers=2, hidden=8, heads=4, vocab=0, rows=3, tokens=10, directions=1)
 ACTIVATIONS = 3 * 10 * 2 * (34 * 8 + 5 * 4 * 10)  # bytes in bf16
 
 
@@ -212,18 +211,6 @@ def test_estimate_reads_as_a_sum():
         str(estimate(sizes, DeepSpeedSettings(0, False, False), 1))
         == "weights 1 + gradients 1 + meta 4 = 6 GiB"
     )
-
-
-def world_of(monkeypatch, world_size: int, local_world_size: int, free: int) -> World:
-    """A world of one process that believes in more ranks, `free` bytes on each."""
-    world = World(Launch(), torch.device("cpu"))
-    world.launch = Launch(0, world_size, 0, local_world_size)
-    world.nodes = Nodes(
-        tuple(rank // local_world_size for rank in range(world_size)),
-        ("n",) * (world_size // local_world_size),
-    )
-    monkeypatch.setattr(memory, "free_bytes", lambda device, local: free)
-    return world
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 4, 8])

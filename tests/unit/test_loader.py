@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fmmeta.common.errors import UsageError
@@ -23,10 +22,11 @@ from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.augment import Transforms
 from fmmeta.tasks.batching import Batcher
-from fmmeta.tasks.loader import DEATHS, MEASURED, EpisodeLoader, LoadEpisode, LoadResult, TaskSampler
+from fmmeta.tasks.loader import DEATHS, MEASURED, EpisodeLoader, LoadEpisode, TaskSampler
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import Draw, TaskSource
 from fmmeta.tasks.sources.load import load_sources
+from tests.support.episodes import same_episodes
 from tests.support.fork_server import ROOT, environment
 from tests.support.models import write_classes
 
@@ -136,28 +136,14 @@ class Sleep:
         self.asked.append(seconds)
 
 
-def same(a: list[LoadResult], b: list[LoadResult]) -> bool:
-    def tensors(loaded: LoadResult):
-        assert loaded.batches is not None, loaded.error
-        return [
-            t
-            for batch in (*loaded.batches.support, *loaded.batches.query)
-            for t in (*batch.inputs.values(), batch.labels, batch.weights)
-        ]
-
-    return all(
-        x.task == y.task and all(map(torch.equal, tensors(x), tensors(y))) for x, y in zip(a, b, strict=True)
-    )
-
-
 @pytest.mark.parametrize("num_workers", ["1", "2"])
 def test_any_number_of_processes_gives_the_same_episodes_from_any_position(made, num_workers):
     tasks = made[2]
     straight = loader_of(made).fetch(tasks)
     loader, later = loader_of(made, num_workers), loader_of(made, num_workers)
     try:
-        assert same(loader.fetch(tasks[:5]) + loader.fetch(tasks[5:9]), straight[:9])
-        assert same(later.fetch(tasks[7:]), straight[7:])
+        assert same_episodes(loader.fetch(tasks[:5]) + loader.fetch(tasks[5:9]), straight[:9])
+        assert same_episodes(later.fetch(tasks[7:]), straight[7:])
         assert loader.load_s > 0
     finally:
         loader.close()
@@ -181,7 +167,7 @@ def test_input_errors_are_tried_again_with_longer_and_longer_waits(made, tmp_pat
     sleeps: list[float] = []
     tasks = made[2][:3]
     loader = loader_of(made, source=Trouble(made[0], {tasks[1].item: ("io", 2)}, tmp_path), sleeps=sleeps)
-    assert same(loader.fetch(tasks), loader_of(made).fetch(tasks))
+    assert same_episodes(loader.fetch(tasks), loader_of(made).fetch(tasks))
     assert sleeps == [0.1, 0.5]
 
 
@@ -201,14 +187,14 @@ def test_what_cannot_be_had_leaves_the_others_where_they_were(made, tmp_path, wh
     assert [(one.batches, one.error, one.crash) for one in wrong] == [(None, said, crash)] * len(wrong)
     assert len(sleeps) == waits * len(wrong)
     rest = [task for task in tasks if task.item != bad]
-    assert same([one for one in loaded if one.task.item != bad], loader_of(made).fetch(rest))
+    assert same_episodes([one for one in loaded if one.task.item != bad], loader_of(made).fetch(rest))
 
 
 def test_a_killed_process_is_replaced(made, tmp_path, impatient):
     tasks = made[2][:9]
     loader = loader_of(made, "1", Trouble(made[0], {tasks[4].item: ("kill", 1)}, tmp_path))
     try:
-        assert same(loader.fetch(tasks), loader_of(made).fetch(tasks))
+        assert same_episodes(loader.fetch(tasks), loader_of(made).fetch(tasks))
         assert len(loader.warnings) == 1
         assert re.fullmatch(
             r"a loader process died and was replaced: process \d+ was killed by SIGKILL", loader.warnings[0]
@@ -235,7 +221,7 @@ def test_a_task_that_ends_every_process_is_given_up(made, tmp_path, impatient, w
     assert wrong.error.startswith(f"task {tasks[2].name}: {died}, last: process ")
     assert wrong.error.endswith(ended)
     assert not wrong.crash
-    assert same(loaded[:2], loader_of(made).fetch(tasks[:2]))
+    assert same_episodes(loaded[:2], loader_of(made).fetch(tasks[:2]))
     assert loaded[3].batches is not None
 
 
@@ -251,13 +237,13 @@ def test_a_death_counts_against_the_task_that_was_prepared_alone(made, tmp_path,
     finally:
         loader.close()
     assert [one.batches is None for one in loaded] == [False, True, False]
-    assert same([loaded[0], loaded[2]], loader_of(made).fetch([tasks[0], tasks[2]]))
+    assert same_episodes([loaded[0], loaded[2]], loader_of(made).fetch([tasks[0], tasks[2]]))
     assert loader.deaths == {tasks[1].seed: DEATHS}
 
 
 def test_processes_that_die_before_any_task_are_given_up_and_no_task_is_lost(made, impatient):
     loader = loader_of(made, "1", Fatal(made[0]))
-    assert same(loader.fetch(made[2][:3]), loader_of(made).fetch(made[2][:3]))
+    assert same_episodes(loader.fetch(made[2][:3]), loader_of(made).fetch(made[2][:3]))
     assert loader.num_workers == 0
     (last,) = loader.warnings[DEATHS:]
     assert last.startswith(f"num_workers=1: loader processes failed {DEATHS} times in a row, last: process ")
@@ -277,7 +263,7 @@ def test_a_folder_that_is_removed_costs_no_task(made):
         assert loader.folder.path != folder.path
     finally:
         loader.close()
-    assert same(loaded, loader_of(made).fetch(made[2]))
+    assert same_episodes(loaded, loader_of(made).fetch(made[2]))
     assert loader.warnings == [
         f"{folder.path} was removed while it was in use; the loader processes start again"
     ]

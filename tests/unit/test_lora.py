@@ -21,9 +21,9 @@ from fmmeta.models.lora import lora_config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.training.build import plan_parallel, read_inputs
+from tests.support.exports import assert_same_logits, exported, inputs
 from tests.support.helpers import refusal
 from tests.support.models import save, save_bert, save_llama, write_classes
-from tests.unit.test_checkpoint_export import assert_same_logits, exported, inputs
 
 
 @pytest.fixture(scope="module")

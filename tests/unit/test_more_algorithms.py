@@ -22,6 +22,7 @@ from fmmeta.tasks.batching import collate
 from fmmeta.training import finish
 from fmmeta.training.run_log import StepMetrics
 from tests.support import learners
+from tests.support.algorithms import LEARNERS, PROTOTYPE, identity, passes_of
 from tests.support.helpers import one_rank
 from tests.support.learners import (
     against_oracle,
@@ -33,7 +34,6 @@ from tests.support.learners import (
     task_gradient,
     worker_of,
 )
-from tests.unit.test_algorithms import LEARNERS, PROTOTYPE, identity, passes_of
 
 PROTOTYPE_HEAD = {"head_init": "prototype"}
 THROUGH = {**PROTOTYPE, "prototype_gradient": True}

@@ -134,7 +134,7 @@ def test_sizes_read_well():
 def test_groups_chosen_automatically_stay_inside_nodes():
     from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
     from fmmeta.planning import memory
-    from tests.unit.test_layout import SIZES
+    from tests.support.memory import SIZES
 
     for sizes in ((6, 6), (4, 4), (3, 3), (4, 2), (1, 1)):
         world = type("World", (), {})()

@@ -38,10 +38,10 @@ from fmmeta.planning.machines import PROFILES
 from fmmeta.planning.memory import estimate, largest_part, micro_batches, rank_sizes
 from fmmeta.planning.settings import PlanConfig
 from fmmeta.tasks.batching import Batcher, Example
+from tests.support.algorithms import LEARNERS, passes_of
 from tests.support.helpers import ROOT, refusal
 from tests.support.learners import config_of, worker_of
 from tests.support.models import save_family
-from tests.unit.test_algorithms import LEARNERS, passes_of
 
 SMALL = ["--gpus", "2", "--gpu_memory_gib", "8"]
 

@@ -24,9 +24,7 @@ from fmmeta.checkpoint import read, write
 from fmmeta.checkpoint.write import Saver
 from fmmeta.config.settings import Config
 from fmmeta.training.run_folder import accept_changes, find_start, lock_folder, open_run, write_run
-from tests.support.helpers import one_rank, refusal
-from tests.support.launch import ROOT, environment
-from tests.unit.test_checkpoint_export import (
+from tests.support.checkpoints import (
     CUT,
     SHAPES,
     WHOLE,
@@ -38,6 +36,8 @@ from tests.unit.test_checkpoint_export import (
     saved,
     state_of,
 )
+from tests.support.helpers import one_rank, refusal
+from tests.support.launch import ROOT, environment
 
 TABLE = {"rates": torch.tensor([[0.5, 0.25]])}
 

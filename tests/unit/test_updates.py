@@ -14,7 +14,7 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.outer_step import PREFIX, DelayedUpdate, OuterOptimizer
 from fmmeta.meta.parameters import MetaParameters, StateDict
 from fmmeta.parallel.collectives import Communicator
-from tests.unit.test_inner_outer import encoder, worker_of
+from tests.support.learners import bert, worker_over
 
 CPU = torch.device("cpu")
 STEPS, LR = 12, 0.2
@@ -30,7 +30,7 @@ def updates_of(delay: int, lr: float = LR, **settings) -> DelayedUpdate:
         "weight_decay": 0.0,
         "max_grad_norm": 0.0,
     }
-    worker = worker_of(encoder("mean"))
+    worker = worker_over(bert("mean"))
     config = Config(**{**fixed, "outer_lr": lr, "outer_steps": STEPS, "outer_delay": delay, **settings})
     theta = worker.read()
     theta.copy_(torch.linspace(-1, 1, len(theta)))
