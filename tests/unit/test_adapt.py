@@ -26,6 +26,7 @@ from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.helpers import refusal, write_rows
 from tests.support.launch import environment, python
+from tests.support.messages import check_message
 from tests.support.models import WORDS
 
 PAIRS = [(f"{word} {other}", f"class {word}") for word in WORDS[:3] for other in WORDS[5:9]]
@@ -90,7 +91,7 @@ def test_a_pooled_encoder_keeps_its_head_beside_it(bert, tmp_path):
     assert (
         "pipeline_tag" not in card
     )  # transformers would give it a random head under the names of the classes
-    assert "`fmmeta predict` serves it: the classes are in `head.safetensors`" in card
+    assert "`fmmeta predict` serves it" in card
 
 
 def test_steps_are_chosen_by_leaving_examples_out(bert):
@@ -133,7 +134,7 @@ def test_steps_are_chosen_by_leaving_examples_out(bert):
     assert adapted.inner_steps == 1 + int(losses[1:].argmin())
     assert adapted.left_out == pytest.approx(float(right[adapted.inner_steps]))
 
-    assert refusal(AdaptConfig, micro_batch_size=0) == "micro_batch_size=0 is below 1; use 1 or more"
+    check_message(refusal(AdaptConfig, micro_batch_size=0), "micro_batch_size=0", "use 1 or more")
 
 
 def test_one_example_of_a_class_leaves_none_to_leave_out():
@@ -300,10 +301,7 @@ def test_a_language_model_learns_pairs_and_answers(llama, tmp_path):
 def test_half_a_surrogate_pair_is_named_with_its_line(bert, tmp_path):
     support = tmp_path / "support.jsonl"
     support.write_text('{"text": "a", "label": "x"}\n{"text": "b\\ud800", "label": "y"}\n')
-    assert (
-        refusal(fmmeta.adapt, bert, support)
-        == f"{support}:2 has half of a surrogate pair (\\ud800) in text; fix the row"
-    )
+    check_message(refusal(fmmeta.adapt, bert, support), f"{support}:2", "\\ud800", "fix the row")
 
 
 def test_the_commands(bert, tmp_path):
@@ -348,66 +346,57 @@ def test_the_commands(bert, tmp_path):
     asked = tmp_path / "asked.txt"
     asked.write_text(lines + '{"words": "x"}\n')
     ended = command("predict", "--model_name_or_path", out, "--input", str(asked))
-    assert (ended.returncode, ended.stderr.strip()) == (
-        2,
-        (
-            f"fmmeta: error: {asked}:4 has no text under text, sentence, utterance, input, prompt, question;"
-            " name the key with --text_column"
-        ),
-    )
+    assert ended.returncode == 2
+    check_message(ended.stderr.strip(), f"fmmeta: error: {asked}:4", "name the key with --text_column")
     ended = command(
         "adapt", "--model_name_or_path", str(bert), "--support", str(support), "--output_dir", out
     )
-    assert (ended.returncode, ended.stderr.strip()) == (
-        2,
-        f"fmmeta: error: output_dir={out} is not empty; choose another, so that nothing is overwritten",
-    )
-    assert (
-        command("adapt", "--output_dir", out).stderr.strip()
-        == "fmmeta: error: support is missing; give --support"
+    assert ended.returncode == 2
+    check_message(ended.stderr.strip(), f"fmmeta: error: output_dir={out} is not empty", "choose another")
+    check_message(
+        command("adapt", "--output_dir", out).stderr.strip(), "support is missing", "give --support"
     )
 
 
 def test_what_cannot_be_learned_is_said(bert, tmp_path):
-    assert (
-        refusal(fmmeta.adapt, bert, [("a", "x"), ("b", "x")])
-        == "support= has one class only, 'x'; give examples of two or more"
+    check_message(
+        refusal(fmmeta.adapt, bert, [("a", "x"), ("b", "x")]), "support=", "give examples of two or more"
     )
-    assert (
-        refusal(fmmeta.adapt, bert, tmp_path / "none.jsonl")
-        == f"support={tmp_path / 'none.jsonl'} is not a file; give a .jsonl, .csv or .parquet file"
+    check_message(
+        refusal(fmmeta.adapt, bert, tmp_path / "none.jsonl"),
+        f"support={tmp_path / 'none.jsonl'}",
+        "give a .jsonl, .csv or .parquet file",
     )
     query = write_rows(tmp_path / "query.jsonl", [{"text": "a", "label": "z"}])
-    assert (
-        refusal(fmmeta.adapt, bert, PAIRS, query=str(query), output_dir=tmp_path / "out")
-        == f"query={query} has the class 'z', of which the support set has none; add some"
+    check_message(
+        refusal(fmmeta.adapt, bert, PAIRS, query=str(query), output_dir=tmp_path / "out"),
+        f"query={query}",
+        "add some",
     )
     assert not (tmp_path / "out").exists()
     message = refusal(fmmeta.adapt, bert, PAIRS, inner_lr=3e38, early_stopping=False)
-    assert (
-        message
-        == "inner_lr=3e+38: the loss on the support set is not finite after 5 inner steps; lower --inner_lr"
-    )
+    check_message(message, "inner_lr=3e+38", "5 inner", "lower --inner_lr")
     for name in ("notes.txt", "notes.json"):
         (tmp_path / name).write_text("{}")
         for setting in ("support", "query"):
-            assert (
-                refusal(AdaptConfig, **{setting: str(tmp_path / name)})
-                == f"{setting}={tmp_path / name} is no .jsonl, .csv, .parquet file (.gz too); convert it to"
-                " one of them"
+            check_message(
+                refusal(AdaptConfig, **{setting: str(tmp_path / name)}),
+                f"{setting}={tmp_path / name}",
+                "convert it to one of them",
             )
-    assert refusal(PredictConfig) == "model_name_or_path is missing; give the folder that fmmeta adapt wrote"
-    assert (
-        refusal(PredictConfig, "x", input="nowhere")
-        == "input=nowhere is not a file; give one, or - for standard input"
+    check_message(
+        refusal(PredictConfig), "model_name_or_path is missing", "give the folder that fmmeta adapt wrote"
+    )
+    check_message(
+        refusal(PredictConfig, "x", input="nowhere"), "input=nowhere", "give one, or - for standard input"
     )
 
 
 def test_an_inner_loop_that_runs_away_leaves_no_folder(bert, tmp_path):
     """The loss before the only step is finite, and nothing is after it."""
-    for stops, said in (
-        (False, "the support set is not finite after"),
-        (True, "examples left out is not finite after any of"),
+    for stops, steps in (
+        (False, "the support set is not finite after 1 "),
+        (True, "examples left out is not finite after any of 2 "),
     ):
         message = refusal(
             fmmeta.adapt,
@@ -418,7 +407,7 @@ def test_an_inner_loop_that_runs_away_leaves_no_folder(bert, tmp_path):
             inner_steps=1,
             early_stopping=stops,
         )
-        assert message == f"inner_lr=3e+38: the loss on {said} {1 + stops} inner steps; lower --inner_lr"
+        check_message(message, "inner_lr=3e+38", steps, "lower --inner_lr")
     assert not (tmp_path / "new").exists()
     (tmp_path / "out").mkdir()
     refusal(
@@ -439,11 +428,11 @@ def test_a_loss_that_rises_is_told(bert, capsys):
     ]  # other classes than the words tell
     for rate, rises in ((100.0, True), (0.1, False)):
         fmmeta.adapt(bert, mixed, inner_lr=rate, inner_steps=2, early_stopping=False, quiet=False)
-        said = capsys.readouterr().out
-        assert (
-            f"fmmeta: inner_lr={rate}: the loss on the support set rose from 1.1 to " in said
-        ) == rises  # ln 3
-        assert ("rose" in said) == rises
+        lines = [line for line in capsys.readouterr().out.splitlines() if "rose" in line]
+        assert len(lines) == rises
+        for line in lines:
+            assert line.startswith(f"fmmeta: inner_lr={rate}: ")
+            assert "rose from 1.1 to " in line  # ln 3
 
 
 def test_every_query_row_gets_its_answer_and_support_rows_count_once(bert, tmp_path, capsys):
@@ -463,7 +452,8 @@ def test_every_query_row_gets_its_answer_and_support_rows_count_once(bert, tmp_p
     told = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
     assert [(one["text"], one["truth"]) for one in told] == [(row["text"], row["label"]) for row in query]
     assert adapted.accuracy == sum(one["label"] == one["truth"] for one in told) / 4
-    assert f"fmmeta: {support}: 2 of 14 rows repeat another one and are left out\n" in capsys.readouterr().out
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "repeat" in line]
+    check_message(line, f"fmmeta: {support}: 2 of 14 rows", "left out")
 
 
 def test_python_takes_rows_and_paths_as_files_have_them(bert, tmp_path):
@@ -473,70 +463,65 @@ def test_python_takes_rows_and_paths_as_files_have_them(bert, tmp_path):
     assert [one.input for one in adapted.predictions] == [text for text, _ in PAIRS[:2] * 2]
     assert adapted.predict(ASKED) == fmmeta.adapt(bert, tuple(PAIRS), **shared).predict(ASKED)
     assert adapted.predict([]) == []
-    for texts, said in (
-        ("hello", "texts='hello' is one text; give a list of texts"),
-        ([None], "texts[0]=None is no text; give strings"),
-        (["a", "\ud800"], "texts[1] has half of a surrogate pair (\\ud800); fix it"),
-        (["a", ""], "texts[1] is empty; fix it"),
+    for texts, parts in (
+        ("hello", ("texts='hello'", "give a list of texts")),
+        ([None], ("texts[0]=None", "give strings")),
+        (["a", "\ud800"], ("texts[1]", "\\ud800", "fix it")),
+        (["a", ""], ("texts[1] is empty", "fix it")),
     ):
-        assert refusal(adapted.predict, texts) == said
+        check_message(refusal(adapted.predict, texts), *parts)
 
 
 @pytest.mark.parametrize(
-    ("support", "said"),
+    ("support", "parts"),
     [
-        ([], "support=[] holds no examples; give pairs of text and class"),
-        ("", "support='' names no file; give one, or pairs of text and class"),
-        (None, "support=None names no file; give one, or pairs of text and class"),
-        (5, "support=5 is neither a file nor pairs; give [(text, class), ...]"),
-        ([("a",)], "support[0]=('a',) is no pair; give (text, label) or {'text': ..., 'label': ...}"),
-        (["ab", "cd"], "support[0]='ab' is no pair; give (text, label) or {'text': ..., 'label': ...}"),
-        ([("a", "x"), ("b", None)], "support[1] has label=None, which is no text; fix the row"),
-        ([("a", "x"), ("b", float("nan"))], "support[1] has label=nan, which is no text; fix the row"),
+        ([], ("support=[]", "give pairs of text and class")),
+        ("", ("support=''", "give one, or pairs of text and class")),
+        (None, ("support=None", "give one, or pairs of text and class")),
+        (5, ("support=5", "give [(text, class), ...]")),
+        ([("a",)], ("support[0]=('a',)", "give (text, label) or {'text': ...")),
+        (["ab", "cd"], ("support[0]='ab'", "give (text, label) or {'text': ...")),
+        ([("a", "x"), ("b", None)], ("support[1] has label=None", "fix the row")),
+        ([("a", "x"), ("b", float("nan"))], ("support[1] has label=nan", "fix the row")),
         (
             [("a", "x"), ("\ud800b", "y")],
-            "support[1] has half of a surrogate pair (\\ud800) in text; fix the row",
+            ("support[1]", "\\ud800", "fix the row"),
         ),
         (
             [{"words": "a", "label": "x"}],
-            (
-                "dataset=support has none of the columns text, sentence, utterance; it has label, words: "
-                "name one with --text_column"
-            ),
+            ("dataset=support", "it has label, words", "--text_column"),
         ),
     ],
 )
-def test_examples_from_python_that_are_none(support, said):
-    assert refusal(fmmeta.adapt, "tiny", support) == said
+def test_examples_from_python_that_are_none(support, parts):
+    check_message(refusal(fmmeta.adapt, "tiny", support), *parts)
 
 
 def test_a_query_set_from_python_has_the_same_shape():
-    assert (
-        refusal(fmmeta.adapt, "tiny", PAIRS, query=["ab"])
-        == "query[0]='ab' is no pair; give (text, label) or {'text': ..., 'label': ...}"
+    check_message(
+        refusal(fmmeta.adapt, "tiny", PAIRS, query=["ab"]),
+        "query[0]='ab'",
+        "give (text, label) or {'text': ...",
     )
-    assert (
-        refusal(fmmeta.adapt, "tiny", PAIRS, query=[])
-        == "query=[] holds no examples; give pairs of text and class"
-    )
+    check_message(refusal(fmmeta.adapt, "tiny", PAIRS, query=[]), "query=[]", "give pairs of text and class")
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "parts"),
     [
-        ({"inner_step": 3}, "inner_step=3 is no setting; did you mean inner_steps?"),
-        ({"quite_else": 3}, "quite_else=3 is no setting; leave it out"),
-        ({"inner_steps": "3"}, "inner_steps='3' is not a whole number; give one"),
-        ({"inner_steps": 1.5}, "inner_steps=1.5 is not a whole number; give one"),
-        ({"inner_steps": True}, "inner_steps=True is not a whole number; give one"),
-        ({"inner_lr": "0.1"}, "inner_lr='0.1' is not a number; give one"),
-        ({"early_stopping": "false"}, "early_stopping='false' is not True or False; give one"),
-        ({"micro_batch_size": None}, "micro_batch_size=None is not a whole number; give one"),
-        ({"text_column": ["a"]}, "text_column=['a'] is not a text; give one"),
+        ({"inner_step": 3}, ("inner_step=3", "did you mean inner_steps?")),
+        ({"quite_else": 3}, ("quite_else=3", "leave it out")),
+        ({"inner_steps": "3"}, ("inner_steps='3'", "give one")),
+        ({"inner_steps": 1.5}, ("inner_steps=1.5", "give one")),
+        ({"inner_steps": True}, ("inner_steps=True", "give one")),
+        ({"inner_lr": "0.1"}, ("inner_lr='0.1'", "give one")),
+        ({"early_stopping": "false"}, ("early_stopping='false'", "give one")),
+        ({"micro_batch_size": None}, ("micro_batch_size=None", "give one")),
+        ({"text_column": ["a"]}, ("text_column=['a']", "give one")),
     ],
 )
-def test_settings_from_python_that_do_not_fit(settings, said):
-    assert refusal(fmmeta.adapt, "tiny", PAIRS, **settings) == said
+def test_settings_from_python_that_do_not_fit(settings, parts):
+    check_message(refusal(fmmeta.adapt, "tiny", PAIRS, **settings), *parts)
 
 
 def test_objects_are_shown_in_one_line_each(bert, tmp_path):
@@ -605,10 +590,7 @@ def test_a_stopped_adaptation_leaves_no_folder(bert, tmp_path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 75
         assert process.stderr
-        assert (
-            process.stderr.read().strip()
-            == "fmmeta: stopped by SIGTERM; outputs that were not finished are removed"
-        )
+        check_message(process.stderr.read().strip(), "SIGTERM", "not finished are removed")
         assert not (tmp_path / "out").exists()
     finally:
         process.kill()

@@ -14,6 +14,7 @@ from fmmeta.config.algorithms import BUILT_IN, find
 from fmmeta.config.settings import Config
 from tests.support.helpers import ROOT, refusal
 from tests.support.launch import environment
+from tests.support.messages import check_message
 
 PACKAGE = ROOT / "fmmeta"
 REGISTRY = PACKAGE / "config/algorithms.py"
@@ -72,25 +73,24 @@ def test_a_spec_of_the_current_folder(module):
     )
     config = parse(["--algorithm", "rule_a:spec"])
     assert find(config.algorithm).name == "mine"
-    assert "inner_optimizer=adamw with algorithm=rule_a:spec" in refusal(
-        Config, algorithm="rule_a:spec", inner_optimizer="adamw"
-    )
+    message = refusal(Config, algorithm="rule_a:spec", inner_optimizer="adamw")
+    check_message(message, "inner_optimizer=adamw", "algorithm=rule_a:spec", "use sgd or momentum")
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "cause", "remedy"),
     [
-        ("nowhere:spec", "algorithm=nowhere:spec cannot be imported (No module named 'nowhere'); write"),
-        ("rule_b:missing", "algorithm=rule_b:missing cannot be imported (module 'rule_b' has no attribute"),
-        ("rule_b:value", "algorithm=rule_b:value is a int and no AlgorithmSpec; name one"),
-        ("rule_c:spec", "algorithm=rule_c:spec cannot be imported (division by zero); write module:name"),
-        (":spec", "algorithm=:spec cannot be imported"),
+        ("nowhere:spec", "No module named 'nowhere'", "write module:name"),
+        ("rule_b:missing", "module 'rule_b' has no attribute", "write module:name"),
+        ("rule_b:value", "is a int and no AlgorithmSpec", "name one"),
+        ("rule_c:spec", "division by zero", "write module:name"),
+        (":spec", "cannot be imported", "write module:name"),
     ],
 )
-def test_bad_names_are_refused_in_one_line(module, name, said):
+def test_bad_names_are_refused_in_one_line(module, name, cause, remedy):
     module("rule_b", "value = 3\n")
     module("rule_c", "1 / 0\n")
-    assert refusal(parse, ["--algorithm", name]).startswith(said)
+    check_message(refusal(parse, ["--algorithm", name]), f"algorithm={name} ", cause, remedy)
 
 
 def test_a_bad_name_ends_with_exit_code_2(tmp_path):
@@ -103,7 +103,7 @@ def test_a_bad_name_ends_with_exit_code_2(tmp_path):
         timeout=60,
     )
     assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
-    assert ran.stderr.startswith("fmmeta: error: algorithm=nowhere:spec cannot be imported")
+    check_message(ran.stderr, "fmmeta: error: algorithm=nowhere:spec ", "write module:name")
 
 
 def test_the_current_folder_is_on_the_path_for_such_a_flag_alone(module):

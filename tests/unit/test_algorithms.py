@@ -292,16 +292,12 @@ def test_self_check_trusts_fp32_and_warns_of_bf16():
     good, bad = found["fp32"], found["bf16"]
     assert good.cosine > 0.99999
     assert 0 < good.relative < 1e-3
-    assert good.text.startswith(
-        "check_meta_gradient: at half the difference step the meta-gradient of the first task "
-        "differs by "
-        f"{good.relative:.1e} of its length (cosine {good.cosine:.6f})"
-    )
-    assert good.text.endswith("; the differences can be trusted")
+    assert good.text.startswith("check_meta_gradient: at half the difference step")
+    assert f"by {good.relative:.1e} of its length (cosine {good.cosine:.6f})" in good.text
+    assert good.text.endswith("can be trusted")
     assert bad.relative > 0.02
-    assert (
-        "WARNING: gradients rounded to bf16 make these differences meaningless; set bf16 to false" in bad.text
-    )
+    assert "WARNING: gradients rounded to bf16" in bad.text
+    assert bad.text.endswith("set bf16 to false")
     assert "WARNING: the loss bends too sharply" in Check(0.9, 0.4, "fp32").text
     assert "WARNING" in Check(float("nan"), float("nan"), "fp32").text
 

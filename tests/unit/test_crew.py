@@ -17,6 +17,7 @@ from fmmeta.elastic.controller import MAX_ATTEMPTS, ElasticController, check_kin
 from fmmeta.elastic.lighthouse import reachable_as
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from tests.support.helpers import refusal
+from tests.support.messages import check_message
 
 
 def membership(*members: tuple[int, bool, bool]) -> Membership:
@@ -74,87 +75,60 @@ OUT = {"elastic": True, "output_dir": "x"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "parts"),
     [
         (
             {"elastic": True},
-            (
-                "elastic=True needs output_dir: every group must find the same folder; give one on a disk"
-                " that all of them see"
-            ),
+            ("elastic=True needs output_dir", "give one on a disk that all of them see"),
         ),
         (
             {**OUT, "outer_delay": 1},
-            (
-                "elastic=True with outer_delay=1: a lost group would take its pending meta-gradient with it;"
-                " leave outer_delay out"
-            ),
+            ("elastic=True", "outer_delay=1", "leave outer_delay out"),
         ),
         (
             {**OUT, "pipeline_stages": 2},
-            (
-                "elastic=True with pipeline_stages=2: stages are not tested with groups that rejoin; leave"
-                " pipeline_stages out"
-            ),
+            ("elastic=True", "pipeline_stages=2", "leave pipeline_stages out"),
         ),
         (
             {**OUT, "tensor_parallel_size": 2},
-            (
-                "elastic=True with tensor_parallel_size=2: tensor ranks are not tested with groups that"
-                " rejoin; leave tensor_parallel_size out"
-            ),
+            ("elastic=True", "tensor_parallel_size=2", "leave tensor_parallel_size out"),
         ),
         (
             {**OUT, "task_sharding": "node"},
-            (
-                "elastic=True with task_sharding=node: its meta-batches depend on the number of nodes; leave"
-                " task_sharding out"
-            ),
+            ("elastic=True", "task_sharding=node", "leave task_sharding out"),
         ),
         (
             {**OUT, "load_best_model_at_end": True, "eval_steps": 1},
-            (
-                "elastic=True with load_best_model_at_end=True: the best weights are not in the state that"
-                " a group receives; leave load_best_model_at_end out"
-            ),
+            ("elastic=True", "load_best_model_at_end=True", "leave load_best_model_at_end out"),
         ),
         (
             {**OUT, "resume_from_checkpoint": "never"},
-            (
-                "elastic=True with resume_from_checkpoint=never: a group that rejoins takes the newest"
-                " state; leave it out"
-            ),
+            ("elastic=True", "resume_from_checkpoint=never", "leave it out"),
         ),
         (
             {**OUT, "accept_changed_settings": ["seed"]},
-            (
-                "elastic=True with accept_changed_settings=['seed']: groups that are running cannot change"
-                " theirs; leave accept_changed_settings out"
-            ),
+            ("elastic=True", "accept_changed_settings=['seed']", "leave accept_changed_settings out"),
         ),
         (
             {**OUT, "algorithm": "none"},
-            "elastic=True means nothing for algorithm=none, which trains nothing; leave it out",
+            ("elastic=True", "algorithm=none", "leave it out"),
         ),
         (
             {"lighthouse": "http://a:1"},
-            "lighthouse=http://a:1 means nothing for elastic=False; leave it out, or give --elastic",
+            ("lighthouse=http://a:1", "elastic=False", "leave it out, or give --elastic"),
         ),
         (
             {"group_name": "a"},
-            "group_name=a means nothing for elastic=False; leave it out, or give --elastic",
+            ("group_name=a", "elastic=False", "leave it out, or give --elastic"),
         ),
         (
             {"outer_delay": 2},
-            "outer_delay=2 is above 1; use 0 or more, up to 1",
+            ("outer_delay=2", "use 0 or more, up to 1"),
         ),
-        ({"outer_delay": -1}, "outer_delay=-1 is below 0; use 0 or more"),
+        ({"outer_delay": -1}, ("outer_delay=-1", "use 0 or more")),
         (
             {"outer_delay": 1, "offload_outer": True},
-            (
-                "outer_delay=1 with offload_outer=True: a sum in host memory is reduced piece by piece, and"
-                " none of it would overlap; leave one out"
-            ),
+            ("outer_delay=1", "offload_outer=True", "leave one out"),
         ),
         (
             {
@@ -163,31 +137,28 @@ OUT = {"elastic": True, "output_dir": "x"}
                 "inner_optimizer": "adamw",
                 "inner_optimizer_state": "kept",
             },
-            (
-                "outer_delay=1 with inner_optimizer_state=kept: an inner loop would begin with the moments"
-                " of two outer steps before; use reset, or no delay"
-            ),
+            ("outer_delay=1", "inner_optimizer_state=kept", "use reset, or no delay"),
         ),
         (
             {"outer_delay": 1, "algorithm": "none"},
-            "outer_delay=1 means nothing for algorithm=none, which trains nothing; leave it out",
+            ("outer_delay=1", "algorithm=none", "leave it out"),
         ),
         (
             {"reduce_dtype": "bf16", "algorithm": "none"},
-            "reduce_dtype=bf16 means nothing for algorithm=none, which trains nothing; leave it out",
+            ("reduce_dtype=bf16", "algorithm=none", "leave it out"),
         ),
-        ({"reduce_dtype": "fp16"}, "reduce_dtype=fp16 is unknown; use fp32 or bf16"),
+        ({"reduce_dtype": "fp16"}, ("reduce_dtype=fp16", "use fp32 or bf16")),
     ],
 )
-def test_what_is_refused(settings, said):
-    assert refusal(lambda: Config(**settings)) == said
+def test_what_is_refused(settings, parts):
+    check_message(refusal(lambda: Config(**settings)), *parts)
 
 
 @pytest.mark.parametrize("address", ["host:1", "http://host", "https://127.0.0.1:5", ""])
 def test_no_address_of_a_lighthouse(address):
-    said = refusal(lambda: reachable_as(address))
-    assert said.startswith(f"lighthouse={address} is no address (")
-    assert said.endswith("); give http://HOST:PORT as `fmmeta lighthouse` prints it")
+    message = refusal(lambda: reachable_as(address))
+    assert message.startswith(f"lighthouse={address} is no address (")
+    assert "; give http://HOST:PORT" in message
 
 
 def test_this_machine_as_it_sees_itself():
@@ -230,15 +201,15 @@ def test_groups_with_other_settings_or_another_cut_have_another_mark():
 def test_a_tensor_of_another_kind_is_refused_before_it_is_received():
     rates = torch.zeros(1, 3, dtype=torch.float64)
     check_kinds(kinds({"rates": rates, "rates.exp_avg": rates + 1}), rates)
-    assert (
-        refusal(check_kinds, kinds({"rates": rates.float()}), rates)
-        == "elastic=True: rates of the other groups is ['torch.float32', [1, 3]] and has to be"
-        " ['torch.float64', [1, 3]] here; start this group with the same versions of fmmeta and torch as"
-        " the others"
+    check_message(
+        refusal(check_kinds, kinds({"rates": rates.float()}), rates),
+        "elastic=True: rates",
+        "['torch.float32', [1, 3]]",
+        "['torch.float64', [1, 3]]",
+        "the same versions of fmmeta and torch",
     )
-    assert "is ['torch.float64', [1, 2]] and has to be ['torch.float64', [1, 3]] here" in refusal(
-        check_kinds, kinds({"rates": rates[:, :2]}), rates
-    )
+    message = refusal(check_kinds, kinds({"rates": rates[:, :2]}), rates)
+    check_message(message, "['torch.float64', [1, 2]]", "['torch.float64', [1, 3]]")
     assert "has to be None here" in refusal(check_kinds, kinds({"rates": rates}), None)
 
 
@@ -268,6 +239,5 @@ def test_a_group_lost_at_the_roll_call_costs_another_roll_call():
     controller.finish(run)
     assert (controller.quorum_step, controller.retries, run.state.tasks) == (steps, 3, {"seen": 9, "bad": 1})
     assert len(cleared) == 3
-    fault = f"outer step {steps + 1} was attempted {MAX_ATTEMPTS} times in vain .a broadcast: gone."
-    with pytest.raises(MachineFault, match=fault):
+    with pytest.raises(MachineFault, match=f"outer step {steps + 1} was attempted {MAX_ATTEMPTS} times"):
         Unlucky(-1).finish(run)

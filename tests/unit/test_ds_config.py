@@ -15,6 +15,7 @@ from fmmeta.parallel.deepspeed_config import (
     with_model_ranks,
 )
 from tests.support.helpers import ROOT, refusal
+from tests.support.messages import check_message
 
 HF = {  # a typical file of transformers' documentation
     "fp16": {
@@ -134,9 +135,11 @@ VALUES = {
 def test_what_fmmeta_owns_is_refused_by_name(ds_file, key):
     shown = json.dumps(VALUES[key])
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    assert (
-        refusal(read, ds_file({key: VALUES[key]}), False, pytest.fail)
-        == f"deepspeed=ds.json sets {key}={shown}, which fmmeta owns; remove it and use {OURS[key]}"
+    check_message(
+        refusal(read, ds_file({key: VALUES[key]}), False, pytest.fail),
+        "deepspeed=ds.json",
+        f"{key}={shown}",
+        f"remove it and use {OURS[key]}",
     )
 
 
@@ -161,9 +164,11 @@ BLOCKS = {
 def test_what_breaks_meta_training_is_refused_by_name(ds_file, key, inside_zero):
     value = BLOCKS.get(key, {"enabled": True})
     config = {"zero_optimization": {"stage": 2, key: value}} if inside_zero else {key: value}
-    assert (
-        refusal(read, ds_file(config), False, pytest.fail)
-        == f"deepspeed=ds.json sets {key}={json.dumps(value)}: {REFUSED[key]}; remove it"
+    check_message(
+        refusal(read, ds_file(config), False, pytest.fail),
+        "deepspeed=ds.json",
+        f"{key}={json.dumps(value)}",
+        "remove it",
     )
 
 
@@ -187,40 +192,41 @@ def test_what_is_off_is_dropped(ds_file, key, value):
 
 
 @pytest.mark.parametrize(
-    ("zero", "said"),
+    ("zero", "setting", "remedy"),
     [
-        (2, 'sets zero_optimization=2; write {"stage": 2}'),
-        ({"stage": 4}, "sets zero_optimization.stage=4; use 0, 1, 2 or 3"),
-        ({"stage": "auto"}, 'sets zero_optimization.stage="auto"; use 0, 1, 2 or 3'),
-        (
-            {"stage": 3, "offload_param": {"device": "nvme"}},
-            'sets offload_param.device="nvme"; shards must stay in memory: use cpu or none',
-        ),
+        (2, "zero_optimization=2", 'write {"stage": 2}'),
+        ({"stage": 4}, "zero_optimization.stage=4", "use 0, 1, 2 or 3"),
+        ({"stage": "auto"}, 'zero_optimization.stage="auto"', "use 0, 1, 2 or 3"),
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, 'offload_param.device="nvme"', "use cpu or none"),
         (
             {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
-            "sets offload_optimizer.ratio=0.5, which needs DeepSpeed's Adam; use 1.0",
+            "offload_optimizer.ratio=0.5",
+            "use 1.0",
         ),
         (
             {"stage": 2, "offload_param": {"device": "cpu"}},
-            "sets zero_optimization.stage=2 with offload_param; use stage 3 or more",
+            "zero_optimization.stage=2 with offload_param",
+            "use stage 3 or more",
         ),
         (
             {"stage": 0, "offload_optimizer": {"device": "cpu"}},
-            "sets zero_optimization.stage=0 with offload_optimizer; use stage 1 or more",
+            "zero_optimization.stage=0",
+            "use stage 1 or more",
         ),
-        ({"stage": 2, "offload_optimizer": "cpu"}, 'sets offload_optimizer="cpu"; write {"device": "cpu"}'),
+        ({"stage": 2, "offload_optimizer": "cpu"}, 'offload_optimizer="cpu"', 'write {"device": "cpu"}'),
     ],
 )
-def test_zero_settings_that_cannot_work(ds_file, zero, said):
-    assert (
-        refusal(read, ds_file({"zero_optimization": zero}), False, pytest.fail) == f"deepspeed=ds.json {said}"
-    )
+def test_zero_settings_that_cannot_work(ds_file, zero, setting, remedy):
+    message = refusal(read, ds_file({"zero_optimization": zero}), False, pytest.fail)
+    check_message(message, f"deepspeed=ds.json sets {setting}", remedy)
 
 
 def test_bf16_is_an_object(ds_file):
-    assert (
-        refusal(read, ds_file({"bf16": True}), False, pytest.fail)
-        == 'deepspeed=ds.json sets bf16=true; write {"enabled": true}'
+    check_message(
+        refusal(read, ds_file({"bf16": True}), False, pytest.fail),
+        "deepspeed=ds.json",
+        "bf16=true",
+        'write {"enabled": true}',
     )
 
 
@@ -232,24 +238,22 @@ def test_offload_is_noticed(ds_file):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "cause", "remedy"),
     [
-        (
-            "{",
-            (
-                "is not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1));"
-                " fix the file"
-            ),
-        ),
-        ("[]", "holds no JSON object; see ds_configs/ for ready ones"),
+        ("{", "line 1 column 2", "fix the file"),
+        ("[]", "holds no JSON object", "see ds_configs/ for ready ones"),
     ],
 )
-def test_an_unreadable_file(ds_file, text, said):
+def test_an_unreadable_file(ds_file, text, cause, remedy):
     path = ds_file(text)
-    assert refusal(read, path, False, pytest.fail) == f"deepspeed={path} {said}"
-    assert (
-        refusal(read, path + ".no", False, pytest.fail)
-        == f"deepspeed={path}.no is not a file; see ds_configs/ for ready ones"
+    message = refusal(read, path, False, pytest.fail)
+    assert message.startswith(f"deepspeed={path} ")
+    assert cause in message
+    assert message.endswith(f"; {remedy}")
+    check_message(
+        refusal(read, path + ".no", False, pytest.fail),
+        f"deepspeed={path}.no",
+        "see ds_configs/ for ready ones",
     )
 
 
@@ -289,10 +293,12 @@ def test_what_model_ranks_do_not_work_with(ranks, flag):
         (DeepSpeedSettings(2, False, False), "ZeRO 2"),
         (DeepSpeedSettings(1, False, True), "offload_optimizer"),
     ):
-        assert (
-            refusal(with_model_ranks, settings, *ranks)
-            == f"{flag} does not work with {what}; use a DeepSpeed file with zero_optimization.stage 0 or 1"
-            f" and no offload, or leave {name} out"
+        check_message(
+            refusal(with_model_ranks, settings, *ranks),
+            flag,
+            what,
+            "zero_optimization.stage 0 or 1",
+            f"leave {name} out",
         )
         assert with_model_ranks(settings, 1, 1) == settings
 

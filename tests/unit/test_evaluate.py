@@ -27,6 +27,7 @@ from fmmeta.models.files import hub_answers
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.models.tiny import byte_tokenizer
 from tests.support.helpers import refusal
+from tests.support.messages import check_message
 from tests.support.models import WORDS, save_family, write_pairs
 
 
@@ -166,9 +167,8 @@ def test_every_method_and_shot_meets_the_same_episodes_and_a_model_equals_itself
         **{**flags, "seed": 7},
         compare=str(tmp_path / "deep" / "first.json"),
     )
-    assert message.endswith(
-        "the other results are of other 2-shot episodes; use the same data, --seed, --episodes, --n_way and "
-        "--num_query"
+    check_message(
+        message, f"compare={tmp_path / 'deep' / 'first.json'}", "2-shot episodes", "use the same data, --seed"
     )
     message = refusal(
         fmmeta.evaluate,
@@ -365,11 +365,9 @@ def test_a_broken_task_file_is_left_out_of_both_models(llama, tmp_path, capsys):
     ]
     said = [line for line in capsys.readouterr().out.splitlines() if "failed to load" in line]
     assert len(said) == 4  # for either model and number of shots
-    assert said[0].startswith("fmmeta: 2 of 12 1-shot episodes failed to load; the first: task s1/t3: ")
+    check_message(said[0], "fmmeta: 2 of 12 1-shot episodes", "task s1/t3: ", "left out")
     message = refusal(fmmeta.evaluate, llama, data, **flags, on_bad_task="skip", max_bad_fraction=0.01)
-    assert message.startswith(
-        "max_bad_fraction=0.01: 2 of 12 1-shot episodes failed to load; the first: task s1/t3: "
-    )
+    check_message(message, "max_bad_fraction=0.01: 2 of 12 1-shot episodes", "task s1/t3: ")
 
 
 def test_greedy_answers_are_those_of_transformers(llama):
@@ -413,11 +411,7 @@ def test_answers_end_where_the_positions_do(tmp_path):
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
         assert text == tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True).strip()
     message = refusal(generate, single.worker, tokenizer, [prompts[0] + [5] * 3], 6, 4)
-    assert (
-        message
-        == "max_new_tokens=6: an input of 128 tokens leaves none of the model's 128 positions for an answer;"
-        " lower --max_length"
-    )
+    check_message(message, "max_new_tokens=6", "128 tokens", "128 positions", "lower --max_length")
     assert generate(single.worker, tokenizer, [], 6, 4) == []
 
 
@@ -457,83 +451,65 @@ def test_paired_differences_are_over_common_episodes():
 
 
 @pytest.mark.parametrize(
-    ("flags", "text"),
+    ("flags", "parts"),
     [
         (
             {"method": ["dreaming"]},
-            "method=dreaming is unknown; use finetune, prototype, linear, knn or in_context",
+            ("method=dreaming", "use finetune, prototype, linear, knn"),
         ),
-        ({"method": []}, "method names nothing; give one or more"),
-        ({"n_way": "many"}, "n_way=many is neither a number nor all; use 5, say"),
-        ({"n_way": "1"}, "n_way=1 is below 2; use 2 or more"),
-        ({"eval_split": "dev"}, "eval_split=dev is unknown; use train, valid or test"),
-        ({"episodes": 0}, "episodes=0 is below 1; use 1 or more"),
-        ({"k_shot": [1, 5], "k_shot_max": 7}, "k_shot_max=7 goes with one k_shot, and here are 2; give one"),
-        ({"n_way": "all", "n_way_max": 7}, "n_way_max=7 means nothing for n_way=all; leave it out"),
+        ({"method": []}, ("method names nothing", "give one or more")),
+        ({"n_way": "many"}, ("n_way=many", "use 5, say")),
+        ({"n_way": "1"}, ("n_way=1", "use 2 or more")),
+        ({"eval_split": "dev"}, ("eval_split=dev", "use train, valid or test")),
+        ({"episodes": 0}, ("episodes=0", "use 1 or more")),
+        ({"k_shot": [1, 5], "k_shot_max": 7}, ("k_shot_max=7", "here are 2", "give one")),
+        ({"n_way": "all", "n_way_max": 7}, ("n_way_max=7", "n_way=all", "leave it out")),
         (
             {"method": ["in_context"]},
-            (
-                "method=in_context puts the support set into the prompt, and task_type=classification has"
-                " none; use finetune"
-            ),
+            ("method=in_context", "task_type=classification", "use finetune"),
         ),
         (
             {"metrics": ["rouge_l"]},
-            "metrics=rouge_l score generated answers, and task_type=classification has none; leave them out",
+            ("metrics=rouge_l", "task_type=classification", "leave them out"),
         ),
-        ({"metrics": ["bleu"]}, "metrics=bleu is unknown; use rouge_l or options"),
+        ({"metrics": ["bleu"]}, ("metrics=bleu", "use rouge_l or options")),
         (
             {"method": ["knn"], "task_type": "causal_lm"},
-            (
-                "method=knn classifies features, and task_type=causal_lm has no classes; use finetune or"
-                " in_context"
-            ),
+            ("method=knn", "task_type=causal_lm", "use finetune or in_context"),
         ),
         (
             {"n_way": "3", "task_type": "causal_lm"},
-            "n_way=3 means nothing for task_type=causal_lm; leave it out",
+            ("n_way=3", "task_type=causal_lm", "leave it out"),
         ),
         (
             {"method": ["in_context"], "task_type": "causal_lm", "pipeline_stages": 2},
-            (
-                "method=in_context is not tested with pipeline_stages and tensor_parallel_size: whole support"
-                " sets travel as prompts; use ZeRO 3"
-            ),
+            ("method=in_context", "pipeline_stages", "use ZeRO 3"),
         ),
         (
             {"method": ["knn", "linear"], "inner_lr": 0.5},
-            (
-                "inner_lr=0.5 is of the inner loop, and method=knn linear has none; leave it out, or use"
-                " finetune"
-            ),
+            ("inner_lr=0.5", "method=knn linear", "leave it out, or use finetune"),
         ),
         (
             {"method": ["prototype"], "inner_lr_groups": ["head=2"]},
-            (
-                "inner_lr_groups=['head=2'] is of the inner loop, and method=prototype has none; leave it"
-                " out, or use finetune"
-            ),
+            ("inner_lr_groups=['head=2']", "method=prototype", "leave it out, or use finetune"),
         ),
-        ({"compare": "./nowhere"}, "compare=./nowhere is not a folder; check the path"),
+        ({"compare": "./nowhere"}, ("compare=./nowhere", "check the path")),
         (
             {"compare": "nowhere.json"},
-            (
-                "compare=nowhere.json holds no results of fmmeta evaluate ([Errno 2] No such file or"
-                " directory: 'nowhere.json'); give such a file, or a model"
-            ),
+            ("compare=nowhere.json", "No such file or directory", "give such a file, or a model"),
         ),
     ],
 )
-def test_what_cannot_be_evaluated_is_said(flags, text):
-    assert refusal(fmmeta.evaluate, "tiny", "letters", **flags) == text
+def test_what_cannot_be_evaluated_is_said(flags, parts):
+    check_message(refusal(fmmeta.evaluate, "tiny", "letters", **flags), *parts)
 
 
 def test_a_broken_memory_is_refused(tmp_path, bert):
     (tmp_path / "fmmeta.json").write_text("[]")
-    assert (
-        refusal(fmmeta.evaluate, str(tmp_path), "letters")
-        == f"model_name_or_path={tmp_path}: fmmeta.json cannot be read (it holds no settings); fix or"
-        " replace it"
+    check_message(
+        refusal(fmmeta.evaluate, str(tmp_path), "letters"),
+        f"model_name_or_path={tmp_path}",
+        "fix or replace it",
     )
 
 
@@ -554,11 +530,7 @@ def test_features_of_a_given_length_make_prototypes_of_cosines(bert, classes):
     message = refusal(
         fmmeta.evaluate, str(bert), str(classes), **{**flags, "pooling": "model"}, feature_norm=3.0
     )
-    assert (
-        message
-        == "feature_norm=3 scales pooled features, and BertForSequenceClassification pools by itself; use"
-        " --pooling mean or cls, or leave it out"
-    )
+    check_message(message, "feature_norm=3", "use --pooling mean or cls, or leave it out")
 
 
 def test_a_file_that_cannot_be_written_is_said_first_and_the_table_is_shown_even_so(
@@ -577,24 +549,19 @@ def test_a_file_that_cannot_be_written_is_said_first_and_the_table_is_shown_even
     )
 
     def break_disk(*_):
-        raise UsageError("output=there.json cannot be written (No space left on device); give another file")
+        raise UsageError("output=there.json cannot be written; give another file")
 
     with monkeypatch.context() as full:
         full.setattr(command, "write_json", break_disk)
         assert refusal(command.run, settings).startswith("output=there.json cannot be written")
     assert "prototype" in capsys.readouterr().out.split("accuracy %")[1]
     monkeypatch.setattr(command, "EvaluatedModel", lambda *_: pytest.fail("computed before the check"))
-    for output, told in (
-        (tmp_path, f"is a folder; give a file in it, such as {tmp_path / 'results.json'}"),
-        (
-            tmp_path / "file" / "x.json",
-            f"cannot be written ({tmp_path / 'file'} is no folder); give another file",
-        ),
+    for output, cause, remedy in (
+        (tmp_path, "is a folder", f"give a file in it, such as {tmp_path / 'results.json'}"),
+        (tmp_path / "file" / "x.json", f"{tmp_path / 'file'} is no folder", "give another file"),
     ):
-        assert (
-            refusal(fmmeta.evaluate, str(bert), str(classes), **flags, output=str(output))
-            == f"output={output} {told}"
-        )
+        message = refusal(fmmeta.evaluate, str(bert), str(classes), **flags, output=str(output))
+        check_message(message, f"output={output} ", cause, remedy)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]  # what was tried is taken away
 
 
@@ -602,14 +569,18 @@ def test_a_model_to_compare_with_is_checked_first(bert, llama, classes, tmp_path
     other = shutil.copytree(llama, tmp_path / "other")
     (other / "fmmeta.json").write_text('{"task_type": "causal_lm"}')
     monkeypatch.setattr(command, "EvaluatedModel", lambda *_: pytest.fail("computed before the check"))
-    assert (
-        refusal(fmmeta.evaluate, str(bert), str(classes), compare=str(other))
-        == f"compare={other} is a model for task_type=causal_lm, and model_name_or_path={bert} one for"
-        " task_type=classification; give another model, or --task_type"
+    check_message(
+        refusal(fmmeta.evaluate, str(bert), str(classes), compare=str(other)),
+        f"compare={other}",
+        "task_type=causal_lm",
+        f"model_name_or_path={bert}",
+        "task_type=classification",
+        "give another model, or --task_type",
     )
-    assert (
-        refusal(fmmeta.evaluate, str(bert), str(classes), compare=str(tmp_path))
-        == f"compare={tmp_path} holds no config.json; give a Hugging Face folder or hub id"
+    check_message(
+        refusal(fmmeta.evaluate, str(bert), str(classes), compare=str(tmp_path)),
+        f"compare={tmp_path}",
+        "give a Hugging Face folder or hub id",
     )
     hub_answers.cache_clear()
     tried = []
@@ -621,10 +592,10 @@ def test_a_model_to_compare_with_is_checked_first(bert, llama, classes, tmp_path
 
     monkeypatch.setattr("huggingface_hub.utils.get_session", no_network)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    assert (
-        refusal(fmmeta.evaluate, str(bert), str(classes), compare="no-such-folder")
-        == "compare=no-such-folder is no folder, and the hub cannot be reached for a model of that name;"
-        " check the path, or the network"
+    check_message(
+        refusal(fmmeta.evaluate, str(bert), str(classes), compare="no-such-folder"),
+        "compare=no-such-folder",
+        "check the path, or the network",
     )
     assert len(tried) == 3  # and not for every file
     hub_answers.cache_clear()
@@ -709,7 +680,7 @@ def test_shots_and_ways_that_vary_are_shown_so(bert, classes, capsys):
         EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], **flags, method=["prototype"])
     )
     out = capsys.readouterr().out
-    assert "4 episodes of 2 to 3 classes of the test split" in out
+    assert "4 episodes of 2 to 3 classes" in out
     assert "prototype  1 to 4 " in out
     assert "(prototype, 1 to 4 shots)" in out
 
@@ -761,22 +732,19 @@ def test_an_inner_loop_that_runs_away_is_wrong_everywhere(model, request, classe
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "parts"),
     [
-        ({"k_shot": 1.5}, "k_shot=1.5 is not a whole number; give one"),
-        ({"k_shot": [1, "2"]}, "k_shot='2' is not a whole number; give one"),
-        ({"metrics": "rouge"}, "metrics=rouge is unknown; use rouge_l or options"),
-        ({"episode": 3}, "episode=3 is no setting; did you mean episodes?"),
-        ({"dataset": 1.5}, "dataset=1.5 is not a text; give one"),
+        ({"k_shot": 1.5}, ("k_shot=1.5", "give one")),
+        ({"k_shot": [1, "2"]}, ("k_shot='2'", "give one")),
+        ({"metrics": "rouge"}, ("metrics=rouge", "use rouge_l or options")),
+        ({"episode": 3}, ("episode=3", "did you mean episodes?")),
+        ({"dataset": 1.5}, ("dataset=1.5", "give one")),
     ],
 )
-def test_settings_from_python_that_do_not_fit(settings, said):
-    assert refusal(fmmeta.evaluate, "tiny", **{"dataset": "letters", **settings}) == said
+def test_settings_from_python_that_do_not_fit(settings, parts):
+    check_message(refusal(fmmeta.evaluate, "tiny", **{"dataset": "letters", **settings}), *parts)
 
 
 def test_one_value_from_python_is_a_list_of_one(classes):
     message = refusal(fmmeta.evaluate, "tiny", classes, metrics="rouge_l", n_way=3)  # classes: a Path
-    assert (
-        message
-        == "metrics=rouge_l score generated answers, and task_type=classification has none; leave them out"
-    )
+    check_message(message, "metrics=rouge_l", "task_type=classification", "leave them out")

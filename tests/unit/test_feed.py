@@ -16,6 +16,7 @@ from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.training.episodes import EpisodeReader
 from tests.support.helpers import one_rank, refusal
+from tests.support.messages import check_message
 from tests.support.models import WORDS
 
 
@@ -55,7 +56,8 @@ def test_none_that_can_be_had_is_an_error_whatever_may_be_skipped(folder):
     for task in tasks:
         (folder / f"{task.name}.jsonl").write_text("{")
     said = refusal(reader.read_share, tasks)
-    assert said.startswith(f"none of 3 tasks was loaded, the last: task {tasks[-1].name}: ")
+    assert said.startswith("none of 3 tasks was loaded")
+    assert f"task {tasks[-1].name}: " in said
     assert said.endswith(told[-1].removeprefix(f"left out: task {tasks[-1].name}: "))
     assert f"{tasks[-1].name}.jsonl" in told[-1]
     assert len(told) == 3
@@ -68,9 +70,6 @@ def test_too_many_are_an_error_and_so_is_the_first_where_none_may_be_skipped(fol
     for task in tasks[:2]:
         (folder / f"{task.name}.jsonl").write_text("{")
     said = refusal(reader.read_share, tasks)
-    assert said.startswith(
-        f"max_bad_fraction=0.01: 2 of 3 tasks failed to load, the last: task {tasks[1].name}: "
-    )
+    check_message(said, "max_bad_fraction=0.01: 2 of 3 tasks", f"task {tasks[1].name}: ")
     said = refusal(strict.read_share, tasks)
-    assert said.startswith(f"task {tasks[0].name}: ")
-    assert said.endswith("; correct it, or skip such tasks by --on_bad_task skip")
+    check_message(said, f"task {tasks[0].name}: ", "--on_bad_task skip")

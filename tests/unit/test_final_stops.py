@@ -160,7 +160,7 @@ def test_the_baseline_gets_the_inner_loop_that_serves_it_best(tmp_path, capsys):
     assert loop["steps"] in (1, 2)
     assert loop["scale"] in finish.SCALES
     rate = f"inner_lr {1e-4 * loop['scale']:.3g}, {loop['steps']} steps"
-    assert f"after adaptation, weights at the start ({rate})" in capsys.readouterr().out
+    assert f"weights at the start ({rate})" in capsys.readouterr().out
 
 
 def test_the_choice_is_the_highest_accuracy_then_the_lowest_loss():

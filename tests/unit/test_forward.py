@@ -18,6 +18,7 @@ from fmmeta.planning import memory
 from fmmeta.planning.memory import Sizes
 from fmmeta.training.build import plan_parallel, read_inputs
 from tests.support.helpers import refusal
+from tests.support.messages import check_message
 from tests.support.models import save, save_bert, save_llama, write_pairs
 
 IDS = torch.randint(3, 250, (4, 40), generator=torch.Generator().manual_seed(0))
@@ -87,10 +88,10 @@ def test_a_model_without_checkpointing_is_refused(tmp_path):
     from transformers import CTRLConfig, CTRLLMHeadModel
 
     save(CTRLLMHeadModel(CTRLConfig(vocab_size=259, n_embd=8, dff=8, n_layer=1, n_head=2)), tmp_path)
-    assert (
-        refusal(learner_of, str(tmp_path), task_type="causal_lm", gradient_checkpointing=True)
-        == "gradient_checkpointing=True: CTRLLMHeadModel has none in transformers; leave it out, or lower"
-        " --micro_batch_size"
+    check_message(
+        refusal(learner_of, str(tmp_path), task_type="causal_lm", gradient_checkpointing=True),
+        "gradient_checkpointing=True",
+        "leave it out, or lower --micro_batch_size",
     )
 
 
@@ -107,25 +108,18 @@ def test_the_attention_asked_for_is_the_one_that_runs(sources):
 
 
 @pytest.mark.parametrize(
-    ("name", "bf16", "device", "said"),
+    ("name", "bf16", "device", "cause", "remedy"),
     [
-        ("flash_attention_2", True, "cpu", "needs a GPU; use sdpa or eager"),
-        ("kernels-community/flash-attn2", True, "cpu", "needs a GPU; use sdpa or eager"),
-        (
-            "flash_attention_2",
-            False,
-            "cuda",
-            "computes in bf16 only, and this run is in fp32; add --bf16, or use sdpa or eager",
-        ),
-        ("flex_attention", True, "cpu", "has no backward pass on CPUs; use sdpa or eager"),
-        ("paged|eager", True, "cuda", "needs the cache of a generation server; use sdpa or eager"),
+        ("flash_attention_2", True, "cpu", "needs a GPU", "use sdpa or eager"),
+        ("kernels-community/flash-attn2", True, "cpu", "needs a GPU", "use sdpa or eager"),
+        ("flash_attention_2", False, "cuda", "in fp32", "add --bf16, or use sdpa or eager"),
+        ("flex_attention", True, "cpu", "no backward pass on CPUs", "use sdpa or eager"),
+        ("paged|eager", True, "cuda", "needs the cache", "use sdpa or eager"),
     ],
 )
-def test_attention_that_cannot_train_here(name, bf16, device, said):
-    assert (
-        refusal(check_attention, Config(attn_implementation=name), bf16, device)
-        == f"attn_implementation={name} {said}"
-    )
+def test_attention_that_cannot_train_here(name, bf16, device, cause, remedy):
+    message = refusal(check_attention, Config(attn_implementation=name), bf16, device)
+    check_message(message, f"attn_implementation={name} ", cause, remedy)
 
 
 @pytest.mark.parametrize(
@@ -143,14 +137,14 @@ def test_attention_that_can_train(name, bf16, device):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "cause"),
     [
-        ("sdpa", "BloomForCausalLM does not support an attention implementation through torch"),
-        ("nonsense", 'Specified `attn_implementation="nonsense"` is not supported'),
-        ("flex_attention", "flex_attention has no backward pass on CPUs"),
+        ("sdpa", "BloomForCausalLM does not support"),
+        ("nonsense", '`attn_implementation="nonsense"`'),
+        ("flex_attention", "no backward pass on CPUs"),
     ],
 )
-def test_a_model_without_that_attention_is_refused_before_its_weights_are_read(tmp_path, name, said):
+def test_a_model_without_that_attention_is_refused_before_its_weights_are_read(tmp_path, name, cause):
     from transformers import BloomConfig
 
     BloomConfig(vocab_size=259, hidden_size=8, n_layer=1, n_head=2).save_pretrained(
@@ -163,5 +157,5 @@ def test_a_model_without_that_attention_is_refused_before_its_weights_are_read(t
     world = World(Launch(), torch.device("cpu"))
     message = refusal(plan_parallel, config, read_inputs(config, world, print), world, print)
     assert message.startswith(f"attn_implementation={name} ")
-    assert said in message
+    assert cause in message
     assert message.endswith(("; use eager, or leave it out", "; use sdpa or eager"))

@@ -24,6 +24,7 @@ from tests.support.learners import (
     task_gradient,
     worker_of,
 )
+from tests.support.messages import check_message
 
 
 def test_flops_of_a_task_are_those_that_torch_counts():
@@ -43,9 +44,7 @@ def test_share_of_the_peak():
     assert mfu(3e12, 2.0, peak_of("NVIDIA A100-SXM4-80GB", "fp32", None)) == pytest.approx(3 / 39)
     assert peak_of("NVIDIA H100 80GB HBM3", "bf16", None) == 989e12
     assert peak_of("some other", "bf16", 100.0) == 1e14
-    with pytest.raises(
-        SystemExit, match="the peak of some other in bf16 is not known here; give it in TFLOPS"
-    ):
+    with pytest.raises(SystemExit, match=r"some other in bf16 .* give it in TFLOPS"):
         peak_of("some other", "bf16", None)
 
 
@@ -55,8 +54,5 @@ def test_without_a_gpu_it_says_so_and_ends_with_2():
         [sys.executable, "-m", "benchmarks.gpu"], cwd=ROOT, env=environment(), capture_output=True, text=True
     )
     assert ended.returncode == 2
-    assert (
-        ended.stderr.strip().splitlines()[-1]
-        == "gpu: no GPU is there; benchmarks.floor measures the same on a CPU"
-    )
+    check_message(ended.stderr.strip().splitlines()[-1], "gpu: no GPU is there", "benchmarks.floor")
     assert "Traceback" not in ended.stderr

@@ -18,6 +18,7 @@ from tests.support.exports import exported
 from tests.support.fork_server import ForkServer, environment
 from tests.support.helpers import refusal
 from tests.support.launch import alone
+from tests.support.messages import check_message
 from tests.support.models import save_bert, write_classes
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -78,7 +79,8 @@ def offline(caches):
 def test_model_and_data_set_by_id(offline, tmp_path):
     ended = offline(tmp_path, "--model_name_or_path", "acme/tiny-bert", "--dataset", "acme/intents")
     assert ended.returncode == 0, ended.stderr
-    assert "acme/intents: 90 rows, 3 strata; classes: 5 train, 5 valid, 5 test" in ended.stdout
+    (line,) = [line for line in ended.stdout.splitlines() if "acme/intents: " in line]
+    check_message(line, "90 rows, 3 strata", "5 train, 5 valid, 5 test")
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
@@ -109,28 +111,25 @@ def test_a_cached_model_is_not_looked_up_where_no_hub_answers(caches, tmp_path, 
         assert load_learner(config, description).head_names == ("hf.classifier.weight", "hf.classifier.bias")
         assert len(load_tokenizer(config, description, pytest.fail)) == 259
     (file.parent / "adapter_model.safetensors").unlink()
-    assert (
-        refusal(load_learner, config, description)
-        == "model_name_or_path=acme/adapters holds no adapter_model.safetensors; convert its adapters to"
-        " safetensors"
+    check_message(
+        refusal(load_learner, config, description),
+        "model_name_or_path=acme/adapters",
+        "convert its adapters to safetensors",
     )
 
 
 @pytest.mark.parametrize(
-    ("flags", "text"),
+    ("flags", "parts"),
     [
-        (["--dataset", "acme/absent"], "dataset=acme/absent is neither a path nor a readable hub data set"),
+        (["--dataset", "acme/absent"], ("dataset=acme/absent ", "hub data set")),
         (
             ["--model_name_or_path", "acme/absent"],
-            (
-                "model_name_or_path=acme/absent is no folder, and the hub cannot be reached for a model of"
-                " that name; check the path, or the network"
-            ),
+            ("model_name_or_path=acme/absent ", "check the path, or the network"),
         ),
     ],
 )
-def test_an_id_that_is_not_there_is_one_line(offline, tmp_path, flags, text):
+def test_an_id_that_is_not_there_is_one_line(offline, tmp_path, flags, parts):
     ended = offline(tmp_path, *flags)
     assert ended.returncode == 2
     assert len(ended.stderr.strip().splitlines()) == 1
-    assert text in ended.stderr
+    assert all(part in ended.stderr for part in parts), ended.stderr  # with the text of a library's error

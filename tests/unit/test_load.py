@@ -15,6 +15,7 @@ from fmmeta.models.learner import NativeClassifier
 from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
 from fmmeta.tasks.batching import Example
 from tests.support.helpers import refusal
+from tests.support.messages import check_message
 from tests.support.models import save, save_bert, save_family, save_llama
 
 
@@ -143,29 +144,32 @@ def test_other_poolings_are_refused(tmp_path, bert):
     (tmp_path / "1_Pooling").mkdir()
     file = tmp_path / "1_Pooling" / "config.json"
     file.write_text('{"pooling_mode_max_tokens": true}')
-    assert (
-        refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert))))
-        == f"pooling=auto: 1_Pooling/config.json of model_name_or_path={tmp_path} has a pooling that is not"
-        " mean or cls; choose one with --pooling"
+    check_message(
+        refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert)))),
+        "pooling=auto",
+        f"1_Pooling/config.json of model_name_or_path={tmp_path}",
+        "choose one with --pooling",
     )
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "cause", "remedy"),
     [
-        ({"num_experts": 8}, "is a mixture of experts (bert), which is not supported yet; use a dense model"),
-        (
-            {"quantization_config": {"quant_method": "gptq"}},
-            "is quantised, and its weights cannot be trained; use the full one",
-        ),
-        ({"model_type": "nonsense"}, "cannot be read: "),
-        ({"hidden_size": "many"}, "cannot be read: "),
-        ({"num_labels": "two"}, "cannot be read: "),
+        ({"num_experts": 8}, "a mixture of experts (bert)", "use a dense model"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "is quantised", "use the full one"),
     ],
 )
-def test_models_that_cannot_be_trained(tmp_path, bert, values, said):
+def test_models_that_cannot_be_trained(tmp_path, bert, values, cause, remedy):
     message = refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert, **values))))
-    assert message.startswith(f"model_name_or_path={tmp_path} {said}")
+    check_message(message, f"model_name_or_path={tmp_path} ", cause, remedy)
+
+
+@pytest.mark.parametrize(
+    "values", [{"model_type": "nonsense"}, {"hidden_size": "many"}, {"num_labels": "two"}]
+)
+def test_configurations_that_transformers_refuses(tmp_path, bert, values):
+    message = refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert, **values))))
+    assert message.startswith(f"model_name_or_path={tmp_path} cannot be read: ")
 
 
 def test_models_without_a_padding_token(tmp_path):
@@ -177,22 +181,22 @@ def test_models_without_a_padding_token(tmp_path):
     config = Config(model_name_or_path=str(tmp_path), task_type="causal_lm")
     assert describe(config).hf_config.pad_token_id == 7
     transformers.Gemma3Config().save_pretrained(tmp_path)
-    assert (
-        refusal(describe, config)
-        == f"model_name_or_path={tmp_path} is a gemma3, a text model with others around it; give a text model"
-        " alone"
+    check_message(
+        refusal(describe, config), f"model_name_or_path={tmp_path}", "gemma3", "give a text model alone"
     )
 
 
 def test_folders_without_a_model(tmp_path):
-    assert (
-        refusal(describe, Config(model_name_or_path=str(tmp_path)))
-        == f"model_name_or_path={tmp_path} holds no config.json; give a Hugging Face folder or hub id"
+    check_message(
+        refusal(describe, Config(model_name_or_path=str(tmp_path))),
+        f"model_name_or_path={tmp_path}",
+        "give a Hugging Face folder or hub id",
     )
     for missing in (str(tmp_path / "none"), "./none", "a/b/c"):
-        assert (
-            refusal(describe, Config(model_name_or_path=missing))
-            == f"model_name_or_path={missing} is not a folder; check the path"
+        check_message(
+            refusal(describe, Config(model_name_or_path=missing)),
+            f"model_name_or_path={missing}",
+            "check the path",
         )
 
 
@@ -222,9 +226,8 @@ def test_weights_that_ended_early(tmp_path, bert):
             f"model_name_or_path={tmp_path} cannot be loaded: "
         )
         message = refusal(open_lazy_model, config, describe(config))
-        assert message.startswith(
-            f"model_name_or_path={tmp_path}: model.safetensors.index.json cannot be read ("
-        )
+        assert message.startswith(f"model_name_or_path={tmp_path}: ")
+        assert "model.safetensors.index.json cannot be read" in message
 
 
 @pytest.mark.parametrize("name", ["1_Pooling/config.json", "modules.json"])
@@ -244,10 +247,11 @@ def test_a_checkpoint_without_tokenizer_reads_bytes(tmp_path, bert):
     assert notices == [f"{tmp_path} has no tokenizer: texts are read as bytes"]
     assert tokenizer.decode(tokenizer("über")["input_ids"], skip_special_tokens=True) == "über"
     changed(tmp_path, bert, vocab_size=100)
-    assert (
-        refusal(load_tokenizer, config, describe(config), notices.append)
-        == f"model_name_or_path={tmp_path} has no tokenizer, and its vocab_size=100 is below the byte"
-        " tokenizer's 259; add a tokenizer"
+    check_message(
+        refusal(load_tokenizer, config, describe(config), notices.append),
+        f"model_name_or_path={tmp_path}",
+        "vocab_size=100",
+        "add a tokenizer",
     )
 
 
@@ -255,11 +259,7 @@ def test_a_model_without_a_linear_classifier(bert):
     from transformers import AutoModelForSequenceClassification
 
     hf = AutoModelForSequenceClassification.from_pretrained(bert)
-    assert (
-        refusal(NativeClassifier, hf, 99)
-        == f"model_name_or_path={bert} (BertForSequenceClassification) has no linear classifier on top; use"
-        " --pooling mean"
-    )
+    check_message(refusal(NativeClassifier, hf, 99), f"model_name_or_path={bert} ", "use --pooling mean")
 
 
 def test_a_decoder_as_classifier(tmp_path):
@@ -294,11 +294,7 @@ def test_padding_is_the_tokenizers_for_the_model_too(kind, tmp_path):
 
 def test_an_encoder_is_no_language_model(bert, tmp_path):
     text = refusal(describe, Config(model_name_or_path=str(bert), task_type="causal_lm"))
-    assert (
-        text
-        == f"model_name_or_path={bert} is a bert, whose tokens see those behind them, answers included; give"
-        " a decoder, or use --task_type classification"
-    )
+    check_message(text, f"model_name_or_path={bert} is a bert", "give a decoder, or use --task_type")
     facts = json.loads((bert / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**facts, "is_decoder": True}))
     assert describe(Config(model_name_or_path=str(tmp_path), task_type="causal_lm")).hf_config.is_decoder
@@ -308,6 +304,6 @@ def test_prototypes_need_a_bias(tmp_path):
     """Decoders' classifiers have none, so that class means cannot be written into them."""
     config = Config(model_name_or_path=str(save_llama(tmp_path / "llama")), head_init="prototype")
     message = refusal(load_learner, config, describe(config))
-    assert message.startswith(
-        "head_init=prototype needs a head with a bias, and that of LlamaForSequenceClassification has none"
+    check_message(
+        message, "head_init=prototype", "LlamaForSequenceClassification", "use --pooling mean or another"
     )

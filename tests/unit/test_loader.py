@@ -28,6 +28,7 @@ from fmmeta.tasks.sources.base import Draw, TaskSource
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.episodes import same_episodes
 from tests.support.fork_server import ROOT, environment
+from tests.support.messages import check_message
 from tests.support.models import write_classes
 
 TOKENIZER = byte_tokenizer()
@@ -196,9 +197,7 @@ def test_a_killed_process_is_replaced(made, tmp_path, impatient):
     try:
         assert same_episodes(loader.fetch(tasks), loader_of(made).fetch(tasks))
         assert len(loader.warnings) == 1
-        assert re.fullmatch(
-            r"a loader process died and was replaced: process \d+ was killed by SIGKILL", loader.warnings[0]
-        )
+        assert re.search(r"replaced: process \d+ was killed by SIGKILL$", loader.warnings[0])
         assert loader.folder is not None
         assert len(os.listdir(loader.folder.path)) < 9  # what was received is gone
     finally:
@@ -217,8 +216,8 @@ def test_a_task_that_ends_every_process_is_given_up(made, tmp_path, impatient, w
         loader.close()
     wrong = next(one for one in loaded if one.task == tasks[2])
     assert wrong.batches is None
-    died = f"loader processes died {DEATHS} times while they prepared it"
-    assert wrong.error.startswith(f"task {tasks[2].name}: {died}, last: process ")
+    assert wrong.error.startswith(f"task {tasks[2].name}: ")
+    assert f"loader processes died {DEATHS} times" in wrong.error
     assert wrong.error.endswith(ended)
     assert not wrong.crash
     assert same_episodes(loaded[:2], loader_of(made).fetch(tasks[:2]))
@@ -246,7 +245,8 @@ def test_processes_that_die_before_any_task_are_given_up_and_no_task_is_lost(mad
     assert same_episodes(loader.fetch(made[2][:3]), loader_of(made).fetch(made[2][:3]))
     assert loader.num_workers == 0
     (last,) = loader.warnings[DEATHS:]
-    assert last.startswith(f"num_workers=1: loader processes failed {DEATHS} times in a row, last: process ")
+    assert last.startswith("num_workers=1: ")
+    assert f"loader processes failed {DEATHS} times" in last
 
 
 def test_a_folder_that_is_removed_costs_no_task(made):
@@ -264,9 +264,9 @@ def test_a_folder_that_is_removed_costs_no_task(made):
     finally:
         loader.close()
     assert same_episodes(loaded, loader_of(made).fetch(made[2]))
-    assert loader.warnings == [
-        f"{folder.path} was removed while it was in use; the loader processes start again"
-    ]
+    (warning,) = loader.warnings
+    assert warning.startswith(f"{folder.path} was removed")
+    assert warning.endswith("start again")
 
 
 def test_no_error_of_the_loader_ends_this_rank_alone(made):
@@ -303,20 +303,19 @@ def test_a_full_shared_memory_costs_no_task(made, tmp_path, full):
     )
     if "unshare" in ended.stderr or "mount:" in ended.stderr:
         pytest.skip("no mount namespaces here")
-    what, *told = ended.stdout.splitlines()
-    assert what == "same episodes", ended.stderr
-    wrong = {
-        "from the start": (
-            "failed 3 times in a row, last: [Errno 28] No space left on device; the training process"
-            " loads all"
-        ),
-        "later": "cannot write to /dev/shm (No space left on device); the training process loads missing",
-    }
-    remedy = (
-        "/dev/shm has 0 MiB free: free room there, start the container with --shm-size=8g, or use"
-        " --num_workers 0"
+    episodes, warning = ended.stdout.splitlines()
+    assert episodes == "same episodes", ended.stderr
+    causes = {"from the start": "failed 3 times in a row", "later": "cannot write to /dev/shm"}
+    check_message(
+        warning,
+        "num_workers=1",
+        causes[full],
+        "No space left on device",
+        "the training process loads all" if full == "from the start" else "loads missing episodes",
+        "0 MiB free",
+        "start the container with --shm-size=8g",
+        "--num_workers 0",
     )
-    assert told == [f"num_workers=1: loader processes {wrong[full]} episodes; {remedy}"]
     assert "Exception ignored" not in ended.stderr
 
 

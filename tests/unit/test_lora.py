@@ -23,6 +23,7 @@ from fmmeta.parallel.process_groups import World
 from fmmeta.training.build import plan_parallel, read_inputs
 from tests.support.exports import assert_same_logits, exported, inputs
 from tests.support.helpers import refusal
+from tests.support.messages import check_message
 from tests.support.models import save, save_bert, save_llama, write_classes
 
 
@@ -262,51 +263,39 @@ def test_missing_peft_names_the_extra(sources, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     message = refusal(describe, Config(lora_r=4))
     assert message.startswith("lora_r=4 needs peft (")
-    assert message.endswith("; pip install 'fmmeta[lora]', or do without adapters")
+    assert "; pip install 'fmmeta[lora]'" in message
     describe(Config())  # nobody else needs it
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("targets", "parts"),
     [
-        (
-            {"lora_target_modules": ["nix"]},
-            "lora_target_modules=nix: BertModel has no layer 'nix' to adapt; its linear",
-        ),
-        (
-            {"lora_target_modules": ["query", "nix"]},
-            (
-                "lora_target_modules=query nix: BertModel has no layer 'nix' to adapt; its linear layers are"
-                " dense, key, query, value"
-            ),
-        ),
-        (
-            {"lora_target_modules": ["word_embeddings"]},
-            (
-                "lora_target_modules=word_embeddings: embeddings.word_embeddings holds the weight of an"
-                " embedding; name linear layers"
-            ),
-        ),
-        (
-            {"lora_target_modules": ["LayerNorm"]},
-            "lora_target_modules=LayerNorm cannot be adapted in BertModel: Target mod",
-        ),
+        (["nix"], ("=nix: BertModel has no layer 'nix'", "dense, key, query, value")),
+        (["query", "nix"], ("=query nix: BertModel has no layer 'nix'", "dense, key, query, value")),
+        (["word_embeddings"], ("=word_embeddings: ", "name linear layers")),
     ],
 )
-def test_targets_that_cannot_be(sources, settings, said):
-    assert refusal(learner_of, sources["bert"], pooling="mean", **settings).startswith(said)
+def test_targets_that_cannot_be_adapted(sources, targets, parts):
+    message = refusal(learner_of, sources["bert"], pooling="mean", lora_target_modules=targets)
+    check_message(message, "lora_target_modules", *parts)
+
+
+def test_a_target_that_peft_refuses(sources):
+    message = refusal(learner_of, sources["bert"], pooling="mean", lora_target_modules=["LayerNorm"])
+    assert message.startswith("lora_target_modules=LayerNorm ")
+    assert "cannot be adapted in BertModel: " in message
 
 
 def test_a_tied_output_layer_is_no_target(sources):
     message = refusal(learner_of, sources["llama"], task_type="causal_lm", lora_target_modules=["lm_head"])
-    assert message.startswith("lora_target_modules=lm_head: lm_head holds the weight of an embedding")
+    check_message(message, "lora_target_modules=lm_head", "the weight of an embedding", "name linear layers")
 
 
 def test_a_head_is_no_target(sources):
     message = refusal(
         learner_of, sources["bert"], pooling="model", lora_target_modules=["query", "classifier"]
     )
-    assert "has no layer 'classifier' to adapt; its linear layers are dense, key, query, value" in message
+    check_message(message, "no layer 'classifier' to adapt", "dense, key, query, value")
 
 
 def test_an_architecture_that_peft_does_not_know_needs_targets(tmp_path):
@@ -314,8 +303,9 @@ def test_an_architecture_that_peft_does_not_know_needs_targets(tmp_path):
 
     save(CTRLLMHeadModel(CTRLConfig(vocab_size=259, n_embd=8, dff=8, n_layer=1, n_head=2)), tmp_path)
     message = refusal(learner_of, str(tmp_path), task_type="causal_lm")
-    assert message.startswith("lora_target_modules=(peft's choice) cannot be adapted in CTRLLMHeadModel: ")
-    assert message.endswith("; name its linear layers, or use all-linear")
+    assert message.startswith("lora_target_modules=(peft's choice) ")
+    assert "cannot be adapted in CTRLLMHeadModel: " in message
+    assert message.endswith("or use all-linear")
     assert any(
         "lora_A" in name
         for name, _ in learner_of(
@@ -355,11 +345,12 @@ def test_adapters_are_gone_on_with(source, tmp_path, sources):
     ):
         config = Config(model_name_or_path=str(tmp_path / "model"), **other)
         layers = len([name for name in stored if "lora_A" in name])
-        assert (
-            refusal(lambda config: load_learner(config, describe(config)), config)
-            == f"lora_r={rank}: {tmp_path / 'model'} holds adapters of rank 3, alpha 5 and of {layers}"
-            " layers, not these; give the same --lora_r, --lora_alpha and --lora_target_modules to continue"
-            " with them, or a merged/ folder for others"
+        check_message(
+            refusal(lambda config: load_learner(config, describe(config)), config),
+            f"lora_r={rank}",
+            f"{tmp_path / 'model'} holds adapters of rank 3, alpha 5",
+            f"{layers} layers",
+            "give the same --lora_r, --lora_alpha",
         )
 
 
@@ -397,11 +388,7 @@ def test_evaluation_adapts_the_adapters_that_were_trained(algorithm, tmp_path, s
     [prototypes] = evaluate(model, str(data), method=["prototype"], **given)["cells"]
     assert 0 < prototypes["accuracy"] <= 1
     said = refusal(evaluate, model, str(data), lora_r=0, **given)
-    assert (
-        said
-        == f"model_name_or_path={model}: the inner rates in fmmeta.json are of other layers than lora_r=0"
-        " trains; leave --lora_r out, or give --inner_lr"
-    )
+    check_message(said, f"model_name_or_path={model}", "lora_r=0", "leave --lora_r out, or give --inner_lr")
 
 
 def test_an_adapted_adapter_stands_beside_the_base(tmp_path, sources):
@@ -447,8 +434,8 @@ def test_the_tokenizer_of_a_folder_that_peft_saved_is_that_of_its_base(tmp_path,
 
 def test_a_broken_adapter_folder_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert (
-        refusal(describe, Config(model_name_or_path=str(tmp_path)))
-        == f"model_name_or_path={tmp_path}: adapter_config.json cannot be read ('base_model_name_or_path');"
-        " fix or replace it"
+    check_message(
+        refusal(describe, Config(model_name_or_path=str(tmp_path))),
+        f"model_name_or_path={tmp_path}",
+        "fix or replace it",
     )
