@@ -37,7 +37,7 @@ def batch(texts):
     return byte_tokenizer()(texts, padding=True, return_tensors="pt")
 
 
-def test_a_folder_holds_what_a_plain_loop_learns(bert, tmp_path):
+def test_adapted_folder_equals_a_plain_training_loop(bert, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     adapted = fmmeta.adapt(
@@ -73,7 +73,7 @@ def test_a_folder_holds_what_a_plain_loop_learns(bert, tmp_path):
     assert "- `class lantern`" in card
 
 
-def test_a_pooled_encoder_keeps_its_head_beside_it(bert, tmp_path):
+def test_pooled_encoder_stores_its_head_in_a_separate_file(bert, tmp_path):
     adapted = fmmeta.adapt(
         bert,
         PAIRS,
@@ -94,7 +94,7 @@ def test_a_pooled_encoder_keeps_its_head_beside_it(bert, tmp_path):
     assert "`fmmeta predict` serves it" in card
 
 
-def test_steps_are_chosen_by_leaving_examples_out(bert):
+def test_early_stopping_chooses_steps_by_cross_validation(bert):
     """Of the losses on the left out j-th examples, the lowest over 1 to 2K steps; an independent loop finds
     the same.
     """
@@ -137,14 +137,14 @@ def test_steps_are_chosen_by_leaving_examples_out(bert):
     check_message(refusal(AdaptConfig, micro_batch_size=0), "micro_batch_size=0", "use 1 or more")
 
 
-def test_one_example_of_a_class_leaves_none_to_leave_out():
+def test_a_class_with_one_example_gives_no_folds():
     few = read_task("support", [("a", "x"), ("b", "x"), ("c", "y")], Config(), print)
     more = read_task("support", [("a", "x"), ("b", "y"), ("c", "x"), ("d", "y"), ("e", "y")], Config(), print)
     assert leave_out(few, ["x", "y"]) == []
     assert leave_out(more, ["x", "y"]) == [[0, 1], [2, 3]]
 
 
-def test_adapters_come_out_as_adapters(bert, tmp_path):
+def test_lora_adaptation_exports_adapters(bert, tmp_path):
     adapted = fmmeta.adapt(
         bert, PAIRS, output_dir=tmp_path / "out", lora_r=4, inner_steps=3, inner_lr=0.5, early_stopping=False
     )
@@ -172,7 +172,7 @@ def test_adapters_come_out_as_adapters(bert, tmp_path):
     assert shares.amax(1).tolist() == pytest.approx([one.score for one in theirs], abs=1e-5)
 
 
-def test_the_merged_model_lies_in_the_folder_of_its_adapters(bert, tmp_path):
+def test_merged_model_is_in_the_folder_of_its_adapters(bert, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     flags = {"lora_r": 4, "lora_merge": True, "inner_steps": 1, "early_stopping": False}
@@ -197,7 +197,7 @@ def test_adapters_of_the_builtin_model_can_be_moved(tmp_path):
     assert [one.output for one in single.answer(ASKED, 8)] == [one.output for one in adapted.predict(ASKED)]
 
 
-def test_adapting_again_takes_the_steps_that_the_first_model_remembers(bert, tmp_path):
+def test_adapting_again_uses_the_stored_inner_steps(bert, tmp_path):
     flags = {"inner_lr": 0.5, "pooling": "mean"}
     fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / "one", inner_steps=3, **flags)
     fmmeta.adapt(tmp_path / "one", PAIRS, output_dir=tmp_path / "two", **flags)
@@ -215,7 +215,7 @@ def test_adapting_again_takes_the_steps_that_the_first_model_remembers(bert, tmp
         ({"algorithm": "fomaml", "k_shot": 2, "inner_steps": 1}, "fomaml, 2 shots"),
     ],
 )
-def test_the_card_tells_meta_training_where_there_was_some(bert, tmp_path, memory, said):
+def test_model_card_names_the_meta_training(bert, tmp_path, memory, said):
     base = shutil.copytree(bert, tmp_path / "base")
     (base / "fmmeta.json").write_text(json.dumps(memory))
     fmmeta.adapt(base, PAIRS, output_dir=tmp_path / "out", early_stopping=False)
@@ -238,7 +238,7 @@ MARKS = [
 ]
 
 
-def test_names_in_a_card_are_text(bert, tmp_path):
+def test_names_in_the_model_card_are_escaped(bert, tmp_path):
     """Labels, names of files and what other folders say become neither Markdown, nor HTML, nor YAML."""
     yaml, markdown = pytest.importorskip("yaml"), pytest.importorskip("markdown_it")
     base = shutil.copytree(bert, tmp_path / "a`b|<i>\U0001f600")
@@ -273,14 +273,14 @@ def test_names_in_a_card_are_text(bert, tmp_path):
     assert len(cells) == 2 * len(rows)
 
 
-def test_a_learned_head_of_the_builtin_model_asks_no_hub(monkeypatch):
+def test_builtin_model_with_a_learned_head_needs_no_hub(monkeypatch):
     asked = []
     monkeypatch.setattr("transformers.utils.cached_file", lambda name, *_, **__: asked.append(name))
     fmmeta.adapt("tiny", PAIRS, head_init="learned", inner_steps=1, early_stopping=False)
     assert not asked
 
 
-def test_a_language_model_learns_pairs_and_answers(llama, tmp_path):
+def test_language_model_learns_pairs_and_generates_answers(llama, tmp_path):
     pairs = [(word, word[0]) for word in WORDS[:3]]
     adapted = fmmeta.adapt(
         llama,
@@ -298,13 +298,13 @@ def test_a_language_model_learns_pairs_and_answers(llama, tmp_path):
     assert single.answer([word for word, _ in pairs], 4) == answers
 
 
-def test_half_a_surrogate_pair_is_named_with_its_line(bert, tmp_path):
+def test_lone_surrogate_is_refused_with_its_line(bert, tmp_path):
     support = tmp_path / "support.jsonl"
     support.write_text('{"text": "a", "label": "x"}\n{"text": "b\\ud800", "label": "y"}\n')
     check_message(refusal(fmmeta.adapt, bert, support), f"{support}:2", "\\ud800", "fix the row")
 
 
-def test_the_commands(bert, tmp_path):
+def test_adapt_and_predict_commands(bert, tmp_path):
     support = write_rows(
         tmp_path / "support.jsonl", [{"text": text, "label": label} for text, label in PAIRS]
     )
@@ -358,7 +358,7 @@ def test_the_commands(bert, tmp_path):
     )
 
 
-def test_what_cannot_be_learned_is_said(bert, tmp_path):
+def test_bad_support_and_query_sets_are_refused(bert, tmp_path):
     check_message(
         refusal(fmmeta.adapt, bert, [("a", "x"), ("b", "x")]), "support=", "give examples of two or more"
     )
@@ -392,7 +392,7 @@ def test_what_cannot_be_learned_is_said(bert, tmp_path):
     )
 
 
-def test_an_inner_loop_that_runs_away_leaves_no_folder(bert, tmp_path):
+def test_diverging_inner_loop_leaves_no_folder(bert, tmp_path):
     """The loss before the only step is finite, and nothing is after it."""
     for stops, steps in (
         (False, "the support set is not finite after 1 "),
@@ -422,7 +422,7 @@ def test_an_inner_loop_that_runs_away_leaves_no_folder(bert, tmp_path):
     assert (tmp_path / "out").is_dir()  # it was there
 
 
-def test_a_loss_that_rises_is_told(bert, capsys):
+def test_rising_support_loss_is_logged(bert, capsys):
     mixed = [
         (text, f"class {place % 3}") for place, (text, _) in enumerate(PAIRS)
     ]  # other classes than the words tell
@@ -435,7 +435,7 @@ def test_a_loss_that_rises_is_told(bert, capsys):
             assert "rose from 1.1 to " in line  # ln 3
 
 
-def test_every_query_row_gets_its_answer_and_support_rows_count_once(bert, tmp_path, capsys):
+def test_every_query_row_is_predicted_and_repeated_support_rows_are_dropped(bert, tmp_path, capsys):
     rows = [{"text": text, "label": label} for text, label in PAIRS]
     support = write_rows(tmp_path / "support.jsonl", rows + rows[:2])
     query = [rows[3], rows[0], rows[3], rows[3]]
@@ -456,7 +456,7 @@ def test_every_query_row_gets_its_answer_and_support_rows_count_once(bert, tmp_p
     check_message(line, f"fmmeta: {support}: 2 of 14 rows", "left out")
 
 
-def test_python_takes_rows_and_paths_as_files_have_them(bert, tmp_path):
+def test_python_api_accepts_rows_and_paths(bert, tmp_path):
     rows = [{"text": text, "label": label} for text, label in PAIRS]
     shared = {"inner_steps": 1, "early_stopping": False}
     adapted = fmmeta.adapt(bert, rows, query=PAIRS[:2] * 2, **shared)
@@ -493,11 +493,11 @@ def test_python_takes_rows_and_paths_as_files_have_them(bert, tmp_path):
         ),
     ],
 )
-def test_examples_from_python_that_are_none(support, parts):
+def test_bad_support_sets_from_python_are_refused(support, parts):
     check_message(refusal(fmmeta.adapt, "tiny", support), *parts)
 
 
-def test_a_query_set_from_python_has_the_same_shape():
+def test_bad_query_sets_from_python_are_refused():
     check_message(
         refusal(fmmeta.adapt, "tiny", PAIRS, query=["ab"]),
         "query[0]='ab'",
@@ -520,11 +520,11 @@ def test_a_query_set_from_python_has_the_same_shape():
         ({"text_column": ["a"]}, ("text_column=['a']", "give one")),
     ],
 )
-def test_settings_from_python_that_do_not_fit(settings, parts):
+def test_bad_settings_from_python_are_refused(settings, parts):
     check_message(refusal(fmmeta.adapt, "tiny", PAIRS, **settings), *parts)
 
 
-def test_objects_are_shown_in_one_line_each(bert, tmp_path):
+def test_reprs_are_one_line(bert, tmp_path):
     adapted = fmmeta.adapt(
         bert, PAIRS, query=PAIRS[:3], output_dir=tmp_path / "out", inner_steps=2, early_stopping=False
     )
@@ -549,7 +549,7 @@ def test_objects_are_shown_in_one_line_each(bert, tmp_path):
     assert repr(fmmeta.MetaTrainer(config)) == f"MetaTrainer({config!r})"
 
 
-def test_a_folder_that_is_not_finished_is_removed(bert, tmp_path, monkeypatch):
+def test_unfinished_folder_is_removed(bert, tmp_path, monkeypatch):
     def stopped(*_):
         raise KeyboardInterrupt
 
@@ -562,7 +562,7 @@ def test_a_folder_that_is_not_finished_is_removed(bert, tmp_path, monkeypatch):
     assert list((tmp_path / "empty").iterdir()) == []
 
 
-def test_a_stopped_adaptation_leaves_no_folder(bert, tmp_path):
+def test_sigterm_during_adaptation_leaves_no_folder(bert, tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", [{"text": text, "label": label} for text, label in PAIRS])
     process = subprocess.Popen(
         [

@@ -34,7 +34,7 @@ def names_an_algorithm(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "algorithm"
 
 
-def test_the_registry_alone_compares_names():
+def test_only_the_registry_compares_algorithm_names():
     found = set()
     for path in sorted(PACKAGE.rglob("*.py")):
         own = str(path.relative_to(PACKAGE))
@@ -66,7 +66,7 @@ def module(tmp_path, monkeypatch):
     return write
 
 
-def test_a_spec_of_the_current_folder(module):
+def test_spec_is_imported_from_the_current_folder(module):
     module(
         "rule_a",
         "from fmmeta.config.algorithms import AlgorithmSpec\nspec = AlgorithmSpec('mine', order=2)\n",
@@ -106,7 +106,7 @@ def test_a_bad_name_ends_with_exit_code_2(tmp_path):
     check_message(ran.stderr, "fmmeta: error: algorithm=nowhere:spec ", "write module:name")
 
 
-def test_the_current_folder_is_on_the_path_for_such_a_flag_alone(module):
+def test_only_a_module_spec_adds_the_current_folder_to_the_path(module):
     folder = str(module("rule_d", "value = 3\n"))
     sys.path[:] = [place for place in sys.path if place not in ("", folder)]
     for name in BUILT_IN:

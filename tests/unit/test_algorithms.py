@@ -62,7 +62,7 @@ CASES = [
 
 @pytest.mark.parametrize(("model", "settings"), CASES, ids=identity)
 @pytest.mark.parametrize("algorithm", ["fomaml", "maml"])
-def test_meta_gradient_is_that_of_autograd(model, settings, algorithm):
+def test_meta_gradient_equals_autograd(model, settings, algorithm):
     cosine, error = against_oracle(LEARNERS[model], algorithm=algorithm, **settings)
     at_least, at_most = FIRST if algorithm == "fomaml" else EXACT
     assert cosine > at_least
@@ -95,7 +95,7 @@ def test_first_order_is_far_from_exact_on_these_cases():
     ],
     ids=identity,
 )
-def test_the_oracle_is_the_slope_of_the_adapted_loss(settings):
+def test_oracle_equals_finite_differences_of_the_adapted_loss(settings):
     """In fp64: theta moved along a line, the whole adaptation done again, the query loss looked at."""
     learner = copy.deepcopy(LEARNERS["bert"]).double()
     config, episode = config_of(learner, algorithm="maml", **settings), episode_of(learner)
@@ -157,7 +157,7 @@ def adapted_loss(learner: Learner, theta, episode, config) -> float:
     [{}, {"inner_optimizer": "momentum", "inner_momentum": 0.5}, {"multi_step_loss_steps": 4}],
     ids=identity,
 )
-def test_gradient_of_learned_rates_is_that_of_autograd(model, algorithm, learned, extra):
+def test_gradient_of_learned_rates_equals_autograd(model, algorithm, learned, extra):
     learner = LEARNERS[model]
     settings = {
         "inner_lr_learned": learned,
@@ -208,7 +208,7 @@ def test_multi_step_weights():
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 10])
-def test_cost_in_passes(steps, monkeypatch):
+def test_number_of_passes_per_task(steps, monkeypatch):
     """What the docstrings and docs/algorithms.md say."""
     llama = LEARNERS["llama"]
     first = passes_of(llama, monkeypatch, algorithm="fomaml", inner_steps=steps)
@@ -224,7 +224,7 @@ def test_cost_in_passes(steps, monkeypatch):
 
 
 @pytest.mark.parametrize("settings", [{}, {"inner_lr_learned": "element"}], ids=identity)
-def test_a_trajectory_in_host_memory_changes_nothing(settings):
+def test_trajectory_in_host_memory_gives_the_same_gradient(settings):
     config = config_of(LEARNERS["llama"], algorithm="maml", **settings)
     worker = worker_of(LEARNERS["llama"], config)
     episode = batches_of(episode_of(LEARNERS["llama"]))
@@ -235,7 +235,7 @@ def test_a_trajectory_in_host_memory_changes_nothing(settings):
         assert torch.equal(found.gradient, task_gradient(rule, worker, episode).gradient)
 
 
-def test_a_trajectory_keeps_its_budget():
+def test_trajectory_respects_its_memory_budget():
     path = Trajectory(budget_bytes=100, keeps_directions=True)
     path.begin(torch.zeros(10))
     for k in range(3):
@@ -302,7 +302,7 @@ def test_self_check_trusts_fp32_and_warns_of_bf16():
     assert "WARNING" in Check(float("nan"), float("nan"), "fp32").text
 
 
-def test_self_check_sees_a_step_that_is_too_long(monkeypatch):
+def test_self_check_warns_of_a_too_long_difference_step(monkeypatch):
     import fmmeta.meta.hessian as curvature
 
     learner = LEARNERS["llama"]
@@ -333,7 +333,7 @@ class FakeRule:
 
 
 @pytest.mark.parametrize(("half_finite", "relative"), [(True, 0.25), (False, math.nan)])
-def test_self_check_looks_at_meta_parameters_and_at_both_steps(half_finite, relative):
+def test_self_check_compares_meta_parameters_at_both_steps(half_finite, relative):
     """A head that starts anew in every task may differ; a pass that is not finite at half the step says
     nothing.
     """
@@ -350,7 +350,7 @@ def test_self_check_looks_at_meta_parameters_and_at_both_steps(half_finite, rela
     assert found.cosine == pytest.approx(1.0 if half_finite else math.nan, nan_ok=True)
 
 
-def test_differences_step_no_further_than_a_share_of_the_weights(monkeypatch):
+def test_difference_step_is_bounded_by_the_norm_of_the_weights(monkeypatch):
     learner = LEARNERS["llama"]
     worker = worker_of(learner, config_of(learner))
     phi, hessian = worker.read(), Hessian(HvpOptions(), worker, batches_of(episode_of(learner)).support)
@@ -365,7 +365,7 @@ def test_differences_step_no_further_than_a_share_of_the_weights(monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_either_side_of_a_difference_may_be_bad(bad, monkeypatch):
+def test_nonfinite_side_of_a_difference_is_reported(bad, monkeypatch):
     learner = LEARNERS["llama"]
     worker = worker_of(learner, config_of(learner))
     phi, support = worker.read(), batches_of(episode_of(learner)).support
@@ -383,7 +383,7 @@ def test_either_side_of_a_difference_may_be_bad(bad, monkeypatch):
     assert [step.finite for step in hessian.passes] == [True, True, bad != 0, bad != 1]
 
 
-def test_a_trajectory_fills_its_budget_to_the_last_byte():
+def test_trajectory_uses_its_whole_memory_budget():
     path = Trajectory(budget_bytes=40, keeps_directions=False)
     path.begin(torch.zeros(10))
     path.add(torch.ones(10), None)
@@ -392,7 +392,7 @@ def test_a_trajectory_fills_its_budget_to_the_last_byte():
     assert path.host_bytes == 40
 
 
-def test_a_trajectory_ends_before_the_last_phi():
+def test_trajectory_does_not_store_the_last_phi():
     """Nothing is differentiated there again, and it would cost a shard."""
     learner = LEARNERS["llama"]
     config = config_of(learner, inner_steps=3)

@@ -113,7 +113,7 @@ def test_hooks_run_in_the_documented_order(tmp_path):
         ({"outer_delay": 1, "outer_steps": 3}, ["PENDING", "APPLIED", "APPLIED"], [False, True, True]),
     ],
 )
-def test_the_outcome_is_what_theta_shows(tmp_path, settings, outcomes, moved):
+def test_outcome_matches_the_change_of_theta(tmp_path, settings, outcomes, moved):
     seen = Recorder()
     MetaTrainer(Config(**{**SHORT, **settings}, output_dir=str(tmp_path)), callbacks=[seen]).train()
     assert [outcome.name for outcome in seen.outcomes] == outcomes

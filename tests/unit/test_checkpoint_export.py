@@ -43,7 +43,7 @@ SECOND = param_map(("b", 2, 3), ("c", 0, 4))
 
 @pytest.mark.parametrize("reader", [WHOLE, CUT, FIRST, SECOND], ids=["whole", "cut", "first", "second"])
 @pytest.mark.parametrize("writer", [WHOLE, CUT], ids=["whole", "cut"])
-def test_any_layout_reads_what_any_other_wrote(tmp_path, writer, reader):
+def test_every_layout_reads_checkpoints_of_every_layout(tmp_path, writer, reader):
     folder = saved(tmp_path, writer)
     assert_holds(folder, reader)
     assert checkpoint.read_state(folder)["outer_step"] == 3
@@ -92,7 +92,7 @@ ACROSS = [
 ]
 
 
-def test_cuts_across_rows_are_one_checkpoint(tmp_path):
+def test_tensor_parallel_shards_are_one_checkpoint(tmp_path):
     """Two tensor ranks hold the first column of `a` and the other two; the second's `b` is a copy."""
     folder = saved(tmp_path, ACROSS[0])
     one, two = load_file(folder / "shard-00000.safetensors"), saved(tmp_path / "two", ACROSS[1])
@@ -114,7 +114,7 @@ def test_cuts_across_rows_are_one_checkpoint(tmp_path):
         assert_holds(whole, reader)
 
 
-def test_copies_count_once():
+def test_replicated_parameters_count_once():
     assert ACROSS[0].owned_slices() == [slice(0, 11)]
     assert ACROSS[1].owned_slices() == [slice(0, 8), slice(13, 15)]
     vectors = [laid_out(params, parameters(100)) for params in ACROSS]
@@ -128,7 +128,7 @@ def test_copies_count_once():
         assert torch.equal(sum(parts).view(-1), parameters(100)[name]), name
 
 
-def test_inner_products_count_copies_once():
+def test_inner_products_count_replicated_parameters_once():
     """`b` lies on both ranks; by layer and over all of the model it counts on the first alone."""
     sums = torch.zeros(3, dtype=torch.float64)
     total = 0.0
@@ -167,7 +167,7 @@ def test_a_damaged_shard_is_named(tmp_path):
     assert message.endswith("; give an older checkpoint")
 
 
-def test_the_newest_are_kept_by_number(tmp_path):
+def test_newest_checkpoints_are_kept(tmp_path):
     for step in (9, 10, 11):
         saved(tmp_path, WHOLE, step, keep=2)
     assert [folder.name for folder in checkpoint.list_complete(tmp_path)] == [
@@ -177,14 +177,14 @@ def test_the_newest_are_kept_by_number(tmp_path):
     assert not (tmp_path / "checkpoint-9").exists()
 
 
-def test_saving_twice_replaces(tmp_path):
+def test_saving_again_replaces_the_checkpoint(tmp_path):
     folder = saved(tmp_path, CUT)
     (folder / "stray").write_text("x")
     assert_holds(saved(tmp_path, WHOLE), CUT)
     assert not (folder / "stray").exists()
 
 
-def test_half_written_folders_are_no_checkpoints(tmp_path):
+def test_incomplete_folders_are_not_listed_as_checkpoints(tmp_path):
     whole = saved(tmp_path, WHOLE)
     (tmp_path / "checkpoint-7").mkdir()
     (tmp_path / "tmp-checkpoint-8").mkdir()
@@ -249,7 +249,7 @@ def test_export_of_a_pooled_encoder(tmp_path, bert, pooling, head_init):
     assert json.loads((tmp_path / "sentence_bert_config.json").read_text())["max_seq_length"] == 128
 
 
-def test_an_exported_encoder_is_read_again_with_its_pooling(tmp_path, bert):
+def test_exported_encoder_is_loaded_with_its_pooling(tmp_path, bert):
     exported(bert, tmp_path / "one", pooling="cls")
     again = Config(model_name_or_path=str(tmp_path / "one"), n_way=3)
     assert describe(again).pooling == "cls"
@@ -299,7 +299,7 @@ def test_export_of_the_builtin_model(tmp_path):
     assert defaults["pooling"] == "mean"
 
 
-def test_an_export_leaves_no_weights_of_an_earlier_one(tmp_path, bert, monkeypatch):
+def test_export_removes_weights_of_an_earlier_export(tmp_path, bert, monkeypatch):
     """from_pretrained reads one file before several, fmmeta adapters before a whole model."""
     from transformers import AutoModel
 
@@ -323,7 +323,7 @@ def test_an_export_leaves_no_weights_of_an_earlier_one(tmp_path, bert, monkeypat
     assert weights(tmp_path) == {"adapter_config.json", "adapter_model.safetensors", "notes.safetensors"}
 
 
-def test_adapters_that_come_beside_their_base_leave_it(tmp_path, bert):
+def test_adapters_exported_next_to_their_base_keep_it(tmp_path, bert):
     shutil.copytree(bert, tmp_path / "model")
     exported(tmp_path / "model", tmp_path / "model", pooling="mean", lora_r=2)
     assert weights(tmp_path / "model") == {
@@ -334,7 +334,7 @@ def test_adapters_that_come_beside_their_base_leave_it(tmp_path, bert):
 
 
 @pytest.mark.parametrize("full", ["head.safetensors", "model.safetensors.index.json"])
-def test_a_full_disk_is_told_after_the_others_have_gone_on(tmp_path, bert, monkeypatch, full):
+def test_full_disk_is_reported_after_all_files_were_tried(tmp_path, bert, monkeypatch, full):
     """On one process it is one line; with several, no rank waits for one that has raised."""
     import safetensors.torch
 
@@ -366,7 +366,7 @@ def weights(folder: Path) -> set[str]:
     }
 
 
-def test_a_run_is_continued_or_refused(tmp_path):
+def test_run_is_resumed_or_refused(tmp_path):
     config = Config(output_dir=str(tmp_path / "run"), seed=1)
     assert find_start(config, "f").checkpoint is None
     (tmp_path / "run").mkdir()
@@ -393,7 +393,7 @@ def test_a_run_is_continued_or_refused(tmp_path):
     assert find_start(config, "f").finished
 
 
-def test_folders_that_cannot_be_used(tmp_path):
+def test_unusable_output_folders_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     message = refusal(lock_folder, tmp_path / "file" / "run")
     check_message(message, f"output_dir={tmp_path / 'file' / 'run'}", "choose another")

@@ -167,14 +167,14 @@ def test_a_failure_is_one_line_and_code_2(capfd, tmp_path, argv, parts):
     check_message(lines[0], "fmmeta: error: ", *[part.format(tmp=tmp_path) for part in parts])
 
 
-def test_the_launched_script_fails_alike(capfd):
+def test_launch_script_fails_with_the_same_line(capfd):
     with pytest.raises(SystemExit) as ended:
         cli.train(["--n_way", "1"])
     assert ended.value.code == 2
     check_message(capfd.readouterr().err, "fmmeta: error: n_way=1", "use 2 or more")
 
 
-def test_other_ranks_end_in_silence(capfd, monkeypatch):
+def test_other_ranks_exit_without_output(capfd, monkeypatch):
     slept = []
     monkeypatch.setattr(cli.time, "sleep", slept.append)
     monkeypatch.setenv("RANK", "1")
@@ -183,7 +183,7 @@ def test_other_ranks_end_in_silence(capfd, monkeypatch):
     assert (ended.value.code, capfd.readouterr().err, slept) == (2, "", [3])
 
 
-def test_an_error_of_the_code_names_its_task(capfd, monkeypatch, tmp_path):
+def test_error_in_the_code_names_the_task(capfd, monkeypatch, tmp_path):
     """One line on rank 0 and exit code 1; the traceback is in the log of the rank that loaded the task."""
 
     def batches(self, task):

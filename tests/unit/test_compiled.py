@@ -32,7 +32,7 @@ def gradient_of(learner, algorithm, compiles: bool):
 
 
 @pytest.mark.parametrize("algorithm", ["fomaml", "anil"])
-def test_meta_gradient_is_that_of_the_plain_model(algorithm, monkeypatch):
+def test_meta_gradient_equals_that_of_the_plain_model(algorithm, monkeypatch):
     """Traced, differentiated and run as graphs, but without a C++ compiler."""
     calls = []
 
@@ -53,7 +53,7 @@ def test_meta_gradient_is_that_of_the_plain_model(algorithm, monkeypatch):
 
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-def test_real_code_gives_the_same(tmp_path, monkeypatch):
+def test_inductor_gives_the_same_gradient(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     torch.testing.assert_close(
@@ -79,11 +79,11 @@ def test_real_code_gives_the_same(tmp_path, monkeypatch):
         ({"packing": True, "task_type": "causal_lm"}, "packing=True"),
     ],
 )
-def test_what_it_does_not_go_with(settings, what):
+def test_conflicting_settings_are_refused(settings, what):
     check_message(refusal(Config, compile=True, **settings), "compile=True", what, "leave one out")
 
 
-def test_without_a_compiler_a_run_says_so(tmp_path, monkeypatch):
+def test_missing_compiler_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     config = Config(compile=True, outer_steps=1, eval_episodes=0, output_dir=str(tmp_path / "run"))
     check_message(

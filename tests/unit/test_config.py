@@ -125,11 +125,11 @@ def test_lower_bounds(name, least):
         ),
     ],
 )
-def test_values_are_of_their_types(name, value, parts):
+def test_values_of_wrong_type_or_range_are_refused(name, value, parts):
     check_message(refusal(Config, **{name: value}), *parts)
 
 
-def test_what_stands_for_a_flag_becomes_it(tmp_path):
+def test_values_are_converted_to_their_types(tmp_path):
     config = Config(n_way=numpy.int64(5), inner_lr=1, dataset=tmp_path, group_size=2, report_to="tensorboard")
     assert (config.n_way, config.inner_lr, config.dataset) == (5, 1.0, [str(tmp_path)])
     assert (config.group_size, config.report_to) == ("2", ["tensorboard"])
@@ -206,7 +206,7 @@ def test_settings_of_the_data_are_checked(settings, parts):
     check_message(refusal(Config, **settings), *parts)
 
 
-def test_one_data_set_is_enough():
+def test_single_dataset_becomes_a_list():
     assert Config(dataset="a.csv").dataset == ["a.csv"]
 
 
@@ -234,7 +234,7 @@ def test_every_setting_has_a_help_text():
     assert [item.name for item in fields(Config) if len(item.metadata.get("help", "")) < 10] == []
 
 
-def test_changed_settings_are_named():
+def test_changed_settings_are_listed():
     before, now = Config().as_dict(), Config(seed=7, group_size="2", output_dir="x", inner_lr=0.5).as_dict()
     assert changed_settings(before, now) == {
         "inner_lr": f"inner_lr: {Config().inner_lr} -> 0.5",
@@ -246,7 +246,7 @@ def test_changed_settings_are_named():
     assert changed_settings(before, {**before, "new_setting": 1}) == {"new_setting": "new_setting: None -> 1"}
 
 
-def test_what_the_rules_of_settings_say():
+def test_rules_of_settings_decide_resume_and_storage():
     """Settings of every kind; a setting without rules is compared on resume and not stored with models."""
     assert {"save_steps", "micro_batch_size", "output_dir"} <= FREE_ON_RESUME
     assert not {"seed", "inner_lr", "bf16", "max_length"} & FREE_ON_RESUME

@@ -29,7 +29,7 @@ def held_out_of(config: Config) -> tuple[HeldOut, build.RunInputs, build.Runtime
     return HeldOut(config, parts.worker, parts.load, ranks, Progress(enabled=False)), inputs, parts
 
 
-def test_counts_are_those_of_a_plain_loop(tmp_path):
+def test_counts_equal_those_of_a_plain_loop(tmp_path):
     model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "data.jsonl", 15, 12)
     config = Config(
         model_name_or_path=str(model),
@@ -89,7 +89,7 @@ def test_counts_are_those_of_a_plain_loop(tmp_path):
     ]  # rows and columns are not the same
 
 
-def test_language_models_have_no_classes(tmp_path):
+def test_language_models_have_no_confusion(tmp_path):
     config = Config(
         model_name_or_path=str(save_llama(tmp_path / "llama")),
         dataset=[str(write_pairs(tmp_path / "pairs.jsonl"))],

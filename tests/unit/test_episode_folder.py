@@ -55,7 +55,7 @@ def start(root: str, barrier, crashes) -> None:
                 leave(Path(root), f"{number}-stale")
 
 
-def test_ranks_that_start_together_after_a_killed_run_do_not_disturb_each_other(tmp_path):
+def test_concurrent_starts_after_a_killed_run_keep_each_others_folders(tmp_path):
     context = multiprocessing.get_context("spawn")
     barrier, crashes = context.Barrier(RANKS), context.Queue()
     ranks = [context.Process(target=start, args=(str(tmp_path), barrier, crashes)) for _ in range(RANKS)]
@@ -67,7 +67,7 @@ def test_ranks_that_start_together_after_a_killed_run_do_not_disturb_each_other(
     assert [rank.exitcode for rank in ranks] == [0] * RANKS
 
 
-def test_a_folder_is_in_use_while_it_is_locked_whatever_its_name_says(shm):
+def test_locked_folder_is_kept_whatever_its_name(shm):
     """The name holds a number of the trainer's own PID namespace, which means nothing here."""
     used, left = EpisodeFolder(), leave(shm, f"{os.getpid()}-left")
     other = used.path.rename(used.path.with_name(f"{PREFIX}999999999-used"))
@@ -80,7 +80,7 @@ def test_a_folder_is_in_use_while_it_is_locked_whatever_its_name_says(shm):
     assert not other.exists()
 
 
-def test_a_name_that_leads_elsewhere_is_left_alone(shm, tmp_path_factory):
+def test_symlinks_and_files_are_kept(shm, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (shm / f"{PREFIX}1-link").symlink_to(elsewhere)
     (shm / f"{PREFIX}1-file").touch()
@@ -89,7 +89,7 @@ def test_a_name_that_leads_elsewhere_is_left_alone(shm, tmp_path_factory):
     assert len(list(shm.iterdir())) == 2
 
 
-def test_an_episode_is_passed_on_whole_or_its_error_is(shm):
+def test_episode_or_its_error_is_passed_to_the_trainer(shm):
     folder = EpisodeFolder()
     prepared = []
 

@@ -135,7 +135,7 @@ def test_frozen_methods_equal_scikit_learn_on_plain_features(method, bert, class
     assert 0 <= results["ece"] <= 1
 
 
-def test_every_method_and_shot_meets_the_same_episodes_and_a_model_equals_itself(bert, classes, tmp_path):
+def test_methods_share_episodes_and_a_model_equals_itself(bert, classes, tmp_path):
     first = fmmeta.evaluate(
         str(bert),
         str(classes),
@@ -180,7 +180,7 @@ def test_every_method_and_shot_meets_the_same_episodes_and_a_model_equals_itself
     assert "have none of these methods and k_shot" in message
 
 
-def test_all_ways_are_all_classes_of_the_part(bert, classes):
+def test_n_way_all_uses_all_classes_of_the_split(bert, classes):
     settings = EvaluateConfig(
         model_name_or_path=str(bert), dataset=[str(classes)], n_way="all", num_query=3, episodes=3
     )
@@ -205,7 +205,7 @@ def test_all_ways_are_all_classes_of_the_part(bert, classes):
     assert episodes_of(wide, 2, byte_tokenizer()).most_classes == 9
 
 
-def test_a_model_is_adapted_as_its_folder_remembers(bert, classes, tmp_path):
+def test_model_is_adapted_with_its_stored_settings(bert, classes, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     for file in bert.iterdir():
@@ -338,7 +338,7 @@ def test_options_of_packed_runs_are_scored_row_by_row(llama, pairs, monkeypatch)
         assert packed == pytest.approx(apart, rel=1e-4)
 
 
-def test_a_broken_task_file_is_left_out_of_both_models(llama, tmp_path, capsys):
+def test_bad_task_file_is_skipped_for_both_models(llama, tmp_path, capsys):
     data = tmp_path / "tasks"
     for number in range(10):
         rows = "".join(
@@ -370,7 +370,7 @@ def test_a_broken_task_file_is_left_out_of_both_models(llama, tmp_path, capsys):
     check_message(message, "max_bad_fraction=0.01: 2 of 12 1-shot episodes", "task s1/t3: ")
 
 
-def test_greedy_answers_are_those_of_transformers(llama):
+def test_greedy_generation_equals_transformers(llama):
     from transformers import AutoModelForCausalLM
 
     from fmmeta.adaptation.predict import load_single_process
@@ -391,7 +391,7 @@ def test_greedy_answers_are_those_of_transformers(llama):
         assert text == single.tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True).strip()
 
 
-def test_answers_end_where_the_positions_do(tmp_path):
+def test_generation_stops_at_the_last_position(tmp_path):
     """Each with the tokens that it would have alone, whatever shares its batch."""
     from transformers import AutoModelForCausalLM
 
@@ -500,11 +500,11 @@ def test_paired_differences_are_over_common_episodes():
         ),
     ],
 )
-def test_what_cannot_be_evaluated_is_said(flags, parts):
+def test_conflicting_settings_are_refused(flags, parts):
     check_message(refusal(fmmeta.evaluate, "tiny", "letters", **flags), *parts)
 
 
-def test_a_broken_memory_is_refused(tmp_path, bert):
+def test_unreadable_stored_settings_are_refused(tmp_path, bert):
     (tmp_path / "fmmeta.json").write_text("[]")
     check_message(
         refusal(fmmeta.evaluate, str(tmp_path), "letters"),
@@ -513,7 +513,7 @@ def test_a_broken_memory_is_refused(tmp_path, bert):
     )
 
 
-def test_features_of_a_given_length_make_prototypes_of_cosines(bert, classes):
+def test_feature_norm_gives_cosine_prototypes(bert, classes):
     """One shot, no steps: the logits are 2 norm^2 cos and a constant, the temperature that `prototype` has at
     norm 10^0.5.
     """
@@ -533,7 +533,7 @@ def test_features_of_a_given_length_make_prototypes_of_cosines(bert, classes):
     check_message(message, "feature_norm=3", "use --pooling mean or cls, or leave it out")
 
 
-def test_a_file_that_cannot_be_written_is_said_first_and_the_table_is_shown_even_so(
+def test_unwritable_output_is_refused_first_and_the_table_is_still_shown(
     bert, classes, tmp_path, monkeypatch, capsys
 ):
     (tmp_path / "file").write_text("")
@@ -639,7 +639,7 @@ def test_one_episode_has_no_interval_and_results_are_json(bert, classes, tmp_pat
         ([0.2], "20.00 ± -  60.00 ± 12.99  -30.00 ± -", "-"),
     ],
 )
-def test_a_comparison_shows_both_models_and_whether_one_is_better(accuracies, row, verdict, capsys):
+def test_comparison_shows_both_models_and_the_verdict(accuracies, row, verdict, capsys):
     def cell(values, loss):
         return EvalCell(
             "knn", 1, "x", [EpisodeScore(slot, "t", "s", loss, value) for slot, value in enumerate(values)]
@@ -659,7 +659,7 @@ def test_a_comparison_shows_both_models_and_whether_one_is_better(accuracies, ro
     assert (stored["other"]["accuracy"], len(stored["other"]["scores"])) == (pytest.approx(0.6), 4)
 
 
-def test_a_loss_that_diverged_is_read_back(tmp_path):
+def test_diverged_loss_is_read_back_from_results(tmp_path):
     cell = {"method": "knn", "k_shot": 1, "episodes_fingerprint": "x"}
     score = {"slot": 0, "task": "t", "stratum": "s", "loss": float("inf"), "accuracy": 0.5}
     write_json(tmp_path / "results.json", {"cells": [{**cell, "scores": [score]}]})
@@ -667,7 +667,7 @@ def test_a_loss_that_diverged_is_read_back(tmp_path):
     assert np.isnan(found.scores[0].loss)
 
 
-def test_shots_and_ways_that_vary_are_shown_so(bert, classes, capsys):
+def test_ranges_of_shots_and_ways_are_shown(bert, classes, capsys):
     flags: dict[str, Any] = {
         "n_way": "2",
         "n_way_max": 3,
@@ -685,7 +685,7 @@ def test_shots_and_ways_that_vary_are_shown_so(bert, classes, capsys):
     assert "(prototype, 1 to 4 shots)" in out
 
 
-def test_a_remembered_language_model_has_no_ways(llama, pairs, tmp_path, capsys):
+def test_stored_language_model_has_no_n_way(llama, pairs, tmp_path, capsys):
     folder = shutil.copytree(llama, tmp_path / "model")
     (folder / "fmmeta.json").write_text('{"task_type": "causal_lm"}')
     flags: dict[str, Any] = {"k_shot": [1], "num_query": 2, "episodes": 2, "inner_steps": 0}
@@ -698,14 +698,14 @@ def test_a_remembered_language_model_has_no_ways(llama, pairs, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("method", [knn, linear])
-def test_one_example_of_each_of_many_classes_is_no_regression(method, recwarn):
+def test_one_example_per_class_is_classified_without_warnings(method, recwarn):
     features = torch.randn(30, 8, generator=torch.Generator().manual_seed(0))
     found = method(features, torch.arange(30), features, 30)
     assert torch.equal(found.argmax(1), torch.arange(30))
     assert [str(one.message) for one in recwarn] == []
 
 
-def test_scores_that_are_not_numbers_are_wrong():
+def test_nan_scores_count_as_wrong():
     """By hand: two rows, one of them not a number, of confidence 0 and infinite loss."""
     rows = torch.tensor([[0.75, 0.25], [float("nan"), 0.5]]).log()
     score = episode_score(0, "t", "s", prediction_stats(rows, torch.tensor([0, 0])))
@@ -716,7 +716,7 @@ def test_scores_that_are_not_numbers_are_wrong():
 
 
 @pytest.mark.parametrize("model", ["bert", "llama"])
-def test_an_inner_loop_that_runs_away_is_wrong_everywhere(model, request, classes, pairs):
+def test_diverging_inner_loop_scores_zero(model, request, classes, pairs):
     kind = {"task_type": "causal_lm"} if model == "llama" else {"n_way": "3"}
     results = fmmeta.evaluate(
         request.getfixturevalue(model),
@@ -741,7 +741,7 @@ def test_an_inner_loop_that_runs_away_is_wrong_everywhere(model, request, classe
         ({"dataset": 1.5}, ("dataset=1.5", "give one")),
     ],
 )
-def test_settings_from_python_that_do_not_fit(settings, parts):
+def test_bad_settings_from_python_are_refused(settings, parts):
     check_message(refusal(fmmeta.evaluate, "tiny", **{"dataset": "letters", **settings}), *parts)
 
 

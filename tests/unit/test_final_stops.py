@@ -85,7 +85,7 @@ def table_of(folder) -> dict:
 
 
 @pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
-def test_a_stop_in_the_final_evaluation_keeps_the_trained_model(tmp_path, monkeypatch, settings):
+def test_stop_in_the_final_evaluation_keeps_the_trained_model(tmp_path, monkeypatch, settings):
     """At its first, a middle and its last pass; without periodic checkpoints nothing but the stop itself
     saves.
     """
@@ -108,7 +108,7 @@ def test_a_stop_in_the_final_evaluation_keeps_the_trained_model(tmp_path, monkey
         assert not (tmp_path / name / validation.FINISHED).exists()
 
 
-def test_a_stop_in_a_validation_repeats_it(tmp_path, monkeypatch):
+def test_stop_in_a_validation_repeats_the_validation(tmp_path, monkeypatch):
     """The best weights were those of the outer step whose validation a stop had cut short."""
     settings = {"load_best_model_at_end": True, "eval_steps": 1, "test_episodes": 0, "eval_episodes": 4}
     MetaTrainer(config_of(tmp_path, "whole", **settings)).train()
@@ -123,7 +123,7 @@ def test_a_stop_in_a_validation_repeats_it(tmp_path, monkeypatch):
     assert exported(tmp_path / "stopped") == exported(tmp_path / "whole")
 
 
-def test_nothing_is_lent_out_during_evaluation(tmp_path, monkeypatch):
+def test_theta_holds_the_trained_weights_during_evaluation(tmp_path, monkeypatch):
     """The live tensors hold what was learned at every held-out episode, so that a checkpoint may be taken at
     any of them.
     """
@@ -151,7 +151,7 @@ def test_nothing_is_lent_out_during_evaluation(tmp_path, monkeypatch):
     assert all(len(theta) == trained and theta.equal(seen[0]) for theta in seen)
 
 
-def test_the_baseline_gets_the_inner_loop_that_serves_it_best(tmp_path, capsys):
+def test_baseline_uses_its_best_inner_loop(tmp_path, capsys):
     """Chosen among rates and numbers of steps on validation episodes; named in the table and in run.json."""
     config = config_of(tmp_path, "run", inner_lr=1e-4, outer_steps=1, outer_lr=1e-9)
     MetaTrainer(config).train()
@@ -163,7 +163,7 @@ def test_the_baseline_gets_the_inner_loop_that_serves_it_best(tmp_path, capsys):
     assert f"weights at the start ({rate})" in capsys.readouterr().out
 
 
-def test_the_choice_is_the_highest_accuracy_then_the_lowest_loss():
+def test_best_inner_loop_has_the_highest_accuracy_then_the_lowest_loss():
     """On scores made up by rate and step, whatever order they come in."""
 
     class Scored:

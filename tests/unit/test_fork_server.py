@@ -37,7 +37,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("code", ENDS.values(), ids=ENDS)
-def test_a_process_ends_as_one_of_an_interpreter(code, tmp_path):
+def test_exit_code_and_output_equal_those_of_an_interpreter(code, tmp_path):
     words, env = ["-c", SHOW + code, "--flag", "x"], environment(X="1")
     wanted = subprocess.run(
         [sys.executable, *words],
@@ -86,7 +86,7 @@ def test_modules_and_files_are_main(tmp_path):
         assert python(words, tmp_path, cwd=tmp_path).stdout == "__main__ ['a'] 3\n"
 
 
-def test_ranks_have_places_and_hashes_of_their_own():
+def test_ranks_have_different_ranks_hashes_and_seeds():
     code = (
         "import os, random, numpy; print(os.environ['RANK'], hash('x'), random.random(), numpy.random.rand())"
     )
@@ -96,7 +96,7 @@ def test_ranks_have_places_and_hashes_of_their_own():
     assert all(one != other for one, other in zip(first, second, strict=True))
 
 
-def test_a_function_comes_first():
+def test_before_is_called_first_in_the_process():
     assert run_ranks(["-c", "import os; print(os.environ['BEFORE'])"], 1, before=before).ok().output == [
         "yes\n"
     ]
@@ -106,7 +106,7 @@ def before() -> None:
     os.environ["BEFORE"] = "yes"
 
 
-def test_what_never_ends_is_killed_and_shown():
+def test_timeout_kills_ranks_and_shows_their_output():
     with pytest.raises(AssertionError, match=r"ranks still ran after 1 s:\n(?s:.*)here(?s:.*)here"):
         run_ranks(["-c", "import time; print('here', flush=True); time.sleep(100)"], 2, timeout_s=1)
 
@@ -123,7 +123,7 @@ def test_failures_are_shown():
     ) == ("", "b")
 
 
-def test_what_imports_read_starts_an_interpreter():
+def test_environment_read_by_imports_starts_an_interpreter():
     """Forked, a process has the libraries from the beginning; with another cache for them it imports them
     itself.
     """

@@ -222,7 +222,7 @@ def test_lines_to_predict(content, column, apart):
         ).map(json.dumps),
     )
 )
-def test_what_a_model_remembers(content, apart):
+def test_stored_settings_of_a_model(content, apart):
     (apart / "fmmeta.json").write_text(deep(content), encoding="utf-8", errors="replace")
     with one_line_at_most():
         AdaptConfig(model_name_or_path=str(apart)).run_config(n_way=2)

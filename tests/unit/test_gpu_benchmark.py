@@ -27,7 +27,7 @@ from tests.support.learners import (
 from tests.support.messages import check_message
 
 
-def test_flops_of_a_task_are_those_that_torch_counts():
+def test_flops_of_a_task_equal_torch():
     learner = llama()
     learner.hf.config._attn_implementation = "eager"
     config, episode = config_of(learner, inner_steps=3), batches_of(episode_of(learner))
@@ -49,7 +49,7 @@ def test_share_of_the_peak():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_and_ends_with_2():
+def test_missing_gpu_exits_with_2():
     ended = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu"], cwd=ROOT, env=environment(), capture_output=True, text=True
     )

@@ -76,7 +76,7 @@ def offline(caches):
     fork_server.close()
 
 
-def test_model_and_data_set_by_id(offline, tmp_path):
+def test_model_and_dataset_load_from_the_caches_by_id(offline, tmp_path):
     ended = offline(tmp_path, "--model_name_or_path", "acme/tiny-bert", "--dataset", "acme/intents")
     assert ended.returncode == 0, ended.stderr
     (line,) = [line for line in ended.stdout.splitlines() if "acme/intents: " in line]
@@ -84,7 +84,7 @@ def test_model_and_data_set_by_id(offline, tmp_path):
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
-def test_a_cached_model_is_not_looked_up_where_no_hub_answers(caches, tmp_path, monkeypatch):
+def test_cached_model_is_loaded_without_the_hub(caches, tmp_path, monkeypatch):
     """Model, tokenizer and adapters: for each of their files the hub's client would ask six times."""
     from huggingface_hub import constants
 
@@ -128,7 +128,7 @@ def test_a_cached_model_is_not_looked_up_where_no_hub_answers(caches, tmp_path, 
         ),
     ],
 )
-def test_an_id_that_is_not_there_is_one_line(offline, tmp_path, flags, parts):
+def test_unknown_hub_id_is_refused_in_one_line(offline, tmp_path, flags, parts):
     ended = offline(tmp_path, *flags)
     assert ended.returncode == 2
     assert len(ended.stderr.strip().splitlines()) == 1

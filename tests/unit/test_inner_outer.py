@@ -147,7 +147,7 @@ def test_prototypes_are_class_means(pooling):
 
 
 @pytest.mark.parametrize("head_init", ["zero", "learned"])
-def test_other_head_starts_change_nothing(head_init):
+def test_other_head_inits_leave_theta_unchanged(head_init):
     model = bert("mean")
     worker = worker_over(model, head_init)
     theta = worker.read()
@@ -158,7 +158,7 @@ def test_other_head_starts_change_nothing(head_init):
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 4, 32])
-def test_a_step_takes_the_gradient_of_the_whole_set(micro_batch_size):
+def test_gradient_of_micro_batches_equals_that_of_the_whole_set(micro_batch_size):
     model = bert("mean")
     wanted = gradients(model, SUPPORT)
     worker = worker_over(model)
@@ -211,7 +211,7 @@ def test_theta_is_restored_bitwise(rule, bf16, poison):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_embeddings_gather_the_rows_that_were_met(tied):
+def test_sparse_embedding_gradients_equal_dense_ones(tied):
     """Sparse gradients of embeddings add up to the dense ones in the flat buffer, over micro-batches, tied to
     the head or not.
     """
@@ -257,7 +257,7 @@ def test_a_gradient_added_to_a_sum_is_the_same_gradient(rule, bf16):
 
 @pytest.mark.parametrize("rule", ["fomaml", "reptile"])
 @pytest.mark.parametrize("where", ["support", "query", "steps"])
-def test_nothing_of_a_task_that_is_not_finite_is_added(rule, where):
+def test_nonfinite_task_adds_nothing(rule, where):
     worker, episode = worker_over(bert("mean"), "prototype"), batches()
     theta, start = worker.read(), torch.linspace(-1, 1, worker.params.numel)
     into = MetaGradient(start)
@@ -271,14 +271,14 @@ def test_nothing_of_a_task_that_is_not_finite_is_added(rule, where):
     assert torch.equal(worker.read(), theta)
 
 
-def test_a_loss_that_is_not_finite_has_no_finite_gradient():
+def test_nonfinite_loss_has_a_nan_gradient():
     x = torch.tensor(3.0, requires_grad=True)
     for loss, slope in ((2 * x, 2.0), (2 * x + math.inf, math.nan), (2 * x * math.nan, math.nan)):
         (found,) = torch.autograd.grad(nan_gradient_if_nonfinite(loss), x)
         assert found.item() == pytest.approx(slope, nan_ok=True)
 
 
-def test_the_shard_optimizer_passes_zeros_where_the_ranks_refuse():
+def test_shard_optimizer_passes_zeros_when_ranks_reject_the_gradient():
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer, shown = ShardOptimizer([{"params": params}]), []
     optimizer.slices = {p.data_ptr(): slice(2 * i, 2 * i + 2) for i, p in enumerate(params)}
@@ -301,7 +301,7 @@ def test_the_shard_optimizer_passes_zeros_where_the_ranks_refuse():
         shown.clear()
 
 
-def test_untrained_parameters_are_left_out():
+def test_untrained_parameters_are_not_in_the_param_map():
     model = bert("mean")
     worker = worker_over(model)
     assert {f.name for f in worker.params.fragments} == {
@@ -399,7 +399,7 @@ def test_the_head_moves_only_if_learned(optimizer, head_init, moves):
 
 
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf])
-def test_theta_stays_without_a_finite_meta_gradient(bad):
+def test_theta_is_unchanged_without_a_finite_meta_gradient(bad):
     worker = worker_over(bert("mean"))
     theta = worker.read()
     began = theta.clone()
@@ -410,7 +410,7 @@ def test_theta_stays_without_a_finite_meta_gradient(bad):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 4])
-def test_lr_is_that_of_transformers(name, warmup):
+def test_outer_lr_schedules_equal_transformers(name, warmup):
     from transformers import get_scheduler
 
     worker = worker_over(bert("mean"))
@@ -428,7 +428,7 @@ def test_lr_is_that_of_transformers(name, warmup):
     )  # a function of the step alone
 
 
-def test_outer_steps_are_those_of_torch():
+def test_outer_adamw_equals_torch():
     worker = worker_over(bert("mean"))
     theta = worker.read()
     param = nn.Parameter(theta.clone())
@@ -454,7 +454,7 @@ def test_outer_steps_are_those_of_torch():
         ("rmsprop", lambda p: torch.optim.RMSprop(p, lr=0.01, eps=1e-6)),
     ],
 )
-def test_other_outer_optimizers_are_those_of_torch(name, make):
+def test_outer_optimizers_equal_torch(name, make):
     worker = worker_over(bert("mean"))
     theta = worker.read()
     param = nn.Parameter(theta.clone())
@@ -470,7 +470,7 @@ def test_other_outer_optimizers_are_those_of_torch(name, make):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "nesterov", "rmsprop"])
 @pytest.mark.parametrize("learned", ["layer", "element"])
-def test_learned_rates_move_by_their_own_learning_rate(optimizer, learned):
+def test_learned_rates_use_inner_lr_outer_lr(optimizer, learned):
     model = bert("mean")
     worker = worker_over(model)
     settings = {
@@ -510,7 +510,7 @@ def test_learned_rates_move_by_their_own_learning_rate(optimizer, learned):
 @pytest.mark.parametrize(
     "optimizer", ["sgd", "adamw", "nesterov", "adagrad", "adamax", "nadam", "radam", "rmsprop"]
 )
-def test_a_resumed_outer_goes_on_alike_with_learned_rates(optimizer, learned):
+def test_resumed_outer_optimizer_with_learned_rates_equals_undisturbed_run(optimizer, learned):
     model = bert("mean")
     worker = worker_over(model, "zero")
     config = Config(outer_optimizer=optimizer, outer_lr=0.01, weight_decay=0.1, inner_lr_learned=learned)
@@ -537,7 +537,7 @@ def test_a_resumed_outer_goes_on_alike_with_learned_rates(optimizer, learned):
     assert learned == "no" or torch.equal(ends[0][1], ends[1][1])
 
 
-def test_kept_moments_are_the_mean_over_tasks_and_survive_a_stop():
+def test_kept_moments_are_the_mean_over_tasks_and_are_restored():
     model = bert("mean")
     worker = worker_over(model, "zero")
     config = Config(
@@ -569,7 +569,7 @@ def test_kept_moments_are_the_mean_over_tasks_and_survive_a_stop():
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_resumed_outer_goes_on_alike(optimizer):
+def test_resumed_outer_optimizer_equals_undisturbed_run(optimizer):
     worker = worker_over(bert("mean"), "zero")
     grads = [torch.randn(worker.params.numel, generator=RNG) for _ in range(4)]
     settings = {
@@ -610,7 +610,7 @@ def test_meta_gradient_is_the_weighted_mean_of_tasks():
     assert (meta.sum.tolist(), meta.weight, meta.begin_reduce(alone, 0.0)) == ([0, 0], 0, None)
 
 
-def test_evaluation_scores_before_and_after_and_leaves_theta():
+def test_evaluation_scores_before_and_after_adaptation_and_restores_theta():
     model = bert("mean")
     phi = adapted_copy(model, "zero")
     before, after = mean_loss(model, QUERY).item(), mean_loss(phi, QUERY).item()
@@ -629,7 +629,7 @@ def test_evaluation_scores_before_and_after_and_leaves_theta():
         assert (score.loss_before, score.loss_after) == pytest.approx((before, after), rel=1e-4)
 
 
-def test_gains_are_paired_over_the_episodes_that_both_passes_have():
+def test_gains_are_paired_over_common_episodes():
     trained = [
         HeldOutScore(slot, "s", 0, 0, 1.0, accuracy) for slot, accuracy in [(0, 0.9), (1, 0.8), (3, 1.0)]
     ]

@@ -78,7 +78,7 @@ def test_equal_names_in_other_tasks_and_data_sets_are_other_classes(tmp_path):
     assert both.size(0, (0, 0, 0, 0)) == both.source.size(0, (0, 0, 0, 0))
 
 
-def test_classes_of_task_files_are_not_known(tmp_path):
+def test_folder_of_task_files_is_refused(tmp_path):
     for name in ("s/a.jsonl", "s/b.jsonl", "s/c.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         tasks_file(tmp_path / name, 1)
@@ -126,7 +126,7 @@ def run(bert, folder, **settings):
         ({"outer_lr": 3e-3, "adam_epsilon": 1e-4}, 1e-4),
     ],
 )
-def test_it_is_plain_fine_tuning_on_the_rows_of_the_episodes(bert, tmp_path, outer, at_most):
+def test_joint_training_equals_plain_fine_tuning(bert, tmp_path, outer, at_most):
     """A plain torch loop over a plain classifier with an output per training class; labels by name."""
     from transformers import AutoModelForSequenceClassification
 
@@ -180,7 +180,7 @@ def test_it_is_plain_fine_tuning_on_the_rows_of_the_episodes(bert, tmp_path, out
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("head", ["zero", "prototype"])
-def test_held_out_tasks_start_as_they_do_without_training(bert, tmp_path, head):
+def test_exported_model_gives_the_held_out_scores_of_the_run(bert, tmp_path, head):
     """Evaluating the exported folder as it is gives what the run said of its own end."""
     inner_lr, model = (
         (0.1, bert[0]) if head == "zero" else (0.01, "tiny")
@@ -209,7 +209,7 @@ def test_held_out_tasks_start_as_they_do_without_training(bert, tmp_path, head):
 
 
 @pytest.mark.timeout(120)
-def test_adapters_leave_the_head_behind_too(bert, tmp_path):
+def test_adapters_are_exported_without_the_joint_head(bert, tmp_path):
     run(bert, tmp_path / "run", lora_r=2, eval_episodes=0, outer_steps=2)
     found = load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
     (weight,) = [value for name, value in found.items() if name.endswith("classifier.weight")]
@@ -217,7 +217,7 @@ def test_adapters_leave_the_head_behind_too(bert, tmp_path):
     assert not weight.any()
 
 
-def test_the_merged_model_has_the_head_that_is_exported(tmp_path, bert):
+def test_merged_model_has_the_exported_head(tmp_path, bert):
     """Zeros for the classes of an episode, not the head over all training classes."""
     model, data = bert
     MetaTrainer(

@@ -76,7 +76,7 @@ def test_launch_from_variables(env, launch):
         ),
     ],
 )
-def test_bad_variables(env, parts):
+def test_bad_launcher_variables_are_refused(env, parts):
     check_message(refusal(Launch.from_env, env), *parts)
 
 
@@ -98,12 +98,12 @@ def test_first_host(nodelist, host):
 
 
 @pytest.mark.parametrize("nodelist", ["", "[1-2]", ",a"])
-def test_a_list_without_hosts(nodelist):
+def test_nodelist_without_hosts_is_refused(nodelist):
     check_message(refusal(first_host, nodelist), f"SLURM node list {nodelist!r}", "set MASTER_ADDR")
 
 
 @given(st.integers(1, 12), st.integers(1, 12))
-def test_groups_are_runs_of_ranks(num_groups, group_size):
+def test_groups_are_consecutive_ranks(num_groups, group_size):
     layouts = [
         Layout(Launch(rank, num_groups * group_size), group_size) for rank in range(num_groups * group_size)
     ]
@@ -125,7 +125,7 @@ def test_group_size_divides_the_world(group_size, world_size, use):
     )
 
 
-def test_layout_reads_as_words():
+def test_layout_as_text():
     assert str(Layout(Launch(0, 4), 2)) == "2 groups of 2 ranks"
     assert str(Layout(Launch(0, 1), 1)) == "1 group of 1 rank"
 
@@ -164,7 +164,7 @@ def test_estimate_by_hand(stage, bf16, group_size, kinds, buffers, staging):
     assert (found.logits, found.total) == (0, sum(kinds) + found.gathered + found.activations + buffers)
 
 
-def test_the_peak_is_the_fuller_of_two_moments():
+def test_peak_is_the_larger_of_two_phases():
     small = replace(SIZES, rows=1, tokens=1)
     found = estimate(small, DeepSpeedSettings(2, False, False), 4)
     assert found.activations == 4 * (34 * 8 + 5 * 4)
@@ -185,7 +185,7 @@ def test_the_peak_is_the_fuller_of_two_moments():
     )  # a GPU has the bucket whole
 
 
-def test_shards_that_algorithms_keep():
+def test_estimate_counts_shards_kept_by_algorithms():
     more = replace(SIZES, kept=5, trajectory=3, moments=1)
     found = estimate(more, DeepSpeedSettings(1, False, False), 4)
     assert (found.kept, found.moments, found.host) == (8 * 1000, 1000, 0)
@@ -208,7 +208,7 @@ def test_logits_are_counted_for_language_models():
     assert estimate(sizes, DeepSpeedSettings(0, False, False), 1).logits == 3 * 3 * 10 * 100 * 4
 
 
-def test_estimate_reads_as_a_sum():
+def test_estimate_as_text():
     sizes = Sizes(params=2**28, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
     assert (
         str(estimate(sizes, DeepSpeedSettings(0, False, False), 1))
@@ -235,7 +235,7 @@ def test_a_group_stays_inside_a_node_and_divides_the_world(monkeypatch):
     )
 
 
-def test_no_room_at_all(monkeypatch):
+def test_too_little_memory_is_refused(monkeypatch):
     sizes = Sizes(params=2**30, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
     world = world_of(monkeypatch, 8, 4, 2**32)
     check_message(
@@ -255,7 +255,7 @@ def test_memory_of_the_host_is_shared_by_its_ranks():
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
-def test_places_in_a_group(stages, data, tensor):
+def test_coordinates_in_a_group(stages, data, tensor):
     size = stages * data * tensor
     places = [GroupCoordinates(rank, size, stages, tensor) for rank in range(size)]
     assert {place.data for place in places} == {data}
@@ -263,7 +263,7 @@ def test_places_in_a_group(stages, data, tensor):
     assert found == [(s, d, t) for s in range(stages) for d in range(data) for t in range(tensor)]
 
 
-def test_a_group_holds_whole_models():
+def test_group_size_must_be_a_multiple_of_model_ranks():
     check_message(refusal(GroupCoordinates, 0, 4, 3), "group_size=4", "pipeline_stages=3", "use 3 or 6")
     check_message(
         refusal(GroupCoordinates, 0, 3, 1, 2), "group_size=3", "tensor_parallel_size=2", "use 2 or 4"
@@ -295,7 +295,7 @@ def test_groups_chosen_for_a_pipeline_hold_all_its_stages(monkeypatch):
     assert choose_group_size(world, lambda data: SIZES, DeepSpeedSettings(0, False, False), 1)[0] == 1
 
 
-def test_no_group_size_holds_all_stages(monkeypatch):
+def test_pipeline_that_fits_no_group_size_is_refused(monkeypatch):
     message = refusal(
         choose_group_size,
         world_of(monkeypatch, 4, 4, 2**40),

@@ -97,7 +97,7 @@ def test_dropout_is_off_in_training(bert):
         ),
     ],
 )
-def test_no_dropout_is_left_whatever_its_name(family, sizes, own, tmp_path):
+def test_dropout_of_every_name_is_off(family, sizes, own, tmp_path):
     import transformers
 
     hf_config = transformers.AutoConfig.for_model(
@@ -140,7 +140,7 @@ def test_pooling_auto_follows_the_folder(tmp_path, bert, modes, pooling):
     assert describe(Config(model_name_or_path=str(tmp_path), pooling="cls")).pooling == "cls"
 
 
-def test_other_poolings_are_refused(tmp_path, bert):
+def test_unsupported_pooling_is_refused(tmp_path, bert):
     (tmp_path / "1_Pooling").mkdir()
     file = tmp_path / "1_Pooling" / "config.json"
     file.write_text('{"pooling_mode_max_tokens": true}')
@@ -159,7 +159,7 @@ def test_other_poolings_are_refused(tmp_path, bert):
         ({"quantization_config": {"quant_method": "gptq"}}, "is quantised", "use the full one"),
     ],
 )
-def test_models_that_cannot_be_trained(tmp_path, bert, values, cause, remedy):
+def test_models_that_cannot_be_trained_are_refused(tmp_path, bert, values, cause, remedy):
     message = refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert, **values))))
     check_message(message, f"model_name_or_path={tmp_path} ", cause, remedy)
 
@@ -186,7 +186,7 @@ def test_models_without_a_padding_token(tmp_path):
     )
 
 
-def test_folders_without_a_model(tmp_path):
+def test_folders_without_a_model_are_refused(tmp_path):
     check_message(
         refusal(describe, Config(model_name_or_path=str(tmp_path))),
         f"model_name_or_path={tmp_path}",
@@ -200,14 +200,14 @@ def test_folders_without_a_model(tmp_path):
         )
 
 
-def test_weights_that_are_not_there(tmp_path, bert):
+def test_missing_weights_are_refused(tmp_path, bert):
     config = Config(model_name_or_path=str(changed(tmp_path, bert)))
     assert refusal(load_learner, config, describe(config)).startswith(
         f"model_name_or_path={tmp_path} cannot be loaded: "
     )
 
 
-def test_weights_that_ended_early(tmp_path, bert):
+def test_truncated_weights_are_refused(tmp_path, bert):
     """A download that broke off, read whole and tensor by tensor; then an index that did."""
     changed(tmp_path, bert)
     file = tmp_path / "model.safetensors"
@@ -232,7 +232,7 @@ def test_weights_that_ended_early(tmp_path, bert):
 
 @pytest.mark.parametrize("name", ["1_Pooling/config.json", "modules.json"])
 @pytest.mark.parametrize("text", ["{", "[1]", "7", "[" * 100_000])
-def test_broken_files_of_sentence_transformers_are_found_at_the_start(name, text, tmp_path, bert):
+def test_unreadable_files_of_sentence_transformers_are_refused(name, text, tmp_path, bert):
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
     (tmp_path / name).write_text(text)
@@ -255,7 +255,7 @@ def test_a_checkpoint_without_tokenizer_reads_bytes(tmp_path, bert):
     )
 
 
-def test_a_model_without_a_linear_classifier(bert):
+def test_model_without_a_linear_classifier_is_refused(bert):
     from transformers import AutoModelForSequenceClassification
 
     hf = AutoModelForSequenceClassification.from_pretrained(bert)
@@ -276,7 +276,7 @@ def test_a_decoder_as_classifier(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_padding_is_the_tokenizers_for_the_model_too(kind, tmp_path):
+def test_model_uses_the_padding_token_of_the_tokenizer(kind, tmp_path):
     """A sequence classifier looks for the last token that is no padding: what a row gets does not depend on
     its neighbours.
     """
@@ -292,7 +292,7 @@ def test_padding_is_the_tokenizers_for_the_model_too(kind, tmp_path):
     torch.testing.assert_close(together, alone)
 
 
-def test_an_encoder_is_no_language_model(bert, tmp_path):
+def test_encoder_as_language_model_is_refused(bert, tmp_path):
     text = refusal(describe, Config(model_name_or_path=str(bert), task_type="causal_lm"))
     check_message(text, f"model_name_or_path={bert} is a bert", "give a decoder, or use --task_type")
     facts = json.loads((bert / "config.json").read_text())

@@ -138,7 +138,7 @@ class Sleep:
 
 
 @pytest.mark.parametrize("num_workers", ["1", "2"])
-def test_any_number_of_processes_gives_the_same_episodes_from_any_position(made, num_workers):
+def test_number_of_processes_and_start_position_do_not_change_episodes(made, num_workers):
     tasks = made[2]
     straight = loader_of(made).fetch(tasks)
     loader, later = loader_of(made, num_workers), loader_of(made, num_workers)
@@ -164,7 +164,7 @@ def test_augmentation_differs_between_outer_steps(made):
     )
 
 
-def test_input_errors_are_tried_again_with_longer_and_longer_waits(made, tmp_path):
+def test_io_errors_are_retried_with_growing_waits(made, tmp_path):
     sleeps: list[float] = []
     tasks = made[2][:3]
     loader = loader_of(made, source=Trouble(made[0], {tasks[1].item: ("io", 2)}, tmp_path), sleeps=sleeps)
@@ -180,7 +180,7 @@ def test_input_errors_are_tried_again_with_longer_and_longer_waits(made, tmp_pat
         ("bug", "ZeroDivisionError: division by zero", True, 0),
     ],
 )
-def test_what_cannot_be_had_leaves_the_others_where_they_were(made, tmp_path, what, said, crash, waits):
+def test_failed_tasks_leave_the_other_episodes_unchanged(made, tmp_path, what, said, crash, waits):
     sleeps: list[float] = []
     tasks, bad = made[2][:6], made[2][1].item
     loaded = loader_of(made, source=Trouble(made[0], {bad: (what, 99)}, tmp_path), sleeps=sleeps).fetch(tasks)
@@ -207,7 +207,7 @@ def test_a_killed_process_is_replaced(made, tmp_path, impatient):
 @pytest.mark.parametrize(
     ("what", "ended"), [("kill", "was killed by SIGKILL"), ("exit", "exited with code 0")]
 )
-def test_a_task_that_ends_every_process_is_given_up(made, tmp_path, impatient, what, ended):
+def test_task_that_ends_every_process_is_given_up(made, tmp_path, impatient, what, ended):
     tasks = made[2][:6]
     loader = loader_of(made, "1", Trouble(made[0], {tasks[2].item: (what, 99)}, tmp_path))
     try:
@@ -224,7 +224,7 @@ def test_a_task_that_ends_every_process_is_given_up(made, tmp_path, impatient, w
     assert loaded[3].batches is not None
 
 
-def test_a_death_counts_against_the_task_that_was_prepared_alone(made, tmp_path, impatient):
+def test_death_counts_only_for_the_task_being_prepared(made, tmp_path, impatient):
     """The second task kills its process while the trainer waits for the first task, which another process
     prepares.
     """
@@ -240,7 +240,7 @@ def test_a_death_counts_against_the_task_that_was_prepared_alone(made, tmp_path,
     assert loader.deaths == {tasks[1].seed: DEATHS}
 
 
-def test_processes_that_die_before_any_task_are_given_up_and_no_task_is_lost(made, impatient):
+def test_processes_that_die_at_start_are_given_up_and_no_task_is_lost(made, impatient):
     loader = loader_of(made, "1", Fatal(made[0]))
     assert same_episodes(loader.fetch(made[2][:3]), loader_of(made).fetch(made[2][:3]))
     assert loader.num_workers == 0
@@ -249,7 +249,7 @@ def test_processes_that_die_before_any_task_are_given_up_and_no_task_is_lost(mad
     assert f"loader processes failed {DEATHS} times" in last
 
 
-def test_a_folder_that_is_removed_costs_no_task(made):
+def test_removed_folder_loses_no_task(made):
     loader = loader_of(made, "1")
     try:
         loaded = loader.fetch(made[2][:2])
@@ -269,7 +269,7 @@ def test_a_folder_that_is_removed_costs_no_task(made):
     assert warning.endswith("start again")
 
 
-def test_no_error_of_the_loader_ends_this_rank_alone(made):
+def test_loader_error_becomes_a_result(made):
     """It becomes a result that all ranks judge."""
     loader = loader_of(made, "1")
 
@@ -283,7 +283,7 @@ def test_no_error_of_the_loader_ends_this_rank_alone(made):
 
 
 @pytest.mark.parametrize("full", ["from the start", "later"])
-def test_a_full_shared_memory_costs_no_task(made, tmp_path, full):
+def test_full_shared_memory_loses_no_task(made, tmp_path, full):
     """A /dev/shm in which no semaphore, or no episode, has room: the training process loads, and one line
     says what to do.
     """
@@ -322,7 +322,7 @@ def test_a_full_shared_memory_costs_no_task(made, tmp_path, full):
 @pytest.mark.parametrize(
     ("load_s", "budget", "chosen"), [(0.05, 8, 0), (2.0, 8, 1), (6.0, 8, 3), (9.0, 4, 4), (9.0, 0, 0)]
 )
-def test_auto_starts_as_many_processes_as_loading_asks_for(made, load_s, budget, chosen):
+def test_auto_chooses_processes_by_loading_time(made, load_s, budget, chosen):
     """`load_s` of 10 s in two outer steps after the first, which warms up and does not count."""
     loader = EpisodeLoader(LoadEpisode(made[0], Batcher(0)), upcoming(made[1]), "auto", budget=budget)
     loader.load_s = 100.0
@@ -333,7 +333,7 @@ def test_auto_starts_as_many_processes_as_loading_asks_for(made, load_s, budget,
     assert loader.num_workers == chosen
 
 
-def test_a_few_classes_of_many_are_told_to_the_loss(tmp_path):
+def test_number_of_classes_is_passed_to_the_loss(tmp_path):
     path = write_classes(tmp_path / "c.jsonl")
     config = Config(dataset=[str(path)], n_way=2, n_way_max=5, k_shot=1, k_shot_max=3, num_query=1, seed=3)
     source = load_sources(config, TOKENIZER, lambda text: None).train

@@ -82,7 +82,7 @@ def learner_of(source: str, **settings):
         ),
     ],
 )
-def test_adapters_and_head_are_trained_and_nothing_else(sources, base, settings, beside, adapters):
+def test_only_adapters_and_head_are_trained(sources, base, settings, beside, adapters):
     learner = learner_of(sources[base], **settings)
     trained = {name for name, param in learner.named_parameters() if param.requires_grad}
     assert {name for name in trained if "lora_" not in name} == beside
@@ -104,7 +104,7 @@ def test_adapters_and_head_are_trained_and_nothing_else(sources, base, settings,
     ("base", "settings"),
     [("llama", {"task_type": "causal_lm"}), ("bert", {"pooling": "mean", "head_init": "learned"})],
 )
-def test_the_output_is_that_of_w_plus_alpha_over_r_b_a(sources, base, settings):
+def test_output_equals_w_plus_alpha_over_r_times_b_a(sources, base, settings):
     adapted, plain = (
         learner_of(sources[base], lora_alpha=6, **settings),
         learner_of(sources[base], lora_r=0, **settings),
@@ -148,9 +148,7 @@ def test_adapters_follow_the_seed(sources):
         ("tiny", "AutoModel", {}),
     ],
 )
-def test_export_is_read_by_plain_peft_and_merged_by_plain_transformers(
-    tmp_path, sources, base, auto, settings
-):
+def test_export_is_loaded_by_peft_and_transformers(tmp_path, sources, base, auto, settings):
     import transformers
     from peft import PeftModel
 
@@ -193,7 +191,7 @@ def test_export_is_a_sentence_transformers_folder(tmp_path, sources):
         assert_same_logits(found, wanted, batch["attention_mask"])
 
 
-def test_a_run_saves_adapters_alone_and_goes_on_from_them(tmp_path, sources):
+def test_run_saves_only_adapters_and_resumes_from_them(tmp_path, sources):
     data = write_classes(tmp_path / "rows.jsonl", classes=15)
     config = {
         "model_name_or_path": sources["bert"],
@@ -259,7 +257,7 @@ def test_the_estimate_counts_frozen_weights_once(tmp_path, sources, monkeypatch)
     assert memory.estimate(lora, precision, 1).meta == 16 * lora.params
 
 
-def test_missing_peft_names_the_extra(sources, monkeypatch):
+def test_missing_peft_is_refused_with_the_extra(sources, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     message = refusal(describe, Config(lora_r=4))
     assert message.startswith("lora_r=4 needs peft (")
@@ -286,19 +284,19 @@ def test_a_target_that_peft_refuses(sources):
     assert "cannot be adapted in BertModel: " in message
 
 
-def test_a_tied_output_layer_is_no_target(sources):
+def test_tied_output_layer_is_refused_as_target(sources):
     message = refusal(learner_of, sources["llama"], task_type="causal_lm", lora_target_modules=["lm_head"])
     check_message(message, "lora_target_modules=lm_head", "the weight of an embedding", "name linear layers")
 
 
-def test_a_head_is_no_target(sources):
+def test_head_is_refused_as_target(sources):
     message = refusal(
         learner_of, sources["bert"], pooling="model", lora_target_modules=["query", "classifier"]
     )
     check_message(message, "no layer 'classifier' to adapt", "dense, key, query, value")
 
 
-def test_an_architecture_that_peft_does_not_know_needs_targets(tmp_path):
+def test_unknown_architecture_needs_targets(tmp_path):
     from transformers import CTRLConfig, CTRLLMHeadModel
 
     save(CTRLLMHeadModel(CTRLConfig(vocab_size=259, n_embd=8, dff=8, n_layer=1, n_head=2)), tmp_path)
@@ -327,7 +325,7 @@ def test_an_adapter_folder_is_read_as_its_merged_model(source, tmp_path, sources
 
 
 @pytest.mark.parametrize("source", ["bert", "llama", "roberta"])
-def test_adapters_are_gone_on_with(source, tmp_path, sources):
+def test_training_continues_from_stored_adapters(source, tmp_path, sources):
     _, worker = exported(sources[source], tmp_path / "model", lora_r=3, lora_alpha=5)
     config = Config(model_name_or_path=str(tmp_path / "model"), lora_r=3, lora_alpha=5, head_init="learned")
     learner = load_learner(config, describe(config))
@@ -391,7 +389,7 @@ def test_evaluation_adapts_the_adapters_that_were_trained(algorithm, tmp_path, s
     check_message(said, f"model_name_or_path={model}", "lora_r=0", "leave --lora_r out, or give --inner_lr")
 
 
-def test_an_adapted_adapter_stands_beside_the_base(tmp_path, sources):
+def test_adapted_adapters_keep_their_base(tmp_path, sources):
     data = write_classes(tmp_path / "rows.jsonl", classes=3)
     exported(sources["bert"], tmp_path / "model", lora_r=3, lora_alpha=5)
     adapted = adapt(
@@ -432,7 +430,7 @@ def test_the_tokenizer_of_a_folder_that_peft_saved_is_that_of_its_base(tmp_path,
     assert len(found("river")["input_ids"]) < len("river")
 
 
-def test_a_broken_adapter_folder_is_refused(tmp_path):
+def test_unreadable_adapter_folder_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     check_message(
         refusal(describe, Config(model_name_or_path=str(tmp_path))),

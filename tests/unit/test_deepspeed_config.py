@@ -65,7 +65,7 @@ def ds_file(tmp_path):
     return write
 
 
-def test_an_hf_file_works_as_it_is(ds_file):
+def test_file_of_transformers_works_unchanged(ds_file):
     notices: list[str] = []
     precision = read(ds_file(HF), bf16=True, notice=notices.append)
     assert precision == DeepSpeedSettings(zero_stage=3, bf16=True, offload=False, bucket=0)
@@ -132,7 +132,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("key", OURS)
-def test_what_fmmeta_owns_is_refused_by_name(ds_file, key):
+def test_keys_that_fmmeta_sets_are_refused(ds_file, key):
     shown = json.dumps(VALUES[key])
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     check_message(
@@ -143,7 +143,7 @@ def test_what_fmmeta_owns_is_refused_by_name(ds_file, key):
     )
 
 
-def test_one_value_among_autos_is_refused(ds_file):
+def test_optimizer_with_one_explicit_value_is_refused(ds_file):
     mixed = {**HF["optimizer"], "params": {**HF["optimizer"]["params"], "lr": 3e-5}}
     assert "sets optimizer=" in refusal(read, ds_file({**HF, "optimizer": mixed}), False, print)
 
@@ -161,7 +161,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("key", REFUSED)
 @pytest.mark.parametrize("inside_zero", [False, True])
-def test_what_breaks_meta_training_is_refused_by_name(ds_file, key, inside_zero):
+def test_features_that_break_meta_training_are_refused(ds_file, key, inside_zero):
     value = BLOCKS.get(key, {"enabled": True})
     config = {"zero_optimization": {"stage": 2, key: value}} if inside_zero else {key: value}
     check_message(
@@ -186,7 +186,7 @@ def test_what_breaks_meta_training_is_refused_by_name(ds_file, key, inside_zero)
         ("zero_quantized_weights", False),
     ],
 )
-def test_what_is_off_is_dropped(ds_file, key, value):
+def test_disabled_features_are_dropped(ds_file, key, value):
     file = ds_file({key: value, "zero_optimization": {"stage": 1, key: value}})
     assert read(file, False, pytest.fail).file == {"zero_optimization": {"stage": 1}}
 
@@ -216,7 +216,7 @@ def test_what_is_off_is_dropped(ds_file, key, value):
         ({"stage": 2, "offload_optimizer": "cpu"}, 'offload_optimizer="cpu"', 'write {"device": "cpu"}'),
     ],
 )
-def test_zero_settings_that_cannot_work(ds_file, zero, setting, remedy):
+def test_bad_zero_settings_are_refused(ds_file, zero, setting, remedy):
     message = refusal(read, ds_file({"zero_optimization": zero}), False, pytest.fail)
     check_message(message, f"deepspeed=ds.json sets {setting}", remedy)
 
@@ -230,7 +230,7 @@ def test_bf16_is_an_object(ds_file):
     )
 
 
-def test_offload_is_noticed(ds_file):
+def test_offload_is_detected(ds_file):
     zero = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "none"}}
     precision = read(ds_file({"zero_optimization": zero}), False, pytest.fail)
     assert precision == DeepSpeedSettings(3, False, True, offload_param=True)
@@ -244,7 +244,7 @@ def test_offload_is_noticed(ds_file):
         ("[]", "holds no JSON object", "see ds_configs/ for ready ones"),
     ],
 )
-def test_an_unreadable_file(ds_file, text, cause, remedy):
+def test_unreadable_file_is_refused(ds_file, text, cause, remedy):
     path = ds_file(text)
     message = refusal(read, path, False, pytest.fail)
     assert message.startswith(f"deepspeed={path} ")
@@ -258,7 +258,7 @@ def test_an_unreadable_file(ds_file, text, cause, remedy):
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda file: file.stem)
-def test_every_shipped_file_passes(file):
+def test_every_shipped_file_is_accepted(file):
     notices: list[str] = []
     precision = read(str(file), False, notices.append)
     assert precision.zero_stage == int(file.stem.removeprefix("zero")[0])
@@ -267,7 +267,7 @@ def test_every_shipped_file_passes(file):
     assert notices == []
 
 
-def test_a_file_for_a_pipeline():
+def test_file_is_adjusted_for_a_pipeline():
     notices: list[str] = []
     one = {"zero_optimization": {"stage": 1}}
     settings = with_model_ranks(DeepSpeedSettings(1, False, False, file=one), 2, 1, notices.append)
@@ -285,7 +285,7 @@ def test_a_file_for_a_pipeline():
 @pytest.mark.parametrize(
     ("ranks", "flag"), [((2, 1), "pipeline_stages=2"), ((1, 4), "tensor_parallel_size=4")]
 )
-def test_what_model_ranks_do_not_work_with(ranks, flag):
+def test_model_parallel_conflicts_are_refused(ranks, flag):
     name = flag.partition("=")[0]
     fine = DeepSpeedSettings(1, True, False, file={"zero_optimization": {"stage": 1}})
     assert with_model_ranks(fine, *ranks) == fine
@@ -303,7 +303,7 @@ def test_what_model_ranks_do_not_work_with(ranks, flag):
         assert with_model_ranks(settings, 1, 1) == settings
 
 
-def test_parameters_that_zero_3_may_hold_whole(ds_file):
+def test_zero_3_max_live_parameters_are_read(ds_file):
     zero = {"stage": 3, "stage3_max_live_parameters": 5e7}
     assert read(ds_file({"zero_optimization": zero}), False, print) == DeepSpeedSettings(
         3, False, False, 50_000_000

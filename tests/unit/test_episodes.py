@@ -42,7 +42,7 @@ def reader_of(folder, **settings):
     return EpisodeReader.of(load, one_rank(), config, told.append), tasks, told
 
 
-def test_what_is_left_is_dealt_and_the_others_are_named(folder):
+def test_bad_tasks_are_skipped_and_logged(folder):
     reader, tasks, told = reader_of(folder, on_bad_task="skip", max_bad_fraction=1.0)
     for task in tasks[::2]:
         (folder / f"{task.name}.jsonl").write_text("{")
@@ -51,7 +51,7 @@ def test_what_is_left_is_dealt_and_the_others_are_named(folder):
     assert (reader.seen, reader.bad) == (3, 2)
 
 
-def test_none_that_can_be_had_is_an_error_whatever_may_be_skipped(folder):
+def test_meta_batch_without_a_loaded_task_is_an_error(folder):
     reader, tasks, told = reader_of(folder, on_bad_task="skip", max_bad_fraction=1.0)
     for task in tasks:
         (folder / f"{task.name}.jsonl").write_text("{")
@@ -64,7 +64,7 @@ def test_none_that_can_be_had_is_an_error_whatever_may_be_skipped(folder):
     assert reader.read_same_task(tasks[0]) == []  # of one that every group looks at, its absence is no error
 
 
-def test_too_many_are_an_error_and_so_is_the_first_where_none_may_be_skipped(folder):
+def test_too_many_bad_tasks_or_any_without_skip_are_an_error(folder):
     reader, tasks, _ = reader_of(folder, on_bad_task="skip", max_bad_fraction=0.01)
     strict, _, _ = reader_of(folder)
     for task in tasks[:2]:

@@ -64,7 +64,7 @@ def one_pass(learner) -> tuple[torch.Tensor, dict[str, torch.Tensor], int, list[
 @pytest.mark.parametrize(
     ("base", "settings"), [("llama", {"task_type": "causal_lm"}), ("bert", {"pooling": "mean"})]
 )
-def test_checkpointed_layers_run_twice_keep_less_and_give_equal_gradients(sources, base, settings, lora):
+def test_checkpointed_layers_save_memory_and_give_equal_gradients(sources, base, settings, lora):
     loss, gradients, held, runs = one_pass(learner_of(sources[base], **settings, **lora))
     learner = learner_of(sources[base], gradient_checkpointing=True, **settings, **lora)
     again_loss, again, again_held, again_runs = one_pass(learner)
@@ -95,7 +95,7 @@ def test_a_model_without_checkpointing_is_refused(tmp_path):
     )
 
 
-def test_the_attention_asked_for_is_the_one_that_runs(sources):
+def test_chosen_attention_is_used(sources):
     eager, sdpa = (
         learner_of(sources["llama"], task_type="causal_lm", attn_implementation=name)
         for name in ("eager", "sdpa")
@@ -117,7 +117,7 @@ def test_the_attention_asked_for_is_the_one_that_runs(sources):
         ("paged|eager", True, "cuda", "needs the cache", "use sdpa or eager"),
     ],
 )
-def test_attention_that_cannot_train_here(name, bf16, device, cause, remedy):
+def test_attention_that_cannot_train_is_refused(name, bf16, device, cause, remedy):
     message = refusal(check_attention, Config(attn_implementation=name), bf16, device)
     check_message(message, f"attn_implementation={name} ", cause, remedy)
 
@@ -132,7 +132,7 @@ def test_attention_that_cannot_train_here(name, bf16, device, cause, remedy):
         ("flex_attention", False, "cuda"),
     ],
 )
-def test_attention_that_can_train(name, bf16, device):
+def test_attention_that_can_train_is_accepted(name, bf16, device):
     check_attention(Config(attn_implementation=name), bf16, device)
 
 
@@ -144,7 +144,7 @@ def test_attention_that_can_train(name, bf16, device):
         ("flex_attention", "no backward pass on CPUs"),
     ],
 )
-def test_a_model_without_that_attention_is_refused_before_its_weights_are_read(tmp_path, name, cause):
+def test_unsupported_attention_is_refused_before_weights_are_read(tmp_path, name, cause):
     from transformers import BloomConfig
 
     BloomConfig(vocab_size=259, hidden_size=8, n_layer=1, n_head=2).save_pretrained(

@@ -146,7 +146,7 @@ ADAM = {"inner_optimizer": "adamw"}
         ({"outer_momentum": -0.1}, ("outer_momentum=-0.1", "[0, 1)", "use 0.9, say")),
     ],
 )
-def test_contradictions_are_refused_with_the_reason(settings, parts):
+def test_conflicts_are_refused_with_the_reason(settings, parts):
     check_message(refusal(Config, **settings), *parts)
 
 
@@ -157,7 +157,7 @@ def test_optimizers_that_need_whole_matrices_are_refused(name):
     assert message == refusal(parse, ["--outer_optimizer", name])
 
 
-def test_lists_of_layers_come_from_flags_and_files(tmp_path):
+def test_layer_patterns_are_read_from_flags_and_files(tmp_path):
     assert parse(["--inner_lr_groups", "head=2", "*embed*=0"]).inner_lr_groups == ["head=2", "*embed*=0"]
     (tmp_path / "run.yaml").write_text("inner_lr_groups: [head=2, '*embed*=0']\n")
     assert parse(["--config", str(tmp_path / "run.yaml")]).inner_lr_groups == ["head=2", "*embed*=0"]
@@ -221,7 +221,7 @@ CAUSAL = {"task_type": "causal_lm"}
         ),
     ],
 )
-def test_ways_to_spread_a_model_and_what_they_do_not_go_with(settings, parts):
+def test_parallelism_conflicts_are_refused(settings, parts):
     check_message(refusal(Config, **settings), *parts)
 
 
@@ -229,7 +229,7 @@ def test_ways_to_spread_a_model_and_what_they_do_not_go_with(settings, parts):
     "algorithm", ["maml", "imaml", "boil", "meta_sgd", "proto_maml", "joint", "reptile", "none"]
 )
 @pytest.mark.parametrize("spread", [STAGES, TENSOR])
-def test_algorithms_that_go_with_stages_and_tensor_ranks(spread, algorithm):
+def test_algorithms_supported_with_model_parallelism(spread, algorithm):
     assert Config(**spread, algorithm=algorithm)
 
 
@@ -241,5 +241,5 @@ def test_algorithms_that_go_with_stages_and_tensor_ranks(spread, algorithm):
         {"algorithm": "proto_maml", "prototype_gradient": True},
     ],
 )
-def test_gradients_through_features_go_with_stages(settings):
+def test_feature_gradients_are_supported_with_stages(settings):
     assert Config(**STAGES, **settings)

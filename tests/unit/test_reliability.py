@@ -36,7 +36,7 @@ def until(condition):
     assert condition()
 
 
-def test_a_repeat_is_the_same_signal_and_a_later_one_leaves(monkeypatch):
+def test_repeated_signal_is_ignored_and_a_later_one_exits(monkeypatch):
     left = []
     with Signals(leave=left.append) as signals:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
@@ -55,7 +55,7 @@ def test_a_repeat_is_the_same_signal_and_a_later_one_leaves(monkeypatch):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_while_it_starts_a_signal_ends_the_process(capfd):
+def test_signal_during_startup_exits(capfd):
     left = []
     with Signals(starting=True, leave=left.append) as signals:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -66,7 +66,7 @@ def test_while_it_starts_a_signal_ends_the_process(capfd):
     assert left == [75]
 
 
-def test_in_another_thread_nothing_is_heard():
+def test_other_threads_install_no_handlers():
     heard = []
 
     def inside():
@@ -98,7 +98,7 @@ def test_a_process_that_has_exited_has_no_state():
     assert process_stat(child.pid) == ("", [])
 
 
-def test_a_process_of_another_pid_namespace_is_another_one():
+def test_process_of_another_pid_namespace_has_another_identity():
     code = "from fmmeta.reliability.watchdog import identity_of; print(*identity_of(1))"
     words = ["unshare", "-rpf", "--mount-proc", sys.executable, "-c", code]
     ran = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -111,7 +111,7 @@ def test_a_process_of_another_pid_namespace_is_another_one():
     assert identity_of(2**22 + 1) == []
 
 
-def test_bounds_follow_the_slowest_step():
+def test_watchdog_bound_follows_the_slowest_step():
     stage = WatchdogStage(None)
     for took, bound in ((0, 1800), (12, 300), (70, 700), (3, 700)):
         stage.began -= took
@@ -132,7 +132,7 @@ def test_bounds_follow_the_slowest_step():
 
 def test_a_stack_names_file_and_line():
     assert stack_of(threading.get_ident()).startswith("watchdog.py:")
-    assert "test_guard.py:" in stack_of(threading.get_ident())
+    assert "test_reliability.py:" in stack_of(threading.get_ident())
     assert stack_of(12345) == ""
 
 
@@ -161,12 +161,12 @@ def test_outliers_are_found_among_finite_gradients(settings, loss, norm, fits):
     assert not bounds.exceeded_by(replace(task(loss), finite=False), gradient)
 
 
-def test_bounds_must_be_positive():
+def test_outlier_bounds_must_be_positive():
     for name in ("max_task_loss", "max_task_norm", "step_timeout", "max_file_gib"):
         check_message(refusal(Config, **{name: 0.0}), f"{name}=0.0", "use one, or leave it out")
 
 
-def test_spikes_are_marked_and_nothing_else():
+def test_only_loss_spikes_are_marked():
     draw, spikes = random.Random(0), Spikes()
     marks = {}
     for step in range(300):

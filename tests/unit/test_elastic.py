@@ -64,7 +64,7 @@ NEW, OLD = True, False
         ([(9, OLD, False)], 0, [], 0),
     ],
 )
-def test_who_heals_from_whom_and_who_writes(members, donor, behind, writer):
+def test_donor_receivers_and_writer(members, donor, behind, writer):
     found = membership(*members)
     assert found.donor == donor
     assert [n for n in range(len(members)) if found.needs_state(n)] == behind
@@ -150,22 +150,22 @@ OUT = {"elastic": True, "output_dir": "x"}
         ({"reduce_dtype": "fp16"}, ("reduce_dtype=fp16", "use fp32 or bf16")),
     ],
 )
-def test_what_is_refused(settings, parts):
+def test_elastic_and_delay_conflicts_are_refused(settings, parts):
     check_message(refusal(lambda: Config(**settings)), *parts)
 
 
 @pytest.mark.parametrize("address", ["host:1", "http://host", "https://127.0.0.1:5", ""])
-def test_no_address_of_a_lighthouse(address):
+def test_bad_lighthouse_addresses_are_refused(address):
     message = refusal(lambda: reachable_as(address))
     assert message.startswith(f"lighthouse={address} is no address (")
     assert "; give http://HOST:PORT" in message
 
 
-def test_this_machine_as_it_sees_itself():
+def test_loopback_lighthouse_is_reached_at_loopback():
     assert reachable_as("http://127.0.0.1:9") == "127.0.0.1"
 
 
-def test_groups_with_other_settings_or_another_cut_have_another_mark():
+def test_config_hash_depends_on_settings_and_layout():
     settings = {**Config().as_dict(), "dataset_fingerprint": "f"}
     precision = DeepSpeedSettings(1, False, False, file={"zero_optimization": {"stage": 1}})
     mine = config_hash(settings, "1 group of 2 ranks", 10, precision)
@@ -198,7 +198,7 @@ def test_groups_with_other_settings_or_another_cut_have_another_mark():
         assert config_hash({**resolved, **change}, "1 group of 2 ranks", 10, precision) != mine
 
 
-def test_a_tensor_of_another_kind_is_refused_before_it_is_received():
+def test_tensor_of_another_dtype_or_shape_is_refused():
     rates = torch.zeros(1, 3, dtype=torch.float64)
     check_kinds(kinds({"rates": rates, "rates.exp_avg": rates + 1}), rates)
     check_message(
@@ -228,7 +228,7 @@ class Unlucky(ElasticController):
         self.quorum_step = run.state.outer_step
 
 
-def test_a_group_lost_at_the_roll_call_costs_another_roll_call():
+def test_group_lost_during_the_quorum_repeats_the_quorum():
     """The next attempt follows, and the state that was taken over meanwhile stays."""
     cleared = []
     meta = SimpleNamespace(clear=lambda: cleared.append(True))

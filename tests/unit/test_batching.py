@@ -85,7 +85,7 @@ def test_ranks_get_the_same_number_of_micro_batches(cut):
 
 
 @given(cuts() | cuts(bounded=True))
-def test_rows_that_count_are_the_set(cut):
+def test_rows_with_weight_are_the_whole_set(cut):
     wanted = [
         (tuple(r.input_ids), r.labels if isinstance(r.labels, int) else tuple(r.labels)) for r in cut.rows
     ]
@@ -126,7 +126,7 @@ def test_a_rank_without_rows_gets_a_filler():
     assert [[batch.weights.tolist() for batch in batches] for batches in parts] == [[[1.0]], [[0.0]], [[0.0]]]
 
 
-def test_rows_of_like_length_lie_together():
+def test_rows_of_similar_length_share_a_micro_batch():
     rows = [Example([1] * n, 0) for n in (2, 9, 3, 8, 2, 9)]
     assert [batch.inputs["input_ids"].shape[1] for batch in Batcher(PAD, 2).split(rows)] == [9, 8, 2]
 
@@ -161,7 +161,7 @@ def test_parts_of_the_token_loss_add_up_to_the_mean(cut):
     assert int(rows) == len(cut.rows)
 
 
-def test_a_causal_row_is_right_when_every_label_token_is():
+def test_causal_row_is_correct_when_every_label_token_is():
     follows = torch.full((VOCAB, VOCAB), 0.0)
     follows[1, 2] = follows[2, 3] = 1.0  # 1 -> 2 -> 3, else -> 0
     batch = collate([Example([1, 2, 3], [IGNORE, 2, 3]), Example([1, 2, 4], [IGNORE, 2, 4])], 0.25, PAD)
@@ -170,7 +170,7 @@ def test_a_causal_row_is_right_when_every_label_token_is():
 
 
 @given(cuts(bounded=True))
-def test_a_budget_of_tokens_holds_and_no_rank_waits(cut):
+def test_token_budget_holds_and_ranks_have_equally_many_micro_batches(cut):
     """Rows times the longest of them; equal numbers of micro-batches; no more of them than the budget and
     equal turns ask for.
     """
@@ -191,7 +191,7 @@ def test_short_rows_share_a_micro_batch_and_long_ones_do_not():
     assert [tuple(batch.inputs["input_ids"].shape) for batch in found] == [(1, 31), (1, 30), (4, 4)]
 
 
-def test_a_budget_of_tokens_does_not_change_the_meta_gradient():
+def test_token_budget_does_not_change_the_meta_gradient():
     """FOMAML over micro-batches of a few tokens, against the oracle that knows none."""
     learner = llama()
     config, episode = config_of(learner, algorithm="fomaml"), episode_of(learner)

@@ -52,7 +52,7 @@ def rates(*rows: tuple[float, float]) -> Rates:
     ],
 )
 @pytest.mark.parametrize("cuts", [[0, 9], [0, 4, 9]])
-def test_inner_steps_are_those_of_torch(settings, make, cuts):
+def test_inner_steps_equal_torch(settings, make, cuts):
     """However the vector is cut into shards."""
     shard = torch.randn(9, generator=RNG)
     param = nn.Parameter(shard.clone())
@@ -69,7 +69,7 @@ def test_inner_steps_are_those_of_torch(settings, make, cuts):
         torch.testing.assert_close(shard, param.detach())
 
 
-def test_state_ends_with_its_task_unless_kept():
+def test_optimizer_state_is_reset_per_task_unless_kept():
     adam = inner_optimizer(Config(algorithm="reptile", inner_optimizer="adamw"))
     state = adam.initial_state(9, torch.device("cpu"))
     adam.update(0, state, rates((0.1, 0.1)))(torch.zeros(9), torch.ones(9), WHOLE)
@@ -138,7 +138,7 @@ def test_layers_cover_the_model():
         assert layers.names[index] == layer_of(fragment.name, learner.head_names)
 
 
-def test_a_layer_at_rate_zero_stays():
+def test_layer_with_rate_zero_is_unchanged():
     learner = learners.bert()
     config = config_of(learner, inner_lr_groups=["*embeddings*=0", "head=2"])
     worker, episode = worker_of(learner, config), batches_of(episode_of(learner))

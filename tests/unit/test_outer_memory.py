@@ -40,7 +40,7 @@ def state_of(outer: OuterOptimizer) -> StateDict:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("chunk", [64, 1000, 2**24])
-def test_offloaded_steps_are_the_same_steps(monkeypatch, optimizer, chunk):
+def test_offloaded_steps_equal_steps_on_the_device(monkeypatch, optimizer, chunk):
     """In pieces of any size, and through a resumption."""
     monkeypatch.setattr(param_map, "chunk", lambda device: chunk)
     worker = worker_over(bert("mean"), "zero")
@@ -66,7 +66,7 @@ def test_offloaded_steps_are_the_same_steps(monkeypatch, optimizer, chunk):
 
 
 @pytest.mark.parametrize("chunk", [64, 1000])
-def test_pieces_are_the_whole(monkeypatch, chunk):
+def test_steps_by_pieces_equal_a_step_of_the_whole_vector(monkeypatch, chunk):
     """torch's optimizer on the whole vector, and on pieces of it."""
     worker = worker_over(bert("mean"))
     whole = outer_of(worker, False)
@@ -80,7 +80,7 @@ def test_pieces_are_the_whole(monkeypatch, chunk):
     torch.testing.assert_close(cut.meta_params.theta, whole.meta_params.theta, rtol=1e-6, atol=1e-9)
 
 
-def test_work_happens_on_copies_that_come_home():
+def test_offloaded_pieces_are_copied_and_written_back():
     vector = torch.arange(6.0)
     away, here = OuterMemory(CPU, True), OuterMemory(CPU, False)
     part = away.load(vector[2:4])
@@ -93,12 +93,12 @@ def test_work_happens_on_copies_that_come_home():
     assert here.load(vector[2:4]).data_ptr() == vector[2:4].data_ptr()  # in place: not a byte more
 
 
-def test_the_sum_of_directions_lies_where_theta_does():
+def test_meta_gradient_sum_is_on_the_device_of_theta():
     theta = torch.zeros(3, device="meta")  # a device of another kind
     assert MetaGradient(theta).sum.device == theta.device
 
 
-def test_a_run_gives_the_same_model(tmp_path, capsys):
+def test_offloaded_run_gives_the_same_model(tmp_path, capsys):
     model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
     thetas = []
     for algorithm in ("fomaml", "reptile"):
@@ -128,7 +128,7 @@ def test_a_run_gives_the_same_model(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("stage", "group_size", "meta", "host"), [(0, 4, 4000, 16000), (1, 4, 1000, 4000), (3, 1, 4000, 16000)]
 )
-def test_the_estimate_moves_to_the_host(stage, group_size, meta, host):
+def test_estimate_moves_outer_state_to_the_host(stage, group_size, meta, host):
     sizes = memory.Sizes(**{**vars(SIZES), "offload_outer": True})
     found, without = (
         memory.estimate(s, DeepSpeedSettings(stage, True, False), group_size) for s in (sizes, SIZES)
@@ -138,7 +138,7 @@ def test_the_estimate_moves_to_the_host(stage, group_size, meta, host):
     assert (without.meta, without.host) == (meta + host, 0)
 
 
-def test_the_host_needs_room_too(monkeypatch):
+def test_auto_group_size_needs_host_memory_too(monkeypatch):
     sizes = memory.Sizes(
         params=2**30, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1, offload_outer=True
     )
@@ -160,7 +160,7 @@ def test_the_host_needs_room_too(monkeypatch):
     )
 
 
-def test_what_other_groups_have_sent_lies_where_theta_does():
+def test_received_state_moves_to_the_device_of_theta():
     """It arrives in host memory. `meta` stands for a GPU: an outer step on two devices raises."""
     worker = worker_over(bert("mean"), "zero")
     outer = outer_of(worker, False, outer_optimizer="adamw")
