@@ -57,8 +57,8 @@ def state_of(step: int, vectors: Iterable[str] = (), **settings) -> dict[str, An
     }
 
 
-def list_again(folder: Path) -> None:
-    """A manifest of what lies there now."""
+def write_manifest(folder: Path) -> None:
+    """Write the manifest of the files that are in the folder now."""
     files = {
         file.name: {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
         for file in folder.iterdir()

@@ -1,4 +1,4 @@
-"""Loads episodes where /dev/shm is full; test_loader.py starts it, in a mount namespace."""
+"""Loads episodes while /dev/shm is full; test_loader.py starts it in a mount namespace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if __name__ == "__main__":
     folder, full = sys.argv[1:]
     source, tasks, transforms = pickle.loads((Path(folder) / "made.pickle").read_bytes())
     load = LoadEpisode(source, Batcher(0), transforms, 2)
-    loader, straight = (
+    loader, expected = (
         EpisodeLoader(load, lambda task: tasks[tasks.index(task) :], number) for number in "10"
     )
     found = [] if full == "from the start" else loader.fetch(tasks[:2])
@@ -25,6 +25,6 @@ if __name__ == "__main__":
                 while ballast.write(bytes(4096)):  # what the last episode has freed, too
                     pass
             found += loader.fetch([task])
-    print("same episodes" if same_episodes(found, straight.fetch(tasks)) else "other episodes")
+    print("same episodes" if same_episodes(found, expected.fetch(tasks)) else "other episodes")
     print("\n".join(loader.warnings))
     loader.close()

@@ -98,7 +98,7 @@ def config_of(learner: Learner, **settings: Any) -> Config:
 
 
 def worker_over(model: nn.Module, head_init: str = "learned", bf16: bool = False) -> PlainWorker:
-    """A worker over the model itself; a head that is not learned is in a group of its own."""
+    """A worker over the model itself; a head that is not learned is in a separate group."""
     per_task = model.head_names if head_init != "learned" else ()
     return PlainWorker(model, param_groups(model, per_task, weight_decay=True), CPU, bf16)
 
@@ -117,7 +117,7 @@ def setup_of(worker: PlainWorker, config: Config, bf16: bool = False) -> Setup:
 
 
 def meta_gradient_of(rule: Any, theta: Tensor) -> MetaGradient:
-    """Zeros of all that a rule adds to."""
+    """A zero meta-gradient with all parts that a rule adds to."""
     learned, kept = rule.inner.rates.meta_parameter, rule.inner.optimizer.kept
     extra = {} if kept is None else {"exp_avg": theta, "exp_avg_sq": theta}
     return MetaGradient(theta, extra if learned is None else {**extra, "rates": learned})
@@ -140,7 +140,7 @@ def gradient_of(worker: Any, batches: Any) -> Tensor:
     return gradient
 
 
-def found_by_rule(
+def rule_gradient(
     learner: nn.Module, config: Config, episode: EpisodeRows, outer_step: int = 0
 ) -> tuple[SimpleNamespace, PlainWorker]:
     worker = worker_of(learner, config)
@@ -151,10 +151,10 @@ def found_by_rule(
     return found, worker
 
 
-def told_by_oracle(
+def oracle_gradient(
     learner: nn.Module, config: Config, episode: EpisodeRows, outer_step: int = 0
 ) -> tuple[dict[str, Tensor], Any]:
-    """In fp64, from the same start."""
+    """The meta-gradient of the oracle in fp64, and those of rates and optimizer state."""
     model = copy.deepcopy(learner).double()
     names = [name for name, param in model.named_parameters() if param.requires_grad]
     if config.head_init != "learned":
@@ -171,9 +171,7 @@ def by_name(worker: PlainWorker, vector: Tensor) -> dict[str, Tensor]:
 
 
 def meta_parameters(learner: Learner, config: Config, found: dict[str, Tensor]) -> Tensor:
-    """What the outer step uses of a direction: all but a head that starts anew in every task; one fp64
-    vector.
-    """
+    """The meta-parameters of a gradient as one fp64 vector: all but a head that is reset in every task."""
     dropped = learner.head_names if config.head_init != "learned" else ()
     return torch.cat(
         [value.double().reshape(-1) for name, value in sorted(found.items()) if name not in dropped]
@@ -189,9 +187,9 @@ def cosine_and_error(found: Tensor, wanted: Tensor) -> tuple[float, float]:
 def against_oracle(learner: Learner, outer_step: int = 0, **settings: Any) -> tuple[float, float]:
     """Cosine and relative error of a rule's meta-gradient to the oracle's."""
     config, episode = config_of(learner, **settings), episode_of(learner)
-    found, worker = found_by_rule(learner, config, episode, outer_step)
+    found, worker = rule_gradient(learner, config, episode, outer_step)
     assert found.finite
-    wanted, _ = told_by_oracle(learner, config, episode, outer_step)
+    wanted, _ = oracle_gradient(learner, config, episode, outer_step)
     return cosine_and_error(
         meta_parameters(learner, config, by_name(worker, found.gradient)),
         meta_parameters(learner, config, wanted),

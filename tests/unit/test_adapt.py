@@ -1,6 +1,4 @@
-"""`fmmeta adapt` and `predict`: the adapted folder against a plain loop, as transformers reads it, and what
-cannot work.
-"""
+"""`fmmeta adapt` and `predict`: the exported folder equals a plain training loop; transformers loads it."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ from tests.support.messages import check_message
 from tests.support.models import WORDS
 
 PAIRS = [(f"{word} {other}", f"class {word}") for word in WORDS[:3] for other in WORDS[5:9]]
-ASKED = [f"{word} {WORDS[10]}" for word in WORDS[:3]]
+TEXTS = [f"{word} {WORDS[10]}" for word in WORDS[:3]]
 
 
 def batch(texts):
@@ -60,10 +58,10 @@ def test_adapted_folder_equals_a_plain_training_loop(bert, tmp_path):
                     param -= 0.5 * param.grad
     folder = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
-        ours, theirs = folder(**batch(ASKED)).logits, model(**batch(ASKED)).logits
+        ours, theirs = folder(**batch(TEXTS)).logits, model(**batch(TEXTS)).logits
     assert torch.allclose(ours, theirs, atol=1e-5)
     assert folder.config.id2label == dict(enumerate(names))
-    answers = adapted.predict(ASKED)
+    answers = adapted.predict(TEXTS)
     assert [one.output for one in answers] == [names[i] for i in theirs.argmax(1)]
     assert [one.score for one in answers] == pytest.approx(theirs.softmax(1).amax(1).tolist(), abs=1e-5)
     card = (tmp_path / "out" / "README.md").read_text()
@@ -84,7 +82,7 @@ def test_pooled_encoder_stores_its_head_in_a_separate_file(bert, tmp_path):
         early_stopping=False,
     )
     single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out")))
-    assert single.answer(ASKED, 8) == adapted.predict(ASKED)
+    assert single.answer(TEXTS, 8) == adapted.predict(TEXTS)
     assert (tmp_path / "out" / "head.safetensors").is_file()
     card = (tmp_path / "out" / "README.md").read_text()
     assert 'library_name: "fmmeta"\n' in card
@@ -95,9 +93,7 @@ def test_pooled_encoder_stores_its_head_in_a_separate_file(bert, tmp_path):
 
 
 def test_early_stopping_chooses_steps_by_cross_validation(bert):
-    """Of the losses on the left out j-th examples, the lowest over 1 to 2K steps; an independent loop finds
-    the same.
-    """
+    """An independent loop over the left out examples finds the same number of steps, of 1 to 2K."""
     adapted = fmmeta.adapt(bert, PAIRS, pooling="mean", inner_steps=3, inner_lr=2.0)
     names = sorted({label for _, label in PAIRS})
     losses, right = torch.zeros(7), torch.zeros(7)
@@ -150,7 +146,7 @@ def test_lora_adaptation_exports_adapters(bert, tmp_path):
     )
     assert (tmp_path / "out" / "adapter_config.json").is_file()
     single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out")))
-    ours, theirs = single.answer(ASKED, 8), adapted.predict(ASKED)
+    ours, theirs = single.answer(TEXTS, 8), adapted.predict(TEXTS)
     assert [one.output for one in ours] == [one.output for one in theirs]
     assert [one.score for one in ours] == pytest.approx([one.score for one in theirs], abs=1e-5)
     from transformers import AutoModelForSequenceClassification
@@ -167,7 +163,7 @@ def test_lora_adaptation_exports_adapters(bert, tmp_path):
         },
     )
     with torch.no_grad():
-        shares = model.eval()(**batch(ASKED)).logits.softmax(1)
+        shares = model.eval()(**batch(TEXTS)).logits.softmax(1)
     assert [model.config.id2label[i] for i in shares.argmax(1).tolist()] == [one.output for one in theirs]
     assert shares.amax(1).tolist() == pytest.approx([one.score for one in theirs], abs=1e-5)
 
@@ -180,9 +176,9 @@ def test_merged_model_is_in_the_folder_of_its_adapters(bert, tmp_path):
         adapted = fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / name, inner_lr=rate, **flags)
         model = AutoModelForSequenceClassification.from_pretrained(tmp_path / name / "merged").eval()
         with torch.no_grad():
-            shares = model(**batch(ASKED)).logits.softmax(1)
+            shares = model(**batch(TEXTS)).logits.softmax(1)
         assert shares.amax(1).tolist() == pytest.approx(
-            [one.score for one in adapted.predict(ASKED)], abs=1e-5
+            [one.score for one in adapted.predict(TEXTS)], abs=1e-5
         )
         assert not (tmp_path / name / "model.safetensors").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "one"]
@@ -194,7 +190,7 @@ def test_adapters_of_the_builtin_model_can_be_moved(tmp_path):
     )
     (tmp_path / "out").rename(tmp_path / "moved")
     single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "moved")))
-    assert [one.output for one in single.answer(ASKED, 8)] == [one.output for one in adapted.predict(ASKED)]
+    assert [one.output for one in single.answer(TEXTS, 8)] == [one.output for one in adapted.predict(TEXTS)]
 
 
 def test_adapting_again_uses_the_stored_inner_steps(bert, tmp_path):
@@ -206,7 +202,7 @@ def test_adapting_again_uses_the_stored_inner_steps(bert, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("memory", "said"),
+    ("stored", "row"),
     [
         (
             {"head_init": "zero", "inner_lr": 0.1, "inner_steps": 1},
@@ -215,11 +211,11 @@ def test_adapting_again_uses_the_stored_inner_steps(bert, tmp_path):
         ({"algorithm": "fomaml", "k_shot": 2, "inner_steps": 1}, "fomaml, 2 shots"),
     ],
 )
-def test_model_card_names_the_meta_training(bert, tmp_path, memory, said):
+def test_model_card_names_the_meta_training(bert, tmp_path, stored, row):
     base = shutil.copytree(bert, tmp_path / "base")
-    (base / "fmmeta.json").write_text(json.dumps(memory))
+    (base / "fmmeta.json").write_text(json.dumps(stored))
     fmmeta.adapt(base, PAIRS, output_dir=tmp_path / "out", early_stopping=False)
-    assert f"| meta-training | {said} |" in (tmp_path / "out" / "README.md").read_text()
+    assert f"| meta-training | {row} |" in (tmp_path / "out" / "README.md").read_text()
 
 
 MARKS = [
@@ -239,7 +235,7 @@ MARKS = [
 
 
 def test_names_in_the_model_card_are_escaped(bert, tmp_path):
-    """Labels, names of files and what other folders say become neither Markdown, nor HTML, nor YAML."""
+    """Labels, file names and stored settings become neither Markdown, nor HTML, nor YAML."""
     yaml, markdown = pytest.importorskip("yaml"), pytest.importorskip("markdown_it")
     base = shutil.copytree(bert, tmp_path / "a`b|<i>\U0001f600")
     (base / "fmmeta.json").write_text(json.dumps({"algorithm": "<b>|x", "k_shot": "](y)", "inner_steps": 1}))
@@ -274,10 +270,10 @@ def test_names_in_the_model_card_are_escaped(bert, tmp_path):
 
 
 def test_builtin_model_with_a_learned_head_needs_no_hub(monkeypatch):
-    asked = []
-    monkeypatch.setattr("transformers.utils.cached_file", lambda name, *_, **__: asked.append(name))
+    requested = []
+    monkeypatch.setattr("transformers.utils.cached_file", lambda name, *_, **__: requested.append(name))
     fmmeta.adapt("tiny", PAIRS, head_init="learned", inner_steps=1, early_stopping=False)
-    assert not asked
+    assert not requested
 
 
 def test_language_model_learns_pairs_and_generates_answers(llama, tmp_path):
@@ -332,22 +328,24 @@ def test_adapt_and_predict_commands(bert, tmp_path):
         "10",
     )
     assert ended.returncode == 0, ended.stderr
-    told = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
-    assert [one["truth"] for one in told] == [f"class {word}" for word in WORDS[:3]]
-    accuracy = sum(one["label"] == one["truth"] for one in told) / 3
+    predictions = [
+        json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()
+    ]
+    assert [one["truth"] for one in predictions] == [f"class {word}" for word in WORDS[:3]]
+    accuracy = sum(one["label"] == one["truth"] for one in predictions) / 3
     assert f"accuracy on {query}: {100 * accuracy:.1f} % of 3" in ended.stdout
     assert "right of examples that were left out" in ended.stdout
-    lines = f'{told[0]["text"]}\n\n{{"sentence": "{told[1]["text"]}"}}\n'
+    lines = f'{predictions[0]["text"]}\n\n{{"sentence": "{predictions[1]["text"]}"}}\n'
     ended = command("predict", "--model_name_or_path", out, stdin=lines)
     assert [json.loads(line)["label"] for line in ended.stdout.splitlines()] == [
-        told[0]["label"],
-        told[1]["label"],
+        predictions[0]["label"],
+        predictions[1]["label"],
     ], ended.stderr
-    asked = tmp_path / "asked.txt"
-    asked.write_text(lines + '{"words": "x"}\n')
-    ended = command("predict", "--model_name_or_path", out, "--input", str(asked))
+    texts = tmp_path / "texts.txt"
+    texts.write_text(lines + '{"words": "x"}\n')
+    ended = command("predict", "--model_name_or_path", out, "--input", str(texts))
     assert ended.returncode == 2
-    check_message(ended.stderr.strip(), f"fmmeta: error: {asked}:4", "name the key with --text_column")
+    check_message(ended.stderr.strip(), f"fmmeta: error: {texts}:4", "name the key with --text_column")
     ended = command(
         "adapt", "--model_name_or_path", str(bert), "--support", str(support), "--output_dir", out
     )
@@ -393,7 +391,7 @@ def test_bad_support_and_query_sets_are_refused(bert, tmp_path):
 
 
 def test_diverging_inner_loop_leaves_no_folder(bert, tmp_path):
-    """The loss before the only step is finite, and nothing is after it."""
+    """The loss before the only step is finite, the loss after it is not."""
     for stops, steps in (
         (False, "the support set is not finite after 1 "),
         (True, "examples left out is not finite after any of 2 "),
@@ -439,19 +437,23 @@ def test_every_query_row_is_predicted_and_repeated_support_rows_are_dropped(bert
     rows = [{"text": text, "label": label} for text, label in PAIRS]
     support = write_rows(tmp_path / "support.jsonl", rows + rows[:2])
     query = [rows[3], rows[0], rows[3], rows[3]]
-    asked = write_rows(tmp_path / "query.jsonl", query)
+    query_file = write_rows(tmp_path / "query.jsonl", query)
     adapted = fmmeta.adapt(
         bert,
         support,
-        query=asked,
+        query=query_file,
         output_dir=tmp_path / "out",
         inner_steps=1,
         early_stopping=False,
         quiet=False,
     )
-    told = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
-    assert [(one["text"], one["truth"]) for one in told] == [(row["text"], row["label"]) for row in query]
-    assert adapted.accuracy == sum(one["label"] == one["truth"] for one in told) / 4
+    predictions = [
+        json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()
+    ]
+    assert [(one["text"], one["truth"]) for one in predictions] == [
+        (row["text"], row["label"]) for row in query
+    ]
+    assert adapted.accuracy == sum(one["label"] == one["truth"] for one in predictions) / 4
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "repeat" in line]
     check_message(line, f"fmmeta: {support}: 2 of 14 rows", "left out")
 
@@ -461,7 +463,7 @@ def test_python_api_accepts_rows_and_paths(bert, tmp_path):
     shared = {"inner_steps": 1, "early_stopping": False}
     adapted = fmmeta.adapt(bert, rows, query=PAIRS[:2] * 2, **shared)
     assert [one.input for one in adapted.predictions] == [text for text, _ in PAIRS[:2] * 2]
-    assert adapted.predict(ASKED) == fmmeta.adapt(bert, tuple(PAIRS), **shared).predict(ASKED)
+    assert adapted.predict(TEXTS) == fmmeta.adapt(bert, tuple(PAIRS), **shared).predict(TEXTS)
     assert adapted.predict([]) == []
     for texts, parts in (
         ("hello", ("texts='hello'", "give a list of texts")),

@@ -1,4 +1,4 @@
-"""The registry of algorithms: names are compared there alone, and code is named by the user alone."""
+"""Only the registry compares names of algorithms, and only a spec of the user is imported by name."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def test_only_the_registry_compares_algorithm_names():
         if path == REGISTRY:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            asked = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
-            asked += [node.subject] if isinstance(node, ast.Match) else []
-            asked += [node.slice] if isinstance(node, ast.Subscript) else []
-            found |= {(own, "compared") for part in asked if names_an_algorithm(part)}
+            compared = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            compared += [node.subject] if isinstance(node, ast.Match) else []
+            compared += [node.slice] if isinstance(node, ast.Subscript) else []
+            found |= {(own, "compared") for part in compared if names_an_algorithm(part)}
             if isinstance(node, ast.Constant) and node.value in {*BUILT_IN} - {"none"}:
                 found.add((own, node.value))
     in_their_files = {(own, name) for own, name in found if own.startswith("meta/algorithms/")}

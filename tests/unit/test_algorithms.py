@@ -1,6 +1,4 @@
-"""Each rule against the oracle (autograd in fp64) on a BERT and a Llama, the oracle against numbers, and what
-rules cost.
-"""
+"""Meta-gradients of each rule against the oracle (autograd in fp64), and how many passes each rule takes."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ def test_meta_gradient_equals_autograd(model, settings, algorithm):
 
 
 def test_first_order_is_far_from_exact_on_these_cases():
-    """Or the comparison above would say nothing of second derivatives."""
+    """Without that, the comparison above would not test second derivatives."""
     for model, settings in CASES:
         config, episode = (
             config_of(LEARNERS[model], algorithm="maml", **settings),
@@ -78,7 +76,7 @@ def test_first_order_is_far_from_exact_on_these_cases():
         )
         exact, first = (
             learners.meta_parameters(
-                LEARNERS[model], config, learners.told_by_oracle(LEARNERS[model], c, episode)[0]
+                LEARNERS[model], config, learners.oracle_gradient(LEARNERS[model], c, episode)[0]
             )
             for c in (config, config_of(LEARNERS[model], algorithm="fomaml", **settings))
         )
@@ -96,7 +94,7 @@ def test_first_order_is_far_from_exact_on_these_cases():
     ids=identity,
 )
 def test_oracle_equals_finite_differences_of_the_adapted_loss(settings):
-    """In fp64: theta moved along a line, the whole adaptation done again, the query loss looked at."""
+    """In fp64: the adaptation is repeated at two values of theta along a line."""
     learner = copy.deepcopy(LEARNERS["bert"]).double()
     config, episode = config_of(learner, algorithm="maml", **settings), episode_of(learner)
     names = [name for name, param in learner.named_parameters() if param.requires_grad]
@@ -120,7 +118,7 @@ def test_oracle_equals_finite_differences_of_the_adapted_loss(settings):
 
 
 def adapted_loss(learner: Learner, theta, episode, config) -> float:
-    """The words: start the head, take SGD steps with momentum on the support set, weigh the query losses."""
+    """Initialise the head, take SGD steps with momentum on the support set, weigh the query losses."""
     phi, velocity, total = dict(theta), {name: 0 * value for name, value in theta.items()}, 0.0
     if config.head_init == "prototype":
         model = copy.deepcopy(learner)
@@ -165,8 +163,8 @@ def test_gradient_of_learned_rates_equals_autograd(model, algorithm, learned, ex
         **extra,
     }  # rates differ from the start
     config, episode = config_of(learner, algorithm=algorithm, **settings), episode_of(learner)
-    found, worker = learners.found_by_rule(learner, config, episode)
-    wanted, (of_rates, _) = learners.told_by_oracle(learner, config, episode)
+    found, worker = learners.rule_gradient(learner, config, episode)
+    wanted, (of_rates, _) = learners.oracle_gradient(learner, config, episode)
     at_most = 1e-5 if algorithm == "fomaml" else 1e-3
     _, error = learners.cosine_and_error(
         *(learners.meta_parameters(learner, config, w) for w in (by_name(worker, found.gradient), wanted))
@@ -177,11 +175,11 @@ def test_gradient_of_learned_rates_equals_autograd(model, algorithm, learned, ex
         pairs = [(mine[name].double(), of_rates[name]) for name in of_rates]
     else:
         names = setup_of(worker, config).inner.rates.layers.names
-        told = {
+        exact = {
             ("head" if name in learner.head_names else layer(name)): value for name, value in of_rates.items()
         }
-        assert sorted(told) == sorted(names)
-        pairs = [(found.extra["rates"][:, i], told[name]) for i, name in enumerate(names)]
+        assert sorted(exact) == sorted(names)
+        pairs = [(found.extra["rates"][:, i], exact[name]) for i, name in enumerate(names)]
     a, b = (torch.cat([pair[side].reshape(-1) for pair in pairs]) for side in (0, 1))
     assert learners.cosine_and_error(a, b)[1] < at_most
 
@@ -209,7 +207,7 @@ def test_multi_step_weights():
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 10])
 def test_number_of_passes_per_task(steps, monkeypatch):
-    """What the docstrings and docs/algorithms.md say."""
+    """The numbers of the docstrings and of docs/algorithms.md."""
     llama = LEARNERS["llama"]
     first = passes_of(llama, monkeypatch, algorithm="fomaml", inner_steps=steps)
     assert first == (steps + 1, 0)
@@ -250,7 +248,7 @@ def test_trajectory_respects_its_memory_budget():
 
 @pytest.mark.parametrize("model", ["bert", "llama"])
 def test_hessian_vector_products(model):
-    """Along several directions, of any length, against autograd in fp64; zero for nothing."""
+    """Products with directions of any length equal autograd in fp64; the product with zero is zero."""
     learner = LEARNERS[model]
     config, episode = (
         config_of(learner, head_init="learned" if model == "bert" else "zero"),
@@ -268,8 +266,8 @@ def test_hessian_vector_products(model):
         torch.randn(phi.shape, generator=rng),
     ):
         along = by_name(worker, d)
-        told = sum((gradient[name] * along[name].double()).sum() for name in weights)
-        wanted = torch.autograd.grad(told, list(weights.values()), retain_graph=True)
+        product = sum((gradient[name] * along[name].double()).sum() for name in weights)
+        wanted = torch.autograd.grad(product, list(weights.values()), retain_graph=True)
         found = by_name(worker, Hessian(HvpOptions(), worker, support).times(phi, d))
         a, b = (
             torch.cat([x.double().reshape(-1) for x in side])
@@ -334,9 +332,7 @@ class FakeRule:
 
 @pytest.mark.parametrize(("half_finite", "relative"), [(True, 0.25), (False, math.nan)])
 def test_self_check_compares_meta_parameters_at_both_steps(half_finite, relative):
-    """A head that starts anew in every task may differ; a pass that is not finite at half the step says
-    nothing.
-    """
+    """The head of a task may differ; a non-finite pass at half the step gives nan."""
     learner = LEARNERS["bert"]
     worker = worker_of(learner, config_of(learner, algorithm="maml"))
     full = torch.zeros(worker.params.numel)
@@ -393,7 +389,7 @@ def test_trajectory_uses_its_whole_memory_budget():
 
 
 def test_trajectory_does_not_store_the_last_phi():
-    """Nothing is differentiated there again, and it would cost a shard."""
+    """No gradient is computed there again, so that storing it would waste a shard."""
     learner = LEARNERS["llama"]
     config = config_of(learner, inner_steps=3)
     worker = worker_of(learner, config)

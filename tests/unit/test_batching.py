@@ -1,4 +1,4 @@
-"""Micro-batches: however a set is cut and dealt over ranks, the parts of the loss add up to its mean."""
+"""The losses of micro-batches add up to the mean over the set, however it is split over ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.support.learners import (
     episode_of,
     llama,
     meta_parameters,
+    oracle_gradient,
     setup_of,
     task_gradient,
-    told_by_oracle,
     worker_of,
 )
 
@@ -200,7 +200,7 @@ def test_token_budget_does_not_change_the_meta_gradient():
     batches = Episode(batcher.split(episode.support), batcher.split(episode.query))
     assert len({len(batch.weights) for batch in batches.support}) > 1
     found = task_gradient(find("fomaml").rule(setup_of(worker, config), 0), worker, batches)
-    wanted, _ = told_by_oracle(learner, config, episode)
+    wanted, _ = oracle_gradient(learner, config, episode)
     here = meta_parameters(learner, config, by_name(worker, found.gradient))
     _, error = cosine_and_error(here, meta_parameters(learner, config, wanted))
     assert error < 1e-5

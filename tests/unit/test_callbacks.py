@@ -1,4 +1,4 @@
-"""Callbacks run in their order on every rank; the loop's outcomes are what theta shows."""
+"""Callbacks run in a fixed order on every rank, and outcomes match the change of theta."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves on disk: checkpoints that any layout reads, an HF folder, and run.json's refusals."""
+"""Checkpoints that every layout reads, exported Hugging Face folders, and resumed or refused runs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from tests.support.checkpoints import (
     WHOLE,
     assert_holds,
     laid_out,
-    list_again,
     param_map,
     parameters,
     saved,
+    write_manifest,
 )
 from tests.support.exports import assert_same_logits, exported, inputs
 from tests.support.helpers import refusal
@@ -59,7 +59,7 @@ def two_shards(tmp_path: Path) -> Path:
         for f in SECOND.fragments
     }
     save_file(theirs, folder / "shard-00001.safetensors")
-    list_again(folder)
+    write_manifest(folder)
     return folder
 
 
@@ -98,12 +98,12 @@ def test_tensor_parallel_shards_are_one_checkpoint(tmp_path):
     one, two = load_file(folder / "shard-00000.safetensors"), saved(tmp_path / "two", ACROSS[1])
     assert torch.equal(one["theta/a@0#1:0:1"], torch.tensor([100.0, 103.0, 106.0, 109.0]))
     (two / "shard-00000.safetensors").rename(folder / "shard-00001.safetensors")
-    list_again(folder)
+    write_manifest(folder)
     assert "theta/b@0" not in load_file(folder / "shard-00001.safetensors")
     for reader in (*ACROSS, WHOLE, CUT, SECOND):
         assert_holds(folder, reader)
     (folder / "shard-00001.safetensors").unlink()
-    list_again(folder)
+    write_manifest(folder)
     check_message(
         refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel)),
         f"{folder} lacks 8 elements of theta/a",
@@ -129,7 +129,7 @@ def test_replicated_parameters_count_once():
 
 
 def test_inner_products_count_replicated_parameters_once():
-    """`b` lies on both ranks; by layer and over all of the model it counts on the first alone."""
+    """`b` is on both ranks and counts only on the first, by layer and in total."""
     sums = torch.zeros(3, dtype=torch.float64)
     total = 0.0
     for params in ACROSS:
@@ -151,7 +151,7 @@ def test_a_missing_shard_is_named(tmp_path):
     assert refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel)).startswith(
         f"{folder} cannot be read ("
     )
-    list_again(folder)
+    write_manifest(folder)
     check_message(
         refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel)),
         f"{folder} lacks 3 elements of theta/b",
@@ -335,7 +335,7 @@ def test_adapters_exported_next_to_their_base_keep_it(tmp_path, bert):
 
 @pytest.mark.parametrize("full", ["head.safetensors", "model.safetensors.index.json"])
 def test_full_disk_is_reported_after_all_files_were_tried(tmp_path, bert, monkeypatch, full):
-    """On one process it is one line; with several, no rank waits for one that has raised."""
+    """The error is raised after all files were tried, so that no other rank waits for this one."""
     import safetensors.torch
 
     def full_disk(tensors, path, metadata=None, write=safetensors.torch.save_file):

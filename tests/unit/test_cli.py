@@ -1,4 +1,4 @@
-"""The command line: flags and --config files, and failures as one line on stderr with exit code 2."""
+"""The command line reads flags and --config files; a failure is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--compile: the same meta-gradient, other code; what it does not go with is refused."""
+"""--compile gives the same meta-gradient and refuses settings that conflict with it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ CPU = torch.device("cpu")
 
 
 def gradient_of(learner, algorithm, compiles: bool):
-    """Of an episode whose sets are cut into micro-batches of different lengths, and how often the compiled
-    model ran.
-    """
+    """The meta-gradient of an episode with micro-batches of different lengths."""
     config, episode = config_of(learner, algorithm=algorithm), batches_of(episode_of(learner))
     worker = worker_of(learner, config)
     if compiles:
@@ -47,7 +45,7 @@ def test_meta_gradient_equals_that_of_the_plain_model(algorithm, monkeypatch):
     found = gradient_of(bert(), algorithm, True)
     assert (
         1 <= len(calls) <= 4
-    )  # with and without gradients; a first size may be one of its own, but not every length is
+    )  # with and without gradients; the first size may get a separate graph, but not every length
     torch.testing.assert_close(found, gradient_of(bert(), algorithm, False), rtol=1e-4, atol=1e-6)
 
 
@@ -63,7 +61,7 @@ def test_inductor_gives_the_same_gradient(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "what"),
+    ("settings", "setting"),
     [
         ({"pipeline_stages": 2}, "pipeline_stages=2"),
         (
@@ -79,8 +77,8 @@ def test_inductor_gives_the_same_gradient(tmp_path, monkeypatch):
         ({"packing": True, "task_type": "causal_lm"}, "packing=True"),
     ],
 )
-def test_conflicting_settings_are_refused(settings, what):
-    check_message(refusal(Config, compile=True, **settings), "compile=True", what, "leave one out")
+def test_conflicting_settings_are_refused(settings, setting):
+    check_message(refusal(Config, compile=True, **settings), "compile=True", setting, "leave one out")
 
 
 def test_missing_compiler_is_refused(tmp_path, monkeypatch):

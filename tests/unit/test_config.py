@@ -1,6 +1,4 @@
-"""Settings: every refusal by its text, defaults that depend on other settings, and what a continuation may
-change.
-"""
+"""Settings are checked one by one; some defaults depend on other settings; some may change on resume."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Settings of algorithms: what each algorithm takes by default, and the reason for everything that is
-refused.
-"""
+"""Defaults that follow the algorithm, and settings that are refused together with the reason."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The confusion of the report: the first held-out episode, adapted and asked by a plain PyTorch loop of this
-test.
-"""
+"""The report's confusion matrix equals that of a plain PyTorch loop on the first held-out episode."""
 
 from __future__ import annotations
 
@@ -20,10 +18,10 @@ from tests.support.models import save_bert, save_llama, write_classes, write_pai
 
 
 def held_out_of(config: Config) -> tuple[HeldOut, build.RunInputs, build.Runtime]:
-    """What a run of this configuration evaluates with, before its first outer step."""
-    world, said = World(Launch(), torch.device("cpu")), []
-    inputs = build.read_inputs(config, world, said.append)
-    plan = build.plan_parallel(config, inputs, world, said.append)
+    """The held-out evaluation, inputs and runtime of a run before its first outer step."""
+    world, messages = World(Launch(), torch.device("cpu")), []
+    inputs = build.read_inputs(config, world, messages.append)
+    plan = build.plan_parallel(config, inputs, world, messages.append)
     ranks = world.split(plan.group_size, plan.engine == "deepspeed")
     parts = build.build(config, inputs, plan, ranks)
     return HeldOut(config, parts.worker, parts.load, ranks, Progress(enabled=False)), inputs, parts

@@ -1,4 +1,4 @@
-"""The DeepSpeed file: what HF users have works, what would break meta-training is refused by name."""
+"""DeepSpeed files of transformers work; keys that break meta-training are refused by name."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_completed_file_leaves_gradients_alone(stage):
 
 
 @pytest.mark.parametrize(
-    ("asked", "flag", "bf16"),
+    ("file", "flag", "bf16"),
     [
         ({}, True, True),
         ({}, False, False),
@@ -111,8 +111,8 @@ def test_a_completed_file_leaves_gradients_alone(stage):
         ({"bf16": None}, True, True),
     ],
 )
-def test_bf16_by_file_or_flag(ds_file, asked, flag, bf16):
-    assert read(ds_file(asked), flag, pytest.fail) == DeepSpeedSettings(0, bf16, False)
+def test_bf16_by_file_or_flag(ds_file, file, flag, bf16):
+    assert read(ds_file(file), flag, pytest.fail) == DeepSpeedSettings(0, bf16, False)
 
 
 def test_no_file_is_zero_0():
@@ -271,8 +271,8 @@ def test_file_is_adjusted_for_a_pipeline():
     notices: list[str] = []
     one = {"zero_optimization": {"stage": 1}}
     settings = with_model_ranks(DeepSpeedSettings(1, False, False, file=one), 2, 1, notices.append)
-    norms_would_wait = {"stage": 1, "compute_grad_norm": False}
-    assert settings.file["zero_optimization"] == norms_would_wait
+    without_grad_norm = {"stage": 1, "compute_grad_norm": False}
+    assert settings.file["zero_optimization"] == without_grad_norm
     assert one == {"zero_optimization": {"stage": 1}}
     assert notices == []
     zero = {"zero_optimization": {"stage": 0}}

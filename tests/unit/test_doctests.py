@@ -1,4 +1,4 @@
-"""The examples of docstrings run, and everything in `fmmeta.__all__` has a docstring."""
+"""Examples in docstrings run, and every name in `fmmeta.__all__` has a docstring."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Who heals from whom and who writes, as arithmetic on a roll; what elastic groups and the delay do not go
-with.
-"""
+"""Elastic groups: roles in a quorum, settings that conflict with them, and repeated quorums."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from tests.support.messages import check_message
 
 
 def membership(*members: tuple[int, bool, bool]) -> Membership:
-    """Of (step, fresh, writes)."""
+    """A membership of groups, each given as (step, fresh, writes)."""
     listed = [
         GroupInfo(f"g{n}", "host:1", step, fresh, writes, "", "")
         for n, (step, fresh, writes) in enumerate(members)
@@ -35,32 +33,32 @@ NEW, OLD = True, False
 @pytest.mark.parametrize(
     ("members", "donor", "behind", "writer"),
     [
-        ([(0, NEW, False), (0, NEW, False)], 0, [1], 0),  # the first meeting: all begin as one of them
+        ([(0, NEW, False), (0, NEW, False)], 0, [1], 0),  # the first quorum: all groups start from one state
         (
             [(0, NEW, False), (7, NEW, False)],
             1,
             [0],
             1,
-        ),  # one of them has found a checkpoint that the other could not see yet
+        ),  # only one group has found a checkpoint
         (
             [(5, NEW, False), (8, OLD, True), (8, OLD, False)],
             1,
             [0],
             1,
-        ),  # who comes back heals; who wrote goes on writing
+        ),  # a group that rejoins receives the state; the writer stays
         (
             [(9, NEW, False), (8, OLD, False), (8, OLD, False)],
             1,
             [0],
             1,
-        ),  # also down: a checkpoint is not the others' state
+        ),  # also to a smaller step: a checkpoint is not the state of the running groups
         ([(8, NEW, False), (8, OLD, False)], 1, [0], 1),  # equal steps are not equal bits
         (
             [(8, OLD, True), (9, OLD, False)],
             1,
             [0],
             0,
-        ),  # the writer has missed the end of a step: it heals and writes
+        ),  # the writer missed the end of a step: it receives the state and writes
         ([(9, OLD, False)], 0, [], 0),
     ],
 )
@@ -183,13 +181,13 @@ def test_config_hash_depends_on_settings_and_layout():
     assert len(set(others)) == 5
     resolved = {**settings, **precision.recorded()}
     mine = config_hash(resolved, "1 group of 2 ranks", 10, precision)
-    asked = {
+    by_flag = {
         **resolved,
         "bf16": True,
         "deepspeed": "b.json",
         "deepspeed_layout": {},
-    }  # by the flag or the file, it is the same
-    assert config_hash(asked, "1 group of 2 ranks", 10, precision) == mine
+    }  # set by a flag or by the file
+    assert config_hash(by_flag, "1 group of 2 ranks", 10, precision) == mine
     for change in (
         {"precision": "bf16"},
         {"deepspeed_values": {"prescale_gradients": True}},
@@ -213,8 +211,8 @@ def test_tensor_of_another_dtype_or_shape_is_refused():
     assert "has to be None here" in refusal(check_kinds, kinds({"rates": rates}), None)
 
 
-class Unlucky(ElasticController):
-    """Its first roll calls fail, after it has taken over the state of another group."""
+class FailingController(ElasticController):
+    """A controller whose first quorums fail after it has received the state of another group."""
 
     def __init__(self, failures: int) -> None:
         super().__init__(Config(), None, None, lambda text: None)  # type: ignore[arg-type]
@@ -224,20 +222,20 @@ class Unlucky(ElasticController):
         if self.failures:
             self.failures -= 1
             run.state.tasks = {"seen": 9, "bad": 1}
-            raise PeerLost("a broadcast: gone")
+            raise PeerLost("a broadcast: lost")
         self.quorum_step = run.state.outer_step
 
 
 def test_group_lost_during_the_quorum_repeats_the_quorum():
-    """The next attempt follows, and the state that was taken over meanwhile stays."""
+    """The next attempt follows and keeps the state that was received before."""
     cleared = []
     meta = SimpleNamespace(clear=lambda: cleared.append(True))
     steps = Config().outer_steps
     state = SimpleNamespace(outer_step=steps, tasks={"seen": 0, "bad": 0}, updates=SimpleNamespace(meta=meta))
     run: Any = SimpleNamespace(state=state)
-    controller = Unlucky(3)
+    controller = FailingController(3)
     controller.finish(run)
     assert (controller.quorum_step, controller.retries, run.state.tasks) == (steps, 3, {"seen": 9, "bad": 1})
     assert len(cleared) == 3
     with pytest.raises(MachineFault, match=f"outer step {steps + 1} was attempted {MAX_ATTEMPTS} times"):
-        Unlucky(-1).finish(run)
+        FailingController(-1).finish(run)

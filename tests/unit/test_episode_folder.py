@@ -1,6 +1,4 @@
-"""Folders in memory: in use while their trainer lives, removed by any other trainer afterwards, and no race
-between them.
-"""
+"""Episode folders in memory stay while their trainer runs and are removed by a later trainer."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ def shm(tmp_path, monkeypatch):
     return tmp_path
 
 
-def leave(root: Path, name: str) -> Path:
-    """What a killed trainer leaves: a folder with some episodes."""
+def leave_stale_folder(root: Path, name: str) -> Path:
+    """Create the folder with episodes that a killed trainer leaves."""
     folder = root / f"{PREFIX}{name}"
     folder.mkdir()
     for number in range(8):
@@ -32,10 +30,8 @@ def leave(root: Path, name: str) -> Path:
     return folder
 
 
-def start(root: str, barrier, crashes) -> None:
-    """What a rank does at its start, again and again beside the others; the barrier's action leaves the stale
-    folders.
-    """
+def start_repeatedly(root: str, barrier, crashes) -> None:
+    """Start a rank again and again, next to others; stale folders are created between the rounds."""
     loader.SHM = root
     for _ in range(ROUNDS):
         barrier.wait(60)
@@ -52,13 +48,15 @@ def start(root: str, barrier, crashes) -> None:
             return
         if barrier.wait(60) == 0:
             for number in range(2 * RANKS):
-                leave(Path(root), f"{number}-stale")
+                leave_stale_folder(Path(root), f"{number}-stale")
 
 
 def test_concurrent_starts_after_a_killed_run_keep_each_others_folders(tmp_path):
     context = multiprocessing.get_context("spawn")
     barrier, crashes = context.Barrier(RANKS), context.Queue()
-    ranks = [context.Process(target=start, args=(str(tmp_path), barrier, crashes)) for _ in range(RANKS)]
+    ranks = [
+        context.Process(target=start_repeatedly, args=(str(tmp_path), barrier, crashes)) for _ in range(RANKS)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -68,8 +66,8 @@ def test_concurrent_starts_after_a_killed_run_keep_each_others_folders(tmp_path)
 
 
 def test_locked_folder_is_kept_whatever_its_name(shm):
-    """The name holds a number of the trainer's own PID namespace, which means nothing here."""
-    used, left = EpisodeFolder(), leave(shm, f"{os.getpid()}-left")
+    """The name holds the process id in the PID namespace of the trainer, which is another one here."""
+    used, left = EpisodeFolder(), leave_stale_folder(shm, f"{os.getpid()}-left")
     other = used.path.rename(used.path.with_name(f"{PREFIX}999999999-used"))
     assert list(stale()) == [left]
     remove_stale()

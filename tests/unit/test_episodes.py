@@ -1,6 +1,4 @@
-"""What all ranks do about tasks that cannot be had: go on without them, stop where they are too many, or
-where none is left.
-"""
+"""Ranks skip tasks that failed to load, and raise an error when too many fail or none is left."""
 
 from __future__ import annotations
 
@@ -33,35 +31,35 @@ def folder(tmp_path):
 
 
 def reader_of(folder, **settings):
-    """A reader, three tasks of different files, and what is told."""
+    """A reader, three tasks of different files, and the list of its log lines."""
     config = Config(dataset=[str(folder)], n_way=2, k_shot=1, num_query=1, **settings)
-    source, told = load_sources(config, byte_tokenizer(), lambda text: None).train, []
+    source, lines = load_sources(config, byte_tokenizer(), lambda text: None).train, []
     tasks = Schedule(source.items, 3, config.seed).meta_batch(0)
     assert len({task.name for task in tasks}) == 3
     load = LoadEpisode(source, Batcher(0), sleep=lambda seconds: None)
-    return EpisodeReader.of(load, one_rank(), config, told.append), tasks, told
+    return EpisodeReader.of(load, one_rank(), config, lines.append), tasks, lines
 
 
 def test_bad_tasks_are_skipped_and_logged(folder):
-    reader, tasks, told = reader_of(folder, on_bad_task="skip", max_bad_fraction=1.0)
+    reader, tasks, lines = reader_of(folder, on_bad_task="skip", max_bad_fraction=1.0)
     for task in tasks[::2]:
         (folder / f"{task.name}.jsonl").write_text("{")
     assert [task for task, _ in reader.read_share(tasks)] == [tasks[1]]
-    assert [text.split(":")[1].strip() for text in told] == [f"task {task.name}" for task in tasks[::2]]
+    assert [text.split(":")[1].strip() for text in lines] == [f"task {task.name}" for task in tasks[::2]]
     assert (reader.seen, reader.bad) == (3, 2)
 
 
 def test_meta_batch_without_a_loaded_task_is_an_error(folder):
-    reader, tasks, told = reader_of(folder, on_bad_task="skip", max_bad_fraction=1.0)
+    reader, tasks, lines = reader_of(folder, on_bad_task="skip", max_bad_fraction=1.0)
     for task in tasks:
         (folder / f"{task.name}.jsonl").write_text("{")
-    said = refusal(reader.read_share, tasks)
-    assert said.startswith("none of 3 tasks was loaded")
-    assert f"task {tasks[-1].name}: " in said
-    assert said.endswith(told[-1].removeprefix(f"left out: task {tasks[-1].name}: "))
-    assert f"{tasks[-1].name}.jsonl" in told[-1]
-    assert len(told) == 3
-    assert reader.read_same_task(tasks[0]) == []  # of one that every group looks at, its absence is no error
+    message = refusal(reader.read_share, tasks)
+    assert message.startswith("none of 3 tasks was loaded")
+    assert f"task {tasks[-1].name}: " in message
+    assert message.endswith(lines[-1].removeprefix(f"left out: task {tasks[-1].name}: "))
+    assert f"{tasks[-1].name}.jsonl" in lines[-1]
+    assert len(lines) == 3
+    assert reader.read_same_task(tasks[0]) == []  # no error for a task that every group reads
 
 
 def test_too_many_bad_tasks_or_any_without_skip_are_an_error(folder):
@@ -69,7 +67,7 @@ def test_too_many_bad_tasks_or_any_without_skip_are_an_error(folder):
     strict, _, _ = reader_of(folder)
     for task in tasks[:2]:
         (folder / f"{task.name}.jsonl").write_text("{")
-    said = refusal(reader.read_share, tasks)
-    check_message(said, "max_bad_fraction=0.01: 2 of 3 tasks", f"task {tasks[1].name}: ")
-    said = refusal(strict.read_share, tasks)
-    check_message(said, f"task {tasks[0].name}: ", "--on_bad_task skip")
+    message = refusal(reader.read_share, tasks)
+    check_message(message, "max_bad_fraction=0.01: 2 of 3 tasks", f"task {tasks[1].name}: ")
+    message = refusal(strict.read_share, tasks)
+    check_message(message, f"task {tasks[0].name}: ", "--on_bad_task skip")

@@ -1,4 +1,4 @@
-"""Few-shot evaluation against plain PyTorch, transformers and NumPy on the same episodes."""
+"""Few-shot evaluation equals plain PyTorch, transformers, NumPy and scikit-learn on the same episodes."""
 
 from __future__ import annotations
 
@@ -219,8 +219,8 @@ def test_model_is_adapted_with_its_stored_settings(bert, classes, tmp_path):
         "bert.pooler.dense",
     ]
     rates = {"head": [0.5, 0.1], **{layer: [0.0, 0.0] for layer in layers}}
-    memory = {"inner_steps": 2, "inner_lr": 9.0, "head_init": "zero", "inner_rates": rates}
-    (folder / "fmmeta.json").write_text(json.dumps(memory))
+    stored = {"inner_steps": 2, "inner_lr": 9.0, "head_init": "zero", "inner_rates": rates}
+    (folder / "fmmeta.json").write_text(json.dumps(stored))
     flags: dict[str, Any] = {"n_way": "3", "k_shot": 2, "num_query": 3, "episodes": 3}
     ours = fmmeta.evaluate(str(folder), str(classes), **flags)
     # a head alone that learns at 0.5, then 0.1: the same by the features that stay
@@ -246,7 +246,7 @@ def test_model_is_adapted_with_its_stored_settings(bert, classes, tmp_path):
     assert [score["loss"] for score in ours["cells"][0]["scores"]] == pytest.approx(expected, rel=1e-4)
     mine = fmmeta.evaluate(str(folder), str(classes), **flags, inner_lr=0.1)
     plain = fmmeta.evaluate(str(bert), str(classes), **flags, inner_lr=0.1, inner_steps=2)
-    assert mine["loss"] == plain["loss"]  # a given rate takes the place of all remembered ones
+    assert mine["loss"] == plain["loss"]  # a given rate replaces all stored rates
 
 
 def test_language_metrics(llama, pairs):
@@ -281,14 +281,16 @@ def test_language_metrics(llama, pairs):
             logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
             return -F.cross_entropy(logits, torch.tensor(ids), reduction="sum"), len(ids)
 
-        told = [likelihood(row, draw.store.text("target", row)) for row, _ in draw.support]
+        support_terms = [likelihood(row, draw.store.text("target", row)) for row, _ in draw.support]
         model.zero_grad()
-        (-sum(total for total, _ in told) / sum(count for _, count in told)).backward()
+        (-sum(total for total, _ in support_terms) / sum(count for _, count in support_terms)).backward()
         with torch.no_grad():
             for param in model.parameters():
                 param -= 0.1 * param.grad
-            asked = [likelihood(row, draw.store.text("target", row)) for row, _ in draw.query]
-            losses.append(float(-sum(total for total, _ in asked) / sum(count for _, count in asked)))
+            query_terms = [likelihood(row, draw.store.text("target", row)) for row, _ in draw.query]
+            losses.append(
+                float(-sum(total for total, _ in query_terms) / sum(count for _, count in query_terms))
+            )
             known = list(
                 dict.fromkeys(draw.store.text("target", row) for row, _ in (*draw.support, *draw.query))
             )
@@ -315,14 +317,14 @@ def test_language_metrics(llama, pairs):
 
 
 def test_options_of_packed_runs_are_scored_row_by_row(llama, pairs, monkeypatch):
-    """A model that takes packed rows gives the likelihoods that any other does."""
-    plain, told = LanguageMetrics.log_likelihoods, list[list[float]]()
+    """Packed and padded runs give the same likelihoods."""
+    plain, likelihoods = LanguageMetrics.log_likelihoods, list[list[float]]()
 
-    def kept(self, examples):
-        told.append(plain(self, examples))
-        return told[-1]
+    def recording(self, examples):
+        likelihoods.append(plain(self, examples))
+        return likelihoods[-1]
 
-    monkeypatch.setattr(LanguageMetrics, "log_likelihoods", kept)
+    monkeypatch.setattr(LanguageMetrics, "log_likelihoods", recording)
     flags: dict[str, Any] = {
         "task_type": "causal_lm",
         "k_shot": 2,
@@ -332,9 +334,9 @@ def test_options_of_packed_runs_are_scored_row_by_row(llama, pairs, monkeypatch)
     }
     for packing in (False, True):
         fmmeta.evaluate(llama, pairs, **flags, inner_steps=1, packing=packing)
-    assert len(told) == 4
-    assert max(map(len, told)) > 3
-    for apart, packed in zip(told[:2], told[2:], strict=True):
+    assert len(likelihoods) == 4
+    assert max(map(len, likelihoods)) > 3
+    for apart, packed in zip(likelihoods[:2], likelihoods[2:], strict=True):
         assert packed == pytest.approx(apart, rel=1e-4)
 
 
@@ -363,9 +365,9 @@ def test_bad_task_file_is_skipped_for_both_models(llama, tmp_path, capsys):
         (10, 0),
         (10, 0),
     ]
-    said = [line for line in capsys.readouterr().out.splitlines() if "failed to load" in line]
-    assert len(said) == 4  # for either model and number of shots
-    check_message(said[0], "fmmeta: 2 of 12 1-shot episodes", "task s1/t3: ", "left out")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "failed to load" in line]
+    assert len(lines) == 4  # for either model and number of shots
+    check_message(lines[0], "fmmeta: 2 of 12 1-shot episodes", "task s1/t3: ", "left out")
     message = refusal(fmmeta.evaluate, llama, data, **flags, on_bad_task="skip", max_bad_fraction=0.01)
     check_message(message, "max_bad_fraction=0.01: 2 of 12 1-shot episodes", "task s1/t3: ")
 
@@ -392,7 +394,7 @@ def test_greedy_generation_equals_transformers(llama):
 
 
 def test_generation_stops_at_the_last_position(tmp_path):
-    """Each with the tokens that it would have alone, whatever shares its batch."""
+    """Each answer has the tokens that it has without the others of its batch."""
     from transformers import AutoModelForCausalLM
 
     from fmmeta.adaptation.predict import load_single_process
@@ -404,8 +406,8 @@ def test_generation_stops_at_the_last_position(tmp_path):
     )
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), single.tokenizer
     prompts = [tokenizer("river " * 30)["input_ids"][:length] for length in (125, 7, 127, 120)]
-    told = generate(single.worker, tokenizer, prompts, 6, 4)
-    for prompt, text in zip(prompts, told, strict=True):
+    answers = generate(single.worker, tokenizer, prompts, 6, 4)
+    for prompt, text in zip(prompts, answers, strict=True):
         ids = list(prompt)
         while len(ids) < min(128, len(prompt) + 6) and ids[-1] != tokenizer.eos_token_id:
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
@@ -562,7 +564,7 @@ def test_unwritable_output_is_refused_first_and_the_table_is_still_shown(
     ):
         message = refusal(fmmeta.evaluate, str(bert), str(classes), **flags, output=str(output))
         check_message(message, f"output={output} ", cause, remedy)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]  # what was tried is taken away
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]  # no partial file is left
 
 
 def test_a_model_to_compare_with_is_checked_first(bert, llama, classes, tmp_path, monkeypatch):
@@ -615,9 +617,9 @@ def test_one_episode_has_no_interval_and_results_are_json(bert, classes, tmp_pat
     def refuse_constant(name):
         pytest.fail(f"{name} is no JSON")
 
-    told = json.loads((tmp_path / "one.json").read_text(), parse_constant=refuse_constant)
-    assert told["ci95"] is None
-    assert told["accuracy"] == results["accuracy"]
+    stored = json.loads((tmp_path / "one.json").read_text(), parse_constant=refuse_constant)
+    assert stored["ci95"] is None
+    assert stored["accuracy"] == results["accuracy"]
     flags |= {"k_shot": [1], "method": ["knn"]}
     command.run(
         EvaluateConfig(
@@ -650,8 +652,8 @@ def test_comparison_shows_both_models_and_the_verdict(accuracies, row, verdict, 
     results = results_of(settings, [ours], "classification")
     results["compare"] = {"with": "theirs", "cells": differences([ours], [theirs])}
     show(results, Progress(True))
-    told = capsys.readouterr().out.split("mine (A) against theirs (B)")[1]
-    (line,) = [line for line in told.splitlines() if line.startswith("knn")]
+    table = capsys.readouterr().out.split("mine (A) against theirs (B)")[1]
+    (line,) = [line for line in table.splitlines() if line.startswith("knn")]
     assert " ".join(line.split()).startswith(f"knn 1 {' '.join(row.split())} 1.0000 1.2500 +0.2500 ± ")
     assert line.endswith(f"  {verdict}")
     (stored,) = results["compare"]["cells"]
@@ -690,10 +692,10 @@ def test_stored_language_model_has_no_n_way(llama, pairs, tmp_path, capsys):
     (folder / "fmmeta.json").write_text('{"task_type": "causal_lm"}')
     flags: dict[str, Any] = {"k_shot": [1], "num_query": 2, "episodes": 2, "inner_steps": 0}
     settings = EvaluateConfig(
-        model_name_or_path=str(folder), dataset=[str(pairs)], **flags, output=str(tmp_path / "told.json")
+        model_name_or_path=str(folder), dataset=[str(pairs)], **flags, output=str(tmp_path / "results.json")
     )
     command.run(settings)
-    assert json.loads((tmp_path / "told.json").read_text())["n_way"] is None
+    assert json.loads((tmp_path / "results.json").read_text())["n_way"] is None
     assert "2 episodes of the test split" in capsys.readouterr().out
 
 

@@ -1,6 +1,4 @@
-"""Stop signals after the last outer step: what is saved, what the same command then exports, and what is not
-computed again.
-"""
+"""A signal after the last outer step: the model is saved, and a second run repeats no finished episode."""
 
 from __future__ import annotations
 
@@ -124,9 +122,7 @@ def test_stop_in_a_validation_repeats_the_validation(tmp_path, monkeypatch):
 
 
 def test_theta_holds_the_trained_weights_during_evaluation(tmp_path, monkeypatch):
-    """The live tensors hold what was learned at every held-out episode, so that a checkpoint may be taken at
-    any of them.
-    """
+    """theta holds the trained weights at every held-out episode, so that a checkpoint can be saved at any."""
     seen, original = [], HeldOut.scores
 
     def watching(self, *args):

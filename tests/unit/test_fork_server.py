@@ -1,6 +1,4 @@
-"""Processes of the fork server behave as those of an interpreter: arguments, environment, streams, exit codes
-and exit handlers.
-"""
+"""Processes of the fork server behave like those of an interpreter: arguments, streams and exit codes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Attention choice and checkpointed layers: in effect, equal in numbers, refused by name where they cannot
-be.
-"""
+"""Attention implementations and checkpointed layers: same numbers, and conflicts are refused."""
 
 from __future__ import annotations
 

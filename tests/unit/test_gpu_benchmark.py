@@ -1,4 +1,4 @@
-"""The arithmetic of benchmarks/gpu.py, which only a GPU can run whole."""
+"""The arithmetic of benchmarks/gpu.py, which only a GPU can run completely."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def test_flops_of_a_task_equal_torch():
     learner = llama()
     learner.hf.config._attn_implementation = "eager"
     config, episode = config_of(learner, inner_steps=3), batches_of(episode_of(learner))
-    worker, asked = worker_of(learner, config), count_matmuls(copy.deepcopy(learner), config)
+    worker, counts = worker_of(learner, config), count_matmuls(copy.deepcopy(learner), config)
     rule = find("fomaml").rule(setup_of(worker, config), 0)
     with FlopCounterMode(display=False) as counted:
         task_gradient(rule, worker, episode)
-    assert task_flops(asked, episode, 3) == pytest.approx(counted.get_total_flops(), rel=1e-9)
-    both = flops_of(asked, episode.support, True), flops_of(asked, episode.query, True)
-    assert task_flops(asked, episode, 3) == 3 * both[0] + both[1]
+    assert task_flops(counts, episode, 3) == pytest.approx(counted.get_total_flops(), rel=1e-9)
+    both = flops_of(counts, episode.support, True), flops_of(counts, episode.query, True)
+    assert task_flops(counts, episode, 3) == 3 * both[0] + both[1]
 
 
 def test_share_of_the_peak():

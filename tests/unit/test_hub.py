@@ -1,6 +1,4 @@
-"""Hub ids, without a network: a model and a data set that lie in the caches load by their ids when
-HF_HUB_OFFLINE is set.
-"""
+"""Hub ids without a network: a cached model and a cached data set load by their ids."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory) -> Path:
-    """A hub cache with the model acme/tiny-bert and a data sets cache with acme/intents, as downloads leave
-    them.
+    """A hub cache with the model acme/tiny-bert and a data sets cache with acme/intents, as after
+    a download.
     """
     import datasets
 
@@ -85,7 +83,7 @@ def test_model_and_dataset_load_from_the_caches_by_id(offline, tmp_path):
 
 
 def test_cached_model_is_loaded_without_the_hub(caches, tmp_path, monkeypatch):
-    """Model, tokenizer and adapters: for each of their files the hub's client would ask six times."""
+    """Model, tokenizer and adapters: without the check the client would send six requests for each file."""
     from huggingface_hub import constants
 
     bert = caches / "hub" / "models--acme--tiny-bert"
@@ -93,9 +91,7 @@ def test_cached_model_is_loaded_without_the_hub(caches, tmp_path, monkeypatch):
     exported(bert / "snapshots" / COMMIT, adapters / "snapshots" / COMMIT, lora_r=2)
     shutil.copytree(bert / "refs", adapters / "refs")
     (adapters / ".no_exist" / COMMIT).mkdir(parents=True)
-    (
-        adapters / ".no_exist" / COMMIT / "config.json"
-    ).touch()  # so it is remembered what the hub does not have
+    (adapters / ".no_exist" / COMMIT / "config.json").touch()  # the cache stores which files the hub lacks
     file = adapters / "snapshots" / COMMIT / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "acme/tiny-bert"}))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(caches / "hub"))

@@ -1,6 +1,4 @@
-"""Folders: data flows down the list, one module talks to torch.distributed, one to DeepSpeed, and `import
-fmmeta` is cheap.
-"""
+"""Folders import only from earlier folders; one module imports torch.distributed, one DeepSpeed."""
 
 from __future__ import annotations
 

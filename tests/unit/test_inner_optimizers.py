@@ -1,6 +1,4 @@
-"""Inner optimizers against torch's, on whole vectors and shard by shard; rates by layer, step and element;
-kept moments.
-"""
+"""Inner optimizers equal torch's on whole vectors and on shards; rates by layer, step and element."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The mathematics on one process: inner steps, head starts, the rules by their definitions, and the outer
-step.
-"""
+"""Inner steps, head inits, rules and the outer step in one process, against their definitions."""
 
 from __future__ import annotations
 
@@ -106,7 +104,7 @@ def means_by_hand(model: nn.Module) -> Tensor:
 
 
 def adapted_copy(model: nn.Module, head_init: str) -> nn.Module:
-    """What the words say: copy the model, start its head, take SGD steps on the support set."""
+    """A copy of the model with an initialised head, after SGD steps on the support set."""
     phi = copy.deepcopy(model)
     if head_init == "prototype":
         means = means_by_hand(phi)
@@ -195,7 +193,7 @@ def test_reptile_is_theta_minus_phi(head_init):
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("poison", [False, True])
 def test_theta_is_restored_bitwise(rule, bf16, poison):
-    """Also after a task that was not finite, which adds nothing."""
+    """Also after a non-finite task, which adds nothing."""
     model = bert("mean")
     worker = worker_over(model, "prototype", bf16)
     theta = worker.read()
@@ -207,14 +205,12 @@ def test_theta_is_restored_bitwise(rule, bf16, poison):
     assert torch.equal(worker.read(), theta)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     again = task_gradient(rule_of(rule, worker, "prototype"), worker, episode)
-    assert again.finite  # nothing of the bad task is left, in gradients neither
+    assert again.finite  # the bad task has left no gradients
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_sparse_embedding_gradients_equal_dense_ones(tied):
-    """Sparse gradients of embeddings add up to the dense ones in the flat buffer, over micro-batches, tied to
-    the head or not.
-    """
+    """With and without an output layer tied to the embeddings, over several micro-batches."""
     learner = llama() if tied else bert()
     dense = copy.deepcopy(learner)
     episode = episode_of(learner)
@@ -280,25 +276,25 @@ def test_nonfinite_loss_has_a_nan_gradient():
 
 def test_shard_optimizer_passes_zeros_when_ranks_reject_the_gradient():
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer, shown = ShardOptimizer([{"params": params}]), []
+    optimizer, updates = ShardOptimizer([{"params": params}]), []
     optimizer.slices = {p.data_ptr(): slice(2 * i, 2 * i + 2) for i, p in enumerate(params)}
-    optimizer.update = lambda shard, grad, where: shown.append((where, grad.tolist()))
-    for grads, said, wanted in (
+    optimizer.update = lambda shard, grad, where: updates.append((where, grad.tolist()))
+    for grads, reject, wanted in (
         ([1.0, math.nan], True, 0.0),
         ([1.0, 1.0], False, 1.0),
         ([1.0, 1.0], True, 0.0),
     ):
         for param, value in zip(params, grads, strict=True):
             param.grad = torch.full((2,), value)
-        heard = []
+        flags = []
         optimizer.bad, optimizer.reject_nonfinite = (
             None,
-            lambda bad, say=said, heard=heard: heard.append(bool(bad)) or torch.tensor(say),
+            lambda bad, reject=reject, flags=flags: flags.append(bool(bad)) or torch.tensor(reject),
         )
         optimizer.step()
-        assert heard == [any(map(math.isnan, grads))]
-        assert shown == [(slice(0, 2), [wanted] * 2), (slice(2, 4), [wanted] * 2)]
-        shown.clear()
+        assert flags == [any(map(math.isnan, grads))]
+        assert updates == [(slice(0, 2), [wanted] * 2), (slice(2, 4), [wanted] * 2)]
+        updates.clear()
 
 
 def test_untrained_parameters_are_not_in_the_param_map():
@@ -349,11 +345,11 @@ def test_outer_sgd_moves_against_the_meta_gradient():
     worker = worker_over(bert("mean"))
     theta = worker.read()
     grad = torch.randn(theta.shape, generator=RNG)
-    began, asked = theta.clone(), grad.clone()
+    began, gradient = theta.clone(), grad.clone()
     moved = outer_of(worker, theta).step(mean_of(grad), 0)
-    torch.testing.assert_close(theta, began - 0.5 * asked)
+    torch.testing.assert_close(theta, began - 0.5 * gradient)
     assert moved.applied
-    assert moved.grad_norm == pytest.approx(float(asked.double().norm()))
+    assert moved.grad_norm == pytest.approx(float(gradient.double().norm()))
 
 
 @pytest.mark.parametrize("largest", [0.1, 1e6])
@@ -363,7 +359,7 @@ def test_clipping_is_over_the_whole_model(largest):
     grad = torch.randn(theta.shape, generator=RNG)
     head = worker.params.groups["head"]
     counted = grad.clone()
-    counted[head] = 0  # a head that starts anew in every task has no part in the norm
+    counted[head] = 0  # a head that is reset in every task is not in the norm
     norm = float(counted.double().norm())
     began = theta.clone()
     moved = outer_of(worker, theta, max_grad_norm=largest).step(mean_of(grad), 0)
@@ -578,18 +574,18 @@ def test_resumed_outer_optimizer_equals_undisturbed_run(optimizer):
         "lr_scheduler_type": "cosine",
         "weight_decay": 0.1,
     }
-    straight, broken = worker.read(), worker.read()
-    outer = outer_of(worker, straight, **settings)
+    undisturbed, resumed = worker.read(), worker.read()
+    outer = outer_of(worker, undisturbed, **settings)
     for step, grad in enumerate(grads):
         outer.step(mean_of(grad.clone()), step)
-    first = outer_of(worker, broken, **settings)
+    first = outer_of(worker, resumed, **settings)
     for step in (0, 1):
         first.step(mean_of(grads[step].clone()), step)
-    second = outer_of(worker, broken, **settings)
+    second = outer_of(worker, resumed, **settings)
     load(second, state_of(first))
     for step in (2, 3):
         second.step(mean_of(grads[step].clone()), step)
-    assert torch.equal(straight, broken)
+    assert torch.equal(undisturbed, resumed)
 
 
 def passed(finite: bool = True) -> PassStats:

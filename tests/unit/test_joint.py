@@ -1,6 +1,4 @@
-"""Joint training of classifiers: labels over the classes of all tasks, plain multi-task fine-tuning, a head
-that stays behind.
-"""
+"""Joint training of classifiers: labels over the classes of all tasks, plain multi-task fine-tuning."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def source_of(*datasets, **settings):
 
 
 def named(source, steps: int = 30) -> dict[tuple[str, str], set[int]]:
-    """Label numbers by what tells a class apart: the task, and the class's name as the text has it."""
+    """Label numbers of each class, by the name of its task and its own name."""
     found: dict[tuple[str, str], set[int]] = {}
     for step in range(steps):
         for task in Schedule(source.items, 2, 0).meta_batch(step):
@@ -181,10 +179,10 @@ def test_joint_training_equals_plain_fine_tuning(bert, tmp_path, outer, at_most)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("head", ["zero", "prototype"])
 def test_exported_model_gives_the_held_out_scores_of_the_run(bert, tmp_path, head):
-    """Evaluating the exported folder as it is gives what the run said of its own end."""
+    """Evaluating the exported folder gives the scores that the run stored at its end."""
     inner_lr, model = (
         (0.1, bert[0]) if head == "zero" else (0.01, "tiny")
-    )  # class means over the trained BERT err nowhere
+    )  # class means over the trained BERT make no errors
     _, joint = run(
         (model, bert[1]),
         tmp_path / "run",

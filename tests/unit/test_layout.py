@@ -1,4 +1,4 @@
-"""Who is who: launchers' variables, groups of ranks, and the size of a group from an estimate of memory."""
+"""Ranks and groups from launchers' variables, and group sizes from an estimate of memory."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_peak_is_the_larger_of_two_phases():
     small = replace(SIZES, rows=1, tokens=1)
     found = estimate(small, DeepSpeedSettings(2, False, False), 4)
     assert found.activations == 4 * (34 * 8 + 5 * 4)
-    assert found.total == 4000 + 1000 + 1000 + 5000 + 8000  # the reduction, when activations are gone
+    assert found.total == 4000 + 1000 + 1000 + 5000 + 8000  # the reduction, after activations are freed
     assert str(found).split(" = ")[0].split(" + ")[-1].startswith("staging")
     early = estimate(SIZES, DeepSpeedSettings(2, False, False, bucket=100), 4)
     assert (early.buffers, early.staging) == (
@@ -218,7 +218,7 @@ def test_estimate_as_text():
 
 @pytest.mark.parametrize("wanted", [1, 2, 4, 8])
 def test_the_smallest_group_that_fits(monkeypatch, wanted):
-    """Just enough memory for a group size is just too little for the next smaller one."""
+    """The free memory just fits this group size and no smaller one."""
     precision = DeepSpeedSettings(3, False, False)
     free = int(estimate(SIZES, precision, wanted).total / HEADROOM) + 1
     size, why = choose_group_size(world_of(monkeypatch, 16, 8, free), lambda data: SIZES, precision)
@@ -284,7 +284,7 @@ def test_a_group_size_that_cannot_hold_the_model_is_refused(monkeypatch):
     check_group_size(world, lambda data: sizes, precision, 4)
     check_group_size(
         world, lambda data: sizes, DeepSpeedSettings(3, False, True), 1
-    )  # offloaded: not all of it lies here
+    )  # offloaded: only a part is on the device
     message = refusal(check_group_size, world, lambda data: sizes, DeepSpeedSettings(0, False, False), 2)
     check_message(message, "group_size=2", "4 GiB are free", "use ZeRO 3, --pipeline_stages or more ranks")
 

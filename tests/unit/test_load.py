@@ -1,4 +1,4 @@
-"""Models as found: poolings, fresh heads by seed, dropout off, and every refusal by its text."""
+"""Models load with every pooling, with a seeded head and without dropout; others are refused."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_missing_weights_are_refused(tmp_path, bert):
 
 
 def test_truncated_weights_are_refused(tmp_path, bert):
-    """A download that broke off, read whole and tensor by tensor; then an index that did."""
+    """A truncated file, read at once and tensor by tensor; then a truncated index."""
     changed(tmp_path, bert)
     file = tmp_path / "model.safetensors"
     file.write_bytes((bert / "model.safetensors").read_bytes()[:-100])
@@ -287,9 +287,9 @@ def test_model_uses_the_padding_token_of_the_tokenizer(kind, tmp_path):
     single = load_single_process(config, Progress(enabled=False))
     assert single.description.hf_config.pad_token_id == single.tokenizer.pad_token_id == 0
     rows = [Example([5, 6, 7, 8, 9, 10][:length], 0) for length in (2, 6, 4)]
-    together, alone = single.class_logits(rows), torch.cat([single.class_logits([row]) for row in rows])
-    assert together.std(0).min() > 1e-3
-    torch.testing.assert_close(together, alone)
+    batched, single_rows = single.class_logits(rows), torch.cat([single.class_logits([row]) for row in rows])
+    assert batched.std(0).min() > 1e-3
+    torch.testing.assert_close(batched, single_rows)
 
 
 def test_encoder_as_language_model_is_refused(bert, tmp_path):

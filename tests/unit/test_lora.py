@@ -1,6 +1,4 @@
-"""LoRA: what is trained and what is not, the formula, the folder that plain peft reads, and every refusal by
-its text.
-"""
+"""LoRA: only adapters and the head are trained, and the exported folder is loaded by peft."""
 
 from __future__ import annotations
 
@@ -262,7 +260,7 @@ def test_missing_peft_is_refused_with_the_extra(sources, monkeypatch):
     message = refusal(describe, Config(lora_r=4))
     assert message.startswith("lora_r=4 needs peft (")
     assert "; pip install 'fmmeta[lora]'" in message
-    describe(Config())  # nobody else needs it
+    describe(Config())  # not needed without adapters
 
 
 @pytest.mark.parametrize(
@@ -385,8 +383,10 @@ def test_evaluation_adapts_the_adapters_that_were_trained(algorithm, tmp_path, s
     assert cell["loss"] == pytest.approx(table["loss"][0], rel=1e-4)
     [prototypes] = evaluate(model, str(data), method=["prototype"], **given)["cells"]
     assert 0 < prototypes["accuracy"] <= 1
-    said = refusal(evaluate, model, str(data), lora_r=0, **given)
-    check_message(said, f"model_name_or_path={model}", "lora_r=0", "leave --lora_r out, or give --inner_lr")
+    message = refusal(evaluate, model, str(data), lora_r=0, **given)
+    check_message(
+        message, f"model_name_or_path={model}", "lora_r=0", "leave --lora_r out, or give --inner_lr"
+    )
 
 
 def test_adapted_adapters_keep_their_base(tmp_path, sources):

@@ -61,7 +61,7 @@ def test_anil_adapts_as_it_is_trained(model):
     """
     learner = LEARNERS[model]
     config, episode = config_of(learner, algorithm="anil", head_init="learned"), episode_of(learner)
-    found, worker = learners.found_by_rule(learner, config, episode)
+    found, worker = learners.rule_gradient(learner, config, episode)
     inner = setup_of(worker, config).inner
     adapted = inner.adapt(worker, worker.read(), batches_of(episode).support)
     assert found.support.loss == pytest.approx(adapted.passes[0].loss, rel=1e-6)
@@ -367,7 +367,7 @@ def test_imaml_is_the_dense_solution(dense, damping):
     hessian, b = dense
     learner = small()
     config, episode = config_of(learner, **DENSE, cg_damping=damping), episode_of(learner)
-    found, worker = learners.found_by_rule(learner, config, episode)
+    found, worker = learners.rule_gradient(learner, config, episode)
     assert found.numbers["too_little_proximal_weight"] == 0
     lowest = float(torch.linalg.eigvalsh(hessian)[0])
     assert 8.0 + lowest > 0  # the system is positive definite
@@ -415,13 +415,13 @@ def test_imaml_is_the_slope_of_the_proximal_minimum():
 def test_imaml_meets_negative_curvature_and_the_run_says_so():
     learner = LEARNERS["llama"]
     config, episode = config_of(learner, algorithm="imaml", proximal_weight=0.05), episode_of(learner)
-    found, _ = learners.found_by_rule(learner, config, episode)
+    found, _ = learners.rule_gradient(learner, config, episode)
     assert found.numbers["too_little_proximal_weight"] == 1
     assert found.finite
     tally = StepMetrics(imaml.spec.numbers)
     tally.add(found, 1)
     tally.add(
-        learners.found_by_rule(
+        learners.rule_gradient(
             learner, config_of(learner, algorithm="imaml", proximal_weight=300.0, inner_lr=0.003), episode
         )[0],
         1,

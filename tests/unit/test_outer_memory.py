@@ -1,4 +1,4 @@
-"""--offload_outer: idle vectors are in host memory and reach the device in pieces; nothing else changes."""
+"""--offload_outer stores idle vectors in host memory and loads them in pieces; results are unchanged."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Signals, the watchdog's clock, spikes and explosions in one process; tests/distributed/test_trust.py has
-the real ones.
+"""Signals, the watchdog, outlier bounds and loss spikes in one process.
+
+tests/distributed/test_trust.py sends signals to running launches.
 """
 
 from __future__ import annotations
@@ -27,13 +28,7 @@ from fmmeta.reliability.signals import Launcher, Signals, process_stat
 from fmmeta.reliability.watchdog import WatchdogStage, identity_of, stack_of, this_process
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
-
-
-def until(condition):
-    deadline = time.monotonic() + 5
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
+from tests.support.short_runs import until
 
 
 def test_repeated_signal_is_ignored_and_a_later_one_exits(monkeypatch):
@@ -67,16 +62,16 @@ def test_signal_during_startup_exits(capfd):
 
 
 def test_other_threads_install_no_handlers():
-    heard = []
+    handlers = []
 
     def inside():
         with Signals() as signals:
-            heard.append(signals.handlers)
+            handlers.append(signals.handlers)
 
     thread = threading.Thread(target=inside)
     thread.start()
     thread.join()
-    assert heard == [{}]
+    assert handlers == [{}]
 
 
 def test_a_shell_is_no_launcher():

@@ -30,12 +30,12 @@ from tests.support.checkpoints import (
     WHOLE,
     assert_holds,
     laid_out,
-    list_again,
     parameters,
     save,
     saved,
     state_of,
 )
+from tests.support.checkpoints import write_manifest as list_again
 from tests.support.helpers import one_rank, refusal
 from tests.support.launch import ROOT, environment
 

@@ -27,9 +27,9 @@ from tests.support.learners import (
     episode_of,
     llama,
     meta_parameters,
+    oracle_gradient,
     setup_of,
     task_gradient,
-    told_by_oracle,
     worker_of,
 )
 from tests.support.models import save_bert, write_classes
@@ -97,7 +97,7 @@ def test_each_task_gets_the_oracles_meta_gradient(kind, settings):
     episodes = [episode_of(learner, *rows, seed=seed) for seed, rows in enumerate(RARE)]
     directions, worker, _ = found(learner, config, episodes)
     for episode, direction in zip(episodes, directions, strict=True):
-        wanted, _ = told_by_oracle(learner, config, episode)
+        wanted, _ = oracle_gradient(learner, config, episode)
         here = meta_parameters(learner, config, by_name(worker, direction.gradient))
         _, error = cosine_and_error(here, meta_parameters(learner, config, wanted))
         assert error < 1e-5
@@ -282,7 +282,7 @@ def test_tasks_of_one_body_say_in_one_pass_what_the_oracle_says_of_each(settings
     assert torch.equal(worker.read(), theta)
     wanted: dict = {}
     for episode in episodes:
-        for name, value in told_by_oracle(learner, config, episode)[0].items():
+        for name, value in oracle_gradient(learner, config, episode)[0].items():
             wanted[name] = wanted.get(name, 0) + value
     here = meta_parameters(learner, config, by_name(worker, into.sum))
     assert cosine_and_error(here, meta_parameters(learner, config, wanted))[1] < 1e-5
