@@ -26,7 +26,7 @@ def identity(value):
 
 
 def passes_of(learner: Learner, monkeypatch, **settings) -> tuple[int, int]:
-    """Forward and backward passes, and forwards alone, of one task; counted where the model is called."""
+    """Count passes with a gradient, and passes without, that one task makes."""
     config = config_of(learner, **settings)
     worker, episode = worker_of(learner, config), batches_of(episode_of(learner), micro_batch_size=32)
     rule = find(config.algorithm).rule(setup_of(worker, config), 0)

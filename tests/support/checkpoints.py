@@ -20,7 +20,7 @@ SHAPES = {"a": (4, 3), "b": (5,), "c": (2, 2)}
 
 
 def param_map(*pieces: tuple[str, int, int], gap: int = 0, replicated: bool = False) -> ParamMap:
-    """Pieces (name, offset, length) in a row, `gap` elements of padding after each."""
+    """A map of consecutive pieces (name, offset, length), each followed by `gap` elements of padding."""
     fragments, begin = [], 0
     for name, offset, length in pieces:
         fragments.append(Fragment(name, SHAPES[name], begin, offset, length))

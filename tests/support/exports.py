@@ -19,7 +19,7 @@ from tests.support.models import WORDS
 
 
 def exported(source: Path | str, folder: Path, **settings) -> tuple[Config, PlainWorker]:
-    """Load, move theta off the checkpoint, export."""
+    """Load a model, change theta and export it."""
     config = Config(model_name_or_path=str(source), n_way=3, **settings)
     description = describe(config)
     tokenizer = load_tokenizer(config, description, pytest.fail)
@@ -44,9 +44,7 @@ def inputs(folder: Path) -> dict[str, Tensor]:
 
 
 def assert_same_logits(found: Tensor, wanted: Tensor, mask: Tensor) -> None:
-    """Where the mask shows tokens, if the logits are per token; bitwise would be too much to ask of another
-    kernel.
-    """
+    """Compare logits up to rounding; those per token only where the mask is 1."""
     if found.ndim == 3:
         found, wanted = found[mask.bool()], wanted[mask.bool()]
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""What unit tests share: the text of a refusal, a world of one process, data files and small learners."""
+"""Shared by unit tests: the text of a UsageError, the process groups of one process, and data files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A small BERT and a small Llama whose gradients are no rounding noise, an episode for each, and comparisons
-with the oracle.
-"""
+"""A small BERT and a small Llama with gradients above rounding, episodes, and comparisons with the oracle."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ CLASSES = 3
 
 
 def bert(pooling: str = "mean", classes: int = CLASSES) -> Learner:
-    """One layer; a head that is not zero."""
+    """A BERT of one layer with a nonzero head."""
     from transformers import BertConfig, BertForSequenceClassification, BertModel
 
     torch.manual_seed(1)
@@ -52,7 +50,7 @@ def bert(pooling: str = "mean", classes: int = CLASSES) -> Learner:
 
 
 def llama() -> Learner:
-    """Two layers, tied embeddings."""
+    """A Llama of two layers with tied embeddings."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(2)
@@ -72,7 +70,7 @@ def llama() -> Learner:
 
 
 def episode_of(learner: Learner, support: int = 9, query: int = 6, seed: int = 5) -> EpisodeRows:
-    """Rows of 2 to 6 tokens, the classes in turn; for a Llama the last one or two tokens are the answer."""
+    """Rows of 2 to 6 tokens with alternating classes; for a Llama the last one or two are the answer."""
     rng = torch.Generator().manual_seed(seed)
     rows = []
     for i in range(support + query):
@@ -126,7 +124,7 @@ def meta_gradient_of(rule: Any, theta: Tensor) -> MetaGradient:
 def task_gradient(
     rule: Any, worker: Any, episode: Episode, into: MetaGradient | None = None
 ) -> SimpleNamespace:
-    """The fields of a rule's TaskResult, and what it added to `into`: gradient [S], extra."""
+    """The fields of a TaskResult, and the gradient [S] and `extra` that the rule added to `into`."""
     theta = worker.read()
     into = meta_gradient_of(rule, theta) if into is None else into
     result = rule.task_gradient(worker, MetaParameters(theta), episode, into)

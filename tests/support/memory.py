@@ -13,7 +13,7 @@ SIZES = Sizes(params=1000, layers=2, hidden=8, heads=4, vocab=0, rows=3, tokens=
 
 
 def world_of(monkeypatch, world_size: int, local_world_size: int, free: int) -> World:
-    """A world of one process that believes in more ranks, `free` bytes on each."""
+    """A world of one process that reports more ranks, with `free` bytes on each."""
     world = World(Launch(), torch.device("cpu"))
     world.launch = Launch(0, world_size, 0, local_world_size)
     world.nodes = Nodes(

@@ -315,7 +315,7 @@ def test_self_check_warns_of_a_too_long_difference_step(monkeypatch):
 
 
 class FakeRule:
-    """Adds given vectors, that of the full step first; None: the task is not finite."""
+    """A rule that adds given vectors: the first for the full step; None makes the task non-finite."""
 
     def __init__(self, *vectors, scale: float = 1.0):
         self.vectors, self.scale = vectors, scale

@@ -32,7 +32,7 @@ TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))
 
 @dataclass
 class Cut:
-    """A set, and how it is cut."""
+    """A set of rows and how it is split into micro-batches."""
 
     rows: list[Example]
     group_size: int
@@ -67,7 +67,7 @@ def cuts(draw, causal: bool | None = None, bounded: bool = False) -> Cut:
 
 
 def rows_of(batch: MicroBatch) -> list[tuple[tuple[int, ...], object]]:
-    """Rows that count, without padding."""
+    """The rows with a weight above 0, without padding."""
     found = []
     for ids, mask, labels, weight in zip(*batch.inputs.values(), batch.labels, batch.weights, strict=True):
         if weight > 0:
@@ -96,7 +96,7 @@ def test_rows_with_weight_are_the_whole_set(cut):
 
 @given(cuts() | cuts(bounded=True))
 def test_weights_sum_to_one(cut):
-    """Over rows for classes, over label tokens for causal_lm."""
+    """The sum is over rows for classes and over label tokens for causal_lm."""
     total = 0.0
     for batch in cut.all():
         counted = 1 if batch.labels.ndim == 1 else (batch.labels != IGNORE).sum(1)
@@ -133,7 +133,7 @@ def test_rows_of_similar_length_share_a_micro_batch():
 
 @given(cuts(causal=False))
 def test_parts_of_the_class_loss_add_up_to_the_mean(cut):
-    """The "model" scores the mean of its tokens' rows of a table."""
+    """The logits are the mean of a table's rows for the tokens of the input."""
 
     def logits(batch: MicroBatch) -> torch.Tensor:
         mask = batch.inputs["attention_mask"][..., None]
@@ -150,7 +150,7 @@ def test_parts_of_the_class_loss_add_up_to_the_mean(cut):
 
 @given(cuts(causal=True))
 def test_parts_of_the_token_loss_add_up_to_the_mean(cut):
-    """The "model" predicts a next token from the one before."""
+    """A table predicts each token from the one before."""
     loss, _, rows = (
         sum(part)
         for part in zip(*(objective(TABLE[b.inputs["input_ids"]], b) for b in cut.all()), strict=True)
@@ -171,9 +171,7 @@ def test_causal_row_is_correct_when_every_label_token_is():
 
 @given(cuts(bounded=True))
 def test_token_budget_holds_and_ranks_have_equally_many_micro_batches(cut):
-    """Rows times the longest of them; equal numbers of micro-batches; no more of them than the budget and
-    equal turns ask for.
-    """
+    """No more micro-batches are made than the budget and equal numbers per rank require."""
     assert len({len(batches) for batches in cut.by_rank()}) == 1
     for batch in cut.all():
         assert batch.inputs["input_ids"].numel() <= cut.max_tokens or len(batch.weights) == 1
@@ -192,7 +190,7 @@ def test_short_rows_share_a_micro_batch_and_long_ones_do_not():
 
 
 def test_token_budget_does_not_change_the_meta_gradient():
-    """FOMAML over micro-batches of a few tokens, against the oracle that knows none."""
+    """FOMAML over micro-batches of a few tokens equals the oracle, which has no micro-batches."""
     learner = llama()
     config, episode = config_of(learner, algorithm="fomaml"), episode_of(learner)
     worker = worker_of(learner, config)

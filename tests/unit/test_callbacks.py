@@ -42,7 +42,7 @@ def missing(episode, rng):
 
 
 class Recorder(Callback):
-    """Records hooks, outcomes and theta; `stop_at` asks for a stop before that outer step."""
+    """A callback that records hooks, outcomes and theta, and requests a stop before step `stop_at`."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         self.hooks: list[str] = []
@@ -81,12 +81,12 @@ class Recorder(Callback):
 
     @property
     def moved(self) -> list[bool]:
-        """Of each outer step: whether theta is another."""
+        """Whether theta changed in each outer step."""
         return [not one.equal(other) for one, other in zip(self.thetas, self.thetas[1:], strict=False)]
 
 
 def test_hooks_run_in_the_documented_order(tmp_path):
-    """A line is logged before the validation, which is done before the checkpoint."""
+    """A line is logged before the validation, which runs before the checkpoint is saved."""
     seen = Recorder()
     settings = {**SHORT, "eval_episodes": 2, "test_episodes": 2, "eval_steps": 1, "save_steps": 1}
     MetaTrainer(Config(**settings, output_dir=str(tmp_path)), callbacks=[seen]).train()

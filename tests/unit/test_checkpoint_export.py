@@ -51,7 +51,7 @@ def test_every_layout_reads_checkpoints_of_every_layout(tmp_path, writer, reader
 
 
 def two_shards(tmp_path: Path) -> Path:
-    """A checkpoint as two ranks write it."""
+    """A checkpoint with the files of two ranks."""
     folder = saved(tmp_path, FIRST)
     theirs = {
         f"{vector}/{f.name}@{f.offset}": laid_out(SECOND, parameters(seed))[f.here].clone()
@@ -93,7 +93,7 @@ ACROSS = [
 
 
 def test_tensor_parallel_shards_are_one_checkpoint(tmp_path):
-    """Two tensor ranks hold the first column of `a` and the other two; the second's `b` is a copy."""
+    """Two tensor ranks hold the first column and the other columns of `a`; `b` is replicated."""
     folder = saved(tmp_path, ACROSS[0])
     one, two = load_file(folder / "shard-00000.safetensors"), saved(tmp_path / "two", ACROSS[1])
     assert torch.equal(one["theta/a@0#1:0:1"], torch.tensor([100.0, 103.0, 106.0, 109.0]))
@@ -300,7 +300,7 @@ def test_export_of_the_builtin_model(tmp_path):
 
 
 def test_export_removes_weights_of_an_earlier_export(tmp_path, bert, monkeypatch):
-    """from_pretrained reads one file before several, fmmeta adapters before a whole model."""
+    """Otherwise from_pretrained would load an old single file instead of the new files."""
     from transformers import AutoModel
 
     settings: dict[str, Any] = {"pooling": "mean"}

@@ -31,7 +31,7 @@ def gradient_of(learner, algorithm, compiles: bool):
 
 @pytest.mark.parametrize("algorithm", ["fomaml", "anil"])
 def test_meta_gradient_equals_that_of_the_plain_model(algorithm, monkeypatch):
-    """Traced, differentiated and run as graphs, but without a C++ compiler."""
+    """The model is traced, differentiated and run as graphs, without a C++ compiler."""
     calls = []
 
     def backend(graph, inputs):

@@ -245,7 +245,7 @@ def test_changed_settings_are_listed():
 
 
 def test_rules_of_settings_decide_resume_and_storage():
-    """Settings of every kind; a setting without rules is compared on resume and not stored with models."""
+    """A setting without rules is compared on resume and not stored with models."""
     assert {"save_steps", "micro_batch_size", "output_dir"} <= FREE_ON_RESUME
     assert not {"seed", "inner_lr", "bf16", "max_length"} & FREE_ON_RESUME
     assert {

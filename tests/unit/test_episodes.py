@@ -20,7 +20,7 @@ from tests.support.models import WORDS
 
 @pytest.fixture
 def folder(tmp_path):
-    """Four files that are tasks of two classes."""
+    """A folder of four task files with two classes each."""
     names = [f"s/t{number}" for number in range(4)]
     (tmp_path / "tasks" / "s").mkdir(parents=True)
     for name in names:

@@ -708,7 +708,7 @@ def test_one_example_per_class_is_classified_without_warnings(method, recwarn):
 
 
 def test_nan_scores_count_as_wrong():
-    """By hand: two rows, one of them not a number, of confidence 0 and infinite loss."""
+    """One of two rows is nan: its confidence is 0 and its loss is infinite."""
     rows = torch.tensor([[0.75, 0.25], [float("nan"), 0.5]]).log()
     score = episode_score(0, "t", "s", prediction_stats(rows, torch.tensor([0, 0])))
     assert (score.accuracy, score.loss) == (0.5, float("inf"))

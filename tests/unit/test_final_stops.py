@@ -6,14 +6,14 @@ import json
 import signal
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from fmmeta import Config, MetaTrainer
+from fmmeta import Callback, Config, MetaTrainer
 from fmmeta.common.errors import Stopped
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.reliability.signals import Signals
 from fmmeta.training import finish, validation
-from fmmeta.training.validation import HeldOut
 from tests.support.models import save_bert, write_classes
 
 VARIANTS = {
@@ -31,7 +31,7 @@ VARIANTS = {
 
 
 class StopAt:
-    """A signal that arrives while the NUMBERth held-out episode is scored; counts the episodes."""
+    """Sends a signal while the held-out episode with this number is scored, and counts episodes."""
 
     def __init__(self, monkeypatch, number: int) -> None:
         self.signals, self.number, self.scored = Signals(leave=lambda code: None), number, 0
@@ -84,9 +84,7 @@ def table_of(folder) -> dict:
 
 @pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
 def test_stop_in_the_final_evaluation_keeps_the_trained_model(tmp_path, monkeypatch, settings):
-    """At its first, a middle and its last pass; without periodic checkpoints nothing but the stop itself
-    saves.
-    """
+    """The signal arrives in the first, a middle and the last pass; only the stop saves a checkpoint."""
     with monkeypatch.context() as patch:
         whole = StopAt(patch, 10**9)
         MetaTrainer(config_of(tmp_path, "whole", **settings)).train()
@@ -107,7 +105,7 @@ def test_stop_in_the_final_evaluation_keeps_the_trained_model(tmp_path, monkeypa
 
 
 def test_stop_in_a_validation_repeats_the_validation(tmp_path, monkeypatch):
-    """The best weights were those of the outer step whose validation a stop had cut short."""
+    """The best weights then equal those of an undisturbed run."""
     settings = {"load_best_model_at_end": True, "eval_steps": 1, "test_episodes": 0, "eval_episodes": 4}
     MetaTrainer(config_of(tmp_path, "whole", **settings)).train()
     lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
@@ -121,30 +119,32 @@ def test_stop_in_a_validation_repeats_the_validation(tmp_path, monkeypatch):
     assert exported(tmp_path / "stopped") == exported(tmp_path / "whole")
 
 
-def test_theta_holds_the_trained_weights_during_evaluation(tmp_path, monkeypatch):
+class ThetaRecorder(Callback):
+    """Records theta at the start of every evaluation."""
+
+    def __init__(self) -> None:
+        self.thetas: list[torch.Tensor] = []
+
+    def on_train_begin(self, run):
+        evaluate = run.held_out.scores
+
+        def record(*args):
+            self.thetas.append(run.theta.clone())
+            return evaluate(*args)
+
+        run.held_out.scores = record
+
+
+def test_theta_holds_the_trained_weights_during_evaluation(tmp_path):
     """theta holds the trained weights at every held-out episode, so that a checkpoint can be saved at any."""
-    seen, original = [], HeldOut.scores
-
-    def watching(self, *args):
-        seen.append(self.meta_params.theta.clone())
-        return original(self, *args)
-
-    from fmmeta.training.loop import Run
-
-    built = Run.__init__
-
-    def init(self, *args, **kwargs):
-        built(self, *args, **kwargs)
-        self.held_out.meta_params = self.state.meta_params
-
-    monkeypatch.setattr(Run, "__init__", init)
-    monkeypatch.setattr(HeldOut, "scores", watching)
+    recorder = ThetaRecorder()
     config = config_of(tmp_path, "run", init_interpolation=0.75, eval_steps=3, save_steps=3)
-    MetaTrainer(config).train()
+    MetaTrainer(config, callbacks=[recorder]).train()
     saved = load_file(tmp_path / "run" / "checkpoint-3" / "shard-00000.safetensors")
     trained = sum(value.numel() for name, value in saved.items() if name.startswith("theta/"))
-    assert len(seen) == 3  # validation, table, table of the weights at the start
-    assert all(len(theta) == trained and theta.equal(seen[0]) for theta in seen)
+    thetas = recorder.thetas
+    assert len(thetas) == 3  # validation, table, table of the weights at the start
+    assert all(len(theta) == trained and theta.equal(thetas[0]) for theta in thetas)
 
 
 def test_baseline_uses_its_best_inner_loop(tmp_path, capsys):
@@ -160,7 +160,7 @@ def test_baseline_uses_its_best_inner_loop(tmp_path, capsys):
 
 
 def test_best_inner_loop_has_the_highest_accuracy_then_the_lowest_loss():
-    """On scores made up by rate and step, whatever order they come in."""
+    """The scores are given by rate and step, in any order."""
 
     class Scored:
         def step_scores(self, source, count, what, theta, inner):

@@ -122,9 +122,7 @@ def test_failures_are_shown():
 
 
 def test_environment_read_by_imports_starts_an_interpreter():
-    """Forked, a process has the libraries from the beginning; with another cache for them it imports them
-    itself.
-    """
+    """Variables that are read while libraries are imported need a new interpreter."""
     code = f"import sys; print({PRELOADED[0]!r} in sys.modules)"
     assert run_ranks(["-c", code], 1).ok().output == ["True\n"]
     assert run_ranks(["-c", code], 1, per_rank={0: {"HF_HOME": "/nowhere"}}).ok().output == ["False\n"]

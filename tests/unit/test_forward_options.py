@@ -35,7 +35,7 @@ def learner_of(source: str, **settings):
 
 
 def one_pass(learner) -> tuple[torch.Tensor, dict[str, torch.Tensor], int, list[int]]:
-    """Loss, gradients, bytes kept for the backward pass, and how often each layer ran."""
+    """Loss, gradients, bytes stored for the backward pass, and how often each layer ran."""
     kept, weights = {}, {p.untyped_storage().data_ptr() for p in learner.parameters()}
     layers = next(module for module in learner.modules() if isinstance(module, torch.nn.ModuleList))
     runs = [0] * len(layers)
@@ -75,7 +75,7 @@ def test_checkpointed_layers_save_memory_and_give_equal_gradients(sources, base,
 
 
 def test_the_estimate_of_checkpointed_activations_by_hand():
-    """Two layers' inputs, and one layer whole."""
+    """Activations are the inputs of two layers and one complete layer."""
     sizes = Sizes(params=0, layers=2, hidden=8, heads=4, vocab=0, rows=3, tokens=10, checkpointing=True)
     for bf16, width in ((True, 2), (False, 4)):
         found = memory.estimate(sizes, DeepSpeedSettings(0, bf16, False), 1).activations

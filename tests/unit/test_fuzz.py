@@ -94,7 +94,7 @@ def time_limit() -> Iterator[None]:
 
 @contextmanager
 def one_line_at_most() -> Iterator[None]:
-    """A UsageError of one line is an answer; any other exception is not."""
+    """Accept a UsageError of one line and no other exception."""
     message = "nothing"
     with time_limit():
         try:

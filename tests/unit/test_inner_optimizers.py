@@ -51,7 +51,7 @@ def rates(*rows: tuple[float, float]) -> Rates:
 )
 @pytest.mark.parametrize("cuts", [[0, 9], [0, 4, 9]])
 def test_inner_steps_equal_torch(settings, make, cuts):
-    """However the vector is cut into shards."""
+    """The steps are equal however the vector is split into shards."""
     shard = torch.randn(9, generator=RNG)
     param = nn.Parameter(shard.clone())
     optimizer, rule = make([param]), inner_optimizer(Config(**settings))

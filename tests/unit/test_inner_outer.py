@@ -54,7 +54,7 @@ RNG = torch.Generator().manual_seed(5)
 
 
 def rows(count: int) -> list[Example]:
-    """Rows of 2 to 6 tokens, the classes in turn."""
+    """Rows of 2 to 6 tokens whose classes alternate."""
     return [
         Example(torch.randint(1, 40, (2 + i % 5,), generator=RNG).tolist(), i % CLASSES) for i in range(count)
     ]
@@ -83,7 +83,7 @@ def call(model: nn.Module, row: Example, **want: str) -> Tensor:
 
 
 def mean_loss(model: nn.Module, examples: Sequence[Example]) -> Tensor:
-    """The mean over a set, row by row."""
+    """The mean loss over a set, computed row by row."""
     return F.cross_entropy(
         torch.cat([call(model, row) for row in examples]), torch.tensor([row.labels for row in examples])
     )
@@ -120,7 +120,7 @@ def adapted_copy(model: nn.Module, head_init: str) -> nn.Module:
 
 
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    """Relative to the whole vector, as docs/architecture.md measures it."""
+    """Compare relative to the norm of the whole vector, as docs/architecture.md does."""
     assert list(found) == list(wanted)
     off = math.sqrt(sum(float((found[name] - wanted[name]).square().sum()) for name in wanted))
     size = math.sqrt(sum(float(value.square().sum()) for value in wanted.values()))
@@ -325,7 +325,7 @@ def outer_of(worker: PlainWorker, theta: Tensor, **settings) -> OuterOptimizer:
 
 
 def mean_of(theta: Tensor, **extra: Tensor) -> PendingMean:
-    """A meta-gradient that has been reduced."""
+    """A meta-gradient that is already reduced."""
     return PendingMean({**extra, "theta": theta})
 
 

@@ -173,7 +173,7 @@ def test_configurations_that_transformers_refuses(tmp_path, bert, values):
 
 
 def test_models_without_a_padding_token(tmp_path):
-    """The configurations of CodeGen and Gemma 3 (whose text model is one part) have no such attribute."""
+    """The configurations of CodeGen and Gemma 3 have no pad_token_id."""
     import transformers
 
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "eos_token_id": 7}
@@ -277,9 +277,7 @@ def test_a_decoder_as_classifier(tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_model_uses_the_padding_token_of_the_tokenizer(kind, tmp_path):
-    """A sequence classifier looks for the last token that is no padding: what a row gets does not depend on
-    its neighbours.
-    """
+    """The logits of a row do not depend on the other rows of its batch."""
     folder = save_family(tmp_path / kind, kind, layers=1)
     facts = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**facts, "pad_token_id": None}))
@@ -301,7 +299,7 @@ def test_encoder_as_language_model_is_refused(bert, tmp_path):
 
 
 def test_prototypes_need_a_bias(tmp_path):
-    """Decoders' classifiers have none, so that class means cannot be written into them."""
+    """Classifiers of decoders have no bias, which class means need."""
     config = Config(model_name_or_path=str(save_llama(tmp_path / "llama")), head_init="prototype")
     message = refusal(load_learner, config, describe(config))
     check_message(

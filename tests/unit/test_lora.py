@@ -37,7 +37,7 @@ def sources(tmp_path_factory):
 
 
 def save_roberta(folder: Path) -> Path:
-    """Its classifier has a dense layer below the head proper, and no pooler."""
+    """Save a RoBERTa, whose classifier has a dense layer below the output layer and no pooler."""
     from transformers import RobertaConfig, RobertaForSequenceClassification
 
     torch.manual_seed(0)
@@ -220,9 +220,7 @@ def test_run_saves_only_adapters_and_resumes_from_them(tmp_path, sources):
 
 
 def test_the_estimate_counts_frozen_weights_once(tmp_path, sources, monkeypatch):
-    """Full: 4 bytes of weight, 4 of gradient, 20 of meta state per parameter; LoRA: the base's weights and
-    nothing else of it.
-    """
+    """Frozen weights need 4 bytes; trained ones also 4 of gradient and 20 of meta state."""
     from fmmeta.planning import memory
     from fmmeta.training import build
 
@@ -352,9 +350,7 @@ def test_training_continues_from_stored_adapters(source, tmp_path, sources):
 
 @pytest.mark.parametrize("algorithm", ["fomaml", "anil"])
 def test_evaluation_adapts_the_adapters_that_were_trained(algorithm, tmp_path, sources):
-    """The numbers of the table at the end of the run, from its folder alone; without adapters its rates fit
-    no layer.
-    """
+    """Evaluating the exported folder gives the table of the run; without adapters its rates fit no layer."""
     data = write_classes(tmp_path / "rows.jsonl", classes=15)
     shared = {"n_way": 3, "k_shot": 2, "num_query": 2}
     config = Config(
@@ -412,7 +408,7 @@ def test_adapted_adapters_keep_their_base(tmp_path, sources):
 
 
 def test_the_tokenizer_of_a_folder_that_peft_saved_is_that_of_its_base(tmp_path, sources):
-    """peft saves none; bytes would be other tokens than the base was trained on."""
+    """peft saves no tokenizer; the byte tokenizer would give other tokens than the base was trained on."""
     import peft
     from transformers import AutoModel, AutoTokenizer
 

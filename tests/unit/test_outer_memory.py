@@ -41,7 +41,7 @@ def state_of(outer: OuterOptimizer) -> StateDict:
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("chunk", [64, 1000, 2**24])
 def test_offloaded_steps_equal_steps_on_the_device(monkeypatch, optimizer, chunk):
-    """In pieces of any size, and through a resumption."""
+    """The steps are equal for pieces of any size and after a resume."""
     monkeypatch.setattr(param_map, "chunk", lambda device: chunk)
     worker = worker_over(bert("mean"), "zero")
     here, away = (outer_of(worker, offload, outer_optimizer=optimizer) for offload in (False, True))
@@ -67,7 +67,7 @@ def test_offloaded_steps_equal_steps_on_the_device(monkeypatch, optimizer, chunk
 
 @pytest.mark.parametrize("chunk", [64, 1000])
 def test_steps_by_pieces_equal_a_step_of_the_whole_vector(monkeypatch, chunk):
-    """torch's optimizer on the whole vector, and on pieces of it."""
+    """torch's optimizer gives the same on the whole vector and on pieces of it."""
     worker = worker_over(bert("mean"))
     whole = outer_of(worker, False)
     monkeypatch.setattr(param_map, "chunk", lambda device: chunk)
@@ -161,7 +161,7 @@ def test_auto_group_size_needs_host_memory_too(monkeypatch):
 
 
 def test_received_state_moves_to_the_device_of_theta():
-    """It arrives in host memory. `meta` stands for a GPU: an outer step on two devices raises."""
+    """`meta` replaces a GPU: an outer step with tensors on two devices raises an error."""
     worker = worker_over(bert("mean"), "zero")
     outer = outer_of(worker, False, outer_optimizer="adamw")
     there = torch.device("meta")
