@@ -129,7 +129,7 @@ def test_a_stop_abandons_the_step_and_does_not_count_it(tmp_path, monkeypatch):
         return ends[-1][0]
 
     monkeypatch.setattr(Run, "run_step", recording)
-    with pytest.raises(Stopped, match=r"after outer step 1, saved in .*checkpoint-1"):
+    with pytest.raises(Stopped, match=r"outer step 1, .*checkpoint-1"):
         MetaTrainer(Config(**SHORT, output_dir=str(tmp_path)), Signals(), [seen]).train()
     assert [end[0] for end in ends] == [Outcome.APPLIED, Outcome.STOP]
     assert ends[1][1] == 1

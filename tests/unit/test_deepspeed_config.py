@@ -69,9 +69,8 @@ def test_file_of_transformers_works_unchanged(ds_file):
     notices: list[str] = []
     precision = read(ds_file(HF), bf16=True, notice=notices.append)
     assert precision == DeepSpeedSettings(zero_stage=3, bf16=True, offload=False, bucket=0)
-    assert notices == [
-        f"ds.json: {key} is auto and left to fmmeta ({instead})" for key, instead in OURS.items()
-    ]
+    for line, (key, instead) in zip(notices, OURS.items(), strict=True):
+        check_message(line, f"ds.json: {key} is auto", f"({instead})")
     done = precision.complete(hidden_size=64)
     assert "auto" not in json.dumps(done)
     assert not {"optimizer", "scheduler", "fp16", "train_batch_size"} & set(done)
@@ -279,7 +278,8 @@ def test_file_is_adjusted_for_a_pipeline():
     settings = with_model_ranks(DeepSpeedSettings(0, True, False, file=zero), 2, 1, notices.append)
     assert settings == DeepSpeedSettings(1, True, False)
     assert settings.file == {"zero_optimization": {"stage": 1}}
-    assert notices == ["ZeRO 0 in bf16 runs as ZeRO 1 in a pipeline, which accumulates gradients in fp32"]
+    (line,) = notices
+    check_message(line, "ZeRO 0 in bf16 runs as ZeRO 1", "pipeline")
 
 
 @pytest.mark.parametrize(

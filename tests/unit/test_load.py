@@ -227,7 +227,7 @@ def test_truncated_weights_are_refused(tmp_path, bert):
         )
         message = refusal(open_lazy_model, config, describe(config))
         assert message.startswith(f"model_name_or_path={tmp_path}: ")
-        assert "model.safetensors.index.json cannot be read" in message
+        assert "index.json cannot be read" in message
 
 
 @pytest.mark.parametrize("name", ["1_Pooling/config.json", "modules.json"])
@@ -244,7 +244,8 @@ def test_a_checkpoint_without_tokenizer_reads_bytes(tmp_path, bert):
     notices: list[str] = []
     config = Config(model_name_or_path=str(changed(tmp_path, bert)))
     tokenizer = load_tokenizer(config, describe(config), notices.append)
-    assert notices == [f"{tmp_path} has no tokenizer: texts are read as bytes"]
+    (line,) = notices
+    check_message(line, f"{tmp_path} has no tokenizer", "bytes")
     assert tokenizer.decode(tokenizer("über")["input_ids"], skip_special_tokens=True) == "über"
     changed(tmp_path, bert, vocab_size=100)
     check_message(
