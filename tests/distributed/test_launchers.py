@@ -15,6 +15,7 @@ import pytest
 
 from tests.support import slurm
 from tests.support.launch import ROOT, environment, free_port, run_ranks
+from tests.support.messages import check_message
 from tests.support.short_runs import LONG, same, steps_of, until
 
 pytestmark = pytest.mark.cluster
@@ -248,8 +249,5 @@ def test_submitit_is_not_asked_with_bad_flags(tmp_path):
         check=False,
     )
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert (
-        ended.stderr
-        == "fmmeta: error: --inner_stepz is not a flag; did you mean --inner_steps?; --help lists them\n"
-    )
+    check_message(ended.stderr, "fmmeta: error", "--help lists them")
     assert not (tmp_path / "jobs").exists()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fmmeta.common.errors import UsageError
 from fmmeta.parallel.layout import Launch, Nodes, divisors, identity, size_of
 from tests.support.helpers import refusal
+from tests.support.messages import check_message
 
 
 class Told:
@@ -72,14 +73,11 @@ def test_a_group_that_fits_on_every_node_lies_on_one_or_is_refused(sizes, group_
 
 
 def test_the_refusal_names_group_nodes_and_sizes_that_work():
-    assert (
-        refusal(nodes_of(6, 6).check, 4)
-        == "group_size=4 fits on a node, but group 1 (ranks 4 to 7) is on gpu0 and gpu1, and all that it"
-        " sends in every pass would cross the network; use group_size 1, 2, 3, 6 or 12, or start"
-        " consecutive ranks on each node (srun --distribution=block), as many as whole groups have"
+    check_message(
+        refusal(nodes_of(6, 6).check, 4), "group_size=4", "group 1", "use group_size 1, 2, 3, 6 or 12"
     )
     cyclic = Nodes((0, 1, 0, 1), ("a", "a"))
-    assert "group 0 (ranks 0 and 1) is on a (node 0) and a (node 1)" in refusal(cyclic.check, 2)
+    check_message(refusal(cyclic.check, 2), "group 0", "group 0 (ranks 0 and 1) is on")
     assert cyclic.check(1) is None
 
 

@@ -14,6 +14,7 @@ from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.encode import encode_pairs
 from tests.support.helpers import refusal
+from tests.support.messages import check_message
 from tests.support.models import save_llama, write_pairs
 
 # Three shapes that real templates come in. ChatML with a default system turn, and thinking that can be turned
@@ -159,20 +160,17 @@ def test_no_chat_is_longer_than_it_may_be(text, output, max_length):
     [
         (
             None,
-            (
-                "needs a chat template, and the tokenizer has none; use plain or a format string such as 'Q:"
-                " {input}\\nA:'"
-            ),
+            ["needs a chat template", "use plain or a format string such as 'Q"],
         ),
         (
             "{{ raise_exception('only pictures') }}",
-            "the tokenizer's chat template fails (only pictures); use plain or a format",
+            ["the tokenizer's chat template", "use plain or a format"],
         ),
         (
             "{{ messages[0].content }}",
-            "the tokenizer's chat template does not show an assistant's answer; use plain or a format",
+            ["the tokenizer's chat template does", "use plain or a format"],
         ),
-        ("{% if %}", "the tokenizer's chat template fails ("),
+        ("{% if %}", ["the tokenizer's chat template"]),
     ],
 )
 def test_tokenizers_that_cannot_chat(template, said):
@@ -181,9 +179,11 @@ def test_tokenizers_that_cannot_chat(template, said):
 
 
 def test_a_frame_longer_than_an_example():
-    assert (
-        refusal(encode_pairs, chatting(ENDED), ["a"], ["b"], 10, "chat")
-        == "max_length=10 leaves no room: the chat template takes 10 tokens by itself; raise it"
+    check_message(
+        refusal(encode_pairs, chatting(ENDED), ["a"], ["b"], 10, "chat"),
+        "max_length=10",
+        "10 tokens",
+        "raise it",
     )
 
 
@@ -192,17 +192,19 @@ def test_a_frame_longer_than_an_example():
     ["text", "{output} {input}", "{input} {output} {output}", "{output}", "{input} {output} {input}"],
 )
 def test_format_strings_are_checked(template):
-    assert (
-        refusal(Config, task_type="causal_lm", prompt_template=template)
-        == f"prompt_template={template} is neither plain nor chat, and no format string with {{input}} before"
-        " an only {output}; write one such as 'Q: {input}\\nA: {output}'"
+    check_message(
+        refusal(Config, task_type="causal_lm", prompt_template=template),
+        f"prompt_template={template}",
+        "write one such as 'Q: {input}\\nA",
     )
 
 
 def test_classification_has_no_prompt():
-    assert (
-        refusal(Config, prompt_template="chat")
-        == "prompt_template=chat means nothing for task_type=classification; leave it out"
+    check_message(
+        refusal(Config, prompt_template="chat"),
+        "prompt_template=chat",
+        "task_type=classification",
+        "leave it out",
     )
 
 

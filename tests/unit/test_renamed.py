@@ -27,6 +27,7 @@ from fmmeta.evaluation.settings import TuneConfig
 from fmmeta.evaluation.tune import tune
 from fmmeta.report import data
 from tests.support.helpers import ROOT, refusal, write_rows
+from tests.support.messages import check_message
 
 WRITTEN, OLD = Path(__file__).parent / "written_by_0_1_0", os.environ.get("FMMETA_OLD_COMMIT", "")
 NAMES = [f"c{i}" for i in range(12)]
@@ -129,7 +130,7 @@ def test_a_run_of_0_1_0_resumes(folder, name, capsys):
     assert "settings that differ" not in said
     assert weights(run) == expected
     changed = replace(config_of(name), inner_lr=0.3)
-    assert "holds a run with other settings (inner_lr: " in refusal(MetaTrainer(changed).train)
+    check_message(refusal(MetaTrainer(changed).train), "holds a run with other settings")
 
 
 @pytest.mark.skipif(not OLD, reason="FMMETA_OLD_COMMIT=df4f2f4 runs the old commit; minutes")

@@ -19,6 +19,7 @@ from fmmeta.train import train
 from fmmeta.training.build import read_inputs
 from fmmeta.training.run_folder import accept_changes, find_start
 from tests.support.helpers import refusal
+from tests.support.messages import check_message
 
 STORED = (
     "precision",
@@ -70,10 +71,7 @@ def config(tmp_path, ds):
 def test_an_edited_file_that_changes_the_precision_is_refused(config, ds, capsys):
     edit(ds, {"bf16": {"enabled": True}})
     message = refusal(train, config())
-    assert (
-        "holds a run with other settings (precision: fp32 -> bf16); use these, another output_dir, or"
-        " --accept" in message
-    )
+    check_message(message, "precision: fp32 -> bf16", "use these, another output_dir")
     train(config(accept_changed_settings=["precision"]))
     assert "accepted from here on: precision: fp32 -> bf16" in capsys.readouterr().out
 
@@ -97,7 +95,7 @@ def test_an_edited_layout_is_named_and_other_values_are_refused(config, ds, tmp_
     assert "'stage': 2" in said
     edit(tmp_path / "run" / "run.json", {"finished": False})
     edit(ds, {"gradient_predivide_factor": 2.0})
-    assert "(deepspeed_values: {} -> {'gradient_predivide_factor': 2.0});" in refusal(train, config())
+    check_message(refusal(train, config()), "deepspeed_values: {} -> {", "'gradient_predivide_factor'")
 
 
 def test_what_torch_computes_fp32_products_in_counts(config):

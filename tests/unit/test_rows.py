@@ -7,6 +7,7 @@ import gzip
 import pytest
 
 from tests.support.helpers import read_rows, refusal, write_rows
+from tests.support.messages import check_message
 
 ROWS = [
     {"text": 'Grüße, "du"', "label": "a"},
@@ -47,33 +48,33 @@ def test_what_editors_add_does_no_harm(tmp_path, name, text):
 @pytest.mark.parametrize(
     ("name", "data", "line", "said"),
     [
-        ("d.jsonl", b'{"a": 1}\n\n{"a": \n', 3, "is not a line of JSON (Expecting value: line"),
+        ("d.jsonl", b'{"a": 1}\n\n{"a": \n', 3, ["is not a line of JSON (Expecting"]),
         (
             "d.jsonl",
             b'{"a": 1}\n{"a": "\xff"}\n',
             2,
-            "is not a line of JSON ('utf-8' codec can't decode byte 0xff",
+            ["'utf-8'", "is not a line of JSON ('utf-8'"],
         ),
-        ("d.jsonl", b'{"a": 1}\n[1]\n', 2, 'is no JSON object; write {"text": ..., "label": ...}'),
-        ("d.csv", b"a,b\n1,2\n3\n", 3, "has another number of fields than the header; fix the line"),
-        ("d.csv", b"a,b\n1,2\n\n3,4,5\n", 4, "has another number of fields than the header; fix the line"),
+        ("d.jsonl", b'{"a": 1}\n[1]\n', 2, ["is no JSON object", 'write {"text": ..., "label": ...}']),
+        ("d.csv", b"a,b\n1,2\n3\n", 3, ["has another number of fields than", "fix the line"]),
+        ("d.csv", b"a,b\n1,2\n\n3,4,5\n", 4, ["has another number of fields than", "fix the line"]),
         (
             "d.csv",
             b'a,b\n1,2\n3,"4"4\n5,6\n',
             3,
-            "is not a line of CSV (',' expected after '\"'); fix the line",
+            ["','", "'\"'", "fix the line"],
         ),
         (
             "d.csv",
             b'a,b\n1,2\n3,"4\n5,6\n',
             3,
-            "is not a line of CSV (unexpected end of data); fix the line",
+            ["is not a line of CSV (unexpected", "fix the line"],
         ),
         (
             "d.csv",
             b"a,b\n1,2\n3,\xff\n5,6\n",
             3,
-            "is not a line of CSV ('utf-8' codec can't decode byte 0xff",
+            ["'utf-8'", "is not a line of CSV ('utf-8'"],
         ),
     ],
 )
@@ -119,11 +120,11 @@ GOOD = gzip.compress(b'{"text": "x"}\n' * 1000, mtime=0)
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("d.jsonl.gz", b"plain", "cannot be read: Not a gzipped file"),
-        ("d.jsonl.gz", GOOD[:-20], "cannot be read: Compressed file ended before"),
-        ("d.jsonl.gz", GOOD[:14] + b"\xff" * 9 + GOOD[23:], "cannot be read: Error -3 while decompressing"),
-        ("d.parquet", b"plain", "is not a parquet file ("),
-        ("d.parquet.gz", gzip.compress(b"plain", mtime=0), "is not a parquet file ("),
+        ("d.jsonl.gz", b"plain", ["cannot be read: Not a gzipped file"]),
+        ("d.jsonl.gz", GOOD[:-20], ["cannot be read"]),
+        ("d.jsonl.gz", GOOD[:14] + b"\xff" * 9 + GOOD[23:], ["cannot be read"]),
+        ("d.parquet", b"plain", ["is not a parquet file"]),
+        ("d.parquet.gz", gzip.compress(b"plain", mtime=0), ["is not a parquet file"]),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, name, data, said):
@@ -136,17 +137,17 @@ def test_a_damaged_file_is_refused(tmp_path, name, data, said):
 @pytest.mark.parametrize("missing", ["./none", "/none/at/all", "data/none.jsonl", "a/b/c", "none.csv.gz"])
 def test_a_missing_path_is_refused(tmp_path, monkeypatch, missing):
     monkeypatch.chdir(tmp_path)
-    assert refusal(read_rows, missing) == f"dataset={missing} is not a file or folder; check the path"
+    check_message(refusal(read_rows, missing), f"dataset={missing}", "check the path")
 
 
 def test_other_files_and_empty_folders_are_refused(tmp_path):
     kinds = ".jsonl, .csv, .parquet file (.gz too)"
     other = tmp_path / "data.txt"
-    assert (
-        refusal(read_rows, str(tmp_path)) == f"dataset={tmp_path} holds no {kinds}; name a folder that does"
+    check_message(
+        refusal(read_rows, str(tmp_path)), f"dataset={tmp_path}", f"{kinds}", "name a folder that does"
     )
     other.write_text("text")
-    assert refusal(read_rows, str(other)) == f"dataset={other} is no {kinds}; convert it to one of them"
+    check_message(refusal(read_rows, str(other)), f"dataset={other}", f"{kinds}", "convert it to one of them")
 
 
 def test_hub_rows_carry_class_names(monkeypatch):
@@ -175,7 +176,4 @@ def test_an_unreadable_hub_set_is_refused(monkeypatch):
         raise ConnectionError("no\nnetwork")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    assert (
-        refusal(read_rows, "owner/set")
-        == "dataset=owner/set is neither a path nor a readable hub data set (no network); check the name"
-    )
+    check_message(refusal(read_rows, "owner/set"), "dataset=owner/set", "check the name")

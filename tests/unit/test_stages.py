@@ -22,6 +22,7 @@ from fmmeta.parallel.layout import GroupCoordinates
 from fmmeta.parallel.workers.create import frozen_tensors
 from fmmeta.parallel.workers.pipeline import hold_stage
 from tests.support.helpers import refusal
+from tests.support.messages import check_message
 from tests.support.models import DECODERS, ENCODERS, save_family
 
 
@@ -187,9 +188,10 @@ def test_names_of_the_base_model_and_old_names_are_found(tmp_path, saved):
         assert_same_start(config_of(folder, family))
         os.remove(folder / "b.safetensors")
         config = config_of(folder, family)
-        assert (
-            refusal(open_lazy_model, config, describe(config))
-            == f"model_name_or_path={folder} lacks b.safetensors, which its index names; fetch it again"
+        check_message(
+            refusal(open_lazy_model, config, describe(config)),
+            f"model_name_or_path={folder}",
+            "fetch it again",
         )
 
 
@@ -214,10 +216,7 @@ def test_frozen_tensors_of_a_stage(saved):
 
 def test_what_cannot_be_cut_is_refused(tmp_path, saved):
     learner = empty_learner(config := config_of(saved("llama"), "llama"), describe(config))
-    assert (
-        refusal(plan_stages, learner, 4)
-        == "pipeline_stages=4 is above the 3 layers of the model; use 3 or fewer"
-    )
+    check_message(refusal(plan_stages, learner, 4), "pipeline_stages=4", "3 layers", "use 3 or fewer")
     other = tmp_path / "config.json"
     other.write_text(
         json.dumps(
@@ -233,15 +232,14 @@ def test_what_cannot_be_cut_is_refused(tmp_path, saved):
         )
     )
     learner = empty_learner(config := config_of(tmp_path, "bert"), describe(config))
-    assert (
-        refusal(plan_stages, learner, 2)
-        == "pipeline_stages: model_type=electra is not cut into stages; use one of llama, mistral, qwen2,"
-        " qwen3, gpt2, gpt_neox, bert, roberta, or --group_size with ZeRO 3 for this one"
+    check_message(
+        refusal(plan_stages, learner, 2), "model_type=electra", "use one of llama, mistral, qwen2, qwen3"
     )
     config = config_of(tmp_path, "bert")
-    assert (
-        refusal(open_lazy_model, config, describe(config))
-        == f"model_name_or_path={tmp_path} has no model.safetensors; convert its weights to safetensors"
+    check_message(
+        refusal(open_lazy_model, config, describe(config)),
+        f"model_name_or_path={tmp_path}",
+        "convert its weights to safetensors",
     )
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 20)
     message = refusal(open_lazy_model, config, describe(config))
@@ -256,8 +254,10 @@ def test_a_tensor_of_another_shape_is_refused_in_a_language_model(tmp_path, save
     (tmp_path / "config.json").write_text((saved("llama") / "config.json").read_text())
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = config_of(tmp_path, "llama")
-    assert (
-        refusal(open_lazy_model, config, describe(config))
-        == f"model_name_or_path={tmp_path} holds model.norm.weight of shape [31], and its configuration says"
-        " [32]; fix the checkpoint"
+    check_message(
+        refusal(open_lazy_model, config, describe(config)),
+        f"model_name_or_path={tmp_path}",
+        "[31]",
+        "[32]",
+        "fix the checkpoint",
     )

@@ -24,6 +24,7 @@ from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import EpisodeShape
 from fmmeta.tasks.sources.load import FolderSource, load_sources, task_files
 from tests.support.helpers import refusal, write_rows
+from tests.support.messages import check_message
 from tests.support.models import write_classes, write_pairs
 
 TOKENIZER = byte_tokenizer()
@@ -144,7 +145,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file"))
     message = refusal(made, write_classes(tmp_path / "c.jsonl"))
     assert message.startswith(f"{tmp_path / 'file' / 'fmmeta'} cannot be written to (")
-    assert message.endswith("; set HF_DATASETS_CACHE to a folder with room")
+    check_message(message, "set HF_DATASETS_CACHE to a folder with")
 
 
 def test_the_cache_is_that_of_datasets(monkeypatch):
@@ -164,19 +165,19 @@ def bad_file(tmp_path: Path, lines: list[bytes]) -> Path:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b'{"text": "a\x00b", "label": "a"}', ":41 is not a line of JSON (Invalid control character"),
-        (b'{"text": "a\\u0000b", "label": "a"}', ":41 has NUL bytes in text; fix the row"),
+        (b'{"text": "a\x00b", "label": "a"}', ["41 is not a line of JSON (Invalid"]),
+        (b'{"text": "a\\u0000b", "label": "a"}', ["41 has NUL bytes in text", "fix the row"]),
         (
             '{"text": "gr\u00fcn", "label": "a"}'.encode("latin-1"),
-            ":41 is not a line of JSON ('utf-8' codec can't decode byte",
+            ["'utf-8'", "41 is not a line of JSON"],
         ),
         (
             '{"text": "x", "label": "a"}'.encode("utf-16"),
-            ":41 is not a line of JSON ('utf-8' codec can't decode byte",
+            ["'utf-8'", "41 is not a line of JSON"],
         ),
-        (b'{"text": "cut', ":41 is not a line of JSON (Invalid control character"),
-        (b'{"text": "", "label": "a"}', ":41 has text='', which is no text; fix the row"),
-        (b'{"label": "a"}', ":41 has text=None, which is no text; fix the row"),
+        (b'{"text": "cut', ["41 is not a line of JSON (Invalid"]),
+        (b'{"text": "", "label": "a"}', ["text=''", "fix the row"]),
+        (b'{"label": "a"}', ["text=None", "fix the row"]),
     ],
 )
 def test_bad_rows_are_refused_or_left_out(tmp_path, line, said):
@@ -192,9 +193,7 @@ def test_bad_rows_are_refused_or_left_out(tmp_path, line, said):
 def test_too_many_bad_rows_stop(tmp_path):
     path = bad_file(tmp_path, [b"{"] * 10)
     said = refusal(made, path, on_bad_task="skip")
-    assert said.startswith(
-        f"dataset={path}: 10 of 50 rows cannot be used; the first: {path}:41 is not a line of JSON"
-    )
+    check_message(said, f"dataset={path}", "50 rows", f"the first: {path}:41 is not a line of JSON")
     assert said.endswith("(max_bad_fraction=0.05)")
     assert len(made(path, on_bad_task="skip", max_bad_fraction=0.2)) == 40
 

@@ -32,6 +32,7 @@ from tests.support.learners import (
     told_by_oracle,
     worker_of,
 )
+from tests.support.messages import check_message
 from tests.support.models import save_bert, write_classes
 
 RARE = (
@@ -239,11 +240,7 @@ def test_a_trained_layer_of_another_kind_is_refused_by_name():
     learner.hf.embeddings.LayerNorm.weight.requires_grad_(True)
     worker = worker_of(learner, config)
     text = refusal(adapter_multi_task_rule, config, worker, setup_of(worker, config).inner)
-    assert (
-        text
-        == "tasks_per_pass: hf.embeddings.LayerNorm.weight is trained, and belongs to no linear layer nor to"
-        " an adapter of one; use --tasks_per_pass 1"
-    )
+    check_message(text, "tasks_per_pass", "use --tasks_per_pass 1")
 
 
 POOLED = [
@@ -330,53 +327,47 @@ def test_the_body_is_called_once_for_all_of_its_tasks(settings, calls):
     [
         (
             {},
-            (
-                "tasks_per_pass=4 is not implemented with lora_r=0, where tasks of fomaml need a whole model"
-                " each"
-            ),
+            ["tasks_per_pass=4", "lora_r=0"],
         ),
         (
             {"lora_r": 4, "algorithm": "maml"},
-            ("tasks_per_pass=4 is not implemented with algorithm=maml, which has no rule for several tasks"),
+            ["tasks_per_pass=4", "algorithm=maml"],
         ),
         (
             {"algorithm": "anil", "max_task_norm": 3.0},
-            (
-                "tasks_per_pass=4 is not implemented with max_task_norm=3.0, which looks at each task's"
-                " direction"
-            ),
+            ["tasks_per_pass=4", "max_task_norm=3.0"],
         ),
         (
             {"algorithm": "protonet", "max_task_loss": 3.0},
-            "tasks_per_pass=4 is not implemented with max_task_loss=3.0, which may drop a task of several",
+            ["tasks_per_pass=4", "max_task_loss=3.0"],
         ),
         (
             {"lora_r": 4, "n_way_max": 7},
-            "tasks_per_pass=4 is not implemented with n_way_max=7, where tasks have heads of different sizes",
+            ["tasks_per_pass=4", "n_way_max=7"],
         ),
-        ({"lora_r": 4, "pipeline_stages": 2}, "tasks_per_pass=4 is not implemented with pipeline_stages=2"),
+        ({"lora_r": 4, "pipeline_stages": 2}, ["tasks_per_pass=4", "pipeline_stages=2"]),
         (
             {"lora_r": 4, "packing": True, "task_type": "causal_lm"},
-            "tasks_per_pass=4 is not implemented with packing=True",
+            ["tasks_per_pass=4", "packing=True"],
         ),
         (
             {"lora_r": 4, "inner_lr_learned": "layer"},
-            "tasks_per_pass=4 is not implemented with inner_lr_learned=layer",
+            ["tasks_per_pass=4", "inner_lr_learned=layer"],
         ),
         (
             {"lora_r": 4, "inner_lr_groups": ["head=10"]},
-            "tasks_per_pass=4 is not implemented with inner_lr_groups=head=10",
+            ["tasks_per_pass=4", "inner_lr_groups=head=10"],
         ),
         (
             {"lora_r": 4, "multi_step_loss_steps": 3},
-            "tasks_per_pass=4 is not implemented with multi_step_loss_steps=3",
+            ["tasks_per_pass=4", "multi_step_loss_steps=3"],
         ),
-        ({"lora_r": 4, "offload_outer": True}, "tasks_per_pass=4 is not implemented with offload_outer=True"),
+        ({"lora_r": 4, "offload_outer": True}, ["tasks_per_pass=4", "offload_outer=True"]),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(settings, text):
-    assert (
-        refusal(Config, tasks_per_pass="4", **settings) == f"{text}; leave it out, or use --tasks_per_pass 1"
+    check_message(
+        refusal(Config, tasks_per_pass="4", **settings), f"{text}", "leave it out, or use --tasks_per_pass 1"
     )
 
 

@@ -21,6 +21,7 @@ from fmmeta.train import MetaTrainer
 from fmmeta.training import trackers
 from fmmeta.training.trackers import Trackers, check_installed, flat, settings
 from tests.support.helpers import refusal
+from tests.support.messages import check_message
 
 SMALL = {
     "outer_steps": 4,
@@ -111,17 +112,17 @@ def test_extras_are_there():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["tensorbord"], "report_to=tensorbord is unknown; use none, tensorboard, wandb, mlflow or trackio"),
+        (["tensorbord"], ["report_to=tensorbord", "use none, tensorboard, wandb"]),
         (
             ["tensorboard", "tensorboard"],
-            "report_to=tensorboard tensorboard names a tracker twice; name each once, or none",
+            ["report_to=tensorboard", "name each once, or none"],
         ),
-        (["none", "wandb"], "report_to=none wandb names none and others; leave out none"),
-        ([], "report_to= names no tracker; name each once, or none"),
+        (["none", "wandb"], ["report_to=none", "leave out none"]),
+        ([], ["report_to= names no tracker", "name each once, or none"]),
     ],
 )
 def test_bad_names(given, said):
-    assert refusal(Config, report_to=given) == said
+    check_message(refusal(Config, report_to=given), *said)
 
 
 def test_one_name_needs_no_list():
@@ -170,9 +171,10 @@ def test_one_that_cannot_start_is_refused_at_the_start_and_noticed_later(monkeyp
     stub, said = Stub(start_error="no route to host"), []
     monkeypatch.setattr(trackers, "make", lambda *args: stub)
     config = Config(report_to=["wandb"])
-    assert (
-        refusal(Trackers(said.append).start, config, tmp_path, 0)
-        == "report_to=wandb cannot start (ConnectionError: no route to host); correct that, or leave it out"
+    check_message(
+        refusal(Trackers(said.append).start, config, tmp_path, 0),
+        "report_to=wandb",
+        "correct that, or leave it out",
     )
     assert said == []
     running = Trackers(said.append)

@@ -23,6 +23,7 @@ from fmmeta.tasks.data import splits
 from fmmeta.tasks.data.splits import UsedSplits
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.helpers import refusal
+from tests.support.messages import check_message
 from tests.support.models import write_classes, write_pairs
 
 QUICK = {
@@ -102,10 +103,7 @@ def test_more_classes_than_were_held_out_are_refused_and_not_taken_from_the_trai
         len(set(splits_at(classes, 5)["test"]) & set(splits_at(classes, 3)["valid"])) == 2
     )  # of the hash alone
     assert set(splits_at(classes, 5)["valid"]) & set(splits_at(classes, 3)["train"])
-    assert (
-        refusal(fmmeta.evaluate, model, **wide)
-        == "n_way=5 is above the 3 classes of the valid split; lower n_way"
-    )
+    check_message(refusal(fmmeta.evaluate, model, **wide), "n_way=5", "3 classes", "lower n_way")
     assert fmmeta.evaluate(bert, **wide)["episodes"] == 2
     settings = TuneConfig(
         model_name_or_path=str(model),
@@ -250,7 +248,7 @@ def test_a_broken_memory_is_refused(model, classes, tmp_path, broken):
     folder = shutil.copytree(model, tmp_path / "model")
     (folder / "fmmeta.json").write_text(json.dumps({**memory(model), "datasets": broken}))
     message = refusal(fmmeta.evaluate, folder, str(classes))
-    assert message.startswith(f"model_name_or_path={folder}: fmmeta.json cannot be read (datasets ")
+    check_message(message, f"model_name_or_path={folder}")
 
 
 def test_what_was_learned_before_stays_in_memory(model, classes, tmp_path):

@@ -20,6 +20,7 @@ from fmmeta.common.progress import Progress
 from fmmeta.evaluation.settings import TuneConfig
 from fmmeta.evaluation.tune import TuneRun, tune
 from tests.support.helpers import refusal
+from tests.support.messages import check_message
 from tests.support.models import write_pairs
 
 FLAGS: dict[str, Any] = {"n_way": "3", "k_shot": [2], "num_query": 3, "episodes": 4, "max_steps": 3}
@@ -167,22 +168,24 @@ def test_a_learned_head_is_of_as_many_classes(tmp_path, capsys):
     assert fmmeta.evaluate(model, "letters", **flags, n_way_max=5)["loss"] != pytest.approx(
         math.log(3), abs=1e-3
     )
-    assert (
-        refusal(fmmeta.evaluate, model, "letters", **flags, head_init="learned")
-        == f"head_init=learned: the head of {model} has the shape [5, {head.shape[1]}], and that of these"
-        " tasks "
-        f"[3, {head.shape[1]}]; use --head_init zero, or tasks of as many classes"
+    check_message(
+        refusal(fmmeta.evaluate, model, "letters", **flags, head_init="learned"),
+        "head_init=learned",
+        f"{model}",
+        f"{head.shape[1]}]",
+        f"{head.shape[1]}]",
+        "use --head_init zero",
     )
 
 
 def test_a_head_that_never_moves_needs_its_own_classes(tmp_path):
     model = trained(tmp_path / "run", algorithm="boil")
     assert fmmeta.evaluate(model, "letters", **SAME)["accuracy"] > 0
-    assert (
-        refusal(fmmeta.evaluate, model, "letters", **{**SAME, "n_way": "4"})
-        == f"model_name_or_path={model} does not train its head, which was learned for 3 classes, and a"
-        " head of zeros would stay zero; give tasks of as many classes, --head_init prototype, or"
-        " --inner_lr"
+    check_message(
+        refusal(fmmeta.evaluate, model, "letters", **{**SAME, "n_way": "4"}),
+        f"model_name_or_path={model}",
+        "3 classes",
+        "give tasks of as many classes",
     )
 
 
@@ -248,22 +251,22 @@ def test_optuna_finds_a_rate(bert, classes, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ({"inner_lr": 0.1}, "inner_lr=0.1 means nothing for tune; leave it out"),
-        ({"method": ["knn"]}, "method=['knn'] means nothing for tune; leave it out"),
-        ({"k_shot": [1, 5]}, "k_shot=1 5: tune chooses for one number of shots; give one"),
-        ({"inner_lrs": [0.0]}, "inner_lrs=0.0 is no positive number; use some such as 0.01 0.1 1"),
-        ({"head_inits": ["best"]}, "head_inits=best is unknown; use zero, learned or prototype"),
-        ({"max_steps": 0}, "max_steps=0 is below 1; use 1 or more"),
-        ({"inner_lrs": []}, "inner_lrs names nothing to try; give one or more"),
-        ({"tuner": "luck"}, "tuner=luck is unknown; use grid or optuna"),
+        ({"inner_lr": 0.1}, ["inner_lr=0.1", "leave it out"]),
+        ({"method": ["knn"]}, ["method=['knn']", "leave it out"]),
+        ({"k_shot": [1, 5]}, ["k_shot=1", "give one"]),
+        ({"inner_lrs": [0.0]}, ["inner_lrs=0.0", "use some such as 0.01 0.1 1"]),
+        ({"head_inits": ["best"]}, ["head_inits=best", "use zero, learned or prototype"]),
+        ({"max_steps": 0}, ["max_steps=0", "use 1 or more"]),
+        ({"inner_lrs": []}, ["inner_lrs names nothing to try", "give one or more"]),
+        ({"tuner": "luck"}, ["tuner=luck", "use grid or optuna"]),
         (
             {"model_name_or_path": "acme/model"},
-            "model_name_or_path=acme/model is no folder to store the choice in; give --output FILE",
+            ["model_name_or_path=acme/model", "give --output FILE"],
         ),
     ],
 )
 def test_what_cannot_be_tuned_is_said(flags, text):
-    assert refusal(lambda: tune(TuneConfig(**flags), Progress(False))) == text
+    check_message(refusal(lambda: tune(TuneConfig(**flags), Progress(False))), *text)
 
 
 def test_a_missing_optuna_is_said(tmp_path, monkeypatch):
@@ -275,7 +278,7 @@ def test_a_missing_optuna_is_said(tmp_path, monkeypatch):
         )
     )
     assert message.startswith("tuner=optuna needs optuna (")
-    assert message.endswith("; pip install 'fmmeta[tune]', or use grid")
+    check_message(message, "pip install 'fmmeta[tune]', or use grid")
 
 
 def test_heads_that_the_model_cannot_use_are_left_out_or_refused(llama, classes, tmp_path):
@@ -313,11 +316,7 @@ def test_rates_that_diverge_are_never_the_best(bert, classes, tmp_path, capsys):
         "head_inits": ["zero"],
     }
     message = refusal(lambda: tune(TuneConfig(**flags, inner_lrs=[1e30, 1e35]), Progress(True)))
-    assert (
-        message
-        == "inner_lrs=1e+30 1e+35: the loss diverges with every one of them, and nothing is stored; try lower"
-        " ones"
-    )
+    check_message(message, "inner_lrs=1e+30", "try lower ones")
     assert not choice.exists()
     assert [one.inner_lr for one in tune(TuneConfig(**flags, inner_lrs=[1e30, 0.1]), Progress(True))] == [
         0.1,
@@ -330,9 +329,10 @@ def test_rates_that_diverge_are_never_the_best(bert, classes, tmp_path, capsys):
 
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_tried(tmp_path, monkeypatch):
     monkeypatch.setattr("fmmeta.evaluation.tune.TuneRun", lambda *_: pytest.fail("computed before the check"))
-    assert (
-        refusal(lambda: tune(TuneConfig(output=str(tmp_path)), Progress(False)))
-        == f"output={tmp_path} is a folder; give a file in it, such as {tmp_path / 'results.json'}"
+    check_message(
+        refusal(lambda: tune(TuneConfig(output=str(tmp_path)), Progress(False))),
+        f"output={tmp_path}",
+        f"give a file in it, such as {tmp_path / 'results.json'}",
     )
 
 
