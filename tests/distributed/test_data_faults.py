@@ -16,7 +16,7 @@ from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.load import load_sources
-from tests.support.launch import Ended, run_ranks
+from tests.support.launch import ProcessResults, run_ranks
 from tests.support.messages import check_message
 from tests.support.models import WORDS
 
@@ -60,7 +60,7 @@ def schedule_of(root: Path) -> list[list[Task]]:
     return [schedule.meta_batch(step) for step in range(STEPS)]
 
 
-def bounded() -> None:
+def drop_root_file_access() -> None:
     """Root reads everything; without these two capabilities, neither it nor what it starts does."""
     import ctypes
 
@@ -74,7 +74,7 @@ def bounded() -> None:
     assert libc.capset(header, sets) == 0
 
 
-def train(root: Path, out: Path, plan: dict, **flags) -> Ended:
+def train(root: Path, out: Path, plan: dict, **flags) -> ProcessResults:
     file = out.with_suffix(".damage.json")
     file.write_text(json.dumps(plan))
     given = {**FLAGS, "dataset": root, "output_dir": out, **flags}
@@ -84,7 +84,7 @@ def train(root: Path, out: Path, plan: dict, **flags) -> Ended:
         2,
         200,
         {0: env, 1: env},
-        before=bounded,
+        before=drop_root_file_access,
     )
 
 
@@ -123,20 +123,21 @@ def test_bad_tasks_are_left_out_and_counted(tmp_path):
     check_message(found[forbidden], f"'{path[forbidden]}'", "PermissionError")
     assert "is not a line of JSON ('utf-8' codec can't decode byte" in found[mixed]
     assert "1 of 1 rows cannot be used" in found[nul]
-    said = "".join(ended.output)
-    assert all(f"fmmeta: left out: task {name}: " in said for name in wanted)
+    output = "".join(ended.output)
+    assert all(f"fmmeta: left out: task {name}: " in output for name in wanted)
     assert re.search(
-        r"fmmeta: rank [01]: a loader process died and was replaced: process \d+ was killed by SIGKILL", said
+        r"fmmeta: rank [01]: a loader process died and was replaced: process \d+ was killed by SIGKILL",
+        output,
     )
-    assert "Traceback" not in said
+    assert "Traceback" not in output
 
 
 @pytest.mark.timeout(300)
-def test_a_bad_task_stops_all_ranks_and_the_mended_run_goes_on(tmp_path):
+def test_a_bad_task_stops_all_ranks_and_the_repaired_run_resumes(tmp_path):
     root = write_tasks(tmp_path / "tasks")
     steps = schedule_of(root)
-    straight = train(root, tmp_path / "straight", {"at": 10**9}).ok()
-    assert "Traceback" not in straight.output[0]
+    undisturbed = train(root, tmp_path / "undisturbed", {"at": 10**9}).ok()
+    assert "Traceback" not in undisturbed.output[0]
     bad = steps[SAFE][0].name
     file = root / f"{bad}.jsonl"
     ended = train(root, tmp_path / "out", {"at": HARM_AT, "forbid": [str(file)]})
@@ -148,7 +149,9 @@ def test_a_bad_task_stops_all_ranks_and_the_mended_run_goes_on(tmp_path):
     assert (tmp_path / "out" / f"checkpoint-{SAFE}").is_dir()  # what was learned so far is kept
     os.chmod(file, 0o644)
     train(root, tmp_path / "out", {"at": 10**9}, num_workers=0).ok()
-    one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("straight", "out"))
+    one, other = (
+        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("undisturbed", "out")
+    )
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 

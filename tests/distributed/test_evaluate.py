@@ -77,7 +77,7 @@ def test_a_group_gives_the_scores_of_one_process(evaluate):
 
 
 @pytest.mark.timeout(300)
-def test_a_head_alone_is_learned_on_the_features_of_all_ranks(evaluate):
+def test_a_head_is_trained_on_the_features_of_all_ranks(evaluate):
     alone = ["--inner_lr_groups", "head=1", "*=0"]
     one, whole = evaluate(1, *alone), evaluate(1)
     assert one[0]["scores"] != whole[0]["scores"]
@@ -91,7 +91,7 @@ def test_a_head_alone_is_learned_on_the_features_of_all_ranks(evaluate):
 
 
 @pytest.mark.timeout(300)
-def test_answers_need_the_whole_model_on_one_rank(tmp_path):
+def test_generated_answers_need_the_complete_model_on_one_rank(tmp_path):
     data = str(write_pairs(tmp_path / "pairs.jsonl"))
     flags = [
         "--task_type",
@@ -121,7 +121,7 @@ def test_answers_need_the_whole_model_on_one_rank(tmp_path):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("command", ["tune", "evaluate"])
-def test_a_stopped_command_keeps_what_is_whole(command, tmp_path):
+def test_a_stopped_command_keeps_complete_results(command, tmp_path):
     """tune: the signal comes to one rank alone, and both stop after the same episodes; evaluate: to all ranks
     of the launch.
     """
@@ -153,8 +153,8 @@ def test_a_stopped_command_keeps_what_is_whole(command, tmp_path):
     started = start_ranks(words, 2)
     assert isinstance(started, Forked)
     ready = "lowest loss" if command == "tune" else "1-shot finetune 1/"
-    while ready not in (told := started.ranks[0].text) and started.ranks[0].code is None:
-        assert "error" not in told, told
+    while ready not in (output := started.ranks[0].text) and started.ranks[0].code is None:
+        assert "error" not in output, output
         time.sleep(0.1)  # a log sends no event
         shared().poll()
     for rank in started.ranks[1 if command == "tune" else 0 :]:
@@ -171,11 +171,11 @@ def test_a_stopped_command_keeps_what_is_whole(command, tmp_path):
     stored = json.loads((tmp_path / "out.json").read_text())
     done = stored["tuned"]["trials"]
     assert 0 < done < stored["tuned"]["of"] == 1000
-    said = (
+    message = (
         f"stopped by SIGTERM after {done} of 1000 trials; the best so far is stored in"
         f" {tmp_path / 'out.json'}"
     )
-    assert ended.output[0].strip().splitlines()[-1] == f"fmmeta: {said}"
+    assert ended.output[0].strip().splitlines()[-1] == f"fmmeta: {message}"
     rows = [line for line in ended.output[0].splitlines() if line.startswith(("zero ", "prototype "))]
     assert len(rows) == done
     assert rows[0].split()[1] == f"{stored['inner_lr']:.4g}"

@@ -45,7 +45,7 @@ def alone(flags, tmp_path_factory):
     return run, begin, end
 
 
-class Started:
+class Launchers:
     """One launcher on each host."""
 
     def __init__(self, hosts: Hosts, folder: Path, command, **env: str) -> None:
@@ -65,7 +65,7 @@ class Started:
         return [log.read_text() for log in self.logs]
 
 
-def by_deepspeed(folder: Path, slots: int, flags: list[str]):
+def deepspeed_command(folder: Path, slots: int, flags: list[str]):
     """The command for each host: without ssh, somebody starts it on all of them."""
     hostfile, port = folder / "hostfile", free_port()
     hostfile.write_text("".join(f"{name} slots={slots}\n" for name in NAMES))
@@ -88,7 +88,9 @@ def by_deepspeed(folder: Path, slots: int, flags: list[str]):
 @pytest.mark.timeout(300)
 def test_deepspeed_without_ssh_trains_on_two_hosts(hosts, flags, alone, tmp_path):
     run = tmp_path / "run"
-    started = Started(hosts, tmp_path, by_deepspeed(tmp_path, 2, [*flags(run, **SHORT), "--show_layout"]))
+    started = Launchers(
+        hosts, tmp_path, deepspeed_command(tmp_path, 2, [*flags(run, **SHORT), "--show_layout"])
+    )
     assert started.codes(250) == [0, 0], started.texts
     text, cable = started.texts[0], hosts.cables[0]
     assert (
@@ -117,7 +119,7 @@ def test_torchrun_trains_on_two_hosts(hosts, flags, alone, tmp_path):
         "--rdzv-id=x",
     ]
     before = hosts.sent()
-    started = Started(hosts, tmp_path, lambda host: [*words, "launch/train.py", *settings])
+    started = Launchers(hosts, tmp_path, lambda host: [*words, "launch/train.py", *settings])
     assert started.codes(250) == [0, 0], started.texts
     assert "2 groups of 2 ranks on cpu; DeepSpeed ZeRO 2" in "".join(started.texts)
     assert (
@@ -127,13 +129,15 @@ def test_torchrun_trains_on_two_hosts(hosts, flags, alone, tmp_path):
 
 
 @pytest.mark.timeout(400)
-def test_a_cable_that_is_unplugged_ends_the_job_and_loses_nothing(hosts, flags, tmp_path):
+def test_an_unplugged_cable_ends_the_job_and_the_resumed_run_is_exact(hosts, flags, tmp_path):
     """Each host names the rank that it does not hear; the same command goes on to the bits of a run on one
     host.
     """
     settings, bound_s = {**LONG, "step_timeout": 8}, 8 + 2 * (2 + 3) + 1
-    run, straight = tmp_path / "run", tmp_path / "straight"
-    started = Started(hosts, tmp_path, by_deepspeed(tmp_path, 1, flags(run, **settings)), DAWDLE_S="0.3")
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    started = Launchers(
+        hosts, tmp_path, deepspeed_command(tmp_path, 1, flags(run, **settings)), EPISODE_S="0.3"
+    )
     until(
         lambda: (run / "checkpoint-5").is_dir() or any(p.poll() is not None for p in started.processes), 200
     )
@@ -157,20 +161,20 @@ def test_a_cable_that_is_unplugged_ends_the_job_and_loses_nothing(hosts, flags, 
             r" cut off\)",
             text,
         )
-    again = Started(
+    again = Launchers(
         hosts,
         tmp_path,
-        by_deepspeed(tmp_path, 1, flags(run, **{**settings, "step_timeout": 100})),
-        DAWDLE_S="0",
+        deepspeed_command(tmp_path, 1, flags(run, **{**settings, "step_timeout": 100})),
+        EPISODE_S="0",
     )
     assert again.codes(200) == [0, 0], again.texts
     assert f"resumed from {run}/checkpoint-" in again.texts[0]
     run_ranks(
-        ["launch/train.py", *flags(straight, **LONG)],
+        ["launch/train.py", *flags(undisturbed, **LONG)],
         2,
-        per_rank={rank: {"DAWDLE_S": "0"} for rank in (0, 1)},
+        per_rank={rank: {"EPISODE_S": "0"} for rank in (0, 1)},
     ).ok()
-    assert same(run, straight)
+    assert same(run, undisturbed)
 
 
 SSHD = """
@@ -187,7 +191,7 @@ PermitRootLogin prohibit-password
 
 
 @pytest.fixture
-def reached(hosts, tmp_path):
+def ssh_config(hosts, tmp_path):
     """ssh between the hosts with a key of the test's own; the client's configuration."""
     missing = [tool for tool in ("pdsh", "ssh", "ssh-keygen", "/usr/sbin/sshd") if shutil.which(tool) is None]
     if missing:
@@ -207,7 +211,7 @@ def reached(hosts, tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_deepspeed_starts_two_hosts_by_pdsh(hosts, reached, flags, alone, tmp_path):
+def test_deepspeed_starts_two_hosts_by_pdsh(hosts, ssh_config, flags, alone, tmp_path):
     """One command on one host; variables for the others stand in .deepspeed_env."""
     run, env = tmp_path / "run", environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     (tmp_path / "launch").symlink_to(ROOT / "launch")
@@ -228,7 +232,9 @@ def test_deepspeed_starts_two_hosts_by_pdsh(hosts, reached, flags, alone, tmp_pa
         *flags(run, **SHORT),
     ]
     with (tmp_path / "log").open("w") as log:
-        started = hosts.run(0, words, log, cwd=tmp_path, env={**env, "PDSH_SSH_ARGS_APPEND": f"-F {reached}"})
+        started = hosts.run(
+            0, words, log, cwd=tmp_path, env={**env, "PDSH_SSH_ARGS_APPEND": f"-F {ssh_config}"}
+        )
         code = started.wait(250)
     text = (tmp_path / "log").read_text()
     assert code == 0, text[-4000:]

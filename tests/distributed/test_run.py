@@ -151,7 +151,7 @@ def test_cross_group_traffic_is_one_reduction_of_the_shard(tmp_path):
     assert seen == [expected] * 3
 
 
-def test_metrics_and_run_json_hold_what_is_promised(tmp_path):
+def test_metrics_and_run_json_hold_the_documented_keys(tmp_path):
     train(tmp_path / "run", 1, outer_steps=2, fresh=True).ok()
     keys = {
         "step",
@@ -179,10 +179,14 @@ def test_metrics_and_run_json_hold_what_is_promised(tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
-    settings = {"outer_steps": 6, "save_steps": 2, "episode_transforms": "tests.support.short_runs:dawdle"}
+def test_a_killed_run_resumes_to_the_theta_of_an_undisturbed_run(tmp_path):
+    settings = {
+        "outer_steps": 6,
+        "save_steps": 2,
+        "episode_transforms": "tests.support.short_runs:slow_episode",
+    }
     train(tmp_path / "whole", 2, **settings).ok()
-    ranks = shared().train(words(tmp_path / "killed", **settings), 2, tmp_path / "logs", DAWDLE_S="0.5")
+    ranks = shared().train(words(tmp_path / "killed", **settings), 2, tmp_path / "logs", EPISODE_S="0.5")
     deadline = time.monotonic() + 100
     while not (tmp_path / "killed" / "checkpoint-2").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -219,7 +223,7 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_a_run_moves_between_all_ways_to_spread_a_model(tmp_path):
+def test_a_run_resumes_across_pipeline_tensor_and_zero3(tmp_path):
     """A pipeline's checkpoint goes on under tensor parallelism, and that one's under ZeRO 3."""
     data = write_pairs(tmp_path / "pairs.jsonl")
     settings = {
@@ -258,7 +262,7 @@ def test_a_run_moves_between_all_ways_to_spread_a_model(tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_stages_by_measured_time_hold_what_is_printed(tmp_path):
+def test_stages_by_measured_time_hold_the_printed_layers(tmp_path):
     """A large head: the first stage gets more layers than by parameters; theta is the same either way."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -285,17 +289,19 @@ def test_stages_by_measured_time_hold_what_is_printed(tmp_path):
     }
     for balance in ("parameters", "time"):
         ran = train(tmp_path / balance, 2, pipeline_balance=balance, **settings).ok()
-        said = re.search(
+        matches = re.search(
             rf"stages by {balance}: layers 0 to (\d) \(([\d,]+) parameters(.*?)\); layers (\d) to 5",
             ran.output[0],
         )
-        assert said, ran.output[0]
-        assert ("ms" in said[3]) == (balance == "time")
-        assert (said[1] == "2") == (balance == "parameters")
+        assert matches, ran.output[0]
+        assert ("ms" in matches[3]) == (balance == "time")
+        assert (matches[1] == "2") == (balance == "parameters")
         files = sorted((tmp_path / balance / "model").glob("model-*.safetensors"))
         held = [{int(name.split(".")[2]) for name in load_file(file) if ".layers." in name} for file in files]
-        assert held == [set(range(int(said[4]))), set(range(int(said[4]), 6))]
-        assert sum(value.numel() for value in load_file(files[0]).values()) == int(said[2].replace(",", ""))
+        assert held == [set(range(int(matches[4]))), set(range(int(matches[4]), 6))]
+        assert sum(value.numel() for value in load_file(files[0]).values()) == int(
+            matches[2].replace(",", "")
+        )
     assert relative_difference(model_of(tmp_path / "parameters"), model_of(tmp_path / "time")) < 1e-6
 
 
@@ -365,7 +371,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
     }
 
 
-FROM_OUTSIDE = ("unknown flag", "group size", "line", "moe")  # whole launches
+COMPLETE_LAUNCHES = ("unknown flag", "group size", "line", "moe")  # whole launches
 
 
 @pytest.mark.timeout(600)
@@ -373,7 +379,7 @@ def test_bad_input_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
     inputs = bad_inputs(tmp_path)
     started = {
         name: shared().train(words(tmp_path / "runs" / name, **inputs[name][0]), 2, tmp_path / f"{name} logs")
-        for name in FROM_OUTSIDE
+        for name in COMPLETE_LAUNCHES
     }
     for name, ranks in started.items():
         ended = ProcessResults(shared().wait(ranks, 100), [rank.text for rank in ranks])
@@ -404,7 +410,7 @@ def scenario(name: str, ranks: int) -> list[str]:
     return run_ranks(["-m", "tests.support.scenarios", name], ranks, timeout_s=100).ok().output
 
 
-def test_copies_of_a_model_that_differ_by_rounding_take_the_same_steps():
+def test_replicas_that_differ_by_rounding_take_the_same_steps():
     first, second = (re.search("solved in 4 passes.*", text) for text in scenario("cg_rounding", 2))
     assert first is not None
     assert second is not None
@@ -414,7 +420,7 @@ def test_copies_of_a_model_that_differ_by_rounding_take_the_same_steps():
 @pytest.mark.parametrize(
     ("setting", "value"), [("deepspeed", "ds_configs/zero3.json"), ("pipeline_stages", 2)]
 )
-def test_the_base_of_adapters_is_born_in_parts(tmp_path, setting, value):
+def test_the_base_model_of_adapters_is_sharded_while_loading(tmp_path, setting, value):
     model, data = save_llama(tmp_path / "llama"), write_pairs(tmp_path / "pairs.jsonl")
     arguments = [
         "-m",
@@ -426,8 +432,8 @@ def test_the_base_of_adapters_is_born_in_parts(tmp_path, setting, value):
         str(value),
     ]
     output = run_ranks(arguments, 2).ok().output
-    said = [re.search(r"holds (\d+) of the base and 0 frozen tensors", text) for text in output]
-    held = [int(found[1]) for found in said if found]
+    matches = [re.search(r"holds (\d+) of the base and 0 frozen tensors", text) for text in output]
+    held = [int(found[1]) for found in matches if found]
     total, embedding = 23808, 259 * 32  # tied: each stage has its copy
     if setting == "deepspeed":
         assert held == [total // 2] * 2
@@ -437,7 +443,7 @@ def test_the_base_of_adapters_is_born_in_parts(tmp_path, setting, value):
         assert max(held) < 0.75 * total
 
 
-def test_no_rank_raises_alone():
+def test_an_error_of_one_rank_is_raised_on_all():
     outputs = scenario("together", 3)
     assert all("usage value=1 is wrong; use 2" in text for text in outputs)
     assert "own broken" in outputs[0]
@@ -445,7 +451,7 @@ def test_no_rank_raises_alone():
     assert all("[b'', b'after 1', b'after 2']" in text for text in outputs)
 
 
-def test_a_reduction_comes_bucket_by_bucket():
+def test_a_reduction_finishes_bucket_by_bucket():
     for text in scenario("buckets", 2):
         places = "[(0, 8), (8, 16), (16, 20)]"
         assert [line for line in text.splitlines() if places in line] == [

@@ -68,7 +68,7 @@ def files() -> dict[str, list[Path]]:
 
 
 @pytest.mark.parametrize("folder", sorted(files()))
-def test_no_more_of_these_words(folder):
+def test_forbidden_words_do_not_occur(folder):
     found = [
         f"{file.relative_to(ROOT)}: {text[max(match.start() - 40, 0) : match.end() + 40]!r}"
         for file in sorted(files()[folder])
@@ -78,7 +78,7 @@ def test_no_more_of_these_words(folder):
     assert not found, "\n".join(found)
 
 
-def test_the_words_are_found():
+def test_the_pattern_finds_forbidden_words():
     assert FORBIDDEN.search("tasks that could not be\nhad")
     assert FORBIDDEN.search("Nobody waits")
     assert not FORBIDDEN.search("recommended, amended, akin, belies")

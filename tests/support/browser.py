@@ -82,11 +82,11 @@ class Browser:
             message["sessionId"] = self.session
         os.write(self.to, json.dumps(message).encode() + b"\0")
         while True:
-            told = self._read()
-            if told.get("id") == self.count:
-                assert "error" not in told, told
-                return told["result"]
-            self.events.append(told)
+            answer = self._read()
+            if answer.get("id") == self.count:
+                assert "error" not in answer, answer
+                return answer["result"]
+            self.events.append(answer)
 
     def _read(self) -> dict[str, Any]:
         deadline = time.monotonic() + self.timeout_s
@@ -117,9 +117,9 @@ class Browser:
 
     def ask(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page."""
-        told = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in told, told
-        return told["result"].get("value")
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def picture(self, file: Path) -> None:
         """A picture of the whole page."""

@@ -1,4 +1,4 @@
-"""Started on every rank by test_limits: trains under a memory limit that the whole training state exceeds.
+"""Started on every rank by test_memory_limit.py: trains under a memory limit that the whole training state exceeds.
 
     python -m tests.support.limited MODEL DATA OUT
 

@@ -42,7 +42,7 @@ def tasks_of(config: Config, sources: Sources, count: int):
     return Schedule(sources.train.items, count, config.seed, shares=given).meta_batch(0)
 
 
-def test_data_sets_of_a_mixture_are_strata_and_keep_to_themselves(tmp_path):
+def test_data_sets_of_a_mixture_are_strata_and_share_no_episode(tmp_path):
     first, second = (
         write_classes(tmp_path / "first.jsonl"),
         write_classes(tmp_path / "second.jsonl", classes=9, strata=1),
@@ -86,7 +86,7 @@ def test_a_weight_for_the_only_data_set_changes_nothing(tmp_path):
     assert stratum_shares(config, source.items) is None
 
 
-def test_names_that_are_not_enough_are_whole():
+def test_short_names_fall_back_to_paths_when_they_collide():
     assert short_names(["x/clinc150", "y/banking77.jsonl.gz"]) == ["clinc150", "banking77"]
     assert short_names(["x/data.jsonl", "y/data.jsonl"]) == ["x/data.jsonl", "y/data.jsonl"]
 
@@ -160,7 +160,7 @@ def test_no_file_is_read_before_its_task_is_drawn(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "parts"),
     [
         (
             [{"text": "x", "label": "a"}, {"text": "y", "label": "b"}],
@@ -172,11 +172,11 @@ def test_no_file_is_read_before_its_task_is_drawn(tmp_path):
         ),
     ],
 )
-def test_a_file_without_an_episode_in_it_is_named(tmp_path, rows, said):
+def test_a_file_too_small_for_an_episode_is_named(tmp_path, rows, parts):
     (tmp_path / "tasks" / "s0").mkdir(parents=True)
     path = write_rows(tmp_path / "tasks" / "s0" / "t0.jsonl", rows)
     config, sources = load(tmp_path / "tasks")
-    assert refusal(sources.train.draw, tasks_of(config, sources, 1)[0]) == said.format(path=path)
+    assert refusal(sources.train.draw, tasks_of(config, sources, 1)[0]) == parts.format(path=path)
 
 
 def test_two_files_of_one_name_are_refused(tmp_path):
@@ -185,7 +185,7 @@ def test_two_files_of_one_name_are_refused(tmp_path):
     check_message(refusal(load, root), f"dataset={root}", "rename one")
 
 
-def test_what_is_a_folder_of_tasks(tmp_path):
+def test_which_folders_hold_task_files(tmp_path):
     root = write_folder(tmp_path / "tasks")
     assert len(task_files(str(root), 64) or []) == 12
     write_pairs(root / "rows.jsonl")

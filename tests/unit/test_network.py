@@ -30,7 +30,7 @@ def _no_adapters(monkeypatch, tmp_path):
     monkeypatch.setattr(network, "INFINIBAND", tmp_path / "infiniband")
 
 
-def said(nccl=False, **env):
+def found_issues(nccl=False, **env):
     return [str(one) for one in issues(env, KNOWN, nccl)]
 
 
@@ -52,48 +52,56 @@ def test_names_as_nccl_reads_them(wanted, left):
     assert chosen(wanted, ["eth0", "eth1", "ib0", "docker0"]) == left.split()
 
 
-def test_an_interface_that_is_not_there_is_one_line():
-    assert said() == []
-    assert said(GLOO_SOCKET_IFNAME="eth0,ib0") == []
+def test_a_missing_interface_is_one_issue():
+    assert found_issues() == []
+    assert found_issues(GLOO_SOCKET_IFNAME="eth0,ib0") == []
     use = "use lo, eth0 or ib0"
-    assert said(GLOO_SOCKET_IFNAME="eth") == [f"GLOO_SOCKET_IFNAME=eth is no interface of {HERE}; {use}"]
-    assert said(GLOO_SOCKET_IFNAME="eth1") == [f"GLOO_SOCKET_IFNAME=eth1 is down on {HERE}; {use}"]
-    assert said(GLOO_SOCKET_IFNAME="dummy0") == [f"GLOO_SOCKET_IFNAME=dummy0 has no address on {HERE}; {use}"]
+    assert found_issues(GLOO_SOCKET_IFNAME="eth") == [
+        f"GLOO_SOCKET_IFNAME=eth is no interface of {HERE}; {use}"
+    ]
+    assert found_issues(GLOO_SOCKET_IFNAME="eth1") == [f"GLOO_SOCKET_IFNAME=eth1 is down on {HERE}; {use}"]
+    assert found_issues(GLOO_SOCKET_IFNAME="dummy0") == [
+        f"GLOO_SOCKET_IFNAME=dummy0 has no address on {HERE}; {use}"
+    ]
     text = f"NCCL_SOCKET_IFNAME=wlan leaves no interface of {HERE} that is up; {use}, or a beginning of it"
-    assert said(True, NCCL_SOCKET_IFNAME="wlan") == [text]
-    assert said(True, NCCL_SOCKET_IFNAME="eth") == []
-    assert said(False, NCCL_SOCKET_IFNAME="wlan") == []  # nothing uses it
+    assert found_issues(True, NCCL_SOCKET_IFNAME="wlan") == [text]
+    assert found_issues(True, NCCL_SOCKET_IFNAME="eth") == []
+    assert found_issues(False, NCCL_SOCKET_IFNAME="wlan") == []  # nothing uses it
 
 
-def test_adapters(monkeypatch, tmp_path):
-    assert said(True, NCCL_IB_HCA="mlx5") == [
+def test_infiniband_adapters_are_checked(monkeypatch, tmp_path):
+    assert found_issues(True, NCCL_IB_HCA="mlx5") == [
         f"NCCL_IB_HCA=mlx5 leaves no adapter of {HERE}; there is none: leave it out"
     ]
     (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
-    assert said(True, NCCL_IB_HCA="mlx5") == said(True, NCCL_IB_HCA="=mlx5_0:1") == []
-    assert said(True, NCCL_IB_HCA="=mlx5_1:1") == [
+    assert found_issues(True, NCCL_IB_HCA="mlx5") == found_issues(True, NCCL_IB_HCA="=mlx5_0:1") == []
+    assert found_issues(True, NCCL_IB_HCA="=mlx5_1:1") == [
         f"NCCL_IB_HCA==mlx5_1:1 leaves no adapter of {HERE}; use mlx5_0"
     ]
 
 
 def test_timeouts_and_the_flight_recorder(tmp_path):
     assert (
-        said(NCCL_IB_TIMEOUT="22", TORCH_FR_BUFFER_SIZE="2000", TORCH_FR_DUMP_TEMP_FILE=str(tmp_path / "fr_"))
+        found_issues(
+            NCCL_IB_TIMEOUT="22", TORCH_FR_BUFFER_SIZE="2000", TORCH_FR_DUMP_TEMP_FILE=str(tmp_path / "fr_")
+        )
         == []
     )
-    assert said(NCCL_IB_TIMEOUT="long") == ["NCCL_IB_TIMEOUT=long is not a number; use one, or leave it out"]
+    assert found_issues(NCCL_IB_TIMEOUT="long") == [
+        "NCCL_IB_TIMEOUT=long is not a number; use one, or leave it out"
+    ]
     file = tmp_path / "gone" / "fr_"
-    assert said(TORCH_NCCL_TRACE_BUFFER_SIZE="2000", TORCH_NCCL_DEBUG_INFO_TEMP_FILE=str(file)) == [
+    assert found_issues(TORCH_NCCL_TRACE_BUFFER_SIZE="2000", TORCH_NCCL_DEBUG_INFO_TEMP_FILE=str(file)) == [
         f"TORCH_NCCL_DEBUG_INFO_TEMP_FILE={file} is in {file.parent}, which cannot be written to; choose"
         " another folder"
     ]
-    assert said(TORCH_FR_DUMP_TEMP_FILE="/tmp/fr_") == [
+    assert found_issues(TORCH_FR_DUMP_TEMP_FILE="/tmp/fr_") == [
         "TORCH_FR_DUMP_TEMP_FILE=/tmp/fr_ names a file, and nothing is recorded for it; set"
         " TORCH_FR_BUFFER_SIZE=2000"
     ]
 
 
-def test_what_only_costs_something_is_no_refusal():
+def test_settings_that_only_cost_speed_are_warnings():
     found = list(
         issues(
             {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "0"},
@@ -119,7 +127,7 @@ def test_what_only_costs_something_is_no_refusal():
         ("127.0.0.1", None, None),
     ],
 )
-def test_gloo_is_told_the_interface_that_reaches_the_others(own, source, name, monkeypatch):
+def test_gloo_gets_the_interface_that_reaches_the_other_nodes(own, source, name, monkeypatch):
     def resolve(host, *of, **given):
         if own is None:
             raise socket.gaierror("unknown")
@@ -132,7 +140,7 @@ def test_gloo_is_told_the_interface_that_reaches_the_others(own, source, name, m
         assert gloo_interface(Launch(0, 4, 0, 2, "10.0.0.1", 1), [LO, ETH, DOWN]) == "eth0"
 
 
-def test_the_source_of_packets():
+def test_source_address_of_a_host():
     assert network.source_address("127.0.0.1") == "127.0.0.1"
     assert network.source_address("no.such.host.invalid") is None
 
@@ -145,7 +153,7 @@ class Store(dict):
         return [self[key] for key in keys]
 
 
-def test_a_start_ends_on_all_ranks_for_the_trouble_of_one(monkeypatch):
+def test_an_issue_of_one_rank_ends_all_ranks(monkeypatch):
     monkeypatch.setattr(network, "interfaces", lambda: KNOWN)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     store = Store({"network/1": b"GLOO_SOCKET_IFNAME=x is no interface of b; use y"})
@@ -160,7 +168,7 @@ def test_a_start_ends_on_all_ranks_for_the_trouble_of_one(monkeypatch):
     )
 
 
-def test_a_start_on_several_nodes_chooses_and_says_so(monkeypatch):
+def test_a_start_on_several_nodes_logs_the_interface_it_chose(monkeypatch):
     monkeypatch.setattr(network, "interfaces", lambda: KNOWN)
     monkeypatch.setattr(network, "gloo_interface", lambda launch, known: "ib0")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")

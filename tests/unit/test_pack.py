@@ -69,7 +69,7 @@ def test_every_row_is_in_one_sequence(rows, length, least):
     assert pack(rows, least, length) == packed
 
 
-def test_a_row_as_long_as_a_sequence_stands_alone():
+def test_a_row_as_long_as_a_sequence_is_packed_alone():
     rows = [Example([1] * n, [IGNORE] * n) for n in (9, 9, 3, 3)]
     assert [len(sequence.input_ids) for sequence in pack(rows, 1, 9)] == [9, 9, 6]
 
@@ -80,7 +80,7 @@ def test_no_loss_is_taken_on_the_first_token_of_a_row():
     assert list(sequence.labels) == [IGNORE, 2, IGNORE, 4]
 
 
-def test_positions_start_again_with_each_row_and_not_on_padding():
+def test_positions_restart_with_each_row_and_not_on_padding():
     rows = [Example([1] * n, [IGNORE] * n) for n in (8, 3, 2, 1)]
     batch = collate(pack(rows, 1, 8), 1.0, pad_token_id=0)
     assert set(batch.inputs) == {"input_ids", "position_ids"}
@@ -123,7 +123,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
-def test_loss_accuracy_and_gradients_are_those_of_rows_by_themselves(name, attention):
+def test_loss_accuracy_and_gradients_equal_those_of_unpacked_rows(name, attention):
     """Parts of the loss summed over two ranks, packed and not, in fp64: nothing but the order of additions
     may differ.
     """
@@ -175,7 +175,7 @@ def learner_of(folder: Path):
     return load_learner(config, describe(config))
 
 
-def test_a_model_that_keeps_rows_apart_is_accepted(tmp_path):
+def test_a_model_that_separates_packed_rows_is_accepted(tmp_path):
     learner = learner_of(save_llama(tmp_path))
     assert learner.hf.config._attn_implementation == "sdpa"
     learner.hf.config._attn_implementation = (  # cannot run here, and need not for the check

@@ -88,7 +88,7 @@ def test_every_command_stays_within_the_positions(short, tmp_path, family, task_
         assert message.endswith(f"; use {most} or less")
 
 
-def test_a_run_lowers_the_default_and_its_model_remembers_it(short, tmp_path, capsys):
+def test_a_run_lowers_the_default_and_stores_it_with_the_model(short, tmp_path, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", [{"text": text, "label": label} for text, label in PAIRS])
     config = Config(
         model_name_or_path=str(short["bert"]),
@@ -108,7 +108,7 @@ def test_a_run_lowers_the_default_and_its_model_remembers_it(short, tmp_path, ca
     assert f"fmmeta: max_length 64: {short['bert']} has no more positions\n" in capsys.readouterr().out
 
 
-def test_a_length_that_fits_and_a_model_without_a_limit_are_left_alone(short):
+def test_a_length_that_fits_and_a_model_without_a_limit_are_unchanged(short):
     config = Config(model_name_or_path=str(short["bert"]), max_length=20)
     hf_config = describe(config).hf_config
     assert fitted(config, hf_config) is config

@@ -50,7 +50,7 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.jsonl.gz", "a.csv.gz", "a.parquet.gz"])
-def test_the_files_that_adapt_reads(adapted, tmp_path, name):
+def test_predict_reads_the_files_that_adapt_reads(adapted, tmp_path, name):
     folder, expected = adapted
     rows = [{"label": "not read", "text": text} for text in TEXTS]
     same(answers(folder, write_rows(tmp_path / name, rows), tmp_path), expected)
@@ -68,7 +68,7 @@ def test_the_files_that_adapt_reads(adapted, tmp_path, name):
         ("a.txt.gz", gzip.compress("\n".join(TEXTS).encode(), mtime=0)),
     ],
 )
-def test_lines(adapted, tmp_path, name, data):
+def test_lines_of_text_are_inputs(adapted, tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
     same(answers(adapted[0], tmp_path / name, tmp_path), adapted[1])
 
@@ -81,7 +81,7 @@ def test_standard_input_with_a_byte_order_mark(adapted, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "said"),
+    ("name", "data", "parts"),
     [
         (
             "a.jsonl",
@@ -105,11 +105,11 @@ def test_standard_input_with_a_byte_order_mark(adapted, tmp_path, monkeypatch):
         ("a.txt.gz", b"plain", ["'pl'", "cannot be read", "fix it, or give another file"]),
     ],
 )
-def test_what_cannot_be_read_leaves_the_answers_of_before(adapted, tmp_path, name, data, said):
+def test_unreadable_input_leaves_earlier_answers_unchanged(adapted, tmp_path, name, data, parts):
     source, target = tmp_path / name, tmp_path / "answers.jsonl"
     source.write_bytes(data)
     target.write_text("of before")
-    check_message(refusal(answers, adapted[0], source, tmp_path, micro_batch_size=1), *said)
+    check_message(refusal(answers, adapted[0], source, tmp_path, micro_batch_size=1), *parts)
     assert target.read_text() == "of before"
     assert {path.name for path in tmp_path.iterdir()} == {name, "answers.jsonl"}
 
@@ -123,7 +123,7 @@ def test_answers_never_replace_the_input(tmp_path):
     assert path.read_text() == '{"text": "a"}\n'
 
 
-def test_answers_that_cannot_be_written(adapted, tmp_path):
+def test_an_output_that_cannot_be_written_is_refused(adapted, tmp_path):
     source = write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
     for target, reason in (
         (tmp_path, "Is a directory"),
@@ -133,7 +133,7 @@ def test_answers_that_cannot_be_written(adapted, tmp_path):
         check_message(message, f"output={target}", f"{reason}", "give another file")
 
 
-def test_a_head_that_has_learned_nothing_does_not_answer(bert, tmp_path):
+def test_an_untrained_head_is_refused(bert, tmp_path):
     """The built-in model, an encoder without a head, a head beside the model's own, and what a meta-trained
     run leaves.
     """
@@ -149,7 +149,7 @@ def test_a_head_that_has_learned_nothing_does_not_answer(bert, tmp_path):
         )
 
 
-def test_a_head_of_other_features_does_not_answer(bert, adapted, tmp_path):
+def test_a_head_trained_with_other_pooling_is_refused(bert, adapted, tmp_path):
     """A folder is read with the pooling that it was adapted with, and its head must be there."""
     fmmeta.adapt(
         bert, PAIRS, output_dir=tmp_path / "mean", pooling="mean", inner_steps=1, early_stopping=False
@@ -175,7 +175,7 @@ def test_a_head_of_other_features_does_not_answer(bert, adapted, tmp_path):
     )
 
 
-def test_a_classifier_of_other_origin_answers(bert):
+def test_a_classifier_not_made_by_fmmeta_answers(bert):
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(bert).eval()
@@ -184,14 +184,14 @@ def test_a_classifier_of_other_origin_answers(bert):
     assert [one.output for one in found] == [f"LABEL_{place}" for place in logits.argmax(1).tolist()]
 
 
-def test_what_predict_does_not_read_is_refused(bert):
+def test_settings_that_predict_does_not_use_are_refused(bert):
     assert refusal(PredictConfig, str(bert), max_length=0) == "max_length=0 is below 4; use 4 or more"
     for flag, value in (("--lora_r", "4"), ("--head_init", "zero"), ("--gradient_checkpointing", "true")):
         message = refusal(parse, ["--model_name_or_path", "x", flag, value], "predict")
         assert message.startswith(f"{flag} is not a flag")
 
 
-def test_scores_that_are_not_finite_are_not_answers(bert, tmp_path):
+def test_nonfinite_scores_are_refused(bert, tmp_path):
     from safetensors.torch import load_file, save_file
 
     broken = shutil.copytree(bert, tmp_path / "broken")
@@ -207,7 +207,7 @@ def test_scores_that_are_not_finite_are_not_answers(bert, tmp_path):
     )
 
 
-def test_a_text_without_tokens_is_no_input(bert, tmp_path, monkeypatch):
+def test_a_text_without_tokens_is_refused(bert, tmp_path, monkeypatch):
     """A tokenizer that adds none of its own, and drops blanks."""
     from tokenizers import normalizers, processors
 
@@ -221,8 +221,8 @@ def test_a_text_without_tokens_is_no_input(bert, tmp_path, monkeypatch):
         refusal(single.answer, ["a", " "], 1), "text='", f"model_name_or_path={folder}", "fix or remove it"
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"text": "a"}\n{"text": ""}\n'))
-    said = refusal(predict.run, PredictConfig(str(folder), output=str(tmp_path / "told")))
-    check_message(said, "input line 2 has no text in text", "fix it")
+    parts = refusal(predict.run, PredictConfig(str(folder), output=str(tmp_path / "told")))
+    check_message(parts, "input line 2 has no text in text", "fix it")
 
 
 def test_a_language_model_answers_a_table(tmp_path):
@@ -233,15 +233,15 @@ def test_a_language_model_answers_a_table(tmp_path):
     assert one["input"] == "stone"
 
 
-def not_ignored() -> None:
+def restore_sigint() -> None:
     """What a shell starts in the background ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize(
-    ("leave", "code", "said"), [("closed", 141, ""), ("interrupted", 130, "fmmeta: interrupted")]
+    ("leave", "code", "parts"), [("closed", 141, ""), ("interrupted", 130, "fmmeta: interrupted")]
 )
-def test_a_reader_that_leaves_and_ctrl_c_end_it_quietly(adapted, leave, code, said):
+def test_a_closed_pipe_and_ctrl_c_end_predict_without_traceback(adapted, leave, code, parts):
     """As `fmmeta predict | head -1` does, and Ctrl-C while standard input is waited for."""
     process = subprocess.Popen(
         [sys.executable, "-m", "fmmeta", "predict", "--model_name_or_path", str(adapted[0])],
@@ -251,7 +251,7 @@ def test_a_reader_that_leaves_and_ctrl_c_end_it_quietly(adapted, leave, code, sa
         stderr=subprocess.PIPE,
         text=True,
         bufsize=1,
-        preexec_fn=not_ignored,
+        preexec_fn=restore_sigint,
     )
     assert process.stdin
     assert process.stdout
@@ -265,13 +265,13 @@ def test_a_reader_that_leaves_and_ctrl_c_end_it_quietly(adapted, leave, code, sa
         else:
             process.send_signal(signal.SIGINT)
         assert process.wait(60) == code
-        assert process.stderr.read().strip() == said
+        assert process.stderr.read().strip() == parts
     finally:
         process.kill()
         process.wait()
 
 
-def test_a_stop_removes_answers_that_are_not_all_there(adapted, tmp_path):
+def test_a_stop_removes_incomplete_answers(adapted, tmp_path):
     file = tmp_path / "answers.jsonl"
     file.write_text("earlier\n")
     process = subprocess.Popen(

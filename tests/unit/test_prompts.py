@@ -51,7 +51,7 @@ CHATS = {
 }
 
 
-def chatting(template: str | None):
+def chat_tokenizer(template: str | None):
     """The byte tokenizer with a chat template, and tokens of its own for turns, as chat models have."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(
@@ -72,7 +72,7 @@ def parts(tokenizer, row: Example) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("template", "asked", "answered"),
+    ("template", "prompt", "answer"),
     [
         ("plain", "Input: 2 + 2\nOutput:", " 4"),
         ("Q: {input}\\nA:", "Q: 2 + 2\nA:", " 4"),
@@ -82,22 +82,22 @@ def parts(tokenizer, row: Example) -> tuple[str, str]:
         ("{curly} {0} {input}", "{curly} {0} 2 + 2", " 4"),
     ],
 )
-def test_text_prompts(template, asked, answered):
+def test_text_prompts(template, prompt, answer):
     tokenizer = byte_tokenizer()
     (row,) = encode_pairs(tokenizer, ["2 + 2"], ["4"], 64, template)
-    assert parts(tokenizer, row) == (f"<bos>{asked}", f"{answered}<eos>")
+    assert parts(tokenizer, row) == (f"<bos>{prompt}", f"{answer}<eos>")
 
 
-def test_braces_in_data_mean_nothing():
+def test_braces_in_data_are_plain_text():
     tokenizer = byte_tokenizer()
     (row,) = encode_pairs(tokenizer, ["{output} {input} {}"], ["{input}"], 64, "Q: {input} A: {output}")
     assert parts(tokenizer, row) == ("<bos>Q: {output} {input} {} A:", " {input}<eos>")
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_chats_are_what_the_template_makes_of_them(name):
+def test_chat_prompts_equal_the_rendered_template(name):
     template, head, middle, end = CHATS[name]
-    tokenizer = chatting(template)
+    tokenizer = chat_tokenizer(template)
     (row,) = encode_pairs(tokenizer, ["2 + 2"], ["4"], 200, "chat")
     assert parts(tokenizer, row) == (f"{head}2 + 2{middle}", f"4{end}")
     turns = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
@@ -105,10 +105,10 @@ def test_chats_are_what_the_template_makes_of_them(name):
     whole = tokenizer.apply_chat_template(turns, tokenize=False).replace(today, "2024-07-26").rstrip()
     assert tokenizer.decode(row.input_ids) == whole
     if name != "brackets":  # what the model is asked with is the generation prompt
-        asked = tokenizer.apply_chat_template(
+        prompt = tokenizer.apply_chat_template(
             turns[:1], add_generation_prompt=True, enable_thinking=False, return_dict=False
         )
-        assert list(row.input_ids[: len(asked)]) == asked
+        assert list(row.input_ids[: len(prompt)]) == prompt
 
 
 def test_the_answer_is_tokenised_with_its_prompt():
@@ -130,33 +130,33 @@ def test_the_answer_is_tokenised_with_its_prompt():
 
 
 @pytest.mark.parametrize("max_length", [25, 27, 30, 45])
-def test_long_chats_lose_the_start_of_the_input_and_keep_their_frame(max_length):
-    tokenizer = chatting(ENDED)
+def test_long_chats_lose_the_start_of_the_input_and_keep_the_template(max_length):
+    tokenizer = chat_tokenizer(ENDED)
     text = "a question much too long to fit"
     (row,) = encode_pairs(tokenizer, [text], ["yes"], max_length, "chat")
-    asked, answered = parts(tokenizer, row)
+    prompt, answer = parts(tokenizer, row)
     assert len(row.input_ids) == min(max_length, 8 + 2 + len(text) + 5)
-    assert answered == "yes<|end|><eos>"
-    kept = asked.removeprefix("<|user|>").removesuffix("<|end|><|assistant|>")
+    assert answer == "yes<|end|><eos>"
+    kept = prompt.removeprefix("<|user|>").removesuffix("<|end|><|assistant|>")
     assert text.endswith(kept)
-    assert len(asked) - len(kept) == len("<|user|><|end|><|assistant|>")
+    assert len(prompt) - len(kept) == len("<|user|><|end|><|assistant|>")
 
 
 def test_long_answers_lose_their_end():
-    tokenizer = chatting(ENDED)
+    tokenizer = chat_tokenizer(ENDED)
     (row,) = encode_pairs(tokenizer, ["why"], ["because of many things"], 14, "chat")
     assert parts(tokenizer, row) == ("<|user|><|end|><|assistant|>", "beca")
 
 
 @given(st.text(max_size=40), st.text(max_size=20), st.integers(12, 60))
-def test_no_chat_is_longer_than_it_may_be(text, output, max_length):
-    row = encode_pairs(chatting(ENDED), [text], [output], max_length, "chat")[0]
+def test_no_chat_exceeds_max_length(text, output, max_length):
+    row = encode_pairs(chat_tokenizer(ENDED), [text], [output], max_length, "chat")[0]
     assert len(row.input_ids) == len(row.labels) <= max_length
     assert row.label_tokens >= 1
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "expected"),
     [
         (
             None,
@@ -173,14 +173,14 @@ def test_no_chat_is_longer_than_it_may_be(text, output, max_length):
         ("{% if %}", ["the tokenizer's chat template"]),
     ],
 )
-def test_tokenizers_that_cannot_chat(template, said):
-    message = refusal(encode_pairs, chatting(template), ["a"], ["b"], 64, "chat")
-    assert message.removeprefix("prompt_template=chat").lstrip(": ").startswith(said)
+def test_tokenizers_without_a_usable_chat_template_are_refused(template, expected):
+    message = refusal(encode_pairs, chat_tokenizer(template), ["a"], ["b"], 64, "chat")
+    assert message.removeprefix("prompt_template=chat").lstrip(": ").startswith(expected)
 
 
-def test_a_frame_longer_than_an_example():
+def test_a_template_longer_than_max_length_is_refused():
     check_message(
-        refusal(encode_pairs, chatting(ENDED), ["a"], ["b"], 10, "chat"),
+        refusal(encode_pairs, chat_tokenizer(ENDED), ["a"], ["b"], 10, "chat"),
         "max_length=10",
         "10 tokens",
         "raise it",
@@ -208,7 +208,7 @@ def test_classification_has_no_prompt():
     )
 
 
-def test_a_run_learns_chats_and_remembers_how(tmp_path):
+def test_a_run_with_a_chat_template_stores_it(tmp_path):
     model, data = save_llama(tmp_path / "llama"), write_pairs(tmp_path / "pairs.jsonl")
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = ENDED

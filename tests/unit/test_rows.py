@@ -40,13 +40,13 @@ def test_a_folder_is_its_files_in_order(tmp_path):
         ("d.csv", b"\xef\xbb\xbftext,label\r\n\r\nx,y\r\n"),
     ],
 )
-def test_what_editors_add_does_no_harm(tmp_path, name, text):
+def test_byte_order_marks_and_empty_lines_are_ignored(tmp_path, name, text):
     (tmp_path / name).write_bytes(text)
     assert [row.values for row in read_rows(str(tmp_path / name))] == [{"text": "x", "label": "y"}]
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "line", "said"),
+    ("name", "data", "line", "parts"),
     [
         ("d.jsonl", b'{"a": 1}\n\n{"a": \n', 3, ["is not a line of JSON (Expecting"]),
         (
@@ -79,11 +79,11 @@ def test_what_editors_add_does_no_harm(tmp_path, name, text):
     ],
 )
 @pytest.mark.parametrize("compressed", [False, True])
-def test_a_bad_line_is_named(tmp_path, name, data, line, said, compressed):
+def test_a_bad_line_is_named(tmp_path, name, data, line, parts, compressed):
     path = tmp_path / (name + ".gz" * compressed)
     path.write_bytes(gzip.compress(data, mtime=0) if compressed else data)
     message = refusal(read_rows, str(path))
-    assert message.startswith(f"{path}:{line} {said}")
+    assert message.startswith(f"{path}:{line} {parts}")
     assert message.endswith("fix the line") or "; write {" in message
 
 
@@ -118,7 +118,7 @@ GOOD = gzip.compress(b'{"text": "x"}\n' * 1000, mtime=0)
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "said"),
+    ("name", "data", "parts"),
     [
         ("d.jsonl.gz", b"plain", ["cannot be read: Not a gzipped file"]),
         ("d.jsonl.gz", GOOD[:-20], ["cannot be read"]),
@@ -127,10 +127,10 @@ GOOD = gzip.compress(b'{"text": "x"}\n' * 1000, mtime=0)
         ("d.parquet.gz", gzip.compress(b"plain", mtime=0), ["is not a parquet file"]),
     ],
 )
-def test_a_damaged_file_is_refused(tmp_path, name, data, said):
+def test_a_damaged_file_is_refused(tmp_path, name, data, parts):
     (tmp_path / name).write_bytes(data)
     message = refusal(read_rows, str(tmp_path / name))
-    assert message.startswith(f"{tmp_path / name} {said}")
+    assert message.startswith(f"{tmp_path / name} {parts}")
     assert "; fix or remove" in message
 
 

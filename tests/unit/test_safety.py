@@ -51,7 +51,7 @@ def test_secrets_are_not_written(tmp_path, monkeypatch, capfd):
     assert redact("a banana") == "a banana"
 
 
-def test_what_the_disk_says_is_told_from_other_errors():
+def test_disk_errors_are_told_from_other_errors():
     assert disk_trouble(OSError(28, "No space left on device", "x")) == "x: No space left on device"
     assert disk_trouble(RuntimeError("I/O error: No space left on device (os error 28)")) is not None
     assert disk_trouble(FileNotFoundError(2, "No such file")) is None
@@ -123,7 +123,7 @@ def test_only_the_blobs_of_the_same_cache_may_be_linked_to(tmp_path):
 EVIL = "\x1b[2J\x9b31m\u202e a\rb\nfmmeta: forged"
 
 
-def test_names_from_data_do_not_steer_a_terminal(monkeypatch, tmp_path, capsys):
+def test_control_characters_in_names_are_escaped(monkeypatch, tmp_path, capsys):
     progress = Progress(enabled=True)
     progress.notice(f"left out: {EVIL}")
     progress.notice("several", "lines")
@@ -157,23 +157,23 @@ def test_names_in_data_and_splits_are_never_paths(tmp_path, monkeypatch):
     check_message(message, "'/etc/passwd'", "names the class '/etc/passwd'")
 
 
-def test_a_bomb_does_not_unpack(tmp_path):
-    bomb = tmp_path / "bomb.jsonl.gz"
-    with gzip.open(bomb, "wb") as file:
+def test_an_oversized_archive_is_not_unpacked(tmp_path):
+    oversized = tmp_path / "bomb.jsonl.gz"
+    with gzip.open(oversized, "wb") as file:
         for _ in range(64):
             file.write(b" " * 2**20)
         file.write(b"\n" + ROW)
-    assert bomb.stat().st_size < 2**17
-    assert len(read_file(bomb)) == 1
+    assert oversized.stat().st_size < 2**17
+    assert len(read_file(oversized)) == 1
     check_message(
-        refusal(read_file, bomb, most_gib=1 / 64),
+        refusal(read_file, oversized, most_gib=1 / 64),
         "max_file_gib=0.015625",
-        f"{bomb}",
+        f"{oversized}",
         "raise it if you trust the file",
     )
 
 
-def test_episodes_on_their_way_are_ours_alone_and_do_not_stay(tmp_path, monkeypatch):
+def test_episode_files_are_private_and_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "SHM", str(tmp_path))
     left = tmp_path / "fmmeta-loader-1-x"
     left.mkdir()
@@ -186,7 +186,7 @@ def test_episodes_on_their_way_are_ours_alone_and_do_not_stay(tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-def test_doctor_has_a_line_and_a_fix_for_each_question(tmp_path, monkeypatch, capsys):
+def test_doctor_prints_a_line_and_a_fix_for_each_check(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     lock = tmp_path / "op" / "lock"
     lock.parent.mkdir()
@@ -222,7 +222,7 @@ def test_doctor_has_a_line_and_a_fix_for_each_question(tmp_path, monkeypatch, ca
     assert capsys.readouterr().out.splitlines()[-1] == "0 problems, 0 warnings"
 
 
-def test_doctor_survives_what_it_looks_at(monkeypatch):
+def test_doctor_reports_a_check_that_fails(monkeypatch):
     def broken():
         raise RuntimeError("CUDA driver\nversion is insufficient")
 
@@ -230,7 +230,7 @@ def test_doctor_survives_what_it_looks_at(monkeypatch):
     check_message(str(found), "problem  broken: RuntimeError", "fix that first")
 
 
-def test_doctor_knows_the_tested_range(monkeypatch):
+def test_doctor_warns_about_untested_versions(monkeypatch):
     monkeypatch.setattr(
         "importlib.metadata.version", lambda package: {"torch": "2.14.1+cu128"}.get(package, "5.0")
     )
@@ -243,7 +243,7 @@ def test_doctor_knows_the_tested_range(monkeypatch):
         assert not beyond or f"<{beyond}" in ranges[package], package
 
 
-def test_what_is_not_as_listed_is_named():
+def test_audit_names_packages_that_differ_from_the_lock():
     here = importlib.metadata.version("numpy")
     assert audit.deviations(f"# list\nnumpy=={here}\nno-such-package==1.0\n") == []
     assert audit.deviations("numpy==0.0.1\n") == [f"numpy {here} is here, 0.0.1 is listed"]

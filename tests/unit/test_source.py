@@ -93,7 +93,7 @@ def test_episode_of_named_pairs(pairs):
         assert episode.classes == ()
 
 
-def test_named_tasks_keep_their_classes_apart():
+def test_an_episode_of_named_tasks_has_classes_of_one_task():
     """The built-in suite: an episode never mixes tasks, and its splits share no task."""
     sources = load("letters", n_way=5)
     for episode in episodes(sources, steps=2):
@@ -121,7 +121,7 @@ def test_fingerprint_follows_the_data(tmp_path, classes):
     assert load(classes, max_length=10).fingerprint != first
 
 
-def test_repeated_rows_are_left_out_with_a_notice(tmp_path):
+def test_repeated_rows_are_left_out_and_logged(tmp_path):
     rows = [{"text": f"{c}{i % 6}", "label": c} for c in "abcdef" for i in range(8)]
     notices: list[str] = []
     sources = load(write_rows(tmp_path / "d.jsonl", rows), notices)
@@ -148,7 +148,7 @@ def test_columns_by_usual_or_given_name(tmp_path, classes, columns, settings):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "parts"),
     [
         (
             {"text_column": "body"},
@@ -177,9 +177,9 @@ def test_columns_by_usual_or_given_name(tmp_path, classes, columns, settings):
         ({"class_split": "01"}, ["class_split=01", "give one with --class_splits"]),
     ],
 )
-def test_settings_that_do_not_fit_the_data(classes, settings, said):
+def test_settings_that_do_not_fit_the_data_are_refused(classes, settings, parts):
     message = refusal(load, classes, **settings)
-    begin, *rest = said.format(path=classes, any="\0").split("\0")
+    begin, *rest = parts.format(path=classes, any="\0").split("\0")
     assert message.startswith(begin)
     assert message.endswith(rest[-1] if rest else begin)
 
@@ -233,7 +233,7 @@ def test_too_small_tasks_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("splits", "said"),
+    ("splits", "parts"),
     [
         (
             {"train": ["c0", "c1", "c99"]},
@@ -253,10 +253,10 @@ def test_too_small_tasks_are_named(tmp_path):
         ),
     ],
 )
-def test_splits_that_do_not_fit_the_data(tmp_path, classes, splits, said):
+def test_splits_that_do_not_fit_the_data_are_refused(tmp_path, classes, splits, parts):
     file = tmp_path / "splits.json"
     file.write_text(json.dumps(splits))
-    assert refusal(load, classes, class_splits=str(file)) == said.format(path=classes)
+    assert refusal(load, classes, class_splits=str(file)) == parts.format(path=classes)
 
 
 def test_splits_divide_the_classes(tmp_path, classes):
@@ -277,7 +277,7 @@ def test_the_builtin_suite_takes_no_other_splits(setting):
     check_message(refusal(load, "letters", **{setting: "01"}), "dataset=letters", "leave --class_splits")
 
 
-def test_answers_alone_carry_labels():
+def test_only_answer_tokens_have_labels():
     (row,) = encode_pairs(TOKENIZER, ["abc"], ["yes"], 64)
     answer = TOKENIZER(" yes", add_special_tokens=False)["input_ids"] + [TOKENIZER.eos_token_id]
     assert row.input_ids[0] == TOKENIZER.bos_token_id

@@ -44,7 +44,7 @@ def test_the_chosen_split_is_read(tmp_path, value, settings, train):
 
 
 @pytest.mark.parametrize(("file", "named_tasks"), [("class_splits", False), ("task_splits", True)])
-def test_the_folder_brings_its_own(tmp_path, file, named_tasks):
+def test_the_split_file_of_the_data_folder_is_read(tmp_path, file, named_tasks):
     (tmp_path / f"{file}.json").write_text(json.dumps({"train": ["a"]}))
     notices: list[str] = []
     assert read_splits(str(tmp_path), Config(dataset=[str(tmp_path)]), named_tasks, notices.append) == {
@@ -57,7 +57,7 @@ def test_the_folder_brings_its_own(tmp_path, file, named_tasks):
 
 
 @pytest.mark.parametrize(
-    ("value", "settings", "said"),
+    ("value", "settings", "parts"),
     [
         (FIVE, {"class_split": "07"}, ["class_split=07", "it has 01, 02"]),
         (
@@ -87,9 +87,9 @@ def test_the_folder_brings_its_own(tmp_path, file, named_tasks):
         ),
     ],
 )
-def test_a_file_that_does_not_fit_is_refused(tmp_path, value, settings, said):
+def test_a_file_that_does_not_fit_is_refused(tmp_path, value, settings, parts):
     path = written(tmp_path, value)
-    assert refusal(read_splits, "data", config_for(path, **settings), False, print) == said.format(path=path)
+    assert refusal(read_splits, "data", config_for(path, **settings), False, print) == parts.format(path=path)
 
 
 def test_an_unreadable_file_is_refused(tmp_path):
@@ -148,7 +148,7 @@ def test_members_must_exist_and_be_in_one_split():
 
 
 @given(st.sets(st.text(min_size=1), min_size=1, max_size=40), st.integers(1, 6))
-def test_own_splits_share_out_every_member(names, least):
+def test_hash_splits_assign_every_member(names, least):
     notices: list[str] = []
     splits = own_splits(dict.fromkeys(sorted(names), "s"), least, notices.append)
     members = [member for part in splits.values() for member in part]

@@ -67,7 +67,7 @@ def texts(rows) -> list[str]:
     return [TOKENIZER.decode(row.input_ids, skip_special_tokens=True) for row in rows]
 
 
-def test_without_names_there_are_none():
+def test_no_transforms_without_names():
     assert Transforms.of(Config(), TOKENIZER) is None
 
 
@@ -87,7 +87,7 @@ def test_pairs_are_changed_with_their_answers(tmp_path):
     assert [row.label_tokens for row in changed.query] == [row.label_tokens for row in plain.query]
 
 
-def test_episodes_are_changed_whole_and_last(tmp_path):
+def test_episode_transforms_run_last_on_complete_episodes(tmp_path):
     plain, changed = run(
         tmp_path,
         example_transforms=[f"{HERE}:upper"],
@@ -98,7 +98,7 @@ def test_episodes_are_changed_whole_and_last(tmp_path):
     assert len(changed.query) == 1
 
 
-def test_built_in_ones_do_what_they_say():
+def test_built_in_transforms():
     example, rng = (
         TextExample("one two three four five six seven eight nine ten", "c", 0),
         np.random.default_rng(0),
@@ -113,7 +113,7 @@ def test_built_in_ones_do_what_they_say():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "parts"),
     [
         (
             {"example_transforms": ["nowhere:f"]},
@@ -154,17 +154,17 @@ def test_built_in_ones_do_what_they_say():
         ),
     ],
 )
-def test_wrong_ones_are_named(tmp_path, settings, said):
-    check_message(refusal(run, tmp_path, **settings), *said)
+def test_failing_transforms_are_named(tmp_path, settings, parts):
+    check_message(refusal(run, tmp_path, **settings), *parts)
 
 
-def test_what_cannot_be_sent_to_a_loader_process_is_named():
-    said = refusal(Transforms.of, Config(example_transforms=[f"{HERE}:LOCAL"]), TOKENIZER)
-    check_message(said, f"example_transforms={HERE}:LOCAL")
-    assert said.endswith("; name a function of a module")
+def test_transforms_that_cannot_be_pickled_are_named():
+    parts = refusal(Transforms.of, Config(example_transforms=[f"{HERE}:LOCAL"]), TOKENIZER)
+    check_message(parts, f"example_transforms={HERE}:LOCAL")
+    assert parts.endswith("; name a function of a module")
 
 
-def test_modules_of_the_working_folder_count(tmp_path, monkeypatch):
+def test_modules_of_the_working_folder_are_found(tmp_path, monkeypatch):
     (tmp_path / "my_changes.py").write_text("def shout(example, rng):\n    return example\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -140,7 +140,7 @@ def test_a_learned_head_is_tried_beside_zeros(tmp_path):
         ({}, {"inner_lrs": [0.01], "inner_optimizer": "adamw", "feature_norm": 2.0}),
     ],
 )
-def test_what_was_scored_is_what_the_model_then_does(run, flags, tmp_path):
+def test_evaluation_of_the_tuned_model_gives_the_scored_loss(run, flags, tmp_path):
     """Rates by element are scaled; settings that flags gave are remembered too."""
     model = trained(tmp_path / "run", **run)
     for _ in range(2):  # again: from what the first one stored
@@ -156,7 +156,7 @@ def test_what_was_scored_is_what_the_model_then_does(run, flags, tmp_path):
     }
 
 
-def test_a_learned_head_is_of_as_many_classes(tmp_path, capsys):
+def test_a_learned_head_needs_the_same_number_of_classes(tmp_path, capsys):
     model = trained(tmp_path / "run", head_init="learned", n_way_max=5)
     head = load_file(Path(model) / "head.safetensors")["head.weight"]
     assert len(head) == 5
@@ -178,7 +178,7 @@ def test_a_learned_head_is_of_as_many_classes(tmp_path, capsys):
     )
 
 
-def test_a_head_that_never_moves_needs_its_own_classes(tmp_path):
+def test_a_frozen_head_needs_its_number_of_classes(tmp_path):
     model = trained(tmp_path / "run", algorithm="boil")
     assert fmmeta.evaluate(model, "letters", **SAME)["accuracy"] > 0
     check_message(
@@ -190,7 +190,7 @@ def test_a_head_that_never_moves_needs_its_own_classes(tmp_path):
 
 
 @pytest.mark.parametrize("algorithm", ["anil", "meta_sgd"])
-def test_rates_outlive_other_numbers_of_steps_and_an_adaptation(algorithm, tmp_path):
+def test_stored_rates_survive_other_numbers_of_steps_and_an_adaptation(algorithm, tmp_path):
     model = trained(tmp_path / "run", algorithm=algorithm)
     pairs = [(letter * 4, letter) for letter in "abc" for _ in range(2)]
     pairs = [(f"{text}{place}", letter) for place, (text, letter) in enumerate(pairs)]
@@ -265,11 +265,11 @@ def test_optuna_finds_a_rate(bert, classes, tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_tuned_is_said(flags, text):
+def test_settings_that_cannot_be_tuned_are_refused(flags, text):
     check_message(refusal(lambda: tune(TuneConfig(**flags), Progress(False))), *text)
 
 
-def test_a_missing_optuna_is_said(tmp_path, monkeypatch):
+def test_a_missing_optuna_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     message = refusal(
         lambda: tune(
@@ -292,7 +292,7 @@ def test_heads_that_the_model_cannot_use_are_left_out_or_refused(llama, classes,
         "output": str(tmp_path / "choice.json"),
     }
     assert [one.head_init for one in tune(TuneConfig(**flags), Progress(False))] == ["zero"]
-    told = (
+    message = (
         "head_init=prototype needs a head with a bias, and that of LlamaForSequenceClassification has none;"
         " use --pooling "
     )
@@ -300,7 +300,7 @@ def test_heads_that_the_model_cannot_use_are_left_out_or_refused(llama, classes,
         lambda: tune(TuneConfig(**flags, head_inits=["zero", "prototype"]), Progress(False)),
         lambda: fmmeta.evaluate(str(llama), str(classes), n_way="3", k_shot=2, head_init="prototype"),
     ):
-        assert refusal(call) == f"{told}mean or another --head_init"
+        assert refusal(call) == f"{message}mean or another --head_init"
     assert refusal(lambda: tune(TuneConfig(**flags, feature_norm=2.0), Progress(False))).startswith(
         "feature_norm=2 scales "
     )
@@ -327,7 +327,7 @@ def test_rates_that_diverge_are_never_the_best(bert, classes, tmp_path, capsys):
     assert line.split() == ["zero", "1e+30", "-", "diverged", "-"]
 
 
-def test_a_file_that_cannot_be_written_is_said_before_anything_is_tried(tmp_path, monkeypatch):
+def test_an_output_that_cannot_be_written_is_refused_before_tuning(tmp_path, monkeypatch):
     monkeypatch.setattr("fmmeta.evaluation.tune.TuneRun", lambda *_: pytest.fail("computed before the check"))
     check_message(
         refusal(lambda: tune(TuneConfig(output=str(tmp_path)), Progress(False))),
@@ -339,7 +339,7 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_is_tried(tmp_path
 @pytest.mark.parametrize(
     ("own", "rates", "chosen"), [(0.1, [1e-8, 1e-10, 1e-9], 1e-10), (1e-9, [1e-8, 1e-10, 1e-9], 1e-9)]
 )
-def test_of_rates_that_tie_the_models_own_or_the_smallest_is_stored(
+def test_among_equal_rates_the_model_default_or_the_smallest_is_stored(
     own, rates, chosen, bert, classes, tmp_path
 ):
     """Steps this small change no printed digit of the loss."""
@@ -355,7 +355,7 @@ def test_of_rates_that_tie_the_models_own_or_the_smallest_is_stored(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the device is gone"), KeyboardInterrupt()])
-def test_a_failure_leaves_the_best_so_far(error, bert, classes, tmp_path, monkeypatch, capsys):
+def test_a_failure_keeps_the_best_so_far(error, bert, classes, tmp_path, monkeypatch, capsys):
     model, score, scored = shutil.copytree(bert, tmp_path / "model"), TuneRun.score, []
 
     def fails_at_the_third(bench, head, rate):
@@ -396,7 +396,7 @@ def test_a_failure_leaves_the_best_so_far(error, bert, classes, tmp_path, monkey
     assert [file.name for file in model.iterdir() if "tmp" in file.name] == []
 
 
-def test_a_failure_at_once_stores_nothing(bert, classes, tmp_path, monkeypatch):
+def test_a_failure_of_the_first_trial_stores_nothing(bert, classes, tmp_path, monkeypatch):
     monkeypatch.setattr(TuneRun, "score", lambda *_: (_ for _ in ()).throw(RuntimeError("at once")))
     choice = tmp_path / "choice.json"
     settings = TuneConfig(model_name_or_path=str(bert), dataset=[str(classes)], output=str(choice), **FLAGS)

@@ -50,7 +50,7 @@ def with_table(folder: Path, step: int = 3) -> Path:
     return path
 
 
-def test_what_we_write_is_safetensors(tmp_path):
+def test_shards_are_safetensors(tmp_path):
     file = tmp_path / "x.safetensors"
     tensors = {
         "a": torch.arange(6.0).view(2, 3),
@@ -75,17 +75,17 @@ def test_any_flipped_byte_is_found(tmp_path):
             bad = bytearray(good)
             bad[at] ^= 0x21
             file.write_bytes(bad)
-            said = checkpoint.find_corruption(folder, one_rank().world)
+            parts = checkpoint.find_corruption(folder, one_rank().world)
             if file.name != "manifest.json":
-                assert said == f"{file.name} has another sha256 than manifest.json", at
-            elif not said:  # a byte between words says nothing
+                assert parts == f"{file.name} has another sha256 than manifest.json", at
+            elif not parts:  # a byte between words says nothing
                 assert json.loads(bad) == json.loads(good), at
         file.write_bytes(good)
     assert checkpoint.find_corruption(folder, one_rank().world) == ""
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("damage", "parts"),
     [
         (
             lambda f: (f / "shard-00000.safetensors").unlink(),
@@ -104,31 +104,31 @@ def test_any_flipped_byte_is_found(tmp_path):
         (lambda f: (f / "manifest.json").write_text("[" * 100000), ["manifest.json is damaged"]),
     ],
 )
-def test_harm_is_named_and_an_older_one_is_taken(tmp_path, harm, said):
+def test_a_damaged_checkpoint_is_named_and_an_older_one_is_resumed(tmp_path, damage, parts):
     run, config = tmp_path / "run", Config(output_dir=str(tmp_path / "run"))
     run.mkdir()
     write_run(run, config, "f", "", finished=False)
     for step in (4, 8):
         saved(run, WHOLE, step, keep=9)
-    harm(run / "checkpoint-8")
+    damage(run / "checkpoint-8")
     start = open_run(config, "f", one_rank().world)
     start.lock.close()
     assert start.checkpoint == run / "checkpoint-4"
-    assert start.warnings[0].startswith(f"{run / 'checkpoint-8'} is refused: {said}")
+    assert start.warnings[0].startswith(f"{run / 'checkpoint-8'} is refused: {parts}")
     check_message(start.warnings[1], f"{run / 'checkpoint-8'}", f"{run / 'checkpoint-8'} was renamed to")
     assert (run / "aside-checkpoint-8").is_dir()  # neither lost nor chosen again
-    harm(run / "checkpoint-4")
+    damage(run / "checkpoint-4")
     message = refusal(open_run, config, "f", one_rank().world)
-    check_message(message, f"output_dir={run}", f"{run / 'checkpoint-4'}", f"{said}")
+    check_message(message, f"output_dir={run}", f"{run / 'checkpoint-4'}", f"{parts}")
     explicit = Config(
         output_dir=str(tmp_path / "new"), resume_from_checkpoint=str(run / "aside-checkpoint-8")
     )
-    if "state" not in said:
+    if "state" not in parts:
         message = refusal(open_run, explicit, "f", one_rank().world)
         assert "aside-checkpoint-8 is not complete: " in message or "other settings" in message
 
 
-def test_a_checkpoint_that_another_group_removes_is_not_the_last_word(tmp_path, monkeypatch):
+def test_a_checkpoint_removed_by_another_group_is_replaced_by_a_newer_one(tmp_path, monkeypatch):
     """An elastic group chooses while the writer saves: its checkpoint is gone when it is verified, and a
     newer one is there.
     """
@@ -149,7 +149,7 @@ def test_a_checkpoint_that_another_group_removes_is_not_the_last_word(tmp_path, 
     assert sorted(path.name for path in run.glob("*checkpoint*")) == ["checkpoint-6"]
 
 
-def test_tables_that_are_gone_are_not_taken_for_none(tmp_path):
+def test_missing_extra_tables_are_refused(tmp_path):
     folder = with_table(tmp_path)
     assert set(checkpoint.load_tables(folder)) == {"rates"}
     (folder / "tables.safetensors").unlink()
@@ -160,7 +160,7 @@ def test_tables_that_are_gone_are_not_taken_for_none(tmp_path):
     assert "manifest.json cannot be read" in refusal(checkpoint.load_tables, folder)
 
 
-def test_another_models_checkpoint_is_one_line(tmp_path):
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     folder = saved(tmp_path, WHOLE)
     turned = tuple(replace(f, shape=(3, 4)) if f.name == "a" else f for f in WHOLE.fragments)
     other = replace(WHOLE, fragments=turned)
@@ -181,7 +181,7 @@ def test_another_models_checkpoint_is_one_line(tmp_path):
     assert_holds(folder, WHOLE)
 
 
-def test_a_strange_tensor_is_refused(tmp_path):
+def test_an_unknown_tensor_is_refused(tmp_path):
     from safetensors.torch import save_file
 
     folder = saved(tmp_path, WHOLE)
@@ -193,7 +193,7 @@ def test_a_strange_tensor_is_refused(tmp_path):
         )
 
 
-def test_a_kill_at_each_boundary_of_a_save_leaves_a_whole_one(tmp_path, monkeypatch):
+def test_a_kill_at_any_point_of_a_save_leaves_a_complete_checkpoint(tmp_path, monkeypatch):
     """The state of the folder before each rename, fsync, open and removal of a save is one to go on from."""
     source = tmp_path / "run"
     saved(source, WHOLE, 3)
@@ -231,7 +231,7 @@ def test_a_kill_at_each_boundary_of_a_save_leaves_a_whole_one(tmp_path, monkeypa
         assert [folder.name for folder in checkpoint.list_complete(begun)] == [f"checkpoint-{step}"]
 
 
-def test_a_full_disk_costs_the_save_and_nothing_else(tmp_path):
+def test_a_full_disk_fails_the_save_and_training_continues(tmp_path):
     """A real one: a file system of 64 KiB in a namespace of its own."""
     code = f"""
 from pathlib import Path
@@ -283,7 +283,7 @@ print(whole, checkpoint.find_corruption(good, one_rank().world), os.statvfs(run)
 
 
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.EROFS, errno.EIO])
-def test_quota_and_read_only_are_told_alike(tmp_path, monkeypatch, number):
+def test_quota_and_read_only_errors_name_the_checkpoint(tmp_path, monkeypatch, number):
     good = saved(tmp_path, WHOLE, 3)
 
     def refuse(handle):
@@ -297,7 +297,7 @@ def test_quota_and_read_only_are_told_alike(tmp_path, monkeypatch, number):
     assert not (tmp_path / "tmp-checkpoint-4").exists()
 
 
-def test_training_goes_on_while_a_thread_writes_what_was(tmp_path, monkeypatch):
+def test_a_background_save_writes_the_values_of_its_step(tmp_path, monkeypatch):
     gate, saver = threading.Event(), Saver(WHOLE, Config(), one_rank(), pytest.fail)
     real = write.write_tensors
     monkeypatch.setattr(write, "write_tensors", lambda *args: (gate.wait(10), real(*args))[1])
@@ -316,7 +316,7 @@ def test_training_goes_on_while_a_thread_writes_what_was(tmp_path, monkeypatch):
     assert saver.thread is None
 
 
-def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
+def test_training_waits_when_memory_is_too_small_for_copies(tmp_path, monkeypatch):
     monkeypatch.setattr("fmmeta.checkpoint.write.host_bytes", lambda ranks: 100)
     saver = Saver(WHOLE, Config(), one_rank(), pytest.fail)
     vectors = {"theta": laid_out(WHOLE, parameters(100)), "exp_avg": laid_out(WHOLE, parameters(500))}
@@ -326,19 +326,19 @@ def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
     assert_holds(tmp_path / "checkpoint-1", CUT)
 
 
-def test_an_unexpected_error_of_the_thread_is_told(tmp_path, monkeypatch):
-    said = []
-    saver = Saver(WHOLE, Config(), one_rank(), said.append)
+def test_an_unexpected_error_of_the_save_thread_is_logged(tmp_path, monkeypatch):
+    parts = []
+    saver = Saver(WHOLE, Config(), one_rank(), parts.append)
     monkeypatch.setattr(write, "param_shapes", lambda params: 1 / 0)
     saver.save(tmp_path / "checkpoint-1", {"theta": torch.zeros(WHOLE.numel)}, state_of(1), {})
     saver.wait()
-    assert said == [
+    assert parts == [
         f"{tmp_path / 'checkpoint-1'}: ZeroDivisionError: division by zero; training continues, there is no"
         " complete one"
     ]
 
 
-def test_a_folder_in_use_is_waited_for_and_then_refused(tmp_path):
+def test_a_locked_folder_is_refused_after_a_wait(tmp_path):
     held = lock_folder(tmp_path)
     assert refusal(lock_folder, tmp_path, 0.3).startswith(
         f"output_dir={tmp_path} is in use by process {os.getpid()} on "
@@ -349,7 +349,7 @@ def test_a_folder_in_use_is_waited_for_and_then_refused(tmp_path):
     assert 0.3 < time.monotonic() - began < 5
 
 
-def test_changes_are_named_and_dangerous_ones_need_a_word():
+def test_changed_settings_are_named_and_dangerous_ones_refused():
     before = {**Config(outer_lr=0.1, save_steps=5).as_dict(), "dataset_fingerprint": "f"}
     now = Config(outer_lr=0.2, save_steps=6, accept_changed_settings=["outer_lr"])
     assert accept_changes(before, now, "f", "here") == [
@@ -369,7 +369,7 @@ def test_changes_are_named_and_dangerous_ones_need_a_word():
     )
 
 
-def test_the_bare_command_goes_on_in_its_own_folder(tmp_path, monkeypatch):
+def test_the_command_without_output_dir_resumes_its_run(tmp_path, monkeypatch):
     """Without --output_dir: the newest unfinished run with these settings and a checkpoint that nobody works
     on.
     """

@@ -71,7 +71,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "stages", "settings"), CASES)
-def test_stages_in_a_row_are_the_model(saved, family, stages, settings):
+def test_consecutive_stages_equal_the_model(saved, family, stages, settings):
     config = config_of(saved(family), family, **settings)
     whole = load_learner(config, describe(config))
     found = list(held_stages(config, stages))
@@ -103,7 +103,7 @@ def test_stages_in_a_row_are_the_model(saved, family, stages, settings):
         assert passed.requires_grad
 
 
-def test_an_idle_stage_passes_gradients_on_and_learns_nothing(saved):
+def test_a_stage_without_trained_weights_passes_gradients(saved):
     config = config_of(saved("llama"), "llama", lora_r=2, lora_target_modules=["layers.0.self_attn.q_proj"])
     _, (stage, *_) = held_stages(config, 2)
     ids = torch.randint(3, 259, (2, 9))
@@ -125,7 +125,7 @@ def test_a_stage_reads_its_own_tensors_only(saved, monkeypatch):
         read.clear()
 
 
-def test_adapters_are_those_that_the_whole_model_gets(saved):
+def test_stage_adapters_equal_those_of_the_model(saved):
     for family, settings in (
         ("gpt2", {"lora_target_modules": ["all-linear"]}),
         ("bert", {"head_init": "learned"}),
@@ -135,7 +135,7 @@ def test_adapters_are_those_that_the_whole_model_gets(saved):
 
 
 @given(st.lists(st.integers(1, 50), min_size=2, max_size=8), st.data())
-def test_balance_is_the_best_there_is(weights, data):
+def test_the_balance_is_optimal(weights, data):
     parts = data.draw(st.integers(1, len(weights)))
     bounds = balance(weights, parts)
 
@@ -195,7 +195,7 @@ def test_names_of_the_base_model_and_old_names_are_found(tmp_path, saved):
         )
 
 
-def test_the_builtin_model_streams_too():
+def test_the_builtin_model_is_loaded_lazily():
     for task in ("classification", "causal_lm"):
         assert_same_start(Config(task_type=task))
 
@@ -214,7 +214,7 @@ def test_frozen_tensors_of_a_stage(saved):
     assert frozen == [[], ["hf.pooler.dense.bias", "hf.pooler.dense.weight"]]
 
 
-def test_what_cannot_be_cut_is_refused(tmp_path, saved):
+def test_models_that_cannot_be_split_are_refused(tmp_path, saved):
     learner = empty_learner(config := config_of(saved("llama"), "llama"), describe(config))
     check_message(refusal(plan_stages, learner, 4), "pipeline_stages=4", "3 layers", "use 3 or fewer")
     other = tmp_path / "config.json"

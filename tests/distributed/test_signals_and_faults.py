@@ -22,10 +22,10 @@ from tests.support.short_runs import LONG, model_of, off, same, steps_of, theta_
 
 
 @pytest.fixture(scope="module")
-def straight(fork_server, flags, tmp_path_factory):
+def undisturbed_run(fork_server, flags, tmp_path_factory):
     """The run that nothing happens to."""
-    folder = tmp_path_factory.mktemp("straight")
-    ranks = fork_server.train(flags(folder / "run", **LONG), 2, folder, DAWDLE_S="0")
+    folder = tmp_path_factory.mktemp("undisturbed_run")
+    ranks = fork_server.train(flags(folder / "run", **LONG), 2, folder, EPISODE_S="0")
     assert fork_server.wait(ranks, 100) == [0, 0], ranks[0].text
     return folder / "run"
 
@@ -33,7 +33,9 @@ def straight(fork_server, flags, tmp_path_factory):
 @pytest.mark.parametrize(
     ("number", "whom"), [(signal.SIGTERM, [0, 1]), (signal.SIGINT, [0, 0, 1]), (signal.SIGUSR1, [1])]
 )
-def test_a_signal_saves_and_ends_every_rank_with_75(fork_server, flags, straight, tmp_path, number, whom):
+def test_a_signal_saves_and_ends_every_rank_with_75(
+    fork_server, flags, undisturbed_run, tmp_path, number, whom
+):
     """To all ranks, to one twice as Ctrl-C does, to one alone; the same command then goes on to the same
     bits.
     """
@@ -49,36 +51,36 @@ def test_a_signal_saves_and_ends_every_rank_with_75(fork_server, flags, straight
         max(rank.ended for rank in ranks) - asked < 20
     )  # a task, the agreement, the save, and the others' three seconds
     (folder,) = (path for path in run.glob("checkpoint-*") if path.name != "checkpoint-5")
-    said = (
+    message = (
         rf"fmmeta: stopped by {number.name} after outer step {folder.name.removeprefix('checkpoint-')}, saved"
         rf" in {folder}; "
     )
-    assert said in ranks[0].text
+    assert message in ranks[0].text
     assert "Traceback" not in ranks[0].text + ranks[1].text
-    again = fork_server.train(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0")
+    again = fork_server.train(flags(run, **LONG), 2, tmp_path, EPISODE_S="0")
     assert fork_server.wait(again, 100) == [0, 0], again[0].text
     assert f"resumed from {folder}" in again[0].text
-    assert same(run, straight)
+    assert same(run, undisturbed_run)
 
 
-def test_a_step_is_abandoned_between_two_tasks(fork_server, flags, straight, tmp_path):
+def test_a_step_is_abandoned_between_two_tasks(fork_server, flags, undisturbed_run, tmp_path):
     """A group runs its tasks when it has all of them; the one that learns of a signal meanwhile does not
     begin.
     """
     run = tmp_path / "run"
-    ranks = fork_server.train(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0.5")
+    ranks = fork_server.train(flags(run, **LONG), 2, tmp_path, EPISODE_S="0.5")
     until(lambda: steps_of(run) >= 2)
     time.sleep(0.2)  # step 3 is being loaded, for a second
     os.kill(ranks[1].pid, signal.SIGTERM)
     assert fork_server.wait(ranks, 30) == [75, 75], ranks[0].text
     assert steps_of(run) == 2
     assert "after outer step 2, saved in" in ranks[0].text
-    again = fork_server.train(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0")
+    again = fork_server.train(flags(run, **LONG), 2, tmp_path, EPISODE_S="0")
     assert fork_server.wait(again, 100) == [0, 0]
-    assert same(run, straight)
+    assert same(run, undisturbed_run)
 
 
-def test_a_signal_before_anything_is_learned_ends_at_once(fork_server, flags, tmp_path):
+def test_a_signal_before_the_first_step_ends_at_once(fork_server, flags, tmp_path):
     ranks = fork_server.train(flags(tmp_path / "run", **LONG), 2, tmp_path)
     time.sleep(0.3)
     for rank in ranks:
@@ -86,7 +88,7 @@ def test_a_signal_before_anything_is_learned_ends_at_once(fork_server, flags, tm
     assert fork_server.wait(ranks, 20) == [75, 75]
 
 
-def test_a_later_second_signal_leaves_at_once(fork_server, flags, tmp_path):
+def test_a_second_signal_ends_the_process_at_once(fork_server, flags, tmp_path):
     """Rank 0 waits in a collective for rank 1, which is stopped: the first signal has no effect."""
     run = tmp_path / "run"
     ranks = fork_server.train(flags(run, **LONG), 2, tmp_path)
@@ -105,7 +107,7 @@ def test_a_later_second_signal_leaves_at_once(fork_server, flags, tmp_path):
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_a_frozen_rank_is_named_and_the_job_ends(fork_server, flags, straight, tmp_path, frozen):
+def test_a_frozen_rank_is_named_and_the_job_ends(fork_server, flags, undisturbed_run, tmp_path, frozen):
     """Rank 0 keeps the board, so that nobody can be asked when it is the frozen one."""
     run = tmp_path / "run"
     ranks = fork_server.train(flags(run, step_timeout=3, **LONG), 2, tmp_path)
@@ -131,23 +133,23 @@ def test_a_frozen_rank_is_named_and_the_job_ends(fork_server, flags, straight, t
         r" .*; stack: .*loop"
     )
     assert re.search(own, text), text
-    again = fork_server.train(flags(run, step_timeout=100, **LONG), 2, tmp_path, DAWDLE_S="0")
+    again = fork_server.train(flags(run, step_timeout=100, **LONG), 2, tmp_path, EPISODE_S="0")
     assert fork_server.wait(again, 100) == [0, 0], again[0].text
-    assert same(run, straight)
+    assert same(run, undisturbed_run)
 
 
-def test_a_run_alone_is_watched_too(fork_server, flags, tmp_path):
+def test_the_watchdog_watches_a_single_process(fork_server, flags, tmp_path):
     ranks = fork_server.train(
-        flags(tmp_path / "run", step_timeout=1.5, **{**LONG, "outer_steps": 3}), 1, tmp_path, DAWDLE_S="60"
+        flags(tmp_path / "run", step_timeout=1.5, **{**LONG, "outer_steps": 3}), 1, tmp_path, EPISODE_S="60"
     )
     assert fork_server.wait(ranks, 30) == [70]
     assert re.search(
-        r"watchdog: rank 0 \(.*\): in outer step 2, waiting for its tasks; stack: short.py:\d+ dawdle",
+        r"watchdog: rank 0 \(.*\): in outer step 2, waiting for its tasks; stack: short_runs.py:\d+ slow_episode",
         ranks[0].text,
     )
 
 
-def test_ranks_without_their_launcher_save_and_end(flags, straight, tmp_path):
+def test_ranks_save_and_end_when_their_launcher_is_killed(flags, undisturbed_run, tmp_path):
     """A launcher that is killed leaves its ranks behind."""
     run = tmp_path / "run"
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -175,7 +177,7 @@ time.sleep(1000)
 
 
 @pytest.mark.timeout(300)
-def test_torchrun_restarts_a_killed_run_without_any_flag(flags, straight, tmp_path):
+def test_torchrun_restarts_a_killed_run_without_any_flag(flags, undisturbed_run, tmp_path):
     """The bare folder name too is found again: the run is made without --output_dir."""
     arguments = flags(None, **LONG)
     command = [
@@ -185,7 +187,7 @@ def test_torchrun_restarts_a_killed_run_without_any_flag(flags, straight, tmp_pa
         "--max-restarts=2",
         str(ROOT / "launch/train.py"),
     ]
-    env = environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", DAWDLE_S="0.02")
+    env = environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", EPISODE_S="0.02")
     with (tmp_path / "log").open("w") as log:
         started = subprocess.Popen([*command, *arguments], cwd=tmp_path, env=env, stdout=log, stderr=log)
         until(lambda: list(tmp_path.glob("runs/*/checkpoint-5")), 150)
@@ -203,7 +205,7 @@ def test_torchrun_restarts_a_killed_run_without_any_flag(flags, straight, tmp_pa
     assert code == 0, text[-3000:]
     (run,) = (tmp_path / "runs").iterdir()
     assert f"resumed from {run.relative_to(tmp_path)}/checkpoint-" in text
-    assert same(run, straight)
+    assert same(run, undisturbed_run)
 
 
 MOVES = [
@@ -230,20 +232,22 @@ MOVED = {"outer_steps": 6, "save_steps": 2, "save_total_limit": 9, "meta_batch_s
 
 
 @pytest.fixture(scope="module")
-def whole(fork_server, flags, tmp_path_factory):
+def uninterrupted_run(fork_server, flags, tmp_path_factory):
     """One process without a stop."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("uninterrupted_run")
     assert fork_server.wait(fork_server.train(flags(folder / "run", **MOVED), 1, folder), 100) == [0]
     return folder / "run"
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("places", [places for _, places in MOVES], ids=[name for name, _ in MOVES])
-def test_a_run_goes_on_on_another_layout_at_parity(fork_server, flags, whole, tmp_path, places):
+def test_a_run_resumes_on_another_layout_at_parity(fork_server, flags, uninterrupted_run, tmp_path, places):
     """Each place goes on from the checkpoint two steps into the one before, and ends where one process
     without a stop ends.
     """
-    begin, wanted = (load_file(whole / f"checkpoint-{n}" / "shard-00000.safetensors") for n in (2, 6))
+    begin, wanted = (
+        load_file(uninterrupted_run / f"checkpoint-{n}" / "shard-00000.safetensors") for n in (2, 6)
+    )
     resumed = {}
     for number, (ranks, place) in enumerate(places):
         run = tmp_path / str(number)
@@ -251,10 +255,10 @@ def test_a_run_goes_on_on_another_layout_at_parity(fork_server, flags, whole, tm
         assert fork_server.wait(started, 200) == [0] * ranks, started[0].text
         assert not number or f"resumed from {resumed['resume_from_checkpoint']}" in started[0].text
         resumed = {"resume_from_checkpoint": run / f"checkpoint-{2 * number + 2}"}
-        assert off(theta_of(run) if ranks == 1 else model_of(run), whole, begin, wanted) < 1e-4
+        assert off(theta_of(run) if ranks == 1 else model_of(run), uninterrupted_run, begin, wanted) < 1e-4
 
 
-def test_odd_replicas_are_named_on_all_ranks():
+def test_differing_replicas_are_named_on_all_ranks():
     outputs = run_ranks(["-m", "tests.support.scenarios", "odd_replicas"], 3, timeout_s=100).ok().output
     for text in outputs:
         assert (
@@ -264,13 +268,13 @@ def test_odd_replicas_are_named_on_all_ranks():
         assert "equal before" in text
 
 
-def test_a_failed_save_is_told_and_training_goes_on(fork_server, flags, straight, tmp_path):
+def test_training_continues_after_a_failed_save(fork_server, flags, undisturbed_run, tmp_path):
     """A file lies where the first checkpoint is to be prepared; the next one is written."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "tmp-checkpoint-5").write_text("in the way")
-    ranks = fork_server.train(flags(run, **LONG), 2, tmp_path, DAWDLE_S="0")
+    ranks = fork_server.train(flags(run, **LONG), 2, tmp_path, EPISODE_S="0")
     assert fork_server.wait(ranks, 100) == [0, 0], ranks[0].text
-    assert same(run, straight)
+    assert same(run, undisturbed_run)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == list(range(1, 13))
