@@ -248,7 +248,7 @@ def test_missing_settings_are_one_error_line(command, flags, torchft, parts, tmp
     line = ended.output[0].strip().splitlines()[-1]
     assert ended.codes == [2], ended.output[0]
     assert line.startswith("fmmeta: error: ")
-    assert parts in line
+    assert all(part in line for part in parts)
     assert torchft or line.endswith("; pip install 'fmmeta[elastic]'")
     assert "Traceback" not in ended.output[0]
 
@@ -339,7 +339,7 @@ def test_a_quorum_request_waits_for_working_groups_and_not_for_a_dead_lighthouse
             began = time.monotonic()
             with pytest.raises(
                 MachineFault,
-                match=rf"lighthouse={address} has been silent for 1 s \(.*\); look whether it runs",
+                match=rf"lighthouse={address} .* silent for 1 s .*; look whether it runs",
             ):
                 request(lines[0], 3)
             assert time.monotonic() - began < 10
@@ -372,7 +372,7 @@ def test_a_group_that_ends_before_the_rendezvous_is_missed_at_once():
                 data=mine,
             )
             began = time.monotonic()
-            with pytest.raises(PeerLost, match="meeting the other groups: group b has ended"):
+            with pytest.raises(PeerLost, match="group b has ended"):
                 cross.form(1, 30.0)
             assert time.monotonic() - began < 5
             assert [member.replica_id for member in counted.result().participants] == [cross.name, "b:1"]

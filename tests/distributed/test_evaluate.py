@@ -42,7 +42,7 @@ def evaluate(tmp_path_factory):
     def run(ranks: int, *more: str):
         output = folder / f"{ranks}-{len(more)}.json"
         ended = run_ranks(["-m", "fmmeta", "evaluate", *flags, *more, "--output", str(output)], ranks).ok()
-        assert not ended.others  # one rank speaks
+        assert not ended.others  # only rank 0 logs
         assert "accuracy %" in ended.output[0]
         return json.loads(output.read_text())["cells"]
 
@@ -110,12 +110,10 @@ def test_generated_answers_need_the_complete_model_on_one_rank(tmp_path):
         "2",
     ]
     ended = run_ranks(["-m", "fmmeta", "evaluate", *flags], 2)
-    wanted = (
-        "metrics=rouge_l need the whole model on one rank, and group_size=2; use --group_size 1, or leave"
-        " them out"
-    )
     assert ended.codes == [2, 2]
-    assert ended.output[0].strip().endswith(f"fmmeta: error: {wanted}")
+    line = ended.output[0].strip().splitlines()[-1]
+    assert line.startswith("fmmeta: error: ")
+    check_message(line, "metrics=rouge_l", "group_size=2", "use --group_size 1")
     assert "Traceback" not in "".join(ended.output)
 
 
@@ -163,19 +161,15 @@ def test_a_stopped_command_keeps_complete_results(command, tmp_path):
     assert ended.codes == [75, 75], ended.output
     assert [file.name for file in tmp_path.iterdir() if file.name.endswith("tmp")] == []
     if command == "evaluate":
-        check_message(
-            ended.output[0].strip().splitlines()[-1], "fmmeta: stopped by a signal", "nothing was written"
-        )
+        assert ended.output[0].strip().endswith("stopped by a signal; nothing was written")
         assert not (tmp_path / "out.json").exists()
         return
     stored = json.loads((tmp_path / "out.json").read_text())
     done = stored["tuned"]["trials"]
     assert 0 < done < stored["tuned"]["of"] == 1000
-    message = (
-        f"stopped by SIGTERM after {done} of 1000 trials; the best so far is stored in"
-        f" {tmp_path / 'out.json'}"
-    )
-    assert ended.output[0].strip().splitlines()[-1] == f"fmmeta: {message}"
+    line = ended.output[0].strip().splitlines()[-1]
+    assert line.startswith(f"fmmeta: stopped by SIGTERM after {done} of 1000 trials; ")
+    assert line.endswith(f" {tmp_path / 'out.json'}")
     rows = [line for line in ended.output[0].splitlines() if line.startswith(("zero ", "prototype "))]
     assert len(rows) == done
     assert rows[0].split()[1] == f"{stored['inner_lr']:.4g}"

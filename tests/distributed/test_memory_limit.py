@@ -62,7 +62,7 @@ def test_four_ranks_train_a_model_that_one_rank_cannot_hold(files, kind):
     )
     for text in outputs:
         refused = re.search(
-            r"group_size=1 needs (.*) = ([\d.]+) GiB per rank at ZeRO 0, and ([\d.]+) GiB are free; use (.*)",
+            r"group_size=1 needs (.*) = ([\d.]+) GiB .* ZeRO 0, and ([\d.]+) GiB .*; use (.*)",
             text,
         )
         assert refused, text

@@ -9,7 +9,8 @@ import json
 import pytest
 
 from fmmeta.report.page import write
-from tests.distributed.test_run import train
+from tests.support.launch import train
+from tests.support.messages import check_message
 from tests.support.models import save_bert, write_classes
 
 
@@ -48,9 +49,8 @@ def test_report_and_trackers_are_the_same_on_all_layouts(tmp_path):
         )  # made from its folder alone
     assert confusion["one"]["counts"] == confusion["groups"]["counts"] == confusion["sharded"]["counts"]
     assert sum(map(sum, confusion["one"]["counts"])) == 12
-    assert confusion["stages"] == {
-        "left_out": "pipeline_stages=2: only the last stage has the model's answers"
-    }
+    assert confusion["stages"].keys() == {"left_out"}
+    check_message(confusion["stages"]["left_out"], "pipeline_stages=2")
     for name in ("groups", "sharded"):
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         assert len(list((tmp_path / name / "tensorboard").glob("events*"))) == 1

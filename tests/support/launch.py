@@ -87,6 +87,21 @@ def start_ranks(
     return (Fresh if fresh else Forked)(arguments, envs, cwd, before)
 
 
+TRAINING = {"outer_steps": 4, "inner_steps": 2, "eval_episodes": 0, "save_steps": 0, "logging_steps": 1}
+
+
+def train_flags(folder: Path, **flags: object) -> list[str]:
+    """Flags of a training run of a few seconds that writes into `folder`."""
+    return [f"--{key}={value}" for key, value in {**TRAINING, "output_dir": folder, **flags}.items()]
+
+
+def train(
+    folder: Path, ranks: int, timeout_s: float = 200, fresh: bool = False, **flags: object
+) -> ProcessResults:
+    """Run launch/train.py on some ranks with these flags."""
+    return run_ranks(["launch/train.py", *train_flags(folder, **flags)], ranks, timeout_s, fresh=fresh)
+
+
 def imported(env: Mapping[str, str]) -> dict[str, str]:
     """The variables that are read by imports."""
     return {key: value for key, value in env.items() if key.startswith(READ_BY_IMPORTS)}
@@ -198,4 +213,6 @@ __all__ = [
     "python",
     "run_ranks",
     "start_ranks",
+    "train",
+    "train_flags",
 ]

@@ -1,9 +1,9 @@
-"""Started on every rank by test_memory_limit.py: trains under a memory limit that the whole training state exceeds.
+"""Trains under a memory limit that the complete training state exceeds; for every rank of test_memory_limit.py.
 
     python -m tests.support.limited MODEL DATA OUT
 
-Prints what a group of one is told, whether the limit is real, and where the runs with all ranks in one group
-ended.
+Prints the refusal of a group of one, whether the limit is real, and the result of the run with all ranks in
+one group.
 """
 
 from __future__ import annotations

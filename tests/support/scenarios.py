@@ -33,8 +33,8 @@ from fmmeta.training.loop import Run
 from fmmeta.training.run_folder import RunStart
 
 
-def together(world: World) -> None:
-    """Errors of one rank reach all of them, and the ranks can still talk afterwards."""
+def matching_values(world: World) -> None:
+    """Errors of one rank are raised on all ranks, whose collectives still match afterwards."""
     rank = world.launch.global_rank
     try:
         with world.comm.raise_on_all("testing"):

@@ -1,4 +1,4 @@
-"""Signals, the watchdog's clock, spikes and explosions in one process; tests/distributed/test_signals_and_faults.py has
+"""Signals, the watchdog's clock, spikes and explosions in one process; tests/distributed/test_signals.py has
 the real ones.
 """
 

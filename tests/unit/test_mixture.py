@@ -176,7 +176,7 @@ def test_a_file_too_small_for_an_episode_is_named(tmp_path, rows, parts):
     (tmp_path / "tasks" / "s0").mkdir(parents=True)
     path = write_rows(tmp_path / "tasks" / "s0" / "t0.jsonl", rows)
     config, sources = load(tmp_path / "tasks")
-    assert refusal(sources.train.draw, tasks_of(config, sources, 1)[0]) == parts.format(path=path)
+    check_message(refusal(sources.train.draw, tasks_of(config, sources, 1)[0]), f"{path}: ", *parts)
 
 
 def test_two_files_of_one_name_are_refused(tmp_path):

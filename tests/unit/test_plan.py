@@ -40,6 +40,7 @@ from fmmeta.planning.settings import PlanConfig
 from fmmeta.tasks.batching import Batcher, Example
 from tests.support.helpers import ROOT, refusal
 from tests.support.learners import config_of, worker_of
+from tests.support.messages import check_message
 from tests.support.models import save_family
 from tests.unit.test_algorithms import LEARNERS, passes_of
 
@@ -420,7 +421,7 @@ def test_failures_and_unequal_tasks_cost_time(folders):
     assert first(gpus=4, failures_per_gpu_year=1e9, restart_minutes=1.0) > 2 * even
 
 
-# what is said
+# messages
 
 
 def exit_of(capfd, argv: list[str]) -> tuple[int, str, str]:
@@ -549,7 +550,11 @@ def test_bars_add_up(planned):
     ],
 )
 def test_bad_input_is_one_line_and_code_2(capfd, argv, parts):
-    assert exit_of(capfd, ["plan", *argv]) == (2, "", f"fmmeta: error: {parts}\n")
+    code, output, error = exit_of(capfd, ["plan", *argv])
+    assert (code, output) == (2, "")
+    assert error.startswith("fmmeta: error: ")
+    assert error.count("\n") == 1
+    check_message(error, *parts)
 
 
 def test_a_model_too_large_for_all_layouts_is_refused_with_the_lack(capfd, folders):
@@ -566,10 +571,8 @@ def test_a_model_too_large_for_all_layouts_is_refused_with_the_lack(capfd, folde
     ]
     code, text, error = exit_of(capfd, argv)
     assert (code, text) == (2, "")
-    assert error.startswith(
-        f"fmmeta: error: gpu_memory_gib=0.001 holds no layout of {folders['llama']} on 2 GPUs; the nearest ("
-    )
-    assert "GiB more than 90 % of it; use more GPUs or memory, a shorter --max_length, or --lora_r" in error
+    assert error.startswith("fmmeta: error: gpu_memory_gib=0.001 ")
+    assert all(part in error for part in (folders["llama"], "2 GPUs", "90 %", "use more GPUs or memory"))
     assert error.count("\n") == 1
     code, text, _ = exit_of(capfd, [*argv, "--json"])
     assert code == 2
@@ -596,17 +599,14 @@ def test_a_host_that_is_too_small_is_named(capfd, folders):
     ]
     code, _, error = exit_of(capfd, argv)
     assert code == 2
-    assert "host_memory_gib=0.0001 holds no layout of" in error
+    assert "host_memory_gib=0.0001" in error
 
 
 def test_settings_without_a_possible_layout_are_refused(capfd, folders):
     argv = ["plan", "--model_name_or_path", folders["bert"], *SMALL, "--tensor_parallel_size", "2"]
     code, _, error = exit_of(capfd, argv)
     assert code == 2
-    assert (
-        "no layout is possible with these settings (tensor_parallel_size=2: model_type=bert has no plan"
-        in error
-    )
+    assert all(part in error for part in ("no layout", "tensor_parallel_size=2", "model_type=bert"))
 
 
 def test_profiles_from_files(tmp_path):
@@ -616,14 +616,14 @@ def test_profiles_from_files(tmp_path):
     values = asdict(PROFILES["a100"])
     listed = ", ".join(values)
     for change, parts in (
-        ({"memory": 0}, "sets memory=0, which is no rate; give a positive number"),
-        ({"memory": True}, "sets memory=true, which is no rate; give a positive number"),
-        ({"hidden": 2}, "sets hidden=2, which is no rate; give a positive number up to 1"),
-        ({"device": "tpu"}, 'sets device="tpu"; use cuda or cpu'),
-        ({"speed": 1}, f"sets speed; it holds {listed}"),
+        ({"memory": 0}, ["memory=0", "give a positive number"]),
+        ({"memory": True}, ["memory=true", "give a positive number"]),
+        ({"hidden": 2}, ["hidden=2", "give a positive number up to 1"]),
+        ({"device": "tpu"}, ['device="tpu"', "use cuda or cpu"]),
+        ({"speed": 1}, ["sets speed", f"it holds {listed}"]),
     ):
         path.write_text(json.dumps({**values, **change}))
-        assert refusal(machines.find, str(path)) == f"machine={path} {parts}"
+        check_message(refusal(machines.find, str(path)), f"machine={path}", *parts)
     path.write_text(json.dumps({key: value for key, value in values.items() if key != "latency"}))
     assert refusal(machines.find, str(path)) == f"machine={path} lacks latency; it holds {listed}"
     path.write_text("{")

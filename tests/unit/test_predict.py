@@ -221,8 +221,8 @@ def test_a_text_without_tokens_is_refused(bert, tmp_path, monkeypatch):
         refusal(single.answer, ["a", " "], 1), "text='", f"model_name_or_path={folder}", "fix or remove it"
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"text": "a"}\n{"text": ""}\n'))
-    parts = refusal(predict.run, PredictConfig(str(folder), output=str(tmp_path / "told")))
-    check_message(parts, "input line 2 has no text in text", "fix it")
+    message = refusal(predict.run, PredictConfig(str(folder), output=str(tmp_path / "told")))
+    check_message(message, "input line 2 has no text in text", "fix it")
 
 
 def test_a_language_model_answers_a_table(tmp_path):
@@ -239,9 +239,9 @@ def restore_sigint() -> None:
 
 
 @pytest.mark.parametrize(
-    ("leave", "code", "parts"), [("closed", 141, ""), ("interrupted", 130, "fmmeta: interrupted")]
+    ("leave", "code", "error"), [("closed", 141, ""), ("interrupted", 130, "fmmeta: interrupted")]
 )
-def test_a_closed_pipe_and_ctrl_c_end_predict_without_traceback(adapted, leave, code, parts):
+def test_a_closed_pipe_and_ctrl_c_end_predict_without_traceback(adapted, leave, code, error):
     """As `fmmeta predict | head -1` does, and Ctrl-C while standard input is waited for."""
     process = subprocess.Popen(
         [sys.executable, "-m", "fmmeta", "predict", "--model_name_or_path", str(adapted[0])],
@@ -265,7 +265,7 @@ def test_a_closed_pipe_and_ctrl_c_end_predict_without_traceback(adapted, leave, 
         else:
             process.send_signal(signal.SIGINT)
         assert process.wait(60) == code
-        assert process.stderr.read().strip() == parts
+        assert process.stderr.read().strip() == error
     finally:
         process.kill()
         process.wait()

@@ -160,7 +160,7 @@ def test_no_chat_exceeds_max_length(text, output, max_length):
     [
         (
             None,
-            ["needs a chat template", "use plain or a format string such as 'Q"],
+            ["needs a chat template", "use plain or a format string"],
         ),
         (
             "{{ raise_exception('only pictures') }}",
@@ -175,7 +175,8 @@ def test_no_chat_exceeds_max_length(text, output, max_length):
 )
 def test_tokenizers_without_a_usable_chat_template_are_refused(template, expected):
     message = refusal(encode_pairs, chat_tokenizer(template), ["a"], ["b"], 64, "chat")
-    assert message.removeprefix("prompt_template=chat").lstrip(": ").startswith(expected)
+    assert message.startswith("prompt_template=chat")
+    check_message(message, *expected)
 
 
 def test_a_template_longer_than_max_length_is_refused():

@@ -126,11 +126,11 @@ def test_a_run_of_0_1_0_resumes(folder, name, capsys):
     capsys.readouterr()
     MetaTrainer(config_of(name)).train()
     message = capsys.readouterr().out
-    assert "resumed from run/checkpoint-2, outer step 2" in message
+    assert "resumed from run/checkpoint-2" in message
     assert "settings that differ" not in message
     assert weights(run) == expected
     changed = replace(config_of(name), inner_lr=0.3)
-    check_message(refusal(MetaTrainer(changed).train), "holds a run with other settings")
+    check_message(refusal(MetaTrainer(changed).train), "inner_lr: ", "use these, another output_dir")
 
 
 @pytest.mark.skipif(not OLD, reason="FMMETA_OLD_COMMIT=df4f2f4 runs the old commit; minutes")

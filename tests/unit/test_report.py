@@ -166,7 +166,7 @@ def test_spikes_and_skipped_and_bad_tasks_are_marked(run):
         }
     text = page.all("p", "training")[0][2]
     assert "1 spike of the query loss" in text
-    assert "2 tasks were left out in 2 outer steps, 1 of them because they failed to load" in text
+    check_message(text, "2 tasks were left out in 2 outer steps", "1 of them")
 
 
 def test_a_run_without_problems_reports_none(tmp_path):
@@ -221,15 +221,10 @@ def test_confusion_is_that_of_run_json(run, tmp_path):
     assert cells == ["4", "1", "·", "·", "5", "·", "2", "2", "1"]
     assert "10 of 15 query examples right" in page.all("p", "confusion")[0][2]
     stored = json.loads((run / "run.json").read_text())
-    stored["held_out"]["confusion"] = {
-        "left_out": "pipeline_stages=2: only the last stage has the model's answers"
-    }
+    stored["held_out"]["confusion"] = {"left_out": "pipeline_stages=2: no answers"}
     (run / "run.json").write_text(json.dumps(stored))
-    assert (
-        page_of(run)
-        .all("p", "confusion")[0][2]
-        .startswith("No confusion matrix: pipeline_stages=2: only the last stage")
-    )
+    text = page_of(run).all("p", "confusion")[0][2]
+    check_message(text, "No confusion matrix", "pipeline_stages=2")
 
 
 def test_names_from_data_never_become_markup(tmp_path):
@@ -303,7 +298,7 @@ def test_a_report_of_an_unfinished_run(tmp_path, lines):
         file.write('{"step": 41, "query_lo')  # as another process finds it
     page = page_of(folder)
     state = page.all("span")[0][2]
-    check_message(state, "of 100", f"{(0 if lines == [] else 40)}")
+    check_message(state, "of 100", f"outer step {0 if lines == [] else 40}")
     assert page.all("table", "held-out") == []
     if lines == []:
         assert "No outer step is logged." in page.text
@@ -316,7 +311,7 @@ def test_a_report_of_ten_thousand_steps_is_small(tmp_path):
     assert time.process_time() - began < 3
     assert file.stat().st_size < 700_000
     page = Page(file.read_text())
-    assert "(200 of 10000 steps; all are in metrics.jsonl)" in page.all("summary", "training")[0][2]
+    assert "(200 of 10000 steps;" in page.all("summary", "training")[0][2]
     assert len([one for one in page.all("path", "training") if one[1]["class"] == "spike"]) == 1
 
 
@@ -371,31 +366,25 @@ def test_the_report_command(run, capsys, tmp_path):
     assert ended("--output_dir", str(run)) == (0, f"fmmeta: report {run / 'report.html'}")
     assert Page((run / "report.html").read_text()).all("h1")[0][2] == "fomaml on letters"
     none = tmp_path / "none"
-    assert ended("--output_dir", str(none)) == (
-        2,
-        f"fmmeta: error: output_dir={none} holds no run.json; give the folder of a run",
-    )
-    assert ended() == (2, "fmmeta: error: output_dir is not given; name the folder of a run")
-    assert ended("--output_dri", "x") == (
-        2,
-        "fmmeta: error: --output_dri is not a flag; did you mean --output_dir?; --help lists them",
-    )
     (run / "run.json").write_text("{")
-    assert ended("--output_dir", str(run)) == (
-        2,
-        f"fmmeta: error: {run / 'run.json'} cannot be read; correct or remove it, or choose another"
-        " output_dir",
-    )
+    for words, parts in (
+        (["--output_dir", str(none)], [f"output_dir={none}", "run.json", "give the folder of a run"]),
+        ([], ["output_dir is not given", "name the folder of a run"]),
+        (["--output_dri", "x"], ["--output_dri", "did you mean --output_dir?", "--help lists them"]),
+        (["--output_dir", str(run)], [f"{run / 'run.json'}", "correct or remove it"]),
+    ):
+        code, message = ended(*words)
+        assert code == 2
+        assert message.startswith("fmmeta: error: ")
+        check_message(message, *parts)
 
 
 def test_a_report_that_fails_ends_no_run(run, monkeypatch):
     text = []
     monkeypatch.setattr(facts_of.Facts, "outer_step", property(lambda self: 1 / 0))
     write_or_log(run, text.append)
-    assert text == [
-        f"{run / 'report.html'} could not be written (ZeroDivisionError: division by zero); the run is not"
-        " affected"
-    ]
+    assert len(text) == 1
+    check_message(text[0], f"{run / 'report.html'}", "ZeroDivisionError", "the run is not affected")
 
 
 def test_data_of_a_run_folder(run):

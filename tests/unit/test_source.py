@@ -169,8 +169,8 @@ def test_columns_by_usual_or_given_name(tmp_path, classes, columns, settings):
                 "num_query=3",
                 "7 rows",
                 "has 6",
-                "'c{any}'",
-                "lower them or leave it out of the {any}",
+                "class 'c",
+                "lower them or leave it out of the",
             ],
         ),
         ({"n_way": 13}, ["n_way=13", "12 classes", "lower n_way"]),
@@ -179,9 +179,7 @@ def test_columns_by_usual_or_given_name(tmp_path, classes, columns, settings):
 )
 def test_settings_that_do_not_fit_the_data_are_refused(classes, settings, parts):
     message = refusal(load, classes, **settings)
-    begin, *rest = parts.format(path=classes, any="\0").split("\0")
-    assert message.startswith(begin)
-    assert message.endswith(rest[-1] if rest else begin)
+    check_message(message, *(part.format(path=classes) for part in parts))
 
 
 def test_missing_columns_are_named(tmp_path):
@@ -256,7 +254,8 @@ def test_too_small_tasks_are_named(tmp_path):
 def test_splits_that_do_not_fit_the_data_are_refused(tmp_path, classes, splits, parts):
     file = tmp_path / "splits.json"
     file.write_text(json.dumps(splits))
-    assert refusal(load, classes, class_splits=str(file)) == parts.format(path=classes)
+    message = refusal(load, classes, class_splits=str(file))
+    check_message(message, *(part.format(path=classes) for part in parts))
 
 
 def test_splits_divide_the_classes(tmp_path, classes):

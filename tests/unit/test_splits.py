@@ -89,7 +89,8 @@ def test_the_split_file_of_the_data_folder_is_read(tmp_path, file, named_tasks):
 )
 def test_a_file_that_does_not_fit_is_refused(tmp_path, value, settings, parts):
     path = written(tmp_path, value)
-    assert refusal(read_splits, "data", config_for(path, **settings), False, print) == parts.format(path=path)
+    message = refusal(read_splits, "data", config_for(path, **settings), False, print)
+    check_message(message, *(part.format(path=path) for part in parts))
 
 
 def test_an_unreadable_file_is_refused(tmp_path):

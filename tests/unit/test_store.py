@@ -136,7 +136,7 @@ def test_a_store_truncated_while_open_raises_an_error(tmp_path):
     draw = sources.train.draw(Schedule(sources.train.items, 1, 0).meta_batch(0)[0])
     size = draw.store.bytes
     os.truncate(draw.store.path, 64)
-    with pytest.raises(OSError, match=f"has 64 bytes instead of {size}: something has changed it"):
+    with pytest.raises(OSError, match=f"has 64 bytes instead of {size}:"):
         draw.episode()
 
 
@@ -145,7 +145,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file"))
     message = refusal(made, write_classes(tmp_path / "c.jsonl"))
     assert message.startswith(f"{tmp_path / 'file' / 'fmmeta'} cannot be written to (")
-    check_message(message, "set HF_DATASETS_CACHE to a folder with")
+    assert message.endswith("; set HF_DATASETS_CACHE to a folder with room")
 
 
 def test_the_cache_is_that_of_datasets(monkeypatch):
@@ -182,19 +182,18 @@ def bad_file(tmp_path: Path, lines: list[bytes]) -> Path:
 )
 def test_bad_rows_are_refused_or_left_out(tmp_path, line, parts):
     path = bad_file(tmp_path, [line])
-    assert f"{path}{parts}" in refusal(made, path)
+    check_message(refusal(made, path), f"{path}:41 ", *parts)
     notes = made(path, on_bad_task="skip").notes
     assert len(made(path, on_bad_task="skip")) == 40
     name = re.escape(str(path))
-    assert re.match(rf"dataset={name}: [12] of 4[12] rows cannot be used; the first: {name}:41", notes[0])
+    assert re.match(rf"dataset={name}: [12] of 4[12] rows .*{name}:41", notes[0])
     assert notes[0].endswith("; left out")
 
 
 def test_too_many_bad_rows_stop(tmp_path):
     path = bad_file(tmp_path, [b"{"] * 10)
-    parts = refusal(made, path, on_bad_task="skip")
-    check_message(parts, f"dataset={path}", "50 rows", f"the first: {path}:41 is not a line of JSON")
-    assert parts.endswith("(max_bad_fraction=0.05)")
+    message = refusal(made, path, on_bad_task="skip")
+    check_message(message, f"dataset={path}", "10 of 50 rows", f"{path}:41 ", "(max_bad_fraction=0.05)")
     assert len(made(path, on_bad_task="skip", max_bad_fraction=0.2)) == 40
 
 
@@ -357,12 +356,8 @@ def test_the_bound_of_unpacked_bytes_is_that_of_parquet_files_too(tmp_path):
     path = write_rows(tmp_path / "rows.parquet", [{"text": f"text {i}", "label": "a"} for i in range(200)])
     assert len(read_file(path)) == 200
     message = refusal(read_file, path, most_gib=1e-7)
-    assert re.fullmatch(
-        rf"{re.escape(str(path))} unpacks to \d+ bytes, more than max_file_gib=1e-07; raise it if you trust"
-        r" the "
-        "file",
-        message,
-    )
+    assert re.match(rf"{re.escape(str(path))} unpacks to \d+ bytes", message)
+    assert all(part in message for part in ("max_file_gib=1e-07", "raise it if you trust the file"))
 
 
 def test_a_store_is_synced_before_it_is_renamed(tmp_path, monkeypatch):

@@ -96,10 +96,8 @@ def test_tensorboard_gets_every_number_also_after_a_resume(tmp_path):
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio"])
 def test_a_missing_package_is_refused_first(monkeypatch, tmp_path, name):
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
-    messages = (
-        f"report_to={name} needs the package {name}, which is not installed; pip install 'fmmeta[{name}]'"
-    )
-    assert refusal(check_installed, Config(report_to=[name])) == messages
+    message = refusal(check_installed, Config(report_to=[name]))
+    check_message(message, f"report_to={name}", f"the package {name}", f"pip install 'fmmeta[{name}]'")
     folder = tmp_path / "run"
     with pytest.raises(UsageError, match="needs the package"):
         MetaTrainer(Config(**SMALL, output_dir=str(folder), report_to=[name])).train()
@@ -160,10 +158,8 @@ def test_a_failing_tracker_is_logged_once_and_the_run_continues(monkeypatch, tmp
     monkeypatch.setattr("fmmeta.train.check_installed", lambda config: None)
     MetaTrainer(Config(**SMALL, output_dir=str(tmp_path / "run"), report_to=["trackio"])).train()
     messages = [line for line in capsys.readouterr().out.splitlines() if "trackio" in line]
-    assert messages == [
-        "fmmeta: trackio failed (ConnectionError: https://***@tracker.test answers not); the run continues"
-        " without it, metrics.jsonl has all numbers"
-    ]
+    assert len(messages) == 1
+    check_message(messages[0], "trackio", "https://***@tracker.test", "the run continues without it")
     assert [step for step, _ in stub.logged] == [1, 2]
     assert [line["step"] for line in lines_of(tmp_path / "run")] == [1, 2, 2, 3, 4, 4]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]
@@ -181,9 +177,8 @@ def test_a_tracker_that_cannot_start_is_refused_at_the_start_and_logged_on_resum
     assert messages == []
     running = Trackers(messages.append)
     running.start(config, tmp_path, 7)
-    assert messages == [
-        "wandb cannot start (ConnectionError: no route to host); the run continues without it"
-    ]
+    assert len(messages) == 1
+    check_message(messages[0], "wandb", "no route to host", "the run continues without it")
     running.on_log(NO_RUN, {"step": 8, "loss": 1.0})
     running.close()
     assert stub.logged == []

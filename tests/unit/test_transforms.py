@@ -159,9 +159,9 @@ def test_failing_transforms_are_named(tmp_path, settings, parts):
 
 
 def test_transforms_that_cannot_be_pickled_are_named():
-    parts = refusal(Transforms.of, Config(example_transforms=[f"{HERE}:LOCAL"]), TOKENIZER)
-    check_message(parts, f"example_transforms={HERE}:LOCAL")
-    assert parts.endswith("; name a function of a module")
+    message = refusal(Transforms.of, Config(example_transforms=[f"{HERE}:LOCAL"]), TOKENIZER)
+    assert message.startswith(f"example_transforms={HERE}:LOCAL ")
+    assert message.endswith("; name a function of a module")
 
 
 def test_modules_of_the_working_folder_are_found(tmp_path, monkeypatch):

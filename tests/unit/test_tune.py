@@ -163,7 +163,7 @@ def test_a_learned_head_needs_the_same_number_of_classes(tmp_path, capsys):
     assert json.loads((Path(model) / "fmmeta.json").read_text())["classes"] == 5
     flags = {**SAME, "inner_steps": 0}
     chance = fmmeta.evaluate(model, "letters", **flags, quiet=False)["loss"]
-    assert "the model's head is for 5 classes; those of 3 begin with zeros" in capsys.readouterr().out
+    assert "head is for 5 classes; those of 3 " in capsys.readouterr().out
     assert chance == pytest.approx(math.log(3))
     assert fmmeta.evaluate(model, "letters", **flags, n_way_max=5)["loss"] != pytest.approx(
         math.log(3), abs=1e-3
@@ -292,15 +292,12 @@ def test_heads_that_the_model_cannot_use_are_left_out_or_refused(llama, classes,
         "output": str(tmp_path / "choice.json"),
     }
     assert [one.head_init for one in tune(TuneConfig(**flags), Progress(False))] == ["zero"]
-    message = (
-        "head_init=prototype needs a head with a bias, and that of LlamaForSequenceClassification has none;"
-        " use --pooling "
-    )
     for call in (
         lambda: tune(TuneConfig(**flags, head_inits=["zero", "prototype"]), Progress(False)),
         lambda: fmmeta.evaluate(str(llama), str(classes), n_way="3", k_shot=2, head_init="prototype"),
     ):
-        assert refusal(call) == f"{message}mean or another --head_init"
+        message = refusal(call)
+        check_message(message, "head_init=prototype", "LlamaForSequenceClassification", "--pooling mean")
     assert refusal(lambda: tune(TuneConfig(**flags, feature_norm=2.0), Progress(False))).startswith(
         "feature_norm=2 scales "
     )
@@ -316,7 +313,7 @@ def test_rates_that_diverge_are_never_the_best(bert, classes, tmp_path, capsys):
         "head_inits": ["zero"],
     }
     message = refusal(lambda: tune(TuneConfig(**flags, inner_lrs=[1e30, 1e35]), Progress(True)))
-    check_message(message, "inner_lrs=1e+30", "try lower ones")
+    check_message(message, "inner_lrs=1e+30 1e+35", "try lower ones")
     assert not choice.exists()
     assert [one.inner_lr for one in tune(TuneConfig(**flags, inner_lrs=[1e30, 0.1]), Progress(True))] == [
         0.1,

@@ -18,6 +18,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support.launch import ROOT, environment, free_port, run_ranks
+from tests.support.messages import check_message
 from tests.support.short_runs import LONG, model_of, off, same, steps_of, theta_of, until
 
 
@@ -51,10 +52,7 @@ def test_a_signal_saves_and_ends_every_rank_with_75(
         max(rank.ended for rank in ranks) - asked < 20
     )  # a task, the agreement, the save, and the others' three seconds
     (folder,) = (path for path in run.glob("checkpoint-*") if path.name != "checkpoint-5")
-    message = (
-        rf"fmmeta: stopped by {number.name} after outer step {folder.name.removeprefix('checkpoint-')}, saved"
-        rf" in {folder}; "
-    )
+    message = f"stopped by {number.name} after outer step {folder.name.removeprefix('checkpoint-')}, saved in {folder}"
     assert message in ranks[0].text
     assert "Traceback" not in ranks[0].text + ranks[1].text
     again = fork_server.train(flags(run, **LONG), 2, tmp_path, EPISODE_S="0")
@@ -101,7 +99,7 @@ def test_a_second_signal_ends_the_process_at_once(fork_server, flags, tmp_path):
     os.kill(ranks[0].pid, signal.SIGTERM)
     until(lambda: fork_server.poll() or ranks[0].code is not None, 5)
     assert ranks[0].code == 143
-    assert "SIGTERM again: the process ends at once, the last checkpoint is complete" in ranks[0].text
+    assert "SIGTERM again: the process ends at once" in ranks[0].text
     os.kill(ranks[1].pid, signal.SIGKILL)
     fork_server.wait(ranks, 10)
 
@@ -117,17 +115,14 @@ def test_a_frozen_rank_is_named_and_the_job_ends(fork_server, flags, undisturbed
     assert codes == ([-9, 70] if frozen == 0 else [70, -9]), ranks[0].text + ranks[1].text
     text = ranks[1 - frozen].text
     assert re.search(
-        r"fmmeta: watchdog: outer step \d+ has taken \d+ s, and its bound is 3 s \(--step_timeout\); the job"
-        r" ends",
+        r"fmmeta: watchdog: outer step \d+ has taken \d+ s, .* 3 s \(--step_timeout\); the job ends",
         text,
     )
     assert re.search(
         rf"fmmeta: watchdog: rank {frozen} \(process {ranks[frozen].pid} on .*\) is silent", text
     )
     if frozen == 1:
-        assert re.search(
-            r"is silent \(stopped, frozen or cut off\), last heartbeat in outer step \d+, ", text
-        )
+        assert re.search(r"is silent .*, last heartbeat in outer step \d+, ", text)
     own = (
         rf"fmmeta: watchdog: rank {1 - frozen} \(process {ranks[1 - frozen].pid} on .*\): in outer step \d+,"
         r" .*; stack: .*loop"
@@ -144,7 +139,7 @@ def test_the_watchdog_watches_a_single_process(fork_server, flags, tmp_path):
     )
     assert fork_server.wait(ranks, 30) == [70]
     assert re.search(
-        r"watchdog: rank 0 \(.*\): in outer step 2, waiting for its tasks; stack: short_runs.py:\d+ slow_episode",
+        r"watchdog: rank 0 \(.*\): in outer step 2, .*; stack: short_runs.py:\d+ slow_episode",
         ranks[0].text,
     )
 
@@ -261,10 +256,8 @@ def test_a_run_resumes_on_another_layout_at_parity(fork_server, flags, uninterru
 def test_differing_replicas_are_named_on_all_ranks():
     outputs = run_ranks(["-m", "tests.support.scenarios", "odd_replicas"], 3, timeout_s=100).ok().output
     for text in outputs:
-        assert (
-            "fault theta is not the same in all groups after outer step 7 (ranks 1 differ); nothing of it is"
-            " saved" in text
-        )
+        (line,) = [line for line in text.splitlines() if line.startswith("fault ")]
+        check_message(line, "outer step 7", "ranks 1 differ", "nothing of it is saved")
         assert "equal before" in text
 
 
