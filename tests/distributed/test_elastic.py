@@ -1,5 +1,5 @@
-"""Groups that die, come back, come late and go: the run goes on, every outer step has its whole meta-batch,
-theta is the same.
+"""Groups that die, return, join late and leave: the run continues, every outer step has its complete
+meta-batch, theta is the same.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def trial(tmp_path):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The same run of one process alone, which goes on beside the tests: how far off a run ended."""
+    """Error of a run against the same run of one process, which trains in the background."""
     folder = tmp_path_factory.mktemp("alone")
     config = alone(SETTINGS, folder / "run")
     (folder / "config.json").write_text(
@@ -131,7 +131,7 @@ def test_theta_after_three_kills_equals_the_undisturbed_run(trial, undisturbed):
 
 
 def delay_resume_until_checkpoint_is_removed() -> None:
-    """In a rank: the checkpoint that it has chosen is there no longer when it is read."""
+    """In a rank: resume only after the chosen checkpoint was removed."""
     os.setsid()
     resume = Run.resume
 
@@ -171,8 +171,8 @@ def test_a_joining_group_receives_learned_rates(trial):
 def test_theta_of_sharded_groups_after_a_join_a_loss_and_a_leave(trial, undisturbed):
     """Groups of two with ZeRO 2.
 
-    One joins a run that goes on; a rank of it dies, and the group with it; it comes back; the other one is
-    asked to leave. theta is that of one process alone.
+    One joins a running job; a rank of it dies, and the group with it; it returns; the other one gets SIGTERM
+    and leaves. theta is that of one process.
     """
     run = trial(groups=1, ranks_per_group=2, deepspeed=str(ROOT / "ds_configs/zero2.json"))
     run.start()
@@ -279,7 +279,7 @@ def test_a_lighthouse_answers_until_sigterm():
 
 
 class LighthouseProcess:
-    """A lighthouse in a process of its own, that can go out."""
+    """A lighthouse in a separate process that can be killed."""
 
     def __init__(self, folder: Path, port: int) -> None:
         words = ["-m", "fmmeta", "lighthouse", "--port", str(port)]
@@ -293,9 +293,9 @@ class LighthouseProcess:
 
 @pytest.mark.cluster
 def test_a_quorum_request_waits_for_working_groups_and_not_for_a_dead_lighthouse(monkeypatch, tmp_path):
-    """One asks while the other works, for longer than a silent lighthouse is put up with: one question, not
-    one after the other, since an answer to an earlier one would come to nobody. Then the lighthouse goes out
-    while somebody asks; lit again at its port, it answers; gone, it costs the patience.
+    """A request stays pending while the other group works, for longer than the lighthouse timeout: it is sent
+    once, since no group would receive the answer to a cancelled one. Then the lighthouse is killed during a
+    request; restarted at its port, it answers; without a restart the request fails after the timeout.
     """
     monkeypatch.setattr(lighthouse, "STATUS_S", 0.2)
     server = LighthouseProcess(tmp_path, port := free_port())
@@ -351,7 +351,7 @@ def test_a_quorum_request_waits_for_working_groups_and_not_for_a_dead_lighthouse
 
 @pytest.mark.cluster
 def test_a_group_that_ends_before_the_rendezvous_is_missed_at_once():
-    """The lighthouse counts it until its beats are missed; the others do not wait for it at the meeting."""
+    """The lighthouse counts it until its heartbeats are missed; the others do not wait for it."""
     server = coordination().LighthouseServer(bind="[::]:0", min_replicas=2, quorum_tick_ms=50)
     cross = ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), server.address(), "a")
     ended = LighthouseClient(server.address(), "b:1", coordination())
@@ -384,10 +384,10 @@ def test_a_group_that_ends_before_the_rendezvous_is_missed_at_once():
 
 @pytest.mark.cluster
 def test_groups_with_different_memberships_agree_on_a_restart():
-    """One comes late, and the others take a step without it; one loses its communicator.
+    """One joins late, and the others take a step without it; one loses its communicator.
 
-    Who then still has an old one must meet with the others, and all must know it: what they do after a change
-    is collective.
+    A group that still has the previous communicator must form a new one with the others, and all must agree
+    on it: what they do after a change is collective.
     """
     server = coordination().LighthouseServer(
         bind="[::]:0", min_replicas=1, join_timeout_ms=3000, quorum_tick_ms=50, heartbeat_timeout_ms=9000
@@ -416,7 +416,7 @@ def test_groups_with_different_memberships_agree_on_a_restart():
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(lambda cross: form_until(cross, 3), groups))
             assert form_all(pool, groups, 0) == [False] * 3
-            assert form_all(pool, groups[:2], 1) == [True] * 2  # c is late; it knows nothing of this roll
+            assert form_all(pool, groups[:2], 1) == [True] * 2  # c is late and not in this membership
             assert form_all(pool, groups, 2) == [True] * 3
             assert form_all(pool, groups, 3) == [False] * 3
             with pytest.raises(PeerLost, match="a sum: the cable"):
@@ -430,8 +430,8 @@ def test_groups_with_different_memberships_agree_on_a_restart():
 
 
 def form_until(cross: ElasticCommunicator, size: int) -> None:
-    """Ask until so many are there: the first may have begun without the last, whose question waits until they
-    ask again.
+    """Form until the membership has this size: the first may have begun without the last, whose request waits
+    until they request again.
     """
     there = 0
     while there < size:

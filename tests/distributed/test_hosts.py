@@ -36,7 +36,7 @@ def hosts():
 
 @pytest.fixture(scope="module")
 def alone(flags, tmp_path_factory):
-    """One process on one host: the model that every launch must come to, and how far it lies from the first
+    """One process on one host: the model that every launch must reach, and its distance from the first
     checkpoint.
     """
     run = tmp_path_factory.mktemp("alone") / "run"
@@ -66,7 +66,7 @@ class Launchers:
 
 
 def deepspeed_command(folder: Path, slots: int, flags: list[str]):
-    """The command for each host: without ssh, somebody starts it on all of them."""
+    """The command for each host: without ssh, it is started on each of them."""
     hostfile, port = folder / "hostfile", free_port()
     hostfile.write_text("".join(f"{name} slots={slots}\n" for name in NAMES))
     return lambda host: [
@@ -127,9 +127,7 @@ def test_torchrun_trains_on_two_hosts(hosts, flags, alone, tmp_path):
 
 @pytest.mark.timeout(400)
 def test_an_unplugged_cable_ends_the_job_and_the_resumed_run_is_exact(hosts, flags, tmp_path):
-    """Each host names the rank that it does not hear; the same command goes on to the bits of a run on one
-    host.
-    """
+    """Each host names the silent rank; the same command resumes to the bits of a run on one host."""
     settings, bound_s = {**LONG, "step_timeout": 8}, 8 + 2 * (2 + 3) + 1
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     started = Launchers(
@@ -187,10 +185,10 @@ PermitRootLogin prohibit-password
 
 @pytest.fixture
 def ssh_config(hosts, tmp_path):
-    """ssh between the hosts with a key of the test's own; the client's configuration."""
+    """ssh between the hosts with a key made for the test; the client's configuration."""
     missing = [tool for tool in ("pdsh", "ssh", "ssh-keygen", "/usr/sbin/sshd") if shutil.which(tool) is None]
     if missing:
-        pytest.skip(f"{', '.join(missing)} not found (Debian: pdsh openssh-client openssh-server)")
+        pytest.skip(f"{', '.join(missing)} not found")
     key = tmp_path / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
     Path("/run/sshd").mkdir(exist_ok=True)
@@ -207,7 +205,7 @@ def ssh_config(hosts, tmp_path):
 
 @pytest.mark.timeout(300)
 def test_deepspeed_starts_two_hosts_by_pdsh(hosts, ssh_config, flags, alone, tmp_path):
-    """One command on one host; variables for the others stand in .deepspeed_env."""
+    """One command on one host; variables for the others are in .deepspeed_env."""
     run, env = tmp_path / "run", environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     (tmp_path / "launch").symlink_to(ROOT / "launch")
     (tmp_path / "hostfile").write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))

@@ -26,7 +26,7 @@ SLOW = {"EPISODE_S": "0.3"}
 
 @pytest.fixture(scope="module")
 def undisturbed_run(flags, tmp_path_factory):
-    """Two ranks that nothing happens to."""
+    """Two ranks without signals."""
     run = tmp_path_factory.mktemp("undisturbed_run") / "run"
     run_ranks(
         ["launch/train.py", *flags(run, **LONG)], 2, per_rank={r: {"EPISODE_S": "0"} for r in (0, 1)}
@@ -45,8 +45,8 @@ def undisturbed_run(flags, tmp_path_factory):
 def test_a_job_saves_before_its_time_limit_and_resumes_after_requeue(
     file, place, flags, undisturbed_run, tmp_path
 ):
-    """Two nodes of one rank. The shell of the sbatch file alone is told; the end is that of the run that
-    nothing happened to.
+    """Two nodes of one rank. Only the shell of the sbatch file gets the signal; theta is that of
+    the undisturbed run.
     """
     run = tmp_path / "runs" / "slurm-4711"
     (tmp_path / "launch").symlink_to(ROOT / "launch")
@@ -111,7 +111,7 @@ def test_a_stopped_launcher_leaves_a_save_and_the_command_resumes(
     launcher, number, to_all, code, flags, undisturbed_run, tmp_path
 ):
     """The ranks save and end with 75, and nothing is left; started again, the command ends with the bits of
-    the run that nothing happened to.
+    the undisturbed run.
     """
     run = tmp_path / "run"
     command = [

@@ -27,7 +27,7 @@ POOLED = [
     ((2, 1), "plain", "anil", "prototype", 1),
 ]
 CASES = [
-    Case(layout, stage, algorithm, "several", "default", model, dtype, "sgd", head, extra, "together")
+    Case(layout, stage, algorithm, "several", "default", model, dtype, "sgd", head, extra, "multi_task")
     for layout, stage, algorithm, model, dtype, head, extra in ROWS
 ]
 CASES += [
@@ -40,7 +40,7 @@ CASES += [
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    return ParityFixture(tmp_path_factory.mktemp("together"))
+    return ParityFixture(tmp_path_factory.mktemp("multi_task"))
 
 
 @pytest.mark.timeout(900)

@@ -112,7 +112,7 @@ def test_uninitialized_memory_does_not_change_theta(tmp_path):
     """ZeRO 3 pads parameters that its ranks cannot share evenly with what it finds in memory: here, no
     numbers.
     """
-    rows = [(3, "reptile", "together"), (3, "fomaml", "nothing"), (3, "reptile", "nothing")]
+    rows = [(3, "reptile", "multi_task"), (3, "fomaml", "nothing"), (3, "reptile", "nothing")]
     cases = [
         Case((1, 2), stage, algorithm, "several", "default", "bert", "fp32", "sgd", "learned", "micro", also)
         for stage, algorithm, also in rows

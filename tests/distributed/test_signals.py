@@ -24,7 +24,7 @@ from tests.support.short_runs import LONG, model_of, off, same, steps_of, theta_
 
 @pytest.fixture(scope="module")
 def undisturbed_run(fork_server, flags, tmp_path_factory):
-    """The run that nothing happens to."""
+    """The run without signals or faults."""
     folder = tmp_path_factory.mktemp("undisturbed_run")
     ranks = fork_server.train(flags(folder / "run", **LONG), 2, folder, EPISODE_S="0")
     assert fork_server.wait(ranks, 100) == [0, 0], ranks[0].text
@@ -37,7 +37,7 @@ def undisturbed_run(fork_server, flags, tmp_path_factory):
 def test_a_signal_saves_and_ends_every_rank_with_75(
     fork_server, flags, undisturbed_run, tmp_path, number, whom
 ):
-    """To all ranks, to one twice as Ctrl-C does, to one alone; the same command then goes on to the same
+    """To all ranks, to one twice as Ctrl-C does, to one alone; the same command then resumes to the same
     bits.
     """
     run = tmp_path / "run"
@@ -52,7 +52,8 @@ def test_a_signal_saves_and_ends_every_rank_with_75(
         max(rank.ended for rank in ranks) - asked < 20
     )  # a task, the agreement, the save, and the others' three seconds
     (folder,) = (path for path in run.glob("checkpoint-*") if path.name != "checkpoint-5")
-    message = f"stopped by {number.name} after outer step {folder.name.removeprefix('checkpoint-')}, saved in {folder}"
+    step = folder.name.removeprefix("checkpoint-")
+    message = f"stopped by {number.name} after outer step {step}, saved in {folder}"
     assert message in ranks[0].text
     assert "Traceback" not in ranks[0].text + ranks[1].text
     again = fork_server.train(flags(run, **LONG), 2, tmp_path, EPISODE_S="0")
@@ -106,7 +107,7 @@ def test_a_second_signal_ends_the_process_at_once(fork_server, flags, tmp_path):
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_frozen_rank_is_named_and_the_job_ends(fork_server, flags, undisturbed_run, tmp_path, frozen):
-    """Rank 0 keeps the board, so that nobody can be asked when it is the frozen one."""
+    """Rank 0 holds the shared store, which no rank can read while rank 0 is frozen."""
     run = tmp_path / "run"
     ranks = fork_server.train(flags(run, step_timeout=3, **LONG), 2, tmp_path)
     until(lambda: (run / "checkpoint-5").is_dir())
@@ -237,8 +238,8 @@ def uninterrupted_run(fork_server, flags, tmp_path_factory):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("places", [places for _, places in MOVES], ids=[name for name, _ in MOVES])
 def test_a_run_resumes_on_another_layout_at_parity(fork_server, flags, uninterrupted_run, tmp_path, places):
-    """Each place goes on from the checkpoint two steps into the one before, and ends where one process
-    without a stop ends.
+    """Each layout resumes from the checkpoint two steps into the previous one, and ends at the theta of one
+    uninterrupted process.
     """
     begin, wanted = (
         load_file(uninterrupted_run / f"checkpoint-{n}" / "shard-00000.safetensors") for n in (2, 6)
@@ -262,7 +263,7 @@ def test_differing_replicas_are_named_on_all_ranks():
 
 
 def test_training_continues_after_a_failed_save(fork_server, flags, undisturbed_run, tmp_path):
-    """A file lies where the first checkpoint is to be prepared; the next one is written."""
+    """A file blocks the folder of the first checkpoint; the next one is written."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "tmp-checkpoint-5").write_text("in the way")

@@ -39,8 +39,8 @@ def commands() -> list[str]:
 
 
 def without_launcher(command: str) -> tuple[int, list[str]] | None:
-    """How many ranks a command starts, and the words after `python` of each; None if its launcher is told
-    more than that.
+    """How many ranks a command starts, and the words after `python` of each; None if its launcher gets
+    more flags.
     """
     launcher, *words = shlex.split(command)
     if launcher == "fmmeta":

@@ -1,4 +1,4 @@
-"""Committed results are of a machine and name nothing that lies on it; the docs show them as the commands
+"""Committed results name no path of the machine that made them; the docs show them as the commands
 print them.
 """
 

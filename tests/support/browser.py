@@ -1,4 +1,4 @@
-"""A headless Chromium for tests, spoken to over a pipe by the DevTools protocol; nothing else has to be
+"""A headless Chromium for tests, controlled over a pipe by the DevTools protocol; nothing else has to be
 installed.
 """
 
@@ -38,7 +38,7 @@ def find() -> str | None:
 
 
 class Browser:
-    """One page. `events`: what it has told by itself, in order."""
+    """One page. `events`: messages without a request, in order."""
 
     def __init__(self, profile: Path, timeout_s: float = 60) -> None:
         self.timeout_s, self.count, self.buffer, self.events = timeout_s, 0, b"", []

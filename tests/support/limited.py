@@ -1,4 +1,4 @@
-"""Trains under a memory limit that the complete training state exceeds; for every rank of test_memory_limit.py.
+"""Trains under a memory limit that the complete training state exceeds; test_memory_limit.py starts it.
 
     python -m tests.support.limited MODEL DATA OUT
 
@@ -50,8 +50,8 @@ def main(model: str, data: str, out: str, kind: str) -> None:
     alone = Config(**settings, group_size="1", deepspeed=deepspeed)
     small = build.read_inputs(alone, world, lambda text: None)
     params = build.sizes_of(alone, small, world.device)(1).params
-    together = {"zero3": {"deepspeed": deepspeed}, "pipeline": {"pipeline_stages": 4}}[kind]
-    config = Config(**settings, group_size="4", **together)
+    spread = {"zero3": {"deepspeed": deepspeed}, "pipeline": {"pipeline_stages": 4}}[kind]
+    config = Config(**settings, group_size="4", **spread)
     inputs = build.read_inputs(config, world, lambda text: None)
     # libraries are no part of the model's memory
     import transformers.models.llama.modeling_llama  # noqa: F401

@@ -131,8 +131,8 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_is_resumed(tmp_path, dam
 
 
 def test_a_checkpoint_removed_by_another_group_is_replaced_by_a_newer_one(tmp_path, monkeypatch):
-    """An elastic group chooses while the writer saves: its checkpoint is gone when it is verified, and a
-    newer one is there.
+    """An elastic group chooses while the writer saves: its checkpoint was removed when it is verified, and a
+    newer one exists.
     """
     run, config = tmp_path / "run", Config(output_dir=str(tmp_path / "run"), elastic=True)
     run.mkdir()
@@ -196,7 +196,7 @@ def test_an_unknown_tensor_is_refused(tmp_path):
 
 
 def test_a_kill_at_any_point_of_a_save_leaves_a_complete_checkpoint(tmp_path, monkeypatch):
-    """The state of the folder before each rename, fsync, open and removal of a save is one to go on from."""
+    """The state of the folder before each rename, fsync, open and removal of a save can be resumed from."""
     source = tmp_path / "run"
     saved(source, WHOLE, 3)
     again = {"new": 4, "replacing": 3}
@@ -368,8 +368,8 @@ def test_changed_settings_are_named_and_dangerous_ones_refused():
 
 
 def test_the_command_without_output_dir_resumes_its_run(tmp_path, monkeypatch):
-    """Without --output_dir: the newest unfinished run with these settings and a checkpoint that nobody works
-    on.
+    """Without --output_dir: the newest unfinished run with these settings and a checkpoint that no process
+    uses.
     """
     monkeypatch.chdir(tmp_path)
     config = Config()

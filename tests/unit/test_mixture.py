@@ -143,7 +143,7 @@ def test_pairs_in_files_need_no_task_column(tmp_path):
 def test_no_file_is_read_before_its_task_is_drawn(tmp_path):
     root = write_folder(tmp_path / "tasks")
     config, sources = load(root)
-    (root / "s0" / "t0.jsonl").write_text("{\n")  # nobody has looked
+    (root / "s0" / "t0.jsonl").write_text("{\n")  # not read so far
     bad = []
     for task in tasks_of(config, sources, 8):
         try:

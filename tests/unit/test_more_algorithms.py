@@ -198,9 +198,7 @@ def test_head_only_steps_run_one_body_forward(settings, monkeypatch):
     torch.testing.assert_close(phi, wanted, rtol=1e-5, atol=1e-6)
     assert losses == pytest.approx(loss, rel=1e-5)
     assert right == others
-    means = (
-        1 if settings.get("head_init") == "prototype" else 0
-    )  # of several micro-batches: a pass of their own
+    means = 1 if settings.get("head_init") == "prototype" else 0  # of several micro-batches: a separate pass
     assert (few, many) == (len(episode.support), (3 + means) * len(episode.support))
 
 
@@ -291,7 +289,7 @@ def test_a_nonfinite_task_is_reported_and_theta_is_unchanged(algorithm, poison):
 
 @pytest.mark.parametrize("algorithm", ["anil", "protonet"])
 def test_padding_rows_have_no_weight(algorithm):
-    """A rank without rows of its own runs one of weight 0; here it is laid beside the others."""
+    """A rank without rows runs a padding row of weight 0; here it is added to the others."""
     learner = LEARNERS["bert"]
     config, episode = (
         config_of(learner, algorithm=algorithm, inner_lr=0.05, **PROTOTYPE_HEAD),

@@ -16,7 +16,7 @@ from tests.support.messages import check_message
 
 
 class FixedGather:
-    """What all ranks would say; the own words are among them."""
+    """A communicator that gathers fixed names, the own ones among them."""
 
     def __init__(self, names):
         self.words = names

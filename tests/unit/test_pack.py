@@ -1,4 +1,4 @@
-"""Packed rows: nothing is lost, nobody sees a neighbour, loss, accuracy and gradients stay; models that
+"""Packed rows: nothing is lost, no row attends to another, loss, accuracy and gradients stay; models that
 cannot are refused.
 """
 
@@ -112,7 +112,7 @@ def families() -> dict[str, tuple]:
     }
 
 
-# Eager Mistral gives no numbers in fp64 for padding that lies outside of its window, unpacked; fp32 and bf16
+# Eager Mistral gives no numbers in fp64 for padding outside of its window, unpacked; fp32 and bf16
 # do.
 CASES = [
     (name, attention)

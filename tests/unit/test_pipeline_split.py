@@ -45,7 +45,7 @@ def config_of(folder, family, **settings) -> Config:
 
 
 def held_stages(config: Config, stages: int):
-    """Every stage of a model, each from a stream of its own."""
+    """Every stage of a model, each loaded separately."""
     for stage in range(stages):
         stream = open_lazy_model(config, describe(config))
         cut = plan_stages(stream.learner, stages)
@@ -201,7 +201,7 @@ def test_the_builtin_model_is_loaded_lazily():
 
 
 def test_frozen_tensors_of_a_stage(saved):
-    """With fmmeta's pooling BERT's pooler is frozen; it lies on the last stage and is exported from there."""
+    """With fmmeta's pooling BERT's pooler is frozen; it is on the last stage and is exported from there."""
     config = config_of(saved("bert"), "bert", pooling="mean")
     frozen = []
     for _, _, cut, stream in held_stages(config, 2):

@@ -140,7 +140,7 @@ def test_frozen_weights_cost_no_weight_gradients(tmp_path):
     found = 60 * count_matmuls(learner, config).flops(20, True, False)
     assert found == pytest.approx(
         counted.get_total_flops(), rel=0.05
-    )  # nothing is asked of the first layer's input
+    )  # the first layer's input needs no gradient
 
 
 ALGORITHMS = [

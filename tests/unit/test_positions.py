@@ -1,4 +1,4 @@
-"""A text is never longer than the positions of the model: a length that is asked for is refused, the default
+"""A text is never longer than the positions of the model: a length given by a flag is refused, the default
 is lowered.
 """
 

@@ -208,7 +208,7 @@ def test_nonfinite_scores_are_refused(bert, tmp_path):
 
 
 def test_a_text_without_tokens_is_refused(bert, tmp_path, monkeypatch):
-    """A tokenizer that adds none of its own, and drops blanks."""
+    """A tokenizer that adds no special tokens and drops blanks."""
     from tokenizers import normalizers, processors
 
     folder, tokenizer = shutil.copytree(bert, tmp_path / "plain"), byte_tokenizer(128)

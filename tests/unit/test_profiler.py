@@ -26,7 +26,7 @@ SHORT = {
 
 
 class ManualClock:
-    """A clock that moves when it is told to."""
+    """A clock that a test advances."""
 
     time = 0.0
 

@@ -34,7 +34,7 @@ BRACKETS = """{{ bos_token + '[SYSTEM]It is ' + strftime_now('%Y-%m-%d') + '.[/S
 {{- raise_exception('roles must alternate') }}{% endif %}
 {%- if message.role == 'user' %}{{ '[INST] ' + message.content | trim + ' [/INST]' }}
 {%- else %}{{ ' ' + message.content | trim + eos_token }}{% endif %}{% endfor %}"""
-# A text that ends with end-of-text where nothing is asked (Phi-4).
+# A text that ends with end-of-text without a generation prompt (Phi-4).
 ENDED = """{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"""
@@ -52,7 +52,7 @@ CHATS = {
 
 
 def chat_tokenizer(template: str | None):
-    """The byte tokenizer with a chat template, and tokens of its own for turns, as chat models have."""
+    """The byte tokenizer with a chat template, and special tokens for turns, as chat models have."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|end|>", "<|assistant|>"]}
@@ -104,7 +104,7 @@ def test_chat_prompts_equal_the_rendered_template(name):
     today = datetime.now().strftime("%Y-%m-%d")  # a template's own clock runs on
     whole = tokenizer.apply_chat_template(turns, tokenize=False).replace(today, "2024-07-26").rstrip()
     assert tokenizer.decode(row.input_ids) == whole
-    if name != "brackets":  # what the model is asked with is the generation prompt
+    if name != "brackets":  # prompts end with the generation prompt
         prompt = tokenizer.apply_chat_template(
             turns[:1], add_generation_prompt=True, enable_thinking=False, return_dict=False
         )

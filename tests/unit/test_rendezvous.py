@@ -1,4 +1,4 @@
-"""Processes that share a store with their predecessors agree on a name of their own."""
+"""Processes that share a store with earlier attempts agree on a new generation name."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def test_every_attempt_has_a_new_name_in_any_order_of_arrival():
 
 def test_a_missing_rank_ends_the_wait_with_a_timeout():
     store = DictStore()
-    generation_names(store, (0, 0))  # the other's old notes lie there
+    generation_names(store, (0, 0))  # leaves entries of the other rank
     with pytest.raises(TimeoutError, match=r"rank 1 .* the other 1 ranks within 0.3 s"):
         agree_on_generation(store, 1, 2, 0.3)

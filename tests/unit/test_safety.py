@@ -1,4 +1,4 @@
-"""Strangers and accidents: secrets, links, bombs, and what doctor says."""
+"""Secrets, links, oversized files, control characters, and the checks of doctor."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_names_in_data_and_splits_are_never_paths(tmp_path, monkeypatch):
 
 
 def test_an_oversized_archive_is_not_unpacked(tmp_path):
-    oversized = tmp_path / "bomb.jsonl.gz"
+    oversized = tmp_path / "oversized.jsonl.gz"
     with gzip.open(oversized, "wb") as file:
         for _ in range(64):
             file.write(b" " * 2**20)

@@ -1,4 +1,4 @@
-"""The task schedule: a pure function of (seed, outer_step), stratified, dealt to groups without
+"""The task schedule: a pure function of (seed, outer_step), stratified, assigned to groups without
 communication.
 """
 

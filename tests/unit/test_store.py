@@ -222,7 +222,7 @@ def test_rows_from_anywhere_can_be_prepared():
 
 
 def path_of(tokenizer, path: Path, **settings) -> Path:
-    """Where the store of a file lies that is made with this tokenizer."""
+    """Path of the store of a file for this tokenizer."""
     config = Config(dataset=[str(path)], **settings)
     return prepare(
         str(path),

@@ -113,7 +113,7 @@ def test_hashes_spread_over_all_bits():
 
 
 def test_a_million_tasks_in_a_thousand_strata():
-    """Under 2 s and 200 MB: from names to the meta-batch of a far outer step, dealt to 64 groups."""
+    """Under 2 s and 200 MB: from names to the meta-batch of a far outer step, split over 64 groups."""
     names = [f"t{i}" for i in range(10**6)]
     strata = [f"s{code}" for code in np.random.default_rng(0).integers(0, 1000, 10**6)]
     began = time.process_time()

@@ -279,7 +279,7 @@ def test_the_final_table_has_a_separate_number_of_episodes(
 
 
 def test_the_best_validated_weights_are_exported(tmp_path):
-    """Bit for bit those of a run that ends there, also when the run went on from a checkpoint that had met
+    """Bit for bit those of a run that ends there, also when the run resumed from a checkpoint that had met
     them.
     """
     model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)

@@ -141,7 +141,7 @@ def test_a_learned_head_is_tried_beside_zeros(tmp_path):
     ],
 )
 def test_evaluation_of_the_tuned_model_gives_the_scored_loss(run, flags, tmp_path):
-    """Rates by element are scaled; settings that flags gave are remembered too."""
+    """Rates by element are scaled; settings given by flags are stored too."""
     model = trained(tmp_path / "run", **run)
     for _ in range(2):  # again: from what the first one stored
         settings = TuneConfig(
@@ -351,7 +351,7 @@ def test_among_equal_rates_the_model_default_or_the_smallest_is_stored(
     assert (memory["inner_lr"], memory["inner_steps"]) == (chosen, 1)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("the device is gone"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [RuntimeError("the device failed"), KeyboardInterrupt()])
 def test_a_failure_keeps_the_best_so_far(error, bert, classes, tmp_path, monkeypatch, capsys):
     model, score, scored = shutil.copytree(bert, tmp_path / "model"), TuneRun.score, []
 
