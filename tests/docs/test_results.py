@@ -90,10 +90,10 @@ def test_intervals_over_seeds_use_students_t(suite, gain):
 
 def test_the_difference_of_one_seed_has_no_interval():
     runs = {"plain": [{"train_loss": 1.0}], "delayed": [{"train_loss": 1.5}]}
-    told = delay.summary(runs)["delayed"]
-    assert (told["beside"], told["beside_ci95"]) == (0.5, None)
-    told = delay.summary({name: [*each, {"train_loss": 1.0}] for name, each in runs.items()})["delayed"]
-    assert told["beside_ci95"] == pytest.approx(12.706 * 0.25, rel=1e-4)  # 1 degree of freedom
+    result = delay.summary(runs)["delayed"]
+    assert (result["beside"], result["beside_ci95"]) == (0.5, None)
+    result = delay.summary({name: [*each, {"train_loss": 1.0}] for name, each in runs.items()})["delayed"]
+    assert result["beside_ci95"] == pytest.approx(12.706 * 0.25, rel=1e-4)  # 1 degree of freedom
 
 
 @pytest.mark.parametrize("name", ["banking77", "clinc150"])

@@ -221,7 +221,7 @@ def test_a_text_without_tokens_is_refused(bert, tmp_path, monkeypatch):
         refusal(single.answer, ["a", " "], 1), "text='", f"model_name_or_path={folder}", "fix or remove it"
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"text": "a"}\n{"text": ""}\n'))
-    message = refusal(predict.run, PredictConfig(str(folder), output=str(tmp_path / "told")))
+    message = refusal(predict.run, PredictConfig(str(folder), output=str(tmp_path / "answers")))
     check_message(message, "input line 2 has no text in text", "fix it")
 
 
