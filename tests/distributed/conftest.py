@@ -1,4 +1,4 @@
-"""What tests of short runs share (short.py)."""
+"""What tests of short runs share (short_runs.py)."""
 
 from __future__ import annotations
 

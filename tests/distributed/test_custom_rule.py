@@ -47,7 +47,7 @@ def fmmeta(command: str, flags: str, cwd: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_the_example_is_chosen_by_a_flag_and_its_name_in_a_model_is_text(tmp_path):
+def test_the_example_is_chosen_by_a_flag_and_not_imported_from_a_model(tmp_path):
     """Code that a model folder names is not imported when the model is evaluated and adapted."""
     assert len((EXAMPLES / "custom_rule.py").read_text().splitlines()) <= 40
     short = "--outer_steps 2 --inner_steps 1 --meta_batch_size 2 --eval_episodes 2 --num_workers 0"

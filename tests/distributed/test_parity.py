@@ -66,7 +66,7 @@ def test_the_cover_holds_every_pair():
     assert everything.bit_count() > len(pairwise()) > 0
 
 
-def test_the_full_matrix_holds_what_is_promised():
+def test_the_full_matrix_holds_every_axis_value():
     listed = full()
     assert len(listed) == len({case.id for case in listed})
     for layout, stage, algorithm, model in itertools.product(

@@ -39,7 +39,7 @@ def files(tmp_path_factory):
     ],
     ids=lambda cases: cases[0],
 )
-def test_bytes_on_the_wire_are_those_that_travel(files, cases):
+def test_planned_bytes_equal_the_bytes_communicated(files, cases):
     """ZeRO pads parameters to the ranks and to its alignment, which 2 % allow for."""
     model, data, folder = files
     run_ranks(
@@ -66,7 +66,7 @@ def test_bytes_on_the_wire_are_those_that_travel(files, cases):
 
 
 @pytest.mark.timeout(300)
-def test_a_machine_is_measured(files, tmp_path):
+def test_calibration_measures_the_machine(files, tmp_path):
     model, _, _ = files
     plan = PlanConfig(
         model_name_or_path=str(model),

@@ -1,4 +1,4 @@
-"""Plain technical English in docstrings, comments, messages and pages: words that may not come back."""
+"""Plain technical English in docstrings, comments, messages, pages and tests; what tests may import."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORDS = {
     "put(s|ting)? up with": "accept",
     "be had|been had|have had": "loaded, available",
     "born|birth": "created, loaded",
-    "server|house": "server, storage",
+    "mother|house": "server, storage",
     "of (its|their|his|our|your) own": "own, separate",
     "(go|goes|going|went|gone) on": "resume, continue",
     "(is|are|was|were) (said|told|asked|heard)|hears? of|heard of": "logged, passed, requested",
@@ -37,6 +37,39 @@ WORDS = {
     "lies?|lay in": "is stored, is",
     "on its way": "pending",
     "bombs?": "oversized files",
+}
+# Uses in test files that are not rewritten so far; a number may only fall.
+REMAINING = {
+    "tests/support/learners.py": 1,
+    "tests/support/size.py": 1,
+    "tests/unit/test_algorithms.py": 1,
+    "tests/unit/test_batch.py": 1,
+    "tests/unit/test_checkpoint_export.py": 2,
+    "tests/unit/test_compiled.py": 1,
+    "tests/unit/test_crew.py": 1,
+    "tests/unit/test_evaluate.py": 1,
+    "tests/unit/test_feed.py": 3,
+    "tests/unit/test_fuzz.py": 3,
+    "tests/unit/test_hub.py": 2,
+    "tests/unit/test_inner_outer.py": 1,
+    "tests/unit/test_joint.py": 1,
+    "tests/unit/test_layout.py": 2,
+    "tests/unit/test_loader.py": 2,
+    "tests/unit/test_lora.py": 1,
+}
+# Imports of test modules that are not moved to tests/support so far; the list may only become shorter.
+IMPORTS = {
+    "support/full_memory unit.test_loader",
+    "unit/test_checkpoint_saving unit.test_checkpoint_export",
+    "unit/test_delayed_update unit.test_inner_outer",
+    "unit/test_fuzz unit.test_checkpoint_export",
+    "unit/test_home unit.test_inner_outer",
+    "unit/test_home unit.test_layout",
+    "unit/test_hub unit.test_checkpoint_export",
+    "unit/test_lora unit.test_checkpoint_export",
+    "unit/test_more_algorithms unit.test_algorithms",
+    "unit/test_nodes unit.test_layout",
+    "unit/test_plan unit.test_algorithms",
 }
 FORBIDDEN = re.compile(rf"\b(?:{'|'.join(WORDS)})\b".replace(" ", r"\s+"), re.IGNORECASE)
 
@@ -56,7 +89,7 @@ def prose(file: Path) -> Iterator[str]:
 
 
 def files() -> dict[str, list[Path]]:
-    """Modules by folder of fmmeta, and the pages."""
+    """Modules by folder of fmmeta and of tests, and the pages."""
     found: dict[str, list[Path]] = {
         "pages": [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
     }
@@ -64,21 +97,48 @@ def files() -> dict[str, list[Path]]:
     for file in (ROOT / "fmmeta").rglob("*.py"):
         inside = file.relative_to(ROOT / "fmmeta").parts
         found.setdefault(inside[0] if len(inside) > 1 else "top", []).append(file)
+    for file in python_files():
+        folder = file.relative_to(ROOT / "tests").parts[0]
+        found.setdefault("tests" if folder.endswith(".py") else f"tests/{folder}", []).append(file)
     return found
 
 
+def python_files() -> list[Path]:
+    """Python files of the tests; this one has the words in its table."""
+    return [file for file in (ROOT / "tests").rglob("*.py") if file != Path(__file__)]
+
+
+def imported_test_modules(file: Path) -> Iterator[str]:
+    """Names of test modules that a file imports, also in code that it holds as text for a subprocess."""
+    pattern = r"^\s*(?:from|import)\s+(tests\.(?:[\w.]+\.)?test_\w+)"
+    yield from re.findall(pattern, file.read_text(), re.MULTILINE)
+
+
 @pytest.mark.parametrize("folder", sorted(files()))
-def test_no_more_of_these_words(folder):
-    found = [
-        f"{file.relative_to(ROOT)}: {text[max(match.start() - 40, 0) : match.end() + 40]!r}"
-        for file in sorted(files()[folder])
-        for text in prose(file)
-        for match in FORBIDDEN.finditer(text)
-    ]
+def test_forbidden_words_do_not_occur(folder):
+    found = []
+    for file in sorted(files()[folder]):
+        name = str(file.relative_to(ROOT))
+        uses = [
+            f"{name}: {text[max(match.start() - 40, 0) : match.end() + 40]!r}"
+            for text in prose(file)
+            for match in FORBIDDEN.finditer(text)
+        ]
+        found += uses if len(uses) > REMAINING.get(name, 0) else []
     assert not found, "\n".join(found)
 
 
-def test_the_words_are_found():
+def test_the_pattern_finds_forbidden_words():
     assert FORBIDDEN.search("tasks that could not be\nhad")
     assert FORBIDDEN.search("Nobody waits")
     assert not FORBIDDEN.search("recommended, amended, akin, belies")
+
+
+def test_no_test_module_imports_another():
+    """What two test modules share is in tests/support."""
+    found = {
+        f"{file.relative_to(ROOT / 'tests').with_suffix('')} {name.removeprefix('tests.')}"
+        for file in python_files()
+        for name in imported_test_modules(file)
+    }
+    assert found <= IMPORTS, f"move what is shared to tests/support: {sorted(found - IMPORTS)}"

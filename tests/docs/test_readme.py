@@ -39,8 +39,8 @@ def commands() -> list[str]:
 
 
 def without_launcher(command: str) -> tuple[int, list[str]] | None:
-    """How many ranks a command starts, and the words after `python` of each; None if its launcher is told
-    more than that.
+    """How many ranks a command starts, and the words after `python` of each; None if its launcher gets
+    more flags.
     """
     launcher, *words = shlex.split(command)
     if launcher == "fmmeta":
@@ -120,7 +120,7 @@ def test_command_evaluates(command, tmp_path):
     assert (tmp_path / "results.json").is_file() == ("--output" in command)
 
 
-def test_each_launcher_is_tried_and_few_commands_say_more_to_it():
+def test_every_launcher_is_started_by_a_command():
     chosen = launched()
     assert {command.split()[0] for command in chosen} == set(LAUNCHERS)
     assert any("--group_size 2" in command for command in chosen)

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests, spoken to over a pipe by the DevTools protocol; nothing else has to be
+"""A headless Chromium for tests, controlled over a pipe by the DevTools protocol; nothing else has to be
 installed.
 """
 
@@ -38,7 +38,7 @@ def find() -> str | None:
 
 
 class Browser:
-    """One page. `events`: what it has told by itself, in order."""
+    """One page. `events`: messages without a request, in order."""
 
     def __init__(self, profile: Path, timeout_s: float = 60) -> None:
         self.timeout_s, self.count, self.buffer, self.events = timeout_s, 0, b"", []
@@ -82,11 +82,11 @@ class Browser:
             message["sessionId"] = self.session
         os.write(self.to, json.dumps(message).encode() + b"\0")
         while True:
-            told = self._read()
-            if told.get("id") == self.count:
-                assert "error" not in told, told
-                return told["result"]
-            self.events.append(told)
+            answer = self._read()
+            if answer.get("id") == self.count:
+                assert "error" not in answer, answer
+                return answer["result"]
+            self.events.append(answer)
 
     def _read(self) -> dict[str, Any]:
         deadline = time.monotonic() + self.timeout_s
@@ -117,9 +117,9 @@ class Browser:
 
     def ask(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page."""
-        told = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in told, told
-        return told["result"].get("value")
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def picture(self, file: Path) -> None:
         """A picture of the whole page."""

@@ -46,12 +46,12 @@ def counting(name: str, kind: str, which: int) -> None:
         listed = given if isinstance(given, (list, tuple)) else [given]
         group = kwargs.get("group")
         alone = group is not None and dist.get_world_size(group) == 1  # nothing travels
-        told = (
+        is_control = (
             alone
             or (name == "all_reduce" and given.numel() <= SMALL)
             or (name == "send" and given.dtype == torch.int32)
         )  # shapes to come
-        COUNTED[kind] += 0 if told else sum(map(size, listed))
+        COUNTED[kind] += 0 if is_control else sum(map(size, listed))
         return ordinary(*args, **kwargs)
 
     setattr(dist, name, counted)

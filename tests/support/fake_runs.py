@@ -14,7 +14,7 @@ SPIKE, SKIPPED, BAD, NOT_FINITE = 60, 30, 45, 31
 
 
 def held_out() -> dict[str, Any]:
-    """As fewshot/gains.py has it; every number is another one."""
+    """The final table of a run; every number is different."""
     rng = random.Random(1)
 
     def interval() -> list[float]:

@@ -47,7 +47,7 @@ class ProcessResults:
 
     @property
     def others(self) -> str:
-        """What ranks beside the first have said, but that they wait for it, as happens on a busy machine."""
+        """Output of the ranks after the first, without the lines that they wait for it on a busy machine."""
         lines = "".join(self.output[1:]).splitlines()
         return "\n".join(line for line in lines if line.strip() and not WAITS.match(line))
 
@@ -87,6 +87,21 @@ def start_ranks(
     return (Fresh if fresh else Forked)(arguments, envs, cwd, before)
 
 
+TRAINING = {"outer_steps": 4, "inner_steps": 2, "eval_episodes": 0, "save_steps": 0, "logging_steps": 1}
+
+
+def train_flags(folder: Path, **flags: object) -> list[str]:
+    """Flags of a training run of a few seconds that writes into `folder`."""
+    return [f"--{key}={value}" for key, value in {**TRAINING, "output_dir": folder, **flags}.items()]
+
+
+def train(
+    folder: Path, ranks: int, timeout_s: float = 200, fresh: bool = False, **flags: object
+) -> ProcessResults:
+    """Run launch/train.py on some ranks with these flags."""
+    return run_ranks(["launch/train.py", *train_flags(folder, **flags)], ranks, timeout_s, fresh=fresh)
+
+
 def imported(env: Mapping[str, str]) -> dict[str, str]:
     """The variables that are read by imports."""
     return {key: value for key, value in env.items() if key.startswith(READ_BY_IMPORTS)}
@@ -118,12 +133,12 @@ class Forked:
 
 
 class Fresh:
-    """Ranks that are interpreters of their own."""
+    """Ranks that are separate interpreters."""
 
     def __init__(
         self, arguments: Sequence[str], envs: Sequence[dict[str, str]], cwd: Path, before: Callable | None
     ) -> None:
-        # a pipe that nobody reads would stop its rank, and so all of them
+        # a pipe that is not read would stop its rank, and so all of them
         self.files = [tempfile.TemporaryFile("w+") for _ in envs]  # noqa: SIM115
         self.processes = [
             subprocess.Popen(
@@ -168,7 +183,7 @@ def read_back(file: IO[str]) -> str:
 def python(
     words: Sequence[str], folder: Path, cwd: Path = ROOT, stdin: str = "", timeout_s: float = 120, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python WORDS` alone, without a launcher's variables; its streams lie in `folder` while it runs."""
+    """Run `python WORDS` without a launcher's variables; its streams are files in `folder` meanwhile."""
     return alone(shared(), words, folder, environment(**env), cwd, stdin, timeout_s)
 
 
@@ -181,7 +196,7 @@ def alone(
     stdin: str = "",
     timeout_s: float = 120,
 ) -> subprocess.CompletedProcess[str]:
-    """The same in some fork_server, with all of the environment given."""
+    """The same in a given fork server, with the complete environment given."""
     given, out, err = (folder / f"std{name}" for name in ("in", "out", "err"))
     given.write_text(stdin)
     started = fork_server.start(words, out, env, cwd, errors=err, stdin=given)
@@ -198,4 +213,6 @@ __all__ = [
     "python",
     "run_ranks",
     "start_ranks",
+    "train",
+    "train_flags",
 ]

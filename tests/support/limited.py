@@ -1,9 +1,9 @@
-"""Started on every rank by test_limits: trains under a memory limit that the whole training state exceeds.
+"""Trains under a memory limit that the complete training state exceeds; test_memory_limit.py starts it.
 
     python -m tests.support.limited MODEL DATA OUT
 
-Prints what a group of one is told, whether the limit is real, and where the runs with all ranks in one group
-ended.
+Prints the refusal of a group of one, whether the limit is real, and the result of the run with all ranks in
+one group.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def main(model: str, data: str, out: str, kind: str) -> None:
     alone = Config(**settings, group_size="1", deepspeed=deepspeed)
     small = build.read_inputs(alone, world, lambda text: None)
     params = build.sizes_of(alone, small, world.device)(1).params
-    together = {"zero3": {"deepspeed": deepspeed}, "pipeline": {"pipeline_stages": 4}}[kind]
-    config = Config(**settings, group_size="4", **together)
+    spread = {"zero3": {"deepspeed": deepspeed}, "pipeline": {"pipeline_stages": 4}}[kind]
+    config = Config(**settings, group_size="4", **spread)
     inputs = build.read_inputs(config, world, lambda text: None)
     # libraries are no part of the model's memory
     import transformers.models.llama.modeling_llama  # noqa: F401

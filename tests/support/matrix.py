@@ -81,7 +81,7 @@ ALSO: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "offload_outer": {"offload_outer": True},
     "packing": {"packing": True},
-    "together": {"lora_r": 4, "tasks_per_pass": "2"},  # of 3 tasks
+    "multi_task": {"lora_r": 4, "tasks_per_pass": "2"},  # of 3 tasks
     "pooled": {"tasks_per_pass": "2"},
     "both": {"lora_r": 4, "gradient_checkpointing": True},
     "delay": {"outer_delay": 1},  # test_delay.py has its cases
@@ -265,11 +265,11 @@ def bits_of_pairs() -> dict[tuple[Any, Any], int]:
 
 
 def spread() -> list[Case]:
-    """Models spread by layers (every family, P in {2, 3}), from birth by ZeRO 3, and by tensor parallelism:
-    with and without data parallelism, tied and untied, fp32 and bf16.
+    """Models spread by layers (every family, P in {2, 3}), sharded while loading by ZeRO 3, and by tensor
+    parallelism: with and without data parallelism, tied and untied, fp32 and bf16.
 
     A row: layout, stages (or T tensor ranks as -T), ZeRO stage, model, dtype; the remaining axes take turns.
-    Micro-batches have changing lengths in all of them, since rows are dealt by length.
+    Micro-batches have changing lengths in all of them, since rows are assigned by length.
     """
     listed = [
         *(((1, 2), 2, i % 2, f"{name}3", "fp32") for i, name in enumerate((*DECODERS, *ENCODERS))),
@@ -510,7 +510,7 @@ class ParityFixture:
             if before:
                 zero["reduce_bucket_size"] = (
                     10**6
-                )  # DeepSpeed's 2 GB are never touched, unless somebody fills memory
+                )  # DeepSpeed's 2 GB are never touched, unless a test fills memory
             ds.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
             config = {
                 **self.settings(case),
@@ -568,7 +568,7 @@ class ParityFixture:
         ]
         began = {name: p.detach().clone() for name, p in learner.named_parameters() if p.requires_grad}
         if not config.bf16:
-            learner = learner.double()  # an oracle without rounding errors of its own
+            learner = learner.double()  # an oracle without fp32 rounding errors
         return reference_run(learner, steps, config, config.bf16), began
 
 
@@ -596,7 +596,7 @@ class Launches:
         if kind not in self.ended:
             try:
                 self.ended[kind] = self.started[kind]()
-            except AssertionError as error:  # remembered, so that a broken launch is started once
+            except AssertionError as error:  # stored, so that a broken launch is started once
                 self.ended[kind] = error
         found = self.ended[kind]
         if isinstance(found, AssertionError):

@@ -33,8 +33,8 @@ from fmmeta.training.loop import Run
 from fmmeta.training.run_folder import RunStart
 
 
-def together(world: World) -> None:
-    """Errors of one rank reach all of them, and the ranks can still talk afterwards."""
+def matching_values(world: World) -> None:
+    """Errors of one rank are raised on all ranks, whose collectives still match afterwards."""
     rank = world.launch.global_rank
     try:
         with world.comm.raise_on_all("testing"):
@@ -108,8 +108,8 @@ def equal_start(world: World) -> None:
 
 
 def sharded_while_loading(world: World, model: str, data: str, setting: str, value: str) -> None:
-    """Adapters under ZeRO 3 or in stages: nobody loads a whole model, nor keeps more than one tensor that it
-    does not need.
+    """Adapters under ZeRO 3 or in stages: no rank loads a complete model, nor keeps more than one tensor that
+    it does not need.
     """
 
     def whole(*_):
@@ -246,7 +246,7 @@ def gathers(world: World, model: str, data: str, kind: str) -> None:
 
 
 def counted_steps(run: Run) -> list[int]:
-    """All-gathers that torch was asked for in each outer step of a run."""
+    """Number of all-gathers in each outer step of a run."""
     group = torch._C._distributed_c10d.ProcessGroup
     verbs = [
         name for name in vars(group) if name.replace("_", "").startswith("allgather")
@@ -343,7 +343,7 @@ def refusals(world: World, file: str) -> None:
 
 
 def prepare_once(world: World, folder: str) -> None:
-    """One rank of a node works first; its failure is everybody's; who waits too long says for whom."""
+    """One rank of a node works first; all ranks raise its error; a rank that waits too long names it."""
     process_groups.LOG_S = 0.3
     file = Path(folder) / "prepared"
 

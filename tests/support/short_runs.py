@@ -22,13 +22,13 @@ QUICK = {
     "eval_episodes": 0,
     "logging_steps": 1,
 }
-LONG = {"outer_steps": 12, "save_steps": 5, "episode_transforms": "tests.support.short_runs:dawdle"}
+LONG = {"outer_steps": 12, "save_steps": 5, "episode_transforms": "tests.support.short_runs:slow_episode"}
 
 
-def dawdle(episode, rng):
+def slow_episode(episode, rng):
     """A transform: an episode takes as long as the environment says, after the first outer step."""
     if episode.task.seed[2]:
-        time.sleep(float(os.environ.get("DAWDLE_S", "0.05")))
+        time.sleep(float(os.environ.get("EPISODE_S", "0.05")))
     return episode
 
 

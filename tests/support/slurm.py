@@ -3,7 +3,7 @@ they start are real.
 
 What they do is what the manual pages say of the options that launch/ uses; any other option is an error.
 `sbatch` reads #SBATCH lines, runs the script with SLURM's variables, hands `--signal=B:...` to the script's
-shell alone (once the file of $STAND_IN_SIGNAL_AT has its number of lines), and starts it anew after `scontrol
+shell alone (once the file of $STAND_IN_SIGNAL_AT has its number of lines), and restarts it after `scontrol
 requeue`. `srun` starts its tasks with theirs, hands signals on to all processes of each, and ends with the
 highest exit code.
 """

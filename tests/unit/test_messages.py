@@ -18,7 +18,7 @@ def snapshot(tmp_path, monkeypatch):
     return tmp_path / "messages.json"
 
 
-def test_a_reworded_message_is_noticed(snapshot, tmp_path, monkeypatch, request):
+def test_a_reworded_message_fails_until_it_is_updated(snapshot, tmp_path, monkeypatch, request):
     texts = [f"input={tmp_path}/x.jsonl is empty; add rows", "k_shot=0 is below 1; use 1 or more"]
     for text in texts:
         check_message(text, text.split("; ")[1])

@@ -1,6 +1,6 @@
 """Signals, the watchdog, outlier bounds and loss spikes in one process.
 
-tests/distributed/test_trust.py sends signals to running launches.
+tests/distributed/test_signals.py sends signals to running launches.
 """
 
 from __future__ import annotations

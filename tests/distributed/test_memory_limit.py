@@ -50,7 +50,7 @@ def files(tmp_path_factory):
 
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("kind", ["zero3", "pipeline"])
-def test_four_ranks_train_what_one_may_not_hold(files, kind):
+def test_four_ranks_train_a_model_that_one_rank_cannot_hold(files, kind):
     model, data, folder = files
     arguments = ["-m", "tests.support.limited", str(model), str(data), str(folder), kind]
     # glibc would keep freed blocks below 32 MB and give every thread an arena, all of which counts as data
@@ -62,7 +62,7 @@ def test_four_ranks_train_what_one_may_not_hold(files, kind):
     )
     for text in outputs:
         refused = re.search(
-            r"group_size=1 needs (.*) = ([\d.]+) GiB per rank at ZeRO 0, and ([\d.]+) GiB are free; use (.*)",
+            r"group_size=1 needs (.*) = ([\d.]+) GiB .* ZeRO 0, and ([\d.]+) GiB .*; use (.*)",
             text,
         )
         assert refused, text

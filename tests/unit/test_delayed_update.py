@@ -42,15 +42,17 @@ def run(updates: DelayedUpdate, first: int = 0, last: int = STEPS, curvature: fl
     """Outer steps on curvature |theta|^2 / 2, of two tasks that weigh 3 together; one meta-batch has no
     finite task.
     """
-    told = []
+    results = []
     for step in range(first, last):
         if step != 5:
             updates.meta.sum.add_(updates.outer.meta_params.theta, alpha=3 * curvature)
-        told.append(updates.step(0.0 if step == 5 else 3.0, step, no_data=step == 5, last=step + 1 == STEPS))
-    return told
+        results.append(
+            updates.step(0.0 if step == 5 else 3.0, step, no_data=step == 5, last=step + 1 == STEPS)
+        )
+    return results
 
 
-def by_hand(start: Tensor, delay: int, lr: float = LR, curvature: float = 1.0) -> Tensor:
+def expected_theta(start: Tensor, delay: int, lr: float = LR, curvature: float = 1.0) -> Tensor:
     """theta after all steps: gradients wait in a line of `delay`."""
     theta, line = start.double(), []
     for step in range(STEPS):
@@ -63,26 +65,26 @@ def by_hand(start: Tensor, delay: int, lr: float = LR, curvature: float = 1.0) -
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_theta_is_where_the_recursion_is(delay):
+def test_theta_follows_the_delayed_recursion(delay):
     updates = updates_of(delay)
     start = updates.outer.meta_params.theta.clone()
-    told = run(updates)
-    wanted = by_hand(start, delay)
+    results = run(updates)
+    wanted = expected_theta(start, delay)
     assert (updates.outer.meta_params.theta - wanted).norm() < 1e-6 * (start - wanted).norm()
-    assert (by_hand(start, 0) - by_hand(start, 1)).norm() > 1e-3 * (start - wanted).norm()
-    assert [one is None for one in told] == [bool(delay)] + [False] * (STEPS - 1)
+    assert (expected_theta(start, 0) - expected_theta(start, 1)).norm() > 1e-3 * (start - wanted).norm()
+    assert [one is None for one in results] == [bool(delay)] + [False] * (STEPS - 1)
     rates = [LR * (1 - step / STEPS) for step in range(STEPS)]
-    assert [one.lr for one in told[delay:]] == pytest.approx(
+    assert [one.lr for one in results[delay:]] == pytest.approx(
         rates if not delay else [*rates[: STEPS - 2], rates[-1]]
     )
-    without = [number for number, one in enumerate(told) if one is not None and not one.applied]
+    without = [number for number, one in enumerate(results) if one is not None and not one.applied]
     assert without == [5 + delay]
-    assert told[5 + delay].no_data
+    assert results[5 + delay].no_data
     assert updates.pending is None
 
 
 @pytest.mark.parametrize("at", [1, 5, 6, 11])
-def test_what_is_pending_goes_on_bit_for_bit_from_a_checkpoint(at):
+def test_pending_gradients_resume_bit_for_bit_from_a_checkpoint(at):
     whole, part = updates_of(1), updates_of(1)
     run(whole)
     run(part, 0, at)
@@ -104,7 +106,7 @@ def test_what_is_pending_goes_on_bit_for_bit_from_a_checkpoint(at):
 @pytest.mark.parametrize(
     ("delay", "rate", "settles"), [(0, 1.9, True), (0, 2.1, False), (1, 0.9, True), (1, 1.1, False)]
 )
-def test_half_the_rate_is_stable(delay, rate, settles):
+def test_a_delayed_run_is_stable_at_half_the_rate(delay, rate, settles):
     """docs/delay.md: rate x curvature must be below 2 without delay, below 1 with it."""
     updates = updates_of(delay, rate, lr_scheduler_type="constant", outer_steps=STEPS)
     start = float(updates.outer.meta_params.theta.norm())
@@ -114,6 +116,6 @@ def test_half_the_rate_is_stable(delay, rate, settles):
     assert (float(updates.outer.meta_params.theta.norm()) < start / 10) == settles
 
 
-def test_bf16_travels_by_name():
+def test_reduce_dtype_bf16_sets_the_comm_dtype():
     assert updates_of(0, reduce_dtype="bf16").comm_dtype == torch.bfloat16
     assert updates_of(0).comm_dtype == torch.float32

@@ -27,7 +27,7 @@ POOLED = [
     ((2, 1), "plain", "anil", "prototype", 1),
 ]
 CASES = [
-    Case(layout, stage, algorithm, "several", "default", model, dtype, "sgd", head, extra, "together")
+    Case(layout, stage, algorithm, "several", "default", model, dtype, "sgd", head, extra, "multi_task")
     for layout, stage, algorithm, model, dtype, head, extra in ROWS
 ]
 CASES += [
@@ -40,7 +40,7 @@ CASES += [
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    return ParityFixture(tmp_path_factory.mktemp("together"))
+    return ParityFixture(tmp_path_factory.mktemp("multi_task"))
 
 
 @pytest.mark.timeout(900)
@@ -67,8 +67,8 @@ def test_zero_3_gathers_the_base_once_for_eight_tasks(kind, tmp_path):
         ["-m", "tests.support.scenarios", "gathers", str(model), str(data), kind], 2, timeout_s=560
     ).ok()
     for text in ended.output:
-        told = re.search(r"gathers (\d+) (\d+) apart (\S+)", text)
-        assert told, text[-2000:]
-        alone, together = int(told[1]), int(told[2])
-        assert 0 < 8 * together <= alone
-        assert float(told[3]) < 1e-5
+        found = re.search(r"gathers (\d+) (\d+) apart (\S+)", text)
+        assert found, text[-2000:]
+        single, pooled = int(found[1]), int(found[2])
+        assert 0 < 8 * pooled <= single
+        assert float(found[3]) < 1e-5

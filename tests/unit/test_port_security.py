@@ -45,7 +45,7 @@ def listening(process: psutil.Process) -> set[str]:
     return {one.laddr.ip for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN}
 
 
-def test_one_node_listens_on_loopback_and_notes_of_strangers_do_not_count():
+def test_one_node_listens_on_loopback_and_ignores_unsigned_store_entries():
     ended = run_ranks(["-c", LISTENERS], 2).ok()
     assert [text.strip().splitlines()[-1] for text in ended.output] == ["listens on ['127.0.0.1']"] * 2
 
@@ -67,7 +67,7 @@ def test_a_lighthouse_and_the_stores_of_one_node_listen_on_loopback():
         server.shutdown()
 
 
-def test_members_that_do_not_know_the_secret_are_no_members():
+def test_members_without_the_secret_are_ignored():
     pytest.importorskip("torchft", reason="elastic groups need torchft")
     from fmmeta.elastic.communicator import ElasticCommunicator
     from fmmeta.elastic.lighthouse import LighthouseClient, LighthouseConfig, coordination, open_lighthouse
@@ -103,7 +103,7 @@ def test_members_that_do_not_know_the_secret_are_no_members():
         server.shutdown()
 
 
-def test_the_secret_of_a_run_is_one_and_its_owners(tmp_path):
+def test_a_run_has_one_secret_readable_by_its_owner(tmp_path):
     from fmmeta.elastic.controller import SECRET, run_secret
 
     with ThreadPoolExecutor(8) as pool:

@@ -12,6 +12,7 @@ from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.load import describe
 from fmmeta.models.pipeline_split import layer_seconds, plan_stages
 from tests.support.helpers import refusal
+from tests.support.messages import check_message
 from tests.support.models import DECODERS, ENCODERS, save, save_family
 
 
@@ -52,7 +53,7 @@ def test_the_cut_follows_the_costs(tmp_path):
 
 
 @pytest.mark.parametrize("family", [*DECODERS, *ENCODERS])
-def test_every_family_is_tried_a_layer_at_a_time(tmp_path, monkeypatch, family):
+def test_every_family_is_measured_layer_by_layer(tmp_path, monkeypatch, family):
     """Four stages: without layers, first, middle, last; Qwen2's middle layers differ in how far they look."""
     held = []
     ordinary = pipeline_split.with_random_weights
@@ -97,7 +98,7 @@ def layers_of(stage) -> list[str]:
     )
 
 
-def test_layers_that_look_differently_far_are_two_kinds(tmp_path):
+def test_layers_with_different_attention_windows_are_two_kinds(tmp_path):
     learner = stream_of(save_family(tmp_path, "qwen2", layers=4), task_type="causal_lm")
     layers = learner.hf.model.layers
     kinds = [pipeline_split.kind_of(learner, layer, number) for number, layer in enumerate(layers)]
@@ -105,9 +106,8 @@ def test_layers_that_look_differently_far_are_two_kinds(tmp_path):
     assert kinds[1] == kinds[2] == kinds[3]
 
 
-def test_balance_means_nothing_without_stages():
-    assert (
-        refusal(Config, pipeline_balance="time")
-        == "pipeline_balance=time means nothing for pipeline_stages=1; leave it out"
+def test_pipeline_balance_without_stages_is_refused():
+    check_message(
+        refusal(Config, pipeline_balance="time"), "pipeline_balance=time", "pipeline_stages=1", "leave it out"
     )
     assert Config(pipeline_balance="time", pipeline_stages=2).pipeline_balance == "time"

@@ -36,7 +36,7 @@ def outcomes(request, bench):
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", sorted(CHOSEN, key=kind_of), ids=lambda case: case.id)
-def test_ends_where_the_oracle_ends_and_comes_back(case: Case, bench, outcomes):
+def test_ends_where_the_oracle_ends_and_exports_to_transformers(case: Case, bench, outcomes):
     theta, facts = outcomes(case)
     assert bench.error(case, theta) < tolerance(case)
     assert (
@@ -46,15 +46,15 @@ def test_ends_where_the_oracle_ends_and_comes_back(case: Case, bench, outcomes):
     assert facts["effects"] == {
         name: value for name, value in case.settings.items() if name != "lora_target_modules"
     }
-    round_trip(bench, case, theta)
+    assert_export_gives_logits(bench, case, theta)
 
 
-def round_trip(bench: ParityFixture, case: Case, theta: dict[str, torch.Tensor]) -> None:
+def assert_export_gives_logits(bench: ParityFixture, case: Case, theta: dict[str, torch.Tensor]) -> None:
     """The exported folder, read by plain transformers, gives the logits of theta."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     if "lora_r" in case.settings:
-        return adapters_come_back(bench, case, theta)
+        return assert_adapters_give_logits(bench, case, theta)
     folder = bench.folder / f"out-{case.layout[0]}x{case.layout[1]}" / case.id / "model"
     config = Config(**bench.settings(case))
     learner = load_learner(config, describe(config)).eval()
@@ -84,7 +84,7 @@ def round_trip(bench: ParityFixture, case: Case, theta: dict[str, torch.Tensor])
     assert float(wanted.std()) > 1e-3
 
 
-def adapters_come_back(bench: ParityFixture, case: Case, theta: dict[str, torch.Tensor]) -> None:
+def assert_adapters_give_logits(bench: ParityFixture, case: Case, theta: dict[str, torch.Tensor]) -> None:
     """The exported adapters on their base, by plain peft, and the merged model, by plain transformers, give
     theta's logits.
     """

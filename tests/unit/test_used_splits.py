@@ -23,6 +23,7 @@ from fmmeta.tasks.data import splits
 from fmmeta.tasks.data.splits import UsedSplits
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.helpers import refusal
+from tests.support.messages import check_message
 from tests.support.models import write_classes, write_pairs
 
 QUICK = {
@@ -35,6 +36,8 @@ QUICK = {
     "save_steps": 0,
 }
 ASKED = {"k_shot": [1], "num_query": 1, "episodes": 12}
+
+SAME_SPLITS = "{}: the splits that the model was trained with"
 
 
 def train(folder: Path, model: Path | str, data: Path, **settings) -> Path:
@@ -56,7 +59,7 @@ def model(bert, classes, tmp_path_factory):
     return train(tmp_path_factory.mktemp("run"), bert, classes, n_way=3)
 
 
-def memory(model: Path) -> dict:
+def stored_info(model: Path) -> dict:
     return json.loads((model / "fmmeta.json").read_text())
 
 
@@ -76,7 +79,7 @@ def drawn(settings: EvaluateConfig) -> set[str]:
 
 
 def test_the_parts_are_stored_with_the_model(model, classes):
-    (one,) = memory(model)["datasets"]
+    (one,) = stored_info(model)["datasets"]
     assert (one["dataset"], one["noun"]) == ("rows.jsonl", "class")
     assert {part: set(names) for part, names in one["splits"].items()} == {
         part: set(names) for part, names in splits_at(classes, 3).items()
@@ -102,10 +105,7 @@ def test_more_classes_than_were_held_out_are_refused_and_not_taken_from_the_trai
         len(set(splits_at(classes, 5)["test"]) & set(splits_at(classes, 3)["valid"])) == 2
     )  # of the hash alone
     assert set(splits_at(classes, 5)["valid"]) & set(splits_at(classes, 3)["train"])
-    assert (
-        refusal(fmmeta.evaluate, model, **wide)
-        == "n_way=5 is above the 3 classes of the valid split; lower n_way"
-    )
+    check_message(refusal(fmmeta.evaluate, model, **wide), "n_way=5", "3 classes", "lower n_way")
     assert fmmeta.evaluate(bert, **wide)["episodes"] == 2
     settings = TuneConfig(
         model_name_or_path=str(model),
@@ -134,10 +134,10 @@ def test_tune_chooses_on_the_models_own_validation_classes(model, classes, tmp_p
     tune(settings, Progress(False))
     used = {name for draw in seen[0].draws() for name in draw.classes}
     assert used == set(splits_at(classes, 3)["valid"])
-    assert memory(folder)["datasets"] == memory(model)["datasets"]
+    assert stored_info(folder)["datasets"] == stored_info(model)["datasets"]
 
 
-def test_both_models_of_a_comparison_meet_the_same_held_out_classes(model, bert, classes, capsys):
+def test_both_models_of_a_comparison_get_the_same_held_out_classes(model, bert, classes, capsys):
     settings = {"n_way": "all", "k_shot": 1, "num_query": 1, "episodes": 2}
     for first, second in ((bert, model), (model, bert)):
         found = fmmeta.evaluate(first, str(classes), compare=str(second), **settings)
@@ -147,10 +147,10 @@ def test_both_models_of_a_comparison_meet_the_same_held_out_classes(model, bert,
     assert found["cells"][0]["episodes_fingerprint"] == alone["cells"][0]["episodes_fingerprint"]
 
 
-def notices(model: Path, data: Path, **settings) -> list[str]:
+def log_lines(model: Path, data: Path, **settings) -> list[str]:
     found: list[str] = []
     config = Config(dataset=[str(data)], model_name_or_path=str(model), k_shot=1, num_query=1, **settings)
-    load_sources(config, byte_tokenizer(), found.append, splits.read_used_splits(memory(model)))
+    load_sources(config, byte_tokenizer(), found.append, splits.read_used_splits(stored_info(model)))
     return found
 
 
@@ -160,19 +160,14 @@ def test_other_splits_that_test_trained_classes_are_named(model, classes, tmp_pa
     file.write_text(
         json.dumps({"train": mine["valid"], "valid": names[:6], "test": [*mine["test"], names[6]]})
     )
-    remedy = (
-        "use the model's splits: leave class_splits and class_split out, or give its fmmeta.json as"
-        " --class_splits"
-    )
-    said = f"class_splits={file}: {{}} were trained on with dataset=rows.jsonl; {remedy}"
-    assert notices(model, classes, n_way=2, class_splits=str(file)) == [
-        said.format(f"6 of 6 valid classes ({', '.join(names[:5])} and 1 more)"),
-        said.format(f"1 of 4 test classes ({names[6]})"),
-    ]
-    assert notices(model, classes, n_way=3) == ["rows.jsonl: the splits that the model was trained with"]
+    found = log_lines(model, classes, n_way=2, class_splits=str(file))
+    counts = f"6 of 6 valid classes ({', '.join(names[:5])} and 1 more)", f"1 of 4 test classes ({names[6]})"
+    for line, count in zip(found, counts, strict=True):
+        check_message(line, f"class_splits={file}", count, "dataset=rows.jsonl", "leave class_splits and")
+    assert log_lines(model, classes, n_way=3) == [SAME_SPLITS.format("rows.jsonl")]
 
 
-def test_a_memory_is_a_split_file(model, bert, classes):
+def test_fmmeta_json_is_a_split_file(model, bert, classes):
     """So that a model that was not trained on the data is tested on the same classes."""
     settings = EvaluateConfig(
         model_name_or_path=str(bert),
@@ -182,7 +177,7 @@ def test_a_memory_is_a_split_file(model, bert, classes):
         **ASKED,
     )
     assert drawn(settings) == set(splits_at(classes, 3)["test"])
-    (one,) = memory(model)["datasets"]
+    (one,) = stored_info(model)["datasets"]
     message = refusal(
         load_sources,
         Config(dataset=["letters"], class_splits=str(model / "fmmeta.json")),
@@ -193,7 +188,7 @@ def test_a_memory_is_a_split_file(model, bert, classes):
     assert one["content"]
 
 
-def test_a_split_of_several_is_kept_without_its_name(bert, classes, tmp_path):
+def test_a_split_of_several_is_stored_without_its_name(bert, classes, tmp_path):
     """Where the folder has several splits, the first one is not what the model was trained with."""
     (tmp_path / "data").mkdir()
     shutil.copy(classes, tmp_path / "data" / "rows.jsonl")
@@ -210,22 +205,22 @@ def test_a_split_of_several_is_kept_without_its_name(bert, classes, tmp_path):
     assert drawn(settings) == set(both["02"]["test"])
 
 
-def test_data_that_have_changed_are_told_by_their_name(model, classes, tmp_path):
+def test_changed_data_are_recognized_by_name(model, classes, tmp_path):
     moved = shutil.copy(classes, tmp_path / "moved.jsonl")
-    assert notices(model, Path(moved), n_way=3) == ["moved.jsonl: the splits that the model was trained with"]
+    assert log_lines(model, Path(moved), n_way=3) == [SAME_SPLITS.format("moved.jsonl")]
     more = tmp_path / "rows.jsonl"
     row = json.loads(classes.read_text().splitlines()[0])
     more.write_text(classes.read_text() + json.dumps({**row, "text": "one more"}) + "\n")  # the same classes
-    assert "rows.jsonl: the splits that the model was trained with" in notices(model, more, n_way=3)
+    assert SAME_SPLITS.format("rows.jsonl") in log_lines(model, more, n_way=3)
     write_classes(more, classes=13, rows=8)
-    said = notices(model, more, n_way=4)
-    assert "no split file: 5 train, 4 valid, 4 test, by a hash of their names" in said
-    assert any("were trained on with dataset=rows.jsonl" in text for text in said)
+    messages = log_lines(model, more, n_way=4)
+    assert any("no split file: 5 train, 4 valid, 4 test" in line for line in messages)
+    assert any("were trained on with dataset=rows.jsonl" in text for text in messages)
 
 
 def test_a_folder_of_0_1_0_is_read_as_before(model, classes, tmp_path):
     old = shutil.copytree(model, tmp_path / "old")
-    facts = memory(old)
+    facts = stored_info(old)
     del facts["datasets"]
     (old / "fmmeta.json").write_text(json.dumps(facts))
     settings = EvaluateConfig(model_name_or_path=str(old), dataset=[str(classes)], n_way="5", **ASKED)
@@ -246,21 +241,21 @@ NOTHING = {"dataset": "x", "content": "", "noun": "class", "digest": "", "traine
         [{**NOTHING, "held_out": "1"}],
     ],
 )
-def test_a_broken_memory_is_refused(model, classes, tmp_path, broken):
+def test_damaged_stored_classes_are_refused(model, classes, tmp_path, broken):
     folder = shutil.copytree(model, tmp_path / "model")
-    (folder / "fmmeta.json").write_text(json.dumps({**memory(model), "datasets": broken}))
+    (folder / "fmmeta.json").write_text(json.dumps({**stored_info(model), "datasets": broken}))
     message = refusal(fmmeta.evaluate, folder, str(classes))
-    assert message.startswith(f"model_name_or_path={folder}: fmmeta.json cannot be read (datasets ")
+    check_message(message, f"model_name_or_path={folder}")
 
 
-def test_what_was_learned_before_stays_in_memory(model, classes, tmp_path):
+def test_classes_of_earlier_training_stay_stored(model, classes, tmp_path):
     other = write_classes(tmp_path / "other.jsonl", classes=12)
     second = train(tmp_path / "second", model, other, n_way=2)
-    assert [one["dataset"] for one in memory(second)["datasets"]] == ["rows.jsonl", "other.jsonl"]
+    assert [one["dataset"] for one in stored_info(second)["datasets"]] == ["rows.jsonl", "other.jsonl"]
     again = train(tmp_path / "again", second, classes, n_way=2)
-    assert memory(again)["datasets"] == memory(second)["datasets"]  # the same splits
+    assert stored_info(again)["datasets"] == stored_info(second)["datasets"]  # the same splits
     untrained = train(tmp_path / "none", model, other, n_way=2, algorithm="none")
-    assert memory(untrained)["datasets"] == memory(model)["datasets"]
+    assert stored_info(untrained)["datasets"] == stored_info(model)["datasets"]
 
 
 def test_adapt_names_the_classes_that_were_trained_on(model, classes, tmp_path, capsys):
@@ -270,14 +265,9 @@ def test_adapt_names_the_classes_that_were_trained_on(model, classes, tmp_path, 
         model_name_or_path=str(model), output_dir=str(tmp_path / "out"), early_stopping=False
     )
     adapt(settings, Progress(True), pairs)
-    said = (
-        f"support: 1 of 2 classes ({mine['train'][0]}) have names of classes that the model was trained on"
-        " with dataset=rows"
-    )
-    assert (
-        f"fmmeta: {said}.jsonl; its accuracy on them is not that on new classes\n" in capsys.readouterr().out
-    )
-    assert memory(tmp_path / "out")["datasets"] == memory(model)["datasets"]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "support: " in line]
+    check_message(line, f"1 of 2 classes ({mine['train'][0]})", "dataset=rows.jsonl", "new classes")
+    assert stored_info(tmp_path / "out")["datasets"] == stored_info(model)["datasets"]
     adapt(replace(settings, output_dir=""), Progress(True), [(text, f"new {label}") for text, label in pairs])
     assert "were trained on" not in capsys.readouterr().out
 
@@ -294,24 +284,18 @@ def test_of_very_many_names_a_digest_and_the_rule_are_stored(classes, tmp_path, 
     assert "c1" not in json.dumps([one.as_dict() for one in first.used])
     later = load_sources(Config(**settings, n_way=2), byte_tokenizer(), lambda text: None, first.used)
     assert later.used == first.used
-    file, said = tmp_path / "splits.json", list[str]()
+    file, messages = tmp_path / "splits.json", list[str]()
     file.write_text(json.dumps(own))
     load_sources(
-        Config(**settings, n_way=2, class_splits=str(file)), byte_tokenizer(), said.append, first.used
+        Config(**settings, n_way=2, class_splits=str(file)), byte_tokenizer(), messages.append, first.used
     )
-    (line,) = said
-    what = (
-        "the model was trained on 9 classes of dataset=rows.jsonl by other splits, whose names are not stored"
-    )
-    assert line.startswith(
-        f"class_splits={file}: {what}; use the model's splits: leave class_splits and class_split out, or"
-        " give the file "
-    )
+    (line,) = messages
+    check_message(line, f"class_splits={file}", "9 classes of dataset=rows.jsonl", "leave class_splits")
 
 
-def test_named_tasks_are_remembered_too(llama, tmp_path):
+def test_named_tasks_are_stored_too(llama, tmp_path):
     model = train(tmp_path / "run", llama, write_pairs(tmp_path / "pairs.jsonl"), task_type="causal_lm")
-    (one,) = memory(model)["datasets"]
+    (one,) = stored_info(model)["datasets"]
     assert one["noun"] == "task"
     assert sorted(name for names in one["splits"].values() for name in names) == [f"t{i}" for i in range(9)]
     tasks = tmp_path / "tasks"
@@ -319,9 +303,9 @@ def test_named_tasks_are_remembered_too(llama, tmp_path):
     for i in range(6):
         write_pairs(tasks / "s" / f"t{i}.jsonl", tasks=1)
     model = train(tmp_path / "folder", llama, tasks, task_type="causal_lm")
-    (one,) = memory(model)["datasets"]
+    (one,) = stored_info(model)["datasets"]
     assert sorted(name for names in one["splits"].values() for name in names) == [f"s/t{i}" for i in range(6)]
     config = Config(dataset=[str(tasks)], task_type="causal_lm", k_shot=1, num_query=1)
     assert load_sources(
-        config, byte_tokenizer(), lambda text: None, splits.read_used_splits(memory(model))
-    ).used == splits.read_used_splits(memory(model))
+        config, byte_tokenizer(), lambda text: None, splits.read_used_splits(stored_info(model))
+    ).used == splits.read_used_splits(stored_info(model))

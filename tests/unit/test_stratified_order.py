@@ -27,6 +27,7 @@ from fmmeta.tasks.schedule.meta_batches import (
 )
 from fmmeta.tasks.sources.base import stratum_shares
 from tests.support.helpers import refusal
+from tests.support.messages import check_message
 
 STRATA = st.lists(st.integers(1, 12), min_size=1, max_size=6)  # members per stratum
 SEEDS = st.integers(0, 2**31)
@@ -54,7 +55,7 @@ def test_natural_epochs_hold_every_member_once(sizes, seed, epoch):
 
 
 @given(STRATA, SEEDS, st.integers(0, 5000))
-def test_a_position_needs_no_history(sizes, seed, position):
+def test_a_position_does_not_depend_on_earlier_positions(sizes, seed, position):
     used = order_of(sizes, seed)
     for other in (position + 7, 0, position // 2):
         used.at(other)
@@ -62,7 +63,7 @@ def test_a_position_needs_no_history(sizes, seed, position):
 
 
 @given(STRATA.filter(lambda sizes: len(sizes) > 1), SEEDS, st.integers(0, 50), st.data())
-def test_virtual_epochs_keep_the_shares_and_use_up_a_stratum_before_repeating(sizes, seed, epoch, data):
+def test_virtual_epochs_keep_the_shares_and_exhaust_a_stratum_before_repeating(sizes, seed, epoch, data):
     weights = np.array(data.draw(st.lists(st.floats(0.1, 10), min_size=len(sizes), max_size=len(sizes))))
     order, codes = order_of(sizes, seed, weights / weights.sum()), codes_of(sizes)
     drawn = Counter(codes[order.epoch(epoch)].tolist())
@@ -112,7 +113,7 @@ def test_hashes_spread_over_all_bits():
 
 
 def test_a_million_tasks_in_a_thousand_strata():
-    """Under 2 s and 200 MB: from names to the meta-batch of a far outer step, dealt to 64 groups."""
+    """Under 2 s and 200 MB: from names to the meta-batch of a far outer step, split over 64 groups."""
     names = [f"t{i}" for i in range(10**6)]
     strata = [f"s{code}" for code in np.random.default_rng(0).integers(0, 1000, 10**6)]
     began = time.process_time()
@@ -127,7 +128,7 @@ def test_a_million_tasks_in_a_thousand_strata():
     assert peak < 200e6
 
 
-def test_quotas_add_up_and_leave_nobody_out():
+def test_quotas_add_up_and_no_stratum_gets_zero():
     made = epoch_quotas(np.array([0.5, 0.3, 0.2 - 1e-6, 1e-6]), np.array([1, 1, 1, 1]))
     assert made.tolist()[:3] == [200, 120, 80]
     assert made[3] == 1
@@ -167,19 +168,21 @@ def test_node_shares_are_disjoint_complete_and_proportional(sizes, seed, nodes, 
 def test_a_node_draws_from_its_own_part_alone(sizes, seed, step):
     items = items_of(sizes)
     schedule, parts = Schedule(items, 4, seed, nodes=2), node_parts(items.stratum, 2, seed)
-    dealt = [schedule.share(step, 4, group) for group in range(4)]  # two groups on each node
+    shares = [schedule.share(step, 4, group) for group in range(4)]  # two groups on each node
     for node, part in enumerate(parts):
-        own = [task for share in dealt[2 * node : 2 * node + 2] for task in share]
+        own = [task for share in shares[2 * node : 2 * node + 2] for task in share]
         assert len(own) == 2
         assert {task.item for task in own} <= set(part.tolist())
-    assert sorted(task.seed[3] for share in dealt for task in share) == [0, 1, 2, 3]
+    assert sorted(task.seed[3] for share in shares for task in share) == [0, 1, 2, 3]
 
 
 def test_tasks_that_nodes_cannot_share_are_refused():
-    assert (
-        refusal(Schedule, items_of([9]), 5, 0, nodes=2)
-        == "meta_batch_size: 5 tasks per outer step cannot be shared evenly by 2 nodes (task_sharding=node);"
-        " use a multiple of their number, or --task_sharding global"
+    check_message(
+        refusal(Schedule, items_of([9]), 5, 0, nodes=2),
+        "task_sharding=node",
+        "5 tasks",
+        "2 nodes",
+        "use a multiple of their number",
     )
 
 
@@ -190,7 +193,7 @@ def test_tasks_that_nodes_cannot_share_are_refused():
     st.sampled_from([2, 3, 4]),
     st.integers(0, 200),
 )
-def test_shares_of_groups_do_not_depend_on_what_was_asked_before(sizes, seed, per_step, num_groups, step):
+def test_shares_of_groups_do_not_depend_on_earlier_calls(sizes, seed, per_step, num_groups, step):
     fresh, used = (Schedule(items_of(sizes), per_step, seed) for _ in range(2))
     for before in range(max(0, step - 3), step):
         used.share(before, num_groups, 0)
@@ -199,7 +202,7 @@ def test_shares_of_groups_do_not_depend_on_what_was_asked_before(sizes, seed, pe
 
 
 @given(SEEDS, st.sampled_from([2, 4]), st.sampled_from([4, 8, 10, 16]))
-def test_strata_of_like_tasks_reach_every_group_alike(seed, num_groups, per_step):
+def test_strata_of_equal_tasks_reach_every_group_equally(seed, num_groups, per_step):
     """Ten strata of 15, as in CLINC150: over an epoch no group is further than about one task from its share
     of a stratum.
     """
@@ -212,7 +215,7 @@ def test_strata_of_like_tasks_reach_every_group_alike(seed, num_groups, per_step
     assert max(abs(own[stratum] - whole[stratum] / num_groups) for own in seen for stratum in whole) <= 1
 
 
-def test_task_sampler_goes_on_where_it_is_told():
+def test_task_sampler_starts_at_the_given_step():
     schedule = Schedule(items_of([5, 5]), 4, 1)
     stream, later = iter(TaskSampler(schedule, 2, 1)), iter(TaskSampler(schedule, 2, 1, first=3))
     tasks = [next(stream) for _ in range(20)]

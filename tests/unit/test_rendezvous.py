@@ -1,4 +1,4 @@
-"""Processes that share a store with their predecessors agree on a name of their own."""
+"""Processes that share a store with earlier attempts agree on a new generation name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from fmmeta.parallel.network import agree_on_generation
 
 
-class Dictionary:
+class DictStore:
     def __init__(self):
         self.notes: dict[str, bytes] = {}
 
@@ -24,12 +24,12 @@ class Dictionary:
         return [self.notes[key] for key in keys]
 
 
-def names(notes, delays):
+def generation_names(store, delays):
     found = [""] * len(delays)
 
     def one(rank):
         time.sleep(delays[rank])
-        found[rank] = agree_on_generation(notes, rank, len(delays), 10)
+        found[rank] = agree_on_generation(store, rank, len(delays), 10)
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(delays))]
     for thread in threads:
@@ -39,16 +39,16 @@ def names(notes, delays):
     return found
 
 
-def test_every_attempt_has_a_name_of_its_own_whoever_comes_first():
-    notes, seen = Dictionary(), set()
+def test_every_attempt_has_a_new_name_in_any_order_of_arrival():
+    store, seen = DictStore(), set()
     for delays in ((0, 0, 0), (0, 0.2, 0.1), (0.3, 0, 0.1), (0.1, 0.1, 0.4)):
-        (name,) = set(names(notes, delays))
+        (name,) = set(generation_names(store, delays))
         assert name not in seen
         seen.add(name)
 
 
-def test_one_that_is_missing_is_not_waited_for_for_ever():
-    notes = Dictionary()
-    names(notes, (0, 0))  # the other's old notes lie there
-    with pytest.raises(TimeoutError, match=r"rank 1 has not met the other 1 ranks within 0.3 s"):
-        agree_on_generation(notes, 1, 2, 0.3)
+def test_a_missing_rank_ends_the_wait_with_a_timeout():
+    store = DictStore()
+    generation_names(store, (0, 0))  # leaves entries of the other rank
+    with pytest.raises(TimeoutError, match=r"rank 1 .* the other 1 ranks within 0.3 s"):
+        agree_on_generation(store, 1, 2, 0.3)
