@@ -14,7 +14,7 @@ test: .venv/.installed-test
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 parity: .venv/.installed-test
-	FMMETA_PARITY=full $(BIN)/python -m pytest tests/distributed/test_parity.py tests/distributed/test_spread.py
+	FMMETA_PARITY=full $(BIN)/python -m pytest tests/distributed/test_parity.py tests/distributed/test_model_parallel.py
 
 cluster: .venv/.installed-test
 	$(BIN)/python -m pytest -m cluster
@@ -26,7 +26,7 @@ check: .venv/.installed-test
 
 audit: .venv/.installed-test
 	-$(BIN)/python -m pip install --quiet pip-audit
-	$(BIN)/python -m tests.audit
+	$(BIN)/python -m tests.support.audit
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -16,7 +16,7 @@ Reported per kill: the seconds between the first attempt at a step and the one t
 computed in vain, and waiting until the dead count as gone), and what the run took longer than without kills,
 divided by their number. `--task_seconds` stands for the computation of a larger model: every task also
 sleeps. When all kills are done, it sleeps no more. Groups are real processes, forked from one that has
-imported everything (tests/nursery.py): Python starts in a fraction of a second.
+imported everything (tests/support/fork_server.py): Python starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fmmeta.elastic.supervisor import ElasticConfig as Elastic
 from fmmeta.elastic.supervisor import Group, Supervisor
 from fmmeta.models.load import describe, load_learner
 from fmmeta.tasks.augment import TextEpisode
-from tests.nursery import Rank, shared
+from tests.support.fork_server import Rank, shared
 
 SLEEP = "FMMETA_TASK_SECONDS"  # a file with a number; none: do not sleep
 TASKS = 3  # of a meta-batch
@@ -63,9 +63,9 @@ def slowly(episode: TextEpisode, rng: object) -> TextEpisode:
 
 
 class Born:
-    """A rank from the nursery, as subprocess would have it."""
+    """A rank from the fork_server, as subprocess would have it."""
 
-    lock = threading.Lock()  # of the nursery
+    lock = threading.Lock()  # of the fork_server
 
     def __init__(self, rank: Rank) -> None:
         self.rank, self.pid = rank, rank.pid

@@ -11,7 +11,7 @@ command, has to end with its theta, bit for bit; after a stop signal with all fi
 table on held-out tasks.
 
 Stops after --minutes; the next call goes on from the counts in the JSON file. Ranks are forked from
-a process that has imported everything (tests/nursery.py), and they are killed for real.
+a process that has imported everything (tests/support/fork_server.py), and they are killed for real.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import table, write_json
-from tests.nursery import Nursery, Rank
+from tests.support.fork_server import ForkServer, Rank
 
 WORDS = [
     "river",
@@ -84,7 +84,7 @@ class Bench:
     """Starts the run in a folder, harms it, starts it again, compares."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.nursery = folder, Nursery()
+        self.folder, self.fork_server = folder, ForkServer()
         data = folder / "rows.jsonl"
         rows = [{"text": f"{WORDS[c]} {WORDS[r]}", "label": f"c{c}"} for c in range(12) for r in range(6)]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -105,12 +105,12 @@ class Bench:
             f"--output_dir={run}",
             *([f"--step_timeout={step_timeout}"] if step_timeout else []),
         ]
-        return self.nursery.train(flags, 2, run.with_name(f"{run.name}-logs"), before, **env)
+        return self.fork_server.train(flags, 2, run.with_name(f"{run.name}-logs"), before, **env)
 
     def end(self, run: Path) -> bytes:
         """Run to the end and return the model."""
         ranks = self.start(run)
-        codes = self.nursery.wait(ranks, 120)
+        codes = self.fork_server.wait(ranks, 120)
         assert codes == [0, 0], f"{codes}\n{ranks[0].text}\n{ranks[1].text}"
         return (run / "model" / "model.safetensors").read_bytes()
 
@@ -131,11 +131,13 @@ class Bench:
             ]
             flags += ["--load_best_model_at_end=true"] if best else []
             run = self.folder / f"whole-{''.join(str(int(one)) for one in variant)}"
-            ranks = self.nursery.train([*flags, f"--output_dir={run}"], 2, run.with_name(f"{run.name}-logs"))
+            ranks = self.fork_server.train(
+                [*flags, f"--output_dir={run}"], 2, run.with_name(f"{run.name}-logs")
+            )
             while "output_dir" not in ranks[0].text and ranks[0].code is None:
-                self.nursery.poll(0.01)
+                self.fork_server.poll(0.01)
             began = time.monotonic()
-            assert self.nursery.wait(ranks, 120) == [0, 0], ranks[0].text + ranks[1].text
+            assert self.fork_server.wait(ranks, 120) == [0, 0], ranks[0].text + ranks[1].text
             self.whole[variant] = flags, results(run), time.monotonic() - began
         return self.whole[variant]
 
@@ -146,16 +148,16 @@ class Bench:
         draw, run = random.Random(2 * 10**6 + number), self.folder / f"stop-{number}"
         flags, wanted, seconds = self.undisturbed(tuple(bool(number >> bit & 1) for bit in range(3)))
         logs = run.with_name(f"{run.name}-logs")
-        ranks = self.nursery.train([*flags, f"--output_dir={run}"], 2, logs)
+        ranks = self.fork_server.train([*flags, f"--output_dir={run}"], 2, logs)
         if draw.random() < 0.75:  # half of a short run is its start
             while "output_dir" not in ranks[0].text and ranks[0].code is None:
-                self.nursery.poll(0.01)
+                self.fork_server.poll(0.01)
         time.sleep(draw.uniform(0.1, seconds))
         phase = next((phase for mark, phase in PHASES.items() if mark in ranks[0].text), "start")
         told = ranks if phase == "start" else draw.choice((ranks, ranks, ranks[1:]))
         number = draw.choice(SIGNALS)
-        sent = [self.nursery.signal(rank, number) for rank in told]
-        codes = self.nursery.wait(ranks, 120)
+        sent = [self.fork_server.signal(rank, number) for rank in told]
+        codes = self.fork_server.wait(ranks, 120)
         self.counts[f"stops: {phase if any(sent) else 'after the end'}"] += 1
         early = phase == "start" and all(
             code in (-number, 75, 0, 1) for code in codes
@@ -164,8 +166,8 @@ class Bench:
             self.counts["stops: other exit codes"] += 1
             print(codes, ranks[0].text, ranks[1].text, flush=True)
         while codes != [0, 0]:
-            ranks = self.nursery.train([*flags, f"--output_dir={run}"], 2, logs)
-            codes = self.nursery.wait(ranks, 120)
+            ranks = self.fork_server.train([*flags, f"--output_dir={run}"], 2, logs)
+            codes = self.fork_server.wait(ranks, 120)
             assert codes in ([0, 0], [75, 75]), ranks[0].text + ranks[1].text
         self.counts["stops: equal" if results(run) == wanted else "stops: different"] += 1
         shutil.rmtree(run)
@@ -201,7 +203,7 @@ class Bench:
             else:
                 time.sleep(latest - time.monotonic())
             killed = [
-                self.nursery.signal(rank, signal.SIGKILL)
+                self.fork_server.signal(rank, signal.SIGKILL)
                 for rank in draw.choice((ranks, ranks[:1], ranks[1:]))
             ]
             self.counts["kills"] += any(killed)
@@ -216,11 +218,11 @@ class Bench:
         """Do as launchers do: what another rank's death has not ended after a while is ended too."""
         deadline = time.monotonic() + (5 if killed else 60)
         while any(rank.code is None for rank in ranks) and time.monotonic() < deadline:
-            self.nursery.poll(0.1)
+            self.fork_server.poll(0.1)
         self.counts["ranks that had to be ended"] += sum(
-            self.nursery.signal(rank, signal.SIGKILL) for rank in ranks
+            self.fork_server.signal(rank, signal.SIGKILL) for rank in ranks
         )
-        self.nursery.wait(ranks, 10)
+        self.fork_server.wait(ranks, 10)
 
     def boundary(self, number: int) -> bool:
         """Kill rank 0 just before its NUMBERth operation on files after two saves; False if there are not so
@@ -228,7 +230,7 @@ class Bench:
         """
         run = self.folder / f"boundary-{number}"
         ranks = self.start(run, "benchmarks.faults:arm", FAULTS_KILL_AT=str(number))
-        codes = self.nursery.wait(ranks, 60)
+        codes = self.fork_server.wait(ranks, 60)
         if codes == [0, 0]:
             return False
         assert codes[0] == -signal.SIGKILL, f"{codes} {ranks[0].text}"
@@ -241,9 +243,9 @@ class Bench:
         run, frozen = self.folder / f"freeze-{number}", number % 2
         ranks = self.start(run, step_timeout=3)
         while not checkpoints(run) and ranks[0].code is None:
-            self.nursery.poll(0.01)
-        self.nursery.signal(ranks[frozen], signal.SIGSTOP)
-        codes = self.nursery.wait(ranks, 60)
+            self.fork_server.poll(0.01)
+        self.fork_server.signal(ranks[frozen], signal.SIGSTOP)
+        codes = self.fork_server.wait(ranks, 60)
         named = f"fmmeta: watchdog: rank {frozen} (process {ranks[frozen].pid} " in ranks[1 - frozen].text
         self.counts["ranks frozen"] += 1
         self.counts["frozen ranks named, job ended"] += (
@@ -256,10 +258,10 @@ class Bench:
         run, how = self.folder / f"damage-{number}", HARM[number % len(HARM)]
         ranks = self.start(run)
         while len(checkpoints(run)) < 2 and ranks[0].code is None:
-            self.nursery.poll(0.01)
+            self.fork_server.poll(0.01)
         for rank in ranks:
-            self.nursery.signal(rank, signal.SIGKILL)
-        self.nursery.wait(ranks, 10)
+            self.fork_server.signal(rank, signal.SIGKILL)
+        self.fork_server.wait(ranks, 10)
         newest = checkpoints(run)[-1]
         how(newest)
         self.counts["checkpoints damaged"] += 1
@@ -276,12 +278,12 @@ class Bench:
         told = [
             rank
             for rank in draw.choice((ranks, ranks, ranks[1:]))
-            if self.nursery.signal(rank, signal.SIGTERM)
+            if self.fork_server.signal(rank, signal.SIGTERM)
         ]
         asked = time.monotonic()
         if len(told) == 1 and "outer step" not in ranks[0].text:
             self.reap(ranks, True)
-        codes = self.nursery.wait(ranks, 60)
+        codes = self.fork_server.wait(ranks, 60)
         took = max(rank.ended for rank in ranks) - asked
         if not told or codes == [0, 0]:
             self.counts["signals that came too late"] += 1
@@ -413,7 +415,7 @@ def main() -> None:
                 }
                 write_json(args.json, {**facts, "straight_run_s": bench.seconds})
                 print(harm, done[harm], f"{deadline - time.monotonic():.0f} s left at most", flush=True)
-        bench.nursery.close()
+        bench.fork_server.close()
         print(table(["what", "count"], sorted(bench.counts.items())))
         print(
             f"slowest stop after a signal: {bench.slowest:.1f} s (bound {BOUND_S:.0f} s); a straight run:"

@@ -210,9 +210,9 @@ def staged(folder: str) -> None:
         def start_engine(self, model: Any, groups: Any, config: Any, *_: Any) -> None:
             optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
             self.shard_optimizer: Any = optimizer
-            self.engine, *_ = import_deepspeed().initialize(
+            self.engine = import_deepspeed().initialize(
                 model=model, optimizer=optimizer, config=config, dist_init_required=False
-            )
+            )[0]
 
     create.PipelineWorker = Trainer  # type: ignore[misc]
     launch = Launch.from_env(os.environ)

@@ -1,4 +1,4 @@
-"""Tests write prepared data into a folder of their own, not into the user's cache."""
+"""Options and fixtures of all tests; prepared data goes into a temporary folder, not the user's cache."""
 
 from __future__ import annotations
 
@@ -6,8 +6,21 @@ import os
 
 import pytest
 
+from tests.support import fork_server, messages
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--update-messages", action="store_true", help="store error messages in tests/messages.json"
+    )
+
+
+def pytest_configure(config):
+    messages.update = config.getoption("--update-messages")
+
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory):
-    """Processes that tests start inherit it."""
+def temporary_cache(tmp_path_factory):
+    """Processes that tests start inherit it; the fork server starts with the environment of this moment."""
     os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets"))
+    fork_server.SESSION_ENVIRONMENT.update(fork_server.environment())

@@ -1,16 +1,16 @@
-"""What tests of short runs share (short.py)."""
+"""What tests of short runs share (short_runs.py)."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.distributed.short import QUICK
-from tests.models import write_classes
-from tests.nursery import shared
+from tests.support.fork_server import shared
+from tests.support.models import write_classes
+from tests.support.short_runs import QUICK
 
 
 @pytest.fixture(scope="session")
-def nursery():
+def fork_server():
     return shared()
 
 

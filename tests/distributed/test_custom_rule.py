@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.matrix import Bench, Case, tolerance
-from tests.launch import ROOT, environment
-from tests.unit.helpers import write_rows
+from tests.support.helpers import write_rows
+from tests.support.launch import ROOT, environment
+from tests.support.matrix import Case, ParityFixture, tolerance
 
 EXAMPLES = ROOT / "examples"
 CASE = Case((1, 1), 2, "custom_rule:spec", "one", "default", "bert", "fp32", "sgd", "learned", "none")
@@ -22,7 +22,7 @@ CASE = Case((1, 1), 2, "custom_rule:spec", "one", "default", "bert", "fp32", "sg
 def bench(tmp_path, monkeypatch):
     monkeypatch.chdir(EXAMPLES)  # the oracle, too, finds the module in the current folder
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    yield Bench(tmp_path, EXAMPLES)
+    yield ParityFixture(tmp_path, EXAMPLES)
     sys.modules.pop("custom_rule", None)
 
 
@@ -47,7 +47,7 @@ def fmmeta(command: str, flags: str, cwd: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_the_example_is_chosen_by_a_flag_and_its_name_in_a_model_is_text(tmp_path):
+def test_the_example_is_chosen_by_a_flag_and_not_imported_from_a_model(tmp_path):
     """Code that a model folder names is not imported when the model is evaluated and adapted."""
     assert len((EXAMPLES / "custom_rule.py").read_text().splitlines()) <= 40
     short = "--outer_steps 2 --inner_steps 1 --meta_batch_size 2 --eval_episodes 2 --num_workers 0"

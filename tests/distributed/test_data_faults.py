@@ -16,8 +16,9 @@ from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.load import load_sources
-from tests.launch import Ended, run_ranks
-from tests.models import WORDS
+from tests.support.launch import ProcessResults, run_ranks
+from tests.support.messages import check_message
+from tests.support.models import WORDS
 
 STEPS, HARM_AT, SAFE = (
     16,
@@ -35,7 +36,7 @@ FLAGS = {
     "logging_steps": 1,
     "num_workers": 1,
     "prefetch_factor": 1,
-    "episode_transforms": "tests.distributed.damage:harm",
+    "episode_transforms": "tests.support.damage:harm",
 }
 
 
@@ -59,7 +60,7 @@ def schedule_of(root: Path) -> list[list[Task]]:
     return [schedule.meta_batch(step) for step in range(STEPS)]
 
 
-def bounded() -> None:
+def drop_root_file_access() -> None:
     """Root reads everything; without these two capabilities, neither it nor what it starts does."""
     import ctypes
 
@@ -73,7 +74,7 @@ def bounded() -> None:
     assert libc.capset(header, sets) == 0
 
 
-def train(root: Path, out: Path, plan: dict, **flags) -> Ended:
+def train(root: Path, out: Path, plan: dict, **flags) -> ProcessResults:
     file = out.with_suffix(".damage.json")
     file.write_text(json.dumps(plan))
     given = {**FLAGS, "dataset": root, "output_dir": out, **flags}
@@ -83,7 +84,7 @@ def train(root: Path, out: Path, plan: dict, **flags) -> Ended:
         2,
         200,
         {0: env, 1: env},
-        before=bounded,
+        before=drop_root_file_access,
     )
 
 
@@ -119,37 +120,42 @@ def test_bad_tasks_are_left_out_and_counted(tmp_path):
     assert sum(line["skipped_tasks"] for line in lines) == 4
     assert all(line["skipped_tasks"] == len(line.get("bad_tasks", ())) for line in lines)
     assert "is not a line of JSON" in found[cut]
-    assert found[forbidden] == f"PermissionError: [Errno 13] Permission denied: '{path[forbidden]}'"
-    assert "is not a line of JSON ('utf-8' codec can't decode byte" in found[mixed]
+    assert found[forbidden].startswith("PermissionError: ")
+    assert str(path[forbidden]) in found[forbidden]
+    assert "is not a line of JSON ('utf-8' codec" in found[mixed]
     assert "1 of 1 rows cannot be used" in found[nul]
-    said = "".join(ended.output)
-    assert all(f"fmmeta: left out: task {name}: " in said for name in wanted)
+    output = "".join(ended.output)
+    assert all(f"fmmeta: left out: task {name}: " in output for name in wanted)
     assert re.search(
-        r"fmmeta: rank [01]: a loader process died and was replaced: process \d+ was killed by SIGKILL", said
+        r"fmmeta: rank [01]: .* replaced: process \d+ was killed by SIGKILL",
+        output,
     )
-    assert "Traceback" not in said
+    assert "Traceback" not in output
 
 
 @pytest.mark.timeout(300)
-def test_a_bad_task_stops_all_ranks_and_the_mended_run_goes_on(tmp_path):
+def test_a_bad_task_stops_all_ranks_and_the_repaired_run_resumes(tmp_path):
     root = write_tasks(tmp_path / "tasks")
     steps = schedule_of(root)
-    straight = train(root, tmp_path / "straight", {"at": 10**9}).ok()
-    assert "Traceback" not in straight.output[0]
+    undisturbed = train(root, tmp_path / "undisturbed", {"at": 10**9}).ok()
+    assert "Traceback" not in undisturbed.output[0]
     bad = steps[SAFE][0].name
     file = root / f"{bad}.jsonl"
     ended = train(root, tmp_path / "out", {"at": HARM_AT, "forbid": [str(file)]})
     assert ended.codes == [2, 2]
-    assert (
-        ended.output[0].splitlines()[-1]
-        == f"fmmeta: error: task {bad}: PermissionError: [Errno 13] Permission denied: '{file}'; correct it,"
-        " or skip such tasks by --on_bad_task skip"
+    check_message(
+        ended.output[0].splitlines()[-1],
+        f"fmmeta: error: task {bad}: PermissionError",
+        f"'{file}'",
+        "--on_bad_task skip",
     )
     assert not ended.others
     assert (tmp_path / "out" / f"checkpoint-{SAFE}").is_dir()  # what was learned so far is kept
     os.chmod(file, 0o644)
     train(root, tmp_path / "out", {"at": 10**9}, num_workers=0).ok()
-    one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("straight", "out"))
+    one, other = (
+        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("undisturbed", "out")
+    )
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -167,23 +173,20 @@ def test_too_many_bad_tasks_stop_all_ranks(tmp_path):
     )
     assert ended.codes == [2, 2]
     last = ended.output[0].splitlines()[-1]
-    assert last.startswith(
-        "fmmeta: error: max_bad_fraction=0.03: 4 of 24 tasks failed to load, the last: task "
-    )
+    assert last.startswith("fmmeta: error: max_bad_fraction=0.03: 4 of 24 tasks ")
     assert not ended.others
 
 
 def test_one_rank_of_a_node_prepares_and_the_others_wait_for_it(tmp_path):
-    ended = run_ranks(["-m", "tests.distributed.scenarios", "prepare_once", str(tmp_path)], 3, 100).ok()
+    ended = run_ranks(["-m", "tests.support.scenarios", "prepare_once", str(tmp_path)], 3, 100).ok()
     first, second, third = (text.splitlines() for text in ended.output)
     assert first == ["found nothing", "dataset=x is broken; fix it"]
     assert second[0].startswith("fmmeta: rank 1 waits for rank 0 on ")
-    assert "(reading the data): 0 s so far, 60 s at most" in second[0]
+    assert all(part in second[0] for part in ("(reading the data)", "0 s so far", "60 s at most"))
     assert [line for line in second if line.startswith("found")] == ["found what rank 0 left"]
-    assert third[:2] == ["found what rank 0 left", "dataset=x is broken; fix it"]  # one waiting rank speaks
-    late = f"has waited 1 s for rank 0 on {platform.node()} (reading slowly); raise it, or look there"
-    assert second[-2:] == [
-        f"fmmeta: error: prepare_timeout=0.5: rank 1 {late}",
-        f"raised: prepare_timeout=0.5: rank 1 {late}",
-    ]
-    assert third[2:] == [f"raised: prepare_timeout=0.5: rank 2 {late}"]
+    assert third[:2] == ["found what rank 0 left", "dataset=x is broken; fix it"]  # one waiting rank logs
+    late = ("has waited 1 s for rank 0", platform.node(), "(reading slowly)", "raise it")
+    assert second[-2].startswith("fmmeta: error: prepare_timeout=0.5: rank 1 ")
+    assert second[-1] == second[-2].replace("fmmeta: error: ", "raised: ")
+    assert all(part in second[-1] for part in late)
+    assert third[2:] == [second[-1].replace("rank 1", "rank 2")]

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.matrix import Bench, Case, tolerance
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
+from tests.support.matrix import Case, ParityFixture, tolerance
 
 ROWS = [  # layout, stage, algorithm, model, dtype, outer, head, also, pipeline stages (-T: tensor ranks)
     ((1, 1), "plain", "fomaml", "bert", "fp32", "adamw", "learned", "delay", 1),
@@ -53,7 +53,7 @@ FAR = 0.05  # bf16 on the wire: 8 bits of the sum, and the steps that follow fro
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    return Bench(tmp_path_factory.mktemp("delay"))
+    return ParityFixture(tmp_path_factory.mktemp("delay"))
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_ends_where_the_delayed_oracle_ends(case, bench, outcomes):
         assert [line["comm_bytes"] for line in lines] == [wide * facts["numel"]] * 3
 
 
-def test_the_delayed_oracle_is_another_one(bench):
+def test_the_delayed_oracle_differs_from_the_oracle_without_delay(bench):
     """If the two oracles agreed, the comparison above could not tell a run without delay."""
     ends = []
     for delay in (0, 1):
@@ -107,7 +107,7 @@ def test_the_delayed_oracle_is_another_one(bench):
 
 
 @pytest.mark.timeout(300)
-def test_an_interrupted_delayed_run_ends_bit_for_bit_where_the_whole_one_does(tmp_path):
+def test_an_interrupted_delayed_run_equals_the_uninterrupted_run_bit_for_bit(tmp_path):
     """A checkpoint holds what is pending, and that one is saved does not change what follows."""
     flags = [
         "launch/train.py",

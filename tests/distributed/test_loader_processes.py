@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from fmmeta.tasks.loader import PREFIX, SHM
-from tests.distributed.short import steps_of, until
-from tests.nursery import ROOT, environment
+from tests.support.fork_server import ROOT, environment
+from tests.support.short_runs import steps_of, until
 
-HELD = {"outer_steps": 6, "num_workers": 1, "episode_transforms": "tests.distributed.short:hold"}
+HELD = {"outer_steps": 6, "num_workers": 1, "episode_transforms": "tests.support.short_runs:hold"}
 SPACE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
-def started_with(mark: str) -> list[int]:
+def processes_with(mark: str) -> list[int]:
     """Processes that have `mark` in the environment that they were started with; a fork has its parent's."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -35,25 +35,25 @@ def started_with(mark: str) -> list[int]:
 
 
 @pytest.mark.parametrize("moment", ["while they start", "while they load"])
-def test_no_process_outlives_a_killed_trainer(nursery, flags, tmp_path, moment):
+def test_no_process_outlives_a_killed_trainer(fork_server, flags, tmp_path, moment):
     mark = uuid.uuid4().hex
     argv = flags(tmp_path / "run", **{**HELD, "num_workers": 2})
-    (rank,) = nursery.train(argv, 1, tmp_path, HOLD=str(tmp_path / "never"), MARK=mark)
+    (rank,) = fork_server.train(argv, 1, tmp_path, HOLD=str(tmp_path / "never"), MARK=mark)
     try:
         if moment == "while they start":
-            until(lambda: started_with(mark))
+            until(lambda: processes_with(mark))
         else:
             until(lambda: steps_of(tmp_path / "run") == 2)
-            assert len(started_with(mark)) >= 4  # fork server, resource tracker, loader processes
-        nursery.signal(rank, signal.SIGKILL)
-        assert nursery.wait([rank], 10) == [-signal.SIGKILL]
-        until(lambda: not started_with(mark), 5)
+            assert len(processes_with(mark)) >= 4  # fork server, resource tracker, loader processes
+        fork_server.signal(rank, signal.SIGKILL)
+        assert fork_server.wait([rank], 10) == [-signal.SIGKILL]
+        until(lambda: not processes_with(mark), 5)
     finally:
-        for pid in started_with(mark):
+        for pid in processes_with(mark):
             os.kill(pid, signal.SIGKILL)
 
 
-class Contained:
+class NamespacedTrainer:
     """A trainer in a PID namespace, as in a container that shares /dev/shm. first: the number before its
     process's number.
     """
@@ -90,7 +90,7 @@ def test_runs_in_two_pid_namespaces_share_memory_undisturbed(flags, tmp_path):
         pytest.skip(f"no PID namespaces, or no /dev/shm, here: {able.stderr.decode().strip()}")
     begin = time.time_ns() % 10_000 + 10_000  # not the numbers of another such test
     running, killed = (
-        Contained(flags(tmp_path / name, **HELD), tmp_path, name, begin + 1000 * number)
+        NamespacedTrainer(flags(tmp_path / name, **HELD), tmp_path, name, begin + 1000 * number)
         for number, name in enumerate(("running", "killed"))
     )
     try:
@@ -99,7 +99,7 @@ def test_runs_in_two_pid_namespaces_share_memory_undisturbed(flags, tmp_path):
         killed.process.kill()  # the first process of its namespace, and so all of them
         killed.process.wait()
         assert left.exists()
-        late = Contained(
+        late = NamespacedTrainer(
             flags(tmp_path / "late", **{**HELD, "outer_steps": 2}), tmp_path, "late", begin + 2000
         )
         late.end()

@@ -16,10 +16,11 @@ from fmmeta.meta.reference import reference_run
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
-from tests.distributed.matrix import Bench, Case, tolerance
-from tests.distributed.nan_memory import fill
-from tests.launch import run_ranks
-from tests.models import save_llama, write_pairs
+from tests.support.launch import run_ranks
+from tests.support.matrix import Case, ParityFixture, tolerance
+from tests.support.messages import check_message
+from tests.support.models import save_llama, write_pairs
+from tests.support.nan_memory import fill
 
 # Three tasks per step; with two groups, one of them runs a single one. Poisoned (outer step, slot, set):
 POISONS = {
@@ -37,7 +38,7 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def wanted(files):
+def expected_theta(files):
     """What an algorithm ends at with a poison, on any layout."""
     _, model, data = files
     return cache(
@@ -67,7 +68,7 @@ def settings(model, data, **extra):
     ("groups", "group_size", "spread"),
     [(2, 1, {}), (2, 2, {}), (2, 2, {"pipeline_stages": 2}), (2, 2, {"tensor_parallel_size": 2})],
 )
-def test_theta_is_what_the_other_tasks_make_it(files, wanted, groups, group_size, spread):
+def test_theta_is_that_of_the_finite_tasks(files, expected_theta, groups, group_size, spread):
     folder, model, data = files
     stages = ("plain", 0) if group_size == 1 else (0, 1) if spread else (0, 1, 2, 3)
     listed, ends = [], {}
@@ -87,12 +88,12 @@ def test_theta_is_what_the_other_tasks_make_it(files, wanted, groups, group_size
                 }
                 config = settings(model, data, **own, **spread)
                 listed.append({"id": f"{stage}-{algorithm}-{name}", "config": config, "poison": poison})
-                ends[listed[-1]["id"]] = wanted(algorithm, name)
+                ends[listed[-1]["id"]] = expected_theta(algorithm, name)
     out = folder / f"out-{groups}x{group_size}-{'-'.join(spread)}"
     out.mkdir()
     (out / "cases.json").write_text(json.dumps(listed))
     run_ranks(
-        ["-m", "tests.distributed.run_cases", str(out / "cases.json"), str(out)],
+        ["-m", "tests.support.run_cases", str(out / "cases.json"), str(out)],
         groups * group_size,
         timeout_s=500,
     ).ok()
@@ -107,16 +108,16 @@ def test_theta_is_what_the_other_tasks_make_it(files, wanted, groups, group_size
         assert [line["skipped_tasks"] for line in metrics] == skipped, case["id"]
 
 
-def test_what_memory_held_before_does_not_matter(tmp_path):
+def test_uninitialized_memory_does_not_change_theta(tmp_path):
     """ZeRO 3 pads parameters that its ranks cannot share evenly with what it finds in memory: here, no
     numbers.
     """
-    rows = [(3, "reptile", "together"), (3, "fomaml", "nothing"), (3, "reptile", "nothing")]
+    rows = [(3, "reptile", "multi_task"), (3, "fomaml", "nothing"), (3, "reptile", "nothing")]
     cases = [
         Case((1, 2), stage, algorithm, "several", "default", "bert", "fp32", "sgd", "learned", "micro", also)
         for stage, algorithm, also in rows
     ]
-    bench = Bench(tmp_path)
+    bench = ParityFixture(tmp_path)
     outcomes = bench.run(cases, fill)
     assert {
         case.id: error
@@ -125,7 +126,7 @@ def test_what_memory_held_before_does_not_matter(tmp_path):
     } == {}
 
 
-def test_no_stage_adds_what_another_one_refuses(files):
+def test_a_gradient_rejected_by_one_stage_is_rejected_by_all(files):
     """ZeRO 0 and 1 in fp32, and 1 in bf16: DeepSpeed agrees on what is finite in the last alone."""
     folder, model, data = files
     configs = []
@@ -134,15 +135,15 @@ def test_no_stage_adds_what_another_one_refuses(files):
         configs[-1].write_text(json.dumps({"zero_optimization": {"stage": stage}, "bf16": {"enabled": bf16}}))
     arguments = [
         "-m",
-        "tests.distributed.scenarios",
+        "tests.support.scenarios",
         "one_stage_refuses",
         str(model),
         str(data),
         *map(str, configs),
     ]
     for text in run_ranks(arguments, 2).ok().output:
-        said = [line for line in text.splitlines() if " moved " in line]
-        assert said == [
+        lines = [line for line in text.splitlines() if " moved " in line]
+        assert lines == [
             f"{way}: False kept True, then True moved True" for way in ("optimizer", "none", "engine")
         ]
 
@@ -159,11 +160,14 @@ def test_exploding_tasks_are_dropped_and_counted(files):
     out.mkdir()
     case = {"id": "one", "config": config, "poison": poison, "by": {"factor": 1000.0}}
     (out / "cases.json").write_text(json.dumps([case]))
-    run_ranks(["-m", "tests.distributed.run_cases", str(out / "cases.json"), str(out)], 2).ok()
-    wanted, began = oracle(Config(**config), poison)
+    run_ranks(["-m", "tests.support.run_cases", str(out / "cases.json"), str(out)], 2).ok()
+    expected_theta, began = oracle(Config(**config), poison)
     theta = load_file(out / "one.safetensors")
-    off = torch.cat([(theta[name] - wanted[name]).flatten() for name in wanted]).norm()
-    assert off / torch.cat([(wanted[name] - began[name]).flatten() for name in wanted]).norm() < 1e-5
+    off = torch.cat([(theta[name] - expected_theta[name]).flatten() for name in expected_theta]).norm()
+    assert (
+        off / torch.cat([(expected_theta[name] - began[name]).flatten() for name in expected_theta]).norm()
+        < 1e-5
+    )
     metrics = [json.loads(line) for line in (out / "one" / "metrics.jsonl").read_text().splitlines()]
     assert [(line["skipped_tasks"], line.get("exploded_tasks", 0)) for line in metrics] == [
         (0, 0),
@@ -190,7 +194,7 @@ def oracle(config, poison):
     return reference_run(learner, steps, config).thetas[-1], began
 
 
-def test_a_run_without_finite_tasks_ends_and_says_so(files, tmp_path):
+def test_a_run_without_finite_tasks_ends_with_an_error(files, tmp_path):
     _, model, data = files
     flags = {
         **{
@@ -210,6 +214,7 @@ def test_a_run_without_finite_tasks_ends_and_says_so(files, tmp_path):
     }
     ended = run_ranks(["launch/train.py", *(f"--{key}={value}" for key, value in flags.items())], 2)
     assert ended.codes == [2, 2]
-    assert "no task was finite in 4 outer steps in a row (the last is 4); lower --inner_lr" in ended.output[0]
+    line = next(line for line in ended.output[0].splitlines() if "no task was finite" in line)
+    check_message(line, "4 outer steps in a row (the last is 4)", "lower --inner_lr")
     assert not ended.others
     assert "Traceback" not in ended.output[0]

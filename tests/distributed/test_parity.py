@@ -9,12 +9,12 @@ from operator import or_
 
 import pytest
 
-from tests.distributed.matrix import (
+from tests.support.matrix import (
     AXES,
     LAYOUTS,
-    Bench,
     Case,
     Launches,
+    ParityFixture,
     cases,
     full,
     pairs,
@@ -36,7 +36,7 @@ WRAPPERS = {
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory):
     """Error and facts of every chosen case, each layout run once for all its cases."""
-    bench = Bench(tmp_path_factory.mktemp("parity"))
+    bench = ParityFixture(tmp_path_factory.mktemp("parity"))
     launches = Launches(bench, selected(request), lambda case: case.layout)
 
     def outcome(case: Case):
@@ -66,7 +66,7 @@ def test_the_cover_holds_every_pair():
     assert everything.bit_count() > len(pairwise()) > 0
 
 
-def test_the_full_matrix_holds_what_is_promised():
+def test_the_full_matrix_holds_every_axis_value():
     listed = full()
     assert len(listed) == len({case.id for case in listed})
     for layout, stage, algorithm, model in itertools.product(

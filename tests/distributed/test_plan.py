@@ -10,8 +10,8 @@ import pytest
 from fmmeta.planning import machines
 from fmmeta.planning.command import profile_of
 from fmmeta.planning.settings import PlanConfig
-from tests.launch import run_ranks
-from tests.models import save_family
+from tests.support.launch import run_ranks
+from tests.support.models import save_family
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +39,11 @@ def files(tmp_path_factory):
     ],
     ids=lambda cases: cases[0],
 )
-def test_bytes_on_the_wire_are_those_that_travel(files, cases):
+def test_planned_bytes_equal_the_bytes_communicated(files, cases):
     """ZeRO pads parameters to the ranks and to its alignment, which 2 % allow for."""
     model, data, folder = files
     run_ranks(
-        ["-m", "tests.distributed.wire", str(model), str(data), str(folder), *cases], 2, timeout_s=400
+        ["-m", "tests.support.comm_dtype_cases", str(model), str(data), str(folder), *cases], 2, timeout_s=400
     ).ok()
     found = [json.loads((folder / f"{cases[0]}{rank}.json").read_text()) for rank in range(2)]
     for one in chain(*found):
@@ -66,7 +66,7 @@ def test_bytes_on_the_wire_are_those_that_travel(files, cases):
 
 
 @pytest.mark.timeout(300)
-def test_a_machine_is_measured(files, tmp_path):
+def test_calibration_measures_the_machine(files, tmp_path):
     model, _, _ = files
     plan = PlanConfig(
         model_name_or_path=str(model),

@@ -13,19 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.launch import Ended, run_ranks
-from tests.models import save, save_llama, write_classes, write_pairs
-from tests.nursery import shared
-
-QUICK = {"outer_steps": 4, "inner_steps": 2, "eval_episodes": 0, "save_steps": 0, "logging_steps": 1}
-
-
-def words(folder: Path, **flags) -> list[str]:
-    return [f"--{key}={value}" for key, value in {**QUICK, "output_dir": folder, **flags}.items()]
-
-
-def train(folder: Path, ranks: int, timeout_s: float = 200, fresh: bool = False, **flags):
-    return run_ranks(["launch/train.py", *words(folder, **flags)], ranks, timeout_s, fresh=fresh)
+from tests.support.fork_server import shared
+from tests.support.launch import ProcessResults, run_ranks, train, train_flags
+from tests.support.models import save, save_llama, write_classes, write_pairs
 
 
 def model_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -51,7 +41,7 @@ def test_the_same_flags_on_other_layouts_give_the_same_model(tmp_path):
     assert "1 group of 1 rank" in one.output[0]
     assert "2 groups of 1 rank" in two.output[0]
     assert "2 groups of 2 ranks on cpu; DeepSpeed ZeRO 2" in four.output[0]
-    assert not two.others  # one rank speaks
+    assert not two.others  # only rank 0 logs
     assert not four.others
     assert relative_difference(model_of(tmp_path / "1"), model_of(tmp_path / "2")) < 1e-6
     assert relative_difference(model_of(tmp_path / "1"), model_of(tmp_path / "4")) < 1e-6
@@ -91,7 +81,7 @@ def test_adapters_are_the_same_on_other_layouts_and_after_a_resumption(tmp_path)
     resumed = train(
         tmp_path / "again", 2, **sharded, resume_from_checkpoint=tmp_path / "one" / "checkpoint-2"
     ).ok()
-    assert "LoRA of rank 4: 3,712 of 27,520 parameters are trained" in one.output[0]
+    assert "3,712 of 27,520 parameters" in one.output[0]
     assert not two.others
     assert not resumed.others
     adapters = [
@@ -106,7 +96,7 @@ def test_adapters_are_the_same_on_other_layouts_and_after_a_resumption(tmp_path)
     train(tmp_path / "few", 1, **few).ok()
     staged = {**few, "group_size": 2, "pipeline_stages": 2, "deepspeed": "ds_configs/zero1.json"}
     stages = train(tmp_path / "stages", 2, **staged).ok()
-    assert "LoRA of rank 4: 192 of 24,000 parameters are trained" in stages.output[0]
+    assert "192 of 24,000 parameters" in stages.output[0]
     train(
         tmp_path / "stages-again", 2, **staged, resume_from_checkpoint=tmp_path / "stages" / "checkpoint-2"
     ).ok()
@@ -145,13 +135,13 @@ def test_cross_group_traffic_is_one_reduction_of_the_shard(tmp_path):
     pooler = sum(
         value.numel() for name, value in model_of(tmp_path / "few").items() if name.startswith("pooler")
     )
-    head = 64 * 5 + 5  # the head is in the shard, though it starts anew in every task
+    head = 64 * 5 + 5  # the head is in the shard, though every task reinitializes it
     expected = 4 * (parameters - pooler + head)
     seen = [line["comm_bytes"] for folder in ("few", "many") for line in metrics_of(tmp_path / folder)]
     assert seen == [expected] * 3
 
 
-def test_metrics_and_run_json_hold_what_is_promised(tmp_path):
+def test_metrics_and_run_json_hold_the_documented_keys(tmp_path):
     train(tmp_path / "run", 1, outer_steps=2, fresh=True).ok()
     keys = {
         "step",
@@ -179,10 +169,16 @@ def test_metrics_and_run_json_hold_what_is_promised(tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
-    settings = {"outer_steps": 6, "save_steps": 2, "episode_transforms": "tests.distributed.short:dawdle"}
+def test_a_killed_run_resumes_to_the_theta_of_an_undisturbed_run(tmp_path):
+    settings = {
+        "outer_steps": 6,
+        "save_steps": 2,
+        "episode_transforms": "tests.support.short_runs:slow_episode",
+    }
     train(tmp_path / "whole", 2, **settings).ok()
-    ranks = shared().train(words(tmp_path / "killed", **settings), 2, tmp_path / "logs", DAWDLE_S="0.5")
+    ranks = shared().train(
+        train_flags(tmp_path / "killed", **settings), 2, tmp_path / "logs", EPISODE_S="0.5"
+    )
     deadline = time.monotonic() + 100
     while not (tmp_path / "killed" / "checkpoint-2").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -206,7 +202,7 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
     finished = train(tmp_path / "killed", 2, **settings).ok()
     assert "holds this run, finished" in finished.output[0]
 
-    # another layout: ZeRO 3 in one group of two goes on from the same checkpoint
+    # another layout: ZeRO 3 in one group of two resumes from the same checkpoint
     shutil.copytree(tmp_path / "killed" / "checkpoint-4", tmp_path / "from")
     moved = {
         **settings,
@@ -219,8 +215,8 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_a_run_moves_between_all_ways_to_spread_a_model(tmp_path):
-    """A pipeline's checkpoint goes on under tensor parallelism, and that one's under ZeRO 3."""
+def test_a_run_resumes_across_pipeline_tensor_and_zero3(tmp_path):
+    """A pipeline's checkpoint resumes under tensor parallelism, and that one's under ZeRO 3."""
     data = write_pairs(tmp_path / "pairs.jsonl")
     settings = {
         "task_type": "causal_lm",
@@ -235,7 +231,7 @@ def test_a_run_moves_between_all_ways_to_spread_a_model(tmp_path):
     train(tmp_path / "plain", 1, **settings).ok()
     spread = {**settings, "group_size": 2}
     first = train(tmp_path / "stages", 2, pipeline_stages=2, deepspeed="ds_configs/zero1.json", **spread).ok()
-    assert "1 group of 2 ranks on cpu; DeepSpeed ZeRO 1, 2 pipeline stages; fp32" in first.output[0]
+    assert "DeepSpeed ZeRO 1, 2 pipeline stages; fp32" in first.output[0]
     assert not first.others
     begun = tmp_path / "stages" / "checkpoint-1"
     second = train(
@@ -258,7 +254,7 @@ def test_a_run_moves_between_all_ways_to_spread_a_model(tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_stages_by_measured_time_hold_what_is_printed(tmp_path):
+def test_stages_by_measured_time_hold_the_printed_layers(tmp_path):
     """A large head: the first stage gets more layers than by parameters; theta is the same either way."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -285,22 +281,24 @@ def test_stages_by_measured_time_hold_what_is_printed(tmp_path):
     }
     for balance in ("parameters", "time"):
         ran = train(tmp_path / balance, 2, pipeline_balance=balance, **settings).ok()
-        said = re.search(
+        matches = re.search(
             rf"stages by {balance}: layers 0 to (\d) \(([\d,]+) parameters(.*?)\); layers (\d) to 5",
             ran.output[0],
         )
-        assert said, ran.output[0]
-        assert ("ms" in said[3]) == (balance == "time")
-        assert (said[1] == "2") == (balance == "parameters")
+        assert matches, ran.output[0]
+        assert ("ms" in matches[3]) == (balance == "time")
+        assert (matches[1] == "2") == (balance == "parameters")
         files = sorted((tmp_path / balance / "model").glob("model-*.safetensors"))
         held = [{int(name.split(".")[2]) for name in load_file(file) if ".layers." in name} for file in files]
-        assert held == [set(range(int(said[4]))), set(range(int(said[4]), 6))]
-        assert sum(value.numel() for value in load_file(files[0]).values()) == int(said[2].replace(",", ""))
+        assert held == [set(range(int(matches[4]))), set(range(int(matches[4]), 6))]
+        assert sum(value.numel() for value in load_file(files[0]).values()) == int(
+            matches[2].replace(",", "")
+        )
     assert relative_difference(model_of(tmp_path / "parameters"), model_of(tmp_path / "time")) < 1e-6
 
 
 def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
-    """Flags, and what the one line must say.
+    """Flags, and a part of the error line that they lead to.
 
     One case of each place where checks live; tests/unit has the rest.
     """
@@ -315,9 +313,9 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
     (folder / "moe").mkdir()
     (folder / "moe" / "config.json").write_text('{"model_type": "mixtral", "num_local_experts": 8}')
     return {
-        "unknown flag": ({"inner_step": 3}, "--inner_step is not a flag; did you mean --inner_steps?"),
+        "unknown flag": ({"inner_step": 3}, "did you mean --inner_steps?"),
         "choice": ({"algorithm": "maml2"}, "maml2"),
-        "group size": ({"group_size": 3}, "group_size=3 does not divide world_size=2; use 1 or 2"),
+        "group size": ({"group_size": 3}, "group_size=3 does not divide world_size=2"),
         "data set": ({"dataset": folder / "absent.jsonl"}, "absent.jsonl is not a file or folder"),
         "column": ({"dataset": data, "text_column": "txt"}, "text_column=txt is no column"),
         "line": ({"dataset": folder / "broken.jsonl"}, "broken.jsonl:2 is not a line of JSON"),
@@ -329,11 +327,11 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
         "fp16": ({"deepspeed": folder / "fp16.json"}, "use bf16 or fp32"),
         "stages": (
             {"group_size": 2, "pipeline_stages": 3},
-            "pipeline_stages=3 is above the 2 layers of the model",
+            "pipeline_stages=3 is above the 2 layers",
         ),
         "stages of a group": (
             {"group_size": 1, "pipeline_stages": 2},
-            "group_size=1 is not a multiple of pipeline_stages=2",
+            "not a multiple of pipeline_stages=2",
         ),
         "stages, ZeRO": (
             {"group_size": 2, "pipeline_stages": 2, "deepspeed": "ds_configs/zero2.json"},
@@ -355,7 +353,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
                 "k_shot": 1,
                 "num_query": 1,
             },
-            "tensor_parallel_size=3 does not divide num_attention_heads=4",
+            "does not divide num_attention_heads=4",
         ),
         "tensor, ZeRO": (
             {"group_size": 2, "tensor_parallel_size": 2, "deepspeed": "ds_configs/zero3.json"},
@@ -365,18 +363,20 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
     }
 
 
-FROM_OUTSIDE = ("unknown flag", "group size", "line", "moe")  # whole launches
+COMPLETE_LAUNCHES = ("unknown flag", "group size", "line", "moe")  # whole launches
 
 
 @pytest.mark.timeout(600)
 def test_bad_input_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
     inputs = bad_inputs(tmp_path)
     started = {
-        name: shared().train(words(tmp_path / "runs" / name, **inputs[name][0]), 2, tmp_path / f"{name} logs")
-        for name in FROM_OUTSIDE
+        name: shared().train(
+            train_flags(tmp_path / "runs" / name, **inputs[name][0]), 2, tmp_path / f"{name} logs"
+        )
+        for name in COMPLETE_LAUNCHES
     }
     for name, ranks in started.items():
-        ended = Ended(shared().wait(ranks, 100), [rank.text for rank in ranks])
+        ended = ProcessResults(shared().wait(ranks, 100), [rank.text for rank in ranks])
         assert ended.codes == [2, 2], (name, ended.output)
         errors = [line for line in ended.output[0].splitlines() if "error" in line]
         assert len(errors) == 1, (name, ended.output[0])
@@ -392,7 +392,7 @@ def test_bad_input_is_the_same_error_on_every_rank(tmp_path):
     }
     flags = [[f"--{key}={value}" for key, value in given.items()] for given, _ in inputs.values()]
     (tmp_path / "flags.json").write_text(json.dumps(flags))
-    arguments = ["-m", "tests.distributed.scenarios", "refusals", str(tmp_path / "flags.json")]
+    arguments = ["-m", "tests.support.scenarios", "refusals", str(tmp_path / "flags.json")]
     first, second = (text.splitlines() for text in run_ranks(arguments, 2, timeout_s=200).ok().output)
     assert first == second
     assert len(first) == len(inputs)
@@ -401,10 +401,10 @@ def test_bad_input_is_the_same_error_on_every_rank(tmp_path):
 
 
 def scenario(name: str, ranks: int) -> list[str]:
-    return run_ranks(["-m", "tests.distributed.scenarios", name], ranks, timeout_s=100).ok().output
+    return run_ranks(["-m", "tests.support.scenarios", name], ranks, timeout_s=100).ok().output
 
 
-def test_copies_of_a_model_that_differ_by_rounding_take_the_same_steps():
+def test_replicas_that_differ_by_rounding_take_the_same_steps():
     first, second = (re.search("solved in 4 passes.*", text) for text in scenario("cg_rounding", 2))
     assert first is not None
     assert second is not None
@@ -414,20 +414,20 @@ def test_copies_of_a_model_that_differ_by_rounding_take_the_same_steps():
 @pytest.mark.parametrize(
     ("setting", "value"), [("deepspeed", "ds_configs/zero3.json"), ("pipeline_stages", 2)]
 )
-def test_the_base_of_adapters_is_born_in_parts(tmp_path, setting, value):
+def test_the_base_model_of_adapters_is_sharded_while_loading(tmp_path, setting, value):
     model, data = save_llama(tmp_path / "llama"), write_pairs(tmp_path / "pairs.jsonl")
     arguments = [
         "-m",
-        "tests.distributed.scenarios",
-        "born_sharded",
+        "tests.support.scenarios",
+        "sharded_while_loading",
         str(model),
         str(data),
         setting,
         str(value),
     ]
     output = run_ranks(arguments, 2).ok().output
-    said = [re.search(r"holds (\d+) of the base and 0 frozen tensors", text) for text in output]
-    held = [int(found[1]) for found in said if found]
+    matches = [re.search(r"holds (\d+) of the base and 0 frozen tensors", text) for text in output]
+    held = [int(found[1]) for found in matches if found]
     total, embedding = 23808, 259 * 32  # tied: each stage has its copy
     if setting == "deepspeed":
         assert held == [total // 2] * 2
@@ -437,15 +437,15 @@ def test_the_base_of_adapters_is_born_in_parts(tmp_path, setting, value):
         assert max(held) < 0.75 * total
 
 
-def test_no_rank_raises_alone():
-    outputs = scenario("together", 3)
+def test_an_error_of_one_rank_is_raised_on_all():
+    outputs = scenario("matching_values", 3)
     assert all("usage value=1 is wrong; use 2" in text for text in outputs)
     assert "own broken" in outputs[0]
     assert all("peer rank 0 failed while testing: broken" in text for text in outputs[1:])
     assert all("[b'', b'after 1', b'after 2']" in text for text in outputs)
 
 
-def test_a_reduction_comes_bucket_by_bucket():
+def test_a_reduction_finishes_bucket_by_bucket():
     for text in scenario("buckets", 2):
         places = "[(0, 8), (8, 16), (16, 20)]"
         assert [line for line in text.splitlines() if places in line] == [
@@ -464,5 +464,5 @@ def test_initial_weights_are_made_equal_and_checked():
     assert "moved False" in first
     assert "moved True" in second
     for text in (first, second):
-        assert "theta is not the same in all groups although it was broadcast (ranks 0, 1 differ)" in text
-        assert "the frozen weights and buffers are not the same on every rank" in text
+        assert "(ranks 0, 1 differ)" in text
+        assert "the frozen weights and buffers are not" in text

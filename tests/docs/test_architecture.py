@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.launch import ROOT
+from tests.support.launch import ROOT
 
 PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
@@ -16,7 +16,7 @@ PAGES = [page for page in PAGES if page.name != "log.md"]  # a dated log keeps t
 BASES = (ROOT, ROOT / "fmmeta", ROOT / "tests")
 
 
-def test_the_figure_is_what_its_source_draws():
+def test_the_figure_equals_the_output_of_its_source():
     source: dict[str, object] = {"__name__": "figure"}
     exec((ROOT / "docs" / "architecture_figure.py").read_text(), source)
     assert (ROOT / "docs" / "architecture.svg").read_text() == source["figure"]()  # type: ignore[operator]

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.strata import all_classes, strata_table
-from tests.launch import ROOT
-from tests.unit.helpers import DATA
+from tests.support.helpers import DATA
+from tests.support.launch import ROOT
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data sets are not at {DATA}")

@@ -1,4 +1,4 @@
-"""Plain technical English in docstrings, comments, messages and pages: words that may not come back."""
+"""Plain technical English in docstrings, comments, messages, pages and tests; what tests may import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT
+from tests.support.launch import ROOT
 
 # What to write instead.
 WORDS = {
@@ -56,7 +56,7 @@ def prose(file: Path) -> Iterator[str]:
 
 
 def files() -> dict[str, list[Path]]:
-    """Modules by folder of fmmeta, and the pages."""
+    """Modules by folder of fmmeta and of tests, and the pages."""
     found: dict[str, list[Path]] = {
         "pages": [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
     }
@@ -64,21 +64,46 @@ def files() -> dict[str, list[Path]]:
     for file in (ROOT / "fmmeta").rglob("*.py"):
         inside = file.relative_to(ROOT / "fmmeta").parts
         found.setdefault(inside[0] if len(inside) > 1 else "top", []).append(file)
+    for file in python_files():
+        folder = file.relative_to(ROOT / "tests").parts[0]
+        found.setdefault("tests" if folder.endswith(".py") else f"tests/{folder}", []).append(file)
     return found
 
 
+def python_files() -> list[Path]:
+    """Python files of the tests; this one has the words in its table."""
+    return [file for file in (ROOT / "tests").rglob("*.py") if file != Path(__file__)]
+
+
+def imported_test_modules(file: Path) -> Iterator[str]:
+    """Names of test modules that a file imports, also in code that it holds as text for a subprocess."""
+    pattern = r"^\s*(?:from|import)\s+(tests\.(?:[\w.]+\.)?test_\w+)"
+    yield from re.findall(pattern, file.read_text(), re.MULTILINE)
+
+
 @pytest.mark.parametrize("folder", sorted(files()))
-def test_no_more_of_these_words(folder):
-    found = [
-        f"{file.relative_to(ROOT)}: {text[max(match.start() - 40, 0) : match.end() + 40]!r}"
-        for file in sorted(files()[folder])
-        for text in prose(file)
-        for match in FORBIDDEN.finditer(text)
-    ]
+def test_forbidden_words_do_not_occur(folder):
+    found = []
+    for file in sorted(files()[folder]):
+        found += [
+            f"{file.relative_to(ROOT)}: {text[max(match.start() - 40, 0) : match.end() + 40]!r}"
+            for text in prose(file)
+            for match in FORBIDDEN.finditer(text)
+        ]
     assert not found, "\n".join(found)
 
 
-def test_the_words_are_found():
+def test_the_pattern_finds_forbidden_words():
     assert FORBIDDEN.search("tasks that could not be\nhad")
     assert FORBIDDEN.search("Nobody waits")
     assert not FORBIDDEN.search("recommended, amended, akin, belies")
+
+
+def test_no_test_module_imports_another():
+    """What two test modules share is in tests/support."""
+    found = {
+        f"{file.relative_to(ROOT / 'tests').with_suffix('')} {name.removeprefix('tests.')}"
+        for file in python_files()
+        for name in imported_test_modules(file)
+    }
+    assert not found, f"move what is shared to tests/support: {sorted(found)}"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, environment, free_port, python, run_ranks
+from tests.support.launch import ROOT, environment, free_port, python, run_ranks
 
 README = (ROOT / "README.md").read_text()
 DATA = Path(os.environ.get("DATA", ROOT.parent / "shared" / "data"))
@@ -39,8 +39,8 @@ def commands() -> list[str]:
 
 
 def without_launcher(command: str) -> tuple[int, list[str]] | None:
-    """How many ranks a command starts, and the words after `python` of each; None if its launcher is told
-    more than that.
+    """How many ranks a command starts, and the words after `python` of each; None if its launcher gets
+    more flags.
     """
     launcher, *words = shlex.split(command)
     if launcher == "fmmeta":
@@ -120,7 +120,7 @@ def test_command_evaluates(command, tmp_path):
     assert (tmp_path / "results.json").is_file() == ("--output" in command)
 
 
-def test_each_launcher_is_tried_and_few_commands_say_more_to_it():
+def test_every_launcher_is_started_by_a_command():
     chosen = launched()
     assert {command.split()[0] for command in chosen} == set(LAUNCHERS)
     assert any("--group_size 2" in command for command in chosen)
@@ -220,7 +220,7 @@ def test_every_shipped_config_runs_in_a_group_of_two(tmp_path):
     listed = [{"id": file.stem, "config": {**settings, "deepspeed": str(file)}} for file in files]
     (tmp_path / "cases.json").write_text(json.dumps(listed))
     run_ranks(
-        ["-m", "tests.distributed.run_cases", str(tmp_path / "cases.json"), str(tmp_path)], 2, timeout_s=280
+        ["-m", "tests.support.run_cases", str(tmp_path / "cases.json"), str(tmp_path)], 2, timeout_s=280
     ).ok()
     for name, wrapper in wrappers.items():
         assert json.loads((tmp_path / f"{name}.json").read_text())["wrapper"] == wrapper

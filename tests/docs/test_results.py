@@ -1,4 +1,4 @@
-"""Committed results are of a machine and name nothing that lies on it; the docs show them as the commands
+"""Committed results name no path of the machine that made them; the docs show them as the commands
 print them.
 """
 
@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import delay, instructions, intents
 from benchmarks.common import portable, read, write_json
-from tests.unit.helpers import ROOT
+from tests.support.helpers import ROOT
 
 RESULTS = sorted((ROOT / "benchmarks/results").glob("*.json"))
 
@@ -24,7 +24,7 @@ def test_results_name_no_path_of_one_machine(file):
     assert portable(found) == found
 
 
-def test_written_results_lose_such_paths(tmp_path):
+def test_written_results_have_paths_removed(tmp_path):
     file = tmp_path / "results.json"
     write_json(
         file,
@@ -48,7 +48,7 @@ DATA = Path(os.environ.get("DATA", ROOT.parent / "shared" / "data"))
 T4 = 2.776  # 97.5 % quantile of Student's t with 4 degrees of freedom
 
 
-def squeezed(text: str) -> list[list[str]]:
+def table_cells(text: str) -> list[list[str]]:
     """Cells of the lines of Markdown tables, whatever their alignment."""
     return [
         [cell.strip() for cell in line.strip("|").split("|")]
@@ -58,14 +58,14 @@ def squeezed(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("module", [intents, instructions])
-def test_tables_of_the_docs_are_those_of_the_results(module):
-    shown = [row for row in squeezed(module.show(read(module.RESULTS))) if not set(row[0]) <= {"-"}]
+def test_tables_in_the_docs_equal_the_results(module):
+    shown = [row for row in table_cells(module.show(read(module.RESULTS))) if not set(row[0]) <= {"-"}]
     assert len(shown) > 4
-    in_docs = squeezed(FEWSHOT.replace("**", ""))
+    in_docs = table_cells(FEWSHOT.replace("**", ""))
     assert [row for row in shown if row not in in_docs] == []
 
 
-def test_intervals_over_five_splits_are_students():
+def test_intervals_over_five_splits_use_students_t():
     best = [one for key, one in read(intents.RESULTS).items() if key.startswith("best banking77")]
     means = [statistics.mean(intents.accuracies(one, "1")) for one in best]
     half = T4 * statistics.stdev(means) / 5**0.5
@@ -76,7 +76,7 @@ def test_intervals_over_five_splits_are_students():
 
 
 @pytest.mark.parametrize(("suite", "gain"), [("marks", False), ("first_order", True)])
-def test_intervals_over_seeds_are_students(suite, gain):
+def test_intervals_over_seeds_use_students_t(suite, gain):
     runs = json.loads((ROOT / f"benchmarks/results/{suite}.json").read_text(encoding="utf-8"))
     losses = {
         name: [run["loss"] for run in runs if run["algorithm"] == name and run["inner_lr"] == 1.0]
@@ -90,10 +90,10 @@ def test_intervals_over_seeds_are_students(suite, gain):
 
 def test_the_difference_of_one_seed_has_no_interval():
     runs = {"plain": [{"train_loss": 1.0}], "delayed": [{"train_loss": 1.5}]}
-    told = delay.summary(runs)["delayed"]
-    assert (told["beside"], told["beside_ci95"]) == (0.5, None)
-    told = delay.summary({name: [*each, {"train_loss": 1.0}] for name, each in runs.items()})["delayed"]
-    assert told["beside_ci95"] == pytest.approx(12.706 * 0.25, rel=1e-4)  # 1 degree of freedom
+    result = delay.summary(runs)["delayed"]
+    assert (result["beside"], result["beside_ci95"]) == (0.5, None)
+    result = delay.summary({name: [*each, {"train_loss": 1.0}] for name, each in runs.items()})["delayed"]
+    assert result["beside_ci95"] == pytest.approx(12.706 * 0.25, rel=1e-4)  # 1 degree of freedom
 
 
 @pytest.mark.parametrize("name", ["banking77", "clinc150"])

@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.elastic import SLEEP
 from fmmeta.elastic.supervisor import ElasticConfig, Group, Supervisor
-from tests.distributed.matrix import AXES, TOLERANCE, Bench, Case
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
+from tests.support.matrix import AXES, TOLERANCE, Case, ParityFixture
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 CASES = [
@@ -34,7 +34,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    bench = Bench(tmp_path_factory.mktemp("gpu"))
+    bench = ParityFixture(tmp_path_factory.mktemp("gpu"))
     done = bench.run(CASES)
     return lambda case: bench.error(case, done[case.id][0])
 

@@ -43,7 +43,7 @@ def git(*words: str) -> str:
 
 
 def by_folder(commit: str | None = None) -> Counter[str]:
-    """Statements of each folder of fmmeta/, and of each module that lies in none."""
+    """Statements of each folder of fmmeta/, and of each module at its top level."""
     found: Counter[str] = Counter()
     for path, source in modules(commit):
         found["/".join(path.split("/")[:2])] += statements(source)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 from fmmeta.reliability.signals import STOPPING
-from tests.models import save_bert, save_llama, write_classes
+from tests.support.models import save_bert, save_llama, write_classes
 
 settings.register_profile("fmmeta", deadline=None, derandomize=True, max_examples=40, database=None)
 settings.load_profile("fmmeta")

@@ -1,6 +1,4 @@
-"""Each rule against the oracle (autograd in fp64) on a BERT and a Llama, the oracle against numbers, and what
-rules cost.
-"""
+"""Meta-gradients of each rule against the oracle (autograd in fp64), and how many passes each rule takes."""
 
 from __future__ import annotations
 
@@ -22,8 +20,9 @@ from fmmeta.meta.reference import reference_gradient, set_gradient, set_loss
 from fmmeta.meta.rule import TaskResult
 from fmmeta.models.learner import Learner
 from fmmeta.parallel.workers.base import PassStats
-from tests.unit import learners
-from tests.unit.learners import (
+from tests.support import learners
+from tests.support.algorithms import LEARNERS, PROTOTYPE, identity, passes_of
+from tests.support.learners import (
     against_oracle,
     batches_of,
     by_name,
@@ -35,9 +34,7 @@ from tests.unit.learners import (
     worker_of,
 )
 
-LEARNERS = {"bert": learners.bert(), "classifier": learners.bert("model"), "llama": learners.llama()}
 FIRST, EXACT = (1 - 1e-9, 1e-5), (0.9999, 1e-3)  # cosine at least, relative error at most
-PROTOTYPE = {"head_init": "prototype", "inner_lr": 0.02}
 CASES = [
     ("llama", {}),
     ("bert", {}),
@@ -61,13 +58,9 @@ CASES = [
 ]
 
 
-def identity(value):
-    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
-
-
 @pytest.mark.parametrize(("model", "settings"), CASES, ids=identity)
 @pytest.mark.parametrize("algorithm", ["fomaml", "maml"])
-def test_meta_gradient_is_that_of_autograd(model, settings, algorithm):
+def test_meta_gradient_equals_autograd(model, settings, algorithm):
     cosine, error = against_oracle(LEARNERS[model], algorithm=algorithm, **settings)
     at_least, at_most = FIRST if algorithm == "fomaml" else EXACT
     assert cosine > at_least
@@ -75,7 +68,7 @@ def test_meta_gradient_is_that_of_autograd(model, settings, algorithm):
 
 
 def test_first_order_is_far_from_exact_on_these_cases():
-    """Or the comparison above would say nothing of second derivatives."""
+    """Without that, the comparison above would not test second derivatives."""
     for model, settings in CASES:
         config, episode = (
             config_of(LEARNERS[model], algorithm="maml", **settings),
@@ -83,7 +76,7 @@ def test_first_order_is_far_from_exact_on_these_cases():
         )
         exact, first = (
             learners.meta_parameters(
-                LEARNERS[model], config, learners.told_by_oracle(LEARNERS[model], c, episode)[0]
+                LEARNERS[model], config, learners.oracle_gradient(LEARNERS[model], c, episode)[0]
             )
             for c in (config, config_of(LEARNERS[model], algorithm="fomaml", **settings))
         )
@@ -100,8 +93,8 @@ def test_first_order_is_far_from_exact_on_these_cases():
     ],
     ids=identity,
 )
-def test_the_oracle_is_the_slope_of_the_adapted_loss(settings):
-    """In fp64: theta moved along a line, the whole adaptation done again, the query loss looked at."""
+def test_oracle_equals_finite_differences_of_the_adapted_loss(settings):
+    """In fp64: the adaptation is repeated at two values of theta along a line."""
     learner = copy.deepcopy(LEARNERS["bert"]).double()
     config, episode = config_of(learner, algorithm="maml", **settings), episode_of(learner)
     names = [name for name, param in learner.named_parameters() if param.requires_grad]
@@ -125,7 +118,7 @@ def test_the_oracle_is_the_slope_of_the_adapted_loss(settings):
 
 
 def adapted_loss(learner: Learner, theta, episode, config) -> float:
-    """The words: start the head, take SGD steps with momentum on the support set, weigh the query losses."""
+    """Initialise the head, take SGD steps with momentum on the support set, weigh the query losses."""
     phi, velocity, total = dict(theta), {name: 0 * value for name, value in theta.items()}, 0.0
     if config.head_init == "prototype":
         model = copy.deepcopy(learner)
@@ -162,7 +155,7 @@ def adapted_loss(learner: Learner, theta, episode, config) -> float:
     [{}, {"inner_optimizer": "momentum", "inner_momentum": 0.5}, {"multi_step_loss_steps": 4}],
     ids=identity,
 )
-def test_gradient_of_learned_rates_is_that_of_autograd(model, algorithm, learned, extra):
+def test_gradient_of_learned_rates_equals_autograd(model, algorithm, learned, extra):
     learner = LEARNERS[model]
     settings = {
         "inner_lr_learned": learned,
@@ -170,8 +163,8 @@ def test_gradient_of_learned_rates_is_that_of_autograd(model, algorithm, learned
         **extra,
     }  # rates differ from the start
     config, episode = config_of(learner, algorithm=algorithm, **settings), episode_of(learner)
-    found, worker = learners.found_by_rule(learner, config, episode)
-    wanted, (of_rates, _) = learners.told_by_oracle(learner, config, episode)
+    found, worker = learners.rule_gradient(learner, config, episode)
+    wanted, (of_rates, _) = learners.oracle_gradient(learner, config, episode)
     at_most = 1e-5 if algorithm == "fomaml" else 1e-3
     _, error = learners.cosine_and_error(
         *(learners.meta_parameters(learner, config, w) for w in (by_name(worker, found.gradient), wanted))
@@ -182,11 +175,11 @@ def test_gradient_of_learned_rates_is_that_of_autograd(model, algorithm, learned
         pairs = [(mine[name].double(), of_rates[name]) for name in of_rates]
     else:
         names = setup_of(worker, config).inner.rates.layers.names
-        told = {
+        exact = {
             ("head" if name in learner.head_names else layer(name)): value for name, value in of_rates.items()
         }
-        assert sorted(told) == sorted(names)
-        pairs = [(found.extra["rates"][:, i], told[name]) for i, name in enumerate(names)]
+        assert sorted(exact) == sorted(names)
+        pairs = [(found.extra["rates"][:, i], exact[name]) for i, name in enumerate(names)]
     a, b = (torch.cat([pair[side].reshape(-1) for pair in pairs]) for side in (0, 1))
     assert learners.cosine_and_error(a, b)[1] < at_most
 
@@ -210,23 +203,6 @@ def test_multi_step_weights():
     assert [step_loss_weights(4, step, 8) for step in (8, 9)] == [(), ()]
     assert step_loss_weights(4, 0, 0) == ()
     assert all(sum(step_loss_weights(5, step, 30)) == pytest.approx(1) for step in range(30))
-
-
-def passes_of(learner: Learner, monkeypatch, **settings) -> tuple[int, int]:
-    """Forward and backward passes, and forwards alone, of one task; counted where the model is called."""
-    config = config_of(learner, **settings)
-    worker, episode = worker_of(learner, config), batches_of(episode_of(learner), micro_batch_size=32)
-    rule = find(config.algorithm).rule(setup_of(worker, config), 0)
-    counted = {True: 0, False: 0}
-    call = worker._call
-
-    def counting(batch, want="logits"):
-        counted[torch.is_grad_enabled()] += 1
-        return call(batch, want)
-
-    monkeypatch.setattr(worker, "_call", counting)
-    task_gradient(rule, worker, episode)
-    return counted[True], counted[False]
 
 
 @pytest.mark.parametrize(
@@ -262,8 +238,8 @@ def test_a_rule_calls_its_hook_between_any_two_passes(model, settings, monkeypat
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 10])
-def test_cost_in_passes(steps, monkeypatch):
-    """What the docstrings and docs/algorithms.md say."""
+def test_number_of_passes_per_task(steps, monkeypatch):
+    """The numbers of the docstrings and of docs/algorithms.md."""
     llama = LEARNERS["llama"]
     first = passes_of(llama, monkeypatch, algorithm="fomaml", inner_steps=steps)
     assert first == (steps + 1, 0)
@@ -278,7 +254,7 @@ def test_cost_in_passes(steps, monkeypatch):
 
 
 @pytest.mark.parametrize("settings", [{}, {"inner_lr_learned": "element"}], ids=identity)
-def test_a_trajectory_in_host_memory_changes_nothing(settings):
+def test_trajectory_in_host_memory_gives_the_same_gradient(settings):
     config = config_of(LEARNERS["llama"], algorithm="maml", **settings)
     worker = worker_of(LEARNERS["llama"], config)
     episode = batches_of(episode_of(LEARNERS["llama"]))
@@ -289,7 +265,7 @@ def test_a_trajectory_in_host_memory_changes_nothing(settings):
         assert torch.equal(found.gradient, task_gradient(rule, worker, episode).gradient)
 
 
-def test_a_trajectory_keeps_its_budget():
+def test_trajectory_respects_its_memory_budget():
     path = Trajectory(budget_bytes=100, keeps_directions=True)
     path.begin(torch.zeros(10))
     for k in range(3):
@@ -304,7 +280,7 @@ def test_a_trajectory_keeps_its_budget():
 
 @pytest.mark.parametrize("model", ["bert", "llama"])
 def test_hessian_vector_products(model):
-    """Along several directions, of any length, against autograd in fp64; zero for nothing."""
+    """Products with directions of any length equal autograd in fp64; the product with zero is zero."""
     learner = LEARNERS[model]
     config, episode = (
         config_of(learner, head_init="learned" if model == "bert" else "zero"),
@@ -322,8 +298,8 @@ def test_hessian_vector_products(model):
         torch.randn(phi.shape, generator=rng),
     ):
         along = by_name(worker, d)
-        told = sum((gradient[name] * along[name].double()).sum() for name in weights)
-        wanted = torch.autograd.grad(told, list(weights.values()), retain_graph=True)
+        product = sum((gradient[name] * along[name].double()).sum() for name in weights)
+        wanted = torch.autograd.grad(product, list(weights.values()), retain_graph=True)
         found = by_name(worker, Hessian(HvpOptions(), worker, support).times(phi, d))
         a, b = (
             torch.cat([x.double().reshape(-1) for x in side])
@@ -346,21 +322,17 @@ def test_self_check_trusts_fp32_and_warns_of_bf16():
     good, bad = found["fp32"], found["bf16"]
     assert good.cosine > 0.99999
     assert 0 < good.relative < 1e-3
-    assert good.text.startswith(
-        "check_meta_gradient: at half the difference step the meta-gradient of the first task "
-        "differs by "
-        f"{good.relative:.1e} of its length (cosine {good.cosine:.6f})"
-    )
-    assert good.text.endswith("; the differences can be trusted")
+    assert good.text.startswith("check_meta_gradient: ")
+    assert f"by {good.relative:.1e} of its length (cosine {good.cosine:.6f})" in good.text
+    assert good.text.endswith("can be trusted")
     assert bad.relative > 0.02
-    assert (
-        "WARNING: gradients rounded to bf16 make these differences meaningless; set bf16 to false" in bad.text
-    )
+    assert "WARNING: gradients rounded to bf16" in bad.text
+    assert bad.text.endswith("set bf16 to false")
     assert "WARNING: the loss bends too sharply" in Check(0.9, 0.4, "fp32").text
     assert "WARNING" in Check(float("nan"), float("nan"), "fp32").text
 
 
-def test_self_check_sees_a_step_that_is_too_long(monkeypatch):
+def test_self_check_warns_of_a_too_long_difference_step(monkeypatch):
     import fmmeta.meta.hessian as curvature
 
     learner = LEARNERS["llama"]
@@ -375,7 +347,7 @@ def test_self_check_sees_a_step_that_is_too_long(monkeypatch):
 
 
 class FakeRule:
-    """Adds given vectors, that of the full step first; None: the task is not finite."""
+    """A rule that adds given vectors: the first for the full step; None makes the task non-finite."""
 
     def __init__(self, *vectors, scale: float = 1.0):
         self.vectors, self.scale = vectors, scale
@@ -391,10 +363,8 @@ class FakeRule:
 
 
 @pytest.mark.parametrize(("half_finite", "relative"), [(True, 0.25), (False, math.nan)])
-def test_self_check_looks_at_meta_parameters_and_at_both_steps(half_finite, relative):
-    """A head that starts anew in every task may differ; a pass that is not finite at half the step says
-    nothing.
-    """
+def test_self_check_compares_meta_parameters_at_both_steps(half_finite, relative):
+    """The head of a task may differ; a non-finite pass at half the step gives nan."""
     learner = LEARNERS["bert"]
     worker = worker_of(learner, config_of(learner, algorithm="maml"))
     full = torch.zeros(worker.params.numel)
@@ -408,7 +378,7 @@ def test_self_check_looks_at_meta_parameters_and_at_both_steps(half_finite, rela
     assert found.cosine == pytest.approx(1.0 if half_finite else math.nan, nan_ok=True)
 
 
-def test_differences_step_no_further_than_a_share_of_the_weights(monkeypatch):
+def test_difference_step_is_bounded_by_the_norm_of_the_weights(monkeypatch):
     learner = LEARNERS["llama"]
     worker = worker_of(learner, config_of(learner))
     phi, hessian = worker.read(), Hessian(HvpOptions(), worker, batches_of(episode_of(learner)).support)
@@ -423,7 +393,7 @@ def test_differences_step_no_further_than_a_share_of_the_weights(monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_either_side_of_a_difference_may_be_bad(bad, monkeypatch):
+def test_nonfinite_side_of_a_difference_is_reported(bad, monkeypatch):
     learner = LEARNERS["llama"]
     worker = worker_of(learner, config_of(learner))
     phi, support = worker.read(), batches_of(episode_of(learner)).support
@@ -441,7 +411,7 @@ def test_either_side_of_a_difference_may_be_bad(bad, monkeypatch):
     assert [step.finite for step in hessian.passes] == [True, True, bad != 0, bad != 1]
 
 
-def test_a_trajectory_fills_its_budget_to_the_last_byte():
+def test_trajectory_uses_its_whole_memory_budget():
     path = Trajectory(budget_bytes=40, keeps_directions=False)
     path.begin(torch.zeros(10))
     path.add(torch.ones(10), None)
@@ -450,8 +420,8 @@ def test_a_trajectory_fills_its_budget_to_the_last_byte():
     assert path.host_bytes == 40
 
 
-def test_a_trajectory_ends_before_the_last_phi():
-    """Nothing is differentiated there again, and it would cost a shard."""
+def test_trajectory_does_not_store_the_last_phi():
+    """No gradient is computed there again, so that storing it would waste a shard."""
     learner = LEARNERS["llama"]
     config = config_of(learner, inner_steps=3)
     worker = worker_of(learner, config)

@@ -1,12 +1,10 @@
-"""What a run leaves on disk: checkpoints that any layout reads, an HF folder, and run.json's refusals."""
+"""Checkpoints that every layout reads, exported Hugging Face folders, and resumed or refused runs."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,102 +12,38 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from fmmeta import checkpoint
 from fmmeta.checkpoint import hf_export as export_module
-from fmmeta.checkpoint import write
-from fmmeta.checkpoint.hf_export import export
 from fmmeta.config.settings import Config
-from fmmeta.models.load import describe, load_learner, load_tokenizer
-from fmmeta.parallel.param_map import Fragment, ParamMap, param_groups
+from fmmeta.models.load import describe
+from fmmeta.parallel.param_map import Fragment, ParamMap
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.parallel.workers.create import frozen_tensors
-from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.training.run_folder import find_start, lock_folder, settings_of, write_run
 from fmmeta.training.run_log import Metrics
-from tests.models import WORDS, save_bert, save_llama
-from tests.unit.helpers import one_rank, refusal
+from tests.support.checkpoints import (
+    CUT,
+    SHAPES,
+    WHOLE,
+    assert_holds,
+    laid_out,
+    param_map,
+    parameters,
+    saved,
+    write_manifest,
+)
+from tests.support.exports import assert_same_logits, exported, inputs
+from tests.support.helpers import refusal
+from tests.support.messages import check_message
+from tests.support.models import save_bert, save_llama
 
-SHAPES = {"a": (4, 3), "b": (5,), "c": (2, 2)}
-
-
-def param_map(*pieces: tuple[str, int, int], gap: int = 0, replicated: bool = False) -> ParamMap:
-    """Pieces (name, offset, length) in a row, `gap` elements of padding after each."""
-    fragments, begin = [], 0
-    for name, offset, length in pieces:
-        fragments.append(Fragment(name, SHAPES[name], begin, offset, length))
-        begin += length + gap
-    return ParamMap(tuple(fragments), begin, {"no_decay": slice(0, begin)}, replicated)
-
-
-WHOLE = param_map(("a", 0, 12), ("b", 0, 5), ("c", 0, 4), replicated=True)
-CUT = param_map(("c", 0, 1), ("b", 3, 2), ("a", 7, 5), ("b", 0, 3), ("c", 1, 3), ("a", 0, 7), gap=2)
 FIRST = param_map(("a", 0, 12), ("b", 0, 2), gap=1)  # the two ranks of a group
 SECOND = param_map(("b", 2, 3), ("c", 0, 4))
 
 
-def parameters(seed: float) -> dict[str, Tensor]:
-    return {
-        name: seed + torch.arange(torch.Size(shape).numel(), dtype=torch.float32)
-        for name, shape in SHAPES.items()
-    }
-
-
-def laid_out(params: ParamMap, values: dict[str, Tensor]) -> Tensor:
-    vector = torch.full((params.numel,), -1.0)
-    for name, value in values.items():
-        params.put(vector, name, value)
-    return vector
-
-
-def state_of(step: int, vectors: Iterable[str] = (), **settings) -> dict[str, Any]:
-    return {
-        "outer_step": step,
-        "vectors": list(vectors),
-        "numbers": {},
-        "bad_steps": 0,
-        "tasks": {},
-        "settings": settings,
-    }
-
-
-def list_again(folder: Path) -> None:
-    """A manifest of what lies there now."""
-    files = {
-        file.name: {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-        for file in folder.iterdir()
-        if file.name != "manifest.json"
-    }
-    (folder / "manifest.json").write_text(json.dumps({"files": files}))
-
-
-def save(
-    folder: Path, vectors: dict[str, Tensor], params: ParamMap, state: dict[str, Any], keep: int, tables=None
-) -> None:
-    """Write a checkpoint on one rank."""
-    ranks = one_rank()
-    pieces, shapes = write.rank_slices(vectors, params, ranks), write.param_shapes(params)
-    write.write(folder, pieces, shapes, state, tables or {}, keep, ranks.world)
-
-
-def saved(tmp_path: Path, params: ParamMap, step: int = 3, keep: int = 2) -> Path:
-    vectors = {"theta": laid_out(params, parameters(100)), "exp_avg": laid_out(params, parameters(500))}
-    folder = tmp_path / f"checkpoint-{step}"
-    save(folder, vectors, params, state_of(step, vectors), keep)
-    return folder
-
-
-def assert_holds(folder: Path, params: ParamMap) -> None:
-    found = checkpoint.load(folder, ["theta", "exp_avg"], params, torch.zeros(params.numel))
-    for name, seed in (("theta", 100), ("exp_avg", 500)):
-        wanted = laid_out(params, parameters(seed))
-        assert torch.equal(found[name], torch.where(wanted < 0, 0.0, wanted))  # padding stays zero
-
-
 @pytest.mark.parametrize("reader", [WHOLE, CUT, FIRST, SECOND], ids=["whole", "cut", "first", "second"])
 @pytest.mark.parametrize("writer", [WHOLE, CUT], ids=["whole", "cut"])
-def test_any_layout_reads_what_any_other_wrote(tmp_path, writer, reader):
+def test_every_layout_reads_checkpoints_of_every_layout(tmp_path, writer, reader):
     folder = saved(tmp_path, writer)
     assert_holds(folder, reader)
     assert checkpoint.read_state(folder)["outer_step"] == 3
@@ -117,7 +51,7 @@ def test_any_layout_reads_what_any_other_wrote(tmp_path, writer, reader):
 
 
 def two_shards(tmp_path: Path) -> Path:
-    """A checkpoint as two ranks write it."""
+    """A checkpoint with the files of two ranks."""
     folder = saved(tmp_path, FIRST)
     theirs = {
         f"{vector}/{f.name}@{f.offset}": laid_out(SECOND, parameters(seed))[f.here].clone()
@@ -125,7 +59,7 @@ def two_shards(tmp_path: Path) -> Path:
         for f in SECOND.fragments
     }
     save_file(theirs, folder / "shard-00001.safetensors")
-    list_again(folder)
+    write_manifest(folder)
     return folder
 
 
@@ -158,28 +92,29 @@ ACROSS = [
 ]
 
 
-def test_cuts_across_rows_are_one_checkpoint(tmp_path):
-    """Two tensor ranks hold the first column of `a` and the other two; the second's `b` is a copy."""
+def test_tensor_parallel_shards_are_one_checkpoint(tmp_path):
+    """Two tensor ranks hold the first column and the other columns of `a`; `b` is replicated."""
     folder = saved(tmp_path, ACROSS[0])
     one, two = load_file(folder / "shard-00000.safetensors"), saved(tmp_path / "two", ACROSS[1])
     assert torch.equal(one["theta/a@0#1:0:1"], torch.tensor([100.0, 103.0, 106.0, 109.0]))
     (two / "shard-00000.safetensors").rename(folder / "shard-00001.safetensors")
-    list_again(folder)
+    write_manifest(folder)
     assert "theta/b@0" not in load_file(folder / "shard-00001.safetensors")
     for reader in (*ACROSS, WHOLE, CUT, SECOND):
         assert_holds(folder, reader)
     (folder / "shard-00001.safetensors").unlink()
-    list_again(folder)
-    assert (
-        refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel))
-        == f"{folder} lacks 8 elements of theta/a; give another checkpoint"
+    write_manifest(folder)
+    check_message(
+        refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel)),
+        f"{folder} lacks 8 elements of theta/a",
+        "give another checkpoint",
     )
     whole = saved(tmp_path / "whole", WHOLE)
     for reader in ACROSS:
         assert_holds(whole, reader)
 
 
-def test_copies_count_once():
+def test_replicated_parameters_count_once():
     assert ACROSS[0].owned_slices() == [slice(0, 11)]
     assert ACROSS[1].owned_slices() == [slice(0, 8), slice(13, 15)]
     vectors = [laid_out(params, parameters(100)) for params in ACROSS]
@@ -193,8 +128,8 @@ def test_copies_count_once():
         assert torch.equal(sum(parts).view(-1), parameters(100)[name]), name
 
 
-def test_inner_products_count_copies_once():
-    """`b` lies on both ranks; by layer and over all of the model it counts on the first alone."""
+def test_inner_products_count_replicated_parameters_once():
+    """`b` is on both ranks and counts only on the first, by layer and in total."""
     sums = torch.zeros(3, dtype=torch.float64)
     total = 0.0
     for params in ACROSS:
@@ -216,10 +151,11 @@ def test_a_missing_shard_is_named(tmp_path):
     assert refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel)).startswith(
         f"{folder} cannot be read ("
     )
-    list_again(folder)
-    assert (
-        refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel))
-        == f"{folder} lacks 3 elements of theta/b; give another checkpoint"
+    write_manifest(folder)
+    check_message(
+        refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel)),
+        f"{folder} lacks 3 elements of theta/b",
+        "give another checkpoint",
     )
 
 
@@ -231,7 +167,7 @@ def test_a_damaged_shard_is_named(tmp_path):
     assert message.endswith("; give an older checkpoint")
 
 
-def test_the_newest_are_kept_by_number(tmp_path):
+def test_newest_checkpoints_are_kept(tmp_path):
     for step in (9, 10, 11):
         saved(tmp_path, WHOLE, step, keep=2)
     assert [folder.name for folder in checkpoint.list_complete(tmp_path)] == [
@@ -241,14 +177,14 @@ def test_the_newest_are_kept_by_number(tmp_path):
     assert not (tmp_path / "checkpoint-9").exists()
 
 
-def test_saving_twice_replaces(tmp_path):
+def test_saving_again_replaces_the_checkpoint(tmp_path):
     folder = saved(tmp_path, CUT)
     (folder / "stray").write_text("x")
     assert_holds(saved(tmp_path, WHOLE), CUT)
     assert not (folder / "stray").exists()
 
 
-def test_half_written_folders_are_no_checkpoints(tmp_path):
+def test_incomplete_folders_are_not_listed_as_checkpoints(tmp_path):
     whole = saved(tmp_path, WHOLE)
     (tmp_path / "checkpoint-7").mkdir()
     (tmp_path / "tmp-checkpoint-8").mkdir()
@@ -257,48 +193,14 @@ def test_half_written_folders_are_no_checkpoints(tmp_path):
     (tmp_path / "checkpoint-٣").mkdir()
     assert checkpoint.list_complete(tmp_path) == [whole]
     message = refusal(checkpoint.read_state, tmp_path / "checkpoint-7")
-    assert message.startswith(f"resume_from_checkpoint={tmp_path / 'checkpoint-7'} is no checkpoint (")
-    assert message.endswith("; give a checkpoint-N folder")
+    check_message(
+        message, f"resume_from_checkpoint={tmp_path / 'checkpoint-7'} ", "give a checkpoint-N folder"
+    )
 
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory):
     return save_bert(tmp_path_factory.mktemp("bert"))
-
-
-def exported(source: Path | str, folder: Path, **settings) -> tuple[Config, PlainWorker]:
-    """Load, move theta off the checkpoint, export."""
-    config = Config(model_name_or_path=str(source), n_way=3, **settings)
-    description = describe(config)
-    tokenizer = load_tokenizer(config, description, pytest.fail)
-    learner = load_learner(config, description)
-    frozen = frozen_tensors(learner)
-    per_task = learner.head_names if config.head_init != "learned" else ()
-    worker = PlainWorker(learner, param_groups(learner, per_task, True), torch.device("cpu"))
-    theta = worker.read()
-    theta += 0.05 * torch.randn(theta.shape, generator=torch.Generator().manual_seed(2))
-    worker.write(theta)
-    export(folder, theta, worker, frozen, config, description, tokenizer, one_rank())
-    return config, worker
-
-
-def inputs(folder: Path) -> dict[str, Tensor]:
-    from transformers import AutoTokenizer
-
-    batch = AutoTokenizer.from_pretrained(folder)(
-        [WORDS[0], " ".join(WORDS[:3])], padding=True, return_tensors="pt"
-    )
-    return {name: batch[name] for name in ("input_ids", "attention_mask")}
-
-
-def assert_same_logits(found: Tensor, wanted: Tensor, mask: Tensor) -> None:
-    """Where the mask shows tokens, if the logits are per token; bitwise would be too much to ask of another
-    kernel.
-    """
-    if found.ndim == 3:
-        found, wanted = found[mask.bool()], wanted[mask.bool()]
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-    assert float(wanted.std()) > 1e-3
 
 
 def test_export_of_a_sequence_classifier(tmp_path, bert):
@@ -347,7 +249,7 @@ def test_export_of_a_pooled_encoder(tmp_path, bert, pooling, head_init):
     assert json.loads((tmp_path / "sentence_bert_config.json").read_text())["max_seq_length"] == 128
 
 
-def test_an_exported_encoder_is_read_again_with_its_pooling(tmp_path, bert):
+def test_exported_encoder_is_loaded_with_its_pooling(tmp_path, bert):
     exported(bert, tmp_path / "one", pooling="cls")
     again = Config(model_name_or_path=str(tmp_path / "one"), n_way=3)
     assert describe(again).pooling == "cls"
@@ -397,8 +299,8 @@ def test_export_of_the_builtin_model(tmp_path):
     assert defaults["pooling"] == "mean"
 
 
-def test_an_export_leaves_no_weights_of_an_earlier_one(tmp_path, bert, monkeypatch):
-    """from_pretrained reads one file before several, fmmeta adapters before a whole model."""
+def test_export_removes_weights_of_an_earlier_export(tmp_path, bert, monkeypatch):
+    """Otherwise from_pretrained would load an old single file instead of the new files."""
     from transformers import AutoModel
 
     settings: dict[str, Any] = {"pooling": "mean"}
@@ -421,7 +323,7 @@ def test_an_export_leaves_no_weights_of_an_earlier_one(tmp_path, bert, monkeypat
     assert weights(tmp_path) == {"adapter_config.json", "adapter_model.safetensors", "notes.safetensors"}
 
 
-def test_adapters_that_come_beside_their_base_leave_it(tmp_path, bert):
+def test_adapters_exported_next_to_their_base_keep_it(tmp_path, bert):
     shutil.copytree(bert, tmp_path / "model")
     exported(tmp_path / "model", tmp_path / "model", pooling="mean", lora_r=2)
     assert weights(tmp_path / "model") == {
@@ -432,8 +334,8 @@ def test_adapters_that_come_beside_their_base_leave_it(tmp_path, bert):
 
 
 @pytest.mark.parametrize("full", ["head.safetensors", "model.safetensors.index.json"])
-def test_a_full_disk_is_told_after_the_others_have_gone_on(tmp_path, bert, monkeypatch, full):
-    """On one process it is one line; with several, no rank waits for one that has raised."""
+def test_full_disk_is_reported_after_all_files_were_tried(tmp_path, bert, monkeypatch, full):
+    """The error is raised after all files were tried, so that no other rank waits for this one."""
 
     def full_disk(tensors, path, metadata=None, write=export_module.save_file):
         if Path(path).name == full:
@@ -446,10 +348,11 @@ def test_a_full_disk_is_told_after_the_others_have_gone_on(tmp_path, bert, monke
         (tmp_path / full).symlink_to("/dev/full")
         monkeypatch.setattr(export_module, "clear", lambda folder: None)
     message = refusal(exported, bert, tmp_path, pooling="mean", head_init="learned")
-    assert (
-        message
-        == "the disk: No space left on device (while exporting the weights); fix that, and run the same"
-        " command again"
+    check_message(
+        message,
+        "the disk: No space left",
+        "exporting the weights",
+        "fix that, and run the same command again",
     )
     assert list(tmp_path.glob("model-00001-of-*.safetensors"))
 
@@ -462,7 +365,7 @@ def weights(folder: Path) -> set[str]:
     }
 
 
-def test_a_run_is_continued_or_refused(tmp_path):
+def test_run_is_resumed_or_refused(tmp_path):
     config = Config(output_dir=str(tmp_path / "run"), seed=1)
     assert find_start(config, settings_of(config, "f")).checkpoint is None
     (tmp_path / "run").mkdir()
@@ -471,40 +374,40 @@ def test_a_run_is_continued_or_refused(tmp_path):
     assert find_start(config, settings_of(config, "f")).checkpoint == newest
     assert not find_start(config, settings_of(config, "f")).finished
     other = Config(output_dir=str(tmp_path / "run"), seed=2, inner_steps=9)
-    assert (
-        refusal(find_start, other, settings_of(other, "f"))
-        == f"output_dir={tmp_path / 'run'} holds a run with other settings (inner_steps: {config.inner_steps}"
-        " -> 9; seed: 1 -> 2); use these, another output_dir, or --accept_changed_settings with their"
-        " names"
+    check_message(
+        refusal(find_start, other, settings_of(other, "f")),
+        f"output_dir={tmp_path / 'run'}",
+        f"inner_steps: {config.inner_steps} -> 9; seed: 1 -> 2",
+        "--accept_changed_settings",
     )
     assert "dataset_fingerprint: f -> g" in refusal(find_start, config, settings_of(config, "g"))
     never = Config(output_dir=str(tmp_path / "run"), seed=1, resume_from_checkpoint="never")
-    assert (
-        refusal(find_start, never, settings_of(never, "f"))
-        == f"output_dir={tmp_path / 'run'} holds a run, and resume_from_checkpoint=never; choose another"
-        " output_dir"
+    check_message(
+        refusal(find_start, never, settings_of(never, "f")),
+        f"output_dir={tmp_path / 'run'}",
+        "resume_from_checkpoint=never",
+        "choose another output_dir",
     )
     write_run(tmp_path / "run", settings_of(config, "f"), "1 group of 1 rank", finished=True)
     assert find_start(config, settings_of(config, "f")).finished
 
 
-def test_folders_that_cannot_be_used(tmp_path):
+def test_unusable_output_folders_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     message = refusal(lock_folder, tmp_path / "file" / "run")
-    assert (
-        message == f"output_dir={tmp_path / 'file' / 'run'} cannot be made: Not a directory; choose another"
-    )
+    check_message(message, f"output_dir={tmp_path / 'file' / 'run'}", "choose another")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{")
-    broken = Config(output_dir=str(tmp_path / "run"))
-    assert (
-        refusal(find_start, broken, settings_of(broken, "f"))
-        == f"{tmp_path / 'run' / 'run.json'} cannot be read; correct or remove it, or choose another"
-        " output_dir"
+    check_message(
+        refusal(find_start, Config(output_dir=str(tmp_path / "run")), "f"),
+        f"{tmp_path / 'run' / 'run.json'}",
+        "correct or remove it, or choose another",
     )
     none = Config(output_dir=str(tmp_path / "new"), resume_from_checkpoint=str(tmp_path / "none"))
-    assert refusal(find_start, none, settings_of(none, "f")).startswith(
-        f"resume_from_checkpoint={tmp_path / 'none'} is no checkpoint ("
+    check_message(
+        refusal(find_start, none, settings_of(none, "f")),
+        f"resume_from_checkpoint={tmp_path / 'none'} ",
+        "checkpoint-N folder",
     )
 
 

@@ -1,4 +1,4 @@
-"""The command line: flags and --config files, and failures as one line on stderr with exit code 2."""
+"""The command line reads flags and --config files; a failure is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from fmmeta import cli
 from fmmeta.cli import parse
 from fmmeta.config.settings import Config
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
+from tests.support.messages import check_message
 
 
 @pytest.fixture
@@ -42,36 +43,34 @@ def test_flags_become_settings():
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "parts"),
     [
-        (["--n_wey", "3"], "--n_wey is not a flag; did you mean --n_way?; --help lists them"),
-        (["--outer-steps=3"], None),  # dashes do as well
-        (["--inner_stepz=3"], "--inner_stepz is not a flag; did you mean --inner_steps?; --help lists them"),
-        (["--qqq"], "--qqq is not a flag; --help lists them"),
-        (["stray"], "stray is not a flag; --help lists them"),
-        (
-            ["--learning_rate", "1"],
-            "--learning_rate is not a flag; did you mean --outer_lr?; --help lists them",
-        ),
-        (["--n_w", "3"], "--n_w is not a flag; did you mean --n_way?; --help lists them"),  # no abbreviations
-        (["--n_way", "x"], "argument --n_way/--n-way: invalid int value: 'x'"),
-        (["--n_way", "2.5"], "argument --n_way/--n-way: invalid int value: '2.5'"),
-        (["--n_way"], "argument --n_way/--n-way: expected one argument"),
-        (["--config"], "argument --config: expected one argument"),
-        (["--n_way", "1"], "n_way=1 is below 2; use 2 or more"),
-        (["--dataset", "a", "a"], "dataset=a a names a data set twice; name each once"),
+        (["--n_wey", "3"], ("--n_wey is not a flag", "did you mean --n_way?", "--help lists them")),
+        (["--inner_stepz=3"], ("--inner_stepz is not a flag", "did you mean --inner_steps?")),
+        (["--qqq"], ("--qqq is not a flag", "--help lists them")),
+        (["stray"], ("stray is not a flag", "--help lists them")),
+        (["--learning_rate", "1"], ("--learning_rate is not a flag", "did you mean --outer_lr?")),
+        (["--n_w", "3"], ("--n_w is not a flag", "did you mean --n_way?")),  # no abbreviations
+        (["--n_way", "x"], ("--n_way", "invalid int value: 'x'")),
+        (["--n_way", "2.5"], ("--n_way", "invalid int value: '2.5'")),
+        (["--n_way"], ("--n_way", "expected one argument")),
+        (["--config"], ("--config", "expected one argument")),
+        (["--n_way", "1"], ("n_way=1", "use 2 or more")),
+        (["--dataset", "a", "a"], ("dataset=a a", "name each once")),
     ],
 )
-def test_bad_flags(argv, said):
-    if said is None:
-        assert parse(argv).outer_steps == 3
-    else:
-        assert refusal(parse, argv) == said
+def test_bad_flags(argv, parts):
+    check_message(refusal(parse, argv), *parts)
+
+
+def test_flags_may_be_written_with_dashes():
+    assert parse(["--outer-steps=3"]).outer_steps == 3
 
 
 def test_a_bad_choice_names_the_choices():
     message = refusal(parse, ["--head_init", "zeros"])
-    assert message.startswith("argument --head_init/--head-init: invalid choice: 'zeros'")
+    assert message.startswith("argument --head_init/--head-init: ")
+    assert "invalid choice: 'zeros'" in message
     assert all(name in message for name in ("zero", "learned", "prototype"))
 
 
@@ -108,38 +107,26 @@ def test_flags_win_over_the_file(config_file):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "parts"),
     [
-        ("n_wey: 3", "config=FILE sets n_wey, which is no setting; did you mean n_way?; remove it"),
-        (
-            "max_steps: 3",
-            "config=FILE sets max_steps, which is no setting; did you mean outer_steps?; remove it",
-        ),
-        ("n-way: 3", "config=FILE sets n-way, which is no setting; did you mean n_way?; remove it"),
-        ("help: true", "config=FILE sets help, which is no setting; remove it"),
-        ("config: other.yaml", "config=FILE sets config, which is no setting; remove it"),
-        ("n_way: 2.5", "argument --n_way/--n-way: invalid int value: '2.5'"),
-        ("seed: true", "argument --seed: invalid int value: 'True'"),
-        ("n_way: [3]", "config=FILE sets n_way=[3], which is not one value; write `n_way: value`"),
-        (
-            "deepspeed: {stage: 2}",
-            "config=FILE sets deepspeed={'stage': 2}, which is not one value; write `deepspeed: value`",
-        ),
-        (
-            "algorithm: mamal",
-            (
-                "algorithm=mamal is unknown; use fomaml, maml, reptile, imaml, anil, boil, proto_maml,"
-                " meta_sgd, joint, protonet, none, in_context, or module:spec of another"
-            ),
-        ),
-        ("k_shot: 0", "k_shot=0 is below 1; use 1 or more"),
-        ("- n_way", "config=FILE holds no settings; write `name: value` lines"),
-        ("", "config=FILE holds no settings; write `name: value` lines"),
+        ("n_wey: 3", ("config={path} sets n_wey,", "did you mean n_way?", "remove it")),
+        ("max_steps: 3", ("config={path} sets max_steps,", "did you mean outer_steps?", "remove it")),
+        ("n-way: 3", ("config={path} sets n-way,", "did you mean n_way?", "remove it")),
+        ("help: true", ("config={path} sets help,", "remove it")),
+        ("config: other.yaml", ("config={path} sets config,", "remove it")),
+        ("n_way: 2.5", ("--n_way", "invalid int value: '2.5'")),
+        ("seed: true", ("--seed", "invalid int value: 'True'")),
+        ("n_way: [3]", ("config={path} sets n_way=[3]", "write `n_way: value`")),
+        ("deepspeed: {stage: 2}", ("config={path} sets deepspeed=", "write `deepspeed: value`")),
+        ("algorithm: mamal", ("algorithm=mamal", "use fomaml, maml,", "module:spec of another")),
+        ("k_shot: 0", ("k_shot=0", "use 1 or more")),
+        ("- n_way", ("config={path} holds no settings", "write `name: value` lines")),
+        ("", ("config={path} holds no settings", "write `name: value` lines")),
     ],
 )
-def test_a_config_file_is_checked(config_file, text, said):
+def test_a_config_file_is_checked(config_file, text, parts):
     path = config_file(text)
-    assert refusal(parse, ["--config", path]) == said.replace("FILE", path)
+    check_message(refusal(parse, ["--config", path]), *[part.format(path=path) for part in parts])
 
 
 def test_an_unreadable_config_file(config_file, tmp_path):
@@ -149,52 +136,45 @@ def test_an_unreadable_config_file(config_file, tmp_path):
     assert "line 1" in message
     assert message.endswith("; fix the file")
     none = tmp_path / "none.yaml"
-    assert (
-        refusal(parse, ["--config", str(none)])
-        == f"config={none} is not a file; give a YAML or JSON file of settings"
+    check_message(
+        refusal(parse, ["--config", str(none)]), f"config={none}", "give a YAML or JSON file of settings"
     )
     (tmp_path / "latin.yaml").write_bytes(b"dataset: \xff\xfe\n")
     assert refusal(parse, ["--config", str(tmp_path / "latin.yaml")]).endswith("; fix the file")
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "parts"),
     [
-        (["train", "--n_way", "1"], "n_way=1 is below 2; use 2 or more"),
-        (["train", "--n_wey", "1"], "--n_wey is not a flag; did you mean --n_way?; --help lists them"),
-        (["trian"], "command=trian is unknown; did you mean train?; use "),
-        (["train", "--config"], "argument --config: expected one argument"),
-        (
-            ["train", "--dataset", "{tmp}/none.jsonl"],
-            "dataset={tmp}/none.jsonl is not a file or folder; check the path",
-        ),
+        (["train", "--n_way", "1"], ("n_way=1", "use 2 or more")),
+        (["train", "--n_wey", "1"], ("--n_wey is not a flag", "did you mean --n_way?")),
+        (["trian"], ("command=trian", "did you mean train?")),
+        (["train", "--config"], ("--config", "expected one argument")),
+        (["train", "--dataset", "{tmp}/none.jsonl"], ("dataset={tmp}/none.jsonl", "check the path")),
         (
             ["train", "--model_name_or_path", "{tmp}/none"],
-            "model_name_or_path={tmp}/none is not a folder; check the path",
+            ("model_name_or_path={tmp}/none", "check the path"),
         ),
-        (
-            ["train", "--deepspeed", "{tmp}/none.json"],
-            "deepspeed={tmp}/none.json is not a file; see ds_configs/ for ready ones",
-        ),
+        (["train", "--deepspeed", "{tmp}/none.json"], ("deepspeed={tmp}/none.json", "see ds_configs/")),
     ],
 )
-def test_a_failure_is_one_line_and_code_2(capfd, tmp_path, argv, said):
+def test_a_failure_is_one_line_and_code_2(capfd, tmp_path, argv, parts):
     with pytest.raises(SystemExit) as ended:
         cli.main([word.format(tmp=tmp_path) for word in argv])
     lines = capfd.readouterr().err.splitlines()
     assert ended.value.code == 2
     assert len(lines) == 1
-    assert lines[0].startswith(f"fmmeta: error: {said.format(tmp=tmp_path)}")
+    check_message(lines[0], "fmmeta: error: ", *[part.format(tmp=tmp_path) for part in parts])
 
 
-def test_the_launched_script_fails_alike(capfd):
+def test_launch_script_fails_with_the_same_line(capfd):
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", "--n_way", "1"])
     assert ended.value.code == 2
-    assert capfd.readouterr().err == "fmmeta: error: n_way=1 is below 2; use 2 or more\n"
+    check_message(capfd.readouterr().err, "fmmeta: error: n_way=1", "use 2 or more")
 
 
-def test_other_ranks_end_in_silence(capfd, monkeypatch):
+def test_other_ranks_exit_without_output(capfd, monkeypatch):
     slept = []
     monkeypatch.setattr(cli.time, "sleep", slept.append)
     monkeypatch.setenv("RANK", "1")
@@ -203,7 +183,7 @@ def test_other_ranks_end_in_silence(capfd, monkeypatch):
     assert (ended.value.code, capfd.readouterr().err, slept) == (2, "", [3])
 
 
-def test_an_error_of_the_code_names_its_task(capfd, monkeypatch, tmp_path):
+def test_error_in_the_code_names_the_task(capfd, monkeypatch, tmp_path):
     """One line on rank 0 and exit code 1; the traceback is in the log of the rank that loaded the task."""
 
     def batches(self, task):
@@ -216,8 +196,7 @@ def test_an_error_of_the_code_names_its_task(capfd, monkeypatch, tmp_path):
     assert ended.value.code == 1
     *traceback, line = capfd.readouterr().err.splitlines()
     assert "TypeError: no text" in traceback
-    assert line.startswith("fmmeta: error: loading task ")
-    assert line.endswith(": TypeError: no text; the log of the rank that loaded it has the traceback")
+    check_message(line, "fmmeta: error: loading task ", "TypeError: no text", "the log of the rank")
 
 
 def test_help_and_usage(capsys):

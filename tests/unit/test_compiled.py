@@ -1,4 +1,4 @@
-"""--compile: the same meta-gradient, other code; what it does not go with is refused."""
+"""--compile gives the same meta-gradient and refuses settings that conflict with it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from fmmeta.config.settings import Config
 from fmmeta.models import forward_options
 from fmmeta.models.forward_options import compile_model
 from fmmeta.train import MetaTrainer
-from tests.unit.helpers import refusal
-from tests.unit.learners import batches_of, bert, config_of, episode_of, setup_of, task_gradient, worker_of
+from tests.support.helpers import refusal
+from tests.support.learners import batches_of, bert, config_of, episode_of, setup_of, task_gradient, worker_of
+from tests.support.messages import check_message
 
 CPU = torch.device("cpu")
 
 
 def gradient_of(learner, algorithm, compiles: bool):
-    """Of an episode whose sets are cut into micro-batches of different lengths, and how often the compiled
-    model ran.
-    """
+    """The meta-gradient of an episode with micro-batches of different lengths."""
     config, episode = config_of(learner, algorithm=algorithm), batches_of(episode_of(learner))
     worker = worker_of(learner, config)
     if compiles:
@@ -31,8 +30,8 @@ def gradient_of(learner, algorithm, compiles: bool):
 
 
 @pytest.mark.parametrize("algorithm", ["fomaml", "anil"])
-def test_meta_gradient_is_that_of_the_plain_model(algorithm, monkeypatch):
-    """Traced, differentiated and run as graphs, but without a C++ compiler."""
+def test_meta_gradient_equals_that_of_the_plain_model(algorithm, monkeypatch):
+    """The model is traced, differentiated and run as graphs, without a C++ compiler."""
     calls = []
 
     def backend(graph, inputs):
@@ -46,13 +45,13 @@ def test_meta_gradient_is_that_of_the_plain_model(algorithm, monkeypatch):
     found = gradient_of(bert(), algorithm, True)
     assert (
         1 <= len(calls) <= 4
-    )  # with and without gradients; a first size may be one of its own, but not every length is
+    )  # with and without gradients; the first size may get a separate graph, but not every length
     torch.testing.assert_close(found, gradient_of(bert(), algorithm, False), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-def test_real_code_gives_the_same(tmp_path, monkeypatch):
+def test_inductor_gives_the_same_gradient(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     torch.testing.assert_close(
@@ -62,33 +61,34 @@ def test_real_code_gives_the_same(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "what"),
+    ("settings", "setting"),
     [
-        ({"pipeline_stages": 2}, "pipeline_stages=2, whose stages are no whole model"),
+        ({"pipeline_stages": 2}, "pipeline_stages=2"),
         (
             {"tensor_parallel_size": 2, "task_type": "causal_lm"},
-            "tensor_parallel_size=2, whose layers communicate",
+            "tensor_parallel_size=2",
         ),
-        ({"engine": "deepspeed"}, "engine=deepspeed, which hooks into modules"),
+        ({"engine": "deepspeed"}, "engine=deepspeed"),
         (
             {"lora_r": 4, "tasks_per_pass": "2"},
-            "tasks_per_pass=2, whose tasks replace layers in each pass",
+            "tasks_per_pass=2",
         ),
-        ({"gradient_checkpointing": True}, "gradient_checkpointing=True, which computes layers again"),
+        ({"gradient_checkpointing": True}, "gradient_checkpointing=True"),
         ({"packing": True, "task_type": "causal_lm"}, "packing=True"),
     ],
 )
-def test_what_it_does_not_go_with(settings, what):
-    assert refusal(Config, compile=True, **settings) == f"compile=True does not go with {what}; leave one out"
+def test_conflicting_settings_are_refused(settings, setting):
+    check_message(refusal(Config, compile=True, **settings), "compile=True", setting, "leave one out")
 
 
-def test_without_a_compiler_a_run_says_so(tmp_path, monkeypatch):
+def test_missing_compiler_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     config = Config(compile=True, outer_steps=1, eval_episodes=0, output_dir=str(tmp_path / "run"))
-    assert (
-        refusal(MetaTrainer(config).train)
-        == "compile=True needs a C++ compiler, and CXX=no-such-compiler is not there; install one, or leave"
-        " it out"
+    check_message(
+        refusal(MetaTrainer(config).train),
+        "compile=True",
+        "CXX=no-such-compiler",
+        "install one, or leave it out",
     )
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))

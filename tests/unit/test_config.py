@@ -1,6 +1,4 @@
-"""Settings: every refusal by its text, defaults that depend on other settings, and what a continuation may
-change.
-"""
+"""Settings are checked one by one; some defaults depend on other settings; some may change on resume."""
 
 from __future__ import annotations
 
@@ -20,7 +18,8 @@ from fmmeta.config.settings import (
     InnerConfig,
     changed_settings,
 )
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
+from tests.support.messages import check_message
 
 COMPANIONS = {  # settings without which a choice is refused
     ("inner_optimizer_state", "kept"): {"algorithm": "reptile", "inner_optimizer": "adamw"},
@@ -40,22 +39,19 @@ CHOICES = {item.name: item.metadata["choices"] for item in fields(Config) if "ch
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "parts"),
     [
-        ("task_type", "task_type=x is unknown; use classification or causal_lm"),
-        ("head_init", "head_init=x is unknown; use zero, learned or prototype"),
-        ("engine", "engine=x is unknown; use auto, deepspeed or plain"),
+        ("task_type", ("task_type=x", "use classification or causal_lm")),
+        ("head_init", ("head_init=x", "use zero, learned or prototype")),
+        ("engine", ("engine=x", "use auto, deepspeed or plain")),
         (
             "outer_optimizer",
-            (
-                "outer_optimizer=x is unknown; use adamw, sgd, nesterov, adagrad, adamax, nadam, radam or"
-                " rmsprop"
-            ),
+            ("outer_optimizer=x", "use adamw, sgd, nesterov, adagrad, adamax"),
         ),
     ],
 )
-def test_an_unknown_choice_is_refused(name, said):
-    assert refusal(Config, **{name: "x"}) == said
+def test_an_unknown_choice_is_refused(name, parts):
+    check_message(refusal(Config, **{name: "x"}), *parts)
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -76,61 +72,62 @@ def test_lower_bounds(name, least):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "parts"),
     [
-        ("n_way", "5", "n_way='5' is not a whole number; give one"),
-        ("n_way", 5.0, "n_way=5.0 is not a whole number; give one"),
-        ("n_way", None, "n_way=None is not a whole number; give one"),
-        ("inner_lr", "0.1", "inner_lr='0.1' is not a number; give one"),
-        ("packing", 1, "packing=1 is not True or False; give one"),
-        ("k_shot", True, "k_shot=True is not a whole number; give one"),
-        ("mix_weights", ["1"], "mix_weights='1' is not a number; give one"),
-        ("algorithm", None, "algorithm=None is not a text; give one"),
-        ("inner_lr", 1e39, "inner_lr=1e+39 is no number to compute with; use one up to 3.4e+38"),
-        ("inner_lr", math.nan, "inner_lr=nan is no positive number; use one, such as 0.1 for inner SGD"),
+        ("n_way", "5", ("n_way='5'", "give one")),
+        ("n_way", 5.0, ("n_way=5.0", "give one")),
+        ("n_way", None, ("n_way=None", "give one")),
+        ("inner_lr", "0.1", ("inner_lr='0.1'", "give one")),
+        ("packing", 1, ("packing=1", "give one")),
+        ("k_shot", True, ("k_shot=True", "give one")),
+        ("mix_weights", ["1"], ("mix_weights='1'", "give one")),
+        ("algorithm", None, ("algorithm=None", "give one")),
+        ("inner_lr", 1e39, ("inner_lr=1e+39", "use one up to 3.4e+38")),
+        ("inner_lr", math.nan, ("inner_lr=nan", "use one, such as 0.1 for inner SGD")),
         (
             "max_grad_norm",
             math.nan,
-            "max_grad_norm=nan is no number to compute with; use 0 or more, up to 3.4e+38",
+            ("max_grad_norm=nan", "use 0 or more, up to 3.4e+38"),
         ),
         (
             "weight_decay",
             math.inf,
-            "weight_decay=inf is no number to compute with; use 0 or more, up to 3.4e+38",
+            ("weight_decay=inf", "use 0 or more, up to 3.4e+38"),
         ),
-        ("inner_lr", 10**400, "inner_lr is no number to compute with; use one up to 3.4e+38"),
-        ("n_way", 10**400, "n_way is no number to compute with; use one up to 3.4e+38"),
+        ("inner_lr", 10**400, ("inner_lr is no number", "use one up to 3.4e+38")),
+        ("n_way", 10**400, ("n_way is no number", "use one up to 3.4e+38")),
         (
             "seed",
             2**64,
-            (
-                "seed=18446744073709551616 is above 18446744073709551615; use 0 or more,"
-                " up to 18446744073709551615"
-            ),
+            ("seed=18446744073709551616", "use 0 or more, up to 18446744073709551615"),
         ),
         (
             "inner_lr_groups",
             ["head=1e40"],
             (
-                "inner_lr_groups=head=1e40 is no PATTERN=FACTOR with a factor of 0 or more; write, say, "
-                "head=10 or '*embeddings*=0'"
+                "inner_lr_groups=head=1e40",
+                "PATTERN=FACTOR",
+                "0 or more",
+                "write, say, head=10 or '*embeddings*=0'",
             ),
         ),
         (
             "inner_lr_groups",
             ["head=nan"],
             (
-                "inner_lr_groups=head=nan is no PATTERN=FACTOR with a factor of 0 or more; write, say, "
-                "head=10 or '*embeddings*=0'"
+                "inner_lr_groups=head=nan",
+                "PATTERN=FACTOR",
+                "0 or more",
+                "write, say, head=10 or '*embeddings*=0'",
             ),
         ),
     ],
 )
-def test_values_are_of_their_types(name, value, said):
-    assert refusal(Config, **{name: value}) == said
+def test_values_of_wrong_type_or_range_are_refused(name, value, parts):
+    check_message(refusal(Config, **{name: value}), *parts)
 
 
-def test_what_stands_for_a_flag_becomes_it(tmp_path):
+def test_values_are_converted_to_their_types(tmp_path):
     config = Config(n_way=numpy.int64(5), inner_lr=1, dataset=tmp_path, group_size=2, report_to="tensorboard")
     assert (config.n_way, config.inner_lr, config.dataset) == (5, 1.0, [str(tmp_path)])
     assert (config.group_size, config.report_to) == ("2", ["tensorboard"])
@@ -139,10 +136,7 @@ def test_what_stands_for_a_flag_becomes_it(tmp_path):
 
 @pytest.mark.parametrize("value", ["0", "-2", "many", "1.5", "", "²"])
 def test_group_size_is_a_number_or_auto(value):
-    assert (
-        refusal(Config, group_size=value)
-        == f"group_size={value} is neither auto nor a number; use auto, or 1 or more"
-    )
+    check_message(refusal(Config, group_size=value), f"group_size={value}", "use auto, or 1 or more")
 
 
 @pytest.mark.parametrize("value", ["auto", "4", 4])
@@ -152,69 +146,65 @@ def test_group_size_is_kept_as_text(value):
 
 @pytest.mark.parametrize("value", [0.0, -0.1])
 def test_inner_lr_is_positive(value):
-    assert (
-        refusal(Config, inner_lr=value)
-        == f"inner_lr={value} is no positive number; use one, such as 0.1 for inner SGD"
-    )
+    check_message(refusal(Config, inner_lr=value), f"inner_lr={value}", "use one, such as 0.1 for inner SGD")
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "parts"),
     [
-        ({"dataset": []}, "dataset= names no data set; name each once"),
-        ({"dataset": ["a", "b", "a"]}, "dataset=a b a names a data set twice; name each once"),
+        ({"dataset": []}, ("dataset= ", "name each once")),
+        ({"dataset": ["a", "b", "a"]}, ("dataset=a b a", "name each once")),
         (
             {"dataset": ["a", "b"], "class_splits": "c.json"},
-            "class_splits=c.json cannot serve 2 data sets; put a class_splits.json into the folder of each",
+            ("class_splits=c.json", "2 data sets", "put a class_splits.json into the folder"),
         ),
         (
             {"dataset": ["a", "b"], "mix_weights": [1.0]},
-            "mix_weights=1.0 does not fit dataset=a b; give one positive number for each",
+            ("mix_weights=1.0 ", "dataset=a b", "give one positive number for each"),
         ),
         (
             {"dataset": ["a", "b"], "mix_weights": [1.0, 0.0]},
-            "mix_weights=1.0 0.0 does not fit dataset=a b; give one positive number for each",
+            ("mix_weights=1.0 0.0", "dataset=a b", "give one positive number for each"),
         ),
         (
             {"mix_temperature": 0.0},
-            "mix_temperature=0.0 is no positive number; use one, such as 1, or more to draw small strata more"
-            " often",
+            ("mix_temperature=0.0", "use one, such as 1"),
         ),
         (
             {"dataset": ["a", "b"], "mix_weights": [1.0, 2.0], "mix_temperature": 2.0},
-            "mix_temperature=2.0 and mix_weights both set the shares; leave one out",
+            ("mix_temperature=2.0", "mix_weights", "leave one out"),
         ),
-        ({"n_way_max": 4}, "n_way_max=4 is below n_way=5; raise it or leave it out"),
-        ({"k_shot_max": 1}, "k_shot_max=1 is below k_shot=5; raise it or leave it out"),
+        ({"n_way_max": 4}, ("n_way_max=4", "n_way=5", "raise it or leave it out")),
+        ({"k_shot_max": 1}, ("k_shot_max=1", "k_shot=5", "raise it or leave it out")),
         (
             {"k_shot_max": 9, "task_type": "causal_lm"},
-            "k_shot_max=9 means nothing for task_type=causal_lm; leave it out",
+            ("k_shot_max=9", "task_type=causal_lm", "leave it out"),
         ),
         (
             {"num_workers": "many"},
-            "num_workers=many is neither auto nor a number; use auto, or 0 or more",
+            ("num_workers=many", "use auto, or 0 or more"),
         ),
-        ({"num_workers": "²"}, "num_workers=² is neither auto nor a number; use auto, or 0 or more"),
+        ({"num_workers": "²"}, ("num_workers=²", "use auto, or 0 or more")),
         (
             {"tasks_per_pass": "²"},
-            "tasks_per_pass=² is neither auto nor a number; use auto, or 1 or more",
+            ("tasks_per_pass=²", "use auto, or 1 or more"),
         ),
         (
             {"trajectory_memory_gib": math.inf, "algorithm": "maml"},
-            ("trajectory_memory_gib=inf is no number to compute with; use 0 or more, up to 3.4e+38"),
+            ("trajectory_memory_gib=inf", "use 0 or more, up to 3.4e+38"),
         ),
         (
             {"trajectory_memory_gib": math.nan, "algorithm": "maml"},
-            ("trajectory_memory_gib=nan is no number to compute with; use 0 or more, up to 3.4e+38"),
+            ("trajectory_memory_gib=nan", "use 0 or more, up to 3.4e+38"),
         ),
-        ({"max_bad_fraction": 1.5}, "max_bad_fraction=1.5 is above 1; use 0 or more, up to 1"),
+        ({"max_bad_fraction": 1.5}, ("max_bad_fraction=1.5", "use 0 or more, up to 1")),
     ],
 )
-def test_settings_of_the_data_are_checked(settings, said):
-    assert refusal(Config, **settings) == said
+def test_settings_of_the_data_are_checked(settings, parts):
+    check_message(refusal(Config, **settings), *parts)
 
 
-def test_one_data_set_is_enough():
+def test_single_dataset_becomes_a_list():
     assert Config(dataset="a.csv").dataset == ["a.csv"]
 
 
@@ -242,7 +232,7 @@ def test_every_setting_has_a_help_text():
     assert [item.name for item in fields(Config) if len(item.metadata.get("help", "")) < 10] == []
 
 
-def test_changed_settings_are_named():
+def test_changed_settings_are_listed():
     before, now = Config().as_dict(), Config(seed=7, group_size="2", output_dir="x", inner_lr=0.5).as_dict()
     assert changed_settings(before, now) == {
         "inner_lr": f"inner_lr: {Config().inner_lr} -> 0.5",
@@ -254,8 +244,8 @@ def test_changed_settings_are_named():
     assert changed_settings(before, {**before, "new_setting": 1}) == {"new_setting": "new_setting: None -> 1"}
 
 
-def test_what_the_rules_of_settings_say():
-    """Settings of every kind; a setting without rules is compared on resume and not stored with models."""
+def test_rules_of_settings_decide_resume_and_storage():
+    """A setting without rules is compared on resume and not stored with models."""
     assert {"save_steps", "micro_batch_size", "output_dir"} <= FREE_ON_RESUME
     assert not {"seed", "inner_lr", "bf16", "max_length"} & FREE_ON_RESUME
     assert {
@@ -272,18 +262,15 @@ def test_what_the_rules_of_settings_say():
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
+    ("settings", "setting", "task_type"),
     [
-        (
-            {"task_type": "causal_lm", "text_column": "t"},
-            "text_column=t means nothing for task_type=causal_lm",
-        ),
-        ({"task_type": "causal_lm", "pooling": "mean"}, "pooling=mean means nothing for task_type=causal_lm"),
-        ({"output_column": "o"}, "output_column=o means nothing for task_type=classification"),
+        ({"task_type": "causal_lm", "text_column": "t"}, "text_column=t", "task_type=causal_lm"),
+        ({"task_type": "causal_lm", "pooling": "mean"}, "pooling=mean", "task_type=causal_lm"),
+        ({"output_column": "o"}, "output_column=o", "task_type=classification"),
     ],
 )
-def test_settings_of_the_other_task_type_are_refused(settings, named):
-    assert refusal(Config, **settings) == f"{named}; leave it out"
+def test_settings_of_the_other_task_type_are_refused(settings, setting, task_type):
+    check_message(refusal(Config, **settings), setting, task_type, "leave it out")
 
 
 @pytest.mark.parametrize(
@@ -295,16 +282,11 @@ def test_settings_of_the_other_task_type_are_refused(settings, named):
     ],
 )
 def test_settings_of_lora_need_a_rank(settings, named):
-    assert (
-        refusal(Config, **settings) == f"{named} means nothing for lora_r=0; leave it out, or give --lora_r"
-    )
+    check_message(refusal(Config, **settings), named, "lora_r=0", "leave it out, or give --lora_r")
     assert Config(lora_r=4, **settings)
 
 
 def test_lora_alpha_is_positive_and_twice_the_rank_by_default():
     assert Config(lora_r=6).lora_alpha == 12
     assert Config(lora_r=6, lora_alpha=3).lora_alpha == 3
-    assert (
-        refusal(Config, lora_r=6, lora_alpha=0)
-        == "lora_alpha=0.0 is no positive number; use one, such as twice lora_r"
-    )
+    check_message(refusal(Config, lora_r=6, lora_alpha=0), "lora_alpha=0.0", "use one, such as twice lora_r")

@@ -1,6 +1,4 @@
-"""The confusion of the report: the first held-out episode, adapted and asked by a plain PyTorch loop of this
-test.
-"""
+"""The report's confusion matrix equals that of a plain PyTorch loop on the first held-out episode."""
 
 from __future__ import annotations
 
@@ -17,20 +15,21 @@ from fmmeta.parallel.process_groups import World
 from fmmeta.training import build
 from fmmeta.training.finish import confusion
 from fmmeta.training.validation import TEST, HeldOut
-from tests.models import save_bert, save_llama, write_classes, write_pairs
+from tests.support.messages import check_message
+from tests.support.models import save_bert, save_llama, write_classes, write_pairs
 
 
 def held_out_of(config: Config) -> tuple[HeldOut, build.RunInputs, build.Runtime]:
-    """What a run of this configuration evaluates with, before its first outer step."""
-    world, said = World(Launch(), torch.device("cpu")), []
-    inputs = build.read_inputs(config, world, said.append)
-    plan = build.plan_parallel(config, inputs, world, said.append)
+    """The held-out evaluation, inputs and runtime of a run before its first outer step."""
+    world, messages = World(Launch(), torch.device("cpu")), []
+    inputs = build.read_inputs(config, world, messages.append)
+    plan = build.plan_parallel(config, inputs, world, messages.append)
     ranks = world.split(plan.group_size, plan.engine == "deepspeed")
     parts = build.build(config, inputs, plan, ranks)
     return HeldOut(config, parts.worker, parts.load, ranks, Progress(enabled=False), Path()), inputs, parts
 
 
-def test_counts_are_those_of_a_plain_loop(tmp_path):
+def test_counts_equal_those_of_a_plain_loop(tmp_path):
     model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "data.jsonl", 15, 12)
     config = Config(
         model_name_or_path=str(model),
@@ -90,7 +89,7 @@ def test_counts_are_those_of_a_plain_loop(tmp_path):
     ]  # rows and columns are not the same
 
 
-def test_language_models_have_no_classes(tmp_path):
+def test_language_models_have_no_confusion(tmp_path):
     config = Config(
         model_name_or_path=str(save_llama(tmp_path / "llama")),
         dataset=[str(write_pairs(tmp_path / "pairs.jsonl"))],
@@ -101,6 +100,6 @@ def test_language_models_have_no_classes(tmp_path):
     )
     held_out, plan, parts = held_out_of(config)
     learning = parts.setup.evaluation_method()
-    assert confusion(held_out, plan.sources.test, parts.meta_params.theta, learning) == {
-        "left_out": "task_type=causal_lm has answers, not classes"
-    }
+    found = confusion(held_out, plan.sources.test, parts.meta_params.theta, learning)
+    assert found.keys() == {"left_out"}
+    check_message(found["left_out"], "task_type=causal_lm", "not classes")

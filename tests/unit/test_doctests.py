@@ -1,4 +1,4 @@
-"""The examples of docstrings run, and everything in `fmmeta.__all__` has a docstring."""
+"""Examples in docstrings run, and every name in `fmmeta.__all__` has a docstring."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import inspect
 import pytest
 
 import fmmeta
-from tests.unit.helpers import ROOT
+from tests.support.helpers import ROOT
 
 EXAMPLES = [
     ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

@@ -1,6 +1,4 @@
-"""Folders in memory: in use while their trainer lives, removed by any other trainer afterwards, and no race
-between them.
-"""
+"""Episode folders in memory stay while their trainer runs and are removed by a later trainer."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ def shm(tmp_path, monkeypatch):
     return tmp_path
 
 
-def leave(root: Path, name: str) -> Path:
-    """What a killed trainer leaves: a folder with some episodes."""
+def leave_stale_folder(root: Path, name: str) -> Path:
+    """Create the folder with episodes that a killed trainer leaves."""
     folder = root / f"{PREFIX}{name}"
     folder.mkdir()
     for number in range(8):
@@ -33,10 +31,8 @@ def leave(root: Path, name: str) -> Path:
     return folder
 
 
-def start(root: str, barrier, crashes) -> None:
-    """What a rank does at its start, again and again beside the others; the barrier's action leaves the stale
-    folders.
-    """
+def start_repeatedly(root: str, barrier, crashes) -> None:
+    """Start a rank again and again, next to others; stale folders are created between the rounds."""
     loader.SHM = root
     for _ in range(ROUNDS):
         barrier.wait(60)
@@ -53,13 +49,15 @@ def start(root: str, barrier, crashes) -> None:
             return
         if barrier.wait(60) == 0:
             for number in range(2 * RANKS):
-                leave(Path(root), f"{number}-stale")
+                leave_stale_folder(Path(root), f"{number}-stale")
 
 
-def test_ranks_that_start_together_after_a_killed_run_do_not_disturb_each_other(tmp_path):
+def test_concurrent_starts_after_a_killed_run_keep_each_others_folders(tmp_path):
     context = multiprocessing.get_context("spawn")
     barrier, crashes = context.Barrier(RANKS), context.Queue()
-    ranks = [context.Process(target=start, args=(str(tmp_path), barrier, crashes)) for _ in range(RANKS)]
+    ranks = [
+        context.Process(target=start_repeatedly, args=(str(tmp_path), barrier, crashes)) for _ in range(RANKS)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -68,9 +66,9 @@ def test_ranks_that_start_together_after_a_killed_run_do_not_disturb_each_other(
     assert [rank.exitcode for rank in ranks] == [0] * RANKS
 
 
-def test_a_folder_is_in_use_while_it_is_locked_whatever_its_name_says(shm):
-    """The name holds a number of the trainer's own PID namespace, which means nothing here."""
-    used, left = EpisodeFolder(), leave(shm, f"{os.getpid()}-left")
+def test_locked_folder_is_kept_whatever_its_name(shm):
+    """The name holds the process id in the PID namespace of the trainer, which is another one here."""
+    used, left = EpisodeFolder(), leave_stale_folder(shm, f"{os.getpid()}-left")
     other = used.path.rename(used.path.with_name(f"{PREFIX}999999999-used"))
     assert list(stale()) == [left]
     remove_stale()
@@ -81,7 +79,7 @@ def test_a_folder_is_in_use_while_it_is_locked_whatever_its_name_says(shm):
     assert not other.exists()
 
 
-def test_a_name_that_leads_elsewhere_is_left_alone(shm, tmp_path_factory):
+def test_symlinks_and_files_are_kept(shm, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (shm / f"{PREFIX}1-link").symlink_to(elsewhere)
     (shm / f"{PREFIX}1-file").touch()
@@ -90,7 +88,7 @@ def test_a_name_that_leads_elsewhere_is_left_alone(shm, tmp_path_factory):
     assert len(list(shm.iterdir())) == 2
 
 
-def test_an_episode_is_passed_on_whole_or_its_error_is(shm):
+def test_episode_or_its_error_is_passed_to_the_trainer(shm):
     folder, task = EpisodeFolder(), Task(0, "name", "stratum", 1, (1, 0, 2, 3))
     prepared = []
 

@@ -1,6 +1,4 @@
-"""Stop signals after the last outer step: what is saved, what the same command then exports, and what is not
-computed again.
-"""
+"""A signal after the last outer step: the model is saved, and a second run repeats no finished episode."""
 
 from __future__ import annotations
 
@@ -8,15 +6,15 @@ import json
 import signal
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from fmmeta import Config, MetaTrainer
+from fmmeta import Callback, Config, MetaTrainer
 from fmmeta.common.errors import Stopped
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.reliability.signals import Signals
 from fmmeta.training import finish, validation
-from fmmeta.training.validation import HeldOut
-from tests.models import save_bert, write_classes
+from tests.support.models import save_bert, write_classes
 
 VARIANTS = {
     "last weights": {},
@@ -33,7 +31,7 @@ VARIANTS = {
 
 
 class StopAt:
-    """A signal that arrives while the NUMBERth held-out episode is scored; counts the episodes."""
+    """Sends a signal while the held-out episode with this number is scored, and counts episodes."""
 
     def __init__(self, monkeypatch, number: int) -> None:
         self.signals, self.number, self.scored = Signals(leave=lambda code: None), number, 0
@@ -85,10 +83,8 @@ def table_of(folder) -> dict:
 
 
 @pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
-def test_a_stop_in_the_final_evaluation_keeps_the_trained_model(tmp_path, monkeypatch, settings):
-    """At its first, a middle and its last pass; without periodic checkpoints nothing but the stop itself
-    saves.
-    """
+def test_stop_in_the_final_evaluation_keeps_the_trained_model(tmp_path, monkeypatch, settings):
+    """The signal arrives in the first, a middle and the last pass; only the stop saves a checkpoint."""
     with monkeypatch.context() as patch:
         whole = StopAt(patch, 10**9)
         MetaTrainer(config_of(tmp_path, "whole", **settings)).train()
@@ -108,8 +104,8 @@ def test_a_stop_in_the_final_evaluation_keeps_the_trained_model(tmp_path, monkey
         assert not (tmp_path / name / validation.FINISHED).exists()
 
 
-def test_a_stop_in_a_validation_repeats_it(tmp_path, monkeypatch):
-    """The best weights were those of the outer step whose validation a stop had cut short."""
+def test_stop_in_a_validation_repeats_the_validation(tmp_path, monkeypatch):
+    """The best weights then equal those of an undisturbed run."""
     settings = {"load_best_model_at_end": True, "eval_steps": 1, "test_episodes": 0, "eval_episodes": 4}
     MetaTrainer(config_of(tmp_path, "whole", **settings)).train()
     lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
@@ -123,35 +119,35 @@ def test_a_stop_in_a_validation_repeats_it(tmp_path, monkeypatch):
     assert exported(tmp_path / "stopped") == exported(tmp_path / "whole")
 
 
-def test_nothing_is_lent_out_during_evaluation(tmp_path, monkeypatch):
-    """The live tensors hold what was learned at every held-out episode, so that a checkpoint may be taken at
-    any of them.
-    """
-    seen, original = [], HeldOut.scores
+class ThetaRecorder(Callback):
+    """Records theta at the start of every evaluation."""
 
-    def watching(self, *args):
-        seen.append(self.meta_params.theta.clone())
-        return original(self, *args)
+    def __init__(self) -> None:
+        self.thetas: list[torch.Tensor] = []
 
-    from fmmeta.training.loop import Run
+    def on_train_begin(self, run):
+        evaluate = run.held_out.scores
 
-    built = Run.__init__
+        def record(*args):
+            self.thetas.append(run.theta.clone())
+            return evaluate(*args)
 
-    def init(self, *args, **kwargs):
-        built(self, *args, **kwargs)
-        self.held_out.meta_params = self.state.meta_params
+        run.held_out.scores = record
 
-    monkeypatch.setattr(Run, "__init__", init)
-    monkeypatch.setattr(HeldOut, "scores", watching)
+
+def test_theta_holds_the_trained_weights_during_evaluation(tmp_path):
+    """theta holds the trained weights at every held-out episode, so that a checkpoint can be saved at any."""
+    recorder = ThetaRecorder()
     config = config_of(tmp_path, "run", init_interpolation=0.75, eval_steps=3, save_steps=3)
-    MetaTrainer(config).train()
+    MetaTrainer(config, callbacks=[recorder]).train()
     saved = load_file(tmp_path / "run" / "checkpoint-3" / "shard-00000.safetensors")
     trained = sum(value.numel() for name, value in saved.items() if name.startswith("theta/"))
-    assert len(seen) == 3  # validation, table, table of the weights at the start
-    assert all(len(theta) == trained and theta.equal(seen[0]) for theta in seen)
+    thetas = recorder.thetas
+    assert len(thetas) == 3  # validation, table, table of the weights at the start
+    assert all(len(theta) == trained and theta.equal(thetas[0]) for theta in thetas)
 
 
-def test_the_baseline_gets_the_inner_loop_that_serves_it_best(tmp_path, capsys):
+def test_baseline_uses_its_best_inner_loop(tmp_path, capsys):
     """Chosen among rates and numbers of steps on validation episodes; named in the table and in run.json."""
     config = config_of(tmp_path, "run", inner_lr=1e-4, outer_steps=1, outer_lr=1e-9)
     MetaTrainer(config).train()
@@ -160,11 +156,11 @@ def test_the_baseline_gets_the_inner_loop_that_serves_it_best(tmp_path, capsys):
     assert loop["steps"] in (1, 2)
     assert loop["scale"] in finish.SCALES
     rate = f"inner_lr {1e-4 * loop['scale']:.3g}, {loop['steps']} steps"
-    assert f"after adaptation, weights at the start ({rate})" in capsys.readouterr().out
+    assert f"weights at the start ({rate})" in capsys.readouterr().out
 
 
-def test_the_choice_is_the_highest_accuracy_then_the_lowest_loss():
-    """On scores made up by rate and step, whatever order they come in."""
+def test_best_inner_loop_has_the_highest_accuracy_then_the_lowest_loss():
+    """The scores are given by rate and step, in any order."""
 
     class Scored:
         def scores(self, source, stream, what, theta, inner, each_step, count):

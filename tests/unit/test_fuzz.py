@@ -1,6 +1,4 @@
-"""Whatever is given, the answer is one line or a run: no traceback, no hang, no file outside. 720 inputs, by
-hypothesis.
-"""
+"""Every input gives a run or one line of text: no traceback, no hang, no file elsewhere (720 inputs)."""
 
 from __future__ import annotations
 
@@ -31,12 +29,12 @@ from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.parallel import deepspeed_config
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.training.run_folder import open_run, settings_of, write_run
-from tests.models import write_classes
-from tests.unit.helpers import one_rank
-from tests.unit.test_checkpoint_export import WHOLE, saved
+from tests.support.checkpoints import WHOLE, saved
+from tests.support.helpers import one_rank
+from tests.support.models import write_classes
 
 HANG_S = 20
-DEEP = "deep"  # stands for what would be too long to show
+DEEP = "deep"  # a short name for a text that is too long to show
 FEW = settings(
     max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
@@ -79,13 +77,13 @@ def deep(content: str) -> str:
 
 
 @contextmanager
-def in_time() -> Iterator[None]:
-    """A hang is an error."""
+def time_limit() -> Iterator[None]:
+    """Raise an error after HANG_S seconds."""
 
-    def late(*of):
-        raise AssertionError(f"still at it after {HANG_S} s")
+    def raise_timeout(*_):
+        raise AssertionError(f"still running after {HANG_S} s")
 
-    before = signal.signal(signal.SIGALRM, late)
+    before = signal.signal(signal.SIGALRM, raise_timeout)
     signal.alarm(HANG_S)
     try:
         yield
@@ -96,16 +94,16 @@ def in_time() -> Iterator[None]:
 
 @contextmanager
 def one_line_at_most() -> Iterator[None]:
-    """A UsageError of one line is an answer; any other exception is not."""
-    said = "nothing"
-    with in_time():
+    """Accept a UsageError of one line and no other exception."""
+    message = "nothing"
+    with time_limit():
         try:
             yield
         except UsageError as error:
-            said = str(error)
-    assert said.strip()
-    assert "\n" not in said
-    assert "Traceback" not in said
+            message = str(error)
+    assert message.strip()
+    assert "\n" not in message
+    assert "Traceback" not in message
 
 
 def files_in(folder: Path) -> set[Path]:
@@ -113,8 +111,8 @@ def files_in(folder: Path) -> set[Path]:
 
 
 @pytest.fixture
-def apart(tmp_path, monkeypatch):
-    """A working folder of its own, and beside it a place where nothing may appear."""
+def work_folder(tmp_path, monkeypatch):
+    """A separate working folder; a file that appears next to it is an error."""
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
@@ -127,7 +125,7 @@ def apart(tmp_path, monkeypatch):
 @given(
     pairs=st.lists(st.tuples(st.sampled_from([*NAMES, "config", "x" * 9]), TEXTS, st.booleans()), max_size=4)
 )
-def test_flags(pairs, apart):
+def test_flags(pairs, work_folder):
     argv = [
         word
         for name, value, joined in pairs
@@ -135,7 +133,7 @@ def test_flags(pairs, apart):
     ]
     with one_line_at_most():
         parse(argv)
-    assert not files_in(apart)
+    assert not files_in(work_folder)
 
 
 OTHERS = ("evaluate", "tune", "adapt", "predict", "report", "doctor")
@@ -143,7 +141,7 @@ OTHERS = ("evaluate", "tune", "adapt", "predict", "report", "doctor")
 
 @FEW
 @given(command=st.sampled_from(OTHERS), data=st.data())
-def test_flags_of_other_commands(command, data, apart):
+def test_flags_of_other_commands(command, data, work_folder):
     names = [item.name for item in fields(pkgutil.resolve_name(COMMANDS[command].settings))]
     pair = st.tuples(st.sampled_from([*names, "config", "x" * 9]), TEXTS, st.booleans())
     pairs = data.draw(st.lists(pair, max_size=4))
@@ -154,7 +152,7 @@ def test_flags_of_other_commands(command, data, apart):
     ]
     with one_line_at_most():
         parse(argv, command)
-    assert not files_in(apart)
+    assert not files_in(work_folder)
 
 
 @FEW
@@ -164,9 +162,9 @@ def test_flags_of_other_commands(command, data, apart):
     name=st.sampled_from(["s.jsonl", "s.csv", "s.jsonl.gz", "none.jsonl"]),
     task_type=st.sampled_from(["classification", "causal_lm"]),
 )
-def test_support_files(rows, raw, name, task_type, apart):
+def test_support_files(rows, raw, name, task_type, work_folder):
     content = "".join(json.dumps(row) + "\n" for row in rows.draw(ROWS)).encode() + raw
-    file = apart / name
+    file = work_folder / name
     if name != "none.jsonl":
         file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     with one_line_at_most():
@@ -177,7 +175,7 @@ def test_support_files(rows, raw, name, task_type, apart):
         assert len(table.input) == len(table.target)
         leave_out(table, sorted(set(table.target)))
     file.unlink(missing_ok=True)
-    assert not files_in(apart)
+    assert not files_in(work_folder)
 
 
 @FEW
@@ -189,13 +187,13 @@ def test_support_files(rows, raw, name, task_type, apart):
     ),
     column=st.sampled_from([None, "x", ""]),
 )
-def test_lines_to_predict(content, column, apart):
-    file = apart / "lines"
+def test_lines_to_predict(content, column, work_folder):
+    file = work_folder / "lines"
     file.write_bytes(content)
     with one_line_at_most():
         settings = PredictConfig(model_name_or_path="x", input=str(file), text_column=column)
         assert all(isinstance(text, str) for text in texts_of(settings))
-    assert files_in(apart) == {file}
+    assert files_in(work_folder) == {file}
 
 
 @FEW
@@ -222,11 +220,11 @@ def test_lines_to_predict(content, column, apart):
         ).map(json.dumps),
     )
 )
-def test_what_a_model_remembers(content, apart):
-    (apart / "fmmeta.json").write_text(deep(content), encoding="utf-8", errors="replace")
+def test_stored_settings_of_a_model(content, work_folder):
+    (work_folder / "fmmeta.json").write_text(deep(content), encoding="utf-8", errors="replace")
     with one_line_at_most():
-        AdaptConfig(model_name_or_path=str(apart)).run_config(n_way=2)
-    assert files_in(apart) == {apart / "fmmeta.json"}
+        AdaptConfig(model_name_or_path=str(work_folder)).run_config(n_way=2)
+    assert files_in(work_folder) == {work_folder / "fmmeta.json"}
 
 
 KNOWN = [
@@ -257,12 +255,12 @@ BLOCKS = st.dictionaries(
     content=st.one_of(BLOCKS.map(json.dumps), JSON.map(json.dumps), st.text(max_size=30), st.just(DEEP)),
     bf16=st.booleans(),
 )
-def test_deepspeed_files(content, bf16, apart):
-    file = apart / "ds.json"
+def test_deepspeed_files(content, bf16, work_folder):
+    file = work_folder / "ds.json"
     file.write_text(deep(content), encoding="utf-8", errors="replace")
     with one_line_at_most():
         deepspeed_config.read(str(file), bf16).complete(64)
-    assert files_in(apart) == {file}
+    assert files_in(work_folder) == {file}
 
 
 CELLS = st.one_of(
@@ -286,16 +284,16 @@ ROWS = st.lists(
     skip=st.booleans(),
     task_type=st.sampled_from(["classification", "causal_lm"]),
 )
-def test_data_files(rows, raw, kind, seed, name, skip, task_type, apart, monkeypatch, tmp_path):
+def test_data_files(rows, raw, kind, seed, name, skip, task_type, work_folder, monkeypatch, tmp_path):
     content = b"" if kind == "raw" else "".join(json.dumps(row) + "\n" for row in rows).encode()
     content += b"" if kind == "rows" else raw
     if name.endswith(".gz") and seed % 3:
         content = gzip.compress(content)
         content = content[: len(content) - seed % 7]
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(apart / "cache"))
-    for old in apart.glob("d.*"):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(work_folder / "cache"))
+    for old in work_folder.glob("d.*"):
         old.unlink()
-    file = apart / name
+    file = work_folder / name
     file.write_bytes(content)
     with one_line_at_most():
         config = Config(
@@ -310,7 +308,7 @@ def test_data_files(rows, raw, kind, seed, name, skip, task_type, apart, monkeyp
         if task_type == "causal_lm":
             config = Config(dataset=[str(file)], k_shot=1, num_query=1, task_type=task_type)
         load_sources(config, byte_tokenizer(), lambda text: None)
-    assert files_in(apart) - files_in(apart / "cache") <= {file, apart / "cache"}
+    assert files_in(work_folder) - files_in(work_folder / "cache") <= {file, work_folder / "cache"}
 
 
 @FEW
@@ -332,9 +330,9 @@ def test_data_files(rows, raw, kind, seed, name, skip, task_type, apart, monkeyp
     ),
     split=st.sampled_from([None, "01", "..", ""]),
 )
-def test_split_files(content, split, apart, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(apart / "cache"))
-    rows, file = apart / "rows.jsonl", apart / "splits.json"
+def test_split_files(content, split, work_folder, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(work_folder / "cache"))
+    rows, file = work_folder / "rows.jsonl", work_folder / "splits.json"
     if not rows.exists():
         write_classes(rows)
     file.write_text(deep(content), encoding="utf-8", errors="replace")
@@ -343,10 +341,10 @@ def test_split_files(content, split, apart, monkeypatch):
             dataset=[str(rows)], class_splits=str(file), class_split=split, n_way=2, k_shot=1, num_query=1
         )
         load_sources(config, byte_tokenizer(), lambda text: None)
-    assert files_in(apart) - files_in(apart / "cache") <= {file, rows, apart / "cache"}
+    assert files_in(work_folder) - files_in(work_folder / "cache") <= {file, rows, work_folder / "cache"}
 
 
-STRANGE = st.one_of(
+REPLACEMENTS = st.one_of(
     JSON.map(json.dumps),
     st.text(max_size=20),
     st.just(DEEP),
@@ -360,17 +358,14 @@ STRANGE = st.one_of(
     file=st.sampled_from(["manifest.json", "state.json", "shard-00000.safetensors", "../run.json"]),
     seed=st.integers(0, 9**6),
     how=st.sampled_from(["flip", "cut", "replace", "remove", "append"]),
-    strange=STRANGE,
+    replacement=REPLACEMENTS,
     listed=st.booleans(),
 )
-def test_checkpoints(file, seed, how, strange, listed, apart):
-    """Harmed by chance, or by somebody who has mended the manifest as well.
+def test_checkpoints(file, seed, how, replacement, listed, work_folder):
+    """Random damage with or without a matching manifest; an accepted checkpoint holds the saved values."""
+    from tests.support.checkpoints import parameters, write_manifest
 
-    What is accepted is what was saved.
-    """
-    from tests.unit.test_checkpoint_export import list_again, parameters
-
-    run, draw = apart / "run", random.Random(seed)
+    run, draw = work_folder / "run", random.Random(seed)
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir()
     config = Config(output_dir=str(run))
@@ -384,11 +379,11 @@ def test_checkpoints(file, seed, how, strange, listed, apart):
     content = {
         "cut": content[:at],
         "append": content + b"x",
-        "replace": deep(strange).encode(errors="replace"),
+        "replace": deep(replacement).encode(errors="replace"),
     }.get(how, content)
     target.unlink() if how == "remove" else target.write_bytes(content)
     if listed and target.parent == folder:
-        list_again(folder)
+        write_manifest(folder)
     with one_line_at_most():
         start = open_run(config, settings_of(config, "f"), one_rank().world)
         start.lock.close()
@@ -397,4 +392,4 @@ def test_checkpoints(file, seed, how, strange, listed, apart):
             found = checkpoint.load(start.checkpoint, ["theta"], WHOLE, torch.zeros(WHOLE.numel))["theta"]
             if not listed:
                 assert float(found.sum()) == float(sum(value.sum() for value in parameters(100).values()))
-    assert {path.name for path in apart.iterdir()} == {"run"}
+    assert {path.name for path in work_folder.iterdir()} == {"run"}

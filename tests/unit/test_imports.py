@@ -1,6 +1,4 @@
-"""Folders: data flows down the list, one module talks to torch.distributed, one to DeepSpeed, and `import
-fmmeta` is cheap.
-"""
+"""Folders import only from earlier folders; one module imports torch.distributed, one DeepSpeed."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import environment
-from tests.unit.helpers import ROOT
+from tests.support.helpers import ROOT
+from tests.support.launch import environment
 
 PACKAGE = ROOT / "fmmeta"
 ORDER = [

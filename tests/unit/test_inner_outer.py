@@ -1,6 +1,4 @@
-"""The mathematics on one process: inner steps, head starts, the rules by their definitions, and the outer
-step.
-"""
+"""Inner steps, head inits, rules and the outer step in one process, against their definitions."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from fmmeta.meta.outer_step import OuterOptimizer
 from fmmeta.meta.parameters import MetaGradient, MetaParameters, PendingMean, StateDict
 from fmmeta.meta.rule import Rule
 from fmmeta.metrics.scores import mean_ci95
-from fmmeta.models.learner import NativeClassifier, PooledClassifier, objective
+from fmmeta.models.learner import objective
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.workers.base import PassStats
@@ -36,9 +34,19 @@ from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.training.episodes import EpisodeReader
 from fmmeta.training.finish import BaselineLoop, compare, show
 from fmmeta.training.validation import HeldOut, HeldOutScore, per_stratum
-from tests.unit.helpers import one_rank
-from tests.unit.learners import batches_of, bert, config_of, episode_of, gradient_of, llama, task_gradient
-from tests.unit.learners import worker_of as learners_worker
+from tests.support.helpers import one_rank
+from tests.support.learners import (
+    batches_of,
+    bert,
+    by_name,
+    config_of,
+    episode_of,
+    gradient_of,
+    llama,
+    task_gradient,
+    worker_of,
+    worker_over,
+)
 
 CPU = torch.device("cpu")
 LR, STEPS, CLASSES = 0.1, 3, 3
@@ -46,43 +54,13 @@ RNG = torch.Generator().manual_seed(5)
 
 
 def rows(count: int) -> list[Example]:
-    """Rows of 2 to 6 tokens, the classes in turn."""
+    """Rows of 2 to 6 tokens whose classes alternate."""
     return [
         Example(torch.randint(1, 40, (2 + i % 5,), generator=RNG).tolist(), i % CLASSES) for i in range(count)
     ]
 
 
 SUPPORT, QUERY = rows(9), rows(6)
-
-
-def encoder(pooling: str) -> nn.Module:
-    """A small BERT with weights large enough that gradients are no rounding noise, and a head that is not
-    zero.
-    """
-    from transformers import BertConfig, BertForSequenceClassification, BertModel
-
-    torch.manual_seed(1)
-    config = BertConfig(
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=24,
-        vocab_size=40,
-        max_position_embeddings=16,
-        type_vocab_size=1,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=CLASSES,
-        initializer_range=0.3,
-    )
-    if pooling == "model":
-        return NativeClassifier(BertForSequenceClassification(config), CLASSES)
-    return PooledClassifier(BertModel(config), CLASSES, pooling)
-
-
-def worker_of(model: nn.Module, head_init: str = "learned", bf16: bool = False) -> PlainWorker:
-    per_task = model.head_names if head_init != "learned" else ()
-    return PlainWorker(model, param_groups(model, per_task, weight_decay=True), CPU, bf16)
 
 
 def batches(micro_batch_size: int = 4) -> Episode:
@@ -99,18 +77,13 @@ def inner_loop(worker: PlainWorker, head_init: str) -> InnerLoop:
     return rule_of("fomaml", worker, head_init).inner
 
 
-def by_name(worker: PlainWorker, vector: Tensor) -> dict[str, Tensor]:
-    trained = [(name, param) for name, param in worker.model.named_parameters() if param.requires_grad]
-    return {name: worker.gather_param(vector, name, tuple(param.shape)) for name, param in trained}
-
-
 def call(model: nn.Module, row: Example, **want: str) -> Tensor:
     ids = torch.tensor([list(row.input_ids)])
     return model(input_ids=ids, attention_mask=torch.ones_like(ids), **want)
 
 
 def mean_loss(model: nn.Module, examples: Sequence[Example]) -> Tensor:
-    """The mean over a set, row by row."""
+    """The mean loss over a set, computed row by row."""
     return F.cross_entropy(
         torch.cat([call(model, row) for row in examples]), torch.tensor([row.labels for row in examples])
     )
@@ -131,7 +104,7 @@ def means_by_hand(model: nn.Module) -> Tensor:
 
 
 def adapted_copy(model: nn.Module, head_init: str) -> nn.Module:
-    """What the words say: copy the model, start its head, take SGD steps on the support set."""
+    """A copy of the model with an initialised head, after SGD steps on the support set."""
     phi = copy.deepcopy(model)
     if head_init == "prototype":
         means = means_by_hand(phi)
@@ -147,7 +120,7 @@ def adapted_copy(model: nn.Module, head_init: str) -> nn.Module:
 
 
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    """Relative to the whole vector, as docs/architecture.md measures it."""
+    """Compare relative to the norm of the whole vector, as docs/architecture.md does."""
     assert list(found) == list(wanted)
     off = math.sqrt(sum(float((found[name] - wanted[name]).square().sum()) for name in wanted))
     size = math.sqrt(sum(float(value.square().sum()) for value in wanted.values()))
@@ -157,9 +130,9 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "model"])
 def test_prototypes_are_class_means(pooling):
-    model = encoder(pooling)
+    model = bert(pooling)
     means = means_by_hand(model)
-    worker = worker_of(model, "prototype")
+    worker = worker_over(model, "prototype")
     theta = worker.read()
     phi0, found = inner_loop(worker, "prototype").head.start(worker, theta, batches().support)
     assert torch.equal(phi0, worker.read())
@@ -172,9 +145,9 @@ def test_prototypes_are_class_means(pooling):
 
 
 @pytest.mark.parametrize("head_init", ["zero", "learned"])
-def test_other_head_starts_change_nothing(head_init):
-    model = encoder("mean")
-    worker = worker_of(model, head_init)
+def test_other_head_inits_leave_theta_unchanged(head_init):
+    model = bert("mean")
+    worker = worker_over(model, head_init)
     theta = worker.read()
     phi0, means = inner_loop(worker, head_init).head.start(worker, theta, batches().support)
     assert phi0 is theta
@@ -183,10 +156,10 @@ def test_other_head_starts_change_nothing(head_init):
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 4, 32])
-def test_a_step_takes_the_gradient_of_the_whole_set(micro_batch_size):
-    model = encoder("mean")
+def test_gradient_of_micro_batches_equals_that_of_the_whole_set(micro_batch_size):
+    model = bert("mean")
     wanted = gradients(model, SUPPORT)
-    worker = worker_of(model)
+    worker = worker_over(model)
     found = worker.zeros()
     passed = worker.gradient(batches(micro_batch_size).support, found)
     assert_same(by_name(worker, found), wanted)
@@ -197,9 +170,9 @@ def test_a_step_takes_the_gradient_of_the_whole_set(micro_batch_size):
 @pytest.mark.parametrize("head_init", ["zero", "learned", "prototype"])
 @pytest.mark.parametrize("pooling", ["mean", "model"])
 def test_fomaml_is_the_query_gradient_of_an_adapted_copy(pooling, head_init):
-    model = encoder(pooling)
+    model = bert(pooling)
     wanted = gradients(adapted_copy(model, head_init), QUERY)
-    worker = worker_of(model, head_init)
+    worker = worker_over(model, head_init)
     found = task_gradient(rule_of("fomaml", worker, head_init), worker, batches())
     assert_same(by_name(worker, found.gradient), wanted)
     assert (found.weight, found.finite) == (1.0, True)
@@ -207,9 +180,9 @@ def test_fomaml_is_the_query_gradient_of_an_adapted_copy(pooling, head_init):
 
 @pytest.mark.parametrize("head_init", ["zero", "learned", "prototype"])
 def test_reptile_is_theta_minus_phi(head_init):
-    model = encoder("mean")
+    model = bert("mean")
     phi = dict(adapted_copy(model, head_init).named_parameters())
-    worker = worker_of(model, head_init)
+    worker = worker_over(model, head_init)
     theta = by_name(worker, worker.read())
     found = task_gradient(rule_of("reptile", worker, head_init), worker, batches())
     wanted = {name: value - phi[name].detach() for name, value in theta.items()}
@@ -220,9 +193,9 @@ def test_reptile_is_theta_minus_phi(head_init):
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("poison", [False, True])
 def test_theta_is_restored_bitwise(rule, bf16, poison):
-    """Also after a task that was not finite, which adds nothing."""
-    model = encoder("mean")
-    worker = worker_of(model, "prototype", bf16)
+    """Also after a non-finite task, which adds nothing."""
+    model = bert("mean")
+    worker = worker_over(model, "prototype", bf16)
     theta = worker.read()
     before = [param.detach().clone() for param in model.parameters()]
     episode = batches()
@@ -232,18 +205,16 @@ def test_theta_is_restored_bitwise(rule, bf16, poison):
     assert torch.equal(worker.read(), theta)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     again = task_gradient(rule_of(rule, worker, "prototype"), worker, episode)
-    assert again.finite  # nothing of the bad task is left, in gradients neither
+    assert again.finite  # the bad task has left no gradients
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_embeddings_gather_the_rows_that_were_met(tied):
-    """Sparse gradients of embeddings add up to the dense ones in the flat buffer, over micro-batches, tied to
-    the head or not.
-    """
+def test_sparse_embedding_gradients_equal_dense_ones(tied):
+    """With and without an output layer tied to the embeddings, over several micro-batches."""
     learner = llama() if tied else bert()
     dense = copy.deepcopy(learner)
     episode = episode_of(learner)
-    worker = learners_worker(learner, config_of(learner))
+    worker = worker_of(learner, config_of(learner))
     embeddings = [module for module in worker.model.modules() if isinstance(module, nn.Embedding)]
     assert embeddings
     assert all(module.sparse for module in embeddings)
@@ -266,8 +237,8 @@ def test_embeddings_gather_the_rows_that_were_met(tied):
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_gradient_added_to_a_sum_is_the_same_gradient(rule, bf16):
     worker, other = (
-        worker_of(encoder("mean"), "prototype", bf16),
-        worker_of(encoder("mean"), "prototype", bf16),
+        worker_over(bert("mean"), "prototype", bf16),
+        worker_over(bert("mean"), "prototype", bf16),
     )
     start = torch.linspace(-1, 1, worker.params.numel)
     into = MetaGradient(start)
@@ -282,8 +253,8 @@ def test_a_gradient_added_to_a_sum_is_the_same_gradient(rule, bf16):
 
 @pytest.mark.parametrize("rule", ["fomaml", "reptile"])
 @pytest.mark.parametrize("where", ["support", "query", "steps"])
-def test_nothing_of_a_task_that_is_not_finite_is_added(rule, where):
-    worker, episode = worker_of(encoder("mean"), "prototype"), batches()
+def test_nonfinite_task_adds_nothing(rule, where):
+    worker, episode = worker_over(bert("mean"), "prototype"), batches()
     theta, start = worker.read(), torch.linspace(-1, 1, worker.params.numel)
     into = MetaGradient(start)
     into.sum.copy_(start)
@@ -296,46 +267,46 @@ def test_nothing_of_a_task_that_is_not_finite_is_added(rule, where):
     assert torch.equal(worker.read(), theta)
 
 
-def test_a_loss_that_is_not_finite_has_no_finite_gradient():
+def test_nonfinite_loss_has_a_nan_gradient():
     x = torch.tensor(3.0, requires_grad=True)
     for loss, slope in ((2 * x, 2.0), (2 * x + math.inf, math.nan), (2 * x * math.nan, math.nan)):
         (found,) = torch.autograd.grad(nan_gradient_if_nonfinite(loss), x)
         assert found.item() == pytest.approx(slope, nan_ok=True)
 
 
-def test_the_shard_optimizer_passes_zeros_where_the_ranks_refuse():
+def test_shard_optimizer_passes_zeros_when_ranks_reject_the_gradient():
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer, shown = ShardOptimizer([{"params": params}]), []
+    optimizer, updates = ShardOptimizer([{"params": params}]), []
     optimizer.slices = {p.data_ptr(): slice(2 * i, 2 * i + 2) for i, p in enumerate(params)}
-    optimizer.update = lambda shard, grad, where: shown.append((where, grad.tolist()))
-    for grads, said, wanted in (
+    optimizer.update = lambda shard, grad, where: updates.append((where, grad.tolist()))
+    for grads, reject, wanted in (
         ([1.0, math.nan], True, 0.0),
         ([1.0, 1.0], False, 1.0),
         ([1.0, 1.0], True, 0.0),
     ):
         for param, value in zip(params, grads, strict=True):
             param.grad = torch.full((2,), value)
-        heard = []
+        flags = []
         optimizer.bad, optimizer.reject_nonfinite = (
             torch.tensor(False),
-            lambda bad, say=said, heard=heard: heard.append(bool(bad)) or torch.tensor(say),
+            lambda bad, reject=reject, flags=flags: flags.append(bool(bad)) or torch.tensor(reject),
         )
         optimizer.step()
-        assert heard == [any(map(math.isnan, grads))]
-        assert shown == [(slice(0, 2), [wanted] * 2), (slice(2, 4), [wanted] * 2)]
-        shown.clear()
+        assert flags == [any(map(math.isnan, grads))]
+        assert updates == [(slice(0, 2), [wanted] * 2), (slice(2, 4), [wanted] * 2)]
+        updates.clear()
 
 
-def test_untrained_parameters_are_left_out():
-    model = encoder("mean")
-    worker = worker_of(model)
+def test_untrained_parameters_are_not_in_the_param_map():
+    model = bert("mean")
+    worker = worker_over(model)
     assert {f.name for f in worker.params.fragments} == {
         n for n, p in model.named_parameters() if "pooler" not in n
     }
 
 
 def test_parameter_groups():
-    model = encoder("model")
+    model = bert("model")
     groups = {
         group["name"]: group["params"] for group in param_groups(model, model.head_names, weight_decay=True)
     }
@@ -354,7 +325,7 @@ def outer_of(worker: PlainWorker, theta: Tensor, **settings) -> OuterOptimizer:
 
 
 def mean_of(theta: Tensor, **extra: Tensor) -> PendingMean:
-    """A meta-gradient that has been reduced."""
+    """A meta-gradient that is already reduced."""
     return PendingMean({**extra, "theta": theta})
 
 
@@ -371,24 +342,24 @@ def load(outer: OuterOptimizer, state: StateDict) -> None:
 
 
 def test_outer_sgd_moves_against_the_meta_gradient():
-    worker = worker_of(encoder("mean"))
+    worker = worker_over(bert("mean"))
     theta = worker.read()
     grad = torch.randn(theta.shape, generator=RNG)
-    began, asked = theta.clone(), grad.clone()
+    began, gradient = theta.clone(), grad.clone()
     moved = outer_of(worker, theta).step(mean_of(grad), 0)
-    torch.testing.assert_close(theta, began - 0.5 * asked)
+    torch.testing.assert_close(theta, began - 0.5 * gradient)
     assert moved.applied
-    assert moved.grad_norm == pytest.approx(float(asked.double().norm()))
+    assert moved.grad_norm == pytest.approx(float(gradient.double().norm()))
 
 
 @pytest.mark.parametrize("largest", [0.1, 1e6])
 def test_clipping_is_over_the_whole_model(largest):
-    worker = worker_of(encoder("mean"), "zero")
+    worker = worker_over(bert("mean"), "zero")
     theta = worker.read()
     grad = torch.randn(theta.shape, generator=RNG)
     head = worker.params.groups["head"]
     counted = grad.clone()
-    counted[head] = 0  # a head that starts anew in every task has no part in the norm
+    counted[head] = 0  # a head that is reset in every task is not in the norm
     norm = float(counted.double().norm())
     began = theta.clone()
     moved = outer_of(worker, theta, max_grad_norm=largest).step(mean_of(grad), 0)
@@ -397,7 +368,7 @@ def test_clipping_is_over_the_whole_model(largest):
 
 
 def test_weight_decay_is_on_the_decay_group_alone():
-    worker = worker_of(encoder("mean"))
+    worker = worker_over(bert("mean"))
     theta = worker.read()
     began = theta.clone()
     outer = outer_of(worker, theta, outer_optimizer="adamw", outer_lr=0.1, weight_decay=0.2)
@@ -410,8 +381,8 @@ def test_weight_decay_is_on_the_decay_group_alone():
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(("head_init", "moves"), [("zero", False), ("prototype", False), ("learned", True)])
 def test_the_head_moves_only_if_learned(optimizer, head_init, moves):
-    model = encoder("mean")
-    worker = worker_of(model, head_init)
+    model = bert("mean")
+    worker = worker_over(model, head_init)
     theta = worker.read()
     began = by_name(worker, theta)
     outer_of(worker, theta, outer_optimizer=optimizer, weight_decay=0.1).step(
@@ -424,8 +395,8 @@ def test_the_head_moves_only_if_learned(optimizer, head_init, moves):
 
 
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf])
-def test_theta_stays_without_a_finite_meta_gradient(bad):
-    worker = worker_of(encoder("mean"))
+def test_theta_is_unchanged_without_a_finite_meta_gradient(bad):
+    worker = worker_over(bert("mean"))
     theta = worker.read()
     began = theta.clone()
     grad = None if bad is None else mean_of(torch.full_like(theta, bad))
@@ -435,10 +406,10 @@ def test_theta_stays_without_a_finite_meta_gradient(bad):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 4])
-def test_lr_is_that_of_transformers(name, warmup):
+def test_outer_lr_schedules_equal_transformers(name, warmup):
     from transformers import get_scheduler
 
-    worker = worker_of(encoder("mean"))
+    worker = worker_over(bert("mean"))
     outer = outer_of(worker, worker.read(), lr_scheduler_type=name, warmup_steps=warmup, outer_steps=20)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
     scheduler = get_scheduler(name, optimizer, warmup, 20)
@@ -453,8 +424,8 @@ def test_lr_is_that_of_transformers(name, warmup):
     )  # a function of the step alone
 
 
-def test_outer_steps_are_those_of_torch():
-    worker = worker_of(encoder("mean"))
+def test_outer_adamw_equals_torch():
+    worker = worker_over(bert("mean"))
     theta = worker.read()
     param = nn.Parameter(theta.clone())
     plain = torch.optim.AdamW([param], lr=0.01, eps=1e-6, weight_decay=0.0)
@@ -479,8 +450,8 @@ def test_outer_steps_are_those_of_torch():
         ("rmsprop", lambda p: torch.optim.RMSprop(p, lr=0.01, eps=1e-6)),
     ],
 )
-def test_other_outer_optimizers_are_those_of_torch(name, make):
-    worker = worker_of(encoder("mean"))
+def test_outer_optimizers_equal_torch(name, make):
+    worker = worker_over(bert("mean"))
     theta = worker.read()
     param = nn.Parameter(theta.clone())
     plain = make([param])
@@ -495,9 +466,9 @@ def test_other_outer_optimizers_are_those_of_torch(name, make):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "nesterov", "rmsprop"])
 @pytest.mark.parametrize("learned", ["layer", "element"])
-def test_learned_rates_move_by_their_own_learning_rate(optimizer, learned):
-    model = encoder("mean")
-    worker = worker_of(model)
+def test_learned_rates_use_inner_lr_outer_lr(optimizer, learned):
+    model = bert("mean")
+    worker = worker_over(model)
     settings = {
         "inner_lr_learned": learned,
         "inner_lr_outer_lr": 0.03,
@@ -535,9 +506,9 @@ def test_learned_rates_move_by_their_own_learning_rate(optimizer, learned):
 @pytest.mark.parametrize(
     "optimizer", ["sgd", "adamw", "nesterov", "adagrad", "adamax", "nadam", "radam", "rmsprop"]
 )
-def test_a_resumed_outer_goes_on_alike_with_learned_rates(optimizer, learned):
-    model = encoder("mean")
-    worker = worker_of(model, "zero")
+def test_resumed_outer_optimizer_with_learned_rates_equals_undisturbed_run(optimizer, learned):
+    model = bert("mean")
+    worker = worker_over(model, "zero")
     config = Config(outer_optimizer=optimizer, outer_lr=0.01, weight_decay=0.1, inner_lr_learned=learned)
     grads = [torch.randn(worker.params.numel, generator=RNG) for _ in range(4)]
     ends = []
@@ -562,9 +533,9 @@ def test_a_resumed_outer_goes_on_alike_with_learned_rates(optimizer, learned):
     assert learned == "no" or torch.equal(ends[0][1], ends[1][1])
 
 
-def test_kept_moments_are_the_mean_over_tasks_and_survive_a_stop():
-    model = encoder("mean")
-    worker = worker_of(model, "zero")
+def test_kept_moments_are_the_mean_over_tasks_and_are_restored():
+    model = bert("mean")
+    worker = worker_over(model, "zero")
     config = Config(
         algorithm="reptile",
         inner_optimizer="adamw",
@@ -594,8 +565,8 @@ def test_kept_moments_are_the_mean_over_tasks_and_survive_a_stop():
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_resumed_outer_goes_on_alike(optimizer):
-    worker = worker_of(encoder("mean"), "zero")
+def test_resumed_outer_optimizer_equals_undisturbed_run(optimizer):
+    worker = worker_over(bert("mean"), "zero")
     grads = [torch.randn(worker.params.numel, generator=RNG) for _ in range(4)]
     settings = {
         "outer_optimizer": optimizer,
@@ -603,18 +574,18 @@ def test_a_resumed_outer_goes_on_alike(optimizer):
         "lr_scheduler_type": "cosine",
         "weight_decay": 0.1,
     }
-    straight, broken = worker.read(), worker.read()
-    outer = outer_of(worker, straight, **settings)
+    undisturbed, resumed = worker.read(), worker.read()
+    outer = outer_of(worker, undisturbed, **settings)
     for step, grad in enumerate(grads):
         outer.step(mean_of(grad.clone()), step)
-    first = outer_of(worker, broken, **settings)
+    first = outer_of(worker, resumed, **settings)
     for step in (0, 1):
         first.step(mean_of(grads[step].clone()), step)
-    second = outer_of(worker, broken, **settings)
+    second = outer_of(worker, resumed, **settings)
     load(second, state_of(first))
     for step in (2, 3):
         second.step(mean_of(grads[step].clone()), step)
-    assert torch.equal(straight, broken)
+    assert torch.equal(undisturbed, resumed)
 
 
 def passed(finite: bool = True) -> PassStats:
@@ -635,11 +606,11 @@ def test_meta_gradient_is_the_weighted_mean_of_tasks():
     assert (meta.sum.tolist(), meta.weight, meta.begin_reduce(alone, 0.0)) == ([0, 0], 0, None)
 
 
-def test_evaluation_scores_before_and_after_and_leaves_theta(tmp_path):
-    model = encoder("mean")
+def test_evaluation_scores_before_and_after_adaptation_and_restores_theta(tmp_path):
+    model = bert("mean")
     phi = adapted_copy(model, "zero")
     before, after = mean_loss(model, QUERY).item(), mean_loss(phi, QUERY).item()
-    worker = worker_of(model, "zero")
+    worker = worker_over(model, "zero")
     theta = worker.read()
     worker.write(torch.zeros_like(theta))  # evaluation puts theta in by itself
     tasks = [Task(0, f"t{i}", f"s{i}", 10 + i, (0, 0, 0, i)) for i in range(2)]
@@ -654,7 +625,7 @@ def test_evaluation_scores_before_and_after_and_leaves_theta(tmp_path):
         assert score.losses == pytest.approx([before, after], rel=1e-4)
 
 
-def test_gains_are_paired_over_the_episodes_that_both_passes_have():
+def test_gains_are_paired_over_common_episodes():
     trained = [
         HeldOutScore(slot, "s", [0, 1.0], [0, accuracy]) for slot, accuracy in [(0, 0.9), (1, 0.8), (3, 1.0)]
     ]

@@ -1,6 +1,4 @@
-"""Joint training of classifiers: labels over the classes of all tasks, plain multi-task fine-tuning, a head
-that stays behind.
-"""
+"""Joint training of classifiers: labels over the classes of all tasks, plain multi-task fine-tuning."""
 
 from __future__ import annotations
 
@@ -15,8 +13,9 @@ from fmmeta import Config, MetaTrainer
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
-from tests.models import save_bert, write_classes
-from tests.unit.helpers import refusal, write_rows
+from tests.support.helpers import refusal, write_rows
+from tests.support.messages import check_message
+from tests.support.models import save_bert, write_classes
 
 
 def source_of(*datasets, **settings):
@@ -26,7 +25,7 @@ def source_of(*datasets, **settings):
 
 
 def named(source, steps: int = 30) -> dict[tuple[str, str], set[int]]:
-    """Label numbers by what tells a class apart: the task, and the class's name as the text has it."""
+    """Label numbers of each class, by the name of its task and its own name."""
     found: dict[tuple[str, str], set[int]] = {}
     for step in range(steps):
         for task in Schedule(source.items, 2, 0).meta_batch(step):
@@ -77,15 +76,11 @@ def test_equal_names_in_other_tasks_and_data_sets_are_other_classes(tmp_path):
     assert both.size(0, (0, 0, 0, 0)) == both.source.size(0, (0, 0, 0, 0))
 
 
-def test_classes_of_task_files_are_not_known(tmp_path):
+def test_folder_of_task_files_is_refused(tmp_path):
     for name in ("s/a.jsonl", "s/b.jsonl", "s/c.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         tasks_file(tmp_path / name, 1)
-    assert (
-        refusal(source_of, tmp_path)
-        == "algorithm=joint needs the classes of all training tasks, and those of a folder of task files are"
-        " not known before each is drawn; put the tasks into one file with a task column"
-    )
+    check_message(refusal(source_of, tmp_path), "algorithm=joint", "put the tasks into one file")
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +124,7 @@ def run(bert, folder, **settings):
         ({"outer_lr": 3e-3, "adam_epsilon": 1e-4}, 1e-4),
     ],
 )
-def test_it_is_plain_fine_tuning_on_the_rows_of_the_episodes(bert, tmp_path, outer, at_most):
+def test_joint_training_equals_plain_fine_tuning(bert, tmp_path, outer, at_most):
     """A plain torch loop over a plain classifier with an output per training class; labels by name."""
     from transformers import AutoModelForSequenceClassification
 
@@ -183,11 +178,11 @@ def test_it_is_plain_fine_tuning_on_the_rows_of_the_episodes(bert, tmp_path, out
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("head", ["zero", "prototype"])
-def test_held_out_tasks_start_as_they_do_without_training(bert, tmp_path, head):
-    """Evaluating the exported folder as it is gives what the run said of its own end."""
+def test_exported_model_gives_the_held_out_scores_of_the_run(bert, tmp_path, head):
+    """Evaluating the exported folder gives the scores that the run stored at its end."""
     inner_lr, model = (
         (0.1, bert[0]) if head == "zero" else (0.01, "tiny")
-    )  # class means over the trained BERT err nowhere
+    )  # class means over the trained BERT make no errors
     _, joint = run(
         (model, bert[1]),
         tmp_path / "run",
@@ -212,7 +207,7 @@ def test_held_out_tasks_start_as_they_do_without_training(bert, tmp_path, head):
 
 
 @pytest.mark.timeout(120)
-def test_adapters_leave_the_head_behind_too(bert, tmp_path):
+def test_adapters_are_exported_without_the_joint_head(bert, tmp_path):
     run(bert, tmp_path / "run", lora_r=2, eval_episodes=0, outer_steps=2)
     found = load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
     (weight,) = [value for name, value in found.items() if name.endswith("classifier.weight")]
@@ -220,7 +215,7 @@ def test_adapters_leave_the_head_behind_too(bert, tmp_path):
     assert not weight.any()
 
 
-def test_the_merged_model_has_the_head_that_is_exported(tmp_path, bert):
+def test_merged_model_has_the_exported_head(tmp_path, bert):
     """Zeros for the classes of an episode, not the head over all training classes."""
     model, data = bert
     MetaTrainer(

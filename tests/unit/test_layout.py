@@ -1,4 +1,4 @@
-"""Who is who: launchers' variables, groups of ranks, and the size of a group from an estimate of memory."""
+"""Ranks and groups from launchers' variables, and group sizes from an estimate of memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from fmmeta.common import processes
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from fmmeta.parallel.layout import GroupCoordinates, Launch, Layout, Nodes, first_host
-from fmmeta.parallel.process_groups import World
+from fmmeta.parallel.layout import GroupCoordinates, Launch, Layout, first_host
 from fmmeta.planning import memory
 from fmmeta.planning.memory import HEADROOM, Sizes, check_group_size, choose_group_size, estimate
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
+from tests.support.memory import SIZES, world_of
+from tests.support.messages import check_message
 
 TORCHRUN = {
     "RANK": "5",
@@ -61,22 +62,22 @@ def test_launch_from_variables(env, launch):
 
 
 @pytest.mark.parametrize(
-    ("env", "said"),
+    ("env", "parts"),
     [
-        ({**TORCHRUN, "RANK": "8"}, "RANK=8 is not below WORLD_SIZE=8; check the launcher"),
-        ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is not below WORLD_SIZE=8; check the launcher"),
+        ({**TORCHRUN, "RANK": "8"}, ("RANK=8", "WORLD_SIZE=8", "check the launcher")),
+        ({**TORCHRUN, "RANK": "-1"}, ("RANK=-1", "WORLD_SIZE=8", "check the launcher")),
         (
             {**TORCHRUN, "WORLD_SIZE": "eight"},
-            "environment variable WORLD_SIZE=eight is not a number; check the launcher",
+            ("variable WORLD_SIZE=eight", "check the launcher"),
         ),
         (
             {**SLURM, "SLURM_PROCID": ""},
-            "environment variable SLURM_PROCID= is not a number; check the launcher",
+            ("variable SLURM_PROCID= ", "check the launcher"),
         ),
     ],
 )
-def test_bad_variables(env, said):
-    assert refusal(Launch.from_env, env) == said
+def test_bad_launcher_variables_are_refused(env, parts):
+    check_message(refusal(Launch.from_env, env), *parts)
 
 
 @pytest.mark.parametrize(
@@ -97,12 +98,12 @@ def test_first_host(nodelist, host):
 
 
 @pytest.mark.parametrize("nodelist", ["", "[1-2]", ",a"])
-def test_a_list_without_hosts(nodelist):
-    assert refusal(first_host, nodelist) == f"SLURM node list {nodelist!r} has no host in it; set MASTER_ADDR"
+def test_nodelist_without_hosts_is_refused(nodelist):
+    check_message(refusal(first_host, nodelist), f"SLURM node list {nodelist!r}", "set MASTER_ADDR")
 
 
 @given(st.integers(1, 12), st.integers(1, 12))
-def test_groups_are_runs_of_ranks(num_groups, group_size):
+def test_groups_are_consecutive_ranks(num_groups, group_size):
     layouts = [
         Layout(Launch(rank, num_groups * group_size), group_size) for rank in range(num_groups * group_size)
     ]
@@ -116,18 +117,19 @@ def test_groups_are_runs_of_ranks(num_groups, group_size):
     [(3, 8, "1, 2, 4 or 8"), (2, 7, "1 or 7"), (2, 1, "1"), (0, 4, "1, 2 or 4")],
 )
 def test_group_size_divides_the_world(group_size, world_size, use):
-    assert (
-        refusal(Layout, Launch(0, world_size), group_size)
-        == f"group_size={group_size} does not divide world_size={world_size}; use {use}"
+    check_message(
+        refusal(Layout, Launch(0, world_size), group_size),
+        f"group_size={group_size}",
+        f"world_size={world_size}",
+        f"use {use}",
     )
 
 
-def test_layout_reads_as_words():
+def test_layout_as_text():
     assert str(Layout(Launch(0, 4), 2)) == "2 groups of 2 ranks"
     assert str(Layout(Launch(0, 1), 1)) == "1 group of 1 rank"
 
 
-SIZES = Sizes(params=1000, layers=2, hidden=8, heads=4, vocab=0, rows=3, tokens=10, directions=1)
 ACTIVATIONS = 3 * 10 * 2 * (34 * 8 + 5 * 4 * 10)  # bytes in bf16
 
 
@@ -165,11 +167,11 @@ def test_estimate_by_hand(stage, bf16, group_size, kinds, buffers, staging):
     )
 
 
-def test_the_peak_is_the_fuller_of_two_moments():
+def test_peak_is_the_larger_of_two_phases():
     small = replace(SIZES, rows=1, tokens=1)
     found = estimate(small, DeepSpeedSettings(2, False, False), 4)
-    assert found.kinds["activations"] == 4 * (34 * 8 + 5 * 4)
-    assert found.total == 4000 + 1000 + 1000 + 5000 + 8000  # the reduction, when activations are gone
+    assert found.activations == 4 * (34 * 8 + 5 * 4)
+    assert found.total == 4000 + 1000 + 1000 + 5000 + 8000  # the reduction, after activations are freed
     assert str(found).split(" = ")[0].split(" + ")[-1].startswith("staging")
     early = estimate(SIZES, DeepSpeedSettings(2, False, False, bucket=100), 4)
     assert (early.kinds["buffers"], early.kinds["staging"]) == (
@@ -186,7 +188,7 @@ def test_the_peak_is_the_fuller_of_two_moments():
     )  # a GPU has the bucket whole
 
 
-def test_shards_that_algorithms_keep():
+def test_estimate_counts_shards_kept_by_algorithms():
     more = replace(SIZES, kept=5, trajectory=3, moments=1)
     found = estimate(more, DeepSpeedSettings(1, False, False), 4)
     assert (found.kinds["kept"], found.kinds["moments"], found.host) == (8 * 1000, 1000, 0)
@@ -214,7 +216,7 @@ def test_logits_are_counted_for_language_models():
     assert estimate(sizes, DeepSpeedSettings(0, False, False), 1).kinds["logits"] == 3 * 3 * 10 * 100 * 4
 
 
-def test_estimate_reads_as_a_sum():
+def test_estimate_as_text():
     sizes = Sizes(params=2**28, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
     assert (
         str(estimate(sizes, DeepSpeedSettings(0, False, False), 1))
@@ -222,21 +224,9 @@ def test_estimate_reads_as_a_sum():
     )
 
 
-def world_of(monkeypatch, world_size: int, local_world_size: int, free: int) -> World:
-    """A world of one process that believes in more ranks, `free` bytes on each."""
-    world = World(Launch(), torch.device("cpu"))
-    world.launch = Launch(0, world_size, 0, local_world_size)
-    world.nodes = Nodes(
-        tuple(rank // local_world_size for rank in range(world_size)),
-        ("n",) * (world_size // local_world_size),
-    )
-    monkeypatch.setattr(memory, "free_bytes", lambda device, local: free)
-    return world
-
-
 @pytest.mark.parametrize("wanted", [1, 2, 4, 8])
 def test_the_smallest_group_that_fits(monkeypatch, wanted):
-    """Just enough memory for a group size is just too little for the next smaller one."""
+    """The free memory just fits this group size and no smaller one."""
     precision = DeepSpeedSettings(3, False, False)
     free = int(estimate(SIZES, precision, wanted).total / HEADROOM) + 1
     size, why = choose_group_size(world_of(monkeypatch, 16, 8, free), lambda data: SIZES, precision)
@@ -253,14 +243,16 @@ def test_a_group_stays_inside_a_node_and_divides_the_world(monkeypatch):
     )
 
 
-def test_no_room_at_all(monkeypatch):
+def test_too_little_memory_is_refused(monkeypatch):
     sizes = Sizes(params=2**30, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
     world = world_of(monkeypatch, 8, 4, 2**32)
-    assert (
-        refusal(choose_group_size, world, lambda data: sizes, DeepSpeedSettings(2, False, False))
-        == "group_size=auto finds no room: 4 ranks of a group need weights 4 + gradients 1 + master 1 + meta"
-        " 4 + buffers 3.73 = 13.7 GiB each at ZeRO 2, and 4 GiB are free; use a higher ZeRO stage,"
-        " offload, more GPUs or a smaller --micro_batch_size"
+    check_message(
+        refusal(choose_group_size, world, lambda data: sizes, DeepSpeedSettings(2, False, False)),
+        "group_size=auto",
+        "4 ranks",
+        "meta 4 + buffers 3.73 = 13.7 GiB each at ZeRO 2",
+        "4 GiB are free",
+        "use a higher ZeRO stage",
     )
 
 
@@ -271,7 +263,7 @@ def test_memory_of_the_host_is_shared_by_its_ranks():
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
-def test_places_in_a_group(stages, data, tensor):
+def test_coordinates_in_a_group(stages, data, tensor):
     size = stages * data * tensor
     places = [GroupCoordinates(rank, size, stages, tensor) for rank in range(size)]
     assert {place.data for place in places} == {data}
@@ -279,14 +271,10 @@ def test_places_in_a_group(stages, data, tensor):
     assert found == [(s, d, t) for s in range(stages) for d in range(data) for t in range(tensor)]
 
 
-def test_a_group_holds_whole_models():
-    assert (
-        refusal(GroupCoordinates, 0, 4, 3)
-        == "group_size=4 is not a multiple of pipeline_stages=3; use 3 or 6"
-    )
-    assert (
-        refusal(GroupCoordinates, 0, 3, 1, 2)
-        == "group_size=3 is not a multiple of tensor_parallel_size=2; use 2 or 4"
+def test_group_size_must_be_a_multiple_of_model_ranks():
+    check_message(refusal(GroupCoordinates, 0, 4, 3), "group_size=4", "pipeline_stages=3", "use 3 or 6")
+    check_message(
+        refusal(GroupCoordinates, 0, 3, 1, 2), "group_size=3", "tensor_parallel_size=2", "use 2 or 4"
     )
 
 
@@ -294,18 +282,19 @@ def test_a_group_size_that_cannot_hold_the_model_is_refused(monkeypatch):
     sizes = Sizes(params=2**28, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
     world = world_of(monkeypatch, 8, 8, 4 * 2**30)
     precision = DeepSpeedSettings(3, False, False, 2**26, bucket=2**24)
-    assert (
-        refusal(check_group_size, world, lambda data: sizes, precision, 1)
-        == "group_size=1 needs weights 1 + gradients 1 + meta 4 = 6 GiB per rank at ZeRO 0, and 4 GiB are"
-        " free; use group_size 4 or 8"
+    check_message(
+        refusal(check_group_size, world, lambda data: sizes, precision, 1),
+        "group_size=1",
+        "weights 1 + gradients 1 + meta 4 = 6 GiB",
+        "4 GiB are free",
+        "use group_size 4 or 8",
     )
     check_group_size(world, lambda data: sizes, precision, 4)
     check_group_size(
         world, lambda data: sizes, DeepSpeedSettings(3, False, True), 1
-    )  # offloaded: not all of it lies here
-    assert refusal(
-        check_group_size, world, lambda data: sizes, DeepSpeedSettings(0, False, False), 2
-    ).endswith("and 4 GiB are free; use ZeRO 3, --pipeline_stages or more ranks")
+    )  # offloaded: only a part is on the device
+    message = refusal(check_group_size, world, lambda data: sizes, DeepSpeedSettings(0, False, False), 2)
+    check_message(message, "group_size=2", "4 GiB are free", "use ZeRO 3, --pipeline_stages or more ranks")
 
 
 def test_groups_chosen_for_a_pipeline_hold_all_its_stages(monkeypatch):
@@ -314,17 +303,15 @@ def test_groups_chosen_for_a_pipeline_hold_all_its_stages(monkeypatch):
     assert choose_group_size(world, lambda data: SIZES, DeepSpeedSettings(0, False, False), 1)[0] == 1
 
 
-def test_no_group_size_holds_all_stages(monkeypatch):
-    said = refusal(
+def test_pipeline_that_fits_no_group_size_is_refused(monkeypatch):
+    message = refusal(
         choose_group_size,
         world_of(monkeypatch, 4, 4, 2**40),
         lambda data: SIZES,
         DeepSpeedSettings(0, False, False),
         3,
     )
-    assert said.startswith(
-        "group_size=auto finds no group: pipeline_stages x tensor_parallel_size=3 divides no"
-    )
+    check_message(message, "group_size=auto", "tensor_parallel_size=3", "world_size=4", "give --group_size")
 
 
 def test_more_data_ranks_have_smaller_micro_batches(monkeypatch):

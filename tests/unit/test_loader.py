@@ -1,6 +1,4 @@
-"""Episodes ahead of time: the same with any number of processes, from any position, past errors and dead
-processes.
-"""
+"""Prefetched episodes: the same for any number of processes, after I/O errors and after dead processes."""
 
 from __future__ import annotations
 
@@ -15,7 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fmmeta.common.errors import UsageError
@@ -23,28 +20,30 @@ from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.augment import Transforms
 from fmmeta.tasks.batching import Batcher
-from fmmeta.tasks.loader import DEATHS, MEASURED, EpisodeLoader, LoadEpisode, LoadResult, TaskSampler
+from fmmeta.tasks.loader import DEATHS, MEASURED, EpisodeLoader, LoadEpisode, TaskSampler
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import Draw, TaskSource
 from fmmeta.tasks.sources.load import load_sources
-from tests.models import write_classes
-from tests.nursery import ROOT, environment
+from tests.support.episodes import same_episodes
+from tests.support.fork_server import ROOT, environment
+from tests.support.messages import check_message
+from tests.support.models import write_classes
 
 TOKENIZER = byte_tokenizer()
 
 
-class Trouble(TaskSource):
-    """A source, with an error for some items. `troubles`: item -> what happens, and how often (a file
-    counts).
+class FailingSource(TaskSource):
+    """A source that fails for some items.
 
-    ("wait", other): draw the item after `other` has killed a process.
+    failures: item -> the kind of failure and how often it happens (a file counts); ("wait", other) draws the
+    item after `other` has killed a process.
     """
 
-    def __init__(self, source: TaskSource, troubles: dict[int, tuple[str, int]], folder: Path) -> None:
-        self.source, self.items, self.troubles, self.folder = source, source.items, troubles, folder
+    def __init__(self, source: TaskSource, failures: dict[int, tuple[str, int]], folder: Path) -> None:
+        self.source, self.items, self.failures, self.folder = source, source.items, failures, folder
 
     def draw(self, task: Task) -> Draw:
-        what, times = self.troubles.get(task.item, ("", 0))
+        what, times = self.failures.get(task.item, ("", 0))
         count = self.folder / f"{task.item}"
         done = len(count.read_text()) if count.exists() else 0
         if done < times or what == "wait":
@@ -67,7 +66,7 @@ class Trouble(TaskSource):
         return self.source.draw(task)
 
 
-class Fatal(TaskSource):
+class KillingSource(TaskSource):
     """A source that kills the loader process that receives it."""
 
     def __init__(self, source: TaskSource) -> None:
@@ -77,10 +76,10 @@ class Fatal(TaskSource):
         return self.source.draw(task)
 
     def __reduce__(self):
-        return die, ()
+        return kill_own_process, ()
 
 
-def die() -> None:
+def kill_own_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -106,8 +105,8 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def impatient(monkeypatch):
-    """Look every 0.1 s, not every 5 s, whether a loader process is still there."""
+def fast_polling(monkeypatch):
+    """Check loader processes every 0.1 s instead of every 5 s."""
     monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
 
 
@@ -127,37 +126,23 @@ def loader_of(
 
 
 class Sleep:
-    """Keeps what it is asked to wait, and does not wait."""
+    """Records the waits and does not wait."""
 
-    def __init__(self, asked: list[float] | None) -> None:
-        self.asked = asked if asked is not None else []
+    def __init__(self, waits: list[float] | None) -> None:
+        self.waits = waits if waits is not None else []
 
     def __call__(self, seconds: float) -> None:
-        self.asked.append(seconds)
-
-
-def same(a: list[LoadResult], b: list[LoadResult]) -> bool:
-    def tensors(loaded: LoadResult):
-        assert loaded.batches is not None, loaded.error
-        return [
-            t
-            for batch in (*loaded.batches.support, *loaded.batches.query)
-            for t in (*batch.inputs.values(), batch.labels, batch.weights)
-        ]
-
-    return all(
-        x.task == y.task and all(map(torch.equal, tensors(x), tensors(y))) for x, y in zip(a, b, strict=True)
-    )
+        self.waits.append(seconds)
 
 
 @pytest.mark.parametrize("num_workers", ["1", "2"])
-def test_any_number_of_processes_gives_the_same_episodes_from_any_position(made, num_workers):
+def test_number_of_processes_and_start_position_do_not_change_episodes(made, num_workers):
     tasks = made[2]
-    straight = loader_of(made).fetch(tasks)
+    expected = loader_of(made).fetch(tasks)
     loader, later = loader_of(made, num_workers), loader_of(made, num_workers)
     try:
-        assert same(loader.fetch(tasks[:5]) + loader.fetch(tasks[5:9]), straight[:9])
-        assert same(later.fetch(tasks[7:]), straight[7:])
+        assert same_episodes(loader.fetch(tasks[:5]) + loader.fetch(tasks[5:9]), expected[:9])
+        assert same_episodes(later.fetch(tasks[7:]), expected[7:])
         assert loader.load_s > 0
     finally:
         loader.close()
@@ -177,93 +162,98 @@ def test_augmentation_differs_between_outer_steps(made):
     )
 
 
-def test_input_errors_are_tried_again_with_longer_and_longer_waits(made, tmp_path):
+def test_io_errors_are_retried_with_growing_waits(made, tmp_path):
     sleeps: list[float] = []
     tasks = made[2][:3]
-    loader = loader_of(made, source=Trouble(made[0], {tasks[1].item: ("io", 2)}, tmp_path), sleeps=sleeps)
-    assert same(loader.fetch(tasks), loader_of(made).fetch(tasks))
+    loader = loader_of(
+        made, source=FailingSource(made[0], {tasks[1].item: ("io", 2)}, tmp_path), sleeps=sleeps
+    )
+    assert same_episodes(loader.fetch(tasks), loader_of(made).fetch(tasks))
     assert sleeps == [0.1, 0.5]
 
 
 @pytest.mark.parametrize(
-    ("what", "said", "crash", "waits"),
+    ("failure", "error", "crash", "waits"),
     [
         ("io", "OSError: [Errno 5] Input/output error: 'a.jsonl'", False, 3),
         ("row", "a.jsonl:3 is bad; fix it", False, 0),
         ("bug", "ZeroDivisionError: division by zero", True, 0),
     ],
 )
-def test_what_cannot_be_had_leaves_the_others_where_they_were(made, tmp_path, what, said, crash, waits):
+def test_failed_tasks_leave_the_other_episodes_unchanged(made, tmp_path, failure, error, crash, waits):
     sleeps: list[float] = []
     tasks, bad = made[2][:6], made[2][1].item
-    loaded = loader_of(made, source=Trouble(made[0], {bad: (what, 99)}, tmp_path), sleeps=sleeps).fetch(tasks)
+    loaded = loader_of(
+        made, source=FailingSource(made[0], {bad: (failure, 99)}, tmp_path), sleeps=sleeps
+    ).fetch(tasks)
     wrong = [one for one in loaded if one.task.item == bad]
-    assert [(one.batches, one.error, one.crash) for one in wrong] == [(None, said, crash)] * len(wrong)
+    assert [(one.batches, one.error, one.crash) for one in wrong] == [(None, error, crash)] * len(wrong)
     assert len(sleeps) == waits * len(wrong)
     rest = [task for task in tasks if task.item != bad]
-    assert same([one for one in loaded if one.task.item != bad], loader_of(made).fetch(rest))
+    assert same_episodes([one for one in loaded if one.task.item != bad], loader_of(made).fetch(rest))
 
 
-def test_a_killed_process_is_replaced(made, tmp_path, impatient):
+def test_a_killed_process_is_replaced(made, tmp_path, fast_polling):
     tasks = made[2][:9]
-    loader = loader_of(made, "1", Trouble(made[0], {tasks[4].item: ("kill", 1)}, tmp_path))
+    loader = loader_of(made, "1", FailingSource(made[0], {tasks[4].item: ("kill", 1)}, tmp_path))
     try:
-        assert same(loader.fetch(tasks), loader_of(made).fetch(tasks))
+        assert same_episodes(loader.fetch(tasks), loader_of(made).fetch(tasks))
         assert len(loader.warnings) == 1
-        assert re.fullmatch(
-            r"a loader process died and was replaced: process \d+ was killed by SIGKILL", loader.warnings[0]
-        )
+        assert re.search(r"replaced: process \d+ was killed by SIGKILL$", loader.warnings[0])
         assert loader.folder is not None
-        assert len(os.listdir(loader.folder.path)) < 9  # what was received is gone
+        assert len(os.listdir(loader.folder.path)) < 9  # received episodes are removed
     finally:
         loader.close()
 
 
 @pytest.mark.parametrize(
-    ("what", "ended"), [("kill", "was killed by SIGKILL"), ("exit", "exited with code 0")]
+    ("failure", "ended"), [("kill", "was killed by SIGKILL"), ("exit", "exited with code 0")]
 )
-def test_a_task_that_ends_every_process_is_given_up(made, tmp_path, impatient, what, ended):
+def test_task_that_ends_every_process_is_given_up(made, tmp_path, fast_polling, failure, ended):
     tasks = made[2][:6]
-    loader = loader_of(made, "1", Trouble(made[0], {tasks[2].item: (what, 99)}, tmp_path))
+    loader = loader_of(made, "1", FailingSource(made[0], {tasks[2].item: (failure, 99)}, tmp_path))
     try:
         loaded = loader.fetch(tasks)
     finally:
         loader.close()
     wrong = next(one for one in loaded if one.task == tasks[2])
     assert wrong.batches is None
-    died = f"loader processes died {DEATHS} times while they prepared it"
-    assert wrong.error.startswith(f"task {tasks[2].name}: {died}, last: process ")
+    assert wrong.error.startswith(f"task {tasks[2].name}: ")
+    assert f"loader processes died {DEATHS} times" in wrong.error
     assert wrong.error.endswith(ended)
     assert not wrong.crash
-    assert same(loaded[:2], loader_of(made).fetch(tasks[:2]))
+    assert same_episodes(loaded[:2], loader_of(made).fetch(tasks[:2]))
     assert loaded[3].batches is not None
 
 
-def test_a_death_counts_against_the_task_that_was_prepared_alone(made, tmp_path, impatient):
+def test_death_counts_only_for_the_task_being_prepared(made, tmp_path, fast_polling):
     """The second task kills its process while the trainer waits for the first task, which another process
     prepares.
     """
     tasks = made[2][:3]
     first, second = tasks[0].item, tasks[1].item
-    loader = loader_of(made, "2", Trouble(made[0], {first: ("wait", second), second: ("kill", 99)}, tmp_path))
+    loader = loader_of(
+        made, "2", FailingSource(made[0], {first: ("wait", second), second: ("kill", 99)}, tmp_path)
+    )
     try:
         loaded = loader.fetch(tasks)
     finally:
         loader.close()
     assert [one.batches is None for one in loaded] == [False, True, False]
-    assert same([loaded[0], loaded[2]], loader_of(made).fetch([tasks[0], tasks[2]]))
+    assert same_episodes([loaded[0], loaded[2]], loader_of(made).fetch([tasks[0], tasks[2]]))
     assert loader.deaths == {tasks[1].seed: DEATHS}
 
 
-def test_processes_that_die_before_any_task_are_given_up_and_no_task_is_lost(made, impatient):
-    loader = loader_of(made, "1", Fatal(made[0]))
-    assert same(loader.fetch(made[2][:3]), loader_of(made).fetch(made[2][:3]))
+def test_processes_that_die_at_start_are_given_up_and_no_task_is_lost(made, fast_polling):
+    loader = loader_of(made, "1", KillingSource(made[0]))
+    assert same_episodes(loader.fetch(made[2][:3]), loader_of(made).fetch(made[2][:3]))
     assert loader.num_workers == 0
     (last,) = loader.warnings[DEATHS:]
-    assert last.startswith(f"num_workers=1: loader processes failed {DEATHS} times in a row, last: process ")
+    assert last.startswith("num_workers=1: ")
+    assert f"loader processes failed {DEATHS} times" in last
 
 
-def test_a_folder_that_is_removed_costs_no_task(made):
+def test_removed_folder_loses_no_task(made):
     loader = loader_of(made, "1")
     try:
         loaded = loader.fetch(made[2][:2])
@@ -277,14 +267,14 @@ def test_a_folder_that_is_removed_costs_no_task(made):
         assert loader.folder.path != folder.path
     finally:
         loader.close()
-    assert same(loaded, loader_of(made).fetch(made[2]))
-    assert loader.warnings == [
-        f"{folder.path} was removed while it was in use; the loader processes start again"
-    ]
+    assert same_episodes(loaded, loader_of(made).fetch(made[2]))
+    (warning,) = loader.warnings
+    assert warning.startswith(f"{folder.path} was removed")
+    assert warning.endswith("start again")
 
 
-def test_no_error_of_the_loader_ends_this_rank_alone(made):
-    """It becomes a result that all ranks judge."""
+def test_loader_error_becomes_a_result(made):
+    """The error of this rank becomes a result that all ranks handle."""
     loader = loader_of(made, "1")
 
     def broken(task):
@@ -297,13 +287,11 @@ def test_no_error_of_the_loader_ends_this_rank_alone(made):
 
 
 @pytest.mark.parametrize("full", ["from the start", "later"])
-def test_a_full_shared_memory_costs_no_task(made, tmp_path, full):
-    """A /dev/shm in which no semaphore, or no episode, has room: the training process loads, and one line
-    says what to do.
-    """
+def test_full_shared_memory_loses_no_task(made, tmp_path, full):
+    """Without room for a semaphore or an episode the training process loads them and logs one line."""
     (tmp_path / "made.pickle").write_bytes(pickle.dumps((made[0], made[2], made[3])))
     mount = (
-        f"mount -t tmpfs -o size=1m none /dev/shm && exec {sys.executable} -m tests.unit.full_memory"
+        f"mount -t tmpfs -o size=1m none /dev/shm && exec {sys.executable} -m tests.support.full_memory"
         f' "{tmp_path}" "{full}"'
     )
     ended = subprocess.run(
@@ -317,28 +305,27 @@ def test_a_full_shared_memory_costs_no_task(made, tmp_path, full):
     )
     if "unshare" in ended.stderr or "mount:" in ended.stderr:
         pytest.skip("no mount namespaces here")
-    what, *told = ended.stdout.splitlines()
-    assert what == "same episodes", ended.stderr
-    wrong = {
-        "from the start": (
-            "failed 3 times in a row, last: [Errno 28] No space left on device; the training process"
-            " loads all"
-        ),
-        "later": "cannot write to /dev/shm (No space left on device); the training process loads missing",
-    }
-    remedy = (
-        "/dev/shm has 0 MiB free: free room there, start the container with --shm-size=8g, or use"
-        " --num_workers 0"
+    episodes, warning = ended.stdout.splitlines()
+    assert episodes == "same episodes", ended.stderr
+    causes = {"from the start": "failed 3 times in a row", "later": "cannot write to /dev/shm"}
+    check_message(
+        warning,
+        "num_workers=1",
+        causes[full],
+        "No space left on device",
+        "the training process loads all" if full == "from the start" else "loads missing episodes",
+        "0 MiB free",
+        "start the container with --shm-size=8g",
+        "--num_workers 0",
     )
-    assert told == [f"num_workers=1: loader processes {wrong[full]} episodes; {remedy}"]
     assert "Exception ignored" not in ended.stderr
 
 
 @pytest.mark.parametrize(
     ("load_s", "budget", "chosen"), [(0.05, 8, 0), (2.0, 8, 1), (6.0, 8, 3), (9.0, 4, 4), (9.0, 0, 0)]
 )
-def test_auto_starts_as_many_processes_as_loading_asks_for(made, load_s, budget, chosen):
-    """`load_s` of 10 s in two outer steps after the first, which warms up and does not count."""
+def test_auto_chooses_processes_by_loading_time(made, load_s, budget, chosen):
+    """Loading takes `load_s` of 10 s in the outer steps after the first one, which does not count."""
     loader = EpisodeLoader(LoadEpisode(made[0], Batcher(0)), upcoming(made[1]), "auto", budget=budget)
     loader.load_s = 100.0
     assert loader.choose_num_workers(200.0) is None
@@ -348,7 +335,7 @@ def test_auto_starts_as_many_processes_as_loading_asks_for(made, load_s, budget,
     assert loader.num_workers == chosen
 
 
-def test_a_few_classes_of_many_are_told_to_the_loss(tmp_path):
+def test_number_of_classes_is_passed_to_the_loss(tmp_path):
     path = write_classes(tmp_path / "c.jsonl")
     config = Config(dataset=[str(path)], n_way=2, n_way_max=5, k_shot=1, k_shot_max=3, num_query=1, seed=3)
     source = load_sources(config, TOKENIZER, lambda text: None).train
@@ -363,6 +350,6 @@ def test_a_few_classes_of_many_are_told_to_the_loss(tmp_path):
             assert [sum(label == c for _, label in draw.query) for c in range(ways)] == [1] * ways
             assert task.tokens == round(
                 source.row_tokens[task.item] * (sum(shots) + ways)
-            )  # known before the rows are
+            )  # known before the rows are drawn
             seen |= {("ways", ways), *(("shots", n) for n in shots)}
     assert seen == {("ways", n) for n in (2, 3, 4, 5)} | {("shots", n) for n in (1, 2, 3)}

@@ -1,6 +1,4 @@
-"""LoRA: what is trained and what is not, the formula, the folder that plain peft reads, and every refusal by
-its text.
-"""
+"""LoRA: only adapters and the head are trained, and the exported folder is loaded by peft."""
 
 from __future__ import annotations
 
@@ -21,9 +19,10 @@ from fmmeta.models.lora import lora_config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.training.build import plan_parallel, read_inputs
-from tests.models import save, save_bert, save_llama, write_classes
-from tests.unit.helpers import refusal
-from tests.unit.test_checkpoint_export import assert_same_logits, exported, inputs
+from tests.support.exports import assert_same_logits, exported, inputs
+from tests.support.helpers import refusal
+from tests.support.messages import check_message
+from tests.support.models import save, save_bert, save_llama, write_classes
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def sources(tmp_path_factory):
 
 
 def save_roberta(folder: Path) -> Path:
-    """Its classifier has a dense layer below the head proper, and no pooler."""
+    """Save a RoBERTa, whose classifier has a dense layer below the output layer and no pooler."""
     from transformers import RobertaConfig, RobertaForSequenceClassification
 
     torch.manual_seed(0)
@@ -81,7 +80,7 @@ def learner_of(source: str, **settings):
         ),
     ],
 )
-def test_adapters_and_head_are_trained_and_nothing_else(sources, base, settings, beside, adapters):
+def test_only_adapters_and_head_are_trained(sources, base, settings, beside, adapters):
     learner = learner_of(sources[base], **settings)
     trained = {name for name, param in learner.named_parameters() if param.requires_grad}
     assert {name for name in trained if "lora_" not in name} == beside
@@ -103,7 +102,7 @@ def test_adapters_and_head_are_trained_and_nothing_else(sources, base, settings,
     ("base", "settings"),
     [("llama", {"task_type": "causal_lm"}), ("bert", {"pooling": "mean", "head_init": "learned"})],
 )
-def test_the_output_is_that_of_w_plus_alpha_over_r_b_a(sources, base, settings):
+def test_output_equals_w_plus_alpha_over_r_times_b_a(sources, base, settings):
     adapted, plain = (
         learner_of(sources[base], lora_alpha=6, **settings),
         learner_of(sources[base], lora_r=0, **settings),
@@ -147,9 +146,7 @@ def test_adapters_follow_the_seed(sources):
         ("tiny", "AutoModel", {}),
     ],
 )
-def test_export_is_read_by_plain_peft_and_merged_by_plain_transformers(
-    tmp_path, sources, base, auto, settings
-):
+def test_export_is_loaded_by_peft_and_transformers(tmp_path, sources, base, auto, settings):
     import transformers
     from peft import PeftModel
 
@@ -192,7 +189,7 @@ def test_export_is_a_sentence_transformers_folder(tmp_path, sources):
         assert_same_logits(found, wanted, batch["attention_mask"])
 
 
-def test_a_run_saves_adapters_alone_and_goes_on_from_them(tmp_path, sources):
+def test_run_saves_only_adapters_and_resumes_from_them(tmp_path, sources):
     data = write_classes(tmp_path / "rows.jsonl", classes=15)
     config = {
         "model_name_or_path": sources["bert"],
@@ -223,9 +220,7 @@ def test_a_run_saves_adapters_alone_and_goes_on_from_them(tmp_path, sources):
 
 
 def test_the_estimate_counts_frozen_weights_once(tmp_path, sources, monkeypatch):
-    """Full: 4 bytes of weight, 4 of gradient, 20 of meta state per parameter; LoRA: the base's weights and
-    nothing else of it.
-    """
+    """Frozen weights need 4 bytes; trained ones also 4 of gradient and 20 of meta state."""
     from fmmeta.planning import memory
     from fmmeta.training import build
 
@@ -258,64 +253,53 @@ def test_the_estimate_counts_frozen_weights_once(tmp_path, sources, monkeypatch)
     assert memory.estimate(lora, precision, 1).meta == 16 * lora.params
 
 
-def test_missing_peft_names_the_extra(sources, monkeypatch):
+def test_missing_peft_is_refused_with_the_extra(sources, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     message = refusal(describe, Config(lora_r=4))
     assert message.startswith("lora_r=4 needs peft (")
-    assert message.endswith("; pip install 'fmmeta[lora]', or do without adapters")
-    describe(Config())  # nobody else needs it
+    assert "; pip install 'fmmeta[lora]'" in message
+    describe(Config())  # not needed without adapters
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("targets", "parts"),
     [
-        (
-            {"lora_target_modules": ["nix"]},
-            "lora_target_modules=nix: BertModel has no layer 'nix' to adapt; its linear",
-        ),
-        (
-            {"lora_target_modules": ["query", "nix"]},
-            (
-                "lora_target_modules=query nix: BertModel has no layer 'nix' to adapt; its linear layers are"
-                " dense, key, query, value"
-            ),
-        ),
-        (
-            {"lora_target_modules": ["word_embeddings"]},
-            (
-                "lora_target_modules=word_embeddings: embeddings.word_embeddings holds the weight of an"
-                " embedding; name linear layers"
-            ),
-        ),
-        (
-            {"lora_target_modules": ["LayerNorm"]},
-            "lora_target_modules=LayerNorm cannot be adapted in BertModel: Target mod",
-        ),
+        (["nix"], ("=nix: BertModel has no layer 'nix'", "dense, key, query, value")),
+        (["query", "nix"], ("=query nix: BertModel has no layer 'nix'", "dense, key, query, value")),
+        (["word_embeddings"], ("=word_embeddings: ", "name linear layers")),
     ],
 )
-def test_targets_that_cannot_be(sources, settings, said):
-    assert refusal(learner_of, sources["bert"], pooling="mean", **settings).startswith(said)
+def test_targets_that_cannot_be_adapted(sources, targets, parts):
+    message = refusal(learner_of, sources["bert"], pooling="mean", lora_target_modules=targets)
+    check_message(message, "lora_target_modules", *parts)
 
 
-def test_a_tied_output_layer_is_no_target(sources):
+def test_a_target_that_peft_refuses(sources):
+    message = refusal(learner_of, sources["bert"], pooling="mean", lora_target_modules=["LayerNorm"])
+    assert message.startswith("lora_target_modules=LayerNorm ")
+    assert "cannot be adapted in BertModel: " in message
+
+
+def test_tied_output_layer_is_refused_as_target(sources):
     message = refusal(learner_of, sources["llama"], task_type="causal_lm", lora_target_modules=["lm_head"])
-    assert message.startswith("lora_target_modules=lm_head: lm_head holds the weight of an embedding")
+    check_message(message, "lora_target_modules=lm_head", "the weight of an embedding", "name linear layers")
 
 
-def test_a_head_is_no_target(sources):
+def test_head_is_refused_as_target(sources):
     message = refusal(
         learner_of, sources["bert"], pooling="model", lora_target_modules=["query", "classifier"]
     )
-    assert "has no layer 'classifier' to adapt; its linear layers are dense, key, query, value" in message
+    check_message(message, "no layer 'classifier' to adapt", "dense, key, query, value")
 
 
-def test_an_architecture_that_peft_does_not_know_needs_targets(tmp_path):
+def test_unknown_architecture_needs_targets(tmp_path):
     from transformers import CTRLConfig, CTRLLMHeadModel
 
     save(CTRLLMHeadModel(CTRLConfig(vocab_size=259, n_embd=8, dff=8, n_layer=1, n_head=2)), tmp_path)
     message = refusal(learner_of, str(tmp_path), task_type="causal_lm")
-    assert message.startswith("lora_target_modules=(peft's choice) cannot be adapted in CTRLLMHeadModel: ")
-    assert message.endswith("; name its linear layers, or use all-linear")
+    assert message.startswith("lora_target_modules=(peft's choice) ")
+    assert "cannot be adapted in CTRLLMHeadModel: " in message
+    assert message.endswith("or use all-linear")
     assert any(
         "lora_A" in name
         for name, _ in learner_of(
@@ -337,7 +321,7 @@ def test_an_adapter_folder_is_read_as_its_merged_model(source, tmp_path, sources
 
 
 @pytest.mark.parametrize("source", ["bert", "llama", "roberta"])
-def test_adapters_are_gone_on_with(source, tmp_path, sources):
+def test_training_continues_from_stored_adapters(source, tmp_path, sources):
     _, worker = exported(sources[source], tmp_path / "model", lora_r=3, lora_alpha=5)
     config = Config(model_name_or_path=str(tmp_path / "model"), lora_r=3, lora_alpha=5, head_init="learned")
     learner = load_learner(config, describe(config))
@@ -355,19 +339,18 @@ def test_adapters_are_gone_on_with(source, tmp_path, sources):
     ):
         config = Config(model_name_or_path=str(tmp_path / "model"), **other)
         layers = len([name for name in stored if "lora_A" in name])
-        assert (
-            refusal(lambda config: load_learner(config, describe(config)), config)
-            == f"lora_r={rank}: {tmp_path / 'model'} holds adapters of rank 3, alpha 5 and of {layers}"
-            " layers, not these; give the same --lora_r, --lora_alpha and --lora_target_modules to continue"
-            " with them, or a merged/ folder for others"
+        check_message(
+            refusal(lambda config: load_learner(config, describe(config)), config),
+            f"lora_r={rank}",
+            f"{tmp_path / 'model'} holds adapters of rank 3, alpha 5",
+            f"{layers} layers",
+            "give the same --lora_r, --lora_alpha",
         )
 
 
 @pytest.mark.parametrize("algorithm", ["fomaml", "anil"])
 def test_evaluation_adapts_the_adapters_that_were_trained(algorithm, tmp_path, sources):
-    """The numbers of the table at the end of the run, from its folder alone; without adapters its rates fit
-    no layer.
-    """
+    """Evaluating the exported folder gives the table of the run; without adapters its rates fit no layer."""
     data = write_classes(tmp_path / "rows.jsonl", classes=15)
     shared = {"n_way": 3, "k_shot": 2, "num_query": 2}
     config = Config(
@@ -396,15 +379,13 @@ def test_evaluation_adapts_the_adapters_that_were_trained(algorithm, tmp_path, s
     assert cell["loss"] == pytest.approx(table["loss"][0], rel=1e-4)
     [prototypes] = evaluate(model, str(data), method=["prototype"], **given)["cells"]
     assert 0 < prototypes["accuracy"] <= 1
-    said = refusal(evaluate, model, str(data), lora_r=0, **given)
-    assert (
-        said
-        == f"model_name_or_path={model}: the inner rates in fmmeta.json are of other layers than lora_r=0"
-        " trains; leave --lora_r out, or give --inner_lr"
+    message = refusal(evaluate, model, str(data), lora_r=0, **given)
+    check_message(
+        message, f"model_name_or_path={model}", "lora_r=0", "leave --lora_r out, or give --inner_lr"
     )
 
 
-def test_an_adapted_adapter_stands_beside_the_base(tmp_path, sources):
+def test_adapted_adapters_keep_their_base(tmp_path, sources):
     data = write_classes(tmp_path / "rows.jsonl", classes=3)
     exported(sources["bert"], tmp_path / "model", lora_r=3, lora_alpha=5)
     adapted = adapt(
@@ -427,7 +408,7 @@ def test_an_adapted_adapter_stands_beside_the_base(tmp_path, sources):
 
 
 def test_the_tokenizer_of_a_folder_that_peft_saved_is_that_of_its_base(tmp_path, sources):
-    """peft saves none; bytes would be other tokens than the base was trained on."""
+    """peft saves no tokenizer; the byte tokenizer would give other tokens than the base was trained on."""
     import peft
     from transformers import AutoModel, AutoTokenizer
 
@@ -445,10 +426,10 @@ def test_the_tokenizer_of_a_folder_that_peft_saved_is_that_of_its_base(tmp_path,
     assert len(found("river")["input_ids"]) < len("river")
 
 
-def test_a_broken_adapter_folder_is_refused(tmp_path):
+def test_unreadable_adapter_folder_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert (
-        refusal(describe, Config(model_name_or_path=str(tmp_path)))
-        == f"model_name_or_path={tmp_path}: adapter_config.json cannot be read ('base_model_name_or_path');"
-        " fix or replace it"
+    check_message(
+        refusal(describe, Config(model_name_or_path=str(tmp_path))),
+        f"model_name_or_path={tmp_path}",
+        "fix or replace it",
     )

@@ -15,8 +15,9 @@ from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import short_names, stratum_shares
 from fmmeta.tasks.sources.load import FolderSource, Sources, glance, load_sources, task_files
-from tests.models import WORDS, write_classes, write_pairs
-from tests.unit.helpers import DATA, refusal, write_rows
+from tests.support.helpers import DATA, refusal, write_rows
+from tests.support.messages import check_message
+from tests.support.models import WORDS, write_classes, write_pairs
 
 TOKENIZER = byte_tokenizer()
 
@@ -41,7 +42,7 @@ def tasks_of(config: Config, sources: Sources, count: int):
     return Schedule(sources.train.items, count, config.seed, shares=given).meta_batch(0)
 
 
-def test_data_sets_of_a_mixture_are_strata_and_keep_to_themselves(tmp_path):
+def test_data_sets_of_a_mixture_are_strata_and_share_no_episode(tmp_path):
     first, second = (
         write_classes(tmp_path / "first.jsonl"),
         write_classes(tmp_path / "second.jsonl", classes=9, strata=1),
@@ -85,7 +86,7 @@ def test_a_weight_for_the_only_data_set_changes_nothing(tmp_path):
     assert stratum_shares(config, source.items) is None
 
 
-def test_names_that_are_not_enough_are_whole():
+def test_short_names_fall_back_to_paths_when_they_collide():
     assert short_names(["x/clinc150", "y/banking77.jsonl.gz"]) == ["clinc150", "banking77"]
     assert short_names(["x/data.jsonl", "y/data.jsonl"]) == ["x/data.jsonl", "y/data.jsonl"]
 
@@ -103,10 +104,8 @@ def test_a_data_set_without_training_tasks_is_named(tmp_path):
     (tmp_path / "second").mkdir()
     write_classes(tmp_path / "second" / "rows.jsonl")
     (tmp_path / "second" / "class_splits.json").write_text(json.dumps({"train": [], "test": ["c0", "c1"]}))
-    assert (
-        refusal(load, first, tmp_path / "second")
-        == f"dataset={tmp_path / 'second'} has nothing to train on: its train split is empty; fix the split"
-        " file"
+    check_message(
+        refusal(load, first, tmp_path / "second"), f"dataset={tmp_path / 'second'}", "fix the split file"
     )
 
 
@@ -115,7 +114,7 @@ def test_files_of_a_folder_of_folders_are_tasks(tmp_path):
     notices: list[str] = []
     config, sources = load(root, notices=notices)
     assert isinstance(sources.train, FolderSource)
-    assert sources.summary == f"{root}: 12 task files, 2 strata; tasks: 8 train, 2 valid, 2 test"
+    check_message(sources.summary, "12 task", "2 strata", f"{root}", "tasks: 8 train, 2 valid, 2 test")
     for task in tasks_of(config, sources, 16):
         episode = sources.train.draw(task).episode()
         stratum, file = task.name.split("/")
@@ -144,7 +143,7 @@ def test_pairs_in_files_need_no_task_column(tmp_path):
 def test_no_file_is_read_before_its_task_is_drawn(tmp_path):
     root = write_folder(tmp_path / "tasks")
     config, sources = load(root)
-    (root / "s0" / "t0.jsonl").write_text("{\n")  # nobody has looked
+    (root / "s0" / "t0.jsonl").write_text("{\n")  # not read so far
     bad = []
     for task in tasks_of(config, sources, 8):
         try:
@@ -161,35 +160,32 @@ def test_no_file_is_read_before_its_task_is_drawn(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "parts"),
     [
         (
             [{"text": "x", "label": "a"}, {"text": "y", "label": "b"}],
-            (
-                "{path}: k_shot=1 and num_query=2 need 3 rows, but class 'a' of task 's0/t0' has 1; fix or"
-                " remove the file"
-            ),
+            ["k_shot=1", "num_query=2", "3 rows", "has 1", "'a'", "'s0/t0'", "fix or remove the file"],
         ),
         (
             [{"text": f"x{i}", "label": "a"} for i in range(4)],
-            "{path}: n_way=2 is above the 1 classes of task 's0/t0'; fix or remove the file",
+            ["n_way=2", "1 classes", "'s0/t0'", "fix or remove the file"],
         ),
     ],
 )
-def test_a_file_without_an_episode_in_it_is_named(tmp_path, rows, said):
+def test_a_file_too_small_for_an_episode_is_named(tmp_path, rows, parts):
     (tmp_path / "tasks" / "s0").mkdir(parents=True)
     path = write_rows(tmp_path / "tasks" / "s0" / "t0.jsonl", rows)
     config, sources = load(tmp_path / "tasks")
-    assert refusal(sources.train.draw, tasks_of(config, sources, 1)[0]) == said.format(path=path)
+    check_message(refusal(sources.train.draw, tasks_of(config, sources, 1)[0]), f"{path}: ", *parts)
 
 
 def test_two_files_of_one_name_are_refused(tmp_path):
     root = write_folder(tmp_path / "tasks")
     (root / "s0" / "t0.csv").write_text("text,label\na,b\n")
-    assert refusal(load, root) == f"dataset={root} has two files for the task s0/t0; rename one"
+    check_message(refusal(load, root), f"dataset={root}", "rename one")
 
 
-def test_what_is_a_folder_of_tasks(tmp_path):
+def test_which_folders_hold_task_files(tmp_path):
     root = write_folder(tmp_path / "tasks")
     assert len(task_files(str(root), 64) or []) == 12
     write_pairs(root / "rows.jsonl")

@@ -21,9 +21,10 @@ from fmmeta.models.learner import PooledClassifier
 from fmmeta.tasks.batching import collate
 from fmmeta.training import finish
 from fmmeta.training.run_log import StepMetrics
-from tests.unit import learners
-from tests.unit.helpers import one_rank
-from tests.unit.learners import (
+from tests.support import learners
+from tests.support.algorithms import LEARNERS, PROTOTYPE, identity, passes_of
+from tests.support.helpers import one_rank
+from tests.support.learners import (
     against_oracle,
     batches_of,
     by_name,
@@ -33,7 +34,7 @@ from tests.unit.learners import (
     task_gradient,
     worker_of,
 )
-from tests.unit.test_algorithms import LEARNERS, PROTOTYPE, identity, passes_of
+from tests.support.messages import check_message
 
 PROTOTYPE_HEAD = {"head_init": "prototype"}
 THROUGH = {**PROTOTYPE, "prototype_gradient": True}
@@ -47,7 +48,7 @@ HEADS = [{}, {"head_init": "learned"}, PROTOTYPE, THROUGH]
     [{}, {"first_order_steps": 5}, {"inner_optimizer": "momentum"}, {"inner_lr_schedule": "linear"}],
     ids=identity,
 )
-def test_anil_is_autograd_through_the_head_alone(model, head, extra):
+def test_anil_gradient_is_autograd_through_the_head(model, head, extra):
     """To rounding: nothing is approximated."""
     cosine, error = against_oracle(LEARNERS[model], algorithm="anil", **head, **extra)
     assert cosine > 1 - 1e-9
@@ -55,13 +56,13 @@ def test_anil_is_autograd_through_the_head_alone(model, head, extra):
 
 
 @pytest.mark.parametrize("model", ["bert", "classifier"])
-def test_anil_adapts_as_it_is_trained(model):
+def test_anil_evaluation_and_training_reach_the_same_head(model):
     """Evaluation runs the ordinary inner loop with rates of zero on the body; both reach the same head and
     first loss.
     """
     learner = LEARNERS[model]
     config, episode = config_of(learner, algorithm="anil", head_init="learned"), episode_of(learner)
-    found, worker = learners.found_by_rule(learner, config, episode)
+    found, worker = learners.rule_gradient(learner, config, episode)
     inner = setup_of(worker, config).inner
     adapted = inner.adapt(worker, worker.read(), batches_of(episode).support)
     assert found.support.loss == pytest.approx(adapted.passes[0].loss, rel=1e-6)
@@ -79,7 +80,7 @@ def test_anil_adapts_as_it_is_trained(model):
     ],
     ids=identity,
 )
-def test_a_path_is_the_query_set_after_every_number_of_steps(settings, calls):
+def test_scores_after_each_step_are_those_of_the_query_set(settings, calls):
     """9 + 6 rows in micro-batches of 4: 3 and 2. Where the body stays, each goes through it once."""
     learner = LEARNERS["bert"]
     config, episode = config_of(learner, **settings), batches_of(episode_of(learner))
@@ -99,7 +100,7 @@ def test_a_path_is_the_query_set_after_every_number_of_steps(settings, calls):
 
 
 @pytest.mark.parametrize("steps", [1, 5, 10])
-def test_anil_costs_the_same_for_any_number_of_steps(steps, monkeypatch):
+def test_anil_passes_do_not_depend_on_the_number_of_steps(steps, monkeypatch):
     bert = LEARNERS["bert"]
     assert passes_of(bert, monkeypatch, algorithm="anil", inner_steps=steps) == (2, 0)
     assert passes_of(bert, monkeypatch, algorithm="anil", inner_steps=steps, first_order_steps=9) == (1, 1)
@@ -112,7 +113,7 @@ def test_anil_costs_the_same_for_any_number_of_steps(steps, monkeypatch):
 @pytest.mark.parametrize(
     "settings", [{}, {"head_init": "learned"}, THROUGH, {"first_order_steps": 5}], ids=identity
 )
-def test_anil_adds_the_same_to_any_sum(settings):
+def test_anil_adds_the_same_gradient_to_any_sum(settings):
     learner = LEARNERS["bert"]
     config, episode = config_of(learner, algorithm="anil", **settings), batches_of(episode_of(learner))
     worker = worker_of(learner, config)
@@ -132,7 +133,7 @@ def test_anil_adds_the_same_to_any_sum(settings):
 
 
 @pytest.mark.parametrize("settings", [{}, THROUGH, {"first_order_steps": 5}], ids=identity)
-def test_anil_computes_the_support_set_again_where_it_may_not_be_kept(settings):
+def test_anil_recomputes_the_support_set_with_gradient_checkpointing(settings):
     cosine, error = against_oracle(LEARNERS["classifier"], algorithm="anil", micro_batch_size=4, **settings)
     assert cosine > 1 - 1e-9
     assert error < 1e-5
@@ -153,10 +154,10 @@ def test_anil_of_fewer_classes_than_the_head_has(settings):
         batches = batches_of(episode)
         for batch in [*batches.support, *batches.query]:
             batch.classes = learners.CLASSES
-        told = task_gradient(rule, worker, batches)
+        result = task_gradient(rule, worker, batches)
         found += [
-            by_name(worker, told.gradient)["hf.embeddings.word_embeddings.weight"],
-            torch.tensor(told.query.loss),
+            by_name(worker, result.gradient)["hf.embeddings.word_embeddings.weight"],
+            torch.tensor(result.query.loss),
         ]
     torch.testing.assert_close(wide, narrow, rtol=1e-5, atol=1e-7)
 
@@ -176,7 +177,7 @@ def test_anil_of_fewer_classes_than_the_head_has(settings):
     ],
     ids=identity,
 )
-def test_steps_of_a_head_alone_see_the_body_once(settings, monkeypatch):
+def test_head_only_steps_run_one_body_forward(settings, monkeypatch):
     """The same phi, losses and accuracies as steps of the whole model at rates of zero on the body; one
     forward for all.
     """
@@ -197,13 +198,11 @@ def test_steps_of_a_head_alone_see_the_body_once(settings, monkeypatch):
     torch.testing.assert_close(phi, wanted, rtol=1e-5, atol=1e-6)
     assert losses == pytest.approx(loss, rel=1e-5)
     assert right == others
-    means = (
-        1 if settings.get("head_init") == "prototype" else 0
-    )  # of several micro-batches: a pass of their own
+    means = 1 if settings.get("head_init") == "prototype" else 0  # of several micro-batches: a separate pass
     assert (few, many) == (len(episode.support), (3 + means) * len(episode.support))
 
 
-def test_the_first_step_goes_on_from_the_pass_of_the_class_means(monkeypatch):
+def test_the_first_step_reuses_the_forward_of_the_class_means(monkeypatch):
     """Of one micro-batch; phi is that of a pass more."""
     learner = LEARNERS["bert"]
     config, found = config_of(learner, **PROTOTYPE), []
@@ -254,7 +253,7 @@ def test_meta_gradient_is_that_of_the_oracle(algorithm, model, settings, at_most
     assert error < at_most
 
 
-def test_boil_leaves_the_head_alone():
+def test_boil_does_not_change_the_head():
     learner = LEARNERS["bert"]
     config = config_of(learner, algorithm="boil")
     worker = worker_of(learner, config)
@@ -268,7 +267,7 @@ def test_boil_leaves_the_head_alone():
     "algorithm", ["anil", "boil", "proto_maml", "meta_sgd", "imaml", "protonet", "joint"]
 )
 @pytest.mark.parametrize("poison", ["support", "query"])
-def test_a_task_that_is_not_finite_says_so_and_leaves_theta(algorithm, poison):
+def test_a_nonfinite_task_is_reported_and_theta_is_unchanged(algorithm, poison):
     learner = LEARNERS["llama" if algorithm == "joint" else "bert"]
     config = config_of(learner, algorithm=algorithm, inner_lr=0.01)
     worker, episode = worker_of(learner, config), batches_of(episode_of(learner))
@@ -289,8 +288,8 @@ def test_a_task_that_is_not_finite_says_so_and_leaves_theta(algorithm, poison):
 
 
 @pytest.mark.parametrize("algorithm", ["anil", "protonet"])
-def test_rows_that_only_fill_a_batch_do_not_count(algorithm):
-    """A rank without rows of its own runs one of weight 0; here it is laid beside the others."""
+def test_padding_rows_have_no_weight(algorithm):
+    """A rank without rows runs a padding row of weight 0; here it is added to the others."""
     learner = LEARNERS["bert"]
     config, episode = (
         config_of(learner, algorithm=algorithm, inner_lr=0.05, **PROTOTYPE_HEAD),
@@ -337,7 +336,7 @@ DENSE = {
 
 
 @pytest.fixture(scope="module")
-def dense():
+def dense_solution():
     """At the phi that the worker reaches: the whole Hessian in fp64, and the query gradient."""
     learner = small()
     config, episode = config_of(learner, **DENSE), episode_of(learner)
@@ -362,12 +361,12 @@ def dense():
 
 
 @pytest.mark.parametrize("damping", [0.0, 1.0])
-def test_imaml_is_the_dense_solution(dense, damping):
+def test_imaml_is_the_dense_solution(dense_solution, damping):
     """A linear solve; phi does not depend on the damping."""
-    hessian, b = dense
+    hessian, b = dense_solution
     learner = small()
     config, episode = config_of(learner, **DENSE, cg_damping=damping), episode_of(learner)
-    found, worker = learners.found_by_rule(learner, config, episode)
+    found, worker = learners.rule_gradient(learner, config, episode)
     assert found.numbers["too_little_proximal_weight"] == 0
     lowest = float(torch.linalg.eigvalsh(hessian)[0])
     assert 8.0 + lowest > 0  # the system is positive definite
@@ -379,7 +378,7 @@ def test_imaml_is_the_dense_solution(dense, damping):
     assert found.numbers["cg_residual"] == pytest.approx(float(residual.norm() / b.norm()), abs=1e-3)
 
 
-def test_imaml_is_the_slope_of_the_proximal_minimum():
+def test_imaml_is_the_derivative_of_the_proximal_minimum():
     """Lemma 1 of the paper: theta moved, the proximal problem solved to the end again, in fp64."""
     learner = small().double()
     config = config_of(
@@ -412,32 +411,28 @@ def test_imaml_is_the_slope_of_the_proximal_minimum():
     assert slope == pytest.approx((loss(1e-4) - loss(-1e-4)) / 2e-4, rel=1e-3)
 
 
-def test_imaml_meets_negative_curvature_and_the_run_says_so():
+def test_imaml_warns_about_negative_curvature():
     learner = LEARNERS["llama"]
     config, episode = config_of(learner, algorithm="imaml", proximal_weight=0.05), episode_of(learner)
-    found, _ = learners.found_by_rule(learner, config, episode)
+    found, _ = learners.rule_gradient(learner, config, episode)
     assert found.numbers["too_little_proximal_weight"] == 1
     assert found.finite
     tally = StepMetrics(imaml.spec.numbers)
     tally.add(found, 1)
     tally.add(
-        learners.found_by_rule(
+        learners.rule_gradient(
             learner, config_of(learner, algorithm="imaml", proximal_weight=300.0, inner_lr=0.003), episode
         )[0],
         1,
     )
     tally.all_reduce(one_rank())
     assert tally.values["too_little_proximal_weight"] == 0.5
-    said = imaml.spec.warning(config, tally.values)
-    assert said.startswith(
-        "proximal_weight=0.05 is too small: on 50 % of this outer step's tasks the support loss curves"
-        " downwards"
-    )
-    assert "raise --proximal_weight" in said
+    message = imaml.spec.warning(config, tally.values)
+    check_message(message, "proximal_weight=0.05", "50 %", "raise --proximal_weight")
     quiet = {"too_little_proximal_weight": 0.0, "cg_residual": 0.01}
     assert imaml.warning(config, quiet) is None
-    said = imaml.warning(config, {**quiet, "cg_residual": 4.2})
-    assert "they leave 420 % of the right-hand side; raise" in said
+    message = imaml.warning(config, {**quiet, "cg_residual": 4.2})
+    check_message(message, "420 %", "raise")
 
 
 def test_imaml_cost_in_passes(monkeypatch):
@@ -460,7 +455,7 @@ def test_other_costs_in_passes(monkeypatch):
 
 
 @pytest.mark.timeout(120)
-def test_imaml_in_a_run_writes_its_numbers(tmp_path, capsys):
+def test_an_imaml_run_logs_its_metrics(tmp_path, capsys):
     from fmmeta import Config, MetaTrainer
 
     config = Config(
@@ -497,7 +492,7 @@ def run_of(tmp_path, **settings):
 def test_none_trains_nothing_and_evaluates(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(finish, "choose_loop", lambda *of: finish.BaselineLoop(1.0, 2))
     result, held_out = run_of(tmp_path, algorithm="none")
-    assert "algorithm=none trains nothing: the weights are evaluated as they are" in capsys.readouterr().out
+    assert "algorithm=none trains nothing" in capsys.readouterr().out
     assert (
         result.after == result.after_from_start == held_out["after adaptation, meta-trained"]["accuracy"][0]
     )
@@ -507,7 +502,7 @@ def test_none_trains_nothing_and_evaluates(tmp_path, capsys, monkeypatch):
     assert trained.after_from_start == result.after  # the same episodes and inner loop
 
 
-def test_prompts_hold_the_support_set():
+def test_in_context_prompts_hold_the_support_set():
     from fmmeta.meta.algorithms.baselines import prompted
     from fmmeta.tasks.batching import IGNORE, Example
 
@@ -555,8 +550,8 @@ def test_in_context_scores_the_query_with_and_without_the_support_set():
 
 
 @pytest.mark.timeout(120)
-def test_in_context_is_a_run(tmp_path):
-    from tests.models import save_llama, write_pairs
+def test_a_run_with_in_context_evaluates(tmp_path):
+    from tests.support.models import save_llama, write_pairs
 
     _, held_out = run_of(
         tmp_path,

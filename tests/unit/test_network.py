@@ -1,4 +1,4 @@
-"""What is said of network settings, and what gloo is told where its own choice would not do."""
+"""Network settings: issues that are reported, and the interface that gloo gets where its default fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from fmmeta import doctor
 from fmmeta.parallel import network
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.network import Interface, check_and_choose_interface, chosen, gloo_interface, issues
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
+from tests.support.messages import check_message
 
 LO, ETH, IB, DOWN = (
     Interface("lo", True, ("127.0.0.1", "::1")),
@@ -29,8 +30,14 @@ def _no_adapters(monkeypatch, tmp_path):
     monkeypatch.setattr(network, "INFINIBAND", tmp_path / "infiniband")
 
 
-def said(nccl=False, **env):
+def found_issues(nccl=False, **env):
     return [str(one) for one in issues(env, KNOWN, nccl)]
+
+
+def assert_issue(found: list[str], *parts: str) -> None:
+    """One issue that contains the parts; its text names the host."""
+    assert len(found) == 1
+    assert all(part in found[0] for part in parts), found
 
 
 @pytest.mark.parametrize(
@@ -51,48 +58,42 @@ def test_names_as_nccl_reads_them(wanted, left):
     assert chosen(wanted, ["eth0", "eth1", "ib0", "docker0"]) == left.split()
 
 
-def test_an_interface_that_is_not_there_is_one_line():
-    assert said() == []
-    assert said(GLOO_SOCKET_IFNAME="eth0,ib0") == []
-    use = "use lo, eth0 or ib0"
-    assert said(GLOO_SOCKET_IFNAME="eth") == [f"GLOO_SOCKET_IFNAME=eth is no interface of {HERE}; {use}"]
-    assert said(GLOO_SOCKET_IFNAME="eth1") == [f"GLOO_SOCKET_IFNAME=eth1 is down on {HERE}; {use}"]
-    assert said(GLOO_SOCKET_IFNAME="dummy0") == [f"GLOO_SOCKET_IFNAME=dummy0 has no address on {HERE}; {use}"]
-    text = f"NCCL_SOCKET_IFNAME=wlan leaves no interface of {HERE} that is up; {use}, or a beginning of it"
-    assert said(True, NCCL_SOCKET_IFNAME="wlan") == [text]
-    assert said(True, NCCL_SOCKET_IFNAME="eth") == []
-    assert said(False, NCCL_SOCKET_IFNAME="wlan") == []  # nothing uses it
+def test_a_missing_interface_is_one_issue():
+    assert found_issues() == []
+    assert found_issues(GLOO_SOCKET_IFNAME="eth0,ib0") == []
+    for name, reason in (("eth", "is no interface"), ("eth1", "is down"), ("dummy0", "has no address")):
+        found = found_issues(GLOO_SOCKET_IFNAME=name)
+        assert_issue(found, f"GLOO_SOCKET_IFNAME={name} {reason}", HERE, "use lo, eth0 or ib0")
+    found = found_issues(True, NCCL_SOCKET_IFNAME="wlan")
+    assert_issue(found, "NCCL_SOCKET_IFNAME=wlan ", HERE, "use lo, eth0 or ib0")
+    assert found_issues(True, NCCL_SOCKET_IFNAME="eth") == []
+    assert found_issues(False, NCCL_SOCKET_IFNAME="wlan") == []  # nothing uses it
 
 
-def test_adapters(monkeypatch, tmp_path):
-    assert said(True, NCCL_IB_HCA="mlx5") == [
-        f"NCCL_IB_HCA=mlx5 leaves no adapter of {HERE}; there is none: leave it out"
-    ]
+def test_infiniband_adapters_are_checked(monkeypatch, tmp_path):
+    assert_issue(found_issues(True, NCCL_IB_HCA="mlx5"), "NCCL_IB_HCA=mlx5 ", HERE, "leave it out")
     (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
-    assert said(True, NCCL_IB_HCA="mlx5") == said(True, NCCL_IB_HCA="=mlx5_0:1") == []
-    assert said(True, NCCL_IB_HCA="=mlx5_1:1") == [
-        f"NCCL_IB_HCA==mlx5_1:1 leaves no adapter of {HERE}; use mlx5_0"
-    ]
+    assert found_issues(True, NCCL_IB_HCA="mlx5") == found_issues(True, NCCL_IB_HCA="=mlx5_0:1") == []
+    assert_issue(found_issues(True, NCCL_IB_HCA="=mlx5_1:1"), "NCCL_IB_HCA==mlx5_1:1 ", HERE, "use mlx5_0")
 
 
 def test_timeouts_and_the_flight_recorder(tmp_path):
     assert (
-        said(NCCL_IB_TIMEOUT="22", TORCH_FR_BUFFER_SIZE="2000", TORCH_FR_DUMP_TEMP_FILE=str(tmp_path / "fr_"))
+        found_issues(
+            NCCL_IB_TIMEOUT="22", TORCH_FR_BUFFER_SIZE="2000", TORCH_FR_DUMP_TEMP_FILE=str(tmp_path / "fr_")
+        )
         == []
     )
-    assert said(NCCL_IB_TIMEOUT="long") == ["NCCL_IB_TIMEOUT=long is not a number; use one, or leave it out"]
-    file = tmp_path / "gone" / "fr_"
-    assert said(TORCH_NCCL_TRACE_BUFFER_SIZE="2000", TORCH_NCCL_DEBUG_INFO_TEMP_FILE=str(file)) == [
-        f"TORCH_NCCL_DEBUG_INFO_TEMP_FILE={file} is in {file.parent}, which cannot be written to; choose"
-        " another folder"
-    ]
-    assert said(TORCH_FR_DUMP_TEMP_FILE="/tmp/fr_") == [
-        "TORCH_FR_DUMP_TEMP_FILE=/tmp/fr_ names a file, and nothing is recorded for it; set"
-        " TORCH_FR_BUFFER_SIZE=2000"
-    ]
+    (text,) = found_issues(NCCL_IB_TIMEOUT="long")
+    check_message(text, "NCCL_IB_TIMEOUT=long", "use one, or leave it out")
+    file = tmp_path / "absent" / "fr_"
+    (text,) = found_issues(TORCH_NCCL_TRACE_BUFFER_SIZE="2000", TORCH_NCCL_DEBUG_INFO_TEMP_FILE=str(file))
+    check_message(text, f"TORCH_NCCL_DEBUG_INFO_TEMP_FILE={file}", "choose another folder")
+    (text,) = found_issues(TORCH_FR_DUMP_TEMP_FILE="/tmp/fr_")
+    check_message(text, "TORCH_FR_DUMP_TEMP_FILE=/tmp/fr_", "set TORCH_FR_BUFFER_SIZE=2000")
 
 
-def test_what_only_costs_something_is_no_refusal():
+def test_settings_that_only_cost_speed_are_warnings():
     found = list(
         issues(
             {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "0"},
@@ -101,14 +102,8 @@ def test_what_only_costs_something_is_no_refusal():
         )
     )
     assert [one.fatal for one in found] == [False, False]
-    assert str(found[0]).startswith(
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING=0 leaves ranks waiting in NCCL when another one fails; "
-    )
-    assert (
-        str(found[1])
-        == "NCCL_P2P_DISABLE=1: GPUs of a node talk through host memory; leave it out where the hardware"
-        " works"
-    )
+    check_message(str(found[0]), "TORCH_NCCL_ASYNC_ERROR_HANDLING=0")
+    check_message(str(found[1]), "NCCL_P2P_DISABLE=1", "leave it out where the hardware works")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +117,7 @@ def test_what_only_costs_something_is_no_refusal():
         ("127.0.0.1", None, None),
     ],
 )
-def test_gloo_is_told_the_interface_that_reaches_the_others(own, source, name, monkeypatch):
+def test_gloo_gets_the_interface_that_reaches_the_other_nodes(own, source, name, monkeypatch):
     def resolve(host, *of, **given):
         if own is None:
             raise socket.gaierror("unknown")
@@ -135,7 +130,7 @@ def test_gloo_is_told_the_interface_that_reaches_the_others(own, source, name, m
         assert gloo_interface(Launch(0, 4, 0, 2, "10.0.0.1", 1), [LO, ETH, DOWN]) == "eth0"
 
 
-def test_the_source_of_packets():
+def test_source_address_of_a_host():
     assert network.source_address("127.0.0.1") == "127.0.0.1"
     assert network.source_address("no.such.host.invalid") is None
 
@@ -148,32 +143,26 @@ class Store(dict):
         return [self[key] for key in keys]
 
 
-def test_a_start_ends_on_all_ranks_for_the_trouble_of_one(monkeypatch):
+def test_an_issue_of_one_rank_ends_all_ranks(monkeypatch):
     monkeypatch.setattr(network, "interfaces", lambda: KNOWN)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    store = Store({"network/1": b"GLOO_SOCKET_IFNAME=x is no interface of b; use y"})
-    assert (
-        refusal(check_and_choose_interface, store, Launch(0, 2, 0, 2), False)
-        == "GLOO_SOCKET_IFNAME=x is no interface of b; use y"
-    )
+    issue = "GLOO_SOCKET_IFNAME=x is wrong; use y"
+    store = Store({"network/1": issue.encode()})
+    assert refusal(check_and_choose_interface, store, Launch(0, 2, 0, 2), False) == issue
     assert store["network/0"] == b""
     store = Store({"network/1": b""})
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
-    assert refusal(check_and_choose_interface, store, Launch(0, 2, 0, 2), False).startswith(
-        "GLOO_SOCKET_IFNAME=eth9 is no interface of "
-    )
+    message = refusal(check_and_choose_interface, store, Launch(0, 2, 0, 2), False)
+    assert message.startswith("GLOO_SOCKET_IFNAME=eth9 ")
 
 
-def test_a_start_on_several_nodes_chooses_and_says_so(monkeypatch):
+def test_a_start_on_several_nodes_logs_the_interface_it_chose(monkeypatch):
     monkeypatch.setattr(network, "interfaces", lambda: KNOWN)
     monkeypatch.setattr(network, "gloo_interface", lambda launch, known: "ib0")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     store = Store({"network/1": b""})
     (text,) = check_and_choose_interface(store, Launch(0, 2, 0, 1), False)
-    assert (
-        text
-        == "GLOO_SOCKET_IFNAME=ib0: the name of this host stands for an address that other nodes cannot reach"
-    )
+    check_message(text, "GLOO_SOCKET_IFNAME=ib0")
     assert network.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     assert check_and_choose_interface(store, Launch(0, 2, 0, 2, "head"), False) == []  # one node
@@ -192,5 +181,5 @@ def test_doctor_looks_at_the_network(monkeypatch):
     assert levels <= {"ok", "warning"}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
     (found,) = [one for one in doctor.network() if one.level == "problem"]
-    assert str(found).startswith(f"problem  network: GLOO_SOCKET_IFNAME=eth9 is no interface of {HERE}; use ")
+    assert_issue([str(found)], "problem  network: GLOO_SOCKET_IFNAME=eth9 ", HERE, "; use ")
     assert doctor.network in doctor.CHECKS

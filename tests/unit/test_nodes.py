@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from fmmeta.common.errors import UsageError
 from fmmeta.parallel.layout import Launch, Nodes, divisors, identity, size_of
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
+from tests.support.messages import check_message
 
 
-class Told:
-    """What all ranks would say; the own words are among them."""
+class FixedGather:
+    """A communicator that gathers fixed names, the own ones among them."""
 
-    def __init__(self, words):
-        self.words = words
+    def __init__(self, names):
+        self.words = names
 
     def gather_bytes(self, payload):
         assert json.loads(payload)[1] == platform.node()
@@ -33,7 +34,7 @@ def nodes_of(*sizes: int) -> Nodes:
 
 
 def test_nodes_are_counted_by_their_first_ranks():
-    found = Nodes.of(Told([["b", "x"], ["a", "y"], ["b", "x"], ["a", "y"]]), Launch())
+    found = Nodes.of(FixedGather([["b", "x"], ["a", "y"], ["b", "x"], ["a", "y"]]), Launch())
     assert found == Nodes((0, 1, 0, 1), ("x", "y"))
     assert found.sizes == [2, 2]
     assert [found.first(rank) for rank in range(4)] == [0, 1, 0, 1]
@@ -56,7 +57,7 @@ def test_launchers_number_the_nodes(env, node):
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(1, 30))
-def test_a_group_that_fits_on_every_node_lies_on_one_or_is_refused(sizes, group_size):
+def test_a_group_that_fits_on_a_node_is_on_one_node_or_refused(sizes, group_size):
     """Against a count by hand of the nodes under each group."""
     nodes = nodes_of(*sizes)
     if len(nodes.node) % group_size:
@@ -72,24 +73,26 @@ def test_a_group_that_fits_on_every_node_lies_on_one_or_is_refused(sizes, group_
 
 
 def test_the_refusal_names_group_nodes_and_sizes_that_work():
-    assert (
-        refusal(nodes_of(6, 6).check, 4)
-        == "group_size=4 fits on a node, but group 1 (ranks 4 to 7) is on gpu0 and gpu1, and all that it"
-        " sends in every pass would cross the network; use group_size 1, 2, 3, 6 or 12, or start"
-        " consecutive ranks on each node (srun --distribution=block), as many as whole groups have"
+    check_message(
+        refusal(nodes_of(6, 6).check, 4),
+        "group_size=4",
+        "group 1 (ranks 4 to 7)",
+        "gpu0 and gpu1",
+        "use group_size 1, 2, 3, 6 or 12",
     )
     cyclic = Nodes((0, 1, 0, 1), ("a", "a"))
-    assert "group 0 (ranks 0 and 1) is on a (node 0) and a (node 1)" in refusal(cyclic.check, 2)
+    check_message(refusal(cyclic.check, 2), "group 0 (ranks 0 and 1)", "a (node 0) and a (node 1)")
     assert cyclic.check(1) is None
 
 
-def test_a_group_that_has_to_span_nodes_is_told():
-    said = "group 0 (ranks 0 to 7) is on gpu0 and gpu1: what it sends in every pass crosses the network"
-    assert nodes_of(4, 4, 4, 4).check(8) == said
+def test_a_group_larger_than_a_node_is_logged():
+    message = nodes_of(4, 4, 4, 4).check(8)
+    assert message is not None
+    check_message(message, "group 0 (ranks 0 to 7)", "gpu0 and gpu1")
     assert nodes_of(4, 4, 4, 4).check(4) is None
 
 
-def test_the_map(monkeypatch):
+def test_the_layout_map_names_groups_and_links(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert nodes_of(4, 4).map(2, "gradients", 614_400, "cuda") == [
@@ -120,7 +123,7 @@ def test_the_map(monkeypatch):
     assert "(GLOO_SOCKET_IFNAME=not set)" in many[17]
 
 
-def test_sizes_read_well():
+def test_sizes_have_units():
     assert [size_of(n) for n in (0, 999, 1000, 614_400, 4e9, 4e13)] == [
         "0 bytes",
         "999 bytes",
@@ -134,7 +137,7 @@ def test_sizes_read_well():
 def test_groups_chosen_automatically_stay_inside_nodes():
     from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
     from fmmeta.planning import memory
-    from tests.unit.test_layout import SIZES
+    from tests.support.memory import SIZES
 
     for sizes in ((6, 6), (4, 4), (3, 3), (4, 2), (1, 1)):
         world = type("World", (), {})()

@@ -1,4 +1,4 @@
-"""Packed rows: nothing is lost, nobody sees a neighbour, loss, accuracy and gradients stay; models that
+"""Packed rows: nothing is lost, no row attends to another, loss, accuracy and gradients stay; models that
 cannot are refused.
 """
 
@@ -17,8 +17,9 @@ from fmmeta.models.forward_options import check_packing
 from fmmeta.models.learner import CausalLearner, objective
 from fmmeta.models.load import describe, empty_learner, load_learner
 from fmmeta.tasks.batching import IGNORE, Batcher, Example, collate, pack
-from tests.models import save, save_llama
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
+from tests.support.messages import check_message
+from tests.support.models import save, save_llama
 
 VOCAB = 50
 SMALL = {
@@ -68,7 +69,7 @@ def test_every_row_is_in_one_sequence(rows, length, least):
     assert pack(rows, least, length) == packed
 
 
-def test_a_row_as_long_as_a_sequence_stands_alone():
+def test_a_row_as_long_as_a_sequence_is_packed_alone():
     rows = [Example([1] * n, [IGNORE] * n) for n in (9, 9, 3, 3)]
     assert [len(sequence.input_ids) for sequence in pack(rows, 1, 9)] == [9, 9, 6]
 
@@ -79,7 +80,7 @@ def test_no_loss_is_taken_on_the_first_token_of_a_row():
     assert list(sequence.labels) == [IGNORE, 2, IGNORE, 4]
 
 
-def test_positions_start_again_with_each_row_and_not_on_padding():
+def test_positions_restart_with_each_row_and_not_on_padding():
     rows = [Example([1] * n, [IGNORE] * n) for n in (8, 3, 2, 1)]
     batch = collate(pack(rows, 1, 8), 1.0, pad_token_id=0)
     assert set(batch.inputs) == {"input_ids", "position_ids"}
@@ -111,7 +112,7 @@ def families() -> dict[str, tuple]:
     }
 
 
-# Eager Mistral gives no numbers in fp64 for padding that lies outside of its window, unpacked; fp32 and bf16
+# Eager Mistral gives no numbers in fp64 for padding outside of its window, unpacked; fp32 and bf16
 # do.
 CASES = [
     (name, attention)
@@ -122,7 +123,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
-def test_loss_accuracy_and_gradients_are_those_of_rows_by_themselves(name, attention):
+def test_loss_accuracy_and_gradients_equal_those_of_unpacked_rows(name, attention):
     """Parts of the loss summed over two ranks, packed and not, in fp64: nothing but the order of additions
     may differ.
     """
@@ -174,7 +175,7 @@ def learner_of(folder: Path):
     return load_learner(config, describe(config))
 
 
-def test_a_model_that_keeps_rows_apart_is_accepted(tmp_path):
+def test_a_model_that_separates_packed_rows_is_accepted(tmp_path):
     learner = learner_of(save_llama(tmp_path))
     assert learner.hf.config._attn_implementation == "sdpa"
     learner.hf.config._attn_implementation = (  # cannot run here, and need not for the check
@@ -188,10 +189,7 @@ def test_a_model_without_positions_is_refused_before_its_weights_are_read(tmp_pa
 
     BloomConfig(vocab_size=259, hidden_size=8, n_layer=1, n_head=2).save_pretrained(tmp_path)
     config = Config(model_name_or_path=str(tmp_path), task_type="causal_lm", packing=True)
-    assert (
-        refusal(empty_learner, config, describe(config))
-        == "packing=True: BloomForCausalLM takes no position_ids, which keep packed rows apart; leave it out"
-    )
+    check_message(refusal(empty_learner, config, describe(config)), "packing=True", "leave it out")
 
 
 def test_a_model_whose_rows_see_each_other_is_refused(tmp_path):
@@ -202,14 +200,9 @@ def test_a_model_whose_rows_see_each_other_is_refused(tmp_path):
     sizes = {**SMALL, "vocab_size": 259, "num_key_value_heads": 2}
     save(Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv", "full_attention"])), tmp_path)
     message = refusal(learner_of, tmp_path)
-    assert message.startswith(
-        "packing=True: rows that share a sequence see each other in Lfm2ForCausalLM (logits move by "
-    )
+    check_message(message, "packing=True")
     assert message.endswith(" of their spread); leave it out")
 
 
 def test_classification_is_not_packed():
-    assert (
-        refusal(Config, packing=True)
-        == "packing=True means nothing for task_type=classification; leave it out"
-    )
+    check_message(refusal(Config, packing=True), "packing=True", "task_type=classification", "leave it out")

@@ -20,9 +20,10 @@ from fmmeta.adaptation import predict
 from fmmeta.cli import parse
 from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
-from tests.launch import environment
-from tests.models import WORDS, save_llama
-from tests.unit.helpers import refusal, write_rows
+from tests.support.helpers import refusal, write_rows
+from tests.support.launch import environment
+from tests.support.messages import check_message
+from tests.support.models import WORDS, save_llama
 
 PAIRS = [(f"{word} {other}", f"class {word}") for word in WORDS[:3] for other in WORDS[5:9]]
 TEXTS = [f"{word} {WORDS[10]}" for word in WORDS[:3]]
@@ -49,7 +50,7 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.jsonl.gz", "a.csv.gz", "a.parquet.gz"])
-def test_the_files_that_adapt_reads(adapted, tmp_path, name):
+def test_predict_reads_the_files_that_adapt_reads(adapted, tmp_path, name):
     folder, expected = adapted
     rows = [{"label": "not read", "text": text} for text in TEXTS]
     same(answers(folder, write_rows(tmp_path / name, rows), tmp_path), expected)
@@ -67,7 +68,7 @@ def test_the_files_that_adapt_reads(adapted, tmp_path, name):
         ("a.txt.gz", gzip.compress("\n".join(TEXTS).encode(), mtime=0)),
     ],
 )
-def test_lines(adapted, tmp_path, name, data):
+def test_lines_of_text_are_inputs(adapted, tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
     same(answers(adapted[0], tmp_path / name, tmp_path), adapted[1])
 
@@ -80,41 +81,35 @@ def test_standard_input_with_a_byte_order_mark(adapted, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "said"),
+    ("name", "data", "parts"),
     [
         (
             "a.jsonl",
             b'{"text": "a"}\n{"text": "\\ud800"}\n',
-            ":2 has half of a surrogate pair (\\ud800) in text; fix it",
+            ["2 has half of a surrogate pair", "fix it"],
         ),
         (
             "a.jsonl",
             b'{"text": "a"}\n{"text": 5}\n',
-            (
-                ":2 has no text under text, sentence, utterance, input, prompt, question; name "
-                "the key with --text_column"
-            ),
+            ["2 has no text under text", "name the key with --text_column"],
         ),
-        ("a.jsonl", b'{"text": "a"}\n{"text": ""}\n', ":2 has no text in text, which is empty; fix it"),
-        ("a.csv", b"text,label\na,x\n,y\n", ":3 has no text in text, which is empty; fix it"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ""}\n', ["2 has no text in text", "fix it"]),
+        ("a.csv", b"text,label\na,x\n,y\n", ["3 has no text in text", "fix it"]),
         (
             "a.csv",
             b"words,label\nx,y\n",
-            (
-                ":2 has no text under text, sentence, utterance, input, prompt, question; name the key with "
-                "--text_column"
-            ),
+            ["2 has no text under text", "name the key with --text_column"],
         ),
-        ("a.csv", b"text,label\nx\n", ":2 has another number of fields than the header; fix the line"),
-        ("a.txt", b"x\n\xff\n", "input is not UTF-8 at line"),
-        ("a.txt.gz", b"plain", " cannot be read: Not a gzipped file (b'pl'); fix it, or give another file"),
+        ("a.csv", b"text,label\nx\n", ["2 has another number of fields", "fix the line"]),
+        ("a.txt", b"x\n\xff\n", ["input is not UTF-8 at line"]),
+        ("a.txt.gz", b"plain", ["'pl'", "cannot be read", "fix it, or give another file"]),
     ],
 )
-def test_what_cannot_be_read_leaves_the_answers_of_before(adapted, tmp_path, name, data, said):
+def test_unreadable_input_leaves_earlier_answers_unchanged(adapted, tmp_path, name, data, parts):
     source, target = tmp_path / name, tmp_path / "answers.jsonl"
     source.write_bytes(data)
     target.write_text("of before")
-    assert said in refusal(answers, adapted[0], source, tmp_path, micro_batch_size=1)
+    check_message(refusal(answers, adapted[0], source, tmp_path, micro_batch_size=1), *parts)
     assert target.read_text() == "of before"
     assert {path.name for path in tmp_path.iterdir()} == {name, "answers.jsonl"}
 
@@ -124,21 +119,21 @@ def test_answers_never_replace_the_input(tmp_path):
     link.symlink_to(path)
     for other in (path, link):
         message = refusal(PredictConfig, "x", input=str(path), output=str(other))
-        assert message == f"output={other} is the input too; give another file"
+        check_message(message, f"output={other}", "give another file")
     assert path.read_text() == '{"text": "a"}\n'
 
 
-def test_answers_that_cannot_be_written(adapted, tmp_path):
+def test_an_output_that_cannot_be_written_is_refused(adapted, tmp_path):
     source = write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
     for target, reason in (
         (tmp_path, "Is a directory"),
         (tmp_path / "none" / "b", "No such file or directory"),
     ):
         message = refusal(predict.run, PredictConfig(str(adapted[0]), input=str(source), output=str(target)))
-        assert message == f"output={target} cannot be written ({reason}); give another file"
+        check_message(message, f"output={target}", f"{reason}", "give another file")
 
 
-def test_a_head_that_has_learned_nothing_does_not_answer(bert, tmp_path):
+def test_an_untrained_head_is_refused(bert, tmp_path):
     """The built-in model, an encoder without a head, a head beside the model's own, and what a meta-trained
     run leaves.
     """
@@ -147,14 +142,14 @@ def test_a_head_that_has_learned_nothing_does_not_answer(bert, tmp_path):
     (plain / "config.json").write_text(json.dumps({**config, "architectures": ["BertModel"]}))
     (run / "fmmeta.json").write_text(json.dumps({"algorithm": "fomaml", "head_init": "zero", "n_way": 5}))
     for name, pooling in (("tiny", "auto"), (plain, "auto"), (bert, "mean"), (run, "auto")):
-        assert (
-            refusal(predict.load, PredictConfig(str(name), pooling=pooling))
-            == f"model_name_or_path={name} has no trained head, and would answer at random; run fmmeta adapt"
-            " first, and give the folder that it writes"
+        check_message(
+            refusal(predict.load, PredictConfig(str(name), pooling=pooling)),
+            f"model_name_or_path={name}",
+            "run fmmeta adapt first",
         )
 
 
-def test_a_head_of_other_features_does_not_answer(bert, adapted, tmp_path):
+def test_a_head_trained_with_other_pooling_is_refused(bert, adapted, tmp_path):
     """A folder is read with the pooling that it was adapted with, and its head must be there."""
     fmmeta.adapt(
         bert, PAIRS, output_dir=tmp_path / "mean", pooling="mean", inner_steps=1, early_stopping=False
@@ -164,21 +159,23 @@ def test_a_head_of_other_features_does_not_answer(bert, adapted, tmp_path):
         (tmp_path / "mean", "mean", ("model", "cls")),
     ):
         for other in others:
-            assert (
-                refusal(predict.load, PredictConfig(str(folder), pooling=other))
-                == f"pooling={other} does not fit the head of model_name_or_path={folder}, which was trained"
-                f" with {own}; use --pooling {own}"
+            check_message(
+                refusal(predict.load, PredictConfig(str(folder), pooling=other)),
+                f"pooling={other}",
+                f"model_name_or_path={folder}",
+                f"{own}",
+                f"use --pooling {own}",
             )
         assert predict.load(PredictConfig(str(folder), pooling=own)).description.pooling == own
     (tmp_path / "mean" / "head.safetensors").unlink()
-    assert (
-        refusal(predict.load, PredictConfig(str(tmp_path / "mean")))
-        == f"model_name_or_path={tmp_path / 'mean'} holds no head.safetensors, where its classes are; fetch"
-        " it again"
+    check_message(
+        refusal(predict.load, PredictConfig(str(tmp_path / "mean"))),
+        f"model_name_or_path={tmp_path / 'mean'}",
+        "fetch it again",
     )
 
 
-def test_a_classifier_of_other_origin_answers(bert):
+def test_a_classifier_not_made_by_fmmeta_answers(bert):
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(bert).eval()
@@ -187,14 +184,14 @@ def test_a_classifier_of_other_origin_answers(bert):
     assert [one.output for one in found] == [f"LABEL_{place}" for place in logits.argmax(1).tolist()]
 
 
-def test_what_predict_does_not_read_is_refused(bert):
+def test_settings_that_predict_does_not_use_are_refused(bert):
     assert refusal(PredictConfig, str(bert), max_length=0) == "max_length=0 is below 4; use 4 or more"
     for flag, value in (("--lora_r", "4"), ("--head_init", "zero"), ("--gradient_checkpointing", "true")):
         message = refusal(parse, ["--model_name_or_path", "x", flag, value], "predict")
         assert message.startswith(f"{flag} is not a flag")
 
 
-def test_scores_that_are_not_finite_are_not_answers(bert, tmp_path):
+def test_nonfinite_scores_are_refused(bert, tmp_path):
     from safetensors.torch import load_file, save_file
 
     broken = shutil.copytree(bert, tmp_path / "broken")
@@ -202,14 +199,16 @@ def test_scores_that_are_not_finite_are_not_answers(bert, tmp_path):
     weights["classifier.bias"][0] = float("nan")
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     single = predict.load(PredictConfig(str(broken)))
-    assert (
-        refusal(single.answer, ["a"], 1)
-        == f"model_name_or_path={broken} gives no finite scores for 'a'; adapt it with a lower --inner_lr"
+    check_message(
+        refusal(single.answer, ["a"], 1),
+        f"model_name_or_path={broken}",
+        "'a'",
+        "adapt it with a lower --inner_lr",
     )
 
 
-def test_a_text_without_tokens_is_no_input(bert, tmp_path, monkeypatch):
-    """A tokenizer that adds none of its own, and drops blanks."""
+def test_a_text_without_tokens_is_refused(bert, tmp_path, monkeypatch):
+    """A tokenizer that adds no special tokens and drops blanks."""
     from tokenizers import normalizers, processors
 
     folder, tokenizer = shutil.copytree(bert, tmp_path / "plain"), byte_tokenizer(128)
@@ -218,13 +217,12 @@ def test_a_text_without_tokens_is_no_input(bert, tmp_path, monkeypatch):
     tokenizer.save_pretrained(folder)
     single = predict.load(PredictConfig(str(folder)))
     assert len(single.answer(["a"], 1)) == 1
-    assert (
-        refusal(single.answer, ["a", " "], 1)
-        == f"text=' ' has no tokens for model_name_or_path={folder}; fix or remove it"
+    check_message(
+        refusal(single.answer, ["a", " "], 1), "text='", f"model_name_or_path={folder}", "fix or remove it"
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"text": "a"}\n{"text": ""}\n'))
-    said = refusal(predict.run, PredictConfig(str(folder), output=str(tmp_path / "told")))
-    assert said == "input line 2 has no text in text, which is empty; fix it"
+    message = refusal(predict.run, PredictConfig(str(folder), output=str(tmp_path / "answers")))
+    check_message(message, "input line 2 has no text in text", "fix it")
 
 
 def test_a_language_model_answers_a_table(tmp_path):
@@ -235,15 +233,15 @@ def test_a_language_model_answers_a_table(tmp_path):
     assert one["input"] == "stone"
 
 
-def not_ignored() -> None:
+def restore_sigint() -> None:
     """What a shell starts in the background ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize(
-    ("leave", "code", "said"), [("closed", 141, ""), ("interrupted", 130, "fmmeta: interrupted")]
+    ("leave", "code", "error"), [("closed", 141, ""), ("interrupted", 130, "fmmeta: interrupted")]
 )
-def test_a_reader_that_leaves_and_ctrl_c_end_it_quietly(adapted, leave, code, said):
+def test_a_closed_pipe_and_ctrl_c_end_predict_without_traceback(adapted, leave, code, error):
     """As `fmmeta predict | head -1` does, and Ctrl-C while standard input is waited for."""
     process = subprocess.Popen(
         [sys.executable, "-m", "fmmeta", "predict", "--model_name_or_path", str(adapted[0])],
@@ -253,7 +251,7 @@ def test_a_reader_that_leaves_and_ctrl_c_end_it_quietly(adapted, leave, code, sa
         stderr=subprocess.PIPE,
         text=True,
         bufsize=1,
-        preexec_fn=not_ignored,
+        preexec_fn=restore_sigint,
     )
     assert process.stdin
     assert process.stdout
@@ -267,13 +265,13 @@ def test_a_reader_that_leaves_and_ctrl_c_end_it_quietly(adapted, leave, code, sa
         else:
             process.send_signal(signal.SIGINT)
         assert process.wait(60) == code
-        assert process.stderr.read().strip() == said
+        assert process.stderr.read().strip() == error
     finally:
         process.kill()
         process.wait()
 
 
-def test_a_stop_removes_answers_that_are_not_all_there(adapted, tmp_path):
+def test_a_stop_removes_incomplete_answers(adapted, tmp_path):
     file = tmp_path / "answers.jsonl"
     file.write_text("earlier\n")
     process = subprocess.Popen(
@@ -303,9 +301,8 @@ def test_a_stop_removes_answers_that_are_not_all_there(adapted, tmp_path):
             time.sleep(0.05)  # a file sends no event
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 75
-        assert (
-            process.stderr.read().strip()
-            == "fmmeta: stopped by SIGTERM; outputs that were not finished are removed"
+        check_message(
+            process.stderr.read().strip(), "fmmeta: stopped by SIGTERM", "outputs that were not finished are"
         )
         assert [one.name for one in tmp_path.iterdir()] == ["answers.jsonl"]
         assert file.read_text() == "earlier\n"

@@ -13,7 +13,7 @@ from fmmeta import Config, MetaTrainer
 from fmmeta.meta.parameters import MetaGradient
 from fmmeta.parallel.process_groups import PendingWork
 from fmmeta.training.profiler import KINDS, Clock, wrapped
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 SHORT = {
     "outer_steps": 4,
@@ -25,8 +25,8 @@ SHORT = {
 }
 
 
-class Hands:
-    """A clock that moves when it is told to."""
+class ManualClock:
+    """A clock that a test advances."""
 
     time = 0.0
 
@@ -34,8 +34,8 @@ class Hands:
         return self.time
 
 
-def test_a_region_inside_another_takes_its_time_from_it():
-    hands = Hands()
+def test_time_of_an_inner_region_is_subtracted_from_the_outer():
+    hands = ManualClock()
     clock = Clock(hands)
     hands.time = 1
     with clock.region("backward"):
@@ -49,9 +49,9 @@ def test_a_region_inside_another_takes_its_time_from_it():
 
 
 def test_waiting_inside_the_cross_group_reduction_is_part_of_it_and_an_error_unwraps():
-    hands = Hands()
+    hands = ManualClock()
 
-    class Thing:
+    class Reducer:
         def reduce(self):
             hands.time += 1
             self.wait()
@@ -60,7 +60,7 @@ def test_waiting_inside_the_cross_group_reduction_is_part_of_it_and_an_error_unw
             hands.time += 2
             raise ValueError("gone")
 
-    thing, clock = Thing(), Clock(hands)
+    thing, clock = Reducer(), Clock(hands)
     with (
         pytest.raises(ValueError, match="gone"),
         wrapped(thing, "reduce", clock, "cross-group"),
@@ -71,15 +71,15 @@ def test_waiting_inside_the_cross_group_reduction_is_part_of_it_and_an_error_unw
     assert vars(thing) == {}
 
 
-def test_a_compiled_verb_works_when_it_is_unwrapped():
+def test_a_compiled_method_works_after_unwrapping():
     """torch's Work is compiled: put back carelessly, its `wait` would no longer know whose it is."""
     before = vars(PendingWork)["wait"]
-    with wrapped(PendingWork, "wait", Clock(Hands()), "group communication"):
+    with wrapped(PendingWork, "wait", Clock(ManualClock()), "group communication"):
         assert vars(PendingWork)["wait"] is not before
     assert vars(PendingWork)["wait"] is before
 
 
-def test_one_step_is_profiled_and_everything_is_as_before(tmp_path, capsys):
+def test_profiling_one_step_changes_no_result(tmp_path, capsys):
     def stored():
         places = [(torch.autograd, "backward"), (MetaGradient, "add"), (PendingWork, "wait")]
         return [vars(owner)[name] for owner, name in places]
@@ -128,7 +128,7 @@ def test_a_run_of_one_step_profiles_that_one(tmp_path):
         ("1", [], "cross-group", "group communication"),
     ],
 )
-def test_ranks_tell_their_shares(tmp_path, group_size, extra, busy, idle):
+def test_the_profile_holds_seconds_by_rank(tmp_path, group_size, extra, busy, idle):
     flags = [f"--{name}={value}" for name, value in SHORT.items()]
     folder = tmp_path / "run"
     run_ranks(

@@ -13,8 +13,9 @@ from fmmeta import Config, MetaTrainer
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.encode import encode_pairs
-from tests.models import save_llama, write_pairs
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
+from tests.support.messages import check_message
+from tests.support.models import save_llama, write_pairs
 
 # Three shapes that real templates come in. ChatML with a default system turn, and thinking that can be turned
 # off (Qwen3).
@@ -33,7 +34,7 @@ BRACKETS = """{{ bos_token + '[SYSTEM]It is ' + strftime_now('%Y-%m-%d') + '.[/S
 {{- raise_exception('roles must alternate') }}{% endif %}
 {%- if message.role == 'user' %}{{ '[INST] ' + message.content | trim + ' [/INST]' }}
 {%- else %}{{ ' ' + message.content | trim + eos_token }}{% endif %}{% endfor %}"""
-# A text that ends with end-of-text where nothing is asked (Phi-4).
+# A text that ends with end-of-text without a generation prompt (Phi-4).
 ENDED = """{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"""
@@ -50,8 +51,8 @@ CHATS = {
 }
 
 
-def chatting(template: str | None):
-    """The byte tokenizer with a chat template, and tokens of its own for turns, as chat models have."""
+def chat_tokenizer(template: str | None):
+    """The byte tokenizer with a chat template, and special tokens for turns, as chat models have."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|end|>", "<|assistant|>"]}
@@ -71,7 +72,7 @@ def parts(tokenizer, row: Example) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("template", "asked", "answered"),
+    ("template", "prompt", "answer"),
     [
         ("plain", "Input: 2 + 2\nOutput:", " 4"),
         ("Q: {input}\\nA:", "Q: 2 + 2\nA:", " 4"),
@@ -81,33 +82,33 @@ def parts(tokenizer, row: Example) -> tuple[str, str]:
         ("{curly} {0} {input}", "{curly} {0} 2 + 2", " 4"),
     ],
 )
-def test_text_prompts(template, asked, answered):
+def test_text_prompts(template, prompt, answer):
     tokenizer = byte_tokenizer()
     (row,) = encode_pairs(tokenizer, ["2 + 2"], ["4"], 64, template)
-    assert parts(tokenizer, row) == (f"<bos>{asked}", f"{answered}<eos>")
+    assert parts(tokenizer, row) == (f"<bos>{prompt}", f"{answer}<eos>")
 
 
-def test_braces_in_data_mean_nothing():
+def test_braces_in_data_are_plain_text():
     tokenizer = byte_tokenizer()
     (row,) = encode_pairs(tokenizer, ["{output} {input} {}"], ["{input}"], 64, "Q: {input} A: {output}")
     assert parts(tokenizer, row) == ("<bos>Q: {output} {input} {} A:", " {input}<eos>")
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_chats_are_what_the_template_makes_of_them(name):
+def test_chat_prompts_equal_the_rendered_template(name):
     template, head, middle, end = CHATS[name]
-    tokenizer = chatting(template)
+    tokenizer = chat_tokenizer(template)
     (row,) = encode_pairs(tokenizer, ["2 + 2"], ["4"], 200, "chat")
     assert parts(tokenizer, row) == (f"{head}2 + 2{middle}", f"4{end}")
     turns = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
     today = datetime.now().strftime("%Y-%m-%d")  # a template's own clock runs on
     whole = tokenizer.apply_chat_template(turns, tokenize=False).replace(today, "2024-07-26").rstrip()
     assert tokenizer.decode(row.input_ids) == whole
-    if name != "brackets":  # what the model is asked with is the generation prompt
-        asked = tokenizer.apply_chat_template(
+    if name != "brackets":  # prompts end with the generation prompt
+        prompt = tokenizer.apply_chat_template(
             turns[:1], add_generation_prompt=True, enable_thinking=False, return_dict=False
         )
-        assert list(row.input_ids[: len(asked)]) == asked
+        assert list(row.input_ids[: len(prompt)]) == prompt
 
 
 def test_the_answer_is_tokenised_with_its_prompt():
@@ -129,61 +130,61 @@ def test_the_answer_is_tokenised_with_its_prompt():
 
 
 @pytest.mark.parametrize("max_length", [25, 27, 30, 45])
-def test_long_chats_lose_the_start_of_the_input_and_keep_their_frame(max_length):
-    tokenizer = chatting(ENDED)
+def test_long_chats_lose_the_start_of_the_input_and_keep_the_template(max_length):
+    tokenizer = chat_tokenizer(ENDED)
     text = "a question much too long to fit"
     (row,) = encode_pairs(tokenizer, [text], ["yes"], max_length, "chat")
-    asked, answered = parts(tokenizer, row)
+    prompt, answer = parts(tokenizer, row)
     assert len(row.input_ids) == min(max_length, 8 + 2 + len(text) + 5)
-    assert answered == "yes<|end|><eos>"
-    kept = asked.removeprefix("<|user|>").removesuffix("<|end|><|assistant|>")
+    assert answer == "yes<|end|><eos>"
+    kept = prompt.removeprefix("<|user|>").removesuffix("<|end|><|assistant|>")
     assert text.endswith(kept)
-    assert len(asked) - len(kept) == len("<|user|><|end|><|assistant|>")
+    assert len(prompt) - len(kept) == len("<|user|><|end|><|assistant|>")
 
 
 def test_long_answers_lose_their_end():
-    tokenizer = chatting(ENDED)
+    tokenizer = chat_tokenizer(ENDED)
     (row,) = encode_pairs(tokenizer, ["why"], ["because of many things"], 14, "chat")
     assert parts(tokenizer, row) == ("<|user|><|end|><|assistant|>", "beca")
 
 
 @given(st.text(max_size=40), st.text(max_size=20), st.integers(12, 60))
-def test_no_chat_is_longer_than_it_may_be(text, output, max_length):
-    row = encode_pairs(chatting(ENDED), [text], [output], max_length, "chat")[0]
+def test_no_chat_exceeds_max_length(text, output, max_length):
+    row = encode_pairs(chat_tokenizer(ENDED), [text], [output], max_length, "chat")[0]
     assert len(row.input_ids) == len(row.labels) <= max_length
     assert row.label_tokens >= 1
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "expected"),
     [
         (
             None,
-            (
-                "needs a chat template, and the tokenizer has none; use plain or a format string such as 'Q:"
-                " {input}\\nA:'"
-            ),
+            ["needs a chat template", "use plain or a format string"],
         ),
         (
             "{{ raise_exception('only pictures') }}",
-            "the tokenizer's chat template fails (only pictures); use plain or a format",
+            ["the tokenizer's chat template", "use plain or a format"],
         ),
         (
             "{{ messages[0].content }}",
-            "the tokenizer's chat template does not show an assistant's answer; use plain or a format",
+            ["the tokenizer's chat template does", "use plain or a format"],
         ),
-        ("{% if %}", "the tokenizer's chat template fails ("),
+        ("{% if %}", ["the tokenizer's chat template"]),
     ],
 )
-def test_tokenizers_that_cannot_chat(template, said):
-    message = refusal(encode_pairs, chatting(template), ["a"], ["b"], 64, "chat")
-    assert message.removeprefix("prompt_template=chat").lstrip(": ").startswith(said)
+def test_tokenizers_without_a_usable_chat_template_are_refused(template, expected):
+    message = refusal(encode_pairs, chat_tokenizer(template), ["a"], ["b"], 64, "chat")
+    assert message.startswith("prompt_template=chat")
+    check_message(message, *expected)
 
 
-def test_a_frame_longer_than_an_example():
-    assert (
-        refusal(encode_pairs, chatting(ENDED), ["a"], ["b"], 10, "chat")
-        == "max_length=10 leaves no room: the chat template takes 10 tokens by itself; raise it"
+def test_a_template_longer_than_max_length_is_refused():
+    check_message(
+        refusal(encode_pairs, chat_tokenizer(ENDED), ["a"], ["b"], 10, "chat"),
+        "max_length=10",
+        "10 tokens",
+        "raise it",
     )
 
 
@@ -192,21 +193,23 @@ def test_a_frame_longer_than_an_example():
     ["text", "{output} {input}", "{input} {output} {output}", "{output}", "{input} {output} {input}"],
 )
 def test_format_strings_are_checked(template):
-    assert (
-        refusal(Config, task_type="causal_lm", prompt_template=template)
-        == f"prompt_template={template} is neither plain nor chat, and no format string with {{input}} before"
-        " an only {output}; write one such as 'Q: {input}\\nA: {output}'"
+    check_message(
+        refusal(Config, task_type="causal_lm", prompt_template=template),
+        f"prompt_template={template}",
+        "write one such as 'Q: {input}\\nA",
     )
 
 
 def test_classification_has_no_prompt():
-    assert (
-        refusal(Config, prompt_template="chat")
-        == "prompt_template=chat means nothing for task_type=classification; leave it out"
+    check_message(
+        refusal(Config, prompt_template="chat"),
+        "prompt_template=chat",
+        "task_type=classification",
+        "leave it out",
     )
 
 
-def test_a_run_learns_chats_and_remembers_how(tmp_path):
+def test_a_run_with_a_chat_template_stores_it(tmp_path):
     model, data = save_llama(tmp_path / "llama"), write_pairs(tmp_path / "pairs.jsonl")
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = ENDED

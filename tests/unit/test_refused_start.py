@@ -10,7 +10,7 @@ from fmmeta.config.settings import Config
 from fmmeta.evaluation.results import check_output
 from fmmeta.train import train
 from fmmeta.training.run_folder import lock_folder, open_run, settings_of
-from tests.unit.helpers import one_rank, refusal
+from tests.support.helpers import one_rank, refusal
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -19,7 +19,7 @@ from tests.unit.helpers import one_rank, refusal
     [{"group_size": "2"}, {"resume_from_checkpoint": "none"}],
     ids=["after the folder is open", "while it is opened"],
 )
-def test_of_train(tmp_path, settings, there):
+def test_a_refused_train_leaves_no_folder_and_no_lock(tmp_path, settings, there):
     run = tmp_path / "runs" / "a"
     if there:
         run.mkdir(parents=True)
@@ -27,7 +27,7 @@ def test_of_train(tmp_path, settings, there):
     assert list(tmp_path.rglob("*")) == ([run.parent, run] if there else [])
 
 
-def test_of_an_elastic_group(tmp_path):
+def test_a_refused_elastic_group_removes_only_its_lock(tmp_path):
     """The lock is of the group that writes; another one's is left alone."""
     config = Config(output_dir=str(tmp_path / "run"), elastic=True)
     alone = open_run(config, settings_of(config, "f"), one_rank().world)
@@ -41,7 +41,7 @@ def test_of_an_elastic_group(tmp_path):
     writer.close()
 
 
-def test_another_start_that_waits_for_the_folder_makes_it_again(tmp_path, monkeypatch):
+def test_a_start_that_waits_for_a_removed_folder_creates_it(tmp_path, monkeypatch):
     folder, taken, waits = tmp_path / "run", [], threading.Event()
     monkeypatch.setattr("builtins.print", lambda *_, **__: waits.set())  # that it waits
     refused = lock_folder(folder)
@@ -57,6 +57,6 @@ def test_another_start_that_waits_for_the_folder_makes_it_again(tmp_path, monkey
     assert [file.name for file in folder.iterdir()] == ["run.json"]
 
 
-def test_of_evaluate_and_tune(tmp_path):
+def test_refused_evaluate_and_tune_leave_no_folder(tmp_path):
     check_output(tmp_path / "new" / "folder" / "results.json")
     assert list(tmp_path.iterdir()) == []

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from fmmeta.report.page import write
-from tests.browser import Browser, find
-from tests.runs import held_out, write_run
+from tests.support.browser import Browser, find
+from tests.support.fake_runs import held_out, write_run
 from tests.support.report_style import DARK, LIGHT
 
 pytestmark = pytest.mark.skipif(
@@ -36,7 +36,7 @@ def rgb(colour: str) -> str:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1200])
-def test_report(browser, file, width, scheme):
+def test_the_report_renders_without_requests_or_scrolling(browser, file, width, scheme):
     browser.events.clear()
     browser.open(file, width, scheme)
     assert browser.ask("innerWidth") == width
@@ -69,17 +69,17 @@ def test_report(browser, file, width, scheme):
         ".map(one => one.getBoundingClientRect().height))"
     )
     assert smallest > 11  # of a line of text, in pixels
-    told = [event["method"] for event in browser.events]
+    methods = [event["method"] for event in browser.events]
     asked = [
         e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"
     ]
     assert {url for url in asked if not url.startswith("data:")} == {file.resolve().as_uri()}
-    assert not {"Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"} & set(told), (
+    assert not {"Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"} & set(methods), (
         browser.events
     )
 
 
-def test_values_show_under_the_pointer(browser, file):
+def test_values_appear_under_the_pointer(browser, file):
     browser.open(file, 1200, "light")
     box = browser.ask(
         "(() => { const all = document.querySelectorAll('figure > svg')[0].querySelectorAll('.strip');"

@@ -6,7 +6,8 @@ import gzip
 
 import pytest
 
-from tests.unit.helpers import read_rows, refusal, write_rows
+from tests.support.helpers import read_rows, refusal, write_rows
+from tests.support.messages import check_message
 
 ROWS = [
     {"text": 'Grüße, "du"', "label": "a"},
@@ -39,50 +40,51 @@ def test_a_folder_is_its_files_in_order(tmp_path):
         ("d.csv", b"\xef\xbb\xbftext,label\r\n\r\nx,y\r\n"),
     ],
 )
-def test_what_editors_add_does_no_harm(tmp_path, name, text):
+def test_byte_order_marks_and_empty_lines_are_ignored(tmp_path, name, text):
     (tmp_path / name).write_bytes(text)
     assert [row.values for row in read_rows(str(tmp_path / name))] == [{"text": "x", "label": "y"}]
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "line", "said"),
+    ("name", "data", "line", "parts"),
     [
-        ("d.jsonl", b'{"a": 1}\n\n{"a": \n', 3, "is not a line of JSON (Expecting value: line"),
+        ("d.jsonl", b'{"a": 1}\n\n{"a": \n', 3, ["is not a line of JSON (Expecting"]),
         (
             "d.jsonl",
             b'{"a": 1}\n{"a": "\xff"}\n',
             2,
-            "is not a line of JSON ('utf-8' codec can't decode byte 0xff",
+            ["'utf-8'", "is not a line of JSON ('utf-8'"],
         ),
-        ("d.jsonl", b'{"a": 1}\n[1]\n', 2, 'is no JSON object; write {"text": ..., "label": ...}'),
-        ("d.csv", b"a,b\n1,2\n3\n", 3, "has another number of fields than the header; fix the line"),
-        ("d.csv", b"a,b\n1,2\n\n3,4,5\n", 4, "has another number of fields than the header; fix the line"),
+        ("d.jsonl", b'{"a": 1}\n[1]\n', 2, ["is no JSON object", 'write {"text": ..., "label": ...}']),
+        ("d.csv", b"a,b\n1,2\n3\n", 3, ["has another number of fields than", "fix the line"]),
+        ("d.csv", b"a,b\n1,2\n\n3,4,5\n", 4, ["has another number of fields than", "fix the line"]),
         (
             "d.csv",
             b'a,b\n1,2\n3,"4"4\n5,6\n',
             3,
-            "is not a line of CSV (',' expected after '\"'); fix the line",
+            ["','", "'\"'", "fix the line"],
         ),
         (
             "d.csv",
             b'a,b\n1,2\n3,"4\n5,6\n',
             3,
-            "is not a line of CSV (unexpected end of data); fix the line",
+            ["is not a line of CSV (unexpected", "fix the line"],
         ),
         (
             "d.csv",
             b"a,b\n1,2\n3,\xff\n5,6\n",
             3,
-            "is not a line of CSV ('utf-8' codec can't decode byte 0xff",
+            ["'utf-8'", "is not a line of CSV ('utf-8'"],
         ),
     ],
 )
 @pytest.mark.parametrize("compressed", [False, True])
-def test_a_bad_line_is_named(tmp_path, name, data, line, said, compressed):
+def test_a_bad_line_is_named(tmp_path, name, data, line, parts, compressed):
     path = tmp_path / (name + ".gz" * compressed)
     path.write_bytes(gzip.compress(data, mtime=0) if compressed else data)
     message = refusal(read_rows, str(path))
-    assert message.startswith(f"{path}:{line} {said}")
+    assert message.startswith(f"{path}:{line} ")
+    check_message(message, *parts)
     assert message.endswith("fix the line") or "; write {" in message
 
 
@@ -96,7 +98,7 @@ def test_a_bad_line_is_named(tmp_path, name, data, line, said, compressed):
         (
             "d.jsonl.gz",
             gzip.compress(b"", mtime=0),
-        ),  # a time of its own would give every process another test
+        ),  # the time of writing would give every process another test
     ],
 )
 def test_an_empty_file_is_refused(tmp_path, name, data):
@@ -117,36 +119,37 @@ GOOD = gzip.compress(b'{"text": "x"}\n' * 1000, mtime=0)
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "said"),
+    ("name", "data", "parts"),
     [
-        ("d.jsonl.gz", b"plain", "cannot be read: Not a gzipped file"),
-        ("d.jsonl.gz", GOOD[:-20], "cannot be read: Compressed file ended before"),
-        ("d.jsonl.gz", GOOD[:14] + b"\xff" * 9 + GOOD[23:], "cannot be read: Error -3 while decompressing"),
-        ("d.parquet", b"plain", "is not a parquet file ("),
-        ("d.parquet.gz", gzip.compress(b"plain", mtime=0), "is not a parquet file ("),
+        ("d.jsonl.gz", b"plain", ["cannot be read: Not a gzipped file"]),
+        ("d.jsonl.gz", GOOD[:-20], ["cannot be read"]),
+        ("d.jsonl.gz", GOOD[:14] + b"\xff" * 9 + GOOD[23:], ["cannot be read"]),
+        ("d.parquet", b"plain", ["is not a parquet file"]),
+        ("d.parquet.gz", gzip.compress(b"plain", mtime=0), ["is not a parquet file"]),
     ],
 )
-def test_a_damaged_file_is_refused(tmp_path, name, data, said):
+def test_a_damaged_file_is_refused(tmp_path, name, data, parts):
     (tmp_path / name).write_bytes(data)
     message = refusal(read_rows, str(tmp_path / name))
-    assert message.startswith(f"{tmp_path / name} {said}")
+    assert message.startswith(f"{tmp_path / name} ")
+    assert all(part in message for part in parts)
     assert "; fix or remove" in message
 
 
 @pytest.mark.parametrize("missing", ["./none", "/none/at/all", "data/none.jsonl", "a/b/c", "none.csv.gz"])
 def test_a_missing_path_is_refused(tmp_path, monkeypatch, missing):
     monkeypatch.chdir(tmp_path)
-    assert refusal(read_rows, missing) == f"dataset={missing} is not a file or folder; check the path"
+    check_message(refusal(read_rows, missing), f"dataset={missing}", "check the path")
 
 
 def test_other_files_and_empty_folders_are_refused(tmp_path):
     kinds = ".jsonl, .csv, .parquet file (.gz too)"
     other = tmp_path / "data.txt"
-    assert (
-        refusal(read_rows, str(tmp_path)) == f"dataset={tmp_path} holds no {kinds}; name a folder that does"
+    check_message(
+        refusal(read_rows, str(tmp_path)), f"dataset={tmp_path}", f"{kinds}", "name a folder that does"
     )
     other.write_text("text")
-    assert refusal(read_rows, str(other)) == f"dataset={other} is no {kinds}; convert it to one of them"
+    check_message(refusal(read_rows, str(other)), f"dataset={other}", f"{kinds}", "convert it to one of them")
 
 
 def test_hub_rows_carry_class_names(monkeypatch):
@@ -175,7 +178,4 @@ def test_an_unreadable_hub_set_is_refused(monkeypatch):
         raise ConnectionError("no\nnetwork")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    assert (
-        refusal(read_rows, "owner/set")
-        == "dataset=owner/set is neither a path nor a readable hub data set (no network); check the name"
-    )
+    check_message(refusal(read_rows, "owner/set"), "dataset=owner/set", "check the name")

@@ -1,4 +1,4 @@
-"""The task schedule: a pure function of (seed, outer_step), stratified, dealt to groups without
+"""The task schedule: a pure function of (seed, outer_step), stratified, assigned to groups without
 communication.
 """
 
@@ -53,7 +53,7 @@ def test_each_epoch_holds_each_item_once(sizes, per_step, seed):
 
 
 @given(STRATA, st.integers(0, 99), st.data())
-def test_every_stretch_of_an_epoch_is_stratified(sizes, seed, data):
+def test_every_interval_of_an_epoch_is_stratified(sizes, seed, data):
     """Off from its share by 1 - f + f (S - 1) at most, for a stratum with a share f of the items, among S
     strata.
     """
@@ -81,7 +81,7 @@ def test_epochs_seeds_and_streams_differ():
     assert len({tuple(order) for order in (base, second, other_seed, other_stream)}) == 4
 
 
-def test_every_slot_has_a_seed_of_its_own():
+def test_every_slot_has_a_distinct_seed():
     tasks = stream(Schedule(items_of([3]), 4, seed=1), 50) + stream(
         Schedule(items_of([3]), 4, seed=1, stream=1), 50
     )
@@ -127,11 +127,11 @@ def test_largest_first(tokens, num_groups, loads):
 
 
 @pytest.mark.parametrize("strata", ["ABABABAB", "AAAABBBB", "ABBABAAB"])
-def test_strata_are_dealt_evenly_where_tokens_allow(strata):
+def test_strata_are_split_evenly_where_tokens_allow(strata):
     for share in assign_to_groups(tasks_of([30] * 8, strata), 2):
         assert Counter(task.stratum for task in share) == {"A": 2, "B": 2}
 
 
-def test_like_tasks_are_dealt_evenly_in_number():
+def test_equal_tasks_are_split_evenly():
     tokens = [100 + i % 3 for i in range(22)]
     assert sorted(len(share) for share in assign_to_groups(tasks_of(tokens), 4)) == [5, 5, 6, 6]

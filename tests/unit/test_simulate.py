@@ -18,7 +18,7 @@ from fmmeta.tasks.schedule.meta_batches import Task, assign_to_groups
 @given(
     st.integers(1, 9), st.lists(st.lists(st.integers(1, 400), min_size=7, max_size=7), min_size=1, max_size=4)
 )
-def test_all_steps_at_once_are_dealt_as_a_run_deals_one(groups, rows):
+def test_batched_assignment_equals_the_assignment_of_a_run(groups, rows):
     found = assign_steps(np.array(rows), groups)
     for row, owner in zip(rows, found, strict=True):
         tasks = [Task(i, f"t{i}", "s", tokens, (i,)) for i, tokens in enumerate(row)]
@@ -29,7 +29,7 @@ def test_all_steps_at_once_are_dealt_as_a_run_deals_one(groups, rows):
 
 
 @pytest.mark.parametrize("groups", [8, 64])
-def test_many_tasks_are_dealt_alike(groups, monkeypatch):
+def test_many_tasks_are_assigned_as_in_a_run(groups, monkeypatch):
     tokens = np.random.default_rng(0).lognormal(6, 1, (5, 6 * groups)).astype(np.int64) + 1
     monkeypatch.setattr(simulate, "CHUNK", 2 * groups)  # in parts
     found = assign_steps(tokens, groups)
@@ -41,7 +41,7 @@ def test_many_tasks_are_dealt_alike(groups, monkeypatch):
 
 
 @pytest.mark.parametrize("groups", [1, 8, 1024])
-def test_equal_tasks_and_no_failures_waste_nothing(groups):
+def test_equal_tasks_without_failures_have_no_idle_time(groups):
     found = simulate.simulate(SimulatedCluster(groups, 2 * groups), steps=3)
     assert found.efficiency == 1
     assert (found.waiting, found.failing, found.fixed, found.step) == (0, 0, 0, 2)
@@ -65,7 +65,7 @@ def test_one_exponential_task_each_is_a_harmonic_number(groups):
     assert found.efficiency + found.waiting == pytest.approx(1)
 
 
-def test_stragglers():
+def test_stragglers_slow_every_step():
     assert simulate.simulate(SimulatedCluster(8, 8, slow_share=1, slow_by=1.5)).efficiency == pytest.approx(
         1 / 1.5
     )
@@ -74,7 +74,7 @@ def test_stragglers():
     assert some.step == pytest.approx(1 + 2 * at_least_one, rel=0.01)
 
 
-def test_fixed_time_is_said():
+def test_fixed_time_is_reported():
     found = simulate.simulate(SimulatedCluster(4, 8, fixed=2.0))
     assert (found.efficiency, found.fixed, found.step) == (0.5, 0.5, 4)
 
@@ -112,7 +112,7 @@ def test_known_sizes_are_balanced_and_unknown_ones_are_not():
 
 
 @pytest.mark.timeout(60)
-def test_a_thousand_groups_are_quick():
+def test_a_thousand_groups_take_seconds():
     began = time.process_time()
     assert (
         0.6

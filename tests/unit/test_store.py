@@ -23,8 +23,9 @@ from fmmeta.tasks.data.token_store import TokenStore, cache_folder, files_digest
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import EpisodeShape
 from fmmeta.tasks.sources.load import FolderSource, load_sources, task_files
-from tests.models import write_classes, write_pairs
-from tests.unit.helpers import refusal, write_rows
+from tests.support.helpers import refusal, write_rows
+from tests.support.messages import check_message
+from tests.support.models import write_classes, write_pairs
 
 TOKENIZER = byte_tokenizer()
 
@@ -47,11 +48,11 @@ def made(path: Path, **settings) -> TokenStore:
     )
 
 
-def never(bad):
+def fail_if_called(bad):
     raise AssertionError("read again")
 
 
-def test_rows_come_back_as_they_went_in(tmp_path):
+def test_stored_rows_equal_the_input(tmp_path):
     path = write_pairs(tmp_path / "pairs.jsonl")
     store, rows = made(path, task_type="causal_lm", max_length=20), [json.loads(line) for line in path.open()]
     wanted = encode_pairs(TOKENIZER, [row["input"] for row in rows], [row["output"] for row in rows], 20)
@@ -71,7 +72,7 @@ def test_rows_come_back_as_they_went_in(tmp_path):
     assert store.lengths().tolist() == [len(store.input_ids(number)) for number in range(len(store))]
 
 
-def test_rows_of_later_batches_are_found(tmp_path, monkeypatch):
+def test_rows_of_later_batches_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(stores, "CHUNK", 7)
     path = write_classes(tmp_path / "c.jsonl")
     store = made(path)
@@ -84,14 +85,14 @@ def test_a_store_is_made_once_and_mapped_afterwards(tmp_path, cache):
     path = write_classes(tmp_path / "c.jsonl")
     first = made(path)
     config = Config(dataset=["elsewhere"])
-    second = prepare("elsewhere", files_digest([path]), never, config, TOKENIZER, lambda text: None)
+    second = prepare("elsewhere", files_digest([path]), fail_if_called, config, TOKENIZER, lambda text: None)
     assert first.path == second.path
     assert [file.name for file in cache.iterdir()] == [first.path.name]  # nothing passing is left
     assert pickle.loads(pickle.dumps(first)).path == first.path
     assert len(pickle.dumps(first)) < 500
 
 
-def test_what_a_store_depends_on(tmp_path):
+def test_which_settings_a_store_depends_on(tmp_path):
     path, other = write_classes(tmp_path / "c.jsonl"), write_classes(tmp_path / "d.jsonl", classes=11)
     files = {
         made(path).path,
@@ -103,7 +104,7 @@ def test_what_a_store_depends_on(tmp_path):
     assert made(path, n_way=3, seed=5).path in files  # neither changes a token
 
 
-def test_the_print_of_a_tokenizer_ignores_how_it_was_last_called():
+def test_the_tokenizer_fingerprint_ignores_its_last_call():
     tokenizer = byte_tokenizer()
     before = tokenizer_print(tokenizer)
     tokenizer(["a", "bb"], truncation=True, max_length=3, padding=True)
@@ -113,7 +114,7 @@ def test_the_print_of_a_tokenizer_ignores_how_it_was_last_called():
 
 
 @pytest.mark.parametrize("damage", ["truncate", "overwrite", "empty"])
-def test_a_broken_store_is_made_anew(tmp_path, damage):
+def test_a_damaged_store_is_rebuilt(tmp_path, damage):
     path = write_classes(tmp_path / "c.jsonl")
     store = made(path)
     ids, file, size = store.input_ids(3), store.path, store.bytes
@@ -125,7 +126,7 @@ def test_a_broken_store_is_made_anew(tmp_path, damage):
     assert made(path).input_ids(3) == ids
 
 
-def test_a_store_that_shrinks_under_way_is_an_error_and_no_crash(tmp_path):
+def test_a_store_truncated_while_open_raises_an_error(tmp_path):
     """Reading a mapping past the end of its file would kill the process (SIGBUS)."""
     sources = load_sources(
         Config(dataset=[str(write_classes(tmp_path / "c.jsonl"))], k_shot=1, num_query=2, n_way=2),
@@ -135,7 +136,7 @@ def test_a_store_that_shrinks_under_way_is_an_error_and_no_crash(tmp_path):
     draw = sources.train.draw(Schedule(sources.train.items, 1, 0).meta_batch(0)[0])
     size = draw.store.bytes
     os.truncate(draw.store.path, 64)
-    with pytest.raises(OSError, match=f"has 64 bytes instead of {size}: something has changed it"):
+    with pytest.raises(OSError, match=f"has 64 bytes instead of {size}:"):
         draw.episode()
 
 
@@ -162,44 +163,41 @@ def bad_file(tmp_path: Path, lines: list[bytes]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "parts"),
     [
-        (b'{"text": "a\x00b", "label": "a"}', ":41 is not a line of JSON (Invalid control character"),
-        (b'{"text": "a\\u0000b", "label": "a"}', ":41 has NUL bytes in text; fix the row"),
+        (b'{"text": "a\x00b", "label": "a"}', ["41 is not a line of JSON (Invalid"]),
+        (b'{"text": "a\\u0000b", "label": "a"}', ["41 has NUL bytes in text", "fix the row"]),
         (
             '{"text": "gr\u00fcn", "label": "a"}'.encode("latin-1"),
-            ":41 is not a line of JSON ('utf-8' codec can't decode byte",
+            ["'utf-8'", "41 is not a line of JSON"],
         ),
         (
             '{"text": "x", "label": "a"}'.encode("utf-16"),
-            ":41 is not a line of JSON ('utf-8' codec can't decode byte",
+            ["'utf-8'", "41 is not a line of JSON"],
         ),
-        (b'{"text": "cut', ":41 is not a line of JSON (Invalid control character"),
-        (b'{"text": "", "label": "a"}', ":41 has text='', which is no text; fix the row"),
-        (b'{"label": "a"}', ":41 has text=None, which is no text; fix the row"),
+        (b'{"text": "cut', ["41 is not a line of JSON (Invalid"]),
+        (b'{"text": "", "label": "a"}', ["text=''", "fix the row"]),
+        (b'{"label": "a"}', ["text=None", "fix the row"]),
     ],
 )
-def test_bad_rows_are_refused_or_left_out(tmp_path, line, said):
+def test_bad_rows_are_refused_or_left_out(tmp_path, line, parts):
     path = bad_file(tmp_path, [line])
-    assert f"{path}{said}" in refusal(made, path)
+    check_message(refusal(made, path), f"{path}:41 ", *parts)
     notes = made(path, on_bad_task="skip").notes
     assert len(made(path, on_bad_task="skip")) == 40
     name = re.escape(str(path))
-    assert re.match(rf"dataset={name}: [12] of 4[12] rows cannot be used; the first: {name}:41", notes[0])
+    assert re.match(rf"dataset={name}: [12] of 4[12] rows .*{name}:41", notes[0])
     assert notes[0].endswith("; left out")
 
 
 def test_too_many_bad_rows_stop(tmp_path):
     path = bad_file(tmp_path, [b"{"] * 10)
-    said = refusal(made, path, on_bad_task="skip")
-    assert said.startswith(
-        f"dataset={path}: 10 of 50 rows cannot be used; the first: {path}:41 is not a line of JSON"
-    )
-    assert said.endswith("(max_bad_fraction=0.05)")
+    message = refusal(made, path, on_bad_task="skip")
+    check_message(message, f"dataset={path}", "10 of 50 rows", f"{path}:41 ", "(max_bad_fraction=0.05)")
     assert len(made(path, on_bad_task="skip", max_bad_fraction=0.2)) == 40
 
 
-def test_a_line_of_ten_megabytes_is_read_as_far_as_it_counts(tmp_path):
+def test_a_line_of_ten_megabytes_is_read_up_to_max_length(tmp_path):
     long = "word " * 2_000_000
     path = write_rows(tmp_path / "long.jsonl", [{"text": long, "label": "a"}, {"text": "b", "label": "b"}])
     store = made(path, max_length=16)
@@ -224,7 +222,7 @@ def test_rows_from_anywhere_can_be_prepared():
 
 
 def path_of(tokenizer, path: Path, **settings) -> Path:
-    """Where the store of a file lies that is made with this tokenizer."""
+    """Path of the store of a file for this tokenizer."""
     config = Config(dataset=[str(path)], **settings)
     return prepare(
         str(path),
@@ -296,7 +294,7 @@ def recording(value, seen: set[str]):
         {"task_type": "causal_lm", "prompt_template": "chat"},
     ],
 )
-def test_all_that_encoding_reads_is_in_the_key(tmp_path, settings):
+def test_every_attribute_that_encoding_reads_is_in_the_key(tmp_path, settings):
     """A new read, here or in another transformers, fails this test until store.py knows the attribute."""
     tokenizer, seen = byte_tokenizer(), set[str]()
     tokenizer.chat_template = CHAT
@@ -342,7 +340,7 @@ def gzip_of(path: Path, target: Path) -> Path:
     return target
 
 
-def test_bounds_are_judged_again_when_they_change(tmp_path):
+def test_changed_bounds_are_checked_again(tmp_path):
     path = bad_file(tmp_path, [b"{"] * 10)
     assert len(made(path, on_bad_task="skip", max_bad_fraction=0.2)) == 40
     assert "(max_bad_fraction=0.05)" in refusal(made, path, on_bad_task="skip")
@@ -358,15 +356,11 @@ def test_the_bound_of_unpacked_bytes_is_that_of_parquet_files_too(tmp_path):
     path = write_rows(tmp_path / "rows.parquet", [{"text": f"text {i}", "label": "a"} for i in range(200)])
     assert len(read_file(path)) == 200
     message = refusal(read_file, path, most_gib=1e-7)
-    assert re.fullmatch(
-        rf"{re.escape(str(path))} unpacks to \d+ bytes, more than max_file_gib=1e-07; raise it if you trust"
-        r" the "
-        "file",
-        message,
-    )
+    assert re.match(rf"{re.escape(str(path))} unpacks to \d+ bytes", message)
+    assert all(part in message for part in ("max_file_gib=1e-07", "raise it if you trust the file"))
 
 
-def test_a_store_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_a_store_is_synced_before_it_is_renamed(tmp_path, monkeypatch):
     """A name that is on the disk before its bytes are would lead to a file of zeros after a power cut."""
     events: list[tuple[str, str]] = []
     synced, renamed = os.fsync, Path.replace
@@ -391,7 +385,7 @@ def test_labels_of_named_tasks_are_in_the_fingerprint(tmp_path):
     assert made(write_rows(tmp_path / "second.jsonl", rows)).fingerprint != first
 
 
-def test_the_print_of_a_slow_tokenizer_knows_its_merges(tmp_path):
+def test_the_fingerprint_of_a_slow_tokenizer_covers_its_merges(tmp_path):
     from transformers import CTRLTokenizer
 
     (tmp_path / "vocab.json").write_text(json.dumps({"<unk>": 0, "a@@": 1, "b": 2, "ab": 3}))

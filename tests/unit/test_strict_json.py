@@ -20,7 +20,7 @@ from fmmeta.training.state import Best
 from fmmeta.training.trackers import flat
 
 
-def strictly(text: str) -> Any:
+def strict_json(text: str) -> Any:
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
 
@@ -31,7 +31,7 @@ def test_lines_of_metrics(tmp_path):
     metrics = Metrics(tmp_path, 0, True)
     metrics.write({"step": 1, "query_loss": math.nan, "wait_seconds_by_group": [0.5, math.inf]})
     metrics.write({"step": 2, "valid_loss": -math.inf, "valid_accuracy": 0.5})
-    first, second = (strictly(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    first, second = (strict_json(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert first == {"step": 1, "query_loss": None, "wait_seconds_by_group": [0.5, None]}
     assert second == {"step": 2, "valid_loss": None, "valid_accuracy": 0.5}
     assert [flat(line) for line in (first, second)] == [
@@ -51,7 +51,7 @@ def test_a_setting_that_is_infinite_is_no_change(tmp_path, written):
         finished=False,
         held_out={"loss": [0.5, math.nan]},
     )
-    run = strictly((tmp_path / "run.json").read_text())
+    run = strict_json((tmp_path / "run.json").read_text())
     assert run["held_out"] == {"loss": [0.5, None]}
     if written != "now":
         run["settings"]["mix_temperature"] = math.inf
@@ -59,13 +59,13 @@ def test_a_setting_that_is_infinite_is_no_change(tmp_path, written):
     assert find_start(config, settings_of(config, "f")).warnings == []
 
 
-def test_a_loss_that_is_not_finite_is_the_worst_of_equals_and_stays_so_after_a_resume():
+def test_a_nonfinite_loss_is_the_worst_also_after_a_resume():
     live = MetaParameters(torch.zeros(2))
     best = Best()
     best.update(live, 1, 0.5, math.nan)
     state = StateDict()
     best.add_state(state)
-    stored = strictly(json.dumps(state.facts["best"]).replace("Infinity", "null").replace("NaN", "null"))
+    stored = strict_json(json.dumps(state.facts["best"]).replace("Infinity", "null").replace("NaN", "null"))
     resumed = Best()
     resumed.load_state(StateDict({"best theta": torch.zeros(2)}, {}, {"best": stored}))
     for one in (best, resumed):
@@ -99,7 +99,7 @@ def test_all_files_of_a_run(tmp_path):
     }
     for file in files:
         for text in file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]:
-            strictly(text)
+            strict_json(text)
     assert '"query_loss": null' in (tmp_path / "run" / "metrics.jsonl").read_text()
     assert "Infinity" not in page.write(tmp_path / "run").read_text()
     run = json.loads((tmp_path / "run" / "run.json").read_text())

@@ -18,7 +18,7 @@ from fmmeta.elastic import supervisor as module
 from fmmeta.elastic.supervisor import ElasticConfig, Group, Supervisor
 from fmmeta.reliability.signals import process_stat
 from fmmeta.training.run_folder import lock_folder, settings_of, write_run
-from tests.distributed.short import until
+from tests.support.short_runs import until
 
 FINISH = """
 import json, pathlib, sys
@@ -29,7 +29,7 @@ run = json.loads((folder / "run.json").read_text())
 """
 
 
-class Scripted(Supervisor):
+class ScriptedGroup(Supervisor):
     """Each group is a process that runs a script in place of `fmmeta train`.
 
     `scripts`: by the number of the group.
@@ -62,7 +62,7 @@ class Scripted(Supervisor):
 )
 def test_exit_code_and_record_agree(scripts, code, tmp_path):
     write_run(tmp_path, settings_of(Config(), "f"), "", finished=False)
-    supervisor = Scripted(tmp_path, scripts)
+    supervisor = ScriptedGroup(tmp_path, scripts)
     assert supervisor.run() == code
     assert json.loads((tmp_path / "run.json").read_text())["finished"] == (code == 0)
     assert any(f"output_dir={tmp_path} holds no finished run" in line for line in supervisor.lines) == (
@@ -72,18 +72,18 @@ def test_exit_code_and_record_agree(scripts, code, tmp_path):
 
 def test_a_record_without_a_model_is_not_finished(tmp_path):
     write_run(tmp_path, settings_of(Config(), "f"), "", finished=True)
-    assert Scripted(tmp_path, [""]).run() == 70
+    assert ScriptedGroup(tmp_path, [""]).run() == 70
     (tmp_path / "model").mkdir()
-    assert Scripted(tmp_path, [""]).run() == 0
+    assert ScriptedGroup(tmp_path, [""]).run() == 0
 
 
-def test_groups_of_another_node_that_still_write_are_waited_for(tmp_path, monkeypatch):
+def test_groups_of_another_node_that_hold_the_folder_are_waited_for(tmp_path, monkeypatch):
     """They hold the folder. Nothing is waited for once they have let go of it for a while."""
     monkeypatch.setattr(module, "WRITER_S", 0.5)
     write_run(tmp_path, settings_of(Config(), "f"), "", finished=False)
     lock, codes = lock_folder(tmp_path), list[int]()
     thread = threading.Thread(
-        target=lambda: codes.append(Scripted(tmp_path, [""], lighthouse="http://head:1").run())
+        target=lambda: codes.append(ScriptedGroup(tmp_path, [""], lighthouse="http://head:1").run())
     )
     thread.start()
     time.sleep(1.5)
@@ -94,10 +94,10 @@ def test_groups_of_another_node_that_still_write_are_waited_for(tmp_path, monkey
     thread.join(30)
     assert codes == [0]
     write_run(tmp_path, settings_of(Config(), "f"), "", finished=False)
-    assert Scripted(tmp_path, [""], lighthouse="http://head:1").run() == 70
+    assert ScriptedGroup(tmp_path, [""], lighthouse="http://head:1").run() == 70
 
 
-def test_a_rank_that_is_dead_leaves_no_process_behind():
+def test_a_dead_rank_leaves_no_process_behind():
     """Its session is ended too, as that of a rank that lives."""
     commands = ["sleep 100 & echo $!; exit 1", "sleep 100 & echo $!; wait"]
     ranks = [

@@ -15,7 +15,7 @@ from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.training import finish, validation
-from tests.models import save_bert, write_classes
+from tests.support.models import save_bert, write_classes
 
 
 def test_accumulated_meta_batches_are_one_larger_meta_batch(tmp_path):
@@ -94,7 +94,7 @@ CONTINUED = {
 
 
 @pytest.mark.parametrize("settings", CONTINUED.values(), ids=CONTINUED)
-def test_a_stopped_run_goes_on_to_the_same_weights_and_rates(tmp_path, settings):
+def test_a_resumed_run_reaches_the_same_weights_and_rates(tmp_path, settings):
     model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
     fixed = {
         "model_name_or_path": str(model),
@@ -150,10 +150,10 @@ def test_exported_rates_are_those_that_were_learned(tmp_path, learned):
             **settings,
         )
     ).train()
-    told = json.loads((tmp_path / "run" / "model" / "fmmeta.json").read_text())["inner_rates"]
+    stored = json.loads((tmp_path / "run" / "model" / "fmmeta.json").read_text())["inner_rates"]
     if learned == "element":
-        assert told == "inner_lr.safetensors"
-        rates = load_file(tmp_path / "run" / "model" / told)
+        assert stored == "inner_lr.safetensors"
+        rates = load_file(tmp_path / "run" / "model" / stored)
         weights = load_file(tmp_path / "run" / "model" / "model.safetensors")
         assert {name: value.shape for name, value in rates.items()} == {
             name: value.shape for name, value in weights.items() if name in rates
@@ -168,18 +168,18 @@ def test_exported_rates_are_those_that_were_learned(tmp_path, learned):
         }
         assert "classifier.bias" in moved
     else:
-        assert {"head", "bert.encoder.layer.0", "bert.pooler.dense"} <= set(told)
-        start = {name: [0.2, 0.1] if name == "head" else [0.1, 0.05] for name in told}
+        assert {"head", "bert.encoder.layer.0", "bert.pooler.dense"} <= set(stored)
+        start = {name: [0.2, 0.1] if name == "head" else [0.1, 0.05] for name in stored}
         if learned == "no":
-            assert told == start
+            assert stored == start
         else:
-            assert all(told[name] != start[name] for name in told)
+            assert all(stored[name] != start[name] for name in stored)
             assert all(
-                abs(a - b) < 0.1 for name in told for a, b in zip(told[name], start[name], strict=True)
+                abs(a - b) < 0.1 for name in stored for a, b in zip(stored[name], start[name], strict=True)
             )
 
 
-def test_what_comes_out_is_a_mixture_of_start_and_theta(tmp_path, monkeypatch):
+def test_the_exported_weights_interpolate_start_and_theta(tmp_path, monkeypatch):
     """And so is what is validated, while theta itself goes its way as if there were none."""
     model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
     monkeypatch.setattr(
@@ -244,7 +244,9 @@ def test_what_comes_out_is_a_mixture_of_start_and_theta(tmp_path, monkeypatch):
         ({"eval_episodes": 0, "test_episodes": 3}, 0, 3),
     ],
 )
-def test_the_table_has_a_number_of_episodes_of_its_own(settings, validated, tested, tmp_path, monkeypatch):
+def test_the_final_table_has_a_separate_number_of_episodes(
+    settings, validated, tested, tmp_path, monkeypatch
+):
     scored, original = [], validation.HeldOut.scores
 
     def counting(*args, **named):
@@ -277,7 +279,7 @@ def test_the_table_has_a_number_of_episodes_of_its_own(settings, validated, test
 
 
 def test_the_best_validated_weights_are_exported(tmp_path):
-    """Bit for bit those of a run that ends there, also when the run went on from a checkpoint that had met
+    """Bit for bit those of a run that ends there, also when the run resumed from a checkpoint that had met
     them.
     """
     model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)

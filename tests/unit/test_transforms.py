@@ -14,8 +14,9 @@ from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.augment import TextExample, Transforms, drop_words, name_classes, swap_words
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
-from tests.models import write_classes, write_pairs
-from tests.unit.helpers import refusal
+from tests.support.helpers import refusal
+from tests.support.messages import check_message
+from tests.support.models import write_classes, write_pairs
 
 TOKENIZER = byte_tokenizer()
 HERE = "tests.unit.test_transforms"
@@ -66,7 +67,7 @@ def texts(rows) -> list[str]:
     return [TOKENIZER.decode(row.input_ids, skip_special_tokens=True) for row in rows]
 
 
-def test_without_names_there_are_none():
+def test_no_transforms_without_names():
     assert Transforms.of(Config(), TOKENIZER) is None
 
 
@@ -86,7 +87,7 @@ def test_pairs_are_changed_with_their_answers(tmp_path):
     assert [row.label_tokens for row in changed.query] == [row.label_tokens for row in plain.query]
 
 
-def test_episodes_are_changed_whole_and_last(tmp_path):
+def test_episode_transforms_run_last_on_complete_episodes(tmp_path):
     plain, changed = run(
         tmp_path,
         example_transforms=[f"{HERE}:upper"],
@@ -97,7 +98,7 @@ def test_episodes_are_changed_whole_and_last(tmp_path):
     assert len(changed.query) == 1
 
 
-def test_built_in_ones_do_what_they_say():
+def test_built_in_transforms():
     example, rng = (
         TextExample("one two three four five six seven eight nine ten", "c", 0),
         np.random.default_rng(0),
@@ -112,65 +113,58 @@ def test_built_in_ones_do_what_they_say():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "parts"),
     [
         (
             {"example_transforms": ["nowhere:f"]},
-            (
-                "example_transforms=nowhere:f cannot be imported (No module named 'nowhere'); write"
-                " module:name of a function"
-            ),
+            ["example_transforms=nowhere:f", "'nowhere'", "write module:name of a function"],
         ),
         (
             {"example_transforms": [f"{HERE}:missing"]},
-            (
-                f"example_transforms={HERE}:missing cannot be imported (module '{HERE}' has no attribute"
-                " 'missing'); write module:name of a function"
-            ),
+            [
+                f"example_transforms={HERE}:missing",
+                f"'{HERE}'",
+                "'missing'",
+                "write module:name of a function",
+            ],
         ),
         (
             {"episode_transforms": ["justaname"]},
-            (
-                "episode_transforms=justaname cannot be imported (No module named 'justaname'); write"
-                " module:name of a function"
-            ),
+            ["episode_transforms=justaname", "'justaname'", "write module:name of a function"],
         ),
         (
             {"example_transforms": [f"{HERE}:NOT_A_FUNCTION"]},
-            f"example_transforms={HERE}:NOT_A_FUNCTION is a int and cannot be called; name a function",
+            [f"example_transforms={HERE}:NOT_A_FUNCTION", "name a function"],
         ),
         (
             {"example_transforms": [f"{HERE}:broken"]},
-            f"transform {HERE}:broken failed with KeyError: 'no such word'; fix it or leave it out",
+            [f"{HERE}:broken", f"transform {HERE}:broken failed with", "fix it or leave it out"],
         ),
         (
             {"example_transforms": [f"{HERE}:silent"]},
-            f"transform {HERE}:silent left an example without text; return it as it was instead",
+            [f"{HERE}:silent", f"transform {HERE}:silent left an", "return it as it was instead"],
         ),
         (
             {"example_transforms": [f"{HERE}:forgetful"]},
-            f"transform {HERE}:forgetful returned NoneType for a TextExample; return one",
+            [f"{HERE}:forgetful", f"transform {HERE}:forgetful returned", "return one"],
         ),
         (
             {"example_transforms": [f"{HERE}:relabel"]},
-            (
-                f"transforms {HERE}:relabel left a label that is none of the episode's 2 classes; leave"
-                " labels alone"
-            ),
+            ["2 classes", f"{HERE}:relabel", "leave labels alone"],
         ),
     ],
 )
-def test_wrong_ones_are_named(tmp_path, settings, said):
-    assert refusal(run, tmp_path, **settings) == said
+def test_failing_transforms_are_named(tmp_path, settings, parts):
+    check_message(refusal(run, tmp_path, **settings), *parts)
 
 
-def test_what_cannot_be_sent_to_a_loader_process_is_named():
-    said = refusal(Transforms.of, Config(example_transforms=[f"{HERE}:LOCAL"]), TOKENIZER)
-    assert said.startswith(f"example_transforms={HERE}:LOCAL cannot be sent to a loader process (")
-    assert said.endswith("; name a function of a module")
+def test_transforms_that_cannot_be_pickled_are_named():
+    message = refusal(Transforms.of, Config(example_transforms=[f"{HERE}:LOCAL"]), TOKENIZER)
+    assert message.startswith(f"example_transforms={HERE}:LOCAL ")
+    assert message.endswith("; name a function of a module")
 
 
-def test_modules_of_the_working_folder_count(tmp_path, monkeypatch):
+def test_modules_of_the_working_folder_are_found(tmp_path, monkeypatch):
     (tmp_path / "my_changes.py").write_text("def shout(example, rng):\n    return example\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -44,7 +44,7 @@ def batch(lengths=LENGTHS):
     return torch.where(mask > 0, ids, 1), mask
 
 
-def told(learner, ids, mask):
+def outputs_and_gradients(learner, ids, mask):
     """Features, logits and gradients of a pass, and how many tokens a layer saw."""
     seen, learner = [], copy.deepcopy(learner)
     hook = learner.get_submodule(
@@ -67,9 +67,9 @@ def told(learner, ids, mask):
 def test_outputs_and_gradients_are_those_with_padding(model_type, kind, checkpointing):
     learner, (ids, mask) = learner_of(kind, model_type, checkpointing=checkpointing), batch()
     assert learner.unpadded.works
-    features, logits, gradients, seen = told(learner, ids, mask)
+    features, logits, gradients, seen = outputs_and_gradients(learner, ids, mask)
     learner.unpadded.works = False
-    wanted, others, wanted_gradients, padded = told(learner, ids, mask)
+    wanted, others, wanted_gradients, padded = outputs_and_gradients(learner, ids, mask)
     assert set(seen) == {sum(LENGTHS)}
     assert set(padded) == {mask.numel()}
     torch.testing.assert_close(features, wanted, rtol=1e-5, atol=1e-6)
@@ -79,14 +79,14 @@ def test_outputs_and_gradients_are_those_with_padding(model_type, kind, checkpoi
         torch.testing.assert_close(gradient, wanted_gradients[name], rtol=1e-4, atol=1e-5)
 
 
-def test_rows_of_equal_length_go_as_they_are():
+def test_rows_of_equal_length_are_not_unpadded():
     learner, (ids, mask) = learner_of("pooled", "bert"), batch((6, 6))
-    *_, seen = told(learner, ids, mask)
+    *_, seen = outputs_and_gradients(learner, ids, mask)
     assert seen == [12]
     assert learner.unpadded.seen is None
 
 
-def test_the_model_is_saved_as_if_nothing_were():
+def test_the_saved_model_has_no_trace_of_unpadding():
     learner = learner_of("pooled", "bert")
     assert learner.hf.config._attn_implementation == "sdpa"
     assert "fmmeta" not in learner.hf.config.to_json_string()
@@ -95,7 +95,7 @@ def test_the_model_is_saved_as_if_nothing_were():
 @pytest.mark.parametrize(
     ("model_type", "attention"), [("bert", "eager"), ("distilbert", "sdpa"), ("mpnet", "eager")]
 )
-def test_other_models_and_attentions_are_left_alone(model_type, attention):
+def test_other_models_and_attentions_are_unchanged(model_type, attention):
     learner, (ids, mask) = learner_of("pooled", model_type, attention), batch()
     assert not learner.unpadded.works
     learner(input_ids=ids, attention_mask=mask)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_learner
-from tests.launch import run_ranks
-from tests.models import save_bert, save_llama, write_classes, write_pairs
+from tests.support.launch import run_ranks
+from tests.support.models import save_bert, save_llama, write_classes, write_pairs
 from tests.workers.exercise import LR, OPERATIONS, QUERY_ROWS, ROWS, examples, made_tensor
 
 Results = dict[str, Tensor]
@@ -105,7 +105,7 @@ def results(folder) -> Callable[[str], dict[str, Results]]:
     return of
 
 
-def apart(found: Results, wanted: Results, operation: str) -> float:
+def relative_error(found: Results, wanted: Results, operation: str) -> float:
     """The largest relative error among an operation's tensors, vectors over the whole model."""
     names = [name for name in wanted if name.split("/")[0] in (operation, f"{operation}, theta")]
     assert names == [name for name in found if name.split("/")[0] in (operation, f"{operation}, theta")]
@@ -120,7 +120,7 @@ def apart(found: Results, wanted: Results, operation: str) -> float:
     return max(errors)
 
 
-def tried() -> list[tuple[str, str, str, str]]:
+def combinations() -> list[tuple[str, str, str, str]]:
     """Kind, model, precision, operation. No caller needs the logits of a pipeline."""
     return [
         (kind, model, dtype, operation)
@@ -132,10 +132,10 @@ def tried() -> list[tuple[str, str, str, str]]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("kind", "model", "dtype", "operation"), tried())
-def test_an_operation_is_that_of_the_plain_worker(plain, results, kind, model, dtype, operation):
+@pytest.mark.parametrize(("kind", "model", "dtype", "operation"), combinations())
+def test_an_operation_equals_that_of_the_plain_worker(plain, results, kind, model, dtype, operation):
     wanted = plain[f"{model}-{dtype}-{KINDS[kind][1].get('lora_r', 0)}"]
-    error = apart(results(kind)[f"{model}-{dtype}"], wanted, operation)
+    error = relative_error(results(kind)[f"{model}-{dtype}"], wanted, operation)
     assert error <= (1e-6 if operation in EXACT else TOLERANCE[dtype])
 
 
@@ -190,7 +190,7 @@ class PlainPyTorch:
 
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("model", MODELS)
-def test_the_plain_worker_is_plain_pytorch(folder, plain, model, rank):
+def test_the_plain_worker_equals_plain_pytorch(folder, plain, model, rank):
     found, torch_model = plain[f"{model}-fp32-{rank}"], PlainPyTorch(folder, model, rank)
 
     def check(operation: str, wanted: dict[str, Tensor]) -> None:

@@ -1,0 +1,274 @@
+"""Real processes that are killed, stopped, signalled and frozen: who ends when, with which code, and what is
+lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.support.launch import ROOT, environment, free_port, run_ranks
+from tests.support.messages import check_message
+from tests.support.short_runs import LONG, model_of, off, same, steps_of, theta_of, until
+
+
+@pytest.fixture(scope="module")
+def undisturbed_run(fork_server, flags, tmp_path_factory):
+    """The run without signals or faults."""
+    folder = tmp_path_factory.mktemp("undisturbed_run")
+    ranks = fork_server.train(flags(folder / "run", **LONG), 2, folder, EPISODE_S="0")
+    assert fork_server.wait(ranks, 100) == [0, 0], ranks[0].text
+    return folder / "run"
+
+
+@pytest.mark.parametrize(
+    ("number", "whom"), [(signal.SIGTERM, [0, 1]), (signal.SIGINT, [0, 0, 1]), (signal.SIGUSR1, [1])]
+)
+def test_a_signal_saves_and_ends_every_rank_with_75(
+    fork_server, flags, undisturbed_run, tmp_path, number, whom
+):
+    """To all ranks, to one twice as Ctrl-C does, to one alone; the same command then resumes to the same
+    bits.
+    """
+    run = tmp_path / "run"
+    ranks = fork_server.train(flags(run, **LONG), 2, tmp_path)
+    until(lambda: steps_of(run) >= 2)
+    time.sleep(random.random() * 0.3)
+    for rank in whom:
+        os.kill(ranks[rank].pid, number)
+    asked = time.monotonic()
+    assert fork_server.wait(ranks, 60) == [75, 75], ranks[0].text + ranks[1].text
+    assert (
+        max(rank.ended for rank in ranks) - asked < 20
+    )  # a task, the agreement, the save, and the others' three seconds
+    (folder,) = (path for path in run.glob("checkpoint-*") if path.name != "checkpoint-5")
+    step = folder.name.removeprefix("checkpoint-")
+    message = f"stopped by {number.name} after outer step {step}, saved in {folder}"
+    assert message in ranks[0].text
+    assert "Traceback" not in ranks[0].text + ranks[1].text
+    again = fork_server.train(flags(run, **LONG), 2, tmp_path, EPISODE_S="0")
+    assert fork_server.wait(again, 100) == [0, 0], again[0].text
+    assert f"resumed from {folder}" in again[0].text
+    assert same(run, undisturbed_run)
+
+
+def test_a_step_is_abandoned_between_two_tasks(fork_server, flags, undisturbed_run, tmp_path):
+    """A group runs its tasks when it has all of them; the one that learns of a signal meanwhile does not
+    begin.
+    """
+    run = tmp_path / "run"
+    ranks = fork_server.train(flags(run, **LONG), 2, tmp_path, EPISODE_S="0.5")
+    until(lambda: steps_of(run) >= 2)
+    time.sleep(0.2)  # step 3 is being loaded, for a second
+    os.kill(ranks[1].pid, signal.SIGTERM)
+    assert fork_server.wait(ranks, 30) == [75, 75], ranks[0].text
+    assert steps_of(run) == 2
+    assert "after outer step 2, saved in" in ranks[0].text
+    again = fork_server.train(flags(run, **LONG), 2, tmp_path, EPISODE_S="0")
+    assert fork_server.wait(again, 100) == [0, 0]
+    assert same(run, undisturbed_run)
+
+
+def test_a_signal_before_the_first_step_ends_at_once(fork_server, flags, tmp_path):
+    ranks = fork_server.train(flags(tmp_path / "run", **LONG), 2, tmp_path)
+    time.sleep(0.3)
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    assert fork_server.wait(ranks, 20) == [75, 75]
+
+
+def test_a_second_signal_ends_the_process_at_once(fork_server, flags, tmp_path):
+    """Rank 0 waits in a collective for rank 1, which is stopped: the first signal has no effect."""
+    run = tmp_path / "run"
+    ranks = fork_server.train(flags(run, **LONG), 2, tmp_path)
+    until(lambda: (run / "checkpoint-5").is_dir())
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    time.sleep(1)
+    os.kill(ranks[0].pid, signal.SIGTERM)
+    time.sleep(5.5)
+    assert not fork_server.poll()
+    os.kill(ranks[0].pid, signal.SIGTERM)
+    until(lambda: fork_server.poll() or ranks[0].code is not None, 5)
+    assert ranks[0].code == 143
+    assert "SIGTERM again: the process ends at once" in ranks[0].text
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    fork_server.wait(ranks, 10)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_rank_is_named_and_the_job_ends(fork_server, flags, undisturbed_run, tmp_path, frozen):
+    """Rank 0 holds the shared store, which no rank can read while rank 0 is frozen."""
+    run = tmp_path / "run"
+    ranks = fork_server.train(flags(run, step_timeout=3, **LONG), 2, tmp_path)
+    until(lambda: (run / "checkpoint-5").is_dir())
+    os.kill(ranks[frozen].pid, signal.SIGSTOP)
+    codes = fork_server.wait(ranks, 60)
+    assert codes == ([-9, 70] if frozen == 0 else [70, -9]), ranks[0].text + ranks[1].text
+    text = ranks[1 - frozen].text
+    assert re.search(
+        r"fmmeta: watchdog: outer step \d+ has taken \d+ s, .* 3 s \(--step_timeout\); the job ends",
+        text,
+    )
+    assert re.search(
+        rf"fmmeta: watchdog: rank {frozen} \(process {ranks[frozen].pid} on .*\) is silent", text
+    )
+    if frozen == 1:
+        assert re.search(r"is silent .*, last heartbeat in outer step \d+, ", text)
+    own = (
+        rf"fmmeta: watchdog: rank {1 - frozen} \(process {ranks[1 - frozen].pid} on .*\): in outer step \d+,"
+        r" .*; stack: .*loop"
+    )
+    assert re.search(own, text), text
+    again = fork_server.train(flags(run, step_timeout=100, **LONG), 2, tmp_path, EPISODE_S="0")
+    assert fork_server.wait(again, 100) == [0, 0], again[0].text
+    assert same(run, undisturbed_run)
+
+
+def test_the_watchdog_watches_a_single_process(fork_server, flags, tmp_path):
+    ranks = fork_server.train(
+        flags(tmp_path / "run", step_timeout=1.5, **{**LONG, "outer_steps": 3}), 1, tmp_path, EPISODE_S="60"
+    )
+    assert fork_server.wait(ranks, 30) == [70]
+    assert re.search(
+        r"watchdog: rank 0 \(.*\): in outer step 2, .*; stack: short_runs.py:\d+ slow_episode",
+        ranks[0].text,
+    )
+
+
+def test_ranks_save_and_end_when_their_launcher_is_killed(flags, undisturbed_run, tmp_path):
+    """A launcher that is killed leaves its ranks behind."""
+    run = tmp_path / "run"
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    code = f"""
+import subprocess, sys, time, os
+for rank in range(2):
+    env = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), **{place!r})
+    out = open({str(tmp_path)!r} + f"/rank-{{rank}}.log", "w")
+    command = [sys.executable, "launch/train.py", *{flags(run, **LONG)!r}]
+    print(subprocess.Popen(command, env=env, stdout=out, stderr=out).pid, flush=True)
+time.sleep(1000)
+"""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert launcher.stdout is not None
+    pids = [int(launcher.stdout.readline()) for _ in range(2)]
+    until(lambda: steps_of(run) >= 2, 120)
+    launcher.kill()
+    launcher.wait()
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 40)
+    text = (tmp_path / "rank-0.log").read_text()
+    assert "stopped by the end of the launcher after outer step" in text
+    assert [path for path in run.glob("checkpoint-*") if path.name != "checkpoint-5"]
+
+
+@pytest.mark.timeout(300)
+def test_torchrun_restarts_a_killed_run_without_any_flag(flags, undisturbed_run, tmp_path):
+    """The bare folder name too is found again: the run is made without --output_dir."""
+    arguments = flags(None, **LONG)
+    command = [
+        "torchrun",
+        "--nproc_per_node=2",
+        f"--master_port={free_port()}",
+        "--max-restarts=2",
+        str(ROOT / "launch/train.py"),
+    ]
+    env = environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", EPISODE_S="0.02")
+    with (tmp_path / "log").open("w") as log:
+        started = subprocess.Popen([*command, *arguments], cwd=tmp_path, env=env, stdout=log, stderr=log)
+        until(lambda: list(tmp_path.glob("runs/*/checkpoint-5")), 150)
+        ranks = [
+            pid
+            for children in Path(f"/proc/{started.pid}/task").glob("*/children")
+            for pid in children.read_text().split()
+        ]
+        os.kill(int(ranks[-1]), signal.SIGKILL)
+        try:
+            code = started.wait(150)
+        finally:
+            started.kill()
+    text = (tmp_path / "log").read_text()
+    assert code == 0, text[-3000:]
+    (run,) = (tmp_path / "runs").iterdir()
+    assert f"resumed from {run.relative_to(tmp_path)}/checkpoint-" in text
+    assert same(run, undisturbed_run)
+
+
+MOVES = [
+    ("groups 4, 2, 1", [(4, {}), (2, {}), (1, {})]),
+    (
+        "group sizes 1, 2, 4 and ZeRO 2, 3",
+        [
+            (2, {}),
+            (2, {"group_size": 2, "deepspeed": "ds_configs/zero2.json"}),
+            (4, {"group_size": 4, "deepspeed": "ds_configs/zero3.json"}),
+        ],
+    ),
+    (
+        "pipeline to ZeRO",
+        [
+            (2, {"group_size": 2, "pipeline_stages": 2, "deepspeed": "ds_configs/zero1.json"}),
+            (2, {"group_size": 2, "deepspeed": "ds_configs/zero2.json"}),
+        ],
+    ),
+]
+
+
+MOVED = {"outer_steps": 6, "save_steps": 2, "save_total_limit": 9, "meta_batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted_run(fork_server, flags, tmp_path_factory):
+    """One process without a stop."""
+    folder = tmp_path_factory.mktemp("uninterrupted_run")
+    assert fork_server.wait(fork_server.train(flags(folder / "run", **MOVED), 1, folder), 100) == [0]
+    return folder / "run"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("places", [places for _, places in MOVES], ids=[name for name, _ in MOVES])
+def test_a_run_resumes_on_another_layout_at_parity(fork_server, flags, uninterrupted_run, tmp_path, places):
+    """Each layout resumes from the checkpoint two steps into the previous one, and ends at the theta of one
+    uninterrupted process.
+    """
+    begin, wanted = (
+        load_file(uninterrupted_run / f"checkpoint-{n}" / "shard-00000.safetensors") for n in (2, 6)
+    )
+    resumed = {}
+    for number, (ranks, place) in enumerate(places):
+        run = tmp_path / str(number)
+        started = fork_server.train(flags(run, **MOVED, **place, **resumed), ranks, tmp_path)
+        assert fork_server.wait(started, 200) == [0] * ranks, started[0].text
+        assert not number or f"resumed from {resumed['resume_from_checkpoint']}" in started[0].text
+        resumed = {"resume_from_checkpoint": run / f"checkpoint-{2 * number + 2}"}
+        assert off(theta_of(run) if ranks == 1 else model_of(run), uninterrupted_run, begin, wanted) < 1e-4
+
+
+def test_differing_replicas_are_named_on_all_ranks():
+    outputs = run_ranks(["-m", "tests.support.scenarios", "odd_replicas"], 3, timeout_s=100).ok().output
+    for text in outputs:
+        (line,) = [line for line in text.splitlines() if line.startswith("fault ")]
+        check_message(line, "outer step 7", "ranks 1 differ", "nothing of it is saved")
+        assert "equal before" in text
+
+
+def test_training_continues_after_a_failed_save(fork_server, flags, undisturbed_run, tmp_path):
+    """A file blocks the folder of the first checkpoint; the next one is written."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "tmp-checkpoint-5").write_text("in the way")
+    ranks = fork_server.train(flags(run, **LONG), 2, tmp_path, EPISODE_S="0")
+    assert fork_server.wait(ranks, 100) == [0, 0], ranks[0].text
+    assert same(run, undisturbed_run)
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == list(range(1, 13))

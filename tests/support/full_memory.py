@@ -1,0 +1,30 @@
+"""Loads episodes while /dev/shm is full; test_loader.py starts it in a mount namespace."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from fmmeta.tasks.batching import Batcher
+from fmmeta.tasks.loader import EpisodeLoader, LoadEpisode
+from tests.support.episodes import same_episodes
+
+if __name__ == "__main__":
+    folder, full = sys.argv[1:]
+    source, tasks, transforms = pickle.loads((Path(folder) / "made.pickle").read_bytes())
+    load = LoadEpisode(source, Batcher(0), transforms, 2)
+    loader, expected = (
+        EpisodeLoader(load, lambda task: tasks[tasks.index(task) :], number) for number in "10"
+    )
+    found = [] if full == "from the start" else loader.fetch(tasks[:2])
+    with Path("/dev/shm/ballast").open("wb", buffering=0) as ballast:
+        for task in tasks[len(found) :]:
+            with suppress(OSError):
+                while ballast.write(bytes(4096)):  # what the last episode has freed, too
+                    pass
+            found += loader.fetch([task])
+    print("same episodes" if same_episodes(found, expected.fetch(tasks)) else "other episodes")
+    print("\n".join(loader.warnings))
+    loader.close()

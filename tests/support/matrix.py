@@ -1,0 +1,629 @@
+"""The parity matrix: every layout, ZeRO stage, rule, model and precision against the oracle.
+
+`full()` is the product of the axes that the promise names, the others cycling through it; `pairwise()` is a
+cover in which every pair of values of any two axes occurs together. Each case runs 3 outer steps of 3 tasks
+(uneven over 2 groups) with 5 or 15 support rows (uneven over 2 ranks).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, reduce
+from heapq import heapify, heapreplace
+from operator import or_
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fmmeta.config.settings import Config
+from fmmeta.meta.reference import Reference, reference_run
+from fmmeta.models.load import describe, load_learner, load_tokenizer
+from fmmeta.tasks.schedule.meta_batches import Schedule
+from fmmeta.tasks.sources.load import load_sources
+from tests.support.launch import ROOT, start_ranks
+from tests.support.models import (
+    DECODERS,
+    ENCODERS,
+    save_bert,
+    save_family,
+    save_llama,
+    write_classes,
+    write_pairs,
+)
+
+Outcomes = dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]  # theta and facts by case
+LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))  # groups, ranks of a group
+AXES: dict[str, tuple[Any, ...]] = {
+    "layout": LAYOUTS,
+    "stage": ("plain", 0, 1, 2, 3),  # plain: no DeepSpeed
+    "algorithm": (
+        "fomaml",
+        "reptile",
+        "maml",
+        "fomaml-rates",
+        "meta_sgd",
+        "reptile-adam",
+        "imaml",
+        "anil",
+        "boil",
+        "proto_maml",
+        "joint",
+        "protonet",
+    ),
+    "groups": ("one", "several"),  # parameter groups
+    "sub_group": ("default", "tiny"),
+    "model": ("llama", "bert"),
+    "dtype": ("fp32", "bf16"),
+    "outer": ("sgd", "adamw"),
+    "head": ("zero", "learned", "prototype"),
+    "extra": ("none", "micro", "offload"),  # micro-batches of four rows; optimizer offload
+    "also": (
+        "nothing",
+        "lora",
+        "checkpointing",
+        "both",
+        "offload_outer",
+        "packing",
+    ),  # the others belong to stages
+}
+ALSO: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "lora": {"lora_r": 4},
+    "checkpointing": {"gradient_checkpointing": True},
+    "offload_outer": {"offload_outer": True},
+    "packing": {"packing": True},
+    "multi_task": {"lora_r": 4, "tasks_per_pass": "2"},  # of 3 tasks
+    "pooled": {"tasks_per_pass": "2"},
+    "both": {"lora_r": 4, "gradient_checkpointing": True},
+    "delay": {"outer_delay": 1},  # test_delay.py has its cases
+    "wire": {"reduce_dtype": "bf16"},
+    "delay-wire": {"outer_delay": 1, "reduce_dtype": "bf16"},
+    "lora-first": {
+        "lora_r": 4,
+        "lora_target_modules": ["layers.0.self_attn.q_proj"],
+    },  # the last stage of two trains nothing
+    "lora-last": {
+        "lora_r": 4,
+        "lora_target_modules": ["layers.2.self_attn.v_proj"],
+    },  # the first stage trains nothing
+}
+EQUAL = {
+    "gradient_checkpointing",
+    "offload_outer",
+    "packing",
+    "tasks_per_pass",
+    "reduce_dtype",
+}  # the oracle knows nothing of what must not change theta
+VARIANTS: dict[str, dict[str, Any]] = {  # settings of an algorithm's name, where they are more than the name
+    "fomaml-rates": {
+        "algorithm": "fomaml",
+        "inner_lr_learned": "layer",
+        "inner_optimizer": "momentum",
+        "inner_momentum": 0.5,
+        "multi_step_loss_steps": 4,
+        "inner_lr_outer_lr": 0.01,
+    },
+    "meta_sgd": {"algorithm": "meta_sgd", "first_order_steps": 1, "inner_lr_outer_lr": 0.01},
+    "imaml": {"algorithm": "imaml", "proximal_weight": 300.0, "inner_lr": 0.003, "cg_steps": 3},
+    "proto_maml": {"algorithm": "proto_maml", "prototype_gradient": True},
+    "reptile-adam": {
+        "algorithm": "reptile",
+        "inner_optimizer": "adamw",
+        "inner_beta1": 0.5,
+        "inner_beta2": 0.9,
+        "inner_optimizer_state": "kept",
+        "inner_epsilon": 0.03,
+    },
+}
+SECOND_ORDER = (
+    "maml",
+    "meta_sgd",
+    "imaml",
+    "boil",
+    "proto_maml",
+)  # differences of gradients: less exact than gradients, and nothing in bf16
+HEADS = {
+    "boil": "learned",
+    "proto_maml": "prototype",
+    "protonet": "prototype",
+}  # of the algorithms that demand one
+TOLERANCE = {("fp32", "sgd"): 1e-5, ("fp32", "adamw"): 1e-4, ("bf16", "sgd"): 0.1, ("bf16", "adamw"): 0.1}
+
+
+def tolerance(case: Case) -> float:
+    """Differences of gradients err by themselves, alike on every layout; through class means by 1.2e-3
+    (docs/log.md).
+    """
+    differences = 3e-3 if case.algorithm == "proto_maml" else 1e-3
+    return differences if case.algorithm in SECOND_ORDER else TOLERANCE[case.dtype, case.outer]
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: tuple[int, int]
+    stage: int | str
+    algorithm: str
+    groups: str
+    sub_group: str
+    model: str
+    dtype: str
+    outer: str
+    head: str
+    extra: str
+    also: str = "nothing"
+    stages: int = 1  # pipeline stages of a group
+    tensor: int = 1  # tensor-parallel ranks of a group
+    export: bool = False
+
+    @property
+    def id(self) -> str:
+        layout = "x".join(map(str, self.layout))
+        stage = self.stage if self.stage == "plain" else f"zero{self.stage}"
+        return "-".join([layout, str(stage), *map(str, list(vars(self).values())[2:])])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What `also` sets."""
+        return ALSO[self.also]
+
+    @property
+    def work(self) -> int:
+        """About how long a case takes, by others: ranks, passes of a task, micro-batches, DeepSpeed's hooks
+        at every layer.
+        """
+        passes = 9 if self.algorithm in SECOND_ORDER else 3
+        return (
+            math.prod(self.layout)
+            * passes
+            * (4 if self.extra == "micro" else 1)
+            * (6 if self.stage == 3 else 1)
+        )
+
+    @property
+    def possible(self) -> bool:
+        """Whether the values fit together: offload shards something, plain holds everything, only ZeRO 3 has
+        sub-groups.
+        """
+        return (
+            not (self.extra == "offload" and self.stage in ("plain", 0))
+            and not (self.stage == "plain" and self.layout[1] > 1)
+            and not (self.sub_group == "tiny" and self.stage != 3)
+            and not (self.model == "llama" and self.head != "zero")
+            and not (self.model == "bert" and self.also == "packing")
+            and not (self.also != "nothing" and self.algorithm not in ("fomaml", "reptile", "maml"))
+            and not (self.also == "offload_outer" and self.algorithm == "maml")
+            and not (self.dtype == "bf16" and self.algorithm in SECOND_ORDER)
+            and not (self.model == "llama" and self.algorithm in (*HEADS, "anil"))
+            and not (self.head == "learned" and self.algorithm == "joint")
+            and self.head == HEADS.get(self.algorithm, self.head)
+        )
+
+
+@cache
+def cases() -> list[Case]:
+    return [case for values in itertools.product(*AXES.values()) if (case := Case(*values)).possible]
+
+
+def full() -> list[Case]:
+    """Every layout x stage x rule x groups x sub-groups x model x dtype; a hash picks the other axes."""
+    by_core: dict[tuple[Any, ...], list[Case]] = {}
+    for case in cases():
+        by_core.setdefault(tuple(vars(case).values())[:7], []).append(case)
+    return [options[crc32(f"1{core}".encode()) % len(options)] for core, options in by_core.items()]
+
+
+@cache
+def pairwise() -> list[Case]:
+    """Greedy cover: every pair of values that some possible case holds is held by a chosen one."""
+    return covering([(case, pairs(case)) for case in cases()])
+
+
+def covering(marked: Sequence[tuple[Case, int]]) -> list[Case]:
+    """Few cases that bear all marks between them with little work, chosen greedily: by marks that they add
+    over the root of their work. Marks are bits.
+
+    What a case would add only shrinks, so that a number that is out of date is looked at again when its turn
+    comes.
+    """
+    missing = reduce(or_, (marks for _, marks in marked), 0)
+    worth = [1 / math.sqrt(case.work) for case, _ in marked]
+    waiting = [(-marks.bit_count() * worth[number], number) for number, (_, marks) in enumerate(marked)]
+    heapify(waiting)
+    chosen = []
+    while missing:
+        number = waiting[0][1]
+        case, marks = marked[number]
+        now = (-(marks & missing).bit_count() * worth[number], number)
+        if now > waiting[0]:
+            heapreplace(waiting, now)
+            continue
+        chosen.append(case)
+        missing &= ~marks
+    return chosen
+
+
+def pairs(case: Case) -> int:
+    """A bit for every pair of values of two axes."""
+    values = [(name, value) for name, value in vars(case).items() if name in AXES]
+    return reduce(or_, (bits_of_pairs()[pair] for pair in itertools.combinations(values, 2)))
+
+
+@cache
+def bits_of_pairs() -> dict[tuple[Any, Any], int]:
+    axes = [[(name, value) for value in values] for name, values in AXES.items()]
+    named = (pair for two in itertools.combinations(axes, 2) for pair in itertools.product(*two))
+    return {pair: 1 << number for number, pair in enumerate(named)}
+
+
+def spread() -> list[Case]:
+    """Models spread by layers (every family, P in {2, 3}), sharded while loading by ZeRO 3, and by tensor
+    parallelism: with and without data parallelism, tied and untied, fp32 and bf16.
+
+    A row: layout, stages (or T tensor ranks as -T), ZeRO stage, model, dtype; the remaining axes take turns.
+    Micro-batches have changing lengths in all of them, since rows are assigned by length.
+    """
+    listed = [
+        *(((1, 2), 2, i % 2, f"{name}3", "fp32") for i, name in enumerate((*DECODERS, *ENCODERS))),
+        ((1, 2), 2, 0, "llama3-untied", "fp32"),
+        ((1, 2), 2, 0, "llama3", "bf16"),
+        ((1, 2), 2, 1, "roberta3", "bf16"),
+        ((1, 3), 3, 1, "llama3", "fp32"),
+        ((1, 3), 3, 0, "gpt23", "fp32"),
+        ((1, 3), 3, 1, "bert3", "fp32"),
+        ((1, 3), 3, 0, "qwen23-untied", "bf16"),
+        ((1, 4), 2, 0, "llama3", "fp32"),
+        ((1, 4), 2, 1, "llama3", "fp32"),
+        ((1, 4), 2, 1, "bert3", "fp32"),
+        ((1, 4), 2, 1, "qwen33", "bf16"),
+        ((1, 6), 3, 1, "llama3", "fp32"),
+        ((1, 6), 3, 0, "roberta3", "fp32"),
+        ((3, 2), 2, 0, "llama3", "fp32"),
+        *(((1, 2), 1, 3, f"{name}3", "fp32") for name in (*DECODERS, *ENCODERS)),
+        ((2, 2), 1, 3, "llama3-untied", "bf16"),
+        ((1, 2), -2, 0, "llama3", "fp32"),
+        ((1, 2), -2, 1, "qwen33-untied", "fp32"),
+        ((1, 2), -2, 1, "mistral3", "bf16"),
+        ((1, 2), -2, 0, "qwen23", "bf16"),
+        ((2, 2), -2, 1, "llama3-untied", "fp32"),
+        ((1, 4), -2, 1, "qwen33", "fp32"),
+        ((1, 4), -2, 0, "llama3", "fp32"),
+        ((1, 4), -2, 1, "llama3", "bf16"),
+    ]
+    cases = []
+    for turn, (layout, stages, stage, model, dtype) in enumerate(listed):
+        causal = not model.startswith(ENCODERS)
+        # in bf16 class means start the head so roughly that 3 steps part from the oracle on any layout,
+        # sharded or not
+        head = (
+            "zero" if causal else "learned" if dtype == "bf16" else ("learned", "prototype", "zero")[turn % 3]
+        )
+        algorithm, groups = ("fomaml", "reptile")[turn // 2 % 2], ("several", "one")[turn // 3 % 2]
+        outer, extra = ("sgd", "adamw")[turn // 4 % 2], ("none", "micro")[turn // 5 % 2]
+        cases.append(
+            Case(
+                layout,
+                stage,
+                algorithm,
+                groups,
+                "default",
+                model,
+                dtype,
+                outer,
+                head,
+                extra,
+                stages=max(1, stages),
+                tensor=max(1, -stages),
+                export=True,
+            )
+        )
+    algorithms = [
+        ((1, 2), 2, 0, "llama3", "maml"),
+        ((1, 2), 2, 1, "bert3", "fomaml-rates"),
+        ((1, 2), 2, 0, "llama3", "meta_sgd"),
+        ((1, 2), 2, 1, "bert3", "boil"),
+        ((1, 2), 2, 0, "llama3", "reptile-adam"),
+        ((1, 2), 2, 1, "llama3", "joint"),
+        ((1, 2), 2, 0, "bert3", "anil"),
+        ((1, 4), 2, 1, "bert3", "anil"),
+        ((1, 2), 2, 1, "roberta3", "protonet"),
+        ((1, 2), 2, 1, "bert3", "proto_maml"),
+        ((1, 3), 3, 0, "bert3", "protonet"),
+        ((1, 2), 2, 1, "bert3", "joint"),
+        ((1, 2), 1, 3, "bert3", "joint"),
+        ((2, 2), 1, 3, "bert3", "joint"),
+        ((1, 4), 2, 1, "llama3", "imaml"),
+        ((1, 4), 2, 0, "llama3", "fomaml-rates"),
+        ((1, 2), -2, 0, "llama3", "maml"),
+        ((1, 2), -2, 1, "qwen33-untied", "fomaml-rates"),
+        ((1, 2), -2, 1, "llama3", "meta_sgd"),
+        ((1, 2), -2, 1, "llama3", "reptile-adam"),
+        ((1, 2), -2, 0, "llama3", "joint"),
+        ((1, 4), -2, 1, "llama3", "imaml"),
+    ]
+    for layout, stages, stage, model, algorithm in algorithms:
+        head = HEADS.get(algorithm, "zero")
+        cases.append(
+            Case(
+                layout,
+                stage,
+                algorithm,
+                "several",
+                "default",
+                model,
+                "fp32",
+                "adamw",
+                head,
+                "none",
+                stages=max(1, stages),
+                tensor=max(1, -stages),
+                export=True,
+            )
+        )
+    beside = [
+        ((1, 2), 2, 0, "llama3", "fp32", "lora"),
+        ((1, 2), 2, 1, "llama3", "bf16", "lora"),
+        ((1, 2), 2, 1, "bert3", "fp32", "lora"),
+        ((1, 2), 2, 0, "gpt23", "fp32", "lora"),
+        ((1, 2), 2, 1, "roberta3", "bf16", "lora"),
+        ((1, 2), 2, 0, "llama3", "fp32", "lora-first"),
+        ((1, 2), 2, 1, "qwen23-untied", "fp32", "lora-last"),
+        ((1, 2), 2, 1, "llama3", "bf16", "lora-last"),
+        ((1, 4), 2, 1, "llama3", "fp32", "lora-last"),
+        ((1, 4), 2, 0, "llama3", "fp32", "lora"),
+        ((1, 4), 2, 1, "bert3", "bf16", "lora"),
+        ((1, 3), 3, 1, "qwen33", "fp32", "both"),
+        ((1, 2), 2, 0, "llama3", "fp32", "checkpointing"),
+        ((1, 2), 2, 1, "bert3", "fp32", "checkpointing"),
+        ((1, 2), 2, 1, "qwen23", "bf16", "checkpointing"),
+        ((1, 2), 2, 0, "llama3", "fp32", "offload_outer"),
+        ((1, 4), 2, 1, "llama3", "bf16", "offload_outer"),
+        ((1, 2), -2, 0, "llama3", "fp32", "checkpointing"),
+        ((1, 2), -2, 1, "qwen33", "fp32", "checkpointing"),
+        ((1, 4), -2, 1, "llama3", "fp32", "offload_outer"),
+    ]
+    for turn, (layout, stages, stage, model, dtype, also) in enumerate(beside):
+        cases.append(
+            Case(
+                layout,
+                stage,
+                ("fomaml", "reptile")[turn // 3 % 2],
+                "several",
+                "default",
+                model,
+                dtype,
+                ("adamw", "sgd")[turn % 2],
+                "learned" if model.startswith(ENCODERS) else "zero",
+                "none",
+                also,
+                stages=max(1, stages),
+                tensor=max(1, -stages),
+                export=True,
+            )
+        )
+    return cases
+
+
+def spread_cover() -> list[Case]:
+    """Of `spread`: every layout, and with stages, tensor ranks and ZeRO 3 each every model, rule, precision
+    and option.
+    """
+
+    def marks(case: Case) -> set[tuple[Any, ...]]:
+        way = "stages" if case.stages > 1 else "tensor" if case.tensor > 1 else "sharded"
+        return {
+            (case.layout, case.stages, case.tensor),
+            (way, case.model),
+            (way, case.algorithm),
+            (way, case.dtype, case.stage),
+            (way, case.also),
+            (way, case.head),
+            (way, case.outer),
+        }
+
+    numbers: dict[tuple[Any, ...], int] = defaultdict(lambda: len(numbers))
+    return covering([(case, sum(1 << numbers[mark] for mark in marks(case))) for case in spread()])
+
+
+class ParityFixture:
+    """Checkpoints, data and DeepSpeed files of the matrix, in a temporary folder; ranks start in `cwd`."""
+
+    def __init__(self, folder: Path, cwd: Path = ROOT) -> None:
+        self.folder, self.cwd = folder, cwd
+        self.data = {
+            True: write_pairs(folder / "pairs.jsonl"),
+            False: write_classes(folder / "classes.jsonl"),
+        }
+        self.models = cache(self._model)
+        self.reference = cache(self._reference)
+
+    def _model(self, name: str) -> Path:
+        if name in ("llama", "bert"):
+            return save_llama(self.folder / name) if name == "llama" else save_bert(self.folder / name)
+        family, tied = name.removesuffix("-untied").removesuffix("3"), not name.endswith("-untied")
+        return save_family(self.folder / name, family, tied)
+
+    def settings(self, case: Case) -> dict[str, Any]:
+        """Step sizes are such that theta travels much further than fp32 rounds, and chaos stays small in
+        bf16.
+        """
+        causal = not case.model.startswith(ENCODERS)
+        rule = VARIANTS.get(case.algorithm, {"algorithm": case.algorithm})
+        prototype_lr = 0.1 if case.algorithm == "reptile" else 0.01
+        if case.algorithm == "fomaml-rates":
+            prototype_lr = 0.1
+        if case.algorithm == "reptile" and case.settings.get("lora_r"):
+            prototype_lr = 0.5  # theta - phi is a difference of numbers that are much larger than it
+        inner_lr = 0.1 if causal else prototype_lr if case.head == "prototype" else 0.3
+        return {
+            "model_name_or_path": str(self.models(case.model)),
+            "dataset": [str(self.data[causal])],
+            "task_type": "causal_lm" if causal else "classification",
+            "pooling": "auto",
+            "head_init": case.head,
+            "n_way": 2 if causal else 5,
+            "k_shot": 5 if causal else 3 if case.head == "prototype" else 1,
+            "num_query": 3,
+            "meta_batch_size": 3,
+            "inner_steps": 2,
+            "inner_lr": inner_lr,
+            "outer_steps": 3,
+            "outer_optimizer": case.outer,
+            "outer_lr": 0.5 if case.outer == "sgd" else 3e-3,
+            "warmup_steps": 1,
+            "lr_scheduler_type": "linear",
+            "adam_epsilon": 1e-4,
+            "max_grad_norm": 0.5,
+            "weight_decay": 0.1 if case.groups == "several" else 0.0,
+            "bf16": case.dtype == "bf16",
+            **rule,
+            **case.settings,
+        }
+
+    def run(self, chosen: Sequence[Case], before: Callable[[], None] | None = None) -> Outcomes:
+        """Run cases of one layout in one set of processes, which call `before` first; return theta and facts
+        by case.
+        """
+        return self.start(chosen, before)()
+
+    def start(
+        self, chosen: Sequence[Case], before: Callable[[], None] | None = None
+    ) -> Callable[[], Outcomes]:
+        """Begin to run cases; what comes back waits for the end."""
+        num_groups, group_size = chosen[0].layout
+        listed = []
+        for case in chosen:
+            ds = self.folder / f"{case.id}.json"
+            zero: dict[str, Any] = {"stage": 0 if case.stage == "plain" else case.stage}
+            if case.sub_group == "tiny":
+                zero["sub_group_size"] = 1000
+            if case.extra == "offload":
+                zero["offload_optimizer"] = {"device": "cpu"}
+            if before:
+                zero["reduce_bucket_size"] = (
+                    10**6
+                )  # DeepSpeed's 2 GB are never touched, unless a test fills memory
+            ds.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
+            config = {
+                **self.settings(case),
+                "deepspeed": str(ds),
+                "group_size": str(group_size),
+                "pipeline_stages": case.stages,
+                "tensor_parallel_size": case.tensor,
+                "lora_merge": case.export and "lora_r" in case.settings,
+                "engine": "plain" if case.stage == "plain" else "deepspeed",
+                "micro_batch_size": 4 if case.extra == "micro" else 32,
+            }
+            listed.append({"id": case.id, "config": config, "export": case.export})
+        file = self.folder / f"cases-{chosen[0].id}.json"
+        file.write_text(json.dumps(listed))
+        out = self.folder / f"out-{num_groups}x{group_size}"
+        out.mkdir(exist_ok=True)
+        running = start_ranks(
+            ["-m", "tests.support.run_cases", str(file), str(out)],
+            num_groups * group_size,
+            cwd=self.cwd,
+            before=before,
+        )
+
+        def end() -> Outcomes:
+            running.end(timeout_s=1500).ok()
+            return {
+                case.id: (
+                    load_file(out / f"{case.id}.safetensors"),
+                    json.loads((out / f"{case.id}.json").read_text()),
+                )
+                for case in chosen
+            }
+
+        return end
+
+    def error(self, case: Case, theta: dict[str, torch.Tensor]) -> float:
+        """|theta - oracle| / |oracle - theta_0|, over the whole model."""
+        settings = {key: value for key, value in self.settings(case).items() if key not in EQUAL}
+        wanted, began = self.reference(json.dumps(settings, sort_keys=True))
+        final = wanted.thetas[-1]
+        assert sorted(theta) == sorted(final)
+        off = sum(float((theta[name] - final[name]).double().square().sum()) for name in final)
+        travelled = sum(float((final[name] - began[name]).double().square().sum()) for name in final)
+        return (off / travelled) ** 0.5
+
+    def _reference(self, settings: str) -> tuple[Reference, dict[str, torch.Tensor]]:
+        config = Config(**json.loads(settings))
+        description = describe(config)
+        tokenizer = load_tokenizer(config, description, print)
+        source = load_sources(config, tokenizer, print).train
+        learner = load_learner(config, replace(description, classes=len(source.classes)))
+        schedule = Schedule(source.items, config.meta_batch_size, config.seed, 0)
+        steps = [
+            [source.draw(task).episode() for task in schedule.meta_batch(step)]
+            for step in range(config.outer_steps)
+        ]
+        began = {name: p.detach().clone() for name, p in learner.named_parameters() if p.requires_grad}
+        if not config.bf16:
+            learner = learner.double()  # an oracle without fp32 rounding errors
+        return reference_run(learner, steps, config, config.bf16), began
+
+
+class Launches:
+    """Outcomes of cases, which are run a launch at a time: those of one `kind`.
+
+    The next launch begins before the present one is waited for, so that it uses the time in which its ranks
+    wait for each other and oracles are computed.
+    """
+
+    def __init__(self, bench: ParityFixture, chosen: Sequence[Case], kind: Callable[[Case], Any]) -> None:
+        self.bench, self.kind = bench, kind
+        self.kinds = list(dict.fromkeys(map(kind, chosen)))
+        self.cases = {each: [case for case in chosen if kind(case) == each] for each in self.kinds}
+        self.started: dict[Any, Callable[[], Outcomes]] = {}
+        self.ended: dict[Any, Outcomes | AssertionError] = {}
+
+    def outcome(self, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """theta and facts."""
+        kind = self.kind(case)
+        at = self.kinds.index(kind)
+        for each in self.kinds[at : at + 2]:
+            if each not in self.started:
+                self.started[each] = self.bench.start(self.cases[each])
+        if kind not in self.ended:
+            try:
+                self.ended[kind] = self.started[kind]()
+            except AssertionError as error:  # stored, so that a broken launch is started once
+                self.ended[kind] = error
+        found = self.ended[kind]
+        if isinstance(found, AssertionError):
+            raise found
+        return found[case.id]
+
+
+def selected(request: pytest.FixtureRequest) -> list[Case]:
+    """The cases that this session will try in the module that asks, in that order."""
+    items = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    params = [getattr(getattr(item, "callspec", None), "params", {}) for item in items]
+    return [given["case"] for given in params if "case" in given]
+
+
+__all__ = [
+    "AXES",
+    "LAYOUTS",
+    "TOLERANCE",
+    "Case",
+    "Launches",
+    "ParityFixture",
+    "cases",
+    "full",
+    "pairwise",
+    "selected",
+    "spread",
+    "spread_cover",
+    "tolerance",
+]

@@ -1,0 +1,129 @@
+"""Started on every rank by tests: runs many small meta-trainings in one set of processes, and saves what came
+out.
+
+    python -m tests.support.run_cases CASES.json OUT_DIR
+
+A case is {"id", "config": settings, "poison": [[outer step, slot, "support" | "query"], ...], "by":
+{"factor": F}}; all cases of a file have the same group size. Poison makes a task's loss F times (by default
+infinitely) as large on that set. For each case the first rank writes OUT_DIR/<id>.safetensors (theta, whole)
+and OUT_DIR/<id>.json (facts).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from fmmeta.checkpoint.hf_export import export
+from fmmeta.common.progress import Progress
+from fmmeta.config.settings import Config
+from fmmeta.models.load import empty_learner, load_learner
+from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.process_groups import World, pick_device
+from fmmeta.tasks.loader import LoadEpisode
+from fmmeta.training import build
+from fmmeta.training.loop import Run
+from fmmeta.training.run_folder import RunStart
+
+
+def poison(parts: build.Runtime, chosen: dict[tuple[int, int], str], factor: float = float("inf")) -> None:
+    """Weigh the rows of the chosen tasks more; infinitely, loss and gradients are no numbers then, as after a
+    divergence.
+    """
+    if not chosen:
+        return
+    clean = parts.load
+
+    class Poisoned(LoadEpisode):
+        def batches(self, task):
+            episode = super().batches(task)
+            for batch in getattr(episode, chosen[task.seed[2:]]) if task.seed[2:] in chosen else []:
+                batch.weights *= factor
+            return episode
+
+    def load(source, transform=None):
+        made = clean(source, transform)
+        return Poisoned(made.source, made.batcher, made.transform, made.most_classes)
+
+    parts.load = load  # type: ignore[method-assign]
+
+
+def main(cases_file: str, out: str) -> None:
+    launch = Launch.from_env(os.environ)
+    world = World(launch, pick_device(launch))
+    ranks = None
+    for case in json.loads(Path(cases_file).read_text()):
+        config = Config(**{"save_steps": 0, "eval_episodes": 0, "logging_steps": 1, **case["config"]})
+        inputs = build.read_inputs(config, world, lambda text: None)
+        if ranks is None:
+            ranks = world.split(int(config.group_size))
+        plan = inputs.parallel_plan(config, ranks.layout.group_size, world.device.type)
+        parts = build.build(config, inputs, plan, ranks)
+        began = load_learner(config, inputs.description)
+        off = [
+            float(
+                (parts.worker.gather_param(parts.meta_params.theta, name, tuple(p.shape)).cpu() - p)
+                .abs()
+                .max()
+            )
+            for name, p in began.named_parameters()
+            if p.requires_grad
+        ]
+        folder = Path(out) / case["id"]
+        folder.mkdir(exist_ok=True)
+        run = Run(config, inputs, ranks, parts, RunStart(folder, None, False), Progress(enabled=False))
+        poison(
+            parts, {(step, slot): which for step, slot, which in case.get("poison", [])}, **case.get("by", {})
+        )
+        held = getattr(parts.worker, "model", None) or parts.worker.stage
+        layers = [m for m in held.modules() if getattr(m, "gradient_checkpointing", False) and m.training]
+        run.resume()
+        run.loop()
+        theta = {}
+        skeleton = empty_learner(config, inputs.description)
+        for name, param in skeleton.named_parameters():
+            if param.requires_grad:
+                theta[name] = parts.worker.gather_param(run.theta, name, tuple(param.shape)).cpu()
+        if case.get("export"):
+            export(
+                folder / "model",
+                run.theta,
+                parts.worker,
+                parts.frozen,
+                config,
+                inputs.description,
+                inputs.tokenizer,
+                ranks,
+            )
+        if launch.global_rank == 0:
+            save_file(theta, folder.with_suffix(".safetensors"))
+            adapters = [p.shape[0] for n, p in skeleton.named_parameters() if ".lora_A." in n]
+            effects = {
+                "gradient_checkpointing": bool(layers),
+                "packing": parts.batcher.pack is not None,
+                "offload_outer": run.state.outer.memory.offload,
+                "outer_delay": run.state.updates.delay,
+                "reduce_dtype": {torch.float32: "", torch.bfloat16: "bf16"}[run.state.updates.comm_dtype],
+                "lora_r": max(adapters, default=0),
+            }
+            facts = {
+                "effects": {name: value for name, value in effects.items() if value},
+                "engine": type(parts.worker).__name__,
+                "groups": list(parts.worker.params.groups),
+                "wrapper": (
+                    type(parts.worker.engine.optimizer).__name__ if hasattr(parts.worker, "engine") else None
+                ),
+                "numel": parts.worker.params.numel,
+                "start_off": max(off),
+            }
+            folder.with_suffix(".json").write_text(json.dumps(facts))
+    world.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,85 @@
+"""Short runs of a few seconds that something happens to, and how they are compared; conftest.py has their
+fixtures.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+QUICK = {
+    "n_way": 2,
+    "k_shot": 1,
+    "num_query": 1,
+    "meta_batch_size": 4,
+    "inner_steps": 1,
+    "max_length": 16,
+    "num_workers": 0,
+    "eval_episodes": 0,
+    "logging_steps": 1,
+}
+LONG = {"outer_steps": 12, "save_steps": 5, "episode_transforms": "tests.support.short_runs:slow_episode"}
+
+
+def slow_episode(episode, rng):
+    """A transform: an episode takes as long as the environment says, after the first outer step."""
+    if episode.task.seed[2]:
+        time.sleep(float(os.environ.get("EPISODE_S", "0.05")))
+    return episode
+
+
+def hold(episode, rng):
+    """A transform: from the third outer step on an episode waits for the file that the environment names."""
+    while episode.task.seed[2] >= 2 and not Path(os.environ["HOLD"]).exists():
+        time.sleep(0.05)
+    return episode
+
+
+def theta_of(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+def same(a: Path, b: Path) -> bool:
+    one, other = theta_of(a), theta_of(b)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def steps_of(run: Path) -> int:
+    try:
+        return len((run / "metrics.jsonl").read_text().splitlines())
+    except OSError:
+        return 0
+
+
+def until(condition, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.01)
+
+
+def model_of(run: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: value
+        for file in (run / "model").glob("model*.safetensors")
+        for name, value in load_file(file).items()
+    }
+
+
+def off(found, whole: Path, begin, wanted) -> float:
+    """The error over the distance travelled since the first checkpoint (which is less than that since the
+    start).
+    """
+    want = theta_of(whole)
+    assert found.keys() == want.keys()
+    error = sum(float((found[name] - want[name]).double().square().sum()) for name in want)
+    way = sum(
+        float((wanted[key] - begin[key]).double().square().sum())
+        for key in wanted
+        if key.startswith("theta/")
+    )
+    return (error / way) ** 0.5

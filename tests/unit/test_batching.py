@@ -1,0 +1,204 @@
+"""The losses of micro-batches add up to the mean over the set, however it is split over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fmmeta.config.algorithms import find
+from fmmeta.models.learner import objective
+from fmmeta.tasks.batching import IGNORE, Batcher, Episode, Example, MicroBatch, collate
+from tests.support.learners import (
+    by_name,
+    config_of,
+    cosine_and_error,
+    episode_of,
+    llama,
+    meta_parameters,
+    oracle_gradient,
+    setup_of,
+    task_gradient,
+    worker_of,
+)
+
+PAD, VOCAB, CLASSES = 0, 50, 4
+TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))
+
+
+@dataclass
+class Cut:
+    """A set of rows and how it is split into micro-batches."""
+
+    rows: list[Example]
+    group_size: int
+    micro_batch_size: int
+    max_tokens: int = 0
+
+    def by_rank(self) -> list[list[MicroBatch]]:
+        cut = (PAD, self.micro_batch_size)
+        return [
+            Batcher(*cut, rank, self.group_size, None, self.max_tokens).split(self.rows)
+            for rank in range(self.group_size)
+        ]
+
+    def all(self) -> list[MicroBatch]:
+        return [batch for batches in self.by_rank() for batch in batches]
+
+
+@st.composite
+def cuts(draw, causal: bool | None = None, bounded: bool = False) -> Cut:
+    causal = draw(st.booleans()) if causal is None else causal
+    rows = []
+    for number, length in enumerate(draw(st.lists(st.integers(2, 12), min_size=1, max_size=20))):
+        ids = [
+            number + 1,
+            *draw(st.lists(st.integers(1, VOCAB - 1), min_size=length - 1, max_size=length - 1)),
+        ]
+        prompt = draw(st.integers(1, length - 1))
+        labels = [IGNORE] * prompt + ids[prompt:] if causal else number % CLASSES
+        rows.append(Example(ids, labels))
+    budget = draw(st.integers(1, 40)) if bounded else 0
+    return Cut(rows, draw(st.integers(1, 4)), draw(st.integers(1, 6)), budget)
+
+
+def rows_of(batch: MicroBatch) -> list[tuple[tuple[int, ...], object]]:
+    """The rows with a weight above 0, without padding."""
+    found = []
+    for ids, mask, labels, weight in zip(*batch.inputs.values(), batch.labels, batch.weights, strict=True):
+        if weight > 0:
+            n = int(mask.sum())
+            found.append(
+                (tuple(ids[:n].tolist()), int(labels) if labels.ndim == 0 else tuple(labels[:n].tolist()))
+            )
+    return found
+
+
+@given(cuts())
+def test_ranks_get_the_same_number_of_micro_batches(cut):
+    rounds = {len(batches) for batches in cut.by_rank()}
+    assert rounds == {-(-len(cut.rows) // (cut.group_size * cut.micro_batch_size))}
+
+
+@given(cuts() | cuts(bounded=True))
+def test_rows_with_weight_are_the_whole_set(cut):
+    wanted = [
+        (tuple(r.input_ids), r.labels if isinstance(r.labels, int) else tuple(r.labels)) for r in cut.rows
+    ]
+    assert sorted((row for batch in cut.all() for row in rows_of(batch)), key=repr) == sorted(
+        wanted, key=repr
+    )
+
+
+@given(cuts() | cuts(bounded=True))
+def test_weights_sum_to_one(cut):
+    """The sum is over rows for classes and over label tokens for causal_lm."""
+    total = 0.0
+    for batch in cut.all():
+        counted = 1 if batch.labels.ndim == 1 else (batch.labels != IGNORE).sum(1)
+        total += float((batch.weights.double() * counted).sum())
+    assert total == pytest.approx(1, abs=1e-6)
+
+
+@given(cuts())
+def test_size_padding_and_fillers(cut):
+    for batch in cut.all():
+        ids, masks = batch.inputs["input_ids"], batch.inputs["attention_mask"]
+        lengths = masks.sum(1)
+        assert 1 <= len(lengths) <= cut.micro_batch_size
+        assert ids.shape[1] == lengths.max()  # no wider than its longest row
+        assert (ids[masks == 0] == PAD).all()
+        for mask, n in zip(masks, lengths, strict=True):
+            assert mask.tolist() == [1] * n + [0] * (len(mask) - n)
+        if batch.labels.ndim == 2:
+            assert (batch.labels[masks == 0] == IGNORE).all()
+        if (batch.weights == 0).any():
+            assert len(batch.weights) == 1  # a filler stands alone: a rank without rows
+        assert batch.tokens == int(masks[batch.weights > 0].sum())
+
+
+def test_a_rank_without_rows_gets_a_filler():
+    parts = Cut([Example([5, 6], 1)], group_size=3, micro_batch_size=2).by_rank()
+    assert [[batch.weights.tolist() for batch in batches] for batches in parts] == [[[1.0]], [[0.0]], [[0.0]]]
+
+
+def test_rows_of_similar_length_share_a_micro_batch():
+    rows = [Example([1] * n, 0) for n in (2, 9, 3, 8, 2, 9)]
+    assert [batch.inputs["input_ids"].shape[1] for batch in Batcher(PAD, 2).split(rows)] == [9, 8, 2]
+
+
+@given(cuts(causal=False))
+def test_parts_of_the_class_loss_add_up_to_the_mean(cut):
+    """The logits are the mean of a table's rows for the tokens of the input."""
+
+    def logits(batch: MicroBatch) -> torch.Tensor:
+        mask = batch.inputs["attention_mask"][..., None]
+        return ((TABLE[batch.inputs["input_ids"]] * mask).sum(1) / mask.sum(1))[:, :CLASSES]
+
+    loss, right, rows = (
+        sum(part) for part in zip(*(objective(logits(b), b) for b in cut.all()), strict=True)
+    )
+    scores = torch.stack([TABLE[list(row.input_ids)].mean(0)[:CLASSES] for row in cut.rows])
+    labels = torch.tensor([row.labels for row in cut.rows])
+    assert float(loss) == pytest.approx(float(F.cross_entropy(scores, labels)), rel=1e-5)
+    assert (int(right), int(rows)) == (int((scores.argmax(1) == labels).sum()), len(cut.rows))
+
+
+@given(cuts(causal=True))
+def test_parts_of_the_token_loss_add_up_to_the_mean(cut):
+    """A table predicts each token from the one before."""
+    loss, _, rows = (
+        sum(part)
+        for part in zip(*(objective(TABLE[b.inputs["input_ids"]], b) for b in cut.all()), strict=True)
+    )
+    scores = torch.cat([TABLE[list(row.input_ids)][:-1] for row in cut.rows])
+    labels = torch.tensor([label for row in cut.rows for label in row.labels[1:]])
+    assert float(loss) == pytest.approx(float(F.cross_entropy(scores, labels, ignore_index=IGNORE)), rel=1e-5)
+    assert int(rows) == len(cut.rows)
+
+
+def test_causal_row_is_correct_when_every_label_token_is():
+    follows = torch.full((VOCAB, VOCAB), 0.0)
+    follows[1, 2] = follows[2, 3] = 1.0  # 1 -> 2 -> 3, else -> 0
+    batch = collate([Example([1, 2, 3], [IGNORE, 2, 3]), Example([1, 2, 4], [IGNORE, 2, 4])], 0.25, PAD)
+    _, right, rows = objective(follows[batch.inputs["input_ids"]], batch)
+    assert (int(right), int(rows)) == (1, 2)
+
+
+@given(cuts(bounded=True))
+def test_token_budget_holds_and_ranks_have_equally_many_micro_batches(cut):
+    """No more micro-batches are made than the budget and equal numbers per rank require."""
+    assert len({len(batches) for batches in cut.by_rank()}) == 1
+    for batch in cut.all():
+        assert batch.inputs["input_ids"].numel() <= cut.max_tokens or len(batch.weights) == 1
+        assert len(batch.weights) <= cut.micro_batch_size
+    lengths, least, at = sorted((len(row.input_ids) for row in cut.rows), reverse=True), 0, 0
+    while at < len(lengths):
+        at += max(1, min(cut.micro_batch_size, cut.max_tokens // lengths[at]))
+        least += 1
+    assert len(cut.all()) == -(-least // cut.group_size) * cut.group_size
+
+
+def test_short_rows_share_a_micro_batch_and_long_ones_do_not():
+    rows = [Example([1] * n, 0) for n in (4, 30, 4, 4, 31, 4)]
+    found = Batcher(PAD, 8, max_tokens=32).split(rows)
+    assert [tuple(batch.inputs["input_ids"].shape) for batch in found] == [(1, 31), (1, 30), (4, 4)]
+
+
+def test_token_budget_does_not_change_the_meta_gradient():
+    """FOMAML over micro-batches of a few tokens equals the oracle, which has no micro-batches."""
+    learner = llama()
+    config, episode = config_of(learner, algorithm="fomaml"), episode_of(learner)
+    worker = worker_of(learner, config)
+    batcher = Batcher(0, 32, max_tokens=12)
+    batches = Episode(batcher.split(episode.support), batcher.split(episode.query))
+    assert len({len(batch.weights) for batch in batches.support}) > 1
+    found = task_gradient(find("fomaml").rule(setup_of(worker, config), 0), worker, batches)
+    wanted, _ = oracle_gradient(learner, config, episode)
+    here = meta_parameters(learner, config, by_name(worker, found.gradient))
+    _, error = cosine_and_error(here, meta_parameters(learner, config, wanted))
+    assert error < 1e-5

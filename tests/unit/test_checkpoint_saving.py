@@ -1,0 +1,395 @@
+"""A checkpoint is whole or refused by name; what the disk does to a save costs the save and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from fmmeta import checkpoint
+from fmmeta.checkpoint import read, write
+from fmmeta.checkpoint.write import Saver
+from fmmeta.config.settings import Config
+from fmmeta.training.run_folder import (
+    accept_changes,
+    find_start,
+    lock_folder,
+    open_run,
+    settings_of,
+    write_run,
+)
+from tests.support.checkpoints import (
+    CUT,
+    SHAPES,
+    WHOLE,
+    assert_holds,
+    laid_out,
+    parameters,
+    save,
+    saved,
+    state_of,
+    write_manifest,
+)
+from tests.support.helpers import one_rank, refusal
+from tests.support.launch import ROOT, environment
+from tests.support.messages import check_message
+
+TABLE = {"rates": torch.tensor([[0.5, 0.25]])}
+
+
+def with_table(folder: Path, step: int = 3) -> Path:
+    vectors = {"theta": laid_out(WHOLE, parameters(100)), "exp_avg": laid_out(WHOLE, parameters(500))}
+    path = folder / f"checkpoint-{step}"
+    save(path, vectors, WHOLE, state_of(step, vectors), 9, TABLE)
+    return path
+
+
+def test_shards_are_safetensors(tmp_path):
+    file = tmp_path / "x.safetensors"
+    tensors = {
+        "a": torch.arange(6.0).view(2, 3),
+        "empty": torch.zeros(0),
+        "b": torch.arange(10.0)[::2],
+        "c": torch.tensor([[1 / 3]], dtype=torch.float64),
+    }
+    entry = write.write_tensors(file, tensors, {"shapes": "{}"})
+    assert all(torch.equal(value, tensors[name]) for name, value in load_file(file).items())
+    assert safe_open(file, "pt").metadata() == {"shapes": "{}"}
+    assert entry["bytes"] == file.stat().st_size
+
+
+def test_any_flipped_byte_is_found(tmp_path):
+    """In every file, at its ends and at random places; the manifest's own bytes too."""
+    folder = with_table(tmp_path)
+    assert checkpoint.find_corruption(folder, one_rank().world) == ""
+    draw = random.Random(0)
+    for file in sorted(folder.iterdir()):
+        good = file.read_bytes()
+        for at in {0, len(good) - 1, *(draw.randrange(len(good)) for _ in range(12))}:
+            bad = bytearray(good)
+            bad[at] ^= 0x21
+            file.write_bytes(bad)
+            message = checkpoint.find_corruption(folder, one_rank().world)
+            if file.name != "manifest.json":
+                assert message == f"{file.name} has another sha256 than manifest.json", at
+            elif not message:  # a byte between words changes nothing
+                assert json.loads(bad) == json.loads(good), at
+        file.write_bytes(good)
+    assert checkpoint.find_corruption(folder, one_rank().world) == ""
+
+
+@pytest.mark.parametrize(
+    ("damage", "parts"),
+    [
+        (
+            lambda f: (f / "shard-00000.safetensors").unlink(),
+            ["shard-00000.safetensors cannot be"],
+        ),
+        (
+            lambda f: os.truncate(f / "shard-00000.safetensors", 100),
+            ["100 bytes", "shard-00000.safetensors has"],
+        ),
+        (lambda f: os.truncate(f / "state.json", 7), ["7 bytes", "state.json has 7 bytes instead"]),
+        (lambda f: os.truncate(f / "manifest.json", 40), ["manifest.json is damaged"]),
+        (
+            lambda f: (f / "manifest.json").write_text('{"files": {"../x": {"bytes": 1, "sha256": ""}}}'),
+            ["manifest.json is damaged"],
+        ),
+        (lambda f: (f / "manifest.json").write_text("[" * 100000), ["manifest.json is damaged"]),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_an_older_one_is_resumed(tmp_path, damage, parts):
+    run, config = tmp_path / "run", Config(output_dir=str(tmp_path / "run"))
+    run.mkdir()
+    write_run(run, settings_of(config, "f"), "", finished=False)
+    for step in (4, 8):
+        saved(run, WHOLE, step, keep=9)
+    damage(run / "checkpoint-8")
+    start = open_run(config, settings_of(config, "f"), one_rank().world)
+    start.lock.close()
+    assert start.checkpoint == run / "checkpoint-4"
+    assert start.warnings[0].startswith(f"{run / 'checkpoint-8'} is refused: ")
+    assert all(part in start.warnings[0] for part in parts)
+    check_message(start.warnings[1], f"{run / 'checkpoint-8'}", "renamed to aside-checkpoint-8")
+    assert (run / "aside-checkpoint-8").is_dir()  # neither lost nor chosen again
+    damage(run / "checkpoint-4")
+    message = refusal(open_run, config, settings_of(config, "f"), one_rank().world)
+    assert message.startswith(f"output_dir={run} ")
+    assert all(part in message for part in (f"{run / 'checkpoint-4'} is refused", *parts))
+    explicit = Config(
+        output_dir=str(tmp_path / "new"), resume_from_checkpoint=str(run / "aside-checkpoint-8")
+    )
+    if not any("state" in part for part in parts):
+        message = refusal(open_run, explicit, settings_of(explicit, "f"), one_rank().world)
+        assert "aside-checkpoint-8 is not complete: " in message or "other settings" in message
+
+
+def test_a_checkpoint_removed_by_another_group_is_replaced_by_a_newer_one(tmp_path, monkeypatch):
+    """An elastic group chooses while the writer saves: its checkpoint was removed when it is verified, and a
+    newer one exists.
+    """
+    run, config = tmp_path / "run", Config(output_dir=str(tmp_path / "run"), elastic=True)
+    run.mkdir()
+    write_run(run, settings_of(config, "f"), "", finished=False)
+    saved(run, WHOLE, 4)
+    original, steps = read.find_file_corruption, [5, 6]
+
+    def while_others_save(file, entry):
+        if steps:
+            saved(run, WHOLE, steps.pop(0), keep=1)
+        return original(file, entry)
+
+    monkeypatch.setattr(read, "find_file_corruption", while_others_save)
+    start = open_run(config, settings_of(config, "f"), one_rank().world)
+    assert (start.checkpoint, start.warnings) == (run / "checkpoint-6", [])
+    assert sorted(path.name for path in run.glob("*checkpoint*")) == ["checkpoint-6"]
+
+
+def test_missing_extra_tables_are_refused(tmp_path):
+    folder = with_table(tmp_path)
+    assert set(checkpoint.load_tables(folder)) == {"rates"}
+    (folder / "tables.safetensors").unlink()
+    assert refusal(checkpoint.load_tables, folder).startswith(
+        f"{folder / 'tables.safetensors'} cannot be read ("
+    )
+    shutil.rmtree(folder)
+    assert "manifest.json cannot be read" in refusal(checkpoint.load_tables, folder)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    folder = saved(tmp_path, WHOLE)
+    turned = tuple(replace(f, shape=(3, 4)) if f.name == "a" else f for f in WHOLE.fragments)
+    other = replace(WHOLE, fragments=turned)
+    check_message(
+        refusal(checkpoint.load, folder, ["theta"], other, torch.zeros(other.numel)),
+        f"{folder}",
+        "[4, 3]",
+        "[3, 4]",
+        "give a checkpoint of this one",
+    )
+    smaller = replace(WHOLE, fragments=WHOLE.fragments[:2], numel=17)
+    check_message(
+        refusal(checkpoint.load, folder, ["theta"], smaller, torch.zeros(smaller.numel)),
+        f"{folder}",
+        f"{folder} is of another model",
+        "give a checkpoint of this one",
+    )
+    assert_holds(folder, WHOLE)
+
+
+def test_an_unknown_tensor_is_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    folder = saved(tmp_path, WHOLE)
+    for key in ("theta/a", "theta/a@x", "theta/a@0#1:2:y"):
+        save_file({key: torch.zeros(3)}, folder / "shard-00000.safetensors")
+        write_manifest(folder)
+        assert refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel)).startswith(
+            f"{folder} cannot be read ("
+        )
+
+
+def test_a_kill_at_any_point_of_a_save_leaves_a_complete_checkpoint(tmp_path, monkeypatch):
+    """The state of the folder before each rename, fsync, open and removal of a save can be resumed from."""
+    source = tmp_path / "run"
+    saved(source, WHOLE, 3)
+    again = {"new": 4, "replacing": 3}
+    for name, step in again.items():
+        seen, moments = [], tmp_path / name
+        begun = tmp_path / f"begun-{name}"
+        shutil.copytree(source, begun)
+
+        def snapshot(begun=begun, moments=moments, seen=seen):
+            shutil.copytree(begun, moments / str(len(seen)))
+            seen.append(None)
+
+        for module, verb in ((os, "rename"), (os, "fsync"), (Path, "mkdir"), (shutil, "rmtree")):
+            real = getattr(module, verb)
+
+            def stop(*args, real=real, **kwargs):
+                snapshot()
+                with monkeypatch.context() as inner:
+                    inner.undo()
+                return real(*args, **kwargs)
+
+            monkeypatch.setattr(module, verb, stop)
+        saved(begun, WHOLE, step, keep=1)
+        monkeypatch.undo()
+        assert len(seen) > 8
+        for moment in sorted(moments.iterdir()):
+            checkpoint.undo_partial_save(moment)
+            whole = checkpoint.list_complete(moment)
+            assert whole, moment
+            for folder in whole:
+                assert checkpoint.find_corruption(folder, one_rank().world) == "", moment
+                assert_holds(folder, CUT)
+            assert not list(moment.glob("tmp-*")) + list(moment.glob("replaced-*"))
+        assert [folder.name for folder in checkpoint.list_complete(begun)] == [f"checkpoint-{step}"]
+
+
+def test_a_full_disk_fails_the_save_and_training_continues(tmp_path):
+    """A real one: a file system of 64 KiB in a separate namespace."""
+    code = f"""
+from pathlib import Path
+from fmmeta.checkpoint.write import Saver
+from fmmeta.config.settings import Config
+from fmmeta.common.errors import UsageError
+from fmmeta import checkpoint
+from tests.support.helpers import one_rank
+from tests.support.checkpoints import WHOLE, saved, state_of
+import os, torch
+run = Path({str(tmp_path)!r})
+good = saved(run, WHOLE, 3)
+lines = []
+saver = Saver(WHOLE, Config(max_failed_saves=2), one_rank(), lines.append)
+saver.last = good
+(run / "filler").write_bytes(bytes(2 * 2**20 - 45000))
+free = os.statvfs(run).f_bavail
+for step in (4, 5):
+    big = {{"theta": torch.zeros(WHOLE.numel)}}
+    state = {{**state_of(step, big), "ballast": "x" * 60000}}
+    saver.save(run / f"checkpoint-{{step}}", big, state, {{}})
+    try:
+        saver.wait()
+    except UsageError as error:
+        lines.append(f"ends: {{error}}")
+print("\\n".join(lines))
+whole = [folder.name for folder in checkpoint.list_complete(run)]
+print(whole, checkpoint.find_corruption(good, one_rank().world), os.statvfs(run).f_bavail == free)
+"""
+    mount = f'mount -t tmpfs -o size=2m none {tmp_path} && exec {sys.executable} -c "$CODE"'
+    ended = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", mount],
+        cwd=ROOT,
+        text=True,
+        env=environment(CODE=code),
+        capture_output=True,
+        timeout=100,
+        check=False,
+    )
+    if "unshare" in ended.stderr or "mount:" in ended.stderr:
+        pytest.skip("no namespaces here")
+    lines = ended.stdout.splitlines()
+    assert len(lines) == 3, ended.stderr
+    parts = ("No space left on device", "free space", f"{tmp_path}/checkpoint-3")
+    check_message(lines[0], f"{tmp_path}/checkpoint-4", *parts, "training continues")
+    check_message(lines[1], f"ends: {tmp_path}/checkpoint-5", *parts, "2 in a row")
+    assert lines[2] == "['checkpoint-3']  True"
+
+
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_quota_and_read_only_errors_name_the_checkpoint(tmp_path, monkeypatch, number):
+    good = saved(tmp_path, WHOLE, 3)
+
+    def refuse(handle):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    message = refusal(saved, tmp_path, WHOLE, 4)
+    check_message(message, f"{tmp_path / 'checkpoint-4'}", f"{os.strerror(number)}", "free space or fix it")
+    monkeypatch.undo()
+    assert checkpoint.list_complete(tmp_path) == [good]
+    assert not (tmp_path / "tmp-checkpoint-4").exists()
+
+
+def test_a_background_save_writes_the_values_of_its_step(tmp_path, monkeypatch):
+    gate, saver = threading.Event(), Saver(WHOLE, Config(), one_rank(), pytest.fail)
+    real = write.write_tensors
+    monkeypatch.setattr(write, "write_tensors", lambda *args: (gate.wait(10), real(*args))[1])
+    theta = laid_out(WHOLE, parameters(100))
+    vectors = {"theta": theta, "exp_avg": laid_out(WHOLE, parameters(500))}
+    saver.warm(vectors)
+    saver.save(tmp_path / "checkpoint-1", vectors, state_of(1, vectors), {})
+    assert not saver.done
+    theta.zero_()  # the next outer step
+    assert checkpoint.list_complete(tmp_path) == []
+    gate.set()
+    saver.save(tmp_path / "checkpoint-2", vectors, state_of(2, vectors), {})  # waits for the one before
+    assert_holds(tmp_path / "checkpoint-1", CUT)
+    saver.wait()
+    assert saver.last == tmp_path / "checkpoint-2"
+    assert saver.thread is None
+
+
+def test_training_waits_when_memory_is_too_small_for_copies(tmp_path, monkeypatch):
+    monkeypatch.setattr("fmmeta.checkpoint.write.host_bytes", lambda ranks: 100)
+    saver = Saver(WHOLE, Config(), one_rank(), pytest.fail)
+    vectors = {"theta": laid_out(WHOLE, parameters(100)), "exp_avg": laid_out(WHOLE, parameters(500))}
+    saver.save(tmp_path / "checkpoint-1", vectors, state_of(1, vectors), {})
+    assert saver.done
+    assert not saver.copies
+    assert_holds(tmp_path / "checkpoint-1", CUT)
+
+
+def test_an_unexpected_error_of_the_save_thread_is_logged(tmp_path, monkeypatch):
+    lines = []
+    saver = Saver(WHOLE, Config(), one_rank(), lines.append)
+    monkeypatch.setattr(write, "param_shapes", lambda params: 1 / 0)
+    saver.save(tmp_path / "checkpoint-1", {"theta": torch.zeros(WHOLE.numel)}, state_of(1), {})
+    saver.wait()
+    assert len(lines) == 1
+    check_message(lines[0], f"{tmp_path / 'checkpoint-1'}", "ZeroDivisionError", "training continues")
+
+
+def test_a_locked_folder_is_refused_after_a_wait(tmp_path):
+    held = lock_folder(tmp_path)
+    assert refusal(lock_folder, tmp_path, 0.3).startswith(
+        f"output_dir={tmp_path} is in use by process {os.getpid()} on "
+    )
+    threading.Timer(0.4, held.close).start()
+    began = time.monotonic()
+    lock_folder(tmp_path, 10).close()
+    assert 0.3 < time.monotonic() - began < 5
+
+
+def test_changed_settings_are_named_and_dangerous_ones_refused():
+    before = {**Config(outer_lr=0.1, save_steps=5).as_dict(), "dataset_fingerprint": "f"}
+    now = Config(outer_lr=0.2, save_steps=6, accept_changed_settings=["outer_lr"])
+    accepted, harmless = accept_changes(before, now, settings_of(now, "f"), "here")
+    check_message(accepted, "accepted", "outer_lr: 0.1 -> 0.2")
+    check_message(harmless, "do not change theta", "save_steps: 5 -> 6")
+    now = Config(outer_lr=0.2, seed=1, accept_changed_settings=["outer_lr"])
+    message = refusal(accept_changes, before, now, settings_of(now, "f"), "here")
+    check_message(message, "seed: 42 -> 1", "use these, another output_dir")
+    assert refusal(Config, accept_changed_settings=["outer_rl"]).startswith(
+        "accept_changed_settings=outer_rl is no setting"
+    )
+
+
+def test_the_command_without_output_dir_resumes_its_run(tmp_path, monkeypatch):
+    """Without --output_dir: the newest unfinished run with these settings and a checkpoint that no process
+    uses.
+    """
+    monkeypatch.chdir(tmp_path)
+    config = Config()
+    begun = [Path("runs") / f"20260101-00000{n}-fomaml-letters" for n in range(4)]
+    for number, folder in enumerate(begun):
+        folder.mkdir(parents=True)
+        write_run(
+            folder, settings_of(Config(seed=7) if number == 3 else config, "f"), "", finished=number == 2
+        )
+        if number:
+            saved(folder, WHOLE, 4)
+    assert find_start(config, settings_of(config, "f")).checkpoint == begun[1] / "checkpoint-4"
+    held = lock_folder(begun[1])
+    assert find_start(config, settings_of(config, "f")).folder not in begun
+    held.close()
+    config = Config(resume_from_checkpoint="never")
+    assert find_start(config, settings_of(config, "f")).folder not in begun
+
+
+def test_shapes_are_those_of_the_parameters():
+    assert {name: tuple(shape) for name, shape in write.param_shapes(CUT).items()} == SHAPES

@@ -1,0 +1,243 @@
+"""Defaults that follow the algorithm, and settings that are refused together with the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from fmmeta.cli import parse
+from fmmeta.config.conflicts import NOT_ELEMENTWISE
+from fmmeta.config.settings import Config
+from tests.support.helpers import refusal
+from tests.support.messages import check_message
+
+ADAM = {"inner_optimizer": "adamw"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        (
+            {"algorithm": "maml", **ADAM},
+            ("inner_optimizer=adamw", "algorithm=maml", "use sgd or momentum, or algorithm=fomaml"),
+        ),
+        (
+            {"inner_weight_decay": 0.1},
+            ("inner_weight_decay=0.1", "inner_optimizer=sgd", "leave it out, or use --inner_optimizer adamw"),
+        ),
+        (
+            {"cg_steps": 9},
+            ("cg_steps=9", "algorithm=fomaml", "leave it out, or use imaml"),
+        ),
+        (
+            {"inner_lr_outer_lr": 0.1},
+            ("inner_lr_outer_lr=0.1", "inner_lr_learned=no", "leave it out, or use --inner_lr_learned"),
+        ),
+        (
+            {"trajectory_memory_gib": 1.0},
+            ("trajectory_memory_gib=1.0", "algorithm=fomaml", "leave it out"),
+        ),
+        (
+            {"algorithm": "maml", "trajectory_memory_gib": -1.0},
+            ("trajectory_memory_gib=-1.0", "below 0", "use 0 or more"),
+        ),
+        (
+            {"inner_optimizer_state": "kept"},
+            ("inner_optimizer_state=kept", "algorithm=fomaml", "inner_optimizer=sgd", "use reset"),
+        ),
+        (
+            {"algorithm": "reptile", "inner_lr_learned": "layer"},
+            ("inner_lr_learned=layer", "algorithm=reptile", "leave it out, or use fomaml or maml"),
+        ),
+        (
+            {"inner_lr_learned": "element", "inner_lr_schedule": "linear"},
+            (
+                "inner_lr_schedule=linear",
+                "inner_lr_learned=element",
+                "use constant, or inner_lr_learned=layer",
+            ),
+        ),
+        (
+            {"inner_lr_groups": ["head"]},
+            (
+                "inner_lr_groups=head",
+                "PATTERN=FACTOR",
+                "0 or more",
+                "write, say, head=10 or '*embeddings*=0'",
+            ),
+        ),
+        (
+            {"inner_lr_groups": ["head=-1"]},
+            (
+                "inner_lr_groups=head=-1",
+                "PATTERN=FACTOR",
+                "0 or more",
+                "write, say, head=10 or '*embeddings*=0'",
+            ),
+        ),
+        (
+            {"eval_steps": 5, "eval_episodes": 0},
+            ("eval_steps=5", "eval_episodes=0", "leave it out, or give --eval_episodes"),
+        ),
+        ({"inner_steps": 0}, ("inner_steps=0", "algorithm=fomaml", "use 1 or more")),
+        (
+            {"first_order_steps": 3},
+            ("first_order_steps=3", "algorithm=fomaml", "leave it out, or use maml or anil or boil"),
+        ),
+        (
+            {"algorithm": "reptile", "multi_step_loss_steps": 3},
+            ("multi_step_loss_steps=3", "algorithm=reptile", "leave it out, or use fomaml or maml or boil"),
+        ),
+        (
+            {"prototype_gradient": True},
+            (
+                "prototype_gradient=True",
+                "algorithm=fomaml",
+                "head_init=zero",
+                "use it with head_init=prototype",
+            ),
+        ),
+        (
+            {"check_meta_gradient": True},
+            ("check_meta_gradient=True", "algorithm=fomaml", "leave it out, or use maml or imaml or boil"),
+        ),
+        (
+            {"algorithm": "anil", **ADAM},
+            ("inner_optimizer=adamw", "algorithm=anil", "use sgd or momentum, or algorithm=fomaml"),
+        ),
+        (
+            {"algorithm": "imaml", "inner_optimizer": "momentum"},
+            ("inner_optimizer=momentum", "algorithm=imaml", "use sgd with more --inner_steps"),
+        ),
+        (
+            {"algorithm": "boil", "head_init": "zero"},
+            ("head_init=zero", "algorithm=boil", "leave --head_init out"),
+        ),
+        (
+            {"algorithm": "protonet", "head_init": "learned"},
+            ("head_init=learned", "algorithm=protonet", "leave --head_init out"),
+        ),
+        (
+            {"algorithm": "anil", "task_type": "causal_lm"},
+            ("task_type=causal_lm", "algorithm=anil", "use another algorithm"),
+        ),
+        (
+            {"algorithm": "meta_sgd", "inner_lr_learned": "layer"},
+            ("inner_lr_learned=layer", "algorithm=meta_sgd", "leave it out"),
+        ),
+        (
+            {"algorithm": "anil", "inner_lr_learned": "layer"},
+            ("inner_lr_learned=layer", "algorithm=anil", "leave it out, or use fomaml or maml"),
+        ),
+        (
+            {"algorithm": "boil", "inner_lr_groups": ["head=2"]},
+            ("inner_lr_groups=head=2", "algorithm=boil", "leave it out"),
+        ),
+        (
+            {"algorithm": "in_context"},
+            ("task_type=classification", "algorithm=in_context", "use another algorithm"),
+        ),
+        (
+            {"algorithm": "joint", "head_init": "learned"},
+            ("head_init=learned", "algorithm=joint", "use zero or prototype"),
+        ),
+        ({"inner_momentum": 1.0}, ("inner_momentum=1.0", "[0, 1)", "use 0.9, say")),
+        ({"outer_momentum": -0.1}, ("outer_momentum=-0.1", "[0, 1)", "use 0.9, say")),
+    ],
+)
+def test_conflicts_are_refused_with_the_reason(settings, parts):
+    check_message(refusal(Config, **settings), *parts)
+
+
+@pytest.mark.parametrize("name", [*NOT_ELEMENTWISE, "Muon", "LBFGS"])
+def test_optimizers_that_need_whole_matrices_are_refused(name):
+    message = refusal(Config, outer_optimizer=name)
+    check_message(message, f"outer_optimizer={name}", NOT_ELEMENTWISE[name.lower()], "use adamw or sgd")
+    assert message == refusal(parse, ["--outer_optimizer", name])
+
+
+def test_layer_patterns_are_read_from_flags_and_files(tmp_path):
+    assert parse(["--inner_lr_groups", "head=2", "*embed*=0"]).inner_lr_groups == ["head=2", "*embed*=0"]
+    (tmp_path / "run.yaml").write_text("inner_lr_groups: [head=2, '*embed*=0']\n")
+    assert parse(["--config", str(tmp_path / "run.yaml")]).inner_lr_groups == ["head=2", "*embed*=0"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        ("fomaml", ("zero", 5, "no")),
+        ("maml", ("zero", 5, "no")),
+        ("proto_maml", ("prototype", 5, "no")),
+        ("boil", ("learned", 5, "no")),
+        ("protonet", ("prototype", 0, "no")),
+        ("meta_sgd", ("zero", 5, "element")),
+    ],
+)
+def test_defaults_follow_the_algorithm(algorithm, settings):
+    config = Config(algorithm=algorithm)
+    assert (config.head_init, config.inner_steps, config.inner_lr_learned) == settings
+
+
+STAGES, TENSOR = {"pipeline_stages": 2}, {"tensor_parallel_size": 2}
+CAUSAL = {"task_type": "causal_lm"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        (
+            {**STAGES, **TENSOR},
+            ("pipeline_stages=2", "tensor_parallel_size=2", "use one of them"),
+        ),
+        (
+            {**STAGES, "engine": "plain"},
+            ("engine=plain", "leave out pipeline_stages"),
+        ),
+        ({"tensor_parallel_size": 0}, ("tensor_parallel_size=0", "use 1 or more")),
+        (
+            {**STAGES, **CAUSAL, "packing": True},
+            ("pipeline_stages=2", "packing=True", "use ZeRO 3, or leave packing out"),
+        ),
+        (
+            {**TENSOR, "lora_r": 4},
+            ("tensor_parallel_size=2", "lora_r=4", "use ZeRO 3, or leave lora_r out"),
+        ),
+        (
+            {**TENSOR, **CAUSAL, "packing": True},
+            ("tensor_parallel_size=2", "packing=True", "use ZeRO 3, or leave packing out"),
+        ),
+        (
+            {**TENSOR, "algorithm": "anil"},
+            ("tensor_parallel_size=2", "algorithm=anil", "use ZeRO 3 or pipeline stages"),
+        ),
+        (
+            {**TENSOR, "algorithm": "proto_maml", "prototype_gradient": True},
+            ("tensor_parallel_size=2", "prototype_gradient=True", "use ZeRO 3 or pipeline stages"),
+        ),
+        (
+            {**STAGES, **CAUSAL, "algorithm": "in_context"},
+            ("pipeline_stages=2", "algorithm=in_context", "use ZeRO 3"),
+        ),
+    ],
+)
+def test_parallelism_conflicts_are_refused(settings, parts):
+    check_message(refusal(Config, **settings), *parts)
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["maml", "imaml", "boil", "meta_sgd", "proto_maml", "joint", "reptile", "none"]
+)
+@pytest.mark.parametrize("spread", [STAGES, TENSOR])
+def test_algorithms_supported_with_model_parallelism(spread, algorithm):
+    assert Config(**spread, algorithm=algorithm)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algorithm": "anil"},
+        {"algorithm": "protonet"},
+        {"algorithm": "proto_maml", "prototype_gradient": True},
+    ],
+)
+def test_feature_gradients_are_supported_with_stages(settings):
+    assert Config(**STAGES, **settings)

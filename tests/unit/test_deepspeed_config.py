@@ -1,0 +1,310 @@
+"""DeepSpeed files of transformers work; keys that break meta-training are refused by name."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+
+import pytest
+
+from fmmeta.parallel.deepspeed_config import (
+    OURS,
+    REFUSED,
+    DeepSpeedSettings,
+    read,
+    with_model_ranks,
+)
+from tests.support.helpers import ROOT, refusal
+from tests.support.messages import check_message
+
+HF = {  # a typical file of transformers' documentation
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+    },
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "none", "pin_memory": True},
+        "offload_param": {"device": "none"},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+
+
+@pytest.fixture
+def ds_file(tmp_path):
+    def write(value) -> str:
+        path = tmp_path / "ds.json"
+        path.write_text(value if isinstance(value, str) else json.dumps(value))
+        return str(path)
+
+    return write
+
+
+def test_file_of_transformers_works_unchanged(ds_file):
+    notices: list[str] = []
+    precision = read(ds_file(HF), bf16=True, notice=notices.append)
+    assert precision == DeepSpeedSettings(zero_stage=3, bf16=True, offload=False, bucket=0)
+    for line, (key, instead) in zip(notices, OURS.items(), strict=True):
+        check_message(line, f"ds.json: {key} is auto", f"({instead})")
+    done = precision.complete(hidden_size=64)
+    assert "auto" not in json.dumps(done)
+    assert not {"optimizer", "scheduler", "fp16", "train_batch_size"} & set(done)
+    zero = done["zero_optimization"]
+    assert (zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]) == (4096, 3686)
+    assert zero["stage3_param_persistence_threshold"] == 640
+    assert (zero["sub_group_size"], zero["overlap_comm"]) == (1e9, True)  # the user's own values stay
+    assert not {"offload_optimizer", "offload_param"} & set(zero)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_completed_file_leaves_gradients_alone(stage):
+    given = {
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 1.0,
+        "data_types": {"grad_accum_dtype": "bf16"},
+    }
+    config = deepcopy(given)
+    done = DeepSpeedSettings(stage, False, False, file=config).complete(8)
+    assert done["gradient_clipping"] == 0.0
+    assert (done["train_micro_batch_size_per_gpu"], done["gradient_accumulation_steps"]) == (1, 1)
+    assert (done["communication_data_type"], done["bf16"]) == ("fp32", {"enabled": False})
+    assert done["zero_allow_untested_optimizer"] is True
+    assert done["zero_force_ds_cpu_optimizer"] is False
+    assert done.get("data_types") == ({"grad_accum_dtype": "fp32"} if stage else None)
+    assert config == given  # the argument is not touched
+
+
+@pytest.mark.parametrize(
+    ("file", "flag", "bf16"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"bf16": {"enabled": "auto"}}, True, True),
+        ({"bf16": {"enabled": True}}, False, True),
+        ({"bf16": {"enabled": False}}, True, False),
+        ({"bf16": None}, True, True),
+    ],
+)
+def test_bf16_by_file_or_flag(ds_file, file, flag, bf16):
+    assert read(ds_file(file), flag, pytest.fail) == DeepSpeedSettings(0, bf16, False)
+
+
+def test_no_file_is_zero_0():
+    settings = read(None, False, pytest.fail)
+    assert settings == DeepSpeedSettings(0, False, False)
+    assert settings.file == {"zero_optimization": {"stage": 0}}
+
+
+VALUES = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+    "gradient_clipping": 1.0,
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+}
+
+
+@pytest.mark.parametrize("key", OURS)
+def test_keys_that_fmmeta_sets_are_refused(ds_file, key):
+    shown = json.dumps(VALUES[key])
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    check_message(
+        refusal(read, ds_file({key: VALUES[key]}), False, pytest.fail),
+        "deepspeed=ds.json",
+        f"{key}={shown}",
+        f"remove it and use {OURS[key]}",
+    )
+
+
+def test_optimizer_with_one_explicit_value_is_refused(ds_file):
+    mixed = {**HF["optimizer"], "params": {**HF["optimizer"]["params"], "lr": 3e-5}}
+    assert "sets optimizer=" in refusal(read, ds_file({**HF, "optimizer": mixed}), False, print)
+
+
+BLOCKS = {
+    "tensor_parallel": {"autotp_size": 2},
+    "sequence_parallel_size": 2,
+    "zero_hpz_partition_size": 2,
+    "mics_shard_size": 4,
+    "zero_quantized_weights": True,
+    "zero_quantized_gradients": True,
+    "zero_quantized_nontrainable_weights": True,
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+@pytest.mark.parametrize("inside_zero", [False, True])
+def test_features_that_break_meta_training_are_refused(ds_file, key, inside_zero):
+    value = BLOCKS.get(key, {"enabled": True})
+    config = {"zero_optimization": {"stage": 2, key: value}} if inside_zero else {key: value}
+    check_message(
+        refusal(read, ds_file(config), False, pytest.fail),
+        "deepspeed=ds.json",
+        f"{key}={json.dumps(value)}",
+        "remove it",
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("fp16", {"enabled": False}),
+        ("fp16", {"enabled": "auto"}),
+        ("fp16", {}),
+        ("amp", None),
+        ("elasticity", {"enabled": False}),
+        ("sequence_parallel_size", 1),
+        ("zero_hpz_partition_size", 1),
+        ("mics_shard_size", -1),
+        ("zero_quantized_weights", False),
+    ],
+)
+def test_disabled_features_are_dropped(ds_file, key, value):
+    file = ds_file({key: value, "zero_optimization": {"stage": 1, key: value}})
+    assert read(file, False, pytest.fail).file == {"zero_optimization": {"stage": 1}}
+
+
+@pytest.mark.parametrize(
+    ("zero", "setting", "remedy"),
+    [
+        (2, "zero_optimization=2", 'write {"stage": 2}'),
+        ({"stage": 4}, "zero_optimization.stage=4", "use 0, 1, 2 or 3"),
+        ({"stage": "auto"}, 'zero_optimization.stage="auto"', "use 0, 1, 2 or 3"),
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, 'offload_param.device="nvme"', "use cpu or none"),
+        (
+            {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+            "offload_optimizer.ratio=0.5",
+            "use 1.0",
+        ),
+        (
+            {"stage": 2, "offload_param": {"device": "cpu"}},
+            "zero_optimization.stage=2 with offload_param",
+            "use stage 3 or more",
+        ),
+        (
+            {"stage": 0, "offload_optimizer": {"device": "cpu"}},
+            "zero_optimization.stage=0",
+            "use stage 1 or more",
+        ),
+        ({"stage": 2, "offload_optimizer": "cpu"}, 'offload_optimizer="cpu"', 'write {"device": "cpu"}'),
+    ],
+)
+def test_bad_zero_settings_are_refused(ds_file, zero, setting, remedy):
+    message = refusal(read, ds_file({"zero_optimization": zero}), False, pytest.fail)
+    check_message(message, f"deepspeed=ds.json sets {setting}", remedy)
+
+
+def test_bf16_is_an_object(ds_file):
+    check_message(
+        refusal(read, ds_file({"bf16": True}), False, pytest.fail),
+        "deepspeed=ds.json",
+        "bf16=true",
+        'write {"enabled": true}',
+    )
+
+
+def test_offload_is_detected(ds_file):
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "none"}}
+    precision = read(ds_file({"zero_optimization": zero}), False, pytest.fail)
+    assert precision == DeepSpeedSettings(3, False, True, offload_param=True)
+    assert precision.file["zero_optimization"] == {"stage": 3, "offload_param": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "remedy"),
+    [
+        ("{", "line 1 column 2", "fix the file"),
+        ("[]", "holds no JSON object", "see ds_configs/ for ready ones"),
+    ],
+)
+def test_unreadable_file_is_refused(ds_file, text, cause, remedy):
+    path = ds_file(text)
+    message = refusal(read, path, False, pytest.fail)
+    assert message.startswith(f"deepspeed={path} ")
+    assert cause in message
+    assert message.endswith(f"; {remedy}")
+    check_message(
+        refusal(read, path + ".no", False, pytest.fail),
+        f"deepspeed={path}.no",
+        "see ds_configs/ for ready ones",
+    )
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda file: file.stem)
+def test_every_shipped_file_is_accepted(file):
+    notices: list[str] = []
+    precision = read(str(file), False, notices.append)
+    assert precision.zero_stage == int(file.stem.removeprefix("zero")[0])
+    assert precision.offload == ("offload" in file.stem)
+    assert "auto" not in json.dumps(precision.complete(64))
+    assert notices == []
+
+
+def test_file_is_adjusted_for_a_pipeline():
+    notices: list[str] = []
+    one = {"zero_optimization": {"stage": 1}}
+    settings = with_model_ranks(DeepSpeedSettings(1, False, False, file=one), 2, 1, notices.append)
+    without_grad_norm = {"stage": 1, "compute_grad_norm": False}
+    assert settings.file["zero_optimization"] == without_grad_norm
+    assert one == {"zero_optimization": {"stage": 1}}
+    assert notices == []
+    zero = {"zero_optimization": {"stage": 0}}
+    settings = with_model_ranks(DeepSpeedSettings(0, True, False, file=zero), 2, 1, notices.append)
+    assert settings == DeepSpeedSettings(1, True, False)
+    assert settings.file == {"zero_optimization": {"stage": 1}}
+    (line,) = notices
+    check_message(line, "ZeRO 0 in bf16 runs as ZeRO 1", "pipeline")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flag"), [((2, 1), "pipeline_stages=2"), ((1, 4), "tensor_parallel_size=4")]
+)
+def test_model_parallel_conflicts_are_refused(ranks, flag):
+    name = flag.partition("=")[0]
+    fine = DeepSpeedSettings(1, True, False, file={"zero_optimization": {"stage": 1}})
+    assert with_model_ranks(fine, *ranks) == fine
+    for settings, what in (
+        (DeepSpeedSettings(2, False, False), "ZeRO 2"),
+        (DeepSpeedSettings(1, False, True), "offload_optimizer"),
+    ):
+        check_message(
+            refusal(with_model_ranks, settings, *ranks),
+            flag,
+            what,
+            "zero_optimization.stage 0 or 1",
+            f"leave {name} out",
+        )
+        assert with_model_ranks(settings, 1, 1) == settings
+
+
+def test_zero_3_max_live_parameters_are_read(ds_file):
+    zero = {"stage": 3, "stage3_max_live_parameters": 5e7}
+    assert read(ds_file({"zero_optimization": zero}), False, print) == DeepSpeedSettings(
+        3, False, False, 50_000_000
+    )

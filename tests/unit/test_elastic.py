@@ -1,0 +1,241 @@
+"""Elastic groups: roles in a quorum, settings that conflict with them, and repeated quorums."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fmmeta.common.errors import MachineFault, PeerLost
+from fmmeta.config.settings import Config
+from fmmeta.elastic.communicator import GroupInfo, Membership
+from fmmeta.elastic.controller import MAX_ATTEMPTS, ElasticController, check_kinds, config_hash, kinds
+from fmmeta.elastic.lighthouse import reachable_as
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from tests.support.helpers import refusal
+from tests.support.messages import check_message
+
+
+def membership(*members: tuple[int, bool, bool]) -> Membership:
+    """A membership of groups, each given as (step, fresh, writes)."""
+    listed = [
+        GroupInfo(f"g{n}", "host:1", step, fresh, writes, "", "")
+        for n, (step, fresh, writes) in enumerate(members)
+    ]
+    return Membership(tuple(listed), 0)
+
+
+NEW, OLD = True, False
+
+
+@pytest.mark.parametrize(
+    ("members", "donor", "behind", "writer"),
+    [
+        ([(0, NEW, False), (0, NEW, False)], 0, [1], 0),  # the first quorum: all groups start from one state
+        (
+            [(0, NEW, False), (7, NEW, False)],
+            1,
+            [0],
+            1,
+        ),  # only one group has found a checkpoint
+        (
+            [(5, NEW, False), (8, OLD, True), (8, OLD, False)],
+            1,
+            [0],
+            1,
+        ),  # a group that rejoins receives the state; the writer stays
+        (
+            [(9, NEW, False), (8, OLD, False), (8, OLD, False)],
+            1,
+            [0],
+            1,
+        ),  # also to a smaller step: a checkpoint is not the state of the running groups
+        ([(8, NEW, False), (8, OLD, False)], 1, [0], 1),  # equal steps are not equal bits
+        (
+            [(8, OLD, True), (9, OLD, False)],
+            1,
+            [0],
+            0,
+        ),  # the writer missed the end of a step: it receives the state and writes
+        ([(9, OLD, False)], 0, [], 0),
+    ],
+)
+def test_donor_receivers_and_writer(members, donor, behind, writer):
+    found = membership(*members)
+    assert found.donor == donor
+    assert [n for n in range(len(members)) if found.needs_state(n)] == behind
+    assert found.writer == writer
+
+
+OUT = {"elastic": True, "output_dir": "x"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        (
+            {"elastic": True},
+            ("elastic=True needs output_dir", "give one on a disk that all of them see"),
+        ),
+        (
+            {**OUT, "outer_delay": 1},
+            ("elastic=True", "outer_delay=1", "leave outer_delay out"),
+        ),
+        (
+            {**OUT, "pipeline_stages": 2},
+            ("elastic=True", "pipeline_stages=2", "leave pipeline_stages out"),
+        ),
+        (
+            {**OUT, "tensor_parallel_size": 2},
+            ("elastic=True", "tensor_parallel_size=2", "leave tensor_parallel_size out"),
+        ),
+        (
+            {**OUT, "task_sharding": "node"},
+            ("elastic=True", "task_sharding=node", "leave task_sharding out"),
+        ),
+        (
+            {**OUT, "load_best_model_at_end": True, "eval_steps": 1},
+            ("elastic=True", "load_best_model_at_end=True", "leave load_best_model_at_end out"),
+        ),
+        (
+            {**OUT, "resume_from_checkpoint": "never"},
+            ("elastic=True", "resume_from_checkpoint=never", "leave it out"),
+        ),
+        (
+            {**OUT, "accept_changed_settings": ["seed"]},
+            ("elastic=True", "accept_changed_settings=['seed']", "leave accept_changed_settings out"),
+        ),
+        (
+            {**OUT, "algorithm": "none"},
+            ("elastic=True", "algorithm=none", "leave it out"),
+        ),
+        (
+            {"lighthouse": "http://a:1"},
+            ("lighthouse=http://a:1", "elastic=False", "leave it out, or give --elastic"),
+        ),
+        (
+            {"group_name": "a"},
+            ("group_name=a", "elastic=False", "leave it out, or give --elastic"),
+        ),
+        (
+            {"outer_delay": 2},
+            ("outer_delay=2", "use 0 or more, up to 1"),
+        ),
+        ({"outer_delay": -1}, ("outer_delay=-1", "use 0 or more")),
+        (
+            {"outer_delay": 1, "offload_outer": True},
+            ("outer_delay=1", "offload_outer=True", "leave one out"),
+        ),
+        (
+            {
+                "outer_delay": 1,
+                "algorithm": "reptile",
+                "inner_optimizer": "adamw",
+                "inner_optimizer_state": "kept",
+            },
+            ("outer_delay=1", "inner_optimizer_state=kept", "use reset, or no delay"),
+        ),
+        (
+            {"outer_delay": 1, "algorithm": "none"},
+            ("outer_delay=1", "algorithm=none", "leave it out"),
+        ),
+        (
+            {"reduce_dtype": "bf16", "algorithm": "none"},
+            ("reduce_dtype=bf16", "algorithm=none", "leave it out"),
+        ),
+        ({"reduce_dtype": "fp16"}, ("reduce_dtype=fp16", "use fp32 or bf16")),
+    ],
+)
+def test_elastic_and_delay_conflicts_are_refused(settings, parts):
+    check_message(refusal(lambda: Config(**settings)), *parts)
+
+
+@pytest.mark.parametrize("address", ["host:1", "http://host", "https://127.0.0.1:5", ""])
+def test_bad_lighthouse_addresses_are_refused(address):
+    message = refusal(lambda: reachable_as(address))
+    assert message.startswith(f"lighthouse={address} is no address (")
+    assert "; give http://HOST:PORT" in message
+
+
+def test_loopback_lighthouse_is_reached_at_loopback():
+    assert reachable_as("http://127.0.0.1:9") == "127.0.0.1"
+
+
+def test_config_hash_depends_on_settings_and_layout():
+    settings = {**Config().as_dict(), "dataset_fingerprint": "f"}
+    precision = DeepSpeedSettings(1, False, False, file={"zero_optimization": {"stage": 1}})
+    mine = config_hash(settings, "1 group of 2 ranks", 10, precision)
+    assert mine == config_hash(
+        {**settings, "save_steps": 7, "group_name": "b"}, "1 group of 2 ranks", 10, precision
+    )
+    others = [
+        config_hash({**settings, "seed": 1}, "1 group of 2 ranks", 10, precision),
+        config_hash({**settings, "dataset_fingerprint": "g"}, "1 group of 2 ranks", 10, precision),
+        config_hash(settings, "1 group of 1 rank", 10, precision),
+        config_hash(settings, "1 group of 2 ranks", 9, precision),
+        config_hash(settings, "1 group of 2 ranks", 10, DeepSpeedSettings(2, False, False)),
+    ]
+    assert mine not in others
+    assert len(set(others)) == 5
+    resolved = {**settings, **precision.recorded()}
+    mine = config_hash(resolved, "1 group of 2 ranks", 10, precision)
+    by_flag = {
+        **resolved,
+        "bf16": True,
+        "deepspeed": "b.json",
+        "deepspeed_layout": {},
+    }  # set by a flag or by the file
+    assert config_hash(by_flag, "1 group of 2 ranks", 10, precision) == mine
+    for change in (
+        {"precision": "bf16"},
+        {"deepspeed_values": {"prescale_gradients": True}},
+        {"transforms_fingerprint": "x"},
+    ):
+        assert config_hash({**resolved, **change}, "1 group of 2 ranks", 10, precision) != mine
+
+
+def test_tensor_of_another_dtype_or_shape_is_refused():
+    rates = torch.zeros(1, 3, dtype=torch.float64)
+    check_kinds(kinds({"rates": rates, "rates.exp_avg": rates + 1}), rates)
+    check_message(
+        refusal(check_kinds, kinds({"rates": rates.float()}), rates),
+        "elastic=True: rates",
+        "['torch.float32', [1, 3]]",
+        "['torch.float64', [1, 3]]",
+        "the same versions of fmmeta and torch",
+    )
+    message = refusal(check_kinds, kinds({"rates": rates[:, :2]}), rates)
+    check_message(message, "['torch.float64', [1, 2]]", "['torch.float64', [1, 3]]")
+    assert "has to be None here" in refusal(check_kinds, kinds({"rates": rates}), None)
+
+
+class FailingController(ElasticController):
+    """A controller whose first quorums fail after it has received the state of another group."""
+
+    def __init__(self, failures: int) -> None:
+        super().__init__(Config(), None, None, lambda text: None)  # type: ignore[arg-type]
+        self.failures = failures
+
+    def begin_step(self, run):
+        if self.failures:
+            self.failures -= 1
+            run.state.tasks = {"seen": 9, "bad": 1}
+            raise PeerLost("a broadcast: lost")
+        self.quorum_step = run.state.outer_step
+
+
+def test_group_lost_during_the_quorum_repeats_the_quorum():
+    """The next attempt follows and keeps the state that was received before."""
+    cleared = []
+    meta = SimpleNamespace(clear=lambda: cleared.append(True))
+    steps = Config().outer_steps
+    state = SimpleNamespace(outer_step=steps, tasks={"seen": 0, "bad": 0}, updates=SimpleNamespace(meta=meta))
+    run: Any = SimpleNamespace(state=state)
+    controller = FailingController(3)
+    controller.finish(run)
+    assert (controller.quorum_step, controller.retries, run.state.tasks) == (steps, 3, {"seen": 9, "bad": 1})
+    assert len(cleared) == 3
+    with pytest.raises(MachineFault, match=f"outer step {steps + 1} was attempted {MAX_ATTEMPTS} times"):
+        FailingController(-1).finish(run)

@@ -1,0 +1,131 @@
+"""Processes of the fork server behave like those of an interpreter: arguments, streams and exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fmmeta.reliability.signals import process_stat
+from tests.support.fork_server import shared
+from tests.support.fork_server_process import PRELOADED
+from tests.support.launch import ProcessResults, environment, imported, python, run_ranks
+from tests.support.short_runs import until
+
+SHOW = (
+    "import os, sys; print(sys.argv, os.getcwd(), os.environ.get('X'), os.environ.get('RANK'),"
+    " sys.stdin.read()); "
+)
+ENDS = {
+    "nothing": "",
+    "a number": "sys.exit(75)",
+    "a text": "sys.exit('why')",
+    "None": "sys.exit(None)",
+    "an error": "1 / 0",
+    "at exit": "import atexit; atexit.register(print, 'late')",
+    "a thread": (
+        "import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print('later'))).start()"
+    ),
+    "at once": "os._exit(3)",
+    "a signal": "import signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "stderr": "print('aside', file=sys.stderr)",
+}
+
+
+@pytest.mark.parametrize("code", ENDS.values(), ids=ENDS)
+def test_exit_code_and_output_equal_those_of_an_interpreter(code, tmp_path):
+    words, env = ["-c", SHOW + code, "--flag", "x"], environment(X="1")
+    wanted = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env=env,
+        input="given",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = python(words, tmp_path, cwd=tmp_path, stdin="given", X="1")
+    assert (found.returncode, found.stdout) == (wanted.returncode, wanted.stdout)
+    assert found.stderr.splitlines()[-1:] == wanted.stderr.splitlines()[-1:]
+
+
+def test_a_process_ends_with_its_server(tmp_path):
+    request = {
+        "env": {},
+        "cwd": str(tmp_path),
+        "stdin": os.devnull,
+        "log": "log",
+        "errors": "log",
+        "before": "",
+    }
+    code = (
+        "import os, time; from tests.support.fork_server_process import setup_child;"
+        " out = os.dup(1); pid = os.fork();"
+        f" pid or setup_child({request}); os.write(out, b'%d\\n' % pid) if pid else open('there', 'w');"
+        " time.sleep(100)"
+    )
+    server = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    pid = int(server.stdout.readline())
+    until((tmp_path / "there").exists)
+    server.kill()
+    server.wait()
+    until(lambda: process_stat(pid)[1][:1] in ([], ["Z"]), 5)
+
+
+def test_modules_and_files_are_main(tmp_path):
+    (tmp_path / "beside.py").write_text("VALUE = 3")
+    (tmp_path / "script.py").write_text("import sys, beside; print(__name__, sys.argv[1:], beside.VALUE)")
+    for words in (["script.py", "a"], ["-m", "script", "a"]):
+        assert python(words, tmp_path, cwd=tmp_path).stdout == "__main__ ['a'] 3\n"
+
+
+def test_ranks_have_different_ranks_hashes_and_seeds():
+    code = (
+        "import os, random, numpy; print(os.environ['RANK'], hash('x'), random.random(), numpy.random.rand())"
+    )
+    ended = run_ranks(["-c", code], 2, per_rank={1: {"OTHER": "1"}}).ok()
+    first, second = (text.split() for text in ended.output)
+    assert (first[0], second[0]) == ("0", "1")
+    assert all(one != other for one, other in zip(first, second, strict=True))
+
+
+def test_before_is_called_first_in_the_process():
+    assert run_ranks(["-c", "import os; print(os.environ['BEFORE'])"], 1, before=before).ok().output == [
+        "yes\n"
+    ]
+
+
+def before() -> None:
+    os.environ["BEFORE"] = "yes"
+
+
+def test_timeout_kills_ranks_and_shows_their_output():
+    with pytest.raises(AssertionError, match=r"ranks still ran after 1 s:\n(?s:.*)here(?s:.*)here"):
+        run_ranks(["-c", "import time; print('here', flush=True); time.sleep(100)"], 2, timeout_s=1)
+
+
+def test_failures_are_shown():
+    ended = run_ranks(["-c", "import os; assert os.environ['RANK'] == '0', 'broken'"], 2)
+    assert ended.codes == [0, 1]
+    with pytest.raises(AssertionError, match=r"exit codes \[0, 1\]\n(?s:.*)AssertionError: broken"):
+        ended.ok()
+    waits = "fmmeta: rank 1 waits for rank 0 on here (reading): 10 s so far, 60 s at most\n"
+    assert (
+        ProcessResults([0, 0], ["a", waits]).others,
+        ProcessResults([0, 0], ["a", f"{waits}b\n"]).others,
+    ) == ("", "b")
+
+
+def test_environment_read_by_imports_starts_an_interpreter():
+    """Variables that are read while libraries are imported need a new interpreter."""
+    code = f"import sys; print({PRELOADED[0]!r} in sys.modules)"
+    assert run_ranks(["-c", code], 1).ok().output == ["True\n"]
+    assert run_ranks(["-c", code], 1, per_rank={0: {"HF_HOME": "/nowhere"}}).ok().output == ["False\n"]
+    assert run_ranks(["-c", code], 1, fresh=True).ok().output == ["False\n"]
+    assert "HF_HOME" in imported(environment(HF_HOME="/nowhere"))
+    assert len(shared().servers) == 2

@@ -1,0 +1,159 @@
+"""Attention implementations and checkpointed layers: same numbers, and conflicts are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from fmmeta.config.settings import Config
+from fmmeta.models.forward_options import check_attention
+from fmmeta.models.load import describe, load_learner
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.process_groups import World
+from fmmeta.planning import memory
+from fmmeta.planning.memory import Sizes
+from fmmeta.training.build import plan_parallel, read_inputs
+from tests.support.helpers import refusal
+from tests.support.messages import check_message
+from tests.support.models import save, save_bert, save_llama, write_pairs
+
+IDS = torch.randint(3, 250, (4, 40), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones_like(IDS)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {"bert": str(save_bert(folder / "bert")), "llama": str(save_llama(folder / "llama"))}
+
+
+def learner_of(source: str, **settings):
+    config = Config(model_name_or_path=source, head_init="prototype", **settings)
+    return load_learner(config, describe(config))
+
+
+def one_pass(learner) -> tuple[torch.Tensor, dict[str, torch.Tensor], int, list[int]]:
+    """Loss, gradients, bytes stored for the backward pass, and how often each layer ran."""
+    kept, weights = {}, {p.untyped_storage().data_ptr() for p in learner.parameters()}
+    layers = next(module for module in learner.modules() if isinstance(module, torch.nn.ModuleList))
+    runs = [0] * len(layers)
+    for number, layer in enumerate(
+        layers
+    ):  # transformers checkpoints inside the layer's own call, so a part of it counts
+        part = next(layer.children())
+        part.register_forward_pre_hook(lambda *_, number=number: runs.__setitem__(number, runs[number] + 1))
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = learner(input_ids=IDS, attention_mask=MASK).float().logsumexp(-1).mean()
+    held = sum(kept.values())
+    loss.backward()
+    return loss, {name: p.grad for name, p in learner.named_parameters() if p.requires_grad}, held, runs
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora_r": 4}])
+@pytest.mark.parametrize(
+    ("base", "settings"), [("llama", {"task_type": "causal_lm"}), ("bert", {"pooling": "mean"})]
+)
+def test_checkpointed_layers_save_memory_and_give_equal_gradients(sources, base, settings, lora):
+    loss, gradients, held, runs = one_pass(learner_of(sources[base], **settings, **lora))
+    learner = learner_of(sources[base], gradient_checkpointing=True, **settings, **lora)
+    again_loss, again, again_held, again_runs = one_pass(learner)
+    assert (runs, again_runs) == ([1, 1], [2, 2])
+    assert again_held < 0.5 * held
+    assert torch.equal(loss, again_loss)
+    assert gradients.keys() == again.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(again[name], gradient, rtol=1e-6, atol=1e-8)
+
+
+def test_the_estimate_of_checkpointed_activations_by_hand():
+    """Activations are the inputs of two layers and one complete layer."""
+    sizes = Sizes(params=0, layers=2, hidden=8, heads=4, vocab=0, rows=3, tokens=10, checkpointing=True)
+    for bf16, width in ((True, 2), (False, 4)):
+        found = memory.estimate(sizes, DeepSpeedSettings(0, bf16, False), 1).kinds["activations"]
+        assert found == 3 * 10 * 2 * 8 * width + 3 * 10 * (34 * 8 + 5 * 4 * 10) * width // 2
+
+
+def test_a_model_without_checkpointing_is_refused(tmp_path):
+    from transformers import CTRLConfig, CTRLLMHeadModel
+
+    save(CTRLLMHeadModel(CTRLConfig(vocab_size=259, n_embd=8, dff=8, n_layer=1, n_head=2)), tmp_path)
+    check_message(
+        refusal(learner_of, str(tmp_path), task_type="causal_lm", gradient_checkpointing=True),
+        "gradient_checkpointing=True",
+        "leave it out, or lower --micro_batch_size",
+    )
+
+
+def test_chosen_attention_is_used(sources):
+    eager, sdpa = (
+        learner_of(sources["llama"], task_type="causal_lm", attn_implementation=name)
+        for name in ("eager", "sdpa")
+    )
+    assert [learner.hf.config._attn_implementation for learner in (eager, sdpa)] == ["eager", "sdpa"]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            *(model(input_ids=IDS, attention_mask=MASK) for model in (eager, sdpa)), rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "device", "cause", "remedy"),
+    [
+        ("flash_attention_2", True, "cpu", "needs a GPU", "use sdpa or eager"),
+        ("kernels-community/flash-attn2", True, "cpu", "needs a GPU", "use sdpa or eager"),
+        ("flash_attention_2", False, "cuda", "in fp32", "add --bf16, or use sdpa or eager"),
+        ("flex_attention", True, "cpu", "no backward pass on CPUs", "use sdpa or eager"),
+        ("paged|eager", True, "cuda", "needs the cache", "use sdpa or eager"),
+    ],
+)
+def test_attention_that_cannot_train_is_refused(name, bf16, device, cause, remedy):
+    message = refusal(check_attention, Config(attn_implementation=name), bf16, device)
+    check_message(message, f"attn_implementation={name} ", cause, remedy)
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "device"),
+    [
+        (None, False, "cpu"),
+        ("sdpa", False, "cpu"),
+        ("eager", True, "cpu"),
+        ("flash_attention_2", True, "cuda"),
+        ("flex_attention", False, "cuda"),
+    ],
+)
+def test_attention_that_can_train_is_accepted(name, bf16, device):
+    check_attention(Config(attn_implementation=name), bf16, device)
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("sdpa", "BloomForCausalLM does not support"),
+        ("nonsense", '`attn_implementation="nonsense"`'),
+        ("flex_attention", "no backward pass on CPUs"),
+    ],
+)
+def test_unsupported_attention_is_refused_before_weights_are_read(tmp_path, name, cause):
+    from transformers import BloomConfig
+
+    BloomConfig(vocab_size=259, hidden_size=8, n_layer=1, n_head=2).save_pretrained(
+        tmp_path
+    )  # there are no weights
+    data = write_pairs(tmp_path / "pairs.jsonl")
+    config = Config(
+        model_name_or_path=str(tmp_path), dataset=[str(data)], task_type="causal_lm", attn_implementation=name
+    )
+    world = World(Launch(), torch.device("cpu"))
+    message = refusal(plan_parallel, config, read_inputs(config, world, print), world, print)
+    assert message.startswith(f"attn_implementation={name} ")
+    assert cause in message
+    assert message.endswith(("; use eager, or leave it out", "; use sdpa or eager"))

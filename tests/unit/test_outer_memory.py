@@ -1,0 +1,181 @@
+"""--offload_outer stores idle vectors in host memory and loads them in pieces; results are unchanged."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fmmeta import Config, MetaTrainer
+from fmmeta.meta.inner_optimizers import InnerState
+from fmmeta.meta.outer_step import OuterOptimizer
+from fmmeta.meta.parameters import MetaGradient, MetaParameters, PendingMean, StateDict
+from fmmeta.parallel import param_map
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from fmmeta.parallel.param_map import OuterMemory
+from fmmeta.parallel.workers.full_model import PlainWorker
+from fmmeta.planning import memory
+from tests.support.helpers import refusal
+from tests.support.learners import bert, worker_over
+from tests.support.memory import SIZES, world_of
+from tests.support.messages import check_message
+from tests.support.models import save_bert, write_classes
+
+CPU = torch.device("cpu")
+
+
+def outer_of(worker: PlainWorker, offload: bool, **settings) -> OuterOptimizer:
+    config = Config(outer_lr=0.01, weight_decay=0.1, offload_outer=offload, **settings)
+    return OuterOptimizer(MetaParameters(OuterMemory(CPU, offload).store(worker.read())), worker, config)
+
+
+def state_of(outer: OuterOptimizer) -> StateDict:
+    state = StateDict()
+    outer.add_state(state)
+    return state
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("chunk", [64, 1000, 2**24])
+def test_offloaded_steps_equal_steps_on_the_device(monkeypatch, optimizer, chunk):
+    """The steps are equal for pieces of any size and after a resume."""
+    monkeypatch.setattr(param_map, "chunk", lambda device: chunk)
+    worker = worker_over(bert("mean"), "zero")
+    here, away = (outer_of(worker, offload, outer_optimizer=optimizer) for offload in (False, True))
+    pieces = list(away.memory.pieces(slice(7, 3007)))
+    assert [(a.stop, b.start) for a, b in pairwise(pieces)] == [
+        (place.stop, place.stop) for place in pieces[:-1]
+    ]
+    assert (pieces[0].start, pieces[-1].stop, len(pieces)) == (7, 3007, -(-3000 // chunk))
+    for step in range(4):
+        grad = torch.randn(here.meta_params.theta.shape, generator=torch.Generator().manual_seed(step))
+        for outer in (here, away):
+            moved = outer.step(PendingMean({"theta": grad.clone()}), step)
+        assert moved.applied
+        if step == 1:
+            resumed = OuterOptimizer(away.meta_params, worker, away.config)
+            resumed.load_state(state_of(away))
+            away = resumed
+    assert torch.equal(away.meta_params.theta, here.meta_params.theta)
+    assert away.meta_params.theta.ne(worker.read()).any()
+    for name, moment in state_of(here).vectors.items():
+        assert torch.equal(state_of(away).vectors[name], moment)
+
+
+@pytest.mark.parametrize("chunk", [64, 1000])
+def test_steps_by_pieces_equal_a_step_of_the_whole_vector(monkeypatch, chunk):
+    """torch's optimizer gives the same on the whole vector and on pieces of it."""
+    worker = worker_over(bert("mean"))
+    whole = outer_of(worker, False)
+    monkeypatch.setattr(param_map, "chunk", lambda device: chunk)
+    cut = outer_of(worker, False)
+    assert len(cut.pieces) > len(whole.pieces) == 2
+    for step in range(3):
+        grad = torch.randn(whole.meta_params.theta.shape, generator=torch.Generator().manual_seed(step))
+        for outer in (whole, cut):
+            outer.step(PendingMean({"theta": grad.clone()}), step)
+    torch.testing.assert_close(cut.meta_params.theta, whole.meta_params.theta, rtol=1e-6, atol=1e-9)
+
+
+def test_offloaded_pieces_are_copied_and_written_back():
+    vector = torch.arange(6.0)
+    away, here = OuterMemory(CPU, True), OuterMemory(CPU, False)
+    part = away.load(vector[2:4])
+    part.mul_(10)
+    assert vector.tolist() == [0, 1, 2, 3, 4, 5]
+    away.write_back(vector[2:4], part)
+    assert vector.tolist() == [0, 1, 20, 30, 4, 5]
+    assert away.store(vector).data_ptr() != vector.data_ptr()
+    assert here.store(vector) is vector
+    assert here.load(vector[2:4]).data_ptr() == vector[2:4].data_ptr()  # in place: not a byte more
+
+
+def test_meta_gradient_sum_is_on_the_device_of_theta():
+    theta = torch.zeros(3, device="meta")  # a device of another kind
+    assert MetaGradient(theta).sum.device == theta.device
+
+
+def test_offloaded_run_gives_the_same_model(tmp_path, capsys):
+    model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
+    thetas = []
+    for algorithm in ("fomaml", "reptile"):
+        for offloaded in (False, True):
+            folder = tmp_path / f"{algorithm}-{offloaded}"
+            config = Config(
+                model_name_or_path=str(model),
+                dataset=[str(data)],
+                output_dir=str(folder),
+                k_shot=1,
+                num_query=2,
+                algorithm=algorithm,
+                outer_steps=3,
+                save_steps=2,
+                eval_episodes=2,
+                offload_outer=offloaded,
+            )
+            MetaTrainer(config).train()
+            logged = "offload_outer changes nothing on CPUs" in capsys.readouterr().out
+            assert logged == offloaded
+            thetas.append(load_file(folder / "model" / "model.safetensors"))
+            assert json.loads((folder / "run.json").read_text())["held_out"]["episodes"] == 2
+        before, after = thetas[-2:]
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize(
+    ("stage", "group_size", "meta", "host"), [(0, 4, 4000, 16000), (1, 4, 1000, 4000), (3, 1, 4000, 16000)]
+)
+def test_estimate_moves_outer_state_to_the_host(stage, group_size, meta, host):
+    sizes = memory.Sizes(**{**vars(SIZES), "offload_outer": True})
+    found, without = (
+        memory.estimate(s, DeepSpeedSettings(stage, True, False), group_size) for s in (sizes, SIZES)
+    )
+    assert (found.meta, found.host) == (meta, host)
+    assert without.total - found.total == host
+    assert (without.meta, without.host) == (meta + host, 0)
+
+
+def test_auto_group_size_needs_host_memory_too(monkeypatch):
+    sizes = memory.Sizes(
+        params=2**30, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1, offload_outer=True
+    )
+    world = world_of(monkeypatch, 2, 2, 2**35)
+    monkeypatch.setattr(memory, "host_bytes", lambda local: 2**33)
+    size, why = memory.choose_group_size(
+        world_of(monkeypatch, 4, 4, 2**35), lambda data: sizes, DeepSpeedSettings(1, False, False)
+    )
+    assert (size, "(and 4 in host memory)" in why) == (
+        4,
+        True,
+    )  # 16 and 8 GiB of outer state would not fit into 8
+    message = refusal(memory.choose_group_size, world, lambda data: sizes, DeepSpeedSettings(1, False, False))
+    check_message(
+        message,
+        "13.9 GiB (and 8 in host memory) each",
+        "32 GiB are free (and 8 in host memory)",
+        "use a higher",
+    )
+
+
+def test_received_state_moves_to_the_device_of_theta():
+    """`meta` replaces a GPU: an outer step with tensors on two devices raises an error."""
+    worker = worker_over(bert("mean"), "zero")
+    outer = outer_of(worker, False, outer_optimizer="adamw")
+    there = torch.device("meta")
+    vector = torch.zeros(outer.meta_params.theta.shape, device=there)
+    meta_params = MetaParameters(vector, vector.clone(), InnerState({}))
+    outer.meta_params, outer.memory = meta_params, OuterMemory(there, False)
+    names = ("theta", "exp_avg", "kept.exp_avg", "rates", "rates.exp_avg")
+    state = StateDict({name: torch.zeros(vector.shape) for name in names}, {}, {"numbers": {"step": 1.0}})
+    meta_params.load_state(state)
+    outer.load_state(state)
+    assert meta_params.kept is not None
+    found = [
+        vector.device
+        for vectors in (outer.moments, outer.rate_moments, meta_params.kept.vectors)
+        for vector in vectors.values()
+    ]
+    assert found == [there] * 3

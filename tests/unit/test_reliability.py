@@ -1,0 +1,177 @@
+"""Signals, the watchdog, outlier bounds and loss spikes in one process.
+
+tests/distributed/test_signals.py sends signals to running launches.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fmmeta.config.settings import Config
+from fmmeta.meta.rule import TaskResult
+from fmmeta.parallel.workers.base import PassStats
+from fmmeta.reliability.checks import OutlierBounds, Spikes
+from fmmeta.reliability.signals import Launcher, Signals, process_stat
+from fmmeta.reliability.watchdog import WatchdogStage, identity_of, stack_of, this_process
+from tests.support.helpers import refusal
+from tests.support.messages import check_message
+from tests.support.short_runs import until
+
+
+def test_repeated_signal_is_ignored_and_a_later_one_exits(monkeypatch):
+    left = []
+    with Signals(leave=left.append) as signals:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+            until(lambda: signals.asked)
+        time.sleep(0.1)
+        assert (signals.asked, left) == ("SIGINT", [])
+        signals.at -= 6
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: left)
+        assert left == [128 + 15]
+        signals.end()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+    assert left == [143]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_signal_during_startup_exits(capfd):
+    left = []
+    with Signals(starting=True, leave=left.append) as signals:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        until(lambda: left)
+        signals.run()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        until(lambda: signals.asked)
+    assert left == [75]
+
+
+def test_other_threads_install_no_handlers():
+    handlers = []
+
+    def inside():
+        with Signals() as signals:
+            handlers.append(signals.handlers)
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    assert handlers == [{}]
+
+
+def test_a_shell_is_no_launcher():
+    code = "import time; from fmmeta.reliability.signals import Launcher; print(Launcher(True).watched)"
+    script = f"{sys.executable} -c '{code}'; true"  # the shell stays, because there is more to do
+    ran = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"
+    assert Launcher(True).watched == (process_stat(os.getppid())[0] not in ("bash", "sh"))
+    assert not Launcher(False).watched
+
+
+def test_a_process_that_has_exited_has_no_state():
+    child = subprocess.Popen(["sleep", "100"])
+    state, parent, *_ = process_stat(child.pid)[1]
+    assert state in "SRD"
+    assert int(parent) == os.getpid()
+    child.kill()
+    child.wait()
+    assert process_stat(child.pid) == ("", [])
+
+
+def test_process_of_another_pid_namespace_has_another_identity():
+    code = "from fmmeta.reliability.watchdog import identity_of; print(*identity_of(1))"
+    words = ["unshare", "-rpf", "--mount-proc", sys.executable, "-c", code]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False)
+    if "unshare" in ran.stderr:
+        pytest.skip(f"no PID namespaces here: {ran.stderr}")
+    here = identity_of(os.getpid())
+    assert here == identity_of(os.getpid()) == this_process()["identity"]
+    assert len(here) == len(ran.stdout.split()) == 2, ran.stderr
+    assert ran.stdout.split()[1] != here[1]
+    assert identity_of(2**22 + 1) == []
+
+
+def test_watchdog_bound_follows_the_slowest_step():
+    stage = WatchdogStage(None)
+    for took, bound in ((0, 1800), (12, 300), (70, 700), (3, 700)):
+        stage.began -= took
+        if took:
+            stage.record_step()
+        stage.begin("outer step 1", is_step=True)
+        assert stage.bound_s == pytest.approx(bound, abs=0.5)
+    assert WatchdogStage(5).bound_s == 1800  # no outer step has begun
+    stage = WatchdogStage(5)
+    stage.begin("outer step 1", is_step=True)
+    assert stage.bound_s == 5
+    assert not stage.is_overdue
+    stage.began -= 6
+    assert stage.is_overdue
+    stage.begin_phase("task 1", passes=1)
+    stage.count_pass()
+    assert stage.text == "outer step 1, task 1, pass 2"
+    stage.begin_phase("waiting")
+    assert stage.text == "outer step 1, waiting"
+
+
+def test_a_stack_names_file_and_line():
+    assert stack_of(threading.get_ident()).startswith("watchdog.py:")
+    assert "test_reliability.py:" in stack_of(threading.get_ident())
+    assert stack_of(12345) == ""
+
+
+def task(loss: float) -> TaskResult:
+    stats = torch.tensor([loss, 1.0, 1.0, 0.0], dtype=torch.float64)
+    return TaskResult(1.0, True, PassStats(stats), PassStats(stats))
+
+
+@pytest.mark.parametrize(
+    ("settings", "loss", "norm", "fits"),
+    [
+        ({}, 1e9, 1e9, True),
+        ({"max_task_loss": 5.0}, 5.0, 1e9, True),
+        ({"max_task_loss": 5.0}, 5.1, 0, False),
+        ({"max_task_norm": 2.0}, 1e9, 2.0, True),
+        ({"max_task_norm": 2.0}, 0, 2.1, False),
+        ({"max_task_norm": 2.0}, 0, math.nan, False),
+    ],
+)
+def test_outliers_are_found_among_finite_gradients(settings, loss, norm, fits):
+    worker: Any = SimpleNamespace(dot=lambda a, b: float(torch.dot(a, b)))
+    bounds = OutlierBounds(Config(**settings), worker)
+    assert bool(bounds) == bool(settings)
+    gradient = torch.tensor([norm, 0.0])
+    assert bounds.exceeded_by(task(loss), gradient) == (not fits)
+    assert not bounds.exceeded_by(replace(task(loss), finite=False), gradient)
+
+
+def test_outlier_bounds_must_be_positive():
+    for name in ("max_task_loss", "max_task_norm", "step_timeout", "max_file_gib"):
+        check_message(refusal(Config, **{name: 0.0}), f"{name}=0.0", "use one, or leave it out")
+
+
+def test_only_loss_spikes_are_marked():
+    draw, spikes = random.Random(0), Spikes()
+    marks = {}
+    for step in range(300):
+        loss = 2 * math.exp(-step / 100) + draw.gauss(0, 0.05) + (2.0 if step in (120, 250) else 0)
+        if mark := spikes.mark(loss):
+            marks[step] = mark
+    assert set(marks) == {120, 250}
+    assert spikes.mark(math.nan) is None
+    again = Spikes(spikes.state)
+    assert again.mark(9.0) == spikes.mark(9.0) is not None
