@@ -4,17 +4,21 @@ BIN := .venv/bin
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test parity cluster check audit clean
+.PHONY: demo test test-all parity cluster check audit clean
 
 demo: .venv/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus 2 launch/train.py --deepspeed ds_configs/zero2.json $(FLAGS)
 
-# a file stays with one process, which starts its launches once; those with several ranks come first
+# the fast suite; ARGS: further arguments of pytest
 test: .venv/.installed-test
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses $(JOBS) $(ARGS)
+
+# everything else that needs neither root nor a GPU
+test-all: .venv/.installed-test
+	$(BIN)/python -m pytest --numprocesses $(JOBS) -m "slow and not cluster" $(ARGS)
 
 parity: .venv/.installed-test
-	FMMETA_PARITY=full $(BIN)/python -m pytest tests/distributed/test_parity.py tests/distributed/test_model_parallel.py
+	FMMETA_PARITY=full $(BIN)/python -m pytest -m 'not cluster' tests/distributed/test_parity.py tests/distributed/test_model_parallel.py
 
 cluster: .venv/.installed-test
 	$(BIN)/python -m pytest -m cluster

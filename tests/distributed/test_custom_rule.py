@@ -27,7 +27,14 @@ def bench(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (2, 2)], ids=["1x1", "2x1", "2x2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((1, 1), id="1x1", marks=pytest.mark.slow),
+        pytest.param((2, 1), id="2x1", marks=pytest.mark.slow),
+        pytest.param((2, 2), id="2x2"),
+    ],
+)
 def test_the_example_ends_where_its_reference_ends(bench, layout):
     case = replace(CASE, layout=layout)
     theta, _ = bench.run([case])[case.id]
@@ -47,6 +54,7 @@ def fmmeta(command: str, flags: str, cwd: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.slow
 def test_the_example_is_chosen_by_a_flag_and_not_imported_from_a_model(tmp_path):
     """Code that a model folder names is not imported when the model is evaluated and adapted."""
     assert len((EXAMPLES / "custom_rule.py").read_text().splitlines()) <= 40

@@ -92,6 +92,7 @@ def lines_of(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_bad_tasks_are_left_out_and_counted(tmp_path):
     root = write_tasks(tmp_path / "tasks")
@@ -133,6 +134,7 @@ def test_bad_tasks_are_left_out_and_counted(tmp_path):
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_bad_task_stops_all_ranks_and_the_repaired_run_resumes(tmp_path):
     root = write_tasks(tmp_path / "tasks")

@@ -97,6 +97,7 @@ def writers_of(trial: Trial) -> list[str]:
     return [line.split("]")[0].strip("[") for line in trial.log if "writes the files of the run" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_theta_after_three_kills_equals_the_undisturbed_run(trial, undisturbed):
     """A group that does not write, the one that writes, and one of those that came back; each heals and

@@ -55,6 +55,7 @@ def test_any_number_of_ranks_gives_the_same_scores(evaluate):
     assert one == two == three
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_group_gives_the_scores_of_one_process(evaluate):
     one = evaluate(1)

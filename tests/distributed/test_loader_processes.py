@@ -78,6 +78,7 @@ class NamespacedTrainer:
         return self.log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_runs_in_two_pid_namespaces_share_memory_undisturbed(flags, tmp_path):
     """A run trains, a second one was killed, a third one starts beside them and ends, and then the first one

@@ -48,6 +48,7 @@ def files(tmp_path_factory):
     return save(LlamaForCausalLM(config), folder / "llama"), write_pairs(folder / "pairs.jsonl"), folder
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("kind", ["zero3", "pipeline"])
 def test_four_ranks_train_a_model_that_one_rank_cannot_hold(files, kind):

@@ -11,7 +11,17 @@ import torch
 
 from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_learner
-from tests.support.matrix import Case, Launches, ParityFixture, selected, spread, spread_cover, tolerance
+from tests.support.matrix import (
+    Case,
+    Launches,
+    ParityFixture,
+    parameters,
+    selected,
+    spread,
+    spread_cover,
+    spread_diagonal,
+    tolerance,
+)
 from tests.support.models import ENCODERS
 
 CHOSEN = spread() if os.environ.get("FMMETA_PARITY") == "full" else spread_cover()
@@ -35,7 +45,7 @@ def outcomes(request, bench):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("case", sorted(CHOSEN, key=kind_of), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", parameters(spread_diagonal(), CHOSEN, kind_of))
 def test_ends_where_the_oracle_ends_and_exports_to_transformers(case: Case, bench, outcomes):
     theta, facts = outcomes(case)
     assert bench.error(case, theta) < tolerance(case)

@@ -44,7 +44,7 @@ def bench(tmp_path_factory):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("layout", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param((1, 2), marks=pytest.mark.slow), (2, 1)], ids=str)
 def test_ends_where_the_oracle_ends(bench, layout):
     chosen = [case for case in CASES if case.layout == layout]
     outcomes = bench.run(chosen)
@@ -56,6 +56,7 @@ def test_ends_where_the_oracle_ends(bench, layout):
     } == {}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["adapters", "heads"])
 def test_zero_3_gathers_the_base_once_for_eight_tasks(kind, tmp_path):

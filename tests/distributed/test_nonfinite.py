@@ -66,7 +66,12 @@ def settings(model, data, **extra):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("groups", "group_size", "spread"),
-    [(2, 1, {}), (2, 2, {}), (2, 2, {"pipeline_stages": 2}), (2, 2, {"tensor_parallel_size": 2})],
+    [
+        (2, 1, {}),
+        pytest.param(2, 2, {}, marks=pytest.mark.slow),
+        pytest.param(2, 2, {"pipeline_stages": 2}, marks=pytest.mark.slow),
+        pytest.param(2, 2, {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_theta_is_that_of_the_finite_tasks(files, expected_theta, groups, group_size, spread):
     folder, model, data = files
@@ -108,6 +113,7 @@ def test_theta_is_that_of_the_finite_tasks(files, expected_theta, groups, group_
         assert [line["skipped_tasks"] for line in metrics] == skipped, case["id"]
 
 
+@pytest.mark.slow
 def test_uninitialized_memory_does_not_change_theta(tmp_path):
     """ZeRO 3 pads parameters that its ranks cannot share evenly with what it finds in memory: here, no
     numbers.

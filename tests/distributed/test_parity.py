@@ -16,9 +16,11 @@ from tests.support.matrix import (
     Launches,
     ParityFixture,
     cases,
+    diagonal,
     full,
     pairs,
     pairwise,
+    parameters,
     selected,
     tolerance,
 )
@@ -47,9 +49,7 @@ def outcomes(request, tmp_path_factory):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "case", sorted(CHOSEN, key=lambda case: LAYOUTS.index(case.layout)), ids=lambda case: case.id
-)
+@pytest.mark.parametrize("case", parameters(diagonal(), CHOSEN, lambda case: LAYOUTS.index(case.layout)))
 def test_ends_where_the_oracle_ends(case, outcomes):
     error, facts = outcomes(case)
     assert error < tolerance(case)

@@ -65,6 +65,7 @@ def test_planned_bytes_equal_the_bytes_communicated(files, cases):
         assert sent == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_calibration_measures_the_machine(files, tmp_path):
     model, _, _ = files

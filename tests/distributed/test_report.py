@@ -14,6 +14,7 @@ from tests.support.messages import check_message
 from tests.support.models import save_bert, write_classes
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_report_and_trackers_are_the_same_on_all_layouts(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

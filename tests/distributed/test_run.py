@@ -33,6 +33,7 @@ def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
     return (off / sum(float(value.double().square().sum()) for value in a.values())) ** 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_same_flags_on_other_layouts_give_the_same_model(tmp_path):
     one = train(tmp_path / "1", 1, deepspeed="ds_configs/zero2.json").ok()
@@ -50,6 +51,7 @@ def test_the_same_flags_on_other_layouts_give_the_same_model(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_adapters_are_the_same_on_other_layouts_and_after_a_resumption(tmp_path):
     """One rank of plain PyTorch; a group of two with ZeRO 3, its base sharded; that one again from the
@@ -118,6 +120,7 @@ def test_adapters_are_the_same_on_other_layouts_and_after_a_resumption(tmp_path)
     assert float((merged - plain).abs().max()) > 1e-3
 
 
+@pytest.mark.slow
 def test_cross_group_traffic_is_one_reduction_of_the_shard(tmp_path):
     few = {"meta_batch_size": 4, "inner_steps": 1, "outer_steps": 2}
     train(tmp_path / "few", 2, **few).ok()
@@ -141,6 +144,7 @@ def test_cross_group_traffic_is_one_reduction_of_the_shard(tmp_path):
     assert seen == [expected] * 3
 
 
+@pytest.mark.slow
 def test_metrics_and_run_json_hold_the_documented_keys(tmp_path):
     train(tmp_path / "run", 1, outer_steps=2, fresh=True).ok()
     keys = {
@@ -214,6 +218,7 @@ def test_a_killed_run_resumes_to_the_theta_of_an_undisturbed_run(tmp_path):
     assert relative_difference(whole, model_of(tmp_path / "moved")) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_resumes_across_pipeline_tensor_and_zero3(tmp_path):
     """A pipeline's checkpoint resumes under tensor parallelism, and that one's under ZeRO 3."""
@@ -253,6 +258,7 @@ def test_a_run_resumes_across_pipeline_tensor_and_zero3(tmp_path):
         ), key
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_stages_by_measured_time_hold_the_printed_layers(tmp_path):
     """A large head: the first stage gets more layers than by parameters; theta is the same either way."""

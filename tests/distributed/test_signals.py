@@ -105,6 +105,7 @@ def test_a_second_signal_ends_the_process_at_once(fork_server, flags, tmp_path):
     fork_server.wait(ranks, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_frozen_rank_is_named_and_the_job_ends(fork_server, flags, undisturbed_run, tmp_path, frozen):
     """Rank 0 holds the shared store, which no rank can read while rank 0 is frozen."""
@@ -172,6 +173,7 @@ time.sleep(1000)
     assert [path for path in run.glob("checkpoint-*") if path.name != "checkpoint-5"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_torchrun_restarts_a_killed_run_without_any_flag(flags, undisturbed_run, tmp_path):
     """The bare folder name too is found again: the run is made without --output_dir."""
@@ -235,6 +237,7 @@ def uninterrupted_run(fork_server, flags, tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("places", [places for _, places in MOVES], ids=[name for name, _ in MOVES])
 def test_a_run_resumes_on_another_layout_at_parity(fork_server, flags, uninterrupted_run, tmp_path, places):

@@ -9,9 +9,11 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fmmeta.cli import COMMANDS, parse
 from tests.support.launch import ROOT, environment, free_port, python, run_ranks
 
 README = (ROOT / "README.md").read_text()
@@ -67,6 +69,18 @@ def launched() -> set[str]:
     return chosen | {one for one in listed if without_launcher(one) is None}
 
 
+FAST = (
+    "deepspeed launch/train.py --deepspeed ds_configs/zero2.json",
+    "fmmeta train --algorithm reptile",
+    "fmmeta evaluate",
+)
+
+
+def parameters(listed: list[str]) -> list[Any]:
+    """pytest parameters for commands; those that do not begin like one of FAST are slow."""
+    return [pytest.param(one, marks=[] if one.startswith(FAST) else [pytest.mark.slow]) for one in listed]
+
+
 def minilm() -> str:
     import importlib.util
 
@@ -98,7 +112,7 @@ def need_data(command: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("command", [command for command in commands() if "evaluate" not in command])
+@pytest.mark.parametrize("command", parameters([one for one in commands() if "evaluate" not in one]))
 def test_command_trains(command, tmp_path):
     need_data(command)
     text = run(command, "--output_dir", str(tmp_path / "run"), *shlex.split(SHORT))
@@ -111,13 +125,26 @@ def test_command_trains(command, tmp_path):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("command", [command for command in commands() if "evaluate" in command])
+@pytest.mark.parametrize("command", parameters([one for one in commands() if "evaluate" in one]))
 def test_command_evaluates(command, tmp_path):
     need_data(command)
     text = run(command, "--episodes", "2", cwd=tmp_path)
     assert "2 5-way episodes of the test split" in text
     assert text.count("accuracy %    ") == (2 if "--compare" in command else 1)  # one rank logs
     assert (tmp_path / "results.json").is_file() == ("--output" in command)
+
+
+@pytest.mark.parametrize("command", commands())
+def test_flags_and_files_of_a_command_exist(command):
+    """Without a run: the flags are parsed, and the files that they name are there."""
+    need_data(command)
+    words = shlex.split(command.replace("$MODEL", minilm()).replace("$DATA", str(DATA)))
+    start = next(i for i, word in enumerate(words) if word in ("launch/train.py", "fmmeta"))
+    name, *flags = words[start + 1 :] if words[start] == "fmmeta" else ["train", *words[start + 1 :]]
+    assert name in COMMANDS
+    settings = parse(flags, name)
+    if name == "train" and settings.deepspeed:
+        assert (ROOT / settings.deepspeed).is_file()
 
 
 def test_every_launcher_is_started_by_a_command():
@@ -175,6 +202,7 @@ def test_the_readme_lists_every_folder():
     assert all((ROOT / path).is_dir() and phrase for path, phrase in named.items())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_slurm_variables_start_ranks_alike(tmp_path):
     port, processes = str(free_port()), []
@@ -204,6 +232,7 @@ def test_slurm_variables_start_ranks_alike(tmp_path):
     assert not texts[1].strip()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_shipped_config_runs_in_a_group_of_two(tmp_path):
     """All of them in one launch; the commands above start some of them from outside."""

@@ -429,8 +429,40 @@ def spread_cover() -> list[Case]:
             (way, case.outer),
         }
 
+    return covering(numbered(spread(), marks))
+
+
+def diagonal() -> list[Case]:
+    """The cases of the fast suite: every stage on every layout, and every value of every other axis once."""
+
+    def marks(case: Case) -> set[tuple[Any, ...]]:
+        return {(case.layout, case.stage), *((name, vars(case)[name]) for name in AXES)}
+
+    return covering(numbered(cases(), marks))
+
+
+def spread_diagonal() -> list[Case]:
+    """Of `spread`, the fast suite's: an encoder and a decoder in two stages, two tensor ranks, and loaded as
+    ZeRO 3 shards; and adapters in stages.
+    """
+
+    def marks(case: Case) -> set[tuple[Any, ...]]:
+        kind, adapters = (case.stages, case.tensor), case.stages > 1 and "lora_r" in case.settings
+        return {(kind, "encoder", case.model.startswith(ENCODERS)), (kind, "adapters", adapters)}
+
+    return covering(numbered([case for case in spread() if case.layout == (1, 2)], marks))
+
+
+def numbered(chosen: Sequence[Case], marks: Callable[[Case], set[tuple[Any, ...]]]) -> list[tuple[Case, int]]:
+    """Cases with their marks as bits, for `covering`."""
     numbers: dict[tuple[Any, ...], int] = defaultdict(lambda: len(numbers))
-    return covering([(case, sum(1 << numbers[mark] for mark in marks(case))) for case in spread()])
+    return [(case, sum(1 << numbers[mark] for mark in marks(case))) for case in chosen]
+
+
+def parameters(fast: Sequence[Case], others: Sequence[Case], order: Callable[[Case], Any]) -> list[Any]:
+    """pytest parameters for the cases, those that are not `fast` marked slow; in one order for launches."""
+    both = sorted(dict.fromkeys([*fast, *others]), key=order)
+    return [pytest.param(case, id=case.id, marks=[] if case in fast else [pytest.mark.slow]) for case in both]
 
 
 class ParityFixture:
@@ -620,10 +652,13 @@ __all__ = [
     "Launches",
     "ParityFixture",
     "cases",
+    "diagonal",
     "full",
     "pairwise",
+    "parameters",
     "selected",
     "spread",
     "spread_cover",
+    "spread_diagonal",
     "tolerance",
 ]

@@ -49,6 +49,7 @@ def test_meta_gradient_equals_that_of_the_plain_model(algorithm, monkeypatch):
     torch.testing.assert_close(found, gradient_of(bert(), algorithm, False), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 def test_inductor_gives_the_same_gradient(tmp_path, monkeypatch):

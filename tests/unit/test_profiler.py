@@ -119,6 +119,7 @@ def test_a_run_of_one_step_profiles_that_one(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["profile"]["outer_step"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("group_size", "extra", "busy", "idle"),
