@@ -4,7 +4,7 @@ BIN := .venv/bin
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all parity cluster check audit clean
+.PHONY: demo test test-all parity mutants cluster check audit clean
 
 demo: .venv/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus 2 launch/train.py --deepspeed ds_configs/zero2.json $(FLAGS)
@@ -19,6 +19,10 @@ test-all: .venv/.installed-test
 
 parity: .venv/.installed-test
 	FMMETA_PARITY=full $(BIN)/python -m pytest -m 'not cluster' tests/distributed/test_parity.py tests/distributed/test_model_parallel.py
+
+# plants each defect of tests/mutants/table.py and runs the fast suite until a test fails; continues where it ended
+mutants: .venv/.installed-test
+	$(BIN)/python -m tests.mutants.run --jobs $(JOBS)
 
 cluster: .venv/.installed-test
 	$(BIN)/python -m pytest -m cluster

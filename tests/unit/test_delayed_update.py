@@ -83,6 +83,19 @@ def test_theta_follows_the_delayed_recursion(delay):
     assert updates.pending is None
 
 
+def test_the_last_step_reports_that_the_pending_meta_gradient_moved_theta():
+    """The last step applies two meta-gradients; here only the first of them is finite."""
+    updates = updates_of(1)
+    theta = updates.outer.meta_params.theta
+    updates.meta.sum.add_(1.0)
+    updates.step(1.0, STEPS - 2, no_data=False, last=False)
+    before = theta.clone()
+    updates.meta.sum.fill_(torch.nan)
+    assert updates.step(1.0, STEPS - 1, no_data=False, last=True).applied
+    assert not torch.equal(theta, before)
+    assert torch.isfinite(theta).all()
+
+
 @pytest.mark.parametrize("at", [1, 5, 6, 11])
 def test_pending_gradients_resume_bit_for_bit_from_a_checkpoint(at):
     whole, part = updates_of(1), updates_of(1)

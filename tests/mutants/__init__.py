@@ -1,0 +1,1 @@
+"""Planted defects that the fast tests must find: `make mutants`, or `python -m tests.mutants.run --help`."""

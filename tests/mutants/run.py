@@ -1,0 +1,130 @@
+"""Run the fast suite against planted defects, one at a time, in worktrees of the current commit.
+
+    python -m tests.mutants.run --results runs/mutants.json [--only NAME ...] [--jobs 2]
+
+For each mutant of table.py: check out the commit, plant the defect, run its most relevant tests, then the
+whole fast suite, and stop at the first failure. Results are written after each mutant; a second call
+continues where the first one ended, and repeats mutants whose text or whose commit has changed. Prints one
+line per mutant with the test that noticed it; exit code 1 if fewer than REQUIRED of the defects were noticed
+or an equivalent rewrite was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.mutants.table import MUTANTS, Mutant
+
+ROOT = Path(__file__).parents[2]
+REQUIRED = 0.95  # of the defects
+TIMEOUT_S = (
+    1200  # of the whole fast suite; a defect that makes ranks wait for each other ends by the tests' timeouts
+)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+
+
+@contextmanager
+def checkout(commit: str) -> Iterator[Path]:
+    """A worktree of the commit beside the repository, where tests find ../shared; removed afterwards."""
+    with tempfile.TemporaryDirectory(dir=ROOT.parent) as folder:
+        tree = Path(folder, "fmmeta")
+        # a worktree in a folder beside the repository finds ../shared through a link
+        (Path(folder) / "shared").symlink_to(ROOT.parent / "shared")
+        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, commit], cwd=ROOT, check=True)
+        try:
+            yield tree
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
+
+
+def plant(mutant: Mutant, folder: Path) -> None:
+    """Replace the text. Raises `ValueError` unless it occurs exactly once."""
+    file = folder / "fmmeta" / mutant.file
+    source = file.read_text()
+    if source.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.name}: {mutant.file} has its old text {source.count(mutant.old)} times")
+    file.write_text(source.replace(mutant.old, mutant.new))
+
+
+def first_failure(folder: Path, arguments: Sequence[str]) -> str | None:
+    """The first failed test of a pytest call, or None if all passed."""
+    env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    # that each mutant applies to the code is no longer true here
+    skipped = ["--ignore", "tests/unit/test_mutants.py"]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *skipped, *arguments]
+    try:
+        ended = subprocess.run(
+            command, cwd=folder, env=env, timeout=TIMEOUT_S, capture_output=True, text=True
+        )
+    except subprocess.TimeoutExpired:
+        return f"no test within {TIMEOUT_S} s"
+    if ended.returncode == 0:
+        return None
+    failed = FAILED.search(ended.stdout)
+    if failed is None:
+        raise RuntimeError(
+            f"pytest ended with {ended.returncode}:\n{ended.stdout[-3000:]}{ended.stderr[-3000:]}"
+        )
+    return failed[1]
+
+
+def attempt(mutant: Mutant, commit: str, jobs: int) -> dict[str, Any]:
+    """The first test that fails with a mutant ("" if none does), and the time until then."""
+    began = time.monotonic()
+    with checkout(commit) as folder:
+        plant(mutant, folder)
+        found = first_failure(folder, [f"tests/{test}" for test in mutant.tests])
+        if found is None:
+            found = first_failure(folder, ["--numprocesses", str(jobs)])
+    return {"test": found or "", "seconds": round(time.monotonic() - began)}
+
+
+def key_of(mutant: Mutant, commit: str) -> str:
+    """Of what a result depends on."""
+    return hashlib.sha256(json.dumps([asdict(mutant), commit]).encode()).hexdigest()[:16]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutants.json")
+    parser.add_argument("--only", nargs="*", default=[], choices=[mutant.name for mutant in MUTANTS])
+    parser.add_argument("--jobs", type=int, default=2)
+    args = parser.parse_args()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
+    done: dict[str, dict[str, Any]] = json.loads(args.results.read_text()) if args.results.exists() else {}
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    chosen = [mutant for mutant in MUTANTS if not args.only or mutant.name in args.only]
+    for number, mutant in enumerate(chosen, start=1):
+        key = key_of(mutant, commit)
+        if done.get(mutant.name, {}).get("key") != key:
+            done[mutant.name] = {"key": key, **attempt(mutant, commit, args.jobs)}
+            args.results.write_text(json.dumps(done, indent=1))
+        result = done[mutant.name]
+        noticed_by = result["test"] or "not noticed"
+        print(f"[{number}/{len(chosen)}] {mutant.name}: {noticed_by} ({result['seconds']} s)", flush=True)
+    defects = [mutant for mutant in chosen if not mutant.equivalent]
+    noticed = sum(bool(done[mutant.name]["test"]) for mutant in defects)
+    wrongly = [m.name for m in chosen if m.equivalent and done[m.name]["test"]]
+    print(f"{noticed} of {len(defects)} defects noticed; equivalent rewrites noticed: {wrongly or 'none'}")
+    sys.exit(noticed < REQUIRED * len(defects) or bool(wrongly))
+
+
+if __name__ == "__main__":
+    main()
