@@ -153,7 +153,7 @@ def test_a_joining_group_receives_learned_rates(trial):
     run = trial(groups=1, inner_lr_learned="layer", save_steps=1, save_total_limit=1)
     run.start()
     run.wait_for_step(1, PATIENCE_S)
-    run.before = f"{__name__}:read_late"
+    run.before = f"{__name__}:{delay_resume_until_checkpoint_is_removed.__name__}"
     run.supervisor.groups.append(Group("late0"))
     run.wait_for_step(2, PATIENCE_S)
     run.hurry()
