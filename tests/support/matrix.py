@@ -606,32 +606,38 @@ class ParityFixture:
 
 
 class Launches:
-    """Outcomes of cases, which are run a launch at a time: those of one `kind`.
+    """Outcomes of cases, which are run a launch at a time: up to `most` cases of one `kind`.
 
     The next launch begins before the present one is waited for, so that it uses the time in which its ranks
     wait for each other and oracles are computed.
     """
 
-    def __init__(self, bench: ParityFixture, chosen: Sequence[Case], kind: Callable[[Case], Any]) -> None:
-        self.bench, self.kind = bench, kind
-        self.kinds = list(dict.fromkeys(map(kind, chosen)))
-        self.cases = {each: [case for case in chosen if kind(case) == each] for each in self.kinds}
-        self.started: dict[Any, Callable[[], Outcomes]] = {}
-        self.ended: dict[Any, Outcomes | AssertionError] = {}
+    def __init__(
+        self, bench: ParityFixture, chosen: Sequence[Case], kind: Callable[[Case], Any], most: int = 50
+    ) -> None:
+        self.bench = bench
+        by_kind: dict[Any, list[Case]] = defaultdict(list)
+        for case in chosen:
+            by_kind[kind(case)].append(case)
+        self.parts = [
+            cases[begin : begin + most] for cases in by_kind.values() for begin in range(0, len(cases), most)
+        ]
+        self.part_of = {case.id: number for number, part in enumerate(self.parts) for case in part}
+        self.started: dict[int, Callable[[], Outcomes]] = {}
+        self.ended: dict[int, Outcomes | AssertionError] = {}
 
     def outcome(self, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """theta and facts."""
-        kind = self.kind(case)
-        at = self.kinds.index(kind)
-        for each in self.kinds[at : at + 2]:
-            if each not in self.started:
-                self.started[each] = self.bench.start(self.cases[each])
-        if kind not in self.ended:
+        at = self.part_of[case.id]
+        for number in range(at, min(at + 2, len(self.parts))):
+            if number not in self.started:
+                self.started[number] = self.bench.start(self.parts[number])
+        if at not in self.ended:
             try:
-                self.ended[kind] = self.started[kind]()
-            except AssertionError as error:  # stored, so that a broken launch is started once
-                self.ended[kind] = error
-        found = self.ended[kind]
+                self.ended[at] = self.started[at]()
+            except AssertionError as error:  # remembered, so that a broken launch is started once
+                self.ended[at] = error
+        found = self.ended[at]
         if isinstance(found, AssertionError):
             raise found
         return found[case.id]
