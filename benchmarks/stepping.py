@@ -86,9 +86,9 @@ class Prepared:
             def __init__(self, rule: Any) -> None:
                 self.rule = rule
 
-            def task_gradient(self, worker: Any, meta: Any, episode: Episode, into: Any) -> Any:
+            def task_gradient(self, worker: Any, meta: Any, episode: Episode, *rest: Any) -> Any:
                 used.append(episode)
-                return self.rule.task_gradient(worker, meta, episode, into)
+                return self.rule.task_gradient(worker, meta, episode, *rest)
 
         class Stopwatch(Callback):
             def on_step_end(self, run: Run, outcome: Any) -> None:

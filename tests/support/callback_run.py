@@ -6,7 +6,7 @@ import os
 import sys
 
 from fmmeta import Callback, MetaTrainer, UsageError
-from fmmeta.cli import fail, parse
+from fmmeta.cli import parse
 
 
 class FailsOn(Callback):
@@ -23,7 +23,7 @@ def main(rank: str, *flags: str) -> None:
         MetaTrainer(parse(list(flags)), callbacks=[FailsOn(rank)]).train()
     except UsageError as error:
         print(f"refused: {error}", flush=True)
-        fail(str(error))
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

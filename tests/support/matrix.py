@@ -635,7 +635,7 @@ class Launches:
         if at not in self.ended:
             try:
                 self.ended[at] = self.started[at]()
-            except AssertionError as error:  # remembered, so that a broken launch is started once
+            except AssertionError as error:  # stored, so that a broken launch is started once
                 self.ended[at] = error
         found = self.ended[at]
         if isinstance(found, AssertionError):

@@ -327,7 +327,7 @@ def test_self_check_trusts_fp32_and_warns_of_bf16():
     assert good.text.endswith("can be trusted")
     assert bad.relative > 0.02
     assert "WARNING: gradients rounded to bf16" in bad.text
-    assert bad.text.endswith("set bf16 to false")
+    assert "set bf16 to false" in bad.text
     assert "WARNING: the loss bends too sharply" in Check(0.9, 0.4, "fp32").text
     assert "WARNING" in Check(float("nan"), float("nan"), "fp32").text
 

@@ -128,9 +128,9 @@ class ThetaRecorder(Callback):
     def on_train_begin(self, run):
         evaluate = run.held_out.scores
 
-        def record(*args):
+        def record(*args, **named):
             self.thetas.append(run.theta.clone())
-            return evaluate(*args)
+            return evaluate(*args, **named)
 
         run.held_out.scores = record
 

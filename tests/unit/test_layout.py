@@ -170,7 +170,7 @@ def test_estimate_by_hand(stage, bf16, group_size, kinds, buffers, staging):
 def test_peak_is_the_larger_of_two_phases():
     small = replace(SIZES, rows=1, tokens=1)
     found = estimate(small, DeepSpeedSettings(2, False, False), 4)
-    assert found.activations == 4 * (34 * 8 + 5 * 4)
+    assert found.kinds["activations"] == 4 * (34 * 8 + 5 * 4)
     assert found.total == 4000 + 1000 + 1000 + 5000 + 8000  # the reduction, after activations are freed
     assert str(found).split(" = ")[0].split(" + ")[-1].startswith("staging")
     early = estimate(SIZES, DeepSpeedSettings(2, False, False, bucket=100), 4)

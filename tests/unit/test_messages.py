@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.support import messages
+from tests.support.helpers import ROOT
 from tests.support.messages import check_message
 
 
@@ -31,3 +32,9 @@ def test_a_reworded_message_fails_until_it_is_updated(snapshot, tmp_path, monkey
         check_message("k_shot=0 is less than 1; use 1 or more", "k_shot=0")
     with pytest.raises(AssertionError, match=r"\['lower it'\] not in"):
         check_message(texts[0], "input=", "lower it")
+
+
+def test_every_stored_message_belongs_to_a_test():
+    for test in json.loads(messages.SNAPSHOT.read_text(encoding="utf-8")):
+        file, name = ROOT / test.split("::")[0], test.split("::")[1].split("[")[0]
+        assert f"def {name}(" in file.read_text(), f"remove {test} from tests/messages.json"

@@ -251,7 +251,8 @@ def test_the_final_table_has_a_separate_number_of_episodes(
 
     def counting(*args, **named):
         found = original(*args, **named)
-        scored.append(len(found))
+        if not named.get("each_step"):  # episodes that choose the baseline's number of steps do not count
+            scored.append(len(found))
         return found
 
     monkeypatch.setattr(validation.HeldOut, "scores", counting)

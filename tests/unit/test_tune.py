@@ -314,7 +314,7 @@ def test_rates_that_diverge_are_never_the_best(bert, classes, tmp_path, capsys):
         "output": str(choice),
         "head_inits": ["zero"],
     }
-    message = refusal(lambda: tune(TuneConfig(**flags, inner_lrs=[1e30, 1e35]), Progress(True)))
+    message = refusal(lambda: tune(TuneConfig(**flags, inner_lrs=[1e30, 1e35]), progress=Progress(True)))
     check_message(message, "inner_lrs=1e+30 1e+35", "try lower ones")
     assert not choice.exists()
     assert [
