@@ -129,7 +129,8 @@ class ThetaRecorder(Callback):
         evaluate = run.held_out.scores
 
         def record(*args, **named):
-            self.thetas.append(run.theta.clone())
+            if not named.get("each_step"):  # not those that choose the baseline's number of steps
+                self.thetas.append(run.theta.clone())
             return evaluate(*args, **named)
 
         run.held_out.scores = record
