@@ -63,9 +63,8 @@ class PipelineWorker(EngineWorker):
         not_owned = [tied] if tied and coordinates.stage > 0 else []
         self.start_engine(self._module(self.tied), groups, config, names, not_owned)
         if data == 1 and self.engine.optimizer is self.shard_optimizer:
-            self.engine.pipeline_enable_backward_allreduce = (
-                False  # over one rank it would copy all gradients
-            )
+            # over one rank it would copy all gradients
+            self.engine.pipeline_enable_backward_allreduce = False
 
     def _module(self, tied: nn.Parameter | None) -> Any:
         """A PipelineModule whose layers are complete stages.
