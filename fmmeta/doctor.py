@@ -35,17 +35,17 @@ OLD_LOCK_S = 600.0
 
 @dataclass(frozen=True)
 class Finding:
-    """The answer to a question. fix: what to do if it is not good; otherwise: its level then."""
+    """The answer to a question. fix, severity: what to do if it is not good, and how bad that is."""
 
     name: str
     good: bool
     text: str
     fix: str = ""
-    otherwise: str = "warning"
+    severity: str = "warning"  # or problem
 
     @property
     def level(self) -> str:
-        return "ok" if self.good else self.otherwise
+        return "ok" if self.good else self.severity
 
     def __str__(self) -> str:
         return f"{self.level:8} {self.name}: {self.text}" + ("" if self.good else f"; {self.fix}")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.launch import run_ranks
-from tests.support.matrix import Case, ParityFixture, parameters, tolerance
+from tests.support.matrix import Case, ParityFixture, fast_and_slow_cases, tolerance
 
 ROWS = [  # layout, stage, algorithm, model, dtype, outer, head, also, pipeline stages (-T: tensor ranks)
     ((1, 1), "plain", "fomaml", "bert", "fp32", "adamw", "learned", "delay", 1),
@@ -74,7 +74,9 @@ def lines_of(folder: Path) -> list[dict]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", parameters([case for case in CASES if case.work < 7], CASES, CASES.index))
+@pytest.mark.parametrize(
+    "case", fast_and_slow_cases([case for case in CASES if case.work < 7], CASES, CASES.index)
+)
 def test_ends_where_the_delayed_oracle_ends(case, bench, outcomes):
     error, facts = outcomes(case)
     assert error < (FAR if "wire" in case.also else tolerance(case))

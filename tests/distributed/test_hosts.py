@@ -188,7 +188,7 @@ def ssh_config(hosts, tmp_path):
     """ssh between the hosts with a key made for the test; the client's configuration."""
     missing = [tool for tool in ("pdsh", "ssh", "ssh-keygen", "/usr/sbin/sshd") if shutil.which(tool) is None]
     if missing:
-        pytest.skip(f"{', '.join(missing)} not found")
+        pytest.skip(f"{', '.join(missing)} not found (Debian: pdsh openssh-client openssh-server)")
     key = tmp_path / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
     Path("/run/sshd").mkdir(exist_ok=True)

@@ -15,7 +15,7 @@ from tests.support.matrix import (
     Case,
     Launches,
     ParityFixture,
-    parameters,
+    fast_and_slow_cases,
     selected,
     spread,
     spread_cover,
@@ -45,7 +45,7 @@ def outcomes(request, bench):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("case", parameters(spread_diagonal(), CHOSEN, kind_of))
+@pytest.mark.parametrize("case", fast_and_slow_cases(spread_diagonal(), CHOSEN, kind_of))
 def test_ends_where_the_oracle_ends_and_exports_to_transformers(case: Case, bench, outcomes):
     theta, facts = outcomes(case)
     assert bench.error(case, theta) < tolerance(case)

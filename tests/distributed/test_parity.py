@@ -17,10 +17,10 @@ from tests.support.matrix import (
     ParityFixture,
     cases,
     diagonal,
+    fast_and_slow_cases,
     full,
     pairs,
     pairwise,
-    parameters,
     selected,
     tolerance,
 )
@@ -49,7 +49,9 @@ def outcomes(request, tmp_path_factory):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("case", parameters(diagonal(), CHOSEN, lambda case: LAYOUTS.index(case.layout)))
+@pytest.mark.parametrize(
+    "case", fast_and_slow_cases(diagonal(), CHOSEN, lambda case: LAYOUTS.index(case.layout))
+)
 def test_ends_where_the_oracle_ends(case, outcomes):
     error, facts = outcomes(case)
     assert error < tolerance(case)

@@ -9,11 +9,11 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fmmeta.cli import COMMANDS, parse
+from tests.support.helpers import fast_or_slow
 from tests.support.launch import ROOT, environment, free_port, python, run_ranks
 
 README = (ROOT / "README.md").read_text()
@@ -76,9 +76,8 @@ FAST = (
 )
 
 
-def parameters(listed: list[str]) -> list[Any]:
-    """pytest parameters for commands; those that do not begin like one of FAST are slow."""
-    return [pytest.param(one, marks=[] if one.startswith(FAST) else [pytest.mark.slow]) for one in listed]
+def is_fast(command: str) -> bool:
+    return command.startswith(FAST)
 
 
 def minilm() -> str:
@@ -112,7 +111,9 @@ def need_data(command: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("command", parameters([one for one in commands() if "evaluate" not in one]))
+@pytest.mark.parametrize(
+    "command", fast_or_slow([one for one in commands() if "evaluate" not in one], is_fast)
+)
 def test_command_trains(command, tmp_path):
     need_data(command)
     text = run(command, "--output_dir", str(tmp_path / "run"), *shlex.split(SHORT))
@@ -125,7 +126,7 @@ def test_command_trains(command, tmp_path):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("command", parameters([one for one in commands() if "evaluate" in one]))
+@pytest.mark.parametrize("command", fast_or_slow([one for one in commands() if "evaluate" in one], is_fast))
 def test_command_evaluates(command, tmp_path):
     need_data(command)
     text = run(command, "--episodes", "2", cwd=tmp_path)

@@ -29,6 +29,16 @@ def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     return str(caught.value)
 
 
+def fast_or_slow(
+    values: Sequence[Any], is_fast: Callable[[Any], bool], name: Callable[[Any], str | None] = lambda _: None
+) -> list[Any]:
+    """pytest parameters for `values`, named by `name`; those that are not fast are marked slow."""
+    return [
+        pytest.param(value, id=name(value), marks=[] if is_fast(value) else [pytest.mark.slow])
+        for value in values
+    ]
+
+
 def one_rank() -> ProcessGroups:
     """The communicators of a launch of one process, without any process group."""
     return World(Launch(), torch.device("cpu")).split(1, default_group=False)

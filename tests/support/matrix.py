@@ -29,6 +29,7 @@ from fmmeta.meta.reference import Reference, reference_run
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
+from tests.support.helpers import fast_or_slow
 from tests.support.launch import ROOT, start_ranks
 from tests.support.models import (
     DECODERS,
@@ -459,10 +460,12 @@ def numbered(chosen: Sequence[Case], marks: Callable[[Case], set[tuple[Any, ...]
     return [(case, sum(1 << numbers[mark] for mark in marks(case))) for case in chosen]
 
 
-def parameters(fast: Sequence[Case], others: Sequence[Case], order: Callable[[Case], Any]) -> list[Any]:
-    """pytest parameters for the cases, those that are not `fast` marked slow; in one order for launches."""
+def fast_and_slow_cases(
+    fast: Sequence[Case], others: Sequence[Case], order: Callable[[Case], Any]
+) -> list[Any]:
+    """pytest parameters for the cases, in one order for launches; those that are not `fast` are marked slow."""
     both = sorted(dict.fromkeys([*fast, *others]), key=order)
-    return [pytest.param(case, id=case.id, marks=[] if case in fast else [pytest.mark.slow]) for case in both]
+    return fast_or_slow(both, set(fast).__contains__, lambda case: case.id)
 
 
 class ParityFixture:
@@ -659,9 +662,9 @@ __all__ = [
     "ParityFixture",
     "cases",
     "diagonal",
+    "fast_and_slow_cases",
     "full",
     "pairwise",
-    "parameters",
     "selected",
     "spread",
     "spread_cover",
