@@ -463,7 +463,7 @@ def numbered(chosen: Sequence[Case], marks: Callable[[Case], set[tuple[Any, ...]
 def fast_and_slow_cases(
     fast: Sequence[Case], others: Sequence[Case], order: Callable[[Case], Any]
 ) -> list[Any]:
-    """pytest parameters for the cases, in one order for launches; those that are not `fast` are marked slow."""
+    """pytest parameters for the cases, in one order for launches; those not in `fast` are marked slow."""
     both = sorted(dict.fromkeys([*fast, *others]), key=order)
     return fast_or_slow(both, set(fast).__contains__, lambda case: case.id)
 
