@@ -161,6 +161,7 @@ def test_a_bad_task_stops_all_ranks_and_the_repaired_run_resumes(tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_too_many_bad_tasks_stop_all_ranks(tmp_path):
     root = write_tasks(tmp_path / "tasks")

@@ -144,6 +144,7 @@ def delay_resume_until_checkpoint_is_removed() -> None:
     Run.resume = late
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_joining_group_receives_learned_rates(trial):
     """They are float64 while theta is float32: gloo ends a process that receives a message of another size.

@@ -2,11 +2,12 @@
 
     python -m tests.mutants.run --results runs/mutants.json [--only NAME ...] [--jobs 2]
 
-For each mutant of table.py: check out the commit, plant the defect, run its most relevant tests, then the
-whole fast suite, and stop at the first failure. Results are written after each mutant; a second call
-continues where the first one ended, and repeats mutants whose text or whose commit has changed. Prints one
-line per mutant with the test that noticed it; exit code 1 if fewer than REQUIRED of the defects were noticed
-or an equivalent rewrite was.
+For each defect of table.py: check out the commit, plant the defect, run its most relevant tests, then the
+whole fast suite, and stop at the first failure. The equivalent rewrites are planted together, and one by one
+only if a test notices them. Results are written after each mutant; a second call continues where the first
+one ended, and repeats mutants whose text or whose commit has changed. Prints one line per mutant with the
+test that noticed it; exit code 1 if fewer than REQUIRED of the defects were noticed or an equivalent rewrite
+was.
 """
 
 from __future__ import annotations
@@ -81,12 +82,14 @@ def first_failure(folder: Path, arguments: Sequence[str]) -> str | None:
     return failed[1]
 
 
-def attempt(mutant: Mutant, commit: str, jobs: int) -> dict[str, Any]:
-    """The first test that fails with a mutant ("" if none does), and the time until then."""
+def attempt(mutants: Sequence[Mutant], commit: str, jobs: int) -> dict[str, Any]:
+    """The first test that fails with these mutants ("" if none does), and the time until then."""
     began = time.monotonic()
     with checkout(commit) as folder:
-        plant(mutant, folder)
-        found = first_failure(folder, [f"tests/{test}" for test in mutant.tests])
+        for mutant in mutants:
+            plant(mutant, folder)
+        related = dict.fromkeys(f"tests/{test}" for mutant in mutants for test in mutant.tests)
+        found = first_failure(folder, list(related))
         if found is None:
             found = first_failure(folder, ["--numprocesses", str(jobs)])
     return {"test": found or "", "seconds": round(time.monotonic() - began)}
@@ -111,17 +114,25 @@ def main() -> None:
     done: dict[str, dict[str, Any]] = json.loads(args.results.read_text()) if args.results.exists() else {}
     args.results.parent.mkdir(parents=True, exist_ok=True)
     chosen = [mutant for mutant in MUTANTS if not args.only or mutant.name in args.only]
-    for number, mutant in enumerate(chosen, start=1):
-        key = key_of(mutant, commit)
-        if done.get(mutant.name, {}).get("key") != key:
-            done[mutant.name] = {"key": key, **attempt(mutant, commit, args.jobs)}
-            args.results.write_text(json.dumps(done, indent=1))
-        result = done[mutant.name]
-        noticed_by = result["test"] or "not noticed"
-        print(f"[{number}/{len(chosen)}] {mutant.name}: {noticed_by} ({result['seconds']} s)", flush=True)
     defects = [mutant for mutant in chosen if not mutant.equivalent]
-    noticed = sum(bool(done[mutant.name]["test"]) for mutant in defects)
-    wrongly = [m.name for m in chosen if m.equivalent and done[m.name]["test"]]
+
+    def results(mutants: Sequence[Mutant]) -> Sequence[Mutant]:
+        """Run those that have no result of this commit, and print all; returns those that were noticed."""
+        missing = [one for one in mutants if done.get(one.name, {}).get("key") != key_of(one, commit)]
+        found = attempt(missing, commit, args.jobs) if missing else {}
+        if len(missing) > 1 and found["test"]:
+            return [one for mutant in mutants for one in results([mutant])]
+        done.update({mutant.name: {"key": key_of(mutant, commit), **found} for mutant in missing})
+        args.results.write_text(json.dumps(done, indent=1))
+        for mutant in mutants:
+            result = done[mutant.name]
+            noticed_by = result["test"] or "not noticed"
+            number = f"[{chosen.index(mutant) + 1}/{len(chosen)}]"
+            print(f"{number} {mutant.name}: {noticed_by} ({result['seconds']} s)", flush=True)
+        return [mutant for mutant in mutants if done[mutant.name]["test"]]
+
+    noticed = sum(len(results([defect])) for defect in defects)
+    wrongly = [mutant.name for mutant in results([mutant for mutant in chosen if mutant.equivalent])]
     print(f"{noticed} of {len(defects)} defects noticed; equivalent rewrites noticed: {wrongly or 'none'}")
     sys.exit(noticed < REQUIRED * len(defects) or bool(wrongly))
 
