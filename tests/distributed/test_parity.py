@@ -58,6 +58,8 @@ def test_ends_where_the_oracle_ends(case, outcomes):
     assert facts["start_off"] == 0  # the masters are the checkpoint's weights, not a rounded copy
     assert facts["engine"] == ("PlainWorker" if case.stage == "plain" else "DeepSpeedWorker")
     assert facts["effects"] == case.settings  # none was ignored
+    # also after a ZeRO 3 case of the same process, which replaces it
+    assert facts["linear"] == ("zero3_linear_wrap" if case.stage == 3 else "linear")
     if case.dtype == "fp32":
         assert facts["wrapper"] == WRAPPERS[case.stage]
 

@@ -454,6 +454,14 @@ MUTANTS = (
         "a meta-batch without the tasks of a lost group is applied",
         ("unit/test_elastic.py",),
     ),
+    Mutant(
+        "the linear layer of ZeRO 3 outlives its run",
+        "parallel/workers/create.py",
+        "    restore_linear()\n",
+        "",
+        "a second run of the same process rounds biases in bf16 otherwise",
+        ("distributed/test_parity.py",),
+    ),
     # rewrites that compute the same up to rounding
     Mutant(
         "norm as a sum of squares in another order",

@@ -120,6 +120,7 @@ def main(cases_file: str, out: str) -> None:
                 ),
                 "numel": parts.worker.params.numel,
                 "start_off": max(off),
+                "linear": torch.nn.functional.linear.__name__,
             }
             folder.with_suffix(".json").write_text(json.dumps(facts))
     world.close()

@@ -28,7 +28,7 @@ from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.parallel.workers.pipeline import PipelineWorker, hold_stage
-from fmmeta.parallel.workers.zero import DeepSpeedWorker, shard_while_loading
+from fmmeta.parallel.workers.zero import DeepSpeedWorker, restore_linear, shard_while_loading
 
 CreatedWorker = tuple[Worker, tuple[str, ...], dict[str, Tensor]]
 """A worker with the checkpoint's weights, the names of its head, and untrained tensors by name.
@@ -41,6 +41,7 @@ def create_worker(
     config: Config, description: Description, plan: ParallelPlan, ranks: ProcessGroups
 ) -> CreatedWorker:
     """Read the weights and start the worker. Collective: world."""
+    restore_linear()
     filled = plan.deepspeed.complete(getattr(description.hf_config, "hidden_size", 768))
     if plan.tensor > 1:
         filled["tensor_parallel"] = tensor_parallel_block(description.hf_config, plan.tensor)

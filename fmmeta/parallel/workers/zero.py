@@ -11,6 +11,7 @@ this module only.
 """
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -334,6 +335,18 @@ def shard_while_loading(stream: LazyModel, config: dict[str, Any]) -> None:
         context._convert_to_zero_parameters([param])
 
     stream.materialize([name for name, _ in stream.learner.named_parameters()], shard)
+
+
+def restore_linear() -> None:
+    """Give torch back the linear layer that ZeRO 3 has replaced for the whole process, if it has.
+
+    The replacement adds the bias after rounding the product to bf16, so that the next run of the same process
+    would end elsewhere. Its gradients are those of torch's layer; a ZeRO 3 worker replaces it again.
+    """
+    loaded = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    original = loaded and getattr(loaded.InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
+    if original:
+        nn.functional.linear = original
 
 
 def import_deepspeed() -> Any:
