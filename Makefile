@@ -1,7 +1,7 @@
 # Each target works on a fresh clone with Python 3.10 to 3.12: it makes .venv, installs, runs.
 PYTHON ?= python3
 BIN := .venv/bin
-JOBS ?= 2
+JOBS ?= 3
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-all parity mutants cluster check audit clean
