@@ -13,8 +13,9 @@ from hypothesis import settings
 from fmmeta.reliability.signals import STOPPING
 from tests.support.models import save_bert, save_llama, write_classes
 
-settings.register_profile("fmmeta", deadline=None, derandomize=True, max_examples=40, database=None)
-settings.load_profile("fmmeta")
+for name, examples in {"fast": 200, "thorough": 2000}.items():
+    settings.register_profile(name, deadline=None, derandomize=True, max_examples=examples, database=None)
+settings.load_profile(os.environ.get("FMMETA_HYPOTHESIS", "fast"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,20 @@
-"""Every input gives a run or one line of text: no traceback, no hang, no file elsewhere (720 inputs)."""
+"""Every input gives a run or one line of text: no traceback, no hang, no file elsewhere.
+
+Each test tries 200 inputs, and 2,000 in a process with FMMETA_HYPOTHESIS=thorough.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
+import os
 import pkgutil
 import random
+import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -31,13 +38,12 @@ from fmmeta.tasks.sources.load import load_sources
 from fmmeta.training.run_folder import open_run, settings_of, write_run
 from tests.support.checkpoints import WHOLE, saved
 from tests.support.helpers import one_rank
+from tests.support.launch import ROOT
 from tests.support.models import write_classes
 
 HANG_S = 20
 DEEP = "deep"  # a short name for a text that is too long to show
-FEW = settings(
-    max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+IN_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 NAMES = [item.name for item in fields(Config)]
 TEXTS = st.one_of(
     st.sampled_from(
@@ -121,7 +127,7 @@ def work_folder(tmp_path, monkeypatch):
     assert files_in(tmp_path) - files_in(work) <= {work}
 
 
-@FEW
+@IN_FOLDER
 @given(
     pairs=st.lists(st.tuples(st.sampled_from([*NAMES, "config", "x" * 9]), TEXTS, st.booleans()), max_size=4)
 )
@@ -139,7 +145,7 @@ def test_flags(pairs, work_folder):
 OTHERS = ("evaluate", "tune", "adapt", "predict", "report", "doctor")
 
 
-@FEW
+@IN_FOLDER
 @given(command=st.sampled_from(OTHERS), data=st.data())
 def test_flags_of_other_commands(command, data, work_folder):
     names = [item.name for item in fields(pkgutil.resolve_name(COMMANDS[command].settings))]
@@ -155,7 +161,7 @@ def test_flags_of_other_commands(command, data, work_folder):
     assert not files_in(work_folder)
 
 
-@FEW
+@IN_FOLDER
 @given(
     rows=st.data(),
     raw=st.binary(max_size=60),
@@ -178,7 +184,7 @@ def test_support_files(rows, raw, name, task_type, work_folder):
     assert not files_in(work_folder)
 
 
-@FEW
+@IN_FOLDER
 @given(
     content=st.one_of(
         st.binary(max_size=60),
@@ -196,7 +202,7 @@ def test_lines_to_predict(content, column, work_folder):
     assert files_in(work_folder) == {file}
 
 
-@FEW
+@IN_FOLDER
 @given(
     content=st.one_of(
         JSON.map(json.dumps),
@@ -250,7 +256,7 @@ BLOCKS = st.dictionaries(
 )
 
 
-@FEW
+@IN_FOLDER
 @given(
     content=st.one_of(BLOCKS.map(json.dumps), JSON.map(json.dumps), st.text(max_size=30), st.just(DEEP)),
     bf16=st.booleans(),
@@ -274,7 +280,7 @@ ROWS = st.lists(
 )
 
 
-@FEW
+@IN_FOLDER
 @given(
     rows=ROWS,
     raw=st.binary(max_size=60),
@@ -311,7 +317,7 @@ def test_data_files(rows, raw, kind, seed, name, skip, task_type, work_folder, m
     assert files_in(work_folder) - files_in(work_folder / "cache") <= {file, work_folder / "cache"}
 
 
-@FEW
+@IN_FOLDER
 @given(
     content=st.one_of(
         JSON.map(json.dumps),
@@ -353,7 +359,7 @@ REPLACEMENTS = st.one_of(
 )
 
 
-@FEW
+@IN_FOLDER
 @given(
     file=st.sampled_from(["manifest.json", "state.json", "shard-00000.safetensors", "../run.json"]),
     seed=st.integers(0, 9**6),
@@ -393,3 +399,13 @@ def test_checkpoints(file, seed, how, replacement, listed, work_folder):
             if not listed:
                 assert float(found.sum()) == float(sum(value.sum() for value in parameters(100).values()))
     assert {path.name for path in work_folder.iterdir()} == {"run"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_thousand_inputs_of_each_kind():
+    env = {**os.environ, "FMMETA_HYPOTHESIS": "thorough"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    ran = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-5000:]
+    assert re.search(r"^9 passed, 1 deselected", ran.stdout, re.MULTILINE), ran.stdout[-500:]

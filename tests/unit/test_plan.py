@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -197,7 +197,6 @@ def test_bytes_are_those_of_a_real_worker():
         assert set(outer.moments) == set(spec.moments)
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.integers(1, 70), st.integers(1, 5), st.integers(1, 9))
 def test_micro_batches_are_those_of_the_batcher(rows, data, most):
     examples = [Example([1] * (1 + i % 3), 0) for i in range(rows)]

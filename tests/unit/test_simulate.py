@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fmmeta.planning import simulate
@@ -14,7 +14,6 @@ from fmmeta.planning.simulate import SimulatedCluster, SimulationResult, assign_
 from fmmeta.tasks.schedule.meta_batches import Task, assign_to_groups
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 9), st.lists(st.lists(st.integers(1, 400), min_size=7, max_size=7), min_size=1, max_size=4)
 )
