@@ -189,7 +189,12 @@ def check(
         raise refusal(name, "zero_optimization.stage", stage, "; use 0, 1, 2 or 3")
     offload = check_offload(zero, stage, name)
     enabled = block_of(file, "bf16", '{"enabled": true}', name).get("enabled", "auto")
-    given = {size: int(zero[key]) for size, key in SIZES.items() if zero.get(key, "auto") != "auto"}
+    given = {}
+    for size, key in SIZES.items():
+        if (value := zero.get(key, "auto")) != "auto":
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**63:
+                raise refusal(name, f"zero_optimization.{key}", value, "; use a number of elements, or auto")
+            given[size] = int(value)
     if zero.get("reduce_bucket_size") == "auto":
         given["bucket"] = 0
     bf16 = bf16 if enabled == "auto" else bool(enabled)

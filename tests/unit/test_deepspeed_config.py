@@ -196,6 +196,17 @@ def test_disabled_features_are_dropped(ds_file, key, value):
         (2, "zero_optimization=2", 'write {"stage": 2}'),
         ({"stage": 4}, "zero_optimization.stage=4", "use 0, 1, 2 or 3"),
         ({"stage": "auto"}, 'zero_optimization.stage="auto"', "use 0, 1, 2 or 3"),
+        ({"stage": 3, "sub_group_size": ""}, 'zero_optimization.sub_group_size=""', "a number of elements"),
+        (
+            {"stage": 3, "sub_group_size": None},
+            "zero_optimization.sub_group_size=null",
+            "a number of elements",
+        ),
+        (
+            {"stage": 2, "reduce_bucket_size": float("nan")},
+            "zero_optimization.reduce_bucket_size=NaN",
+            "or auto",
+        ),
         ({"stage": 3, "offload_param": {"device": "nvme"}}, 'offload_param.device="nvme"', "use cpu or none"),
         (
             {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
