@@ -116,8 +116,8 @@ def is_hub_id(name: str) -> bool:
 
 
 def public_name(name: str) -> str:
-    """A hub id or a built-in name as it is; the last part of a path."""
-    return name if is_hub_id(name) or name == BUILTIN else Path(name).name or name
+    """A hub id or a built-in name as it is; of a path the last part, or the name of its run."""
+    return name if is_hub_id(name) or name == BUILTIN else title_of(Path(name)) or "local files"
 
 
 def origin(name: str) -> str:
