@@ -302,12 +302,12 @@ class Bench:
 
 
 def results(run: Path) -> dict[str, bytes]:
-    """All files of the exported model, and the table on held-out tasks."""
+    """The files of the exported model but its card, which names the run, and the table on held-out tasks."""
     held_out = json.dumps(json.loads((run / "run.json").read_text())["held_out"]).encode()
     files = {
         str(file.relative_to(run)): file.read_bytes()
         for file in sorted((run / "model").rglob("*"))
-        if file.is_file()
+        if file.is_file() and file.name != "README.md"
     }
     return files | {"held_out": held_out}
 

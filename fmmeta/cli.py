@@ -58,6 +58,11 @@ COMMANDS = {
         "fmmeta.evaluation.settings:PredictConfig",
         "fmmeta.adaptation.predict:run",
     ),
+    "push": Command(
+        "upload a finished run's model, or an adapted one, to the Hugging Face Hub",
+        "fmmeta.checkpoint.push:PushConfig",
+        "fmmeta.checkpoint.push:run",
+    ),
     "elastic": Command(
         "start the groups of a run on this node, and restart groups that die (docs/elastic.md)",
         "fmmeta.elastic.supervisor:ElasticConfig",

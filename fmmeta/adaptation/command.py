@@ -10,8 +10,6 @@ one process.
 import copy
 import json
 import math
-import re
-import shlex
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,13 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import EvalResult
 
 from fmmeta.adaptation.predict import AdaptedModel, LoadedModel, load_single_process
+from fmmeta.checkpoint import model_card
 from fmmeta.checkpoint.hf_export import export
+from fmmeta.checkpoint.model_card import PLACEHOLDER, Content, code, escaped, public_name, python_code
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import make_folders, printable, remove_empty
-from fmmeta.common.text import render, shortened
+from fmmeta.common.text import shortened
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.methods import scores_by_step, with_stored_rates
@@ -287,18 +288,11 @@ def choose_steps(
 
 
 def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, support: Table) -> None:
-    """Write README.md into the adapted model's folder."""
+    """Write README.md into the adapted model's folder, and into merged/ inside it."""
     config, base, labels = adapted.loaded.config, settings.model_name_or_path, adapted.labels
-    library, pipeline, usage = how_to_use(adapted)
-    header = {
-        "base_model": base,
-        "library_name": library,
-        "pipeline_tag": pipeline,
-        "tags": ["fmmeta", "few-shot"],
-    }
     source = code(Path(settings.support).name) if settings.support else "given in Python"
     facts = {
-        "base model": code(base),
+        "base model": code(public_name(base)),
         "meta-training": meta_training(base),
         "support": f"{source}: {len(support.input)} examples"
         + (f" of {len(labels)} classes" if labels else ""),
@@ -311,51 +305,84 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, suppo
         facts["accuracy on examples left out"] = (
             f"{100 * adapted.left_out:.1f} %; the steps were chosen on them"
         )
+    query = Path(settings.query).name if settings.query else "query"
     if adapted.accuracy is not None:
-        facts[f"accuracy on {code(Path(str(settings.query)).name)}"] = (
-            f"{100 * adapted.accuracy:.1f} % of {len(adapted.predictions)}"
+        facts[f"accuracy on {code(query)}"] = (
+            f"{100 * adapted.accuracy:.1f} % of {len(adapted.predictions)} examples"
         )
-    text = render(
-        Path(__file__).with_name("card.md.j2"),
-        header={
-            key: printable(json.dumps(value, ensure_ascii=False)) for key, value in header.items() if value
-        },
-        title=escaped(folder.resolve().name),
-        facts={cell(name): cell(value) for name, value in facts.items()},
-        classes=list(map(code, labels)),
-        folder=shlex.quote(printable(str(folder))),
-        usage=usage,
-    )
-    (folder / "README.md").write_text(text + "\n", encoding="utf-8")
+    kind = "a text classification task" if labels else "a text generation task"
+    merged = folder / "merged"
+    for each in (folder, merged) if merged.is_dir() else (folder,):
+        adapter = bool(config.lora_r) and each == folder
+        library, pipeline, load = how_to_load(adapted, adapter)
+        model_card.write_card(
+            each,
+            Content(
+                base=base,
+                library=library,
+                pipeline=pipeline,
+                adapter=adapter,
+                summary=f"This model was adapted to {kind} from {len(support.input)} examples with fmmeta.",
+                facts=facts,
+                use=f"```bash\nfmmeta predict --model_name_or_path {PLACEHOLDER} --input texts.txt\n```",
+                load=load,
+                classes=list(map(code, labels)),
+                results=query_results(adapted, printable(query)),
+            ),
+        )
 
 
-def how_to_use(adapted: AdaptedModel) -> tuple[str, str | None, str]:
-    """The library and the pipeline that read the folder, and a text about them.
+def query_results(adapted: AdaptedModel, name: str) -> list[EvalResult]:
+    """The accuracy on the query set for the metadata of a card; none without a query set."""
+    if adapted.accuracy is None:
+        return []
+    return [
+        EvalResult(
+            task_type="text-classification" if adapted.labels else "text-generation",
+            dataset_type=name,
+            dataset_name=name,
+            dataset_split="query",
+            metric_type="accuracy" if adapted.labels else "exact_match",
+            metric_name="accuracy" if adapted.labels else "exact match",
+            metric_value=round(adapted.accuracy, 4),
+            metric_args={"examples": len(adapted.predictions)},
+        )
+    ]
 
-    No pipeline is named that would use a random head.
+
+def how_to_load(adapted: AdaptedModel, adapter: bool) -> tuple[str, str | None, str]:
+    """The library and the pipeline that read a folder, and how to load it without fmmeta.
+
+    No pipeline is named that would use a random head. adapter: the folder holds adapters.
     """
     model, names = adapted.loaded, dict(enumerate(adapted.labels))
-    pipeline = "text-classification" if names else "text-generation"
     if names and model.description.pooling != "model":
         return (
             "fmmeta",
             None,
-            "`fmmeta predict` serves it: the classes are in `head.safetensors`, which transformers alone"
-            " does not read; `AutoModel` gives the encoder without them, and a `text-classification`"
-            " pipeline would give it a random head.",
+            "The classes are in `head.safetensors`, which transformers does not read: `fmmeta predict` loads"
+            " them. `AutoModel` gives the encoder without classes, and a `text-classification` pipeline"
+            " would give it a random head.",
         )
-    if names and model.config.lora_r:
+    if names and adapter:
         return (
             "peft",
             None,
-            "The folder holds adapters; transformers puts them on the base with\n\n```python\n"
-            "AutoModelForSequenceClassification.from_pretrained(\n"
-            f"    folder, num_labels={len(names)}, id2label={names}, ignore_mismatched_sizes=True\n)\n```",
+            "transformers loads the adapters on their base:\n\n"
+            + python_code(
+                "from transformers import AutoModelForSequenceClassification\n\n"
+                "model = AutoModelForSequenceClassification.from_pretrained(\n"
+                f'    "{PLACEHOLDER}", num_labels={len(names)}, id2label={printable(repr(names))},'
+                " ignore_mismatched_sizes=True\n)"
+            ),
         )
+    pipeline = "text-classification" if names else "text-generation"
     return (
-        "peft" if model.config.lora_r else "transformers",
+        "peft" if adapter else "transformers",
         pipeline,
-        f"transformers reads it as it is (`{pipeline}`).",
+        python_code(
+            f'from transformers import pipeline\n\nmodel = pipeline("{pipeline}", model="{PLACEHOLDER}")'
+        ),
     )
 
 
@@ -368,26 +395,8 @@ def meta_training(base: str) -> str:
     try:
         run = json.loads((Path(base).parent / "run.json").read_text(encoding="utf-8"))["settings"]
         return (
-            f"{text}, on {' '.join(map(code, run['dataset']))}, {escaped(run['outer_steps'])} outer steps of"
-            f" {escaped(run['meta_batch_size'])} tasks"
+            f"{text}, on {' '.join(code(public_name(one)) for one in run['dataset'])},"
+            f" {escaped(run['outer_steps'])} outer steps of {escaped(run['meta_batch_size'])} tasks"
         )
     except (OSError, ValueError, KeyError, TypeError):
         return text  # no such file, or a file of another program
-
-
-def code(text: str) -> str:
-    """A name as a code span, which holds neither Markdown nor HTML."""
-    text = printable(" ".join(text.split())) or " "
-    fence = "`" * (max(map(len, re.findall("`+", text)), default=0) + 1)
-    space = " " if "`" in (text[0], text[-1]) else ""
-    return f"{fence}{space}{text}{space}{fence}"
-
-
-def escaped(text: Any) -> str:
-    """A value as text, its Markdown and HTML characters escaped."""
-    return re.sub(r"[!-,/:-@\[-^`{-~]", r"\\\g<0>", printable(" ".join(str(text).split())))
-
-
-def cell(text: str) -> str:
-    """Markdown as a cell of a table: a bar would end the cell."""
-    return re.sub(r"(\\*)\|", lambda bar: rf"{bar[1]}\|" if len(bar[1]) % 2 == 0 else bar[0], text)

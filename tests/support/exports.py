@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from fmmeta.checkpoint.hf_export import export
+from fmmeta.checkpoint.model_card import PLACEHOLDER
 from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.parallel.param_map import param_groups
@@ -32,6 +34,13 @@ def exported(source: Path | str, folder: Path, **settings) -> tuple[Config, Plai
     worker.write(theta)
     export(folder, theta, worker, frozen, config, description, tokenizer, one_rank())
     return config, worker
+
+
+def run_python(card: str, folder: Path) -> dict[str, Any]:
+    """Run the last Python block of a model card, for the model in `folder`; its variables."""
+    found: dict[str, Any] = {}
+    exec(card.split("```python\n")[-1].split("```")[0].replace(PLACEHOLDER, str(folder)), found)
+    return found
 
 
 def inputs(folder: Path) -> dict[str, Tensor]:

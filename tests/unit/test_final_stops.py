@@ -75,7 +75,9 @@ def config_of(tmp_path, name: str, **settings) -> Config:
 
 
 def exported(folder) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted((folder / "model").iterdir())}
+    """The files of the model by name; the name of the run is left out of its card."""
+    files = {file.name: file.read_bytes() for file in sorted((folder / "model").iterdir())}
+    return {**files, "README.md": files["README.md"].replace(folder.name.encode(), b"")}
 
 
 def table_of(folder) -> dict:

@@ -1,0 +1,201 @@
+"""Model cards: README.md of an exported folder, with metadata of the Hugging Face Hub and measured results.
+
+    settings, scores --> metadata (huggingface_hub.ModelCardData) and text (card.md.j2) --> README.md
+
+The metadata names the base model, its license and its language only where they are known from a hub id or
+from the card of the base. Paths of this machine are not written. Texts from data and from other models' files
+are escaped for Markdown and HTML.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from fmmeta.common.security import printable
+from fmmeta.common.text import render
+from fmmeta.models.files import BUILTIN, UNREADABLE, base_model_name, cached_file, is_path
+
+FILE = "README.md"
+PLACEHOLDER = "USER/MODEL"  # in the commands of a card; `fmmeta push` writes the id of the repository instead
+LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]+)*|code|multilingual")
+LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
+LOCAL_DATA = ("letters", "marks")  # built-in data sets
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A table of measured scores. text: what was measured; header, rows: cells, escaped for Markdown."""
+
+    text: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Content:
+    """The content of a card. summary, facts, classes, use, load: Markdown, escaped where it comes from data.
+
+    base: model_name_or_path of the training; library, pipeline: for the hub, which model library reads the
+    folder and for what. adapter: the folder holds adapters and not a whole model. dataset: names of the
+    training data. results: measured scores of this model, none if nothing was measured.
+    """
+
+    base: str
+    library: str
+    pipeline: str | None
+    adapter: bool
+    summary: str
+    facts: Mapping[str, str]
+    use: str
+    load: str
+    classes: Sequence[str] = ()
+    dataset: Sequence[str] = ()
+    results: Sequence[EvalResult] = ()
+    scores: Scores | None = None
+    tags: Sequence[str] = field(default=("fmmeta", "few-shot", "meta-learning"))
+
+
+def write_card(folder: Path, content: Content) -> None:
+    """Write README.md into an exported folder."""
+    title = title_of(folder)
+    text = render(
+        Path(__file__).with_name("card.md.j2"),
+        title=escaped(title),
+        placeholder=PLACEHOLDER,
+        summary=content.summary,
+        facts={cell(name): cell(value) for name, value in content.facts.items()},
+        scores=content.scores,
+        classes=content.classes,
+        use=content.use,
+        load=content.load,
+    )
+    header = metadata(content, printable(title)).to_yaml()
+    ModelCard(f"---\n{header}\n---\n\n{text}\n").save(folder / FILE)
+
+
+def metadata(content: Content, title: str) -> ModelCardData:
+    """The metadata block of a card."""
+    base = base_model_name(content.base) if content.adapter else origin(content.base)
+    known = is_hub_id(base)
+    hub_data = [name for name in content.dataset if name not in LOCAL_DATA and is_hub_id(name)]
+    return ModelCardData(
+        **stored_license(content.base),
+        library_name=content.library,
+        pipeline_tag=content.pipeline,
+        tags=list(content.tags),
+        base_model=base if known else None,
+        base_model_relation="adapter" if known and content.adapter else None,
+        datasets=hub_data or None,
+        model_name=title if content.results else None,
+        eval_results=list(content.results) or None,
+    )
+
+
+def title_of(folder: Path) -> str:
+    """The name of an exported folder, with its parent's where it has a fixed name."""
+    path = folder.resolve()
+    if path.name == "model":
+        return path.parent.name
+    return f"{path.parent.name} (merged)" if path.name == "merged" else path.name
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a model or data set can be a hub id: no built-in model, no path and no file of this machine."""
+    with suppress(HFValidationError, OSError):
+        validate_repo_id(name)
+        return name != BUILTIN and not is_path(name) and not Path(name).exists()
+    return False
+
+
+def public_name(name: str) -> str:
+    """A hub id or a built-in name as it is; of a path the last part, or the name of its run."""
+    return name if is_hub_id(name) or name == BUILTIN else title_of(Path(name)) or "local files"
+
+
+def origin(name: str) -> str:
+    """The hub id of the model that `name` was trained from, by the cards of local folders; else `name`."""
+    base = base_model_name(name)
+    if not is_hub_id(base):
+        stored = base_card(name).get("base_model")
+        if isinstance(stored, str) and is_hub_id(stored):
+            return stored
+    return base
+
+
+def stored_license(name: str) -> dict[str, Any]:
+    """License and language of a model, where its card names valid ones."""
+    card = base_card(name)
+    found = dict[str, Any]()
+    languages = card.get("language")
+    languages = [languages] if isinstance(languages, str) else languages
+    if isinstance(languages, list) and all(
+        isinstance(one, str) and LANGUAGE.fullmatch(one) for one in languages
+    ):
+        found["language"] = languages or None
+    license_ = card.get("license")
+    if isinstance(license_, str) and LICENSE.fullmatch(license_):
+        found["license"] = license_
+        for key in ("license_name", "license_link"):
+            if isinstance(card.get(key), str):
+                found[key] = printable(card[key])
+    return found
+
+
+def base_card(name: str) -> dict[str, Any]:
+    """The metadata of a model's card; empty without a readable card."""
+    for each in dict.fromkeys((name, base_model_name(name))):  # adapters of other programs may have no card
+        path = cached_file(each, FILE)
+        with suppress(*UNREADABLE, yaml.YAMLError):
+            if path is not None:
+                return ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
+    return {}
+
+
+def examples_file(task_type: str) -> str:
+    """How to adapt a meta-trained model from a shell and from Python, as Markdown."""
+    if task_type == "causal_lm":
+        row, pairs = '{"input": "2 + 2", "output": "4"}', '("2 + 2", "4"), ("3 + 1", "4")'
+        ask = "5 + 1"
+    else:
+        row = '{"text": "where is my card", "label": "delivery"}'
+        pairs = '("where is my card", "delivery"), ("I see a wrong fee", "fees")'
+        ask = "has my card been sent?"
+    return (
+        f"The model learns a task from a few examples, lines such as `{row}` in `support.jsonl`:\n\n"
+        f"```bash\nfmmeta adapt --model_name_or_path {PLACEHOLDER} --support support.jsonl --output_dir"
+        " my-task\nfmmeta predict --model_name_or_path my-task --input texts.txt\n```\n\n"
+        f"or in Python:\n\n```python\nimport fmmeta\n\n"
+        f'adapted = fmmeta.adapt("{PLACEHOLDER}", [{pairs}])\n'
+        f'print(adapted.predict(["{ask}"])[0].output)\n```'
+    )
+
+
+def python_code(text: str) -> str:
+    """Code as a block of Markdown."""
+    return f"```python\n{text}\n```"
+
+
+def code(text: str) -> str:
+    """A name as a code span, which holds neither Markdown nor HTML."""
+    text = printable(" ".join(text.split())) or " "
+    fence = "`" * (max(map(len, re.findall("`+", text)), default=0) + 1)
+    space = " " if "`" in (text[0], text[-1]) else ""
+    return f"{fence}{space}{text}{space}{fence}"
+
+
+def escaped(text: Any) -> str:
+    """A value as text, its Markdown and HTML characters escaped."""
+    return re.sub(r"[!-,/:-@\[-^`{-~]", r"\\\g<0>", printable(" ".join(str(text).split())))
+
+
+def cell(text: str) -> str:
+    """Markdown as a cell of a table: a bar would end the cell."""
+    return re.sub(r"(\\*)\|", lambda bar: rf"{bar[1]}\|" if len(bar[1]) % 2 == 0 else bar[0], text)

@@ -1,0 +1,250 @@
+"""`fmmeta push`: uploads an exported model to the Hugging Face Hub.
+
+    run or model folder --> list of files with sizes --> create_repo, upload_folder
+
+Only safetensors, configurations, cards and tokenizer files are uploaded. The files are linked into a
+temporary folder, so that exactly those that were listed are uploaded. The card there names the repository in
+its commands and in its model-index; the folder itself stays as it is.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from fmmeta.checkpoint.model_card import FILE, PLACEHOLDER, is_hub_id
+from fmmeta.checkpoint.read import MANIFEST
+from fmmeta.common.errors import UsageError
+from fmmeta.common.security import inside, one_line, printable, redact
+from fmmeta.config.fields import refuse_first, setting
+from fmmeta.models.files import ADAPTER_FILE, UNREADABLE, hub_answers, read_json
+
+SUFFIXES = (".safetensors", ".json", ".txt", ".md", ".jinja")
+TOKENIZERS = ("*.model", "*.bpe.codes", "*.vocab")  # files of tokenizers with other endings
+LEFT_OUT = {
+    "predictions.jsonl": "texts of the query set",
+    "merged": "another model; push it by its folder",
+}
+"""What `fmmeta adapt` writes beside a model, and why it is not uploaded."""
+ANSWERS = {
+    401: "the hub does not accept the token; log in again with `hf auth login`, or set HF_TOKEN",
+    403: "the token may not write there; use a token with write access, and your own user or organisation",
+    404: "the hub has no such user, organisation or branch; check repo_id and revision",
+}
+
+
+@dataclass
+class PushConfig:
+    """A folder and a repository."""
+
+    repo_id: str = setting("", "Repository on the hub, USER/NAME; created if it does not exist")
+    folder: str = setting(
+        ".", "Folder of a finished run, whose model/ is uploaded, or of an exported or adapted model"
+    )
+    private: bool = setting(False, "Create the repository as a private one; an existing one stays as it is")
+    revision: str | None = setting(
+        None, "Branch that gets the commit, created if it does not exist (default: main)"
+    )
+
+
+def run(settings: PushConfig) -> None:
+    """List the files and upload them. Raises `UsageError` in one line."""
+    import huggingface_hub
+
+    check_repo_id(settings.repo_id)
+    folder = model_folder(Path(settings.folder))
+    files, left_out = choose_files(folder)
+    card = pushed_card(folder, settings.repo_id)
+    token = usable_token(settings.repo_id)
+    total = sum((folder / name).stat().st_size for name in files)
+    print(f"{folder}: {len(files)} files, {readable(total)}, to {settings.repo_id}")
+    for name in files:
+        print(f"  {readable((folder / name).stat().st_size):>9}  {printable(name)}")
+    for name, why in left_out.items():
+        print(f"  left out: {printable(name)} ({why})")
+    api = huggingface_hub.HfApi(token=token)
+    with TemporaryDirectory() as temporary, hub_errors(settings.repo_id):
+        link_files(folder, files, card, Path(temporary))
+        api.create_repo(settings.repo_id, private=settings.private or None, exist_ok=True)
+        branch = settings.revision or "main"
+        if branch != "main" and not branch.startswith("refs/"):
+            api.create_branch(settings.repo_id, branch=branch, exist_ok=True)
+        done = api.upload_folder(
+            repo_id=settings.repo_id,
+            folder_path=temporary,
+            revision=settings.revision,
+            commit_message="Upload a model of fmmeta",
+        )
+    print(f"uploaded: {done.commit_url}")
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Raise `UsageError` if this is not USER/NAME."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    if not repo_id:
+        raise UsageError("repo_id is missing; give --repo_id USER/NAME")
+    try:
+        validate_repo_id(repo_id)
+        named = repo_id.count("/") == 1
+    except HFValidationError:
+        named = False
+    if not named:
+        raise UsageError(
+            f"repo_id={repo_id} is no name of a repository; give USER/NAME of letters, digits, -, _ and ."
+            " (no -- or ..)"
+        )
+
+
+def usable_token(repo_id: str) -> str:
+    """The user's token. Raises `UsageError` without a token or a network."""
+    from huggingface_hub import constants, get_token
+
+    given, token = f"repo_id={repo_id}", get_token()
+    refuse_first(
+        [
+            (
+                constants.HF_HUB_OFFLINE,
+                f"{given} cannot be uploaded to with HF_HUB_OFFLINE=1; unset HF_HUB_OFFLINE",
+            ),
+            (not token, f"{given} needs a token of the hub; set HF_TOKEN, or run `hf auth login`"),
+        ]
+    )
+    if not hub_answers():
+        raise UsageError(f"{given}: {constants.ENDPOINT} cannot be reached; check the network")
+    return str(token)
+
+
+def model_folder(folder: Path) -> Path:
+    """The folder of the model: `folder`, or model/ of a finished run. Raises `UsageError`."""
+    given = f"folder={folder}"
+    refuse_first(
+        [
+            (not folder.is_dir(), f"{given} is no folder; give that of a run or of a model"),
+            (
+                (folder / MANIFEST).exists(),
+                f"{given} is a checkpoint and no model; give the folder of the run, or its model/",
+            ),
+        ]
+    )
+    if (folder / "run.json").is_file():
+        if read_object(folder, "run.json").get("finished") is not True:
+            raise UsageError(
+                f"{given} holds a run that is not finished; resume it by the same command, then push"
+            )
+        folder = inside(folder, folder / "model")
+    adapter = (folder / "adapter_config.json").is_file()
+    weights = (folder / ADAPTER_FILE).is_file() if adapter else any(folder.glob("*.safetensors"))
+    if not (weights and (adapter or (folder / "config.json").is_file())):
+        raise UsageError(
+            f"{given} holds no model (config.json and safetensors, or adapters of peft); give the folder of a"
+            " finished run, its model/, or one that `fmmeta adapt` has written"
+        )
+    if adapter:
+        base = read_object(folder, "adapter_config.json").get("base_model_name_or_path")
+        if not (isinstance(base, str) and is_hub_id(base)):
+            raise UsageError(
+                f"{given} holds adapters of {base}, which is not on the hub, so that they cannot be loaded"
+                " from there; push merged/ (--lora_merge)"
+            )
+    return folder
+
+
+def read_object(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON file of a folder. Raises `UsageError`."""
+    return read_json(str(folder.resolve()), name, dict) or {}
+
+
+def choose_files(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Names of the files to upload, and of those that are left out with the reason.
+
+    Raises `UsageError` for any other file, pickles among them, and for links that leave the folder.
+    """
+    chosen, left_out = list[str](), dict[str, str]()
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        top = name.parts[0]
+        if top in LEFT_OUT or any(part.startswith(".") for part in name.parts):
+            left_out[top] = LEFT_OUT.get(top, "hidden")
+            continue
+        inside(folder, path)
+        if path.is_dir():
+            continue
+        if not (path.suffix in SUFFIXES or any(fnmatch(path.name, kind) for kind in TOKENIZERS)):
+            raise UsageError(
+                f"folder={folder} holds {name}, which is none of {' '.join(SUFFIXES)} or a tokenizer's file;"
+                " move it out of the folder"
+            )
+        chosen.append(name.as_posix())
+    return chosen, left_out
+
+
+def pushed_card(folder: Path, repo_id: str) -> str | None:
+    """The card with the repository's name in its commands and in its model-index; None without a card.
+
+    Raises `UsageError` for a card whose metadata cannot be read.
+    """
+    from huggingface_hub import ModelCard
+
+    if not (folder / FILE).is_file():
+        return None
+    try:
+        card = ModelCard.load(folder / FILE)
+        if card.data.get("eval_results"):
+            card.data["model_name"] = repo_id
+        card.text = card.text.replace(PLACEHOLDER, repo_id)
+        return str(card)
+    except (*UNREADABLE, yaml.YAMLError) as error:
+        raise UsageError(
+            f"folder={folder}: the metadata of {FILE} cannot be read ({one_line(error)}); fix or remove it"
+        ) from None
+
+
+def link_files(folder: Path, files: list[str], card: str | None, target: Path) -> None:
+    """Fill a folder with links to `files`, and with the card."""
+    for name in files:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        if name == FILE and card is not None:
+            (target / name).write_text(card, encoding="utf-8", newline="")
+        else:
+            os.symlink((folder / name).resolve(), target / name)
+
+
+@contextmanager
+def hub_errors(repo_id: str) -> Iterator[None]:
+    """Raise a `UsageError` of one line for an error of the hub or of the network."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        yield
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        why = ANSWERS.get(status) or f"{server_text(error)}; try again later"
+        raise UsageError(f"repo_id={repo_id}: {why} (HTTP status {status})") from None
+    except Exception as error:  # each HTTP client has other exceptions
+        raise UsageError(
+            f"repo_id={repo_id}: the upload failed ({type(error).__name__}: {redact(one_line(error))[:300]});"
+            " run the command again, files that were uploaded are not sent again"
+        ) from None
+
+
+def server_text(error: Any) -> str:
+    """The hub's message on one line."""
+    return redact(printable(error.server_message or one_line(error)))[:300]
+
+
+def readable(size: int) -> str:
+    """A number of bytes with its unit."""
+    value = float(size)
+    for unit in ("B", "KB", "MB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} GB"

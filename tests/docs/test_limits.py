@@ -1,0 +1,79 @@
+"""The pages of supported models and of limitations agree with the code."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoConfig
+
+from fmmeta.cli import parse
+from fmmeta.config.settings import Config
+from fmmeta.models.load import describe
+from fmmeta.models.pipeline_split import family_of
+from fmmeta.parallel import deepspeed_config
+from fmmeta.parallel.deepspeed_config import tensor_parallel_block
+from tests.support.helpers import refusal
+from tests.support.launch import ROOT
+
+SUPPORTED = (ROOT / "docs" / "supported_models.md").read_text()
+LIMITATIONS = (ROOT / "docs" / "limitations.md").read_text()
+
+
+def supported() -> dict:
+    source: dict = {"__name__": "table"}
+    exec((ROOT / "docs" / "supported_models.py").read_text(), source)
+    return source
+
+
+def listed(heading: str) -> list[str]:
+    """The first cells of the table under a heading of the page of limitations."""
+    section = LIMITATIONS.split(f"## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"^\| `(.*?)` \|", section, re.MULTILINE)[1 if heading == "Models" else 0 :]
+
+
+def test_the_table_of_supported_models_is_that_of_the_code():
+    assert supported()["page"](SUPPORTED) == SUPPORTED, "run: python docs/supported_models.py"
+    assert len(supported()["rows"]()) <= 30
+
+
+@pytest.mark.parametrize("row", supported()["rows"](), ids=lambda row: row[0])
+def test_a_family_is_split_or_refused_as_the_table_says(row):
+    name, pipeline, tensor = row[0].strip("`"), row[3], row[4]
+    known = row[0].startswith("`")
+    hf_config = AutoConfig.for_model(name) if known else SimpleNamespace(model_type="other")
+    for works, split in (
+        (pipeline, lambda: family_of(hf_config)),
+        (tensor, lambda: tensor_parallel_block(hf_config, 2)),
+    ):
+        if works == "yes":
+            assert split()
+        else:
+            assert "ZeRO 3" in refusal(split)
+
+
+@pytest.mark.parametrize("flags", listed("Settings"))
+def test_combinations_in_the_limitations_are_refused(flags):
+    assert "; " in refusal(parse, shlex.split(flags))
+
+
+@pytest.mark.parametrize("content", listed("DeepSpeed files"))
+def test_deepspeed_files_in_the_limitations_are_refused(content, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(content)
+    assert f"deepspeed={file.name} sets " in refusal(deepspeed_config.read, str(file), False, print)
+
+
+@pytest.mark.parametrize("content", listed("Models"))
+def test_models_in_the_limitations_are_refused(content, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(content)))
+    assert "; " in refusal(describe, Config(model_name_or_path=str(tmp_path)))
+
+
+def test_the_limitations_list_refusals_of_each_kind():
+    counts = [len(listed(heading)) for heading in ("Settings", "DeepSpeed files", "Models")]
+    assert counts == [17, 6, 3]
