@@ -405,7 +405,7 @@ def test_checkpoints(file, seed, how, replacement, listed, work_folder):
 @pytest.mark.timeout(900)
 def test_two_thousand_inputs_of_each_kind():
     env = {**os.environ, "FMMETA_HYPOTHESIS": "thorough"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
     ran = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-5000:]
     assert re.search(r"^9 passed, 1 deselected", ran.stdout, re.MULTILINE), ran.stdout[-500:]
