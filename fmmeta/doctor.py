@@ -95,6 +95,7 @@ def environment() -> dict[str, str]:
     import torch.cuda.nccl
 
     from fmmeta.common.processes import host_bytes
+    from fmmeta.parallel.process_groups import backends
     from fmmeta.training.run_folder import PACKAGES, version
 
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
@@ -103,7 +104,7 @@ def environment() -> dict[str, str]:
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         driver = output_of(query).split("\n")[0]
-    nccl = torch.version.cuda and torch.distributed.is_nccl_available()
+    _, nccl = backends()
     launcher = {name: os.environ[name] for name in sorted(os.environ) if LAUNCHER.match(name)}
     return {
         "fmmeta": f"{version('fmmeta') or fmmeta.__version__}, {installation()}",
