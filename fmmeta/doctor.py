@@ -139,7 +139,7 @@ def installation() -> str:
     commit = output_of(["git", "-C", str(folder), "rev-parse", "HEAD"]) if (folder / ".git").exists() else ""
     changed = commit and output_of(["git", "-C", str(folder), "status", "--porcelain", "-uno"])
     if (folder / ".git").exists() and how == "wheel":
-        how = "checkout"  # its metadata lie beside the package
+        how = "checkout"  # a build has left metadata in the checkout
     return f"{how} in {folder}" + (
         f", commit {commit[:12]}{', changed' if changed else ''}" if commit else ""
     )
