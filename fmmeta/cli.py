@@ -4,9 +4,9 @@ The console script `fmmeta` and `launch/train.py` call `main`.
 """
 
 import argparse
-import difflib
 import os
 import pkgutil
+import shutil
 import signal
 import sys
 import time
@@ -15,21 +15,26 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import fmmeta
 from fmmeta.common.errors import EXIT_STOPPED, MachineFault, PeerError, Stopped, UsageError
 from fmmeta.common.security import one_line, printable, redact
+from fmmeta.common.text import nearest
 from fmmeta.config.fields import rules
+from fmmeta.config.migration import answer
 from fmmeta.config.renamed import refuse
 from fmmeta.reliability.signals import Signals, interrupting
 
 
 class Command(NamedTuple):
     """settings, run: `module:name` of the settings and of the function that runs with them; a command imports
-    only what it needs.
+    only what it needs. values: the setting that words without a flag are values of.
     """
 
     text: str
     settings: str
     run: str
+    usage: str = "[--flags]"
+    values: str = ""
 
 
 COMMANDS = {
@@ -37,6 +42,14 @@ COMMANDS = {
         "meta-train a checkpoint (one process; `deepspeed launch/train.py` starts more)",
         "fmmeta.config.settings:Config",
         "fmmeta.train:train",
+        "[RECIPE or FILE.yaml] [--flags]",
+    ),
+    "inspect": Command(
+        "tasks, classes, lengths, rows and one episode of data sets, and what training would refuse",
+        "fmmeta.inspection:InspectConfig",
+        "fmmeta.inspection:run",
+        "DATA... [--flags of the data and the model]",
+        "dataset",
     ),
     "evaluate": Command(
         "few-shot scores of a model on held-out tasks, with intervals and paired comparison",
@@ -84,6 +97,11 @@ COMMANDS = {
         "fmmeta.doctor:DoctorConfig",
         "fmmeta.doctor:run",
     ),
+    "env": Command(
+        "what a bug report needs: versions, machine, GPUs, launcher and installation",
+        "fmmeta.doctor:EnvConfig",
+        "fmmeta.doctor:print_environment",
+    ),
     "report": Command(
         "write report.html of a run again, also during the run",
         "fmmeta.report.page:ReportConfig",
@@ -99,9 +117,12 @@ def main(argv: list[str] | None = None) -> NoReturn:
         print(
             "usage: fmmeta COMMAND [--flags]\n\n"
             + "\n".join(f"  {name:10} {one.text}" for name, one in COMMANDS.items())
-            + "\n\n`fmmeta COMMAND --help` lists the flags."
+            + "\n\n`fmmeta COMMAND --help` lists the flags, `fmmeta --version` the version."
         )
         sys.exit(0 if argv else 2)
+    if argv[0] == "--version":
+        print(f"fmmeta {fmmeta.__version__}")
+        sys.exit(0)
     if argv[0] not in COMMANDS:
         known = f"{nearest(argv[0], list(COMMANDS))}; use {', '.join(COMMANDS)}"
         leave(f"error: command={argv[0]} is unknown{known}", UsageError.exit_code)
@@ -113,7 +134,8 @@ def run(command: str, argv: list[str]) -> NoReturn:
     line, code = "", 0
     with listening(command) as signals:
         try:
-            pkgutil.resolve_name(COMMANDS[command].run)(parse(argv, command), *([signals] if signals else []))
+            settings = parse(argv, command)
+            pkgutil.resolve_name(COMMANDS[command].run)(settings, *([signals] if signals else []))
             sys.stdout.flush()
         except (UsageError, PeerError, MachineFault, Stopped) as error:
             line, code = f"{'' if isinstance(error, Stopped) else 'error: '}{error}", error.exit_code
@@ -178,14 +200,19 @@ def parse(argv: list[str], command: str = "train") -> Any:
 
     `--config FILE` (YAML or JSON) gives defaults that flags override.
     """
+    settings, words = pkgutil.resolve_name(COMMANDS[command].settings), COMMANDS[command].values
+    print_help(argv, command, settings)
     from transformers import HfArgumentParser
 
+    if words and argv and not argv[0].startswith("-"):
+        argv = [f"--{words}", *argv]
     # argparse would take it for an empty list, whatever the type of the setting
     if any(word == "--" or word.endswith("=--") for word in argv):
         raise UsageError("-- is not a flag; --help lists them")
-    settings = pkgutil.resolve_name(COMMANDS[command].settings)
-    parser = HfArgumentParser(settings, description=COMMANDS[command].text, allow_abbrev=False)
+    parser = HfArgumentParser(settings, add_help=False, allow_abbrev=False)
     parser.__class__ = type("HfParser", (Parser, HfArgumentParser), {})
+    for action in parser._actions:
+        action.choices = None  # the settings check them, with a suggestion
     parser.add_argument("--config", help="YAML or JSON file with the same names as the flags; flags win")
     parser.set_defaults(**read_config(argv, settings))
     values, unknown = parser.parse_known_args(argv)
@@ -194,12 +221,28 @@ def parse(argv: list[str], command: str = "train") -> Any:
         close = ""
         if name.startswith("--"):
             refuse([name[2:].replace("-", "_")], settings.__dataclass_fields__, dashes="--")
-            close = nearest(
-                f"--{own_name(name[2:], settings)}",
-                [option for action in parser._actions for option in action.option_strings],
-            )
+            if there := answer(name):
+                raise UsageError(f"{name} is not a flag: {there}; --help lists the flags")
+            close = nearest(name, [option for action in parser._actions for option in action.option_strings])
         raise UsageError(f"{name} is not a flag{close}; --help lists them")
     return settings(**{name: value for name, value in vars(values).items() if name != "config"})
+
+
+def print_help(argv: list[str], command: str, settings: Any) -> None:
+    """Print the help of a command and exit, if --help, --help GROUP or --help-all is among the flags."""
+    place = next(
+        (n for n, word in enumerate(argv) if word in ("-h", "--help", "--help-all", "--help_all")), None
+    )
+    if place is None:
+        return
+    from fmmeta.config.help import help_text
+
+    asked = [word for word in argv[place + 1 : place + 2] if not word.startswith("-")]
+    everything = argv[place] in ("--help-all", "--help_all")
+    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    one = COMMANDS[command]
+    print(help_text(command, one.text, one.usage, settings, next(iter(asked), None), everything, width))
+    sys.exit(0)
 
 
 def read_config(argv: list[str], settings: Any) -> dict[str, Any]:
@@ -241,9 +284,3 @@ def read_config(argv: list[str], settings: Any) -> dict[str, Any]:
 def own_name(name: str, settings: Any) -> str:
     """The setting with this name in transformers, or the name itself."""
     return next((own for own, rule in rules(settings).items() if name in rule.synonyms), name)
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """A suggestion for a misspelt name, to be appended to a message."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""

@@ -1,15 +1,20 @@
-"""`fmmeta doctor`: checks whether this machine can train; a line per check, with what to do.
+"""`fmmeta doctor`: checks whether this machine can train; a line per check, with what to do. `fmmeta env`:
+what a bug report needs.
 
-It changes nothing. Levels: ok, warning (a run works, but slower or up to a limit), problem (a run will fail);
-exit code 0 without problems, else 2.
+Both change nothing. Levels: ok, warning (a run works, but slower or up to a limit), problem (a run will
+fail); exit code 0 without problems, else 2.
 """
 
+import contextlib
 import importlib.metadata
+import json
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +23,8 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from fmmeta.common.security import GIB, one_line
+import fmmeta
+from fmmeta.common.security import GIB, SECRET, one_line, redact
 
 TESTED = {
     "torch": ("2.6", "2.14"),
@@ -31,6 +37,13 @@ TESTED = {
 """The first tested version, and the first untested one after it; as in setup.py."""
 SHM_GIB, DISK_GIB, FILES = 1.0, 5.0, 4096
 OLD_LOCK_S = 600.0
+LAUNCHER = re.compile(
+    "(GLOBAL_|LOCAL_|GROUP_|CROSS_|ROLE_)?(RANK|WORLD_SIZE|SIZE)$|MASTER_(ADDR|PORT)$|TORCHELASTIC_|SLURM_(N|PROCID"
+    "|LOCALID|STEP_N|JOB_ID|JOB_N|TASKS|CPUS)|ACCELERATE_|DS_|DEEPSPEED_|FMMETA_|NCCL_|GLOO_|TP_|CUDA_VISIBLE|OMP_NUM"
+    "|HF_(HUB_OFFLINE|ENDPOINT|HOME|DATASETS_(CACHE|OFFLINE))|TRANSFORMERS_OFFLINE|TORCH_(NCCL|DISTRIBUTED|FR_)"
+    "|PYTORCH_(CUDA_)?ALLOC|TORCHFT_|UCX_|FI_|OMPI_COMM_WORLD"
+)
+"""Environment variables that change how a run starts, communicates or allocates."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,83 @@ def run(config: DoctorConfig) -> None:
     print(f"{levels.count('problem')} problems, {levels.count('warning')} warnings")
     if "problem" in levels:
         sys.exit(2)
+
+
+@dataclass
+class EnvConfig:
+    """It takes no flags."""
+
+
+def print_environment(config: EnvConfig) -> None:
+    """Print what a bug report needs, without secrets."""
+    print("\n".join(f"{name:13} {redact(text)}" for name, text in environment().items()))
+
+
+def environment() -> dict[str, str]:
+    """Versions, installation, machine, GPUs and launcher of this process, by name."""
+    import torch
+    import torch.cuda.nccl
+
+    from fmmeta.common.processes import host_bytes
+    from fmmeta.parallel.process_groups import backends
+    from fmmeta.training.run_folder import PACKAGES, version
+
+    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    named = {f"{one.name}, {one.total_memory / GIB:.1f} GiB" for one in gpus}
+    driver = ""
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = output_of(query).split("\n")[0]
+    _, nccl = backends()
+    launcher = {name: os.environ[name] for name in sorted(os.environ) if LAUNCHER.match(name)}
+    return {
+        "fmmeta": f"{version('fmmeta') or fmmeta.__version__}, {installation()}",
+        "python": f"{platform.python_version()} ({sys.executable})",
+        **{name: version(name) or "not installed" for name in PACKAGES if name != "fmmeta"},
+        "system": f"{platform.platform()}, {platform.machine()}",
+        "CPUs": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, {torch.get_num_threads()} threads",
+        "memory": f"{host_bytes(1) / GIB:.1f} GiB that a process may allocate",
+        "GPUs": f"{len(gpus)} x {' and '.join(sorted(named))}" if gpus else "none that torch can use",
+        "CUDA": f"{torch.version.cuda or 'not in this torch'}{f', driver {driver}' if driver else ''}",
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if nccl else "not in this torch",
+        "launcher": " ".join(
+            f"{name}={'***' if SECRET.search(name) else one_line_of(value)}"
+            for name, value in launcher.items()
+        )
+        or "no variables set",
+    }
+
+
+def installation() -> str:
+    """How fmmeta was installed: from a wheel, editable, or used in a checkout; the commit of a checkout."""
+    folder, how = Path(fmmeta.__file__).parents[1], "checkout"
+    try:
+        found = importlib.metadata.distribution("fmmeta")
+        if folder == Path(str(found.locate_file(""))).resolve():
+            how = "wheel"
+        source = json.loads(found.read_text("direct_url.json") or "{}")
+        if source.get("dir_info", {}).get("editable") and source["url"].endswith(folder.as_posix()):
+            how = "editable install"
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        pass
+    commit = output_of(["git", "-C", str(folder), "rev-parse", "HEAD"]) if (folder / ".git").exists() else ""
+    changed = commit and output_of(["git", "-C", str(folder), "status", "--porcelain", "-uno"])
+    if (folder / ".git").exists() and how == "wheel":
+        how = "checkout"  # a build has left metadata in the checkout
+    return f"{how} in {folder}" + (
+        f", commit {commit[:12]}{', changed' if changed else ''}" if commit else ""
+    )
+
+
+def output_of(command: list[str]) -> str:
+    """What a command prints; empty if it fails."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+    return ""
+
+
+def one_line_of(value: str) -> str:
+    return " ".join(value.split())
 
 
 def findings_of(check: Callable[[], Iterator[Finding]]) -> list[Finding]:

@@ -87,7 +87,7 @@ def adapt(
             f"query={settings.query} has the class {unknown[0]!r}, of which the support set has none; add"
             " some"
         )
-    for one in trained_with([settings.model_name_or_path]):
+    for one in trained_with([settings.model_source]):
         if shared := sorted(one.trained_names("class") & set(labels)):
             progress.notice(
                 f"{settings.support or 'support'}: {len(shared)} of {len(labels)} classes ({few(shared)})"
@@ -154,7 +154,7 @@ def write_folder(
     they are those of the model.
     """
     model = adapted.loaded
-    has_rates = remembered(settings.model_name_or_path).get("inner_rates") is not None
+    has_rates = remembered(settings.model_source).get("inner_rates") is not None
     export(
         folder,
         model.worker.read(),
@@ -166,7 +166,7 @@ def write_folder(
         model.ranks,
         rates if has_rates and not settings.sets_inner_lr else None,
         folder / "merged",
-        trained_with([settings.model_name_or_path]),
+        trained_with([settings.model_source]),
     )
     write_card(adapted, folder, settings, support)
     if adapted.predictions:

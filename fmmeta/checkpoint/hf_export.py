@@ -139,7 +139,7 @@ def write_adapters(
 ) -> None:
     """Write adapters as peft does, and with --lora_merge an ordinary model. weights: parameters by name."""
     description = replace(description, classes=0)  # the exported head is that of the skeleton
-    clear(folder, None if config.builtin_model else base_model_name(config.model_name_or_path))
+    clear(folder, None if config.builtin_model else base_model_name(config.model_source))
     save_adapter(folder, skeleton, weights, config)
     if config.builtin_model:
         save_model(folder / BASE_FOLDER, load_hf(config, description), description)

@@ -34,8 +34,10 @@ class Progress:
         if first + 1 < done < total and now - self.printed_at < self.every_s:
             return
         self.printed_at = now
-        left = (now - began) / max(1, done - first) * (total - done) if done > first else 0.0
-        shown = f"{what} {done}/{total}{'  ' + text if text else ''}  {clock(left)} left"
+        elapsed, steps = now - began, done - first
+        shown = f"{what} {done}/{total}{'  ' + text if text else ''}"
+        if elapsed > 0 and steps > 0 and done < total:
+            shown += f"  {clock(elapsed / steps * (total - done))} left"
         self.open_line = self.is_terminal and done < total
         print("\r\x1b[K" * self.is_terminal + shown, end="" if self.open_line else "\n", flush=True)
 

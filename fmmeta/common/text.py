@@ -1,5 +1,6 @@
 """Values as text: short for messages, and as strict JSON for files."""
 
+import difflib
 import json
 import math
 from collections.abc import Iterable
@@ -11,6 +12,27 @@ def any_of(choices: Iterable[str]) -> str:
     """`a, b or c`."""
     *others, last = choices
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A suggestion for a misspelt name or value, to be appended to a message; empty if none is near.
+
+    >>> nearest("fomalm", ["fomaml", "reptile"])
+    '; did you mean fomaml?'
+    """
+    names = list(known)
+    longer = [one for one in names if len(name) > 2 and one.startswith(name)]
+    close = longer or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def counted(count: int, one: str, more: str = "") -> str:
+    """A number with its noun in the singular or plural.
+
+    >>> counted(1, "stratum", "strata"), counted(2, "row")
+    ('1 stratum', '2 rows')
+    """
+    return f"{count} {one if count == 1 else more or one + 's'}"
 
 
 def shortened(value: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import import_named
+from fmmeta.common.text import nearest
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,10 @@ def find(name: str) -> AlgorithmSpec:
     if name in BUILT_IN:
         return pkgutil.resolve_name(BUILT_IN[name])
     if ":" not in name:
-        raise UsageError(f"algorithm={name} is unknown; use {', '.join(BUILT_IN)}, or module:spec of another")
+        raise UsageError(
+            f"algorithm={name} is unknown{nearest(name, BUILT_IN)}; use {', '.join(BUILT_IN)}, or module:spec"
+            " of another"
+        )
     found = import_named("algorithm", name, "an AlgorithmSpec")
     if not isinstance(found, AlgorithmSpec):
         raise UsageError(

@@ -8,9 +8,10 @@ nor other processes; `settings.py` calls it and raises. Conflicts of one algorit
 import math
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
-from fmmeta.common.text import any_of
+from fmmeta.common.text import any_of, nearest
 from fmmeta.config.algorithms import OUTER_OPTIMIZERS, find, supporting
 from fmmeta.config.fields import LARGEST, default_of, rules, shown
 
@@ -115,11 +116,22 @@ def of_run(c: Any) -> Conflicts:
             len(set(c.report_to)) < len(c.report_to),
             f"report_to={shown(c.report_to)} names a tracker twice; name each once, or none",
         ),
+        *(
+            (
+                one in c.report_to and len(c.report_to) > 1,
+                f"report_to={shown(c.report_to)} names {one} and others; leave out {one}",
+            )
+            for one in ("none", "all")
+        ),
         (
-            "none" in c.report_to and len(c.report_to) > 1,
-            f"report_to={shown(c.report_to)} names none and others; leave out none",
+            c.run_name is not None and not is_file_name(c.run_name),
+            f"run_name={c.run_name} is no name of a folder; use letters, digits, - and _",
         ),
     ]
+
+
+def is_file_name(name: str) -> bool:
+    return name == Path(name).name and name not in ("", "..") and name.isprintable()
 
 
 def of_data(c: Any) -> Conflicts:
@@ -294,13 +306,19 @@ def of_outer_step(c: Any) -> Conflicts:
     name, delay = c.outer_optimizer, c.outer_delay
     return [
         (
+            c.warmup_steps >= 1 and c.warmup_steps % 1,
+            f"warmup_steps={c.warmup_steps} is neither a share of outer_steps below 1 nor a whole number; use"
+            " 0.1 or 10, say",
+        ),
+        (
             name.lower() in NOT_ELEMENTWISE,
             f"outer_optimizer={name} does not act element by element: {NOT_ELEMENTWISE.get(name.lower())},"
             f" and theta is held in shards; use {' or '.join(OUTER_OPTIMIZERS)}",
         ),
         (
             name not in OUTER_OPTIMIZERS,
-            f"outer_optimizer={name} is unknown; use {any_of(OUTER_OPTIMIZERS)}",
+            f"outer_optimizer={name} is unknown{nearest(name, OUTER_OPTIMIZERS)}; use"
+            f" {any_of(OUTER_OPTIMIZERS)}",
         ),
         (
             delay and c.offload_outer,

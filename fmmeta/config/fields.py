@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.text import any_of, shortened
+from fmmeta.common.text import any_of, nearest, shortened
 
 LARGEST = 3.4e38  # what fp32 holds
 KINDS: dict[type, tuple[str, Any]] = {  # what a message calls a type, and the types that are converted to it
@@ -68,6 +68,7 @@ class SettingRule:
     remembered: bool = False  # stored in an exported model's fmmeta.json
     keyed: bool = False  # changes how rows become tokens
     synonyms: tuple[str, ...] = ()  # names of the transformers Trainer, for the hint at an unknown flag
+    common: bool = False  # shown by --help; --help-all shows all
 
 
 class Help(str):
@@ -105,7 +106,8 @@ def check_values(c: Any) -> None:
         name, given, choices = item.name, getattr(c, item.name), item.metadata.get("choices")
         for value in given if isinstance(given, list) else [given]:
             if choices and value is not None and value not in choices:
-                raise UsageError(f"{name}={value} is unknown; use {any_of(choices)}")
+                close = nearest(str(value), choices)
+                raise UsageError(f"{name}={value} is unknown{close}; use {any_of(choices)}")
         check_bounds(name, given, item.metadata["help"].rule)
 
 

@@ -14,6 +14,18 @@ from fmmeta.config.fields import check_values, names_where, of_type, setting
 from fmmeta.config.renamed import RefusesOldNames
 
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
+TRACKERS = (
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "trackio",
+    "comet_ml",
+    "aim",
+    "clearml",
+    "dvclive",
+    "swanlab",
+)
+"""The trackers of accelerate, by its names."""
 HEAD_INITS = ("zero", "learned", "prototype")
 POSITIVE = "such as 0.1 for inner SGD"
 NO_LIMIT = "or leave it out"
@@ -23,7 +35,14 @@ CLASSIFICATION, CAUSAL_LM = "classification", "causal_lm"
 @dataclass
 class ModelConfig(RefusesOldNames):
     model_name_or_path: str = setting(
-        "tiny", "HF folder or hub id; tiny: the built-in model, trained from scratch"
+        "tiny",
+        "HF folder or hub id; tiny: the built-in model, trained from scratch",
+        common=True,
+    )
+    model_revision: str | None = setting(
+        None,
+        "Branch, tag or commit of the model on the hub (default: its main branch)",
+        common=True,
     )
     task_type: str = setting(
         CLASSIFICATION,
@@ -31,6 +50,7 @@ class ModelConfig(RefusesOldNames):
         (CLASSIFICATION, CAUSAL_LM),
         remembered=True,
         keyed=True,
+        common=True,
     )
     pooling: str = setting(
         "auto",
@@ -38,6 +58,7 @@ class ModelConfig(RefusesOldNames):
         " auto: as stored in the folder, else model",
         ("auto", "model", "mean", "cls"),
         task_type=CLASSIFICATION,
+        common=True,
     )
     feature_norm: float = setting(
         0.0,
@@ -52,9 +73,13 @@ class ModelConfig(RefusesOldNames):
         " support set (ProtoMAML) (default: the algorithm's, else zero)",
         HEAD_INITS,
         remembered=True,
+        common=True,
     )
     gradient_checkpointing: bool = setting(
-        False, "Store layer inputs only and compute activations again in the backward pass", resume="free"
+        False,
+        "Store layer inputs only and compute activations again in the backward pass",
+        resume="free",
+        common=True,
     )
     lora_r: int = setting(
         0,
@@ -62,6 +87,7 @@ class ModelConfig(RefusesOldNames):
         least=0,
         remembered=True,
         synonyms=("lora_rank",),
+        common=True,
     )
     lora_alpha: float = setting(
         None,
@@ -90,6 +116,15 @@ class ModelConfig(RefusesOldNames):
     )
     trust_remote_code: bool = setting(False, "Let transformers run Python code from the checkpoint")
 
+    @property
+    def model_source(self) -> str:
+        """The model with its revision, as models/files.py reads it: `name`, or `name@revision`."""
+        return (
+            f"{self.model_name_or_path}@{self.model_revision}"
+            if self.model_revision
+            else self.model_name_or_path
+        )
+
 
 @dataclass
 class RowConfig:
@@ -100,21 +135,28 @@ class RowConfig:
         "Column of the text (default: text, sentence or utterance)",
         keyed=True,
         task_type=CLASSIFICATION,
+        common=True,
     )
     label_column: str | None = setting(
-        None, "Column of the class (default: label, intent or class)", keyed=True, task_type=CLASSIFICATION
+        None,
+        "Column of the class (default: label, intent or class)",
+        keyed=True,
+        task_type=CLASSIFICATION,
+        common=True,
     )
     input_column: str | None = setting(
         None,
         "causal_lm: column of the input (default: input, prompt or question)",
         keyed=True,
         task_type=CAUSAL_LM,
+        common=True,
     )
     output_column: str | None = setting(
         None,
         "causal_lm: column of the answer (default: output, answer or target)",
         keyed=True,
         task_type=CAUSAL_LM,
+        common=True,
     )
     prompt_template: str = setting(
         "plain",
@@ -123,6 +165,7 @@ class RowConfig:
         remembered=True,
         keyed=True,
         task_type=CAUSAL_LM,
+        common=True,
     )
     max_length: int = setting(
         128,
@@ -131,6 +174,7 @@ class RowConfig:
         remembered=True,
         keyed=True,
         synonyms=("max_seq_length", "model_max_length"),
+        common=True,
     )
 
 
@@ -142,6 +186,7 @@ class TaskConfig(RowConfig):
         " folder of such files, a folder of folders of them (each file is a task, read when it is drawn; its"
         " folder is the stratum), or a hub id. Each of several data sets is a stratum",
         synonyms=("dataset_name", "train_file"),
+        common=True,
     )
     mix_weights: list[float] = setting(
         [],
@@ -161,6 +206,18 @@ class TaskConfig(RowConfig):
         ("global", "node"),
     )
     dataset_config_name: str | None = setting(None, "Configuration of a hub data set")
+    dataset_split: str = setting(
+        "train",
+        "Rows of a hub data set, by the name of its split: train, or train+validation for several; all: every"
+        " one, its test split included. --class_splits and --task_splits divide these rows",
+        resume="free",
+        common=True,
+    )
+    dataset_revision: str | None = setting(
+        None,
+        "Branch, tag or commit of a hub data set (default: its main branch)",
+        resume="free",
+    )
     stratum_column: str | None = setting(
         None,
         "Column of the category that meta-batches are balanced by (default: stratum, category or domain, if"
@@ -168,12 +225,16 @@ class TaskConfig(RowConfig):
         keyed=True,
     )
     task_column: str | None = setting(
-        None, "Column of the task's name (default: task, if the data have it)", keyed=True
+        None,
+        "Column of the task's name (default: task, if the data have it)",
+        keyed=True,
+        common=True,
     )
     class_splits: str | None = setting(
         None,
         'JSON file of class splits: {"01": {"train": [...], "valid": [...], '
         '"test": [...]}} (default: the folder\'s class_splits.json, if it exists)',
+        common=True,
     )
     class_split: str | None = setting(None, "Name of the class split (default: the first of the file)")
     task_splits: str | None = setting(
@@ -181,9 +242,24 @@ class TaskConfig(RowConfig):
         'JSON file of task splits: {"train": [...], "valid": [...], "test": [...]} '
         "(default: the folder's task_splits.json, if it exists)",
     )
-    n_way: int = setting(5, "Classes per episode", least=2)
-    k_shot: int = setting(5, "Support examples per class; per task for causal_lm", least=1)
-    num_query: int = setting(5, "Query examples per class; per task for causal_lm", least=1)
+    n_way: int = setting(
+        5,
+        "Classes per episode",
+        least=2,
+        common=True,
+    )
+    k_shot: int = setting(
+        5,
+        "Support examples per class; per task for causal_lm",
+        least=1,
+        common=True,
+    )
+    num_query: int = setting(
+        5,
+        "Query examples per class; per task for causal_lm",
+        least=1,
+        common=True,
+    )
     n_way_max: int | None = setting(
         None,
         "Draw the number of classes of an episode uniformly from n_way to this value (default: n_way)",
@@ -257,14 +333,25 @@ class InnerConfig:
     """The inner loop, which learns a task from its support set."""
 
     inner_steps: int = setting(
-        None, "Gradient steps on the support set (default: 5; 0 for protonet)", least=0, remembered=True
+        None,
+        "Gradient steps on the support set (default: 5; 0 for protonet)",
+        least=0,
+        remembered=True,
+        common=True,
     )
-    inner_lr: float = setting(0.1, "Learning rate of the inner optimizer", positive=POSITIVE, remembered=True)
+    inner_lr: float = setting(
+        0.1,
+        "Learning rate of the inner optimizer",
+        positive=POSITIVE,
+        remembered=True,
+        common=True,
+    )
     inner_optimizer: str = setting(
         "sgd",
         "Optimizer of the inner loop; every task starts with zero moments (--inner_optimizer_state)",
         ("sgd", "momentum", "adamw"),
         remembered=True,
+        common=True,
     )
     inner_momentum: float = setting(
         0.9,
@@ -321,9 +408,14 @@ class MetaConfig:
         "fomaml",
         f"Meta-gradient rule, or a baseline: {', '.join(algorithms.BUILT_IN)}; or module:spec of your rule"
         " (docs/algorithms.md)",
+        common=True,
     )
     meta_batch_size: int = setting(
-        4, "Tasks per meta-batch over all groups", least=1, synonyms=("train_batch_size",)
+        4,
+        "Tasks per meta-batch over all groups",
+        least=1,
+        synonyms=("train_batch_size",),
+        common=True,
     )
     meta_accumulation_steps: int = setting(
         1,
@@ -403,6 +495,7 @@ class MetaConfig:
         " 2e-5 without)",
         positive=POSITIVE,
         synonyms=("learning_rate",),
+        common=True,
     )
     outer_optimizer: str = setting(
         "adamw", f"Optimizer of theta: {', '.join(OUTER_OPTIMIZERS)}", synonyms=("optim",)
@@ -430,10 +523,25 @@ class MetaConfig:
         "Type of the meta-gradient in the reduction across groups; bf16 halves the bytes, shards stay fp32",
         ("fp32", "bf16"),
     )
-    outer_steps: int = setting(150, "Outer steps of the run", least=1, synonyms=("max_steps",))
-    warmup_steps: int = setting(0, "Outer steps of linear warm-up", least=0)
+    outer_steps: int = setting(
+        150,
+        "Outer steps of the run",
+        least=1,
+        synonyms=("max_steps",),
+        common=True,
+    )
+    warmup_steps: float = setting(
+        0,
+        "Outer steps of linear warm-up; below 1: their share of outer_steps",
+        least=0,
+        synonyms=("warmup_ratio",),
+        common=True,
+    )
     lr_scheduler_type: str = setting(
-        "cosine", "Schedule of the outer learning rate, by its name in transformers", SCHEDULES
+        "cosine",
+        "Schedule of the outer learning rate, by its name in transformers",
+        SCHEDULES,
+        common=True,
     )
     max_grad_norm: float = setting(
         1.0, "Clip the meta-gradient to this L2 norm over the whole model; 0: do not clip", least=0
@@ -460,7 +568,13 @@ class MetaConfig:
         positive="such as 0.6, to mix the initial weights in",
         most=1,
     )
-    seed: int = setting(42, "Seed of tasks, episodes and new weights", least=0, most=2**64 - 1)
+    seed: int = setting(
+        42,
+        "Seed of tasks, episodes and new weights",
+        least=0,
+        most=2**64 - 1,
+        common=True,
+    )
 
 
 @dataclass
@@ -469,15 +583,21 @@ class ParallelConfig:
         None,
         "DeepSpeed JSON file as for transformers; ds_configs/ has examples (default: ZeRO 0)",
         resume="free",
+        common=True,
     )
     group_size: str = setting(
         "auto",
         "Ranks that hold one model together; auto: the fewest that hold it by the memory estimate",
         or_auto=1,
         resume="free",
+        common=True,
     )
     pipeline_stages: int = setting(
-        1, "Pipeline stages of a group; excludes --tensor_parallel_size", least=1, resume="free"
+        1,
+        "Pipeline stages of a group; excludes --tensor_parallel_size",
+        least=1,
+        resume="free",
+        common=True,
     )
     pipeline_balance: str = setting(
         "parameters",
@@ -498,6 +618,7 @@ class ParallelConfig:
         least=1,
         resume="free",
         synonyms=("per_device_train_batch_size", "per_device_eval_batch_size"),
+        common=True,
     )
     max_tokens_per_micro_batch: int = setting(
         0,
@@ -547,6 +668,7 @@ class ParallelConfig:
     bf16: bool = setting(
         False,
         "bf16 weights and activations over fp32 shards; a value in the DeepSpeed file that is not auto wins",
+        common=True,
     )
     offload_outer: bool = setting(
         False,
@@ -565,13 +687,23 @@ class ParallelConfig:
 @dataclass
 class RunConfig:
     output_dir: str | None = setting(
-        None, "Folder of the run (default: runs/<date>-<algorithm>-<dataset>)", resume="hidden"
+        None,
+        "Folder of the run (default: runs/<run_name>, else runs/<date>-<algorithm>-<dataset>)",
+        resume="hidden",
+        common=True,
+    )
+    run_name: str | None = setting(
+        None,
+        "Name of the run in runs/ and in trackers (default: that of its folder)",
+        resume="hidden",
+        common=True,
     )
     save_steps: int = setting(
         100,
         "Outer steps between checkpoints; 0: only when a signal stops the run",
         least=0,
         resume="free",
+        common=True,
     )
     save_total_limit: int = setting(2, "Checkpoints to keep", least=1, resume="free")
     save_async: bool = setting(
@@ -584,6 +716,7 @@ class RunConfig:
         "latest",
         "A checkpoint folder; latest: the newest of output_dir, if any; never: start from the beginning",
         resume="hidden",
+        common=True,
     )
     accept_changed_settings: list[str] = setting(
         [],
@@ -609,20 +742,33 @@ class RunConfig:
         least=0,
         resume="free",
         needs=("eval_episodes",),
+        common=True,
     )
     load_best_model_at_end: bool = setting(
         False,
         "Export the weights with the highest validation accuracy (at a tie, the lowest loss) instead of the"
         " last ones",
     )
-    eval_episodes: int = setting(100, "Episodes of each evaluation; 0: no evaluation", least=0, resume="free")
+    eval_episodes: int = setting(
+        100,
+        "Episodes of each evaluation; 0: no evaluation",
+        least=0,
+        resume="free",
+        common=True,
+    )
     test_episodes: int = setting(
         None,
         "Episodes of the final table on held-out tasks (default: eval_episodes); 0: no table",
         least=0,
         resume="free",
     )
-    logging_steps: int = setting(10, "Outer steps between lines of metrics.jsonl", least=1, resume="free")
+    logging_steps: int = setting(
+        10,
+        "Outer steps between lines of metrics.jsonl",
+        least=1,
+        resume="free",
+        common=True,
+    )
     profile: bool = setting(
         False,
         "Profile one outer step: a trace per rank in output_dir, and a table of its time by region",
@@ -630,9 +776,18 @@ class RunConfig:
     )
     report_to: list[str] = setting(
         ["none"],
-        "One or more trackers that log the lines of metrics.jsonl",
-        ("none", "tensorboard", "wandb", "mlflow", "trackio"),
+        "One or more trackers of accelerate that log the lines of metrics.jsonl, all (that are installed), or"
+        " none: " + ", ".join(TRACKERS),
+        ("none", "all", *TRACKERS),
         resume="free",
+        common=True,
+    )
+    log_level: str = setting(
+        "info",
+        "Least severe messages that are logged",
+        ("debug", "info", "warning", "error"),
+        resume="hidden",
+        common=True,
     )
 
 
@@ -661,6 +816,12 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
         return algorithms.find(self.algorithm).all_classes and self.task_type == "classification"
 
     @property
+    def warmup(self) -> int:
+        """Outer steps of linear warm-up."""
+        share = self.warmup_steps < 1
+        return math.ceil(self.warmup_steps * self.outer_steps) if share else int(self.warmup_steps)
+
+    @property
     def most_shots(self) -> int:
         return self.k_shot_max or self.k_shot
 
@@ -673,6 +834,15 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
         return asdict(self)
 
 
+GROUPS = {
+    "model": ("Model", ModelConfig),
+    "data": ("Data and episodes", TaskConfig),
+    "algorithm": ("Algorithm and outer loop", MetaConfig),
+    "inner": ("Inner loop", InnerConfig),
+    "parallel": ("Parallelism and precision", ParallelConfig),
+    "run": ("Run: folder, checkpoints, evaluation, logging", RunConfig),
+}
+"""Groups of --help, in its order: title, and the dataclass whose fields they are."""
 REMEMBERED = names_where(Config, lambda rule: rule.remembered)
 """Settings that an exported model stores in fmmeta.json, so that it is adapted as it was trained."""
 FREE_ON_RESUME = {*names_where(Config, lambda rule: rule.resume != "fixed")}
@@ -691,7 +861,7 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any], free: bool = F
     """
     known = {name for name in conflicts.RESOLVED if name in before and name in now}
     unbound = FREE_ON_RESUME | {"deepspeed_layout"} | ({"bf16"} if "precision" in known else set())
-    keys = unbound - HIDDEN_ON_RESUME if free else (set(before) | set(now)) - unbound
+    keys = (unbound - HIDDEN_ON_RESUME) & set(before) if free else (set(before) | set(now)) - unbound
     keys -= set(conflicts.RESOLVED) - known
     return {
         key: f"{key}: {before.get(key)} -> {now.get(key)}"

@@ -97,7 +97,7 @@ def evaluate(
 
 def with_model(settings: EvaluateConfig, model: str) -> EvaluateConfig:
     """The same evaluation of another model, compared with nothing."""
-    return replace(settings, model_name_or_path=model, compare=None)
+    return replace(settings, model_name_or_path=model, model_revision=None, compare=None)
 
 
 def check_compare_model(settings: EvaluateConfig, model: str) -> None:
@@ -180,7 +180,7 @@ def episodes_of(
 ) -> Episodes:
     """Read the data from the prepared store and choose the episodes. Raises `UsageError`."""
     config = settings.run_config(k_shot=k_shot)
-    trained = trained_with(models or [settings.model_name_or_path])
+    trained = trained_with(models or [settings.model_source])
     source = getattr(load_sources(config, tokenizer, lambda text: None, trained), settings.eval_split)
     if source is None:
         raise UsageError(

@@ -189,7 +189,7 @@ def stored_rates(config: Config, rates: Rates, worker: Worker) -> Rates:
 
     Raises `UsageError` for rates of other layers, and for a head of zeros that no rate would move.
     """
-    memory = remembered(config.model_name_or_path)
+    memory = remembered(config.model_source)
     stored = memory.get("inner_rates")
     if stored == RATES_FILE:
         return element_rates(config, rates, worker, float(memory.get("inner_rates_scale", 1.0)))
@@ -226,7 +226,7 @@ def element_rates(config: Config, rates: Rates, worker: Worker, scale: float) ->
     """Rates of single elements: this rank's slices of RATES_FILE, times `scale`. Raises `UsageError`."""
     from safetensors import SafetensorError, safe_open
 
-    path = cached_file(config.model_name_or_path, RATES_FILE)
+    path = cached_file(config.model_source, RATES_FILE)
     try:
         vector = torch.zeros(worker.params.numel, device=worker.storage_device)
         with safe_open(path, "pt") as file:

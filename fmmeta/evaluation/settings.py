@@ -66,7 +66,7 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
         shared = vars(self).keys() & Config.__dataclass_fields__.keys()
         given = {name: getattr(self, name) for name in shared if getattr(self, name) not in (None, [])}
         replaced = set(given).union(*(names for owner, names in BELONG_TO.items() if owner in given))
-        memory = remembered(self.model_name_or_path)
+        memory = remembered(self.model_source)
         stored = {name: memory[name] for name in REMEMBERED if name in memory and name not in replaced}
         config = Config(**{**stored, **given, "algorithm": "none", **values})
         if "head_init" in stored and self.unusable_head(config):
@@ -75,7 +75,7 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
 
     def unusable_head(self, config: Config) -> str:
         """A message if the stored learned head is for another number of classes than `config` has."""
-        memory = remembered(self.model_name_or_path)
+        memory = remembered(self.model_source)
         classes = memory.get("classes", memory.get("n_way"))
         learned = not self.head_init and memory.get("head_init") == "learned"
         if config.task_type != "classification" or not learned or classes == config.most_classes:

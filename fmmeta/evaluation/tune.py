@@ -167,7 +167,7 @@ class TuneRun:
         Other stored values stay as they are. Raises `UsageError`.
         """
         settings, best = self.settings, tried[0]
-        stored, scale = remembered(settings.model_name_or_path), best.inner_lr / self.config.inner_lr
+        stored, scale = remembered(settings.model_source), best.inner_lr / self.config.inner_lr
         values = {
             **stored,
             **{name: getattr(self.config, name) for name in REMEMBERED},

@@ -78,7 +78,7 @@ class OuterOptimizer:
         schedule: Any = get_scheduler(
             config.lr_scheduler_type,
             torch.optim.SGD([torch.zeros(1)], lr=config.outer_lr),
-            config.warmup_steps,
+            config.warmup,
             config.outer_steps,
         )
         self.factor = schedule.lr_lambdas[0]

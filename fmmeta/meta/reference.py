@@ -75,7 +75,7 @@ def reference_run(
     meta_params = {name: param for name, param in theta.items() if name not in per_task}
     rates = starting_rates(learner, theta, config)
     optimizer = outer_optimizer(meta_params, rates, config)
-    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, config.outer_steps)
+    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup, config.outer_steps)
     thetas, meta_grads, memory = [], [], None
     pending: list[tuple[Weights, Weights]] = []  # mean meta-gradients that are not yet applied to theta
     for outer_step, episodes in enumerate(steps):

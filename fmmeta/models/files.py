@@ -4,10 +4,8 @@ Without a network no call waits for the hub.
 """
 
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +16,7 @@ from fmmeta.common.security import one_line
 from fmmeta.config.fields import of_type
 from fmmeta.config.renamed import translated
 from fmmeta.config.settings import REMEMBERED, Config
+from fmmeta.tasks.data.rows import hub_answers
 from fmmeta.tasks.data.splits import UsedSplits, read_used_splits
 
 BUILTIN = "tiny"
@@ -38,16 +37,26 @@ UNREADABLE = (
 T = TypeVar("T")
 
 
+def split_source(source: str) -> dict[str, str]:
+    """The arguments of transformers for `name` or `name@revision` (Config.model_source)."""
+    name, _, revision = source.partition("@")
+    if not revision or is_path(source) or Path(source).exists():
+        return {"pretrained_model_name_or_path": source}
+    return {"pretrained_model_name_or_path": name, "revision": revision}
+
+
 def cached_file(model_name_or_path: str, name: str) -> str | None:
     """Path of one file of a folder or hub id; None if there is no such file, as for the built-in model."""
     from transformers.utils import cached_file as find
 
     if model_name_or_path == BUILTIN:
         return None
+    where = split_source(model_name_or_path)
     try:
         return find(
-            model_name_or_path,
+            where.pop("pretrained_model_name_or_path"),
             name,
+            **where,
             local_files_only=not reachable(model_name_or_path),
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
@@ -95,26 +104,8 @@ def reachable(model_name_or_path: str) -> bool:
 
 def is_path(model_name_or_path: str) -> bool:
     """Whether a name cannot be a hub id."""
-    return model_name_or_path.startswith((".", "/")) or model_name_or_path.count("/") > 1
-
-
-@cache
-def hub_answers() -> bool:
-    """Whether the hub can be reached, tried once per process: the hub's client tries six times for every
-    file, which takes minutes without a network.
-    """
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    for wait_s in (1.0, 2.0, 0.0):  # a connection may fail for a moment
-        try:
-            get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-            return True
-        except Exception:  # each HTTP client has other exceptions for it
-            time.sleep(wait_s)
-    return False
+    name = model_name_or_path.partition("@")[0]  # a revision may have slashes
+    return name.startswith((".", "/")) or name.count("/") > 1
 
 
 def base_model_name(model_name_or_path: str) -> str:

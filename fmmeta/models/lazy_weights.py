@@ -135,7 +135,7 @@ def find_tensors(hf: Any, config: Config) -> dict[str, StoredTensor]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-    name = config.model_name_or_path
+    name = config.model_source
     rules = get_model_conversion_mapping(hf)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     if len(renamings) < len(rules):

@@ -29,6 +29,7 @@ from fmmeta.models.files import (
     reachable,
     read_json,
     read_stored,
+    split_source,
 )
 from fmmeta.models.forward_options import check_packing, checkpoint_layers
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
@@ -121,7 +122,14 @@ def describe(config: Config) -> Description:
     logging.set_verbosity_error()
     if config.lora_r:
         import_peft(config)
-    name = base_model_name(config.model_name_or_path)
+    if config.model_revision and (
+        config.builtin_model or is_path(config.model_name_or_path) or Path(config.model_name_or_path).exists()
+    ):
+        raise UsageError(
+            f"model_revision={config.model_revision} is for models of the hub, and model_name_or_path="
+            f"{config.model_name_or_path} is not one; leave it out"
+        )
+    name = base_model_name(config.model_source)
     if config.builtin_model:
         hf_config = tiny_config(config.task_type, max(512, config.max_length))
     else:
@@ -162,7 +170,7 @@ def describe(config: Config) -> Description:
         hf_config.pad_token_id = (eos[0] if isinstance(eos, (list, tuple)) else eos) or 0
     pooling = resolve_pooling(config)
     normalizes = pooling != "model" and read_json(
-        config.model_name_or_path,
+        config.model_source,
         "modules.json",
         lambda modules: any("Normalize" in module["type"] for module in modules),
     )
@@ -181,7 +189,7 @@ def read_hf_config(name: str, trust_remote_code: bool) -> Any:
         raise UsageError(f"model_name_or_path={name} is not a folder; check the path")
     try:
         return AutoConfig.from_pretrained(
-            name, trust_remote_code=trust_remote_code, local_files_only=not reachable(name)
+            **split_source(name), trust_remote_code=trust_remote_code, local_files_only=not reachable(name)
         )
     except Exception as error:  # transformers raises many types
         why = f" cannot be read: {one_line(error)}"
@@ -203,7 +211,7 @@ def resolve_pooling(config: Config) -> str:
         return config.pooling
     if config.builtin_model:
         return "mean"
-    modes = read_json(config.model_name_or_path, "1_Pooling/config.json", dict)
+    modes = read_json(config.model_source, "1_Pooling/config.json", dict)
     if modes is None:
         return "model"
     for pooling, key in (("cls", "pooling_mode_cls_token"), ("mean", "pooling_mode_mean_tokens")):
@@ -220,7 +228,7 @@ def load_tokenizer(config: Config, description: Description, notice: Callable[[s
 
     Its padding token becomes the model's: sequence classifiers and RoBERTa look for it among the ids.
     """
-    name, hf_config = config.model_name_or_path, description.hf_config
+    name, hf_config = config.model_source, description.hf_config
     if config.max_length < DEFAULT_LENGTH and config.max_length == max_positions(hf_config):
         notice(f"max_length {config.max_length}: {name} has no more positions")
     tokenizer = read_tokenizer(config)
@@ -243,11 +251,13 @@ def read_tokenizer(config: Config) -> Any:
     """The tokenizer of the checkpoint, or of its base model where peft saved none; None if there is none."""
     from transformers import AutoTokenizer
 
-    for place in (config.model_name_or_path, base_model_name(config.model_name_or_path)):
+    for place in (config.model_source, base_model_name(config.model_source)):
         if any(cached_file(place, name) for name in TOKENIZERS):
             try:
                 return AutoTokenizer.from_pretrained(
-                    place, trust_remote_code=config.trust_remote_code, local_files_only=not reachable(place)
+                    **split_source(place),
+                    trust_remote_code=config.trust_remote_code,
+                    local_files_only=not reachable(place),
                 )
             except Exception as error:
                 raise UsageError(
@@ -279,7 +289,7 @@ def initialize_head(learner: Learner, config: Config) -> None:
             swap_tensors(param, nn.Parameter(torch.zeros(param.shape), param.requires_grad))
         return
     pooled = isinstance(learner, PooledClassifier)
-    stored = read_stored(config.model_name_or_path, HEAD_FILE, load_file) if pooled else None
+    stored = read_stored(config.model_source, HEAD_FILE, load_file) if pooled else None
     if stored is None:
         return
     for name in learner.head_names:
@@ -296,7 +306,7 @@ def initialize_head(learner: Learner, config: Config) -> None:
 
 def load_hf(config: Config, description: Description) -> Any:
     """The HF model before anything is trained, in fp32."""
-    auto, name = auto_class(config, description), config.model_name_or_path
+    auto, name = auto_class(config, description), config.model_source
     base = base_model_name(name)
     local = {"local_files_only": not reachable(base)}
     torch.manual_seed(config.seed)
@@ -304,7 +314,7 @@ def load_hf(config: Config, description: Description) -> Any:
         if config.builtin_model:
             return auto.from_config(description.hf_config)
         hf = auto.from_pretrained(
-            base,
+            **split_source(base),
             config=description.hf_config,
             dtype=torch.float32,
             use_safetensors=True,

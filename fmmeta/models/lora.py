@@ -172,7 +172,7 @@ def restore_adapters(learner: Learner, config: Config) -> None:
     A head of other classes is left as it is. Raises `UsageError` if rank, alpha or layers differ from those
     in `config`.
     """
-    name = config.model_name_or_path
+    name = config.model_source
     settings = read_json(name, "adapter_config.json", dict)
     if settings is None:
         return

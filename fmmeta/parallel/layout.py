@@ -120,6 +120,13 @@ class Layout:
 
     def __post_init__(self) -> None:
         world_size = self.launch.world_size
+        if world_size == 1 < self.group_size:
+            raise UsageError(
+                f"group_size={self.group_size} needs a launch of {self.group_size} ranks or a multiple, and"
+                f" this process is alone; start `torchrun --nproc_per_node {self.group_size} -m fmmeta train"
+                f" ...` or `deepspeed --num_gpus {self.group_size} --module fmmeta train ...`, or leave"
+                " group_size out"
+            )
         if self.group_size < 1 or world_size % self.group_size:
             raise UsageError(
                 f"group_size={self.group_size} does not divide world_size={world_size}; use"

@@ -4,7 +4,7 @@ the best one; as text, JSON and SVG.
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,15 @@ from fmmeta.planning.settings import PlanConfig
 
 def run(plan: PlanConfig) -> None:
     """Print the plan. Raises `UsageError` if nothing fits."""
-    planner = Planner(plan, profile_of(plan))
+    profile = profile_of(plan)
+    if plan.gpu_memory_gib is None:
+        if not profile.gpu_memory_gib:
+            raise UsageError(
+                f"gpu_memory_gib is not given, and machine={plan.machine} names no memory of a GPU; give it,"
+                " such as --gpu_memory_gib 80"
+            )
+        plan = replace(plan, gpu_memory_gib=round(profile.gpu_memory_gib, 1))
+    planner = Planner(plan, profile)
     layouts = planner.layouts()
     fits = bool(layouts) and not layouts[0].lacking
     if plan.json:

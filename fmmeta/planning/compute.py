@@ -275,6 +275,7 @@ class Profile:
     hidden: float = 0.5
     page_in: float = 0.0
     source: str = "from data sheets"
+    gpu_memory_gib: float = 0.0  # of a rank; 0: not known
 
     def matmul(self, bf16: bool) -> float:
         return self.matmul_bf16 if bf16 else self.matmul_fp32

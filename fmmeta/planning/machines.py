@@ -34,7 +34,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.processes import end_with_parent
+from fmmeta.common.processes import end_with_parent, host_bytes
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.meta.costs import rows_of
@@ -50,10 +50,10 @@ from fmmeta.planning.settings import PlanConfig
 MFU_BF16, MFU_FP32, ATTAINED = 0.45, 0.7, 0.8  # ATTAINED: share of memory and link rates
 
 DATA_SHEETS = {
-    # name: peak flop/s in bf16 and fp32; bytes/s of memory, node link, network share of a GPU, PCIe
-    "a100": (312e12, 19.5e12, 2.0e12, 300e9, 25e9, 32e9),  # SXM 80 GB; HDR InfiniBand, one port per GPU
-    "h100": (989e12, 67e12, 3.35e12, 450e9, 50e9, 64e9),  # SXM; NDR InfiniBand, one port per GPU
-    "h200": (989e12, 67e12, 4.8e12, 450e9, 50e9, 64e9),
+    # name: peak flop/s in bf16 and fp32; bytes/s of memory, node link, network share of a GPU, PCIe; GiB
+    "a100": (312e12, 19.5e12, 2.0e12, 300e9, 25e9, 32e9, 80),  # SXM 80 GB; HDR InfiniBand, one port per GPU
+    "h100": (989e12, 67e12, 3.35e12, 450e9, 50e9, 64e9, 80),  # SXM; NDR InfiniBand, one port per GPU
+    "h200": (989e12, 67e12, 4.8e12, 450e9, 50e9, 64e9, 141),
 }
 PROFILES = {
     name: Profile(
@@ -65,10 +65,12 @@ PROFILES = {
         group_link=ATTAINED * node,
         cross_link=ATTAINED * network,
         host_link=ATTAINED * pcie,
+        gpu_memory_gib=gib,
     )
-    for name, (bf16, fp32, memory, node, network, pcie) in DATA_SHEETS.items()
+    for name, (bf16, fp32, memory, node, network, pcie, gib) in DATA_SHEETS.items()
 }
-MAY_BE_0 = ("step_overhead", "latency", "page_in")
+MAY_BE_0 = ("step_overhead", "latency", "page_in", "gpu_memory_gib")
+MAY_BE_ABSENT = ("gpu_memory_gib",)
 
 
 def find(name: str) -> Profile:
@@ -86,7 +88,7 @@ def find(name: str) -> Profile:
         raise UsageError(f"machine={name} is not JSON ({error}); fix the file") from None
     values = values if isinstance(values, dict) else {}
     known = [item.name for item in fields(Profile)]
-    wrong = [f"lacks {key}" for key in known if key not in values]
+    wrong = [f"lacks {key}" for key in known if key not in values and key not in MAY_BE_ABSENT]
     wrong += [f"sets {key}" for key in values if key not in known]
     if wrong:
         raise UsageError(f"machine={name} {wrong[0]}; it holds {', '.join(known)}")
@@ -98,9 +100,11 @@ def find(name: str) -> Profile:
             ),
             *(
                 (
-                    key not in ("name", "device", "source") and not is_rate(key, values[key]),
-                    f"machine={name} sets {key}={json.dumps(values[key])}, which is no rate; give a positive"
-                    f" number{' up to 1' if key == 'hidden' else ''}",
+                    key in values
+                    and key not in ("name", "device", "source")
+                    and not is_rate(key, values[key]),
+                    f"machine={name} sets {key}={json.dumps(values.get(key))}, which is no rate; give a"
+                    f" positive number{' up to 1' if key == 'hidden' else ''}",
                 )
                 for key in known
             ),
@@ -194,8 +198,16 @@ def measure_together(plan: PlanConfig, ranks: Any) -> Profile:
         hidden=0.0,
         source=f"measured on {size} ranks ({device.type}, {'bf16' if bf16 else 'fp32'}); between nodes as"
         " inside",
+        gpu_memory_gib=memory_gib(device, size),
         **mean,
     )
+
+
+def memory_gib(device: torch.device, ranks: int) -> float:
+    """Memory of a rank's GPU; without GPUs its share of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / 2**30
+    return host_bytes(ranks) / 2**30
 
 
 def matmul_rate(plan: PlanConfig, ranks: int, device: Any, bf16: bool) -> float:

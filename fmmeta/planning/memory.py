@@ -315,6 +315,18 @@ def check_group_size(
     )
 
 
+def unsharded(size: int, candidates: Sequence[int], settings: DeepSpeedSettings) -> str:
+    """How to shard, where a DeepSpeed file asks for it and the model fits on one rank."""
+    larger = [one for one in candidates if one > size]
+    if size > 1 or settings.zero_stage == 0 or not larger:
+        return ""
+    return (
+        f". ZeRO {settings.zero_stage} shards inside a group, and groups of one rank have nothing to shard:"
+        " each rank trains other tasks on a whole model. To shard, give --group_size"
+        f" {any_of(map(str, larger))}"
+    )
+
+
 def choose_group_size(
     world: World, sizes_at: SizesAt, settings: DeepSpeedSettings, model_ranks: int = 1
 ) -> tuple[int, str]:
@@ -338,7 +350,8 @@ def choose_group_size(
     for size in candidates:
         needed = needed_at(sizes_at, settings, size, model_ranks)
         if needed.total <= HEADROOM * free and needed.host <= HEADROOM * host:
-            return size, f"group_size {size} (auto): {needed}, of {free / GIB:.3g} GiB free per rank"
+            reason = f"group_size {size} (auto): {needed}, of {free / GIB:.3g} GiB free per rank"
+            return size, reason + unsharded(size, candidates, settings)
     in_host = f" (and {host / GIB:.3g} in host memory)" if needed.host else ""
     raise UsageError(
         f"group_size=auto finds no room: {local} ranks of a group need {needed} each at ZeRO"

@@ -27,7 +27,9 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
     """`fmmeta plan`. Raises `UsageError` in one line."""
 
     gpus: int = setting(None, "GPUs of all nodes together, one rank each", least=1)
-    gpu_memory_gib: float = setting(None, "Memory of each GPU in GiB", positive=POSITIVE)
+    gpu_memory_gib: float = setting(
+        None, "Memory of each GPU in GiB (default: that of the machine's profile)", positive=POSITIVE
+    )
     gpus_per_node: int = setting(8, "GPUs of a node", least=1)
     host_memory_gib: float = setting(
         None,
@@ -85,13 +87,7 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
 
     def __post_init__(self) -> None:
         self.dataset = [self.dataset] if isinstance(self.dataset, str) else self.dataset
-        refuse_first(
-            (
-                getattr(self, name) is None,
-                f"{name} is not given; give it, such as --gpus 8 --gpu_memory_gib 80",
-            )
-            for name in ("gpus", "gpu_memory_gib")
-        )
+        refuse_first([(self.gpus is None, "gpus is not given; give it, such as --gpus 8")])
         check_values(self)
         refuse_first(
             [

@@ -107,7 +107,7 @@ def read_inputs(config: Config, world: World, notice: Notice, models: Sequence[s
         tokenizer = load_tokenizer(config, description, notice)
         if config.task_type == "causal_lm":  # refuse what the tokenizer cannot do before any data are read
             make_prompt(config.prompt_template, tokenizer)
-        trained = trained_with(models or [config.model_name_or_path])
+        trained = trained_with(models or [config.model_source])
         # encoding sets the truncation of a tokenizer; export needs it as it was
         sources = load_sources(config, copy.deepcopy(tokenizer), notice, trained)
         return replace(description, classes=len(sources.train.classes)), tokenizer, sources, trained

@@ -192,9 +192,13 @@ def newer(chosen: Path, found: list[Path]) -> list[Path]:
 
 
 def choose_run_folder(config: Config, settings: dict[str, Any]) -> Path:
-    """--output_dir; without it the newest unfinished run with these settings in runs/, or a new folder."""
+    """--output_dir, or runs/<run_name>; without them the newest unfinished run with these settings in runs/,
+    or a new folder.
+    """
     if config.output_dir is not None:
         return Path(config.output_dir)
+    if config.run_name is not None:
+        return Path("runs") / config.run_name
     name = f"{config.algorithm.replace(':', '-')}-{Path(config.dataset[0]).name}"
     if config.resume_from_checkpoint == "latest":
         for folder in sorted(Path("runs").glob(f"*-{name}"), reverse=True):

@@ -1,5 +1,5 @@
-"""Logs the numbers of a run to TensorBoard, W&B, MLflow and trackio, by accelerate's tracker classes, on the
-first rank.
+"""Logs the numbers of a run to the trackers of accelerate (TensorBoard, W&B, MLflow, trackio, ...), by its
+tracker classes, on the first rank.
 
 Accelerate's `PartialState` is not used: it would create a second process group, or wait for ranks that never
 call it. Accelerate's trackers need it to find the main process and to log; `make` replaces both. A tracker
@@ -18,24 +18,36 @@ from typing import TYPE_CHECKING, Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import redact
-from fmmeta.config.settings import Config
+from fmmeta.config.settings import TRACKERS, Config
 from fmmeta.training.callbacks import Callback
 
 if TYPE_CHECKING:
     from fmmeta.training.loop import Run
 
+EXTRAS = ("tensorboard", "wandb", "mlflow", "trackio")  # of fmmeta
 FILE = "trackers.json"  # in the run's folder: ids of the run in the services, so that it resumes there
 SECRET_NAME = re.compile(r"(^|_)(token|secret|password|api_?key|credentials?)$")
 
 
 def check_installed(config: Config) -> None:
     """Refuse trackers whose package is not installed. Raises `UsageError`."""
-    for name in config.report_to:
-        if name != "none" and importlib.util.find_spec(name) is None:
+    for name in names_of(config):
+        if not is_installed(name):
+            extra = f"'fmmeta[{name}]'" if name in EXTRAS else name.replace("_", "-")
             raise UsageError(
-                f"report_to={name} needs the package {name}, which is not installed; pip install"
-                f" 'fmmeta[{name}]'"
+                f"report_to={name} needs the package {name}, which is not installed; pip install {extra}"
             )
+
+
+def names_of(config: Config) -> list[str]:
+    """The trackers of --report_to; all: those that are installed."""
+    if config.report_to == ["all"]:
+        return [name for name in TRACKERS if is_installed(name)]
+    return [name for name in config.report_to if name != "none"]
+
+
+def is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
 
 
 class Trackers(Callback):
@@ -51,11 +63,11 @@ class Trackers(Callback):
         A tracker that cannot start raises `UsageError` at the beginning of a run. In a resumed run it is
         logged and left out, since the user may not be there to correct it.
         """
-        names = [name for name in config.report_to if name != "none"]
+        names = names_of(config)
         known = read_ids(folder) if outer_step else {}
         for name in names:
             try:
-                tracker = make(name, folder, outer_step, known.get(name))
+                tracker = make(name, folder, outer_step, known.get(name), config.run_name)
                 tracker.start()
                 if name not in known:
                     tracker.store_init_configuration(settings(config))
@@ -94,20 +106,32 @@ class Trackers(Callback):
                 )
 
 
-def make(name: str, folder: Path, outer_step: int, known: str | None) -> Any:
-    """Accelerate's tracker, not started yet. known: the id of the run to continue, in the service."""
+def make(name: str, folder: Path, outer_step: int, known: str | None, run_name: str | None = None) -> Any:
+    """Accelerate's tracker, not started yet. known: the id of the run to continue, in the service; run_name:
+    default: the folder's name.
+    """
     from accelerate import tracking
 
     tracking.logger = Quiet(logging.getLogger("accelerate.tracking"), {})  # type: ignore[assignment]
-    run, project = folder.resolve().name, os.environ.get(f"{name.upper()}_PROJECT", "fmmeta")
+    run, project = run_name or folder.resolve().name, os.environ.get(f"{name.upper()}_PROJECT", "fmmeta")
     if name == "tensorboard":  # lines that a stopped run logged after its checkpoint are hidden
         tracker = tracking.TensorBoardTracker("tensorboard", str(folder), purge_step=outer_step + 1)
     elif name == "wandb":
         tracker = tracking.WandBTracker(project, name=run, dir=str(folder), id=known, resume="allow")
     elif name == "mlflow":
         tracker = tracking.MLflowTracker(experiment_name="fmmeta", run_name=run, run_id=known)
-    else:
+    elif name == "trackio":
         tracker = tracking.TrackioTracker(project, name=run, resume="allow")
+    elif name == "aim":
+        tracker = tracking.AimTracker(run, logging_dir=str(folder), experiment=project)
+    elif name == "clearml":
+        tracker = tracking.ClearMLTracker(project, task_name=run)
+    elif name == "dvclive":
+        tracker = tracking.DVCLiveTracker(project, dir=str(folder / "dvclive"), resume=outer_step > 0)
+    elif name == "comet_ml":
+        tracker = tracking.CometMLTracker(project, experiment_key=known)
+    else:
+        tracker = tracking.SwanLabTracker(project, experiment_name=run, logdir=str(folder))
     tracker.main_process_only = False  # only the first rank has it
     return tracker
 
@@ -116,6 +140,8 @@ def id_of(name: str, tracker: Any) -> str | None:
     """The id of a run in its service, if it is needed to continue the run."""
     if name == "wandb":
         return str(tracker.tracker.id)
+    if name == "comet_ml":
+        return str(tracker.writer.get_key())
     return str(tracker.tracker.info.run_id) if name == "mlflow" else None
 
 

@@ -69,5 +69,5 @@ def read_rows(dataset: str, config_name: str | None = None) -> list[rows.Row]:
     """Every row of a file, a folder or a hub data set."""
     files = rows.data_files(dataset)
     if files is None:
-        return rows.hub_rows(dataset, rows.open_hub(dataset, config_name))
+        return rows.hub_rows(dataset, "train", rows.open_hub(dataset, config_name))
     return [row for file in files for row in rows.read_file(file)]

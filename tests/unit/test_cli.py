@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import pkgutil
+import re
 
 import pytest
 
+import fmmeta
 from fmmeta import cli
 from fmmeta.cli import parse
-from fmmeta.config.settings import Config
+from fmmeta.config.migration import ANSWERS, answer
+from fmmeta.config.settings import GROUPS, Config, InnerConfig
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
 
@@ -49,7 +53,21 @@ def test_flags_become_settings():
         (["--inner_stepz=3"], ("--inner_stepz is not a flag", "did you mean --inner_steps?")),
         (["--qqq"], ("--qqq is not a flag", "--help lists them")),
         (["stray"], ("stray is not a flag", "--help lists them")),
-        (["--learning_rate", "1"], ("--learning_rate is not a flag", "did you mean --outer_lr?")),
+        (
+            ["--learning_rate", "1"],
+            ("--learning_rate is not a flag: fmmeta has --outer_lr and --inner_lr", "--help lists"),
+        ),
+        (["--max-steps=1"], ("--max-steps is not a flag: use --outer_steps", "--help lists")),
+        (["--fp16"], ("--fp16 is not a flag: use --bf16", "--help lists")),
+        (["--algorithm", "fomalm"], ("algorithm=fomalm is unknown", "did you mean fomaml?")),
+        (["--outer_optimizer", "adam"], ("outer_optimizer=adam is unknown", "did you mean adamw?")),
+        (["--head_init", "zeros"], ("head_init=zeros is unknown", "did you mean zero?", "use zero, learned")),
+        (["--report_to", "wandbs"], ("report_to=wandbs is unknown", "did you mean wandb?")),
+        (["--report_to", "all", "wandb"], ("report_to=all wandb names all and others", "leave out all")),
+        (["--warmup_steps", "1.5"], ("warmup_steps=1.5", "use 0.1 or 10, say")),
+        (["--warmup_steps", "-1"], ("warmup_steps=-1", "use 0 or more")),
+        (["--run_name", "../up"], ("run_name=../up", "use letters, digits, - and _")),
+        (["--help", "modle"], ("help=modle", "did you mean model?", "use model, data, algorithm")),
         (["--n_w", "3"], ("--n_w is not a flag", "did you mean --n_way?")),  # no abbreviations
         (["--n_way", "x"], ("--n_way", "invalid int value: 'x'")),
         (["--n_way", "2.5"], ("--n_way", "invalid int value: '2.5'")),
@@ -65,13 +83,6 @@ def test_bad_flags(argv, parts):
 
 def test_flags_may_be_written_with_dashes():
     assert parse(["--outer-steps=3"]).outer_steps == 3
-
-
-def test_a_bad_choice_names_the_choices():
-    message = refusal(parse, ["--head_init", "zeros"])
-    assert message.startswith("argument --head_init/--head-init: ")
-    assert "invalid choice: 'zeros'" in message
-    assert all(name in message for name in ("zero", "learned", "prototype"))
 
 
 @pytest.mark.parametrize(
@@ -205,3 +216,80 @@ def test_help_and_usage(capsys):
             cli.main(argv)
         assert ended.value.code == code
         assert "usage" in capsys.readouterr().out
+
+
+def help_of(capsys, *words: str) -> list[str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(words))
+    assert ended.value.code == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def flags_in(lines: list[str]) -> list[str]:
+    return [line.split()[0] for line in lines if line.startswith("  --")]
+
+
+def test_help_of_train_shows_the_common_flags_in_groups_on_at_most_120_lines(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = help_of(capsys, "train", "--help")
+    assert lines[0] == "usage: fmmeta train [RECIPE or FILE.yaml] [--flags]"
+    assert len(lines) <= 120
+    assert max(map(len, lines)) <= 100
+    shown = flags_in(lines)
+    assert 35 <= len(shown) <= 50
+    titles = [line for line in lines[3:] if line.endswith(")") and not line.startswith(" ")]
+    assert titles == [f"{title} ({name})" for name, (title, _) in GROUPS.items()]
+    assert shown.index("--model_name_or_path") == 0
+    assert shown.index("--dataset") < shown.index("--algorithm") < shown.index("--report_to")
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "100", "120", "300"])
+def test_help_all_shows_every_flag_once_with_one_default_within_the_terminal(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = help_of(capsys, "train", "--help-all")
+    flags = flags_in(lines)
+    assert sorted(flags) == sorted([f"--{name}" for name in Config.__dataclass_fields__] + ["--config"])
+    assert all(len(line) <= max(int(columns), 52) for line in lines if "http" not in line)
+    text = " ".join(" ".join(lines).split())
+    for part in text.split(" --"):
+        assert part.count("(default: ") <= 1, part
+    assert "(default: None)" not in text
+    assert "(default: [])" not in text
+
+
+def test_help_of_one_group_shows_its_flags_only(capsys):
+    flags = flags_in(help_of(capsys, "train", "--help", "inner"))
+    assert flags == [*(f"--{name}" for name in InnerConfig.__dataclass_fields__), "--config"]
+
+
+@pytest.mark.parametrize("command", sorted(set(cli.COMMANDS) - {"train"}))
+def test_help_of_a_command_shows_its_own_flags_first(capsys, command):
+    lines = help_of(capsys, command, "--help")
+    settings = pkgutil.resolve_name(cli.COMMANDS[command].settings)
+    own = [f"--{name}" for name in settings.__dataclass_fields__ if name not in Config.__dataclass_fields__]
+    assert lines[0].startswith(f"usage: fmmeta {command} ")
+    assert flags_in(lines)[: len(own)] == own
+
+
+def test_version_is_printed(capsys):
+    assert help_of(capsys, "--version") == [f"fmmeta {fmmeta.__version__}"]
+
+
+def test_every_flag_that_an_answer_names_exists():
+    for name, text in ANSWERS.items():
+        assert name not in Config.__dataclass_fields__, f"{name} is a setting"
+        named = set(re.findall(r"--(\w+)", text))
+        assert named <= Config.__dataclass_fields__.keys(), name
+        assert answer(f"--{name}") == answer(name) == text
+    assert answer("max_steps") == "use --outer_steps"
+    assert answer("qqq") is None
+
+
+@pytest.mark.parametrize(("given", "steps"), [(0, 0), (7, 7), (0.1, 15), (0.001, 1), (0.5, 75), (1, 1)])
+def test_warmup_steps_below_1_are_a_share_of_outer_steps(given, steps):
+    assert Config(warmup_steps=given, outer_steps=150).warmup == steps
+
+
+def test_words_before_the_flags_of_inspect_are_data_sets():
+    config = parse(["letters", "marks", "--n_way", "3"], "inspect")
+    assert (config.dataset, config.n_way) == (["letters", "marks"], 3)

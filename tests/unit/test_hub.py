@@ -117,7 +117,7 @@ def test_cached_model_is_loaded_without_the_hub(caches, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        (["--dataset", "acme/absent"], ("dataset=acme/absent ", "hub data set")),
+        (["--dataset", "acme/absent"], ("dataset=acme/absent is no path", "HF_HUB_OFFLINE is set")),
         (
             ["--model_name_or_path", "acme/absent"],
             ("model_name_or_path=acme/absent ", "check the path, or the network"),

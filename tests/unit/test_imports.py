@@ -34,6 +34,7 @@ ORDER = [
     "adaptation",
     "train",
     "doctor",
+    "inspection",
     "cli",
     "__main__",
 ]

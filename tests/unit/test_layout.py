@@ -114,7 +114,7 @@ def test_groups_are_consecutive_ranks(num_groups, group_size):
 
 @pytest.mark.parametrize(
     ("group_size", "world_size", "use"),
-    [(3, 8, "1, 2, 4 or 8"), (2, 7, "1 or 7"), (2, 1, "1"), (0, 4, "1, 2 or 4")],
+    [(3, 8, "1, 2, 4 or 8"), (2, 7, "1 or 7"), (0, 4, "1, 2 or 4")],
 )
 def test_group_size_divides_the_world(group_size, world_size, use):
     check_message(
@@ -122,6 +122,16 @@ def test_group_size_divides_the_world(group_size, world_size, use):
         f"group_size={group_size}",
         f"world_size={world_size}",
         f"use {use}",
+    )
+
+
+def test_a_group_of_a_process_that_is_alone_names_the_launcher():
+    check_message(
+        refusal(Layout, Launch(0, 1), 2),
+        "group_size=2 needs a launch of 2 ranks",
+        "this process is alone",
+        "torchrun --nproc_per_node 2 -m fmmeta train",
+        "deepspeed --num_gpus 2 --module fmmeta train",
     )
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from fmmeta import cli
+from fmmeta.cli import parse
 from fmmeta.config.algorithms import OUTER_OPTIMIZERS
 from fmmeta.config.settings import Config
 from fmmeta.meta import costs
@@ -502,10 +503,6 @@ def test_bars_add_up(planned):
     ("argv", "parts"),
     [
         ([], ["gpus is not given", "give it, such as --gpus 8"]),
-        (
-            ["--gpus", "8"],
-            ["gpu_memory_gib is not given", "give it, such as --gpus 8"],
-        ),
         (["--gpus", "0", "--gpu_memory_gib", "80"], ["gpus=0", "use 1 or more"]),
         (
             ["--gpus", "8", "--gpu_memory_gib", "-1"],
@@ -612,6 +609,23 @@ def test_settings_without_a_possible_layout_are_refused(capfd, folders):
     code, _, error = exit_of(capfd, argv)
     assert code == 2
     assert all(part in error for part in ("no layout", "tensor_parallel_size=2", "model_type=bert"))
+
+
+def test_memory_of_the_gpus_is_that_of_the_machine(capsys, tmp_path):
+    small = ["--gpus", "2", "--model_name_or_path", "tiny", "--top", "1"]
+    for machine, gib in ((None, 80), ("a100", 80), ("h200", 141)):
+        command.run(parse([*small, *(["--machine", machine] if machine else [])], "plan"))
+        assert f"2 GPUs of {gib} GiB" in capsys.readouterr().out
+    path = tmp_path / "mine.json"
+    values = asdict(PROFILES["a100"])
+    del values["gpu_memory_gib"]  # as profiles of fmmeta 0.1.0
+    path.write_text(json.dumps(values))
+    check_message(
+        refusal(command.run, parse([*small, "--machine", str(path)], "plan")),
+        "gpu_memory_gib is not given",
+        f"machine={path} names no memory",
+        "give it, such as --gpu_memory_gib 80",
+    )
 
 
 def test_profiles_from_files(tmp_path):

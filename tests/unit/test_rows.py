@@ -6,6 +6,7 @@ import gzip
 
 import pytest
 
+from fmmeta.tasks.data import rows as rows_module
 from tests.support.helpers import read_rows, refusal, write_rows
 from tests.support.messages import check_message
 
@@ -160,22 +161,40 @@ def test_hub_rows_carry_class_names(monkeypatch):
     )
     part = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
     asked = []
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda *a: asked.append(a) or datasets.DatasetDict(train=part)
-    )
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **kw: asked.append((*a, kw)) or part)
+    monkeypatch.setattr(rows_module, "hub_answers", lambda: True)
     rows = read_rows("owner/set", "english")
-    assert asked == [("owner/set", "english")]
+    assert asked == [("owner/set", "english", {"split": "train", "revision": None})]  # no test split
     assert [(row.values["label"], row.origin) for row in rows] == [
         ("yes", "owner/set[train]:1"),
         ("no", "owner/set[train]:2"),
     ]
 
 
-def test_an_unreadable_hub_set_is_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("answers", "offline", "error", "parts"),
+    [
+        (True, False, "404\nnot found", ("dataset=owner/set is neither", "404 not found", "check the name")),
+        (False, False, "no", ("dataset=owner/set is no path", "cannot be reached", "check the network")),
+        (False, True, "not cached", ("dataset=owner/set is no path", "HF_HUB_OFFLINE is set", "unset it")),
+        (
+            True,
+            False,
+            "Unknown split \"train\". Should be one of ['test'].",
+            ("dataset_split=train is no split of dataset=owner/set", "['test']", "or all"),
+        ),
+    ],
+)
+def test_an_unreadable_hub_set_is_refused_with_the_reason(monkeypatch, answers, offline, error, parts):
     import datasets
 
-    def offline(*_):
-        raise ConnectionError("no\nnetwork")
+    def fail(*_, **__):
+        assert answers != datasets.config.HF_HUB_OFFLINE  # no retries without a network
+        raise ConnectionError(error)
 
-    monkeypatch.setattr(datasets, "load_dataset", offline)
-    check_message(refusal(read_rows, "owner/set"), "dataset=owner/set", "check the name")
+    before = datasets.config.HF_HUB_OFFLINE
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr(rows_module, "hub_answers", lambda: answers)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    check_message(refusal(read_rows, "owner/set"), *parts)
+    assert before == datasets.config.HF_HUB_OFFLINE

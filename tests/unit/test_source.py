@@ -216,10 +216,12 @@ def test_too_small_tasks_are_named(tmp_path):
     )
     one = [{"task": "t", "text": str(i), "label": "only"} for i in range(5)]
     check_message(
-        refusal(load, write_rows(tmp_path / "one.jsonl", one)), "n_way=2", "1 classes", "'t'", "lower n_way"
+        refusal(load, write_rows(tmp_path / "one.jsonl", one)), "n_way=2", "1 class of", "'t'", "lower n_way"
     )
     check_message(
-        refusal(load, write_rows(tmp_path / "four.jsonl", one[:4])),
+        refusal(
+            load, write_rows(tmp_path / "four.jsonl", [*one[:4], *({**row, "label": "b"} for row in one)])
+        ),
         "k_shot=2",
         "num_query=3",
         "5 rows",
@@ -228,6 +230,14 @@ def test_too_small_tasks_are_named(tmp_path):
         "'t'",
         "lower them or leave it out of the train",
     )
+
+
+def test_too_few_classes_are_named_before_too_few_rows(tmp_path):
+    rows = [{"text": f"{n} {m}", "label": f"c{n}"} for n in range(3) for m in range(2)]
+    few = write_rows(tmp_path / "few.jsonl", rows)
+    message = refusal(load, few, n_way=20)
+    check_message(message, "n_way=20 is above the 3 classes of the train split", "lower n_way")
+    check_message(refusal(load, few, n_way=2), "k_shot=2", "need 5 rows", "has 2", "lower them")
 
 
 @pytest.mark.parametrize(
@@ -243,7 +253,7 @@ def test_too_small_tasks_are_named(tmp_path):
         ),
         (
             {"train": ["c0", "c1"], "valid": ["c2"]},
-            ["n_way=2", "1 classes", "lower n_way"],
+            ["n_way=2", "1 class of", "lower n_way"],
         ),
         (
             {"train": [], "test": ["c1", "c2"]},

@@ -16,7 +16,7 @@ import pytest
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import redact
-from fmmeta.config.settings import Config
+from fmmeta.config.settings import TRACKERS, Config
 from fmmeta.train import MetaTrainer
 from fmmeta.training import trackers
 from fmmeta.training.trackers import Trackers, check_installed, flat, settings
@@ -112,7 +112,7 @@ def test_every_tracker_has_an_extra():
 @pytest.mark.parametrize(
     ("given", "messages"),
     [
-        (["tensorbord"], ["report_to=tensorbord", "use none, tensorboard, wandb"]),
+        (["tensorbord"], ["report_to=tensorbord", "did you mean tensorboard?", "use none, all, tensorboard"]),
         (
             ["tensorboard", "tensorboard"],
             ["report_to=tensorboard", "name each once, or none"],
@@ -123,6 +123,33 @@ def test_every_tracker_has_an_extra():
 )
 def test_bad_tracker_names_are_refused(given, messages):
     check_message(refusal(Config, report_to=given), *messages)
+
+
+def test_all_names_the_trackers_that_are_installed_and_accelerate_has_each(monkeypatch):
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    assert set(TRACKERS) == {str(name) for name in LOGGER_TYPE_TO_CLASS}
+    monkeypatch.setattr(trackers, "is_installed", lambda name: name in ("aim", "wandb"))
+    assert trackers.names_of(Config(report_to=["all"])) == ["wandb", "aim"]
+    check_installed(Config(report_to=["all"]))
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_tracker_gets_the_name_of_the_run(monkeypatch, tmp_path, name):
+    from accelerate import tracking
+
+    made = []
+
+    class Recorder:
+        def __init__(self, *given, **named):
+            made.append([*map(str, given), *map(str, named.values())])
+
+    for attribute in [one for one in vars(tracking) if one.endswith("Tracker")]:
+        monkeypatch.setattr(tracking, attribute, Recorder)
+    trackers.make(name, tmp_path, 0, None, "mine")
+    assert len(made) == 1
+    if name not in ("tensorboard", "dvclive", "comet_ml"):  # they write into the folder, or name it later
+        assert "mine" in made[0]
 
 
 def test_one_name_needs_no_list():

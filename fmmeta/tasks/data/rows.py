@@ -10,10 +10,11 @@ import gzip
 import io
 import json
 import re
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -142,33 +143,73 @@ def parquet(path: Path, file: io.BufferedReader, most_gib: float) -> Iterator[Ro
         yield Row(values, f"{path}:{number}")
 
 
-def open_hub(dataset: str, config_name: str | None) -> dict[str, Any]:
-    """All splits of a hub data set (of its cached copy if HF_HUB_OFFLINE is set); rows are read later."""
-    import datasets
+@cache
+def hub_answers() -> bool:
+    """Whether the hub can be reached, tried once per process: the hub's client tries six times for every
+    file, which takes minutes without a network.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
 
-    try:
-        return {str(split): part for split, part in datasets.load_dataset(dataset, config_name).items()}
+    if constants.HF_HUB_OFFLINE:
+        return False
+    for wait_s in (1.0, 2.0, 0.0):  # a connection may fail for a moment
+        try:
+            get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+            return True
+        except Exception:  # each HTTP client has other exceptions for it
+            time.sleep(wait_s)
+    return False
+
+
+def open_hub(dataset: str, config_name: str | None, split: str = "train", revision: str | None = None) -> Any:
+    """A split of a hub data set (of its cached copy if the hub cannot be reached); rows are read later.
+
+    Raises `UsageError`, which tells an unreachable hub from a wrong name.
+    """
+    import datasets
+    import datasets.config
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+
+    asked_offline, datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE, not hub_answers()
+    try:  # the client would try six times for every file
+        return datasets.load_dataset(dataset, config_name, split=split, revision=revision)
     except Exception as error:  # the hub raises many types
-        raise UsageError(
-            f"dataset={dataset} is neither a path nor a readable hub data set ({one_line(error)}); check the"
-            " name"
-        ) from None
+        why = one_line(error)
+        if "Unknown split" in why:
+            raise UsageError(
+                f"dataset_split={split} is no split of dataset={dataset} ({why}); give one of these, several"
+                " as a+b, or all"
+            ) from None
+        if HF_HUB_OFFLINE:
+            text = (
+                f"is no path, not in the cache, and HF_HUB_OFFLINE is set ({why}); unset it, or give a file"
+            )
+        elif not hub_answers():
+            text = (
+                f"is no path, and the hub at {ENDPOINT} cannot be reached; check the network, or give a file"
+            )
+        else:
+            text = f"is neither a path nor a readable hub data set ({why}); check the name"
+            text += f" and dataset_revision={revision}" if revision else ""
+        raise UsageError(f"dataset={dataset} {text}") from None
+    finally:
+        datasets.config.HF_HUB_OFFLINE = asked_offline
 
 
-def hub_rows(dataset: str, splits: dict[str, Any]) -> list[Row]:
-    """Rows of all splits; class ids become names."""
+def hub_rows(dataset: str, split: str, part: Any) -> list[Row]:
+    """Rows of a split; class ids become names."""
     import datasets
 
+    names = {
+        column: feature.int2str
+        for column, feature in part.features.items()
+        if isinstance(feature, datasets.ClassLabel)
+    }
     rows = []
-    for split, part in splits.items():
-        names = {
-            column: feature.int2str
-            for column, feature in part.features.items()
-            if isinstance(feature, datasets.ClassLabel)
-        }
-        for number, values in enumerate(cast("Iterable[dict[str, Any]]", part), 1):
-            values |= {column: name_of(values[column]) for column, name_of in names.items()}
-            rows.append(Row(values, f"{dataset}[{split}]:{number}"))
+    for number, values in enumerate(cast("Iterable[dict[str, Any]]", part), 1):
+        values |= {column: name_of(values[column]) for column, name_of in names.items()}
+        rows.append(Row(values, f"{dataset}[{split}]:{number}"))
     return rows
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import inside
+from fmmeta.common.text import counted
 from fmmeta.config.settings import Config
 from fmmeta.tasks.data.rows import data_files, ending, hub_rows, open_hub, read_file
 from fmmeta.tasks.data.splits import (
@@ -114,20 +115,28 @@ def group_rows(store: TokenStore, classes: bool) -> dict[str, dict[str, np.ndarr
 def problems(
     task: str, classes: RowsByClass, shape: EpisodeShape, split: str
 ) -> Iterator[tuple[str | None, str]]:
-    """Classes with too few rows, as (class, error); then (None, error) if too few classes remain."""
+    """Classes with too few rows, as (class, error), and (None, error) if too few classes remain: first if
+    there are too few classes in all.
+    """
+    where = f"task {task!r}" if task else f"the {split} split"
+    if len(classes) < shape.n_way:
+        noun = counted(len(classes), "class", "classes")
+        yield None, f"n_way={shape.n_way} is above the {noun} of {where}; lower n_way"
+        return
     needed, of_task = shape.k_shot + shape.num_query, f" of task {task!r}" if task else ""
     small = {name: len(rows) for name, rows in classes.items() if len(rows) < needed}
     remaining = len(classes) - len(small)
     for name, count in small.items():
         what = f"class {name!r}{of_task}" if name else f"task {task!r}"
         yield (
-            name,
+            name or None,  # the rows of a task without classes
             f"k_shot={shape.k_shot} and num_query={shape.num_query} need {needed} rows, but {what} has"
             f" {count}; lower them or leave it out of the {split} split",
         )
-    if remaining < shape.n_way:
-        where = f"task {task!r}" if task else f"the {split} split"
-        yield None, f"n_way={shape.n_way} is above the {remaining} classes of {where}; lower n_way"
+    if remaining < shape.n_way and "" not in classes:
+        rows = f" with {needed} rows or more" if small else ""
+        noun = counted(remaining, "class", "classes")
+        yield None, f"n_way={shape.n_way} is above the {noun} of {where}{rows}; lower n_way"
 
 
 OPEN = 64  # files whose token stores stay open
@@ -182,10 +191,11 @@ class FolderSource(TaskSource):
         if source is None:
             while len(self.opened) >= OPEN:
                 del self.opened[next(iter(self.opened))]
-            source = self.opened[task.item] = self._open(self.files[task.item])
+            source = self.opened[task.item] = self.open_task(self.files[task.item])
         return replace(source.draw(replace(task, item=0)), task=task)
 
-    def _open(self, file: TaskFile) -> TaskSource:
+    def open_task(self, file: TaskFile) -> TaskSource:
+        """The source of one file. Raises `OSError` or `UsageError` if it cannot be used."""
         with file.path.open("rb"):
             pass  # raises an I/O error as `OSError`, so that it is retried
         store = prepare(
@@ -299,14 +309,16 @@ def load_one(
                 [files[task] for task in splits[split]], EpisodeShape.of(config), config, tokenizer
             ),
             digest([content, splits]),
-            f"{len(files)} task files, {len(set(strata.values()))} strata; tasks",
+            f"{counted(len(files), 'task file')},"
+            f" {counted(len(set(strata.values())), 'stratum', 'strata')}; tasks",
             [used],
         )
     data = data_files(name)
     if data is None:
-        parts = open_hub(name, config.dataset_config_name)
-        content = digest([part._fingerprint for part in parts.values()])
-        store = prepare(name, content, lambda bad: hub_rows(name, parts), config, tokenizer, notice)
+        split = config.dataset_split
+        part = open_hub(name, config.dataset_config_name, split, config.dataset_revision)
+        content = digest([part._fingerprint])
+        store = prepare(name, content, lambda bad: hub_rows(name, split, part), config, tokenizer, notice)
     else:
         content = files_digest(data)
         store = prepare(
@@ -352,7 +364,7 @@ def from_store(
         splits,
         lambda split: make_source(config, store, splits[split], strata, split, notice, parts),
         hashlib.sha256((store.fingerprint + json.dumps(splits, sort_keys=True)).encode()).hexdigest(),
-        f"{len(store)} rows, {len(set(strata.values()))} strata;"
+        f"{counted(len(store), 'row')}, {counted(len(set(strata.values())), 'stratum', 'strata')};"
         f" {'tasks' if store.named_tasks else 'classes'}",
         used,
     )

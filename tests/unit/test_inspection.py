@@ -1,0 +1,169 @@
+"""`fmmeta inspect` and `fmmeta env` print what they promise; names and revisions of hub models; messages that
+a new user meets first.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fmmeta import inspection
+from fmmeta.cli import parse
+from fmmeta.common import progress
+from fmmeta.common.text import nearest
+from fmmeta.config.settings import Config
+from fmmeta.doctor import EnvConfig, environment, print_environment
+from fmmeta.models.files import cached_file, is_path, split_source
+from fmmeta.models.load import describe
+from fmmeta.planning.memory import unsharded
+from fmmeta.training.run_folder import choose_run_folder
+from tests.support.helpers import refusal, write_rows
+from tests.support.messages import check_message
+
+
+def inspect(*words: str) -> None:
+    inspection.run(parse(list(words), "inspect"))
+
+
+def test_inspect_shows_splits_lengths_rows_and_an_episode(capsys):
+    inspect("letters")
+    text = capsys.readouterr().out
+    assert "25200 rows, 7 strata; tasks: 140 train, 28 valid, 42 test" in text
+    assert "episodes of 5 classes: 5 support and 5 query rows per class, so 10 rows at least" in text
+    assert "20 / 20 / 20" in text
+    assert "lengths in tokens: least 9, median 11" in text
+    assert text.count("'first-train-0'") == 1
+    assert "support: 25 rows, 5 of them" in text
+    assert "<bos>|" in text
+    assert text.endswith("Training would refuse nothing of this.\n")
+
+
+def test_inspect_shows_the_loss_mask_and_truncated_answers(capsys, tmp_path):
+    rows = [
+        {"task": f"t{n}", "input": f"{i} and {n}", "output": "9" * (200 if i == 0 else 1)}
+        for n in range(5)
+        for i in range(12)
+    ]
+    inspect(str(write_rows(tmp_path / "pairs.jsonl", rows)), "--task_type", "causal_lm")
+    text = capsys.readouterr().out
+    assert "[tokens] in brackets count in the loss" in text
+    assert "|:|[ ][9][<eos>]" in text
+    assert "5 texts of 60 rows are truncated; raise --max_length" in text
+    assert "5 answers of these lose their end" in text
+
+
+def test_inspect_names_all_that_training_would_refuse(capsys, tmp_path):
+    rows = [
+        {"task": f"t{n}", "input": f"{i}", "output": "x"} for n in range(9) for i in range(2 if n < 2 else 12)
+    ]
+    message = refusal(inspect, str(write_rows(tmp_path / "few.jsonl", rows)), "--task_type", "causal_lm")
+    text = capsys.readouterr().out
+    check_message(message, "k_shot=5 and num_query=5 need 10 rows", "has 2", "lower them")
+    assert all(f"task 't{n}' has 2" in text for n in (0, 1))
+    assert "n_way=1" not in text
+    assert text.endswith("Training would be refused:\n")
+
+
+def test_inspect_shows_the_data_also_if_a_split_would_be_empty(capsys, tmp_path):
+    rows = [{"text": f"{n} {i}", "label": f"c{n}"} for n in range(4) for i in range(12)]
+    message = refusal(inspect, str(write_rows(tmp_path / "few.jsonl", rows)), "--n_way", "20")
+    check_message(message, "n_way=20 is above the 4 classes", "lower n_way")
+    text = capsys.readouterr().out
+    assert "48 rows, 1 stratum; classes" in text
+    assert "12 / 12 / 12" in text
+
+
+def test_inspect_opens_task_files_and_names_those_that_would_be_refused(capsys, tmp_path):
+    for n in range(6):
+        rows = [{"text": f"{i} {n}", "label": f"c{i % 5}"} for i in range(5 if n == 2 else 60)]
+        (tmp_path / f"s{n % 2}").mkdir(exist_ok=True)
+        write_rows(tmp_path / f"s{n % 2}" / f"t{n}.jsonl", rows)
+    message = refusal(inspect, str(tmp_path))
+    check_message(message, "t2.jsonl", "fix or remove the file")
+    assert "6 task files, 2 strata" in capsys.readouterr().out
+
+
+def test_env_shows_versions_machine_and_launcher_without_secrets(capsys, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 30)
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    monkeypatch.setenv("NCCL_API_KEY", "not-for-others")
+    found = environment()
+    assert {"fmmeta", "python", "torch", "deepspeed", "transformers", "datasets", "accelerate", "peft"} < {
+        *found
+    }
+    assert {"system", "CPUs", "memory", "GPUs", "CUDA", "NCCL", "launcher"} < {*found}
+    assert any(how in found["fmmeta"] for how in ("checkout in ", "editable install in ", "wheel in "))
+    print_environment(EnvConfig())
+    text = capsys.readouterr().out
+    assert "MASTER_ADDR=node7" in text
+    assert "NCCL_API_KEY=***" in text
+    assert "hf_aaa" not in text
+    assert "not-for-others" not in text
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("acme/model", {"pretrained_model_name_or_path": "acme/model"}),
+        ("acme/model@v2", {"pretrained_model_name_or_path": "acme/model", "revision": "v2"}),
+        ("acme/model@refs/pr/1", {"pretrained_model_name_or_path": "acme/model", "revision": "refs/pr/1"}),
+        ("./a@b", {"pretrained_model_name_or_path": "./a@b"}),
+        ("/a@b/c", {"pretrained_model_name_or_path": "/a@b/c"}),
+    ],
+)
+def test_a_model_with_its_revision_becomes_arguments_of_transformers(source, expected):
+    assert split_source(source) == expected
+    assert is_path(source) == ("revision" not in expected and source != "acme/model")
+
+
+def test_every_file_of_a_model_is_read_at_the_revision(monkeypatch):
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("fmmeta.models.files.reachable", lambda name: True)
+    monkeypatch.setattr(
+        "transformers.utils.cached_file", lambda *given, **named: asked.append((*given, named["revision"]))
+    )
+    config = Config(model_name_or_path="acme/model", model_revision="v2")
+    assert config.model_source == "acme/model@v2"
+    assert Config(model_name_or_path="acme/model").model_source == "acme/model"
+    cached_file(config.model_source, "config.json")
+    assert asked == [("acme/model", "config.json", "v2")]
+
+
+def test_a_revision_of_a_folder_is_refused(tmp_path):
+    for model in ("tiny", str(tmp_path)):
+        check_message(
+            refusal(describe, Config(model_name_or_path=model, model_revision="v2")),
+            "model_revision=v2 is for models of the hub",
+            "leave it out",
+        )
+
+
+def test_run_name_is_the_folder_of_a_run_without_output_dir(tmp_path):
+    assert str(choose_run_folder(Config(run_name="mine"), {})) == "runs/mine"
+    assert choose_run_folder(Config(run_name="mine", output_dir=str(tmp_path)), {}) == tmp_path
+
+
+def test_group_size_auto_tells_how_to_shard_if_a_zero_stage_has_nothing_to_shard():
+    stage: Any = SimpleNamespace(zero_stage=2)
+    check_message(unsharded(1, [1, 2, 4], stage), "ZeRO 2 shards inside a group", "give --group_size 2 or 4")
+    assert unsharded(2, [1, 2, 4], stage) == unsharded(1, [1], stage) == ""
+    assert unsharded(1, [1, 2], SimpleNamespace(zero_stage=0)) == ""  # type: ignore[arg-type]
+
+
+def test_the_first_progress_line_names_no_time_that_is_left(capsys, monkeypatch):
+    monkeypatch.setattr(progress.time, "monotonic", iter([0.0, 10.0, 20.0]).__next__)
+    shown = progress.Progress(True, every_s=0)
+    for done in (1, 2, 3):
+        shown.line("outer step", done, 3)
+    assert capsys.readouterr().out.splitlines() == [
+        "outer step 1/3",
+        "outer step 2/3  0:05 left",
+        "outer step 3/3",
+    ]
+
+
+def test_nearest_prefers_longer_names_with_the_same_start():
+    assert nearest("adam", ["nadam", "adamw", "radam"]) == "; did you mean adamw?"
+    assert nearest("x", ["adamw"]) == ""
