@@ -17,6 +17,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     package_data={
+        "fmmeta": ["recipes/*.yaml"],
         "fmmeta.adaptation": ["card.md.j2"],
         "fmmeta.planning": ["memory.svg.j2"],
         "fmmeta.report": ["report.html.j2", "report.css"],

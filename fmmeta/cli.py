@@ -4,21 +4,21 @@ The console script `fmmeta` and `launch/train.py` call `main`.
 """
 
 import argparse
-import difflib
 import os
 import pkgutil
 import signal
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import MISSING
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from fmmeta.common.errors import EXIT_STOPPED, MachineFault, PeerError, Stopped, UsageError
-from fmmeta.common.security import one_line, printable, redact
-from fmmeta.config.fields import rules
+from fmmeta.common.security import printable, redact
+from fmmeta.common.text import nearest
+from fmmeta.config import recipes
+from fmmeta.config.fields import own_name
 from fmmeta.config.renamed import refuse
+from fmmeta.config.settings import Config
 from fmmeta.reliability.signals import Signals, interrupting
 
 
@@ -181,9 +181,12 @@ def parse(argv: list[str], command: str = "train") -> Any:
     settings = pkgutil.resolve_name(COMMANDS[command].settings)
     parser = HfArgumentParser(settings, description=COMMANDS[command].text, allow_abbrev=False)
     parser.__class__ = type("HfParser", (Parser, HfArgumentParser), {})
-    parser.add_argument("--config", help="YAML or JSON file with the same names as the flags; flags win")
-    parser.set_defaults(**read_config(argv, settings))
+    parser.add_argument("--config", help="A recipe, by its name or its YAML or JSON file; flags win")
     values, unknown = parser.parse_known_args(argv)
+    accepts = issubclass(settings, Config)
+    if recipe := recipes.choose(values.config, unknown if accepts else []):
+        parser.set_defaults(**recipes.read(*recipe, settings))
+        values = parser.parse_known_args(argv)[0]
     for flag in unknown:
         name = flag.split("=")[0]
         close = ""
@@ -195,50 +198,3 @@ def parse(argv: list[str], command: str = "train") -> Any:
             )
         raise UsageError(f"{name} is not a flag{close}; --help lists them")
     return settings(**{name: value for name, value in vars(values).items() if name != "config"})
-
-
-def read_config(argv: list[str], settings: Any) -> dict[str, Any]:
-    """Settings of the `--config` file as text, which argparse checks like flags; null means the default."""
-    only = Parser(add_help=False, allow_abbrev=False)
-    only.add_argument("--config")
-    path = only.parse_known_args(argv)[0].config
-    if path is None:
-        return {}
-    import yaml
-
-    if not Path(path).is_file():
-        raise UsageError(f"config={path} is not a file; give a YAML or JSON file of settings")
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))  # JSON is YAML
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"config={path} cannot be read: {one_line(error)}; fix the file") from None
-    if not isinstance(values, dict):
-        raise UsageError(f"config={path} holds no settings; write `name: value` lines")
-    known = settings.__dataclass_fields__
-    refuse(values, known, f"config={path}: ")
-    for name, value in values.items():
-        if name not in known:
-            raise UsageError(
-                f"config={path} sets {name}, which is no setting"
-                f"{nearest(own_name(str(name), settings), list(known))}; remove it"
-            )
-        if isinstance(value, dict) or (isinstance(value, list) and known[name].default_factory is MISSING):
-            raise UsageError(
-                f"config={path} sets {name}={value}, which is not one value; write `{name}: value`"
-            )
-    return {
-        name: [str(v) for v in value] if isinstance(value, list) else str(value)
-        for name, value in values.items()
-        if value is not None
-    }
-
-
-def own_name(name: str, settings: Any) -> str:
-    """The setting with this name in transformers, or the name itself."""
-    return next((own for own, rule in rules(settings).items() if name in rule.synonyms), name)
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """A suggestion for a misspelt name, to be appended to a message."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""

@@ -1,5 +1,6 @@
 """Values as text: short for messages, and as strict JSON for files."""
 
+import difflib
 import json
 import math
 from collections.abc import Iterable
@@ -11,6 +12,16 @@ def any_of(choices: Iterable[str]) -> str:
     """`a, b or c`."""
     *others, last = choices
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A suggestion for a misspelt name, to be appended to a message.
+
+    >>> nearest("n_wey", ["k_shot", "n_way"])
+    '; did you mean n_way?'
+    """
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def shortened(value: Any) -> str:

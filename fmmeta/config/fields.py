@@ -99,6 +99,11 @@ def names_where(settings: Any, holds: Callable[[SettingRule], bool]) -> tuple[st
     return tuple(name for name, rule in rules(settings).items() if holds(rule))
 
 
+def own_name(name: str, settings: Any) -> str:
+    """The setting with this name in transformers, or the name itself."""
+    return next((own for own, rule in rules(settings).items() if name in rule.synonyms), name)
+
+
 def check_values(c: Any) -> None:
     """Check each setting of a dataclass by its choices and bounds. Raises `UsageError`."""
     for item in fields(c):
