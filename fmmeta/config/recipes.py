@@ -7,14 +7,15 @@ Values are read as the text that a flag has: `class_split: 01` is "01", and `inn
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import MISSING
+from collections.abc import Container, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.text import any_of, nearest, shortened
-from fmmeta.config.fields import KINDS, hints_of, own_name, shown
+from fmmeta.common.text import any_of, as_stored, nearest, shortened
+from fmmeta.config.fields import KINDS, default_of, hints_of, own_name, shown
 from fmmeta.config.renamed import refuse
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -23,6 +24,30 @@ FOLDER = Path(__file__).parents[1] / "recipes"
 def names() -> list[str]:
     """The packaged recipes."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def text_of(config: Any, without: Container[str]) -> str:
+    """A recipe of the settings that differ from their defaults, by group.
+
+    Settings that were left open and resolved are not among them. without: names that are left out.
+    """
+    import yaml
+
+    default = {item.name: default_of(item) for item in fields(config)}
+    values = {name: value for name, value in vars(config).items() if value != default[name]}
+    for name in [name for name in values if default[name] is None]:
+        others = {key: value for key, value in values.items() if key != name}
+        with suppress(UsageError):
+            if type(config)(**others) == config:
+                values = others
+    parts = []
+    for group in type(config).__mro__:
+        names_ = [name for name in vars(group).get("__annotations__", ()) if name in values]
+        part = {name: as_stored(values[name]) for name in names_ if name not in without}
+        if part:
+            text = yaml.safe_dump(part, sort_keys=False, allow_unicode=True, width=1000)
+            parts.append(f"\n# {group.__name__.removesuffix('Config').lower()}\n{text}")
+    return "".join(parts) or "{}\n"
 
 
 def choose(config: str | None, words: list[str]) -> tuple[str, str] | None:

@@ -27,7 +27,7 @@ from fmmeta.training import build, callbacks
 from fmmeta.training.callbacks import Outcome
 from fmmeta.training.episodes import EpisodeReader, TrainingEpisodes
 from fmmeta.training.profiler import Profiler
-from fmmeta.training.run_folder import RunStart, newest_complete, write_run
+from fmmeta.training.run_folder import RunStart, newest_complete, write_config, write_run
 from fmmeta.training.run_log import RunLogger, StepMetrics
 from fmmeta.training.state import TrainingState
 from fmmeta.training.trackers import Trackers
@@ -201,6 +201,7 @@ class Run:
         self.logger.open(self)
         if self.ranks.first:
             self.write_run(finished=False)
+            write_config(self.folder, self.config)
             self.trackers.start(self.config, self.folder, self.state.outer_step)
 
     def loop(self) -> None:

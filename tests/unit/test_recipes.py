@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,8 +12,11 @@ import yaml
 from fmmeta.cli import main, parse
 from fmmeta.config import recipes
 from fmmeta.config.settings import Config
+from fmmeta.train import train
+from fmmeta.training.run_folder import version, write_config
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
+from tests.support.short_runs import QUICK, same
 
 OUT = ["--output_dir", "runs/x"]  # the elastic recipe wants one
 
@@ -147,3 +152,66 @@ def test_a_recipe_has_no_key_twice_and_no_default():
         keys = [line.split(":")[0] for line in (recipes.FOLDER / f"{name}.yaml").read_text().splitlines()]
         assert len([key for key in keys if key in values]) == len(values)
         assert not values.keys() - Config.__dataclass_fields__.keys()
+
+
+def saved(folder, config) -> str:
+    write_config(folder, config)
+    return str(folder / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"mix_temperature": float("inf"), "dataset": ["letters", "marks"]},
+        {"class_split": "01", "algorithm": "protonet", "n_way": 3, "inner_lr_groups": ["head=10", "*e*=0"]},
+        {"task_type": "causal_lm", "prompt_template": "Q: {input}\nA:", "lora_r": 4, "outer_lr": 2e-5},
+        {"text_column": "a: b #c", "label_column": "null", "inner_lr_learned": "no", "bf16": True},
+        {"algorithm": "reptile", "outer_optimizer": "sgd", "group_size": "2", "eval_episodes": 7},
+        {"algorithm": "meta_sgd", "inner_lr_learned": "element"},
+        {"elastic": True, "output_dir": "shared", "lighthouse": "http://head:1", "group_name": "a"},
+        {"model_name_or_path": "größe/modell", "outer_lr": 2e-5, "test_episodes": 0},
+    ],
+)
+def test_config_yaml_gives_the_same_settings(tmp_path, settings):
+    config = Config(**settings)
+    again = parse([saved(tmp_path, config), *(["--output_dir", "shared"] if config.elastic else [])])
+    left_out = ("lighthouse", "group_name")
+    assert replace(again, **{name: getattr(config, name) for name in left_out}) == config
+
+
+def test_config_yaml_holds_what_differs_from_the_defaults_by_group(tmp_path):
+    config = Config(outer_steps=3, n_way=3, output_dir="runs/x", local_rank=1, head_init="learned")
+    text = Path(saved(tmp_path, config)).read_text()
+    assert text.startswith(f"# Written by fmmeta {version('fmmeta')}: ")
+    lines = [line for line in text.splitlines()[2:] if line]
+    assert lines == ["# model", "head_init: learned", "# task", "n_way: 3", "# meta", "outer_steps: 3"]
+
+
+def test_config_yaml_does_not_replace_a_file_of_the_user(tmp_path):
+    path = write(tmp_path, "n_way: 3 # mine", "config.yaml")
+    saved(tmp_path, Config(n_way=4))
+    assert Path(path).read_text() == "n_way: 3 # mine"
+    saved(tmp_path / "..", Config())  # and a file of fmmeta is replaced
+    assert "n_way: 4" in Path(saved(tmp_path / "..", Config(n_way=4))).read_text()
+
+
+def test_config_yaml_holds_no_secrets(tmp_path):
+    text = Path(
+        saved(tmp_path, Config(dataset=["hf://user:hf_abcdefghijklmnopqrstuvwxyz123456@x"]))
+    ).read_text()
+    assert "abcdefghijklmnopqrstuvwxyz" not in text
+
+
+def test_config_yaml_of_a_run_starts_it_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = [f"--{name}={value}" for name, value in {**QUICK, "outer_steps": 2, "save_steps": 0}.items()]
+    train(parse(["intents", "--model_name_or_path=tiny", "--dataset=letters", *flags, "--output_dir=first"]))
+    text = Path("first/config.yaml").read_text()
+    assert "algorithm: protonet" in text
+    assert "\noutput_dir" not in text
+    train(parse(["first/config.yaml", "--output_dir=second"]))
+    assert same(Path("first"), Path("second"))
+    assert Path("second/config.yaml").read_text() == text
+    train(parse(["first/config.yaml", "--output_dir=third", "--seed=1"]))
+    assert not same(Path("first"), Path("third"))
