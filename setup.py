@@ -52,6 +52,8 @@ setup(
             "tensorboard>=2.18",
             "optuna>=4",
             "matplotlib>=3.8",
+            "nbclient>=0.10",
+            "ipykernel>=6",
             "submitit>=1.5",
             # where it has wheels
             "torchft>=0.2.0; platform_system == 'Linux' and platform_machine == 'x86_64'",
