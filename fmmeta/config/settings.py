@@ -567,6 +567,11 @@ class RunConfig:
     output_dir: str | None = setting(
         None, "Folder of the run (default: runs/<date>-<algorithm>-<dataset>)", resume="hidden"
     )
+    tune: str | None = setting(
+        None,
+        "Settings of `fmmeta tune` as JSON, in a recipe a section: the inner loop is chosen on validation"
+        " tasks before training, within its minutes",
+    )
     save_steps: int = setting(
         100,
         "Outer steps between checkpoints; 0: only when a signal stops the run",
