@@ -159,7 +159,10 @@ def section_of(config: Config) -> TuneConfig:
     if config.task_type == "classification":
         own["head_inits"] = [config.head_init]
     given = {name: typed(TuneConfig, name, value, "tune") for name, value in section.items()}
-    replace(config, inner_steps=1)  # refuses an algorithm without an inner loop
+    if config.inner_steps == 0:
+        raise UsageError(
+            f"inner_steps=0: algorithm={config.algorithm} has no inner loop to tune; leave the section out"
+        )
     return TuneConfig(**{**own, **given})
 
 
@@ -356,7 +359,7 @@ class TuneRun:
             if names:
                 raise Stopped(names[0].decode())
             self.progress.notice(
-                f"minutes={self.settings.minutes:g} are over; the choice is among those tried"
+                f"minutes={self.settings.minutes:g} are over after {len(tried)} of {self.total} trials"
             )
             return None
         loss = torch.where(loss / scored <= DIVERGED, loss / scored, float("inf"))  # NaN too
