@@ -17,6 +17,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     package_data={
+        "fmmeta": ["recipes/*.yaml"],
         "fmmeta.checkpoint": ["card.md.j2"],
         "fmmeta.planning": ["memory.svg.j2"],
         "fmmeta.report": ["report.html.j2", "report.css"],
@@ -51,6 +52,8 @@ setup(
             "tensorboard>=2.18",
             "optuna>=4",
             "matplotlib>=3.8",
+            "nbclient>=0.10",
+            "ipykernel>=6",
             "submitit>=1.5",
             # where it has wheels
             "torchft>=0.2.0; platform_system == 'Linux' and platform_machine == 'x86_64'",

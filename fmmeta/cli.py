@@ -11,17 +11,16 @@ import signal
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import MISSING
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import fmmeta
 from fmmeta.common.errors import EXIT_STOPPED, MachineFault, PeerError, Stopped, UsageError
-from fmmeta.common.security import one_line, printable, redact
+from fmmeta.common.security import printable, redact
 from fmmeta.common.text import nearest
-from fmmeta.config.fields import rules
+from fmmeta.config import recipes
 from fmmeta.config.migration import answer
 from fmmeta.config.renamed import refuse
+from fmmeta.config.settings import Config
 from fmmeta.reliability.signals import Signals, interrupting
 
 
@@ -213,9 +212,12 @@ def parse(argv: list[str], command: str = "train") -> Any:
     parser.__class__ = type("HfParser", (Parser, HfArgumentParser), {})
     for action in parser._actions:
         action.choices = None  # the settings check them, with a suggestion
-    parser.add_argument("--config", help="YAML or JSON file with the same names as the flags; flags win")
-    parser.set_defaults(**read_config(argv, settings))
+    parser.add_argument("--config", help="A recipe, by its name or its YAML or JSON file; flags win")
     values, unknown = parser.parse_known_args(argv)
+    accepts = issubclass(settings, Config)
+    if recipe := recipes.choose(values.config, unknown if accepts else []):
+        parser.set_defaults(**recipes.read(*recipe, settings))
+        values = parser.parse_known_args(argv)[0]
     for flag in unknown:
         name = flag.split("=")[0]
         close = ""
@@ -243,44 +245,3 @@ def print_help(argv: list[str], command: str, settings: Any) -> None:
     one = COMMANDS[command]
     print(help_text(command, one.text, one.usage, settings, next(iter(asked), None), everything, width))
     sys.exit(0)
-
-
-def read_config(argv: list[str], settings: Any) -> dict[str, Any]:
-    """Settings of the `--config` file as text, which argparse checks like flags; null means the default."""
-    only = Parser(add_help=False, allow_abbrev=False)
-    only.add_argument("--config")
-    path = only.parse_known_args(argv)[0].config
-    if path is None:
-        return {}
-    import yaml
-
-    if not Path(path).is_file():
-        raise UsageError(f"config={path} is not a file; give a YAML or JSON file of settings")
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))  # JSON is YAML
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"config={path} cannot be read: {one_line(error)}; fix the file") from None
-    if not isinstance(values, dict):
-        raise UsageError(f"config={path} holds no settings; write `name: value` lines")
-    known = settings.__dataclass_fields__
-    refuse(values, known, f"config={path}: ")
-    for name, value in values.items():
-        if name not in known:
-            raise UsageError(
-                f"config={path} sets {name}, which is no setting"
-                f"{nearest(own_name(str(name), settings), list(known))}; remove it"
-            )
-        if isinstance(value, dict) or (isinstance(value, list) and known[name].default_factory is MISSING):
-            raise UsageError(
-                f"config={path} sets {name}={value}, which is not one value; write `{name}: value`"
-            )
-    return {
-        name: [str(v) for v in value] if isinstance(value, list) else str(value)
-        for name, value in values.items()
-        if value is not None
-    }
-
-
-def own_name(name: str, settings: Any) -> str:
-    """The setting with this name in transformers, or the name itself."""
-    return next((own for own, rule in rules(settings).items() if name in rule.synonyms), name)

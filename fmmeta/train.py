@@ -7,6 +7,7 @@ from contextlib import ExitStack, nullcontext
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.elastic.controller import ElasticController, join, with_other_groups
+from fmmeta.evaluation.tune import section_of, tune_before_training
 from fmmeta.models.load import describe, fitted
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
@@ -58,6 +59,8 @@ class MetaTrainer:
         world, notice = World(launch, pick_device(launch)), progress.notice
         closing.callback(world.close)
         with world.comm.raise_on_all("looking for trackers"):
+            if config.tune is not None:
+                section_of(config)
             if world.comm.rank == 0:
                 check_installed(config)
         cross = join(config, world.comm)
@@ -67,6 +70,11 @@ class MetaTrainer:
             config.prepare_timeout,
         )
         inputs = build.read_inputs(config, world, notice)
+        plan = ranks = None
+        if config.tune is not None:
+            plan = build.plan_parallel(config, inputs, world, notice)
+            ranks = world.split(plan.group_size, plan.engine == "deepspeed")
+            config = tune_before_training(config, world, ranks, progress, self.signals)
         start = open_run(config, inputs.settings(config), world.comm)
         if start.lock is not None:
             closing.callback(start.lock.close)
@@ -75,8 +83,8 @@ class MetaTrainer:
         if start.finished:
             notice(f"{start.folder} holds this run, finished; its model is in {start.folder / 'model'}")
             return Result(start.folder, config.outer_steps)
-        plan = build.plan_parallel(config, inputs, world, notice)
-        ranks = world.split(plan.group_size, plan.engine == "deepspeed")
+        plan = plan or build.plan_parallel(config, inputs, world, notice)
+        ranks = ranks or world.split(plan.group_size, plan.engine == "deepspeed")
         parts = build.build(config, inputs, plan, ranks)
         ranks = with_other_groups(
             ranks,

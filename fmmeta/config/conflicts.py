@@ -111,6 +111,10 @@ def of_run(c: Any) -> Conflicts:
             c.load_best_model_at_end and not (c.eval_steps and c.eval_episodes),
             "load_best_model_at_end=True needs validation scores; give --eval_steps and --eval_episodes",
         ),
+        (
+            c.tune is not None and c.elastic,
+            "tune with elastic=True is not implemented; run fmmeta tune first, and set what it chose",
+        ),
         (not c.report_to, "report_to= names no tracker; name each once, or none"),
         (
             len(set(c.report_to)) < len(c.report_to),

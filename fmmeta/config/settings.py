@@ -698,6 +698,11 @@ class RunConfig:
         resume="hidden",
         common=True,
     )
+    tune: str | None = setting(
+        None,
+        "Settings of `fmmeta tune` as JSON, in a recipe a section: the inner loop is chosen on validation"
+        " tasks before training, within its minutes",
+    )
     save_steps: int = setting(
         100,
         "Outer steps between checkpoints; 0: only when a signal stops the run",

@@ -211,6 +211,11 @@ class TuneConfig(EvaluateConfig):
         "grid", "grid: every head with every rate; optuna: as many --trials as requested", ("grid", "optuna")
     )
     trials: int = setting(20, "optuna: trials", least=1)
+    minutes: float | None = setting(
+        None,
+        "Try no further choices after this many minutes; the first is always completed (default: no limit)",
+        positive="or leave it out",
+    )
     output: str | None = setting(None, "JSON file for the choice (default: the model's own fmmeta.json)")
 
     def __post_init__(self) -> None:

@@ -8,8 +8,10 @@ costs nothing. A model with learned rates (by layer, or of the head alone) keeps
 `inner_lr` scales them.
 """
 
+import json
 import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -19,8 +21,11 @@ import torch
 
 from fmmeta.common.errors import Stopped, UsageError
 from fmmeta.common.progress import Progress
+from fmmeta.common.security import make_folders
+from fmmeta.common.text import any_of, nearest, shortened
 from fmmeta.config.fields import refuse_first
-from fmmeta.config.settings import REMEMBERED, Config
+from fmmeta.config.recipes import typed
+from fmmeta.config.settings import FREE_ON_RESUME, REMEMBERED, Config
 from fmmeta.evaluation.command import plan_evaluation
 from fmmeta.evaluation.methods import scores_by_step, with_stored_rates
 from fmmeta.evaluation.results import check_output, write_json
@@ -28,8 +33,9 @@ from fmmeta.evaluation.settings import TuneConfig
 from fmmeta.models.files import remembered
 from fmmeta.models.load import Description, empty_learner
 from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.process_groups import World, pick_device
+from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.reliability.signals import Signals
+from fmmeta.tasks.data.token_store import digest
 from fmmeta.training import build
 from fmmeta.training.episodes import EpisodeReader
 
@@ -78,11 +84,7 @@ def tune(
             progress.notice(f"failed after {stored}")
             raise
         tried = tuning.ranked()
-        if not math.isfinite(tried[0].loss):
-            raise UsageError(
-                f"inner_lrs={' '.join(f'{rate:g}' for rate in settings.inner_lrs)}: the loss diverges with"
-                " every one of them, and nothing is stored; try lower ones"
-            )
+        refuse_divergence(settings, tried)
         tuning.show(tried)
         with world.comm.raise_on_all("storing the choice"):
             if launch.global_rank == 0:
@@ -94,13 +96,98 @@ def tune(
         return tried
 
 
+def tune_before_training(
+    config: Config, world: World, ranks: ProcessGroups, progress: Progress, signals: Signals | None
+) -> Config:
+    """The settings of a run with the inner loop that its `tune` section chooses, and without the section.
+
+    The choice is stored in output_dir (without one, in runs/) under a name that the settings determine; the
+    same command finds it and resumes the same run. Raises `UsageError`, and `Stopped` with nothing stored.
+    Collective: world.
+    """
+    settings = section_of(config)
+    fixed = {name: value for name, value in config.as_dict().items() if name not in FREE_ON_RESUME}
+    file = Path(config.output_dir or "runs") / f"tuned-{digest(fixed)[:8]}.json"
+    text = ""
+    with world.comm.raise_on_all("reading the tuned inner loop"):
+        if world.comm.rank == 0 and file.is_file():
+            text = file.read_text(encoding="utf-8")
+    text = world.comm.gather_bytes(text.encode())[0].decode()
+    if not text:
+        tuning = TuneRun(settings, world, progress, signals, ranks)
+        tuning.tried.extend(tuning.choices())
+        tried = tuning.ranked()
+        tuning.show(tried)
+        refuse_divergence(settings, tried)
+        best = tried[0]
+        chosen = {"head_init": best.head_init, "inner_lr": best.inner_lr, "inner_steps": best.inner_steps}
+        text = json.dumps({**chosen, "loss": best.loss, "trials": len(tried), "of": tuning.total})
+        with world.comm.raise_on_all("storing the tuned inner loop"):
+            if world.comm.rank == 0:
+                make_folders(file.parent)
+                write_json(file, json.loads(text))
+    chosen = json.loads(text)
+    names = ("head_init", "inner_lr", "inner_steps")
+    values = ", ".join(f"{name} {chosen[name]}" for name in names)
+    progress.notice(f"tuned: {values} ({file}; remove it to tune again)")
+    return replace(config, tune=None, **{name: chosen[name] for name in names})
+
+
+def section_of(config: Config) -> TuneConfig:
+    """Settings of `fmmeta tune` from a run's `tune` section, and the model and tasks of the run.
+
+    Of a classifier the run's own head is tried, unless the section names head_inits. Raises `UsageError`.
+    """
+    try:
+        section = json.loads(str(config.tune))
+    except ValueError:
+        section = None
+    if not isinstance(section, dict):
+        raise UsageError(
+            f'tune={shortened(config.tune)} is no section of settings; write, say, {{"minutes": 5}}'
+        )
+    known = [name for name in vars(TuneConfig)["__annotations__"] if name != "output"]
+    for name in section:
+        if name not in known:
+            raise UsageError(
+                f"tune sets {name}, which is no setting of it{nearest(name, known)}; use {any_of(known)}"
+            )
+    chosen = {"head_init", "inner_lr", "inner_steps"}
+    shared = (Config.__dataclass_fields__.keys() & TuneConfig.__dataclass_fields__.keys()) - chosen
+    own = {name: getattr(config, name) for name in shared}
+    own.update(n_way=str(config.n_way), k_shot=[config.k_shot])
+    if config.task_type == "classification":
+        own["head_inits"] = [config.head_init]
+    given = {name: typed(TuneConfig, name, value, "tune") for name, value in section.items()}
+    if config.inner_steps == 0:
+        raise UsageError(
+            f"inner_steps=0: algorithm={config.algorithm} has no inner loop to tune; leave the section out"
+        )
+    return TuneConfig(**{**own, **given})
+
+
+def refuse_divergence(settings: TuneConfig, tried: Sequence[Choice]) -> None:
+    """Raise `UsageError` if the loss diverged with every choice."""
+    if not math.isfinite(tried[0].loss):
+        raise UsageError(
+            f"inner_lrs={' '.join(f'{rate:g}' for rate in settings.inner_lrs)}: the loss diverges with"
+            " every one of them, and nothing is stored; try lower ones"
+        )
+
+
 class TuneRun:
     """A model, its validation episodes, and the choices that were tried on them."""
 
     def __init__(
-        self, settings: TuneConfig, world: World, progress: Progress, signals: Signals | None = None
+        self,
+        settings: TuneConfig,
+        world: World,
+        progress: Progress,
+        signals: Signals | None = None,
+        ranks: ProcessGroups | None = None,
     ) -> None:
         self.settings, self.progress, self.signals = settings, progress, signals or Signals()
+        self.began = time.monotonic()
         self.tried: list[Choice] = []
         config, inputs, chosen = plan_evaluation(
             settings, world, progress.notice, inner_steps=settings.max_steps
@@ -108,8 +195,12 @@ class TuneRun:
         with world.comm.raise_on_all("choosing heads"):
             self.heads = heads_of(settings, config, inputs.description)
         self.config = replace(config, head_init="learned") if "learned" in self.heads else config
-        plan = build.plan_parallel(self.config, inputs, world, progress.notice)
-        self.ranks = world.split(plan.group_size, plan.engine == "deepspeed")
+        if ranks is None:
+            plan = build.plan_parallel(self.config, inputs, world, progress.notice)
+            ranks = world.split(plan.group_size, plan.engine == "deepspeed")
+        else:
+            plan = inputs.parallel_plan(self.config, ranks.layout.group_size, world.device.type)
+        self.ranks = ranks
         self.parts = build.build(self.config, inputs, plan, self.ranks)
         (episodes,) = chosen.values()
         reader = EpisodeReader.of(self.parts.load(episodes.source), self.ranks, self.config, progress.notice)
@@ -205,7 +296,9 @@ class TuneRun:
             return
         for head in self.heads:
             for rate in self.settings.inner_lrs:
-                yield self.score(head, rate)
+                if (choice := self.score(head, rate)) is None:
+                    return
+                yield choice
 
     def choices_of_optuna(self) -> Iterator[Choice]:
         """As many choices as `trials`; the suggestions are the same on every rank."""
@@ -224,13 +317,21 @@ class TuneRun:
                 trial.suggest_categorical("head_init", self.heads),
                 trial.suggest_float("inner_lr", low, high, log=True),
             )
+            if choice is None:
+                return
             study.tell(trial, min(choice.loss, 1e9))
             yield choice
 
-    def score(self, head: str, rate: float) -> Choice:
+    @property
+    def time_is_over(self) -> bool:
+        """Whether `minutes` have passed on this rank, and a choice is complete."""
+        minutes = self.settings.minutes
+        return bool(minutes and self.tried and time.monotonic() - self.began > 60 * minutes)
+
+    def score(self, head: str, rate: float) -> Choice | None:
         """Mean loss over the episodes after each number of steps with this head, and the best number.
 
-        The model's rates are scaled so that `inner_lr` becomes `rate`.
+        The model's rates are scaled so that `inner_lr` becomes `rate`. None if the time of one rank is over.
         Raises `Stopped` on all ranks if one received a signal. Collective: world.
         """
         rates, count, tried = self.inner.rates, len(self.episodes), self.tried
@@ -244,7 +345,8 @@ class TuneRun:
         sums = torch.zeros(4, self.settings.max_steps + 1, dtype=torch.float64)
         for done, episode in enumerate(self.episodes):
             self.progress.line("episodes", len(tried) * count + done, self.total * count, best)
-            if float(self.ranks.group.sum_(torch.tensor([float(bool(self.signals.asked))]))):
+            stops = float(bool(self.signals.asked) or self.time_is_over)
+            if float(self.ranks.group.sum_(torch.tensor([stops]))):
                 sums[3] = 1
                 break
             sums[:2] += scores_by_step(inner, self.parts.worker, self.parts.meta_params.theta, episode)
@@ -253,9 +355,13 @@ class TuneRun:
             sums.zero_()  # all ranks of a group have the same sums
         loss, accuracy, scored, stopped = self.ranks.world.sum_(sums)
         if stopped[0]:
-            raise Stopped(
-                next(filter(None, self.ranks.world.gather_bytes(self.signals.asked.encode()))).decode()
+            names = list(filter(None, self.ranks.world.gather_bytes(self.signals.asked.encode())))
+            if names:
+                raise Stopped(names[0].decode())
+            self.progress.notice(
+                f"minutes={self.settings.minutes:g} are over after {len(tried)} of {self.total} trials"
             )
+            return None
         loss = torch.where(loss / scored <= DIVERGED, loss / scored, float("inf"))  # NaN too
         steps = 1 + int(loss[1:].round(decimals=DECIMALS).argmin())  # the fewest of those that tie
         return Choice(head, rate, steps, float(loss[steps]), float(accuracy[steps] / scored[steps]))

@@ -27,7 +27,7 @@ from fmmeta.training import build, callbacks
 from fmmeta.training.callbacks import Outcome
 from fmmeta.training.episodes import EpisodeReader, TrainingEpisodes
 from fmmeta.training.profiler import Profiler
-from fmmeta.training.run_folder import RunStart, newest_complete, write_run
+from fmmeta.training.run_folder import RunStart, newest_complete, write_config, write_run
 from fmmeta.training.run_log import RunLogger, StepMetrics
 from fmmeta.training.state import TrainingState
 from fmmeta.training.trackers import Trackers
@@ -141,6 +141,7 @@ class Run:
         self.schedule = build.training_schedule(config, inputs, ranks.layout)
         self.controller = controller or StaticController()
         self.stop = StopAgreement(ranks, signals or Signals())
+        self.ends_early = False  # set by callbacks, on all ranks alike
         self.stage = WatchdogStage(config.step_timeout, (ranks.cross, ranks.world))
         self.outlier_bounds = OutlierBounds(config, parts.worker)
         self.metrics, self.update = StepMetrics(), cast("OuterStep | None", None)  # of the last outer step
@@ -201,6 +202,7 @@ class Run:
         self.logger.open(self)
         if self.ranks.first:
             self.write_run(finished=False)
+            write_config(self.folder, self.config)
             self.trackers.start(self.config, self.folder, self.state.outer_step)
 
     def loop(self) -> None:
@@ -226,7 +228,7 @@ class Run:
     def _run_steps(self) -> None:
         """Run outer steps until the last one or a stop. Collective: all groups."""
         state, began = self.state, time.monotonic()
-        while state.outer_step < self.config.outer_steps and not self.stop.requested:
+        while state.outer_step < self.config.outer_steps and not (self.stop.requested or self.ends_early):
             try:
                 outcome = self.run_step()
             except PeerLost as lost:

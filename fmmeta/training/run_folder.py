@@ -24,12 +24,15 @@ from fmmeta import checkpoint
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import make_folders, publish, redact, remove_empty
 from fmmeta.common.text import as_stored, to_json
-from fmmeta.config.settings import Config, changed_settings
+from fmmeta.config import recipes
+from fmmeta.config.settings import HIDDEN_ON_RESUME, Config, changed_settings
 from fmmeta.parallel.process_groups import Communicator
 from fmmeta.report.data import read_run
 
 PACKAGES = ("fmmeta", "torch", "deepspeed", "transformers", "datasets", "accelerate", "safetensors", "peft")
 
+WRITTEN_BY = "# Written by fmmeta"  # first line of config.yaml
+PER_LAUNCH = HIDDEN_ON_RESUME | {"lighthouse", "group_name"}  # settings that config.yaml leaves out
 LOCK = ".lock"
 MOST_LISTED = 100  # times that the checkpoints of a run are listed while others write them
 
@@ -54,6 +57,22 @@ def write_run(folder: Path, settings: dict[str, Any], layout: str, **facts: Any)
     temporary = folder / "run.json.tmp"
     temporary.write_text(redact(to_json(run, indent=1)) + "\n", encoding="utf-8")
     publish(temporary, folder / "run.json")
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """Write config.yaml: `fmmeta train FOLDER/config.yaml --output_dir NEW` starts the run again.
+
+    A file of that name that fmmeta has not written is left alone. Secrets are redacted.
+    """
+    path, temporary = folder / "config.yaml", folder / "config.yaml.tmp"
+    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(WRITTEN_BY):
+        return
+    head = (
+        f"{WRITTEN_BY} {version('fmmeta')}: settings that differ from the defaults.\n"
+        "# fmmeta train THIS_FILE --output_dir NEW starts the run again, from the folder where it started.\n"
+    )
+    temporary.write_text(redact(head + recipes.text_of(config, PER_LAUNCH)), encoding="utf-8")
+    publish(temporary, path)
 
 
 def version(package: str) -> str | None:

@@ -52,7 +52,7 @@ def test_flags_become_settings():
         (["--n_wey", "3"], ("--n_wey is not a flag", "did you mean --n_way?", "--help lists them")),
         (["--inner_stepz=3"], ("--inner_stepz is not a flag", "did you mean --inner_steps?")),
         (["--qqq"], ("--qqq is not a flag", "--help lists them")),
-        (["stray"], ("stray is not a flag", "--help lists them")),
+        (["stray"], ("recipe=stray", "give a YAML or JSON file")),
         (
             ["--learning_rate", "1"],
             ("--learning_rate is not a flag: fmmeta has --outer_lr and --inner_lr", "--help lists"),
@@ -126,7 +126,7 @@ def test_flags_win_over_the_file(config_file):
         ("help: true", ("config={path} sets help,", "remove it")),
         ("config: other.yaml", ("config={path} sets config,", "remove it")),
         ("n_way: 2.5", ("--n_way", "invalid int value: '2.5'")),
-        ("seed: true", ("--seed", "invalid int value: 'True'")),
+        ("seed: true", ("--seed", "invalid int value: 'true'")),
         ("n_way: [3]", ("config={path} sets n_way=[3]", "write `n_way: value`")),
         ("deepspeed: {stage: 2}", ("config={path} sets deepspeed=", "write `deepspeed: value`")),
         ("algorithm: mamal", ("algorithm=mamal", "use fomaml, maml,", "module:spec of another")),

@@ -1,0 +1,163 @@
+"""Recipes: files of settings, which flags override.
+
+    fmmeta train intents --dataset my-intents      the packaged recipe fmmeta/recipes/intents.yaml
+    fmmeta train RUN/config.yaml --output_dir NEW  a file; --config RUN/config.yaml is the same
+
+Values are read as the text that a flag has: `class_split: 01` is "01", and `inner_lr_learned: no` is "no".
+"""
+
+import json
+from collections.abc import Container, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from fmmeta.common.errors import UsageError
+from fmmeta.common.text import any_of, as_stored, nearest, shortened
+from fmmeta.config.fields import KINDS, default_of, hints_of, shown
+from fmmeta.config.migration import answer
+from fmmeta.config.renamed import refuse
+
+FOLDER = Path(__file__).parents[1] / "recipes"
+
+
+def names() -> list[str]:
+    """The packaged recipes."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def text_of(config: Any, without: Container[str]) -> str:
+    """A recipe of the settings that differ from their defaults, by group.
+
+    Settings that were left open and resolved are not among them. without: names that are left out.
+    """
+    import yaml
+
+    default = {item.name: default_of(item) for item in fields(config)}
+    values = {name: value for name, value in vars(config).items() if value != default[name]}
+    for name in [name for name in values if default[name] is None]:
+        others = {key: value for key, value in values.items() if key != name}
+        with suppress(UsageError):
+            if type(config)(**others) == config:
+                values = others
+    parts = []
+    for group in type(config).__mro__:
+        names_ = [name for name in vars(group).get("__annotations__", ()) if name in values]
+        part = {name: as_stored(values[name]) for name in names_ if name not in without}
+        if part:
+            text = yaml.safe_dump(part, sort_keys=False, allow_unicode=True, width=1000)
+            parts.append(f"\n# {group.__name__.removesuffix('Config').lower()}\n{text}")
+    return "".join(parts) or "{}\n"
+
+
+def choose(config: str | None, words: list[str]) -> tuple[str, str] | None:
+    """What names the recipe (`config` or `recipe`) and its name or file; None without one.
+
+    config: the value of --config. words: what a parser of the flags left over; a first word that is no flag
+    names the recipe and is removed. Raises `UsageError` for two recipes.
+    """
+    given = [("config", config)] if config is not None else []
+    while words and not words[0].startswith("-"):
+        given.append(("recipe", words.pop(0)))
+    if len(given) > 1:
+        (kind, first), (_, second) = given[:2]
+        raise UsageError(f"{kind}={first} and recipe={second} are two recipes; give one")
+    return given[0] if given else None
+
+
+def find(what: str, name: str) -> Path:
+    """The file of a recipe; a packaged name comes before a file of that name. Raises `UsageError`."""
+    packaged, path = names(), Path(name)
+    if name in packaged:
+        return FOLDER / f"{name}.yaml"
+    if path.is_file():
+        return path
+    raise UsageError(
+        f"{what}={name} is neither a file nor a recipe{nearest(name, packaged)}; give a YAML or JSON file of"
+        f" settings, or {any_of(packaged)}"
+    )
+
+
+def read(what: str, name: str, settings: Any) -> dict[str, Any]:
+    """The values of a recipe, as defaults of a parser of flags: text that the parser checks and converts.
+
+    what: `recipe` or `config`, for messages. settings: the dataclass of the command. null means the default.
+    Raises `UsageError`.
+    """
+    where = f"{what}={name}"
+    values = mapping(where, find(what, name))
+    check_names(values, settings, where)
+    texts = dict[str, Any]()
+    for key, value in values.items():
+        item = settings.__dataclass_fields__[key]
+        if key == "tune" and isinstance(value, dict):
+            texts[key] = json.dumps(value)
+        elif isinstance(value, dict) or (isinstance(value, list) and item.default_factory is MISSING):
+            raise UsageError(
+                f"{where} sets {key}={plain(value)}, which is not one value; write `{key}: value`"
+            )
+        elif value is not None:
+            texts[key] = typed(settings, key, value, where) if isinstance(value, list) else str(value)
+    return texts
+
+
+def plain(value: Any) -> str:
+    """A list or mapping of texts for a message, without their quotes."""
+    return shortened(value).replace("'", "")
+
+
+def mapping(where: str, path: Path) -> dict[str, Any]:
+    """The content of a YAML or JSON file; values are text, lists, mappings or None. Raises `UsageError`."""
+    import yaml
+
+    class AsText(yaml.SafeLoader):
+        """Reads every scalar but null as the text that is written."""
+
+    null = "tag:yaml.org,2002:null"
+    AsText.yaml_implicit_resolvers = {
+        first: [rule for rule in found if rule[0] == null]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), AsText)  # JSON is YAML
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UsageError(f"{where} cannot be read: {error.problem}{line}; fix the file") from None
+    except (yaml.YAMLError, UnicodeDecodeError, OSError, RecursionError) as error:
+        raise UsageError(f"{where} cannot be read: {' '.join(str(error).split())}; fix the file") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"{where} holds no settings; write `name: value` lines")
+    return values
+
+
+def check_names(values: Mapping[str, Any], settings: Any, where: str) -> None:
+    """Raise `UsageError` for a name that is no setting of the dataclass `settings`."""
+    known = settings.__dataclass_fields__
+    refuse(values, known, f"{where}: ")
+    for name in values:
+        if name not in known:
+            known_as = answer(str(name))
+            advice = f": {known_as}" if known_as else nearest(str(name), known)
+            raise UsageError(f"{where} sets {name}, which is no setting{advice}; remove it")
+
+
+def typed(settings: Any, name: str, value: Any, where: str) -> Any:
+    """A text, or a list of them, as values of the type of a setting. Raises `UsageError`."""
+    hint = hints_of(settings)[name]
+    kind = next(one for one in get_args(hint) or (hint,) if one is not type(None))
+    values = value if isinstance(value, list) else [value]
+    for one in values:
+        if isinstance(one, (list, dict)):
+            raise UsageError(f"{where} sets {name}={plain(value)}, which is nested; write one list of values")
+    convert = TRUTH.__getitem__ if kind is bool else kind
+    try:
+        converted = [convert(str(one)) for one in values]
+    except (ValueError, KeyError):
+        raise UsageError(
+            f"{where} sets {name}={shown(value)}, which is not {KINDS[kind][0]}; give one"
+        ) from None
+    return converted if get_origin(hint) is list or isinstance(value, list) else converted[0]
+
+
+TRUTH = {"true": True, "True": True, "false": False, "False": False}
