@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from fmmeta.common.errors import EXIT_STOPPED, MachineFault, PeerError, Stopped, UsageError
+from fmmeta.common.install import warn_untested
 from fmmeta.common.security import one_line, printable, redact
 from fmmeta.config.fields import rules
 from fmmeta.config.renamed import refuse
@@ -106,6 +107,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
 def run(command: str, argv: list[str]) -> NoReturn:
     """Run a command, on every rank alike, and exit; only rank 0 prints how it ended."""
     line, code = "", 0
+    if command not in ("doctor", "report", "lighthouse"):
+        warn_untested(global_rank())
     with listening(command) as signals:
         try:
             pkgutil.resolve_name(COMMANDS[command].run)(parse(argv, command), *([signals] if signals else []))

@@ -155,7 +155,10 @@ def test_an_unreadable_config_file(config_file, tmp_path):
             ["train", "--model_name_or_path", "{tmp}/none"],
             ("model_name_or_path={tmp}/none", "check the path"),
         ),
-        (["train", "--deepspeed", "{tmp}/none.json"], ("deepspeed={tmp}/none.json", "see ds_configs/")),
+        (
+            ["train", "--deepspeed", "{tmp}/none.json"],
+            ("deepspeed={tmp}/none.json", "or a name of zero0"),
+        ),
     ],
 )
 def test_a_failure_is_one_line_and_code_2(capfd, tmp_path, argv, parts):
