@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 
 import pytest
 
@@ -208,3 +210,11 @@ def test_help_and_usage(capsys):
             cli.main(argv)
         assert ended.value.code == code
         assert "usage" in capsys.readouterr().out
+
+
+def test_the_flag_that_the_deepspeed_launcher_puts_before_the_command_is_dropped(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["fmmeta", "--local_rank=1", "train", "--k_shot", "0"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("fmmeta", run_name="__main__")
+    assert left.value.code == 2
+    assert "k_shot=0" in capfd.readouterr().err
