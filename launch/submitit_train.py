@@ -2,7 +2,7 @@
 
     python launch/submitit_train.py --nodes 2 --gpus_per_node 8 --slurm_partition gpu --deepspeed zero3
 
-(`python -m fmmeta.launch.submitit_train` with an installed fmmeta.)
+With the wheel installed it is `python -m fmmeta.launch.submitit_train`.
 
 One task per GPU. What is no flag of this script is a flag of training, and is checked before anything is
 submitted. Before the time limit SLURM sends USR1; the run then saves, and only then does submitit get the
