@@ -111,8 +111,8 @@ def test_wheel_holds_every_file_of_the_package_and_the_shipped_folders(wheel):
         "fmmeta train --deepspeed zero0",
         "deepspeed --num_gpus 2 --module fmmeta train --deepspeed zero2 --group_size 2",
         "torchrun --nproc_per_node 2 -m fmmeta train --deepspeed zero1",
-        "accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
-        " -m fmmeta train",
+        "accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no"
+        " --dynamo_backend no -m fmmeta train",
     ],
     ids=lambda command: command.split()[0],
 )
