@@ -8,9 +8,9 @@ import json
 import os
 import stat
 import time
+import tomllib
 
 import pytest
-import tomllib
 
 from fmmeta import doctor
 from fmmeta.adaptation.predict import Answer

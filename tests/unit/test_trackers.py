@@ -9,11 +9,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import redact
