@@ -1,4 +1,4 @@
-# Each target works on a fresh clone with Python 3.10 to 3.12: it makes .venv, installs, runs.
+# Each target works on a fresh clone with Python 3.11 or later: it makes .venv, installs the versions of constraints.txt, runs.
 PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= 3
@@ -39,12 +39,12 @@ audit: .venv/.installed-test
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-.venv/.installed: setup.py .venv/bin/python
-	$(BIN)/python -m pip install --quiet --editable .
+.venv/.installed: pyproject.toml constraints.txt .venv/bin/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
-.venv/.installed-test: setup.py .venv/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+.venv/.installed-test: pyproject.toml constraints.txt .venv/bin/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
 	touch $@ .venv/.installed
 
 clean:

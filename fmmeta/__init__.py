@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fmmeta.train import MetaTrainer as MetaTrainer
     from fmmeta.training.callbacks import Callback as Callback
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Callback", "Config", "MetaTrainer", "UsageError", "adapt", "evaluate"]
 
 _MODULES = {

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import fmmeta
 from fmmeta.common.errors import EXIT_STOPPED, MachineFault, PeerError, Stopped, UsageError
+from fmmeta.common.install import warn_untested
 from fmmeta.common.security import printable, redact
 from fmmeta.common.text import nearest
 from fmmeta.config import recipes
@@ -131,6 +132,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
 def run(command: str, argv: list[str]) -> NoReturn:
     """Run a command, on every rank alike, and exit; only rank 0 prints how it ended."""
     line, code = "", 0
+    if command not in ("doctor", "report", "lighthouse"):
+        warn_untested(global_rank())
     with listening(command) as signals:
         try:
             settings = parse(argv, command)

@@ -21,20 +21,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from packaging.version import Version
-
 import fmmeta
+from fmmeta.common.install import TESTED, is_tested, requirement
 from fmmeta.common.security import GIB, SECRET, one_line, redact
 
-TESTED = {
-    "torch": ("2.6", "2.14"),
-    "deepspeed": ("0.19.8", "0.20"),
-    "transformers": ("5.0", "6"),
-    "datasets": ("4.0", "6"),
-    "accelerate": ("1.10", "2"),
-    "safetensors": ("0.5", ""),
-}
-"""The first tested version, and the first untested one after it; as in setup.py."""
 SHM_GIB, DISK_GIB, FILES = 1.0, 5.0, 4096
 OLD_LOCK_S = 600.0
 LAUNCHER = re.compile(
@@ -176,27 +166,22 @@ def python() -> Iterator[Finding]:
     """Python's version."""
     yield Finding(
         "python",
-        (3, 10) <= sys.version_info[:2] < (3, 13),
+        sys.version_info[:2] <= (3, 13),
         platform.python_version(),
-        "use 3.10 to 3.12",
-        "problem",
+        "tested are 3.11 to 3.13",
     )
 
 
 def versions() -> Iterator[Finding]:
     """Versions of packages against those that are tested."""
-    for package, (least, beyond) in TESTED.items():
+    for package in TESTED:
+        wanted = f"pip install '{requirement(package)}'"
         try:
-            here = Version(importlib.metadata.version(package))
+            here = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(package, False, "is not installed", f"pip install '{package}>={least}'", "problem")
+            yield Finding(package, False, "is not installed", wanted, "problem")
             continue
-        tested = Version(least).release <= here.release and (
-            not beyond or here.release < Version(beyond).release
-        )
-        yield Finding(
-            package, tested, str(here), f"tested are {least} to below {beyond or 'any'}; pip install -e ."
-        )
+        yield Finding(package, is_tested(package, here), here, f"it is not tested; {wanted}")
 
 
 def accelerator() -> Iterator[Finding]:

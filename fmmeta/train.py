@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 
+from fmmeta.common.install import warn_untested
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.elastic.controller import ElasticController, join, with_other_groups
@@ -56,6 +57,7 @@ class MetaTrainer:
 
     def _train(self, launch: Launch, closing: ExitStack) -> Result:
         config, progress = self.config, Progress(enabled=launch.global_rank == 0)
+        warn_untested(launch.global_rank)
         world, notice = World(launch, pick_device(launch)), progress.notice
         closing.callback(world.close)
         with world.comm.raise_on_all("looking for trackers"):

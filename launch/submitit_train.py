@@ -1,7 +1,8 @@
 """Training as a submitit job, from Python instead of an sbatch file: `pip install 'fmmeta[submitit]'`, then
 
-    python launch/submitit_train.py --nodes 2 --gpus_per_node 8 --slurm_partition gpu \
-        --deepspeed ds_configs/zero3.json
+    python launch/submitit_train.py --nodes 2 --gpus_per_node 8 --slurm_partition gpu --deepspeed zero3
+
+With the wheel installed it is `python -m fmmeta.launch.submitit_train`.
 
 One task per GPU. What is no flag of this script is a flag of training, and is checked before anything is
 submitted. Before the time limit SLURM sends USR1; the run then saves, and only then does submitit get the

@@ -581,7 +581,8 @@ class MetaConfig:
 class ParallelConfig:
     deepspeed: str | None = setting(
         None,
-        "DeepSpeed JSON file as for transformers; ds_configs/ has examples (default: ZeRO 0)",
+        "DeepSpeed JSON file as for transformers, or a shipped one: zero0, zero1, zero2, zero3, zero3_offload"
+        " (default: ZeRO 0)",
         resume="free",
         common=True,
     )

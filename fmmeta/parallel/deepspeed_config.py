@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.install import shipped
 
 # Block -> what to use instead. A block is dropped with a notice if every value in it is "auto".
 OURS = {
@@ -150,22 +151,37 @@ def quiet(text: str) -> None:
 
 
 def read(path: str | None, bf16: bool, notice: Callable[[str], None] = quiet) -> DeepSpeedSettings:
-    """Read and check a DeepSpeed file; no file means ZeRO 0.
+    """Read and check a DeepSpeed file, or the shipped file of this name; no file means ZeRO 0.
 
     bf16: the precision if the file leaves it open. notice: gets a line per dropped block. Raises `UsageError`
     naming the key, its value and what to use.
     """
     if not path:
         return check({}, "the default", bf16, notice)
-    if not Path(path).is_file():
-        raise UsageError(f"deepspeed={path} is not a file; see ds_configs/ for ready ones")
+    found = find(path)
     try:
-        file = json.loads(Path(path).read_text(encoding="utf-8"))
+        file = json.loads(found.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"deepspeed={path} is not JSON ({error}); fix the file") from None
     if not isinstance(file, dict):
-        raise UsageError(f"deepspeed={path} holds no JSON object; see ds_configs/ for ready ones")
-    return check(file, Path(path).name, bf16, notice)
+        raise UsageError(
+            f"deepspeed={path} holds no JSON object; write one, such as"
+            ' {"zero_optimization": {"stage": 2}}'
+        )
+    return check(file, found.name, bf16, notice)
+
+
+def find(path: str) -> Path:
+    """The file at this path; else, for a name such as `zero2`, the shipped file. Raises `UsageError`."""
+    if Path(path).is_file():
+        return Path(path)
+    ready = {file.stem: file for file in sorted(shipped("ds_configs").glob("*.json"))}
+    if path not in ready:
+        raise UsageError(
+            f"deepspeed={path} is not a file; give the path of a DeepSpeed JSON file, or a name of"
+            f" {', '.join(ready)}"
+        )
+    return ready[path]
 
 
 def check(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.install import shipped
 from fmmeta.common.text import render, to_json
 from fmmeta.config.fields import default_of
 from fmmeta.config.settings import Config
@@ -106,7 +107,10 @@ def text(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
     if found:
         lines += ["", "memory of a rank, GiB: " + ", ".join(f"{KINDS[name][0]} {name}" for name in KINDS)]
         lines += [bar(one, plan.gpu_memory_gib) for ways in found.values() for one in ways[:BARS]] + [""]
-        lines += [f"# {trained}\n{run_command(planner, ways[0].strategy)}" for trained, ways in found.items()]
+        where = "; run on each node, with HEAD set to the name of the first" if nodes else ""
+        lines += [
+            f"# {trained}{where}\n{run_command(planner, ways[0].strategy)}" for trained, ways in found.items()
+        ]
     return "\n".join(lines)
 
 
@@ -169,15 +173,21 @@ def svg(layouts: Sequence[PlannedLayout], gpu_memory_gib: float, title: str) -> 
 
 
 def run_command(planner: Planner, strategy: Strategy) -> str:
-    """What starts the run: `deepspeed` on one node, `torchrun` on each of several."""
-    plan = planner.plan
-    start = f"deepspeed --num_gpus {plan.gpus}"
+    """What starts the run: `deepspeed` on one node, `torchrun` on each of several. In a checkout they start
+    its script, elsewhere the installed package.
+    """
+    plan, script = planner.plan, Path("launch/train.py")
+    start, module = f"deepspeed --num_gpus {plan.gpus}", "--module"
     if plan.gpus > plan.gpus_per_node:
-        start = (
-            f"torchrun --nnodes {plan.gpus // plan.gpus_per_node} --nproc_per_node {plan.gpus_per_node}"
-            " --rdzv_backend c10d --rdzv_endpoint $HEAD:29500"
+        start, module = (
+            (
+                f"torchrun --nnodes {plan.gpus // plan.gpus_per_node} --nproc_per_node {plan.gpus_per_node}"
+                " --rdzv_backend c10d --rdzv_endpoint $HEAD:29500"
+            ),
+            "-m",
         )
-    return f"{start} launch/train.py {shlex.join(flags(planner, strategy))}"
+    here = script.is_file() and script.samefile(shipped("launch") / script.name)
+    return f"{start} {script if here else f'{module} fmmeta train'} {shlex.join(flags(planner, strategy))}"
 
 
 def flags(planner: Planner, strategy: Strategy) -> list[str]:

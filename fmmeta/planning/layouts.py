@@ -74,8 +74,8 @@ class Strategy:
 
     @property
     def deepspeed_file(self) -> str:
-        """The shipped DeepSpeed file."""
-        return f"ds_configs/zero{self.zero_stage}{'_offload' if self.offload else ''}.json"
+        """Name of the shipped DeepSpeed file."""
+        return f"zero{self.zero_stage}{'_offload' if self.offload else ''}"
 
     def __str__(self) -> str:
         parts = {

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fmmeta.cli import COMMANDS, parse
+from fmmeta.parallel.deepspeed_config import find
 from tests.support.helpers import fast_or_slow
 from tests.support.launch import ROOT, environment, free_port, python, run_ranks
 
@@ -145,7 +146,7 @@ def test_flags_and_files_of_a_command_exist(command):
     assert name in COMMANDS
     settings = parse(flags, name)
     if name == "train" and settings.deepspeed:
-        assert (ROOT / settings.deepspeed).is_file()
+        assert find(settings.deepspeed).is_file()
 
 
 def test_every_launcher_is_started_by_a_command():

@@ -1,8 +1,8 @@
 """`make audit`: known holes in what is installed, by pip-audit where it can reach its data; else against the
 locked list.
 
-The list (docs/locked.txt) names what the tests last ran with. Exit code 1: a hole, or a package that is not
-as listed.
+The list (constraints.txt) names what the tests last ran with, which `make` installs. Exit code 1: a hole, or
+a package that is not as listed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-LOCKED = Path(__file__).parents[2] / "docs" / "locked.txt"
+LOCKED = Path(__file__).parents[2] / "constraints.txt"
 
 
 def main() -> int:
@@ -29,7 +29,7 @@ def main() -> int:
     ):
         print(ran.stdout + ran.stderr)
         return ran.returncode
-    print("pip-audit is missing or cannot reach its data; comparing with docs/locked.txt")
+    print("pip-audit is missing or cannot reach its data; comparing with constraints.txt")
     wrong = deviations(LOCKED.read_text(encoding="utf-8"))
     print("\n".join(wrong) or "all as listed")
     return int(bool(wrong))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pkgutil
 import re
+import runpy
+import sys
 
 import pytest
 
@@ -166,7 +168,10 @@ def test_an_unreadable_config_file(config_file, tmp_path):
             ["train", "--model_name_or_path", "{tmp}/none"],
             ("model_name_or_path={tmp}/none", "check the path"),
         ),
-        (["train", "--deepspeed", "{tmp}/none.json"], ("deepspeed={tmp}/none.json", "see ds_configs/")),
+        (
+            ["train", "--deepspeed", "{tmp}/none.json"],
+            ("deepspeed={tmp}/none.json", "or a name of zero0"),
+        ),
     ],
 )
 def test_a_failure_is_one_line_and_code_2(capfd, tmp_path, argv, parts):
@@ -293,3 +298,11 @@ def test_warmup_steps_below_1_are_a_share_of_outer_steps(given, steps):
 def test_words_before_the_flags_of_inspect_are_data_sets():
     config = parse(["letters", "marks", "--n_way", "3"], "inspect")
     assert (config.dataset, config.n_way) == (["letters", "marks"], 3)
+
+
+def test_the_flag_that_the_deepspeed_launcher_puts_before_the_command_is_dropped(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["fmmeta", "--local_rank=1", "train", "--k_shot", "0"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("fmmeta", run_name="__main__")
+    assert left.value.code == 2
+    assert "k_shot=0" in capfd.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 
@@ -251,7 +252,7 @@ def test_offload_is_detected(ds_file):
     ("text", "cause", "remedy"),
     [
         ("{", "line 1 column 2", "fix the file"),
-        ("[]", "holds no JSON object", "see ds_configs/ for ready ones"),
+        ("[]", "holds no JSON object", 'write one, such as {"zero_optimization": {"stage": 2}}'),
     ],
 )
 def test_unreadable_file_is_refused(ds_file, text, cause, remedy):
@@ -263,18 +264,26 @@ def test_unreadable_file_is_refused(ds_file, text, cause, remedy):
     check_message(
         refusal(read, path + ".no", False, pytest.fail),
         f"deepspeed={path}.no",
-        "see ds_configs/ for ready ones",
+        "give the path of a DeepSpeed JSON file, or a name of zero0, zero1, zero2, zero3, zero3_offload",
     )
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda file: file.stem)
-def test_every_shipped_file_is_accepted(file):
+def test_every_shipped_file_is_accepted_by_path_and_by_name(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     notices: list[str] = []
     precision = read(str(file), False, notices.append)
+    assert read(file.stem, False, pytest.fail) == precision
     assert precision.zero_stage == int(file.stem.removeprefix("zero")[0])
     assert precision.offload == ("offload" in file.stem)
     assert "auto" not in json.dumps(precision.complete(64))
     assert notices == []
+
+
+def test_a_file_of_the_user_wins_over_a_shipped_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("zero2").write_text('{"zero_optimization": {"stage": 1}}')
+    assert read("zero2", False).zero_stage == 1
 
 
 def test_file_is_adjusted_for_a_pipeline():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -22,7 +23,7 @@ from fmmeta.meta import costs
 from fmmeta.meta.outer_step import OuterOptimizer
 from fmmeta.meta.parameters import MetaGradient, MetaParameters, PendingMean
 from fmmeta.models.load import describe, empty_learner, load_learner
-from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings, find
 from fmmeta.planning import command, machines
 from fmmeta.planning.compute import (
     MatmulCounts,
@@ -40,7 +41,7 @@ from fmmeta.planning.memory import estimate, largest_part, micro_batches, rank_s
 from fmmeta.planning.settings import PlanConfig
 from fmmeta.tasks.batching import Batcher, Example
 from tests.support.algorithms import LEARNERS, passes_of
-from tests.support.helpers import ROOT, refusal
+from tests.support.helpers import refusal
 from tests.support.learners import config_of, worker_of
 from tests.support.messages import check_message
 from tests.support.models import save_family
@@ -356,7 +357,7 @@ def test_all_strategies_are_tried(folders):
 
 def test_shipped_deepspeed_files_equal_the_planned_settings():
     for way in strategies(plan_of()):
-        assert json.loads((ROOT / way.deepspeed_file).read_text()) == way.deepspeed()
+        assert json.loads(find(way.deepspeed_file).read_text()) == way.deepspeed()
 
 
 def test_layouts_are_sorted_by_time(planned):
@@ -402,6 +403,19 @@ def test_train_accepts_every_printed_command(planned):
     assert starts[16].startswith(
         "torchrun --nnodes 4 --nproc_per_node 4 --rdzv_backend c10d --rdzv_endpoint $HEAD:29500 launch/"
     )
+
+
+def test_printed_commands_start_the_module_outside_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("launch").mkdir()
+    Path("launch/train.py").write_text("raise SystemExit('a script of another project')")
+    starts = {
+        gpus: command.run_command(Planner(plan_of(gpus=gpus), PROFILES["h100"]), Strategy(1, 3, offload=True))
+        for gpus in (4, 16)
+    }
+    assert starts[4].startswith("deepspeed --num_gpus 4 --module fmmeta train ")
+    assert "$HEAD:29500 -m fmmeta train " in starts[16]
+    assert all("--deepspeed zero3_offload " in one for one in starts.values())
 
 
 def test_failures_and_unequal_tasks_cost_time(folders):

@@ -68,7 +68,7 @@ def of_engine(engine: Any, rank: int) -> Shards:
     if wrapper not in ADAPTERS:
         raise TypeError(
             f"DeepSpeed optimizer wrapper {wrapper} is not one of {', '.join(ADAPTERS)}; "
-            "use a tested DeepSpeed version (setup.py)"
+            "use a tested DeepSpeed version (pyproject.toml)"
         )
     return ADAPTERS[wrapper](engine.optimizer, rank)
 
