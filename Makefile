@@ -31,6 +31,7 @@ cluster: .venv/.installed-test
 docs: .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "search needs a server: $(BIN)/python -m http.server --directory build/docs"
 
 check: .venv/.installed-test
 	$(BIN)/ruff check .

@@ -15,7 +15,6 @@ from mkdocs.structure.files import File
 
 import fmmeta
 from fmmeta.cli import COMMANDS
-from fmmeta.config import settings as run_settings
 from fmmeta.config.fields import default_of, hints_of, shown
 from fmmeta.config.settings import Config
 
@@ -51,12 +50,14 @@ def on_page_markdown(markdown, page, config, files):
     """Fill in the lists of commands and of public names; point links that leave docs/ to the repository."""
     markdown = markdown.replace("<!-- commands -->", commands_table())
     markdown = markdown.replace("<!-- public names -->", "\n\n".join(map(api_entry, fmmeta.__all__)))
-    repository = f"[\\1]({config.repo_url.rstrip('/')}/blob/main/\\2)" if config.repo_url else "\\1"
-    return (
-        re.sub(r"\[([^]]+)\]\(\.\./([^)]+)\)", repository, markdown)
-        if "/" not in page.file.src_uri
-        else markdown
-    )
+    if page.file.generated_by:
+        return markdown
+    return re.sub(r"\]\(\.\./([^)]+)\)", rf"]({config.extra['repository']}/blob/main/\1)", markdown)
+
+
+def on_page_content(html, page, config, files):
+    """Mark short inline code, which does not break into lines (docs/site.css)."""
+    return re.sub(r"<code>(?=[^<]{1,34}</code>)", '<code class="short">', html)
 
 
 def commands_table():
@@ -67,32 +68,28 @@ def commands_table():
 
 
 def command_page(command):
-    """All flags of a command: its own first, then those of each group."""
-    settings = pkgutil.resolve_name(COMMANDS[command].settings)
-    by_title = {}
+    """All flags of a command in titled groups, its own first."""
+    settings, text = pkgutil.resolve_name(COMMANDS[command].settings), COMMANDS[command].text
+    blocks = [f"# fmmeta {command}\n", f"{text[:1].upper()}{text[1:]}.\n"]
+    groups = groups_of(command, settings)
+    for title, items in groups.values():
+        blocks += [f"## {title}\n", *(described(settings, item) for item in items)]
+    return "\n".join(blocks if groups else [*blocks, "It takes no flags.\n"])
+
+
+def groups_of(command, settings):
+    """Title and settings of each group of flags: first the command's own, then those that it shares."""
+    found = {command: ("Flags of this command", []), **{name: (GROUPS[name], []) for name in GROUPS}}
     for item in fields(settings):
-        by_title.setdefault(title_of(settings, item.name), []).append(described(settings, item))
-    own = by_title.pop("", [])
-    blocks = [f"# fmmeta {command}\n", f"{COMMANDS[command].text}\n".capitalize()]
-    blocks += ["## Flags of this command\n", *own] if own and by_title else own
-    for title in GROUPS.values():
-        if title in by_title:
-            blocks += [f"## {title}\n", *by_title[title]]
-    if not own and not by_title:
-        blocks.append("It takes no flags.\n")
-    return "\n".join(blocks)
-
-
-def title_of(settings, name):
-    """Title of the group that a setting belongs to; empty for a setting of the command alone."""
-    for owner in (settings, Config):
-        for base in owner.__mro__:
-            if name in get_annotations(base):
-                if base.__name__ in GROUPS and base.__module__ == run_settings.__name__:
-                    return GROUPS[base.__name__]
-                if base.__name__ != "SettingsOfTraining":
-                    return ""
-    return ""
+        owners = [
+            base
+            for owner in (settings, Config)
+            for base in owner.__mro__
+            if item.name in get_annotations(base)
+        ]
+        shared = next((one.__name__ for one in owners if one.__name__ != "SettingsOfTraining"), command)
+        found[shared if shared in GROUPS else command][1].append(item)
+    return {name: group for name, group in found.items() if group[1]}
 
 
 def described(settings, item):
