@@ -129,7 +129,7 @@ KINDS = {"bool": "true or false", "int": "whole number", "float": "number"}
 
 def escaped(text):
     """Help text as Markdown: flags, patterns and placeholders as code."""
-    text = re.sub(r"(--\w+|\{[^}]*\}|\{\"01\".*?\}\}|\b\w+=\w+\b)", r"`\1`", text)
+    text = re.sub(r"(\{\"\d.*?\}\}|\{\".*?\}|\{\w+\}|--\w+|\b\w+=\w+\b)", r"`\1`", text)
     return text.replace("*", r"\*").replace("<", "&lt;")
 
 
