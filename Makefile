@@ -4,7 +4,7 @@ BIN := .venv/bin
 JOBS ?= 3
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all parity mutants cluster check audit clean
+.PHONY: demo test test-all parity mutants cluster docs check audit clean
 
 demo: .venv/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus 2 launch/train.py --deepspeed ds_configs/zero2.json $(FLAGS)
@@ -26,6 +26,12 @@ mutants: .venv/.installed-test
 
 cluster: .venv/.installed-test
 	$(BIN)/python -m pytest -m cluster
+
+# the documentation site, in build/docs
+docs: .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "search needs a server: $(BIN)/python -m http.server --directory build/docs"
 
 check: .venv/.installed-test
 	$(BIN)/ruff check .
