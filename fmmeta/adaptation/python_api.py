@@ -3,6 +3,7 @@
 results = fmmeta.evaluate("runs/my-run/model", "data/intents.jsonl", method=["finetune", "prototype"])
 adapted = fmmeta.adapt("runs/my-run/model", [("where is my card", "card_arrival"), ...])
 adapted.predict(["has my card been sent?"])[0].output
+fmmeta.load("adapted/cards").predict(["has my card been sent?"])
 """
 
 import difflib
@@ -12,6 +13,7 @@ from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 from fmmeta.adaptation import command as adapt_command
+from fmmeta.adaptation import predict as predict_command
 from fmmeta.adaptation.command import Examples
 from fmmeta.adaptation.predict import AdaptedModel
 from fmmeta.common.errors import UsageError
@@ -21,7 +23,7 @@ from fmmeta.config.fields import of_type
 from fmmeta.config.renamed import refuse
 from fmmeta.evaluation import command as evaluate_command
 from fmmeta.evaluation.results import EvaluationResults
-from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig
+from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig, PredictConfig
 
 Name = str | os.PathLike[str]
 T = TypeVar("T")
@@ -82,6 +84,22 @@ def adapt(
         raise UsageError(f"support={shortened(support)} names no file; give one, or pairs of text and class")
     values = {"model_name_or_path": model_name_or_path, "output_dir": output_dir or "", **files, **settings}
     return adapt_command.adapt(settings_of(AdaptConfig, values), Progress(enabled=not quiet), **examples)
+
+
+def load(folder: Name, **settings: Any) -> AdaptedModel:
+    """Load a model that `fmmeta.adapt` or `fmmeta adapt` has written, in one process.
+
+    folder: output_dir of `adapt`, a hub id of such a folder, or any trained classifier or language model.
+    settings: the flags of `fmmeta predict` about the model. Raises `UsageError`.
+
+    >>> import fmmeta, tempfile
+    >>> pairs = [("red", "colour"), ("blue", "colour"), ("one", "number"), ("two", "number")]
+    >>> folder = tempfile.mkdtemp()
+    >>> adapted = fmmeta.adapt("tiny", pairs, output_dir=folder, inner_steps=5)
+    >>> fmmeta.load(folder).labels, fmmeta.load(folder).predict(["red"]) == adapted.predict(["red"])
+    (('colour', 'number'), True)
+    """
+    return predict_command.load(settings_of(PredictConfig, {"model_name_or_path": folder, **settings}))
 
 
 def listed(name: str, examples: Any) -> Examples:
