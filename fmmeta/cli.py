@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from fmmeta.common.errors import EXIT_STOPPED, MachineFault, PeerError, Stopped, UsageError
+from fmmeta.common.progress import terminal_log
 from fmmeta.common.security import one_line, printable, redact
 from fmmeta.config.fields import rules
 from fmmeta.config.renamed import refuse
@@ -108,7 +109,9 @@ def run(command: str, argv: list[str]) -> NoReturn:
     line, code = "", 0
     with listening(command) as signals:
         try:
-            pkgutil.resolve_name(COMMANDS[command].run)(parse(argv, command), *([signals] if signals else []))
+            settings = parse(argv, command)
+            with terminal_log(getattr(settings, "log_level", "info")):
+                pkgutil.resolve_name(COMMANDS[command].run)(settings, *([signals] if signals else []))
             sys.stdout.flush()
         except (UsageError, PeerError, MachineFault, Stopped) as error:
             line, code = f"{'' if isinstance(error, Stopped) else 'error: '}{error}", error.exit_code

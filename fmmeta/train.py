@@ -4,7 +4,8 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 
-from fmmeta.common.progress import Progress
+from fmmeta.common.processes import restored_process
+from fmmeta.common.progress import Progress, Warn, terminal_log
 from fmmeta.config.settings import Config
 from fmmeta.elastic.controller import ElasticController, join, with_other_groups
 from fmmeta.models.load import describe, fitted
@@ -14,7 +15,7 @@ from fmmeta.reliability.signals import Signals
 from fmmeta.reliability.watchdog import watching
 from fmmeta.training import build
 from fmmeta.training.callbacks import Callback
-from fmmeta.training.finish import Result, finish
+from fmmeta.training.finish import Result, finish, read_result
 from fmmeta.training.loop import Run
 from fmmeta.training.run_folder import open_run
 from fmmeta.training.trackers import check_installed
@@ -50,13 +51,15 @@ class MetaTrainer:
         misbehaves, `PeerError` where another rank failed, and `Stopped` after a signal, with the state saved.
         Collective: world.
         """
-        with ExitStack() as closing:
+        level = getattr(self.config, "log_level", "info")
+        with restored_process(), terminal_log(level), ExitStack() as closing:
             return self._train(Launch.from_env(os.environ), closing)
 
     def _train(self, launch: Launch, closing: ExitStack) -> Result:
         config, progress = self.config, Progress(enabled=launch.global_rank == 0)
         world, notice = World(launch, pick_device(launch)), progress.notice
         closing.callback(world.close)
+        closing.callback(progress.close)
         with world.comm.raise_on_all("looking for trackers"):
             if world.comm.rank == 0:
                 check_installed(config)
@@ -71,10 +74,10 @@ class MetaTrainer:
         if start.lock is not None:
             closing.callback(start.lock.close)
         for text in start.warnings:
-            notice(text)
+            notice(Warn(text))
         if start.finished:
             notice(f"{start.folder} holds this run, finished; its model is in {start.folder / 'model'}")
-            return Result(start.folder, config.outer_steps)
+            return read_result(start.folder, world.comm)
         plan = build.plan_parallel(config, inputs, world, notice)
         ranks = world.split(plan.group_size, plan.engine == "deepspeed")
         parts = build.build(config, inputs, plan, ranks)

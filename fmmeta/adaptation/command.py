@@ -25,7 +25,7 @@ import torch
 from fmmeta.adaptation.predict import AdaptedModel, LoadedModel, load_single_process
 from fmmeta.checkpoint.hf_export import export
 from fmmeta.common.errors import UsageError
-from fmmeta.common.progress import Progress
+from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import make_folders, printable, remove_empty
 from fmmeta.common.text import render, shortened
 from fmmeta.config.fields import refuse_first
@@ -89,9 +89,11 @@ def adapt(
     for one in trained_with([settings.model_name_or_path]):
         if shared := sorted(one.trained_names("class") & set(labels)):
             progress.notice(
-                f"{settings.support or 'support'}: {len(shared)} of {len(labels)} classes ({few(shared)})"
-                f" have names of classes that the model was trained on with dataset={one.dataset}; its"
-                " accuracy on them is not that on new classes"
+                Warn(
+                    f"{settings.support or 'support'}: {len(shared)} of {len(labels)} classes ({few(shared)})"
+                    f" have names of classes that the model was trained on with dataset={one.dataset}; its"
+                    " accuracy on them is not that on new classes"
+                )
             )
     with new_folder(settings.output_dir) as folder:
         adapted, rates = learn(settings, task, labels, progress)
@@ -113,7 +115,7 @@ def learn(
     """
     config = settings.run_config(n_way=len(labels) or 2)
     if message := settings.unusable_head(config):
-        progress.notice(message)
+        progress.notice(Warn(message))
     chooses = settings.early_stopping and config.inner_lr_schedule == "constant" and config.inner_steps > 0
     folds = leave_out(support, labels) if chooses else []
     config = replace(config, inner_steps=config.inner_steps * (2 if folds else 1))
@@ -138,8 +140,10 @@ def learn(
         )
     if passes[-1].loss > passes[0].loss:
         progress.notice(
-            f"inner_lr={config.inner_lr}: the loss on the support set rose from {passes[0].loss:.3g} to "
-            f"{passes[-1].loss:.3g}; lower --inner_lr"
+            Warn(
+                f"inner_lr={config.inner_lr}: the loss on the support set rose from {passes[0].loss:.3g} to "
+                f"{passes[-1].loss:.3g}; lower --inner_lr"
+            )
         )
     return AdaptedModel(labels, inner.steps, left_out, model), inner.rates
 

@@ -251,8 +251,8 @@ def refuse_no_model(name: str) -> None:
         inside = path / "model"
         advice = f"run fmmeta adapt on {inside}, and give" if inside.is_dir() else "give"
         raise UsageError(
-            f"model_name_or_path={name} holds neither config.json nor adapter_config.json; {advice} the folder"
-            " that fmmeta adapt writes"
+            f"model_name_or_path={name} holds neither config.json nor adapter_config.json; {advice} the"
+            " folder that fmmeta adapt writes"
         )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from fmmeta.common.errors import Stopped, UsageError
-from fmmeta.common.progress import Progress
+from fmmeta.common.progress import Progress, Warn
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.command import plan_evaluation
@@ -75,7 +75,7 @@ def tune(
             stored = tuning.store_unfinished(target) if launch.global_rank == 0 else ""
             if isinstance(error, Stopped):
                 raise Stopped(f"stopped by {error} after {stored}") from None
-            progress.notice(f"failed after {stored}")
+            progress.notice(Warn(f"failed after {stored}"))
             raise
         tried = tuning.ranked()
         if not math.isfinite(tried[0].loss):

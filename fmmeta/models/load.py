@@ -17,6 +17,8 @@ from torch import nn
 from torch.utils import swap_tensors
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.processes import hide_download_bars, quiet_logger
+from fmmeta.common.progress import Warn
 from fmmeta.common.security import one_line
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
@@ -115,10 +117,9 @@ class Description:
 def describe(config: Config) -> Description:
     """Read and check a model's configuration. Raises `UsageError` for models that cannot be meta-trained."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()  # one per rank and file otherwise
-    logging.set_verbosity_error()
+    hide_download_bars()  # one per rank and file otherwise
+    quiet_logger("transformers")
     if config.lora_r:
         import_peft(config)
     name = base_model_name(config.model_name_or_path)
@@ -226,7 +227,7 @@ def load_tokenizer(config: Config, description: Description, notice: Callable[[s
     tokenizer = read_tokenizer(config)
     if tokenizer is None:
         if not config.builtin_model:
-            notice(f"{name} has no tokenizer: texts are read as bytes")
+            notice(Warn(f"{name} has no tokenizer: texts are read as bytes"))
         tokenizer = byte_tokenizer()
         if hf_config.vocab_size < len(tokenizer):
             raise UsageError(

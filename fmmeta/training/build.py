@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.progress import Warn
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import setup as rules
@@ -183,7 +184,7 @@ def plan_parallel(config: Config, inputs: RunInputs, world: World, notice: Notic
         )
     log_layout(config, inputs, plan, world, sizes_at(1).params, notice)
     for text in filter(None, [*world.warnings, warned]):
-        notice(text)
+        notice(Warn(text))
     return plan
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.progress import Warn
 from fmmeta.common.security import inside
 from fmmeta.config.settings import Config
 from fmmeta.tasks.data.rows import data_files, ending, hub_rows, open_hub, read_file
@@ -82,7 +83,7 @@ def make_source(
         for name, problem in problems(task, classes, shape, split):
             if config.on_bad_task == "raise":
                 raise UsageError(problem)
-            notice(f"left out: {problem}")
+            notice(Warn(f"left out: {problem}"))
             if name is None:
                 del tasks[task]
             else:
@@ -387,5 +388,5 @@ def choose_splits(
     check_splits(splits, strata, noun)
     used = UsedSplits.of(name, content, noun, splits, held_out)
     for text in doubts(trained, config, used, splits):
-        notice(text)
+        notice(Warn(text))
     return splits, used
