@@ -14,7 +14,7 @@ import re
 import shlex
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from fmmeta.checkpoint.hf_export import export
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import make_folders, printable, remove_empty
-from fmmeta.common.text import render, shortened
+from fmmeta.common.text import render
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.methods import scores_by_step, with_stored_rates
@@ -38,11 +38,9 @@ from fmmeta.meta.inner_optimizers import Rates
 from fmmeta.models.files import remembered, trained_with
 from fmmeta.tasks.batching import Episode, Example
 from fmmeta.tasks.data.encode import encode
-from fmmeta.tasks.data.rows import Row, Table, read_file, tabulate
+from fmmeta.tasks.data.rows import Examples, Table, read_file, rows_of, tabulate
 from fmmeta.tasks.data.splits import few
 
-Examples = Sequence[tuple[Any, Any] | Mapping[str, Any]]
-"""Pairs of text and class, or of input and output; or rows as a file has them."""
 FOLDS = 2  # at most; each costs an inner loop
 
 
@@ -220,24 +218,6 @@ def read_task(
     return tabulate(
         name, rows, config, lambda text: notice(f"{name}: {text}"), one_task=True, unique=setting == "support"
     )
-
-
-def rows_of(setting: str, examples: Examples, config: Config) -> list[Row]:
-    """Examples as if they came from a file. Raises `UsageError`."""
-    columns = (config.text_column or "text", config.label_column or "label")
-    if config.task_type == "causal_lm":
-        columns = (config.input_column or "input", config.output_column or "output")
-    rows = []
-    for index, one in enumerate(examples):
-        if isinstance(one, (list, tuple)) and len(one) == 2:
-            one = dict(zip(columns, one, strict=True))
-        if not isinstance(one, Mapping):
-            raise UsageError(
-                f"{setting}[{index}]={shortened(one)} is no pair; give ({columns[0]}, {columns[1]}) or"
-                f" {{'{columns[0]}': ..., '{columns[1]}': ...}}"
-            )
-        rows.append(Row({str(name): value for name, value in one.items()}, f"{setting}[{index}]"))
-    return rows
 
 
 def encode_task(model: LoadedModel, table: Table, labels: Sequence[str]) -> list[Example]:

@@ -3,6 +3,7 @@
 Weights come from safetensors, never from pickles.
 """
 
+import copy
 import inspect
 import math
 from collections.abc import Callable
@@ -216,15 +217,23 @@ def resolve_pooling(config: Config) -> str:
     )
 
 
-def load_tokenizer(config: Config, description: Description, notice: Callable[[str], None]) -> Any:
-    """The checkpoint's tokenizer; bytes for the built-in model and for checkpoints without a tokenizer.
+def load_tokenizer(
+    config: Config, description: Description, notice: Callable[[str], None], given: Any = None
+) -> Any:
+    """The `given` tokenizer, else the checkpoint's; bytes for the built-in model and for checkpoints without
+    a tokenizer.
 
     Its padding token becomes the model's: sequence classifiers and RoBERTa look for it among the ids.
     """
     name, hf_config = config.model_name_or_path, description.hf_config
     if config.max_length < DEFAULT_LENGTH and config.max_length == max_positions(hf_config):
         notice(f"max_length {config.max_length}: {name} has no more positions")
-    tokenizer = read_tokenizer(config)
+    tokenizer = read_tokenizer(config) if given is None else copy.deepcopy(given)
+    if given is not None and len(tokenizer) > hf_config.vocab_size:
+        raise UsageError(
+            f"tokenizer={type(given).__name__} has {len(tokenizer)} tokens, and the model"
+            f" vocab_size={hf_config.vocab_size}; call model.resize_token_embeddings(len(tokenizer))"
+        )
     if tokenizer is None:
         if not config.builtin_model:
             notice(Warn(f"{name} has no tokenizer: texts are read as bytes"))

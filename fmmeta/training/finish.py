@@ -76,8 +76,8 @@ def read_result(folder: Path, comm: Communicator) -> Result:
     found = json.loads(comm.gather_bytes(json.dumps(found).encode())[0])
     held_out = held_out_table(found["facts"])
     means = {row["name"]: row["accuracy"] for row in held_out.get("rows", ())}
-    accuracies = (means.get(name) for name in (BEFORE, AFTER, FROM_START))
-    return Result(folder, found["steps"], *accuracies, found["lines"], held_out)
+    before, after, from_start = (means.get(name) for name in (BEFORE, AFTER, FROM_START))
+    return Result(folder, found["steps"], before, after, from_start, found["lines"], held_out)
 
 
 def held_out_table(facts: dict[str, Any]) -> dict[str, Any]:
