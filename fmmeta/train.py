@@ -35,9 +35,10 @@ class MetaTrainer:
     written to the cache of Hugging Face once per node and content (HF_HOME/fmmeta/models) and loaded from
     there, as any checkpoint, so that every layout works. Its pooling is the model's own, unless
     `config.pooling` names another. tokenizer: of the model; needed with `model`. dataset: a
-    `datasets.Dataset`, a `DatasetDict` (the splits `config.dataset_split`), or a list of (text, class) pairs or of dictionaries, with the columns
-    of a file, instead of `config.dataset`. callbacks: hooks around the outer loop (`fmmeta.Callback`). All of
-    them must be the same on every rank, and in every process that resumes the run.
+    `datasets.Dataset`, a `DatasetDict` (the splits `config.dataset_split`), or a list of (text, class)
+    pairs or of dictionaries, with the columns of a file, instead of `config.dataset`. callbacks: hooks
+    around the outer loop (`fmmeta.Callback`). All of them must be the same on every rank, and in every
+    process that resumes the run.
 
     signals: stop signals of the caller (default: those of this process while `train` runs).
 

@@ -67,7 +67,7 @@ def test_a_given_model_is_theta_0(bert, tmp_path):
     """A run from the object gives the weights of a run from the folder, also after a change in memory."""
     model = AutoModelForSequenceClassification.from_pretrained(bert)
     tokenizer = byte_tokenizer()
-    settings = {"pooling": "mean"}
+    settings = {"pooling": "mean", "outer_optimizer": "sgd"}
     folder = tmp_path / "saved"
     with torch.no_grad():
         next(model.parameters()).add_(0.01)
@@ -76,7 +76,7 @@ def test_a_given_model_is_theta_0(bert, tmp_path):
     train(tmp_path, "folder", {**settings, "model_name_or_path": str(folder)}, dataset=PAIRS)
     train(tmp_path, "object", settings, dataset=PAIRS, model=model, tokenizer=tokenizer)
     one, other = theta_of(tmp_path / "folder"), theta_of(tmp_path / "object")
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
     train(tmp_path, "object", settings, dataset=PAIRS, model=model, tokenizer=tokenizer)  # finished
     with torch.no_grad():
         next(model.parameters()).add_(0.01)
