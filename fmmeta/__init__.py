@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fmmeta.adaptation.python_api import adapt as adapt
     from fmmeta.adaptation.python_api import evaluate as evaluate
+    from fmmeta.adaptation.python_api import load as load
     from fmmeta.common.errors import UsageError as UsageError
     from fmmeta.config.settings import Config as Config
     from fmmeta.train import MetaTrainer as MetaTrainer
     from fmmeta.training.callbacks import Callback as Callback
 
 __version__ = "0.2.0"
-__all__ = ["Callback", "Config", "MetaTrainer", "UsageError", "adapt", "evaluate"]
+__all__ = ["Callback", "Config", "MetaTrainer", "UsageError", "adapt", "evaluate", "load"]
 
 _MODULES = {
     "Callback": "fmmeta.training.callbacks",
@@ -27,6 +28,7 @@ _MODULES = {
     "MetaTrainer": "fmmeta.train",
     "adapt": "fmmeta.adaptation.python_api",
     "evaluate": "fmmeta.adaptation.python_api",
+    "load": "fmmeta.adaptation.python_api",
 }
 
 
@@ -36,3 +38,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import fmmeta
 from fmmeta.common.errors import EXIT_STOPPED, MachineFault, PeerError, Stopped, UsageError
 from fmmeta.common.install import warn_untested
+from fmmeta.common.progress import terminal_log
 from fmmeta.common.security import printable, redact
 from fmmeta.common.text import nearest
 from fmmeta.config import recipes
@@ -137,7 +138,8 @@ def run(command: str, argv: list[str]) -> NoReturn:
     with listening(command) as signals:
         try:
             settings = parse(argv, command)
-            pkgutil.resolve_name(COMMANDS[command].run)(settings, *([signals] if signals else []))
+            with terminal_log(getattr(settings, "log_level", "info")):
+                pkgutil.resolve_name(COMMANDS[command].run)(settings, *([signals] if signals else []))
             sys.stdout.flush()
         except (UsageError, PeerError, MachineFault, Stopped) as error:
             line, code = f"{'' if isinstance(error, Stopped) else 'error: '}{error}", error.exit_code

@@ -3,20 +3,28 @@
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+from fmmeta.common.errors import UsageError
 from fmmeta.common.install import warn_untested
-from fmmeta.common.progress import Progress
+from fmmeta.common.processes import restored_process
+from fmmeta.common.progress import Progress, Warn, terminal_log
+from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.elastic.controller import ElasticController, join, with_other_groups
 from fmmeta.evaluation.tune import section_of, tune_before_training
+from fmmeta.models.files import check_given_tokenizer, store_model
 from fmmeta.models.load import describe, fitted
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.reliability.signals import Signals
 from fmmeta.reliability.watchdog import watching
+from fmmeta.tasks.data.rows import IN_MEMORY, Row, rows_in_memory
 from fmmeta.training import build
 from fmmeta.training.callbacks import Callback
-from fmmeta.training.finish import Result, finish
+from fmmeta.training.finish import Result, finish, read_result
 from fmmeta.training.loop import Run
 from fmmeta.training.run_folder import open_run
 from fmmeta.training.trackers import check_installed
@@ -25,22 +33,38 @@ from fmmeta.training.trackers import check_installed
 class MetaTrainer:
     """Meta-trains a model by the settings of `config`, in a notebook or on every rank of a launch.
 
-    signals: stop signals of the caller (default: those of this process while `train` runs). callbacks: hooks
-    around the outer loop, the same on every rank (`fmmeta.Callback`).
+    model: a `PreTrainedModel`, whose weights are theta_0, instead of `config.model_name_or_path`. It is
+    written to the cache of Hugging Face once per node and content (HF_HOME/fmmeta/models) and loaded from
+    there, as any checkpoint, so that every layout works. Its pooling is the model's own, unless
+    `config.pooling` names another. tokenizer: of the model; needed with `model`. dataset: a
+    `datasets.Dataset`, a `DatasetDict` (the splits `config.dataset_split`), or a list of (text, class)
+    pairs or of dictionaries, with the columns of a file, instead of `config.dataset`. callbacks: hooks
+    around the outer loop (`fmmeta.Callback`). All of them must be the same on every rank, and in every
+    process that resumes the run.
+
+    signals: stop signals of the caller (default: those of this process while `train` runs).
 
     >>> import contextlib, io, tempfile
     >>> from fmmeta import Config, MetaTrainer
     >>> short = dict(outer_steps=1, inner_steps=1, meta_batch_size=1, eval_episodes=0, num_workers="0")
     >>> with contextlib.redirect_stdout(io.StringIO()):
     ...     result = MetaTrainer(Config(**short, output_dir=tempfile.mkdtemp())).train()
-    >>> result.outer_steps
-    1
+    >>> result  # doctest: +ELLIPSIS
+    Result(output_dir='...', outer_steps=1, log_history=[1 lines], held_out={0 episodes})
     """
 
     def __init__(
-        self, config: Config, signals: Signals | None = None, callbacks: Sequence[Callback] = ()
+        self,
+        config: Config,
+        signals: Signals | None = None,
+        callbacks: Sequence[Callback] = (),
+        *,
+        model: Any = None,
+        tokenizer: Any = None,
+        dataset: Any = None,
     ) -> None:
         self.config, self.signals, self.callbacks = config, signals, callbacks
+        self.model, self.tokenizer, self.dataset = model, tokenizer, dataset
 
     def __repr__(self) -> str:
         return f"MetaTrainer({self.config!r})"
@@ -52,7 +76,8 @@ class MetaTrainer:
         misbehaves, `PeerError` where another rank failed, and `Stopped` after a signal, with the state saved.
         Collective: world.
         """
-        with ExitStack() as closing:
+        level = getattr(self.config, "log_level", "info")
+        with restored_process(), terminal_log(level), ExitStack() as closing:
             return self._train(Launch.from_env(os.environ), closing)
 
     def _train(self, launch: Launch, closing: ExitStack) -> Result:
@@ -60,18 +85,20 @@ class MetaTrainer:
         warn_untested(launch.global_rank)
         world, notice = World(launch, pick_device(launch)), progress.notice
         closing.callback(world.close)
+        closing.callback(progress.close)
         with world.comm.raise_on_all("looking for trackers"):
             if config.tune is not None:
                 section_of(config)
             if world.comm.rank == 0:
                 check_installed(config)
+        config, rows = self._read_objects(world)
         cross = join(config, world.comm)
         config = world.run_on_first_rank_of_node(
             f"model_name_or_path={config.model_name_or_path} is being read",
             lambda: fitted(config, describe(config).hf_config),
             config.prepare_timeout,
         )
-        inputs = build.read_inputs(config, world, notice)
+        inputs = build.read_inputs(config, world, notice, given_tokenizer=self.tokenizer, rows=rows)
         plan = ranks = None
         if config.tune is not None:
             plan = build.plan_parallel(config, inputs, world, notice)
@@ -81,10 +108,10 @@ class MetaTrainer:
         if start.lock is not None:
             closing.callback(start.lock.close)
         for text in start.warnings:
-            notice(text)
+            notice(Warn(text))
         if start.finished:
             notice(f"{start.folder} holds this run, finished; its model is in {start.folder / 'model'}")
-            return Result(start.folder, config.outer_steps)
+            return read_result(start.folder, world.comm)
         plan = plan or build.plan_parallel(config, inputs, world, notice)
         ranks = ranks or world.split(plan.group_size, plan.engine == "deepspeed")
         parts = build.build(config, inputs, plan, ranks)
@@ -117,6 +144,46 @@ class MetaTrainer:
                     return finish(run)
                 finally:
                     run.callbacks.close(run)
+
+    def _read_objects(self, world: World) -> tuple[Config, list[Row] | None]:
+        """The settings with the names of the given objects, and the rows of the given data set.
+
+        Raises `UsageError`. Collective: world.
+        """
+        config, model, tokenizer, rows = self.config, self.model, self.tokenizer, None
+        with world.comm.raise_on_all("reading the arguments of MetaTrainer"):
+            refuse_first(
+                [
+                    (
+                        model is not None and not config.builtin_model,
+                        f"model_name_or_path={config.model_name_or_path} with model=: give one of them",
+                    ),
+                    (
+                        model is not None and tokenizer is None,
+                        f"model={type(model).__name__} has no tokenizer; give"
+                        " tokenizer=AutoTokenizer.from_pretrained(...)",
+                    ),
+                    (
+                        self.dataset is not None and config.dataset != Config().dataset,
+                        f"dataset={' '.join(config.dataset)} in the settings, and dataset=; give one of them",
+                    ),
+                ]
+            )
+            if tokenizer is not None:
+                check_given_tokenizer(tokenizer)
+            if self.dataset is not None:
+                rows = rows_in_memory(self.dataset, config)
+                config = replace(config, dataset=[IN_MEMORY])
+        if model is not None:
+            folder = world.run_on_first_rank_of_node(
+                "the model is being written to the cache", lambda: store_model(model), config.prepare_timeout
+            )
+            if len(set(world.comm.gather_bytes(Path(folder).name.encode()))) > 1:
+                raise UsageError(
+                    f"model={type(model).__name__} has other weights on some ranks; load the same on all"
+                )
+            config = replace(config, model_name_or_path=folder)
+        return config, rows
 
 
 def train(config: Config, signals: Signals | None = None) -> Result:

@@ -12,7 +12,7 @@ import json
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +26,8 @@ from fmmeta.checkpoint import model_card
 from fmmeta.checkpoint.hf_export import export
 from fmmeta.checkpoint.model_card import PLACEHOLDER, Content, code, escaped, public_name, python_code
 from fmmeta.common.errors import UsageError
-from fmmeta.common.progress import Progress
+from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import make_folders, printable, remove_empty
-from fmmeta.common.text import shortened
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.methods import scores_by_step, with_stored_rates
@@ -39,11 +38,9 @@ from fmmeta.meta.inner_optimizers import Rates
 from fmmeta.models.files import remembered, trained_with
 from fmmeta.tasks.batching import Episode, Example
 from fmmeta.tasks.data.encode import encode
-from fmmeta.tasks.data.rows import Row, Table, read_file, tabulate
+from fmmeta.tasks.data.rows import Examples, Table, read_file, rows_of, tabulate
 from fmmeta.tasks.data.splits import few
 
-Examples = Sequence[tuple[Any, Any] | Mapping[str, Any]]
-"""Pairs of text and class, or of input and output; or rows as a file has them."""
 FOLDS = 2  # at most; each costs an inner loop
 
 
@@ -90,9 +87,11 @@ def adapt(
     for one in trained_with([settings.model_source]):
         if shared := sorted(one.trained_names("class") & set(labels)):
             progress.notice(
-                f"{settings.support or 'support'}: {len(shared)} of {len(labels)} classes ({few(shared)})"
-                f" have names of classes that the model was trained on with dataset={one.dataset}; its"
-                " accuracy on them is not that on new classes"
+                Warn(
+                    f"{settings.support or 'support'}: {len(shared)} of {len(labels)} classes ({few(shared)})"
+                    f" have names of classes that the model was trained on with dataset={one.dataset}; its"
+                    " accuracy on them is not that on new classes"
+                )
             )
     with new_folder(settings.output_dir) as folder:
         adapted, rates = learn(settings, task, labels, progress)
@@ -114,7 +113,7 @@ def learn(
     """
     config = settings.run_config(n_way=len(labels) or 2)
     if message := settings.unusable_head(config):
-        progress.notice(message)
+        progress.notice(Warn(message))
     chooses = settings.early_stopping and config.inner_lr_schedule == "constant" and config.inner_steps > 0
     folds = leave_out(support, labels) if chooses else []
     config = replace(config, inner_steps=config.inner_steps * (2 if folds else 1))
@@ -139,8 +138,10 @@ def learn(
         )
     if passes[-1].loss > passes[0].loss:
         progress.notice(
-            f"inner_lr={config.inner_lr}: the loss on the support set rose from {passes[0].loss:.3g} to "
-            f"{passes[-1].loss:.3g}; lower --inner_lr"
+            Warn(
+                f"inner_lr={config.inner_lr}: the loss on the support set rose from {passes[0].loss:.3g} to "
+                f"{passes[-1].loss:.3g}; lower --inner_lr"
+            )
         )
     return AdaptedModel(labels, inner.steps, left_out, model), inner.rates
 
@@ -217,24 +218,6 @@ def read_task(
     return tabulate(
         name, rows, config, lambda text: notice(f"{name}: {text}"), one_task=True, unique=setting == "support"
     )
-
-
-def rows_of(setting: str, examples: Examples, config: Config) -> list[Row]:
-    """Examples as if they came from a file. Raises `UsageError`."""
-    columns = (config.text_column or "text", config.label_column or "label")
-    if config.task_type == "causal_lm":
-        columns = (config.input_column or "input", config.output_column or "output")
-    rows = []
-    for index, one in enumerate(examples):
-        if isinstance(one, (list, tuple)) and len(one) == 2:
-            one = dict(zip(columns, one, strict=True))
-        if not isinstance(one, Mapping):
-            raise UsageError(
-                f"{setting}[{index}]={shortened(one)} is no pair; give ({columns[0]}, {columns[1]}) or"
-                f" {{'{columns[0]}': ..., '{columns[1]}': ...}}"
-            )
-        rows.append(Row({str(name): value for name, value in one.items()}, f"{setting}[{index}]"))
-    return rows
 
 
 def encode_task(model: LoadedModel, table: Table, labels: Sequence[str]) -> list[Example]:

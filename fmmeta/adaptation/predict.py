@@ -28,7 +28,7 @@ from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.methods import generate
 from fmmeta.evaluation.results import open_output
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig
-from fmmeta.models.files import HEAD_FILE, base_model_name, cached_file, remembered
+from fmmeta.models.files import HEAD_FILE, base_model_name, cached_file, is_path, remembered
 from fmmeta.models.load import Description, describe, fitted, load_tokenizer
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch, ParallelPlan
@@ -122,13 +122,14 @@ class LoadedModel:
 class AdaptedModel:
     """A model that has learned one task.
 
-    labels: names of the classes, sorted; empty for causal_lm. inner_steps: steps that were taken. left_out:
-    accuracy on the examples that were left out to choose them, None if none were. predictions: answers to the
-    query set. output_dir: the folder that was written, if any. loaded: the model.
+    labels: names of the classes, sorted; empty for causal_lm. inner_steps: steps that were taken; None for a
+    model that was loaded from a folder. left_out: accuracy on the examples that were left out to choose them,
+    None if none were. predictions: answers to the query set. output_dir: the model's folder, if any. loaded:
+    the model.
     """
 
     labels: tuple[str, ...]
-    inner_steps: int
+    inner_steps: int | None
     left_out: float | None
     loaded: LoadedModel
     predictions: list[Answer] = field(default_factory=list)
@@ -208,7 +209,7 @@ KEYS = ("text", "sentence", "utterance", "input", "prompt", "question")
 
 def run(settings: PredictConfig) -> None:
     """`fmmeta predict`. Standard input is answered line by line, a file in batches."""
-    model, texts = load(settings), texts_of(settings)
+    model, texts = load(settings).loaded, texts_of(settings)
     size = 1 if settings.input == "-" else settings.micro_batch_size
     with open_output(settings.output) as file:
         while batch := list(islice(texts, size)):
@@ -216,8 +217,9 @@ def run(settings: PredictConfig) -> None:
                 print(one.line(), file=file, flush=True)
 
 
-def load(settings: PredictConfig) -> LoadedModel:
+def load(settings: PredictConfig) -> AdaptedModel:
     """Load a model with the classes that it has learned. Raises `UsageError`."""
+    refuse_no_model(settings.model_name_or_path)
     stored = remembered(settings.model_name_or_path)
     values = {name: getattr(settings, name) for name in SHARED_BY_PREDICT}
     values |= {
@@ -236,7 +238,22 @@ def load(settings: PredictConfig) -> LoadedModel:
                 " first (fmmeta adapt)"
             )
         config = replace(config, n_way=len(labels), head_init="learned")
-    return load_single_process(fitted(config, description.hf_config), Progress(enabled=False), labels)
+    loaded = load_single_process(fitted(config, description.hf_config), Progress(enabled=False), labels)
+    return AdaptedModel(labels, None, None, loaded, output_dir=settings.model_name_or_path)
+
+
+def refuse_no_model(name: str) -> None:
+    """Raise `UsageError` for a path without a model, naming what it lacks. A hub id is accepted."""
+    path = Path(name)
+    if not path.is_dir() and (path.exists() or is_path(name)):
+        raise UsageError(f"model_name_or_path={name} is no folder; give the one that fmmeta adapt wrote")
+    if path.is_dir() and not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
+        inside = path / "model"
+        advice = f"run fmmeta adapt on {inside}, and give" if inside.is_dir() else "give"
+        raise UsageError(
+            f"model_name_or_path={name} holds neither config.json nor adapter_config.json; {advice} the"
+            " folder that fmmeta adapt writes"
+        )
 
 
 def refuse_untrained_head(config: Config, description: Description, stored: dict[str, Any]) -> None:

@@ -3,25 +3,30 @@
 results = fmmeta.evaluate("runs/my-run/model", "data/intents.jsonl", method=["finetune", "prototype"])
 adapted = fmmeta.adapt("runs/my-run/model", [("where is my card", "card_arrival"), ...])
 adapted.predict(["has my card been sent?"])[0].output
+fmmeta.load("adapted/cards").predict(["has my card been sent?"])
 """
 
 import difflib
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 from fmmeta.adaptation import command as adapt_command
+from fmmeta.adaptation import predict as predict_command
 from fmmeta.adaptation.command import Examples
 from fmmeta.adaptation.predict import AdaptedModel
 from fmmeta.common.errors import UsageError
-from fmmeta.common.progress import Progress
+from fmmeta.common.processes import restored_process
+from fmmeta.common.progress import Progress, terminal_log
 from fmmeta.common.text import shortened
 from fmmeta.config.fields import of_type
 from fmmeta.config.renamed import refuse
 from fmmeta.evaluation import command as evaluate_command
 from fmmeta.evaluation.results import EvaluationResults
-from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig
+from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig, PredictConfig
+from fmmeta.parallel.layout import Launch
 
 Name = str | os.PathLike[str]
 T = TypeVar("T")
@@ -33,7 +38,8 @@ def evaluate(
     """Few-shot scores of a model on episodes of held-out tasks.
 
     model_name_or_path: HF folder, hub id, or "tiny". dataset: one or more files, folders, hub ids, "letters"
-    or "marks". quiet: False prints progress and tables. settings: the flags of `fmmeta evaluate`.
+    or "marks". quiet: False shows messages, progress and tables;
+    True passes messages to handlers of the logger "fmmeta" only. settings: the flags of `fmmeta evaluate`.
 
     Returns the content of results.json: `accuracy` (0 to 1) and `loss` (nats) of the first method and k_shot,
     each with half its 95 % interval over episodes (`ci95`, `loss_ci95`; NaN for one episode), `ece` (0 to 1),
@@ -45,12 +51,12 @@ def evaluate(
     >>> [(cell["method"], cell["k_shot"], len(cell["scores"])) for cell in results["cells"]]
     [('finetune', 1, 3), ('prototype', 1, 3)]
     """
-    return evaluate_command.evaluate(
-        settings_of(
-            EvaluateConfig, {"model_name_or_path": model_name_or_path, "dataset": dataset, **settings}
-        ),
-        progress=Progress(enabled=not quiet),
-    )
+    values = {"model_name_or_path": model_name_or_path, "dataset": dataset, **settings}
+    with restored_process(), nullcontext() if quiet else terminal_log():
+        first = Launch.from_env(os.environ).global_rank == 0
+        return evaluate_command.evaluate(
+            settings_of(EvaluateConfig, values), progress=Progress(enabled=first, quiet=quiet)
+        )
 
 
 def adapt(
@@ -66,8 +72,8 @@ def adapt(
 
     model_name_or_path: HF folder, hub id, or "tiny". support: a file, or pairs of text and class (input and
     output for task_type="causal_lm"), or rows as dictionaries. query: examples to answer and score, likewise.
-    output_dir: folder for the adapted model, which must be empty; None writes nothing. quiet: False prints
-    progress. settings: the flags of `fmmeta adapt`. Raises `UsageError`.
+    output_dir: folder for the adapted model, which must be empty; None writes nothing. quiet: as for
+    `evaluate`. settings: the flags of `fmmeta adapt`. Raises `UsageError`.
 
     >>> import fmmeta
     >>> pairs = [("red", "colour"), ("blue", "colour"), ("one", "number"), ("two", "number")]
@@ -81,7 +87,27 @@ def adapt(
     if "support" in files and not support:
         raise UsageError(f"support={shortened(support)} names no file; give one, or pairs of text and class")
     values = {"model_name_or_path": model_name_or_path, "output_dir": output_dir or "", **files, **settings}
-    return adapt_command.adapt(settings_of(AdaptConfig, values), Progress(enabled=not quiet), **examples)
+    with restored_process(), nullcontext() if quiet else terminal_log():
+        return adapt_command.adapt(
+            settings_of(AdaptConfig, values), Progress(enabled=True, quiet=quiet), **examples
+        )
+
+
+def load(folder: Name, **settings: Any) -> AdaptedModel:
+    """Load a model that `fmmeta.adapt` or `fmmeta adapt` has written, in one process.
+
+    folder: output_dir of `adapt`, a hub id of such a folder, or any trained classifier or language model.
+    settings: the flags of `fmmeta predict` about the model. Raises `UsageError`.
+
+    >>> import fmmeta, tempfile
+    >>> pairs = [("red", "colour"), ("blue", "colour"), ("one", "number"), ("two", "number")]
+    >>> folder = tempfile.mkdtemp()
+    >>> adapted = fmmeta.adapt("tiny", pairs, output_dir=folder, inner_steps=5)
+    >>> fmmeta.load(folder).labels, fmmeta.load(folder).predict(["red"]) == adapted.predict(["red"])
+    (('colour', 'number'), True)
+    """
+    with restored_process():
+        return predict_command.load(settings_of(PredictConfig, {"model_name_or_path": folder, **settings}))
 
 
 def listed(name: str, examples: Any) -> Examples:

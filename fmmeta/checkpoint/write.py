@@ -37,6 +37,7 @@ from torch import Tensor
 from fmmeta.checkpoint.read import MANIFEST, STATE, TABLES, Entry, list_complete
 from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import host_bytes
+from fmmeta.common.progress import Warn
 from fmmeta.common.security import sync
 from fmmeta.common.text import to_json
 from fmmeta.config.settings import Config
@@ -293,7 +294,7 @@ class Saver:
         failure = self.failure or f"{folder} could not be written"
         if last or self.failed >= self.config.max_failed_saves:
             raise UsageError(f"{failure}; {self.failed} in a row, {newest}")
-        self.notice(f"{failure}; training continues, {newest}")
+        self.notice(Warn(f"{failure}; training continues, {newest}"))
 
     def _write(
         self,

@@ -1,9 +1,16 @@
-"""This process: the host memory that it may still allocate, and its end with the process that started it."""
+"""This process: the host memory that it may still allocate, its end with the process that started it, and the
+state of other libraries that a run changes.
+"""
 
 import ctypes
+import logging
+import os
 import resource
 import signal
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -56,3 +63,40 @@ def end_with_parent() -> None:
     with suppress(AttributeError):
         # PR_SET_PDEATHSIG; forked processes do not inherit it
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+_undo: list[Callable[[], object]] = []
+"""Calls that restore other libraries, in the order of the changes."""
+
+
+@contextmanager
+def restored_process() -> Iterator[None]:
+    """Restore environment variables, warning filters and the verbosity of other libraries after the block."""
+    environment, done = dict(os.environ), len(_undo)
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        while len(_undo) > done:
+            _undo.pop()()
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+        os.environ.update(
+            {name: value for name, value in environment.items() if os.environ.get(name) != value}
+        )
+
+
+def quiet_logger(name: str) -> None:
+    """Let a logger of another library pass errors only, until `restored_process` ends."""
+    logger = logging.getLogger(name)
+    _undo.append(partial(logger.setLevel, logger.level))
+    logger.setLevel(logging.ERROR)
+
+
+def hide_download_bars() -> None:
+    """Hide the progress bars of transformers and the hub, until `restored_process` ends."""
+    from transformers.utils import logging as transformers_log
+
+    if transformers_log.is_progress_bar_enabled():
+        _undo.append(transformers_log.enable_progress_bar)
+        transformers_log.disable_progress_bar()

@@ -1,45 +1,150 @@
-"""Terminal output of a run: log messages, a progress line with the time left, and tables."""
+"""Log messages, progress bars and tables of a run.
 
+Messages are records of `logging.getLogger("fmmeta")`: an application that has configured logging gets them in
+its own handlers; otherwise `terminal_log` prints them. Bars and tables are printed.
+"""
+
+import logging
+import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from fmmeta.common.security import printable
 
+LOGGER = logging.getLogger("fmmeta")
+LOGGER.addHandler(logging.NullHandler())  # without any handler, logging would print warnings by itself
 
-class Progress:
-    """Prints if `enabled`: on rank 0, unless the caller wants no output.
 
-    On a terminal the progress line is redrawn; elsewhere a line is printed every few seconds.
+class Warn(str):
+    """A line that `Progress.notice` logs as a warning."""
+
+
+class TerminalHandler(logging.Handler):
+    """Prints records as `fmmeta: text` on standard output, above open progress bars.
+
+    Errors, and records with `extra=STDERR`, are printed on standard error.
     """
 
-    def __init__(self, enabled: bool, every_s: float = 5.0) -> None:
-        self.enabled, self.is_terminal = enabled, sys.stdout.isatty()
-        self.every_s = 0.2 if self.is_terminal else every_s
+    def emit(self, record: logging.LogRecord) -> None:
+        stream = sys.stderr if record.levelno >= logging.ERROR or hasattr(record, "stderr") else sys.stdout
+        text, tqdm = f"fmmeta: {self.format(record)}", sys.modules.get("tqdm")
+        try:
+            if tqdm is not None:
+                tqdm.tqdm.write(text, file=stream)
+            else:
+                print(text, file=stream)
+            stream.flush()
+        except BrokenPipeError:
+            raise  # the command line handles it
+        except Exception:
+            self.handleError(record)
+
+
+STDERR = {"stderr": True}
+"""`extra` of records that a rank other than rank 0 logs, or that must not be mixed with output."""
+
+
+@contextmanager
+def terminal_log(level: str = "info") -> Iterator[None]:
+    """Print messages of at least `level` inside the block, unless the application handles them."""
+    logger: logging.Logger | None = LOGGER
+    while logger is not None:
+        if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+            yield
+            return
+        logger = logger.parent if logger.propagate else None
+    handler, before = TerminalHandler(), (LOGGER.level, LOGGER.propagate)
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(level.upper())
+    LOGGER.propagate = False  # a library may add a handler to the root logger meanwhile
+    try:
+        yield
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(before[0])
+        LOGGER.propagate = before[1]
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+class Progress:
+    """Logs and shows if `enabled`: on rank 0. quiet: messages are logged, but no bars or tables are shown.
+
+    On a terminal and in a notebook progress is a bar of tqdm; elsewhere a line is printed every few seconds.
+    """
+
+    def __init__(self, enabled: bool, every_s: float = 5.0, quiet: bool = False) -> None:
+        self.enabled, self.shows = enabled, enabled and not quiet
+        has_size = shutil.get_terminal_size((0, 0)).columns > 0  # bars need a width
+        self.has_bars = self.shows and ((sys.stdout.isatty() and has_size) or in_notebook())
+        self.every_s = 0.2 if self.has_bars else every_s
         self.printed_at = float("-inf")
         self.began: dict[str, float] = {}
-        self.open_line = False  # whether the progress line is still to be ended
+        self.bars: dict[str, Any] = {}  # open bars of tqdm, the outermost first
 
     def notice(self, *lines: str) -> None:
         """Log lines; control characters, which names from data may contain, are escaped."""
         if self.enabled:
-            self._print("fmmeta: " + "\n".join(map(printable, lines)))
+            level = logging.WARNING if any(isinstance(line, Warn) for line in lines) else logging.INFO
+            LOGGER.log(level, "%s", "\n".join(map(printable, lines)))
 
     def line(self, what: str, done: int, total: int, text: str = "", first: int = 0) -> None:
         """Show `done` of `total`. first: done before this process began, for the time left."""
-        if not self.enabled or (done == 0 and not self.is_terminal):
+        if not self.shows or (done == 0 and not self.has_bars):
             return
         now = time.monotonic()
         began = self.began.setdefault(what, now)
         if first + 1 < done < total and now - self.printed_at < self.every_s:
             return
         self.printed_at = now
+        if self.has_bars:
+            self._show_bar(what, done, total, text, first)
+            return
         elapsed, steps = now - began, done - first
         shown = f"{what} {done}/{total}{'  ' + text if text else ''}"
         if elapsed > 0 and steps > 0 and done < total:
             shown += f"  {clock(elapsed / steps * (total - done))} left"
-        self.open_line = self.is_terminal and done < total
-        print("\r\x1b[K" * self.is_terminal + shown, end="" if self.open_line else "\n", flush=True)
+        print(shown, flush=True)
+
+    def _show_bar(self, what: str, done: int, total: int, text: str, first: int) -> None:
+        """Show a bar below those that were open when it began; bars below it end."""
+        from tqdm.auto import tqdm
+
+        if what in self.bars:
+            self._close_bars(after=what)
+        else:
+            self._close_bars(after=next(iter(self.bars), ""))  # at most two: an outer step and an evaluation
+            self.bars[what] = tqdm(
+                total=total, desc=what, initial=first, file=sys.stdout, dynamic_ncols=True, mininterval=0
+            )
+        bar = self.bars[what]
+        bar.n = done
+        bar.set_postfix_str(text, refresh=False)
+        bar.refresh()
+        if done >= total:
+            self._close_bars(after="")
+
+    def _close_bars(self, after: str) -> None:
+        """Close the bars that began after the bar `after`; all bars if there is none of that name.
+
+        A bar that is not complete is erased.
+        """
+        names = list(self.bars)
+        for name in names[names.index(after) + 1 if after in names else 0 :][::-1]:
+            bar = self.bars.pop(name)
+            bar.leave = bar.n >= bar.total
+            bar.close()
+
+    def close(self) -> None:
+        """Close open bars."""
+        self._close_bars(after="")
 
     def start(self, what: str) -> None:
         """Start the clock of the time left."""
@@ -47,20 +152,14 @@ class Progress:
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table; the first column is aligned to the left, the others to the right."""
-        if not self.enabled:
+        if not self.shows:
             return
+        self.close()
         cells = [[printable(cell) for cell in row] for row in (header, *rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
         rule = "-" * len(lines[0])
-        self._print("\n".join(["", printable(title), rule, lines[0], rule, *lines[1:], rule]))
-
-    def _print(self, text: str) -> None:
-        """Print lines, after the end of an open progress line."""
-        if self.open_line:
-            print(flush=True)
-            self.open_line = False
-        print(text, flush=True)
+        print("\n".join(["", printable(title), rule, lines[0], rule, *lines[1:], rule]), flush=True)
 
 
 def clock(seconds: float) -> str:

@@ -2,7 +2,8 @@
 
 No other module compares an algorithm's name: all read the fields of `find(name)`. A spec is in the file of
 its rule and is imported when a Config names it, so that this module needs no torch and a new algorithm is one
-file: `--algorithm my_module:spec`.
+file: `--algorithm my_module:spec`. A package that is installed may name its specs as entry points of the
+group `fmmeta.algorithms`: `--algorithm NAME`.
 
 The outer optimizers are optimizers of torch that act element by element, so that they work on shards.
 """
@@ -10,10 +11,12 @@ The outer optimizers are optimizers of torch that act element by element, so tha
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.security import import_named
+from fmmeta.common.security import import_named, one_line
 from fmmeta.common.text import nearest
 
 
@@ -77,16 +80,39 @@ BUILT_IN = {
 """Name -> module:spec."""
 
 
+PLUG_INS = "fmmeta.algorithms"
+"""Group of entry points: installed packages name their specs there."""
+
+
+@cache
+def installed() -> dict[str, EntryPoint]:
+    """Entry points of installed packages, by name; built-in names come first."""
+    return {one.name: one for one in entry_points(group=PLUG_INS) if one.name not in BUILT_IN}
+
+
 def find(name: str) -> AlgorithmSpec:
-    """The spec of a built-in name or of `module:spec`. Raises `UsageError` in one line."""
+    """The spec of a built-in name, of an installed package's entry point, or of `module:spec`.
+
+    Raises `UsageError` in one line.
+    """
     if name in BUILT_IN:
         return pkgutil.resolve_name(BUILT_IN[name])
-    if ":" not in name:
+    if ":" in name:
+        found = import_named("algorithm", name, "an AlgorithmSpec")
+    elif name in installed():
+        try:
+            found = installed()[name].load()
+        except Exception as error:  # importing runs the package's code, which may raise anything
+            raise UsageError(
+                f"algorithm={name} cannot be imported from {installed()[name].value} ({one_line(error)});"
+                " correct or remove the package that installs it"
+            ) from None
+    else:
+        names = (*BUILT_IN, *installed())
         raise UsageError(
-            f"algorithm={name} is unknown{nearest(name, BUILT_IN)}; use {', '.join(BUILT_IN)}, or module:spec"
-            " of another"
+            f"algorithm={name} is unknown{nearest(name, names)}; use {', '.join(names)}, or module:spec of"
+            " another"
         )
-    found = import_named("algorithm", name, "an AlgorithmSpec")
     if not isinstance(found, AlgorithmSpec):
         raise UsageError(
             f"algorithm={name} is a {type(found).__name__} and no AlgorithmSpec; name one"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.progress import Progress
+from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import one_line
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.methods import (
@@ -171,7 +171,7 @@ def plan_evaluation(
     if most > config.most_classes:
         config = settings.run_config(n_way_max=most, **values)
     if message := settings.unusable_head(config):
-        notice(message)
+        notice(Warn(message))
     return config, inputs, chosen
 
 
@@ -230,7 +230,7 @@ def drop_unreadable(
     message = f"{bad} of {total} {k_shot}-shot episodes failed to load; the first: {errors[min(errors)]}"
     if bad == total or bad > config.max_bad_fraction * max(total, LEAST_SEEN):
         raise UsageError(f"max_bad_fraction={config.max_bad_fraction}: {message}")
-    notice(f"{message}; left out")
+    notice(Warn(f"{message}; left out"))
     return replace(episodes, tasks=[one for index, one in enumerate(episodes.tasks) if index not in errors])
 
 

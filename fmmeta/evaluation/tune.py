@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from fmmeta.common.errors import Stopped, UsageError
-from fmmeta.common.progress import Progress
+from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import make_folders
 from fmmeta.common.text import any_of, nearest, shortened
 from fmmeta.config.fields import refuse_first
@@ -81,7 +81,7 @@ def tune(
             stored = tuning.store_unfinished(target) if launch.global_rank == 0 else ""
             if isinstance(error, Stopped):
                 raise Stopped(f"stopped by {error} after {stored}") from None
-            progress.notice(f"failed after {stored}")
+            progress.notice(Warn(f"failed after {stored}"))
             raise
         tried = tuning.ranked()
         refuse_divergence(settings, tried)

@@ -3,12 +3,16 @@
 Without a network no call waits for the hub.
 """
 
+import hashlib
 import json
+import shutil
+import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from huggingface_hub.constants import HF_HOME
 from safetensors import SafetensorError
 
 from fmmeta.common.errors import UsageError
@@ -138,6 +142,81 @@ def adapter_folder(model_name_or_path: str) -> Path:
             " adapters to safetensors"
         )
     return Path(str(paths[0])).parent
+
+
+def store_model(model: Any) -> str:
+    """Write a model of transformers to the cache, once for its content; return the folder.
+
+    Raises `UsageError` for a model that cannot be meta-trained or written.
+    """
+    check_given_model(model)
+    folder = Path(HF_HOME) / "fmmeta" / "models" / model_digest(model)
+    if folder.is_dir():
+        return str(folder)
+    temporary = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        model.save_pretrained(temporary)
+        with suppress(FileExistsError):
+            temporary.rename(folder)
+    except OSError as error:
+        raise UsageError(
+            f"{temporary} cannot be written ({error}); set HF_HOME to a folder with room"
+        ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return str(folder)
+
+
+def check_given_model(model: Any) -> None:
+    """Raise `UsageError` for an object that is no model of transformers with full-precision weights."""
+    from transformers import PreTrainedModel
+
+    name = f"model={type(model).__name__}"
+    if not isinstance(model, PreTrainedModel):
+        raise UsageError(
+            f"{name} is no PreTrainedModel of transformers; give the model itself, before a wrapper of"
+            " DeepSpeed, accelerate or torch, and adapters by Config(lora_r=...)"
+        )
+    parameters = list(model.parameters())
+    quantised = getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None)
+    for refused, why in (
+        (quantised, "is quantised, and its weights cannot be trained; give the full one"),
+        (
+            any(hasattr(one, "ds_id") for one in parameters),
+            "is already sharded by DeepSpeed; load it without a DeepSpeed configuration",
+        ),
+        (any(one.is_meta for one in parameters), "has no weights (device meta); load them first"),
+        (
+            getattr(model, "_hf_peft_config_loaded", False),
+            "has adapters; give the model without them, and Config(lora_r=...)",
+        ),
+    ):
+        if refused:
+            raise UsageError(f"{name} {why}")
+
+
+def check_given_tokenizer(tokenizer: Any) -> None:
+    """Raise `UsageError` for an object that is no tokenizer of transformers."""
+    from transformers import PreTrainedTokenizerBase
+
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise UsageError(
+            f"tokenizer={type(tokenizer).__name__} is no tokenizer of transformers; give one, such as"
+            " PreTrainedTokenizerFast(tokenizer_object=...)"
+        )
+
+
+def model_digest(model: Any) -> str:
+    """A digest of a model's class, configuration and weights."""
+    import torch
+
+    config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+    facts = [type(model).__name__, config]
+    seen = hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode())
+    for name, tensor in model.state_dict().items():
+        seen.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        seen.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return seen.hexdigest()[:32]
 
 
 def trained_with(models: Sequence[str]) -> list[UsedSplits]:

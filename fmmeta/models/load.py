@@ -3,6 +3,7 @@
 Weights come from safetensors, never from pickles.
 """
 
+import copy
 import inspect
 import math
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from torch import nn
 from torch.utils import swap_tensors
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.processes import hide_download_bars, quiet_logger
+from fmmeta.common.progress import Warn
 from fmmeta.common.security import one_line
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
@@ -116,10 +119,9 @@ class Description:
 def describe(config: Config) -> Description:
     """Read and check a model's configuration. Raises `UsageError` for models that cannot be meta-trained."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()  # one per rank and file otherwise
-    logging.set_verbosity_error()
+    hide_download_bars()  # one per rank and file otherwise
+    quiet_logger("transformers")
     if config.lora_r:
         import_peft(config)
     if config.model_revision and (
@@ -223,18 +225,26 @@ def resolve_pooling(config: Config) -> str:
     )
 
 
-def load_tokenizer(config: Config, description: Description, notice: Callable[[str], None]) -> Any:
-    """The checkpoint's tokenizer; bytes for the built-in model and for checkpoints without a tokenizer.
+def load_tokenizer(
+    config: Config, description: Description, notice: Callable[[str], None], given: Any = None
+) -> Any:
+    """The `given` tokenizer, else the checkpoint's; bytes for the built-in model and for checkpoints without
+    a tokenizer.
 
     Its padding token becomes the model's: sequence classifiers and RoBERTa look for it among the ids.
     """
     name, hf_config = config.model_source, description.hf_config
     if config.max_length < DEFAULT_LENGTH and config.max_length == max_positions(hf_config):
         notice(f"max_length {config.max_length}: {name} has no more positions")
-    tokenizer = read_tokenizer(config)
+    tokenizer = read_tokenizer(config) if given is None else copy.deepcopy(given)
+    if given is not None and len(tokenizer) > hf_config.vocab_size:
+        raise UsageError(
+            f"tokenizer={type(given).__name__} has {len(tokenizer)} tokens, and the model"
+            f" vocab_size={hf_config.vocab_size}; call model.resize_token_embeddings(len(tokenizer))"
+        )
     if tokenizer is None:
         if not config.builtin_model:
-            notice(f"{name} has no tokenizer: texts are read as bytes")
+            notice(Warn(f"{name} has no tokenizer: texts are read as bytes"))
         tokenizer = byte_tokenizer()
         if hf_config.vocab_size < len(tokenizer):
             raise UsageError(

@@ -13,7 +13,6 @@ leave (elastic/communicator.py). `all_groups` contains all processes of all grou
 
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.progress import LOGGER, STDERR
 from fmmeta.parallel import network
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.layout import Launch, Layout, Nodes
@@ -133,7 +133,7 @@ class World:
     def _log_on_second_rank(self, text: str) -> None:
         """Log a line on one waiting rank of each node."""
         if self.nodes.is_second(self.launch.global_rank):
-            print(f"fmmeta: {text}", file=sys.stderr, flush=True)
+            LOGGER.warning("%s", text, extra=STDERR)
 
     def split(self, group_size: int, default_group: bool = True) -> ProcessGroups:
         """Make groups of `group_size`; with `default_group` each becomes the default world of its processes.

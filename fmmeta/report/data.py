@@ -72,18 +72,24 @@ def parse_line(text: str) -> Line | None:
         return None
 
 
+def read_lines(folder: Path) -> list[Line]:
+    """The complete lines of metrics.jsonl; empty where there is none."""
+    file = folder / "metrics.jsonl"
+    texts = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ()
+    return [line for text in texts if (line := parse_line(text))]
+
+
 def read(folder: Path) -> Facts:
     """Read a run's folder; of two lines of one kind for a step the last counts.
 
     Raises `UsageError` where the folder holds no run.
     """
-    run, file = read_run(folder), folder / "metrics.jsonl"
+    run = read_run(folder)
     if run is None:
         raise UsageError(f"output_dir={folder} holds no run.json; give the folder of a run")
     found: dict[tuple[int, bool], Line] = {}
-    for text in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
-        if line := parse_line(text):
-            found[line["step"], "valid_loss" in line] = line
+    for line in read_lines(folder):
+        found[line["step"], "valid_loss" in line] = line
     lines = [found[key] for key in sorted(found)]
     steps, valid = ([line for line in lines if key in line] for key in ("query_loss", "valid_loss"))
     return Facts(folder, run, steps, valid)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.progress import Warn
 from fmmeta.common.security import redact
 from fmmeta.common.text import render
 from fmmeta.config.settings import setting
@@ -48,9 +49,8 @@ def write_or_log(folder: Path, notice: Callable[[str], None]) -> None:
     try:
         write(folder)
     except Exception as error:
-        notice(
-            f"{folder / NAME} could not be written ({type(error).__name__}: {error}); the run is not affected"
-        )
+        why = f"({type(error).__name__}: {error}); the run is not affected"
+        notice(Warn(f"{folder / NAME} could not be written {why}"))
 
 
 def page(facts: Facts, written: str) -> str:

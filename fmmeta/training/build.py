@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.progress import Warn
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import setup as rules
@@ -47,6 +48,7 @@ from fmmeta.reliability.checks import check_replicas
 from fmmeta.tasks.augment import Transforms
 from fmmeta.tasks.batching import Batcher, pack
 from fmmeta.tasks.data.encode import make_prompt
+from fmmeta.tasks.data.rows import Row
 from fmmeta.tasks.data.splits import UsedSplits
 from fmmeta.tasks.loader import LoadEpisode, Prompted
 from fmmeta.tasks.schedule.meta_batches import Schedule
@@ -90,10 +92,18 @@ class RunInputs:
         return ParallelPlan.of(config, self.deepspeed, group_size, device_type, self.layer_costs, reason)
 
 
-def read_inputs(config: Config, world: World, notice: Notice, models: Sequence[str] = ()) -> RunInputs:
+def read_inputs(
+    config: Config,
+    world: World,
+    notice: Notice,
+    models: Sequence[str] = (),
+    given_tokenizer: Any = None,
+    rows: Sequence[Row] | None = None,
+) -> RunInputs:
     """Read and check everything but the weights. Collective: world.
 
-    models: those whose training splits count (default: that of `config`).
+    models: those whose training splits count (default: that of `config`). given_tokenizer: instead of the
+    checkpoint's. rows: of a data set that was given in Python.
     """
     tensor_ranks = config.tensor_parallel_size
     with world.comm.raise_on_all("reading settings"):
@@ -104,12 +114,12 @@ def read_inputs(config: Config, world: World, notice: Notice, models: Sequence[s
         description = describe(config)
         if tensor_ranks > 1:
             tensor_parallel_block(description.hf_config, tensor_ranks)
-        tokenizer = load_tokenizer(config, description, notice)
+        tokenizer = load_tokenizer(config, description, notice, given_tokenizer)
         if config.task_type == "causal_lm":  # refuse what the tokenizer cannot do before any data are read
             make_prompt(config.prompt_template, tokenizer)
         trained = trained_with(models or [config.model_source])
         # encoding sets the truncation of a tokenizer; export needs it as it was
-        sources = load_sources(config, copy.deepcopy(tokenizer), notice, trained)
+        sources = load_sources(config, copy.deepcopy(tokenizer), notice, trained, rows)
         return replace(description, classes=len(sources.train.classes)), tokenizer, sources, trained
 
     names = " ".join(config.dataset)
@@ -183,7 +193,7 @@ def plan_parallel(config: Config, inputs: RunInputs, world: World, notice: Notic
         )
     log_layout(config, inputs, plan, world, sizes_at(1).params, notice)
     for text in filter(None, [*world.warnings, warned]):
-        notice(text)
+        notice(Warn(text))
     return plan
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.progress import Warn
 from fmmeta.report import page
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class CallbackList:
             try:
                 callback.close(run)
             except Exception as error:
-                run.progress.notice(f"{failure_of(callback, 'close', error)}; the run is not affected")
+                run.progress.notice(Warn(f"{failure_of(callback, 'close', error)}; the run is not affected"))
 
     def _call(self, hook: str, run: "Run", *arguments: Any) -> None:
         for callback in self.built_in:

@@ -10,13 +10,13 @@ import copy
 import itertools
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from fmmeta.common.errors import PeerError, UsageError
+from fmmeta.common.progress import LOGGER, STDERR, Warn
 from fmmeta.config.settings import Config
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.tasks.batching import Episode
@@ -136,7 +136,7 @@ class EpisodeReader:
             )
         self.counts["bad"] += len(found)
         for error in found:
-            self.notice(f"left out: task {error['task']}: {error['error']}")
+            self.notice(Warn(f"left out: task {error['task']}: {error['error']}"))
         seen, bad = self.counts["seen"], self.counts["bad"]
         if bad > self.config.max_bad_fraction * max(seen, LEAST_SEEN):
             raise UsageError(
@@ -212,5 +212,5 @@ class TrainingEpisodes(EpisodeReader):
             share = 100 * (self.loader.load_s - self.loader.warm[0]) / (step_seconds - self.loader.warm[1])
             self.notice(f"num_workers=auto: {chosen} (loading takes {share:.2g} % of an outer step)")
         for text in self.loader.warnings:
-            print(f"fmmeta: rank {self.layout.launch.global_rank}: {text}", file=sys.stderr, flush=True)
+            LOGGER.warning("rank %d: %s", self.layout.launch.global_rank, text, extra=STDERR)
         self.loader.warnings.clear()

@@ -2,9 +2,10 @@
 table, close run.json.
 """
 
+import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,38 +34,98 @@ from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop
 from fmmeta.meta.parameters import MetaParameters
 from fmmeta.metrics.scores import Interval, format_interval, mean_ci95
 from fmmeta.models.load import Description
+from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.workers.full_model import FullModelWorker
-from fmmeta.report.data import AFTER, BEFORE, FROM_START
+from fmmeta.report.data import AFTER, BEFORE, FROM_START, read, read_lines
 from fmmeta.tasks.sources.base import TaskSource
 from fmmeta.tasks.sources.load import Sources
 from fmmeta.training.loop import Run
 from fmmeta.training.validation import TEST, VALID, HeldOut, HeldOutScore, per_stratum
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
-    """What `MetaTrainer.train` returns on every rank. Accuracies are means over the held-out episodes."""
+    """What `MetaTrainer.train` returns on every rank.
+
+    before, after, after_from_start: mean accuracies on the held-out episodes, between 0 and 1: before and
+    after adaptation of the meta-trained model, and after adaptation of the initial weights. log_history: the
+    lines of metrics.jsonl. held_out: the table on held-out tasks, empty without them:
+
+        rows         [{"name", "accuracy", "ci95", "loss", "loss_ci95"}, ...], the paired gain last
+        per_stratum  [{"stratum", "after_from_start", "after"}, ...], mean accuracies
+        episodes     number of episodes
+    """
 
     output_dir: Path
     outer_steps: int
     before: float | None = None
     after: float | None = None
     after_from_start: float | None = None
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    held_out: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        accuracies = "".join(
+            f", {name}={value:.4f}"
+            for name in ("before", "after_from_start", "after")
+            if (value := getattr(self, name)) is not None
+        )
+        episodes = self.held_out.get("episodes", 0)
+        return (
+            f"Result(output_dir={str(self.output_dir)!r}, outer_steps={self.outer_steps}{accuracies},"
+            f" log_history=[{len(self.log_history)} lines], held_out={{{episodes} episodes}})"
+        )
+
+
+def read_result(folder: Path, comm: Communicator) -> Result:
+    """The result of a finished run from its files, which rank 0 reads. Collective: comm (world)."""
+    found: dict[str, Any] = {}
+    with comm.raise_on_all("reading the result"):
+        if comm.rank == 0:
+            facts = read(folder)
+            found = {
+                "steps": facts.settings["outer_steps"],
+                "lines": read_lines(folder),
+                "facts": facts.held_out,
+            }
+    found = json.loads(comm.gather_bytes(json.dumps(found).encode())[0])
+    held_out = held_out_table(found["facts"])
+    means = {row["name"]: row["accuracy"] for row in held_out.get("rows", ())}
+    before, after, from_start = (means.get(name) for name in (BEFORE, AFTER, FROM_START))
+    return Result(folder, found["steps"], before, after, from_start, found["lines"], held_out)
+
+
+def held_out_table(facts: dict[str, Any]) -> dict[str, Any]:
+    """`Result.held_out` from the entry of run.json; numbers that are not finite are NaN."""
+    if "episodes" not in facts:
+        return {}
+    rows = []
+    for name in filter(facts.get, (BEFORE, FROM_START, AFTER, "gain")):
+        (accuracy, ci95), (loss, loss_ci95) = facts[name]["accuracy"], facts[name]["loss"]
+        row = {"accuracy": accuracy, "ci95": ci95, "loss": loss, "loss_ci95": loss_ci95}
+        rows.append({"name": name, **{key: math.nan if one is None else one for key, one in row.items()}})
+    starts = facts.get("per_stratum_at_start", {})
+    strata = [
+        {"stratum": name, "after_from_start": starts.get(name), "after": after}
+        for name, after in facts.get("per_stratum", {}).items()
+    ]
+    return {"rows": rows, "per_stratum": strata, "episodes": facts["episodes"]}
 
 
 def finish(run: Run) -> Result:
     """Export, evaluate, show, close run.json; then `on_train_end`. Collective: world."""
     result = Result(run.folder, run.state.outer_step)
     if run.controller.writes:
-        _finish(run, result)
+        _finish(run)
+        result = read_result(run.folder, run.ranks.world)
     else:
         run.progress.notice("another group writes the model")
     run.callbacks.on_train_end(run)
     return result
 
 
-def _finish(run: Run, result: Result) -> None:
-    """Fill the accuracies of `result`. Collective: world."""
+def _finish(run: Run) -> None:
+    """Collective: world."""
     config, state, test = run.config, run.state, run.inputs.sources.test
     if config.save_steps and run.trains:
         run.save(last=True)
@@ -102,7 +163,6 @@ def _finish(run: Run, result: Result) -> None:
             run.raise_if_stopped,
         )
         show(gains, config, run.progress.table)
-        result.before, result.after, result.after_from_start = gains.accuracies.values()
         run.callbacks.on_log(run, {"step": state.outer_step, "held_out_accuracy": gains.accuracies})
     profile = run.profiler.show(run.progress.table)
     with run.ranks.world.raise_on_all("closing the run"):

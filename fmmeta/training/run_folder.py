@@ -22,6 +22,7 @@ from typing import Any
 
 from fmmeta import checkpoint
 from fmmeta.common.errors import UsageError
+from fmmeta.common.progress import LOGGER
 from fmmeta.common.security import make_folders, publish, redact, remove_empty
 from fmmeta.common.text import as_stored, to_json
 from fmmeta.config import recipes
@@ -293,7 +294,7 @@ def lock_folder(folder: Path, timeout_s: float = 120.0, quiet: bool = False) -> 
             raise UsageError(f"{in_use}; wait for it, or choose another")
         if not quiet:
             quiet = True
-            print(f"fmmeta: {in_use}; waiting for {timeout_s:g} s at most", flush=True)
+            LOGGER.warning("%s; waiting for %g s at most", in_use, timeout_s)
         time.sleep(0.2)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}")

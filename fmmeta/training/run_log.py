@@ -1,7 +1,6 @@
 """The numbers of a run: sums of an outer step over all groups, lines of metrics.jsonl, terminal output."""
 
 import math
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fmmeta.common.progress import LOGGER, STDERR, Warn
 from fmmeta.common.security import redact
 from fmmeta.common.text import to_json
 from fmmeta.config.algorithms import find
@@ -143,7 +143,7 @@ class RunLogger(Callback):
         run.progress.line("outer step", step, config.outer_steps, text, self.first)
         if not self.warned and (warning := find(config.algorithm).warning(config, values)):
             self.warned = True
-            run.progress.notice(warning)
+            run.progress.notice(Warn(warning))
 
     def on_evaluate(self, run: "Run", metrics: dict[str, float]) -> None:
         self._log(run, {"step": run.state.outer_step, **metrics})
@@ -192,10 +192,10 @@ class Metrics:
             self.failed = False
         except OSError as error:
             if not self.failed:
-                print(
-                    f"fmmeta: {self.file} cannot be written ({error.strerror}); its lines are lost until it"
-                    " can",
-                    file=sys.stderr,
-                    flush=True,
+                LOGGER.warning(
+                    "%s cannot be written (%s); its lines are lost until it can",
+                    self.file,
+                    error.strerror,
+                    extra=STDERR,
                 )
             self.failed = True

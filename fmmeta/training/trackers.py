@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.progress import Warn
 from fmmeta.common.security import redact
 from fmmeta.config.settings import TRACKERS, Config
 from fmmeta.training.callbacks import Callback
@@ -78,7 +79,7 @@ class Trackers(Callback):
                 if not outer_step:
                     self.close()
                     raise UsageError(f"report_to={name} {text}; correct that, or leave it out") from error
-                self.notice(f"{name} {text}; the run continues without it")
+                self.notice(Warn(f"{name} {text}; the run continues without it"))
         if names:
             (folder / FILE).write_text(json.dumps(known) + "\n", encoding="utf-8")
 
@@ -100,10 +101,8 @@ class Trackers(Callback):
                 getattr(tracker, method)(*arguments, **named)
             except Exception as error:
                 del self.running[name]
-                self.notice(
-                    f"{name} failed ({describe_error(error)}); the run continues without it, metrics.jsonl"
-                    " has all numbers"
-                )
+                text = f"{name} failed ({describe_error(error)}); the run continues without it, metrics.jsonl"
+                self.notice(Warn(f"{text} has all numbers"))
 
 
 def make(name: str, folder: Path, outer_step: int, known: str | None, run_name: str | None = None) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fmmeta.common.progress import Progress
+from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.text import strict
 from fmmeta.config.settings import HIDDEN_ON_RESUME, Config
 from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop
@@ -162,9 +162,10 @@ class HeldOut:
                 temporary.write_text(json.dumps(stored, allow_nan=False), encoding="utf-8")
                 temporary.replace(self.file)
             except OSError as error:
-                self.progress.notice(
+                text = (
                     f"{temporary} cannot be written ({error.strerror}); a stopped evaluation would start over"
                 )
+                self.progress.notice(Warn(text))
 
 
 def per_stratum(scores: Sequence[HeldOutScore]) -> dict[str, float]:

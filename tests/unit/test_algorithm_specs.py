@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fmmeta.cli import parse
-from fmmeta.config.algorithms import BUILT_IN, find
+from fmmeta.config.algorithms import BUILT_IN, find, installed
 from fmmeta.config.settings import Config
 from tests.support.helpers import ROOT, refusal
 from tests.support.launch import environment
@@ -91,6 +91,38 @@ def test_bad_names_are_refused_in_one_line(module, name, cause, remedy):
     module("rule_b", "value = 3\n")
     module("rule_c", "1 / 0\n")
     check_message(refusal(parse, ["--algorithm", name]), f"algorithm={name} ", cause, remedy)
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An installed package whose entry points are one spec, an object that is none, and a broken module."""
+    facts = tmp_path / "own_rules-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: own-rules\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text(
+        "[fmmeta.algorithms]\nown_rule = own_rules:spec\nno_spec = own_rules:number\n"
+        "broken = own_rules_broken:spec\nfomaml = own_rules:number\n"
+    )
+    (tmp_path / "own_rules.py").write_text(
+        "from fmmeta.config.algorithms import AlgorithmSpec\nspec, number = AlgorithmSpec('own_rule'), 1\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    installed.cache_clear()
+    yield
+    installed.cache_clear()
+    sys.modules.pop("own_rules", None)
+
+
+def test_an_installed_package_adds_algorithms_by_entry_points(package):
+    """A built-in name cannot be replaced; the current folder is not searched."""
+    path = list(sys.path)
+    assert Config(algorithm="own_rule").algorithm == "own_rule"
+    assert find("own_rule").name == "own_rule"
+    assert find("fomaml").rule is not None
+    assert sys.path == path
+    check_message(refusal(find, "no_spec"), "algorithm=no_spec is a int and no AlgorithmSpec", "name one")
+    check_message(refusal(find, "broken"), "algorithm=broken cannot be imported from own_rules_broken:spec")
+    check_message(refusal(find, "unknown"), "algorithm=unknown is unknown", "own_rule", "module:spec")
 
 
 def test_a_bad_name_ends_with_exit_code_2(tmp_path):

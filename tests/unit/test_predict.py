@@ -80,6 +80,32 @@ def test_standard_input_with_a_byte_order_mark(adapted, tmp_path, monkeypatch):
     same(answers(adapted[0], "-", tmp_path), adapted[1])
 
 
+def test_load_answers_as_the_model_that_was_saved(adapted):
+    folder, expected = adapted
+    model = fmmeta.load(folder, micro_batch_size=2)
+    same([one.as_dict() for one in model.predict(TEXTS)], expected)
+    assert model.labels == tuple(sorted({label for _, label in PAIRS}))
+    assert (model.output_dir, model.inner_steps) == (str(folder), None)
+
+
+@pytest.mark.parametrize("use", [fmmeta.load, lambda folder: predict.run(PredictConfig(str(folder)))])
+def test_load_and_predict_refuse_a_folder_without_a_model(tmp_path, use):
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    check_message(refusal(use, tmp_path / "none"), f"{tmp_path}/none is no folder", "fmmeta adapt wrote")
+    check_message(refusal(use, tmp_path / "file"), f"{tmp_path}/file is no folder")
+    check_message(refusal(use, tmp_path), "holds neither config.json nor adapter_config.json", "adapt writes")
+    check_message(refusal(use, tmp_path / "run"), "holds neither", f"fmmeta adapt on {tmp_path}/run/model")
+
+
+def test_load_names_a_misspelt_setting(adapted):
+    check_message(refusal(fmmeta.load, adapted[0], pooled="mean"), "pooled='mean'", "did you mean pooling?")
+
+
+def test_dir_lists_the_public_names():
+    assert [name for name in dir(fmmeta) if not name.startswith("_")] == sorted(fmmeta.__all__)
+
+
 @pytest.mark.parametrize(
     ("name", "data", "parts"),
     [
@@ -166,7 +192,7 @@ def test_a_head_trained_with_other_pooling_is_refused(bert, adapted, tmp_path):
                 f"{own}",
                 f"use --pooling {own}",
             )
-        assert predict.load(PredictConfig(str(folder), pooling=own)).description.pooling == own
+        assert predict.load(PredictConfig(str(folder), pooling=own)).loaded.description.pooling == own
     (tmp_path / "mean" / "head.safetensors").unlink()
     check_message(
         refusal(predict.load, PredictConfig(str(tmp_path / "mean"))),
@@ -180,7 +206,7 @@ def test_a_classifier_not_made_by_fmmeta_answers(bert):
 
     model = AutoModelForSequenceClassification.from_pretrained(bert).eval()
     logits = model(**byte_tokenizer()(TEXTS, padding=True, return_tensors="pt")).logits
-    found = predict.load(PredictConfig(str(bert))).answer(TEXTS, 1)
+    found = predict.load(PredictConfig(str(bert))).loaded.answer(TEXTS, 1)
     assert [one.output for one in found] == [f"LABEL_{place}" for place in logits.argmax(1).tolist()]
 
 
@@ -198,7 +224,7 @@ def test_nonfinite_scores_are_refused(bert, tmp_path):
     weights = load_file(broken / "model.safetensors")
     weights["classifier.bias"][0] = float("nan")
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    single = predict.load(PredictConfig(str(broken)))
+    single = predict.load(PredictConfig(str(broken))).loaded
     check_message(
         refusal(single.answer, ["a"], 1),
         f"model_name_or_path={broken}",
@@ -215,7 +241,7 @@ def test_a_text_without_tokens_is_refused(bert, tmp_path, monkeypatch):
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     tokenizer.backend_tokenizer.normalizer = normalizers.Strip()
     tokenizer.save_pretrained(folder)
-    single = predict.load(PredictConfig(str(folder)))
+    single = predict.load(PredictConfig(str(folder))).loaded
     assert len(single.answer(["a"], 1)) == 1
     check_message(
         refusal(single.answer, ["a", " "], 1), "text='", f"model_name_or_path={folder}", "fix or remove it"

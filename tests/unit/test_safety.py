@@ -16,7 +16,7 @@ from fmmeta import doctor
 from fmmeta.adaptation.predict import Answer
 from fmmeta.cli import main
 from fmmeta.common.install import TESTED, requirement, warn_untested
-from fmmeta.common.progress import Progress
+from fmmeta.common.progress import Progress, terminal_log
 from fmmeta.common.security import CONTROL, disk_trouble, redact
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
@@ -126,8 +126,9 @@ EVIL = "\x1b[2J\x9b31m\u202e a\rb\nfmmeta: forged"
 
 def test_control_characters_in_names_are_escaped(monkeypatch, tmp_path, capsys):
     progress = Progress(enabled=True)
-    progress.notice(f"left out: {EVIL}")
-    progress.notice("several", "lines")
+    with terminal_log():
+        progress.notice(f"left out: {EVIL}")
+        progress.notice("several", "lines")
     progress.table(EVIL, ["", EVIL], [[EVIL, "1"]])
     with pytest.raises(SystemExit):
         main(["evaluate", "--dataset", f"./{EVIL}"])

@@ -10,7 +10,6 @@ and the call that refreshes the working weights after a shard was written. DeepS
 this module only.
 """
 
-import logging
 import sys
 import warnings
 from collections.abc import Callable, Collection
@@ -22,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fmmeta.common.processes import quiet_logger
 from fmmeta.models.lazy_weights import LazyModel
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.layout import GroupCoordinates
@@ -357,7 +357,7 @@ def import_deepspeed() -> Any:
     import deepspeed.ops
 
     # it warns of a client optimizer and of each skipped step
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    quiet_logger("DeepSpeed")
     # deprecated names that DeepSpeed still calls
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -9,10 +9,11 @@ import csv
 import gzip
 import io
 import json
+import os
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -20,10 +21,16 @@ from typing import Any, NoReturn, cast
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import GIB, Bounded, inside, one_line
+from fmmeta.common.text import shortened
 from fmmeta.config.settings import Config
 
 MOST_GIB = 16.0  # default bound on the unpacked size of a compressed file
 ENDINGS = (".jsonl", ".csv", ".parquet")
+
+Examples = Sequence[tuple[Any, Any] | Mapping[str, Any]]
+"""Pairs of text and class, or of input and output; or rows as a file has them."""
+IN_MEMORY = "in-memory"
+"""Value of the setting `dataset` for rows that were given in Python."""
 
 Bad = Callable[[UsageError], None]
 """Handles an error of a row or a file: raises it, or stores it."""
@@ -211,6 +218,58 @@ def hub_rows(dataset: str, split: str, part: Any) -> list[Row]:
         values |= {column: name_of(values[column]) for column, name_of in names.items()}
         rows.append(Row(values, f"{dataset}[{split}]:{number}"))
     return rows
+
+
+def rows_of(setting: str, examples: Examples, config: Config) -> list[Row]:
+    """Examples as if they came from a file. Raises `UsageError`."""
+    columns = (config.text_column or "text", config.label_column or "label")
+    if config.task_type == "causal_lm":
+        columns = (config.input_column or "input", config.output_column or "output")
+    rows = []
+    for index, one in enumerate(examples):
+        if isinstance(one, (list, tuple)) and len(one) == 2:
+            one = dict(zip(columns, one, strict=True))
+        if not isinstance(one, Mapping):
+            raise UsageError(
+                f"{setting}[{index}]={shortened(one)} is no pair; give ({columns[0]}, {columns[1]}) or"
+                f" {{'{columns[0]}': ..., '{columns[1]}': ...}}"
+            )
+        rows.append(Row({str(name): value for name, value in one.items()}, f"{setting}[{index}]"))
+    return rows
+
+
+def rows_in_memory(data: Any, config: Config) -> list[Row]:
+    """Rows of a `datasets.Dataset`, of the splits --dataset_split of a `DatasetDict`, or of pairs and
+    dictionaries. Raises `UsageError`.
+    """
+    import datasets
+
+    kind = type(data).__name__
+    if isinstance(data, (datasets.IterableDataset, datasets.IterableDatasetDict)):
+        raise UsageError(f"dataset={kind} is a stream, whose rows have no numbers; give a datasets.Dataset")
+    if isinstance(data, datasets.DatasetDict):
+        wanted = config.dataset_split
+        names = list(data) if wanted == "all" else wanted.split("+")
+        if missing := [name for name in names if name not in data]:
+            raise UsageError(
+                f"dataset_split={wanted}: the DatasetDict has no split {missing[0]!r}; use"
+                f" {', '.join(map(str, data))}, several as a+b, or all"
+            )
+        return [row for name in names for row in hub_rows("dataset", str(name), data[name])]
+    if isinstance(data, datasets.Dataset):
+        return hub_rows("dataset", str(data.split or "rows"), data)
+    if isinstance(data, (str, os.PathLike, Mapping)) or not isinstance(data, Iterable):
+        raise UsageError(
+            f"dataset={shortened(data)} holds no rows; give a datasets.Dataset, pairs or dictionaries, and"
+            " names of files in Config(dataset=...)"
+        )
+    if not (rows := list(data)):
+        raise UsageError("dataset=[] holds no rows; give pairs or dictionaries")
+    if config.task_type == "causal_lm" and not isinstance(rows[0], Mapping):
+        raise UsageError(
+            f"dataset[0]={shortened(rows[0])} names no task; give dictionaries with task, input and output"
+        )
+    return rows_of("dataset", rows, config)
 
 
 TEXT, LABEL = ("text", "sentence", "utterance"), ("label", "intent", "class")

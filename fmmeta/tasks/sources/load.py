@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.progress import Warn
 from fmmeta.common.security import inside
 from fmmeta.common.text import counted
 from fmmeta.config.settings import Config
-from fmmeta.tasks.data.rows import data_files, ending, hub_rows, open_hub, read_file
+from fmmeta.tasks.data.rows import IN_MEMORY, Row, data_files, ending, hub_rows, open_hub, read_file
 from fmmeta.tasks.data.splits import (
     SPLIT_SETTINGS,
     SPLITS,
@@ -83,7 +84,7 @@ def make_source(
         for name, problem in problems(task, classes, shape, split):
             if config.on_bad_task == "raise":
                 raise UsageError(problem)
-            notice(f"left out: {problem}")
+            notice(Warn(f"left out: {problem}"))
             if name is None:
                 del tasks[task]
             else:
@@ -265,13 +266,18 @@ class Sources:
 
 
 def load_sources(
-    config: Config, tokenizer: Any, notice: Notice, trained: Sequence[UsedSplits] = ()
+    config: Config,
+    tokenizer: Any,
+    notice: Notice,
+    trained: Sequence[UsedSplits] = (),
+    rows: Sequence[Row] | None = None,
 ) -> Sources:
     """Read, split, check and tokenise `config.dataset`. Raises `UsageError` for data that would fail later.
 
     trained: splits that the models in use were trained with. They are kept unless a setting names others.
+    rows: of the data set IN_MEMORY.
     """
-    loaded = [load_one(name, config, tokenizer, notice, trained) for name in config.dataset]
+    loaded = [load_one(name, config, tokenizer, notice, trained, rows) for name in config.dataset]
     sources = loaded[0]
     if len(loaded) > 1:
         mixed: dict[str, Any] = {}
@@ -291,9 +297,16 @@ def load_sources(
 
 
 def load_one(
-    name: str, config: Config, tokenizer: Any, notice: Notice, trained: Sequence[UsedSplits]
+    name: str,
+    config: Config,
+    tokenizer: Any,
+    notice: Notice,
+    trained: Sequence[UsedSplits],
+    rows: Sequence[Row] | None,
 ) -> Sources:
     """The sources of one data set. Raises `UsageError` if the train split is empty."""
+    if name == IN_MEMORY:
+        return load_rows(config, tokenizer, notice, trained, rows)
     if name in SUITES:
         return load_suite(name, config, tokenizer, notice)
     task_per_file = task_files(name, config.max_length)
@@ -331,6 +344,27 @@ def load_one(
         )
     splits, used = choose_splits(name, content, config, strata_of(store), store.named_tasks, notice, trained)
     return from_store(name, store, splits, config, notice, [used])
+
+
+def load_rows(
+    config: Config,
+    tokenizer: Any,
+    notice: Notice,
+    trained: Sequence[UsedSplits],
+    rows: Sequence[Row] | None,
+) -> Sources:
+    """The sources of rows that were given in Python. Raises `UsageError`."""
+    if rows is None:
+        raise UsageError(
+            f"dataset={IN_MEMORY} stands for rows that were given in Python; use MetaTrainer(dataset=...), or"
+            " name a file"
+        )
+    content = digest(json.dumps([row.values for row in rows], sort_keys=True, default=repr))
+    store = prepare(IN_MEMORY, content, lambda bad: rows, config, tokenizer, notice)
+    splits, used = choose_splits(
+        IN_MEMORY, content, config, strata_of(store), store.named_tasks, notice, trained
+    )
+    return from_store(IN_MEMORY, store, splits, config, notice, [used])
 
 
 def load_suite(name: str, config: Config, tokenizer: Any, notice: Notice) -> Sources:
@@ -399,5 +433,5 @@ def choose_splits(
     check_splits(splits, strata, noun)
     used = UsedSplits.of(name, content, noun, splits, held_out)
     for text in doubts(trained, config, used, splits):
-        notice(text)
+        notice(Warn(text))
     return splits, used

@@ -1,0 +1,138 @@
+"""MetaTrainer with a model, a tokenizer and a data set that were made in Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from fmmeta import Config, MetaTrainer
+from fmmeta.models.files import check_given_model
+from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.tasks.data.rows import rows_in_memory
+from tests.support.helpers import refusal, write_rows
+from tests.support.messages import check_message
+from tests.support.models import WORDS
+from tests.support.short_runs import QUICK, same, theta_of
+
+ROWS = [{"text": f"{word} {other}", "label": word} for word in WORDS[:8] for other in WORDS[8:13]]
+TABLE = datasets.Dataset.from_list(ROWS)
+PAIRS = [(row["text"], row["label"]) for row in ROWS]
+SETTINGS = {**QUICK, "num_workers": "0", "outer_steps": 2, "outer_lr": 1e-2, "lr_scheduler_type": "constant"}
+
+
+def train(tmp_path, name, settings=None, **given):
+    return MetaTrainer(
+        Config(**SETTINGS | (settings or {}), output_dir=str(tmp_path / name)), **given
+    ).train()
+
+
+def test_rows_in_python_train_as_the_rows_of_a_file(tmp_path):
+    """Pairs, dictionaries, a Dataset and a DatasetDict give the weights of a run over the same file."""
+    file = write_rows(tmp_path / "rows.jsonl", ROWS)
+    split = {"class_splits": str(write_splits(tmp_path))}
+    train(tmp_path, "file", {**split, "dataset": [str(file)]})
+    given = {
+        "pairs": PAIRS,
+        "dictionaries": ROWS,
+        "dataset": TABLE,
+        "encoded": TABLE.class_encode_column("label"),
+        "dict": datasets.DatasetDict(train=TABLE, test=TABLE.select([0])),
+    }
+    for name, data in given.items():
+        train(tmp_path, name, split, dataset=data)
+        assert same(tmp_path / "file", tmp_path / name), name
+
+
+def write_splits(folder: Path) -> Path:
+    import json
+
+    path = folder / "splits.json"
+    path.write_text(json.dumps({"train": WORDS[:8]}))
+    return path
+
+
+def test_a_run_with_rows_in_python_resumes_and_refuses_other_rows(tmp_path):
+    first = train(tmp_path, "run", dataset=PAIRS)
+    assert train(tmp_path, "run", dataset=ROWS) == first  # the same content
+    text = refusal(train, tmp_path, "run", dataset=[*PAIRS[:-1], ("another text", WORDS[7])])
+    assert "dataset_fingerprint" in text
+    assert "holds a run with other settings" in text
+
+
+def test_a_given_model_is_theta_0(bert, tmp_path):
+    """A run from the object gives the weights of a run from the folder, also after a change in memory."""
+    model = AutoModelForSequenceClassification.from_pretrained(bert)
+    tokenizer = byte_tokenizer()
+    settings = {"pooling": "mean", "outer_optimizer": "sgd"}
+    folder = tmp_path / "saved"
+    with torch.no_grad():
+        next(model.parameters()).add_(0.01)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    train(tmp_path, "folder", {**settings, "model_name_or_path": str(folder)}, dataset=PAIRS)
+    train(tmp_path, "object", settings, dataset=PAIRS, model=model, tokenizer=tokenizer)
+    one, other = theta_of(tmp_path / "folder"), theta_of(tmp_path / "object")
+    assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
+    train(tmp_path, "object", settings, dataset=PAIRS, model=model, tokenizer=tokenizer)  # finished
+    with torch.no_grad():
+        next(model.parameters()).add_(0.01)
+    text = refusal(train, tmp_path, "object", settings, dataset=PAIRS, model=model, tokenizer=tokenizer)
+    assert "other settings (model_name_or_path: " in text
+
+
+def test_models_that_cannot_be_trained_are_refused(bert):
+    model = AutoModelForSequenceClassification.from_pretrained(bert)
+    check_message(refusal(check_given_model, torch.nn.Linear(1, 1)), "model=Linear is no PreTrainedModel")
+    model.is_quantized = True  # type: ignore[attr-defined]
+    check_message(refusal(check_given_model, model), "is quantised", "give the full one")
+    model.is_quantized = False  # type: ignore[attr-defined]
+    parameter = next(model.parameters())
+    parameter.ds_id = 1  # type: ignore[attr-defined]
+    check_message(refusal(check_given_model, model), "already sharded by DeepSpeed", "load it without")
+    del parameter.ds_id  # type: ignore[attr-defined]
+    check_message(refusal(check_given_model, model.to("meta")), "has no weights", "load them")
+
+
+def test_arguments_that_contradict_the_settings_are_refused(bert, tmp_path):
+    model = AutoModelForSequenceClassification.from_pretrained(bert)
+    check_message(refusal(train, tmp_path, "a", model=model), "has no tokenizer", "give tokenizer=")
+    both = {"model_name_or_path": str(bert)}
+    text = refusal(train, tmp_path, "a", both, model=model, tokenizer=byte_tokenizer())
+    assert "with model=: give one of them" in text
+    text = refusal(train, tmp_path, "a", {"dataset": ["marks"]}, dataset=PAIRS)
+    check_message(text, "dataset=marks in the settings", "give one")
+    check_message(refusal(train, tmp_path, "a", tokenizer="bert"), "tokenizer=str is no tokenizer")
+    check_message(refusal(train, tmp_path, "a", {"dataset": ["in-memory"]}), "dataset=in-memory stands for")
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "parts"),
+    [
+        ([], {}, ("dataset=[] holds no rows", "give pairs")),
+        ("rows.jsonl", {}, ("dataset='rows.jsonl' holds no rows", "Config(dataset=...)")),
+        ([("a", "b", "c")], {}, ("dataset[0]=", "is no pair")),
+        ([("a", "b")], {"task_type": "causal_lm"}, ("dataset[0]=", "names no task", "give dictionaries")),
+        (
+            datasets.DatasetDict(test=TABLE),
+            {},
+            ("dataset_split=train", "use test"),
+        ),
+        (
+            TABLE.to_iterable_dataset(),
+            {},
+            ("is a stream", "give a datasets.Dataset"),
+        ),
+    ],
+)
+def test_data_without_usable_rows_is_refused(data, settings, parts):
+    check_message(refusal(rows_in_memory, data, Config(**settings)), *parts)
+
+
+def test_rows_without_the_columns_are_refused(tmp_path):
+    text = refusal(train, tmp_path, "a", dataset=[{"words": "a", "label": "b"}])
+    check_message(text, "dataset=in-memory has none of the columns text", "--text_column")
