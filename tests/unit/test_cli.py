@@ -123,7 +123,7 @@ def test_flags_win_over_the_file(config_file):
     ("text", "parts"),
     [
         ("n_wey: 3", ("config={path} sets n_wey,", "did you mean n_way?", "remove it")),
-        ("max_steps: 3", ("config={path} sets max_steps,", "did you mean outer_steps?", "remove it")),
+        ("max_steps: 3", ("config={path} sets max_steps,", "use --outer_steps", "remove it")),
         ("n-way: 3", ("config={path} sets n-way,", "did you mean n_way?", "remove it")),
         ("help: true", ("config={path} sets help,", "remove it")),
         ("config: other.yaml", ("config={path} sets config,", "remove it")),

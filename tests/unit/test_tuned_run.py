@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fmmeta.cli import parse
+from fmmeta.common.progress import terminal_log
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import TuneConfig
 from fmmeta.evaluation.tune import section_of, tune
@@ -101,7 +102,8 @@ def test_no_choice_is_tried_after_the_minutes(tmp_path, capsys):
         minutes=1e-6,
         output=str(tmp_path / "choice.json"),
     )
-    (first,) = tune(settings)
+    with terminal_log():
+        (first,) = tune(settings)
     assert first.inner_lr == 0.1
     assert "minutes=1e-06 are over after 1 of 3 trials" in capsys.readouterr().out
     stored = json.loads((tmp_path / "choice.json").read_text())["tuned"]
