@@ -1,4 +1,4 @@
-"""Writes the table of docs/supported_models.md from the tables of the code.
+"""Writes the tables of docs/supported_models.md and README.md from the tables of the code.
 
 python docs/supported_models.py
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-PAGE = Path("docs/supported_models.md")
-START, END = "<!-- table: python docs/supported_models.py -->\n", "<!-- end of the table -->\n"
+START = "<!-- table: python docs/supported_models.py -->\n\n"
 COLUMNS = (
     "model_type",
     "kind",
@@ -51,16 +50,32 @@ def rows() -> list[tuple[str, ...]]:
     ]
 
 
-def table() -> str:
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *rows()]
+def short_rows() -> list[tuple[str, ...]]:
+    """Families that are alike in one row, without the columns `kind` and `without padding`."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, _, *cells, _ in rows():
+        alike.setdefault(tuple(cells), []).append(name.strip("`"))
+    return [(", ".join(names), *cells) for cells, names in alike.items()]
+
+
+def table(columns: tuple[str, ...], cells: list[tuple[str, ...]]) -> str:
+    lines = [columns, ("---",) * len(columns), *cells]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def page(text: str) -> str:
-    """The page with the table of the code in place of its own."""
+def page(text: str, content: str) -> str:
+    """A page with `content` in place of its table, which ends at an empty line."""
     before, rest = text.split(START)
-    return before + START + "\n" + table() + "\n" + END + rest.split(END)[1]
+    _, after = rest.split("\n\n", 1)
+    return f"{before}{START}{content}\n{after}"
+
+
+def pages() -> dict[str, str]:
+    """The table of each page."""
+    short = table(("model family", *COLUMNS[2:-1]), short_rows())
+    return {"docs/supported_models.md": table(COLUMNS, rows()), "README.md": short}
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, content in pages().items():
+        Path(name).write_text(page(Path(name).read_text(encoding="utf-8"), content), encoding="utf-8")
