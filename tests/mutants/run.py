@@ -5,9 +5,9 @@
 For each defect of table.py: check out the commit, plant the defect, run its most relevant tests, then the
 whole fast suite, and stop at the first failure. The equivalent rewrites are planted together, and one by one
 only if a test notices them. Results are written after each mutant; a second call continues where the first
-one ended, and repeats mutants whose text or whose commit has changed. Prints one line per mutant with the
-test that noticed it; exit code 1 if fewer than REQUIRED of the defects were noticed or an equivalent rewrite
-was.
+one ended. A noticed mutant is repeated when its text, the file that it changes or the file of the test that
+noticed it has changed since, another one at every new commit. Prints one line per mutant with the test that
+noticed it; exit code 1 if fewer than REQUIRED of the defects were noticed or an equivalent rewrite was.
 """
 
 from __future__ import annotations
@@ -95,9 +95,12 @@ def attempt(mutants: Sequence[Mutant], commit: str, jobs: int) -> dict[str, Any]
     return {"test": found or "", "seconds": round(time.monotonic() - began)}
 
 
-def key_of(mutant: Mutant, commit: str) -> str:
-    """Of what a result depends on."""
-    return hashlib.sha256(json.dumps([asdict(mutant), commit]).encode()).hexdigest()[:16]
+def key_of(mutant: Mutant, test: str, commit: str) -> str:
+    """Of what a result depends on. test: the test that noticed the mutant, or ""."""
+    file = test.partition("::")[0]
+    read = [ROOT / "fmmeta" / mutant.file, ROOT / file] if (ROOT / file).is_file() else []
+    depends = [asdict(mutant), [one.read_text() for one in read] or commit]
+    return hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:16]
 
 
 def main() -> None:
@@ -118,11 +121,16 @@ def main() -> None:
 
     def results(mutants: Sequence[Mutant]) -> Sequence[Mutant]:
         """Run those that have no result of this commit, and print all; returns those that were noticed."""
-        missing = [one for one in mutants if done.get(one.name, {}).get("key") != key_of(one, commit)]
+        missing = [
+            one
+            for one in mutants
+            if one.name not in done or done[one.name]["key"] != key_of(one, done[one.name]["test"], commit)
+        ]
         found = attempt(missing, commit, args.jobs) if missing else {}
         if len(missing) > 1 and found["test"]:
             return [one for mutant in mutants for one in results([mutant])]
-        done.update({mutant.name: {"key": key_of(mutant, commit), **found} for mutant in missing})
+        for mutant in missing:
+            done[mutant.name] = {"key": key_of(mutant, found["test"], commit), **found}
         args.results.write_text(json.dumps(done, indent=1))
         for mutant in mutants:
             result = done[mutant.name]
