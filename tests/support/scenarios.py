@@ -14,7 +14,7 @@ import torch
 
 from fmmeta.cli import parse
 from fmmeta.common.errors import MachineFault, PeerError, UsageError
-from fmmeta.common.progress import Progress
+from fmmeta.common.progress import Progress, terminal_log
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import imaml
 from fmmeta.meta.hessian import Hessian
@@ -377,5 +377,6 @@ def prepare_once(world: World, folder: str) -> None:
 if __name__ == "__main__":
     launch = Launch.from_env(os.environ)
     world = World(launch, pick_device(launch))
-    globals()[sys.argv[1]](world, *sys.argv[2:])
+    with terminal_log():
+        globals()[sys.argv[1]](world, *sys.argv[2:])
     world.close()

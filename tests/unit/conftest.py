@@ -10,6 +10,7 @@ import signal
 import pytest
 from hypothesis import settings
 
+from fmmeta.common.progress import terminal_log
 from fmmeta.reliability.signals import STOPPING
 from tests.support.models import save_bert, save_llama, write_classes
 
@@ -27,6 +28,13 @@ def same_environment():
         signal.signal(number, handler)
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture
+def terminal():
+    """Messages are printed, as the commands print them."""
+    with terminal_log():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -84,7 +84,7 @@ def test_pooled_encoder_stores_its_head_in_a_separate_file(bert, tmp_path):
         inner_lr=0.5,
         early_stopping=False,
     )
-    single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out")))
+    single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out"))).loaded
     assert single.answer(TEXTS, 8) == adapted.predict(TEXTS)
     assert (tmp_path / "out" / "head.safetensors").is_file()
     card = (tmp_path / "out" / "README.md").read_text()
@@ -148,7 +148,7 @@ def test_lora_adaptation_exports_adapters(bert, tmp_path):
         bert, PAIRS, output_dir=tmp_path / "out", lora_r=4, inner_steps=3, inner_lr=0.5, early_stopping=False
     )
     assert (tmp_path / "out" / "adapter_config.json").is_file()
-    single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out")))
+    single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out"))).loaded
     ours, theirs = single.answer(TEXTS, 8), adapted.predict(TEXTS)
     assert [one.output for one in ours] == [one.output for one in theirs]
     assert [one.score for one in ours] == pytest.approx([one.score for one in theirs], abs=1e-5)
@@ -183,7 +183,7 @@ def test_adapters_of_the_builtin_model_can_be_moved(tmp_path):
         "tiny", PAIRS, output_dir=tmp_path / "out", lora_r=4, inner_steps=1, early_stopping=False
     )
     (tmp_path / "out").rename(tmp_path / "moved")
-    single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "moved")))
+    single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "moved"))).loaded
     assert [one.output for one in single.answer(TEXTS, 8)] == [one.output for one in adapted.predict(TEXTS)]
 
 
@@ -287,7 +287,7 @@ def test_language_model_learns_pairs_and_generates_answers(llama, tmp_path):
     )
     answers = adapted.predict([word for word, _ in pairs], max_new_tokens=4)
     assert sum(one.output == right for one, (_, right) in zip(answers, pairs, strict=True)) == 3
-    single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out")))
+    single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out"))).loaded
     assert single.config.task_type == "causal_lm"
     assert single.answer([word for word, _ in pairs], 4) == answers
 

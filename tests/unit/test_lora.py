@@ -401,7 +401,7 @@ def test_adapted_adapters_keep_their_base(tmp_path, sources):
     ]
     assert 0 < max(moved) < 0.5  # it began where the other ended
     texts = ["alpha beta", "gamma"]
-    again = predict_from(PredictConfig(model_name_or_path=str(tmp_path / "own"))).answer(texts, 8)
+    again = predict_from(PredictConfig(model_name_or_path=str(tmp_path / "own"))).loaded.answer(texts, 8)
     for one, wanted in zip(again, adapted.predict(texts), strict=True):
         assert one.output == wanted.output
         assert one.score == pytest.approx(wanted.score, abs=1e-5)

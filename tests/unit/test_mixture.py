@@ -168,7 +168,7 @@ def test_no_file_is_read_before_its_task_is_drawn(tmp_path):
         ),
         (
             [{"text": f"x{i}", "label": "a"} for i in range(4)],
-            ["n_way=2", "1 classes", "'s0/t0'", "fix or remove the file"],
+            ["n_way=2", "1 class of", "'s0/t0'", "fix or remove the file"],
         ),
     ],
 )

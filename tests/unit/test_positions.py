@@ -65,7 +65,7 @@ def test_every_command_stays_within_the_positions(short, tmp_path, family, task_
     )
     assert len(adapted.predict([LONG], max_new_tokens=1)) == 1
     assert json.loads((out / "fmmeta.json").read_text())["max_length"] == most
-    assert predict.load(PredictConfig(str(out))).answer([LONG], 1)
+    assert predict.load(PredictConfig(str(out))).loaded.answer([LONG], 1)
     shots = {"k_shot": 1, "num_query": 1, "episodes": 1, "inner_steps": 1}
     assert fmmeta.evaluate(
         folder,

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from fmmeta.common.progress import LOGGER
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.results import check_output
 from fmmeta.train import train
@@ -43,7 +44,7 @@ def test_a_refused_elastic_group_removes_only_its_lock(tmp_path):
 
 def test_a_start_that_waits_for_a_removed_folder_creates_it(tmp_path, monkeypatch):
     folder, taken, waits = tmp_path / "run", [], threading.Event()
-    monkeypatch.setattr("builtins.print", lambda *_, **__: waits.set())  # that it waits
+    monkeypatch.setattr(LOGGER, "handle", lambda record: waits.set())  # that it waits
     refused = lock_folder(folder)
     thread = threading.Thread(target=lambda: taken.append(lock_folder(folder, 20)))
     thread.start()

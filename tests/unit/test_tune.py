@@ -356,7 +356,7 @@ def test_among_equal_rates_the_model_default_or_the_smallest_is_stored(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the device failed"), KeyboardInterrupt()])
-def test_a_failure_keeps_the_best_so_far(error, bert, classes, tmp_path, monkeypatch, capsys):
+def test_a_failure_keeps_the_best_so_far(error, bert, classes, tmp_path, monkeypatch, capsys, terminal):
     model, score, scored = shutil.copytree(bert, tmp_path / "model"), TuneRun.score, []
 
     def fails_at_the_third(bench, head, rate):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from fmmeta.cli import parse
-from fmmeta.common.progress import terminal_log
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import TuneConfig
 from fmmeta.evaluation.tune import section_of, tune
@@ -88,7 +87,7 @@ def test_tune_with_elastic_is_refused():
     check_message(message, "tune with elastic=True", "run fmmeta tune first")
 
 
-def test_no_choice_is_tried_after_the_minutes(tmp_path, capsys):
+def test_no_choice_is_tried_after_the_minutes(tmp_path, capsys, terminal):
     settings = TuneConfig(
         n_way="2",
         k_shot=[1],
@@ -102,8 +101,7 @@ def test_no_choice_is_tried_after_the_minutes(tmp_path, capsys):
         minutes=1e-6,
         output=str(tmp_path / "choice.json"),
     )
-    with terminal_log():
-        (first,) = tune(settings)
+    (first,) = tune(settings)
     assert first.inner_lr == 0.1
     assert "minutes=1e-06 are over after 1 of 3 trials" in capsys.readouterr().out
     stored = json.loads((tmp_path / "choice.json").read_text())["tuned"]

@@ -258,7 +258,7 @@ def test_classes_of_earlier_training_stay_stored(model, classes, tmp_path):
     assert stored_info(untrained)["datasets"] == stored_info(model)["datasets"]
 
 
-def test_adapt_names_the_classes_that_were_trained_on(model, classes, tmp_path, capsys):
+def test_adapt_names_the_classes_that_were_trained_on(model, classes, tmp_path, capsys, terminal):
     mine = splits_at(classes, 3)
     pairs = [(f"{name} {i}", name) for name in (mine["train"][0], mine["test"][0]) for i in range(3)]
     settings = AdaptConfig(
