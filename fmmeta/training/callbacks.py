@@ -50,9 +50,9 @@ class Callback:
     Hooks run on all ranks of the launch at the same place (with --elastic: of each group). A hook may use
     collectives only if all ranks take part. It must not change theta or the settings. `run` has `config`,
     `folder`, `ranks`, `worker`, `theta` (this rank's fp32 shard [S]) and `state` (`state.outer_step`: outer
-    steps done). `run.ends_early = True`, set on all ranks alike, makes this outer step the last one; the
-    model is then exported as usual. If a hook of a user's callback raises on any rank, the run ends on all of
-    them with one line, exit code 2.
+    steps done). `run.ends_early = True`, set on all ranks alike, makes this outer step the last one (with
+    --outer_delay 1 without its update); the model is then exported as usual. If a hook of a user's callback
+    raises on any rank, the run ends on all of them with one line, exit code 2.
 
     >>> from fmmeta import Callback
     >>> class PrintAccuracy(Callback):

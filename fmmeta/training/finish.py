@@ -84,7 +84,7 @@ def read_result(folder: Path, comm: Communicator) -> Result:
         if comm.rank == 0:
             facts = read(folder)
             found = {
-                "steps": facts.settings["outer_steps"],
+                "steps": facts.run.get("outer_steps", facts.settings["outer_steps"]),
                 "lines": read_lines(folder),
                 "facts": facts.held_out,
             }
@@ -168,7 +168,7 @@ def _finish(run: Run) -> None:
     with run.ranks.world.raise_on_all("closing the run"):
         if run.ranks.first:
             write_cards(run.folder, config, run.inputs.description, gains)
-            run.write_run(finished=True, held_out=facts, **profile)
+            run.write_run(finished=True, outer_steps=state.outer_step, held_out=facts, **profile)
             run.held_out.clear()
     run.progress.notice(f"model {run.folder / 'model'}")
 
