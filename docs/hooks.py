@@ -6,8 +6,6 @@ torch.
 
 import pkgutil
 import re
-from dataclasses import fields
-from inspect import get_annotations
 from pathlib import Path
 
 import griffe
@@ -16,18 +14,10 @@ from mkdocs.structure.files import File
 import fmmeta
 from fmmeta.cli import COMMANDS
 from fmmeta.config.fields import default_of, hints_of, shown
+from fmmeta.config.help import groups_of
 from fmmeta.config.settings import Config
 
 ROOT = Path(__file__).parent.parent
-GROUPS = {  # a dataclass of settings, and the title of its flags
-    "ModelConfig": "Model",
-    "TaskConfig": "Data and tasks",
-    "RowConfig": "Columns and tokens",
-    "InnerConfig": "Inner loop",
-    "MetaConfig": "Meta-training",
-    "ParallelConfig": "Parallelism",
-    "RunConfig": "Run",
-}
 
 
 def on_config(config):
@@ -75,21 +65,6 @@ def command_page(command):
     for title, items in groups.values():
         blocks += [f"## {title}\n", *(described(settings, item) for item in items)]
     return "\n".join(blocks if groups else [*blocks, "It takes no flags.\n"])
-
-
-def groups_of(command, settings):
-    """Title and settings of each group of flags: first the command's own, then those that it shares."""
-    found = {command: ("Flags of this command", []), **{name: (GROUPS[name], []) for name in GROUPS}}
-    for item in fields(settings):
-        owners = [
-            base
-            for owner in (settings, Config)
-            for base in owner.__mro__
-            if item.name in get_annotations(base)
-        ]
-        shared = next((one.__name__ for one in owners if one.__name__ != "SettingsOfTraining"), command)
-        found[shared if shared in GROUPS else command][1].append(item)
-    return {name: group for name, group in found.items() if group[1]}
 
 
 def described(settings, item):

@@ -83,7 +83,7 @@ ANSWERS = {
     "dataset_text_field": "use --text_column, or --input_column and --output_column",
     "dataset_train_split": "use --dataset_split",
     "dataset_test_split": SPLITS,
-    "completion_only_loss": "labels cover the answer only; leave it out",
+    "completion_only_loss": "with --task_type causal_lm labels always cover the answer only; leave it out",
     "assistant_only_loss": "labels cover the answer only; leave it out",
     "use_peft": LORA,
     "lora_dropout": f"adapters have no dropout, as the rest of the model in meta-training; {LORA}",
