@@ -89,7 +89,7 @@ ANSWERS = {
     "lora_dropout": f"adapters have no dropout, as the rest of the model in meta-training; {LORA}",
     "use_lora": LORA,
     # SetFit, sentence-transformers
-    "num_iterations": "use --inner_steps for gradient steps on a support set; --algorithm protonet has no pairs to draw",
+    "num_iterations": "use --inner_steps; --algorithm protonet needs no pairs",
     "body_learning_rate": "fmmeta has --outer_lr, and --inner_lr with --inner_lr_groups head=FACTOR",
     "head_learning_rate": "use --inner_lr with --inner_lr_groups head=FACTOR",
     "normalize_embeddings": "use --feature_norm 1 with --pooling mean or cls",

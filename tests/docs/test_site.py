@@ -118,7 +118,7 @@ def test_an_unknown_flag_is_answered_as_the_migration_tables_say():
             if text := answer(name):
                 answered += 1
                 assert flags & set(re.findall(r"--\w+", text)) or here == "-", (name, text)
-    assert answered >= 40
+    assert answered >= 20
 
 
 def test_messages_in_the_faq_are_messages_of_the_tests():
