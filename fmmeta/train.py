@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +172,7 @@ class MetaTrainer:
                 check_given_tokenizer(tokenizer)
             if self.dataset is not None:
                 rows = rows_in_memory(self.dataset, config)
-                config = replace(config, dataset=[IN_MEMORY])
+                config = config.but(dataset=[IN_MEMORY])
         if model is not None:
             folder = world.run_on_first_rank_of_node(
                 "the model is being written to the cache", lambda: store_model(model), config.prepare_timeout
@@ -182,7 +181,7 @@ class MetaTrainer:
                 raise UsageError(
                     f"model={type(model).__name__} has other weights on some ranks; load the same on all"
                 )
-            config = replace(config, model_name_or_path=folder)
+            config = config.but(model_name_or_path=folder)
         return config, rows
 
 

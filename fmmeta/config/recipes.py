@@ -35,7 +35,7 @@ def text_of(config: Any, without: Container[str]) -> str:
     import yaml
 
     default = {item.name: default_of(item) for item in fields(config)}
-    values = {name: value for name, value in vars(config).items() if value != default[name]}
+    values = {name: value for name, value in config.as_dict().items() if value != default[name]}
     for name in [name for name in values if default[name] is None]:
         others = {key: value for key, value in values.items() if key != name}
         with suppress(UsageError):

@@ -4,7 +4,7 @@ Owns names, defaults, help texts and rules. It reads and starts nothing, so that
 """
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from fmmeta.common.errors import UsageError
@@ -806,10 +806,16 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
         for item in fields(self):
             setattr(self, item.name, of_type(type(self), item.name, getattr(self, item.name)))
         check_values(self)
-        for name, value in conflicts.resolved(self).items():
+        found = conflicts.resolved(self)
+        self._left_open = dict.fromkeys(found)
+        for name, value in found.items():
             setattr(self, name, value)
         for problem in conflicts.problems(self):
             raise UsageError(problem)
+
+    def but(self, **changes: Any) -> "Config":
+        """A copy with changes, in which defaults of settings that were left open are chosen again."""
+        return replace(self, **{**self._left_open, **changes})
 
     @property
     def most_classes(self) -> int:
