@@ -616,7 +616,7 @@ class Launches:
     """
 
     def __init__(
-        self, bench: ParityFixture, chosen: Sequence[Case], kind: Callable[[Case], Any], most: int = 50
+        self, bench: ParityFixture, chosen: Sequence[Case], kind: Callable[[Case], Any], most: int = 25
     ) -> None:
         self.bench = bench
         by_kind: dict[Any, list[Case]] = defaultdict(list)
