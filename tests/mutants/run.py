@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +98,7 @@ def key_of(mutant: Mutant, test: str, commit: str) -> str:
     """Of what a result depends on. test: the test that noticed the mutant, or ""."""
     file = test.partition("::")[0]
     read = [ROOT / "fmmeta" / mutant.file, ROOT / file] if (ROOT / file).is_file() else []
-    depends = [asdict(mutant), [one.read_text() for one in read] or commit]
+    depends = [mutant.old, mutant.new, [one.read_text() for one in read] or commit]
     return hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:16]
 
 

@@ -25,7 +25,12 @@ class Mutant:
     equivalent: bool = False
 
 
-RULES = ("unit/test_algorithms.py", "unit/test_more_algorithms.py", "unit/test_inner_outer.py")
+RULES = (
+    "unit/test_inner_optimizers.py",
+    "unit/test_algorithms.py",
+    "unit/test_more_algorithms.py",
+    "unit/test_inner_outer.py",
+)
 WORKERS = ("workers/test_conformance.py",)
 TASKS = ("unit/test_source.py", "unit/test_schedule.py", "unit/test_stratified_order.py")
 BATCHES = ("unit/test_batching.py", "unit/test_pack.py")
