@@ -1,6 +1,6 @@
 """Run the fast suite against planted defects, one at a time, in worktrees of the current commit.
 
-    python -m tests.mutants.run --results runs/mutants.json [--only NAME ...] [--jobs 2]
+    python -m tests.mutants.run [--only NAME ...] [--jobs 2] [--results FILE]
 
 For each defect of table.py: check out the commit, plant the defect, run its most relevant tests, then the
 whole fast suite, and stop at the first failure. The equivalent rewrites are planted together, and one by one
@@ -106,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutants.json")
+    parser.add_argument("--results", type=Path, default=Path(__file__).with_name("results.json"))
     parser.add_argument("--only", nargs="*", default=[], choices=[mutant.name for mutant in MUTANTS])
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
