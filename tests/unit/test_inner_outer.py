@@ -60,7 +60,7 @@ def rows(count: int) -> list[Example]:
     ]
 
 
-SUPPORT, QUERY = rows(9), rows(6)
+SUPPORT, QUERY = rows(10), rows(6)  # of one class four, of the others three
 
 
 def batches(micro_batch_size: int = 4) -> Episode:
