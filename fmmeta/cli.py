@@ -246,7 +246,7 @@ def parse(argv: list[str], command: str = "train") -> Any:
     accepts = issubclass(settings, Config)
     if recipe := recipes.choose(values.config, unknown if accepts else []):
         parser.set_defaults(**recipes.read(*recipe, settings))
-        parser.recipe = f"{'='.join(recipe)} sets "
+        cast(Any, parser).recipe = f"{'='.join(recipe)} sets "
         values = parser.parse_known_args(argv)[0]
     for flag in unknown:
         name = flag.split("=")[0]
