@@ -4,6 +4,7 @@ The console script `fmmeta` and `launch/train.py` call `main`.
 """
 
 import argparse
+import errno
 import os
 import pkgutil
 import shutil
@@ -11,7 +12,7 @@ import signal
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import fmmeta
 from fmmeta.common.errors import EXIT_STOPPED, MachineFault, PeerError, Stopped, UsageError
@@ -20,6 +21,7 @@ from fmmeta.common.progress import terminal_log
 from fmmeta.common.security import printable, redact
 from fmmeta.common.text import nearest
 from fmmeta.config import recipes
+from fmmeta.config.fields import KINDS
 from fmmeta.config.migration import answer
 from fmmeta.config.renamed import refuse
 from fmmeta.config.settings import Config
@@ -156,6 +158,14 @@ def run(command: str, argv: list[str]) -> NoReturn:
             # Python flushes standard output once more
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 128 + signal.SIGPIPE  # as shells: the reader of standard output has exited
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            name = str(error.filename)
+            line = (
+                f"error: {name[:40]}... has {len(name)} characters, too many for a path; give a shorter one"
+            )
+            code = UsageError.exit_code
         if signals:
             signals.end()
         leave(line, code)
@@ -195,6 +205,20 @@ def global_rank() -> int:
 
 
 class Parser(argparse.ArgumentParser):
+    """A parser whose errors are `UsageError`s. recipe: `recipe=NAME sets ` for values of a recipe."""
+
+    recipe = ""
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            wanted = KINDS.get(cast(type, action.type), KINDS[bool])[0]
+            of_recipe = bool(self.recipe) and action.default == arg_string
+            given = f"{action.dest}={arg_string}{',' if of_recipe else ''}"
+            where, which = (self.recipe, "which ") if of_recipe else ("", "")
+            raise UsageError(f"{where}{given} {which}is not {wanted}; give one") from None
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
@@ -222,6 +246,7 @@ def parse(argv: list[str], command: str = "train") -> Any:
     accepts = issubclass(settings, Config)
     if recipe := recipes.choose(values.config, unknown if accepts else []):
         parser.set_defaults(**recipes.read(*recipe, settings))
+        cast(Any, parser).recipe = f"{'='.join(recipe)} sets "
         values = parser.parse_known_args(argv)[0]
     for flag in unknown:
         name = flag.split("=")[0]

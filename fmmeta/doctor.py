@@ -23,7 +23,7 @@ from pathlib import Path
 
 import fmmeta
 from fmmeta.common.install import TESTED, is_tested, requirement
-from fmmeta.common.security import GIB, SECRET, one_line, redact
+from fmmeta.common.security import GIB, SECRET, one_line, printable, redact
 
 SHM_GIB, DISK_GIB, FILES = 1.0, 5.0, 4096
 OLD_LOCK_S = 600.0
@@ -76,7 +76,7 @@ class EnvConfig:
 
 def print_environment(config: EnvConfig) -> None:
     """Print what a bug report needs, without secrets."""
-    print("\n".join(f"{name:13} {redact(text)}" for name, text in environment().items()))
+    print("\n".join(f"{name:13} {printable(redact(text))}" for name, text in environment().items()))
 
 
 def environment() -> dict[str, str]:

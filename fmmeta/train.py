@@ -10,6 +10,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.install import warn_untested
 from fmmeta.common.processes import restored_process
 from fmmeta.common.progress import Progress, Warn, terminal_log
+from fmmeta.common.text import shortened
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.elastic.controller import ElasticController, join, with_other_groups
@@ -75,7 +76,9 @@ class MetaTrainer:
         misbehaves, `PeerError` where another rank failed, and `Stopped` after a signal, with the state saved.
         Collective: world.
         """
-        level = getattr(self.config, "log_level", "info")
+        if not isinstance(self.config, Config):
+            raise UsageError(f"config={shortened(self.config)} is no Config; give fmmeta.Config(...)")
+        level = self.config.log_level
         with restored_process(), terminal_log(level), ExitStack() as closing:
             return self._train(Launch.from_env(os.environ), closing)
 
@@ -153,6 +156,10 @@ class MetaTrainer:
         with world.comm.raise_on_all("reading the arguments of MetaTrainer"):
             refuse_first(
                 [
+                    (
+                        not isinstance(self.callbacks, (list, tuple)),
+                        f"callbacks={shortened(self.callbacks)} is no list; give callbacks=[...]",
+                    ),
                     (
                         model is not None and not config.builtin_model,
                         f"model_name_or_path={config.model_name_or_path} with model=: give one of them",

@@ -168,6 +168,8 @@ class AdaptedModel:
         """
         if isinstance(texts, str):
             raise UsageError(f"texts={shortened(texts)} is one text; give a list of texts")
+        if not isinstance(texts, Iterable):
+            raise UsageError(f"texts={shortened(texts)} holds no texts; give a list of texts")
         for index, text in enumerate(texts := list(texts)):
             if not isinstance(text, str):
                 raise UsageError(f"texts[{index}]={shortened(text)} is no text; give strings")

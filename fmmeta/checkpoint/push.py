@@ -177,6 +177,11 @@ def choose_files(folder: Path) -> tuple[list[str], dict[str, str]]:
         inside(folder, path)
         if path.is_dir():
             continue
+        if not path.is_file():
+            raise UsageError(
+                f"folder={folder} holds {name}, which is no file (a link without a target, or a device);"
+                " remove it"
+            )
         if not (path.suffix in SUFFIXES or any(fnmatch(path.name, kind) for kind in TOKENIZERS)):
             raise UsageError(
                 f"folder={folder} holds {name}, which is none of {' '.join(SUFFIXES)} or a tokenizer's file;"

@@ -109,6 +109,13 @@ def check_values(c: Any) -> None:
                 close = nearest(str(value), choices)
                 raise UsageError(f"{name}={value} is unknown{close}; use {any_of(choices)}")
         check_bounds(name, given, item.metadata["help"].rule)
+        for value in given if isinstance(given, list) else [given]:
+            if value == "" and default_of(item) != "":
+                raise UsageError(f"{name}= is empty; give a value, or leave it out")
+            if isinstance(value, str) and value.startswith("~/"):
+                raise UsageError(
+                    f"{name}={value} begins with ~, which only a shell replaces; write the whole path"
+                )
 
 
 def check_bounds(name: str, value: Any, rule: SettingRule) -> None:

@@ -7,6 +7,7 @@ Values are read as the text that a flag has: `class_split: 01` is "01", and `inn
 """
 
 import json
+import reprlib
 from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields
@@ -14,12 +15,13 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.text import any_of, as_stored, nearest, shortened
+from fmmeta.common.text import any_of, as_stored, nearest
 from fmmeta.config.fields import KINDS, default_of, hints_of, shown
 from fmmeta.config.migration import answer
 from fmmeta.config.renamed import refuse
 
 FOLDER = Path(__file__).parents[1] / "recipes"
+LARGEST_FILE = 2**20  # bytes of a recipe
 
 
 def names() -> list[str]:
@@ -103,8 +105,14 @@ def read(what: str, name: str, settings: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> str:
-    """A list or mapping of texts for a message, without their quotes."""
-    return shortened(value).replace("'", "")
+    """A list or mapping of texts for a message, without their quotes.
+
+    Of nested lists, which aliases can make very long, the first levels are shown.
+    """
+    brief = reprlib.Repr()
+    brief.maxlevel, brief.maxstring, brief.maxlist, brief.maxdict = 3, 60, 20, 20
+    text = brief.repr(value).replace("'", "")
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def mapping(where: str, path: Path) -> dict[str, Any]:
@@ -112,14 +120,31 @@ def mapping(where: str, path: Path) -> dict[str, Any]:
     import yaml
 
     class AsText(yaml.SafeLoader):
-        """Reads every scalar but null as the text that is written."""
+        """Reads every scalar but null as the text that is written; refuses tags and repeated names."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            values, seen = super().construct_mapping(node, deep), set[Any]()
+            for key, _ in node.value:
+                name = self.construct_object(key)
+                if name in seen:
+                    raise yaml.constructor.ConstructorError(
+                        problem=f"{name} is set twice", problem_mark=key.start_mark
+                    )
+                seen.add(name)
+            return values
 
     null = "tag:yaml.org,2002:null"
+    kept = (null, *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")), None)
+    AsText.yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in kept}
     AsText.yaml_implicit_resolvers = {
         first: [rule for rule in found if rule[0] == null]
         for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     try:
+        if (size := path.stat().st_size) > LARGEST_FILE:
+            raise UsageError(
+                f"{where} has {size} bytes, and a file of settings has at most {LARGEST_FILE}; give another"
+            )
         values = yaml.load(path.read_text(encoding="utf-8"), AsText)  # JSON is YAML
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
@@ -150,6 +175,8 @@ def typed(settings: Any, name: str, value: Any, where: str) -> Any:
     for one in values:
         if isinstance(one, (list, dict)):
             raise UsageError(f"{where} sets {name}={plain(value)}, which is nested; write one list of values")
+    if isinstance(value, list) and get_origin(hint) is not list:
+        raise UsageError(f"{where} sets {name}={plain(value)}, which is not one value; write one")
     convert = TRUTH.__getitem__ if kind is bool else kind
     try:
         converted = [convert(str(one)) for one in values]
@@ -157,7 +184,7 @@ def typed(settings: Any, name: str, value: Any, where: str) -> Any:
         raise UsageError(
             f"{where} sets {name}={shown(value)}, which is not {KINDS[kind][0]}; give one"
         ) from None
-    return converted if get_origin(hint) is list or isinstance(value, list) else converted[0]
+    return converted if get_origin(hint) is list else converted[0]
 
 
 TRUTH = {"true": True, "True": True, "false": False, "False": False}

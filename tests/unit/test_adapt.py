@@ -465,6 +465,7 @@ def test_python_api_accepts_rows_and_paths(bert, tmp_path):
     assert adapted.predict([]) == []
     for texts, parts in (
         ("hello", ("texts='hello'", "give a list of texts")),
+        (None, ("texts=None holds no texts", "give a list of texts")),
         ([None], ("texts[0]=None", "give strings")),
         (["a", "\ud800"], ("texts[1]", "\\ud800", "fix it")),
         (["a", ""], ("texts[1] is empty", "fix it")),

@@ -71,8 +71,12 @@ def test_flags_become_settings():
         (["--run_name", "../up"], ("run_name=../up", "use letters, digits, - and _")),
         (["--help", "modle"], ("help=modle", "did you mean model?", "use model, data, algorithm")),
         (["--n_w", "3"], ("--n_w is not a flag", "did you mean --n_way?")),  # no abbreviations
-        (["--n_way", "x"], ("--n_way", "invalid int value: 'x'")),
-        (["--n_way", "2.5"], ("--n_way", "invalid int value: '2.5'")),
+        (["--n_way", "x"], ("n_way=x is not a whole number", "give one")),
+        (["--n_way", "2.5"], ("n_way=2.5 is not a whole number", "give one")),
+        (["--bf16", "maybe"], ("bf16=maybe is not True or False", "give one")),
+        (["--dataset", ""], ("dataset= is empty", "leave it out")),
+        (["--output_dir", ""], ("output_dir= is empty", "leave it out")),
+        (["--output_dir", "~/runs"], ("output_dir=~/runs begins with ~", "write the whole path")),
         (["--n_way"], ("--n_way", "expected one argument")),
         (["--config"], ("--config", "expected one argument")),
         (["--n_way", "1"], ("n_way=1", "use 2 or more")),
@@ -119,6 +123,11 @@ def test_flags_win_over_the_file(config_file):
     assert (config.n_way, config.k_shot, config.bf16) == (7, 4, False)
 
 
+ALIASES = (
+    "dataset: [" + "".join(f"&a{n} [{f'*a{n - 1},' * 9}]," for n in range(1, 9)).replace("*a0", "x") + "]"
+)
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -127,8 +136,17 @@ def test_flags_win_over_the_file(config_file):
         ("n-way: 3", ("config={path} sets n-way,", "did you mean n_way?", "remove it")),
         ("help: true", ("config={path} sets help,", "remove it")),
         ("config: other.yaml", ("config={path} sets config,", "remove it")),
-        ("n_way: 2.5", ("--n_way", "invalid int value: '2.5'")),
-        ("seed: true", ("--seed", "invalid int value: 'true'")),
+        ("n_way: 2.5", ("config={path} sets n_way=2.5, which is not a whole number", "give one")),
+        ("seed: true", ("config={path} sets seed=true, which is not a whole number", "give one")),
+        ("n_way: !!int 5x", ("config={path} cannot be read", "tag:yaml.org,2002:int", "fix the file")),
+        ("n_way: !!bool x", ("config={path} cannot be read", "tag:yaml.org,2002:bool", "fix the file")),
+        ("dataset: !!set {a, b}", ("config={path} cannot be read", "tag:yaml.org,2002:set", "fix the file")),
+        (
+            "n_way: 3\nn_way: 4",
+            ("config={path} cannot be read", "n_way is set twice in line 2", "fix the file"),
+        ),
+        ("#" * 2**20 + "\n", ("config={path} has 1048577 bytes", "at most 1048576", "give another")),
+        (ALIASES, ("config={path} sets dataset=", "which is nested", "write one list of values")),
         ("n_way: [3]", ("config={path} sets n_way=[3]", "write `n_way: value`")),
         ("deepspeed: {stage: 2}", ("config={path} sets deepspeed=", "write `deepspeed: value`")),
         ("algorithm: mamal", ("algorithm=mamal", "use fomaml, maml,", "module:spec of another")),
@@ -213,6 +231,16 @@ def test_error_in_the_code_names_the_task(capfd, monkeypatch, tmp_path):
     *traceback, line = capfd.readouterr().err.splitlines()
     assert "TypeError: no text" in traceback
     check_message(line, "fmmeta: error: loading task ", "TypeError: no text", "the log of the rank")
+
+
+@pytest.mark.parametrize("words", [["train"], ["inspect"], ["train", "--model_name_or_path"]])
+def test_a_name_that_is_too_long_for_a_path_is_one_line(capsys, words):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words, "x" * 300])
+    assert ended.value.code == 2
+    check_message(
+        capsys.readouterr().err.splitlines()[-1], "x" * 40 + "...", "300 characters", "give a shorter"
+    )
 
 
 def test_help_and_usage(capsys):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import datasets
+import pandas
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from fmmeta import Config, MetaTrainer
+from fmmeta import Callback, Config, MetaTrainer
 from fmmeta.models.files import check_given_model
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.data.rows import rows_in_memory
@@ -114,6 +116,16 @@ def test_arguments_that_contradict_the_settings_are_refused(bert, tmp_path):
     [
         ([], {}, ("dataset=[] holds no rows", "give pairs")),
         ("rows.jsonl", {}, ("dataset='rows.jsonl' holds no rows", "Config(dataset=...)")),
+        (
+            datasets.Dataset.from_dict({"text": []}),
+            {},
+            ("dataset=Dataset holds no rows", "give one with rows"),
+        ),
+        (
+            pandas.DataFrame({"text": ["a"]}),
+            {},
+            ("dataset=DataFrame is a table", "give datasets.Dataset.from_"),
+        ),
         ([("a", "b", "c")], {}, ("dataset[0]=", "is no pair")),
         ([("a", "b")], {"task_type": "causal_lm"}, ("dataset[0]=", "names no task", "give dictionaries")),
         (
@@ -135,3 +147,17 @@ def test_data_without_usable_rows_is_refused(data, settings, parts):
 def test_rows_without_the_columns_are_refused(tmp_path):
     text = refusal(train, tmp_path, "a", dataset=[{"words": "a", "label": "b"}])
     check_message(text, "dataset=in-memory has none of the columns text", "--text_column")
+
+
+def test_bytes_are_no_text(tmp_path):
+    text = refusal(train, tmp_path, "a", dataset=[(b"red", "colour"), (b"one", "number")])
+    check_message(text, "dataset[0] has text=b'red'", "is no text", "fix the row")
+
+
+def test_a_configuration_or_callbacks_of_another_type_are_refused(tmp_path):
+    text = refusal(MetaTrainer({"outer_steps": 1}).train)  # pyright: ignore[reportArgumentType]
+    check_message(text, "config={'outer_steps': 1} is no Config", "give fmmeta.Config(...)")
+    callback: Any = Callback()
+    text = refusal(MetaTrainer(Config(output_dir=str(tmp_path / "a")), callbacks=callback).train)
+    check_message(text, "callbacks=<", "is no list", "give callbacks=[...]")
+    assert not (tmp_path / "a").exists()

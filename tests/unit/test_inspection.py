@@ -88,6 +88,7 @@ def test_inspect_opens_task_files_and_names_those_that_would_be_refused(capsys, 
 def test_env_shows_versions_machine_and_launcher_without_secrets(capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 30)
     monkeypatch.setenv("MASTER_ADDR", "node7")
+    monkeypatch.setenv("NCCL_DEBUG", "\x1b[31mINFO")
     monkeypatch.setenv("NCCL_API_KEY", "not-for-others")
     found = environment()
     assert {"fmmeta", "python", "torch", "deepspeed", "transformers", "datasets", "accelerate", "peft"} < {
@@ -98,6 +99,7 @@ def test_env_shows_versions_machine_and_launcher_without_secrets(capsys, monkeyp
     print_environment(EnvConfig())
     text = capsys.readouterr().out
     assert "MASTER_ADDR=node7" in text
+    assert "NCCL_DEBUG=\\u001b[31mINFO" in text
     assert "NCCL_API_KEY=***" in text
     assert "hf_aaa" not in text
     assert "not-for-others" not in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -155,6 +156,10 @@ def spoil(run: Path, how: str) -> None:
         (model / "training_args.bin").write_bytes(b"\x80\x04")
     elif how == "link":
         (model / "notes.txt").symlink_to("/etc/hostname")
+    elif how == "dangling link":
+        (model / "notes.txt").symlink_to("none.txt")
+    elif how == "pipe":
+        os.mkfifo(model / "notes.txt")
     elif how == "no weights":
         (model / "model.safetensors").unlink()
     elif how == "unfinished":
@@ -175,6 +180,8 @@ def spoil(run: Path, how: str) -> None:
     [
         ("pickle", "training_args.bin", "move it out of the folder"),
         ("link", "is a link that leaves its folder", "copy the file"),
+        ("dangling link", "notes.txt, which is no file", "remove it"),
+        ("pipe", "notes.txt, which is no file", "remove it"),
         ("no weights", "holds no model", "fmmeta adapt"),
         ("unfinished", "not finished", "resume it"),
         ("broken run", "run.json cannot be read", "fix or replace it"),

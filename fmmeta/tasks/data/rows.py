@@ -257,7 +257,13 @@ def rows_in_memory(data: Any, config: Config) -> list[Row]:
             )
         return [row for name in names for row in hub_rows("dataset", str(name), data[name])]
     if isinstance(data, datasets.Dataset):
+        if not len(data):
+            raise UsageError("dataset=Dataset holds no rows; give one with rows")
         return hub_rows("dataset", str(data.split or "rows"), data)
+    if hasattr(data, "columns"):  # iterating over a table of pandas or polars gives names of columns
+        raise UsageError(
+            f"dataset={kind} is a table of another library; give datasets.Dataset.from_pandas(table)"
+        )
     if isinstance(data, (str, os.PathLike, Mapping)) or not isinstance(data, Iterable):
         raise UsageError(
             f"dataset={shortened(data)} holds no rows; give a datasets.Dataset, pairs or dictionaries, and"
@@ -359,7 +365,9 @@ def pick(
 def cell(row: Row, column: str) -> str:
     """The text of a row in a column. Raises `UsageError`."""
     value = row.values.get(column)
-    if value in (None, "") or value != value or isinstance(value, (dict, list)):  # NaN differs from itself
+    if (
+        value in (None, "") or value != value or isinstance(value, (dict, list, bytes))
+    ):  # NaN differs from itself
         raise UsageError(f"{row.origin} has {column}={value!r}, which is no text; fix the row")
     text = str(value)
     if wrong := broken_text(text):
