@@ -498,7 +498,10 @@ class MetaConfig:
         common=True,
     )
     outer_optimizer: str = setting(
-        "adamw", f"Optimizer of theta: {', '.join(OUTER_OPTIMIZERS)}", synonyms=("optim",)
+        "adamw",
+        f"Optimizer of theta: {', '.join(OUTER_OPTIMIZERS)}, or module:name of your own"
+        " (docs/custom_rules.md)",
+        synonyms=("optim",),
     )
     outer_momentum: float = setting(
         0.9, "Momentum of outer_optimizer=nesterov", below=1, needs=("outer_optimizer", "nesterov")

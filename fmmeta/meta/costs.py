@@ -5,7 +5,7 @@ The table of docs/algorithms.md as functions of a Config. Tests count the passes
 
 from typing import NamedTuple
 
-from fmmeta.config.algorithms import OUTER_OPTIMIZERS, find
+from fmmeta.config.algorithms import find, find_outer
 from fmmeta.config.settings import Config
 
 WORK = 5  # vectors that a Hessian-vector product and the backward recursion need besides v
@@ -82,7 +82,5 @@ def shards(config: Config) -> ShardCounts:
     if config.inner_lr_learned != "no":
         trajectory += k  # u of every step
     if config.inner_lr_learned == "element":
-        work += 2 + len(
-            OUTER_OPTIMIZERS[config.outer_optimizer].moments
-        )  # rates, their gradient, its moments
+        work += 2 + len(find_outer(config.outer_optimizer).moments)  # rates, their gradient, its moments
     return ShardCounts(work, trajectory)

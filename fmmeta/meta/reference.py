@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fmmeta.config.algorithms import find
+from fmmeta.config.algorithms import find, find_outer
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.sources.base import EpisodeRows
@@ -122,10 +122,15 @@ def outer_optimizer(meta_params: Weights, rates: Weights, config: Config) -> tor
     ]
     if config.outer_optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=lr, eps=config.adam_epsilon)
-    if config.outer_optimizer == "nesterov":
-        assert config.weight_decay == 0, "torch decays through the momentum, fmmeta does not"
-        return torch.optim.SGD(groups, lr=lr, momentum=config.outer_momentum, nesterov=True)
-    return torch.optim.SGD(groups, lr=lr)
+    if config.outer_optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=lr)
+    assert config.weight_decay == 0, "torch decays through the moments, fmmeta does not"
+    spec = find_outer(config.outer_optimizer)
+    given = spec.torch_class
+    make = getattr(torch.optim, given) if isinstance(given, str) else given
+    return make(
+        groups, lr=lr, **{name: getattr(config, key) for name, key in spec.options.items()}, **spec.fixed
+    )
 
 
 def starting_rates(learner: Any, names: Iterable[str], config: Config) -> Weights:

@@ -1,4 +1,4 @@
-"""A rule outside the package, chosen by `--algorithm module:spec`: examples/custom_rule.py."""
+"""A rule and an outer optimizer outside the package, chosen by `module:spec`."""
 
 from __future__ import annotations
 
@@ -40,6 +40,18 @@ def test_the_example_ends_where_its_reference_ends(bench, layout):
     theta, _ = bench.run([case])[case.id]
     assert bench.error(case, theta) < tolerance(case)
     assert bench.error(replace(case, algorithm="reptile"), theta) > 0.01  # the radius was reached
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "layout", [pytest.param((1, 1), id="1x1", marks=pytest.mark.slow), pytest.param((2, 1), id="2x1")]
+)
+def test_an_outer_optimizer_of_the_user_ends_where_the_oracle_ends(layout, tmp_path):
+    bench = ParityFixture(tmp_path, ROOT)
+    case = replace(CASE, layout=layout, algorithm="fomaml", outer="tests.support.outer_optimizer:spec")
+    theta, _ = bench.run([case])[case.id]
+    assert bench.error(case, theta) < tolerance(replace(case, outer="sgd"))
+    assert bench.error(replace(case, outer="sgd"), theta) > 0.01
 
 
 def fmmeta(command: str, flags: str, cwd: Path) -> None:
