@@ -753,6 +753,13 @@ class RunConfig:
         needs=("eval_episodes",),
         common=True,
     )
+    metrics: list[str] = setting(
+        [],
+        "Own metrics of validation and held-out episodes, module:name of functions (predictions, references)"
+        " -> numbers by name (docs/custom_rules.md)",
+        resume="free",
+        needs=("eval_episodes",),
+    )
     load_best_model_at_end: bool = setting(
         False,
         "Export the weights with the highest validation accuracy (at a tie, the lowest loss) instead of the"
