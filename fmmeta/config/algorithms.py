@@ -282,3 +282,52 @@ def check_outer(c: Any) -> None:
             f" and its two halves differ after three steps, and theta is held in shards; use"
             f" {any_of(OUTER_OPTIMIZERS)}, or another one that does"
         )
+
+
+INNER_OPTIMIZERS = ("sgd", "momentum", "adamw")
+
+
+def find_inner(name: str) -> Any:
+    """The `InnerOptimizer` of the user's `module:name` (fmmeta/meta/inner_optimizers.py).
+
+    Three updates of 8 random numbers, whole and in two halves, must agree. Raises `UsageError` in one line.
+    """
+    given = f"inner_optimizer={name}"
+    if ":" not in name:
+        known = any_of(INNER_OPTIMIZERS)
+        raise UsageError(f"{given} is unknown{nearest(name, INNER_OPTIMIZERS)}; use {known}, or module:name")
+    found = import_named("inner_optimizer", name, "an InnerOptimizer")
+    kind = pkgutil.resolve_name("fmmeta.meta.inner_optimizers:InnerOptimizer")
+    if not isinstance(found, kind) or found.momentum or found.kept is not None:
+        raise UsageError(
+            f"{given} is a {type(found).__name__}, no InnerOptimizer(state_names, direction) without"
+            " momentum= and kept=; name one (docs/custom_rules.md)"
+        )
+    import torch
+
+    random = torch.Generator().manual_seed(0)
+    phi, *grads = (torch.randn(8, generator=random) for _ in range(4))
+    one, two = (found.initial_state(8, phi.device).vectors for _ in range(2))
+    whole, halves = phi, phi
+    try:
+        for count, grad in enumerate(grads, 1):
+            u = found.direction(grad.clone(), whole.clone(), one, count)
+            parts = [
+                found.direction(
+                    grad[part].clone(), halves[part].clone(), {key: x[part] for key, x in two.items()}, count
+                )
+                for part in (slice(0, 4), slice(4, 8))
+            ]
+            whole, halves = whole - 0.1 * u, halves - 0.1 * torch.cat(parts)
+    except Exception as error:  # the user's code may raise anything
+        raise UsageError(
+            f"{given} cannot update a vector ({type(error).__name__}: {one_line(error)}); give a direction"
+            " (gradient, phi, state, step number) -> u"
+        ) from None
+    if not torch.allclose(whole, halves, rtol=1e-4, atol=1e-6):
+        raise UsageError(
+            f"{given} does not act element by element, with vectors changed in place as its only state: a"
+            f" vector and its two halves differ after three updates, and phi is held in shards; use"
+            f" {any_of(INNER_OPTIMIZERS)}, or another one that does"
+        )
+    return found

@@ -11,7 +11,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from fmmeta.config.algorithms import OUTER_OPTIMIZERS, check_outer, find, find_outer, supporting
+from fmmeta.config.algorithms import (
+    INNER_OPTIMIZERS,
+    OUTER_OPTIMIZERS,
+    check_outer,
+    find,
+    find_inner,
+    find_outer,
+    supporting,
+)
 from fmmeta.config.fields import LARGEST, default_of, rules, shown
 
 # Settings of a run beside the flags and the data's fingerprint (build.RunInputs.resolved).
@@ -254,12 +262,20 @@ def of_algorithm(c: Any) -> Conflicts:
 
 def of_inner_loop(c: Any) -> Conflicts:
     name, inner, spec = c.algorithm, c.inner_optimizer, find(c.algorithm)
+    own = inner not in INNER_OPTIMIZERS
+    if own:
+        find_inner(inner)
     keeps = inner == "adamw" and "inner_optimizer_state" in spec.supports
     return [
         (
             inner == "adamw" and spec.order > 1,
             f"inner_optimizer=adamw with algorithm={name}: the meta-gradient through Adam's moments is not"
             " implemented; use sgd or momentum, or algorithm=fomaml or reptile",
+        ),
+        (
+            own and spec.order > 1,
+            f"inner_optimizer={inner} with algorithm={name}: the exact meta-gradient needs the derivative of"
+            " its direction, which a spec does not have; use sgd or momentum, or algorithm=fomaml or reptile",
         ),
         (
             c.inner_optimizer_state == "kept" and not keeps,

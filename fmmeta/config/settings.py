@@ -9,7 +9,7 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config import algorithms, conflicts
-from fmmeta.config.algorithms import OUTER_OPTIMIZERS
+from fmmeta.config.algorithms import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 from fmmeta.config.fields import check_values, names_where, of_type, setting
 from fmmeta.config.renamed import RefusesOldNames
 
@@ -348,8 +348,8 @@ class InnerConfig:
     )
     inner_optimizer: str = setting(
         "sgd",
-        "Optimizer of the inner loop; every task starts with zero moments (--inner_optimizer_state)",
-        ("sgd", "momentum", "adamw"),
+        f"Optimizer of the inner loop: {', '.join(INNER_OPTIMIZERS)}, or module:name of your own; every task"
+        " starts with zero moments (--inner_optimizer_state)",
         remembered=True,
         common=True,
     )
