@@ -348,7 +348,7 @@ class InnerConfig:
     )
     inner_optimizer: str = setting(
         "sgd",
-        f"Optimizer of the inner loop: {', '.join(INNER_OPTIMIZERS)}, or module:name of your own; every task"
+        f"Optimizer of the inner loop: {', '.join(INNER_OPTIMIZERS)}, or module:name; every task"
         " starts with zero moments (--inner_optimizer_state)",
         remembered=True,
         common=True,
@@ -499,8 +499,7 @@ class MetaConfig:
     )
     outer_optimizer: str = setting(
         "adamw",
-        f"Optimizer of theta: {', '.join(OUTER_OPTIMIZERS)}, or module:name of your own"
-        " (docs/custom_rules.md)",
+        f"Optimizer of theta: {', '.join(OUTER_OPTIMIZERS)}, or module:name (docs/custom_rules.md)",
         synonyms=("optim",),
     )
     outer_momentum: float = setting(
@@ -755,7 +754,7 @@ class RunConfig:
     )
     metrics: list[str] = setting(
         [],
-        "Own metrics of validation and held-out episodes, module:name of functions (predictions, references)"
+        "Metrics of validation and held-out episodes, module:name of functions (predictions, references)"
         " -> numbers by name (docs/custom_rules.md)",
         resume="free",
         needs=("eval_episodes",),
