@@ -11,10 +11,12 @@ from fmmeta.common.install import warn_untested
 from fmmeta.common.processes import restored_process
 from fmmeta.common.progress import Progress, Warn, terminal_log
 from fmmeta.common.text import shortened
+from fmmeta.config.algorithms import find
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.elastic.controller import ElasticController, join, with_other_groups
 from fmmeta.evaluation.tune import section_of, tune_before_training
+from fmmeta.metrics.own import Metric, find_metrics
 from fmmeta.models.files import check_given_tokenizer, store_model
 from fmmeta.models.load import describe, fitted
 from fmmeta.parallel.layout import Launch
@@ -39,7 +41,11 @@ class MetaTrainer:
     `config.pooling` names another. tokenizer: of the model; needed with `model`. dataset: a
     `datasets.Dataset`, a `DatasetDict` (the splits `config.dataset_split`), or a list of (text, class)
     pairs or of dictionaries, with the columns of a file, instead of `config.dataset`. callbacks: hooks
-    around the outer loop (`fmmeta.Callback`). All of them must be the same on every rank, and in every
+    around the outer loop (`fmmeta.Callback`). metrics: functions (predictions, references) -> numbers by
+    name, beside those of `config.metrics`: called for each validation and held-out episode with the answers
+    to the query set after adaptation, which are names of classes, or (causal_lm) texts of the most likely
+    tokens after the right ones before. Means are `valid_NAME` in metrics.jsonl, and in
+    `Result.held_out["metrics"]`. All of them must be the same on every rank, and in every
     process that resumes the run.
 
     signals: stop signals of the caller (default: those of this process while `train` runs).
@@ -62,9 +68,10 @@ class MetaTrainer:
         model: Any = None,
         tokenizer: Any = None,
         dataset: Any = None,
+        metrics: Sequence[Metric] = (),
     ) -> None:
         self.config, self.signals, self.callbacks = config, signals, callbacks
-        self.model, self.tokenizer, self.dataset = model, tokenizer, dataset
+        self.model, self.tokenizer, self.dataset, self.metrics = model, tokenizer, dataset, metrics
 
     def __repr__(self) -> str:
         return f"MetaTrainer({self.config!r})"
@@ -94,6 +101,7 @@ class MetaTrainer:
             if world.comm.rank == 0:
                 check_installed(config)
         config, rows = self._read_objects(world)
+        metrics = self._find_metrics(world)
         cross = join(config, world.comm)
         config = world.run_on_first_rank_of_node(
             f"model_name_or_path={config.model_name_or_path} is being read",
@@ -137,6 +145,7 @@ class MetaTrainer:
                 signals,
                 cross and ElasticController(config, cross, ranks, notice),
                 self.callbacks,
+                metrics,
             )
             run.resume()
             signals.run()
@@ -146,6 +155,28 @@ class MetaTrainer:
                     return finish(run)
                 finally:
                     run.callbacks.close(run)
+
+    def _find_metrics(self, world: World) -> list[tuple[str, Metric]]:
+        """The metrics of the flag and those given. Raises `UsageError`. Collective: world."""
+        config = self.config
+        with world.comm.raise_on_all("looking for metrics"):
+            found = find_metrics(config.metrics, self.metrics)
+            names, prompted = " ".join(name for name, _ in found), find(config.algorithm).in_prompt
+            refuse_first(
+                [
+                    (
+                        found and config.pipeline_stages > 1,
+                        f"metrics={names} with pipeline_stages={config.pipeline_stages}: only the last stage"
+                        " has the model's answers; leave one out",
+                    ),
+                    (
+                        found and prompted,
+                        f"metrics={names} with algorithm={config.algorithm} are not implemented; leave them"
+                        " out",
+                    ),
+                ]
+            )
+        return found
 
     def _read_objects(self, world: World) -> tuple[Config, list[Row] | None]:
         """The settings with the names of the given objects, and the rows of the given data set.

@@ -5,19 +5,22 @@ its rule and is imported when a Config names it, so that this module needs no to
 file: `--algorithm my_module:spec`. A package that is installed may name its specs as entry points of the
 group `fmmeta.algorithms`: `--algorithm NAME`.
 
-The outer optimizers are optimizers of torch that act element by element, so that they work on shards.
+An outer optimizer is one of torch that acts element by element, so that it works on shards: a name of
+`OUTER_OPTIMIZERS`, or `--outer_optimizer my_module:name`. torch is imported for the latter alone.
 """
 
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from inspect import signature
 from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import import_named, one_line
-from fmmeta.common.text import nearest
+from fmmeta.common.text import any_of, nearest
 
 
 @dataclass(frozen=True)
@@ -128,16 +131,51 @@ def supporting(setting: str) -> list[str]:
 
 @dataclass(frozen=True)
 class OuterOptimizerSpec:
-    """An optimizer of torch that acts element by element, so that it works on shards.
+    """An optimizer of torch that acts element by element, so that it works on shards. `--outer_optimizer
+    module:name` names a spec, or a subclass of `torch.optim.Optimizer`.
 
-    torch_class: name in `torch.optim`. moments: vectors that it stores per parameter, by torch's names.
-    options: arguments of torch, and the settings that give them. fixed: other arguments.
+    torch_class: name in `torch.optim`, or a class whose constructor takes the parameters and `lr`.
+    moments: vectors that it stores per parameter, by the names in its state; all else in its state must be
+    numbers. options: arguments of the constructor, and the settings that give them. fixed: other arguments.
+    Weight decay is fmmeta's: a constructor that has `weight_decay` gets 0.
+
+    >>> OuterOptimizerSpec("Adadelta", ("square_avg", "acc_delta"), {}, {"rho": 0.95}).moments
+    ('square_avg', 'acc_delta')
     """
 
-    torch_class: str
+    torch_class: Any
     moments: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=lambda: {"eps": "adam_epsilon"})
-    fixed: Mapping[str, bool] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def make(self, params: Any, lr: float, c: Any, **more: Any) -> Any:
+        """The optimizer of `params` with the options of a Config."""
+        import torch
+
+        named = isinstance(self.torch_class, str)
+        make = getattr(torch.optim, self.torch_class) if named else self.torch_class
+        options = {name: getattr(c, key) for name, key in self.options.items()}
+        if "weight_decay" in signature(make).parameters:
+            options["weight_decay"] = 0.0
+        return make(params, lr=lr, **options, **self.fixed, **more)
+
+    def step(
+        self, value: Any, grad: Any, state: Mapping[str, Any], lr: float, c: Any, **more: Any
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """One step on a tensor, in place, from a state that may be empty; its vectors and its numbers
+        afterwards.
+        """
+        import torch
+
+        optimizer = self.make([value], lr, c, **more)
+        if state:
+            optimizer.state[value] = dict(state)
+        value.grad = grad
+        optimizer.step()
+        value.grad = None
+        left = {name: item for name, item in optimizer.state[value].items() if item is not None}
+        vectors = {name: item for name, item in left.items() if torch.is_tensor(item) and item.ndim > 0}
+        return vectors, {name: float(item) for name, item in left.items() if name not in vectors}
 
 
 OUTER_OPTIMIZERS = {
@@ -152,3 +190,144 @@ OUTER_OPTIMIZERS = {
     "radam": OuterOptimizerSpec("RAdam", ("exp_avg", "exp_avg_sq")),
     "rmsprop": OuterOptimizerSpec("RMSprop", ("square_avg",)),
 }
+
+NOT_ELEMENTWISE = {
+    "muon": "it orthogonalises whole weight matrices",
+    "lbfgs": "its line search evaluates the loss",
+    "adafactor": "it keeps moments of whole rows and columns",
+    "shampoo": "it multiplies whole matrices",
+    "soap": "it rotates whole matrices",
+    "lamb": "it takes norms of whole parameters",
+    "lars": "it takes norms of whole parameters",
+    "sparse_adam": "it takes sparse gradients",
+}
+
+
+def find_outer(name: str) -> OuterOptimizerSpec:
+    """The spec of a built-in name or of `module:name`. Raises `UsageError` in one line."""
+    if name in OUTER_OPTIMIZERS:
+        return OUTER_OPTIMIZERS[name]
+    given = f"outer_optimizer={name}"
+    if name.lower() in NOT_ELEMENTWISE:
+        raise UsageError(
+            f"{given} does not act element by element: {NOT_ELEMENTWISE[name.lower()]}, and theta is held in"
+            f" shards; use {' or '.join(OUTER_OPTIMIZERS)}"
+        )
+    if ":" not in name:
+        raise UsageError(
+            f"{given} is unknown{nearest(name, OUTER_OPTIMIZERS)}; use {', '.join(OUTER_OPTIMIZERS)}, or"
+            " module:name of another"
+        )
+    found = import_named("outer_optimizer", name, "an OuterOptimizerSpec or a torch.optim.Optimizer")
+    if isinstance(found, OuterOptimizerSpec):
+        return found
+    from torch.optim import Optimizer
+
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise UsageError(
+            f"{given} is a {type(found).__name__}, neither an OuterOptimizerSpec nor a subclass of"
+            " torch.optim.Optimizer; name one (docs/custom_rules.md)"
+        )
+    return OuterOptimizerSpec(found, _moments(found), {})
+
+
+@cache
+def _moments(torch_class: Any) -> tuple[str, ...]:
+    """The vectors in the state of a class after a step; none if it raises, as it then does in the check."""
+    import torch
+
+    with suppress(Exception):
+        return tuple(
+            OuterOptimizerSpec(torch_class, (), {}).step(torch.ones(8), torch.ones(8), {}, 0.1, None)[0]
+        )
+    return ()
+
+
+def check_outer(c: Any) -> None:
+    """Refuse an outer optimizer of the user that does not work on shards. Raises `UsageError` in one line.
+
+    Three steps on a vector of 8 random numbers, as one parameter of one optimizer, and in two halves with
+    nothing but moments and numbers kept between steps: the values must agree.
+    """
+    import torch
+
+    given, spec = f"outer_optimizer={c.outer_optimizer}", find_outer(c.outer_optimizer)
+    random = torch.Generator().manual_seed(0)
+    start, *grads = (torch.randn(8, generator=random) for _ in range(4))
+    whole, halves = start.clone(), [part.clone() for part in start.split(4)]
+    moments, numbers = [dict[str, Any](), dict[str, Any]()], dict[str, Any]()
+    try:
+        kept = spec.make([whole], 0.1, c)
+        for grad in grads:
+            whole.grad = grad.clone()
+            kept.step()
+            before = numbers
+            for i, part in enumerate(halves):
+                state = {**{name: torch.tensor(x) for name, x in before.items()}, **moments[i]}
+                moments[i], numbers = spec.step(part, grad.split(4)[i].clone(), state, 0.1, c)
+    except Exception as error:  # the user's code may raise anything
+        raise UsageError(
+            f"{given} cannot take a step on a vector ({type(error).__name__}: {one_line(error)}); use an"
+            " optimizer that takes lr and acts element by element"
+        ) from None
+    other = [name for name in moments[0] if name not in spec.moments or moments[0][name].shape != (4,)]
+    if other:
+        raise UsageError(
+            f"{given} stores {', '.join(other)}, which is no moment that its spec names, a number for each"
+            f" element; name it in moments=, now {spec.moments}"
+        )
+    if not torch.allclose(whole, torch.cat(halves), rtol=1e-4, atol=1e-6):
+        raise UsageError(
+            f"{given} does not act element by element, with moments and numbers as its only state: a vector"
+            f" and its two halves differ after three steps, and theta is held in shards; use"
+            f" {any_of(OUTER_OPTIMIZERS)}, or another one that does"
+        )
+
+
+INNER_OPTIMIZERS = ("sgd", "momentum", "adamw")
+
+
+def find_inner(name: str) -> Any:
+    """The `InnerOptimizer` of the user's `module:name` (fmmeta/meta/inner_optimizers.py).
+
+    Three updates of 8 random numbers, whole and in two halves, must agree. Raises `UsageError` in one line.
+    """
+    given = f"inner_optimizer={name}"
+    if ":" not in name:
+        known = any_of(INNER_OPTIMIZERS)
+        raise UsageError(f"{given} is unknown{nearest(name, INNER_OPTIMIZERS)}; use {known}, or module:name")
+    found = import_named("inner_optimizer", name, "an InnerOptimizer")
+    kind = pkgutil.resolve_name("fmmeta.meta.inner_optimizers:InnerOptimizer")
+    if not isinstance(found, kind) or found.momentum or found.kept is not None:
+        raise UsageError(
+            f"{given} is a {type(found).__name__}, no InnerOptimizer(state_names, direction) without"
+            " momentum= and kept=; name one (docs/custom_rules.md)"
+        )
+    import torch
+
+    random = torch.Generator().manual_seed(0)
+    phi, *grads = (torch.randn(8, generator=random) for _ in range(4))
+    one, two = (found.initial_state(8, phi.device).vectors for _ in range(2))
+    whole, halves = phi, phi
+    try:
+        for count, grad in enumerate(grads, 1):
+            u = found.direction(grad.clone(), whole.clone(), one, count)
+            parts = [
+                found.direction(
+                    grad[part].clone(), halves[part].clone(), {key: x[part] for key, x in two.items()}, count
+                )
+                for part in (slice(0, 4), slice(4, 8))
+            ]
+            whole, halves = whole - 0.1 * u, halves - 0.1 * torch.cat(parts)
+    except Exception as error:  # the user's code may raise anything
+        raise UsageError(
+            f"{given} cannot update a vector ({type(error).__name__}: {one_line(error)}); give a direction"
+            " (gradient, phi, state, step number) -> u"
+        ) from None
+    if not torch.allclose(whole, halves, rtol=1e-4, atol=1e-6):
+        raise UsageError(
+            f"{given} does not act element by element, with vectors changed in place as its only state: a"
+            f" vector and its two halves differ after three updates, and phi is held in shards; use"
+            f" {any_of(INNER_OPTIMIZERS)}, or another one that does"
+        )
+    return found

@@ -11,8 +11,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from fmmeta.common.text import any_of, nearest
-from fmmeta.config.algorithms import OUTER_OPTIMIZERS, find, supporting
+from fmmeta.config.algorithms import (
+    INNER_OPTIMIZERS,
+    OUTER_OPTIMIZERS,
+    check_outer,
+    find,
+    find_inner,
+    find_outer,
+    supporting,
+)
 from fmmeta.config.fields import LARGEST, default_of, rules, shown
 
 # Settings of a run beside the flags and the data's fingerprint (build.RunInputs.resolved).
@@ -55,6 +62,8 @@ def without_effect(c: Any) -> Iterator[str]:
         if rule.needs:
             other, *values = rule.needs
             found = getattr(c, other)
+            if other == "outer_optimizer" and name in find_outer(found).options.values():
+                continue
             if not (found in values if values else found):
                 use = f"use --{other} {' or '.join(values)}" if values else f"give --{other}"
                 yield f"{given} means nothing for {other}={found}; leave it out, or {use}"
@@ -66,17 +75,6 @@ def without_effect(c: Any) -> Iterator[str]:
 
 
 Conflicts = list[tuple[Any, str]]
-
-NOT_ELEMENTWISE = {
-    "muon": "it orthogonalises whole weight matrices",
-    "lbfgs": "its line search evaluates the loss",
-    "adafactor": "it keeps moments of whole rows and columns",
-    "shampoo": "it multiplies whole matrices",
-    "soap": "it rotates whole matrices",
-    "lamb": "it takes norms of whole parameters",
-    "lars": "it takes norms of whole parameters",
-    "sparse_adam": "it takes sparse gradients",
-}
 
 
 def problems(c: Any) -> Iterator[str]:
@@ -264,12 +262,20 @@ def of_algorithm(c: Any) -> Conflicts:
 
 def of_inner_loop(c: Any) -> Conflicts:
     name, inner, spec = c.algorithm, c.inner_optimizer, find(c.algorithm)
+    own = inner not in INNER_OPTIMIZERS
+    if own:
+        find_inner(inner)
     keeps = inner == "adamw" and "inner_optimizer_state" in spec.supports
     return [
         (
             inner == "adamw" and spec.order > 1,
             f"inner_optimizer=adamw with algorithm={name}: the meta-gradient through Adam's moments is not"
             " implemented; use sgd or momentum, or algorithm=fomaml or reptile",
+        ),
+        (
+            own and spec.order > 1,
+            f"inner_optimizer={inner} with algorithm={name}: the exact meta-gradient needs the derivative of"
+            " its direction, which a spec does not have; use sgd or momentum, or algorithm=fomaml or reptile",
         ),
         (
             c.inner_optimizer_state == "kept" and not keeps,
@@ -307,22 +313,14 @@ def factor_of(item: str) -> float:
 
 
 def of_outer_step(c: Any) -> Conflicts:
-    name, delay = c.outer_optimizer, c.outer_delay
+    delay = c.outer_delay
+    if c.outer_optimizer not in OUTER_OPTIMIZERS:
+        check_outer(c)
     return [
         (
             c.warmup_steps >= 1 and c.warmup_steps % 1,
             f"warmup_steps={c.warmup_steps} is neither a share of outer_steps below 1 nor a whole number; use"
             " 0.1 or 10, say",
-        ),
-        (
-            name.lower() in NOT_ELEMENTWISE,
-            f"outer_optimizer={name} does not act element by element: {NOT_ELEMENTWISE.get(name.lower())},"
-            f" and theta is held in shards; use {' or '.join(OUTER_OPTIMIZERS)}",
-        ),
-        (
-            name not in OUTER_OPTIMIZERS,
-            f"outer_optimizer={name} is unknown{nearest(name, OUTER_OPTIMIZERS)}; use"
-            f" {any_of(OUTER_OPTIMIZERS)}",
         ),
         (
             delay and c.offload_outer,

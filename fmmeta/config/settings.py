@@ -9,7 +9,7 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config import algorithms, conflicts
-from fmmeta.config.algorithms import OUTER_OPTIMIZERS
+from fmmeta.config.algorithms import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 from fmmeta.config.fields import check_values, names_where, of_type, setting
 from fmmeta.config.renamed import RefusesOldNames
 
@@ -348,8 +348,8 @@ class InnerConfig:
     )
     inner_optimizer: str = setting(
         "sgd",
-        "Optimizer of the inner loop; every task starts with zero moments (--inner_optimizer_state)",
-        ("sgd", "momentum", "adamw"),
+        f"Optimizer of the inner loop: {', '.join(INNER_OPTIMIZERS)}, or module:name; every task"
+        " starts with zero moments (--inner_optimizer_state)",
         remembered=True,
         common=True,
     )
@@ -498,7 +498,9 @@ class MetaConfig:
         common=True,
     )
     outer_optimizer: str = setting(
-        "adamw", f"Optimizer of theta: {', '.join(OUTER_OPTIMIZERS)}", synonyms=("optim",)
+        "adamw",
+        f"Optimizer of theta: {', '.join(OUTER_OPTIMIZERS)}, or module:name (docs/custom_rules.md)",
+        synonyms=("optim",),
     )
     outer_momentum: float = setting(
         0.9, "Momentum of outer_optimizer=nesterov", below=1, needs=("outer_optimizer", "nesterov")
@@ -749,6 +751,13 @@ class RunConfig:
         resume="free",
         needs=("eval_episodes",),
         common=True,
+    )
+    metrics: list[str] = setting(
+        [],
+        "Metrics of validation and held-out episodes, module:name of functions (predictions, references)"
+        " -> numbers by name (docs/custom_rules.md)",
+        resume="free",
+        needs=("eval_episodes",),
     )
     load_best_model_at_end: bool = setting(
         False,

@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fmmeta.common.errors import UsageError
 from fmmeta.config.fields import check_values, hints_of, refuse_first, setting
 from fmmeta.config.settings import (
     HEAD_INITS,
@@ -68,6 +69,12 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
         replaced = set(given).union(*(names for owner, names in BELONG_TO.items() if owner in given))
         memory = remembered(self.model_source)
         stored = {name: memory[name] for name in REMEMBERED if name in memory and name not in replaced}
+        named = stored.get("inner_optimizer", "sgd")
+        if ":" in named:
+            raise UsageError(
+                f"inner_optimizer={named} is code that fmmeta.json of {self.model_name_or_path} names; no"
+                f" code is imported from there: give --inner_optimizer {named} to use yours, or sgd"
+            )
         config = Config(**{**stored, **given, "algorithm": "none", **values})
         if "head_init" in stored and self.unusable_head(config):
             config = replace(config, head_init="zero")

@@ -5,7 +5,7 @@ The table of docs/algorithms.md as functions of a Config. Tests count the passes
 
 from typing import NamedTuple
 
-from fmmeta.config.algorithms import OUTER_OPTIMIZERS, find
+from fmmeta.config.algorithms import find, find_inner, find_outer
 from fmmeta.config.settings import Config
 
 WORK = 5  # vectors that a Hessian-vector product and the backward recursion need besides v
@@ -75,14 +75,14 @@ def task_vectors(config: Config) -> int:
 
 def shards(config: Config) -> ShardCounts:
     spec, k, trajectory = find(config.algorithm), config.inner_steps, 0
-    work = spec.work_shards + {"momentum": 1, "adamw": 2}.get(config.inner_optimizer, 0)
+    inner = config.inner_optimizer
+    vectors = {"sgd": 0, "momentum": 1, "adamw": 2}
+    work = spec.work_shards + (vectors[inner] if inner in vectors else len(find_inner(inner).state_names))
     work += 4 if config.inner_optimizer_state == "kept" else 0
     if "trajectory_memory_gib" in spec.supports or config.multi_step_loss_steps:
         trajectory = k - (config.head_init != "prototype")  # else phi_0 is theta
     if config.inner_lr_learned != "no":
         trajectory += k  # u of every step
     if config.inner_lr_learned == "element":
-        work += 2 + len(
-            OUTER_OPTIMIZERS[config.outer_optimizer].moments
-        )  # rates, their gradient, its moments
+        work += 2 + len(find_outer(config.outer_optimizer).moments)  # rates, their gradient, its moments
     return ShardCounts(work, trajectory)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from fmmeta.config.algorithms import find_inner
 from fmmeta.config.settings import Config
 from fmmeta.parallel.workers.base import Update, Worker
 
@@ -153,9 +154,10 @@ class InnerState:
 
 @dataclass(frozen=True)
 class InnerOptimizer:
-    """One of the optimizers above.
+    """One of the optimizers above, or the user's: `--inner_optimizer module:name`, first-order rules only.
 
-    state_names: of the vectors that it stores. direction: (g, phi, state vectors, step number from 1) -> u.
+    state_names: of the vectors that it stores. direction: (g, phi, state vectors, step number from 1) -> u,
+    element by element, on stretches of a vector; the state is changed in place, g and phi are not.
     kept: the state that every task starts with, changed by the outer step alone; None: every task starts with
     zeros.
     """
@@ -209,6 +211,8 @@ def inner_optimizer(config: Config) -> InnerOptimizer:
     if config.inner_optimizer == "momentum":
         mu = config.inner_momentum
         return InnerOptimizer(("momentum",), lambda g, _, s, __: s["momentum"].mul_(mu).add_(g), momentum=mu)
+    if config.inner_optimizer != "adamw":
+        return find_inner(config.inner_optimizer)
     b1, b2, decay = config.inner_beta1, config.inner_beta2, config.inner_weight_decay
 
     def adamw(grad: Tensor, shard: Tensor, state: dict[str, Tensor], count: int) -> Tensor:

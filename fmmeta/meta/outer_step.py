@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.config.algorithms import OUTER_OPTIMIZERS
+from fmmeta.config.algorithms import find_outer
 from fmmeta.config.settings import Config
 from fmmeta.meta.parameters import KEPT_MOMENTS, MetaGradient, MetaParameters, PendingMean, StateDict
 from fmmeta.parallel.collectives import Communicator, Reduction
@@ -63,7 +63,7 @@ class OuterOptimizer:
         from transformers import get_scheduler
 
         self.meta_params, self.worker, self.config = meta_params, worker, config
-        self.spec = OUTER_OPTIMIZERS[config.outer_optimizer]
+        self.spec = find_outer(config.outer_optimizer)
         self.memory = OuterMemory(worker.device, config.offload_outer)
         self.head = worker.params.groups.get("head", slice(0, 0))
         self.pieces = [
@@ -147,20 +147,12 @@ class OuterOptimizer:
         weight_decay: float,
     ) -> dict[str, Tensor]:
         """One step of torch's optimizer on a tensor, in place; return its moments, store its scalars."""
-        options: dict[str, Any] = {name: getattr(self.config, key) for name, key in self.spec.options.items()}
+        more = dict[str, Any]()
         if self.spec.torch_class == "AdamW" and value.device.type == "cpu":
-            options["fused"] = True  # one pass over memory instead of nine; on GPUs foreach is the default
-        make = getattr(torch.optim, self.spec.torch_class)
-        optimizer = make([value], lr=lr, weight_decay=0.0, **options, **self.spec.fixed)
-        if scalars or moments:
-            optimizer.state[value] = {**{name: torch.tensor(x) for name, x in scalars.items()}, **moments}
+            more["fused"] = True  # one pass over memory instead of nine; on GPUs foreach is the default
         value.mul_(1 - lr * weight_decay)
-        value.grad = grad
-        optimizer.step()
-        value.grad = None
-        state = {name: item for name, item in optimizer.state[value].items() if item is not None}
-        vectors = {name: item for name, item in state.items() if torch.is_tensor(item) and item.ndim > 0}
-        self.scalar_state = {name: float(item) for name, item in state.items() if name not in vectors}
+        state = {**{name: torch.tensor(x) for name, x in scalars.items()}, **moments}
+        vectors, self.scalar_state = self.spec.step(value, grad, state, lr, self.config, **more)
         return vectors
 
     def add_state(self, state: StateDict) -> None:

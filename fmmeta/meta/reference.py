@@ -8,7 +8,7 @@ masters are updated.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fmmeta.config.algorithms import find
+from fmmeta.config.algorithms import find, find_inner, find_outer
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.sources.base import EpisodeRows
@@ -41,6 +41,7 @@ class Memory:
     first: Weights
     second: Weights
     count: int = 0
+    own: dict[str, Weights] = field(default_factory=dict)  # state of an optimizer of the user, by parameter
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,15 @@ def outer_optimizer(meta_params: Weights, rates: Weights, config: Config) -> tor
     ]
     if config.outer_optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=lr, eps=config.adam_epsilon)
-    if config.outer_optimizer == "nesterov":
-        assert config.weight_decay == 0, "torch decays through the momentum, fmmeta does not"
-        return torch.optim.SGD(groups, lr=lr, momentum=config.outer_momentum, nesterov=True)
-    return torch.optim.SGD(groups, lr=lr)
+    if config.outer_optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=lr)
+    assert config.weight_decay == 0, "torch decays through the moments, fmmeta does not"
+    spec = find_outer(config.outer_optimizer)
+    given = spec.torch_class
+    make = getattr(torch.optim, given) if isinstance(given, str) else given
+    return make(
+        groups, lr=lr, **{name: getattr(config, key) for name, key in spec.options.items()}, **spec.fixed
+    )
 
 
 def starting_rates(learner: Any, names: Iterable[str], config: Config) -> Weights:
@@ -229,7 +235,7 @@ def inner_loop(
     proximal: float = 0.0,
 ) -> tuple[list[Weights], Memory]:
     """phi_0 to phi_K from `theta`, with their graph. proximal: weight of |phi - phi_0|^2 / 2."""
-    config, rates, memory = task.config, task.rates, replace(task.memory)
+    config, rates, memory = task.config, task.rates, replace(task.memory, own={})
     phi = phi0 = initial_weights(task, theta, through_means)
     phis = [phi]
     for k in range(config.inner_steps if steps is None else steps):
@@ -249,6 +255,14 @@ def inner_update(gradient: Weights, phi: Weights, memory: Memory, config: Config
     if config.inner_optimizer == "momentum":
         memory.first = {name: config.inner_momentum * memory.first[name] + g for name, g in gradient.items()}
         return memory.first
+    if ":" in config.inner_optimizer:
+        spec, grads = find_inner(config.inner_optimizer), {name: g.detach() for name, g in gradient.items()}
+        for name, g in grads.items():
+            memory.own.setdefault(name, {key: torch.zeros_like(g) for key in spec.state_names})
+        return {
+            name: spec.direction(g, phi[name].detach(), memory.own[name], memory.count)
+            for name, g in grads.items()
+        }
     if config.inner_optimizer == "adamw":
         b1, b2, t = config.inner_beta1, config.inner_beta2, memory.count
         grads = {name: g.detach() for name, g in gradient.items()}

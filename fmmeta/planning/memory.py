@@ -27,7 +27,7 @@ import torch
 from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import host_bytes
 from fmmeta.common.text import any_of
-from fmmeta.config.algorithms import OUTER_OPTIMIZERS, find
+from fmmeta.config.algorithms import find, find_outer
 from fmmeta.config.settings import Config
 from fmmeta.meta import costs
 from fmmeta.models.learner import Learner
@@ -92,7 +92,7 @@ def rank_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: b
         checkpointing=config.gradient_checkpointing,
         offload_outer=config.offload_outer and not lazy,
         in_flight=depth,
-        moments=len(OUTER_OPTIMIZERS[config.outer_optimizer].moments),
+        moments=len(find_outer(config.outer_optimizer).moments),
         sums=1 + config.outer_delay,
         crossing=2 if config.reduce_dtype == "bf16" else 4,
         directions=costs.task_vectors(config),

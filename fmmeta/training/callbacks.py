@@ -71,7 +71,9 @@ class Callback:
         """After an outer step, already counted in `run.state.outer_step`. outcome: what it did to theta."""
 
     def on_evaluate(self, run: "Run", metrics: dict[str, float]) -> None:
-        """After a validation that is complete. metrics: valid_accuracy in [0, 1] and valid_loss."""
+        """After a validation that is complete. metrics: valid_accuracy in [0, 1], valid_loss, and
+        valid_NAME for the numbers of `--metrics`.
+        """
 
     def on_log(self, run: "Run", metrics: dict[str, Any]) -> None:
         """For every line of metrics.jsonl, and for the held-out accuracies at the end.
@@ -174,7 +176,8 @@ class Validation(Callback):
 
     def on_train_begin(self, run: "Run") -> None:
         """Validate if due. Collective: world."""
-        from fmmeta.training.validation import VALID  # imports torch, which `fmmeta.Callback` does not need
+        # imports torch, which `fmmeta.Callback` does not need
+        from fmmeta.training.validation import VALID, metric_values
 
         state, source, every = run.state, run.inputs.sources.valid, run.config.eval_steps
         due = every and state.outer_step > state.validated and state.outer_step % every == 0
@@ -190,7 +193,8 @@ class Validation(Callback):
         state.validated = state.outer_step
         accuracy = sum(score.accuracies[-1] for score in scores) / len(scores)
         loss = sum(score.losses[-1] for score in scores) / len(scores)
-        run.callbacks.on_evaluate(run, {"valid_accuracy": accuracy, "valid_loss": loss})
+        own = {f"valid_{name}": sum(each) / len(each) for name, each in metric_values(scores).items()}
+        run.callbacks.on_evaluate(run, {"valid_accuracy": accuracy, "valid_loss": loss, **own})
         if state.best is not None:
             state.best.update(state.meta_params, state.outer_step, accuracy, loss)
 

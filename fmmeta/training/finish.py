@@ -40,7 +40,7 @@ from fmmeta.report.data import AFTER, BEFORE, FROM_START, read, read_lines
 from fmmeta.tasks.sources.base import TaskSource
 from fmmeta.tasks.sources.load import Sources
 from fmmeta.training.loop import Run
-from fmmeta.training.validation import TEST, VALID, HeldOut, HeldOutScore, per_stratum
+from fmmeta.training.validation import TEST, VALID, HeldOut, HeldOutScore, metric_values, per_stratum
 
 
 @dataclass(repr=False)
@@ -54,6 +54,7 @@ class Result:
         rows         [{"name", "accuracy", "ci95", "loss", "loss_ci95"}, ...], the paired gain last
         per_stratum  [{"stratum", "after_from_start", "after"}, ...], mean accuracies
         episodes     number of episodes
+        metrics      {NAME: {"after_from_start", "after"}}, means of the numbers of --metrics, if there are
     """
 
     output_dir: Path
@@ -109,7 +110,12 @@ def held_out_table(facts: dict[str, Any]) -> dict[str, Any]:
         {"stratum": name, "after_from_start": starts.get(name), "after": after}
         for name, after in facts.get("per_stratum", {}).items()
     ]
-    return {"rows": rows, "per_stratum": strata, "episodes": facts["episodes"]}
+    own = {
+        name: {row: math.nan if one[0] is None else one[0] for row, one in each.items()}
+        for name, each in facts.get("metrics", {}).items()
+    }
+    found = {"rows": rows, "per_stratum": strata, "episodes": facts["episodes"]}
+    return {**found, "metrics": own} if own else found
 
 
 def finish(run: Run) -> Result:
@@ -201,6 +207,7 @@ class Compared:
     strata: dict[str, tuple[float, float]]  # accuracy after adaptation: from the start, meta-trained
     episodes: int
     loop: BaselineLoop  # of the baseline
+    metrics: dict[str, dict[str, Interval]] = field(default_factory=dict)  # of the user, by name and row
 
     @property
     def accuracies(self) -> dict[str, float]:
@@ -218,6 +225,7 @@ class Compared:
                 "per_stratum_at_start": {name: started for name, (started, _) in self.strata.items()},
                 "episodes": self.episodes,
                 "baseline_inner_loop": asdict(self.loop),
+                **({"metrics": self.metrics} if self.metrics else {}),
             }
         )
 
@@ -311,6 +319,12 @@ def compare(trained: Sequence[HeldOutScore], started: Sequence[HeldOutScore], lo
         for name, row in values.items()
     }
     gain = intervals.pop("gain")
+    before, now = metric_values([old for _, old in pairs]), metric_values([new for new, _ in pairs])
+    metrics = {
+        name: {"after_from_start": mean_ci95(before[name]), "after": mean_ci95(now[name])}
+        for name in now
+        if name in before
+    }
     at_start, after = per_stratum([old for _, old in pairs]), per_stratum([new for new, _ in pairs])
     return Compared(
         intervals,
@@ -318,6 +332,7 @@ def compare(trained: Sequence[HeldOutScore], started: Sequence[HeldOutScore], lo
         {name: (at_start[name], accuracy) for name, accuracy in after.items()},
         len(pairs),
         loop,
+        metrics,
     )
 
 
@@ -341,6 +356,12 @@ def show(compared: Compared, config: Config, table: Table) -> None:
             "after adaptation, by stratum",
             ["", "start", "meta-trained"],
             [[name, *(f"{100 * one:.1f}" for one in pair)] for name, pair in compared.strata.items()],
+        )
+    if compared.metrics:
+        table(
+            "after adaptation, own metrics",
+            ["", "start", "meta-trained"],
+            [[name, *map(format_interval, each.values())] for name, each in compared.metrics.items()],
         )
 
 

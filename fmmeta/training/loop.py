@@ -19,6 +19,7 @@ from fmmeta.meta.hessian import check
 from fmmeta.meta.multi_task import adapter_multi_task_rule, tasks_per_pass
 from fmmeta.meta.outer_step import OuterStep
 from fmmeta.meta.parameters import MetaGradient
+from fmmeta.metrics.own import Metric, OwnMetrics
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.checks import OutlierBounds, check_replicas
 from fmmeta.reliability.signals import Signals
@@ -124,6 +125,7 @@ class Run:
         signals: Signals | None = None,
         controller: StaticController | None = None,
         user_callbacks: Sequence[callbacks.Callback] = (),
+        metrics: Sequence[tuple[str, Metric]] = (),
     ) -> None:
         self.config, self.inputs, self.ranks, self.parts = config, inputs, ranks, parts
         self.folder, self.start, self.progress = start.folder, start, progress
@@ -146,7 +148,14 @@ class Run:
         self.outlier_bounds = OutlierBounds(config, parts.worker)
         self.metrics, self.update = StepMetrics(), cast("OuterStep | None", None)  # of the last outer step
         self.held_out = HeldOut(
-            config, self.worker, parts.load, ranks, progress, self.folder, self.should_leave_evaluation
+            config,
+            self.worker,
+            parts.load,
+            ranks,
+            progress,
+            self.folder,
+            self.should_leave_evaluation,
+            OwnMetrics(metrics, inputs.tokenizer),
         )
         self.profiler = Profiler()
         self.logger, self.trackers = RunLogger(), Trackers(progress.notice)

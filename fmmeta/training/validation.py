@@ -7,18 +7,22 @@ weights are passed in; the worker holds them afterwards.
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.text import strict
 from fmmeta.config.settings import HIDDEN_ON_RESUME, Config
 from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop
+from fmmeta.metrics.own import OwnMetrics
 from fmmeta.metrics.scores import gather_scores, mean_ci95
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
@@ -35,13 +39,14 @@ FINISHED = "held_out.json"  # finished episodes of a final evaluation that was s
 @dataclass(frozen=True)
 class HeldOutScore:
     """One episode: losses and accuracies on its query set, at theta and at phi, or after 0, 1, ... K inner
-    steps.
+    steps. metrics: numbers of the user's metrics at phi.
     """
 
     slot: int
     stratum: str
     losses: list[float]
     accuracies: list[float]
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class HeldOut:
@@ -49,7 +54,7 @@ class HeldOut:
 
     load: from a source to its `LoadEpisode`. folder: of the run, where finished episodes of the TEST stream
     are stored. should_stop: called between episodes; if it returns True, this group leaves out the rest of
-    the pass, and the scores are incomplete.
+    the pass, and the scores are incomplete. own: the user's metrics.
     """
 
     def __init__(
@@ -61,9 +66,10 @@ class HeldOut:
         progress: Progress,
         folder: Path,
         should_stop: Callable[[], bool] = lambda: False,
+        own: OwnMetrics | None = None,
     ) -> None:
         self.config, self.worker, self.load, self.ranks, self.progress = config, worker, load, ranks, progress
-        self.file, self.should_stop = folder / FINISHED, should_stop
+        self.file, self.should_stop, self.own = folder / FINISHED, should_stop, own or OwnMetrics()
 
     def scores(
         self,
@@ -77,7 +83,7 @@ class HeldOut:
     ) -> list[HeldOutScore]:
         """Scores of the first `count` episodes of a stream: the same ones every time. Collective: world."""
         tasks, keep = self.tasks(source, stream, count), each_step or stream == TEST
-        return self.score_tasks(tasks, self.reader(source), what, theta, learning, each_step, keep)
+        return self.score_tasks(tasks, self.reader(source), what, theta, learning, each_step, keep, source)
 
     def tasks(self, source: TaskSource, stream: int, count: int | None = None) -> list[Task]:
         """The first `count` tasks of a stream (default: test_episodes or eval_episodes)."""
@@ -103,11 +109,13 @@ class HeldOut:
         learning: Any,
         each_step: bool = False,
         keep: bool = False,
+        source: TaskSource | None = None,
     ) -> list[HeldOutScore]:
         """Score the tasks that are not finished, this group its share of them; return all scores by slot.
 
         learning: an EvaluationMethod; with `each_step` an InnerLoop, scored after every step. keep: store
-        finished episodes in the run's folder. Collective: world.
+        finished episodes in the run's folder. source: of the tasks, to call the user's metrics (not with
+        `each_step`). Raises `UsageError` if one fails. Collective: world.
         """
         self.progress.start(what)
         slots = {task.seed: slot for slot, task in enumerate(tasks)}
@@ -118,14 +126,23 @@ class HeldOut:
         self.worker.write(theta)
         mine, scores = reader.read_share(todo) if todo else [], list[HeldOutScore]()
         score = learning.scores_after_each_step if each_step else learning.score
+        failed, own = "", self.own if source is not None and not each_step else OwnMetrics()
         for done, (task, episode) in enumerate(mine):
             if self.should_stop():
                 break
             self.progress.line(what, done, len(mine))
             passes = score(self.worker, theta, episode)
             losses, accuracies = [one.loss for one in passes], [one.accuracy for one in passes]
-            scores.append(HeldOutScore(slots[task.seed], task.stratum, losses, accuracies))
+            numbers = dict[str, float]()
+            if own.metrics and source is not None:
+                numbers, failed = own.of(self.worker, episode.query, partial(class_names, source, task))
+            scores.append(HeldOutScore(slots[task.seed], task.stratum, losses, accuracies, numbers))
             self.worker.write(theta)
+            if own.metrics and float(self.ranks.group.sum_(torch.tensor([float(bool(failed))]))):
+                break
+        with self.ranks.world.raise_on_all("calling the metrics") if own.metrics else nullcontext():
+            if failed:
+                raise UsageError(failed)
         known |= {one.slot: one for one in gather_scores(self.ranks, scores, HeldOutScore)}
         if keep and todo:
             finished = [asdict(one) for one in known.values()]
@@ -135,7 +152,7 @@ class HeldOut:
 
     def _key(self, theta: Tensor, learning: Any, each_step: bool) -> str:
         """Hash of all that determines the scores bit for bit, on every rank. Collective: world."""
-        here: list[Any] = [hash_vector(theta)]
+        here: list[Any] = [hash_vector(theta), *self.own.names]
         if isinstance(learning, InnerLoop):
             rates = learning.rates
             here += [learning.steps, rates.table.tolist()]
@@ -166,6 +183,20 @@ class HeldOut:
                     f"{temporary} cannot be written ({error.strerror}); a stopped evaluation would start over"
                 )
                 self.progress.notice(Warn(text))
+
+
+def class_names(source: TaskSource, task: Task) -> tuple[str, ...]:
+    """Names of the labels of a task's episode; none for causal_lm."""
+    return source.draw(task).classes
+
+
+def metric_values(scores: Sequence[HeldOutScore]) -> dict[str, list[float]]:
+    """Values of the user's metrics by name, over the episodes that have them."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        for name, value in score.metrics.items():
+            found[name].append(value)
+    return found
 
 
 def per_stratum(scores: Sequence[HeldOutScore]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A rule outside the package, chosen by `--algorithm module:spec`: examples/custom_rule.py."""
+"""A rule and optimizers outside the package, chosen by `module:spec`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.helpers import write_rows
 from tests.support.launch import ROOT, environment
-from tests.support.matrix import Case, ParityFixture, tolerance
+from tests.support.matrix import ALSO, Case, ParityFixture, tolerance
 
 EXAMPLES = ROOT / "examples"
 CASE = Case((1, 1), 2, "custom_rule:spec", "one", "default", "bert", "fp32", "sgd", "learned", "none")
@@ -40,6 +40,31 @@ def test_the_example_ends_where_its_reference_ends(bench, layout):
     theta, _ = bench.run([case])[case.id]
     assert bench.error(case, theta) < tolerance(case)
     assert bench.error(replace(case, algorithm="reptile"), theta) > 0.01  # the radius was reached
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "layout", [pytest.param((1, 1), id="1x1", marks=pytest.mark.slow), pytest.param((2, 1), id="2x1")]
+)
+def test_an_outer_optimizer_of_the_user_ends_where_the_oracle_ends(layout, tmp_path):
+    bench = ParityFixture(tmp_path, ROOT)
+    case = replace(CASE, layout=layout, algorithm="fomaml", outer="tests.support.outer_optimizer:spec")
+    theta, _ = bench.run([case])[case.id]
+    assert bench.error(case, theta) < tolerance(replace(case, outer="sgd"))
+    assert bench.error(replace(case, outer="sgd"), theta) > 0.01
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "layout", [pytest.param((1, 1), id="1x1"), pytest.param((1, 2), id="1x2", marks=pytest.mark.slow)]
+)
+def test_an_inner_optimizer_of_the_user_ends_where_the_oracle_ends(layout, tmp_path, monkeypatch):
+    monkeypatch.setitem(ALSO, "own", {"inner_optimizer": "tests.support.inner_optimizer:spec"})
+    bench = ParityFixture(tmp_path, ROOT)
+    case = replace(CASE, layout=layout, algorithm="fomaml", also="own")
+    theta, _ = bench.run([case])[case.id]
+    assert bench.error(case, theta) < tolerance(case)
+    assert bench.error(replace(case, also="nothing"), theta) > 0.001
 
 
 def fmmeta(command: str, flags: str, cwd: Path) -> None:

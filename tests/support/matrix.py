@@ -512,7 +512,7 @@ class ParityFixture:
             "inner_lr": inner_lr,
             "outer_steps": 3,
             "outer_optimizer": case.outer,
-            "outer_lr": 0.5 if case.outer == "sgd" else 3e-3,
+            "outer_lr": 3e-3 if case.outer == "adamw" else 0.5,
             "warmup_steps": 1,
             "lr_scheduler_type": "linear",
             "adam_epsilon": 1e-4,

@@ -101,7 +101,7 @@ def main(cases_file: str, out: str) -> None:
                 ranks,
             )
         if launch.global_rank == 0:
-            save_file(theta, folder.with_suffix(".safetensors"))
+            save_file(theta, folder.with_name(f"{folder.name}.safetensors"))
             adapters = [p.shape[0] for n, p in skeleton.named_parameters() if ".lora_A." in n]
             effects = {
                 "gradient_checkpointing": bool(layers),
@@ -122,7 +122,7 @@ def main(cases_file: str, out: str) -> None:
                 "start_off": max(off),
                 "linear": torch.nn.functional.linear.__name__,
             }
-            folder.with_suffix(".json").write_text(json.dumps(facts))
+            folder.with_name(f"{folder.name}.json").write_text(json.dumps(facts))
     world.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fmmeta.cli import parse
-from fmmeta.config.conflicts import NOT_ELEMENTWISE
+from fmmeta.config.algorithms import NOT_ELEMENTWISE
 from fmmeta.config.settings import Config
 from tests.support.helpers import refusal
 from tests.support.messages import check_message

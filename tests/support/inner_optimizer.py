@@ -1,0 +1,26 @@
+"""An inner optimizer outside the package: averaged gradients with bias correction, and a pull to zero."""
+
+from __future__ import annotations
+
+from fmmeta.meta.inner_optimizers import InnerOptimizer
+
+
+def direction(g, phi, state, step):
+    mean = state["mean"].mul_(0.5).add_(g, alpha=0.5)
+    return mean / (1 - 0.5**step) + 0.01 * phi
+
+
+def whole_norm(g, phi, state, step):
+    return g / g.norm()
+
+
+def replaced(g, phi, state, step):
+    state["mean"] = 0.5 * state["mean"] + g
+    return state["mean"]
+
+
+spec = InnerOptimizer(("mean",), direction)
+normed = InnerOptimizer((), whole_norm)
+not_in_place = InnerOptimizer(("mean",), replaced)
+nameless = InnerOptimizer((), direction)
+with_momentum = InnerOptimizer((), lambda g, phi, state, step: g, momentum=0.9)
