@@ -17,7 +17,7 @@ from fmmeta.common.security import printable, redact
 from fmmeta.common.text import counted, shortened
 from fmmeta.config.settings import Config, ModelConfig, TaskConfig
 from fmmeta.models.files import trained_with
-from fmmeta.models.load import describe, fitted, load_tokenizer
+from fmmeta.models.load import describe, fitted, load_tokenizer, suggest_chat
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.encode import encode, make_prompt
 from fmmeta.tasks.data.splits import SPLITS
@@ -49,6 +49,7 @@ def run(settings: InspectConfig) -> None:
     tokenizer = load_tokenizer(config, description, print)
     if config.task_type == "causal_lm":
         make_prompt(config.prompt_template, tokenizer)
+        suggest_chat(config, tokenizer, print)
     sources, notes, refused = read_all(config, tokenizer)
     show_notes([sources.summary, *notes])
     tasks = dict[str, list[OpenedTask]]()

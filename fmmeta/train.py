@@ -18,7 +18,7 @@ from fmmeta.elastic.controller import ElasticController, join, with_other_groups
 from fmmeta.evaluation.tune import section_of, tune_before_training
 from fmmeta.metrics.own import Metric, find_metrics
 from fmmeta.models.files import check_given_tokenizer, store_model
-from fmmeta.models.load import describe, fitted
+from fmmeta.models.load import describe, fitted, suggest_chat
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.reliability.signals import Signals
@@ -109,6 +109,7 @@ class MetaTrainer:
             config.prepare_timeout,
         )
         inputs = build.read_inputs(config, world, notice, given_tokenizer=self.tokenizer, rows=rows)
+        suggest_chat(config, inputs.tokenizer, notice)
         plan = ranks = None
         if config.tune is not None:
             plan = build.plan_parallel(config, inputs, world, notice)

@@ -24,7 +24,15 @@ from huggingface_hub import EvalResult
 from fmmeta.adaptation.predict import AdaptedModel, LoadedModel, load_single_process
 from fmmeta.checkpoint import model_card
 from fmmeta.checkpoint.hf_export import export
-from fmmeta.checkpoint.model_card import PLACEHOLDER, Content, code, escaped, public_name, python_code
+from fmmeta.checkpoint.model_card import (
+    PLACEHOLDER,
+    Content,
+    code,
+    escaped,
+    generation_code,
+    public_name,
+    python_code,
+)
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import make_folders, printable, remove_empty
@@ -36,8 +44,9 @@ from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.inner_optimizers import Rates
 from fmmeta.models.files import remembered, trained_with
+from fmmeta.models.load import suggest_chat
 from fmmeta.tasks.batching import Episode, Example
-from fmmeta.tasks.data.encode import encode
+from fmmeta.tasks.data.encode import encode, full_rows
 from fmmeta.tasks.data.rows import Examples, Table, read_file, rows_of, tabulate
 from fmmeta.tasks.data.splits import few
 
@@ -118,9 +127,12 @@ def learn(
     folds = leave_out(support, labels) if chooses else []
     config = replace(config, inner_steps=config.inner_steps * (2 if folds else 1))
     model = load_single_process(config, progress, labels, settings.bf16)
+    suggest_chat(config, model.tokenizer, progress.notice)
     setup = rules.setup(config, model.worker, model.head_names, config.most_classes, settings.bf16)
     inner = with_stored_rates(settings, config, setup.inner, model.worker)
     examples, left_out = encode_task(model, support, labels), None
+    if message := full_rows(config, [len(one.input_ids) for one in examples]):
+        progress.notice(Warn(f"{settings.support or 'support'}: {message}"))
     if folds:
         steps, left_out = choose_steps(model, inner, examples, folds, progress)
         progress.notice(
@@ -360,13 +372,9 @@ def how_to_load(adapted: AdaptedModel, adapter: bool) -> tuple[str, str | None, 
             ),
         )
     pipeline = "text-classification" if names else "text-generation"
-    return (
-        "peft" if adapter else "transformers",
-        pipeline,
-        python_code(
-            f'from transformers import pipeline\n\nmodel = pipeline("{pipeline}", model="{PLACEHOLDER}")'
-        ),
-    )
+    made = f'from transformers import pipeline\n\nmodel = pipeline("{pipeline}", model="{PLACEHOLDER}")'
+    load = python_code(made) if names else generation_code(model.config.prompt_template)
+    return "peft" if adapter else "transformers", pipeline, load
 
 
 def meta_training(base: str) -> str:

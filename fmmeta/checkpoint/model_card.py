@@ -7,6 +7,7 @@ from the card of the base. Paths of this machine are not written. Texts from dat
 are escaped for Markdown and HTML.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from huggingface_hub.utils import validate_repo_id
 from fmmeta.common.security import printable
 from fmmeta.common.text import render
 from fmmeta.models.files import BUILTIN, UNREADABLE, base_model_name, cached_file, is_path
+from fmmeta.tasks.data.encode import make_prompt
 
 FILE = "README.md"
 PLACEHOLDER = "USER/MODEL"  # in the commands of a card; `fmmeta push` writes the id of the repository instead
@@ -181,6 +183,19 @@ def examples_file(task_type: str) -> str:
 def python_code(text: str) -> str:
     """Code as a block of Markdown."""
     return f"```python\n{text}\n```"
+
+
+def generation_code(template: str) -> str:
+    """How transformers answers an input with the prompt of `--prompt_template`, for a language model."""
+    prompt: Any = [{"role": "user", "content": "5 + 1"}]
+    if template != "chat":
+        prompt = make_prompt(template, None).before("5 + 1")
+    return "The model answers inputs in the prompt that it was trained with:\n\n" + python_code(
+        "from transformers import pipeline\n\n"
+        f'pipe = pipeline("text-generation", model="{PLACEHOLDER}")\n'
+        f"print(pipe({printable(json.dumps(prompt, ensure_ascii=False))}, return_full_text=False,"
+        ' do_sample=False)[0]["generated_text"])'
+    )
 
 
 def code(text: str) -> str:

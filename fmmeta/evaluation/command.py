@@ -20,7 +20,7 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import one_line
-from fmmeta.config.settings import Config
+from fmmeta.config.settings import REMEMBERED, Config, InnerConfig
 from fmmeta.evaluation.methods import (
     CLASSIFIERS,
     LanguageMetrics,
@@ -43,7 +43,7 @@ from fmmeta.evaluation.results import (
 from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.meta.algorithms.baselines import prompted
 from fmmeta.metrics.scores import EpisodeScore, gather_scores
-from fmmeta.models.files import trained_with
+from fmmeta.models.files import remembered, trained_with
 from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
@@ -84,6 +84,11 @@ def evaluate(
         if settings.compare is not None:
             if others is None:
                 with_other = with_model(settings, settings.compare)
+                if with_other.lora_r != settings.lora_r or with_other.task_type != settings.task_type:
+                    progress.notice(
+                        f"compare={settings.compare} stores no settings; it learns with those of"
+                        f" {settings.model_name_or_path}"
+                    )
                 others = EvaluatedModel(with_other, world, progress, models, cells, ranks).cells()
             results["compare"] = {"with": settings.compare, "cells": differences(cells, others)}
         if signals:
@@ -96,8 +101,19 @@ def evaluate(
 
 
 def with_model(settings: EvaluateConfig, model: str) -> EvaluateConfig:
-    """The same evaluation of another model, compared with nothing."""
-    return replace(settings, model_name_or_path=model, model_revision=None, compare=None)
+    """The same evaluation of another model, compared with nothing.
+
+    A language model that stores no settings, such as the base, learns with those of the first model.
+    """
+    values: dict[str, Any] = {}
+    if not remembered(model) and remembered(settings.model_source).get("task_type") == "causal_lm":
+        first = settings.run_config()
+        names = ["task_type", "prompt_template", "max_length", "lora_r", "lora_alpha", "lora_target_modules"]
+        if "finetune" in settings.method:
+            names += InnerConfig.__dataclass_fields__
+        if first.task_type == "causal_lm":
+            values = {name: getattr(first, name) for name in names if name in REMEMBERED}
+    return replace(settings, **values, model_name_or_path=model, model_revision=None, compare=None)
 
 
 def check_compare_model(settings: EvaluateConfig, model: str) -> None:

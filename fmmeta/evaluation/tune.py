@@ -115,7 +115,13 @@ def tune_before_training(
     text = world.comm.gather_bytes(text.encode())[0].decode()
     if not text:
         tuning = TuneRun(settings, world, progress, signals, ranks)
-        tuning.tried.extend(tuning.choices())
+        try:
+            tuning.tried.extend(tuning.choices())
+        except Stopped as error:
+            raise Stopped(
+                f"stopped by {error} while the inner loop was tuned; nothing is stored, and the same command"
+                " begins again"
+            ) from None
         tried = tuning.ranked()
         tuning.show(tried)
         refuse_divergence(settings, tried)

@@ -32,6 +32,7 @@ from fmmeta.models.files import (
     reachable,
     read_json,
     read_stored,
+    remembered,
     split_source,
 )
 from fmmeta.models.forward_options import check_packing, checkpoint_layers
@@ -255,6 +256,20 @@ def load_tokenizer(
     if pad is not None and pad < getattr(hf_config, "vocab_size", math.inf):
         hf_config.pad_token_id = pad
     return tokenizer
+
+
+def suggest_chat(config: Config, tokenizer: Any, notice: Callable[[str], None]) -> None:
+    """Log that the tokenizer has a chat template, where plain prompts are the default and not the model's."""
+    if (
+        config.task_type == "causal_lm"
+        and config.prompt_template == "plain"
+        and getattr(tokenizer, "chat_template", None)
+        and "prompt_template" not in remembered(config.model_source)
+    ):
+        notice(
+            "prompt_template=plain (the default), and the tokenizer has a chat template; an instruction-tuned"
+            " model is used with it: --prompt_template chat"
+        )
 
 
 def read_tokenizer(config: Config) -> Any:

@@ -22,6 +22,7 @@ from fmmeta.checkpoint.model_card import (
     code,
     escaped,
     examples_file,
+    generation_code,
     public_name,
     python_code,
 )
@@ -426,8 +427,7 @@ def how_to_load(config: Config, description: Description, adapter: bool) -> tupl
     """
     head = "The head for a task is made by `fmmeta adapt`; this gives the encoder:\n\n"
     if config.task_type == "causal_lm":
-        made = f'pipe = pipeline("text-generation", model="{PLACEHOLDER}")'
-        load = python_code(f"from transformers import pipeline\n\n{made}")
+        load = generation_code(config.prompt_template)
         return "peft" if adapter else "transformers", "text-generation", load
     if description.pooling != "model" and not adapter:
         made = f'SentenceTransformer("{PLACEHOLDER}").encode(["where is my card"])'

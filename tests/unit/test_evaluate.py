@@ -749,3 +749,14 @@ def test_bad_settings_from_python_are_refused(settings, parts):
 def test_one_value_from_python_is_a_list_of_one(classes):
     message = refusal(fmmeta.evaluate, "tiny", classes, metrics="rouge_l", n_way=3)  # classes: a Path
     check_message(message, "metrics=rouge_l", "task_type=classification", "leave them out")
+
+
+def test_a_base_language_model_learns_with_the_settings_of_the_adapters(llama, tmp_path):
+    trained = shutil.copytree(llama, tmp_path / "trained")
+    stored = {"task_type": "causal_lm", "prompt_template": "Q: {input}\nA:", "lora_r": 4, "inner_steps": 3}
+    (trained / "fmmeta.json").write_text(json.dumps(stored))
+    settings = EvaluateConfig(model_name_or_path=str(trained), compare=str(llama), inner_lr=0.02)
+    command.check_compare_model(settings, str(llama))
+    config = command.with_model(settings, str(llama)).run_config()
+    assert stored.items() <= vars(config).items()
+    assert (config.inner_lr, config.model_name_or_path) == (0.02, str(llama))

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from datetime import datetime
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fmmeta import Config, MetaTrainer
+from fmmeta.checkpoint.model_card import generation_code
+from fmmeta.models.load import suggest_chat
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batching import IGNORE, Example
-from fmmeta.tasks.data.encode import encode_pairs
+from fmmeta.tasks.data.encode import encode_pairs, full_rows
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
 from tests.support.models import save_llama, write_pairs
@@ -232,3 +237,30 @@ def test_a_run_with_a_chat_template_stores_it(tmp_path):
         assert json.loads((folder / "model" / "fmmeta.json").read_text())["prompt_template"] == template
         seen[template] = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["tokens"]
     assert seen["plain"] != seen["chat"]
+
+
+def test_a_chat_template_is_suggested_where_prompts_are_plain_by_default(llama, tmp_path):
+    said = list[str]()
+    folder = shutil.copytree(llama, tmp_path / "model")
+    tokenizer = SimpleNamespace(chat_template=ENDED)
+    settings: dict[str, Any] = {"task_type": "causal_lm", "model_name_or_path": str(folder)}
+    suggest_chat(Config(**settings), tokenizer, said.append)
+    check_message(said.pop(), "prompt_template=plain", "--prompt_template chat")
+    suggest_chat(Config(**settings, prompt_template="chat"), tokenizer, said.append)
+    suggest_chat(Config(**settings), SimpleNamespace(chat_template=None), said.append)
+    (folder / "fmmeta.json").write_text('{"prompt_template": "plain"}')
+    suggest_chat(Config(**settings), tokenizer, said.append)
+    assert said == []
+
+
+def test_rows_that_fill_max_length_are_counted():
+    pairs = Config(task_type="causal_lm", max_length=32)
+    check_message(full_rows(pairs, [32, 31, 32]), "2 of 3 rows", "max_length=32", "raise --max_length")
+    assert full_rows(pairs, [31]) == full_rows(Config(max_length=32), [32]) == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"), [("plain", '"Input: 5 + 1\\nOutput:"'), ("chat", '"content": "5 + 1"')]
+)
+def test_a_model_card_shows_the_prompt(template, expected):
+    assert expected in generation_code(template)

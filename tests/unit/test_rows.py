@@ -6,7 +6,9 @@ import gzip
 
 import pytest
 
+from fmmeta.config.settings import Config
 from fmmeta.tasks.data import rows as rows_module
+from fmmeta.tasks.data.rows import Row, tabulate
 from tests.support.helpers import read_rows, refusal, write_rows
 from tests.support.messages import check_message
 
@@ -198,3 +200,13 @@ def test_an_unreadable_hub_set_is_refused_with_the_reason(monkeypatch, answers, 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     check_message(refusal(read_rows, "owner/set"), *parts)
     assert before == datasets.config.HF_HUB_OFFLINE
+
+
+def test_pairs_read_as_texts_are_told_the_task_type():
+    rows = [Row({"task": "t", "input": "a", "output": "b"}, "line 1")]
+    check_message(
+        refusal(tabulate, "pairs.jsonl", rows, Config(), print),
+        "dataset=pairs.jsonl",
+        "--text_column",
+        "use --task_type causal_lm",
+    )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fmmeta.cli import parse
+from fmmeta.common.errors import Stopped
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import TuneConfig
 from fmmeta.evaluation.tune import section_of, tune
@@ -107,3 +108,14 @@ def test_no_choice_is_tried_after_the_minutes(tmp_path, capsys, terminal):
     assert "minutes=1e-06 are over after 1 of 3 trials" in capsys.readouterr().out
     stored = json.loads((tmp_path / "choice.json").read_text())["tuned"]
     assert (stored["trials"], stored["of"]) == (1, 3)
+
+
+def test_a_signal_while_tuning_says_what_is_stored(tmp_path, monkeypatch):
+    def stop(self):
+        raise Stopped("SIGTERM")
+
+    monkeypatch.setattr("fmmeta.evaluation.tune.TuneRun.choices", stop)
+    config = Config(tune='{"episodes": 1}', output_dir=str(tmp_path), num_workers="0")
+    with pytest.raises(Stopped) as error:
+        train(config)
+    check_message(str(error.value), "stopped by SIGTERM", "nothing is stored", "the same command")

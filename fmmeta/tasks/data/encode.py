@@ -17,6 +17,7 @@ from itertools import takewhile
 from typing import Any
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.text import counted
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import IGNORE, Example
 
@@ -120,6 +121,17 @@ def encode(tokenizer: Any, config: Config, inputs: Sequence[str], targets: Seque
     if config.task_type == "causal_lm":
         return encode_pairs(tokenizer, inputs, targets, config.max_length, config.prompt_template)
     return [Example(ids, -1) for ids in encode_texts(tokenizer, inputs, config.max_length)]
+
+
+def full_rows(config: Config, lengths: Sequence[int]) -> str:
+    """A message if pairs have `max_length` tokens, and so have probably lost a part; "" for texts."""
+    full = sum(length >= config.max_length for length in lengths)
+    if config.task_type != "causal_lm" or not full:
+        return ""
+    return (
+        f"{full} of {counted(len(lengths), 'row')} {'fills' if full == 1 else 'fill'} max_length="
+        f"{config.max_length}; longer inputs lose tokens, then answers their end: raise --max_length"
+    )
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str], max_length: int) -> list[list[int]]:

@@ -355,9 +355,13 @@ def pick(
         raise UsageError(f"{setting}={asked} is no column of dataset={name}; it has {', '.join(columns)}")
     found = asked or next((column for column in USUAL[setting] if column in columns), None)
     if found is None and required:
+        pairs = config.task_type == "classification" and all(
+            set(USUAL[one]) & set(columns) for one in ("input_column", "output_column")
+        )
         raise UsageError(
             f"dataset={name} has none of the columns {', '.join(USUAL[setting])}; it has "
             f"{', '.join(columns)}: name one with --{setting}"
+            + (", or use --task_type causal_lm for pairs of input and output" if pairs else "")
         )
     return found
 

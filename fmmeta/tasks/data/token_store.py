@@ -20,9 +20,10 @@ import numpy as np
 import pyarrow as pa
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.progress import Warn
 from fmmeta.common.security import publish
 from fmmeta.config.settings import KEYED, Config
-from fmmeta.tasks.data.encode import encode
+from fmmeta.tasks.data.encode import encode, full_rows
 from fmmeta.tasks.data.rows import Bad, Row, Table, ending, refuse, tabulate
 
 # part of every key: raise it when the columns, their meaning or the way texts become tokens change
@@ -124,6 +125,8 @@ def prepare(
         store = TokenStore(path)
     for note in store.notes:
         notice(note)
+    if config.task_type == "causal_lm" and (message := full_rows(config, store.lengths().tolist())):
+        notice(Warn(f"{name}: {message}"))
     return store
 
 
