@@ -156,7 +156,7 @@ def run(command: str, argv: list[str]) -> NoReturn:
 
 
 def discard_output() -> int:
-    """Discard what Python flushes to a standard output whose reader has exited; returns the exit code of shells."""
+    """Discard what Python flushes to a standard output whose reader has exited; the exit code of shells."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
 
