@@ -117,15 +117,11 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Console script `fmmeta COMMAND [--flags]`; the same on every rank of a launch."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
-        print(
-            "usage: fmmeta COMMAND [--flags]\n\n"
-            + "\n".join(f"  {name:10} {one.text}" for name, one in COMMANDS.items())
-            + "\n\n`fmmeta COMMAND --help` lists the flags, `fmmeta --version` the version."
-        )
-        sys.exit(0 if argv else 2)
+        listed = "\n".join(f"  {name:10} {one.text}" for name, one in COMMANDS.items())
+        end = "`fmmeta COMMAND --help` lists the flags, `fmmeta --version` the version."
+        print_and_exit(f"usage: fmmeta COMMAND [--flags]\n\n{listed}\n\n{end}", 0 if argv else 2)
     if argv[0] == "--version":
-        print(f"fmmeta {fmmeta.__version__}")
-        sys.exit(0)
+        print_and_exit(f"fmmeta {fmmeta.__version__}")
     if argv[0] not in COMMANDS:
         known = f"{nearest(argv[0], list(COMMANDS))}; use {', '.join(COMMANDS)}"
         leave(f"error: command={argv[0]} is unknown{known}", UsageError.exit_code)
@@ -155,9 +151,7 @@ def run(command: str, argv: list[str]) -> NoReturn:
         except BrokenPipeError:
             if command == "train":
                 raise
-            # Python flushes standard output once more
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = 128 + signal.SIGPIPE  # as shells: the reader of standard output has exited
+            code = discard_output()
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:
                 raise
@@ -169,6 +163,21 @@ def run(command: str, argv: list[str]) -> NoReturn:
         if signals:
             signals.end()
         leave(line, code)
+
+
+def discard_output() -> int:
+    """Discard what Python flushes to a standard output whose reader has exited; the exit code of shells."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
+
+
+def print_and_exit(text: str, code: int = 0) -> NoReturn:
+    """Print a help text and exit; without a traceback if its reader (`| head`) exits first."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        code = discard_output()
+    sys.exit(code)
 
 
 def listening(command: str) -> AbstractContextManager[Signals | None]:
@@ -273,5 +282,6 @@ def print_help(argv: list[str], command: str, settings: Any) -> None:
     everything = argv[place] in ("--help-all", "--help_all")
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     one = COMMANDS[command]
-    print(help_text(command, one.text, one.usage, settings, next(iter(asked), None), everything, width))
-    sys.exit(0)
+    print_and_exit(
+        help_text(command, one.text, one.usage, settings, next(iter(asked), None), everything, width)
+    )

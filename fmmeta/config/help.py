@@ -8,7 +8,8 @@ from typing import Any, get_args, get_origin
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of, nearest
 from fmmeta.config.fields import default_of, hints_of, shown
-from fmmeta.config.settings import GROUPS
+from fmmeta.config.recipes import names
+from fmmeta.config.settings import GROUPS, Config
 
 INDENT = 30  # columns before the text of a flag
 FEW = 45  # flags that --help shows all; of more it shows those that most runs need
@@ -62,7 +63,11 @@ def help_text(
             lines += ["", title if len(groups) == 1 else f"{title} ({group})"]
             lines += [line for item in shown_here for line in flag_lines(item, settings, width)]
     if groups:
-        lines += ["", *row("--config FILE", "YAML or JSON file with the same names; flags win", width)]
+        flag, text = "--config FILE", "YAML or JSON file with the same names; flags win"
+        if issubclass(settings, Config):
+            flag = "--config RECIPE|FILE"
+            text = f"Packaged recipe ({', '.join(names())}), or a {text}; the flag's name can be left out"
+        lines += ["", *row(flag, text, width)]
     if shortened:
         end = (
             f"These are the flags that most runs need. `fmmeta {command} --help-all` lists all {total},"

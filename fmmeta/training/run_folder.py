@@ -70,7 +70,8 @@ def write_config(folder: Path, config: Config) -> None:
         return
     head = (
         f"{WRITTEN_BY} {version('fmmeta')}: settings that differ from the defaults.\n"
-        "# fmmeta train THIS_FILE --output_dir NEW starts the run again, from the folder where it started.\n"
+        "# fmmeta train THIS_FILE --output_dir NEW starts the run again, from the folder where it started;\n"
+        "# with the --output_dir of this run it resumes.\n"
     )
     temporary.write_text(redact(head + recipes.text_of(config, PER_LAUNCH)), encoding="utf-8")
     publish(temporary, path)
@@ -343,8 +344,8 @@ def accept_changes(before: dict[str, Any], config: Config, settings: dict[str, A
     refused = [text for name, text in changed.items() if name not in config.accept_changed_settings]
     if refused:
         raise UsageError(
-            f"{where} holds a run with other settings ({'; '.join(refused)}); use these, another output_dir,"
-            " or --accept_changed_settings with their names"
+            f"{where} holds a run with other settings ({'; '.join(refused)}); use the values before ->,"
+            " another output_dir, or --accept_changed_settings with their names"
         )
     kinds = {
         "accepted from here on": accepted,

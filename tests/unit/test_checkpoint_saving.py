@@ -363,7 +363,7 @@ def test_changed_settings_are_named_and_dangerous_ones_refused():
     check_message(harmless, "do not change theta", "save_steps: 5 -> 6")
     now = Config(outer_lr=0.2, seed=1, accept_changed_settings=["outer_lr"])
     message = refusal(accept_changes, before, now, settings_of(now, "f"), "here")
-    check_message(message, "seed: 42 -> 1", "use these, another output_dir")
+    check_message(message, "seed: 42 -> 1", "use the values before ->, another output_dir")
     assert refusal(Config, accept_changed_settings=["outer_rl"]).startswith(
         "accept_changed_settings=outer_rl is no setting"
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pkgutil
 import re
 import runpy
+import subprocess
 import sys
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 import fmmeta
 from fmmeta import cli
 from fmmeta.cli import parse
+from fmmeta.config import recipes
 from fmmeta.config.migration import ANSWERS, answer
 from fmmeta.config.settings import GROUPS, Config, InnerConfig
 from tests.support.helpers import refusal
@@ -274,6 +277,22 @@ def test_help_of_train_shows_the_common_flags_in_groups_on_at_most_120_lines(cap
     assert titles == [f"{title} ({name})" for name, (title, _) in GROUPS.items()]
     assert shown.index("--model_name_or_path") == 0
     assert shown.index("--dataset") < shown.index("--algorithm") < shown.index("--report_to")
+    assert all(name in "\n".join(lines) for name in recipes.names())
+
+
+@pytest.mark.parametrize("words", [["train", "--help-all"], ["--help"], ["--version"]])
+def test_help_whose_reader_has_exited_ends_without_a_traceback(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        [sys.executable, "-m", "fmmeta", *words],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("columns", ["40", "80", "100", "120", "300"])

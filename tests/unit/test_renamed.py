@@ -130,7 +130,7 @@ def test_a_run_of_0_1_0_resumes(folder, name, capsys):
     assert "settings that differ" not in message
     assert weights(run) == expected
     changed = replace(config_of(name), inner_lr=0.3)
-    check_message(refusal(MetaTrainer(changed).train), "inner_lr: ", "use these, another output_dir")
+    check_message(refusal(MetaTrainer(changed).train), "inner_lr: ", "use the values before ->")
 
 
 @pytest.mark.skipif(not OLD, reason="FMMETA_OLD_COMMIT=df4f2f4 runs the old commit; minutes")

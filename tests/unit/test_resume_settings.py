@@ -71,7 +71,7 @@ def config(tmp_path, ds):
 def test_an_edited_file_that_changes_the_precision_is_refused(config, ds, capsys):
     edit(ds, {"bf16": {"enabled": True}})
     message = refusal(train, config())
-    check_message(message, "precision: fp32 -> bf16", "use these, another output_dir")
+    check_message(message, "precision: fp32 -> bf16", "use the values before ->, another output_dir")
     train(config(accept_changed_settings=["precision"]))
     assert "accepted from here on: precision: fp32 -> " in capsys.readouterr().out
 
