@@ -64,7 +64,7 @@ def run(settings: AdaptConfig) -> None:
     if adapted.accuracy is not None:
         progress.notice(
             f"accuracy on {settings.query}: {100 * adapted.accuracy:.1f} % of {len(adapted.predictions)};"
-            f" answers in {Path(settings.output_dir) / 'predictions.jsonl'}"
+            f" answers in {Path(str(settings.output_dir), 'predictions.jsonl')}"
         )
     progress.notice(f"model {settings.output_dir}")
 
@@ -190,7 +190,7 @@ def write_folder(
 
 
 @contextmanager
-def new_folder(output_dir: str) -> Iterator[Path | None]:
+def new_folder(output_dir: str | None) -> Iterator[Path | None]:
     """An empty folder for the block to fill, removed again if the block raises; None without a name.
 
     Raises `UsageError`.

@@ -86,7 +86,7 @@ def adapt(
     examples = {name: listed(name, one) for name, one in sets.items() if name not in files}
     if "support" in files and not support:
         raise UsageError(f"support={shortened(support)} names no file; give one, or pairs of text and class")
-    values = {"model_name_or_path": model_name_or_path, "output_dir": output_dir or "", **files, **settings}
+    values = {"model_name_or_path": model_name_or_path, "output_dir": output_dir or None, **files, **settings}
     with restored_process(), nullcontext() if quiet else terminal_log():
         return adapt_command.adapt(
             settings_of(AdaptConfig, values), Progress(enabled=True, quiet=quiet), **examples

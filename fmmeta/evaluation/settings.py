@@ -260,7 +260,7 @@ class AdaptConfig(FewShotConfig):
 
     support: str = setting("", "File of the examples to learn from: .jsonl, .csv or .parquet (.gz too)")
     query: str | None = setting(None, "File of labelled examples to test the adapted model on")
-    output_dir: str = setting("", "Folder of the adapted model")
+    output_dir: str | None = setting(None, "Folder of the adapted model")
     early_stopping: bool = setting(
         True,
         "Choose the inner steps (up to twice inner_steps) by leaving out an example of each "

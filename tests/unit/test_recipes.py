@@ -184,7 +184,7 @@ def test_config_yaml_holds_what_differs_from_the_defaults_by_group(tmp_path):
     config = Config(outer_steps=3, n_way=3, output_dir="runs/x", local_rank=1, head_init="learned")
     text = Path(saved(tmp_path, config)).read_text()
     assert text.startswith(f"# Written by fmmeta {version('fmmeta')}: ")
-    lines = [line for line in text.splitlines()[2:] if line]
+    lines = [line for line in text.splitlines()[3:] if line]
     assert lines == ["# model", "head_init: learned", "# task", "n_way: 3", "# meta", "outer_steps: 3"]
 
 

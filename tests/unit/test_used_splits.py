@@ -268,7 +268,9 @@ def test_adapt_names_the_classes_that_were_trained_on(model, classes, tmp_path, 
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "support: " in line]
     check_message(line, f"1 of 2 classes ({mine['train'][0]})", "dataset=rows.jsonl", "new classes")
     assert stored_info(tmp_path / "out")["datasets"] == stored_info(model)["datasets"]
-    adapt(replace(settings, output_dir=""), Progress(True), [(text, f"new {label}") for text, label in pairs])
+    adapt(
+        replace(settings, output_dir=None), Progress(True), [(text, f"new {label}") for text, label in pairs]
+    )
     assert "were trained on" not in capsys.readouterr().out
 
 
