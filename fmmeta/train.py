@@ -190,7 +190,7 @@ class MetaTrainer:
                 [
                     (
                         not isinstance(self.callbacks, (list, tuple)),
-                        f"callbacks={shortened(self.callbacks)} is no list; give callbacks=[...]",
+                        f"callbacks={type(self.callbacks).__name__} is no list; give callbacks=[...]",
                     ),
                     (
                         model is not None and not config.builtin_model,

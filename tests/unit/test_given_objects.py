@@ -159,5 +159,5 @@ def test_a_configuration_or_callbacks_of_another_type_are_refused(tmp_path):
     check_message(text, "config={'outer_steps': 1} is no Config", "give fmmeta.Config(...)")
     callback: Any = Callback()
     text = refusal(MetaTrainer(Config(output_dir=str(tmp_path / "a")), callbacks=callback).train)
-    check_message(text, "callbacks=<", "is no list", "give callbacks=[...]")
+    check_message(text, "callbacks=Callback", "is no list", "give callbacks=[...]")
     assert not (tmp_path / "a").exists()
