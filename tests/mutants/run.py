@@ -33,7 +33,7 @@ REQUIRED = 0.95  # of the defects
 TIMEOUT_S = (
     1200  # of the whole fast suite; a defect that makes ranks wait for each other ends by the tests' timeouts
 )
-FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
 @contextmanager

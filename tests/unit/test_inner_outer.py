@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fmmeta.common.progress import Progress
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import SCHEDULES, Config
 from fmmeta.meta.algorithms.setup import setup
+from fmmeta.meta.classifier_head import class_means
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.outer_step import OuterOptimizer
 from fmmeta.meta.parameters import MetaGradient, MetaParameters, PendingMean, StateDict
@@ -142,6 +144,19 @@ def test_prototypes_are_class_means(pooling):
     torch.testing.assert_close(bias.detach(), -means.square().sum(1))
     rest = worker.params.groups["head"].start
     assert torch.equal(worker.read()[:rest], theta[:rest])
+
+
+def test_a_row_that_only_fills_a_batch_is_no_part_of_a_class_mean():
+    """A rank without rows runs a copy of a row of another rank, with weight 0."""
+    worker, (first, *_) = worker_over(bert("mean"), "prototype"), batches().support
+    features = torch.randn(len(first.labels), 16, generator=RNG)
+    weights = first.weights.clone()
+    weights[1] = 0
+    found = class_means(worker, [replace(first, weights=weights)], [features], CLASSES)
+    others = [row for row in range(len(first.labels)) if row != 1]
+    for c in {int(first.labels[row]) for row in others}:
+        rows_of_c = [row for row in others if first.labels[row] == c]
+        torch.testing.assert_close(found.means[c], features[rows_of_c].mean(0))
 
 
 @pytest.mark.parametrize("head_init", ["zero", "learned"])
