@@ -21,6 +21,7 @@ from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_learner
 from tests.support.launch import run_ranks
 from tests.support.models import save_bert, save_llama, write_classes, write_pairs
+from tests.support.nan_memory import fill
 from tests.workers.exercise import LR, OPERATIONS, QUERY_ROWS, ROWS, examples, made_tensor
 
 Results = dict[str, Tensor]
@@ -63,7 +64,8 @@ def settings(folder: Path, model: str, dtype: str, stage: int | None = None, **e
     engine: dict[str, Any] = {"engine": "plain"}
     if stage is not None:
         file = folder / f"zero{stage}.json"
-        file.write_text(json.dumps({"zero_optimization": {"stage": stage}, "bf16": {"enabled": "auto"}}))
+        zero = {"stage": stage, "reduce_bucket_size": 10**6}  # memory is filled: DeepSpeed's default is 2 GB
+        file.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
         engine = {"engine": "deepspeed", "deepspeed": str(file)}
     return {**shared, **data[model], **engine, **extra}
 
@@ -76,7 +78,8 @@ def launch(folder: Path, name: str, ranks: int, listed: dict[str, dict[str, Any]
         {"id": case, "config": {**config, "group_size": str(ranks)}} for case, config in listed.items()
     ]
     (out / "cases.json").write_text(json.dumps(content))
-    run_ranks(["-m", "tests.workers.exercise", str(out / "cases.json"), str(out)], ranks, timeout_s=240).ok()
+    words = ["-m", "tests.workers.exercise", str(out / "cases.json"), str(out)]
+    run_ranks(words, ranks, timeout_s=240, before=fill).ok()  # memory that is not written gives NaN
     return {case: load_file(out / f"{case}.safetensors") for case in listed}
 
 
