@@ -111,7 +111,7 @@ def tune_before_training(
     text = ""
     with world.comm.raise_on_all("reading the tuned inner loop"):
         if world.comm.rank == 0 and file.is_file():
-            text = file.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8", errors="replace")
     text = world.comm.gather_bytes(text.encode())[0].decode()
     if not text:
         tuning = TuneRun(settings, world, progress, signals, ranks)
@@ -132,11 +132,14 @@ def tune_before_training(
             if world.comm.rank == 0:
                 make_folders(file.parent)
                 write_json(file, json.loads(text))
-    chosen = json.loads(text)
-    names = ("head_init", "inner_lr", "inner_steps")
-    values = ", ".join(f"{name} {chosen[name]}" for name in names)
+    try:
+        stored = json.loads(text)
+        chosen = {name: stored[name] for name in ("head_init", "inner_lr", "inner_steps")}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise UsageError(f"{file} holds no choice of an inner loop; remove it to tune again") from None
+    values = ", ".join(f"{name} {value}" for name, value in chosen.items())
     progress.notice(f"tuned: {values} ({file}; remove it to tune again)")
-    return replace(config, tune=None, **{name: chosen[name] for name in names})
+    return replace(config, tune=None, **chosen)
 
 
 def section_of(config: Config) -> TuneConfig:
