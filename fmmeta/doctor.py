@@ -5,7 +5,6 @@ Both change nothing. Levels: ok, warning (a run works, but slower or up to a lim
 fail); exit code 0 without problems, else 2.
 """
 
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -14,7 +13,6 @@ import re
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from pathlib import Path
 
 import fmmeta
 from fmmeta.common.install import TESTED, is_tested, requirement
+from fmmeta.common.processes import output_of
 from fmmeta.common.security import GIB, SECRET, one_line, printable, redact
 
 SHM_GIB, DISK_GIB, FILES = 1.0, 5.0, 4096
@@ -133,13 +132,6 @@ def installation() -> str:
     return f"{how} in {folder}" + (
         f", commit {commit[:12]}{', changed' if changed else ''}" if commit else ""
     )
-
-
-def output_of(command: list[str]) -> str:
-    """What a command prints; empty if it fails."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
-    return ""
 
 
 def one_line_of(value: str) -> str:

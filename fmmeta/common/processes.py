@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import signal
+import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -63,6 +64,13 @@ def end_with_parent() -> None:
     with suppress(AttributeError):
         # PR_SET_PDEATHSIG; forked processes do not inherit it
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def output_of(command: list[str]) -> str:
+    """What a short command prints; empty if it cannot be run."""
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+    return ""
 
 
 _undo: list[Callable[[], object]] = []

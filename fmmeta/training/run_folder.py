@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -22,6 +21,7 @@ from typing import Any
 
 from fmmeta import checkpoint
 from fmmeta.common.errors import UsageError
+from fmmeta.common.processes import output_of
 from fmmeta.common.progress import LOGGER
 from fmmeta.common.security import make_folders, publish, redact, remove_empty
 from fmmeta.common.text import as_stored, to_json
@@ -86,10 +86,7 @@ def version(package: str) -> str | None:
 
 def git_commit() -> str | None:
     """Commit of the current folder, if it is in a git checkout."""
-    command = ["git", "rev-parse", "HEAD"]
-    with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip() or None
-    return None
+    return output_of(["git", "rev-parse", "HEAD"]) or None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from fmmeta.config.settings import Config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.training import build
-from fmmeta.training.finish import confusion
+from fmmeta.training.comparison import confusion
 from fmmeta.training.validation import TEST, HeldOut
 from tests.support.messages import check_message
 from tests.support.models import save_bert, save_llama, write_classes, write_pairs

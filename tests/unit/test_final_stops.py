@@ -13,7 +13,7 @@ from fmmeta import Callback, Config, MetaTrainer
 from fmmeta.common.errors import Stopped
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.reliability.signals import Signals
-from fmmeta.training import finish, validation
+from fmmeta.training import comparison, validation
 from tests.support.models import save_bert, write_classes
 
 VARIANTS = {
@@ -90,7 +90,7 @@ def test_stop_in_the_final_evaluation_keeps_the_trained_model(tmp_path, monkeypa
     with monkeypatch.context() as patch:
         whole = StopAt(patch, 10**9)
         MetaTrainer(config_of(tmp_path, "whole", **settings)).train()
-    confused, rates = 1, len(finish.SCALES)
+    confused, rates = 1, len(comparison.SCALES)
     for number in (whole.scored - 3 * rates - 3 - confused - 2, whole.scored - 4, whole.scored):
         name, command = f"stopped-{number}", {**settings}
         with monkeypatch.context() as patch:
@@ -157,7 +157,7 @@ def test_baseline_uses_its_best_inner_loop(tmp_path, capsys):
     loop = table_of(tmp_path / "run")["baseline_inner_loop"]
     assert loop["episodes"] == 3
     assert loop["steps"] in (1, 2)
-    assert loop["scale"] in finish.SCALES
+    assert loop["scale"] in comparison.SCALES
     rate = f"inner_lr {1e-4 * loop['scale']:.3g}, {loop['steps']} steps"
     assert f"weights at the start ({rate})" in capsys.readouterr().out
 
@@ -198,7 +198,7 @@ def test_best_inner_loop_has_the_highest_accuracy_then_the_lowest_loss():
         theta = rates = None
 
     chosen = [
-        finish.choose_loop(Scored(), None, Initial(), Setup(kind), lambda: None)
+        comparison.choose_loop(Scored(), None, Initial(), Setup(kind), lambda: None)
         for kind in ("classification", "causal_lm")
     ]  # type: ignore[arg-type]
     assert [(one.scale, one.steps) for one in chosen] == [(0.3, 2), (1.0, 2)]

@@ -33,8 +33,8 @@ from fmmeta.parallel.workers.zero import ShardOptimizer
 from fmmeta.tasks.batching import Batcher, Episode, Example
 from fmmeta.tasks.loader import LoadResult
 from fmmeta.tasks.schedule.meta_batches import Task
+from fmmeta.training.comparison import BaselineLoop, compare, show
 from fmmeta.training.episodes import EpisodeReader
-from fmmeta.training.finish import BaselineLoop, compare, show
 from fmmeta.training.validation import HeldOut, HeldOutScore, per_stratum
 from tests.support.helpers import one_rank
 from tests.support.learners import (

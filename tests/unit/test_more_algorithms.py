@@ -19,7 +19,7 @@ from fmmeta.meta.parameters import MetaGradient
 from fmmeta.meta.reference import set_gradient, set_loss
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.tasks.batching import collate
-from fmmeta.training import finish
+from fmmeta.training import comparison
 from fmmeta.training.run_log import StepMetrics
 from tests.support import learners
 from tests.support.algorithms import LEARNERS, PROTOTYPE, identity, passes_of
@@ -490,7 +490,7 @@ def run_of(tmp_path, **settings):
 
 @pytest.mark.timeout(120)
 def test_none_trains_nothing_and_evaluates(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(finish, "choose_loop", lambda *of: finish.BaselineLoop(1.0, 2))
+    monkeypatch.setattr(comparison, "choose_loop", lambda *of: comparison.BaselineLoop(1.0, 2))
     result, held_out = run_of(tmp_path, algorithm="none")
     assert "algorithm=none trains nothing" in capsys.readouterr().out
     assert (

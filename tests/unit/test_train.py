@@ -14,7 +14,7 @@ from fmmeta.meta.reference import reference_run
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
-from fmmeta.training import finish, validation
+from fmmeta.training import comparison, validation
 from tests.support.models import save_bert, write_classes
 
 
@@ -183,7 +183,7 @@ def test_the_exported_weights_interpolate_start_and_theta(tmp_path, monkeypatch)
     """And so is what is validated, while theta itself goes its way as if there were none."""
     model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
     monkeypatch.setattr(
-        finish, "choose_loop", lambda *of: finish.BaselineLoop(1.0, 5)
+        comparison, "choose_loop", lambda *of: comparison.BaselineLoop(1.0, 5)
     )  # rows that differ by the weights alone
 
     def run(name, **settings):

@@ -1,0 +1,251 @@
+"""The table on held-out tasks: the meta-trained weights beside the initial ones, on the same episodes."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmmeta.common.text import strict
+from fmmeta.config.settings import Config
+from fmmeta.meta.algorithms.setup import Setup
+from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop
+from fmmeta.meta.parameters import MetaParameters
+from fmmeta.metrics.scores import Interval, format_interval, mean_ci95
+from fmmeta.parallel.workers.full_model import FullModelWorker
+from fmmeta.report.data import AFTER, BEFORE, FROM_START
+from fmmeta.tasks.sources.base import TaskSource
+from fmmeta.tasks.sources.load import Sources
+from fmmeta.training.validation import TEST, VALID, HeldOut, HeldOutScore, metric_values, per_stratum
+
+SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # factors of the training's inner rates, tried for the baseline
+CHOICE_EPISODES = 20  # validation episodes for each factor, at most
+
+Table = Callable[[str, Sequence[str], Sequence[Sequence[str]]], None]
+"""Shows a title, a header and rows (progress.Progress.table)."""
+
+
+@dataclass(frozen=True)
+class BaselineLoop:
+    """The inner loop of the baseline row: `scale` times the training's inner rates, `steps` inner steps.
+
+    episodes: validation episodes it was chosen on; 0: it is the training's.
+    """
+
+    scale: float
+    steps: int
+    episodes: int = 0
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Intervals of accuracy and loss by row; gains are paired, and positive where the loss falls."""
+
+    rows: dict[str, tuple[Interval, Interval]]
+    gain: tuple[Interval, Interval]
+    strata: dict[str, tuple[float, float]]  # accuracy after adaptation: from the start, meta-trained
+    episodes: int
+    loop: BaselineLoop  # of the baseline
+    metrics: dict[str, dict[str, Interval]] = field(default_factory=dict)  # of the user, by name and row
+
+    @property
+    def accuracies(self) -> dict[str, float]:
+        """Means by the names of `Result`."""
+        names = {"before": BEFORE, "after": AFTER, "after_from_start": FROM_START}
+        return {name: self.rows[row][0][0] for name, row in names.items()}
+
+    def facts(self) -> dict[str, Any]:
+        """The entries of run.json."""
+        pairs = {**self.rows, "gain": self.gain}
+        return strict(
+            {
+                **{name: {"accuracy": accuracy, "loss": loss} for name, (accuracy, loss) in pairs.items()},
+                "per_stratum": {name: trained for name, (_, trained) in self.strata.items()},
+                "per_stratum_at_start": {name: started for name, (started, _) in self.strata.items()},
+                "episodes": self.episodes,
+                "baseline_inner_loop": asdict(self.loop),
+                **({"metrics": self.metrics} if self.metrics else {}),
+            }
+        )
+
+
+def against_start(
+    held_out: HeldOut,
+    sources: Sources,
+    trained: MetaParameters,
+    initial: MetaParameters | None,
+    setup: Setup,
+    between: Callable[[], None],
+) -> tuple[Compared, dict[str, Any]]:
+    """Score the held-out episodes from the `trained` weights, then from the `initial` ones (None: nothing was
+    trained).
+
+    The baseline gets the inner loop that scores best on validation episodes: with the training's, the sign of
+    the gain would depend on the inner rate of the training. between: called after each pass; it may raise.
+    Returns the table, and the facts for run.json. Collective: world.
+    """
+    assert sources.test is not None
+    learning = setup.evaluation_method(trained.rates)
+    scores = held_out.scores(sources.test, TEST, "held-out tasks", trained.theta, learning)
+    between()
+    confused = confusion(held_out, sources.test, trained.theta, learning)
+    started, loop = scores, BaselineLoop(1.0, setup.inner.steps)
+    if initial is not None:
+        if sources.valid is not None and isinstance(learning, InnerLoop) and learning.steps:
+            loop = choose_loop(held_out, sources.valid, initial, setup, between)
+        learning = setup.evaluation_method(initial.rates)
+        if isinstance(learning, InnerLoop):
+            learning = learning.variant(scale=loop.scale, steps=loop.steps)
+        started = held_out.scores(
+            sources.test, TEST, "held-out tasks, weights at the start", initial.theta, learning
+        )
+        between()
+    compared = compare(scores, started, loop)
+    return compared, {**compared.facts(), "confusion": confused}
+
+
+def choose_loop(
+    held_out: HeldOut, source: TaskSource, initial: MetaParameters, setup: Setup, between: Callable[[], None]
+) -> BaselineLoop:
+    """Choose the inner rate and the number of steps (up to twice the training's) on validation episodes.
+
+    By the highest mean accuracy, for language models by the lowest mean loss; of equals the lowest loss, then
+    the lowest rate and the fewest steps. Collective: world.
+    """
+    config, most = setup.config, 2 * setup.inner.steps
+    count = min(CHOICE_EPISODES, config.test_episodes)
+    found: list[tuple[float, float, float, int]] = []
+    for number, scale in enumerate(SCALES, 1):
+        scores = held_out.scores(
+            source,
+            VALID,
+            f"inner loop of the baseline, rate {number} of {len(SCALES)}, validation tasks",
+            initial.theta,
+            setup.inner.variant(initial.rates, scale, most),
+            each_step=True,
+            count=count,
+        )
+        between()
+        for step in range(1, most + 1):
+            loss = sum(score.losses[step] for score in scores) / len(scores)
+            accuracy = sum(score.accuracies[step] for score in scores) / len(scores)
+            if math.isfinite(loss):  # rounded, so that the layout does not decide between equals
+                first = -round(accuracy, 6) if config.task_type == "classification" else 0.0
+                found.append((first, round(loss, 6), scale, step))
+    if not found:
+        return BaselineLoop(1.0, setup.inner.steps)
+    *_, scale, step = min(found)
+    return BaselineLoop(scale, step, len(scores))
+
+
+def compare(trained: Sequence[HeldOutScore], started: Sequence[HeldOutScore], loop: BaselineLoop) -> Compared:
+    """Summarise scores from theta (`trained`) and from the initial weights (`started`).
+
+    Episodes that have failed to load in one of the passes do not count.
+    """
+    by_slot = {score.slot: score for score in started}
+    pairs = [(score, by_slot[score.slot]) for score in trained if score.slot in by_slot]
+    values = {
+        BEFORE: [(new.accuracies[0], new.losses[0]) for new, _ in pairs],
+        FROM_START: [(old.accuracies[-1], old.losses[-1]) for _, old in pairs],
+        AFTER: [(new.accuracies[-1], new.losses[-1]) for new, _ in pairs],
+        "gain": [
+            (new.accuracies[-1] - old.accuracies[-1], old.losses[-1] - new.losses[-1]) for new, old in pairs
+        ],
+    }
+    intervals = {
+        name: (mean_ci95([accuracy for accuracy, _ in row]), mean_ci95([loss for _, loss in row]))
+        for name, row in values.items()
+    }
+    gain = intervals.pop("gain")
+    before, now = metric_values([old for _, old in pairs]), metric_values([new for new, _ in pairs])
+    metrics = {
+        name: {"after_from_start": mean_ci95(before[name]), "after": mean_ci95(now[name])}
+        for name in now
+        if name in before
+    }
+    at_start, after = per_stratum([old for _, old in pairs]), per_stratum([new for new, _ in pairs])
+    return Compared(
+        intervals,
+        gain,
+        {name: (at_start[name], accuracy) for name, accuracy in after.items()},
+        len(pairs),
+        loop,
+        metrics,
+    )
+
+
+def show(compared: Compared, config: Config, table: Table) -> None:
+    """Show the table, and one by stratum where there are several."""
+    rows = [[name, percent(accuracy), f"{loss[0]:.4f}"] for name, (accuracy, loss) in compared.rows.items()]
+    loop = compared.loop
+    if loop.steps:
+        rows[1][0] += f" (inner_lr {config.inner_lr * loop.scale:.3g}, {loop.steps} steps)"
+    gain, fall = compared.gain
+    rows.append(["gain of meta-training (paired)", percent(gain), format_interval(fall)])
+    ways, head = "", ""
+    if config.task_type == "classification":
+        ways, head = f"{config.n_way}-way ", f" (head at the start of a task: {config.head_init})"
+    title = (
+        f"{compared.episodes} held-out {ways}{config.k_shot}-shot episodes, {config.inner_steps} inner steps"
+    )
+    table(f"{title}{head}", ["", "accuracy %", "loss"], rows)
+    if len(compared.strata) > 1:
+        table(
+            "after adaptation, by stratum",
+            ["", "start", "meta-trained"],
+            [[name, *(f"{100 * one:.1f}" for one in pair)] for name, pair in compared.strata.items()],
+        )
+    if compared.metrics:
+        table(
+            "after adaptation, own metrics",
+            ["", "start", "meta-trained"],
+            [[name, *map(format_interval, each.values())] for name, each in compared.metrics.items()],
+        )
+
+
+def percent(interval: Interval) -> str:
+    return format_interval(interval, ".1f", 100)
+
+
+def confusion(
+    held_out: HeldOut, source: TaskSource, theta: Tensor, learning: EvaluationMethod
+) -> dict[str, Any]:
+    """Facts for run.json: names of the classes and counts [classes, classes], a row per right class, a column
+    per answer; or `left_out`, the reason why there are none.
+
+    Every group adapts to the same episode, so that the layout does not matter. Collective: world.
+    """
+    worker, config = held_out.worker, held_out.config
+    if config.task_type != "classification":
+        return {"left_out": f"task_type={config.task_type} has answers, not classes"}
+    if not isinstance(worker, FullModelWorker):
+        return {
+            "left_out": (
+                f"pipeline_stages={config.pipeline_stages}: only the last stage has the model's answers"
+            )
+        }
+    task = held_out.tasks(source, TEST)[0]
+    found = held_out.reader(source).read_same_task(task)
+    if not found:
+        return {"left_out": f"task {task.name} failed to load"}
+    ((_, episode),) = found
+    with held_out.ranks.world.raise_on_all("naming the classes of an episode"):
+        classes = source.draw(task).classes
+    worker.write(theta)
+    learning.score(worker, theta, episode)  # leaves the worker at phi
+    counts = torch.zeros(len(classes), len(classes), dtype=torch.float64, device=worker.device)
+    for batch, logits in zip(episode.query, worker.logits(episode.query), strict=True):
+        if worker.counts_rows:
+            rows, answers = batch.to(worker.device), logits[:, : len(classes)].argmax(-1)
+            counts.index_put_((rows.labels, answers), (rows.weights > 0).double(), accumulate=True)
+    worker.group.sum_(counts)
+    worker.write(theta)
+    return {
+        "task": task.name,
+        "stratum": task.stratum,
+        "classes": list(classes),
+        "counts": counts.long().tolist(),
+    }

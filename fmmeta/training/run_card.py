@@ -1,0 +1,147 @@
+"""The cards of the model folders that a run writes."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import EvalResult
+
+from fmmeta.checkpoint import model_card
+from fmmeta.checkpoint.model_card import (
+    PLACEHOLDER,
+    Content,
+    Scores,
+    code,
+    escaped,
+    examples_file,
+    generation_code,
+    public_name,
+    python_code,
+)
+from fmmeta.common.security import printable
+from fmmeta.common.text import strict
+from fmmeta.config.algorithms import find
+from fmmeta.config.settings import Config
+from fmmeta.metrics.scores import format_interval
+from fmmeta.models.load import Description
+from fmmeta.report.data import AFTER, BEFORE, FROM_START
+from fmmeta.training.comparison import Compared, percent
+
+
+def write_cards(folder: Path, config: Config, description: Description, compared: Compared | None) -> None:
+    """Write the cards of model/ and merged/. compared: None if nothing was measured."""
+    for each in (folder / "model", folder / "merged"):
+        if each.is_dir():
+            adapter = bool(config.lora_r) and each.name == "model"
+            model_card.write_card(each, card_content(config, description, compared, adapter))
+
+
+def card_content(
+    config: Config, description: Description, compared: Compared | None, adapter: bool
+) -> Content:
+    """The card of a meta-trained model. adapter: its folder holds adapters and not a whole model."""
+    spec, classes = find(config.algorithm), config.task_type == "classification"
+    learns = "text classification" if classes else "text generation"
+    shots = f"{config.k_shot} examples{' per class' if classes else ''}"
+    summary = f"This model learns a new {learns} task from a few examples. It was meta-trained with fmmeta."
+    if spec.trains_nothing:
+        summary = "fmmeta has evaluated this model and changed none of its weights."
+    episodes = f"{config.n_way}-way {config.k_shot}-shot" if classes else f"{config.k_shot}-shot"
+    data = [public_name(name) for name in config.dataset]
+    base = code(public_name(config.model_name_or_path))
+    facts = {
+        "base model": f"{base}, the built-in model, trained from scratch" if config.builtin_model else base,
+        "algorithm": escaped(config.algorithm),
+        "tasks": f"{' '.join(map(code, data))}, {episodes} episodes ({shots})",
+        "inner loop": f"{config.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}",
+    }
+    if not spec.trains_nothing:
+        tasks = config.meta_batch_size * config.meta_accumulation_steps
+        facts["outer loop"] = (
+            f"{config.outer_steps} steps of {config.outer_optimizer} over {tasks} tasks each,"
+            f" outer_lr {config.outer_lr:g}, seed {config.seed}"
+        )
+        if config.lora_r:
+            facts["trained weights"] = f"LoRA adapters of rank {config.lora_r}"
+            facts["trained weights"] += "" if adapter else ", merged into the base model"
+    if description.pooling != "model":
+        facts["sentence vector"] = f"{description.pooling} pooling"
+    library, pipeline, load = how_to_load(config, description, adapter)
+    return Content(
+        base=config.model_name_or_path,
+        library=library,
+        pipeline=pipeline,
+        adapter=adapter,
+        summary=summary,
+        facts=facts,
+        use=examples_file(config.task_type),
+        load=load,
+        dataset=[] if spec.trains_nothing else config.dataset,
+        results=results(config, data, compared) if compared else [],
+        scores=scores(compared, episodes, not spec.trains_nothing) if compared else None,
+    )
+
+
+def how_to_load(config: Config, description: Description, adapter: bool) -> tuple[str, str | None, str]:
+    """The library and the pipeline that read a folder, and how to load it without fmmeta.
+
+    A classifier's head is that of no task yet, so that no text-classification pipeline is named.
+    """
+    head = "The head for a task is made by `fmmeta adapt`; this gives the encoder:\n\n"
+    if config.task_type == "causal_lm":
+        load = generation_code(config.prompt_template)
+        return "peft" if adapter else "transformers", "text-generation", load
+    if description.pooling != "model" and not adapter:
+        made = f'SentenceTransformer("{PLACEHOLDER}").encode(["where is my card"])'
+        load = python_code(f"from sentence_transformers import SentenceTransformer\n\nvectors = {made}")
+        return "sentence-transformers", "sentence-similarity", head + load
+    made = f'encoder = AutoModel.from_pretrained("{PLACEHOLDER}")'
+    load = head + python_code(f"from transformers import AutoModel\n\n{made}")
+    return "peft" if adapter else "transformers", "feature-extraction", load
+
+
+def results(config: Config, data: Sequence[str], compared: Compared) -> list[EvalResult]:
+    """The accuracy and the loss after adaptation, for the metadata of a card."""
+    classes = config.task_type == "classification"
+    found = list[EvalResult]()
+    accuracy, loss = compared.rows[AFTER]
+    kinds = ("accuracy", "accuracy") if classes else ("exact_match", "exact match")
+    for (kind, name), (mean, half) in ((kinds, accuracy), (("loss", "loss (nats)"), loss)):
+        if math.isfinite(mean):
+            found.append(
+                EvalResult(
+                    task_type="text-classification" if classes else "text-generation",
+                    task_name=f"{f'{config.n_way}-way ' if classes else ''}{config.k_shot}-shot learning",
+                    dataset_type=printable(", ".join(data)),
+                    dataset_name=printable(", ".join(data)),
+                    dataset_split="test",
+                    metric_type=kind,
+                    metric_name=f"{name} after {config.inner_steps} inner steps",
+                    metric_value=round(mean, 4),
+                    metric_args=strict({"episodes": compared.episodes, "ci95": round(half, 4)}),
+                )
+            )
+    return found
+
+
+def scores(compared: Compared, episodes: str, trained: bool) -> Scores:
+    """The table on held-out tasks of a card. trained: the base model is another one."""
+    rows = dict(compared.rows)
+    if trained:
+        rows["gain of meta-training (paired)"] = compared.gain
+    else:
+        rows.pop(FROM_START)
+    base = (
+        " The base model is adapted to the same episodes, with the inner loop that scores best on validation"
+        " tasks."
+    )
+    names = {BEFORE: "before adaptation", FROM_START: "base model, adapted", AFTER: "this model, adapted"}
+    return Scores(
+        f"Mean and 95 % interval over {compared.episodes} episodes of held-out tasks ({episodes})."
+        + (base if trained else ""),
+        ("accuracy %", "loss (nats)"),
+        [
+            (names.get(name, name), percent(accuracy), format_interval(loss))
+            for name, (accuracy, loss) in rows.items()
+        ],
+    )
