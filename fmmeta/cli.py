@@ -235,7 +235,7 @@ class Parser(argparse.ArgumentParser):
 def parse(argv: list[str], command: str = "train") -> Any:
     """Turn flags into the command's settings.
 
-    `--config FILE` (YAML or JSON) gives defaults that flags override.
+    A recipe (`--config`, or the first word that is no flag) gives defaults that flags override.
     """
     settings, words = pkgutil.resolve_name(COMMANDS[command].settings), COMMANDS[command].values
     print_help(argv, command, settings)

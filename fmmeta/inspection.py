@@ -6,7 +6,7 @@ read again without the classes, tasks and rows that are refused, so that all of 
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,14 +36,10 @@ LONGER = 64  # times max_length: tokens that are counted of a truncated row
 class InspectConfig(ModelConfig, TaskConfig):
     """`fmmeta inspect`: the settings of the data and of the model, as a run has them."""
 
-    def run_config(self, **values: Any) -> Config:
-        names = {item.name for item in fields(Config)}
-        return Config(**{name: one for name, one in asdict(self).items() if name in names} | values)
-
 
 def run(settings: InspectConfig) -> None:
     """Print what a run would read. Raises `UsageError` with the first reason why a run would be refused."""
-    config = settings.run_config()
+    config = Config(**asdict(settings))
     description = describe(config)
     config = fitted(config, description.hf_config)
     tokenizer = load_tokenizer(config, description, print)
@@ -230,7 +226,7 @@ def show_episode(config: Config, tokenizer: Any, source: TaskSource) -> None:
         return
     mask = "" if rows.classes else "; [tokens] in brackets count in the loss"
     classes = f", classes {', '.join(rows.classes)}" if rows.classes else ""
-    print(printable(f"\x0aone episode: task {task.name!r}, stratum {task.stratum!r}{classes}{mask}"[1:]))
+    print("\n" + printable(f"one episode: task {task.name!r}, stratum {task.stratum!r}{classes}{mask}"))
     for name, examples in (("support", rows.support), ("query", rows.query)):
         shown = examples[:: max(1, len(examples) // EXAMPLES)][:EXAMPLES]
         of_them = f", {len(shown)} of them" if len(shown) < len(examples) else ""

@@ -85,8 +85,7 @@ class MetaTrainer:
         """
         if not isinstance(self.config, Config):
             raise UsageError(f"config={shortened(self.config)} is no Config; give fmmeta.Config(...)")
-        level = self.config.log_level
-        with restored_process(), terminal_log(level), ExitStack() as closing:
+        with restored_process(), terminal_log(self.config.log_level), ExitStack() as closing:
             return self._train(Launch.from_env(os.environ), closing)
 
     def _train(self, launch: Launch, closing: ExitStack) -> Result:

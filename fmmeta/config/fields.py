@@ -29,6 +29,12 @@ def shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
+def kind_of(settings: Any, name: str) -> tuple[type, bool]:
+    """The type of a setting's values without None, and whether the setting is a list of them."""
+    hint = hints_of(settings)[name]
+    return next(one for one in get_args(hint) or (hint,) if one is not type(None)), get_origin(hint) is list
+
+
 def of_type(settings: Any, name: str, value: Any) -> Any:
     """A value of a dataclass's field, converted as the flag's text is. Raises `UsageError`.
 
@@ -36,9 +42,8 @@ def of_type(settings: Any, name: str, value: Any) -> Any:
     """
     if value is None and settings.__dataclass_fields__[name].default is None:
         return None
-    hint = hints_of(settings)[name]
-    kind = next(one for one in get_args(hint) or (hint,) if one is not type(None))
-    if get_origin(hint) is list:
+    kind, is_list = kind_of(settings, name)
+    if is_list:
         return [_of_kind(kind, name, one) for one in (value if isinstance(value, (list, tuple)) else [value])]
     return _of_kind(kind, name, value)
 

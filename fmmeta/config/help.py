@@ -3,12 +3,12 @@
 import textwrap
 from collections.abc import Mapping
 from dataclasses import Field, fields
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of, nearest
-from fmmeta.config.fields import default_of, hints_of, shown
-from fmmeta.config.recipes import names
+from fmmeta.config import recipes
+from fmmeta.config.fields import default_of, kind_of, shown
 from fmmeta.config.settings import GROUPS, Config
 
 INDENT = 30  # columns before the text of a flag
@@ -66,7 +66,8 @@ def help_text(
         flag, text = "--config FILE", "YAML or JSON file with the same names; flags win"
         if issubclass(settings, Config):
             flag = "--config RECIPE|FILE"
-            text = f"Packaged recipe ({', '.join(names())}), or a {text}; the flag's name can be left out"
+            packaged = ", ".join(recipes.names())
+            text = f"Packaged recipe ({packaged}), or a {text}; the flag's name can be left out"
         lines += ["", *row(flag, text, width)]
     if shortened:
         end = (
@@ -79,10 +80,9 @@ def help_text(
 
 def flag_lines(item: Field[Any], settings: Any, width: int) -> list[str]:
     """A flag with the kind of its value, its text and its default."""
-    hint = hints_of(settings)[item.name]
-    kind = next(one for one in get_args(hint) or (hint,) if one is not type(None))
+    kind, is_list = kind_of(settings, item.name)
     value = " N|auto" if item.metadata["help"].rule.or_auto is not None else KINDS[kind]
-    flag = f"--{item.name}{value}{' ...' if get_origin(hint) is list else ''}"
+    flag = f"--{item.name}{value}{' ...' if is_list else ''}"
     text, default = str(item.metadata["help"]).replace("%%", "%"), default_of(item)
     text, opening, of_text = text.partition(" (default: ")
     choices = item.metadata.get("choices", ())

@@ -12,11 +12,11 @@ from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of, as_stored, nearest
-from fmmeta.config.fields import KINDS, default_of, hints_of, shown
+from fmmeta.config.fields import KINDS, default_of, kind_of, shown
 from fmmeta.config.migration import answer
 from fmmeta.config.renamed import refuse
 
@@ -169,13 +169,12 @@ def check_names(values: Mapping[str, Any], settings: Any, where: str) -> None:
 
 def typed(settings: Any, name: str, value: Any, where: str) -> Any:
     """A text, or a list of them, as values of the type of a setting. Raises `UsageError`."""
-    hint = hints_of(settings)[name]
-    kind = next(one for one in get_args(hint) or (hint,) if one is not type(None))
+    kind, is_list = kind_of(settings, name)
     values = value if isinstance(value, list) else [value]
     for one in values:
         if isinstance(one, (list, dict)):
             raise UsageError(f"{where} sets {name}={plain(value)}, which is nested; write one list of values")
-    if isinstance(value, list) and get_origin(hint) is not list:
+    if isinstance(value, list) and not is_list:
         raise UsageError(f"{where} sets {name}={plain(value)}, which is not one value; write one")
     convert = TRUTH.__getitem__ if kind is bool else kind
     try:
@@ -184,7 +183,7 @@ def typed(settings: Any, name: str, value: Any, where: str) -> Any:
         raise UsageError(
             f"{where} sets {name}={shown(value)}, which is not {KINDS[kind][0]}; give one"
         ) from None
-    return converted if get_origin(hint) is list else converted[0]
+    return converted if is_list else converted[0]
 
 
 TRUTH = {"true": True, "True": True, "false": False, "False": False}

@@ -36,9 +36,17 @@ def test_the_example_of_callbacks_stops_early(tmp_path, monkeypatch, capsys):
 
     quick = {"n_way": 2, "k_shot": 1, "num_query": 1, "meta_batch_size": 1, "inner_steps": 1}
     result = callbacks.main(
-        patience=1, output_dir=tmp_path / "run", **quick, outer_lr=1e-9, outer_steps=9, eval_steps=1,
-        eval_episodes=2, test_episodes=0, num_workers="0", save_steps=0,
-    )  # fmt: skip
+        patience=1,
+        output_dir=tmp_path / "run",
+        **quick,
+        outer_lr=1e-9,
+        outer_steps=9,
+        eval_steps=1,
+        eval_episodes=2,
+        test_episodes=0,
+        num_workers="0",
+        save_steps=0,
+    )
     sys.modules.pop("callbacks")
     assert result.outer_steps < 9
     assert "outer step 1: loss" in capsys.readouterr().out

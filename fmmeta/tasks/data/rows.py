@@ -369,9 +369,8 @@ def pick(
 def cell(row: Row, column: str) -> str:
     """The text of a row in a column. Raises `UsageError`."""
     value = row.values.get(column)
-    if (
-        value in (None, "") or value != value or isinstance(value, (dict, list, bytes))
-    ):  # NaN differs from itself
+    is_nan = value != value
+    if is_nan or value in (None, "") or isinstance(value, (dict, list, bytes)):
         raise UsageError(f"{row.origin} has {column}={value!r}, which is no text; fix the row")
     text = str(value)
     if wrong := broken_text(text):

@@ -26,7 +26,7 @@ from fmmeta.common.progress import Warn
 from fmmeta.common.security import inside
 from fmmeta.common.text import counted
 from fmmeta.config.settings import Config
-from fmmeta.tasks.data.rows import IN_MEMORY, Row, data_files, ending, hub_rows, open_hub, read_file
+from fmmeta.tasks.data.rows import IN_MEMORY, Bad, Row, data_files, ending, hub_rows, open_hub, read_file
 from fmmeta.tasks.data.splits import (
     SPLIT_SETTINGS,
     SPLITS,
@@ -305,8 +305,6 @@ def load_one(
     rows: Sequence[Row] | None,
 ) -> Sources:
     """The sources of one data set. Raises `UsageError` if the train split is empty."""
-    if name == IN_MEMORY:
-        return load_rows(config, tokenizer, notice, trained, rows)
     if name in SUITES:
         return load_suite(name, config, tokenizer, notice)
     task_per_file = task_files(name, config.max_length)
@@ -326,45 +324,34 @@ def load_one(
             f" {counted(len(set(strata.values())), 'stratum', 'strata')}; tasks",
             [used],
         )
-    data = data_files(name)
-    if data is None:
-        split = config.dataset_split
-        part = open_hub(name, config.dataset_config_name, split, config.dataset_revision)
-        content = digest([part._fingerprint])
-        store = prepare(name, content, lambda bad: hub_rows(name, split, part), config, tokenizer, notice)
-    else:
-        content = files_digest(data)
-        store = prepare(
-            name,
-            content,
-            lambda bad: [row for file in data for row in read_file(file, bad, config.max_file_gib)],
-            config,
-            tokenizer,
-            notice,
-        )
+    content, read = reader_of(name, config, rows)
+    store = prepare(name, content, read, config, tokenizer, notice)
     splits, used = choose_splits(name, content, config, strata_of(store), store.named_tasks, notice, trained)
     return from_store(name, store, splits, config, notice, [used])
 
 
-def load_rows(
-    config: Config,
-    tokenizer: Any,
-    notice: Notice,
-    trained: Sequence[UsedSplits],
-    rows: Sequence[Row] | None,
-) -> Sources:
-    """The sources of rows that were given in Python. Raises `UsageError`."""
-    if rows is None:
-        raise UsageError(
-            f"dataset={IN_MEMORY} stands for rows that were given in Python; use MetaTrainer(dataset=...), or"
-            " name a file"
-        )
-    content = digest(json.dumps([row.values for row in rows], sort_keys=True, default=repr))
-    store = prepare(IN_MEMORY, content, lambda bad: rows, config, tokenizer, notice)
-    splits, used = choose_splits(
-        IN_MEMORY, content, config, strata_of(store), store.named_tasks, notice, trained
-    )
-    return from_store(IN_MEMORY, store, splits, config, notice, [used])
+def reader_of(
+    name: str, config: Config, rows: Sequence[Row] | None
+) -> tuple[str, Callable[[Bad], Sequence[Row]]]:
+    """A digest of a data set's content, and a function that reads its rows. rows: of IN_MEMORY.
+
+    Raises `UsageError`.
+    """
+    if name == IN_MEMORY:
+        if rows is None:
+            raise UsageError(
+                f"dataset={IN_MEMORY} stands for rows that were given in Python; use"
+                " MetaTrainer(dataset=...), or name a file"
+            )
+        content = json.dumps([row.values for row in rows], sort_keys=True, default=repr)
+        return digest(content), lambda bad: rows
+    if (data := data_files(name)) is not None:
+        return files_digest(data), lambda bad: [
+            row for file in data for row in read_file(file, bad, config.max_file_gib)
+        ]
+    split = config.dataset_split
+    part = open_hub(name, config.dataset_config_name, split, config.dataset_revision)
+    return digest([part._fingerprint]), lambda bad: hub_rows(name, split, part)
 
 
 def load_suite(name: str, config: Config, tokenizer: Any, notice: Notice) -> Sources:
