@@ -34,7 +34,7 @@ from fmmeta.parallel.layout import GroupCoordinates, Layout, ParallelPlan
 from fmmeta.parallel.param_map import OuterMemory
 from fmmeta.parallel.process_groups import ProcessGroups, World
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.parallel.workers.create import create_worker
+from fmmeta.parallel.workers.create import checked, create_worker
 from fmmeta.planning.memory import (
     SizesAt,
     check_group_size,
@@ -285,6 +285,9 @@ def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessG
     """Read the weights, start the worker and make the replicas equal. Collective: world."""
     worker, head_names, frozen = create_worker(config, inputs.description, plan, ranks)
     theta = ranks.cross.broadcast_(worker.read())
+    with ranks.world.raise_on_all("looking at the weights"):
+        for _ in checked(config, ((part.name, theta[part.here]) for part in worker.params.fragments)):
+            pass
     worker.write(theta)
     check_replicas(ranks, theta, "although it was broadcast")
     theta = OuterMemory(ranks.device, config.offload_outer).store(theta)
