@@ -7,17 +7,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult
 
 from fmmeta.checkpoint import model_card
-from fmmeta.checkpoint.model_card import (
-    PLACEHOLDER,
-    Content,
-    Scores,
-    code,
-    escaped,
-    examples_file,
-    generation_code,
-    public_name,
-    python_code,
-)
+from fmmeta.checkpoint.model_card import Content, Scores, code, escaped, public_name
 from fmmeta.common.security import printable
 from fmmeta.common.text import strict
 from fmmeta.config.algorithms import find
@@ -66,38 +56,17 @@ def card_content(
             facts["trained weights"] += "" if adapter else ", merged into the base model"
     if description.pooling != "model":
         facts["sentence vector"] = f"{description.pooling} pooling"
-    library, pipeline, load = how_to_load(config, description, adapter)
     return Content(
         base=config.model_name_or_path,
-        library=library,
-        pipeline=pipeline,
+        config=config,
+        pooling=description.pooling,
         adapter=adapter,
         summary=summary,
         facts=facts,
-        use=examples_file(config.task_type),
-        load=load,
         dataset=[] if spec.trains_nothing else config.dataset,
         results=results(config, data, compared) if compared else [],
         scores=scores(compared, episodes, not spec.trains_nothing) if compared else None,
     )
-
-
-def how_to_load(config: Config, description: Description, adapter: bool) -> tuple[str, str | None, str]:
-    """The library and the pipeline that read a folder, and how to load it without fmmeta.
-
-    A classifier's head is that of no task yet, so that no text-classification pipeline is named.
-    """
-    head = "The head for a task is made by `fmmeta adapt`; this gives the encoder:\n\n"
-    if config.task_type == "causal_lm":
-        load = generation_code(config.prompt_template)
-        return "peft" if adapter else "transformers", "text-generation", load
-    if description.pooling != "model" and not adapter:
-        made = f'SentenceTransformer("{PLACEHOLDER}").encode(["where is my card"])'
-        load = python_code(f"from sentence_transformers import SentenceTransformer\n\nvectors = {made}")
-        return "sentence-transformers", "sentence-similarity", head + load
-    made = f'encoder = AutoModel.from_pretrained("{PLACEHOLDER}")'
-    load = head + python_code(f"from transformers import AutoModel\n\n{made}")
-    return "peft" if adapter else "transformers", "feature-extraction", load
 
 
 def results(config: Config, data: Sequence[str], compared: Compared) -> list[EvalResult]:
