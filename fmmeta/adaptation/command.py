@@ -278,25 +278,21 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, suppo
     """Write README.md into the adapted model's folder, and into merged/ inside it."""
     config, base, labels = adapted.loaded.config, settings.model_name_or_path, adapted.labels
     source = code(Path(settings.support).name) if settings.support else "given in Python"
+    query, left_out, accuracy = Path(settings.query or "query").name, adapted.left_out, adapted.accuracy
     facts = {
         "base model": code(public_name(base)),
         "meta-training": meta_training(base),
         "support": f"{source}: {len(support.input)} examples"
         + (f" of {len(labels)} classes" if labels else ""),
-        "inner loop": (
-            f"{adapted.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}"
-            + (f", LoRA of rank {config.lora_r}" if config.lora_r else "")
-        ),
+        "inner loop": f"{adapted.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}"
+        + (f", LoRA of rank {config.lora_r}" if config.lora_r else ""),
+        "accuracy on examples left out": ""
+        if left_out is None
+        else f"{100 * left_out:.1f} %; the steps were chosen on them",
+        f"accuracy on {code(query)}": ""
+        if accuracy is None
+        else f"{100 * accuracy:.1f} % of {len(adapted.predictions)} examples",
     }
-    if adapted.left_out is not None:
-        facts["accuracy on examples left out"] = (
-            f"{100 * adapted.left_out:.1f} %; the steps were chosen on them"
-        )
-    query = Path(settings.query).name if settings.query else "query"
-    if adapted.accuracy is not None:
-        facts[f"accuracy on {code(query)}"] = (
-            f"{100 * adapted.accuracy:.1f} % of {len(adapted.predictions)} examples"
-        )
     kind = "a text classification task" if labels else "a text generation task"
     merged = folder / "merged"
     for each in (folder, merged) if merged.is_dir() else (folder,):

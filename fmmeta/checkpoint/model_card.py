@@ -44,7 +44,8 @@ class Scores:
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a card. summary, facts: Markdown, escaped where it comes from data.
+    """The content of a card. summary, facts: Markdown, escaped where it comes from data; empty facts are left
+    out.
 
     base: model_name_or_path of the training. config, pooling: of the model. adapter: the folder holds
     adapters and not a whole model. adapted: the model has learned a task. classes: names of its classes.

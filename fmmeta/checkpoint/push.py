@@ -7,7 +7,7 @@ card on the hub names the repository in its commands and in its model-index; the
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -90,18 +90,20 @@ def check_repo_id(repo_id: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    if not repo_id:
-        raise UsageError("repo_id is missing; give --repo_id USER/NAME")
-    try:
+    named = False
+    with suppress(HFValidationError):
         validate_repo_id(repo_id)
         named = repo_id.count("/") == 1
-    except HFValidationError:
-        named = False
-    if not named:
-        raise UsageError(
-            f"repo_id={repo_id} is no name of a repository; give USER/NAME of letters, digits, -, _ and ."
-            " (no -- or ..)"
-        )
+    refuse_first(
+        [
+            (not repo_id, "repo_id is missing; give --repo_id USER/NAME"),
+            (
+                not named,
+                f"repo_id={repo_id} is no name of a repository; give USER/NAME of letters, digits, -, _ and ."
+                " (no -- or ..)",
+            ),
+        ]
+    )
 
 
 def usable_token(repo_id: str) -> str:
@@ -174,16 +176,21 @@ def choose_files(folder: Path) -> tuple[list[str], dict[str, str]]:
         inside(folder, path)
         if path.is_dir():
             continue
-        if not path.is_file():
-            raise UsageError(
-                f"folder={folder} holds {name}, which is no file (a link without a target, or a device);"
-                " remove it"
-            )
-        if not (path.suffix in SUFFIXES or any(fnmatch(path.name, kind) for kind in TOKENIZERS)):
-            raise UsageError(
-                f"folder={folder} holds {name}, which is none of {' '.join(SUFFIXES)} or a tokenizer's file;"
-                " move it out of the folder"
-            )
+        known = path.suffix in SUFFIXES or any(fnmatch(path.name, kind) for kind in TOKENIZERS)
+        refuse_first(
+            [
+                (
+                    not path.is_file(),
+                    f"folder={folder} holds {name}, which is no file (a link without a target, or a device);"
+                    " remove it",
+                ),
+                (
+                    not known,
+                    f"folder={folder} holds {name}, which is none of {' '.join(SUFFIXES)} or a tokenizer's"
+                    " file; move it out of the folder",
+                ),
+            ]
+        )
         chosen.append(name.as_posix())
     return chosen, left_out
 

@@ -39,23 +39,20 @@ def card_content(
     episodes = f"{config.n_way}-way {config.k_shot}-shot" if classes else f"{config.k_shot}-shot"
     data = [public_name(name) for name in config.dataset]
     base = code(public_name(config.model_name_or_path))
+    tasks = config.meta_batch_size * config.meta_accumulation_steps
+    merged = "" if adapter else ", merged into the base model"
     facts = {
         "base model": f"{base}, the built-in model, trained from scratch" if config.builtin_model else base,
         "algorithm": escaped(config.algorithm),
         "tasks": f"{' '.join(map(code, data))}, {episodes} episodes ({shots})",
         "inner loop": f"{config.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}",
+        "outer loop": f"{config.outer_steps} steps of {config.outer_optimizer} over {tasks} tasks each,"
+        f" outer_lr {config.outer_lr:g}, seed {config.seed}",
+        "trained weights": f"LoRA adapters of rank {config.lora_r}{merged}" if config.lora_r else "",
+        "sentence vector": f"{description.pooling} pooling" if description.pooling != "model" else "",
     }
-    if not spec.trains_nothing:
-        tasks = config.meta_batch_size * config.meta_accumulation_steps
-        facts["outer loop"] = (
-            f"{config.outer_steps} steps of {config.outer_optimizer} over {tasks} tasks each,"
-            f" outer_lr {config.outer_lr:g}, seed {config.seed}"
-        )
-        if config.lora_r:
-            facts["trained weights"] = f"LoRA adapters of rank {config.lora_r}"
-            facts["trained weights"] += "" if adapter else ", merged into the base model"
-    if description.pooling != "model":
-        facts["sentence vector"] = f"{description.pooling} pooling"
+    if spec.trains_nothing:
+        facts["outer loop"] = facts["trained weights"] = ""
     return Content(
         base=config.model_name_or_path,
         config=config,

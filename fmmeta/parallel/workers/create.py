@@ -169,7 +169,8 @@ def checked(config: Config, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[t
         if not (value < math.inf).all():  # -inf may be the mask in a buffer
             raise UsageError(
                 f"model_name_or_path={config.model_name_or_path} has weights that are NaN or infinite, the"
-                f" first in {name}; give a checkpoint from before they diverged, or download it again"
+                f" first in {name.removeprefix('hf.')}; give a checkpoint from before they diverged, or"
+                " download it again"
             )
         yield name, value
 
