@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Warn
+from fmmeta.common.text import counted
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import setup as rules
@@ -220,7 +221,7 @@ def log_layout(
         inside = ", ".join(kind for kind, is_sent in kinds.items() if is_sent) or "nothing"
         shard_bytes = 4 * params / (plan.data if plan.engine == "deepspeed" and stage else 1)
         notice(
-            f"show_layout: {layout} on {len(world.nodes.hosts)} nodes",
+            f"show_layout: {layout} on {counted(len(world.nodes.hosts), 'node')}",
             *world.nodes.map(plan.group_size, inside, shard_bytes, world.device.type),
         )
     if config.offload_outer and world.device.type == "cpu":
