@@ -29,7 +29,7 @@ cluster: .venv/.installed-test
 
 # the documentation site, in build/docs
 docs: .venv/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "search needs a server: $(BIN)/python -m http.server --directory build/docs"
 

@@ -24,15 +24,7 @@ from huggingface_hub import EvalResult
 from fmmeta.adaptation.predict import AdaptedModel, LoadedModel, load_single_process
 from fmmeta.checkpoint import model_card
 from fmmeta.checkpoint.hf_export import export
-from fmmeta.checkpoint.model_card import (
-    PLACEHOLDER,
-    Content,
-    code,
-    escaped,
-    generation_code,
-    public_name,
-    python_code,
-)
+from fmmeta.checkpoint.model_card import Content, code, escaped, public_name
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import make_folders, printable, remove_empty
@@ -286,42 +278,35 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, suppo
     """Write README.md into the adapted model's folder, and into merged/ inside it."""
     config, base, labels = adapted.loaded.config, settings.model_name_or_path, adapted.labels
     source = code(Path(settings.support).name) if settings.support else "given in Python"
+    query, left_out, accuracy = Path(settings.query or "query").name, adapted.left_out, adapted.accuracy
     facts = {
         "base model": code(public_name(base)),
         "meta-training": meta_training(base),
         "support": f"{source}: {len(support.input)} examples"
         + (f" of {len(labels)} classes" if labels else ""),
-        "inner loop": (
-            f"{adapted.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}"
-            + (f", LoRA of rank {config.lora_r}" if config.lora_r else "")
-        ),
+        "inner loop": f"{adapted.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}"
+        + (f", LoRA of rank {config.lora_r}" if config.lora_r else ""),
+        "accuracy on examples left out": ""
+        if left_out is None
+        else f"{100 * left_out:.1f} %; the steps were chosen on them",
+        f"accuracy on {code(query)}": ""
+        if accuracy is None
+        else f"{100 * accuracy:.1f} % of {len(adapted.predictions)} examples",
     }
-    if adapted.left_out is not None:
-        facts["accuracy on examples left out"] = (
-            f"{100 * adapted.left_out:.1f} %; the steps were chosen on them"
-        )
-    query = Path(settings.query).name if settings.query else "query"
-    if adapted.accuracy is not None:
-        facts[f"accuracy on {code(query)}"] = (
-            f"{100 * adapted.accuracy:.1f} % of {len(adapted.predictions)} examples"
-        )
     kind = "a text classification task" if labels else "a text generation task"
     merged = folder / "merged"
     for each in (folder, merged) if merged.is_dir() else (folder,):
-        adapter = bool(config.lora_r) and each == folder
-        library, pipeline, load = how_to_load(adapted, adapter)
         model_card.write_card(
             each,
             Content(
                 base=base,
-                library=library,
-                pipeline=pipeline,
-                adapter=adapter,
+                config=config,
+                pooling=adapted.loaded.description.pooling,
+                adapter=bool(config.lora_r) and each == folder,
                 summary=f"This model was adapted to {kind} from {len(support.input)} examples with fmmeta.",
                 facts=facts,
-                use=f"```bash\nfmmeta predict --model_name_or_path {PLACEHOLDER} --input texts.txt\n```",
-                load=load,
-                classes=list(map(code, labels)),
+                adapted=True,
+                classes=labels,
                 results=query_results(adapted, printable(query)),
             ),
         )
@@ -343,38 +328,6 @@ def query_results(adapted: AdaptedModel, name: str) -> list[EvalResult]:
             metric_args={"examples": len(adapted.predictions)},
         )
     ]
-
-
-def how_to_load(adapted: AdaptedModel, adapter: bool) -> tuple[str, str | None, str]:
-    """The library and the pipeline that read a folder, and how to load it without fmmeta.
-
-    No pipeline is named that would use a random head. adapter: the folder holds adapters.
-    """
-    model, names = adapted.loaded, dict(enumerate(adapted.labels))
-    if names and model.description.pooling != "model":
-        return (
-            "fmmeta",
-            None,
-            "The classes are in `head.safetensors`, which transformers does not read: `fmmeta predict` loads"
-            " them. `AutoModel` gives the encoder without classes, and a `text-classification` pipeline"
-            " would give it a random head.",
-        )
-    if names and adapter:
-        return (
-            "peft",
-            None,
-            "transformers loads the adapters on their base:\n\n"
-            + python_code(
-                "from transformers import AutoModelForSequenceClassification\n\n"
-                "model = AutoModelForSequenceClassification.from_pretrained(\n"
-                f'    "{PLACEHOLDER}", num_labels={len(names)}, id2label={printable(repr(names))},'
-                " ignore_mismatched_sizes=True\n)"
-            ),
-        )
-    pipeline = "text-classification" if names else "text-generation"
-    made = f'from transformers import pipeline\n\nmodel = pipeline("{pipeline}", model="{PLACEHOLDER}")'
-    load = python_code(made) if names else generation_code(model.config.prompt_template)
-    return "peft" if adapter else "transformers", pipeline, load
 
 
 def meta_training(base: str) -> str:

@@ -6,7 +6,6 @@ adapted.predict(["has my card been sent?"])[0].output
 fmmeta.load("adapted/cards").predict(["has my card been sent?"])
 """
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,7 +19,7 @@ from fmmeta.adaptation.predict import AdaptedModel
 from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import restored_process
 from fmmeta.common.progress import Progress, terminal_log
-from fmmeta.common.text import shortened
+from fmmeta.common.text import nearest, shortened
 from fmmeta.config.fields import of_type
 from fmmeta.config.renamed import refuse
 from fmmeta.evaluation import command as evaluate_command
@@ -130,7 +129,6 @@ def settings_of(kind: type[T], values: Mapping[str, Any]) -> T:
     refuse(values, known)
     for name, value in values.items():
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            advice = f"did you mean {close[0]}?" if close else "leave it out"
-            raise UsageError(f"{name}={shortened(value)} is no setting; {advice}")
+            close = nearest(name, known) or "; leave it out"
+            raise UsageError(f"{name}={shortened(value)} is no setting{close}")
     return kind(**{name: of_type(kind, name, value) for name, value in values.items()})

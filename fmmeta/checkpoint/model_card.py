@@ -22,6 +22,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from fmmeta.common.security import printable
 from fmmeta.common.text import render
+from fmmeta.config.settings import Config
 from fmmeta.models.files import BUILTIN, UNREADABLE, base_model_name, cached_file, is_path
 from fmmeta.tasks.data.encode import make_prompt
 
@@ -43,26 +44,46 @@ class Scores:
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a card. summary, facts, classes, use, load: Markdown, escaped where it comes from data.
+    """The content of a card. summary, facts: Markdown, escaped where it comes from data; empty facts are left
+    out.
 
-    base: model_name_or_path of the training; library, pipeline: for the hub, which model library reads the
-    folder and for what. adapter: the folder holds adapters and not a whole model. dataset: names of the
-    training data. results: measured scores of this model, none if nothing was measured.
+    base: model_name_or_path of the training. config, pooling: of the model. adapter: the folder holds
+    adapters and not a whole model. adapted: the model has learned a task. classes: names of its classes.
+    dataset: names of the training data. results: measured scores of this model, none if nothing was measured.
     """
 
     base: str
-    library: str
-    pipeline: str | None
+    config: Config
+    pooling: str
     adapter: bool
     summary: str
     facts: Mapping[str, str]
-    use: str
-    load: str
+    adapted: bool = False
     classes: Sequence[str] = ()
     dataset: Sequence[str] = ()
     results: Sequence[EvalResult] = ()
     scores: Scores | None = None
     tags: Sequence[str] = field(default=("fmmeta", "few-shot", "meta-learning"))
+
+    @property
+    def kind(self) -> str:
+        """What the folder is to programs that read it without fmmeta; a key of `KINDS`."""
+        if self.config.task_type == "causal_lm":
+            return "generator"
+        if self.adapted:
+            return "head" if self.pooling != "model" else "adapters" if self.adapter else "classifier"
+        return "encoder" if self.pooling == "model" or self.adapter else "sentence encoder"
+
+
+KINDS: dict[str, tuple[str, str | None]] = {
+    "generator": ("transformers", "text-generation"),
+    "head": ("fmmeta", None),
+    "adapters": ("peft", None),
+    "classifier": ("transformers", "text-classification"),
+    "encoder": ("transformers", "feature-extraction"),
+    "sentence encoder": ("sentence-transformers", "sentence-similarity"),
+}
+"""For the hub, which library reads a folder, and the pipeline; none that would use a random head."""
 
 
 def write_card(folder: Path, content: Content) -> None:
@@ -71,27 +92,27 @@ def write_card(folder: Path, content: Content) -> None:
     text = render(
         Path(__file__).with_name("card.md.j2"),
         title=escaped(title),
-        placeholder=PLACEHOLDER,
-        summary=content.summary,
+        model=PLACEHOLDER,
+        content=content,
         facts={cell(name): cell(value) for name, value in content.facts.items()},
-        scores=content.scores,
-        classes=content.classes,
-        use=content.use,
-        load=content.load,
+        classes=list(map(code, content.classes)),
+        names=printable(repr(dict(enumerate(content.classes)))),
+        prompt=prompt_of(content.config.prompt_template),
     )
     header = metadata(content, printable(title)).to_yaml()
-    ModelCard(f"---\n{header}\n---\n\n{text}\n").save(folder / FILE)
+    ModelCard(f"---\n{header}\n---\n\n{text}").save(folder / FILE)
 
 
 def metadata(content: Content, title: str) -> ModelCardData:
     """The metadata block of a card."""
+    library, pipeline = KINDS[content.kind]
     base = base_model_name(content.base) if content.adapter else origin(content.base)
     known = is_hub_id(base)
     hub_data = [name for name in content.dataset if name not in LOCAL_DATA and is_hub_id(name)]
     return ModelCardData(
         **stored_license(content.base),
-        library_name=content.library,
-        pipeline_tag=content.pipeline,
+        library_name="peft" if content.adapter and library == "transformers" else library,
+        pipeline_tag=pipeline,
         tags=list(content.tags),
         base_model=base if known else None,
         base_model_relation="adapter" if known and content.adapter else None,
@@ -161,41 +182,12 @@ def base_card(name: str) -> dict[str, Any]:
     return {}
 
 
-def examples_file(task_type: str) -> str:
-    """How to adapt a meta-trained model from a shell and from Python, as Markdown."""
-    if task_type == "causal_lm":
-        row, pairs = '{"input": "2 + 2", "output": "4"}', '("2 + 2", "4"), ("3 + 1", "4")'
-        ask = "5 + 1"
-    else:
-        row = '{"text": "where is my card", "label": "delivery"}'
-        pairs = '("where is my card", "delivery"), ("I see a wrong fee", "fees")'
-        ask = "has my card been sent?"
-    return (
-        f"The model learns a task from a few examples, lines such as `{row}` in `support.jsonl`:\n\n"
-        f"```bash\nfmmeta adapt --model_name_or_path {PLACEHOLDER} --support support.jsonl --output_dir"
-        " my-task\nfmmeta predict --model_name_or_path my-task --input texts.txt\n```\n\n"
-        f"or in Python:\n\n```python\nimport fmmeta\n\n"
-        f'adapted = fmmeta.adapt("{PLACEHOLDER}", [{pairs}])\n'
-        f'print(adapted.predict(["{ask}"])[0].output)\n```'
-    )
-
-
-def python_code(text: str) -> str:
-    """Code as a block of Markdown."""
-    return f"```python\n{text}\n```"
-
-
-def generation_code(template: str) -> str:
-    """How transformers answers an input with the prompt of `--prompt_template`, for a language model."""
+def prompt_of(template: str) -> str:
+    """An input in the prompt of `--prompt_template`, as Python code."""
     prompt: Any = [{"role": "user", "content": "5 + 1"}]
     if template != "chat":
         prompt = make_prompt(template, None).before("5 + 1")
-    return "The model answers inputs in the prompt that it was trained with:\n\n" + python_code(
-        "from transformers import pipeline\n\n"
-        f'pipe = pipeline("text-generation", model="{PLACEHOLDER}")\n'
-        f"print(pipe({printable(json.dumps(prompt, ensure_ascii=False))}, return_full_text=False,"
-        ' do_sample=False)[0]["generated_text"])'
-    )
+    return printable(json.dumps(prompt, ensure_ascii=False))
 
 
 def code(text: str) -> str:

@@ -1,20 +1,16 @@
 """`fmmeta push`: uploads an exported model to the Hugging Face Hub.
 
-    run or model folder --> list of files with sizes --> create_repo, upload_folder
+    run or model folder --> list of files with sizes --> create_repo, create_commit
 
-Only safetensors, configurations, cards and tokenizer files are uploaded. The files are linked into a
-temporary folder, so that exactly those that were listed are uploaded. The card there names the repository in
-its commands and in its model-index; the folder itself stays as it is.
+Only safetensors, configurations, cards and tokenizer files are uploaded: exactly those that were listed. The
+card on the hub names the repository in its commands and in its model-index; the folder itself stays as it is.
 """
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import yaml
 
@@ -56,30 +52,35 @@ class PushConfig:
 def run(settings: PushConfig) -> None:
     """List the files and upload them. Raises `UsageError` in one line."""
     import huggingface_hub
+    from tqdm import tqdm
 
     check_repo_id(settings.repo_id)
     folder = model_folder(Path(settings.folder))
     files, left_out = choose_files(folder)
     card = pushed_card(folder, settings.repo_id)
     token = usable_token(settings.repo_id)
-    total = sum((folder / name).stat().st_size for name in files)
-    print(f"{folder}: {len(files)} files, {readable(total)}, to {settings.repo_id}")
-    for name in files:
-        print(f"  {readable((folder / name).stat().st_size):>9}  {printable(name)}")
+    sizes = {name: (folder / name).stat().st_size for name in files}
+    print(
+        f"{folder}: {len(files)} files, {tqdm.format_sizeof(sum(sizes.values()), 'B')}, to {settings.repo_id}"
+    )
+    for name, size in sizes.items():
+        print(f"  {tqdm.format_sizeof(size, 'B'):>9}  {printable(name)}")
     for name, why in left_out.items():
         print(f"  left out: {printable(name)} ({why})")
     api = huggingface_hub.HfApi(token=token)
-    with TemporaryDirectory() as temporary, hub_errors(settings.repo_id):
-        link_files(folder, files, card, Path(temporary))
+    with hub_errors(settings.repo_id):
         api.create_repo(settings.repo_id, private=settings.private or None, exist_ok=True)
         branch = settings.revision or "main"
         if branch != "main" and not branch.startswith("refs/"):
             api.create_branch(settings.repo_id, branch=branch, exist_ok=True)
-        done = api.upload_folder(
-            repo_id=settings.repo_id,
-            folder_path=temporary,
-            revision=settings.revision,
+        done = api.create_commit(
+            settings.repo_id,
+            [
+                huggingface_hub.CommitOperationAdd(name, card if card and name == FILE else folder / name)
+                for name in files
+            ],
             commit_message="Upload a model of fmmeta",
+            revision=settings.revision,
         )
     print(f"uploaded: {done.commit_url}")
 
@@ -89,18 +90,20 @@ def check_repo_id(repo_id: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    if not repo_id:
-        raise UsageError("repo_id is missing; give --repo_id USER/NAME")
-    try:
+    named = False
+    with suppress(HFValidationError):
         validate_repo_id(repo_id)
         named = repo_id.count("/") == 1
-    except HFValidationError:
-        named = False
-    if not named:
-        raise UsageError(
-            f"repo_id={repo_id} is no name of a repository; give USER/NAME of letters, digits, -, _ and ."
-            " (no -- or ..)"
-        )
+    refuse_first(
+        [
+            (not repo_id, "repo_id is missing; give --repo_id USER/NAME"),
+            (
+                not named,
+                f"repo_id={repo_id} is no name of a repository; give USER/NAME of letters, digits, -, _ and ."
+                " (no -- or ..)",
+            ),
+        ]
+    )
 
 
 def usable_token(repo_id: str) -> str:
@@ -135,7 +138,7 @@ def model_folder(folder: Path) -> Path:
         ]
     )
     if (folder / "run.json").is_file():
-        if read_object(folder, "run.json").get("finished") is not True:
+        if (read_json(str(folder.resolve()), "run.json", dict) or {}).get("finished") is not True:
             raise UsageError(
                 f"{given} holds a run that is not finished; resume it by the same command, then push"
             )
@@ -148,18 +151,14 @@ def model_folder(folder: Path) -> Path:
             " finished run, its model/, or one that `fmmeta adapt` has written"
         )
     if adapter:
-        base = read_object(folder, "adapter_config.json").get("base_model_name_or_path")
+        adapters = read_json(str(folder.resolve()), "adapter_config.json", dict) or {}
+        base = adapters.get("base_model_name_or_path")
         if not (isinstance(base, str) and is_hub_id(base)):
             raise UsageError(
                 f"{given} holds adapters of {base}, which is not on the hub, so that they cannot be loaded"
                 " from there; push merged/ (--lora_merge)"
             )
     return folder
-
-
-def read_object(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON file of a folder. Raises `UsageError`."""
-    return read_json(str(folder.resolve()), name, dict) or {}
 
 
 def choose_files(folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -177,21 +176,26 @@ def choose_files(folder: Path) -> tuple[list[str], dict[str, str]]:
         inside(folder, path)
         if path.is_dir():
             continue
-        if not path.is_file():
-            raise UsageError(
-                f"folder={folder} holds {name}, which is no file (a link without a target, or a device);"
-                " remove it"
-            )
-        if not (path.suffix in SUFFIXES or any(fnmatch(path.name, kind) for kind in TOKENIZERS)):
-            raise UsageError(
-                f"folder={folder} holds {name}, which is none of {' '.join(SUFFIXES)} or a tokenizer's file;"
-                " move it out of the folder"
-            )
+        known = path.suffix in SUFFIXES or any(fnmatch(path.name, kind) for kind in TOKENIZERS)
+        refuse_first(
+            [
+                (
+                    not path.is_file(),
+                    f"folder={folder} holds {name}, which is no file (a link without a target, or a device);"
+                    " remove it",
+                ),
+                (
+                    not known,
+                    f"folder={folder} holds {name}, which is none of {' '.join(SUFFIXES)} or a tokenizer's"
+                    " file; move it out of the folder",
+                ),
+            ]
+        )
         chosen.append(name.as_posix())
     return chosen, left_out
 
 
-def pushed_card(folder: Path, repo_id: str) -> str | None:
+def pushed_card(folder: Path, repo_id: str) -> bytes | None:
     """The card with the repository's name in its commands and in its model-index; None without a card.
 
     Raises `UsageError` for a card whose metadata cannot be read.
@@ -205,21 +209,11 @@ def pushed_card(folder: Path, repo_id: str) -> str | None:
         if card.data.get("eval_results"):
             card.data["model_name"] = repo_id
         card.text = card.text.replace(PLACEHOLDER, repo_id)
-        return str(card)
+        return str(card).encode()
     except (*UNREADABLE, yaml.YAMLError) as error:
         raise UsageError(
             f"folder={folder}: the metadata of {FILE} cannot be read ({one_line(error)}); fix or remove it"
         ) from None
-
-
-def link_files(folder: Path, files: list[str], card: str | None, target: Path) -> None:
-    """Fill a folder with links to `files`, and with the card."""
-    for name in files:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        if name == FILE and card is not None:
-            (target / name).write_text(card, encoding="utf-8", newline="")
-        else:
-            os.symlink((folder / name).resolve(), target / name)
 
 
 @contextmanager
@@ -231,25 +225,11 @@ def hub_errors(repo_id: str) -> Iterator[None]:
         yield
     except HfHubHTTPError as error:
         status = error.response.status_code
-        why = ANSWERS.get(status) or f"{server_text(error)}; try again later"
+        text = redact(printable(error.server_message or one_line(error)))[:300]
+        why = ANSWERS.get(status) or f"{text}; try again later"
         raise UsageError(f"repo_id={repo_id}: {why} (HTTP status {status})") from None
     except Exception as error:  # each HTTP client has other exceptions
         raise UsageError(
             f"repo_id={repo_id}: the upload failed ({type(error).__name__}: {redact(one_line(error))[:300]});"
             " run the command again, files that were uploaded are not sent again"
         ) from None
-
-
-def server_text(error: Any) -> str:
-    """The hub's message on one line."""
-    return redact(printable(error.server_message or one_line(error)))[:300]
-
-
-def readable(size: int) -> str:
-    """A number of bytes with its unit."""
-    value = float(size)
-    for unit in ("B", "KB", "MB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} GB"

@@ -3,9 +3,14 @@
 import difflib
 import json
 import math
+import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+BRIEF = reprlib.Repr()
+BRIEF.maxlevel, BRIEF.maxlist, BRIEF.maxtuple, BRIEF.maxdict = 3, 20, 20, 20
+BRIEF.maxstring = BRIEF.maxother = 10**6
 
 
 def any_of(choices: Iterable[str]) -> str:
@@ -36,8 +41,11 @@ def counted(count: int, one: str, more: str = "") -> str:
 
 
 def shortened(value: Any) -> str:
-    """A value for a message: its repr on one line, of 60 characters at most."""
-    text = " ".join(repr(value).split())
+    """A value for a message: its repr on one line, of 60 characters at most.
+
+    Of nested lists, which aliases of YAML can make very long, the first levels are shown.
+    """
+    text = " ".join(BRIEF.repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -37,10 +37,8 @@ def groups_of(command: str, settings: Any) -> Groups:
 
 def is_common(item: Field[Any]) -> bool:
     """Whether --help shows a setting: one that most runs need, or one that only this command has."""
-    for _, dataclass in GROUPS.values():
-        if item.name in dataclass.__dataclass_fields__:
-            return dataclass.__dataclass_fields__[item.name].metadata["help"].rule.common
-    return True
+    known = [one.__dataclass_fields__.get(item.name) for _, one in GROUPS.values()]
+    return all(one.metadata["help"].rule.common for one in known if one is not None)
 
 
 def help_text(

@@ -7,16 +7,15 @@ Values are read as the text that a flag has: `class_split: 01` is "01", and `inn
 """
 
 import json
-import reprlib
 from collections.abc import Container, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.text import any_of, as_stored, nearest
-from fmmeta.config.fields import KINDS, default_of, kind_of, shown
+from fmmeta.common.text import any_of, as_stored, nearest, shortened
+from fmmeta.config.fields import KINDS, default_of, kind_of, refuse_first, shown
 from fmmeta.config.migration import answer
 from fmmeta.config.renamed import refuse
 
@@ -92,27 +91,12 @@ def read(what: str, name: str, settings: Any) -> dict[str, Any]:
     check_names(values, settings, where)
     texts = dict[str, Any]()
     for key, value in values.items():
-        item = settings.__dataclass_fields__[key]
         if key == "tune" and isinstance(value, dict):
             texts[key] = json.dumps(value)
-        elif isinstance(value, dict) or (isinstance(value, list) and item.default_factory is MISSING):
-            raise UsageError(
-                f"{where} sets {key}={plain(value)}, which is not one value; write `{key}: value`"
-            )
         elif value is not None:
-            texts[key] = typed(settings, key, value, where) if isinstance(value, list) else str(value)
+            nested = isinstance(value, (list, dict))
+            texts[key] = typed(settings, key, value, where) if nested else value
     return texts
-
-
-def plain(value: Any) -> str:
-    """A list or mapping of texts for a message, without their quotes.
-
-    Of nested lists, which aliases can make very long, the first levels are shown.
-    """
-    brief = reprlib.Repr()
-    brief.maxlevel, brief.maxstring, brief.maxlist, brief.maxdict = 3, 60, 20, 20
-    text = brief.repr(value).replace("'", "")
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def mapping(where: str, path: Path) -> dict[str, Any]:
@@ -171,11 +155,17 @@ def typed(settings: Any, name: str, value: Any, where: str) -> Any:
     """A text, or a list of them, as values of the type of a setting. Raises `UsageError`."""
     kind, is_list = kind_of(settings, name)
     values = value if isinstance(value, list) else [value]
-    for one in values:
-        if isinstance(one, (list, dict)):
-            raise UsageError(f"{where} sets {name}={plain(value)}, which is nested; write one list of values")
-    if isinstance(value, list) and not is_list:
-        raise UsageError(f"{where} sets {name}={plain(value)}, which is not one value; write one")
+    text = shortened(value).replace("'", "")  # lists without quotes, as in YAML
+    nested = any(isinstance(one, (list, dict)) for one in values)
+    refuse_first(
+        [
+            (
+                isinstance(value, dict) or (isinstance(value, list) and not is_list),
+                f"{where} sets {name}={text}, which is not one value; write `{name}: value`",
+            ),
+            (nested, f"{where} sets {name}={text}, which is nested; write one list of values"),
+        ]
+    )
     convert = TRUTH.__getitem__ if kind is bool else kind
     try:
         converted = [convert(str(one)) for one in values]

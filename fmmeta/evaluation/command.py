@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,8 @@ def evaluate(
             elif settings.compare_model is not None and launch.global_rank == 0:
                 check_compare_model(settings, settings.compare_model)
         models = list(filter(None, [settings.model_name_or_path, settings.compare_model]))
-        model = EvaluatedModel(settings, world, progress, models, others)
+        notice = cache(progress.notice)  # two models that read the same data: each line about it once
+        model = EvaluatedModel(settings, world, progress, notice, models, others)
         cells, ranks = model.cells(), model.ranks
         results = results_of(settings, cells, model.config.task_type)
         del model  # frees the weights before another model is loaded
@@ -89,7 +90,7 @@ def evaluate(
                         f"compare={settings.compare} stores no settings; it learns with those of"
                         f" {settings.model_name_or_path}"
                     )
-                others = EvaluatedModel(with_other, world, progress, models, cells, ranks).cells()
+                others = EvaluatedModel(with_other, world, progress, notice, models, cells, ranks).cells()
             results["compare"] = {"with": settings.compare, "cells": differences(cells, others)}
         if signals:
             signals.run()
@@ -253,9 +254,9 @@ def drop_unreadable(
 class EvaluatedModel:
     """A model on the ranks of a launch, with the episodes that it is scored on.
 
-    models: all models of the comparison; the episodes avoid the training classes of each. others: cells of
-    the other model, which must be of the same episodes. ranks: groups of an earlier model. Raises
-    `UsageError`. Collective: world.
+    notice: logs what is read. models: all models of the comparison; the episodes avoid the training classes
+    of each. others: cells of the other model, which must be of the same episodes. ranks: groups of an earlier
+    model. Raises `UsageError`. Collective: world.
     """
 
     def __init__(
@@ -263,17 +264,18 @@ class EvaluatedModel:
         settings: EvaluateConfig,
         world: World,
         progress: Progress,
+        notice: build.Notice,
         models: Sequence[str],
         others: Sequence[EvalCell] | None = None,
         ranks: ProcessGroups | None = None,
     ) -> None:
         self.settings, self.progress = settings, progress
-        self.config, self.inputs, self.episodes = plan_evaluation(settings, world, progress.notice, models)
+        self.config, self.inputs, self.episodes = plan_evaluation(settings, world, notice, models)
         with world.comm.raise_on_all("comparing episodes"):
             self.prints = {k: episodes.fingerprint() for k, episodes in self.episodes.items()}
             check_comparable(settings, self.prints, others)
         if ranks is None:
-            plan = build.plan_parallel(self.config, self.inputs, world, progress.notice)
+            plan = build.plan_parallel(self.config, self.inputs, world, notice)
             ranks = world.split(plan.group_size, plan.engine == "deepspeed")
         else:
             plan = self.inputs.parallel_plan(self.config, ranks.layout.group_size, world.device.type)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Warn
+from fmmeta.common.text import counted
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import setup as rules
@@ -34,7 +35,7 @@ from fmmeta.parallel.layout import GroupCoordinates, Layout, ParallelPlan
 from fmmeta.parallel.param_map import OuterMemory
 from fmmeta.parallel.process_groups import ProcessGroups, World
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.parallel.workers.create import create_worker
+from fmmeta.parallel.workers.create import checked, create_worker
 from fmmeta.planning.memory import (
     SizesAt,
     check_group_size,
@@ -220,7 +221,7 @@ def log_layout(
         inside = ", ".join(kind for kind, is_sent in kinds.items() if is_sent) or "nothing"
         shard_bytes = 4 * params / (plan.data if plan.engine == "deepspeed" and stage else 1)
         notice(
-            f"show_layout: {layout} on {len(world.nodes.hosts)} nodes",
+            f"show_layout: {layout} on {counted(len(world.nodes.hosts), 'node')}",
             *world.nodes.map(plan.group_size, inside, shard_bytes, world.device.type),
         )
     if config.offload_outer and world.device.type == "cpu":
@@ -285,6 +286,9 @@ def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessG
     """Read the weights, start the worker and make the replicas equal. Collective: world."""
     worker, head_names, frozen = create_worker(config, inputs.description, plan, ranks)
     theta = ranks.cross.broadcast_(worker.read())
+    with ranks.world.raise_on_all("looking at the weights"):
+        for _ in checked(config, ((part.name, theta[part.here]) for part in worker.params.fragments)):
+            pass
     worker.write(theta)
     check_replicas(ranks, theta, "although it was broadcast")
     theta = OuterMemory(ranks.device, config.offload_outer).store(theta)

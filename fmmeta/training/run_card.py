@@ -7,17 +7,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult
 
 from fmmeta.checkpoint import model_card
-from fmmeta.checkpoint.model_card import (
-    PLACEHOLDER,
-    Content,
-    Scores,
-    code,
-    escaped,
-    examples_file,
-    generation_code,
-    public_name,
-    python_code,
-)
+from fmmeta.checkpoint.model_card import Content, Scores, code, escaped, public_name
 from fmmeta.common.security import printable
 from fmmeta.common.text import strict
 from fmmeta.config.algorithms import find
@@ -49,55 +39,31 @@ def card_content(
     episodes = f"{config.n_way}-way {config.k_shot}-shot" if classes else f"{config.k_shot}-shot"
     data = [public_name(name) for name in config.dataset]
     base = code(public_name(config.model_name_or_path))
+    tasks = config.meta_batch_size * config.meta_accumulation_steps
+    merged = "" if adapter else ", merged into the base model"
     facts = {
         "base model": f"{base}, the built-in model, trained from scratch" if config.builtin_model else base,
         "algorithm": escaped(config.algorithm),
         "tasks": f"{' '.join(map(code, data))}, {episodes} episodes ({shots})",
         "inner loop": f"{config.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}",
+        "outer loop": f"{config.outer_steps} steps of {config.outer_optimizer} over {tasks} tasks each,"
+        f" outer_lr {config.outer_lr:g}, seed {config.seed}",
+        "trained weights": f"LoRA adapters of rank {config.lora_r}{merged}" if config.lora_r else "",
+        "sentence vector": f"{description.pooling} pooling" if description.pooling != "model" else "",
     }
-    if not spec.trains_nothing:
-        tasks = config.meta_batch_size * config.meta_accumulation_steps
-        facts["outer loop"] = (
-            f"{config.outer_steps} steps of {config.outer_optimizer} over {tasks} tasks each,"
-            f" outer_lr {config.outer_lr:g}, seed {config.seed}"
-        )
-        if config.lora_r:
-            facts["trained weights"] = f"LoRA adapters of rank {config.lora_r}"
-            facts["trained weights"] += "" if adapter else ", merged into the base model"
-    if description.pooling != "model":
-        facts["sentence vector"] = f"{description.pooling} pooling"
-    library, pipeline, load = how_to_load(config, description, adapter)
+    if spec.trains_nothing:
+        facts["outer loop"] = facts["trained weights"] = ""
     return Content(
         base=config.model_name_or_path,
-        library=library,
-        pipeline=pipeline,
+        config=config,
+        pooling=description.pooling,
         adapter=adapter,
         summary=summary,
         facts=facts,
-        use=examples_file(config.task_type),
-        load=load,
         dataset=[] if spec.trains_nothing else config.dataset,
         results=results(config, data, compared) if compared else [],
         scores=scores(compared, episodes, not spec.trains_nothing) if compared else None,
     )
-
-
-def how_to_load(config: Config, description: Description, adapter: bool) -> tuple[str, str | None, str]:
-    """The library and the pipeline that read a folder, and how to load it without fmmeta.
-
-    A classifier's head is that of no task yet, so that no text-classification pipeline is named.
-    """
-    head = "The head for a task is made by `fmmeta adapt`; this gives the encoder:\n\n"
-    if config.task_type == "causal_lm":
-        load = generation_code(config.prompt_template)
-        return "peft" if adapter else "transformers", "text-generation", load
-    if description.pooling != "model" and not adapter:
-        made = f'SentenceTransformer("{PLACEHOLDER}").encode(["where is my card"])'
-        load = python_code(f"from sentence_transformers import SentenceTransformer\n\nvectors = {made}")
-        return "sentence-transformers", "sentence-similarity", head + load
-    made = f'encoder = AutoModel.from_pretrained("{PLACEHOLDER}")'
-    load = head + python_code(f"from transformers import AutoModel\n\n{made}")
-    return "peft" if adapter else "transformers", "feature-extraction", load
 
 
 def results(config: Config, data: Sequence[str], compared: Compared) -> list[EvalResult]:

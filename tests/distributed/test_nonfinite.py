@@ -5,11 +5,13 @@ make it.
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from functools import cache
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fmmeta.config.settings import Config
 from fmmeta.meta.reference import reference_run
@@ -224,3 +226,32 @@ def test_a_run_without_finite_tasks_ends_with_an_error(files, tmp_path):
     check_message(line, "4 outer steps in a row (the last is 4)", "lower --inner_lr")
     assert not ended.others
     assert "Traceback" not in ended.output[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "own"),
+    [
+        (math.nan, {}),
+        (math.inf, {}),
+        (math.nan, {"lora_r": 2}),
+        (math.nan, {"group_size": 2, "deepspeed": "zero3"}),
+        (math.nan, {"group_size": 2, "pipeline_stages": 2}),
+    ],
+)
+def test_a_model_with_weights_that_are_not_finite_is_refused_on_all_ranks(files, tmp_path, value, own):
+    _, model, data = files
+    broken, name = shutil.copytree(model, tmp_path / "broken"), "layers.1.self_attn.q_proj.weight"
+    weights = load_file(broken / "model.safetensors")
+    (key,) = [key for key in weights if key.endswith(name)]
+    weights[key][3, 4] = value
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    flags = {"model_name_or_path": broken, "dataset": data, "task_type": "causal_lm", "num_query": 3, **own}
+    flags = {**flags, "output_dir": tmp_path / "run", "eval_episodes": 0}
+    ended = run_ranks(["launch/train.py", *(f"--{key}={value}" for key, value in flags.items())], 2)
+    assert ended.codes == [2, 2]
+    (line,) = [line for line in ended.output[0].splitlines() if "NaN" in line]
+    layer = name.replace(".weight", "")
+    check_message(line, f"model_name_or_path={broken}", "NaN or infinite", layer, "give a checkpoint")
+    assert not ended.others
+    assert "Traceback" not in ended.output[0]
+    assert not (tmp_path / "run").exists()

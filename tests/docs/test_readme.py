@@ -139,6 +139,15 @@ def test_flags_and_files_of_a_command_exist(command):
         assert find(settings.deepspeed).is_file()
 
 
+def test_the_first_classifier_is_the_packaged_recipe():
+    """Commands that need a network or the reader's files: their flags are parsed."""
+    blocks = "\n".join(re.findall(r"```text\n(.*?)```", README, re.DOTALL)).replace("\\\n", " ")
+    listed = [shlex.split(line, comments=True) for line in blocks.splitlines()]
+    known = [words for words in listed if words[:2] in (["fmmeta", "train"], ["fmmeta", "plan"])]
+    found = [parse(flags, name) for _, name, *flags in known]
+    assert (found[0].algorithm, found[0].dataset, len(found)) == ("protonet", ["mteb/banking77"], 4)
+
+
 def test_every_launcher_is_started_by_a_command():
     chosen = launched()
     assert {command.split()[0] for command in chosen} == set(LAUNCHERS)

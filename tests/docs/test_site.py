@@ -174,3 +174,9 @@ def test_the_site_builds_in_strict_mode_without_requests_to_other_hosts(tmp_path
             page.read_text(),
         )
         assert not loaded, page
+
+
+def test_every_target_of_the_makefile_installs_the_locked_versions():
+    installs = [line for line in (ROOT / "Makefile").read_text().splitlines() if "--editable" in line]
+    assert len(installs) == 3
+    assert all("--constraint constraints.txt" in line for line in installs)

@@ -179,6 +179,20 @@ def test_methods_share_episodes_and_a_model_equals_itself(bert, classes, tmp_pat
     assert "have none of these methods and k_shot" in message
 
 
+def test_data_of_a_comparison_are_logged_once_unless_the_models_read_them_differently(
+    llama, pairs, tmp_path, capsys
+):
+    short = shutil.copytree(llama, tmp_path / "short")
+    (short / "fmmeta.json").write_text('{"task_type": "causal_lm", "max_length": 4}')
+    flags: dict[str, Any] = {"task_type": "causal_lm", "num_query": 1, "episodes": 1, "quiet": False}
+    for other, cut in ((llama, 0), (short, 1)):
+        fmmeta.evaluate(str(llama), str(pairs), **flags, compare=str(other))
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fmmeta: ")]
+        assert len([line for line in lines if " rows, " in line]) == 1
+        assert len([line for line in lines if "max_length=4" in line]) == cut
+        assert len(lines) == len(set(lines))
+
+
 def test_n_way_all_uses_all_classes_of_the_split(bert, classes):
     settings = EvaluateConfig(
         model_name_or_path=str(bert), dataset=[str(classes)], n_way="all", num_query=3, episodes=3
@@ -365,7 +379,7 @@ def test_bad_task_file_is_skipped_for_both_models(llama, tmp_path, capsys):
         (10, 0),
     ]
     lines = [line for line in capsys.readouterr().out.splitlines() if "failed to load" in line]
-    assert len(lines) == 4  # for either model and number of shots
+    assert len(lines) == 2  # for either number of shots, once for both models
     check_message(lines[0], "fmmeta: 2 of 12 1-shot episodes", "task s1/t3: ", "left out")
     message = refusal(fmmeta.evaluate, llama, data, **flags, on_bad_task="skip", max_bad_fraction=0.01)
     check_message(message, "max_bad_fraction=0.01: 2 of 12 1-shot episodes", "task s1/t3: ")

@@ -93,13 +93,12 @@ def test_the_code_of_an_encoders_adapters_runs(bert, tmp_path, pooling):
 
 def content(base: str, **changed) -> Content:
     fields = {
-        "library": "peft",
-        "pipeline": None,
+        "config": Config(),
+        "pooling": "mean",
         "adapter": False,
         "summary": "",
         "facts": {},
-        "use": "",
-        "load": "",
+        "adapted": True,
     }
     return Content(base=base, **{**fields, **changed})
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fmmeta import Config, MetaTrainer
-from fmmeta.checkpoint.model_card import generation_code
+from fmmeta.checkpoint.model_card import Content, write_card
 from fmmeta.models.load import suggest_chat
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batching import IGNORE, Example
@@ -262,5 +262,7 @@ def test_rows_that_fill_max_length_are_counted():
 @pytest.mark.parametrize(
     ("template", "expected"), [("plain", '"Input: 5 + 1\\nOutput:"'), ("chat", '"content": "5 + 1"')]
 )
-def test_a_model_card_shows_the_prompt(template, expected):
-    assert expected in generation_code(template)
+def test_a_model_card_shows_the_prompt(template, expected, tmp_path):
+    config = Config(task_type="causal_lm", prompt_template=template)
+    write_card(tmp_path, Content("tiny", config, "model", adapter=False, summary="", facts={}))
+    assert expected in (tmp_path / "README.md").read_text()

@@ -13,6 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, constants
 from fmmeta.checkpoint.model_card import PLACEHOLDER, Content, write_card
 from fmmeta.checkpoint.read import MANIFEST
 from fmmeta.cli import main
+from fmmeta.config.settings import Config
 from fmmeta.models.files import hub_answers
 from tests.support.exports import exported
 from tests.support.hub import COMMIT, TOKEN, StandIn, hub_stand_in
@@ -30,13 +31,11 @@ def made(tmp_path_factory, bert) -> Path:
         run / "model",
         Content(
             base="acme/base",
-            library="transformers",
-            pipeline=None,
+            config=Config(),
+            pooling="mean",
             adapter=False,
             summary="A model.",
             facts={"algorithm": "fomaml"},
-            use=f"`fmmeta predict --model_name_or_path {PLACEHOLDER}`",
-            load="",
             results=[score],
         ),
     )

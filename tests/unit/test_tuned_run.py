@@ -74,7 +74,7 @@ def test_the_section_takes_model_and_tasks_from_the_run(tmp_path):
         ({"tune": '{"dataset": "marks"}'}, ("tune sets dataset", "use ")),
         ({"tune": '{"minutes": "soon"}'}, ("tune sets minutes=soon", "not a number")),
         ({"tune": '{"minutes": 0}'}, ("minutes=0", "or leave it out")),
-        ({"tune": '{"minutes": [1, 2]}'}, ("tune sets minutes=[1, 2]", "write one")),
+        ({"tune": '{"minutes": [1, 2]}'}, ("tune sets minutes=[1, 2]", "write `minutes: value`")),
         ({"tune": '{"inner_lrs": [[1]]}'}, ("tune sets inner_lrs", "nested")),
         (
             {"tune": "{}", "algorithm": "protonet"},

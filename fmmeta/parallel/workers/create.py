@@ -8,7 +8,8 @@ pipeline     some layers per rank                                only the tensor
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -79,11 +80,12 @@ def load_sharded(
             model.materialize([name for name, param in learner.named_parameters() if not param.requires_grad])
         tensors = frozen_tensors(learner)  # a LoRA base is read a second time for its fingerprint, not kept
         in_checkpoint = {name for name, _ in learner.named_parameters()}  # a tied weight has one name there
-        mark = fingerprint(
+        read = (
             (name, model.read(name) if value.is_meta else value)
             for name, value in sorted(tensors.items())
             if name in in_checkpoint or not value.is_meta
         )
+        mark = fingerprint(checked(config, read))
     frozen = copies_to_export(config, ranks, tensors, ranks.first, mark)
     del tensors  # an engine gives the frozen weights other storage
     shard_while_loading(model, filled)
@@ -153,10 +155,24 @@ def copies_to_export(
     Refuses tensors that are not the same on all ranks. mark: their fingerprint, if some are not loaded.
     Collective: world.
     """
-    check_equal(ranks, mark or fingerprint(sorted(tensors.items())), stage)
+    with ranks.world.raise_on_all("looking at the frozen weights"):
+        mark = mark or fingerprint(checked(config, sorted(tensors.items())))
+    check_equal(ranks, mark, stage)
     if config.lora_r or not writes:
         return {}
     return {name: value.cpu().clone() for name, value in tensors.items()}
+
+
+def checked(config: Config, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The named tensors of a checkpoint. Raises `UsageError` for one that holds NaN or infinity."""
+    for name, value in tensors:
+        if not (value < math.inf).all():  # -inf may be the mask in a buffer
+            raise UsageError(
+                f"model_name_or_path={config.model_name_or_path} has weights that are NaN or infinite, the"
+                f" first in {name.removeprefix('hf.')}; give a checkpoint from before they diverged, or"
+                " download it again"
+            )
+        yield name, value
 
 
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
