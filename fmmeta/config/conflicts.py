@@ -262,20 +262,39 @@ def of_algorithm(c: Any) -> Conflicts:
 
 def of_inner_loop(c: Any) -> Conflicts:
     name, inner, spec = c.algorithm, c.inner_optimizer, find(c.algorithm)
-    own = inner not in INNER_OPTIMIZERS
-    if own:
-        find_inner(inner)
+    own, attention = inner not in INNER_OPTIMIZERS, c.attn_implementation or ""
+    has_derivative = not own or find_inner(inner).differentiable is not None
     keeps = inner == "adamw" and "inner_optimizer_state" in spec.supports
     return [
         (
-            inner == "adamw" and spec.order > 1,
-            f"inner_optimizer=adamw with algorithm={name}: the meta-gradient through Adam's moments is not"
-            " implemented; use sgd or momentum, or algorithm=fomaml or reptile",
+            spec.order > 1 and not has_derivative,
+            f"inner_optimizer={inner} with algorithm={name}: the exact meta-gradient needs the derivative of"
+            " its direction, and it has no differentiable=; use sgd or momentum, or algorithm=fomaml or"
+            " reptile",
         ),
         (
-            own and spec.order > 1,
-            f"inner_optimizer={inner} with algorithm={name}: the exact meta-gradient needs the derivative of"
-            " its direction, which a spec does not have; use sgd or momentum, or algorithm=fomaml or reptile",
+            spec.order > 1
+            and not spec.frozen_body
+            and inner not in ("sgd", "momentum")
+            and (c.second_order == "differences" or not (c.lora_r or c.second_order == "autograd")),
+            f"inner_optimizer={inner} with algorithm={name} and second_order={c.second_order}: the"
+            " derivative of its state needs autograd; give --lora_r or --second_order autograd, or use sgd or"
+            " momentum",
+        ),
+        (
+            c.check_meta_gradient and inner not in ("sgd", "momentum"),
+            f"check_meta_gradient=True with inner_optimizer={inner}: differences do not give the derivative"
+            " of its state, so that there is nothing to compare with; check with sgd",
+        ),
+        (
+            c.second_order == "autograd" and c.compile,
+            "second_order=autograd with compile=True: compiled layers have no second derivative; leave one"
+            " out",
+        ),
+        (
+            c.second_order == "autograd" and attention not in ("", "sdpa", "eager"),
+            f"second_order=autograd with attn_implementation={attention}, which has no second derivative; use"
+            " sdpa or eager",
         ),
         (
             c.inner_optimizer_state == "kept" and not keeps,

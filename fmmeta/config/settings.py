@@ -476,6 +476,21 @@ class MetaConfig:
     prototype_gradient: bool = setting(
         False, "head_init=prototype: propagate the meta-gradient through the class means"
     )
+    second_order: str = setting(
+        "auto",
+        "Second derivatives of exact meta-gradients. autograd: exact, one inner step's graph at a time, on"
+        " ranks that hold the whole model; differences: of gradients, on every layout, in fp32; auto:"
+        " autograd for LoRA and heads where it works, else differences",
+        ("auto", "autograd", "differences"),
+        per_algorithm=True,
+    )
+    truncate_steps: int = setting(
+        None,
+        "Inner steps, counted from the last, that an exact meta-gradient is taken back through; those before"
+        " count as of first order (default: all)",
+        least=1,
+        per_algorithm=True,
+    )
     trajectory_memory_gib: float = setting(
         None,
         "GiB of device memory for the inner steps that exact meta-gradients need; the others are stored in"
@@ -485,7 +500,8 @@ class MetaConfig:
     )
     check_meta_gradient: bool = setting(
         False,
-        "Before training, log the error of a task's meta-gradient, by a halved finite-difference step",
+        "Before training, log the error of a task's meta-gradient: differences against those at half the"
+        " step, autograd against differences",
         per_algorithm=True,
         resume="free",
     )

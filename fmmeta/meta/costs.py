@@ -5,6 +5,7 @@ The table of docs/algorithms.md as functions of a Config. Tests count the passes
 
 from typing import NamedTuple
 
+from fmmeta.common.errors import UsageError
 from fmmeta.config.algorithms import find, find_inner, find_outer
 from fmmeta.config.settings import Config
 
@@ -19,10 +20,11 @@ class Passes(NamedTuple):
     support_forwards: int = 0
     query_forwards: int = 0
     writes: int = 0
+    second_order: int = 0  # over the support set: of the gradient, and through its graph
 
     @property
     def training(self) -> int:
-        return self.support + self.query
+        return self.support + self.query + 2 * self.second_order
 
 
 def rows_of(config: Config) -> tuple[int, int]:
@@ -53,7 +55,28 @@ def passes(config: Config, data: int = 1, keeps: bool = True) -> Passes:
         forwards = config.head_init == "prototype" and not (keeps and config.inner_steps > 0 and one_batch)
     if spec.passes is None:  # as FOMAML
         return Passes(config.inner_steps, 1, int(forwards))
-    return spec.passes(config, int(forwards))
+    by_autograd = {"by_autograd": True} if second_order_by_autograd(config, keeps) else {}
+    return spec.passes(config, int(forwards), **by_autograd)
+
+
+def second_order_by_autograd(config: Config, whole: bool, only_head: bool = False) -> bool:
+    """Whether Hessian-vector products are computed by autograd and not from differences (hessian.py).
+
+    whole: whether each rank runs the whole model and holds its weights in the backward pass. only_head:
+    whether nothing but a head moves. Raises `UsageError` where the settings leave none of the two.
+    """
+    if "second_order" not in find(config.algorithm).supports:
+        return False
+    twice = whole and not config.compile and config.attn_implementation in (None, "sdpa", "eager")
+    asked = config.second_order == "autograd"
+    if not twice and (asked or config.inner_optimizer not in ("sgd", "momentum")):
+        name = "second_order=autograd" if asked else f"inner_optimizer={config.inner_optimizer}"
+        raise UsageError(
+            f"{name} with algorithm={config.algorithm} needs ranks that run the whole model and hold its"
+            " weights, without --compile and with sdpa or eager attention: ZeRO 3, pipeline stages and tensor"
+            " ranks do not; use ZeRO 2, or --second_order differences with --inner_optimizer sgd or momentum"
+        )
+    return twice and (asked or (config.second_order == "auto" and (bool(config.lora_r) or only_head)))
 
 
 class ShardCounts(NamedTuple):
@@ -80,7 +103,9 @@ def shards(config: Config) -> ShardCounts:
     work = spec.work_shards + (vectors[inner] if inner in vectors else len(find_inner(inner).state_names))
     work += 4 if config.inner_optimizer_state == "kept" else 0
     if "trajectory_memory_gib" in spec.supports or config.multi_step_loss_steps:
-        trajectory = k - (config.head_init != "prototype")  # else phi_0 is theta
+        kept = k if config.truncate_steps is None or config.multi_step_loss_steps else config.truncate_steps
+        trajectory = min(k, kept) * (1 + (vectors.get(inner, 0) if inner == "adamw" else 0))
+        trajectory -= kept >= k and config.head_init != "prototype"  # phi_0 is theta
     if config.inner_lr_learned != "no":
         trajectory += k  # u of every step
     if config.inner_lr_learned == "element":

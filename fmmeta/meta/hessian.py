@@ -1,4 +1,10 @@
-"""Hessian-vector products from differences of ordinary gradients, on every worker, and a check of them.
+"""Hessian-vector products: by autograd, or from differences of ordinary gradients on every worker.
+
+By autograd (`AutogradHessian`): the gradient of one step is computed with its graph and differentiated again,
+and the graph is freed. Exact up to rounding, in bf16 too; for adapters and heads, whose graph is small, on
+workers whose ranks hold the whole model (`Worker.differentiates_twice`).
+
+From differences (`DifferenceHessian`):
 
     H(phi) d  ~  (g(phi + h d) - g(phi - h d)) / 2h        g: gradient of the mean loss over a set
 
@@ -12,7 +18,8 @@ its predecessor. So h is a function of the task alone: not of the layout or of e
 
 `check` compares the meta-gradient of a task with that at half the step: truncation falls to a quarter,
 rounding doubles, and if neither matters the two agree. It measures the error of the differences; the tests
-compare the formula with autograd.
+compare the formula with autograd. Products by autograd are compared with differences, which shows a wrong
+second derivative of an operation of the model.
 """
 
 import math
@@ -28,6 +35,7 @@ from fmmeta.meta.inner_loop import InnerResult
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.meta.rule import InnerLoop, TaskResult, no_poll
 from fmmeta.parallel.workers.base import PassStats, Worker
+from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import Episode, MicroBatch
 
 CHANGE = {"fp32": 0.004, "bf16": 0.2}  # cube root of a gradient's relative rounding error: 3e-7, 1e-2
@@ -37,28 +45,57 @@ MAX_STEP = 0.05  # share of |phi|: no step is longer, however flat the loss
 
 @dataclass(frozen=True)
 class HvpOptions:
-    """How differences are taken. `scale`: of the step; the gradient check compares 1 with 0.5."""
+    """How products are computed. `scale`: of the difference step; the gradient check compares 1 with 0.5."""
 
     precision: str = "fp32"
     scale: float = 1.0
+    by_autograd: bool = False
+
+    def hessian(
+        self, worker: Worker, batches: Sequence[MicroBatch], between_passes: Callable[[], None]
+    ) -> "Hessian":
+        made = AutogradHessian if self.by_autograd else DifferenceHessian
+        return made(self, worker, batches, between_passes)
 
 
 @dataclass
-class Hessian:
-    """The Hessian of the mean loss over `batches`, for one task. Every product changes the worker's weights.
-
-    relative_curvature: |H d| / (|d| |g|) of the last product.
-    """
+class Hessian(ABC):
+    """The Hessian of the mean loss over `batches`, for one task. A product changes the worker's weights."""
 
     options: HvpOptions
     worker: Worker
     batches: Sequence[MicroBatch]
     between_passes: Callable[[], None] = no_poll
     passes: list[PassStats] = field(default_factory=list)
+
+    @abstractmethod
+    def times(self, phi: Tensor, d: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
+        """H(phi) d, a new vector fp32 [S]. Collective: group.
+
+        d: a vector [S], or by autograd a function of the gradient at phi.
+        """
+
+
+class AutogradHessian(Hessian):
+    """Products by differentiating the gradient's graph, which is freed after each."""
+
+    def times(self, phi: Tensor, d: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
+        self.between_passes()
+        self.worker.write(phi)
+        product = self.worker.zeros()
+        assert isinstance(self.worker, FullModelWorker)
+        self.passes.append(self.worker.gradient_vjp(self.batches, d, product))
+        return product
+
+
+@dataclass
+class DifferenceHessian(Hessian):
+    """Products from differences. relative_curvature: |H d| / (|d| |g|) of the last one."""
+
     relative_curvature: float | None = None
 
-    def times(self, phi: Tensor, d: Tensor) -> Tensor:
-        """H(phi) d, a new vector fp32 [S]. Collective: group."""
+    def times(self, phi: Tensor, d: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
+        assert torch.is_tensor(d), "config/conflicts.py refuses such inner optimizers"
         length = self._norm(d)
         if length == 0 or not math.isfinite(length):
             return torch.full_like(d, 0.0 if length == 0 else math.nan)
@@ -92,8 +129,8 @@ TRUSTED = 0.02  # relative difference above which a meta-gradient is called inex
 
 
 @dataclass(frozen=True)
-class FiniteDifferenceRule(ABC):
-    """A `Rule` that takes differences. hvp: how."""
+class SecondOrderRule(ABC):
+    """A `Rule` that takes Hessian-vector products. hvp: how."""
 
     inner: InnerLoop
     hvp: HvpOptions = field(default_factory=HvpOptions, kw_only=True)
@@ -109,9 +146,12 @@ class FiniteDifferenceRule(ABC):
     ) -> TaskResult:
         """See Rule."""
 
-    def with_step_scale(self, scale: float) -> Self:
-        """The same rule with finite differences taken at another step."""
-        return replace(self, hvp=replace(self.hvp, scale=scale))
+    def to_check(self) -> tuple[Self, Self]:
+        """Two rules whose meta-gradients agree if the products are exact: by autograd and from differences,
+        or from differences at two steps.
+        """
+        other = replace(self.hvp, by_autograd=False, scale=1.0 if self.hvp.by_autograd else 0.5)
+        return self, replace(self, hvp=other)
 
     def finish_task(
         self,
@@ -144,16 +184,24 @@ class Check:
     cosine: float
     relative: float
     precision: str
+    by_autograd: bool = False
 
     @property
     def text(self) -> str:
-        """The result in one line, with advice if the differences are inexact."""
+        """The result in one line, with advice if the products are inexact."""
+        compared = "with second_order=differences" if self.by_autograd else "at half the difference step"
         line = (
-            "check_meta_gradient: at half the difference step the meta-gradient of the first task differs by"
+            f"check_meta_gradient: {compared} the meta-gradient of the first task differs by"
             f" {self.relative:.1e} of its length (cosine {self.cosine:.6f})"
         )
         if self.relative <= TRUSTED:
-            return f"{line}; the differences can be trusted"
+            return f"{line}; {'autograd' if self.by_autograd else 'the differences'} can be trusted"
+        if self.by_autograd:
+            return (
+                f"{line}; WARNING: in bf16 and for a sharply bent loss this is expected of differences; else"
+                " an operation of the model has a wrong second derivative: compare once more in fp32 with a"
+                " lower --inner_lr"
+            )
         if self.precision == "bf16":
             return (
                 f"{line}; WARNING: gradients rounded to bf16 make these differences meaningless; set bf16 to"
@@ -166,21 +214,21 @@ class Check:
 
 
 def check(
-    rule: FiniteDifferenceRule, worker: Worker, meta: MetaParameters, episode: Episode, precision: str
+    rule: SecondOrderRule, worker: Worker, meta: MetaParameters, episode: Episode, precision: str
 ) -> Check:
     """Run `rule` on one task twice. Collective: group."""
     sums = []
-    for scale in (1.0, 0.5):
+    for one in rule.to_check():
         into = MetaGradient(meta.theta)
-        if not rule.with_step_scale(scale).task_gradient(worker, meta, episode, into).finite:
-            return Check(math.nan, math.nan, precision)
+        if not one.task_gradient(worker, meta, episode, into).finite:
+            return Check(math.nan, math.nan, precision, rule.hvp.by_autograd)
         if "head" in worker.params.groups:
             into.sum[worker.params.groups["head"]] = 0
         sums.append(into.sum)
     a, b = sums
     size = math.sqrt(worker.dot(a, a))
     if not size:
-        return Check(math.nan, math.nan, precision)
+        return Check(math.nan, math.nan, precision, rule.hvp.by_autograd)
     cosine = worker.dot(a, b) / (size * math.sqrt(worker.dot(b, b)))
     a.sub_(b)
-    return Check(cosine, math.sqrt(worker.dot(a, a)) / size, precision)
+    return Check(cosine, math.sqrt(worker.dot(a, a)) / size, precision, rule.hvp.by_autograd)

@@ -17,48 +17,62 @@ from fmmeta.tasks.batching import Episode, MicroBatch
 
 
 class Trajectory:
-    """phi_0 to phi_{K-1}; phi_K is not needed, since nothing is differentiated there again."""
+    """What the backward recursion needs of each inner step k = 0 .. K-1, stored without copies.
 
-    def __init__(self, budget_bytes: int, keeps_directions: bool) -> None:
-        self.keeps_directions, self.left = keeps_directions, budget_bytes
-        self.phis: list[Tensor | None] = []
-        self.directions: list[Tensor | None] = []
-        self.host_bytes = 0
+        phi    phi_k, from step `first` on; phi_0 is the caller's vector and costs nothing
+        u      the direction, with `keeps_directions`
+        state  the optimizer's state before the step, with `keeps_states`, from step `first` on
 
-    def begin(self, phi0: Tensor) -> None:
-        """phi_0 is the caller's vector and costs nothing."""
+    Vectors beyond `budget_bytes` are stored in host memory.
+    """
+
+    def __init__(
+        self, budget_bytes: int, keeps_directions: bool, keeps_states: bool = False, first: int = 0
+    ) -> None:
+        self.keeps_directions, self.keeps_states, self.first = keeps_directions, keeps_states, first
+        self.left, self.host_bytes = budget_bytes, 0
+        self.steps: list[dict[str, Tensor]] = []
+
+    def before_step(self, k: int, worker: Worker, phi0: Tensor, state: "InnerState") -> None:
+        """Store phi_k, which the worker holds, and the optimizer's state. Local."""
         self.device = phi0.device
-        self.phis.append(phi0)
+        self.steps.append({} if k else {"phi": phi0})
+        if k and k >= self.first:
+            self._store(k, "phi", worker.read())
+        if self.keeps_states and k >= self.first:
+            for name, vector in state.vectors.items():
+                self._store(k, name, vector.clone())
 
-    def add(self, phi: Tensor | None, direction: Tensor | None) -> None:
-        """After inner step k: store phi_{k+1} (None for phi_K) and u_k without a copy."""
-        self.phis.append(self._store(phi))
-        self.directions.append(self._store(direction))
+    def after_step(self, k: int, direction: Tensor | None) -> None:
+        """Store u_k."""
+        if direction is not None:
+            self._store(k, "u", direction)
 
     def phi(self, k: int) -> Tensor:
         """phi_k on the device."""
-        return self._load(self.phis[k])
+        return self.steps[k]["phi"].to(self.device)
 
     def take_direction(self, k: int) -> Tensor:
         """u_k on the device; its storage here is released."""
-        vector, self.directions[k] = self.directions[k], None
-        return self._load(vector)
+        return self.steps[k].pop("u").to(self.device)
+
+    def state(self, k: int) -> dict[str, Tensor]:
+        """The optimizer's state before step k on the device."""
+        return {
+            name: vector.to(self.device) for name, vector in self.steps[k].items() if name not in ("phi", "u")
+        }
 
     def drop(self, k: int) -> None:
-        """Release phi_k."""
-        self.phis[k] = None
+        """Release all that is stored of step k."""
+        self.steps[k] = {}
 
-    def _store(self, vector: Tensor | None) -> Tensor | None:
-        size = 0 if vector is None else vector.nbytes
-        if vector is None or size <= self.left:
-            self.left -= size
-            return vector
-        self.host_bytes += size
-        return torch.empty_like(vector, device="cpu", pin_memory=vector.is_cuda).copy_(vector)
-
-    def _load(self, vector: Tensor | None) -> Tensor:
-        assert vector is not None, "stored, and not yet dropped"
-        return vector.to(self.device)
+    def _store(self, k: int, name: str, vector: Tensor) -> None:
+        if vector.nbytes <= self.left:
+            self.left -= vector.nbytes
+        else:
+            self.host_bytes += vector.nbytes
+            vector = torch.empty_like(vector, device="cpu", pin_memory=vector.is_cuda).copy_(vector)
+        self.steps[k][name] = vector
 
 
 class EvaluationMethod(Protocol):
@@ -186,14 +200,14 @@ class InnerLoop:
         support = [batch.to(worker.device) for batch in support]  # once, and not in every step
         state = self.optimizer.initial_state(phi0.numel(), phi0.device)
         anchor, passes = phi0 if self.proximal else None, []
-        if path is not None:
-            path.begin(phi0)
         for k in range(self.steps):
+            if path is not None:
+                path.before_step(k, worker, phi0, state)
             direction = torch.zeros_like(phi0) if path is not None and path.keeps_directions else None
             update = self.optimizer.update(k, state, self.rates, direction, anchor, self.proximal)
             passes.append(worker.step(support, update, saved=start.saved if k == 0 else None))
             if path is not None:
-                path.add(worker.read() if k + 1 < self.steps else None, direction)
+                path.after_step(k, direction)
             after_step([])
         return InnerResult(start.means, state, passes)
 

@@ -9,6 +9,10 @@
 
 An optimizer gets one shard, its gradient and its slice of the vector; it never communicates.
 
+The backward recursion of exact meta-gradients (algorithms/unrolled.py) differentiates u by autograd. Elements
+with s = 0 (all gradients so far were zero, as those of LoRA's A while B = 0) have u = 0 before decay, and its
+derivative is taken as 0: that of the formula, of the order of 1 / eps, belongs to no step that was made.
+
 `table` has K rows (inner steps) and L columns (layers, the same on every rank); `element` is a vector [S] or
 absent. Fixed rates, inner schedules and rates per layer are values of the table. Learned: the table (LSLR:
 Antoniou, Edwards, Storkey, "How to train your MAML", 2019, arXiv 1810.09502, section 4) or the vector
@@ -19,7 +23,7 @@ import copy
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -152,6 +156,10 @@ class InnerState:
     count: int = 0
 
 
+Differentiable = Callable[[Tensor, Tensor, Mapping[str, Tensor], int], tuple[Tensor, dict[str, Tensor]]]
+"""(g, phi, state, step number from 1) -> u and the state after the step: new tensors, differentiable."""
+
+
 @dataclass(frozen=True)
 class InnerOptimizer:
     """One of the optimizers above, or the user's: `--inner_optimizer module:name`, first-order rules only.
@@ -159,19 +167,54 @@ class InnerOptimizer:
     state_names: of the vectors that it stores. direction: (g, phi, state vectors, step number from 1) -> u,
     element by element, on stretches of a vector; the state is changed in place, g and phi are not.
     kept: the state that every task starts with, changed by the outer step alone; None: every task starts with
-    zeros.
+    zeros. differentiable: the same direction for meta-gradients of second order; None: there are none.
+    is_linear: u is momentum u + g, whose derivative needs neither g nor the state.
     """
 
     state_names: tuple[str, ...]
     direction: Callable[[Tensor, Tensor, dict[str, Tensor], int], Tensor]
     momentum: float = 0.0
     kept: InnerState | None = field(default=None, compare=False)
+    differentiable: Differentiable | None = None
+    is_linear: bool = False
 
     def initial_state(self, numel: int, device: torch.device) -> InnerState:
         """The state that a task starts with."""
         if self.kept is not None and self.kept.vectors:
             return copy.deepcopy(self.kept)
+        return self.zero_state(numel, device)
+
+    def zero_state(self, numel: int, device: torch.device) -> InnerState:
+        """A state of zeros; also that of the derivatives at the end of the inner loop."""
         return InnerState({name: torch.zeros(numel, device=device) for name in self.state_names})
+
+    def pull(
+        self,
+        phi: Tensor,
+        before: Mapping[str, Tensor],
+        count: int,
+        bar_u: Tensor,
+        bars: dict[str, Tensor],
+        v: Tensor,
+        g: Tensor,
+    ) -> Tensor:
+        """The derivative of a loss by g [S], from those by u (`bar_u`) and by the state after the step
+        (`bars`).
+
+        before: the state before the step. `bars` become the derivatives by it, and that by phi is added to
+        `v`, in place. Local.
+        """
+        assert self.differentiable is not None
+        with torch.enable_grad():
+            leaves = [each.detach().requires_grad_() for each in (g, phi, *before.values())]
+            state = dict(zip(before, leaves[2:], strict=True))
+            u, after = self.differentiable(leaves[0], leaves[1], state, count)
+            bar_g, bar_phi, *of_state = torch.autograd.grad(
+                [u, *after.values()], leaves, [bar_u, *bars.values()], materialize_grads=True
+            )
+        bars.update(zip(bars, of_state, strict=True))
+        v += bar_phi
+        return bar_g
 
     def update(
         self,
@@ -207,10 +250,28 @@ class InnerOptimizer:
 def inner_optimizer(config: Config) -> InnerOptimizer:
     """The optimizer of the settings inner_optimizer, inner_momentum, inner_beta1, ..."""
     if config.inner_optimizer == "sgd":
-        return InnerOptimizer((), lambda grad, shard, state, count: grad)
+        return InnerOptimizer(
+            (),
+            lambda grad, shard, state, count: grad,
+            differentiable=lambda g, phi, state, count: (g, {}),
+            is_linear=True,
+        )
     if config.inner_optimizer == "momentum":
         mu = config.inner_momentum
-        return InnerOptimizer(("momentum",), lambda g, _, s, __: s["momentum"].mul_(mu).add_(g), momentum=mu)
+
+        def momentum(
+            g: Tensor, phi: Tensor, state: Mapping[str, Tensor], count: int
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            u = mu * state["momentum"] + g
+            return u, {"momentum": u}
+
+        return InnerOptimizer(
+            ("momentum",),
+            lambda g, _, s, __: s["momentum"].mul_(mu).add_(g),
+            momentum=mu,
+            differentiable=momentum,
+            is_linear=True,
+        )
     if config.inner_optimizer != "adamw":
         return find_inner(config.inner_optimizer)
     b1, b2, decay = config.inner_beta1, config.inner_beta2, config.inner_weight_decay
@@ -222,8 +283,18 @@ def inner_optimizer(config: Config) -> InnerOptimizer:
         u.div_((second / (1 - b2**count)).sqrt_().add_(config.inner_epsilon))
         return u.add_(shard, alpha=decay) if decay else u
 
+    def differentiable(
+        g: Tensor, phi: Tensor, state: Mapping[str, Tensor], count: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        first, second = b1 * state["exp_avg"] + (1 - b1) * g, b2 * state["exp_avg_sq"] + (1 - b2) * g * g
+        seen = second > 0
+        root = (torch.where(seen, second, 1.0) / (1 - b2**count)).sqrt()
+        u = torch.where(seen, first / (1 - b1**count) / (root + config.inner_epsilon), 0.0)
+        return u + decay * phi, {"exp_avg": first, "exp_avg_sq": second}
+
     return InnerOptimizer(
         ("exp_avg", "exp_avg_sq"),
         adamw,
         kept=InnerState({}) if config.inner_optimizer_state == "kept" else None,
+        differentiable=differentiable,
     )

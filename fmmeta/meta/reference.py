@@ -237,20 +237,25 @@ def inner_loop(
     """phi_0 to phi_K from `theta`, with their graph. proximal: weight of |phi - phi_0|^2 / 2."""
     config, rates, memory = task.config, task.rates, replace(task.memory, own={})
     phi = phi0 = initial_weights(task, theta, through_means)
-    phis = [phi]
-    for k in range(config.inner_steps if steps is None else steps):
-        g = set_gradient(task.learner, phi, task.episode.support, task.bf16, create_graph=order == 2)
+    phis, steps = [phi], config.inner_steps if steps is None else steps
+    last = steps if config.truncate_steps is None else config.truncate_steps
+    for k in range(steps):
+        of_step = order if k >= steps - last else 1
+        g = set_gradient(task.learner, phi, task.episode.support, task.bf16, create_graph=of_step == 2)
         if proximal:
             g = {name: (g[name] + proximal * (phi[name] - phi0[name])).detach() for name in phi}
-        u = inner_update(g, phi, memory, config)
+        u = inner_update(g, phi, memory, config, of_step)
         rate = rates if config.inner_lr_learned == "element" else {name: rates[name][k] for name in phi}
         phi = {name: phi[name] - rate[name] * u[name] for name in phi}
         phis.append(phi)
     return phis, memory
 
 
-def inner_update(gradient: Weights, phi: Weights, memory: Memory, config: Config) -> Weights:
-    """u in phi <- phi - alpha u. The moments in `memory` are replaced."""
+def inner_update(gradient: Weights, phi: Weights, memory: Memory, config: Config, order: int = 1) -> Weights:
+    """u in phi <- phi - alpha u, with its graph at order 2. The moments in `memory` are replaced.
+
+    Where all gradients so far were zero, AdamW's u is a constant 0 before decay.
+    """
     memory.count += 1
     if config.inner_optimizer == "momentum":
         memory.first = {name: config.inner_momentum * memory.first[name] + g for name, g in gradient.items()}
@@ -265,13 +270,15 @@ def inner_update(gradient: Weights, phi: Weights, memory: Memory, config: Config
         }
     if config.inner_optimizer == "adamw":
         b1, b2, t = config.inner_beta1, config.inner_beta2, memory.count
-        grads = {name: g.detach() for name, g in gradient.items()}
-        memory.first = {name: b1 * memory.first[name] + (1 - b1) * g for name, g in grads.items()}
-        memory.second = {name: b2 * memory.second[name] + (1 - b2) * g * g for name, g in grads.items()}
-        first = {name: m / (1 - b1**t) for name, m in memory.first.items()}
-        root = {name: (s / (1 - b2**t)).sqrt() for name, s in memory.second.items()}
-        eps, decay = config.inner_epsilon, config.inner_weight_decay
-        return {name: first[name] / (root[name] + eps) + decay * phi[name].detach() for name in phi}
+        memory.first = {name: b1 * memory.first[name] + (1 - b1) * g for name, g in gradient.items()}
+        memory.second = {name: b2 * memory.second[name] + (1 - b2) * g * g for name, g in gradient.items()}
+        u = {}
+        for name, s in memory.second.items():
+            root = torch.where(s == 0, 1.0, s / (1 - b2**t)).sqrt()
+            step = memory.first[name] / (1 - b1**t) / (root + config.inner_epsilon)
+            decayed = phi[name] if order == 2 else phi[name].detach()
+            u[name] = torch.where(s == 0, 0.0, step) + config.inner_weight_decay * decayed
+        return u
     return gradient
 
 

@@ -240,6 +240,11 @@ class NativeClassifier(Learner):
         return (features, logits) if want == "both" else features
 
 
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    """The tensor in fp32, or in fp64 if it is in fp64."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
 def objective(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Return this micro-batch's part of the set's mean loss, its number of correct rows, and its number of
     rows.
@@ -257,10 +262,10 @@ def per_row(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
     counted = batch.weights > 0
     if logits.ndim == 2:
         logits = logits[:, : batch.classes or None]  # an episode of fewer classes than the head has
-        losses = F.cross_entropy(logits.float(), batch.labels, reduction="none")
+        losses = F.cross_entropy(at_least_fp32(logits), batch.labels, reduction="none")
         rows, right = counted.long(), ((logits.argmax(-1) == batch.labels) & ~losses.isnan()).long()
     else:
-        logits, labels = logits[:, :-1].float(), batch.labels[:, 1:]
+        logits, labels = at_least_fp32(logits[:, :-1]), batch.labels[:, 1:]
         losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none")
         wrong = ((logits.argmax(-1) != labels) & (labels != IGNORE)) | losses.isnan()
         single = torch.arange(batch.labels.shape[1], device=labels.device).expand_as(batch.labels)

@@ -156,7 +156,7 @@ def task_work(
     )
     support, query = rows_of(config)
     kinds = [
-        (many.support, support, True),
+        (many.support + 2 * many.second_order, support, True),
         (many.query, query, True),
         (many.support_forwards, support, False),
         (many.query_forwards, query, False),
@@ -178,7 +178,8 @@ def needed_flops(config: Config, matmuls: MatmulCounts, tokens: int) -> float:
     many = passes(config)
     support, query = rows_of(config)
     return tokens * (
-        matmuls.flops(tokens, True, False) * (many.support * support + many.query * query)
+        matmuls.flops(tokens, True, False)
+        * ((many.support + 2 * many.second_order) * support + many.query * query)
         + matmuls.flops(tokens, False, False)
         * (many.support_forwards * support + many.query_forwards * query)
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
+from fmmeta.meta.costs import second_order_by_autograd
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel import deepspeed_config
@@ -195,6 +196,8 @@ class Planner:
             config = self.config_of(**strategy.settings(plan.bf16_planned))
             precision = self.deepspeed_of(strategy)
             counted, _ = self.counts(strategy.lora_r, strategy.stages, strategy.tensor)
+            split = strategy.stages * strategy.tensor > 1 or (strategy.zero_stage == 3 and strategy.data > 1)
+            second_order_by_autograd(config, whole=not split)
         except UsageError as error:
             self.refused[str(error)] = self.refused.get(str(error), 0) + 1
             return None

@@ -43,6 +43,7 @@ BACKWARD = (
     "logits",
     "buffers",
 )  # kinds that are freed before DeepSpeed's staging is allocated
+SECOND_ORDER = 3  # memory of a gradient's graph, by that of the activations (workers/full_model.py)
 META = ("theta", "meta_gradient", "direction", "moments", "kept")
 FLATTENED = 5 * 10**8  # parameters that ZeRO 0 flattens for one reduction (deepspeed/runtime/engine.py)
 
@@ -69,6 +70,7 @@ class Sizes:
     kept: int = 0  # shards that algorithm and inner optimizer store while a task runs
     trajectory: int = 0  # shards that may be stored in host memory
     budget: int | None = None  # bytes of the trajectory on the device; None: all
+    second_order: bool = False  # graphs of gradients, on ranks that hold the whole model
     lazy: bool = True  # untouched parts of a buffer cost no memory (CPUs)
 
 
@@ -99,6 +101,7 @@ def rank_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: b
         kept=shards.work,
         trajectory=shards.trajectory,
         budget=None if gib is None or lazy else int(gib * GIB),
+        second_order=costs.second_order_by_autograd(config, depth * config.tensor_parallel_size == 1),
         lazy=lazy,
     )
 
@@ -177,6 +180,8 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
     held, shard = sizes.params + sizes.frozen, 4 * sizes.params // shard_ranks
     layer = 34 * sizes.hidden + 5 * sizes.heads * sizes.tokens  # bytes of a token in bf16
     per_token = 2 * sizes.layers * sizes.hidden + layer if sizes.checkpointing else sizes.layers * layer
+    if sizes.second_order and weight_ranks == 1:
+        per_token = SECOND_ORDER * sizes.layers * layer
     gradients, buffers, staging = gradient_bytes(sizes, settings, sharers)
     near = sizes.trajectory if sizes.budget is None else min(sizes.trajectory, sizes.budget // max(1, shard))
     away = settings.offload and not sizes.lazy  # shards and all work on them are in host memory

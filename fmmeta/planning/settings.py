@@ -129,7 +129,9 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
 
     @property
     def bf16_planned(self) -> bool:
-        return not find(self.algorithm).takes_differences if self.bf16 is None else self.bf16
+        if self.bf16 is None:
+            return bool(self.lora_r) or not find(self.algorithm).takes_differences
+        return self.bf16
 
     @property
     def tasks(self) -> int:

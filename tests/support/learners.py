@@ -150,10 +150,14 @@ def rule_gradient(
 
 
 def oracle_gradient(
-    learner: nn.Module, config: Config, episode: EpisodeRows, outer_step: int = 0
+    learner: nn.Module,
+    config: Config,
+    episode: EpisodeRows,
+    outer_step: int = 0,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[dict[str, Tensor], Any]:
-    """The meta-gradient of the oracle in fp64, and those of rates and optimizer state."""
-    model = copy.deepcopy(learner).double()
+    """The meta-gradient of the oracle, and those of rates and optimizer state."""
+    model = copy.deepcopy(learner).to(dtype)
     names = [name for name, param in model.named_parameters() if param.requires_grad]
     if config.head_init != "learned":
         for name in model.head_names:

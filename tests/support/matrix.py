@@ -50,6 +50,7 @@ AXES: dict[str, tuple[Any, ...]] = {
         "fomaml",
         "reptile",
         "maml",
+        "maml-adapters",
         "fomaml-rates",
         "meta_sgd",
         "reptile-adam",
@@ -113,6 +114,14 @@ VARIANTS: dict[str, dict[str, Any]] = {  # settings of an algorithm's name, wher
         "multi_step_loss_steps": 4,
         "inner_lr_outer_lr": 0.01,
     },
+    "maml-adapters": {
+        "algorithm": "maml",
+        "inner_optimizer": "adamw",
+        "inner_beta1": 0.5,
+        "inner_beta2": 0.9,
+        "inner_weight_decay": 0.1,
+        "inner_epsilon": 0.03,
+    },
     "meta_sgd": {"algorithm": "meta_sgd", "first_order_steps": 1, "inner_lr_outer_lr": 0.01},
     "imaml": {"algorithm": "imaml", "proximal_weight": 300.0, "inner_lr": 0.003, "cg_steps": 3},
     "proto_maml": {"algorithm": "proto_maml", "prototype_gradient": True},
@@ -127,11 +136,13 @@ VARIANTS: dict[str, dict[str, Any]] = {  # settings of an algorithm's name, wher
 }
 SECOND_ORDER = (
     "maml",
+    "maml-adapters",
     "meta_sgd",
     "imaml",
     "boil",
     "proto_maml",
 )  # differences of gradients: less exact than gradients, and nothing in bf16
+ALSO_WITH = ("fomaml", "reptile", "maml", "maml-adapters")
 HEADS = {
     "boil": "learned",
     "proto_maml": "prototype",
@@ -142,10 +153,11 @@ TOLERANCE = {("fp32", "sgd"): 1e-5, ("fp32", "adamw"): 1e-4, ("bf16", "sgd"): 0.
 
 def tolerance(case: Case) -> float:
     """Differences of gradients err by themselves, alike on every layout; through class means by 1.2e-3
-    (docs/log.md).
+    (docs/log.md). Second derivatives of adapters are autograd's where each rank holds the whole model.
     """
     differences = 3e-3 if case.algorithm == "proto_maml" else 1e-3
-    return differences if case.algorithm in SECOND_ORDER else TOLERANCE[case.dtype, case.outer]
+    takes_differences = case.algorithm in SECOND_ORDER and not case.by_autograd
+    return differences if takes_differences else TOLERANCE[case.dtype, case.outer]
 
 
 @dataclass(frozen=True)
@@ -177,6 +189,12 @@ class Case:
         return ALSO[self.also]
 
     @property
+    def by_autograd(self) -> bool:
+        """Whether second derivatives are autograd's."""
+        whole = self.stages * self.tensor == 1 and (self.stage != 3 or self.layout[1] == 1)
+        return whole and "lora_r" in self.settings
+
+    @property
     def work(self) -> int:
         """About how long a case takes, by others: ranks, passes of a task, micro-batches, DeepSpeed's hooks
         at every layer.
@@ -200,9 +218,10 @@ class Case:
             and not (self.sub_group == "tiny" and self.stage != 3)
             and not (self.model == "llama" and self.head != "zero")
             and not (self.model == "bert" and self.also == "packing")
-            and not (self.also != "nothing" and self.algorithm not in ("fomaml", "reptile", "maml"))
-            and not (self.also == "offload_outer" and self.algorithm == "maml")
-            and not (self.dtype == "bf16" and self.algorithm in SECOND_ORDER)
+            and not (self.also != "nothing" and self.algorithm not in ALSO_WITH)
+            and not (self.also == "offload_outer" and self.algorithm in SECOND_ORDER)
+            and not (self.dtype == "bf16" and self.algorithm in SECOND_ORDER and not self.by_autograd)
+            and (self.algorithm != "maml-adapters" or self.by_autograd)
             and not (self.model == "llama" and self.algorithm in (*HEADS, "anil"))
             and not (self.head == "learned" and self.algorithm == "joint")
             and self.head == HEADS.get(self.algorithm, self.head)

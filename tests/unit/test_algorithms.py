@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fmmeta.config.algorithms import find
 from fmmeta.meta.algorithms.unrolled import step_loss_weights
-from fmmeta.meta.hessian import Check, Hessian, HvpOptions, check
+from fmmeta.meta.hessian import Check, DifferenceHessian, HvpOptions, check
 from fmmeta.meta.inner_loop import Trajectory
+from fmmeta.meta.inner_optimizers import InnerState
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.meta.reference import reference_gradient, set_gradient, set_loss
 from fmmeta.meta.rule import TaskResult
@@ -265,17 +267,40 @@ def test_trajectory_in_host_memory_gives_the_same_gradient(settings):
         assert torch.equal(found.gradient, task_gradient(rule, worker, episode).gradient)
 
 
+class Holding:
+    """A worker that holds a vector."""
+
+    def __init__(self, vector: Tensor) -> None:
+        self.vector = vector
+
+    def read(self) -> Tensor:
+        return self.vector.clone()
+
+
+def stored_steps(path: Trajectory, steps: int) -> None:
+    """Store phi_k = k, and u_k = -1 - k and a state of 10 k where they are kept."""
+    for k in range(steps):
+        worker: Any = Holding(torch.full((10,), float(k)))
+        path.before_step(k, worker, torch.zeros(10), InnerState({"moment": torch.full((10,), 10.0 * k)}))
+        path.after_step(k, torch.full((10,), -1.0 - k) if path.keeps_directions else None)
+
+
 def test_trajectory_respects_its_memory_budget():
     path = Trajectory(budget_bytes=100, keeps_directions=True)
-    path.begin(torch.zeros(10))
-    for k in range(3):
-        path.add(torch.full((10,), k + 1.0) if k < 2 else None, torch.full((10,), -1.0 - k))
+    stored_steps(path, 3)
     assert path.host_bytes == 3 * 40  # two of five fit
     assert [float(path.phi(k)[0]) for k in range(3)] == [0, 1, 2]
     assert [float(path.take_direction(k)[0]) for k in range(3)] == [-1, -2, -3]
     path.drop(1)
-    with pytest.raises(AssertionError):
+    with pytest.raises(KeyError):
         path.phi(1)
+
+
+def test_trajectory_stores_the_optimizers_state_of_the_steps_that_are_differentiated():
+    path = Trajectory(budget_bytes=1000, keeps_directions=False, keeps_states=True, first=2)
+    stored_steps(path, 4)
+    assert [sorted(step) for step in path.steps] == [["phi"], [], ["moment", "phi"], ["moment", "phi"]]
+    assert [float(path.state(k)["moment"][0]) for k in (2, 3)] == [20, 30]
 
 
 @pytest.mark.parametrize("model", ["bert", "llama"])
@@ -300,15 +325,20 @@ def test_hessian_vector_products(model):
         along = by_name(worker, d)
         product = sum((gradient[name] * along[name].double()).sum() for name in weights)
         wanted = torch.autograd.grad(product, list(weights.values()), retain_graph=True)
-        found = by_name(worker, Hessian(HvpOptions(), worker, support).times(phi, d))
+        found = by_name(worker, DifferenceHessian(HvpOptions(), worker, support).times(phi, d))
         a, b = (
             torch.cat([x.double().reshape(-1) for x in side])
             for side in ([found[name] for name in weights], wanted)
         )
         assert (a - b).norm() < 5e-4 * b.norm()
         worker.write(phi)
-    assert not Hessian(HvpOptions(), worker, support).times(phi, torch.zeros_like(phi)).any()
-    assert Hessian(HvpOptions(), worker, support).times(phi, torch.full_like(phi, torch.nan)).isnan().all()
+    assert not DifferenceHessian(HvpOptions(), worker, support).times(phi, torch.zeros_like(phi)).any()
+    assert (
+        DifferenceHessian(HvpOptions(), worker, support)
+        .times(phi, torch.full_like(phi, torch.nan))
+        .isnan()
+        .all()
+    )
 
 
 def test_self_check_trusts_fp32_and_warns_of_bf16():
@@ -349,14 +379,16 @@ def test_self_check_warns_of_a_too_long_difference_step(monkeypatch):
 class FakeRule:
     """A rule that adds given vectors: the first for the full step; None makes the task non-finite."""
 
-    def __init__(self, *vectors, scale: float = 1.0):
-        self.vectors, self.scale = vectors, scale
+    hvp = HvpOptions()
 
-    def with_step_scale(self, scale):
-        return FakeRule(*self.vectors, scale=scale)
+    def __init__(self, *vectors):
+        self.vectors = vectors
+
+    def to_check(self):
+        return tuple(map(FakeRule, self.vectors))
 
     def task_gradient(self, worker, meta, episode, into):
-        vector, fine = self.vectors[self.scale < 1], PassStats(torch.zeros(4, dtype=torch.float64))
+        vector, fine = self.vectors[0], PassStats(torch.zeros(4, dtype=torch.float64))
         if vector is not None:
             into.add(vector)
         return TaskResult(1.0, vector is not None, fine, fine)
@@ -381,7 +413,10 @@ def test_self_check_compares_meta_parameters_at_both_steps(half_finite, relative
 def test_difference_step_is_bounded_by_the_norm_of_the_weights(monkeypatch):
     learner = LEARNERS["llama"]
     worker = worker_of(learner, config_of(learner))
-    phi, hessian = worker.read(), Hessian(HvpOptions(), worker, batches_of(episode_of(learner)).support)
+    phi, hessian = (
+        worker.read(),
+        DifferenceHessian(HvpOptions(), worker, batches_of(episode_of(learner)).support),
+    )
     steps = []
     monkeypatch.setattr(
         type(hessian), "_difference", lambda self, phi, d, h, length: steps.append(h * length) or d
@@ -406,18 +441,17 @@ def test_nonfinite_side_of_a_difference_is_reported(bad, monkeypatch):
         return result
 
     monkeypatch.setattr(worker, "gradient", spoiled)
-    hessian = Hessian(HvpOptions(), worker, support)
+    hessian = DifferenceHessian(HvpOptions(), worker, support)
     hessian.times(phi, d)
     assert [step.finite for step in hessian.passes] == [True, True, bad != 0, bad != 1]
 
 
 def test_trajectory_uses_its_whole_memory_budget():
     path = Trajectory(budget_bytes=40, keeps_directions=False)
-    path.begin(torch.zeros(10))
-    path.add(torch.ones(10), None)
+    stored_steps(path, 2)
     assert path.host_bytes == 0
-    path.add(torch.ones(10), None)
-    assert path.host_bytes == 40
+    stored_steps(path, 3)
+    assert path.host_bytes == 2 * 40
 
 
 def test_trajectory_does_not_store_the_last_phi():
@@ -428,4 +462,4 @@ def test_trajectory_does_not_store_the_last_phi():
     theta = worker.read()
     path = Trajectory(2**40, keeps_directions=False)
     setup_of(worker, config).inner.adapt(worker, theta, batches_of(episode_of(learner)).support, path)
-    assert [kept is not None for kept in path.phis] == [True, True, True, False]
+    assert [sorted(step) for step in path.steps] == [["phi"]] * 3

@@ -176,6 +176,14 @@ def logits(self: Exercise, name: str) -> None:
         self.results[f"{name}/rows"] = self.by_row(self.query, self.worker.logits(self.query), QUERY_ROWS)
 
 
+def gradient_vjp(self: Exercise, name: str) -> None:
+    if isinstance(self.worker, FullModelWorker) and self.worker.differentiates_twice:
+        into, w = self.made("sum"), self.made("w")
+        self.worker.gradient_vjp(self.query, w, into)
+        stats = self.worker.gradient_vjp(self.support, lambda g: w + g, into)
+        self.keep(name, into, stats)
+
+
 def step_from_saved_forward(self: Exercise, name: str) -> None:
     saved = self.worker.forward_features(self.support)
     self.keep(name, stats=self.worker.step(self.support, sgd, saved=saved))
@@ -213,6 +221,7 @@ OPERATIONS: dict[str, tuple[Callable[[Exercise, str], None], bool]] = {  # and w
             nonfinite_step,
             nonfinite_gradient,
             dot,
+            gradient_vjp,
         )
     },
     **{

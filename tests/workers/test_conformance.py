@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_learner
@@ -124,13 +125,18 @@ def relative_error(found: Results, wanted: Results, operation: str) -> float:
 
 
 def combinations() -> list[tuple[str, str, str, str]]:
-    """Kind, model, precision, operation. No caller needs the logits of a pipeline."""
+    """Kind, model, precision, operation.
+
+    No caller needs the logits of a pipeline; second derivatives need ranks that hold the whole model.
+    """
+    without = {"pipeline": ("logits", "gradient vjp")}
+    without |= dict.fromkeys(("tensor", "ZeRO 3", "ZeRO 3 with LoRA"), ("gradient vjp",))
     return [
         (kind, model, dtype, operation)
         for kind in KINDS
         for model, dtype in cases(kind)
         for operation, (_, classification_only) in OPERATIONS.items()
-        if not (classification_only and model == "llama") and (kind, operation) != ("pipeline", "logits")
+        if not (classification_only and model == "llama") and operation not in without.get(kind, ())
     ]
 
 
@@ -172,9 +178,17 @@ class PlainPyTorch:
             return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return F.cross_entropy(logits, labels)
 
-    def gradient(self, value: Tensor) -> dict[str, Tensor]:
+    def gradient_vjp(
+        self, count: int, w: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        with sdpa_kernel(SDPBackend.MATH):
+            gradient = self.gradient(self.loss(count), create_graph=True)
+            along = w({name: value.detach() for name, value in gradient.items()})
+            return self.gradient(torch.stack([(gradient[name] * along[name]).sum() for name in along]).sum())
+
+    def gradient(self, value: Tensor, create_graph: bool = False) -> dict[str, Tensor]:
         params = [self.learner.get_parameter(name) for name in self.names]
-        found = torch.autograd.grad(value, params, allow_unused=True)
+        found = torch.autograd.grad(value, params, allow_unused=True, create_graph=create_graph)
         return {
             name: torch.zeros_like(param) if grad is None else grad
             for name, param, grad in zip(self.names, params, found, strict=True)
@@ -206,6 +220,10 @@ def test_the_plain_worker_equals_plain_pytorch(folder, plain, model, rank):
     made = {name: made_tensor("sum" + name, tuple(value.shape)) for name, value in begin.items()}
     check("gradient", torch_model.gradient(torch_model.loss(QUERY_ROWS)))
     assert float(found["forward/stats"][0]) == pytest.approx(torch_model.loss(QUERY_ROWS).item(), rel=1e-5)
+    w = {name: made_tensor("w" + name, tuple(value.shape)) for name, value in begin.items()}
+    of_query = torch_model.gradient_vjp(QUERY_ROWS, lambda g: w)
+    of_support = torch_model.gradient_vjp(ROWS, lambda g: {name: w[name] + g[name] for name in w})
+    check("gradient vjp", {name: made[name] + of_query[name] + of_support[name] for name in made})
     check("nonfinite gradient", made)
     check("nonfinite step, theta", begin)
     if model == "bert":

@@ -139,16 +139,21 @@ class Anil:
     def _learn(self, head: Head, rows: FeatureRows) -> tuple[Head, PassStats]:
         """The inner loop on the head, and the statistics of the support set before it."""
         first = rows.loss(head)[1]
-        exact, momentum, table = self.order > 1, self.inner.optimizer.momentum, self.inner.rates.table
-        column = self.inner.rates.layers.names.index(HEAD)
-        velocity = [torch.zeros_like(part) for part in head]
+        exact, optimizer, table = self.order > 1, self.inner.optimizer, self.inner.rates.table
+        column, direction = self.inner.rates.layers.names.index(HEAD), optimizer.differentiable
+        assert direction is not None
+        states = [{name: torch.zeros_like(part) for name in optimizer.state_names} for part in head]
         if not exact:
             rows = replace(rows, features=rows.features.detach())
         for k in range(self.inner.steps):
             leaves = head if exact else [part.detach().requires_grad_() for part in head]
             gradient = torch.autograd.grad(rows.loss(leaves)[0], leaves, create_graph=exact)
-            velocity = [momentum * v + g for v, g in zip(velocity, gradient, strict=True)]
-            head = [part - float(table[k, column]) * v for part, v in zip(head, velocity, strict=True)]
+            found = [
+                direction(g, part if exact else part.detach(), state, k + 1)
+                for g, part, state in zip(gradient, head, states, strict=True)
+            ]
+            head = [part - float(table[k, column]) * u for part, (u, _) in zip(head, found, strict=True)]
+            states = [state for _, state in found]
         return head, first
 
 

@@ -21,7 +21,7 @@ from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.config.settings import Config
 from fmmeta.meta import costs, reference
 from fmmeta.meta.algorithms.setup import Setup
-from fmmeta.meta.hessian import FiniteDifferenceRule, Hessian
+from fmmeta.meta.hessian import Hessian, SecondOrderRule
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.meta.rule import TaskResult, no_poll
 from fmmeta.parallel.workers.base import Worker
@@ -31,7 +31,7 @@ UNSOLVED = 0.5  # a residual above this is no solution
 
 
 @dataclass(frozen=True)
-class Imaml(FiniteDifferenceRule):
+class Imaml(SecondOrderRule):
     """steps, damping: of conjugate gradients. The inner loop has a proximal weight."""
 
     steps: int
@@ -49,7 +49,7 @@ class Imaml(FiniteDifferenceRule):
         adapted = self.inner.adapt(worker, meta.theta, episode.support, between_passes=between_passes)
         phi = worker.read()
         query = worker.gradient(episode.query, b)
-        hessian = Hessian(self.hvp, worker, episode.support, between_passes)
+        hessian = self.hvp.hessian(worker, episode.support, between_passes)
         solution, numbers = self._solve(worker, hessian, phi, b)
         result = self.finish_task(hessian, meta, episode, adapted, query, solution, into)
         return replace(result, numbers=numbers)
@@ -102,17 +102,18 @@ def rule(setup: Setup, outer_step: int) -> Imaml:
     return Imaml(setup.inner, setup.config.cg_steps, setup.config.cg_damping, hvp=setup.hvp)
 
 
-def passes(config: Config, forwards: int) -> costs.Passes:
-    products = 2 * config.cg_steps
-    support = config.inner_steps + products + 2 + int(config.prototype_gradient)
-    return costs.Passes(support, 1, forwards, 0, products + 3)
+def passes(config: Config, forwards: int, by_autograd: bool = False) -> costs.Passes:
+    steps, products = config.inner_steps + int(config.prototype_gradient), config.cg_steps
+    if by_autograd:
+        return costs.Passes(steps, 1, forwards, 0, products + 1, products)
+    return costs.Passes(steps + 2 * products + 2, 1, forwards, 0, 2 * products + 3)
 
 
 def conflicts(config: Config) -> Iterator[str]:
-    if config.inner_optimizer == "momentum":
+    if config.inner_optimizer != "sgd":
         yield (
-            f"inner_optimizer=momentum with algorithm={config.algorithm} is not tested: the proximal loop"
-            " only has to reach its minimum; use sgd with more --inner_steps"
+            f"inner_optimizer={config.inner_optimizer} with algorithm={config.algorithm} is not tested: the"
+            " proximal loop only has to reach its minimum; use sgd with more --inner_steps"
         )
 
 
@@ -122,7 +123,14 @@ spec = AlgorithmSpec(
     reference.implicit,
     order=2,
     supports=frozenset(
-        {"proximal_weight", "cg_steps", "cg_damping", "prototype_gradient", "check_meta_gradient"}
+        {
+            "proximal_weight",
+            "cg_steps",
+            "cg_damping",
+            "prototype_gradient",
+            "check_meta_gradient",
+            "second_order",
+        }
     ),
     conflicts=conflicts,
     passes=passes,

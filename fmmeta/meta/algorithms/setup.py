@@ -13,6 +13,7 @@ from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.baselines import InContext
 from fmmeta.meta.classifier_head import HeadInit
+from fmmeta.meta.costs import second_order_by_autograd
 from fmmeta.meta.hessian import HvpOptions
 from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop
 from fmmeta.meta.inner_optimizers import HEAD, Layers, Rates, inner_optimizer
@@ -53,7 +54,8 @@ def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: 
         head,
         config.proximal_weight if "proximal_weight" in find(config.algorithm).supports else 0.0,
     )
-    return Setup(config, inner, HvpOptions("bf16" if bf16 else "fp32"))
+    by_autograd = second_order_by_autograd(config, worker.differentiates_twice, rates.only_head)
+    return Setup(config, inner, HvpOptions("bf16" if bf16 else "fp32", by_autograd=by_autograd))
 
 
 SHAPES: dict[str, Callable[[float], float]] = {  # share of the inner steps done -> factor

@@ -6,25 +6,28 @@
 The inner loop and the backward recursion, whose gradient at phi_0 continues through the initial head
 (classifier_head.py):
 
-    u_{k+1} = mu u_k + g(phi_k),   phi_{k+1} = phi_k - alpha_k u_{k+1}      for k = 0 .. K-1; then
-    v = dL_query/dphi_K, w = 0, and for k = K-1 .. 0:
-        dL/dalpha_k = -v u_{k+1}            where rates are learned
-        w <- w - alpha_k v                  gradient with respect to u_{k+1}
+    u_k = u(g(phi_k), phi_k, state_k),   phi_{k+1} = phi_k - alpha_k u_k    for k = 0 .. K-1; then
+    v = dL_query/dphi_K, and for k = K-1 .. 0:
+        dL/dalpha_k = -v u_k                where rates are learned
+        w = du_k/dg (-alpha_k v)            and what follows by the state: inner_optimizers.py
         v <- v + H(phi_k) w                 order 2; at order 1 v is unchanged
-        w <- mu w
         v <- v + c_k dL_query/dphi_k        multi-step loss: the query loss counts at phi_k too, k > 0
 
-Products alpha v are element by element, so every vector is a rank's shard. H v comes from differences of
-gradients (hessian.py): the Hessian-free form of Fallah, Mokhtari, Ozdaglar, "On the Convergence Theory of
-Gradient-Based Model-Agnostic Meta-Learning Algorithms", 2020 (arXiv 1908.10400), for K steps. Nothing but
-first-order passes is needed, so it works where autograd cannot differentiate twice: under ZeRO 3, in
-pipelines, with flash attention.
+`--truncate_steps T`: of order 2 for the last T steps only (Shaban, Cheng, Hatch, Boots, "Truncated
+Back-propagation for Bilevel Optimization", 2019, arXiv 1810.10667). u and its derivative are element by
+element, so every vector is a rank's shard. H w (hessian.py) is computed by autograd for adapters and heads,
+with the graph of one step at a time: memory grows by K shards only. Else it comes from differences of
+gradients: the Hessian-free form of Fallah, Mokhtari, Ozdaglar, "On the Convergence Theory of Gradient-Based
+Model-Agnostic Meta-Learning Algorithms", 2020 (arXiv 1908.10400), for K steps. Those need first-order passes
+only, so that they work where autograd cannot differentiate twice: under ZeRO 3, in pipelines, with flash
+attention.
 
 FOMAML      g = grad L_query(phi_K): without second derivatives. Finn, Abbeel, Levine, "Model-Agnostic
             Meta-Learning", 2017 (arXiv 1703.03400), section 5.2. Cost per task: K + 1 forward and backward
             passes, no memory beyond theta and the sum of meta-gradients.
 MAML        exact. The same paper, equation 1. Cost per task: 3 K + 3 passes (K inner steps, 1 query gradient,
-            2 K differences, 2 for the probe), K - 1 shards of trajectory and 5 of working memory.
+            2 K differences, 2 for the probe), K - 1 shards of trajectory and 5 of working memory. By autograd
+            2 K + 1, of which K compute second derivatives.
             `--first_order_steps` begins with FOMAML (derivative-order annealing, Antoniou et al. 2019,
             section 4), here and below.
 BOIL        phi_{k+1}[head] = theta[head]: the inner loop changes the body, and the head is meta-learned
@@ -54,7 +57,7 @@ from fmmeta.config.settings import Config
 from fmmeta.meta import costs, reference
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.costs import Passes
-from fmmeta.meta.hessian import FiniteDifferenceRule, Hessian
+from fmmeta.meta.hessian import Hessian, SecondOrderRule
 from fmmeta.meta.inner_loop import Trajectory
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.meta.rule import TaskResult, no_poll
@@ -63,16 +66,18 @@ from fmmeta.tasks.batching import Episode
 
 
 @dataclass(frozen=True)
-class Unrolled(FiniteDifferenceRule):
+class Unrolled(SecondOrderRule):
     """A meta-gradient through the inner loop.
 
     order: of the derivatives, 1 or 2. step_loss_weights: of the query loss at phi_1 .. phi_K, summing to 1;
-    none: all on phi_K. budget_bytes: of trajectory on the device.
+    none: all on phi_K. budget_bytes: of trajectory on the device. truncate_steps: inner steps, from the last,
+    that are differentiated; None: all.
     """
 
     order: int = 2
     step_loss_weights: tuple[float, ...] = ()
     budget_bytes: int = 2**62
+    truncate_steps: int | None = None
 
     def task_gradient(
         self,
@@ -88,8 +93,11 @@ class Unrolled(FiniteDifferenceRule):
         without a vector for it, and restoring theta costs no separate write.
         """
         theta, learned = meta.theta, self.inner.rates.learned != "no"
-        tracked = self.order > 1 or learned or any(self.step_loss_weights[:-1])
-        path = Trajectory(self.budget_bytes, learned) if tracked else None
+        early = any(self.step_loss_weights[:-1])
+        path = None
+        if self.order > 1 or learned or early:
+            keeps_states = self.order > 1 and not self.inner.optimizer.is_linear
+            path = Trajectory(self.budget_bytes, learned, keeps_states, 0 if early else self._first_step)
         adapted = self.inner.adapt(worker, theta, episode.support, path, between_passes)
         if path is None and not self.inner.head.backprop_through_means:
             weight = 1.0 if all([step.finite for step in adapted.passes]) else 0.0
@@ -101,7 +109,7 @@ class Unrolled(FiniteDifferenceRule):
         v = worker.zeros()
         weight = self.step_loss_weights[-1] if self.step_loss_weights else 1.0
         query = worker.gradient(episode.query, v, weight)
-        hessian = Hessian(self.hvp, worker, episode.support, between_passes)
+        hessian = self.hvp.hessian(worker, episode.support, between_passes)
         extra = {} if path is None else self._backward(hessian, episode, path, v)
         return self.finish_task(hessian, meta, episode, adapted, query, v, into, extra)
 
@@ -110,22 +118,33 @@ class Unrolled(FiniteDifferenceRule):
 
         All passes are added to those of `hessian`. Collective: group.
         """
-        rates, momentum, worker = self.inner.rates, self.inner.optimizer.momentum, hessian.worker
+        rates, optimizer, worker = self.inner.rates, self.inner.optimizer, hessian.worker
         learned = rates.meta_parameter
         extra = {} if learned is None else {"rates": torch.zeros_like(learned)}
-        w = torch.zeros_like(v) if self.order > 1 else None
+        w, bars = torch.zeros_like(v), optimizer.zero_state(v.numel(), v.device).vectors
         for k in reversed(range(self.inner.steps)):
             if extra:
                 rates.add_gradient_(extra["rates"], worker, k, v, path.take_direction(k))
-            if w is not None:
-                w.mul_(momentum).sub_(rates.scale_(k, v.clone(), slice(0, v.numel())))
-                v += hessian.times(path.phi(k), w)
+            if self.order > 1 and k >= self._first_step:
+                bar_u = rates.scale_(k, v.neg(), slice(0, v.numel()))
+                if optimizer.is_linear:
+                    v += hessian.times(path.phi(k), w.mul_(optimizer.momentum).add_(bar_u))
+                else:
+                    phi = path.phi(k)
+                    v += hessian.times(
+                        phi, partial(optimizer.pull, phi, path.state(k), k + 1, bar_u, bars, v)
+                    )
             if k > 0 and self.step_loss_weights and self.step_loss_weights[k - 1]:
                 hessian.between_passes()
                 worker.write(path.phi(k))
                 hessian.passes.append(worker.gradient(episode.query, v, self.step_loss_weights[k - 1]))
             path.drop(k)
         return extra
+
+    @property
+    def _first_step(self) -> int:
+        """The first inner step that is differentiated."""
+        return 0 if self.truncate_steps is None else max(0, self.inner.steps - self.truncate_steps)
 
 
 def rule(setup: Setup, outer_step: int, order: int = 2) -> Unrolled:
@@ -134,7 +153,7 @@ def rule(setup: Setup, outer_step: int, order: int = 2) -> Unrolled:
     gib = 2**32 if config.trajectory_memory_gib is None else config.trajectory_memory_gib
     weights = step_loss_weights(config.inner_steps, outer_step, config.multi_step_loss_steps)
     order = 1 if outer_step < config.first_order_steps else order
-    return Unrolled(setup.inner, order, weights, int(gib * 2**30), hvp=setup.hvp)
+    return Unrolled(setup.inner, order, weights, int(gib * 2**30), config.truncate_steps, hvp=setup.hvp)
 
 
 def step_loss_weights(inner_steps: int, outer_step: int, multi_step_loss_steps: int) -> tuple[float, ...]:
@@ -150,12 +169,15 @@ def step_loss_weights(inner_steps: int, outer_step: int, multi_step_loss_steps: 
     return (*[early] * (inner_steps - 1), 1 - early * (inner_steps - 1))
 
 
-def passes(config: Config, forwards: int, order: int = 2) -> Passes:
+def passes(config: Config, forwards: int, order: int = 2, by_autograd: bool = False) -> Passes:
     k, through_means = config.inner_steps, int(config.prototype_gradient)
+    back = min(k, k if config.truncate_steps is None else config.truncate_steps)
     query = k if config.multi_step_loss_steps else 1  # one after every inner step with a multi-step loss
     if order == 1:
         return Passes(k + through_means, query, forwards)
-    return Passes(3 * k + 2 + through_means, query, forwards, 0, 2 * k + 2 + query)
+    if by_autograd:
+        return Passes(k + through_means, query, forwards, 0, back + query, back)
+    return Passes(k + 2 * back + 2 + through_means, query, forwards, 0, 2 * back + 2 + query)
 
 
 def adds_directly(config: Config) -> bool:
@@ -191,7 +213,13 @@ MAML = AlgorithmSpec(
     reference.unrolled,
     order=2,
     supports=(FOMAML.supports - {"offload_outer"})
-    | {"first_order_steps", "check_meta_gradient", "trajectory_memory_gib"},
+    | {
+        "first_order_steps",
+        "check_meta_gradient",
+        "trajectory_memory_gib",
+        "second_order",
+        "truncate_steps",
+    },
     passes=passes,
     work_shards=costs.WORK,
 )

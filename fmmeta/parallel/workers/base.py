@@ -12,14 +12,15 @@
     logits(batches) -> [[B, C]]                 output of the model                      FullModelWorker
     vjp(parts, into) -> PassStats               adds the gradient of                     classifier head
                                                 sum <features, cotangents>
+    gradient_vjp(batches, cotangent, into)      adds (dg/dphi)^T w, by autograd          FullModelWorker
     dot(a, b) -> float                          over the model, each element once        norms
     dot_by_layer(a, b, segments, n) -> [n]      the same, by layer                       learned rates
     gather_param(vector, name, shape)           one complete parameter                   export, heads
 
 A vector is the flat fp32 tensor of S elements described by `ParamMap` (param_map.py). `gradient`,
-`displacement` and `vjp` accumulate into a vector of the caller, which may be on another device (host memory);
-pass `zeros()` to get the value itself. Every rank of a group calls the same operations in the same order with
-the same number of micro-batches. No operation waits for another group.
+`displacement`, `vjp` and `gradient_vjp` accumulate into a vector of the caller, which may be on another
+device (host memory); pass `zeros()` to get the value itself. Every rank of a group calls the same operations
+in the same order with the same number of micro-batches. No operation waits for another group.
 """
 
 import math
@@ -129,6 +130,7 @@ class Worker(ABC):
     data_ranks = 1  # ranks of the group that share the rows of a set
     counts_rows = True  # False where another rank of the group runs the same rows and counts them
     consensus_before_update = True
+    differentiates_twice = False  # whether `gradient_vjp` works
 
     @abstractmethod
     def refresh(self) -> None:

@@ -15,13 +15,17 @@ tensor. Tasks are independent: a non-finite gradient of one task does not change
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fmmeta.models.learner import objective, per_row
+from fmmeta.common.errors import UsageError
+from fmmeta.common.security import one_line
+from fmmeta.models.learner import at_least_fp32, objective, per_row
 from fmmeta.models.lora import TaskAxis
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import build_param_map
@@ -40,7 +44,9 @@ class FullModelWorker(Worker):
     """
 
     model: nn.Module
+    _graph_checked = False
     can_defer_backward = True  # whether a forward pass may be left without its backward pass
+    differentiates_twice = True
 
     @property
     def learner(self) -> Any:
@@ -81,7 +87,7 @@ class FullModelWorker(Worker):
 
     @torch.no_grad()
     def features(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        return [self._call(batch, want="features").float() for batch in batches]
+        return [at_least_fp32(self._call(batch, want="features")) for batch in batches]
 
     @torch.no_grad()
     def logits(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -89,13 +95,13 @@ class FullModelWorker(Worker):
 
         Collective: group.
         """
-        return [self._call(batch).float() for batch in batches]
+        return [at_least_fp32(self._call(batch)) for batch in batches]
 
     def forward_features(self, batches: Sequence[MicroBatch]) -> SavedForward:
         with torch.set_grad_enabled(self.can_defer_backward):
             outputs = [self._call(batch, want="both") for batch in batches]
         return SavedForward(
-            [features.detach().float() for features, _ in outputs],
+            [at_least_fp32(features.detach()) for features, _ in outputs],
             outputs if self.can_defer_backward else None,
         )
 
@@ -106,13 +112,101 @@ class FullModelWorker(Worker):
                 cotangent, saved = part.begin(), self._take_outputs(part.saved, part.batches)
                 for index, (batch, given) in enumerate(zip(part.batches, saved, strict=True)):
                     outputs: Outputs = given or self._call(batch, want="both")
-                    product = vjp_loss(*outputs, cotangent(index, outputs[0].detach().float()))
+                    product = vjp_loss(*outputs, cotangent(index, at_least_fp32(outputs[0].detach())))
                     stats[0] += product.detach()
                     left -= 1
                     self.backward(nan_gradient_if_nonfinite(product), last=left == 0)
             return self._finish(stats, update, everywhere)
 
         return self.accumulate(run, into)
+
+    def gradient_vjp(
+        self, batches: Sequence[MicroBatch], cotangent: Tensor | Callable[[Tensor], Tensor], into: Tensor
+    ) -> PassStats:
+        """Add (dg/dphi)^T w to `into` [S]; g: the gradient of the mean loss over `batches`.
+
+        cotangent: w [S], or a function from g [S] to w. g is differentiated by autograd (`create_graph`), so
+        that the product is exact up to rounding; memory: the activations of one micro-batch, about three
+        times those of `step`. A function of g costs one pass more with several micro-batches. A product that
+        is not finite is added too. Raises `UsageError` for an operation that has no second derivative.
+        Collective: group.
+        """
+        stats, trained = self._stats(), self.trained_params
+        graph: Sequence[Tensor] | None = None
+        with twice_differentiable(self.learner):
+            if callable(cotangent):
+                gradient = self.zeros()
+                if len(batches) == 1:
+                    graph = self._gradient_graph(batches[0], stats)
+                    self._add_sum([each.detach() for each in graph], gradient)
+                else:
+                    self.gradient(batches, gradient)
+                cotangent = cotangent(gradient)
+            w = self.complete_params(cotangent).values()
+            total = [torch.zeros_like(each) for each in w]
+            for batch in batches:
+                graph = self._gradient_graph(batch, stats) if graph is None else graph
+                pairs = [(g, each.to(g.dtype)) for g, each in zip(graph, w, strict=True) if g.requires_grad]
+                if pairs:
+                    products = torch.autograd.grad(
+                        [g for g, _ in pairs],
+                        list(trained.values()),
+                        [each for _, each in pairs],
+                        materialize_grads=True,
+                    )
+                    torch._foreach_add_(total, [product.to(total[0].dtype) for product in products])
+                graph = None
+        stats[3] = ~torch.isfinite(torch.stack([each.sum() for each in total]).sum())
+        self._add_sum(total, into)
+        return PassStats(self.group.sum_(stats))
+
+    @property
+    def trained_params(self) -> dict[str, nn.Parameter]:
+        """The trained parameters by name, in the order of the modules."""
+        return {name: param for name, param in self.learner.named_parameters() if param.requires_grad}
+
+    def complete_params(self, vector: Tensor) -> dict[str, Tensor]:
+        """The complete trained parameters of the group's vectors [S] by name, on the device of the worker.
+
+        One sum over the group. Collective: group.
+        """
+        shapes = {  # ZeRO 3 empties the shapes of the parameters
+            name: getattr(param, "ds_shape", param.shape) for name, param in self.trained_params.items()
+        }
+        parts = [
+            self.params.assemble(vector, name, shape, lambda part: part).reshape(-1).to(self.device)
+            for name, shape in shapes.items()
+        ]
+        flat = torch.cat(parts)
+        if not self.params.replicated:
+            self.group.sum_(flat)
+        split = flat.split([len(part) for part in parts])
+        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), split, strict=True)}
+
+    def _gradient_graph(self, batch: MicroBatch, stats: Tensor) -> Sequence[Tensor]:
+        """The gradient of this rank's share of the mean loss by trained parameter, with its graph."""
+        batch = batch.to(self.device)
+        loss, num_correct, num_rows = objective(self.learner(**batch.inputs), batch)
+        stats[:3] += torch.stack([loss.detach().double(), num_correct.double(), num_rows.double()])
+        gradient = torch.autograd.grad(
+            nan_gradient_if_nonfinite(loss),
+            list(self.trained_params.values()),
+            create_graph=True,
+            materialize_grads=True,
+        )
+        if not self._graph_checked:
+            refuse_once_differentiable(gradient)
+            self._graph_checked = True
+        return gradient
+
+    def _add_sum(self, values: Sequence[Tensor], into: Tensor) -> None:
+        """Add this rank's slice of the sum over the group of complete parameters to `into` [S].
+
+        Collective: group.
+        """
+        flat = self.group.sum_(torch.cat([at_least_fp32(value).reshape(-1) for value in values]))
+        for name, part in zip(self.trained_params, flat.split([v.numel() for v in values]), strict=True):
+            self.params.add(into, name, part)
 
     def _finish(self, stats: Tensor, update: Update, skip_nonfinite_everywhere: bool) -> PassStats:
         stats[3] = self.apply(update, skip_nonfinite_everywhere)
@@ -142,6 +236,50 @@ class FullModelWorker(Worker):
         return loss
 
 
+NO_SECOND_DERIVATIVE = (
+    "second_order=autograd: an operation of the model has no second derivative ({}); use --second_order"
+    " differences"
+)
+
+
+def refuse_once_differentiable(gradient: Sequence[Tensor]) -> None:
+    """Raise `UsageError` if the graph passes through a function marked `once_differentiable`.
+
+    autograd cuts the graph there and returns a product that is too small, without an error.
+    """
+    nodes, seen = [each.grad_fn for each in gradient if each.grad_fn is not None], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::Error":
+            raise UsageError(NO_SECOND_DERIVATIVE.format("it is marked once_differentiable"))
+        nodes.extend(before for before, _ in node.next_functions if before is not None)
+
+
+@contextmanager
+def twice_differentiable(learner: nn.Module) -> Iterator[None]:
+    """Run operations that have a second derivative: attention in plain matrix products, dense gradients of
+    embeddings.
+
+    Raises `UsageError` if an operation in the block has none.
+    """
+    sparse = [one for one in learner.modules() if isinstance(one, nn.Embedding) and one.sparse]
+    for module in sparse:
+        module.sparse = False
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    except RuntimeError as error:
+        if "derivative" not in str(error) and "differentiate twice" not in str(error):
+            raise
+        raise UsageError(NO_SECOND_DERIVATIVE.format(one_line(error))) from None
+    finally:
+        for module in sparse:
+            module.sparse = True
+
+
 def nan_gradient_if_nonfinite(loss: Tensor) -> Tensor:
     """The loss, with a NaN gradient where it is not finite; log(0), for example, has a finite gradient."""
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
@@ -152,8 +290,8 @@ def vjp_loss(features: Tensor, logits: Tensor, cotangent: Tensor) -> Tensor:
 
     The logits take part with factor 0, since engines expect a gradient of every parameter.
     """
-    product = features.float() * cotangent.to(features.device, torch.float32)
-    return product.sum() + 0.0 * logits.float().sum()
+    features = at_least_fp32(features)
+    return (features * cotangent.to(features)).sum() + 0.0 * at_least_fp32(logits).sum()
 
 
 class PlainWorker(FullModelWorker):
@@ -164,7 +302,7 @@ class PlainWorker(FullModelWorker):
     ) -> None:
         self.device, self.storage_device, self.group = device, device, Communicator(None, 0, 1, device)
         params = [param for group in groups for param in group["params"]]
-        self.theta = torch.cat([param.detach().float().reshape(-1).to(device) for param in params])
+        self.theta = torch.cat([at_least_fp32(param.detach()).reshape(-1).to(device) for param in params])
         self.grad = torch.zeros_like(self.theta)
         self.local_shards = [(self.theta, slice(0, self.theta.numel()))]
         names = {id(param): (name, tuple(param.shape)) for name, param in model.named_parameters()}
@@ -173,17 +311,21 @@ class PlainWorker(FullModelWorker):
             params, [[(p, 0, 0, p.numel())] for p in params], group_names, names, replicated=True
         )
         if bf16:  # before the move to the device: frozen weights need no fp32 copy there
-            for param in model.parameters():  # but not buffers: rotary tables would lose too much precision
-                param.data = param.data.to(torch.bfloat16)
+            for name, param in model.named_parameters():  # not buffers: rotary tables would be too coarse
+                if ".lora_" not in name:  # small, and an inner step may change less than bf16 resolves
+                    param.data = param.data.to(torch.bfloat16)
         self.model = model.to(device)
-        self.working = params if bf16 else []  # bf16 parameters; fp32 parameters are the buffer itself
         sizes = [param.numel() for param in params]
         self.theta_views, self.grad_views = (
             [part.view(param.shape) for part, param in zip(flat.split(sizes), params, strict=True)]
             for flat in (self.theta, self.grad)
         )
-        if not bf16:
-            for param, theta, grad in zip(params, self.theta_views, self.grad_views, strict=True):
+        # bf16 parameters and their views of the buffer; fp32 parameters are the buffer itself
+        self.working: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        for param, theta, grad in zip(params, self.theta_views, self.grad_views, strict=True):
+            if param.dtype == torch.bfloat16:
+                self.working.append((param, theta, grad))
+            else:
                 param.data, param.grad = theta, grad
         if device.type == "cpu" and not bf16:
             # Backward passes add only the rows that occur to an embedding's gradient, not those of the whole
@@ -194,15 +336,15 @@ class PlainWorker(FullModelWorker):
 
     def refresh(self) -> None:
         if self.working:
-            torch._foreach_copy_([param.data for param in self.working], self.theta_views)
+            params, thetas, _ = zip(*self.working, strict=True)
+            torch._foreach_copy_([param.data for param in params], thetas)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()
         if self.working:
-            pairs = zip(self.grad_views, self.working, strict=True)
-            used = [(view, param.grad.float()) for view, param in pairs if param.grad is not None]
+            used = [(view, param.grad.float()) for param, _, view in self.working if param.grad is not None]
             torch._foreach_add_([view for view, _ in used], [grad for _, grad in used])
-            for param in self.working:
+            for param, _, _ in self.working:
                 param.grad = None
 
     def apply(self, update: Update, skip_nonfinite_everywhere: bool) -> Tensor:
@@ -231,15 +373,9 @@ class TaskBatch:
         numel = tasks * sum(shape.numel() for shape in self.shapes.values())
         self.phi, self.grad = (torch.zeros(numel, device=worker.device) for _ in range(2))
         self.blocks = self._blocks(self.phi)
-        parts = [
-            worker.params.assemble(theta, name, shape, lambda part: part).reshape(-1).to(worker.device)
-            for name, shape in self.shapes.items()
-        ]
-        flat = torch.cat(parts)
-        if not worker.params.replicated:
-            worker.group.sum_(flat)  # one reduction of the size of a task
-        for block, part in zip(self.blocks.values(), flat.split(list(map(len, parts))), strict=True):
-            block.copy_(part.view(block.shape[1:]))
+        complete = worker.complete_params(theta)
+        for name, block in self.blocks.items():
+            block.copy_(complete[name])
         self.dtype = next(iter(params.values())).dtype
         for name, grad in self._blocks(self.grad).items():
             self.blocks[name].requires_grad_().grad = grad

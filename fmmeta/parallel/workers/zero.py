@@ -297,6 +297,8 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
         stage, bf16 = config["zero_optimization"]["stage"], config["bf16"]["enabled"]
         # ZeRO 3 follows the order of modules, forward and back; not tested with tensor parallelism
         self.can_defer_backward = coordinates.tensor == 1 and stage < 3
+        # ZeRO 3 frees a layer's weights before the second backward pass; AutoTP's layers reduce in the first
+        self.differentiates_twice = coordinates.tensor == 1 and stage < 3
         if bf16 and read is None:
             read = {name: param.detach().clone() for name, param in named if param.requires_grad}.__getitem__
         self.start_engine(model, groups, config, names)

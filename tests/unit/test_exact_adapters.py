@@ -1,0 +1,326 @@
+"""Exact meta-gradients of adapters: the recursion against autograd through the whole inner loop."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from statistics import mean
+
+import pytest
+import torch
+
+from fmmeta.config.algorithms import find
+from fmmeta.config.settings import Config
+from fmmeta.meta.costs import passes, second_order_by_autograd
+from fmmeta.meta.hessian import check
+from fmmeta.meta.parameters import MetaParameters
+from fmmeta.models.forward_options import checkpoint_layers
+from fmmeta.models.learner import Learner
+from fmmeta.models.lora import inject
+from tests.support.algorithms import identity
+from tests.support.helpers import refusal
+from tests.support.learners import (
+    against_oracle,
+    batches_of,
+    bert,
+    by_name,
+    config_of,
+    cosine_and_error,
+    episode_of,
+    llama,
+    meta_parameters,
+    oracle_gradient,
+    rule_gradient,
+    setup_of,
+    task_gradient,
+    worker_of,
+)
+from tests.support.messages import check_message
+
+MAML = {"algorithm": "maml", "lora_r": 2, "inner_steps": 5}
+ADAMW = {"inner_optimizer": "adamw", "inner_lr": 0.01, "inner_weight_decay": 0.1, "inner_beta2": 0.9}
+OPTIMIZERS = [{}, {"inner_optimizer": "momentum"}, ADAMW]
+
+
+def with_adapters(learner: Learner, fresh: bool = False) -> Learner:
+    """A copy with adapters on all linear layers; `fresh`: B is zero, as at the start of a training."""
+    model = copy.deepcopy(learner)
+    inject(model, config_of(model, lora_r=2, lora_target_modules=["all-linear"]))
+    draw = torch.Generator().manual_seed(3)
+    for name, param in model.named_parameters():
+        if "lora_B" in name and not fresh:
+            param.data.copy_(0.3 * torch.randn(param.shape, generator=draw))
+    return model
+
+
+BERT, LLAMA = bert(), llama()
+ADAPTED = {"bert": with_adapters(BERT), "llama": with_adapters(LLAMA)}
+
+
+@pytest.fixture
+def fp64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=identity)
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"inner_steps": 1},
+        {},
+        {"inner_lr_learned": "layer"},
+        {"inner_lr_learned": "element"},
+        {"inner_lr_schedule": "cosine"},
+        {"multi_step_loss_steps": 9},
+        {"truncate_steps": 2},
+        {"truncate_steps": 2, "multi_step_loss_steps": 9},
+        {"head_init": "learned"},
+    ],
+    ids=identity,
+)
+def test_in_fp64_the_recursion_is_autograd_through_the_inner_loop(fp64, optimizer, extra):
+    learner = copy.deepcopy(ADAPTED["bert"]).double()
+    config, episode = config_of(learner, **{**MAML, **optimizer, **extra}), episode_of(learner)
+    found, worker = rule_gradient(learner, config, episode)
+    wanted, (of_rates, _) = oracle_gradient(learner, config, episode)
+    _, error = cosine_and_error(
+        meta_parameters(learner, config, by_name(worker, found.gradient)),
+        meta_parameters(learner, config, wanted),
+    )
+    assert error < 1e-9
+    if "inner_lr_learned" in extra:
+        flat = torch.cat([value.reshape(-1) for value in of_rates.values()])
+        assert float(flat.norm()) > 1e-6
+        if extra["inner_lr_learned"] == "element":
+            rates = by_name(worker, found.extra["rates"])
+            theirs = torch.cat([rates[name].reshape(-1) for name in of_rates])
+            assert float((theirs - flat).norm() / flat.norm()) < 1e-9
+
+
+@pytest.mark.parametrize("steps", [20, 50])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=identity)
+def test_recomputed_graphs_give_what_stored_graphs_give(fp64, optimizer, steps):
+    learner = copy.deepcopy(ADAPTED["bert"]).double()
+    settings = {**MAML, **optimizer, "inner_steps": steps, "inner_lr": 0.005}
+    assert against_oracle(learner, **settings)[1] < 1e-9
+
+
+@pytest.mark.parametrize("algorithm", ["proto_maml", "imaml", "boil"])
+def test_other_rules_take_exact_products(fp64, algorithm):
+    extra = {
+        "proto_maml": {"prototype_gradient": True, "inner_lr": 0.02},
+        "imaml": {"proximal_weight": 20.0, "inner_lr": 0.02},
+        "boil": {},
+    }[algorithm]
+    learner = copy.deepcopy(ADAPTED["bert"]).double()
+    assert against_oracle(learner, **{**MAML, **extra, "algorithm": algorithm})[1] < 1e-9
+
+
+def test_anil_takes_the_way_back_through_adamw():
+    cosine, error = against_oracle(BERT, algorithm="anil", inner_steps=5, **ADAMW)
+    assert cosine > 1 - 1e-8
+    assert error < 1e-4
+
+
+def test_full_weights_can_be_differentiated_by_autograd():
+    for learner in (BERT, LLAMA):
+        settings = {"algorithm": "maml", "inner_steps": 3, "second_order": "autograd"}
+        assert against_oracle(learner, **settings)[1] < 1e-4
+        assert against_oracle(learner, **settings, **ADAMW)[1] < 1e-3
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=identity)
+def test_elements_without_a_gradient_so_far_have_the_derivative_zero(optimizer):
+    """A of a fresh adapter has none in the first step: B is zero. AdamW's formula divides by epsilon."""
+    learner = with_adapters(BERT, fresh=True)
+    assert against_oracle(learner, **{**MAML, **optimizer})[1] < 1e-3
+
+
+def test_the_error_in_fp32_is_that_of_autograd_through_the_whole_loop():
+    """At most twice it, on the mean over episodes; differences err more."""
+    learner = ADAPTED["bert"]
+    errors: dict[str, list[float]] = {"recursion": [], "whole loop": [], "differences": []}
+    for seed in range(5):
+        episode = episode_of(learner, seed=seed)
+        config = config_of(learner, **MAML)
+        exact = meta_parameters(learner, config, oracle_gradient(learner, config, episode)[0])
+        for name, settings in (("recursion", {}), ("differences", {"second_order": "differences"})):
+            found, worker = rule_gradient(learner, replace(config, **settings), episode)
+            vector = meta_parameters(learner, config, by_name(worker, found.gradient))
+            errors[name].append(cosine_and_error(vector, exact)[1])
+        whole = oracle_gradient(learner, config, episode, dtype=torch.float32)[0]
+        errors["whole loop"].append(cosine_and_error(meta_parameters(learner, config, whole), exact)[1])
+    means = {name: mean(values) for name, values in errors.items()}
+    assert means["recursion"] <= 2 * means["whole loop"]
+    assert means["differences"] > means["recursion"]
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [("llama", {}), *(("bert", one) for one in OPTIMIZERS)])
+def test_in_bf16_the_direction_is_that_of_the_rounded_base(model, optimizer):
+    """With 16 features; benchmarks/adapters.py measures MiniLM and a language model."""
+    learner = ADAPTED[model]
+    config = config_of(learner, **{**MAML, **optimizer})
+    rounded = copy.deepcopy(learner)
+    for param in rounded.parameters():
+        if not param.requires_grad:
+            param.data = param.data.bfloat16().float()
+    cosines = []
+    for seed in range(3):
+        episode, worker = episode_of(learner, seed=seed), worker_of(learner, config, bf16=True)
+        found = task_gradient(
+            find("maml").rule(setup_of(worker, config, True), 0), worker, batches_of(episode)
+        )
+        wanted, _ = oracle_gradient(rounded, config, episode)
+        vector = meta_parameters(learner, config, by_name(worker, found.gradient))
+        cosines.append(cosine_and_error(vector, meta_parameters(learner, config, wanted))[0])
+    assert mean(cosines) > 0.98
+
+
+def test_micro_batches_and_recomputed_layers_change_nothing():
+    learner, settings = ADAPTED["llama"], {**MAML, **ADAMW}
+    config, episode = config_of(learner, **settings), episode_of(learner)
+    few, worker = rule_gradient(learner, config, episode)
+    rule = find("maml").rule(setup_of(worker, config), 0)
+    one = task_gradient(rule, worker, batches_of(episode, micro_batch_size=32))
+    assert float((few.gradient - one.gradient).norm() / one.gradient.norm()) < 1e-5
+    checkpointed = copy.deepcopy(learner)
+    checkpoint_layers(checkpointed.hf)
+    found, _ = rule_gradient(checkpointed.train(), config, episode)
+    assert float((found.gradient - few.gradient).norm() / few.gradient.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=identity)
+def test_passes_of_a_task_are_those_of_the_cost_table(monkeypatch, steps, optimizer):
+    """One support pass and one with second derivatives for each inner step, and the query pass."""
+    learner = ADAPTED["llama"]
+    config = config_of(learner, **{**MAML, **optimizer, "inner_steps": steps})
+    worker, episode = worker_of(learner, config), batches_of(episode_of(learner), 32)
+    seen = {"hf": 0, "second": 0}
+    worker.learner.hf.register_forward_hook(lambda *_: seen.update(hf=seen["hf"] + 1))
+    graph = worker._gradient_graph
+    monkeypatch.setattr(
+        worker, "_gradient_graph", lambda *of: (seen.update(second=seen["second"] + 1), graph(*of))[1]
+    )
+    task_gradient(find("maml").rule(setup_of(worker, config), 0), worker, episode)
+    counted = passes(config)
+    assert (seen["hf"] - seen["second"], seen["second"]) == (
+        counted.support + counted.query,
+        counted.second_order,
+    )
+    assert counted.second_order == steps
+
+
+def test_a_task_that_is_not_finite_adds_nothing():
+    learner = ADAPTED["llama"]
+    config, episode = config_of(learner, **MAML), batches_of(episode_of(learner))
+    worker = worker_of(learner, config)
+    for batch in episode.support:
+        batch.weights *= float("inf")
+    found = task_gradient(find("maml").rule(setup_of(worker, config), 0), worker, episode)
+    assert not found.finite
+    assert not found.gradient.any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "whole", "only_head", "by_autograd"),
+    [
+        ({"lora_r": 2}, True, False, True),
+        ({"lora_r": 2}, False, False, False),
+        ({"lora_r": 2, "second_order": "differences"}, True, False, False),
+        ({}, True, False, False),
+        ({}, True, True, True),
+        ({"second_order": "autograd"}, True, False, True),
+        ({"lora_r": 2, "compile": True}, True, False, False),
+        ({"lora_r": 2, "attn_implementation": "flex_attention"}, True, False, False),
+        ({"algorithm": "fomaml", "lora_r": 2}, True, False, False),
+    ],
+    ids=identity,
+)
+def test_second_order_auto_takes_autograd_for_adapters_and_heads(settings, whole, only_head, by_autograd):
+    config = Config(**{"algorithm": "maml", **settings})
+    assert second_order_by_autograd(config, whole, only_head) == by_autograd
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "remedy"),
+    [
+        ({"second_order": "autograd"}, "second_order=autograd", "--second_order differences"),
+        ({"lora_r": 2, "inner_optimizer": "adamw"}, "inner_optimizer=adamw", "use ZeRO 2"),
+    ],
+)
+def test_ranks_that_hold_a_part_of_the_model_are_refused(settings, given, remedy):
+    config = Config(**{"algorithm": "maml", **settings})
+    check_message(refusal(second_order_by_autograd, config, whole=False), given, remedy)
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "remedy"),
+    [
+        ({"inner_optimizer": "adamw"}, "inner_optimizer=adamw", "--lora_r"),
+        (
+            {"inner_optimizer": "adamw", "lora_r": 2, "second_order": "differences"},
+            "second_order=differences",
+            "--second_order autograd",
+        ),
+        ({"second_order": "autograd", "compile": True}, "compile=True", "leave one out"),
+        (
+            {"second_order": "autograd", "attn_implementation": "flash_attention_2"},
+            "attn_implementation=flash_attention_2",
+            "use sdpa or eager",
+        ),
+        ({"algorithm": "fomaml", "truncate_steps": 2}, "truncate_steps=2", "leave it out"),
+        ({"algorithm": "reptile", "second_order": "autograd"}, "second_order=autograd", "leave it out"),
+        ({"truncate_steps": 0}, "truncate_steps=0", "1"),
+    ],
+    ids=identity,
+)
+def test_settings_without_second_derivatives_are_refused(settings, given, remedy):
+    check_message(refusal(Config, **{"algorithm": "maml", **settings}), given, remedy)
+
+
+class WithoutSecondDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def test_an_operation_without_a_second_derivative_is_named(monkeypatch):
+    learner = ADAPTED["llama"]
+    config, episode = config_of(learner, **MAML), batches_of(episode_of(learner))
+    worker = worker_of(learner, config)
+    worker.learner.hf.model.layers[0].register_forward_hook(
+        lambda module, args, output: WithoutSecondDerivative.apply(output)
+    )
+    rule = find("maml").rule(setup_of(worker, config), 0)
+    text = refusal(task_gradient, rule, worker, episode)
+    check_message(text, "second_order=autograd", "--second_order differences")
+
+
+def test_the_check_compares_autograd_with_differences(monkeypatch):
+    """It finds a product that is wrong by a factor."""
+    learner = ADAPTED["llama"]
+    config, episode = config_of(learner, **MAML), batches_of(episode_of(learner))
+    worker = worker_of(learner, config)
+    rule, meta = find("maml").rule(setup_of(worker, config), 0), MetaParameters(worker.read())
+    good = check(rule, worker, meta, episode, "fp32")
+    assert good.relative < 1e-3
+    assert good.text.startswith("check_meta_gradient: with second_order=differences the meta-gradient")
+    assert good.text.endswith("autograd can be trusted")
+    product = worker.gradient_vjp
+    monkeypatch.setattr(worker, "gradient_vjp", lambda batches, d, into: product(batches, 0.5 * d, into))
+    wrong = check(rule, worker, meta, episode, "fp32")
+    assert wrong.relative > 0.02
+    assert "WARNING" in wrong.text
+    check_message(
+        refusal(Config, algorithm="maml", lora_r=2, inner_optimizer="adamw", check_meta_gradient=True),
+        "check_meta_gradient=True",
+        "check with sgd",
+    )
