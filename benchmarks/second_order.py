@@ -74,6 +74,7 @@ class Task:
         from fmmeta.tasks.sources.load import load_sources
 
         torch.set_num_threads(1)
+        torch.set_default_dtype(torch.float32)
         description = describe(config)
         tokenizer = load_tokenizer(config, description, lambda text: None)
         source = load_sources(config, tokenizer, lambda text: None).train
