@@ -6,6 +6,7 @@
                                       {"input", "output"}                 a greedy answer (causal_lm)
 """
 
+import copy
 import io
 import json
 import sys
@@ -34,7 +35,7 @@ from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch, ParallelPlan
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.parallel.workers.create import create_worker
-from fmmeta.parallel.workers.full_model import PlainWorker
+from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
 from fmmeta.tasks.data.encode import encode
 from fmmeta.tasks.data.rows import MOST_GIB, broken_text, ending, read_file, unpacked
@@ -66,13 +67,13 @@ class Answer:
 
 @dataclass
 class LoadedModel:
-    """A model on a plain worker, with its tokenizer and batcher. frozen: untrained tensors by name."""
+    """A model on a worker, with its tokenizer and batcher. frozen: untrained tensors by name."""
 
     config: Config
     description: Description
     tokenizer: Any
     ranks: ProcessGroups
-    worker: PlainWorker
+    worker: FullModelWorker
     head_names: tuple[str, ...]
     frozen: dict[str, Tensor]
     batcher: Batcher
@@ -123,7 +124,7 @@ class AdaptedModel:
     """A model that has learned one task.
 
     labels: names of the classes, sorted; empty for causal_lm. inner_steps: steps that were taken; None for a
-    model that was loaded from a folder. left_out: accuracy on the examples that were left out to choose them,
+    model that fmmeta has not adapted. left_out: accuracy on the examples that were left out to choose them,
     None if none were. predictions: answers to the query set. output_dir: the model's folder, if any. loaded:
     the model.
     """
@@ -180,20 +181,26 @@ class AdaptedModel:
         return self.loaded.answer(texts, max_new_tokens) if texts else []
 
 
-def load_single_process(
-    config: Config, progress: Progress, labels: Sequence[str] = (), bf16: bool = False
+def load_model(
+    config: Config,
+    progress: Progress,
+    labels: Sequence[str] = (),
+    bf16: bool = False,
+    ranks: ProcessGroups | None = None,
 ) -> LoadedModel:
-    """Load the model of `config`. `labels`: names of its classes. Raises `UsageError`."""
+    """Load the model of `config`. labels: names of its classes. ranks: default is this process alone.
+
+    Raises `UsageError`. Collective: world.
+    """
     description = describe(config)
     if labels:
-        description = replace(description, labels=tuple(labels))
-        description.hf_config.id2label = dict(enumerate(labels))
-        description.hf_config.label2id = {label: number for number, label in enumerate(labels)}
+        description = with_labels(description, labels)
     tokenizer = load_tokenizer(config, description, progress.notice)
-    ranks = World(Launch(), pick_device(Launch())).split(1, default_group=False)
-    plan = ParallelPlan(1, "plain", deepspeed_config.read(None, bf16, progress.notice))
+    ranks = ranks or World(Launch(), pick_device(Launch())).split(1, default_group=False)
+    deepspeed = deepspeed_config.read(config.deepspeed, bf16, progress.notice)
+    plan = ParallelPlan.of(config, deepspeed, ranks.layout.group_size, ranks.device.type)
     worker, head_names, frozen = create_worker(config, description, plan, ranks)
-    assert isinstance(worker, PlainWorker)
+    assert isinstance(worker, FullModelWorker)
     return LoadedModel(
         config,
         description,
@@ -202,8 +209,21 @@ def load_single_process(
         worker,
         head_names,
         frozen,
-        Batcher(description.hf_config.pad_token_id, config.micro_batch_size),
+        Batcher(
+            description.hf_config.pad_token_id,
+            config.micro_batch_size,
+            ranks.layout.group_rank,
+            ranks.layout.group_size,
+        ),
     )
+
+
+def with_labels(description: Description, labels: Sequence[str]) -> Description:
+    """The description of the same model with a head for these classes; the configuration is a copy."""
+    hf_config = copy.deepcopy(description.hf_config)
+    hf_config.id2label = dict(enumerate(labels))
+    hf_config.label2id = {label: number for number, label in enumerate(labels)}
+    return replace(description, hf_config=hf_config, labels=tuple(labels))
 
 
 KEYS = ("text", "sentence", "utterance", "input", "prompt", "question")
@@ -240,8 +260,15 @@ def load(settings: PredictConfig) -> AdaptedModel:
                 " first (fmmeta adapt)"
             )
         config = replace(config, n_way=len(labels), head_init="learned")
-    loaded = load_single_process(fitted(config, description.hf_config), Progress(enabled=False), labels)
-    return AdaptedModel(labels, None, None, loaded, output_dir=settings.model_name_or_path)
+    loaded = load_model(fitted(config, description.hf_config), Progress(enabled=False), labels)
+    facts = stored.get("adapted") or {}
+    return AdaptedModel(
+        labels,
+        facts.get("inner_steps"),
+        facts.get("left_out"),
+        loaded,
+        output_dir=settings.model_name_or_path,
+    )
 
 
 def refuse_no_model(name: str) -> None:

@@ -46,7 +46,7 @@ from fmmeta.metrics.scores import STATS, EpisodeScore, episode_score, prediction
 from fmmeta.models.files import cached_file, remembered
 from fmmeta.models.load import max_positions
 from fmmeta.parallel.process_groups import ProcessGroups
-from fmmeta.parallel.workers.base import Worker
+from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Episode, Example, MicroBatch
 from fmmeta.tasks.data.encode import encode
@@ -84,6 +84,11 @@ def scores_by_step(inner: InnerLoop, worker: Worker, theta: Tensor, episode: Epi
     """
     passes = inner.scores_after_each_step(worker, theta, episode)
     worker.write(theta)
+    return as_scores(passes)
+
+
+def as_scores(passes: Sequence[PassStats]) -> Tensor:
+    """Loss (inf if not finite) and accuracy of P passes, float64 [2, P]."""
     return torch.tensor(
         [[one.loss if one.finite else math.inf for one in passes], [one.accuracy for one in passes]],
         dtype=torch.float64,

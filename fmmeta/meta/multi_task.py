@@ -9,6 +9,7 @@ optimizer acts element by element, so that N tasks are one long vector to it.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 from torch import Tensor
 
@@ -55,6 +56,44 @@ class MultiTaskInnerLoop:
             passes.append(batch.step(sets, optimizer.update(k, state, rates)))
             after_step()
         return passes
+
+    def adapt(
+        self,
+        worker: FullModelWorker,
+        theta: Tensor,
+        sets: Sets,
+        steps: Sequence[int],
+        classes: Sequence[int] | None = None,
+    ) -> list[tuple[list[PassStats], dict[str, Tensor]]]:
+        """Take task t to phi_K, K = steps[t]: statistics of its support set after 0 to K steps, and its
+        weights by name. Collective: group.
+        """
+        batch = self.begin(worker, theta, sets, classes)
+        weights = [batch.weights(task) for task in range(len(sets))]
+        done = count(1)
+
+        def keep() -> None:
+            k = next(done)
+            for task in [task for task, its_steps in enumerate(steps) if its_steps == k]:
+                weights[task] = batch.weights(task)
+
+        passes = self.run(batch, sets, max(steps), keep)
+        passes.append(batch.forward(sets))
+        return [([each[t] for each in passes[: steps[t] + 1]], weights[t]) for t in range(len(sets))]
+
+    def scores_after_each_step(
+        self,
+        worker: FullModelWorker,
+        theta: Tensor,
+        episodes: Sequence[Episode],
+        classes: Sequence[int] | None = None,
+    ) -> list[list[PassStats]]:
+        """Statistics of every task's query set after 0 to K steps. Collective: group."""
+        support, query = [one.support for one in episodes], [one.query for one in episodes]
+        batch = self.begin(worker, theta, support, classes)
+        passes = [batch.forward(query)]
+        self.run(batch, support, self.inner.steps, lambda: passes.append(batch.forward(query)))
+        return [[each[task] for each in passes] for task in range(len(episodes))]
 
     def _rates(self, batch: TaskBatch) -> Rates:
         """The rates in the order of `batch.phi`. Collective: group (rates of single elements only)."""

@@ -26,8 +26,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fmmeta import checkpoint
-from fmmeta.adaptation.command import leave_out, read_task
 from fmmeta.adaptation.predict import texts_of
+from fmmeta.adaptation.task_learner import leave_out, read_task
 from fmmeta.cli import COMMANDS, parse
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
