@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fmmeta.adaptation import many
 from fmmeta.adaptation.folder import new_folder, write_folder
-from fmmeta.adaptation.predict import AdaptedModel
+from fmmeta.adaptation.model import AdaptedModel
 from fmmeta.adaptation.task_learner import TaskLearner, read_task, support_set
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress

@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult
 
-from fmmeta.adaptation.predict import AdaptedModel
+from fmmeta.adaptation.model import AdaptedModel
 from fmmeta.adaptation.task_learner import Learned, SupportSet, TaskLearner
 from fmmeta.checkpoint import model_card
 from fmmeta.checkpoint.hf_export import export, export_adapters, write_json

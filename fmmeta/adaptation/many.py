@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fmmeta.adaptation import predict
+from fmmeta.adaptation import model
 from fmmeta.adaptation.folder import identifying, support_digest, write_folder
-from fmmeta.adaptation.predict import AdaptedModel, with_labels
+from fmmeta.adaptation.model import AdaptedModel, with_labels
 from fmmeta.adaptation.task_learner import (
     Encoded,
     Learned,
@@ -64,7 +64,7 @@ class AdaptedModels(Mapping[str, AdaptedModel]):
             raise UsageError(f"task {name} was not learned: {self.failed[name]}")
         if name not in self._names:
             raise KeyError(name)
-        return predict.load(PredictConfig(model_name_or_path=str(self.output_dir / name), **self._settings))
+        return model.load(PredictConfig(model_name_or_path=str(self.output_dir / name), **self._settings))
 
     def __contains__(self, name: object) -> bool:
         return name in self._names

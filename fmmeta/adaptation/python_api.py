@@ -15,9 +15,9 @@ from typing import Any, TypeVar, cast
 
 from fmmeta.adaptation import command as adapt_command
 from fmmeta.adaptation import many
-from fmmeta.adaptation import predict as predict_command
+from fmmeta.adaptation import model as models
 from fmmeta.adaptation.many import AdaptedModels
-from fmmeta.adaptation.predict import AdaptedModel
+from fmmeta.adaptation.model import AdaptedModel
 from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import restored_process
 from fmmeta.common.progress import Progress, terminal_log
@@ -152,7 +152,7 @@ def load(folder: Name, **settings: Any) -> AdaptedModel:
     (('colour', 'number'), True)
     """
     with restored_process():
-        return predict_command.load(settings_of(PredictConfig, {"model_name_or_path": folder, **settings}))
+        return models.load(settings_of(PredictConfig, {"model_name_or_path": folder, **settings}))
 
 
 def settings_of(kind: type[T], values: Mapping[str, Any]) -> T:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fmmeta.adaptation.predict import load_model
+from fmmeta.adaptation.model import load_model
 from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import host_bytes
 from fmmeta.common.progress import Progress, Warn

@@ -27,6 +27,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -346,8 +347,11 @@ def generate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     batch_size: int,
+    around: Callable[[Sequence[int]], AbstractContextManager[None]] = lambda rows: nullcontext(),
 ) -> list[str]:
     """Greedy answers to prompts of tokens, in their order; an answer ends where the model's positions end.
+
+    around: context of the pass over some prompts, by their numbers, which ascend.
 
     Raises `UsageError` for a prompt that leaves no position.
     """
@@ -366,17 +370,17 @@ def generate(
             batch = indices[begin : begin + batch_size]
             rows = [torch.tensor(prompts[index], device=worker.device) for index in batch]
             ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
-            out = hf.generate(
-                input_ids=ids,
-                attention_mask=pad_sequence(
-                    [torch.ones_like(row) for row in rows], batch_first=True, padding_side="left"
-                ),
-                max_new_tokens=tokens,
-                do_sample=False,
-                num_beams=1,
-                pad_token_id=pad,
-                eos_token_id=tokenizer.eos_token_id,
-            )
+            mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+            with around(batch):
+                out = hf.generate(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    max_new_tokens=tokens,
+                    do_sample=False,
+                    num_beams=1,
+                    pad_token_id=pad,
+                    eos_token_id=tokenizer.eos_token_id,
+                )
             texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
             for index, text in zip(batch, texts, strict=True):
                 answers[index] = text.strip()

@@ -334,6 +334,13 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
     model_name_or_path: str = setting(
         "", "Folder that `fmmeta adapt` wrote, or any classifier or language model"
     )
+    adapters: str | None = setting(
+        None,
+        "Instead of a model: directory with folders of adapters (`fmmeta adapt --support DIRECTORY --lora_r"
+        " N`); each input names its folder",
+    )
+    adapter_column: str = setting("adapter", "adapters: key or column of the folder's name")
+    adapters_in_memory: int = setting(64, "adapters: most that stay in memory", least=1)
     input: str = setting(
         "-",
         "File of inputs, or - for standard input: a text or a JSON object with text (input) on every "
@@ -354,8 +361,17 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
         refuse_first(
             [
                 (
-                    not self.model_name_or_path,
+                    not self.model_name_or_path and not self.adapters,
                     "model_name_or_path is missing; give the folder that fmmeta adapt wrote",
+                ),
+                (
+                    bool(self.model_name_or_path and self.adapters),
+                    f"model_name_or_path={self.model_name_or_path} with adapters={self.adapters}: adapters"
+                    " name their base; leave one out",
+                ),
+                (
+                    bool(self.adapters) and not Path(str(self.adapters)).is_dir(),
+                    f"adapters={self.adapters} is no directory; give the output_dir of fmmeta adapt",
                 ),
                 (
                     self.input != "-" and not source.is_file(),

@@ -374,7 +374,7 @@ def test_bad_task_file_is_skipped_for_both_models(llama, tmp_path, capsys):
 def test_greedy_generation_equals_transformers(llama):
     from transformers import AutoModelForCausalLM
 
-    from fmmeta.adaptation.predict import load_model
+    from fmmeta.adaptation.model import load_model
     from fmmeta.evaluation.methods import generate
 
     single = load_model(
@@ -396,7 +396,7 @@ def test_generation_stops_at_the_last_position(tmp_path):
     """Each answer has the tokens that it has without the others of its batch."""
     from transformers import AutoModelForCausalLM
 
-    from fmmeta.adaptation.predict import load_model
+    from fmmeta.adaptation.model import load_model
     from fmmeta.evaluation.methods import generate
 
     folder = save_family(tmp_path / "gpt2", "gpt2")  # 128 learned positions

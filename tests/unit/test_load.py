@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from fmmeta.adaptation.predict import load_model
+from fmmeta.adaptation.model import load_model
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.models.lazy_weights import open_lazy_model
