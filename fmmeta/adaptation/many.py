@@ -33,6 +33,8 @@ from fmmeta.checkpoint.hf_export import write_json
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import inside, one_line, printable, publish, sync
+from fmmeta.common.text import shortened
+from fmmeta.config.fields import refuse_first
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
 from fmmeta.models.files import BASE_FOLDER, SETTINGS_FILE
 from fmmeta.parallel import deepspeed_config
@@ -110,9 +112,10 @@ def run(settings: AdaptConfig) -> None:
     launch = Launch.from_env(os.environ)
     models = adapt_many(settings, Progress(enabled=launch.global_rank == 0))
     if models.failed:
+        names = [shortened(name) for name in sorted(models.failed)]
         raise UsageError(
             f"support={settings.support}: {len(models.failed)} of {len(models) + len(models.failed)} tasks"
-            f" failed ({few(sorted(models.failed))}), each with a line above; the other {len(models)} are in"
+            f" failed ({few(names)}), each with a line above; the other {len(models)} are in"
             f" {settings.output_dir}: fix the failed ones, and run the same command again"
         )
 
@@ -206,8 +209,13 @@ def support_files(folder: Path) -> list[tuple[str, str]]:
 
 def check_file(path: str) -> None:
     """Raise `UsageError` for a support file that cannot be read."""
-    if not Path(path).is_file() or not ending(Path(path)):
-        raise UsageError(f"support={path} is no {', '.join(ENDINGS)} file (.gz too); give one, or examples")
+    kinds = f"{', '.join(ENDINGS)} file (.gz too)"
+    refuse_first(
+        [
+            (not Path(path).exists(), f"support={path} is not there; restore it, or give another {kinds}"),
+            (not Path(path).is_file() or not ending(Path(path)), f"support={path} is no {kinds}; give one"),
+        ]
+    )
 
 
 def check_name(name: str) -> None:
@@ -239,8 +247,9 @@ def is_complete(folder: Path, table: Table, settings: AdaptConfig) -> bool:
         before, digest = dict(stored["settings"]), stored["support"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
-            f"output_dir={folder.parent}: {folder.name} is there, and fmmeta adapt did not write it"
-            f" ({one_line(error) or type(error).__name__}); move it away, or choose another output_dir"
+            f"output_dir={folder.parent}: {folder.name} is there, and its {SETTINGS_FILE} is not of fmmeta"
+            f" adapt ({getattr(error, 'strerror', None) or one_line(error)}); move it away, or choose another"
+            " output_dir"
         ) from None
     now = json.loads(json.dumps(identifying(settings)))
     if before != now:

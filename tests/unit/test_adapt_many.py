@@ -26,6 +26,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
 from fmmeta.meta.multi_task import MultiTaskInnerLoop
+from fmmeta.tasks.data.rows import Table
 from tests.support.helpers import refusal, write_rows
 from tests.support.launch import environment
 from tests.support.messages import check_message
@@ -224,7 +225,7 @@ def test_reasons_of_failed_tasks(bert, tmp_path):
         "../up": ("'../up'", "rename it"),
         "": ("''", "rename it"),
         "tab\t": ("control character", "rename it"),
-        "no file": (f"support={tmp_path / 'nowhere.jsonl'}", "give one"),
+        "no file": (f"support={tmp_path / 'nowhere.jsonl'}", "restore it"),
         "number": ("number=3", "give [(text, class), ...]"),
     }
     for name, text in parts.items():
@@ -477,7 +478,7 @@ def test_the_command_reads_a_directory_and_answers(bert, tmp_path):
     flags = [f"--{key}={value}" for key, value in LORA.items()]
     ended = command("adapt", f"--model_name_or_path={bert}", "--support=tasks", "--output_dir=out", *flags)
     assert ended.returncode == 2
-    assert "fmmeta: error: support=tasks: 1 of 3 tasks failed (empty)" in ended.stderr
+    assert "fmmeta: error: support=tasks: 1 of 3 tasks failed ('empty')" in ended.stderr
     assert "fmmeta: task empty failed: " in ended.stdout
     rows = '{"text": "a", "adapter": "task 0"}\n{"text": "b", "adapter": "x"}\n'
     ended = command("predict", "--adapters=out", stdin=rows)
