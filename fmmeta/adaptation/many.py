@@ -11,6 +11,7 @@ logged and skipped; the others are learned.
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -174,15 +175,14 @@ def find_tasks(
             f"support={settings.support or '{}'} holds no tasks; give a {', '.join(ENDINGS)} file (.gz too)"
             " or examples for each"
         )
-    names = [name for name, _ in sources]
+    files = Counter(name for name, _ in sources)
     for name, source in sources:
         try:
             check_name(name)
-            if names.count(name) > 1:
+            if files[name] > 1:
                 raise UsageError(f"task {name} has several files; rename or remove all but one")
             if isinstance(source, str):
-                inside(Path(source).parent, Path(source))
-                check_file(source)
+                check_file(source, settings.support if supports is None else None)
             else:
                 source = listed(name, source)
             table = read_task("support", source, config, notice, name)
@@ -194,7 +194,7 @@ def find_tasks(
             raise
         except UsageError as error:
             failed[name] = str(error)
-            notice(Warn(f"task {name} failed: {error}"))
+            notice(failure(name, str(error)))
     return Tasks(to_learn, complete, failed)
 
 
@@ -207,8 +207,10 @@ def support_files(folder: Path) -> list[tuple[str, str]]:
     )
 
 
-def check_file(path: str) -> None:
-    """Raise `UsageError` for a support file that cannot be read."""
+def check_file(path: str, folder: str | None) -> None:
+    """Raise `UsageError` for a support file that cannot be read, or that is a link out of its folder."""
+    if folder is not None:
+        inside(Path(folder), Path(path))
     kinds = f"{', '.join(ENDINGS)} file (.gz too)"
     refuse_first(
         [
@@ -294,7 +296,14 @@ def learn_all(
         before += len(group)
         del learner  # frees the weights before the next model is loaded
     parts = world.comm.gather_bytes(json.dumps(failed).encode())
-    return {name: text for part in parts for name, text in json.loads(part).items()}
+    everywhere = {name: text for part in parts for name, text in json.loads(part).items()}
+    for name in sorted(everywhere.keys() - failed.keys()):  # of other groups, which log nothing
+        progress.notice(failure(name, everywhere[name]))
+    return everywhere
+
+
+def failure(name: str, error: str) -> Warn:
+    return Warn(f"task {shortened(name)} failed: {error}")
 
 
 def split(settings: AdaptConfig, world: World) -> ProcessGroups:
@@ -320,7 +329,7 @@ def learn_share(
 
     def fail(name: str, error: str) -> None:
         failed[name] = error
-        progress.notice(Warn(f"task {name} failed: {error}"))
+        progress.notice(failure(name, error))
 
     ranks = learner.model.ranks
     for task in tasks:
@@ -338,7 +347,7 @@ def learn_share(
                     if ranks.group.rank == 0:
                         write_task(learner, learned, output)
             done += ranks.layout.num_groups
-            progress.line("tasks", min(done, total), total)
+            progress.line("tasks learned", min(done, total), total)
     return failed
 
 

@@ -368,9 +368,9 @@ class TaskLearner:
         return passes
 
     def _tasks_in_memory(self) -> int:
-        """The largest number of tasks whose adapters fit into the free memory of every rank of the group.
+        """The largest number of tasks whose adapters fit into the free memory of every rank.
 
-        Raises `UsageError` if one does not. Collective: group.
+        Raises `UsageError` if one does not. Collective: world, since all groups cut the same rounds.
         """
         worker, ranks = self.model.worker, self.model.ranks
         copies = 5 + len(self.inner.optimizer.state_names)  # phi, gradient, update, sums, copy of the result
@@ -378,7 +378,7 @@ class TaskLearner:
         free = host_bytes(ranks.layout.launch.local_world_size)
         if worker.device.type == "cuda":
             free = min(free, torch.cuda.mem_get_info(worker.device)[0])
-        free = min(map(int, worker.group.gather_bytes(str(free).encode())))
+        free = min(map(int, ranks.world.gather_bytes(str(free).encode())))
         if of_task > free:
             raise UsageError(
                 f"lora_r={self.config.lora_r}: the adapters of one task take {size_of(of_task)} with"

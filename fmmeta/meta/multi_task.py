@@ -69,14 +69,13 @@ class MultiTaskInnerLoop:
         weights by name. Collective: group.
         """
         batch = self.begin(worker, theta, sets, classes)
-        weights = [batch.weights(task) for task in range(len(sets))]
-        done = count(1)
+        weights, done = dict[int, dict[str, Tensor]](), count()
 
         def keep() -> None:
             k = next(done)
-            for task in [task for task, its_steps in enumerate(steps) if its_steps == k]:
-                weights[task] = batch.weights(task)
+            weights.update({task: batch.weights(task) for task, most in enumerate(steps) if most == k})
 
+        keep()
         passes = self.run(batch, sets, max(steps), keep)
         passes.append(batch.forward(sets))
         return [([each[t] for each in passes[: steps[t] + 1]], weights[t]) for t in range(len(sets))]

@@ -479,7 +479,7 @@ def test_the_command_reads_a_directory_and_answers(bert, tmp_path):
     ended = command("adapt", f"--model_name_or_path={bert}", "--support=tasks", "--output_dir=out", *flags)
     assert ended.returncode == 2
     assert "fmmeta: error: support=tasks: 1 of 3 tasks failed ('empty')" in ended.stderr
-    assert "fmmeta: task empty failed: " in ended.stdout
+    assert "fmmeta: task 'empty' failed: " in ended.stdout
     rows = '{"text": "a", "adapter": "task 0"}\n{"text": "b", "adapter": "x"}\n'
     ended = command("predict", "--adapters=out", stdin=rows)
     assert ended.returncode == 2
