@@ -78,7 +78,7 @@ class Floor:
         self.config = config
         self.tokenizer = load_tokenizer(config, description, lambda text: None)
         self.model = load_learner(config, description)
-        self.params = [p for p in self.model.parameters() if p.requires_grad]
+        self.params: list[Tensor] = [p for p in self.model.parameters() if p.requires_grad]
         self.start = [p.detach().clone() for p in self.params]
         self.pad = description.hf_config.pad_token_id
 
