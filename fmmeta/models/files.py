@@ -246,7 +246,10 @@ def checked(facts: Any) -> dict[str, Any]:
         raise ValueError("labels is not a list of texts")
     if not isinstance(facts.get("classes", 0), int):
         raise ValueError("classes is not a whole number")
-    if not isinstance(facts.get("adapted", {}), dict):
-        raise ValueError("adapted is not an object")
+    adapted = facts.get("adapted", {})
+    if not isinstance(adapted, dict) or not all(
+        isinstance(adapted.get(name) or 0, (int, float)) for name in ("inner_steps", "left_out")
+    ):
+        raise ValueError("adapted is not an object with numbers")
     read_used_splits(facts)
     return facts
