@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fmmeta.adaptation.python_api import adapt as adapt
+    from fmmeta.adaptation.python_api import adapt_many as adapt_many
     from fmmeta.adaptation.python_api import evaluate as evaluate
     from fmmeta.adaptation.python_api import load as load
     from fmmeta.common.errors import UsageError as UsageError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from fmmeta.training.callbacks import Callback as Callback
 
 __version__ = "0.2.0"
-__all__ = ["Callback", "Config", "MetaTrainer", "UsageError", "adapt", "evaluate", "load"]
+__all__ = ["Callback", "Config", "MetaTrainer", "UsageError", "adapt", "adapt_many", "evaluate", "load"]
 
 _MODULES = {
     "Callback": "fmmeta.training.callbacks",
@@ -27,6 +28,7 @@ _MODULES = {
     "UsageError": "fmmeta.common.errors",
     "MetaTrainer": "fmmeta.train",
     "adapt": "fmmeta.adaptation.python_api",
+    "adapt_many": "fmmeta.adaptation.python_api",
     "evaluate": "fmmeta.adaptation.python_api",
     "load": "fmmeta.adaptation.python_api",
 }

@@ -65,12 +65,12 @@ COMMANDS = {
         "fmmeta.evaluation.tune:tune",
     ),
     "adapt": Command(
-        "adapt a model to a file of a few examples and write an HF folder",
+        "adapt a model to a file of a few examples, or to each file of a directory, and write HF folders",
         "fmmeta.evaluation.settings:AdaptConfig",
         "fmmeta.adaptation.command:run",
     ),
     "predict": Command(
-        "answers of an adapted model to a file or to standard input",
+        "answers of an adapted model, or of many adapters, to a file or to standard input",
         "fmmeta.evaluation.settings:PredictConfig",
         "fmmeta.adaptation.predict:run",
     ),

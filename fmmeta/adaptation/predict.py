@@ -1,323 +1,324 @@
-"""A model in one process, for `adapt` and `predict`: no groups, no DeepSpeed, no process group.
-
-`fmmeta predict` answers a file or standard input, line by line:
+"""`fmmeta predict` answers a file or standard input, line by line:
 
     {"text": ...} or plain text  -->  {"text", "label", "score"}          a class and its probability
                                       {"input", "output"}                 a greedy answer (causal_lm)
+
+With one model, or with the adapters of a directory: each row names its folder, rows of many adapters share a
+pass of their base, and an adapter is loaded when a row names it.
+
+    {"text": ..., "adapter": ...}  -->  the same with "adapter", or with "error" in place of the answer
 """
 
 import io
 import json
 import sys
 import zlib
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from safetensors.torch import load_file
 
+from fmmeta.adaptation.model import Answer, LoadedModel, load, load_model
 from fmmeta.common.errors import UsageError
-from fmmeta.common.progress import Progress
-from fmmeta.common.security import printable
-from fmmeta.common.text import shortened, to_json
+from fmmeta.common.progress import LOGGER, STDERR, Progress
+from fmmeta.common.security import inside, one_line, printable
+from fmmeta.common.text import to_json
 from fmmeta.config.fields import refuse_first
-from fmmeta.config.settings import REMEMBERED, Config
+from fmmeta.config.settings import Config
 from fmmeta.evaluation.methods import generate
 from fmmeta.evaluation.results import open_output
-from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig
-from fmmeta.models.files import HEAD_FILE, base_model_name, cached_file, is_path, remembered
-from fmmeta.models.load import Description, describe, fitted, load_tokenizer
-from fmmeta.parallel import deepspeed_config
-from fmmeta.parallel.layout import Launch, ParallelPlan
-from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
-from fmmeta.parallel.workers.create import create_worker
-from fmmeta.parallel.workers.full_model import PlainWorker
-from fmmeta.tasks.batching import IGNORE, Batcher, Example
-from fmmeta.tasks.data.encode import encode
+from fmmeta.evaluation.settings import PredictConfig
+from fmmeta.models.files import (
+    ADAPTER_FILE,
+    BASE_FOLDER,
+    HEAD_FILE,
+    UNREADABLE,
+    base_model_name,
+    read_json,
+    read_stored,
+    remembered,
+)
+from fmmeta.models.load import describe, fitted
+from fmmeta.models.lora import StoredAdapter, adapters_of_rows
+from fmmeta.tasks.batching import collate
 from fmmeta.tasks.data.rows import MOST_GIB, broken_text, ending, read_file, unpacked
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An input and the model's answer: a class and its probability, or a text (score None).
-
-    truth: the correct answer, where it is known.
-    """
-
-    input: str
-    output: str
-    score: float | None = None
-    truth: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The keys of a line of output: text, label and score of a class, or input and output; and truth."""
-        truth = {} if self.truth is None else {"truth": self.truth}
-        if self.score is None:
-            return {"input": self.input, "output": self.output, **truth}
-        return {"text": self.input, "label": self.output, "score": round(self.score, 6), **truth}
-
-    def line(self) -> str:
-        """A line of JSON, with control characters of terminals escaped."""
-        return printable(to_json(self.as_dict(), ensure_ascii=False))
-
-
-@dataclass
-class LoadedModel:
-    """A model on a plain worker, with its tokenizer and batcher. frozen: untrained tensors by name."""
-
-    config: Config
-    description: Description
-    tokenizer: Any
-    ranks: ProcessGroups
-    worker: PlainWorker
-    head_names: tuple[str, ...]
-    frozen: dict[str, Tensor]
-    batcher: Batcher
-
-    def answer(self, texts: Sequence[str], max_new_tokens: int) -> list[Answer]:
-        """Answer texts, in their order.
-
-        Raises `UsageError` for a text without tokens, and for probabilities that are not finite.
-        """
-        config, names = self.config, self.description.hf_config.id2label
-        examples = encode(self.tokenizer, config, texts, [""] * len(texts))
-        causal = config.task_type == "causal_lm"
-        prompts = [
-            row.input_ids[: row.labels.count(IGNORE)] if causal else row.input_ids  # type: ignore
-            for row in examples
-        ]
-        for text, ids in zip(texts, prompts, strict=True):
-            if not ids:  # some tokenizers drop white space
-                raise UsageError(
-                    f"text={shortened(text)} has no tokens for"
-                    f" model_name_or_path={config.model_name_or_path}; fix or remove it"
-                )
-        if causal:
-            outputs = generate(self.worker, self.tokenizer, prompts, max_new_tokens, config.micro_batch_size)
-            return list(map(Answer, texts, outputs))
-        answers = []
-        for text, probabilities in zip(texts, self.class_logits(examples).softmax(1), strict=True):
-            if not probabilities.isfinite().all():
-                raise UsageError(
-                    f"model_name_or_path={config.model_name_or_path} gives no finite scores for"
-                    f" {shortened(text)}; adapt it with a lower --inner_lr"
-                )
-            label = int(probabilities.argmax())
-            answers.append(Answer(text, names[label], float(probabilities[label])))
-        return answers
-
-    def class_logits(self, examples: Sequence[Example]) -> Tensor:
-        """Logits [Q, C] of Q examples, in their order; the labels of the examples are not used."""
-        batches = self.batcher.split(
-            [Example(example.input_ids, index) for index, example in enumerate(examples)]
-        )
-        logits = torch.cat([rows.cpu() for rows in self.worker.logits(batches)])
-        return logits[torch.cat([batch.labels for batch in batches]).argsort()]
-
-
-@dataclass(repr=False)
-class AdaptedModel:
-    """A model that has learned one task.
-
-    labels: names of the classes, sorted; empty for causal_lm. inner_steps: steps that were taken; None for a
-    model that was loaded from a folder. left_out: accuracy on the examples that were left out to choose them,
-    None if none were. predictions: answers to the query set. output_dir: the model's folder, if any. loaded:
-    the model.
-    """
-
-    labels: tuple[str, ...]
-    inner_steps: int | None
-    left_out: float | None
-    loaded: LoadedModel
-    predictions: list[Answer] = field(default_factory=list)
-    output_dir: str | None = None
-
-    def __repr__(self) -> str:
-        config = self.loaded.config
-        left_out, accuracy = (
-            None if share is None else f"{share:.4f}" for share in (self.left_out, self.accuracy)
-        )
-        return (
-            f"{type(self).__name__}(base={config.model_name_or_path!r}, task_type={config.task_type!r},"
-            f" labels={self.labels!r}, inner_steps={self.inner_steps}, left_out={left_out},"
-            f" accuracy={accuracy}, output_dir={self.output_dir!r})"
-        )
-
-    @property
-    def accuracy(self) -> float | None:
-        """Share of correct answers to the query set, between 0 and 1; None without a query set."""
-        if not self.predictions:
-            return None
-        return sum(one.output == one.truth for one in self.predictions) / len(self.predictions)
-
-    def predict(self, texts: Sequence[str], max_new_tokens: int = 64) -> list[Answer]:
-        """Answer new inputs.
-
-        texts: non-empty strings; max_new_tokens: longest answer of a language model. Returns an `Answer` for
-        each, in their order: `output` is a class with its probability as `score`, or a generated text. Raises
-        `UsageError` for an input that is not a text.
-
-        >>> import fmmeta
-        >>> pairs = [("red", "colour"), ("blue", "colour"), ("one", "number"), ("two", "number")]
-        >>> adapted = fmmeta.adapt("tiny", pairs, inner_steps=10, early_stopping=False)
-        >>> adapted.labels, [answer.output in adapted.labels for answer in adapted.predict(["green", "six"])]
-        (('colour', 'number'), [True, True])
-        """
-        if isinstance(texts, str):
-            raise UsageError(f"texts={shortened(texts)} is one text; give a list of texts")
-        if not isinstance(texts, Iterable):
-            raise UsageError(f"texts={shortened(texts)} holds no texts; give a list of texts")
-        for index, text in enumerate(texts := list(texts)):
-            if not isinstance(text, str):
-                raise UsageError(f"texts[{index}]={shortened(text)} is no text; give strings")
-            if not text:
-                raise UsageError(f"texts[{index}] is empty; fix it")
-            if wrong := broken_text(text):
-                raise UsageError(f"texts[{index}] has {wrong}; fix it")
-        return self.loaded.answer(texts, max_new_tokens) if texts else []
-
-
-def load_single_process(
-    config: Config, progress: Progress, labels: Sequence[str] = (), bf16: bool = False
-) -> LoadedModel:
-    """Load the model of `config`. `labels`: names of its classes. Raises `UsageError`."""
-    description = describe(config)
-    if labels:
-        description = replace(description, labels=tuple(labels))
-        description.hf_config.id2label = dict(enumerate(labels))
-        description.hf_config.label2id = {label: number for number, label in enumerate(labels)}
-    tokenizer = load_tokenizer(config, description, progress.notice)
-    ranks = World(Launch(), pick_device(Launch())).split(1, default_group=False)
-    plan = ParallelPlan(1, "plain", deepspeed_config.read(None, bf16, progress.notice))
-    worker, head_names, frozen = create_worker(config, description, plan, ranks)
-    assert isinstance(worker, PlainWorker)
-    return LoadedModel(
-        config,
-        description,
-        tokenizer,
-        ranks,
-        worker,
-        head_names,
-        frozen,
-        Batcher(description.hf_config.pad_token_id, config.micro_batch_size),
-    )
-
+from fmmeta.tasks.data.splits import few
+from fmmeta.tasks.data.token_store import files_digest
 
 KEYS = ("text", "sentence", "utterance", "input", "prompt", "question")
 
 
+@dataclass(frozen=True)
+class Input:
+    """A text to answer, and the folder of its adapter, if there is a directory of them."""
+
+    text: str
+    adapter: str = ""
+
+
 def run(settings: PredictConfig) -> None:
-    """`fmmeta predict`. Standard input is answered line by line, a file in batches."""
-    model, texts = load(settings).loaded, texts_of(settings)
-    size = 1 if settings.input == "-" else settings.micro_batch_size
+    """`fmmeta predict`. Standard input is answered line by line, a file in batches.
+
+    Raises `UsageError`; for adapters that cannot be used after all other rows have their answers.
+    """
+    if settings.adapters:
+        answer_by_adapters(settings)
+        return
+    model, inputs = load(settings).loaded, inputs_of(settings)
     with open_output(settings.output) as file:
-        while batch := list(islice(texts, size)):
-            for one in model.answer(batch, settings.max_new_tokens):
+        for batch in batches(inputs, settings):
+            for one in model.answer([each.text for each in batch], settings.max_new_tokens):
                 print(one.line(), file=file, flush=True)
 
 
-def load(settings: PredictConfig) -> AdaptedModel:
-    """Load a model with the classes that it has learned. Raises `UsageError`."""
-    refuse_no_model(settings.model_name_or_path)
-    stored = remembered(settings.model_name_or_path)
-    values = {name: getattr(settings, name) for name in SHARED_BY_PREDICT}
-    values |= {
-        name: stored.get(name) for name in SHARED_BY_PREDICT if values[name] is None and name in REMEMBERED
-    }
-    config = Config(**{name: one for name, one in values.items() if one is not None}, algorithm="none")
-    description = describe(config)
-    labels: tuple[str, ...] = ()
-    if config.task_type == "classification":
-        refuse_untrained_head(config, description, stored)
-        names = description.hf_config.id2label
-        labels = tuple(stored.get("labels") or (names[number] for number in sorted(names)))
-        if len(labels) < 2:
-            raise UsageError(
-                f"model_name_or_path={settings.model_name_or_path} names fewer than two classes; adapt it"
-                " first (fmmeta adapt)"
-            )
-        config = replace(config, n_way=len(labels), head_init="learned")
-    loaded = load_single_process(fitted(config, description.hf_config), Progress(enabled=False), labels)
-    return AdaptedModel(labels, None, None, loaded, output_dir=settings.model_name_or_path)
+def batches(inputs: Iterator[Input], settings: PredictConfig) -> Iterator[list[Input]]:
+    size = 1 if settings.input == "-" else settings.micro_batch_size
+    while batch := list(islice(inputs, size)):
+        yield batch
 
 
-def refuse_no_model(name: str) -> None:
-    """Raise `UsageError` for a path without a model, naming what it lacks. A hub id is accepted."""
-    path = Path(name)
-    if not path.is_dir() and (path.exists() or is_path(name)):
-        raise UsageError(f"model_name_or_path={name} is no folder; give the one that fmmeta adapt wrote")
-    if path.is_dir() and not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
-        inside = path / "model"
-        advice = f"run fmmeta adapt on {inside}, and give" if inside.is_dir() else "give"
+def answer_by_adapters(settings: PredictConfig) -> None:
+    """Answer rows that name the folders of their adapters. Raises `UsageError` at the end if some cannot."""
+    adapters, total, unanswered = AdapterDirectory(settings), 0, 0
+    with open_output(settings.output) as file:
+        for batch in batches(inputs_of(settings), settings):
+            for one, answer in zip(batch, adapters.answer(batch), strict=True):
+                total += 1
+                if isinstance(answer, str):
+                    unanswered += 1
+                    shown = {"text": one.text, "adapter": one.adapter, "error": answer}
+                else:
+                    shown = {**answer.as_dict(), "adapter": one.adapter}
+                print(printable(to_json(shown, ensure_ascii=False)), file=file, flush=True)
+    if unanswered:
         raise UsageError(
-            f"model_name_or_path={name} holds neither config.json nor adapter_config.json; {advice} the"
-            " folder that fmmeta adapt writes"
+            f"adapters={settings.adapters}: {unanswered} of {total} inputs have no answer, since"
+            f" {len(adapters.failed)} adapters cannot be used ({few(sorted(adapters.failed))}); replace them,"
+            " or leave these inputs out"
         )
 
 
-def refuse_untrained_head(config: Config, description: Description, stored: dict[str, Any]) -> None:
-    """Raise `UsageError` for a classifier that would answer at random: no trained head, or other features.
-
-    stored: content of the model's fmmeta.json.
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """An adapter and the names of its classes. base: what it has in common with adapters that share a pass
+    with it, by name.
     """
-    name, pooling = config.model_name_or_path, description.pooling
-    expected = stored.get("pooling", pooling)
-    if config.builtin_model:
-        trained = False
-    elif pooling != "model":
-        trained = cached_file(name, HEAD_FILE) is not None
-    else:  # adapters of another origin contain their head
-        kinds = description.hf_config.architectures or ()
-        trained = base_model_name(name) != name or any(
-            kind.endswith("ForSequenceClassification") for kind in kinds
-        )
-    adapted = bool(stored.get("labels"))
+
+    weights: StoredAdapter
+    labels: tuple[str, ...]
+    base: dict[str, Any]
+
+
+SHARED_BY_BASE = ("task_type", "pooling", "feature_norm", "max_length", "prompt_template")
+
+
+class AdapterDirectory:
+    """The adapters in the folders of a directory, on one base: that of most folders.
+
+    The last `adapters_in_memory` adapters stay in memory. failed: why adapters cannot be used, by name.
+    """
+
+    def __init__(self, settings: PredictConfig) -> None:
+        self.settings, self.folder = settings, Path(str(settings.adapters)).absolute()
+        self.loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()
+        self.failed: dict[str, str] = {}
+        self.base = dict[str, Any]()  # what all adapters have in common
+        self.model: LoadedModel | None = None
+
+    def answer(self, inputs: Sequence[Input]) -> list[Answer | str]:
+        """Answer inputs of any adapters in one pass; the reason where an adapter cannot be used.
+
+        Raises `UsageError` for a text without tokens.
+        """
+        order = sorted(range(len(inputs)), key=lambda index: inputs[index].adapter)
+        usable = {name: self.adapter(name) for name in dict.fromkeys(one.adapter for one in inputs)}
+        answers: list[Answer | str] = [self.failed.get(one.adapter, "") for one in inputs]
+        order = [index for index in order if usable[inputs[index].adapter] is not None]
+        if order:
+            found = [usable[inputs[index].adapter] for index in order]
+            texts = [inputs[index].text for index in order]
+            for index, answer in zip(order, self._answer(texts, [one for one in found if one]), strict=True):
+                answers[index] = answer
+        return answers
+
+    def _answer(self, texts: Sequence[str], adapters: Sequence[LoadedAdapter]) -> Sequence[Answer | str]:
+        """Answers to texts, those of an adapter one after the other. adapters: of each text."""
+        model, settings = self.model, self.settings
+        assert model is not None, "the base of the adapters"
+
+        def around(rows: Sequence[int]) -> AbstractContextManager[None]:
+            runs = [list(group) for _, group in groupby(rows, key=lambda row: id(adapters[row]))]
+            weights = [adapters[run[0]].weights for run in runs]
+            return adapters_of_rows(model.worker.learner, weights, [len(run) for run in runs])
+
+        examples, prompts = model.encode_inputs(texts)
+        if model.config.task_type == "causal_lm":
+            tokens, size = settings.max_new_tokens, settings.micro_batch_size
+            return list(
+                map(Answer, texts, generate(model.worker, model.tokenizer, prompts, tokens, size, around))
+            )
+        rows = [replace(example, labels=0) for example in examples]
+        with around(range(len(rows))):
+            (logits,) = model.worker.logits([collate(rows, 1.0, model.batcher.pad_token_id)])
+        answers: list[Answer | str] = []
+        for text, row, adapter in zip(texts, logits.cpu(), adapters, strict=True):
+            try:
+                answers.append(model.choose(text, row[: len(adapter.labels)], adapter.labels))
+            except UsageError as error:
+                answers.append(str(error))
+        return answers
+
+    def adapter(self, name: str) -> LoadedAdapter | None:
+        """The adapter of a folder; None if it cannot be used, with the reason in `failed` and in the log."""
+        if name in self.failed:
+            return None
+        if name not in self.loaded:
+            try:
+                self.loaded[name] = self._load(name)
+            except UsageError as error:
+                self.failed[name] = str(error)
+                LOGGER.warning("%s", printable(f"adapter {name}: {error}"), extra=STDERR)
+                return None
+        self.loaded.move_to_end(name)
+        found = self.loaded[name]
+        while len(self.loaded) > self.settings.adapters_in_memory:
+            self.loaded.popitem(last=False)
+        return found
+
+    def _load(self, name: str) -> LoadedAdapter:
+        """Read a folder. Raises `UsageError` for one that cannot share a pass with the others."""
+        adapter = read_adapter(self.folder, name)
+        self.base = self.base or {BASE: most_common_base(self.folder)}
+        differ = [key for key in self.base if adapter.base[key] != self.base[key]]
+        if differ:
+            texts = [f"{key} {adapter.base[key]} and not {self.base[key]}" for key in differ]
+            raise UsageError(
+                f"adapters={self.folder}: {name} differs from the other adapters ({'; '.join(texts)}); answer"
+                " its inputs with --model_name_or_path"
+            )
+        if self.model is None:
+            path = base_model_name(str(self.folder / name))
+            self.model, self.base = load_base(self.settings, path, adapter.base), adapter.base
+        device = self.model.worker.device
+        weights = adapter.weights.to(device)
+        learner = self.model.worker.learner
+        if wrong := weights.misfit(learner):
+            raise UsageError(
+                f"adapters={self.folder}: {name} does not fit its base: {wrong}; adapt the model again"
+            )
+        return replace(adapter, weights=weights)
+
+
+BASE = "base model"
+
+
+def base_of(folder: Path) -> str:
+    """What identifies the base of an adapter folder: its name, or a digest of the copy in the folder.
+
+    Raises `UsageError`.
+    """
+    if (folder / BASE_FOLDER).is_dir():
+        return files_digest(sorted((folder / BASE_FOLDER).glob("*.safetensors")))
+    return base_model_name(str(folder))
+
+
+def most_common_base(root: Path) -> str:
+    """The base of most adapter folders of a directory."""
+    bases = list[str]()
+    for folder in sorted(root.iterdir()):
+        with suppress(UsageError):
+            if (folder / "adapter_config.json").is_file():
+                bases.append(base_of(folder))
+    return Counter(bases).most_common(1)[0][0]
+
+
+def read_adapter(root: Path, name: str) -> LoadedAdapter:
+    """The adapter in the folder `name` of `root`. Raises `UsageError` for anything else."""
+    where = f"adapters={root}: {name[:60]!r}"
+    folder = root / name
+    if name in (".", "..") or "/" in name or "\0" in name or not folder.is_dir():
+        raise UsageError(f"{where} is no folder in it; name one of those that fmmeta adapt wrote")
+    place = str(inside(root, folder))
+    settings = read_json(place, "adapter_config.json", dict)
+    tensors = read_stored(place, ADAPTER_FILE, load_file)
+    stored = remembered(place)
+    kind = settings and (settings.get("peft_type"), settings.get("bias", "none"))
     refuse_first(
         [
             (
-                adapted and pooling != expected,
-                f"pooling={pooling} does not fit the head of model_name_or_path={name}, which was trained"
-                f" with {expected}; use --pooling {expected}",
+                settings is None or tensors is None or "task_type" not in stored,
+                f"{where} holds no adapter of fmmeta (adapter_config.json, {ADAPTER_FILE}, fmmeta.json); give"
+                " a whole model to --model_name_or_path",
             ),
             (
-                adapted and not trained,
-                f"model_name_or_path={name} holds no {HEAD_FILE}, where its classes are; fetch it again",
-            ),
-            (
-                not trained
-                or ("algorithm" in stored and not adapted),  # of a meta-trained run, or of no task
-                f"model_name_or_path={name} has no trained head, and would answer at random; run fmmeta adapt"
-                " first, and give the folder that it writes",
+                kind != ("LORA", "none") or any(map((settings or {}).get, OTHER_KINDS)),
+                f"{where} is an adapter of another kind than plain LoRA; merge it into its base, and give"
+                " that to --model_name_or_path",
             ),
         ]
     )
+    assert settings is not None
+    assert tensors is not None
+    labels = tuple(stored.get("labels") or ())
+    if stored["task_type"] == "classification" and len(labels) < 2:
+        raise UsageError(f"{where} names fewer than two classes; adapt it first (fmmeta adapt)")
+    head = read_stored(place, HEAD_FILE, load_file) or {}
+    try:
+        weights = StoredAdapter.of(tensors, head, settings["lora_alpha"] / settings["r"])
+    except (*UNREADABLE, ArithmeticError) as error:
+        raise UsageError(f"{where} cannot be read ({one_line(error)}); adapt the model again") from None
+    base = {BASE: base_of(folder), **{key: stored.get(key) for key in SHARED_BY_BASE}}
+    return LoadedAdapter(weights, labels, base)
 
 
-def texts_of(settings: PredictConfig) -> Iterator[str]:
-    """The texts of `--input`: rows of a .csv or .parquet file, lines of any other and of standard input.
+OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out_pattern")
+
+
+def load_base(settings: PredictConfig, name: str, base: dict[str, Any]) -> LoadedModel:
+    """The base of adapters, without a trained head. base: see `LoadedAdapter`. Raises `UsageError`."""
+    given = {
+        name: getattr(settings, name)
+        for name in ("attn_implementation", "trust_remote_code", "micro_batch_size")
+    }
+    values = {**{key: base[key] for key in SHARED_BY_BASE}, **given}
+    if base["task_type"] == "causal_lm":
+        del values["pooling"]
+    config = Config(
+        model_name_or_path=name,
+        algorithm="none",
+        n_way=2,
+        **{name: one for name, one in values.items() if one is not None},
+    )
+    return load_model(fitted(config, describe(config).hf_config), Progress(enabled=False))
+
+
+def inputs_of(settings: PredictConfig) -> Iterator[Input]:
+    """The inputs of `--input`: rows of a .csv or .parquet file, lines of any other and of standard input.
 
     Raises `UsageError`.
     """
     path = Path(settings.input)
     if settings.input == "-":
-        yield from read_texts(sys.stdin, settings)
+        yield from read_inputs(sys.stdin, settings)
     elif ending(path) in (".csv", ".parquet"):
         for row in read_file(path):
-            yield text_in(row.values, row.origin, settings)
+            yield input_in(row.values, row.origin, settings)
     else:
         try:
             binary = unpacked(path, MOST_GIB) if path.suffix == ".gz" else path.open("rb")
         except OSError as error:
             raise UsageError(f"input={path} cannot be opened: {error.strerror}; give another file") from None
         with io.TextIOWrapper(binary, encoding="utf-8") as file:
-            yield from read_texts(file, settings)
+            yield from read_inputs(file, settings)
 
 
-def read_texts(lines: Iterable[str], settings: PredictConfig) -> Iterator[str]:
-    """The texts of plain lines, or of JSON objects. Raises `UsageError` naming the line."""
+def read_inputs(lines: Iterable[str], settings: PredictConfig) -> Iterator[Input]:
+    """The inputs of plain lines, or of JSON objects. Raises `UsageError` naming the line."""
     number = 0
     try:
         for number, line in enumerate(lines, 1):
@@ -328,11 +329,15 @@ def read_texts(lines: Iterable[str], settings: PredictConfig) -> Iterator[str]:
                     values = json.loads(text)
                 except (ValueError, RecursionError) as error:
                     raise UsageError(f"{origin} is no JSON object ({error}); fix it") from None
-                yield text_in(values, origin, settings)
+                yield input_in(values, origin, settings)
             elif wrong := broken_text(text):
                 raise UsageError(f"{origin} has {wrong}; fix it")
+            elif text.strip() and settings.adapters:
+                raise UsageError(
+                    f"{origin} names no adapter; write JSON objects with {settings.adapter_column} and a text"
+                )
             elif text.strip():
-                yield text
+                yield Input(text)
     except UnicodeDecodeError as error:
         raise UsageError(
             f"input is not UTF-8 at line {number + 1} or soon after it ({error.reason}); convert it"
@@ -343,8 +348,8 @@ def read_texts(lines: Iterable[str], settings: PredictConfig) -> Iterator[str]:
         ) from None
 
 
-def text_in(values: dict[str, Any], origin: str, settings: PredictConfig) -> str:
-    """The text of a row. Raises `UsageError`."""
+def input_in(values: dict[str, Any], origin: str, settings: PredictConfig) -> Input:
+    """The text of a row, and its adapter if the settings have a directory of them. Raises `UsageError`."""
     keys = [settings.text_column] if settings.text_column else KEYS
     key = next((key for key in keys if isinstance(values.get(key), str)), "")
     refuse_first(
@@ -355,4 +360,9 @@ def text_in(values: dict[str, Any], origin: str, settings: PredictConfig) -> str
     )
     if wrong := broken_text(values[key]):
         raise UsageError(f"{origin} has {wrong} in {key}; fix it")
-    return values[key]
+    adapter = str(values.get(settings.adapter_column) or "") if settings.adapters else ""
+    if settings.adapters and not adapter:
+        raise UsageError(
+            f"{origin} names no adapter under {settings.adapter_column}; name the key with --adapter_column"
+        )
+    return Input(values[key], adapter)

@@ -7,15 +7,16 @@ fmmeta.load("adapted/cards").predict(["has my card been sent?"])
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 from fmmeta.adaptation import command as adapt_command
-from fmmeta.adaptation import predict as predict_command
-from fmmeta.adaptation.command import Examples
-from fmmeta.adaptation.predict import AdaptedModel
+from fmmeta.adaptation import many
+from fmmeta.adaptation import model as models
+from fmmeta.adaptation.many import AdaptedModels
+from fmmeta.adaptation.model import AdaptedModel
 from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import restored_process
 from fmmeta.common.progress import Progress, terminal_log
@@ -26,6 +27,7 @@ from fmmeta.evaluation import command as evaluate_command
 from fmmeta.evaluation.results import EvaluationResults
 from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig, PredictConfig
 from fmmeta.parallel.layout import Launch
+from fmmeta.tasks.data.rows import Examples, listed
 
 Name = str | os.PathLike[str]
 T = TypeVar("T")
@@ -92,6 +94,49 @@ def adapt(
         )
 
 
+def adapt_many(
+    model_name_or_path: Name,
+    supports: Mapping[str, Examples | Name],
+    *,
+    output_dir: Name,
+    quiet: bool = True,
+    **settings: Any,
+) -> AdaptedModels:
+    """Adapt a model to many tasks, several in a pass where it has adapters (`lora_r`).
+
+    model_name_or_path, settings: as for `adapt`. supports: name of each task -> its examples, as for `adapt`.
+    output_dir: folder for the folders of the adapted models, one per task, with its name. A folder is
+    complete or absent; the same call again learns the tasks without one. quiet: as for `evaluate`.
+
+    Returns a mapping from name to adapted model, which is loaded when it is accessed. A task that cannot be
+    learned is in `failed`, with the reason, and not among the keys. Raises `UsageError` for what concerns all
+    tasks. Collective: world.
+
+    >>> import fmmeta, tempfile
+    >>> colours = [("red", "warm"), ("orange", "warm"), ("blue", "cold"), ("green", "cold")]
+    >>> numbers = [("one", "odd"), ("three", "odd"), ("two", "even"), ("four", "even")]
+    >>> supports, folder = {"colours": colours, "numbers": numbers}, tempfile.mkdtemp()
+    >>> models = fmmeta.adapt_many("tiny", supports, output_dir=folder, lora_r=4, inner_steps=3)
+    >>> sorted(models), models.failed, models["numbers"].labels
+    (['colours', 'numbers'], {}, ('even', 'odd'))
+    """
+    if not isinstance(supports, Mapping):
+        raise UsageError(
+            f"supports={shortened(supports)} is no mapping; give {{name: examples}} of each task"
+        )
+    sources: dict[str, Any] = {}
+    for name, one in supports.items():
+        if not isinstance(name, str):
+            raise UsageError(f"supports: the name {shortened(name)} is no text; give a text")
+        sources[name] = os.fspath(one) if isinstance(one, (str, os.PathLike)) else one
+    values = {"model_name_or_path": model_name_or_path, "output_dir": output_dir or None, **settings}
+    with restored_process(), nullcontext() if quiet else terminal_log():
+        first = Launch.from_env(os.environ).global_rank == 0
+        return many.adapt_many(
+            settings_of(AdaptConfig, values), Progress(enabled=first, quiet=quiet), sources
+        )
+
+
 def load(folder: Name, **settings: Any) -> AdaptedModel:
     """Load a model that `fmmeta.adapt` or `fmmeta adapt` has written, in one process.
 
@@ -106,18 +151,7 @@ def load(folder: Name, **settings: Any) -> AdaptedModel:
     (('colour', 'number'), True)
     """
     with restored_process():
-        return predict_command.load(settings_of(PredictConfig, {"model_name_or_path": folder, **settings}))
-
-
-def listed(name: str, examples: Any) -> Examples:
-    """Examples as a list. Raises `UsageError` if there are none."""
-    if isinstance(examples, Mapping) or not isinstance(examples, Iterable):
-        raise UsageError(
-            f"{name}={shortened(examples)} is neither a file nor pairs; give [(text, class), ...]"
-        )
-    if not (rows := list(examples)):
-        raise UsageError(f"{name}=[] holds no examples; give pairs of text and class")
-    return rows
+        return models.load(settings_of(PredictConfig, {"model_name_or_path": folder, **settings}))
 
 
 def settings_of(kind: type[T], values: Mapping[str, Any]) -> T:

@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from fmmeta.common.text import to_json
 from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.meta.inner_optimizers import RATES_FILE, Rates
-from fmmeta.models.files import BASE_FOLDER, HEAD_FILE, base_model_name
+from fmmeta.models.files import BASE_FOLDER, HEAD_FILE, SETTINGS_FILE, base_model_name
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.models.load import Description, empty_learner, load_hf
 from fmmeta.models.lora import merged, save_adapter
@@ -90,6 +90,24 @@ def export(
         with ranks.world.raise_on_all("exporting the inner rates"):
             if ranks.first:
                 save_tensors(named, folder / RATES_FILE)
+
+
+def export_adapters(
+    folder: Path,
+    weights: dict[str, Tensor],
+    config: Config,
+    description: Description,
+    tokenizer: Any,
+    rates: Rates | None,
+    element_rates: dict[str, Tensor],
+    merge_into: Path,
+    trained: Sequence[UsedSplits],
+) -> None:
+    """Write adapters and head as `export` does, from their complete weights by name. Local."""
+    skeleton = empty_learner(config, replace(description, classes=0))
+    write_adapters(folder, skeleton, weights, config, description, tokenizer, rates, merge_into, trained)
+    if element_rates:
+        save_tensors(element_rates, folder / RATES_FILE)
 
 
 def clear(folder: Path, base: str | None = None) -> None:
@@ -268,7 +286,7 @@ def write_metadata(
     if trained:
         distinct = dict.fromkeys(json.dumps(one.as_dict()) for one in trained)
         stored["datasets"] = [json.loads(one) for one in distinct]
-    write_json(folder / "fmmeta.json", stored)
+    write_json(folder / SETTINGS_FILE, stored)
 
 
 def write_json(file: Path, value: Any, indent: int = 1) -> None:

@@ -27,6 +27,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ from fmmeta.metrics.scores import STATS, EpisodeScore, episode_score, prediction
 from fmmeta.models.files import cached_file, remembered
 from fmmeta.models.load import max_positions
 from fmmeta.parallel.process_groups import ProcessGroups
-from fmmeta.parallel.workers.base import Worker
+from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Episode, Example, MicroBatch
 from fmmeta.tasks.data.encode import encode
@@ -84,6 +85,11 @@ def scores_by_step(inner: InnerLoop, worker: Worker, theta: Tensor, episode: Epi
     """
     passes = inner.scores_after_each_step(worker, theta, episode)
     worker.write(theta)
+    return as_scores(passes)
+
+
+def as_scores(passes: Sequence[PassStats]) -> Tensor:
+    """Loss (inf if not finite) and accuracy of P passes, float64 [2, P]."""
     return torch.tensor(
         [[one.loss if one.finite else math.inf for one in passes], [one.accuracy for one in passes]],
         dtype=torch.float64,
@@ -341,8 +347,11 @@ def generate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     batch_size: int,
+    around: Callable[[Sequence[int]], AbstractContextManager[None]] = lambda rows: nullcontext(),
 ) -> list[str]:
     """Greedy answers to prompts of tokens, in their order; an answer ends where the model's positions end.
+
+    around: context of the pass over some prompts, by their numbers, which ascend.
 
     Raises `UsageError` for a prompt that leaves no position.
     """
@@ -361,17 +370,17 @@ def generate(
             batch = indices[begin : begin + batch_size]
             rows = [torch.tensor(prompts[index], device=worker.device) for index in batch]
             ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
-            out = hf.generate(
-                input_ids=ids,
-                attention_mask=pad_sequence(
-                    [torch.ones_like(row) for row in rows], batch_first=True, padding_side="left"
-                ),
-                max_new_tokens=tokens,
-                do_sample=False,
-                num_beams=1,
-                pad_token_id=pad,
-                eos_token_id=tokenizer.eos_token_id,
-            )
+            mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+            with around(batch):
+                out = hf.generate(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    max_new_tokens=tokens,
+                    do_sample=False,
+                    num_beams=1,
+                    pad_token_id=pad,
+                    eos_token_id=tokenizer.eos_token_id,
+                )
             texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
             for index, text in zip(batch, texts, strict=True):
                 answers[index] = text.strip()

@@ -255,12 +255,18 @@ class TuneConfig(EvaluateConfig):
 
 
 @dataclass
-class AdaptConfig(FewShotConfig):
+class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
     """`fmmeta adapt`."""
 
-    support: str = setting("", "File of the examples to learn from: .jsonl, .csv or .parquet (.gz too)")
+    support: str = setting(
+        "",
+        "File of the examples to learn from: .jsonl, .csv or .parquet (.gz too); or a directory of such"
+        " files, each the examples of a task with the file's name",
+    )
     query: str | None = setting(None, "File of labelled examples to test the adapted model on")
-    output_dir: str | None = setting(None, "Folder of the adapted model")
+    output_dir: str | None = setting(
+        None, "Folder of the adapted model; of a folder for each task, where support is a directory"
+    )
     early_stopping: bool = setting(
         True,
         "Choose the inner steps (up to twice inner_steps) by leaving out an example of each "
@@ -269,9 +275,30 @@ class AdaptConfig(FewShotConfig):
     micro_batch_size: int = setting(32, "Most examples of one forward pass", least=1)
     bf16: bool = setting(False, "bf16 weights and activations over fp32 master weights")
     max_new_tokens: int = setting(64, "causal_lm: longest generated answer to a query", least=1)
+    tokens_per_pass: int = setting(
+        4096,
+        "Support directory with LoRA: most tokens, with padding, of a forward pass in which several tasks are"
+        " learned",
+        least=1,
+    )
+    group_size: str = setting(
+        "auto",
+        "Support directory: ranks that hold one model together; auto: all ranks with ZeRO 3, else one",
+        or_auto=1,
+    )
 
     def __post_init__(self) -> None:
-        for name, path in (("support", self.support), ("query", self.query)):
+        files = {"query": self.query}
+        if Path(self.support).is_dir() and self.support:
+            check_values(self)
+            if self.query:
+                raise UsageError(
+                    f"query={self.query} goes with one support file, and support={self.support} is a"
+                    " directory; leave it out, and answer with fmmeta predict --adapters"
+                )
+        else:
+            files["support"] = self.support
+        for name, path in sorted(files.items(), reverse=True):
             refuse_first(
                 [
                     (
@@ -307,6 +334,13 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
     model_name_or_path: str = setting(
         "", "Folder that `fmmeta adapt` wrote, or any classifier or language model"
     )
+    adapters: str | None = setting(
+        None,
+        "Instead of a model: directory with folders of adapters (`fmmeta adapt --support DIRECTORY --lora_r"
+        " N`); each input names its folder",
+    )
+    adapter_column: str = setting("adapter", "adapters: key or column of the folder's name")
+    adapters_in_memory: int = setting(64, "adapters: most that stay in memory", least=1)
     input: str = setting(
         "-",
         "File of inputs, or - for standard input: a text or a JSON object with text (input) on every "
@@ -327,8 +361,17 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
         refuse_first(
             [
                 (
-                    not self.model_name_or_path,
+                    not self.model_name_or_path and not self.adapters,
                     "model_name_or_path is missing; give the folder that fmmeta adapt wrote",
+                ),
+                (
+                    bool(self.model_name_or_path and self.adapters),
+                    f"model_name_or_path={self.model_name_or_path} with adapters={self.adapters}: adapters"
+                    " name their base; leave one out",
+                ),
+                (
+                    bool(self.adapters) and not Path(str(self.adapters)).is_dir(),
+                    f"adapters={self.adapters} is no directory; give the output_dir of fmmeta adapt",
                 ),
                 (
                     self.input != "-" and not source.is_file(),

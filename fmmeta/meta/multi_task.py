@@ -1,4 +1,4 @@
-"""FOMAML and Reptile on several tasks at a time: first-order rules over `TaskBatch`.
+"""The inner loop of several tasks at a time over `TaskBatch`, and FOMAML and Reptile with it.
 
     phi_t <- phi_t - alpha u(grad L_t(phi_t)),  t = 1 .. N in one pass
     then grad L_query,t(phi_t), or theta - phi_t
@@ -8,12 +8,16 @@ optimizer acts element by element, so that N tasks are one long vector to it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
+
+from torch import Tensor
 
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.classifier_head import class_means, nearest_mean_head
 from fmmeta.meta.costs import rows_of
+from fmmeta.meta.inner_optimizers import Layers, Rates, layer_of
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.meta.rule import InnerLoop, TaskResult, no_poll
 from fmmeta.models.learner import Learner
@@ -21,6 +25,95 @@ from fmmeta.models.lora import TaskAxis
 from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker, TaskBatch
 from fmmeta.tasks.batching import Episode, Sets, merge_task_batches
+
+
+@dataclass(frozen=True)
+class MultiTaskInnerLoop:
+    """The steps of `inner` on several tasks at a time; the worker holds theta before, during and after."""
+
+    inner: InnerLoop
+    axis: TaskAxis
+
+    def begin(
+        self, worker: FullModelWorker, theta: Tensor, sets: Sets, classes: Sequence[int] | None = None
+    ) -> TaskBatch:
+        """Every task at phi_0 of its support set. classes: see `TaskBatch`. Collective: group."""
+        batch = TaskBatch(worker, self.axis, theta, len(sets), classes)
+        if self.inner.head.uses_support_features:
+            self._set_heads(worker, batch, sets)
+        return batch
+
+    def run(
+        self, batch: TaskBatch, sets: Sets, steps: int, after_step: Callable[[], None] = no_poll
+    ) -> list[list[PassStats]]:
+        """Take `steps` steps on the support sets; returns the statistics of every task, by step.
+
+        Collective: group.
+        """
+        optimizer, rates, passes = self.inner.optimizer, self._rates(batch), list[list[PassStats]]()
+        state = optimizer.initial_state(batch.phi.numel(), batch.phi.device)
+        for k in range(steps):
+            passes.append(batch.step(sets, optimizer.update(k, state, rates)))
+            after_step()
+        return passes
+
+    def adapt(
+        self,
+        worker: FullModelWorker,
+        theta: Tensor,
+        sets: Sets,
+        steps: Sequence[int],
+        classes: Sequence[int] | None = None,
+    ) -> list[tuple[list[PassStats], dict[str, Tensor]]]:
+        """Take task t to phi_K, K = steps[t]: statistics of its support set after 0 to K steps, and its
+        weights by name. Collective: group.
+        """
+        batch = self.begin(worker, theta, sets, classes)
+        weights, done = dict[int, dict[str, Tensor]](), count()
+
+        def keep() -> None:
+            k = next(done)
+            weights.update({task: batch.weights(task) for task, most in enumerate(steps) if most == k})
+
+        keep()
+        passes = self.run(batch, sets, max(steps), keep)
+        passes.append(batch.forward(sets))
+        return [([each[t] for each in passes[: steps[t] + 1]], weights[t]) for t in range(len(sets))]
+
+    def scores_after_each_step(
+        self,
+        worker: FullModelWorker,
+        theta: Tensor,
+        episodes: Sequence[Episode],
+        classes: Sequence[int] | None = None,
+    ) -> list[list[PassStats]]:
+        """Statistics of every task's query set after 0 to K steps. Collective: group."""
+        support, query = [one.support for one in episodes], [one.query for one in episodes]
+        batch = self.begin(worker, theta, support, classes)
+        passes = [batch.forward(query)]
+        self.run(batch, support, self.inner.steps, lambda: passes.append(batch.forward(query)))
+        return [[each[task] for each in passes] for task in range(len(episodes))]
+
+    def _rates(self, batch: TaskBatch) -> Rates:
+        """The rates in the order of `batch.phi`. Collective: group (rates of single elements only)."""
+        rates, begin, segments = self.inner.rates, 0, list[tuple[int, int, int]]()
+        for name, shape in batch.shapes.items():
+            end = begin + batch.tasks * shape.numel()
+            segments.append((begin, end, rates.layers.names.index(layer_of(name, self.inner.head.names))))
+            begin = end
+        element = None if rates.element is None else batch.spread(rates.element)
+        return replace(rates, layers=Layers(rates.layers.names, tuple(segments)), element=element)
+
+    def _set_heads(self, worker: FullModelWorker, batch: TaskBatch, sets: Sets) -> None:
+        """Initialise every task's head by its class means; one forward pass for all tasks."""
+        head = self.inner.head
+        features = worker.features(merge_task_batches(sets))
+        for task, support in enumerate(sets):
+            of_task = [rows.view(len(sets), -1, rows.shape[1])[task] for rows in features]
+            own = [part[: len(each.weights)] for part, each in zip(of_task, support, strict=False)]
+            means = class_means(worker, support, own, head.classes).means
+            for name, value in zip(head.names, nearest_mean_head(means), strict=False):
+                batch.set(name, task, value)
 
 
 @dataclass(frozen=True)
@@ -47,19 +140,14 @@ class AdapterMultiTaskRule:
         Collective: group.
         """
         assert isinstance(worker, FullModelWorker)
-        theta, tasks = meta.theta, len(episodes)
-        batch = TaskBatch(worker, self.axis, theta, tasks)
+        theta, loop = meta.theta, MultiTaskInnerLoop(self.inner, self.axis)
         support, query = [episode.support for episode in episodes], [episode.query for episode in episodes]
+        batch = loop.begin(worker, theta, support)
         if self.inner.head.uses_support_features:
-            self._set_heads(worker, batch, support)
             between_passes()
-        optimizer, passes = self.inner.optimizer, list[list[PassStats]]()
-        state = optimizer.initial_state(batch.phi.numel(), worker.device)
-        for k in range(self.inner.steps):
-            passes.append(batch.step(support, optimizer.update(k, state, self.inner.rates)))
-            between_passes()
+        passes = loop.run(batch, support, self.inner.steps, between_passes)
         passes.append(batch.forward(query) if self.displacement else batch.gradient(query))
-        for task in range(tasks):
+        for task in range(len(episodes)):
             own = [each[task] for each in passes]
             finite = all([each.finite for each in own])
             if finite and self.displacement:
@@ -67,17 +155,6 @@ class AdapterMultiTaskRule:
             elif finite:
                 into.add(batch.vector(batch.grad, task))
             yield TaskResult(1.0, finite, own[0], own[-1])
-
-    def _set_heads(self, worker: FullModelWorker, batch: TaskBatch, sets: Sets) -> None:
-        """Initialise every task's head by its class means; one forward pass for all tasks."""
-        head = self.inner.head
-        features = worker.features(merge_task_batches(sets))
-        for task, support in enumerate(sets):
-            of_task = [rows.view(len(sets), -1, rows.shape[1])[task] for rows in features]
-            own = [part[: len(each.weights)] for part, each in zip(of_task, support, strict=False)]
-            means = class_means(worker, support, own, head.classes).means
-            for name, value in zip(head.names, nearest_mean_head(means), strict=False):
-                batch.set(name, task, value)
 
 
 def tasks_per_pass(config: Config) -> int:

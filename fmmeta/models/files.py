@@ -29,6 +29,7 @@ BASE_FOLDER = (
 )
 HEAD_FILE = "head.safetensors"  # the head of an encoder with fmmeta's pooling
 ADAPTER_FILE = "adapter_model.safetensors"
+SETTINGS_FILE = "fmmeta.json"
 UNREADABLE = (
     OSError,
     ValueError,
@@ -226,7 +227,7 @@ def trained_with(models: Sequence[str]) -> list[UsedSplits]:
 
 def remembered(model_name_or_path: str) -> dict[str, Any]:
     """The settings and facts in a model's fmmeta.json. Raises `UsageError` for a broken one."""
-    return read_json(model_name_or_path, "fmmeta.json", checked) or {}
+    return read_json(model_name_or_path, SETTINGS_FILE, checked) or {}
 
 
 def checked(facts: Any) -> dict[str, Any]:
@@ -245,5 +246,10 @@ def checked(facts: Any) -> dict[str, Any]:
         raise ValueError("labels is not a list of texts")
     if not isinstance(facts.get("classes", 0), int):
         raise ValueError("classes is not a whole number")
+    adapted = facts.get("adapted", {})
+    if not isinstance(adapted, dict) or not all(
+        isinstance(adapted.get(name) or 0, (int, float)) for name in ("inner_steps", "left_out")
+    ):
+        raise ValueError("adapted is not an object with numbers")
     read_used_splits(facts)
     return facts

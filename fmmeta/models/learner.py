@@ -20,6 +20,7 @@ other sizes. Used on CPUs, where arithmetic dominates; on a GPU the host would h
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,14 +90,15 @@ class Unpadded:
                 self.seen = UnpaddedRows(places, attention_mask.shape)
         return {ARGUMENT: self.seen} if self.seen else {}
 
-    def counts(self, x: Tensor, tasks: int) -> list[int] | None:
-        """Tokens of each of `tasks` equal runs of rows, if `x` [1, N, ...] is inside the encoder in the last
-        pass, else None.
+    def counts(self, x: Tensor, tasks: int, runs: Sequence[int] = ()) -> list[int] | None:
+        """Tokens of each of `tasks` equal runs of rows, or of runs of `runs` rows, if `x` [1, N, ...] is
+        inside the encoder in the last pass, else None.
         """
         if self.seen is None or x.shape[:2] != (1, len(self.seen.places)):
             return None
         rows, length = self.seen.shape
-        return torch.bincount(self.seen.places // (rows // tasks * length), minlength=tasks).tolist()
+        bounds = torch.tensor(runs or [rows // tasks] * tasks).cumsum(0) * length
+        return torch.bincount(torch.bucketize(self.seen.places, bounds, right=True), minlength=tasks).tolist()
 
 
 def remove_padding(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,10 +17,12 @@ parameters that they replace; the modules' parameters are neither read nor chang
 per pass for all tasks, through the modules that an engine has hooks on, so that ZeRO 3 gathers it once.
 """
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from fmmeta.config.settings import Config
 from fmmeta.models.files import ADAPTER_FILE, BASE_FOLDER, adapter_folder, read_json, read_stored
 from fmmeta.models.learner import Learner, NativeClassifier, PooledClassifier
 
+PREFIX = "base_model.model."  # of the names in an adapter file
 ADAPTER = "default"  # peft's name of a single adapter; names in its files lack it
 
 
@@ -196,7 +199,7 @@ def restore_adapters(learner: Learner, config: Config) -> None:
 
 def file_name(name: str) -> str:
     """A trained parameter's name in an adapter folder."""
-    return f"base_model.model.{name.removeprefix('hf.').replace(f'.{ADAPTER}.', '.')}"
+    return f"{PREFIX}{name.removeprefix('hf.').replace(f'.{ADAPTER}.', '.')}"
 
 
 def merged(hf: Any, folder: Path, config: Config) -> Any:
@@ -286,3 +289,114 @@ class TaskAxis:
         finally:
             for layer, _, _ in self.layers:
                 del layer.forward
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """The weights of an adapter folder by module of a learner without adapters.
+
+    pairs: A [r, in] and (alpha / r) B [out, r]. layers: weight and bias (None: none) of layers that were
+    trained in full, the head among them.
+    """
+
+    pairs: dict[str, tuple[Tensor, Tensor]]
+    layers: dict[str, tuple[Tensor, Tensor | None]]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], head: Mapping[str, Tensor], scale: float) -> "StoredAdapter":
+        """tensors: of an adapter file. head: of HEAD_FILE. Raises `ValueError` or `LookupError`."""
+        named = {f"hf.{name.removeprefix(PREFIX)}": one for name, one in tensors.items() if PREFIX in name}
+        if len(named) < len(tensors) or not named:
+            raise ValueError("its tensors are not those of LoRA adapters")
+        pairs = {
+            name.removesuffix(".lora_A.weight"): (one, scale * named[name.replace(".lora_A.", ".lora_B.")])
+            for name, one in named.items()
+            if name.endswith(".lora_A.weight")
+        }
+        direct = {name: one for name, one in named.items() if ".lora_" not in name} | dict(head)
+        layers = {
+            name.removesuffix(".weight"): (one, direct.get(f"{name.removesuffix('.weight')}.bias"))
+            for name, one in direct.items()
+            if name.endswith(".weight")
+        }
+        return cls(pairs, layers)
+
+    def to(self, device: torch.device) -> "StoredAdapter":
+        """The same on a device, in fp32."""
+
+        def moved(tensors: Sequence[Tensor | None]) -> Any:
+            return tuple(None if one is None else one.to(device, torch.float32) for one in tensors)
+
+        return StoredAdapter(
+            {name: moved(pair) for name, pair in self.pairs.items()},
+            {name: moved(layer) for name, layer in self.layers.items()},
+        )
+
+    def misfit(self, learner: Learner) -> str:
+        """What does not fit the layers of `learner`, in words; empty if everything fits."""
+        modules = dict(learner.named_modules())
+        for name, (down, up) in self.pairs.items():
+            weight = getattr(modules.get(name), "weight", None)
+            wanted = {(up.shape[0], down.shape[1]), (down.shape[1], up.shape[0])}  # Conv1D is transposed
+            if weight is None or tuple(weight.shape) not in wanted or down.shape[0] != up.shape[1]:
+                return f"{name} has no layer of shape {[up.shape[0], down.shape[1]]}"
+        for name, (own, _) in self.layers.items():
+            weight = getattr(modules.get(name), "weight", None)
+            if weight is None or weight.shape[1:] != own.shape[1:]:
+                return f"{name} has no layer with {list(own.shape[1:])} inputs"
+        tensors = [one for each in (*self.pairs.values(), *self.layers.values()) for one in each]
+        return "" if all(one is None or bool(one.isfinite().all()) for one in tensors) else "it has NaNs"
+
+
+@contextmanager
+def adapters_of_rows(
+    learner: Learner, adapters: Sequence[StoredAdapter], runs: Sequence[int]
+) -> Iterator[None]:
+    """Inside, the first runs[0] rows of an input use adapters[0], the next runs[1] rows adapters[1], ...
+
+    The learner has no adapters itself, so that these may have any ranks and layers. A head with fewer classes
+    than another one gives -inf for the classes that it lacks. Without gradients.
+    """
+    counts = partial(learner.unpadded.counts, tasks=len(runs), runs=runs)
+    replaced = list[Any]()
+    try:
+        for kind, forward in (("pairs", forward_pairs), ("layers", forward_layers)):
+            for name in dict.fromkeys(name for one in adapters for name in getattr(one, kind)):
+                module: Any = learner.get_submodule(name)
+                own = [getattr(one, kind).get(name) for one in adapters]
+                module.forward = partial(forward, module, own, lambda x: counts(x), runs)
+                replaced.append(module)
+        yield
+    finally:
+        for module in replaced:
+            del module.forward
+
+
+def forward_pairs(
+    module: Any, pairs: Sequence[Any], counts: Counts, runs: Sequence[int], x: Tensor
+) -> Tensor:
+    """A layer with one adapter, or None, for each run of rows."""
+    y, found = type(module).forward(module, x), counts(x)
+    dim, sizes = (0, list(runs)) if found is None else (1, found)
+    parts = zip(x.split(sizes, dim), y.split(sizes, dim), pairs, strict=True)
+    return torch.cat(
+        [
+            of_y if pair is None else of_y + F.linear(F.linear(of_x.to(pair[0].dtype), pair[0]), pair[1])
+            for of_x, of_y, pair in parts
+        ],
+        dim,
+    )
+
+
+def forward_layers(
+    module: Any, layers: Sequence[Any], counts: Counts, runs: Sequence[int], x: Tensor
+) -> Tensor:
+    """A linear layer with separate weights, or the model's (None), for each run of rows."""
+    found = counts(x)
+    dim, sizes = (0, list(runs)) if found is None else (1, found)
+    outputs = [
+        type(module).forward(module, of_x) if layer is None else F.linear(of_x.to(layer[0].dtype), *layer)
+        for of_x, layer in zip(x.split(sizes, dim), layers, strict=True)
+    ]
+    width = max(each.shape[-1] for each in outputs)
+    return torch.cat([F.pad(each, (0, width - each.shape[-1]), value=-math.inf) for each in outputs], dim)

@@ -7,11 +7,14 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from fmmeta.adaptation import many, task_learner
 from fmmeta.cli import parse
 from fmmeta.common.errors import MachineFault, PeerError, UsageError
 from fmmeta.common.progress import Progress, terminal_log
@@ -245,14 +248,36 @@ def gathers(world: World, model: str, data: str, kind: str) -> None:
     print(f"gathers {counts[1]} {fewer[1]} apart {float((square[0] / square[1]).sqrt()):.2e}")
 
 
-def counted_steps(run: Run) -> list[int]:
-    """Number of all-gathers in each outer step of a run."""
+def adapts(world: World, tokens_per_pass: str, *flags: str) -> None:
+    """`fmmeta adapt` of a directory under ZeRO 3, where nothing stays gathered: the number of all-gathers."""
+    file = Path(tempfile.mkdtemp()) / "zero3.json"
+    file.write_text('{"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}')
+    words = [*flags, f"--deepspeed={file}", f"--tokens_per_pass={tokens_per_pass}"]
+    settings, progress = parse(words, "adapt"), Progress(enabled=False)
+    output = Path(settings.output_dir)
+    output.mkdir(exist_ok=True)
+    tasks = many.find_tasks(settings, None, output, progress.notice)
+    learn, counts = task_learner.TaskLearner.learn, list[int]()
+
+    def counted(*arguments: Any) -> Any:
+        with counted_gathers() as asked:
+            found = list(learn(*arguments))
+        counts.append(asked[0])
+        return found
+
+    task_learner.TaskLearner.learn = counted  # type: ignore[method-assign]
+    failed = many.learn_all(settings, tasks, output, world, progress)
+    print(f"gathers {sum(counts)} failed {len(failed)}")
+
+
+@contextmanager
+def counted_gathers() -> Iterator[list[int]]:
+    """A list of one number: the all-gathers inside the block so far."""
     group = torch._C._distributed_c10d.ProcessGroup
     verbs = [
         name for name in vars(group) if name.replace("_", "").startswith("allgather")
     ]  # torch renames them
-    kept = {name: vars(group)[name] for name in verbs}
-    asked, counts = [0], list[int]()
+    kept, asked = {name: vars(group)[name] for name in verbs}, [0]
 
     def counting(name: str) -> Any:
         original = getattr(group, name)
@@ -263,19 +288,27 @@ def counted_steps(run: Run) -> list[int]:
 
         return call
 
-    class Counting(Callback):
-        def on_step_end(self, run: Run, outcome: Any) -> None:
-            counts.append(asked[0])
-            asked[0] = 0
-
-    run.callbacks.built_in = [Counting(), *run.callbacks.built_in]
     for name in kept:
         setattr(group, name, counting(name))
     try:
-        run.loop()
+        yield asked
     finally:
         for name, verb in kept.items():
             setattr(group, name, verb)
+
+
+def counted_steps(run: Run) -> list[int]:
+    """Number of all-gathers in each outer step of a run."""
+    counts = list[int]()
+    with counted_gathers() as asked:
+
+        class Counting(Callback):
+            def on_step_end(self, run: Run, outcome: Any) -> None:
+                counts.append(asked[0])
+                asked[0] = 0
+
+        run.callbacks.built_in = [Counting(), *run.callbacks.built_in]
+        run.loop()
     return counts
 
 

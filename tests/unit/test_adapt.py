@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import fmmeta
 from fmmeta.adaptation import predict
-from fmmeta.adaptation.command import leave_out, read_task
+from fmmeta.adaptation.task_learner import leave_out, read_task
 from fmmeta.common.security import CONTROL, printable
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
@@ -554,7 +554,7 @@ def test_unfinished_folder_is_removed(bert, tmp_path, monkeypatch):
     def stopped(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fmmeta.adaptation.command.write_card", stopped)  # after the weights
+    monkeypatch.setattr("fmmeta.adaptation.folder.write_card", stopped)  # after the weights
     (tmp_path / "empty").mkdir()
     for name in ("new", "empty"):
         with pytest.raises(KeyboardInterrupt):

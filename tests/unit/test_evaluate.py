@@ -388,10 +388,10 @@ def test_bad_task_file_is_skipped_for_both_models(llama, tmp_path, capsys):
 def test_greedy_generation_equals_transformers(llama):
     from transformers import AutoModelForCausalLM
 
-    from fmmeta.adaptation.predict import load_single_process
+    from fmmeta.adaptation.model import load_model
     from fmmeta.evaluation.methods import generate
 
-    single = load_single_process(
+    single = load_model(
         Config(model_name_or_path=str(llama), task_type="causal_lm", algorithm="none"), Progress(False)
     )
     prompts = [single.tokenizer(text)["input_ids"] for text in ("river", "a longer prompt", "x")]
@@ -410,11 +410,11 @@ def test_generation_stops_at_the_last_position(tmp_path):
     """Each answer has the tokens that it has without the others of its batch."""
     from transformers import AutoModelForCausalLM
 
-    from fmmeta.adaptation.predict import load_single_process
+    from fmmeta.adaptation.model import load_model
     from fmmeta.evaluation.methods import generate
 
     folder = save_family(tmp_path / "gpt2", "gpt2")  # 128 learned positions
-    single = load_single_process(
+    single = load_model(
         Config(model_name_or_path=str(folder), task_type="causal_lm", algorithm="none"), Progress(False)
     )
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), single.tokenizer

@@ -26,8 +26,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fmmeta import checkpoint
-from fmmeta.adaptation.command import leave_out, read_task
-from fmmeta.adaptation.predict import texts_of
+from fmmeta.adaptation.predict import inputs_of
+from fmmeta.adaptation.task_learner import leave_out, read_task
 from fmmeta.cli import COMMANDS, parse
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
@@ -198,7 +198,7 @@ def test_lines_to_predict(content, column, work_folder):
     file.write_bytes(content)
     with one_line_at_most():
         settings = PredictConfig(model_name_or_path="x", input=str(file), text_column=column)
-        assert all(isinstance(text, str) for text in texts_of(settings))
+        assert all(isinstance(text, str) for text in inputs_of(settings))
     assert files_in(work_folder) == {file}
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from fmmeta.adaptation.predict import load_single_process
+from fmmeta.adaptation.model import load_model
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.models.lazy_weights import open_lazy_model
@@ -283,7 +283,7 @@ def test_model_uses_the_padding_token_of_the_tokenizer(kind, tmp_path):
     facts = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**facts, "pad_token_id": None}))
     config = Config(model_name_or_path=str(folder), pooling="model", n_way=3, head_init="learned")
-    single = load_single_process(config, Progress(enabled=False))
+    single = load_model(config, Progress(enabled=False))
     assert single.description.hf_config.pad_token_id == single.tokenizer.pad_token_id == 0
     rows = [Example([5, 6, 7, 8, 9, 10][:length], 0) for length in (2, 6, 4)]
     batched, single_rows = single.class_logits(rows), torch.cat([single.class_logits([row]) for row in rows])

@@ -85,7 +85,7 @@ def test_load_answers_as_the_model_that_was_saved(adapted):
     model = fmmeta.load(folder, micro_batch_size=2)
     same([one.as_dict() for one in model.predict(TEXTS)], expected)
     assert model.labels == tuple(sorted({label for _, label in PAIRS}))
-    assert (model.output_dir, model.inner_steps) == (str(folder), None)
+    assert (model.output_dir, model.inner_steps, model.left_out) == (str(folder), 4, None)
 
 
 @pytest.mark.parametrize("use", [fmmeta.load, lambda folder: predict.run(PredictConfig(str(folder)))])

@@ -13,7 +13,7 @@ import tomllib
 import pytest
 
 from fmmeta import doctor
-from fmmeta.adaptation.predict import Answer
+from fmmeta.adaptation.model import Answer
 from fmmeta.cli import main
 from fmmeta.common.install import TESTED, requirement, warn_untested
 from fmmeta.common.progress import Progress, terminal_log

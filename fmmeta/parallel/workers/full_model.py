@@ -17,6 +17,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -362,23 +363,33 @@ class TaskBatch:
     """N tasks that start from `theta`, which the worker holds. Collective: group.
 
     phi, grad: the adapters of all tasks and their gradients, fp32, flat; blocks: views of phi by name,
-    [N, *shape].
+    [N, *shape]. classes: of each task, where the head has more for some of them.
     """
 
-    def __init__(self, worker: FullModelWorker, axis: TaskAxis, theta: Tensor, tasks: int) -> None:
+    def __init__(
+        self,
+        worker: FullModelWorker,
+        axis: TaskAxis,
+        theta: Tensor,
+        tasks: int,
+        classes: Sequence[int] | None = None,
+    ) -> None:
         self.worker, self.axis, self.tasks = worker, axis, tasks
+        self.classes = None if classes is None else torch.tensor(classes, device=worker.device)
         params = {name: worker.learner.get_parameter(name) for name in axis.names}
         # ZeRO 3 empties the shapes
         self.shapes = {name: getattr(param, "ds_shape", param.shape) for name, param in params.items()}
-        numel = tasks * sum(shape.numel() for shape in self.shapes.values())
-        self.phi, self.grad = (torch.zeros(numel, device=worker.device) for _ in range(2))
+        self.phi = self.spread(theta)
+        self.grad = torch.zeros_like(self.phi)
         self.blocks = self._blocks(self.phi)
-        complete = worker.complete_params(theta)
-        for name, block in self.blocks.items():
-            block.copy_(complete[name])
         self.dtype = next(iter(params.values())).dtype
         for name, grad in self._blocks(self.grad).items():
             self.blocks[name].requires_grad_().grad = grad
+
+    def spread(self, vector: Tensor) -> Tensor:
+        """The adapters in `vector` [S], once for each task, in the order of `phi`. Collective: group."""
+        complete = self.worker.complete_params(vector)
+        return torch.cat([complete[name].reshape(-1).repeat(self.tasks) for name in self.shapes])
 
     def set(self, name: str, task: int, value: Tensor) -> None:
         """Change the initial value of one parameter of a task."""
@@ -414,6 +425,10 @@ class TaskBatch:
                 self._loss(merged, stats)
         return [PassStats(row) for row in self.worker.group.sum_(stats)]
 
+    def weights(self, task: int) -> dict[str, Tensor]:
+        """A copy of one task's adapters by name, fp32, in host memory."""
+        return {name: block[task].detach().cpu().clone() for name, block in self.blocks.items()}
+
     def vector(self, flat: Tensor, task: int) -> Tensor:
         """One task's part of `flat` (phi or grad) as this rank's vector, fp32 [S]."""
         vector = self.worker.zeros()
@@ -424,6 +439,12 @@ class TaskBatch:
     def _loss(self, merged: MicroBatch, stats: Tensor) -> Tensor:
         batch = merged.to(self.worker.device)
         logits = self.worker.learner(**batch.inputs)
+        if self.classes is not None:
+            rows = self.classes.repeat_interleave(len(logits) // self.tasks)[:, None]
+            logits = logits.masked_fill(
+                torch.arange(logits.shape[1], device=logits.device) >= rows, -math.inf
+            )
+            batch = replace(batch, classes=0)
         losses, num_correct, num_rows = (
             each.reshape(self.tasks, -1).sum(1) for each in per_row(logits, batch)
         )

@@ -238,6 +238,17 @@ def rows_of(setting: str, examples: Examples, config: Config) -> list[Row]:
     return rows
 
 
+def listed(name: str, examples: Any) -> Examples:
+    """Examples as a list. Raises `UsageError` if there are none."""
+    if isinstance(examples, Mapping) or not isinstance(examples, Iterable):
+        raise UsageError(
+            f"{name}={shortened(examples)} is neither a file nor pairs; give [(text, class), ...]"
+        )
+    if not (rows := list(examples)):
+        raise UsageError(f"{name}=[] holds no examples; give pairs of text and class")
+    return rows
+
+
 def rows_in_memory(data: Any, config: Config) -> list[Row]:
     """Rows of a `datasets.Dataset`, of the splits --dataset_split of a `DatasetDict`, or of pairs and
     dictionaries. Raises `UsageError`.

@@ -1,0 +1,191 @@
+"""The folder of an adapted model: weights, fmmeta.json, model card, answers."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult
+
+from fmmeta.adaptation.model import AdaptedModel
+from fmmeta.adaptation.task_learner import Learned, SupportSet, TaskLearner
+from fmmeta.checkpoint import model_card
+from fmmeta.checkpoint.hf_export import export, export_adapters, write_json
+from fmmeta.checkpoint.model_card import Content, code, escaped, public_name
+from fmmeta.common.errors import UsageError
+from fmmeta.common.security import make_folders, printable, remove_empty
+from fmmeta.config.fields import default_of
+from fmmeta.evaluation.settings import AdaptConfig
+from fmmeta.models.files import SETTINGS_FILE, remembered, trained_with
+from fmmeta.tasks.data.rows import Table
+from fmmeta.tasks.data.token_store import digest
+
+NOT_IDENTIFYING = {
+    "support",
+    "query",
+    "output_dir",
+    "micro_batch_size",
+    "max_new_tokens",
+    "deepspeed",
+    "group_size",
+    "tokens_per_pass",
+}
+"""Settings of which an adapted model does not depend, but for rounding."""
+
+
+@contextmanager
+def new_folder(output_dir: str | None) -> Iterator[Path | None]:
+    """An empty folder for the block to fill, removed again if the block raises; None without a name.
+
+    Raises `UsageError`.
+    """
+    if not output_dir:
+        yield None
+        return
+    folder = Path(output_dir)
+    try:
+        created = make_folders(folder)
+        if any(folder.iterdir()):
+            raise UsageError(
+                f"output_dir={folder} is not empty; choose another, so that nothing is overwritten"
+            )
+    except OSError as error:
+        raise UsageError(f"output_dir={folder} cannot be made: {error.strerror}; choose another") from None
+    try:
+        yield folder
+    except BaseException:
+        for inside in folder.iterdir():
+            shutil.rmtree(inside) if inside.is_dir() else inside.unlink()
+        remove_empty(created)
+        raise
+
+
+def write_folder(adapted: AdaptedModel, folder: Path, learner: TaskLearner, learned: Learned) -> None:
+    """Write the adapted model: weights, head, card, answers.
+
+    fmmeta.json stores the inner_steps of the settings, and under `adapted` the number of steps that this task
+    took, with what identifies the task. The inner rates are stored if they are those of the model.
+    """
+    settings, model = learner.settings, adapted.loaded
+    config, rates = replace(model.config, head_init="learned"), learner.rates_to_store
+    shared = config, model.description, model.tokenizer
+    trained = trained_with([settings.model_source])
+    if learned.weights is None:
+        export(
+            folder,
+            model.worker.read(),
+            model.worker,
+            model.frozen,
+            *shared,
+            model.ranks,
+            rates,
+            folder / "merged",
+            trained,
+        )
+    else:
+        export_adapters(
+            folder, learned.weights, *shared, rates, learner.element_rates, folder / "merged", trained
+        )
+    stored = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+    stored["adapted"] = {
+        "inner_steps": learned.steps,
+        "left_out": learned.left_out,
+        "support": support_digest(learned.task.table),
+        "settings": identifying(settings),
+    }
+    write_json(folder / SETTINGS_FILE, stored)
+    write_card(adapted, folder, settings, learned.task)
+    if adapted.predictions:
+        (folder / "predictions.jsonl").write_text(
+            "".join(f"{one.line()}\n" for one in adapted.predictions), encoding="utf-8"
+        )
+
+
+def support_digest(table: Table) -> str:
+    """Digest of the examples of a task."""
+    return digest([table.input, table.target])
+
+
+def identifying(settings: AdaptConfig) -> dict[str, Any]:
+    """The settings that change an adapted model, where they are not the defaults."""
+    unchanged = {item.name: default_of(item) for item in fields(AdaptConfig)}
+    return {
+        name: value
+        for name, value in vars(settings).items()
+        if value != unchanged[name] and name not in NOT_IDENTIFYING
+    }
+
+
+def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, task: SupportSet) -> None:
+    """Write README.md into the adapted model's folder, and into merged/ inside it."""
+    config, base, labels = adapted.loaded.config, settings.model_name_or_path, adapted.labels
+    source = code(task.name or Path(settings.support).name) if settings.support else "given in Python"
+    examples, query = len(task.table.input), Path(settings.query).name if settings.query else "query"
+    left_out, accuracy = adapted.left_out, adapted.accuracy
+    facts = {
+        "base model": code(public_name(base)),
+        "meta-training": meta_training(base),
+        "support": f"{source}: {examples} examples" + (f" of {len(labels)} classes" if labels else ""),
+        "inner loop": f"{adapted.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}"
+        + (f", LoRA of rank {config.lora_r}" if config.lora_r else ""),
+        "accuracy on examples left out": ""
+        if left_out is None
+        else f"{100 * left_out:.1f} %; the steps were chosen on them",
+        f"accuracy on {code(query)}": ""
+        if accuracy is None
+        else f"{100 * accuracy:.1f} % of {len(adapted.predictions)} examples",
+    }
+    kind = "a text classification task" if labels else "a text generation task"
+    merged = folder / "merged"
+    for each in (folder, merged) if merged.is_dir() else (folder,):
+        model_card.write_card(
+            each,
+            Content(
+                base=base,
+                config=config,
+                pooling=adapted.loaded.description.pooling,
+                adapter=bool(config.lora_r) and each == folder,
+                summary=f"This model was adapted to {kind} from {examples} examples with fmmeta.",
+                facts=facts,
+                adapted=True,
+                classes=labels,
+                results=query_results(adapted, printable(query)),
+            ),
+        )
+
+
+def query_results(adapted: AdaptedModel, name: str) -> list[EvalResult]:
+    """The accuracy on the query set for the metadata of a card; none without a query set."""
+    if adapted.accuracy is None:
+        return []
+    return [
+        EvalResult(
+            task_type="text-classification" if adapted.labels else "text-generation",
+            dataset_type=name,
+            dataset_name=name,
+            dataset_split="query",
+            metric_type="accuracy" if adapted.labels else "exact_match",
+            metric_name="accuracy" if adapted.labels else "exact match",
+            metric_value=round(adapted.accuracy, 4),
+            metric_args={"examples": len(adapted.predictions)},
+        )
+    ]
+
+
+def meta_training(base: str) -> str:
+    """How the base was meta-trained, from its folder and the run.json beside it."""
+    stored: dict[str, Any] = remembered(base)
+    if stored.get("algorithm", "none") == "none":  # `tune` writes fmmeta.json too
+        return "none"
+    text = f"{escaped(stored['algorithm'])}, {escaped(stored.get('k_shot'))} shots"
+    try:
+        run = json.loads((Path(base).parent / "run.json").read_text(encoding="utf-8"))["settings"]
+        return (
+            f"{text}, on {' '.join(code(public_name(one)) for one in run['dataset'])},"
+            f" {escaped(run['outer_steps'])} outer steps of {escaped(run['meta_batch_size'])} tasks"
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return text  # no such file, or a file of another program

@@ -1,0 +1,309 @@
+"""A model on a worker, in one process unless a launch has groups: it learns tasks and answers texts."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmmeta.common.errors import UsageError
+from fmmeta.common.progress import Progress
+from fmmeta.common.security import printable
+from fmmeta.common.text import shortened, to_json
+from fmmeta.config.fields import refuse_first
+from fmmeta.config.settings import REMEMBERED, Config
+from fmmeta.evaluation.methods import generate
+from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig
+from fmmeta.models.files import HEAD_FILE, base_model_name, cached_file, is_path, remembered
+from fmmeta.models.load import Description, describe, fitted, load_tokenizer
+from fmmeta.parallel import deepspeed_config
+from fmmeta.parallel.layout import Launch, ParallelPlan
+from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
+from fmmeta.parallel.workers.create import create_worker
+from fmmeta.parallel.workers.full_model import FullModelWorker
+from fmmeta.tasks.batching import IGNORE, Batcher, Example
+from fmmeta.tasks.data.encode import encode
+from fmmeta.tasks.data.rows import broken_text
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An input and the model's answer: a class and its probability, or a text (score None).
+
+    truth: the correct answer, where it is known.
+    """
+
+    input: str
+    output: str
+    score: float | None = None
+    truth: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The keys of a line of output: text, label and score of a class, or input and output; and truth."""
+        truth = {} if self.truth is None else {"truth": self.truth}
+        if self.score is None:
+            return {"input": self.input, "output": self.output, **truth}
+        return {"text": self.input, "label": self.output, "score": round(self.score, 6), **truth}
+
+    def line(self) -> str:
+        """A line of JSON, with control characters of terminals escaped."""
+        return printable(to_json(self.as_dict(), ensure_ascii=False))
+
+
+@dataclass
+class LoadedModel:
+    """A model on a worker, with its tokenizer and batcher. frozen: untrained tensors by name."""
+
+    config: Config
+    description: Description
+    tokenizer: Any
+    ranks: ProcessGroups
+    worker: FullModelWorker
+    head_names: tuple[str, ...]
+    frozen: dict[str, Tensor]
+    batcher: Batcher
+
+    def answer(self, texts: Sequence[str], max_new_tokens: int) -> list[Answer]:
+        """Answer texts, in their order.
+
+        Raises `UsageError` for a text without tokens, and for probabilities that are not finite.
+        """
+        config, names = self.config, self.description.hf_config.id2label
+        examples, prompts = self.encode_inputs(texts)
+        if config.task_type == "causal_lm":
+            outputs = generate(self.worker, self.tokenizer, prompts, max_new_tokens, config.micro_batch_size)
+            return list(map(Answer, texts, outputs))
+        return [
+            self.choose(text, logits, names)
+            for text, logits in zip(texts, self.class_logits(examples), strict=True)
+        ]
+
+    def encode_inputs(self, texts: Sequence[str]) -> tuple[list[Example], list[Sequence[int]]]:
+        """Texts as examples without answers, and their tokens. Raises `UsageError` for one without tokens."""
+        config = self.config
+        examples = encode(self.tokenizer, config, texts, [""] * len(texts))
+        causal = config.task_type == "causal_lm"
+        prompts = [
+            row.input_ids[: row.labels.count(IGNORE)] if causal else row.input_ids  # type: ignore
+            for row in examples
+        ]
+        for text, ids in zip(texts, prompts, strict=True):
+            if not ids:  # some tokenizers drop white space
+                raise UsageError(
+                    f"text={shortened(text)} has no tokens for"
+                    f" model_name_or_path={config.model_name_or_path}; fix or remove it"
+                )
+        return examples, prompts
+
+    def choose(self, text: str, logits: Tensor, names: Mapping[int, str] | Sequence[str]) -> Answer:
+        """The likeliest class by logits [C]. Raises `UsageError` for probabilities that are not finite."""
+        probabilities = logits.softmax(0)
+        if not probabilities.isfinite().all():
+            raise UsageError(
+                f"model_name_or_path={self.config.model_name_or_path} gives no finite scores for"
+                f" {shortened(text)}; adapt it with a lower --inner_lr"
+            )
+        label = int(probabilities.argmax())
+        return Answer(text, names[label], float(probabilities[label]))
+
+    def class_logits(self, examples: Sequence[Example]) -> Tensor:
+        """Logits [Q, C] of Q examples, in their order; the labels of the examples are not used."""
+        batches = self.batcher.split(
+            [Example(example.input_ids, index) for index, example in enumerate(examples)]
+        )
+        logits = torch.cat([rows.cpu() for rows in self.worker.logits(batches)])
+        return logits[torch.cat([batch.labels for batch in batches]).argsort()]
+
+
+@dataclass(repr=False)
+class AdaptedModel:
+    """A model that has learned one task.
+
+    labels: names of the classes, sorted; empty for causal_lm. inner_steps: steps that were taken; None for a
+    model that fmmeta has not adapted. left_out: accuracy on the examples that were left out to choose them,
+    None if none were. predictions: answers to the query set. output_dir: the model's folder, if any. loaded:
+    the model.
+    """
+
+    labels: tuple[str, ...]
+    inner_steps: int | None
+    left_out: float | None
+    loaded: LoadedModel
+    predictions: list[Answer] = field(default_factory=list)
+    output_dir: str | None = None
+
+    def __repr__(self) -> str:
+        config = self.loaded.config
+        left_out, accuracy = (
+            None if share is None else f"{share:.4f}" for share in (self.left_out, self.accuracy)
+        )
+        return (
+            f"{type(self).__name__}(base={config.model_name_or_path!r}, task_type={config.task_type!r},"
+            f" labels={self.labels!r}, inner_steps={self.inner_steps}, left_out={left_out},"
+            f" accuracy={accuracy}, output_dir={self.output_dir!r})"
+        )
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of correct answers to the query set, between 0 and 1; None without a query set."""
+        if not self.predictions:
+            return None
+        return sum(one.output == one.truth for one in self.predictions) / len(self.predictions)
+
+    def predict(self, texts: Sequence[str], max_new_tokens: int = 64) -> list[Answer]:
+        """Answer new inputs.
+
+        texts: non-empty strings; max_new_tokens: longest answer of a language model. Returns an `Answer` for
+        each, in their order: `output` is a class with its probability as `score`, or a generated text. Raises
+        `UsageError` for an input that is not a text.
+
+        >>> import fmmeta
+        >>> pairs = [("red", "colour"), ("blue", "colour"), ("one", "number"), ("two", "number")]
+        >>> adapted = fmmeta.adapt("tiny", pairs, inner_steps=10, early_stopping=False)
+        >>> adapted.labels, [answer.output in adapted.labels for answer in adapted.predict(["green", "six"])]
+        (('colour', 'number'), [True, True])
+        """
+        if isinstance(texts, str):
+            raise UsageError(f"texts={shortened(texts)} is one text; give a list of texts")
+        if not isinstance(texts, Iterable):
+            raise UsageError(f"texts={shortened(texts)} holds no texts; give a list of texts")
+        for index, text in enumerate(texts := list(texts)):
+            if not isinstance(text, str):
+                raise UsageError(f"texts[{index}]={shortened(text)} is no text; give strings")
+            if not text:
+                raise UsageError(f"texts[{index}] is empty; fix it")
+            if wrong := broken_text(text):
+                raise UsageError(f"texts[{index}] has {wrong}; fix it")
+        return self.loaded.answer(texts, max_new_tokens) if texts else []
+
+
+def load_model(
+    config: Config,
+    progress: Progress,
+    labels: Sequence[str] = (),
+    bf16: bool = False,
+    ranks: ProcessGroups | None = None,
+) -> LoadedModel:
+    """Load the model of `config`. labels: names of its classes. ranks: default is this process alone.
+
+    Raises `UsageError`. Collective: world.
+    """
+    description = describe(config)
+    if labels:
+        description = with_labels(description, labels)
+    tokenizer = load_tokenizer(config, description, progress.notice)
+    ranks = ranks or World(Launch(), pick_device(Launch())).split(1, default_group=False)
+    deepspeed = deepspeed_config.read(config.deepspeed, bf16, progress.notice)
+    plan = ParallelPlan.of(config, deepspeed, ranks.layout.group_size, ranks.device.type)
+    worker, head_names, frozen = create_worker(config, description, plan, ranks)
+    assert isinstance(worker, FullModelWorker)
+    return LoadedModel(
+        config,
+        description,
+        tokenizer,
+        ranks,
+        worker,
+        head_names,
+        frozen,
+        Batcher(
+            description.hf_config.pad_token_id,
+            config.micro_batch_size,
+            ranks.layout.group_rank,
+            ranks.layout.group_size,
+        ),
+    )
+
+
+def with_labels(description: Description, labels: Sequence[str]) -> Description:
+    """The description of the same model with a head for these classes; the configuration is a copy."""
+    hf_config = copy.deepcopy(description.hf_config)
+    hf_config.id2label = dict(enumerate(labels))
+    hf_config.label2id = {label: number for number, label in enumerate(labels)}
+    return replace(description, hf_config=hf_config, labels=tuple(labels))
+
+
+def load(settings: PredictConfig) -> AdaptedModel:
+    """Load a model with the classes that it has learned. Raises `UsageError`."""
+    refuse_no_model(settings.model_name_or_path)
+    stored = remembered(settings.model_name_or_path)
+    values = {name: getattr(settings, name) for name in SHARED_BY_PREDICT}
+    values |= {
+        name: stored.get(name) for name in SHARED_BY_PREDICT if values[name] is None and name in REMEMBERED
+    }
+    config = Config(**{name: one for name, one in values.items() if one is not None}, algorithm="none")
+    description = describe(config)
+    labels: tuple[str, ...] = ()
+    if config.task_type == "classification":
+        refuse_untrained_head(config, description, stored)
+        names = description.hf_config.id2label
+        labels = tuple(stored.get("labels") or (names[number] for number in sorted(names)))
+        if len(labels) < 2:
+            raise UsageError(
+                f"model_name_or_path={settings.model_name_or_path} names fewer than two classes; adapt it"
+                " first (fmmeta adapt)"
+            )
+        config = replace(config, n_way=len(labels), head_init="learned")
+    loaded = load_model(fitted(config, description.hf_config), Progress(enabled=False), labels)
+    facts = stored.get("adapted") or {}
+    return AdaptedModel(
+        labels,
+        facts.get("inner_steps"),
+        facts.get("left_out"),
+        loaded,
+        output_dir=settings.model_name_or_path,
+    )
+
+
+def refuse_no_model(name: str) -> None:
+    """Raise `UsageError` for a path without a model, naming what it lacks. A hub id is accepted."""
+    path = Path(name)
+    if not path.is_dir() and (path.exists() or is_path(name)):
+        raise UsageError(f"model_name_or_path={name} is no folder; give the one that fmmeta adapt wrote")
+    if path.is_dir() and not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
+        inside = path / "model"
+        advice = f"run fmmeta adapt on {inside}, and give" if inside.is_dir() else "give"
+        raise UsageError(
+            f"model_name_or_path={name} holds neither config.json nor adapter_config.json; {advice} the"
+            " folder that fmmeta adapt writes"
+        )
+
+
+def refuse_untrained_head(config: Config, description: Description, stored: dict[str, Any]) -> None:
+    """Raise `UsageError` for a classifier that would answer at random: no trained head, or other features.
+
+    stored: content of the model's fmmeta.json.
+    """
+    name, pooling = config.model_name_or_path, description.pooling
+    expected = stored.get("pooling", pooling)
+    if config.builtin_model:
+        trained = False
+    elif pooling != "model":
+        trained = cached_file(name, HEAD_FILE) is not None
+    else:  # adapters of another origin contain their head
+        kinds = description.hf_config.architectures or ()
+        trained = base_model_name(name) != name or any(
+            kind.endswith("ForSequenceClassification") for kind in kinds
+        )
+    adapted = bool(stored.get("labels"))
+    refuse_first(
+        [
+            (
+                adapted and pooling != expected,
+                f"pooling={pooling} does not fit the head of model_name_or_path={name}, which was trained"
+                f" with {expected}; use --pooling {expected}",
+            ),
+            (
+                adapted and not trained,
+                f"model_name_or_path={name} holds no {HEAD_FILE}, where its classes are; fetch it again",
+            ),
+            (
+                not trained
+                or ("algorithm" in stored and not adapted),  # of a meta-trained run, or of no task
+                f"model_name_or_path={name} has no trained head, and would answer at random; run fmmeta adapt"
+                " first, and give the folder that it writes",
+            ),
+        ]
+    )

@@ -1,0 +1,397 @@
+"""Learns tasks from their support sets: the number of steps by cross-validation, then the inner loop.
+
+    support sets --> folds --> passes of several tasks --> loss on examples left out --> steps of each task
+                 --> passes of several tasks --> adapters and head of each task
+
+With LoRA a pass has the rows of as many tasks as `tokens_per_pass` and the memory allow (meta/multi_task.py);
+other models learn one task at a time (meta/inner_loop.py). Both give a task the same weights up to rounding.
+"""
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fmmeta.adaptation.model import load_model
+from fmmeta.common.errors import UsageError
+from fmmeta.common.processes import host_bytes
+from fmmeta.common.progress import Progress, Warn
+from fmmeta.config.settings import Config
+from fmmeta.evaluation.methods import as_scores, scores_by_step, with_stored_rates
+from fmmeta.evaluation.settings import AdaptConfig
+from fmmeta.meta.algorithms import setup as rules
+from fmmeta.meta.inner_optimizers import RATES_FILE, Rates
+from fmmeta.meta.multi_task import MultiTaskInnerLoop
+from fmmeta.models.files import remembered, trained_with
+from fmmeta.models.load import suggest_chat
+from fmmeta.models.lora import TaskAxis
+from fmmeta.parallel.layout import size_of
+from fmmeta.parallel.process_groups import ProcessGroups
+from fmmeta.parallel.workers.base import PassStats
+from fmmeta.tasks.batching import Episode, Example, MicroBatch
+from fmmeta.tasks.data.encode import encode, full_rows
+from fmmeta.tasks.data.rows import Examples, Table, read_file, rows_of, tabulate
+from fmmeta.tasks.data.splits import few
+
+FOLDS = 2  # at most; each costs an inner loop
+MEMORY = 0.5  # share of the free memory that the adapters of a pass may take
+ROUND = 4  # passes whose tasks are learned together, so that those with as many steps share a pass
+
+
+@dataclass(frozen=True)
+class SupportSet:
+    """The examples of a task. labels: names of its classes, sorted; none for causal_lm."""
+
+    name: str
+    table: Table
+    labels: tuple[str, ...] = ()
+
+    @property
+    def folds(self) -> list[list[int]]:
+        return leave_out(self.table, self.labels)
+
+
+def read_task(
+    setting: str,
+    source: str | Examples | None,
+    config: Config,
+    notice: Callable[[str], None],
+    task: str = "",
+) -> Table:
+    """The rows of a file, or examples, as one task; no rows without a source.
+
+    task: its name, for messages. Duplicates in the support set are dropped. Raises `UsageError`.
+    """
+    if not source:
+        return Table([], [], [], [], [])
+    name = source if isinstance(source, str) else task or setting
+    rows = read_file(Path(source)) if isinstance(source, str) else rows_of(name, source, config)
+    return tabulate(
+        name, rows, config, lambda text: notice(f"{name}: {text}"), one_task=True, unique=setting == "support"
+    )
+
+
+def support_set(
+    name: str, table: Table, settings: AdaptConfig, config: Config, notice: Callable[[str], None]
+) -> SupportSet:
+    """The task of these examples. name: empty for the task of `settings.support`.
+
+    Logs classes that the model was trained on. Raises `UsageError` for a single class.
+    """
+    labels = () if config.task_type == "causal_lm" else tuple(sorted(set(table.target)))
+    source = name or settings.support
+    if len(labels) == 1:
+        raise UsageError(f"support={source} has one class only, {labels[0]!r}; give examples of two or more")
+    for one in trained_with([settings.model_source]):
+        if shared := sorted(one.trained_names("class") & set(labels)):
+            notice(
+                Warn(
+                    f"{source or 'support'}: {len(shared)} of {len(labels)} classes ({few(shared)})"
+                    f" have names of classes that the model was trained on with dataset={one.dataset}; its"
+                    " accuracy on them is not that on new classes"
+                )
+            )
+    return SupportSet(name, table, labels)
+
+
+def leave_out(table: Table, labels: Sequence[str]) -> list[list[int]]:
+    """Indices of the rows of each fold: the j-th example of every class; none if a class has one example."""
+    by_class: dict[str, list[int]] = defaultdict(list)
+    for index, label in enumerate(table.target):
+        by_class[label if labels else ""].append(index)
+    fewest = min(map(len, by_class.values()))
+    folds = min(FOLDS, fewest) if fewest > 1 else 0
+    return [[rows[fold] for rows in by_class.values()] for fold in range(folds)]
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What came of a task.
+
+    steps: that were taken. left_out: accuracy on the examples that were left out to choose them, None if none
+    were. weights: complete trained parameters by name, with LoRA; without it the worker holds them until the
+    next task. failure: why the task was not learned; then nothing else is set.
+    """
+
+    task: SupportSet
+    steps: int = 0
+    left_out: float | None = None
+    weights: dict[str, Tensor] | None = None
+    failure: str = ""
+
+
+@dataclass
+class Encoded:
+    """A task as tokens: its examples, the steps that it takes, and the accuracy where they were chosen."""
+
+    task: SupportSet
+    examples: list[Example]
+    steps: int
+    left_out: float | None = None
+    folds: list[list[int]] = field(default_factory=list)
+
+
+class TaskLearner:
+    """A model and the inner loop of `settings` for tasks of up to `classes` classes (0: causal_lm).
+
+    labels: of the only task, so that the model can answer as it is. ranks: groups of a launch (default: this
+    process alone). Raises `UsageError`. Collective: world.
+    """
+
+    def __init__(
+        self,
+        settings: AdaptConfig,
+        classes: int,
+        progress: Progress,
+        labels: Sequence[str] = (),
+        ranks: ProcessGroups | None = None,
+    ) -> None:
+        self.settings, self.progress = settings, progress
+        self.config = config = settings.run_config(n_way=classes or 2)
+        if message := settings.unusable_head(config):
+            progress.notice(Warn(message))
+        self.model = model = load_model(config, progress, labels, settings.bf16, ranks)
+        suggest_chat(config, model.tokenizer, progress.notice)
+        self.tokenizer = copy.deepcopy(model.tokenizer)  # encoding sets its truncation
+        self.chooses = (
+            settings.early_stopping and config.inner_lr_schedule == "constant" and config.inner_steps > 0
+        )
+        longest = replace(config, inner_steps=config.inner_steps * (2 if self.chooses else 1))
+        setup = rules.setup(longest, model.worker, model.head_names, config.most_classes, settings.bf16)
+        self.inner = with_stored_rates(settings, longest, setup.inner, model.worker)
+        self.theta = model.worker.read()
+        params = model.worker.learner.named_parameters()
+        # ZeRO 3 empties the shapes
+        self.shapes: dict[str, tuple[int, ...]] = {
+            name: tuple(getattr(param, "ds_shape", param.shape))
+            for name, param in params
+            if param.requires_grad
+        }
+        self.loop: MultiTaskInnerLoop | None = None
+        if config.lora_r and not config.compile and not self.inner.changes_head_only:
+            with suppress(UsageError):  # other layers than linear ones are trained: a task at a time
+                self.loop = MultiTaskInnerLoop(self.inner, TaskAxis(model.worker.learner))
+        rates = self.rates_to_store
+        self.element_rates: dict[str, Tensor] = {}  # by parameter, where the model stores such rates
+        if config.lora_r and rates is not None and rates.element is not None:
+            self.element_rates = self._by_name(rates.scale_layers(0, rates.element.clone()))
+        self.most_tasks = self._tasks_in_memory() if self.loop else 1
+
+    @property
+    def rates_to_store(self) -> Rates | None:
+        """The inner rates for an exported folder, where they are those of the model."""
+        has_rates = remembered(self.settings.model_source).get("inner_rates") is not None
+        return self.inner.rates if has_rates and not self.settings.sets_inner_lr else None
+
+    def hold(self, weights: dict[str, Tensor]) -> None:
+        """Write a task's weights into the worker. Collective: group."""
+        vector = self.theta.clone()
+        for name, value in weights.items():
+            self.model.worker.params.put(vector, name, value)
+        self.model.worker.write(vector)
+
+    def encode(self, task: SupportSet) -> Encoded:
+        """The examples as tokens; classes by their index in the labels."""
+        examples = encode(self.tokenizer, self.config, task.table.input, task.table.target)
+        if message := full_rows(self.config, [len(one.input_ids) for one in examples]):
+            self.progress.notice(Warn(f"{task.name or self.settings.support or 'support'}: {message}"))
+        if task.labels:
+            examples = [
+                Example(row.input_ids, task.labels.index(label))
+                for row, label in zip(examples, task.table.target, strict=True)
+            ]
+        folds = task.folds if self.chooses else []
+        return Encoded(task, examples, self.config.inner_steps, folds=folds)
+
+    def rounds(self, tasks: Iterable[Encoded]) -> list[list[Encoded]]:
+        """Tasks of similar sizes, the largest first, as many as fit into a few passes."""
+        tasks = list(tasks)
+        passes = self._passes([one.examples for one in tasks], ROUND if self.loop else 1)
+        return [[tasks[number] for number in numbers] for numbers in passes]
+
+    def learn(self, tasks: Sequence[Encoded]) -> Iterator[Learned]:
+        """Learn tasks, in any order. The worker holds theta before and after. Collective: group."""
+        learnable = []
+        for one in self._choose_steps(tasks):
+            if isinstance(one, Learned):
+                yield one
+            else:
+                learnable.append(one)
+        for one, passes, weights in self._adapt(learnable):
+            *steps, last = passes
+            if not (all([each.finite for each in steps]) and math.isfinite(last.loss)):
+                yield Learned(
+                    one.task,
+                    failure=f"inner_lr={self.config.inner_lr}: the loss on the support set is not finite"
+                    f" after {one.steps} inner steps; lower --inner_lr",
+                )
+                continue
+            if last.loss > passes[0].loss:
+                of_task = f"{one.task.name}: " if one.task.name else ""
+                self.progress.notice(
+                    Warn(
+                        f"{of_task}inner_lr={self.config.inner_lr}: the loss on the support set rose from"
+                        f" {passes[0].loss:.3g} to {last.loss:.3g}; lower --inner_lr"
+                    )
+                )
+            yield Learned(one.task, one.steps, one.left_out, weights)
+
+    def _choose_steps(self, tasks: Sequence[Encoded]) -> Iterator[Encoded | Learned]:
+        """Each task with the number of steps (1 or more) that has the lowest loss on examples left out, and
+        the accuracy there; or its failure, if no loss is finite.
+        """
+        owners = [number for number, one in enumerate(tasks) for _ in one.folds]
+        episodes = [fold for one in tasks for fold in self._folds(one)]
+        scores: dict[int, list[Tensor]] = defaultdict(list)
+        for place, score in self._scores([tasks[number] for number in owners], episodes):
+            scores[owners[place]].append(score)
+        for number, one in enumerate(tasks):
+            if not one.folds:
+                yield one
+                continue
+            loss, accuracy = torch.stack(scores[number]).mean(0).tolist()
+            best = min(range(1, self.inner.steps + 1), key=lambda step: loss[step])
+            if math.isfinite(loss[best]):
+                yield replace(one, steps=best, left_out=accuracy[best])
+            else:
+                yield Learned(
+                    one.task,
+                    failure=f"inner_lr={self.config.inner_lr}: the loss on examples left out is not finite"
+                    f" after any of {self.inner.steps} inner steps; lower --inner_lr",
+                )
+
+    def _folds(self, one: Encoded) -> Iterator[tuple[list[Example], list[Example]]]:
+        """Support and query examples of each fold."""
+        for fold in one.folds:
+            support = [example for index, example in enumerate(one.examples) if index not in fold]
+            yield support, [one.examples[index] for index in fold]
+
+    def _scores(
+        self, owners: Sequence[Encoded], folds: Sequence[tuple[list[Example], list[Example]]]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """The number of each fold, with its scores after 0 to K steps [2, K + 1]."""
+        worker = self.model.worker
+        for numbers in self._passes([support for support, _ in folds]):
+            here = [owners[number] for number in numbers]
+            episodes = [
+                Episode(*(self._split(owners[number], part) for part in folds[number])) for number in numbers
+            ]
+            if self.loop is None:
+                scores = [scores_by_step(self.inner, worker, self.theta, one) for one in episodes]
+            else:
+                passes = self.loop.scores_after_each_step(worker, self.theta, episodes, self._classes(here))
+                scores = list(map(as_scores, passes))
+            yield from zip(numbers, scores, strict=True)
+
+    def _adapt(
+        self, tasks: Sequence[Encoded]
+    ) -> Iterator[tuple[Encoded, list[PassStats], dict[str, Tensor] | None]]:
+        """Each task with the statistics of its support set after 0 to K steps, and its weights."""
+        worker, tasks = self.model.worker, sorted(tasks, key=lambda one: one.steps)
+        for numbers in self._passes([one.examples for one in tasks], in_order=True):
+            here = [tasks[number] for number in numbers]
+            sets = [self._split(one, one.examples) for one in here]
+            if self.loop is None:
+                for one, support in zip(here, sets, strict=True):
+                    inner = replace(self.inner, steps=one.steps)
+                    passes = inner.adapt(worker, self.theta, support).passes
+                    passes.append(worker.forward(support))
+                    named = self._by_name(worker.read()) if self.config.lora_r else None
+                    yield one, passes, named and self._own_classes(one, named)
+                    worker.write(self.theta)
+                continue
+            steps = [one.steps for one in here]
+            results = self.loop.adapt(worker, self.theta, sets, steps, self._classes(here))
+            for one, (passes, named) in zip(here, results, strict=True):
+                yield one, passes, self._own_classes(one, named)
+
+    def _split(self, one: Encoded, examples: Sequence[Example]) -> list[MicroBatch]:
+        return self.model.batcher.split(examples, self._beyond(one))
+
+    def _beyond(self, one: Encoded) -> int:
+        """Classes of a task whose head has more; else 0."""
+        return len(one.task.labels) if len(one.task.labels) < self.inner.head.classes else 0
+
+    def _classes(self, tasks: Sequence[Encoded]) -> list[int] | None:
+        """Classes of each task for `TaskBatch`; None if the head has no more."""
+        if not any(map(self._beyond, tasks)):
+            return None
+        return [len(one.task.labels) for one in tasks]
+
+    def _own_classes(self, one: Encoded, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights with a head of the task's own classes alone."""
+        rows = len(one.task.labels)
+        return {
+            name: value[:rows] if rows and name in self.inner.head.names else value
+            for name, value in weights.items()
+        }
+
+    def _by_name(self, vector: Tensor) -> dict[str, Tensor]:
+        """The complete parameters of a vector. Collective: group."""
+        worker = self.model.worker
+        return {name: worker.gather_param(vector, name, shape).cpu() for name, shape in self.shapes.items()}
+
+    def _passes(
+        self, sets: Sequence[Sequence[Example]], times: int = 1, in_order: bool = False
+    ) -> list[list[int]]:
+        """Numbers of the sets of each pass, by size unless they are `in_order`. The same on every rank.
+
+        times: passes that count as one.
+        """
+        batcher, passes = self.model.batcher, list[list[int]]()
+        sizes = [
+            (
+                min(batcher.micro_batch_size, -(-len(examples) // batcher.group_size)),
+                max(len(example.input_ids) for example in examples),
+            )
+            for examples in sets
+        ]
+        order = (
+            range(len(sets)) if in_order else sorted(range(len(sets)), key=sizes.__getitem__, reverse=True)
+        )
+        rows = tokens = 0
+        for number in order:
+            count = len(passes[-1]) + 1 if passes else 1
+            rows, tokens = max(rows, sizes[number][0]), max(tokens, sizes[number][1])
+            most = min(times * self.settings.tokens_per_pass // (rows * tokens), times * self.most_tasks)
+            if not passes or count > most or self.loop is None:
+                passes.append([number])
+                rows, tokens = sizes[number]
+            else:
+                passes[-1].append(number)
+        return passes
+
+    def _tasks_in_memory(self) -> int:
+        """The largest number of tasks whose adapters fit into the free memory of every rank.
+
+        Raises `UsageError` if one does not. Collective: world, since all groups cut the same rounds.
+        """
+        worker, ranks = self.model.worker, self.model.ranks
+        copies = 5 + len(self.inner.optimizer.state_names)  # phi, gradient, update, sums, copy of the result
+        of_task = 4 * copies * sum(torch.Size(shape).numel() for shape in self.shapes.values())
+        free = host_bytes(ranks.layout.launch.local_world_size)
+        if worker.device.type == "cuda":
+            free = min(free, torch.cuda.mem_get_info(worker.device)[0])
+        free = min(map(int, ranks.world.gather_bytes(str(free).encode())))
+        if of_task > free:
+            raise UsageError(
+                f"lora_r={self.config.lora_r}: the adapters of one task take {size_of(of_task)} with"
+                f" gradients and the inner optimizer, and {size_of(free)} are free; lower --lora_r, or adapt"
+                " fewer layers (--lora_target_modules)"
+            )
+        return max(1, int(MEMORY * free / of_task))
+
+
+def head_key(settings: AdaptConfig, classes: int) -> int:
+    """Tasks of equal keys can share a model: 0 for every number of classes, or `classes` where the head or
+    the rates are stored for this number, or where the whole model is written.
+    """
+    config: Config = settings.run_config(n_way=classes or 2)
+    exact = remembered(settings.model_source).get("inner_rates") == RATES_FILE
+    return classes if exact or not config.lora_r or config.head_init == "learned" else 0
