@@ -44,6 +44,7 @@ from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.inner_optimizers import Rates
 from fmmeta.models.files import remembered, trained_with
+from fmmeta.models.from_gguf import as_folder
 from fmmeta.models.load import suggest_chat
 from fmmeta.tasks.batching import Episode, Example
 from fmmeta.tasks.data.encode import encode, full_rows
@@ -79,6 +80,7 @@ def adapt(
 
     A folder is written if `settings.output_dir` is set. Raises `UsageError`.
     """
+    settings = replace(settings, model_name_or_path=as_folder(settings.model_name_or_path, progress.notice))
     config = settings.run_config(n_way=2)
     task = read_task("support", support or settings.support, config, progress.notice)
     queries = read_task("query", query or settings.query, config, progress.notice)

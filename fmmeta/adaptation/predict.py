@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.progress import Progress
+from fmmeta.common.progress import LOGGER, STDERR, Progress
 from fmmeta.common.security import printable
 from fmmeta.common.text import shortened, to_json
 from fmmeta.config.fields import refuse_first
@@ -29,6 +29,7 @@ from fmmeta.evaluation.methods import generate
 from fmmeta.evaluation.results import open_output
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig
 from fmmeta.models.files import HEAD_FILE, base_model_name, cached_file, is_path, remembered
+from fmmeta.models.from_gguf import as_folder
 from fmmeta.models.load import Description, describe, fitted, load_tokenizer
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch, ParallelPlan
@@ -221,6 +222,7 @@ def run(settings: PredictConfig) -> None:
 
 def load(settings: PredictConfig) -> AdaptedModel:
     """Load a model with the classes that it has learned. Raises `UsageError`."""
+    settings = replace(settings, model_name_or_path=as_folder(settings.model_name_or_path, log_aside))
     refuse_no_model(settings.model_name_or_path)
     stored = remembered(settings.model_name_or_path)
     values = {name: getattr(settings, name) for name in SHARED_BY_PREDICT}
@@ -242,6 +244,11 @@ def load(settings: PredictConfig) -> AdaptedModel:
         config = replace(config, n_way=len(labels), head_init="learned")
     loaded = load_single_process(fitted(config, description.hf_config), Progress(enabled=False), labels)
     return AdaptedModel(labels, None, None, loaded, output_dir=settings.model_name_or_path)
+
+
+def log_aside(text: str) -> None:
+    """Log a line on standard error: answers are written to standard output."""
+    LOGGER.info("%s", text, extra=STDERR)
 
 
 def refuse_no_model(name: str) -> None:

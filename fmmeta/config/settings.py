@@ -36,7 +36,7 @@ CLASSIFICATION, CAUSAL_LM = "classification", "causal_lm"
 class ModelConfig(RefusesOldNames):
     model_name_or_path: str = setting(
         "tiny",
-        "HF folder or hub id; tiny: the built-in model, trained from scratch",
+        "HF folder, hub id or GGUF file; tiny: the built-in model, trained from scratch",
         common=True,
     )
     model_revision: str | None = setting(

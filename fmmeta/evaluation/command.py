@@ -68,7 +68,8 @@ def evaluate(
     launch = Launch.from_env(os.environ)
     progress = progress or Progress(enabled=launch.global_rank == 0)
     with closing(World(launch, pick_device(launch))) as world:
-        others = None
+        others, given = None, settings
+        settings = with_local_models(settings, world, progress.notice)
         with world.comm.raise_on_all("reading settings"):
             if launch.global_rank == 0 and settings.output:
                 check_output(Path(settings.output))
@@ -79,7 +80,7 @@ def evaluate(
         models = list(filter(None, [settings.model_name_or_path, settings.compare_model]))
         model = EvaluatedModel(settings, world, progress, models, others)
         cells, ranks = model.cells(), model.ranks
-        results = results_of(settings, cells, model.config.task_type)
+        results = results_of(given, cells, model.config.task_type)
         del model  # frees the weights before another model is loaded
         if settings.compare is not None:
             if others is None:
@@ -90,7 +91,7 @@ def evaluate(
                         f" {settings.model_name_or_path}"
                     )
                 others = EvaluatedModel(with_other, world, progress, models, cells, ranks).cells()
-            results["compare"] = {"with": settings.compare, "cells": differences(cells, others)}
+            results["compare"] = {"with": given.compare, "cells": differences(cells, others)}
         if signals:
             signals.run()
         show(results, progress)
@@ -98,6 +99,17 @@ def evaluate(
             if launch.global_rank == 0 and settings.output:
                 write_json(Path(settings.output), results)
         return results
+
+
+def with_local_models(settings: EvaluateConfig, world: World, notice: Callable[..., None]) -> EvaluateConfig:
+    """The settings with the converted folders of models that are GGUF files. Collective: world."""
+    names = {"model_name_or_path": settings.model_name_or_path, "compare": settings.compare_model}
+    found = {
+        setting: build.local_model(name, world, notice, settings.prepare_timeout)
+        for setting, name in names.items()
+        if name
+    }
+    return replace(settings, **found) if any(names[name] != one for name, one in found.items()) else settings
 
 
 def with_model(settings: EvaluateConfig, model: str) -> EvaluateConfig:

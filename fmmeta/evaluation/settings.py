@@ -59,7 +59,7 @@ def settings_of_training(*names: str) -> Any:
 class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, InnerConfig):
     """Settings of a model that learns a task: shared by `evaluate`, `tune` and `adapt`."""
 
-    model_name_or_path: str = setting("tiny", "HF folder or hub id")
+    model_name_or_path: str = setting("tiny", "HF folder, hub id or GGUF file")
     seed: int = setting(42, "Seed of the episodes and of newly initialised weights")
 
     def run_config(self, **values: Any) -> Config:
