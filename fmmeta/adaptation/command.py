@@ -46,6 +46,7 @@ from fmmeta.meta.inner_optimizers import Rates
 from fmmeta.models.files import remembered, trained_with
 from fmmeta.models.from_gguf import as_folder
 from fmmeta.models.load import suggest_chat
+from fmmeta.reliability.checks import SupportLosses
 from fmmeta.tasks.batching import Episode, Example
 from fmmeta.tasks.data.encode import encode, full_rows
 from fmmeta.tasks.data.rows import Examples, Table, read_file, rows_of, tabulate
@@ -143,20 +144,17 @@ def learn(
         )
         inner = replace(inner, steps=steps)
     batches = model.batcher.split(examples)
-    passes = inner.adapt(model.worker, model.worker.read(), batches).passes
-    passes.append(model.worker.forward(batches))
-    if not all(one.finite for one in passes):
+    learned = inner.adapt(model.worker, model.worker.read(), batches)
+    losses = SupportLosses(replace(config, inner_steps=inner.steps))
+    losses.add(model.worker, learned, batches)
+    finite = all(one.finite for one in learned.passes)
+    if not (finite and all(math.isfinite(loss) for pair in losses.pairs for loss in pair)):
         raise UsageError(
             f"inner_lr={config.inner_lr}: the loss on the support set is not finite after {inner.steps} inner"
             " steps; lower --inner_lr"
         )
-    if passes[-1].loss > passes[0].loss:
-        progress.notice(
-            Warn(
-                f"inner_lr={config.inner_lr}: the loss on the support set rose from {passes[0].loss:.3g} to "
-                f"{passes[-1].loss:.3g}; lower --inner_lr"
-            )
-        )
+    if warning := losses.warning():
+        progress.notice(Warn(warning))
     return AdaptedModel(labels, inner.steps, left_out, model), inner.rates
 
 

@@ -44,9 +44,10 @@ from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.meta.algorithms.baselines import prompted
 from fmmeta.metrics.scores import EpisodeScore, gather_scores
 from fmmeta.models.files import remembered, trained_with
-from fmmeta.models.load import describe, empty_learner
+from fmmeta.models.load import describe, empty_learner, suggest_chat
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
+from fmmeta.reliability.checks import SupportLosses
 from fmmeta.reliability.signals import Signals
 from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
@@ -79,6 +80,7 @@ def evaluate(
                 check_compare_model(settings, settings.compare_model)
         models = list(filter(None, [settings.model_name_or_path, settings.compare_model]))
         model = EvaluatedModel(settings, world, progress, models, others)
+        suggest_chat(model.config, model.inputs.tokenizer, progress.notice)
         cells, ranks = model.cells(), model.ranks
         results = results_of(given, cells, model.config.task_type)
         del model  # frees the weights before another model is loaded
@@ -342,16 +344,19 @@ class EvaluatedModel:
         metrics = LanguageMetrics(
             settings.metrics, worker, tokenizer, self.config, self.parts.batcher, settings.max_new_tokens
         )
-        scores = []
+        scores, losses = [], SupportLosses(self.config)
         for done, (task, episode) in enumerate(share):
             self.progress.line(what, done, len(share))
             if method == "in_context":
                 score = query_score(worker, slots[task.seed], task, episode.prompted, has_classes=False)
             else:
-                inner.adapt(worker, self.parts.meta_params.theta, episode.support)
+                learned = inner.adapt(worker, self.parts.meta_params.theta, episode.support)
+                losses.add(worker, learned, episode.support)
                 score = query_score(worker, slots[task.seed], task, episode.query, bool(inner.head.names))
                 if settings.metrics:
                     score.metrics.update(metrics.of(episodes.source.draw(task)))
                 worker.write(self.parts.meta_params.theta)
             scores.append(score)
+        if warning := losses.warning():
+            self.progress.notice(Warn(f"{what} of {self.settings.model_name_or_path}: {warning}"))
         return scores

@@ -424,11 +424,12 @@ def test_rising_support_loss_is_logged(bert, capsys):
     ]  # other classes than the words tell
     for rate, rises in ((100.0, True), (0.1, False)):
         fmmeta.adapt(bert, mixed, inner_lr=rate, inner_steps=2, early_stopping=False, quiet=False)
-        lines = [line for line in capsys.readouterr().out.splitlines() if "rose" in line]
+        lines = [line for line in capsys.readouterr().out.splitlines() if "rises" in line]
         assert len(lines) == rises
         for line in lines:
-            assert line.startswith(f"fmmeta: inner_lr={rate}: ")
-            assert "rose from 1.1 to " in line  # ln 3
+            assert line.startswith(f"fmmeta: inner_lr={rate:g}: ")
+            assert "rises from 1.1 to " in line  # ln 3
+            assert line.endswith(f"(2 steps of sgd); try --inner_lr {rate / 10:g}")
 
 
 def test_every_query_row_is_predicted_and_repeated_support_rows_are_dropped(bert, tmp_path, capsys):
