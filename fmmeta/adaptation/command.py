@@ -48,7 +48,7 @@ from fmmeta.models.from_gguf import as_folder
 from fmmeta.models.load import suggest_chat
 from fmmeta.reliability.checks import SupportLosses
 from fmmeta.tasks.batching import Episode, Example
-from fmmeta.tasks.data.encode import encode, full_rows
+from fmmeta.tasks.data.encode import answer_without_room, encode, full_rows
 from fmmeta.tasks.data.rows import Examples, Table, read_file, rows_of, tabulate
 from fmmeta.tasks.data.splits import few
 
@@ -133,6 +133,8 @@ def learn(
     suggest_chat(config, model.tokenizer, progress.notice)
     setup = rules.setup(config, model.worker, model.head_names, config.most_classes, settings.bf16)
     inner = with_stored_rates(settings, config, setup.inner, model.worker)
+    if message := answer_without_room(config, model.tokenizer, support.target):
+        raise UsageError(f"support={settings.support or 'pairs'}: {message}")
     examples, left_out = encode_task(model, support, labels), None
     if message := full_rows(config, [len(one.input_ids) for one in examples]):
         progress.notice(Warn(f"{settings.support or 'support'}: {message}"))

@@ -597,3 +597,17 @@ def test_sigterm_during_adaptation_leaves_no_folder(bert, tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("template", ["plain", "Q: {input}\\nA:"])
+def test_an_answer_that_is_longer_than_max_length_is_refused(template, llama, tmp_path):
+    """The longest answer that fits is learned; one with a token more would lose its end."""
+    settings = {"task_type": "causal_lm", "max_length": 32, "inner_steps": 1, "prompt_template": template}
+    fits = [("a", "b" * 29), ("c", "d")]  # with a space before it and the end of the text: 31 tokens
+    fmmeta.adapt(llama, fits, early_stopping=False, **settings)
+    message = refusal(fmmeta.adapt, llama, [("a", "b" * 30), ("c", "d")], **settings)
+    check_message(
+        message, "support=pairs", "32 tokens", "max_length=32 has room for 31", "raise --max_length"
+    )
+    file = write_rows(tmp_path / "support.jsonl", [{"input": "a", "output": ""}])
+    check_message(refusal(fmmeta.adapt, llama, str(file), **settings), f"{file}:1 has output=''", "fix")
