@@ -145,7 +145,7 @@ def learn(
             f"{config.inner_steps} steps"
         )
         inner = replace(inner, steps=steps)
-    batches = model.batcher.split(examples)
+    batches = model.batcher.split_support(examples, (config.seed,))
     learned = inner.adapt(model.worker, model.worker.read(), batches)
     losses = SupportLosses(replace(config, inner_steps=inner.steps))
     losses.add(model.worker, learned, batches)
@@ -270,7 +270,9 @@ def choose_steps(
     for done, fold in enumerate(folds):
         progress.line("examples left out", done, len(folds))
         episode = Episode(
-            model.batcher.split([one for index, one in enumerate(examples) if index not in fold]),
+            model.batcher.split_support(
+                [one for index, one in enumerate(examples) if index not in fold], (model.config.seed,)
+            ),
             model.batcher.split([examples[index] for index in fold]),
         )
         scores.append(scores_by_step(inner, model.worker, theta, episode))

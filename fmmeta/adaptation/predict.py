@@ -203,7 +203,12 @@ def load_single_process(
         worker,
         head_names,
         frozen,
-        Batcher(description.hf_config.pad_token_id, config.micro_batch_size),
+        Batcher(
+            description.hf_config.pad_token_id,
+            config.micro_batch_size,
+            support_batch_size=config.support_batch_size,
+            inner_steps=config.inner_steps,
+        ),
     )
 
 

@@ -266,7 +266,17 @@ def of_inner_loop(c: Any) -> Conflicts:
     if own:
         find_inner(inner)
     keeps = inner == "adamw" and "inner_optimizer_state" in spec.supports
+    sampled = f"support_batch_size={c.support_batch_size} with"
     return [
+        (
+            c.support_batch_size and (spec.order > 1 or spec.frozen_body or spec.in_prompt),
+            f"{sampled} algorithm={name}: inner steps on samples of the support set are implemented for"
+            " first-order rules that change all weights; use fomaml or reptile, or leave it out",
+        ),
+        (
+            c.support_batch_size and c.tasks_per_pass != "1",
+            f"{sampled} tasks_per_pass={c.tasks_per_pass} is not implemented; leave one out",
+        ),
         (
             inner == "adamw" and spec.order > 1,
             f"inner_optimizer=adamw with algorithm={name}: the meta-gradient through Adam's moments is not"

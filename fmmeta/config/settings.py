@@ -353,6 +353,14 @@ class InnerConfig:
         remembered=True,
         common=True,
     )
+    support_batch_size: int = setting(
+        0,
+        "Support examples of an inner step at most: parts of a seeded shuffle of the support set, epoch by"
+        " epoch; 0: all of them in every step",
+        least=0,
+        remembered=True,
+        common=True,
+    )
     inner_momentum: float = setting(
         0.9,
         "Momentum of inner_optimizer=momentum",

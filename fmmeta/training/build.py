@@ -330,4 +330,6 @@ def batcher(config: Config, inputs: RunInputs, coordinates: GroupCoordinates) ->
         coordinates.data,
         partial(pack, length=config.max_length) if config.packing else None,
         config.max_tokens_per_micro_batch,
+        config.support_batch_size,
+        2 * config.inner_steps,  # the final table also tries twice as many
     )

@@ -315,9 +315,9 @@ class Run:
 
     def _check_inner_loop(self, support: Sequence[MicroBatch]) -> None:
         """Warn if the inner loop raises the loss of a support set, from theta. Collective: group."""
+        self.stage.begin_phase("checking the inner loop")
         losses = SupportLosses(self.config)
-        inner, passed = self.parts.setup.inner, self.stage.count_pass
-        learned = inner.adapt(self.worker, self.theta, support, between_passes=passed)
+        learned = self.parts.setup.inner.adapt(self.worker, self.theta, support)
         losses.add(self.worker, learned, support)
         self.worker.write(self.theta)
         if warning := losses.warning():

@@ -611,3 +611,17 @@ def test_an_answer_that_is_longer_than_max_length_is_refused(template, llama, tm
     )
     file = write_rows(tmp_path / "support.jsonl", [{"input": "a", "output": ""}])
     check_message(refusal(fmmeta.adapt, llama, str(file), **settings), f"{file}:1 has output=''", "fix")
+
+
+def test_adapt_takes_inner_steps_on_samples_of_the_support_set(bert):
+    """Samples give other weights than the whole set, the same ones every time, and the task is learned."""
+    rows = [(f"{word} {other}", word) for word in WORDS[:3] for other in WORDS[3:13]]
+    settings = {"inner_steps": 12, "early_stopping": False}
+    scores = [
+        [one.score for one in fmmeta.adapt(bert, rows, query=rows, **settings, **more).predictions]
+        for more in ({}, {"support_batch_size": 4}, {"support_batch_size": 4}, {"support_batch_size": 30})
+    ]
+    assert scores[0] != scores[1] == scores[2]
+    assert scores[3] == scores[0]
+    adapted = fmmeta.adapt(bert, rows, query=rows, support_batch_size=4, inner_steps=12)
+    assert adapted.accuracy == 1.0
