@@ -325,7 +325,10 @@ class EvaluatedModel:
         return cells
 
     def scores_of_share(self, method: str, k_shot: int, episodes: Episodes) -> list[EpisodeScore]:
-        """This group's scores by the inner loop, or with the support set in the prompt. Collective: world."""
+        """This group's scores by the inner loop, with the support set in the prompt, or without it.
+
+        Collective: world.
+        """
         settings, worker, tokenizer = self.settings, self.parts.worker, self.inputs.tokenizer
         what = f"{k_shot}-shot {method}"
         slots = {task.seed: slot for slot, task in enumerate(episodes.tasks)}
@@ -350,12 +353,14 @@ class EvaluatedModel:
             if method == "in_context":
                 score = query_score(worker, slots[task.seed], task, episode.prompted, has_classes=False)
             else:
-                learned = inner.adapt(worker, self.parts.meta_params.theta, episode.support)
-                losses.add(worker, learned, episode.support)
+                if method == "finetune":
+                    learned = inner.adapt(worker, self.parts.meta_params.theta, episode.support)
+                    losses.add(worker, learned, episode.support)
                 score = query_score(worker, slots[task.seed], task, episode.query, bool(inner.head.names))
                 if settings.metrics:
                     score.metrics.update(metrics.of(episodes.source.draw(task)))
-                worker.write(self.parts.meta_params.theta)
+                if method == "finetune":
+                    worker.write(self.parts.meta_params.theta)
             scores.append(score)
         if warning := losses.warning():
             self.progress.notice(Warn(f"{what} of {self.settings.model_name_or_path}: {warning}"))
