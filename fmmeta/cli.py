@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
+from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn, cast
 
 import fmmeta
@@ -30,7 +31,7 @@ from fmmeta.reliability.signals import Signals, interrupting
 
 class Command(NamedTuple):
     """settings, run: `module:name` of the settings and of the function that runs with them; a command imports
-    only what it needs. values: the setting that words without a flag are values of.
+    only what it needs. values: the setting that words without a flag are values of, or several, a word each.
     """
 
     text: str
@@ -88,6 +89,13 @@ COMMANDS = {
         "serve the list of groups to an elastic run",
         "fmmeta.elastic.lighthouse:LighthouseConfig",
         "fmmeta.elastic.lighthouse:lighthouse",
+    ),
+    "convert": Command(
+        "write a GGUF file as a Hugging Face folder with safetensors and tokenizer",
+        "fmmeta.models.from_gguf:ConvertConfig",
+        "fmmeta.models.from_gguf:run",
+        "FILE DIR",
+        "model_name_or_path output_dir",
     ),
     "plan": Command(
         "layouts of a model on given GPUs: memory, bytes on the wire, time, and the command that runs the"
@@ -237,12 +245,16 @@ def parse(argv: list[str], command: str = "train") -> Any:
 
     A recipe (`--config`, or the first word that is no flag) gives defaults that flags override.
     """
-    settings, words = pkgutil.resolve_name(COMMANDS[command].settings), COMMANDS[command].values
+    settings, words = pkgutil.resolve_name(COMMANDS[command].settings), COMMANDS[command].values.split()
     print_help(argv, command, settings)
     from transformers import HfArgumentParser
 
-    if words and argv and not argv[0].startswith("-"):
-        argv = [f"--{words}", *argv]
+    if len(words) == 1 and argv and not argv[0].startswith("-"):
+        argv = [f"--{words[0]}", *argv]
+    elif words:
+        given = list(takewhile(lambda word: not word.startswith("-"), argv[: len(words)]))
+        named = [word for pair in zip(words, given, strict=False) for word in (f"--{pair[0]}", pair[1])]
+        argv = [*named, *argv[len(given) :]]
     # argparse would take it for an empty list, whatever the type of the setting
     if any(word == "--" or word.endswith("=--") for word in argv):
         raise UsageError("-- is not a flag; --help lists them")

@@ -17,6 +17,7 @@ from fmmeta.common.security import printable, redact
 from fmmeta.common.text import counted, shortened
 from fmmeta.config.settings import Config, ModelConfig, TaskConfig
 from fmmeta.models.files import trained_with
+from fmmeta.models.from_gguf import as_folder
 from fmmeta.models.load import describe, fitted, load_tokenizer, suggest_chat
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.encode import encode, make_prompt
@@ -40,6 +41,7 @@ class InspectConfig(ModelConfig, TaskConfig):
 def run(settings: InspectConfig) -> None:
     """Print what a run would read. Raises `UsageError` with the first reason why a run would be refused."""
     config = Config(**asdict(settings))
+    config = config.but(model_name_or_path=as_folder(config.model_name_or_path, print))
     description = describe(config)
     config = fitted(config, description.hf_config)
     tokenizer = load_tokenizer(config, description, print)

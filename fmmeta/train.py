@@ -100,6 +100,8 @@ class MetaTrainer:
             if world.comm.rank == 0:
                 check_installed(config)
         config, rows = self._read_objects(world)
+        model = build.local_model(config.model_name_or_path, world, notice, config.prepare_timeout)
+        config = config.but(model_name_or_path=model)
         metrics = self._find_metrics(world)
         cross = join(config, world.comm)
         config = world.run_on_first_rank_of_node(

@@ -18,6 +18,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.config.fields import refuse_first
 from fmmeta.evaluation.settings import AdaptConfig
+from fmmeta.models.from_gguf import as_folder
 from fmmeta.tasks.data.rows import Examples
 
 
@@ -64,6 +65,7 @@ def adapt(
             ),
         ]
     )
+    settings = replace(settings, model_name_or_path=as_folder(settings.model_name_or_path, progress.notice))
     config = settings.run_config(n_way=2)
     table = read_task("support", support or settings.support, config, progress.notice)
     queries = read_task("query", query or settings.query, config, progress.notice)

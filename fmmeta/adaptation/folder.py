@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import EvalResult
 
 from fmmeta.adaptation.model import AdaptedModel
-from fmmeta.adaptation.task_learner import Learned, SupportSet, TaskLearner
+from fmmeta.adaptation.task_learner import Learned, TaskExamples, TaskLearner
 from fmmeta.checkpoint import model_card
 from fmmeta.checkpoint.hf_export import export, export_adapters, write_json
 from fmmeta.checkpoint.model_card import Content, code, escaped, public_name
@@ -119,7 +119,7 @@ def identifying(settings: AdaptConfig) -> dict[str, Any]:
     }
 
 
-def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, task: SupportSet) -> None:
+def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, task: TaskExamples) -> None:
     """Write README.md into the adapted model's folder, and into merged/ inside it."""
     config, base, labels = adapted.loaded.config, settings.model_name_or_path, adapted.labels
     source = code(task.name or Path(settings.support).name) if settings.support else "given in Python"

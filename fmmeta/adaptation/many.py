@@ -24,7 +24,7 @@ from fmmeta.adaptation.model import AdaptedModel, with_labels
 from fmmeta.adaptation.task_learner import (
     Encoded,
     Learned,
-    SupportSet,
+    TaskExamples,
     TaskLearner,
     head_key,
     read_task,
@@ -36,6 +36,7 @@ from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import inside, one_line, printable, publish, sync
 from fmmeta.common.text import shortened
 from fmmeta.config.fields import refuse_first
+from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
 from fmmeta.models.files import BASE_FOLDER, SETTINGS_FILE
 from fmmeta.parallel import deepspeed_config
@@ -43,6 +44,7 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.tasks.data.rows import ENDINGS, Examples, Table, ending, listed
 from fmmeta.tasks.data.splits import few
+from fmmeta.training.build import local_model
 from fmmeta.training.run_folder import lock_folder
 
 LONGEST = 200  # bytes of a task's name; file systems take 255
@@ -87,7 +89,7 @@ class AdaptedModels(Mapping[str, AdaptedModel]):
 class Tasks:
     """Tasks to learn, names of those with a complete folder, and why others cannot be learned, by name."""
 
-    to_learn: list[SupportSet]
+    to_learn: list[TaskExamples]
     complete: list[str]
     failed: dict[str, str]
 
@@ -100,7 +102,7 @@ class Tasks:
         tasks, complete, failed = json.loads(payload)
         return cls(
             [
-                SupportSet(name, Table(targets, [], [], inputs, targets), tuple(labels))
+                TaskExamples(name, Table(targets, [], [], inputs, targets), tuple(labels))
                 for name, inputs, targets, labels in tasks
             ],
             complete,
@@ -130,7 +132,11 @@ def adapt_many(
     """
     launch = Launch.from_env(os.environ)
     with closing(World(launch, pick_device(launch))) as world:
-        lock = None
+        lock, name = None, settings.model_name_or_path
+        settings = replace(
+            settings,
+            model_name_or_path=local_model(name, world, progress.notice, Config.prepare_timeout),
+        )
         try:
             with world.comm.raise_on_all("reading the support sets"):
                 if not settings.output_dir:
@@ -166,7 +172,7 @@ def find_tasks(
     config = settings.run_config(n_way=2)
     for partial in output.glob(f".*{PARTIAL}"):
         shutil.rmtree(partial)
-    to_learn, complete, failed = list[SupportSet](), list[str](), dict[str, str]()
+    to_learn, complete, failed = list[TaskExamples](), list[str](), dict[str, str]()
     sources: Sequence[tuple[str, str | Examples]] = (
         list(supports.items()) if supports is not None else support_files(Path(settings.support))
     )
@@ -276,7 +282,7 @@ def learn_all(
     if not tasks.to_learn:
         return {}
     ranks = split(settings, world)
-    by_key: dict[int, list[SupportSet]] = {}
+    by_key: dict[int, list[TaskExamples]] = {}
     with world.comm.raise_on_all("reading settings"):
         keys = {
             classes: head_key(settings, classes) for classes in {len(one.labels) for one in tasks.to_learn}
@@ -318,7 +324,7 @@ def split(settings: AdaptConfig, world: World) -> ProcessGroups:
 
 def learn_share(
     learner: TaskLearner,
-    tasks: list[SupportSet],
+    tasks: list[TaskExamples],
     output: Path,
     progress: Progress,
     before: int,

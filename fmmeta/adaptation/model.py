@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.progress import Progress
+from fmmeta.common.progress import LOGGER, STDERR, Progress
 from fmmeta.common.security import printable
 from fmmeta.common.text import shortened, to_json
 from fmmeta.config.fields import refuse_first
@@ -18,6 +18,7 @@ from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.methods import generate
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig
 from fmmeta.models.files import HEAD_FILE, base_model_name, cached_file, is_path, remembered
+from fmmeta.models.from_gguf import as_folder
 from fmmeta.models.load import Description, describe, fitted, load_tokenizer
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch, ParallelPlan
@@ -213,6 +214,8 @@ def load_model(
             config.micro_batch_size,
             ranks.layout.group_rank,
             ranks.layout.group_size,
+            support_batch_size=config.support_batch_size,
+            inner_steps=2 * config.inner_steps,  # early stopping tries up to twice as many
         ),
     )
 
@@ -227,6 +230,7 @@ def with_labels(description: Description, labels: Sequence[str]) -> Description:
 
 def load(settings: PredictConfig) -> AdaptedModel:
     """Load a model with the classes that it has learned. Raises `UsageError`."""
+    settings = replace(settings, model_name_or_path=as_folder(settings.model_name_or_path, log_aside))
     refuse_no_model(settings.model_name_or_path)
     stored = remembered(settings.model_name_or_path)
     values = {name: getattr(settings, name) for name in SHARED_BY_PREDICT}
@@ -255,6 +259,11 @@ def load(settings: PredictConfig) -> AdaptedModel:
         loaded,
         output_dir=settings.model_name_or_path,
     )
+
+
+def log_aside(text: str) -> None:
+    """Log a line on standard error: answers are written to standard output."""
+    LOGGER.info("%s", text, extra=STDERR)
 
 
 def refuse_no_model(name: str) -> None:

@@ -34,8 +34,9 @@ from fmmeta.models.lora import TaskAxis
 from fmmeta.parallel.layout import size_of
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import PassStats
+from fmmeta.reliability.checks import SupportLosses
 from fmmeta.tasks.batching import Episode, Example, MicroBatch
-from fmmeta.tasks.data.encode import encode, full_rows
+from fmmeta.tasks.data.encode import answer_without_room, encode, full_rows
 from fmmeta.tasks.data.rows import Examples, Table, read_file, rows_of, tabulate
 from fmmeta.tasks.data.splits import few
 
@@ -45,7 +46,7 @@ ROUND = 4  # passes whose tasks are learned together, so that those with as many
 
 
 @dataclass(frozen=True)
-class SupportSet:
+class TaskExamples:
     """The examples of a task. labels: names of its classes, sorted; none for causal_lm."""
 
     name: str
@@ -79,7 +80,7 @@ def read_task(
 
 def support_set(
     name: str, table: Table, settings: AdaptConfig, config: Config, notice: Callable[[str], None]
-) -> SupportSet:
+) -> TaskExamples:
     """The task of these examples. name: empty for the task of `settings.support`.
 
     Logs classes that the model was trained on. Raises `UsageError` for a single class.
@@ -97,7 +98,7 @@ def support_set(
                     " accuracy on them is not that on new classes"
                 )
             )
-    return SupportSet(name, table, labels)
+    return TaskExamples(name, table, labels)
 
 
 def leave_out(table: Table, labels: Sequence[str]) -> list[list[int]]:
@@ -119,7 +120,7 @@ class Learned:
     next task. failure: why the task was not learned; then nothing else is set.
     """
 
-    task: SupportSet
+    task: TaskExamples
     steps: int = 0
     left_out: float | None = None
     weights: dict[str, Tensor] | None = None
@@ -130,7 +131,7 @@ class Learned:
 class Encoded:
     """A task as tokens: its examples, the steps that it takes, and the accuracy where they were chosen."""
 
-    task: SupportSet
+    task: TaskExamples
     examples: list[Example]
     steps: int
     left_out: float | None = None
@@ -174,7 +175,8 @@ class TaskLearner:
             if param.requires_grad
         }
         self.loop: MultiTaskInnerLoop | None = None
-        if config.lora_r and not config.compile and not self.inner.changes_head_only:
+        one_by_one = config.compile or config.support_batch_size or self.inner.changes_head_only
+        if config.lora_r and not one_by_one:
             with suppress(UsageError):  # other layers than linear ones are trained: a task at a time
                 self.loop = MultiTaskInnerLoop(self.inner, TaskAxis(model.worker.learner))
         rates = self.rates_to_store
@@ -196,11 +198,14 @@ class TaskLearner:
             self.model.worker.params.put(vector, name, value)
         self.model.worker.write(vector)
 
-    def encode(self, task: SupportSet) -> Encoded:
+    def encode(self, task: TaskExamples) -> Encoded:
         """The examples as tokens; classes by their index in the labels."""
+        name = task.name or self.settings.support or "support"
+        if message := answer_without_room(self.config, self.tokenizer, task.table.target):
+            raise UsageError(f"support={name}: {message}")
         examples = encode(self.tokenizer, self.config, task.table.input, task.table.target)
         if message := full_rows(self.config, [len(one.input_ids) for one in examples]):
-            self.progress.notice(Warn(f"{task.name or self.settings.support or 'support'}: {message}"))
+            self.progress.notice(Warn(f"{name}: {message}"))
         if task.labels:
             examples = [
                 Example(row.input_ids, task.labels.index(label))
@@ -232,14 +237,10 @@ class TaskLearner:
                     f" after {one.steps} inner steps; lower --inner_lr",
                 )
                 continue
-            if last.loss > passes[0].loss:
-                of_task = f"{one.task.name}: " if one.task.name else ""
-                self.progress.notice(
-                    Warn(
-                        f"{of_task}inner_lr={self.config.inner_lr}: the loss on the support set rose from"
-                        f" {passes[0].loss:.3g} to {last.loss:.3g}; lower --inner_lr"
-                    )
-                )
+            losses = SupportLosses(replace(self.config, inner_steps=one.steps))
+            losses.pairs.append((passes[0].loss, last.loss))
+            if warning := losses.warning():
+                self.progress.notice(Warn(f"{one.task.name}: {warning}" if one.task.name else warning))
             yield Learned(one.task, one.steps, one.left_out, weights)
 
     def _choose_steps(self, tasks: Sequence[Encoded]) -> Iterator[Encoded | Learned]:
@@ -280,7 +281,8 @@ class TaskLearner:
         for numbers in self._passes([support for support, _ in folds]):
             here = [owners[number] for number in numbers]
             episodes = [
-                Episode(*(self._split(owners[number], part) for part in folds[number])) for number in numbers
+                Episode(*map(self._split, [owners[number]] * 2, folds[number], (True, False)))
+                for number in numbers
             ]
             if self.loop is None:
                 scores = [scores_by_step(self.inner, worker, self.theta, one) for one in episodes]
@@ -296,7 +298,7 @@ class TaskLearner:
         worker, tasks = self.model.worker, sorted(tasks, key=lambda one: one.steps)
         for numbers in self._passes([one.examples for one in tasks], in_order=True):
             here = [tasks[number] for number in numbers]
-            sets = [self._split(one, one.examples) for one in here]
+            sets = [self._split(one, one.examples, support=True) for one in here]
             if self.loop is None:
                 for one, support in zip(here, sets, strict=True):
                     inner = replace(self.inner, steps=one.steps)
@@ -311,8 +313,11 @@ class TaskLearner:
             for one, (passes, named) in zip(here, results, strict=True):
                 yield one, passes, self._own_classes(one, named)
 
-    def _split(self, one: Encoded, examples: Sequence[Example]) -> list[MicroBatch]:
-        return self.model.batcher.split(examples, self._beyond(one))
+    def _split(self, one: Encoded, examples: Sequence[Example], support: bool) -> list[MicroBatch]:
+        batcher, beyond = self.model.batcher, self._beyond(one)
+        if support:
+            return batcher.split_support(examples, (self.config.seed,), beyond)
+        return batcher.split(examples, beyond)
 
     def _beyond(self, one: Encoded) -> int:
         """Classes of a task whose head has more; else 0."""

@@ -265,7 +265,17 @@ def of_inner_loop(c: Any) -> Conflicts:
     own, attention = inner not in INNER_OPTIMIZERS, c.attn_implementation or ""
     has_derivative = not own or find_inner(inner).differentiable is not None
     keeps = inner == "adamw" and "inner_optimizer_state" in spec.supports
+    sampled = f"support_batch_size={c.support_batch_size} with"
     return [
+        (
+            c.support_batch_size and (spec.order > 1 or spec.frozen_body or spec.in_prompt),
+            f"{sampled} algorithm={name}: inner steps on samples of the support set are implemented for"
+            " first-order rules that change all weights; use fomaml or reptile, or leave it out",
+        ),
+        (
+            c.support_batch_size and c.tasks_per_pass != "1",
+            f"{sampled} tasks_per_pass={c.tasks_per_pass} is not implemented; leave one out",
+        ),
         (
             spec.order > 1 and not has_derivative,
             f"inner_optimizer={inner} with algorithm={name}: the exact meta-gradient needs the derivative of"

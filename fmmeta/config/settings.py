@@ -10,7 +10,7 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.config import algorithms, conflicts
 from fmmeta.config.algorithms import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
-from fmmeta.config.fields import check_values, names_where, of_type, setting
+from fmmeta.config.fields import check_values, default_of, names_where, of_type, setting
 from fmmeta.config.renamed import RefusesOldNames
 
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
@@ -36,7 +36,7 @@ CLASSIFICATION, CAUSAL_LM = "classification", "causal_lm"
 class ModelConfig(RefusesOldNames):
     model_name_or_path: str = setting(
         "tiny",
-        "HF folder or hub id; tiny: the built-in model, trained from scratch",
+        "HF folder, hub id or GGUF file; tiny: the built-in model, trained from scratch",
         common=True,
     )
     model_revision: str | None = setting(
@@ -350,6 +350,14 @@ class InnerConfig:
         "sgd",
         f"Optimizer of the inner loop: {', '.join(INNER_OPTIMIZERS)}, or module:name; every task"
         " starts with zero moments (--inner_optimizer_state)",
+        remembered=True,
+        common=True,
+    )
+    support_batch_size: int = setting(
+        0,
+        "Support examples of an inner step at most: parts of a seeded shuffle of the support set, epoch by"
+        " epoch; 0: all of them in every step",
+        least=0,
         remembered=True,
         common=True,
     )
@@ -886,6 +894,8 @@ FREE_ON_RESUME = {*names_where(Config, lambda rule: rule.resume != "fixed")}
 """Settings that may change on resume, because they do not change theta."""
 HIDDEN_ON_RESUME = {*names_where(Config, lambda rule: rule.resume == "hidden")}
 """Settings of FREE_ON_RESUME that differ at every start."""
+NEW = {"support_batch_size", "second_order", "truncate_steps"}
+"""Settings that change theta and that runs of 0.1.0 do not store."""
 KEYED = names_where(Config, lambda rule: rule.keyed)
 """Settings that decide, with the tokenizer, how the rows of a data set become tokens."""
 
@@ -894,8 +904,12 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any], free: bool = F
     """Settings that may not change on resume and did, by name, as `name: before -> now`; with `free`, those
     that may and did.
 
-    RESOLVED settings are compared only if both sides have them; runs of 0.1.0 do not.
+    RESOLVED settings are compared only if both sides have them; runs of 0.1.0 do not. A setting that a run of
+    an earlier version does not store had what is now its default.
     """
+    if not free:
+        defaults = {name: default_of(Config.__dataclass_fields__[name]) for name in NEW & set(now)}
+        before = {**defaults, **before}
     known = {name for name in conflicts.RESOLVED if name in before and name in now}
     unbound = FREE_ON_RESUME | {"deepspeed_layout"} | ({"bf16"} if "precision" in known else set())
     keys = (unbound - HIDDEN_ON_RESUME) & set(before) if free else (set(before) | set(now)) - unbound

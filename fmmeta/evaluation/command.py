@@ -44,9 +44,10 @@ from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.meta.algorithms.baselines import prompted
 from fmmeta.metrics.scores import EpisodeScore, gather_scores
 from fmmeta.models.files import remembered, trained_with
-from fmmeta.models.load import describe, empty_learner
+from fmmeta.models.load import describe, empty_learner, suggest_chat
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
+from fmmeta.reliability.checks import SupportLosses
 from fmmeta.reliability.signals import Signals
 from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
@@ -68,7 +69,8 @@ def evaluate(
     launch = Launch.from_env(os.environ)
     progress = progress or Progress(enabled=launch.global_rank == 0)
     with closing(World(launch, pick_device(launch))) as world:
-        others = None
+        others, given = None, settings
+        settings = with_local_models(settings, world, progress.notice)
         with world.comm.raise_on_all("reading settings"):
             if launch.global_rank == 0 and settings.output:
                 check_output(Path(settings.output))
@@ -79,8 +81,9 @@ def evaluate(
         models = list(filter(None, [settings.model_name_or_path, settings.compare_model]))
         notice = cache(progress.notice)  # two models that read the same data: each line about it once
         model = EvaluatedModel(settings, world, progress, notice, models, others)
+        suggest_chat(model.config, model.inputs.tokenizer, progress.notice)
         cells, ranks = model.cells(), model.ranks
-        results = results_of(settings, cells, model.config.task_type)
+        results = results_of(given, cells, model.config.task_type)
         del model  # frees the weights before another model is loaded
         if settings.compare is not None:
             if others is None:
@@ -91,7 +94,7 @@ def evaluate(
                         f" {settings.model_name_or_path}"
                     )
                 others = EvaluatedModel(with_other, world, progress, notice, models, cells, ranks).cells()
-            results["compare"] = {"with": settings.compare, "cells": differences(cells, others)}
+            results["compare"] = {"with": given.compare, "cells": differences(cells, others)}
         if signals:
             signals.run()
         show(results, progress)
@@ -99,6 +102,17 @@ def evaluate(
             if launch.global_rank == 0 and settings.output:
                 write_json(Path(settings.output), results)
         return results
+
+
+def with_local_models(settings: EvaluateConfig, world: World, notice: Callable[..., None]) -> EvaluateConfig:
+    """The settings with the converted folders of models that are GGUF files. Collective: world."""
+    names = {"model_name_or_path": settings.model_name_or_path, "compare": settings.compare_model}
+    found = {
+        setting: build.local_model(name, world, notice, settings.prepare_timeout)
+        for setting, name in names.items()
+        if name
+    }
+    return replace(settings, **found) if any(names[name] != one for name, one in found.items()) else settings
 
 
 def with_model(settings: EvaluateConfig, model: str) -> EvaluateConfig:
@@ -313,7 +327,10 @@ class EvaluatedModel:
         return cells
 
     def scores_of_share(self, method: str, k_shot: int, episodes: Episodes) -> list[EpisodeScore]:
-        """This group's scores by the inner loop, or with the support set in the prompt. Collective: world."""
+        """This group's scores by the inner loop, with the support set in the prompt, or without it.
+
+        Collective: world.
+        """
         settings, worker, tokenizer = self.settings, self.parts.worker, self.inputs.tokenizer
         what = f"{k_shot}-shot {method}"
         slots = {task.seed: slot for slot, task in enumerate(episodes.tasks)}
@@ -332,16 +349,21 @@ class EvaluatedModel:
         metrics = LanguageMetrics(
             settings.metrics, worker, tokenizer, self.config, self.parts.batcher, settings.max_new_tokens
         )
-        scores = []
+        scores, losses = [], SupportLosses(self.config)
         for done, (task, episode) in enumerate(share):
             self.progress.line(what, done, len(share))
             if method == "in_context":
                 score = query_score(worker, slots[task.seed], task, episode.prompted, has_classes=False)
             else:
-                inner.adapt(worker, self.parts.meta_params.theta, episode.support)
+                if method == "finetune":
+                    learned = inner.adapt(worker, self.parts.meta_params.theta, episode.support)
+                    losses.add(worker, learned, episode.support)
                 score = query_score(worker, slots[task.seed], task, episode.query, bool(inner.head.names))
                 if settings.metrics:
                     score.metrics.update(metrics.of(episodes.source.draw(task)))
-                worker.write(self.parts.meta_params.theta)
+                if method == "finetune":
+                    worker.write(self.parts.meta_params.theta)
             scores.append(score)
+        if warning := losses.warning():
+            self.progress.notice(Warn(f"{what} of {self.settings.model_name_or_path}: {warning}"))
         return scores

@@ -18,7 +18,10 @@ Metrics of a language model, which need the whole model on one rank:
 
     rouge_l   F of the longest common subsequence of words, greedy answer against the reference (Lin 2004,
               "ROUGE: A Package for Automatic Evaluation of Summaries", equations 2-4 with beta = 1)
-    options   whether the right answer has the highest total log-likelihood among the episode's answers
+    exact_match   whether the greedy answer is the reference, apart from spaces around it
+    options   whether the right answer has the highest total log-likelihood among the row's options, or, where
+              it has none, among the episode's answers
+    rank      its place among them, from 1
 
 R distinct rows, S support rows, Q query rows, D features, C classes.
 """
@@ -295,35 +298,53 @@ class LanguageMetrics:
         self.batcher, self.max_new_tokens = replace(batcher, pack=None), max_new_tokens  # a row per sequence
 
     def of(self, draw: Draw) -> dict[str, float]:
-        """The value of each metric, between 0 and 1."""
-        return {name: getattr(self, f"_{name}")(draw) for name in self.names}
+        """The value of each metric: the mean over the queries."""
+        found: dict[str, float] = {}
+        truth = [draw.store.text("target", row) for row, _ in draw.query]
+        if {"rouge_l", "exact_match"} & set(self.names):
+            answers = self.greedy_answers(draw)
+            found["rouge_l"] = sum(map(rouge_l, answers, truth)) / len(truth)
+            same = [answer == right.strip() for answer, right in zip(answers, truth, strict=True)]
+            found["exact_match"] = sum(same) / len(truth)
+        if {"options", "rank"} & set(self.names):
+            ranks = self.ranks_of_truth(draw, truth)
+            found["options"] = sum(rank == 1 for rank in ranks) / len(truth)
+            found["rank"] = sum(ranks) / len(truth)
+        return {name: found[name] for name in self.names}
 
-    def _rouge_l(self, draw: Draw) -> float:
+    def greedy_answers(self, draw: Draw) -> list[str]:
         store = draw.store
-        answers = generate(
+        return generate(
             self.worker,
             self.tokenizer,
             [store.input_ids(row)[: store.labels(row).count(IGNORE)] for row, _ in draw.query],
             self.max_new_tokens,
             self.batcher.micro_batch_size,
         )
-        truth = [store.text("target", row) for row, _ in draw.query]
-        return sum(map(rouge_l, answers, truth)) / len(truth)
 
-    def _options(self, draw: Draw) -> float:
-        """Share of the queries whose right answer is the likeliest of the episode's distinct answers."""
-        options = list(
-            dict.fromkeys(draw.store.text("target", row) for row, _ in (*draw.support, *draw.query))
-        )
+    def ranks_of_truth(self, draw: Draw, truth: Sequence[str]) -> list[int]:
+        """The place of each query's right answer, from 1, by total log-likelihood among the row's options; of
+        a row without options, among the distinct answers of the episode.
+        """
+        store = draw.store
+        answers = list(dict.fromkeys(store.text("target", row) for row, _ in (*draw.support, *draw.query)))
+        options = [store.options(row) or answers for row, _ in draw.query]
         examples = encode(
             self.tokenizer,
             self.config,
-            [draw.store.text("input", row) for row, _ in draw.query for _ in options],
-            options * len(draw.query),
+            [
+                store.text("input", row)
+                for (row, _), of_row in zip(draw.query, options, strict=True)
+                for _ in of_row
+            ],
+            [option for of_row in options for option in of_row],
         )
-        scores = torch.tensor(self.log_likelihoods(examples)).view(len(draw.query), len(options))
-        truth = [options.index(draw.store.text("target", row)) for row, _ in draw.query]
-        return float((scores.argmax(1) == torch.tensor(truth)).double().mean())
+        scores = iter(self.log_likelihoods(examples))
+        ranks = []
+        for of_row, right in zip(options, truth, strict=True):
+            found = {option: next(scores) for option in of_row}
+            ranks.append(1 + sum(score > found[right] for score in found.values()))
+        return ranks
 
     def log_likelihoods(self, examples: Sequence[Example]) -> list[float]:
         """Total log-likelihood of each example's answer, in nats."""

@@ -18,7 +18,7 @@ from fmmeta.common.progress import Progress
 from fmmeta.common.security import make_folders, publish, remove_empty
 from fmmeta.common.text import to_json
 from fmmeta.config.fields import refuse_first
-from fmmeta.evaluation.settings import EvaluateConfig
+from fmmeta.evaluation.settings import METRICS, EvaluateConfig
 from fmmeta.metrics.scores import EpisodeScore, format_interval, paired, summary
 
 
@@ -162,7 +162,7 @@ def verdict(gain: float, half: float) -> str | None:
 
 def show(results: dict[str, Any], progress: Progress) -> None:
     """Print the scores of all cells, then accuracy by stratum, then the comparison with another model."""
-    extra = [name for name in ("rouge_l", "options") if name in results]
+    extra = [name for name in METRICS if name in results]
     most = f" to {results['k_shot_max']}" if results["k_shot_max"] else ""  # only with one k_shot
     rows = [
         [
@@ -171,7 +171,10 @@ def show(results: dict[str, Any], progress: Progress) -> None:
             percent(cell["accuracy"], cell["ci95"]),
             f"{cell['loss']:.4f}",
             "-" if cell["ece"] is None else f"{100 * cell['ece']:.1f}",
-            *(f"{100 * cell[name]['mean']:.1f}" for name in extra),
+            *(
+                f"{cell[name]['mean']:.2f}" if name == "rank" else f"{100 * cell[name]['mean']:.1f}"
+                for name in extra
+            ),
         ]
         for cell in results["cells"]
     ]

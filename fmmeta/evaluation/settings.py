@@ -25,8 +25,8 @@ from fmmeta.models.files import remembered
 from fmmeta.models.load import describe, fitted
 from fmmeta.tasks.data.rows import ENDINGS, ending
 
-METHODS = ("finetune", "prototype", "linear", "knn", "in_context")
-METRICS = ("rouge_l", "options")
+METHODS = ("finetune", "prototype", "linear", "knn", "in_context", "zero_shot")
+METRICS = ("rouge_l", "exact_match", "options", "rank")
 EVAL_SPLITS = ("train", "valid", "test")
 BELONG_TO = {  # stored settings that are not used with another inner optimizer, or with other adapters
     "inner_optimizer": {
@@ -59,7 +59,7 @@ def settings_of_training(*names: str) -> Any:
 class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, InnerConfig):
     """Settings of a model that learns a task: shared by `evaluate`, `tune` and `adapt`."""
 
-    model_name_or_path: str = setting("tiny", "HF folder or hub id")
+    model_name_or_path: str = setting("tiny", "HF folder, hub id or GGUF file")
     seed: int = setting(42, "Seed of the episodes and of newly initialised weights")
 
     def run_config(self, **values: Any) -> Config:
@@ -106,11 +106,11 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
     eval_split: str = setting("test", "Which of the train, valid and test splits", EVAL_SPLITS)
     metrics: list[str] = setting(
         [],
-        "causal_lm: also rouge_l (of greedy answers) and options (is the right one of the episode's "
-        "answers the likeliest?)",
+        "causal_lm: also rouge_l and exact_match (of greedy answers), options (is the right one of the row's"
+        " options, or of the episode's answers, the likeliest?) and rank (its place among them, from 1)",
         METRICS,
     )
-    max_new_tokens: int = setting(64, "rouge_l: longest generated answer", least=1)
+    max_new_tokens: int = setting(64, "rouge_l, exact_match: longest generated answer", least=1)
     compare: str | None = setting(
         None, "Another model, or the results.json of an earlier evaluation: the paired difference"
     )
@@ -166,9 +166,9 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
                 ),
                 *(
                     (
-                        causal and method not in ("finetune", "in_context"),
+                        causal and method not in ("finetune", "in_context", "zero_shot"),
                         f"method={method} classifies features, and task_type=causal_lm has no classes; use"
-                        " finetune or in_context",
+                        " finetune, in_context or zero_shot",
                     )
                     for method in self.method
                 ),
@@ -176,6 +176,11 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
                     in_context and not causal,
                     "method=in_context puts the support set into the prompt, and task_type=classification"
                     " has none; use finetune",
+                ),
+                (
+                    "zero_shot" in self.method and not causal,
+                    "method=zero_shot answers without a support set, and a classifier of"
+                    " task_type=classification has no head then; use finetune",
                 ),
                 (
                     in_context and self.pipeline_stages * self.tensor_parallel_size > 1,
@@ -189,7 +194,8 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
                 ),
                 (
                     bool(metrics) and in_context,
-                    f"metrics={metrics} with method=in_context are not implemented; use finetune",
+                    f"metrics={metrics} with method=in_context are not implemented; use finetune or"
+                    " zero_shot",
                 ),
                 (
                     causal and self.n_way not in ("5", "all"),

@@ -26,7 +26,7 @@ from fmmeta.common.text import any_of, nearest, shortened
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.recipes import typed
 from fmmeta.config.settings import FREE_ON_RESUME, REMEMBERED, Config
-from fmmeta.evaluation.command import plan_evaluation
+from fmmeta.evaluation.command import plan_evaluation, with_local_models
 from fmmeta.evaluation.methods import scores_by_step, with_stored_rates
 from fmmeta.evaluation.results import check_output, write_json
 from fmmeta.evaluation.settings import TuneConfig
@@ -73,6 +73,7 @@ def tune(
         with world.comm.raise_on_all("reading settings"):
             if launch.global_rank == 0 and settings.output:
                 check_output(target)
+        settings = with_local_models(settings, world, progress.notice)
         tuning = TuneRun(settings, world, progress, signals)
         try:
             for choice in tuning.choices():

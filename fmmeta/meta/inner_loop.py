@@ -13,7 +13,7 @@ from torch import Tensor
 from fmmeta.meta.classifier_head import ClassMeans, FeatureRows, Head, HeadInit, all_gather_features
 from fmmeta.meta.inner_optimizers import InnerOptimizer, InnerState, Rates
 from fmmeta.parallel.workers.base import PassStats, SavedForward, Worker
-from fmmeta.tasks.batching import Episode, MicroBatch
+from fmmeta.tasks.batching import Episode, MicroBatch, SupportSet, batches_of_step, each_batch
 
 
 class Trajectory:
@@ -172,10 +172,11 @@ class InnerLoop:
     ) -> InnerStart:
         """Take the worker from theta to phi_0. tracked: every phi_k is needed. Collective: group."""
         saved = rows = features = None
-        if not tracked and self.changes_head_only:
+        sampled = isinstance(support, SupportSet)
+        if not tracked and self.changes_head_only and not sampled:
             features = worker.features(support)
             rows = all_gather_features(worker, support, features)
-        elif self.head.uses_support_features and self.steps and len(support) == 1:
+        elif self.head.uses_support_features and self.steps and len(support) == 1 and not sampled:
             saved = worker.forward_features(support)
             features = saved.features
         phi0, means = self.head.start(worker, theta, support, features)
@@ -197,7 +198,7 @@ class InnerLoop:
         if start.rows is not None:
             return self._run_head(worker, start, start.rows, after_step)
         phi0 = start.phi0
-        support = [batch.to(worker.device) for batch in support]  # once, and not in every step
+        support = each_batch(support, lambda batch: batch.to(worker.device))  # once, and not in every step
         state = self.optimizer.initial_state(phi0.numel(), phi0.device)
         anchor, passes = phi0 if self.proximal else None, []
         for k in range(self.steps):
@@ -205,7 +206,8 @@ class InnerLoop:
                 path.before_step(k, worker, phi0, state)
             direction = torch.zeros_like(phi0) if path is not None and path.keeps_directions else None
             update = self.optimizer.update(k, state, self.rates, direction, anchor, self.proximal)
-            passes.append(worker.step(support, update, saved=start.saved if k == 0 else None))
+            sample = batches_of_step(support, k)
+            passes.append(worker.step(sample, update, saved=start.saved if k == 0 else None))
             if path is not None:
                 path.after_step(k, direction)
             after_step([])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -241,7 +242,8 @@ def inner_loop(
     last = steps if config.truncate_steps is None else config.truncate_steps
     for k in range(steps):
         of_step = order if k >= steps - last else 1
-        g = set_gradient(task.learner, phi, task.episode.support, task.bf16, create_graph=of_step == 2)
+        rows, classes = support_of_step(task, k), len(task.episode.classes)
+        g = set_gradient(task.learner, phi, rows, task.bf16, of_step == 2, classes)
         if proximal:
             g = {name: (g[name] + proximal * (phi[name] - phi0[name])).detach() for name in phi}
         u = inner_update(g, phi, memory, config, of_step)
@@ -249,6 +251,17 @@ def inner_loop(
         phi = {name: phi[name] - rate[name] * u[name] for name in phi}
         phis.append(phi)
     return phis, memory
+
+
+def support_of_step(task: ReferenceTask, k: int) -> Sequence[Example]:
+    """The support rows of inner step k; with support_batch_size part of a shuffled pass over all of them."""
+    rows, size = task.episode.support, task.config.support_batch_size
+    if size == 0 or size >= len(rows):
+        return rows
+    parts = math.ceil(len(rows) / size)
+    order = np.random.default_rng([*task.episode.task.seed, k // parts]).permutation(len(rows))
+    begin, end = (len(rows) * (k % parts + i) // parts for i in (0, 1))
+    return [rows[index] for index in order[begin:end]]
 
 
 def inner_update(gradient: Weights, phi: Weights, memory: Memory, config: Config, order: int = 1) -> Weights:

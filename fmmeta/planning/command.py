@@ -3,8 +3,10 @@ the best one; as text, JSON and SVG.
 """
 
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from fmmeta.common.install import shipped
 from fmmeta.common.text import render, to_json
 from fmmeta.config.fields import default_of
 from fmmeta.config.settings import Config
+from fmmeta.models.from_gguf import as_folder
 from fmmeta.planning.compute import Profile
 from fmmeta.planning.layouts import PlannedLayout, Planner, Strategy
 from fmmeta.planning.machines import find, measure, write
@@ -22,6 +25,9 @@ from fmmeta.planning.settings import PlanConfig
 
 def run(plan: PlanConfig) -> None:
     """Print the plan. Raises `UsageError` if nothing fits."""
+    plan = replace(
+        plan, model_name_or_path=as_folder(plan.model_name_or_path, partial(print, file=sys.stderr))
+    )
     profile = profile_of(plan)
     if plan.gpu_memory_gib is None:
         if not profile.gpu_memory_gib:

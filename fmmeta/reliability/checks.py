@@ -1,16 +1,22 @@
-"""Checks of training: equal replicas, tasks beyond --max_task_loss or --max_task_norm, spikes of the loss."""
+"""Checks of training: equal replicas, tasks beyond --max_task_loss or --max_task_norm, spikes of the loss,
+and inner loops that raise the loss.
+"""
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fmmeta.common.errors import MachineFault
+from fmmeta.common.text import counted
 from fmmeta.config.settings import Config
+from fmmeta.meta.inner_loop import InnerResult
 from fmmeta.meta.rule import TaskResult
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
+from fmmeta.tasks.batching import MicroBatch
 
 
 def hash_vector(vector: Tensor) -> int:
@@ -63,6 +69,39 @@ class OutlierBounds:
         if self.max_norm is not None:  # every rank of the group takes part
             exceeded = exceeded or not math.sqrt(self.worker.dot(gradient, gradient)) <= self.max_norm
         return exceeded
+
+
+class SupportLosses:
+    """Losses of support sets before and after their inner loops: those of the first few tasks, for a warning
+    if the inner loop raises them.
+    """
+
+    def __init__(self, config: Config, most: int = 4) -> None:
+        self.config, self.most = config, most
+        self.pairs: list[tuple[float, float]] = []
+
+    def add(self, worker: Worker, learned: InnerResult, support: Sequence[MicroBatch]) -> None:
+        """Count a task whose phi the worker holds, by one more pass; none once there are enough.
+
+        Collective: group.
+        """
+        if learned.passes and len(self.pairs) < self.most:
+            self.pairs.append((learned.passes[0].loss, worker.forward(support).loss))
+
+    def warning(self) -> str:
+        """A message with a lower rate if the mean loss rises or is not finite; "" otherwise."""
+        if not self.pairs:
+            return ""
+        before, after = (sum(losses) / len(losses) for losses in zip(*self.pairs, strict=True))
+        if after <= before:
+            return ""
+        config, tasks = self.config, len(self.pairs)
+        return (
+            f"inner_lr={config.inner_lr:g}: the loss on the support set rises from {before:.3g} to"
+            f" {after:.3g} in the inner loop ({counted(config.inner_steps, 'step')} of"
+            f" {config.inner_optimizer}{f', mean of {tasks} tasks' if tasks > 1 else ''}); try --inner_lr"
+            f" {config.inner_lr / 10:g}"
+        )
 
 
 class Spikes:

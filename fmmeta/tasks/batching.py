@@ -5,16 +5,18 @@ micro-batches, rows of similar length are together, and the weights make the los
 the whole set. Sets of several tasks are joined where their rows go through a model together.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+T = TypeVar("T")
 IGNORE = -100  # no loss is taken at this label
 PADDING = {"input_ids": 0, "attention_mask": 0, "position_ids": 1}
 """Values of padding tokens in the inputs that have a token dimension; position 0 would begin a row."""
@@ -72,6 +74,45 @@ class MicroBatch:
         )
 
 
+class SupportSet(list[MicroBatch]):
+    """A support set whose inner steps learn from samples of it (--support_batch_size).
+
+    The list is the whole set; `steps` are the micro-batches of each inner step's sample.
+    """
+
+    def __init__(self, whole: Iterable[MicroBatch], steps: Iterable[list[MicroBatch]]) -> None:
+        super().__init__(whole)
+        self.steps = [*steps]
+
+
+def batches_of_step(support: Sequence[MicroBatch], k: int) -> Sequence[MicroBatch]:
+    """The micro-batches that inner step k learns from: the whole set, or its sample."""
+    return support.steps[k % len(support.steps)] if isinstance(support, SupportSet) else support
+
+
+def each_batch(batches: Sequence[MicroBatch], change: Callable[[MicroBatch], MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches of a set, or of a set and its samples, each changed."""
+    changed = [change(batch) for batch in batches]
+    if not isinstance(batches, SupportSet):
+        return changed
+    return SupportSet(changed, ([change(batch) for batch in step] for step in batches.steps))
+
+
+def sampled_rows(rows: Sequence[T], size: int, steps: int, seed: Sequence[int]) -> Iterator[list[T]]:
+    """The rows of each inner step: at most `size`, without replacement, epoch by epoch.
+
+    An epoch is a seeded order of all rows, cut into parts whose sizes differ by one at most.
+
+    >>> [sorted(rows) for rows in sampled_rows(range(5), 2, 3, (1,))]
+    [[2], [1, 3], [0, 4]]
+    """
+    parts = -(-len(rows) // size)
+    for k in range(steps):
+        epoch, part = divmod(k, parts)
+        order = np.random.default_rng([*seed, epoch]).permutation(len(rows))
+        yield [rows[i] for i in order[part * len(rows) // parts : (part + 1) * len(rows) // parts]]
+
+
 @dataclass(frozen=True)
 class Episode:
     """An episode as this rank's micro-batches.
@@ -89,9 +130,8 @@ class Episode:
         return sum(batch.tokens for batch in (*self.support, *self.query))
 
     def pin_memory(self) -> "Episode":
-        return Episode(
-            *([batch.pin_memory() for batch in part] for part in (self.support, self.query, self.prompted))
-        )
+        parts = (self.support, self.query, self.prompted)
+        return Episode(*(each_batch(part, MicroBatch.pin_memory) for part in parts))
 
 
 @dataclass(frozen=True)
@@ -100,7 +140,7 @@ class Batcher:
 
     pack: function from rows (longest first) and a minimum number of sequences to packed sequences, which then
     count as rows. max_tokens: largest number of tokens of a micro-batch of several rows, with padding; 0: no
-    limit.
+    limit. support_batch_size, inner_steps: of the samples of a support set; 0: inner steps use all of it.
     """
 
     pad_token_id: int
@@ -109,6 +149,18 @@ class Batcher:
     group_size: int = 1
     pack: Callable[[Sequence[Example], int], list[Example]] | None = None
     max_tokens: int = 0
+    support_batch_size: int = 0
+    inner_steps: int = 0
+
+    def split_support(
+        self, examples: Sequence[Example], seed: Sequence[int], classes: int = 0
+    ) -> list[MicroBatch]:
+        """`split` of a support set, and of the sample of each inner step, where it is smaller."""
+        whole, size = self.split(examples, classes), self.support_batch_size
+        if not self.inner_steps or not 0 < size < len(examples):
+            return whole
+        samples = sampled_rows(examples, size, self.inner_steps, seed)
+        return SupportSet(whole, (self.split(rows, classes) for rows in samples))
 
     def split(self, examples: Sequence[Example], classes: int = 0) -> list[MicroBatch]:
         """Return this rank's micro-batches of a set; every rank of the group gets the same number.

@@ -189,10 +189,9 @@ class LoadEpisode:
                     raise
                 self.sleep(wait_s)
         classes = len(episode.classes) if len(episode.classes) < self.most_classes else 0
-        support, query = (self.batcher.split(rows, classes) for rows in (episode.support, episode.query))
         return Episode(
-            support,
-            query,
+            self.batcher.split_support(episode.support, task.seed, classes),
+            self.batcher.split(episode.query, classes),
             self.batcher.split(self.prompt(episode.support, episode.query)) if self.prompt else [],
         )
 

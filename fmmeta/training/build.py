@@ -25,6 +25,7 @@ from fmmeta.meta.algorithms.baselines import prompted
 from fmmeta.meta.parameters import MetaParameters
 from fmmeta.models.files import trained_with
 from fmmeta.models.forward_options import check_attention
+from fmmeta.models.from_gguf import as_folder, is_gguf
 from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer, max_positions
@@ -91,6 +92,20 @@ class RunInputs:
     ) -> ParallelPlan:
         """The plan of groups of `group_size`. Raises `UsageError`."""
         return ParallelPlan.of(config, self.deepspeed, group_size, device_type, self.layer_costs, reason)
+
+
+def local_model(model_name_or_path: str, world: World, notice: Notice, timeout_s: float) -> str:
+    """The folder that a GGUF file is converted to, once per node; any other name unchanged.
+
+    Raises `UsageError` on every rank. Collective: world.
+    """
+    if not is_gguf(model_name_or_path):
+        return model_name_or_path
+    return world.run_on_first_rank_of_node(
+        f"model_name_or_path={model_name_or_path} is being converted",
+        lambda: as_folder(model_name_or_path, notice),
+        timeout_s,
+    )
 
 
 def read_inputs(
@@ -319,4 +334,6 @@ def batcher(config: Config, inputs: RunInputs, coordinates: GroupCoordinates) ->
         coordinates.data,
         partial(pack, length=config.max_length) if config.packing else None,
         config.max_tokens_per_micro_batch,
+        config.support_batch_size,
+        2 * config.inner_steps,  # the final table also tries twice as many
     )

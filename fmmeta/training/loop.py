@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fmmeta.checkpoint.write import Saver
 from fmmeta.common.errors import PeerLost, Stopped, UsageError
-from fmmeta.common.progress import Progress
+from fmmeta.common.progress import Progress, Warn
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.hessian import check
@@ -21,9 +21,10 @@ from fmmeta.meta.outer_step import OuterStep
 from fmmeta.meta.parameters import MetaGradient
 from fmmeta.metrics.own import Metric, OwnMetrics
 from fmmeta.parallel.process_groups import ProcessGroups
-from fmmeta.reliability.checks import OutlierBounds, check_replicas
+from fmmeta.reliability.checks import OutlierBounds, SupportLosses, check_replicas
 from fmmeta.reliability.signals import Signals
 from fmmeta.reliability.watchdog import WatchdogStage
+from fmmeta.tasks.batching import MicroBatch
 from fmmeta.training import build, callbacks
 from fmmeta.training.callbacks import Outcome
 from fmmeta.training.episodes import EpisodeReader, TrainingEpisodes
@@ -308,7 +309,19 @@ class Run:
                         total.merge(into)
                     into.clear()
                 metrics.add(result, episode.tokens if self.worker.counts_rows else 0, exploded)
+        if step == 0 and episodes and not (self.spec.in_prompt or self.spec.all_classes):
+            self._check_inner_loop(episodes[0].support)
         return False
+
+    def _check_inner_loop(self, support: Sequence[MicroBatch]) -> None:
+        """Warn if the inner loop raises the loss of a support set, from theta. Collective: group."""
+        self.stage.begin_phase("checking the inner loop")
+        losses = SupportLosses(self.config)
+        learned = self.parts.setup.inner.adapt(self.worker, self.theta, support)
+        losses.add(self.worker, learned, support)
+        self.worker.write(self.theta)
+        if warning := losses.warning():
+            self.progress.notice(Warn(f"outer step 1: {warning}"))
 
     def _apply_bad_task_policy(self, metrics: StepMetrics) -> bool:
         """Skip tasks that failed to load, or save a checkpoint and stop if there are too many.

@@ -86,6 +86,7 @@ ALSO: dict[str, dict[str, Any]] = {
     "multi_task": {"lora_r": 4, "tasks_per_pass": "2"},  # of 3 tasks
     "pooled": {"tasks_per_pass": "2"},
     "both": {"lora_r": 4, "gradient_checkpointing": True},
+    "sampled": {"support_batch_size": 4, "inner_steps": 4},  # of 5 or 15 rows; two epochs of the 5
     "delay": {"outer_delay": 1},  # test_delay.py has its cases
     "wire": {"reduce_dtype": "bf16"},
     "delay-wire": {"outer_delay": 1, "reduce_dtype": "bf16"},

@@ -424,11 +424,12 @@ def test_rising_support_loss_is_logged(bert, capsys):
     ]  # other classes than the words tell
     for rate, rises in ((100.0, True), (0.1, False)):
         fmmeta.adapt(bert, mixed, inner_lr=rate, inner_steps=2, early_stopping=False, quiet=False)
-        lines = [line for line in capsys.readouterr().out.splitlines() if "rose" in line]
+        lines = [line for line in capsys.readouterr().out.splitlines() if "rises" in line]
         assert len(lines) == rises
         for line in lines:
-            assert line.startswith(f"fmmeta: inner_lr={rate}: ")
-            assert "rose from 1.1 to " in line  # ln 3
+            assert line.startswith(f"fmmeta: inner_lr={rate:g}: ")
+            assert "rises from 1.1 to " in line  # ln 3
+            assert line.endswith(f"(2 steps of sgd); try --inner_lr {rate / 10:g}")
 
 
 def test_every_query_row_is_predicted_and_repeated_support_rows_are_dropped(bert, tmp_path, capsys):
@@ -596,3 +597,31 @@ def test_sigterm_during_adaptation_leaves_no_folder(bert, tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("template", ["plain", "Q: {input}\\nA:"])
+def test_an_answer_that_is_longer_than_max_length_is_refused(template, llama, tmp_path):
+    """The longest answer that fits is learned; one with a token more would lose its end."""
+    settings = {"task_type": "causal_lm", "max_length": 32, "inner_steps": 1, "prompt_template": template}
+    fits = [("a", "b" * 29), ("c", "d")]  # with a space before it and the end of the text: 31 tokens
+    fmmeta.adapt(llama, fits, early_stopping=False, **settings)
+    message = refusal(fmmeta.adapt, llama, [("a", "b" * 30), ("c", "d")], **settings)
+    check_message(
+        message, "support=pairs", "32 tokens", "max_length=32 has room for 31", "raise --max_length"
+    )
+    file = write_rows(tmp_path / "support.jsonl", [{"input": "a", "output": ""}])
+    check_message(refusal(fmmeta.adapt, llama, str(file), **settings), f"{file}:1 has output=''", "fix")
+
+
+def test_adapt_takes_inner_steps_on_samples_of_the_support_set(bert):
+    """Samples give other weights than the whole set, the same ones every time, and the task is learned."""
+    rows = [(f"{word} {other}", word) for word in WORDS[:3] for other in WORDS[3:13]]
+    settings = {"inner_steps": 12, "early_stopping": False}
+    scores = [
+        [one.score for one in fmmeta.adapt(bert, rows, query=rows, **settings, **more).predictions]
+        for more in ({}, {"support_batch_size": 4}, {"support_batch_size": 4}, {"support_batch_size": 30})
+    ]
+    assert scores[0] != scores[1] == scores[2]
+    assert scores[3] == scores[0]
+    adapted = fmmeta.adapt(bert, rows, query=rows, support_batch_size=4, inner_steps=12)
+    assert adapted.accuracy == 1.0

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import fmmeta
 from fmmeta.adaptation import many, predict, task_learner
 from fmmeta.adaptation.many import PARTIAL
-from fmmeta.adaptation.task_learner import SupportSet, TaskLearner
+from fmmeta.adaptation.task_learner import TaskExamples, TaskLearner
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
@@ -138,7 +138,7 @@ def test_whole_models_and_the_builtin_model_learn_many_tasks(bert, tmp_path):
 def encoded(learner: TaskLearner, name: str, pairs) -> task_learner.Encoded:
     """A task as the learner sees it."""
     columns = Table([], [], [], [text for text, _ in pairs], [label for _, label in pairs])
-    return learner.encode(SupportSet(name, columns, tuple(sorted(set(columns.target)))))
+    return learner.encode(TaskExamples(name, columns, tuple(sorted(set(columns.target)))))
 
 
 @pytest.mark.parametrize("kind", ["element", "layer"])

@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 
 from fmmeta.config.algorithms import find
 from fmmeta.models.learner import objective
-from fmmeta.tasks.batching import IGNORE, Batcher, Episode, Example, MicroBatch, collate
+from fmmeta.tasks.batching import (
+    IGNORE,
+    Batcher,
+    Episode,
+    Example,
+    MicroBatch,
+    SupportSet,
+    batches_of_step,
+    collate,
+    each_batch,
+    sampled_rows,
+)
 from tests.support.learners import (
     by_name,
     config_of,
@@ -202,3 +213,39 @@ def test_token_budget_does_not_change_the_meta_gradient():
     here = meta_parameters(learner, config, by_name(worker, found.gradient))
     _, error = cosine_and_error(here, meta_parameters(learner, config, wanted))
     assert error < 1e-5
+
+
+def test_inner_steps_learn_from_parts_of_a_shuffle_epoch_by_epoch():
+    """Every epoch has each row once, in another order; the parts differ by a row at most."""
+    rows, size = list(range(50)), 16
+    steps = list(sampled_rows(rows, size, 12, (1, 2)))
+    epochs = [steps[begin : begin + 4] for begin in (0, 4, 8)]
+    for epoch in epochs:
+        assert sorted(row for part in epoch for row in part) == rows
+        assert {len(part) for part in epoch} == {12, 13}
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert steps == list(sampled_rows(rows, size, 12, (1, 2)))
+    assert steps[:4] == list(sampled_rows(rows, size, 4, (1, 2)))
+    assert steps != list(sampled_rows(rows, size, 12, (1, 3)))
+
+
+def test_samples_of_a_support_set_are_micro_batches_of_every_rank():
+    """Weights of a sample add up to 1 over the ranks; a batch size of the whole set changes nothing."""
+    rows = [Example(list(range(1, 2 + index % 5)), index % 3) for index in range(11)]
+    batchers = [Batcher(0, 4, rank, 2, support_batch_size=4, inner_steps=5) for rank in range(2)]
+    sets = [batcher.split_support(rows, (7,), 3) for batcher in batchers]
+    assert all(isinstance(support, SupportSet) and len(support.steps) == 5 for support in sets)
+    for k in range(5):
+        of_ranks = [batches_of_step(support, k) for support in sets]
+        assert len(of_ranks[0]) == len(of_ranks[1])
+        batches = [batch for batches in of_ranks for batch in batches]
+        assert sum(float(batch.weights.sum()) for batch in batches) == pytest.approx(1)
+        assert sum(int((batch.weights > 0).sum()) for batch in batches) in (3, 4)
+    assert batches_of_step(sets[0], 5) is sets[0].steps[0]  # more steps than were planned
+    moved = each_batch(sets[0], lambda batch: batch)
+    assert isinstance(moved, SupportSet)
+    assert moved.steps == sets[0].steps
+    for size, steps in ((0, 5), (11, 5), (4, 0)):
+        whole = Batcher(0, 4, support_batch_size=size, inner_steps=steps).split_support(rows, (7,))
+        assert not isinstance(whole, SupportSet)
+        assert batches_of_step(whole, 3) is whole

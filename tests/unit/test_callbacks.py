@@ -154,7 +154,8 @@ def test_the_stage_of_the_watchdog_names_task_and_pass(tmp_path):
     settings = {**SHORT, "algorithm": "fomaml", "inner_steps": 2, "outer_steps": 1, "test_episodes": 0}
     MetaTrainer(Config(**settings, output_dir=str(tmp_path)), callbacks=[Recording()]).train()
     tasks = [f"outer step 1, task {task} of group 0" for task in (1, 2)]
-    assert stages == [f"{task}, pass {number}" for task in tasks for number in (1, 2, 3)]
+    checks = ["outer step 1, checking the inner loop"] * 2  # its steps
+    assert stages == [f"{task}, pass {number}" for task in tasks for number in (1, 2, 3)] + checks
 
 
 def test_a_callback_that_raises_ends_the_run_in_one_line(tmp_path):

@@ -237,3 +237,18 @@ def test_algorithms_supported_with_model_parallelism(spread, algorithm):
 )
 def test_feature_gradients_are_supported_with_stages(settings):
     assert Config(**STAGES, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        *(
+            ({"algorithm": name}, (f"with algorithm={name}", "use fomaml or reptile"))
+            for name in ("maml", "anil", "imaml")
+        ),
+        ({"lora_r": 4, "tasks_per_pass": "2"}, ("with tasks_per_pass=2", "leave one out")),
+        ({"support_batch_size": -1}, ("support_batch_size=-1", "use 0 or more")),
+    ],
+)
+def test_samples_of_the_support_set_are_for_first_order_rules(settings, parts):
+    check_message(refusal(Config, **{"support_batch_size": 16, **settings}), "support_batch_size=", *parts)

@@ -25,7 +25,7 @@ from fmmeta.metrics.scores import EpisodeScore, calibration_error, episode_score
 from fmmeta.models.files import hub_answers
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.models.tiny import byte_tokenizer
-from tests.support.helpers import refusal
+from tests.support.helpers import refusal, write_rows
 from tests.support.messages import check_message
 from tests.support.models import WORDS, save_family, write_pairs
 
@@ -487,10 +487,10 @@ def test_paired_differences_are_over_common_episodes():
             {"metrics": ["rouge_l"]},
             ("metrics=rouge_l", "task_type=classification", "leave them out"),
         ),
-        ({"metrics": ["bleu"]}, ("metrics=bleu", "use rouge_l or options")),
+        ({"metrics": ["bleu"]}, ("metrics=bleu", "use rouge_l, exact_match, options or rank")),
         (
             {"method": ["knn"], "task_type": "causal_lm"},
-            ("method=knn", "task_type=causal_lm", "use finetune or in_context"),
+            ("method=knn", "task_type=causal_lm", "use finetune, in_context or zero_shot"),
         ),
         (
             {"n_way": "3", "task_type": "causal_lm"},
@@ -751,7 +751,7 @@ def test_diverging_inner_loop_scores_zero(model, request, classes, pairs):
     [
         ({"k_shot": 1.5}, ("k_shot=1.5", "give one")),
         ({"k_shot": [1, "2"]}, ("k_shot='2'", "give one")),
-        ({"metrics": "rouge"}, ("metrics=rouge", "use rouge_l or options")),
+        ({"metrics": "rouge"}, ("metrics=rouge", "use rouge_l, exact_match, options or rank")),
         ({"episode": 3}, ("episode=3", "did you mean episodes?")),
         ({"dataset": 1.5}, ("dataset=1.5", "give one")),
     ],
@@ -774,3 +774,43 @@ def test_a_base_language_model_learns_with_the_settings_of_the_adapters(llama, t
     config = command.with_model(settings, str(llama)).run_config()
     assert stored.items() <= vars(config).items()
     assert (config.inner_lr, config.model_name_or_path) == (0.02, str(llama))
+
+
+LANGUAGE: dict[str, Any] = {"task_type": "causal_lm", "k_shot": 2, "num_query": 2, "episodes": 3}
+
+
+def test_zero_shot_scores_the_queries_without_their_support_set(llama, pairs):
+    """The loss per answer token and the exact match are those of an inner loop without steps."""
+    metrics = ["exact_match", "options", "rank"]
+    zero = fmmeta.evaluate(llama, pairs, **LANGUAGE, method="zero_shot", metrics=metrics, max_new_tokens=3)
+    none = fmmeta.evaluate(llama, pairs, **LANGUAGE, inner_steps=0, metrics=metrics, max_new_tokens=3)
+    assert [score["loss"] for score in zero["cells"][0]["scores"]] == pytest.approx(
+        [score["loss"] for score in none["cells"][0]["scores"]]
+    )
+    for name in ("accuracy", *metrics):
+        assert zero[name] == none[name]
+    both = fmmeta.evaluate(llama, pairs, **LANGUAGE, method=["finetune", "zero_shot"], inner_steps=1)
+    assert both["cells"][1]["loss"] == zero["loss"] != both["cells"][0]["loss"]
+    message = refusal(fmmeta.evaluate, "tiny", "letters", method="zero_shot", episodes=2)
+    check_message(message, "method=zero_shot", "use finetune")
+
+
+def test_the_right_answer_is_ranked_among_the_options_of_its_row(llama, tmp_path, monkeypatch):
+    """Likelihoods are replaced by the length of the option: the longest is the likeliest."""
+    rows = [
+        {"task": f"t{task}", "input": f"{word} {task}", "output": "bb", "options": ["a", "bb", "ccc", "dddd"]}
+        for task in range(8)
+        for word in WORDS[:6]
+    ]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+
+    def longest(self, examples):
+        return [float(sum(label != -100 for label in one.labels)) for one in examples]
+
+    monkeypatch.setattr(LanguageMetrics, "log_likelihoods", longest)
+    flags = {**LANGUAGE, "method": "zero_shot", "metrics": ["options", "rank"], "eval_split": "train"}
+    results = fmmeta.evaluate(llama, data, **flags)
+    assert results["rank"]["mean"] == 3.0
+    assert results["options"]["mean"] == 0.0
+    answers = write_rows(tmp_path / "answers.jsonl", [{**row, "options": None} for row in rows])
+    assert fmmeta.evaluate(llama, answers, **flags)["rank"]["mean"] == 1.0  # the only answer of the episode

@@ -136,3 +136,14 @@ def test_changed_code_of_a_transform_changes_the_fingerprint(tmp_path, monkeypat
         made = read_inputs(Config(example_transforms=[f"{module}:upper"]), world, lambda text: None)
         found.append(made.resolved["transforms_fingerprint"])
     assert found[0] == found[1] != found[2]
+
+
+def test_a_setting_that_an_earlier_version_did_not_store_had_its_default():
+    from fmmeta.config.settings import changed_settings
+
+    now = Config().as_dict()
+    before = {name: value for name, value in now.items() if name != "support_batch_size"}
+    assert changed_settings(before, now) == {}
+    assert changed_settings(before, {**now, "support_batch_size": 16}) == {
+        "support_batch_size": "support_batch_size: 0 -> 16"
+    }

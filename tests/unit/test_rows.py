@@ -210,3 +210,38 @@ def test_pairs_read_as_texts_are_told_the_task_type():
         "--text_column",
         "use --task_type causal_lm",
     )
+
+
+CAUSAL = Config(task_type="causal_lm")
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"output": ""}, ("output=''", "fix the row")),
+        ({"output": " \n"}, ("the answer ' \\n'", "fix the row")),
+        ({"options": "yes or no"}, ("options='yes or no'", "no list of texts", "leave it out")),
+        ({"options": {"yes": 1}}, ("options={'yes': 1}", "no list of texts")),
+        ({"options": ["yes", 3]}, ("options=['yes', 3]", "no list of texts")),
+        ({"options": ["yes", " "]}, ("no list of texts",)),
+        ({"options": ["yes", "yes"]}, ("two or more", "'yes' among them")),
+        ({"options": ["no", "maybe"]}, ("'yes' among them", "add it")),
+    ],
+)
+def test_answers_and_options_that_cannot_be_used_are_refused(values, parts):
+    rows = [Row({"input": "q", "output": "yes", "options": ["yes", "no"]}, "d.jsonl:1")]
+    rows.append(Row({"input": "r", "output": "yes", **values}, "d.jsonl:2"))
+    check_message(refusal(tabulate, "d", rows, CAUSAL, print, one_task=True), "d.jsonl:2 has", *parts)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_options_are_read_from_files(tmp_path, ending):
+    given = [
+        {"input": "q", "output": "yes", "options": ["no", "yes", "no"]},
+        {"input": "r", "output": "a", "options": ["a", "b"]},
+    ]
+    path = write_rows(tmp_path / f"d{ending}", given)
+    table = tabulate("d", read_rows(str(path)), CAUSAL, print, one_task=True)
+    assert table.options == [["no", "yes"], ["a", "b"]]
+    rows = [Row({"input": "q", "output": "yes"}, "d.jsonl:1")]
+    assert tabulate("d", rows, CAUSAL, print, one_task=True).options == [[]]

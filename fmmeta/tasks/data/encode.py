@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import Any
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.text import counted
+from fmmeta.common.text import counted, shortened
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import IGNORE, Example
 
@@ -132,6 +132,26 @@ def full_rows(config: Config, lengths: Sequence[int]) -> str:
         f"{full} of {counted(len(lengths), 'row')} {'fills' if full == 1 else 'fill'} max_length="
         f"{config.max_length}; longer inputs lose tokens, then answers their end: raise --max_length"
     )
+
+
+def answer_without_room(config: Config, tokenizer: Any, outputs: Sequence[str]) -> str:
+    """A message for the first answer that does not fit into `max_length` even without its input; else "".
+
+    Such an answer would lose its end.
+    """
+    if config.task_type != "causal_lm":
+        return ""
+    prompt, most = make_prompt(config.prompt_template, tokenizer), config.max_length
+    frame = 1 if prompt.specials else len(plain_tokens(tokenizer, prompt.before("")))
+    end = int(prompt.specials and tokenizer.eos_token_id is not None)
+    for output in outputs:
+        size = len(plain_tokens(tokenizer, prompt.answer(output[: LONGEST_TOKEN * most]))) + end
+        if size > most - frame:
+            return (
+                f"the answer {shortened(output)} has {counted(size, 'token')} with its end, and max_length="
+                f"{most} has room for {max(0, most - frame)}; shorten it, or raise --max_length"
+            )
+    return ""
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str], max_length: int) -> list[list[int]]:

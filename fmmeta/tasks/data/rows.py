@@ -14,7 +14,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -298,6 +298,7 @@ USUAL = {  # names that are recognised
     "input_column": ("input", "prompt", "question", *TEXT),
     "output_column": ("output", "answer", "target", *LABEL),
 }
+OPTIONS = "options"  # column of the answers to choose from, for causal_lm
 HALF_PAIR = re.compile(r"[\ud800-\udfff]")
 
 
@@ -310,6 +311,7 @@ class Table:
     task: list[str]  # "" if tasks have no names
     input: list[str]  # text or input
     target: list[str]  # class or output
+    options: list[list[str]] = field(default_factory=list)  # causal_lm: answers to choose from; [] without
 
 
 def tabulate(
@@ -335,17 +337,19 @@ def tabulate(
         columns["task"] = pick(name, config, names, "task_column", required=causal)
         columns["stratum"] = pick(name, config, names, "stratum_column", required=False)
     found: dict[Any, dict[str, str]] = {}
+    options: dict[Any, list[str]] = {}
     wrong = 0
     for number, row in enumerate(rows):
         try:
             values = {role: cell(row, column) for role, column in columns.items() if column}
+            choices = options_of(row, values["target"]) if causal else []
         except UsageError as error:
             bad(error)
             wrong += 1
         else:
-            found.setdefault(
-                (values.get("task"), values["input"], values["target"]) if unique else number, values
-            )
+            key = (values.get("task"), values["input"], values["target"]) if unique else number
+            found.setdefault(key, values)
+            options.setdefault(key, choices)
     if duplicates := len(rows) - len(found) - wrong:
         notice(f"{duplicates} of {len(rows)} rows repeat another one and are left out")
     return Table(
@@ -354,6 +358,7 @@ def tabulate(
         [values.get("task", "") for values in found.values()],
         [values["input"] for values in found.values()],
         [values["target"] for values in found.values()],
+        [*options.values()],
     )
 
 
@@ -387,6 +392,31 @@ def cell(row: Row, column: str) -> str:
     if wrong := broken_text(text):
         raise UsageError(f"{row.origin} has {wrong} in {column}; fix the row")
     return text
+
+
+def options_of(row: Row, answer: str) -> list[str]:
+    """The answers to choose from in a row's column `options`; [] without one. Raises `UsageError`.
+
+    The answer is one of them, and has more than spaces in it.
+    """
+    if not answer.strip():
+        raise UsageError(f"{row.origin} has the answer {answer!r}, which is empty; fix the row")
+    options = row.values.get(OPTIONS)
+    if options is None or options != options:  # NaN in a table
+        return []
+    if isinstance(options, tuple):
+        options = list(options)
+    if not isinstance(options, list) or not all(isinstance(one, str) and one.strip() for one in options):
+        raise UsageError(
+            f"{row.origin} has {OPTIONS}={shortened(options)}, which is no list of texts; write"
+            f' "{OPTIONS}": ["yes", "no"], say, or leave it out'
+        )
+    if len(set(options)) < 2 or answer not in options:
+        raise UsageError(
+            f"{row.origin} has {OPTIONS}={shortened(options)}, which are not two or more with the answer"
+            f" {shortened(answer)} among them; add it"
+        )
+    return list(dict.fromkeys(options))
 
 
 def broken_text(text: str) -> str | None:

@@ -27,7 +27,7 @@ from fmmeta.tasks.data.encode import encode, full_rows
 from fmmeta.tasks.data.rows import Bad, Row, Table, ending, refuse, tabulate
 
 # part of every key: raise it when the columns, their meaning or the way texts become tokens change
-FORMAT = 3
+FORMAT = 4
 CHUNK = 8192  # rows of a record batch, and of a call of the tokenizer
 OF_TOKENIZER = (
     "eos_token_id",
@@ -69,6 +69,10 @@ class TokenStore:
     def text(self, column: str, row: int) -> str:
         """`input` (text or input), `target` (class or output), `unit`, `task` or `stratum` of a row."""
         return self.table[column][row].as_py()
+
+    def options(self, row: int) -> list[str]:
+        """The answers that a row has to choose from; empty without a column of them."""
+        return self.table["options"][row].as_py()
 
     def input_ids(self, row: int) -> list[int]:
         return self.table["input_ids"][row].values.to_numpy().tolist()
@@ -140,6 +144,7 @@ def write(path: Path, table: Table, config: Config, tokenizer: Any, notes: list[
         pairs = [(example.input_ids, example.labels if causal else []) for example in examples]
         seen.update(repr(pairs).encode())
         ids, labels = (pa.array(column, tokens) for column in zip(*pairs, strict=True))
+        columns["options"] = pa.array(columns["options"], pa.list_(pa.string()))
         batches.append(pa.record_batch({"input_ids": ids, "labels": labels, **columns}))
     if config.task_type == "classification" and table.task[0]:
         seen.update(json.dumps(table.target).encode())  # classes; without named tasks they are the units

@@ -1,0 +1,76 @@
+"""Train, evaluate and adapt warn once of an inner loop that raises the loss, and suggest chat prompts."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+import fmmeta
+from fmmeta import Config, MetaTrainer
+from fmmeta.models.tiny import byte_tokenizer
+from tests.support.messages import check_message
+from tests.support.models import write_pairs
+from tests.support.short_runs import QUICK, same
+
+TEMPLATE = (
+    "{% for turn in messages %}{{ turn['role'] + ': ' + turn['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_model(llama, tmp_path_factory):
+    """A Llama whose tokenizer has a chat template."""
+    folder = shutil.copytree(llama, tmp_path_factory.mktemp("chat") / "model")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    return write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.jsonl")
+
+
+def run(command, model, data, folder, **settings):
+    """A short call of `command` on pairs of texts."""
+    causal = {"task_type": "causal_lm", "max_length": 48, "inner_steps": 2, **settings}
+    if command == "train":
+        short = {**QUICK, "meta_batch_size": 1, "outer_steps": 2, "num_workers": "0", **causal}
+        del short["n_way"]
+        MetaTrainer(
+            Config(**short, model_name_or_path=str(model), dataset=[str(data)], output_dir=str(folder))
+        ).train()
+    elif command == "evaluate":
+        fmmeta.evaluate(model, data, quiet=False, num_query=2, k_shot=2, episodes=6, **causal)
+    else:
+        rows = [("a b", "x"), ("c d", "y")]
+        fmmeta.adapt(model, rows, quiet=False, early_stopping=False, **causal)
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "adapt"])
+def test_a_rising_support_loss_is_one_warning_with_a_lower_rate(command, llama, pairs, tmp_path, capsys):
+    for rate, rises in ((30.0, True), (0.01, False)):
+        run(command, llama, pairs, tmp_path / f"{rate}", inner_lr=rate)
+        lines = [line for line in capsys.readouterr().out.splitlines() if "loss on the support set" in line]
+        assert len(lines) == rises
+    run(command, llama, pairs, tmp_path / "again", inner_lr=30.0)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "loss on the support set" in line)
+    check_message(line.replace(str(llama), "MODEL"), "inner_lr=30", "try --inner_lr 3")
+
+
+def test_the_check_of_the_inner_loop_changes_no_weights(llama, pairs, tmp_path, monkeypatch):
+    run("train", llama, pairs, tmp_path / "checked", inner_lr=0.1)
+    monkeypatch.setattr("fmmeta.training.loop.Run._check_inner_loop", lambda self, support: None)
+    run("train", llama, pairs, tmp_path / "unchecked", inner_lr=0.1)
+    assert same(tmp_path / "checked", tmp_path / "unchecked")
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "adapt"])
+def test_a_chat_template_is_suggested_in_one_line(command, chat_model, llama, pairs, tmp_path, capsys):
+    for model, template, hints in ((chat_model, "plain", 1), (chat_model, "chat", 0), (llama, "plain", 0)):
+        settings = {"prompt_template": template, "inner_steps": 1}
+        run(command, model, pairs, tmp_path / f"{hints}-{template}-{model.name}", **settings)
+        assert capsys.readouterr().out.count("--prompt_template chat") == hints
