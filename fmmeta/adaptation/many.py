@@ -86,7 +86,7 @@ class AdaptedModels(Mapping[str, AdaptedModel]):
 
 
 @dataclass(frozen=True)
-class Tasks:
+class FoundTasks:
     """Tasks to learn, names of those with a complete folder, and why others cannot be learned, by name."""
 
     to_learn: list[TaskExamples]
@@ -98,7 +98,7 @@ class Tasks:
         return json.dumps([tasks, self.complete, self.failed]).encode()
 
     @classmethod
-    def of_bytes(cls, payload: bytes) -> "Tasks":
+    def of_bytes(cls, payload: bytes) -> "FoundTasks":
         tasks, complete, failed = json.loads(payload)
         return cls(
             [
@@ -145,7 +145,7 @@ def adapt_many(
                 if launch.global_rank == 0:
                     lock = lock_folder(output, timeout_s=10)
                     payload = find_tasks(settings, supports, output, progress.notice).as_bytes()
-            tasks = Tasks.of_bytes(world.comm.gather_bytes(payload)[0])
+            tasks = FoundTasks.of_bytes(world.comm.gather_bytes(payload)[0])
             failed = {**tasks.failed, **learn_all(settings, tasks, output, world, progress)}
         finally:
             if lock is not None:
@@ -167,7 +167,7 @@ def find_tasks(
     supports: Mapping[str, str | Examples] | None,
     output: Path,
     notice: Callable[[str], None],
-) -> Tasks:
+) -> FoundTasks:
     """Read the tasks, and remove what an interrupted command has left. Raises `UsageError`."""
     config = settings.run_config(n_way=2)
     for partial in output.glob(f".*{PARTIAL}"):
@@ -201,7 +201,7 @@ def find_tasks(
         except UsageError as error:
             failed[name] = str(error)
             notice(failure(name, str(error)))
-    return Tasks(to_learn, complete, failed)
+    return FoundTasks(to_learn, complete, failed)
 
 
 def support_files(folder: Path) -> list[tuple[str, str]]:
@@ -276,7 +276,7 @@ def is_complete(folder: Path, table: Table, settings: AdaptConfig) -> bool:
 
 
 def learn_all(
-    settings: AdaptConfig, tasks: Tasks, output: Path, world: World, progress: Progress
+    settings: AdaptConfig, tasks: FoundTasks, output: Path, world: World, progress: Progress
 ) -> dict[str, str]:
     """Learn the tasks and write their folders; why some failed, by name, on every rank. Collective: world."""
     if not tasks.to_learn:

@@ -202,7 +202,7 @@ class TaskLearner:
         """The examples as tokens; classes by their index in the labels."""
         name = task.name or self.settings.support or "support"
         if message := answer_without_room(self.config, self.tokenizer, task.table.target):
-            raise UsageError(f"support={name}: {message}")
+            raise UsageError(f"support={task.name or self.settings.support or 'pairs'}: {message}")
         examples = encode(self.tokenizer, self.config, task.table.input, task.table.target)
         if message := full_rows(self.config, [len(one.input_ids) for one in examples]):
             self.progress.notice(Warn(f"{name}: {message}"))
