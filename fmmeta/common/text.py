@@ -26,7 +26,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     '; did you mean fomaml?'
     """
     names = list(known)
-    longer = [one for one in names if len(name) > 2 and one.startswith(name)]
+    longer = sorted((one for one in names if len(name) > 2 and one.startswith(name)), key=len)
     close = longer or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 

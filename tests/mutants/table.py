@@ -31,6 +31,7 @@ RULES = (
     "unit/test_more_algorithms.py",
     "unit/test_inner_outer.py",
 )
+EXACT = ("unit/test_exact_adapters.py",)
 WORKERS = ("workers/test_conformance.py",)
 TASKS = ("unit/test_source.py", "unit/test_schedule.py", "unit/test_stratified_order.py")
 BATCHES = ("unit/test_batching.py", "unit/test_pack.py")
@@ -58,26 +59,50 @@ MUTANTS = (
     Mutant(
         "momentum is left out of the backward recursion",
         "meta/algorithms/unrolled.py",
-        "w.mul_(momentum).sub_(",
-        "w.zero_().sub_(",
+        "w.mul_(optimizer.momentum).add_(bar_u)",
+        "w.zero_().add_(bar_u)",
         "exact MAML with inner momentum differentiates another inner loop",
         RULES,
     ),
     Mutant(
         "sign of the second-order term",
         "meta/algorithms/unrolled.py",
-        "v += hessian.times(path.phi(k), w)",
-        "v -= hessian.times(path.phi(k), w)",
+        "v += hessian.times(path.phi(k), w.mul_",
+        "v -= hessian.times(path.phi(k), w.mul_",
         "I + alpha H instead of I - alpha H",
         RULES,
     ),
     Mutant(
         "Hessian at the wrong point",
         "meta/algorithms/unrolled.py",
-        "hessian.times(path.phi(k), w)",
-        "hessian.times(path.phi(0), w)",
+        "hessian.times(path.phi(k), w.mul_",
+        "hessian.times(path.phi(0), w.mul_",
         "second derivatives are taken at phi_0 for every step",
         RULES,
+    ),
+    Mutant(
+        "moments are left out of the derivative of AdamW",
+        "meta/inner_optimizers.py",
+        "        bars.update(zip(bars, of_state, strict=True))\n",
+        "",
+        "exact MAML with inner AdamW is that of an optimizer without memory",
+        EXACT,
+    ),
+    Mutant(
+        "derivative of the inner weight decay is lost",
+        "meta/inner_optimizers.py",
+        "        v += bar_phi\n",
+        "",
+        "exact MAML with inner AdamW and weight decay",
+        EXACT,
+    ),
+    Mutant(
+        "second derivatives of the first micro-batch only",
+        "parallel/workers/full_model.py",
+        "            for batch in batches:\n                graph = self._gradient_graph",
+        "            for batch in batches[:1]:\n                graph = self._gradient_graph",
+        "exact meta-gradients of adapters with several micro-batches",
+        EXACT,
     ),
     Mutant(
         "multi-step loss weights do not sum to 1",

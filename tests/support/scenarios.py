@@ -20,7 +20,7 @@ from fmmeta.common.errors import MachineFault, PeerError, UsageError
 from fmmeta.common.progress import Progress, terminal_log
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import imaml
-from fmmeta.meta.hessian import Hessian
+from fmmeta.meta.hessian import DifferenceHessian
 from fmmeta.meta.parameters import MetaGradient
 from fmmeta.models.load import load_learner
 from fmmeta.parallel import collectives, process_groups
@@ -326,7 +326,7 @@ def odd_replicas(world: World) -> None:
         print(f"fault {fault}")
 
 
-class Rounded(Hessian):
+class Rounded(DifferenceHessian):
     """Products that are zero on the first rank, and of the size of a rounding error on the others."""
 
     def times(self, phi: torch.Tensor, d: torch.Tensor) -> torch.Tensor:

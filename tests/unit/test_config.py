@@ -27,6 +27,8 @@ COMPANIONS = {  # settings without which a choice is refused
     ("inner_optimizer", "adamw"): {"algorithm": "reptile"},
     ("algorithm", "in_context"): {"task_type": "causal_lm"},
     ("pipeline_balance", "time"): {"pipeline_stages": 2},
+    ("second_order", "autograd"): {"algorithm": "maml"},
+    ("second_order", "differences"): {"algorithm": "maml"},
 }
 LEAST_NEEDS = {
     "first_order_steps": "maml",
@@ -34,6 +36,7 @@ LEAST_NEEDS = {
     "cg_steps": "imaml",
     "cg_damping": "imaml",
     "trajectory_memory_gib": "maml",
+    "truncate_steps": "maml",
 }
 MINIMUM = {name: rule.least for name, rule in rules(Config).items() if rule.least is not None}
 CHOICES = {item.name: item.metadata["choices"] for item in fields(Config) if "choices" in item.metadata}
