@@ -104,7 +104,7 @@ def sampled_rows(rows: Sequence[T], size: int, steps: int, seed: Sequence[int]) 
     An epoch is a seeded order of all rows, cut into parts whose sizes differ by one at most.
 
     >>> [sorted(rows) for rows in sampled_rows(range(5), 2, 3, (1,))]
-    [[2], [1, 3], [0, 4]]
+    [[4], [0, 1], [2, 3]]
     """
     parts = -(-len(rows) // size)
     for k in range(steps):
