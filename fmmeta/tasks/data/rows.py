@@ -413,8 +413,8 @@ def options_of(row: Row, answer: str) -> list[str]:
         )
     if len(set(options)) < 2 or answer not in options:
         raise UsageError(
-            f"{row.origin} has {OPTIONS}={shortened(options)}, which are not two or more texts with the answer"
-            f" {shortened(answer)} among them; add it"
+            f"{row.origin} has {OPTIONS}={shortened(options)}, which are not two or more texts with the"
+            f" answer {shortened(answer)} among them; add it"
         )
     return list(dict.fromkeys(options))
 
