@@ -120,6 +120,7 @@ def test_language_models_learn_many_tasks(llama, tmp_path):
         assert models[name].predict(TEXTS, 4) == alone.predict(TEXTS, 4)
 
 
+@pytest.mark.slow
 def test_whole_models_and_the_builtin_model_learn_many_tasks(bert, tmp_path):
     """Without LoRA one task at a time; the built-in model's folders hold their base under its final path."""
     some = dict(list(SUPPORTS.items())[:3])
@@ -449,6 +450,7 @@ def refusal_of(folder: Path, tmp_path: Path, text: str) -> str:
     )
 
 
+@pytest.mark.slow
 def test_a_language_model_answers_rows_of_many_adapters(llama, tmp_path):
     supports = {name: [(text, label[-2:]) for text, label in pairs] for name, pairs in SUPPORTS.items()}
     flags = {**LORA, "task_type": "causal_lm", "inner_steps": 20}
