@@ -192,8 +192,7 @@ class Case:
     @property
     def by_autograd(self) -> bool:
         """Whether second derivatives are autograd's."""
-        whole = self.stages * self.tensor == 1 and (self.stage != 3 or self.layout[1] == 1)
-        return whole and "lora_r" in self.settings
+        return self.stages * self.tensor == 1 and self.stage != 3 and "lora_r" in self.settings
 
     @property
     def work(self) -> int:
