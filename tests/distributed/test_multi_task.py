@@ -71,5 +71,7 @@ def test_zero_3_gathers_the_base_once_for_eight_tasks(kind, tmp_path):
         found = re.search(r"gathers (\d+) (\d+) apart (\S+)", text)
         assert found, text[-2000:]
         single, pooled = int(found[1]), int(found[2])
-        assert 0 < 8 * pooled <= single
+        # passes of several tasks leave out the adapters' modules: DeepSpeed then gathers for the forward and
+        # for the backward pass, and in passes of one task for both together
+        assert 0 < {"adapters": 4, "heads": 8}[kind] * pooled <= single
         assert float(found[3]) < 1e-5

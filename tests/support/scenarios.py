@@ -196,7 +196,7 @@ def graph_of(node: Any) -> set[str]:
 
 
 def gathers(world: World, model: str, data: str, kind: str) -> None:
-    """An outer step of 8 tasks under ZeRO 3 on 2 ranks, one by one and all in one pass: how often anything is
+    """An outer step of 8 tasks under ZeRO 3 on 2 ranks, one by one and all in one pass: the elements that are
     gathered, and where theta ends.
     """
     ends, ranks = {}, world.split(2)
@@ -249,7 +249,7 @@ def gathers(world: World, model: str, data: str, kind: str) -> None:
 
 
 def adapts(world: World, tokens_per_pass: str, *flags: str) -> None:
-    """`fmmeta adapt` of a directory under ZeRO 3, where nothing stays gathered: the number of all-gathers."""
+    """`fmmeta adapt` of a directory under ZeRO 3, where nothing stays gathered: all-gathered elements."""
     file = Path(tempfile.mkdtemp()) / "zero3.json"
     file.write_text('{"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}')
     words = [*flags, f"--deepspeed={file}", f"--tokens_per_pass={tokens_per_pass}"]
@@ -270,9 +270,14 @@ def adapts(world: World, tokens_per_pass: str, *flags: str) -> None:
     print(f"gathers {sum(counts)} failed {len(failed)}")
 
 
+def elements(tensors: Any) -> int:
+    """Elements of a tensor, or of lists of tensors."""
+    return tensors.numel() if torch.is_tensor(tensors) else sum(map(elements, tensors))
+
+
 @contextmanager
 def counted_gathers() -> Iterator[list[int]]:
-    """A list of one number: the all-gathers inside the block so far."""
+    """A list of one number: the elements that were all-gathered inside the block so far."""
     group = torch._C._distributed_c10d.ProcessGroup
     verbs = [
         name for name in vars(group) if name.replace("_", "").startswith("allgather")
@@ -283,7 +288,7 @@ def counted_gathers() -> Iterator[list[int]]:
         original = getattr(group, name)
 
         def call(*arguments: Any, **named: Any) -> Any:
-            asked[0] += 1
+            asked[0] += elements(arguments[1])  # the output; DeepSpeed gathers several parameters at a time
             return original(*arguments, **named)
 
         return call
@@ -298,7 +303,7 @@ def counted_gathers() -> Iterator[list[int]]:
 
 
 def counted_steps(run: Run) -> list[int]:
-    """Number of all-gathers in each outer step of a run."""
+    """Elements that are all-gathered in each outer step of a run."""
     counts = list[int]()
     with counted_gathers() as asked:
 
