@@ -4,7 +4,7 @@
     python -m benchmarks.second_order --model FOLDER --task_type causal_lm --data FILE.jsonl
 
 memory   peak resident bytes of one task's meta-gradient above the loaded model after one forward pass, for K
-         inner steps, each in a process of its own; beside it the formula: what K = 1 takes, plus K - 1 times
+         inner steps, each in its own process; beside it the formula: what K = 1 takes, plus K - 1 times
          1 + moments fp32 vectors of the adapters
 time     CPU seconds of one task at K = 5, exact by FOMAML, in turn
 error    relative error to the same recursion in fp64, K = 5: of the recursion, of fp32 autograd through the

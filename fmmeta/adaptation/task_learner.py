@@ -34,7 +34,7 @@ from fmmeta.models.lora import TaskAxis
 from fmmeta.parallel.layout import size_of
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import PassStats
-from fmmeta.reliability.checks import SupportLosses
+from fmmeta.reliability.checks import rising_loss
 from fmmeta.tasks.batching import Episode, Example, MicroBatch
 from fmmeta.tasks.data.encode import answer_without_room, encode, full_rows
 from fmmeta.tasks.data.rows import Examples, Table, read_file, rows_of, tabulate
@@ -167,13 +167,6 @@ class TaskLearner:
         setup = rules.setup(longest, model.worker, model.head_names, config.most_classes, settings.bf16)
         self.inner = with_stored_rates(settings, longest, setup.inner, model.worker)
         self.theta = model.worker.read()
-        params = model.worker.learner.named_parameters()
-        # ZeRO 3 empties the shapes
-        self.shapes: dict[str, tuple[int, ...]] = {
-            name: tuple(getattr(param, "ds_shape", param.shape))
-            for name, param in params
-            if param.requires_grad
-        }
         self.loop: MultiTaskInnerLoop | None = None
         one_by_one = config.compile or config.support_batch_size or self.inner.changes_head_only
         if config.lora_r and not one_by_one:
@@ -237,9 +230,7 @@ class TaskLearner:
                     f" after {one.steps} inner steps; lower --inner_lr",
                 )
                 continue
-            losses = SupportLosses(replace(self.config, inner_steps=one.steps))
-            losses.pairs.append((passes[0].loss, last.loss))
-            if warning := losses.warning():
+            if warning := rising_loss(self.config, passes[0].loss, last.loss, one.steps):
                 self.progress.notice(Warn(f"{one.task.name}: {warning}" if one.task.name else warning))
             yield Learned(one.task, one.steps, one.left_out, weights)
 
@@ -339,8 +330,8 @@ class TaskLearner:
 
     def _by_name(self, vector: Tensor) -> dict[str, Tensor]:
         """The complete parameters of a vector. Collective: group."""
-        worker = self.model.worker
-        return {name: worker.gather_param(vector, name, shape).cpu() for name, shape in self.shapes.items()}
+        complete = self.model.worker.complete_params(vector)
+        return {name: value.cpu().clone() for name, value in complete.items()}
 
     def _passes(
         self, sets: Sequence[Sequence[Example]], times: int = 1, in_order: bool = False
@@ -379,7 +370,7 @@ class TaskLearner:
         """
         worker, ranks = self.model.worker, self.model.ranks
         copies = 5 + len(self.inner.optimizer.state_names)  # phi, gradient, update, sums, copy of the result
-        of_task = 4 * copies * sum(torch.Size(shape).numel() for shape in self.shapes.values())
+        of_task = 4 * copies * sum(torch.Size(shape).numel() for shape in worker.trained_shapes.values())
         free = host_bytes(ranks.layout.launch.local_world_size)
         if worker.device.type == "cuda":
             free = min(free, torch.cuda.mem_get_info(worker.device)[0])

@@ -43,7 +43,7 @@ BACKWARD = (
     "logits",
     "buffers",
 )  # kinds that are freed before DeepSpeed's staging is allocated
-SECOND_ORDER = 3  # memory of a gradient's graph, by that of the activations (workers/full_model.py)
+SECOND_ORDER = 3  # times the activations: a gradient's graph; measured 2.0 and 2.6 (docs/algorithms.md)
 META = ("theta", "meta_gradient", "direction", "moments", "kept")
 FLATTENED = 5 * 10**8  # parameters that ZeRO 0 flattens for one reduction (deepspeed/runtime/engine.py)
 

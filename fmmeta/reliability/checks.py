@@ -93,15 +93,21 @@ class SupportLosses:
         if not self.pairs:
             return ""
         before, after = (sum(losses) / len(losses) for losses in zip(*self.pairs, strict=True))
-        if after <= before:
-            return ""
-        config, tasks = self.config, len(self.pairs)
-        return (
-            f"inner_lr={config.inner_lr:g}: the loss on the support set rises from {before:.3g} to"
-            f" {after:.3g} in the inner loop ({counted(config.inner_steps, 'step')} of"
-            f" {config.inner_optimizer}{f', mean of {tasks} tasks' if tasks > 1 else ''}); try --inner_lr"
-            f" {config.inner_lr / 10:g}"
-        )
+        return rising_loss(self.config, before, after, self.config.inner_steps, len(self.pairs))
+
+
+def rising_loss(config: Config, before: float, after: float, steps: int, tasks: int = 1) -> str:
+    """A message with a lower rate if `steps` inner steps raise the loss on the support set, or make it not
+    finite; "" otherwise. before, after: means over `tasks` tasks.
+    """
+    if after <= before:
+        return ""
+    return (
+        f"inner_lr={config.inner_lr:g}: the loss on the support set rises from {before:.3g} to"
+        f" {after:.3g} in the inner loop ({counted(steps, 'step')} of"
+        f" {config.inner_optimizer}{f', mean of {tasks} tasks' if tasks > 1 else ''}); try --inner_lr"
+        f" {config.inner_lr / 10:g}"
+    )
 
 
 class Spikes:

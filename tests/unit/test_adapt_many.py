@@ -179,7 +179,7 @@ def test_passes_are_cut_by_tokens_and_by_memory(bert, monkeypatch):
             rows, tokens = (max(sizes[number][part] for number in numbers) for part in (0, 1))
             assert len(numbers) == 1 or len(numbers) * rows * tokens <= budget
     assert len(passes) == 1
-    of_task = 4 * 5 * sum(torch.Size(shape).numel() for shape in learner.shapes.values())
+    of_task = 4 * 5 * sum(torch.Size(shape).numel() for shape in learner.model.worker.trained_shapes.values())
     monkeypatch.setattr(task_learner, "host_bytes", lambda ranks: 4 * of_task)
     assert max(map(len, TaskLearner(settings, 4, Progress(enabled=False))._passes(sets))) == 2
     monkeypatch.setattr(task_learner, "host_bytes", lambda ranks: of_task - 1)

@@ -127,9 +127,9 @@ class FullModelWorker(Worker):
         """Add (dg/dphi)^T w to `into` [S]; g: the gradient of the mean loss over `batches`.
 
         cotangent: w [S], or a function from g [S] to w. g is differentiated by autograd (`create_graph`), so
-        that the product is exact up to rounding; memory: the activations of one micro-batch, about three
-        times those of `step`. A function of g costs one pass more with several micro-batches. A product that
-        is not finite is added too. Raises `UsageError` for an operation that has no second derivative.
+        that the product is exact up to rounding; memory: two to three times the activations of `step`. A
+        function of g costs one pass more with several micro-batches. A product that is not finite is added
+        too. Raises `UsageError` for an operation that has no second derivative.
         Collective: group.
         """
         stats, trained = self._stats(), self.trained_params
@@ -166,14 +166,17 @@ class FullModelWorker(Worker):
         """The trained parameters by name, in the order of the modules."""
         return {name: param for name, param in self.learner.named_parameters() if param.requires_grad}
 
+    @property
+    def trained_shapes(self) -> dict[str, torch.Size]:
+        """The complete shapes of the trained parameters by name; ZeRO 3 empties those of the parameters."""
+        return {name: getattr(param, "ds_shape", param.shape) for name, param in self.trained_params.items()}
+
     def complete_params(self, vector: Tensor) -> dict[str, Tensor]:
         """The complete trained parameters of the group's vectors [S] by name, on the device of the worker.
 
         One sum over the group. Collective: group.
         """
-        shapes = {  # ZeRO 3 empties the shapes of the parameters
-            name: getattr(param, "ds_shape", param.shape) for name, param in self.trained_params.items()
-        }
+        shapes = self.trained_shapes
         parts = [
             self.params.assemble(vector, name, shape, lambda part: part).reshape(-1).to(self.device)
             for name, shape in shapes.items()
@@ -376,13 +379,12 @@ class TaskBatch:
     ) -> None:
         self.worker, self.axis, self.tasks = worker, axis, tasks
         self.classes = None if classes is None else torch.tensor(classes, device=worker.device)
-        params = {name: worker.learner.get_parameter(name) for name in axis.names}
-        # ZeRO 3 empties the shapes
-        self.shapes = {name: getattr(param, "ds_shape", param.shape) for name, param in params.items()}
+        shapes = worker.trained_shapes
+        self.shapes = {name: shapes[name] for name in axis.names}
         self.phi = self.spread(theta)
         self.grad = torch.zeros_like(self.phi)
         self.blocks = self._blocks(self.phi)
-        self.dtype = next(iter(params.values())).dtype
+        self.dtype = worker.learner.get_parameter(axis.names[0]).dtype
         for name, grad in self._blocks(self.grad).items():
             self.blocks[name].requires_grad_().grad = grad
 
