@@ -5,8 +5,15 @@
 MiniLM with LoRA of rank 8; 5-way tasks of clinc150. Rows: `fmmeta adapt --support DIRECTORY` and one `fmmeta
 adapt --support FILE` per task, as processes with their imports; `fmmeta.adapt_many`, a loop of `fmmeta.adapt`
 and the floor, in this process. The floor is a hand-written PyTorch loop over the tasks on a loaded model: the
-same folds and steps, no files. One thread. `--commands N` runs only N of the commands and scales their
-seconds up. The adapters of the commands must equal those of the single ones to 1e-5.
+same folds and steps, no files. One thread. The adapters of `adapt_many` and of the command must equal those
+of single ones to 1e-5.
+
+    5-shot         the number of steps is chosen on examples left out, which is most of the time
+    5-shot, fixed  --early_stopping false: 5 steps
+    1-shot         5 steps: a class of one example leaves none out
+
+`--commands N` and `--in_process N` run N tasks, evenly chosen, and scale their seconds up to all tasks: the
+table says so in the row. Cells are added to those that the JSON file holds.
 """
 
 from __future__ import annotations
@@ -31,7 +38,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import fmmeta
-from benchmarks.common import table, write_json
+from benchmarks.common import keep, table
 from benchmarks.stepping import Cost, find_data, find_model
 from fmmeta.adaptation.task_learner import leave_out
 from fmmeta.config.settings import Config
@@ -73,7 +80,8 @@ def command(flags: Sequence[str]) -> Cost:
 class Floor:
     """Cross-validation and adaptation of one task after the other, as one would write them for one model."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, chooses: bool) -> None:
+        self.chooses = chooses
         description = describe(config)
         self.config = config
         self.tokenizer = load_tokenizer(config, description, lambda text: None)
@@ -112,7 +120,7 @@ class Floor:
     def adapt(self, pairs: Pairs) -> None:
         columns = Table([], [], [], [text for text, _ in pairs], [label for _, label in pairs])
         folds, steps = leave_out(columns, [label for _, label in pairs]), self.config.inner_steps
-        if folds:
+        if folds and self.chooses:
             scores = [
                 self.learn(
                     [one for index, one in enumerate(pairs) if index not in fold],
@@ -132,41 +140,56 @@ def apart(one: Path, other: Path) -> float:
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
+def evenly(names: Sequence[str], count: int) -> list[str]:
+    """`count` of the names at equal distances; all if there are no more."""
+    count = min(count, len(names))
+    return [names[number * len(names) // count] for number in range(count)]
+
+
+def scaled(costs: Sequence[Cost], tasks: int, measured: int) -> dict[str, float]:
+    """Seconds of all tasks from those of some; `measured` says of how many."""
+    times = tasks / measured
+    wall, cpu = (times * sum(getattr(one, kind) for one in costs) for kind in ("wall", "cpu"))
+    return {"wall": wall, "cpu": cpu, "measured": measured}
+
+
 def measure(
-    model: str, tasks: Mapping[str, Pairs], commands: int, flags: Mapping[str, Any]
+    model: str, tasks: Mapping[str, Pairs], commands: int, in_process: int, flags: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Costs of every row, for these tasks."""
-    costs: dict[str, Cost] = {}
+    costs: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "support").mkdir()
+        folder, names = Path(name), list(tasks)
+        support = folder / "support"
+        support.mkdir()
         for task, pairs in tasks.items():
             rows = [json.dumps({"text": text, "label": label}) for text, label in pairs]
-            (folder / "support" / f"{task}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+            (support / f"{task}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
         given = [f"--{key}={value}" for key, value in {"model_name_or_path": model, **flags}.items()]
-        support = folder / "support"
-        costs["one command"] = command([*given, f"--support={support}", f"--output_dir={folder / 'many'}"])
-        single = [
+        one = command([*given, f"--support={support}", f"--output_dir={folder / 'many'}"])
+        costs["one command"] = scaled([one], 1, 1)
+        singles = evenly(names, commands)
+        found = [
             command([*given, f"--support={support / task}.jsonl", f"--output_dir={folder / task}"])
-            for task in list(tasks)[:commands]
+            for task in singles
         ]
-        scale = len(tasks) / len(single)
-        costs["a command per task"] = Cost(
-            scale * sum(one.wall for one in single), scale * sum(one.cpu for one in single)
-        )
-        far = max(apart(folder / "many" / task, folder / task) for task in list(tasks)[:commands])
-        floor = Floor(AdaptConfig(model_name_or_path=model, **flags).run_config(n_way=WAYS))
+        costs["a command per task"] = scaled(found, len(tasks), len(singles))
+        here = {task: tasks[task] for task in evenly(names, in_process)}
+        config = AdaptConfig(model_name_or_path=model, **flags)
+        floor = Floor(config.run_config(n_way=WAYS), config.early_stopping)
         works: dict[str, Callable[[], Any]] = {
-            "adapt_many": lambda: fmmeta.adapt_many(model, tasks, output_dir=folder / "in process", **flags),
+            "adapt_many": lambda: fmmeta.adapt_many(model, here, output_dir=folder / "in process", **flags),
             "loop of adapt": lambda: [
                 fmmeta.adapt(model, pairs, output_dir=folder / f"loop-{task}", **flags)
-                for task, pairs in tasks.items()
+                for task, pairs in here.items()
             ],
-            "floor": lambda: [floor.adapt(pairs) for pairs in tasks.values()],
+            "floor": lambda: [floor.adapt(pairs) for pairs in here.values()],
         }
         for key, work in works.items():
-            costs[key] = Cost.of(work)
-    return {"costs": {key: vars(cost) for key, cost in costs.items()}, "commands": len(single), "apart": far}
+            costs[key] = scaled([Cost.of(work)], len(tasks), len(here))
+        far = [apart(folder / "many" / task, folder / task) for task in singles]
+        far += [apart(folder / "in process" / task, folder / f"loop-{task}") for task in here]
+    return {"tasks": len(tasks), "costs": costs, "apart": max(far), "compared": len(far)}
 
 
 def main() -> None:
@@ -178,9 +201,10 @@ def main() -> None:
         "--data", help="folder that holds clinc150 (default: ../shared/data beside the checkout)"
     )
     parser.add_argument("--tasks", type=int, default=100)
-    parser.add_argument("--commands", type=int, default=0, help="single commands that are run; 0: all")
-    parser.add_argument("--shots", type=int, nargs="+", default=[5, 1])
-    parser.add_argument("--json")
+    parser.add_argument("--commands", type=int, default=10, help="single commands that are run")
+    parser.add_argument("--in_process", type=int, default=100, help="tasks of the rows in this process")
+    parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=CELLS)
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -188,33 +212,48 @@ def main() -> None:
     if data == "letters":
         raise SystemExit("--data is needed: the texts of the tasks come from a data set on disk")
     flags = {"lora_r": 8, "max_length": 64, "inner_lr": 0.5}
-    for shots in given.shots:
+    for name in given.cells:
+        shots, more = CELLS[name]
         tasks = draw_tasks(data, given.tasks, shots)
-        found[f"{shots}-shot"] = measure(model, tasks, given.commands or given.tasks, flags)
-        write_json(given.json, {"tasks": given.tasks, "settings": flags, "cells": found})
+        found[name] = measure(model, tasks, given.commands, given.in_process, {**flags, **more})
+        if given.json:
+            keep(given.json, {name: {"settings": {**flags, **more}, **found[name]}})
     rows = [
-        [shots, key, f"{cost['cpu']:.1f}", f"{cost['wall']:.1f}"]
-        + [f"{cost[kind] / cell['costs'][base][kind]:.2f}" for base, kind in COLUMNS]
-        for shots, cell in found.items()
+        [name, label(key, cost, cell["tasks"]), f"{cost['cpu']:.1f}", f"{cost['wall']:.1f}"]
+        + [f"{cost['cpu'] / cell['costs'][base]['cpu']:.2f}" for base in COLUMNS]
+        for name, cell in found.items()
         for key, cost in cell["costs"].items()
     ]
-    print(table(["", "", "CPU s", "wall s", *(f"by {base} ({kind})" for base, kind in COLUMNS)], rows))
-    for shots, cell in found.items():
-        one, each = (cell["costs"][key] for key in ("one command", "a command per task"))
-        many, loop = (cell["costs"][key] for key in ("adapt_many", "loop of adapt"))
-        print(
-            f"{shots}: {each['cpu'] / one['cpu']:.1f} times fewer CPU seconds than {given.tasks} commands"
-            f" ({each['wall'] / one['wall']:.1f} wall), {loop['cpu'] / many['cpu']:.2f} times fewer than a"
-            f" loop in one process ({loop['wall'] / many['wall']:.2f} wall); adapters apart"
-            f" {cell['apart']:.1e}"
+    print(table(["", "", "CPU s", "wall s", *(f"CPU s by {base}" for base in COLUMNS)], rows))
+    for name, cell in found.items():
+        one, each, many, loop = (
+            cell["costs"][key]["cpu"]
+            for key in ("one command", "a command per task", "adapt_many", "loop of adapt")
         )
+        print(
+            f"{name}: {each / one:.1f} times fewer CPU seconds than {cell['tasks']} commands,"
+            f" {loop / many:.2f} times fewer than a loop in one process; {cell['compared']} adapters at most"
+            f" {cell['apart']:.1e} apart"
+        )
+    for name, cell in found.items():
         if not cell["apart"] < 1e-5:
             raise SystemExit(
-                f"adapt_many: {shots} adapters are {cell['apart']:.1e} from those of single commands"
+                f"adapt_many: {name}: adapters are {cell['apart']:.1e} from those of single ones"
             )
 
 
-COLUMNS = [("floor", "cpu"), ("floor", "wall"), ("a command per task", "cpu")]
+def label(key: str, cost: Mapping[str, float], tasks: int) -> str:
+    """The row's name, with the number of tasks that were measured if not all were."""
+    of_all = key == "one command" or cost["measured"] == tasks
+    return key if of_all else f"{key} ({tasks} extrapolated from {cost['measured']:.0f})"
+
+
+CELLS: dict[str, tuple[int, dict[str, Any]]] = {
+    "5-shot": (5, {}),
+    "5-shot, fixed": (5, {"early_stopping": False}),
+    "1-shot": (1, {}),
+}
+COLUMNS = ["floor", "a command per task"]
 
 
 if __name__ == "__main__":

@@ -114,6 +114,27 @@ def intents(axes: Any, found: dict[str, Any]) -> None:
     axes.legend()
 
 
+def second_order(axes: Any, found: dict[str, Any]) -> None:
+    """Memory over K of every library, model and choice of adapters."""
+    lines: dict[str, dict[int, float]] = {}
+    for key, cell in found["cells"].items():
+        if ", memory, " not in key:
+            continue
+        model, _, *texts, optimizer, k = key.split(", ")
+        if optimizer == "sgd":
+            lines.setdefault(", ".join([texts[0], model, *texts[1:]]), {})[int(k[2:])] = cell["bytes"] / 1e6
+    for name, line in lines.items():
+        style = "-" if name.startswith("fmmeta") else "--"
+        axes.plot(sorted(line), [line[k] for k in sorted(line)], style, marker="o", label=name)
+    axes.set(
+        xlabel="inner steps",
+        ylabel="MB above the loaded model",
+        title="Memory of a task's exact meta-gradient",
+        yscale="log",
+    )
+    axes.legend(fontsize=7)
+
+
 DRAWN: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "floor": floor,
     "peers": peers,
@@ -122,6 +143,7 @@ DRAWN: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "weak": weak,
     "growth": growth,
     "intents": intents,
+    "second_order": second_order,
 }
 
 

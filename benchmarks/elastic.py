@@ -2,8 +2,9 @@
 on.
 
     python -m benchmarks.elastic --kills 10 --json benchmarks/results/elastic.json
-    # under a key of its own
+    # each under a separate key
     python -m benchmarks.elastic --kills 50 --learned --json benchmarks/results/elastic.json
+    python -m benchmarks.elastic --kills 50 --task_schedule dynamic --json benchmarks/results/elastic.json
 
 Every kill is a SIGKILL for all processes of a group, at a random moment of a random one of those that take
 part; one is always left. The run has to finish; every outer step has to have used the whole meta-batch; theta
@@ -48,7 +49,6 @@ from fmmeta.tasks.augment import TextEpisode
 from tests.support.fork_server import Rank, shared
 
 SLEEP = "FMMETA_TASK_SECONDS"  # a file with a number; none: do not sleep
-TASKS = 3  # of a meta-batch
 PARITY = 1e-4  # fp32, AdamW
 LEARNED: dict[str, Any] = {"inner_lr_learned": "layer", "save_steps": 1, "save_total_limit": 1}
 ROLL = re.compile(r"outer step (\d+): \d+ groups? \((.*)\)")
@@ -264,6 +264,8 @@ def main() -> None:
     parser.add_argument(
         "--learned", action="store_true", help="learned rates, save_steps 1, save_total_limit 1"
     )
+    parser.add_argument("--tasks", type=int, default=3, help="of a meta-batch")
+    parser.add_argument("--task_schedule", default="static", help="dynamic: groups claim tasks")
     parser.add_argument("--json", default=None)
     parser.add_argument("--folder", default=None, help="keep the runs there")
     parser.add_argument("--compare", action="store_true", help="the run with kills is in --folder already")
@@ -277,7 +279,8 @@ def main() -> None:
             "eval_episodes": 0,
             "logging_steps": 1,
             "save_steps": 50,
-            "meta_batch_size": TASKS,
+            "meta_batch_size": args.tasks,
+            "task_schedule": args.task_schedule,
             "k_shot": 1,
             "num_query": 2,
             "inner_steps": 1,
@@ -301,7 +304,7 @@ def main() -> None:
             "steps_logged_once_each": (
                 [line["step"] for line in lines] == list(range(1, args.outer_steps + 1))
             ),
-            "whole_meta_batch_in_every_step": all(line["tasks"] == TASKS for line in lines),
+            "whole_meta_batch_in_every_step": all(line["tasks"] == args.tasks for line in lines),
             "groups_seen": sorted({line["groups"] for line in lines}),
             "retried_attempts": sum(line["retries"] for line in lines),
             "parity": parity(config, folder / "killed", folder / "plain"),
@@ -309,10 +312,14 @@ def main() -> None:
     print(json.dumps(results, indent=1))
     file = Path(args.json) if args.json else None
     known = json.loads(file.read_text()) if file and file.is_file() else {}
-    learned = {"machine": machine(), **results} if args.learned else known.pop("learned_rates", None)
-    write_json(
-        args.json, {**(known if args.learned else results), **({"learned_rates": learned} if learned else {})}
+    variant = {(True, "static"): "learned_rates", (False, "dynamic"): "claimed_tasks"}.get(
+        (args.learned, args.task_schedule)
     )
+    others = {name: known[name] for name in ("learned_rates", "claimed_tasks") if name in known}
+    if variant:
+        write_json(args.json, {**known, variant: {"machine": machine(), **results}})
+    else:
+        write_json(args.json, {**results, **others})
     good = (
         "whole_meta_batch_in_every_step",
         "steps_logged_once_each",

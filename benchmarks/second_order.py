@@ -1,19 +1,27 @@
-"""Exact meta-gradients of LoRA adapters by autograd: memory, time and error.
+"""Exact meta-gradients of LoRA adapters by autograd: memory, time, error and what they gain.
 
     python -m benchmarks.second_order --json benchmarks/results/second_order.json
-    python -m benchmarks.second_order --model FOLDER --task_type causal_lm --data FILE.jsonl
+    python -m benchmarks.second_order --json benchmarks/results/second_order.json --name SmolLM2 \
+        --model FOLDER_OR_GGUF --task_type causal_lm --data ../shared/data/function_vectors --whole 0 \
+        --parts memory time error
+    python -m benchmarks.second_order --json benchmarks/results/second_order.json --parts peers gains
 
 memory   peak resident bytes of one task's meta-gradient above the loaded model after one forward pass, for K
-         inner steps, each in its own process; beside it the formula: what K = 1 takes, plus K - 1 times
-         1 + moments fp32 vectors of the adapters
+         inner steps: the median of runs, each in its own process; beside it the formula: what K = 1 takes,
+         plus K - 1 times 1 + moments fp32 vectors of the adapters
+peers    the same of learn2learn, higher and TorchOpt, which keep the graph of the whole inner loop: second
+         order, the same model, adapters and episode. They are no dependencies: install them in an environment
+         of their own (benchmarks/peers.py says how) and run this there. A library that is missing is named
 time     CPU seconds of one task at K = 5, exact by FOMAML, in turn
 error    relative error to the same recursion in fp64, K = 5: of the recursion, of fp32 autograd through the
-         whole inner loop (meta/reference.py), and of differences of gradients
-bf16     cosine to the fp64 recursion on the same rounded base
+         whole inner loop (meta/reference.py), and of differences of gradients; and the cosine of a bf16 base
+         to the fp64 recursion on the same rounded base
+gains    exact against first order, adapters of the built-in model: as many tasks, the outer and the inner
+         rate of each chosen on validation tasks, the difference on held-out ones paired by task
 
-One thread; MiniLM and clinc150, 5-way 5-shot, unless another model is given. The last line has what is asked:
-the memory of K = 50 by that of K = 1 (at most 1.1 with r 8 on query and value), the time ratio (at most 3.5),
-the error by that of the whole loop (at most 2), the cosine (at least 0.99).
+One thread; MiniLM and clinc150, 5-way 5-shot, unless another model is given. Runs that the JSON file holds
+are not done again. Asked: the memory of K = 50 at most 1.1 times that of K = 1 with r 8 on query and value,
+the time ratio at most 3.5, the error at most twice that of the whole loop, the cosine at least 0.99.
 """
 
 from __future__ import annotations
@@ -24,7 +32,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -34,6 +48,8 @@ STEPS = (1, 5, 20, 50)
 TARGETS = {"few": ["query", "value"], "all": ["all-linear"]}
 TARGETS_LM = {"few": ["q_proj", "v_proj"], "all": ["all-linear"]}
 ADAPTERS = {"few": 8, "all": 16}  # rank
+PARTS = ["memory", "time", "error", "peers", "gains"]
+LAYERS = {"few": "r 8 on query and value", "all": "r 16 on all linears"}
 
 
 def settings(args: argparse.Namespace, adapters: str = "few", **more: Any) -> Any:
@@ -148,17 +164,118 @@ def resident() -> int:
 
 
 def memory_cell(args: argparse.Namespace) -> dict[str, float]:
-    config = settings(args, args.adapters, inner_steps=args.steps)
+    """Peak bytes of a meta-gradient: fmmeta's, or that of `--library`, which must be the same to 1e-4."""
+    config = settings(args, args.adapters, inner_steps=args.steps[0])
     task = Task(config)
-    task.reference = None
+    model = task.reference
+    if args.library == "fmmeta":
+        task.reference = None
     task.worker.forward(task.batches.query)
     before = resident()
     with open("/proc/self/clear_refs", "w", encoding="ascii") as reset:
         reset.write("5")  # VmHWM begins again
-    task.gradient()
+    found = task.gradient() if args.library == "fmmeta" else of_peer(args.library, model, task, config)
+    peak = high_water() - before
     moments = {"sgd": 0, "momentum": 1, "adamw": 2}[config.inner_optimizer]
     stored = 1 + (moments if config.inner_optimizer == "adamw" else 0)
-    return {"bytes": high_water() - before, "vectors": stored * 4 * task.worker.params.numel}
+    cell: dict[str, float] = {"bytes": peak, "vectors": stored * 4 * task.worker.params.numel}
+    if args.library != "fmmeta":
+        exact = task.gradient()
+        cell["apart"] = float((found - exact).norm() / exact.norm())
+    return cell
+
+
+def of_peer(library: str, model: Any, task: Task, config: Any) -> Any:
+    """The meta-gradient of the adapters by a library that differentiates through the whole inner loop."""
+    import torch
+
+    from fmmeta.parallel.workers.full_model import twice_differentiable
+
+    model.unpadded.works = False  # the model as transformers has it
+    for param in model.head.parameters():
+        torch.nn.init.zeros_(param)
+    plain_adapters(model)
+    with twice_differentiable(model):
+        grads = PEERS[library](model, task.batches, config.inner_steps, config.inner_lr)
+    return torch.cat([grads[n].double().reshape(-1) for n in sorted(grads) if n not in model.head_names])
+
+
+def plain_adapters(model: Any) -> None:
+    """Replace peft's layers by modules of nn.Module alone: higher cannot derive from peft's classes."""
+    import torch
+
+    class Adapted(torch.nn.Module):
+        def __init__(self, layer: Any) -> None:
+            super().__init__()
+            self.base_layer, self.lora_A, self.lora_B = layer.base_layer, layer.lora_A, layer.lora_B
+            self.scaling = layer.scaling["default"]
+
+        def forward(self, x: Any) -> Any:
+            return self.base_layer(x) + self.scaling * self.lora_B["default"](self.lora_A["default"](x))
+
+    for name, module in list(model.named_modules()):
+        if hasattr(module, "lora_A"):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, Adapted(module))
+
+
+def by_learn2learn(model: Any, episode: Any, steps: int, lr: float) -> dict[str, Any]:
+    """As in its README: clone, adapt, backward through the clone."""
+    from learn2learn.algorithms.maml import MAML  # type: ignore[import-not-found]
+
+    from benchmarks.peers import loss_of
+
+    learner = MAML(model, lr=lr, first_order=False, allow_nograd=True).clone()
+    for _ in range(steps):
+        learner.adapt(loss_of(learner, episode.support[0]), allow_unused=True)
+    loss_of(learner, episode.query[0]).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def by_higher(model: Any, episode: Any, steps: int, lr: float) -> dict[str, Any]:
+    """Its inner loop context."""
+    import higher  # type: ignore[import-not-found]
+    import torch
+
+    from benchmarks.peers import loss_of
+
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(named.values(), lr=lr)
+    with higher.innerloop_ctx(model, optimizer, copy_initial_weights=False) as (fast, inner):
+        for _ in range(steps):
+            inner.step(loss_of(fast, episode.support[0]))
+        loss_of(fast, episode.query[0]).backward()
+    return {name: p.grad for name, p in named.items()}
+
+
+def by_torchopt(model: Any, episode: Any, steps: int, lr: float) -> dict[str, Any]:
+    """Its functional optimizer on the parameters by name."""
+    import torch
+    import torch.nn.functional as F
+    import torchopt  # type: ignore[import-not-found]
+
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    start = params = tuple(named.values())
+    optimizer = torchopt.sgd(lr=lr)
+    state = optimizer.init(params)
+
+    def loss_at(params: Any, batch: Any) -> Any:
+        logits = torch.func.functional_call(model, dict(zip(named, params, strict=True)), (), batch.inputs)
+        return F.cross_entropy(logits, batch.labels)
+
+    for _ in range(steps):
+        grads = torch.autograd.grad(loss_at(params, episode.support[0]), params, create_graph=True)
+        updates, state = optimizer.update(grads, state, params=params, inplace=False)
+        params = torchopt.apply_updates(params, updates, inplace=False)
+    found = torch.autograd.grad(loss_at(params, episode.query[0]), start)
+    return dict(zip(named, found, strict=True))
+
+
+PEERS: dict[str, Callable[..., dict[str, Any]]] = {
+    "learn2learn": by_learn2learn,
+    "higher": by_higher,
+    "torchopt": by_torchopt,
+}
 
 
 def time_cell(args: argparse.Namespace) -> dict[str, float]:
@@ -197,6 +314,7 @@ CELLS = {"memory": memory_cell, "time": time_cell, "error": error_cell}
 
 
 def run_cell(kind: str, words: list[str], **more: Any) -> dict[str, Any]:
+    """The result of a cell in its own process; flags given twice count as given last."""
     flags = [word for name, value in more.items() for word in (f"--{name}", str(value))]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.second_order", *words, "--cell", kind, *flags],
@@ -208,57 +326,170 @@ def run_cell(kind: str, words: list[str], **more: Any) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main() -> None:
-    from benchmarks.common import table, write_json
+SUITES: dict[str, dict[str, Any]] = {
+    "marks": {"n_way": 3, "k_shot": 6, "inner_lrs": (1.0, 3.0), "outer_lrs": (3e-3, 1e-2)},
+    "function_vectors": {"task_type": "causal_lm", "inner_lrs": (0.1, 0.3), "outer_lrs": (1e-3, 3e-3)},
+}
 
+
+def gains(args: argparse.Namespace, suite: str) -> dict[str, Any]:
+    """Both orders on one suite: the losses of all choices on validation tasks, and test losses by task."""
+    from benchmarks.stepping import find_data
+    from fmmeta import Config, MetaTrainer, evaluate
+
+    values = dict(SUITES[suite])
+    grid = list(product(values.pop("outer_lrs"), values.pop("inner_lrs")))
+    data = "marks" if suite == "marks" else find_data(args.data, suite)
+    shots = {"k_shot": 5, **values}
+    found: dict[str, Any] = {}
+    for algorithm in ("fomaml", "maml"):
+        valid, best = {}, (float("inf"), "", 0.0)
+        for outer, inner in grid:
+            folder = tempfile.mkdtemp(prefix="fmmeta-bench-")
+            MetaTrainer(
+                Config(
+                    dataset=[data],
+                    output_dir=folder,
+                    algorithm=algorithm,
+                    second_order="autograd" if algorithm == "maml" else "auto",
+                    lora_r=ADAPTERS["few"],
+                    lora_target_modules=["all-linear"],
+                    inner_steps=args.inner_steps,
+                    inner_lr=inner,
+                    outer_lr=outer,
+                    outer_steps=args.outer_steps,
+                    adam_epsilon=1e-5,
+                    eval_episodes=0,
+                    save_steps=0,
+                    num_workers="0",
+                    **shots,
+                )
+            ).train()
+            model = f"{folder}/model"
+            loss = evaluate(model, data, eval_split="valid", episodes=args.valid_episodes, **shots)["loss"]
+            valid[f"outer {outer:g}, inner {inner:g}"] = loss
+            best = min(best, (loss, model, f"outer {outer:g}, inner {inner:g}"))
+            print(f"{suite} {algorithm} outer {outer:g}, inner {inner:g}: valid loss {loss:.4f}", flush=True)
+        cell = evaluate(best[1], data, eval_split="test", episodes=args.test_episodes, **shots)["cells"][0]
+        by_task: dict[str, list[float]] = defaultdict(list)
+        for score in cell["scores"]:
+            by_task[score["task"]].append(score["loss"])
+        found[algorithm] = {"valid": valid, "chosen": best[2], "accuracy": cell["accuracy"]}
+        found[algorithm]["losses"] = {task: mean(losses) for task, losses in by_task.items()}
+    return found
+
+
+def missing_peers() -> list[str]:
+    """The libraries that are not installed here; logs what to install."""
+    missing = [name for name in PEERS if find_spec(name) is None]
+    if missing:
+        print(
+            f"peers: {', '.join(missing)} are not installed and left out; give them a separate environment"
+            " (benchmarks/peers.py says how)",
+            flush=True,
+        )
+    return missing
+
+
+def memory(
+    args: argparse.Namespace, words: list[str], cells: dict[str, Any], add: Callable[..., None]
+) -> str:
+    """Measure the cells that are missing, and return the table of this model."""
+    from benchmarks.common import table
+
+    peers = "peers" in args.parts
+    libraries = [name for name in PEERS if name not in missing_peers()] if peers else []
+    plan = [(adapters, "fmmeta") for adapters in args.adapters.split()] if "memory" in args.parts else []
+    plan += [("few", library) for library in libraries]
+    rows = []
+    for adapters, library in plan:
+        for k in args.steps:
+            key = f"{args.name}, memory, {library}, {LAYERS[adapters]}, {args.inner_optimizer}, K {k}"
+            if key not in cells:
+                more = {"adapters": adapters, "library": library, "steps": k}
+                runs = [run_cell("memory", words, **more) for _ in range(args.runs)]
+                sizes = [run["bytes"] for run in runs]
+                add(key, {**runs[0], "bytes": median(sizes), "runs": sizes})
+    for key, cell in cells.items():
+        name, kind, *texts, k = key.split(", ")
+        if kind != "memory" or name != args.name:
+            continue
+        first = cells.get(", ".join([name, kind, *texts, "K 1"]))
+        if first is not None:
+            formula = first["bytes"] + (int(k[2:]) - 1) * cell["vectors"]
+            formula = f"{formula / 1e6:.0f}" if texts[0] == "fmmeta" else ""
+            by_first = f"{cell['bytes'] / first['bytes']:.3f}"
+            rows.append([", ".join(texts), k, f"{cell['bytes'] / 1e6:.0f}", formula, by_first])
+    return table(["adapters", "", "MB", "formula", "by K = 1"], rows)
+
+
+def show_gains(suite: str, cell: dict[str, Any]) -> str:
+    """One line: what the exact gradient gains on held-out tasks."""
+    from fmmeta.metrics.scores import format_interval, mean_ci95
+
+    first, exact = (cell[algorithm]["losses"] for algorithm in ("fomaml", "maml"))
+    lower = format_interval(mean_ci95([first[task] - exact[task] for task in sorted(first)]), "+.4f")
+    losses = [format_interval(mean_ci95(list(each.values())), ".4f") for each in (first, exact)]
+    scores = " and ".join(f"{100 * cell[one]['accuracy']:.1f}" for one in ("fomaml", "maml"))
+    return (
+        f"{suite}: test loss {losses[0]} with fomaml ({cell['fomaml']['chosen']}), {losses[1]} with maml"
+        f" ({cell['maml']['chosen']}), lower by {lower} over {len(first)} tasks; accuracy {scores} %"
+    )
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--name", default="MiniLM", help="of the model, in the results")
     parser.add_argument("--model")
     parser.add_argument("--data")
     parser.add_argument("--task_type", default="classification")
     parser.add_argument("--inner_optimizer", default="sgd")
     parser.add_argument("--inner_lr", type=float, default=0.05)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--steps", type=int, nargs="+", default=STEPS, help="K of memory and peers")
+    parser.add_argument("--adapters", default="few all", help="of memory: few, all, or both")
+    parser.add_argument("--runs", type=int, default=3, help="processes of a cell of memory")
+    parser.add_argument("--repeats", type=int, default=3, help="tasks of time and error")
     parser.add_argument(
         "--whole", type=int, default=1, help="0: no graph of the whole loop, for large models"
     )
-    parser.add_argument("--json")
-    parser.add_argument("--cell", choices=CELLS)
-    parser.add_argument("--adapters", choices=ADAPTERS, default="few")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--suites", nargs="+", default=list(SUITES), choices=SUITES)
+    parser.add_argument("--inner_steps", type=int, default=3, help="of gains")
+    parser.add_argument("--outer_steps", type=int, default=100, help="of gains, of 4 tasks each")
+    parser.add_argument("--valid_episodes", type=int, default=28)
+    parser.add_argument("--test_episodes", type=int, default=140)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--cell", choices=CELLS, help=argparse.SUPPRESS)
+    parser.add_argument("--library", choices=["fmmeta", *PEERS], default="fmmeta", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.cell:
         print(json.dumps(CELLS[args.cell](args)))
         return
-    words = sys.argv[1:]
-    for name in ("--json",):
-        if name in words:
-            at = words.index(name)
-            words = words[:at] + words[at + 2 :]
-    results: dict[str, Any] = {"settings": vars(args), "memory": {}}
-    rows = []
-    for adapters, rank in ADAPTERS.items():
-        cells = {k: run_cell("memory", words, adapters=adapters, steps=k) for k in STEPS}
-        results["memory"][adapters] = cells
-        first = cells[STEPS[0]]["bytes"]
-        for k, cell in cells.items():
-            formula = first + (k - 1) * cell["vectors"]
-            mib, of_formula = (f"{value / 2**20:.0f}" for value in (cell["bytes"], formula))
-            layers = "query, value" if adapters == "few" else "all linears"
-            rows.append([f"r {rank} on {layers}", k, mib, of_formula, f"{cell['bytes'] / first:.3f}"])
-            print(f"r {rank}, K {k}: {mib} MiB", flush=True)
-    print(table(["adapters", "K", "MiB", "formula", "by K = 1"], rows))
-    results["time"], results["error"] = run_cell("time", words), run_cell("error", words)
-    print(table(["", "value"], [[k, f"{v:.3g}"] for k, v in {**results["time"], **results["error"]}.items()]))
-    few, error = results["memory"]["few"], results["error"]
-    growth = few[STEPS[-1]]["bytes"] / few[STEPS[0]]["bytes"]
-    whole = (
-        f"error {error['recursion'] / error['whole loop']:.2f} of the whole loop's, " if args.whole else ""
-    )
-    print(
-        f"second_order: memory {growth:.3f} times K = 1, time {results['time']['ratio']:.2f} times FOMAML's,"
-        f" {whole}bf16 cosine {error['bf16']:.4f}"
-    )
-    write_json(args.json, results)
+    from benchmarks.common import keep, read, table
+
+    cells = read(args.json) if args.json else {}
+    of_model = ("model", "data", "task_type", "inner_optimizer", "inner_lr", "repeats", "whole")
+    given = {name: getattr(args, name) for name in of_model}
+    words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+
+    def add(key: str, cell: dict[str, Any]) -> None:
+        cells[key] = cell
+        print(f"{key}: {json.dumps(cell)}", flush=True)
+        if args.json:
+            keep(args.json, {key: cell})
+
+    if {"memory", "peers"} & {*args.parts}:
+        print(memory(args, words, cells, add))
+    for part in ("time", "error"):
+        key = f"{args.name}, {part}, {args.inner_optimizer}"
+        if part in args.parts and key not in cells:
+            add(key, run_cell(part, words))
+        if part in args.parts:
+            print(table([part, ""], [[name, f"{value:.3g}"] for name, value in cells[key].items()]))
+    for suite in args.suites if "gains" in args.parts else ():
+        if f"gains, {suite}" not in cells:
+            add(f"gains, {suite}", gains(args, suite))
+        print(show_gains(suite, cells[f"gains, {suite}"]))
 
 
 if __name__ == "__main__":
