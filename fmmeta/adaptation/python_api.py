@@ -108,6 +108,10 @@ def adapt_many(
     output_dir: folder for the folders of the adapted models, one per task, with its name. A folder is
     complete or absent; the same call again learns the tasks without one. quiet: as for `evaluate`.
 
+    Weights equal those of `adapt` to 1e-5 in fp32 with sgd and momentum. AdamW divides by |g| +
+    `inner_epsilon`: where g is 0 but for rounding (a head's bias at balanced classes: 2e-8) the difference is
+    a share of `inner_lr`. Measured: up to 1.2e-2 at the default 1e-8 and `inner_lr` 0.01; below 1e-6 at 1e-3.
+
     Returns a mapping from name to adapted model, which is loaded when it is accessed. A task that cannot be
     learned is in `failed`, with the reason, and not among the keys. Raises `UsageError` for what concerns all
     tasks. Collective: world.

@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from fmmeta.common.text import to_json
-from fmmeta.config.settings import REMEMBERED, Config
+from fmmeta.config.algorithms import find
+from fmmeta.config.settings import REMEMBERED, Config, InnerConfig
 from fmmeta.meta.inner_optimizers import RATES_FILE, Rates
 from fmmeta.models.files import BASE_FOLDER, HEAD_FILE, SETTINGS_FILE, base_model_name
 from fmmeta.models.learner import PooledClassifier
@@ -265,15 +266,19 @@ def write_metadata(
     tokenizer.save_pretrained(folder)
     if isinstance(skeleton, PooledClassifier):
         sentence_transformers(folder, config, description)
+    spec = find(config.algorithm)
+    unused = InnerConfig.__dataclass_fields__ if spec.in_prompt else ()
     stored: dict[str, Any] = {
         "algorithm": config.algorithm,
         "pooling": description.pooling,
         "n_way": config.n_way,
         "classes": config.most_classes,
         "k_shot": config.k_shot,
-        **{name: getattr(config, name) for name in REMEMBERED},
+        **{name: getattr(config, name) for name in REMEMBERED if name not in unused},
         "inner_rates": None,
     }
+    if spec.in_prompt:
+        stored["method"], rates = spec.method, None
     if rates is not None and rates.element is not None:
         stored["inner_rates"] = RATES_FILE
     elif rates is not None:  # by layer, the rate of each step

@@ -30,7 +30,7 @@ FILE = "README.md"
 PLACEHOLDER = "USER/MODEL"  # in the commands of a card; `fmmeta push` writes the id of the repository instead
 LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]+)*|code|multilingual")
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
-LOCAL_DATA = ("letters", "marks")  # built-in data sets
+LOCAL_DATA = ("letters", "marks", "words")  # built-in data sets
 
 
 @dataclass(frozen=True)

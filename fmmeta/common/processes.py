@@ -1,5 +1,5 @@
-"""This process: the host memory that it may still allocate, its end with the process that started it, and the
-state of other libraries that a run changes.
+"""This process: the host memory that it may still allocate, its end with the process that started it, a limit
+on the time of a call, and the state of other libraries that a run changes.
 """
 
 import ctypes
@@ -8,11 +8,15 @@ import os
 import resource
 import signal
 import subprocess
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+
+AGAIN_S = 1.0  # between exceptions at a time limit, if code catches them
 
 CGROUP = Path("/sys/fs/cgroup")
 STATUS = Path("/proc/self/status")
@@ -108,3 +112,37 @@ def hide_download_bars() -> None:
     if transformers_log.is_progress_bar_enabled():
         _undo.append(transformers_log.enable_progress_bar)
         transformers_log.disable_progress_bar()
+
+
+class TimedOut(BaseException):
+    """Raised by `time_limit`; no `Exception`, so that code which catches errors does not catch it."""
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise `TimedOut` in the block once it has taken `seconds` (None: no limit).
+
+    A signal interrupts Python code, sleeping and most system calls, but no library that never returns to
+    Python. Signals reach the main thread only: in other threads there is no limit.
+    """
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    armed, began = [True], time.monotonic()
+
+    def stop(*_: object) -> None:
+        if armed:
+            raise TimedOut
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
+    try:
+        try:
+            yield
+        finally:
+            armed.clear()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if left:  # the timer of the caller continues
+            signal.setitimer(signal.ITIMER_REAL, max(1e-3, left - (time.monotonic() - began)), interval)

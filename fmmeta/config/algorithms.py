@@ -57,6 +57,11 @@ class AlgorithmSpec:
         return self.rule is None
 
     @property
+    def method(self) -> str:
+        """The method of `fmmeta evaluate` that learns a task as in training."""
+        return "in_context" if self.in_prompt else "finetune"
+
+    @property
     def takes_differences(self) -> bool:
         """Whether it takes Hessian-vector products, which are finite differences of gradients."""
         return "check_meta_gradient" in self.supports
@@ -79,6 +84,7 @@ BUILT_IN = {
     "protonet": f"{RULES}.anil:PROTONET",
     "none": "fmmeta.config.algorithms:NONE",
     "in_context": f"{RULES}.baselines:IN_CONTEXT",
+    "meta_icl": f"{RULES}.baselines:META_ICL",
 }
 """Name -> module:spec."""
 
@@ -290,7 +296,8 @@ INNER_OPTIMIZERS = ("sgd", "momentum", "adamw")
 def find_inner(name: str) -> Any:
     """The `InnerOptimizer` of the user's `module:name` (fmmeta/meta/inner_optimizers.py).
 
-    Three updates of 8 random numbers, whole and in two halves, must agree. Raises `UsageError` in one line.
+    Three updates of 8 random numbers, whole, in two halves and by `differentiable`, must agree. Raises
+    `UsageError` in one line.
     """
     given = f"inner_optimizer={name}"
     if ":" not in name:
@@ -308,9 +315,12 @@ def find_inner(name: str) -> Any:
     random = torch.Generator().manual_seed(0)
     phi, *grads = (torch.randn(8, generator=random) for _ in range(4))
     one, two = (found.initial_state(8, phi.device).vectors for _ in range(2))
-    whole, halves = phi, phi
+    whole, halves, apart = phi, phi, 0.0
     try:
         for count, grad in enumerate(grads, 1):
+            if found.differentiable is not None:
+                before = {key: x.clone() for key, x in one.items()}
+                same, _ = found.differentiable(grad, whole, before, count)
             u = found.direction(grad.clone(), whole.clone(), one, count)
             parts = [
                 found.direction(
@@ -318,6 +328,8 @@ def find_inner(name: str) -> Any:
                 )
                 for part in (slice(0, 4), slice(4, 8))
             ]
+            if found.differentiable is not None:
+                apart = max(apart, float((same - u).abs().max() / u.abs().max()))
             whole, halves = whole - 0.1 * u, halves - 0.1 * torch.cat(parts)
     except Exception as error:  # the user's code may raise anything
         raise UsageError(
@@ -329,5 +341,10 @@ def find_inner(name: str) -> Any:
             f"{given} does not act element by element, with vectors changed in place as its only state: a"
             f" vector and its two halves differ after three updates, and phi is held in shards; use"
             f" {any_of(INNER_OPTIMIZERS)}, or another one that does"
+        )
+    if not apart < 1e-4:
+        raise UsageError(
+            f"{given}: its differentiable= gives another u than its direction, by {apart:.1e} of the largest"
+            " element; correct one of them"
         )
     return found

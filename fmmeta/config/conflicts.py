@@ -29,6 +29,7 @@ RESOLVED = (
     "deepspeed_values",
     "deepspeed_layout",
     "transforms_fingerprint",
+    "class_weights_fingerprint",
 )
 
 
@@ -43,10 +44,21 @@ def resolved(c: Any) -> dict[str, Any]:
         "lora_alpha": 2.0 * c.lora_r if c.lora_r else None,
         "head_init": "zero",
         "inner_steps": 5,
+        "inner_lr": inner_rate(c),
         "inner_lr_learned": "no",
         **find(c.algorithm).defaults,
     }
     return {name: value for name, value in open_settings.items() if getattr(c, name) is None}
+
+
+def inner_rate(c: Any) -> float:
+    """The default of inner_lr. For language models one with which five steps lower the support loss, of
+    SmolLM2-135M and of the built-in model, of adapters and of all weights (docs/fewshot.md).
+    """
+    if c.task_type != "causal_lm":
+        return 0.1
+    of_adapters = c.lora_r or c.builtin_model
+    return {"adamw": 3e-3 if of_adapters else 3e-5}.get(c.inner_optimizer, 0.1 if of_adapters else 1e-3)
 
 
 def without_effect(c: Any) -> Iterator[str]:
@@ -153,6 +165,16 @@ def of_data(c: Any) -> Conflicts:
             for name in ("class_splits", "task_splits")
         ),
         (
+            c.stratify_by is not None and c.stratum_column is not None,
+            f"stratify_by={c.stratify_by} and stratum_column={c.stratum_column} both set the strata; leave"
+            " one out",
+        ),
+        (
+            c.stratify_by is not None and len(c.dataset) > 1,
+            f"stratify_by={c.stratify_by} with {len(c.dataset)} data sets, each of which is a stratum; leave"
+            " it out, or give one data set",
+        ),
+        (
             weights and not fits,
             f"mix_weights={shown(weights)} does not fit dataset={names}; give one positive number for each",
         ),
@@ -255,7 +277,12 @@ def of_algorithm(c: Any) -> Conflicts:
                 f"{setting}={getattr(c, setting)} means nothing for algorithm={name}, which trains nothing;"
                 " leave it out",
             )
-            for setting, unset in {"outer_delay": 0, "reduce_dtype": "fp32", "elastic": False}.items()
+            for setting, unset in {
+                "outer_delay": 0,
+                "reduce_dtype": "fp32",
+                "elastic": False,
+                "task_schedule": "static",
+            }.items()
         ),
     ]
 
@@ -352,6 +379,21 @@ def of_outer_step(c: Any) -> Conflicts:
             " 0.1 or 10, say",
         ),
         (
+            c.scale_outer_lr is not None and c.base_meta_batch_size is None,
+            f"scale_outer_lr={c.scale_outer_lr} needs the number of tasks for which outer_lr was chosen; give"
+            " --base_meta_batch_size",
+        ),
+        (
+            c.gradient_noise_scale and c.tasks_per_step == 1,
+            "gradient_noise_scale=True compares the tasks of an outer step, and there is one"
+            " (meta_batch_size=1); use --meta_batch_size 2 or more",
+        ),
+        (
+            c.gradient_noise_scale and find(c.algorithm).trains_nothing,
+            f"gradient_noise_scale=True means nothing for algorithm={c.algorithm}, which trains nothing;"
+            " leave it out",
+        ),
+        (
             delay and c.offload_outer,
             f"outer_delay={delay} with offload_outer=True: a sum in host memory is reduced piece by piece,"
             " and none of it would overlap; leave one out",
@@ -407,6 +449,10 @@ def of_several_tasks(c: Any) -> Conflicts:
             (
                 c.max_task_loss is not None,
                 f"max_task_loss={c.max_task_loss}, which may drop a task of several",
+            ),
+            (
+                c.gradient_noise_scale,
+                "gradient_noise_scale=True, which needs the gradient of each task alone",
             ),
         ]
     else:

@@ -182,9 +182,10 @@ class RowConfig:
 class TaskConfig(RowConfig):
     dataset: list[str] = setting(
         ["letters"],
-        "One or more of: letters and marks (built-in suites), a .jsonl/.csv/.parquet file (.gz too), a"
-        " folder of such files, a folder of folders of them (each file is a task, read when it is drawn; its"
-        " folder is the stratum), or a hub id. Each of several data sets is a stratum",
+        "One or more of: letters and marks (built-in suites), words (one for causal_lm), a .jsonl/.csv/"
+        ".parquet file (.gz too), a folder of such files, a folder of folders of them (each file is a task,"
+        " read when it is drawn; its folder is the stratum), or a hub id. Each of several data sets is a"
+        " stratum",
         synonyms=("dataset_name", "train_file"),
         common=True,
     )
@@ -223,6 +224,11 @@ class TaskConfig(RowConfig):
         "Column of the category that meta-batches are balanced by (default: stratum, category or domain, if"
         " the data have one)",
         keyed=True,
+    )
+    stratify_by: str | None = setting(
+        None,
+        "Function module:name from a row (a dictionary of its columns) to the category that meta-batches are"
+        " balanced by; instead of --stratum_column",
     )
     task_column: str | None = setting(
         None,
@@ -268,6 +274,12 @@ class TaskConfig(RowConfig):
     k_shot_max: int | None = setting(
         None,
         "Draw the support examples of each class uniformly from k_shot to this value (default: k_shot)",
+        task_type=CLASSIFICATION,
+    )
+    class_weights: str | None = setting(
+        None,
+        'JSON file of positive weights of classes in the loss, support and query: {"rare": 3.0}; other'
+        " classes have weight 1. A set's loss is the weighted mean over its rows",
         task_type=CLASSIFICATION,
     )
     packing: bool = setting(
@@ -320,6 +332,14 @@ class TaskConfig(RowConfig):
         resume="free",
         keyed=True,
     )
+    load_timeout: float = setting(
+        None,
+        "Seconds after which a task that is still loading is left out or ends the run, as on_bad_task says;"
+        " also for the trial of the transforms at the start, which prepare_timeout limits otherwise (default:"
+        " no limit)",
+        positive=NO_LIMIT,
+        resume="free",
+    )
     prepare_timeout: int = setting(
         1800,
         "Seconds that ranks wait for the rank of their node that downloads and tokenises",
@@ -334,14 +354,15 @@ class InnerConfig:
 
     inner_steps: int = setting(
         None,
-        "Gradient steps on the support set (default: 5; 0 for protonet)",
+        "Gradient steps on the support set (default: 5; 0 for protonet and meta_icl)",
         least=0,
         remembered=True,
         common=True,
     )
     inner_lr: float = setting(
-        0.1,
-        "Learning rate of the inner optimizer",
+        None,
+        "Learning rate of the inner optimizer (default: 0.1; causal_lm: 0.003 with adamw; a hundredth of it"
+        " for all weights of a causal_lm checkpoint)",
         positive=POSITIVE,
         remembered=True,
         common=True,
@@ -521,6 +542,25 @@ class MetaConfig:
         synonyms=("learning_rate",),
         common=True,
     )
+    scale_outer_lr: str = setting(
+        None,
+        "Multiply outer_lr and inner_lr_outer_lr by r (linear, for SGD) or by its root (sqrt, for AdamW); r:"
+        " tasks of an outer step over base_meta_batch_size. --warmup_steps begins at 0 and ends at the"
+        " multiplied rate (default: no scaling)",
+        ("linear", "sqrt"),
+    )
+    base_meta_batch_size: int = setting(
+        None,
+        "Tasks of an outer step for which outer_lr was chosen",
+        least=1,
+        needs=("scale_outer_lr",),
+    )
+    gradient_noise_scale: bool = setting(
+        False,
+        "Estimate the noise scale of the meta-gradient, and so a meta_batch_size, from the norms of the"
+        " gradients of tasks and of their mean (docs/batch_size.md); takes one more vector of the shard",
+        resume="free",
+    )
     outer_optimizer: str = setting(
         "adamw",
         f"Optimizer of theta: {', '.join(OUTER_OPTIMIZERS)}, or module:name (docs/custom_rules.md)",
@@ -659,6 +699,13 @@ class ParallelConfig:
         "With anil, protonet or --lora_r: tasks of a group that share a forward pass of the body, each with"
         " a separate head and adapters; auto: as many as fit into micro_batch_size rows",
         or_auto=1,
+        resume="free",
+    )
+    task_schedule: str = setting(
+        "static",
+        "Which group runs a task of a meta-batch. static: assigned by expected size before the outer step;"
+        " dynamic: a group that is free takes the largest task that no group has taken (docs/scaling.md)",
+        ("static", "dynamic"),
         resume="free",
     )
     elastic: bool = setting(
@@ -867,6 +914,21 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
         return math.ceil(self.warmup_steps * self.outer_steps) if share else int(self.warmup_steps)
 
     @property
+    def tasks_per_step(self) -> int:
+        """Tasks of an outer step over all groups."""
+        return self.meta_batch_size * self.meta_accumulation_steps
+
+    @property
+    def outer_lr_factor(self) -> float:
+        """Factor of the outer learning rates by `scale_outer_lr` (Goyal et al. 2017, arXiv 1706.02677, for
+        SGD; Malladi et al. 2022, arXiv 2205.10287, for Adam).
+        """
+        if self.scale_outer_lr is None:
+            return 1.0
+        ratio = self.tasks_per_step / self.base_meta_batch_size
+        return ratio if self.scale_outer_lr == "linear" else math.sqrt(ratio)
+
+    @property
     def most_shots(self) -> int:
         return self.k_shot_max or self.k_shot
 
@@ -894,7 +956,15 @@ FREE_ON_RESUME = {*names_where(Config, lambda rule: rule.resume != "fixed")}
 """Settings that may change on resume, because they do not change theta."""
 HIDDEN_ON_RESUME = {*names_where(Config, lambda rule: rule.resume == "hidden")}
 """Settings of FREE_ON_RESUME that differ at every start."""
-NEW = {"support_batch_size", "second_order", "truncate_steps"}
+NEW = {
+    "base_meta_batch_size",
+    "class_weights",
+    "scale_outer_lr",
+    "second_order",
+    "stratify_by",
+    "support_batch_size",
+    "truncate_steps",
+}
 """Settings that change theta and that runs of 0.1.0 do not store."""
 KEYED = names_where(Config, lambda rule: rule.keyed)
 """Settings that decide, with the tokenizer, how the rows of a data set become tokens."""

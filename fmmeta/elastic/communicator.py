@@ -31,7 +31,7 @@ from fmmeta.common.errors import PeerLost
 from fmmeta.elastic.lighthouse import LighthouseClient, coordination, first_line, reachable_as
 from fmmeta.parallel.collectives import Communicator, Reduction
 from fmmeta.parallel.network import is_proof, proof
-from fmmeta.parallel.process_groups import connect_gloo, listening_store
+from fmmeta.parallel.process_groups import connect_gloo, connect_to_store, listening_store
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ class ElasticCommunicator(Communicator):
         self.timeout_s = CONNECT_S
         self.client: LighthouseClient | None = None
         self.store_address, self.store = "", None  # where the other groups connect; on rank 0
+        self.host_address = ""  # the same of the first member
         with own.raise_on_all("looking for the lighthouse"):
             self.host = reachable_as(lighthouse)
             if own.rank == 0:
@@ -130,7 +131,7 @@ class ElasticCommunicator(Communicator):
         )
         if restarted:
             self.connection, self.backend = "", None
-            self.rank, self.size = here, len(members)
+            self.rank, self.size, self.host_address = here, len(members), members[0].store_address
             with self._raise_peer_lost("meeting the other groups"):
                 self._connect(members, f"{quorum}/{self.own.rank}")
             self.connection = quorum
@@ -178,6 +179,22 @@ class ElasticCommunicator(Communicator):
         timeout = timedelta(seconds=CONNECT_S)
         self.backend = connect_gloo(members[0].store_address, name, self.rank, self.size, timeout, self.host)
 
+    def counters(self) -> Any:
+        """A store that all members share, on the first rank of a group; it ends with the first member.
+
+        Raises `PeerLost`. Collective: own.
+        """
+        store = None
+        with self._raise_peer_lost("connecting to the store of the first group"):
+            if self.own.rank == 0:
+                name = f"claims/{self.connection}"
+                store = connect_to_store(self.host_address, name, timedelta(seconds=CONNECT_S))
+        return store
+
+    def disconnect(self) -> None:
+        """Close the connection, so that the other groups notice it at once. Local."""
+        self.connection, self.backend = "", None
+
     @contextmanager
     def _raise_peer_lost(self, doing: str) -> Iterator[None]:
         """Communicate with other groups; a failure on one rank of this group raises `PeerLost` on all.
@@ -190,8 +207,7 @@ class ElasticCommunicator(Communicator):
         except RuntimeError as error:  # the type of all errors of gloo and its store
             failure = first_line(error) or type(error).__name__
         if float(self.own.sum_(torch.tensor([float(bool(failure))]))) > 0:
-            # closes the sockets, so that the other groups need not wait for a timeout
-            self.connection, self.backend = "", None
+            self.disconnect()  # the other groups need not wait for a timeout
             raise PeerLost(f"{doing}: {failure or 'another rank of this group has failed'}")
 
     def begin_sum_(self, tensor: Tensor, comm_dtype: torch.dtype | None = None) -> Reduction:

@@ -44,8 +44,31 @@ from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.reliability.checks import check_replicas
 from fmmeta.report.data import read_run
+from fmmeta.training.claims import TaskClaims
 from fmmeta.training.loop import Run, StaticController
 from fmmeta.training.run_folder import lock_folder, version
+
+CLAIM_S = 10.0  # timeout of a claim; then the first group is lost
+
+
+def share_finished_tasks(run: Run, cross: ElasticCommunicator, log: Callable[[str], None]) -> None:
+    """Begin the claims of a quorum: which tasks of the outer step its groups have finished in earlier ones.
+
+    If two groups have finished the same task, the sum of the second one is dropped. Raises `PeerLost`.
+    Collective: all groups.
+    """
+    feed, taken = run.feed, set[int]()
+    feed.claims = TaskClaims(cross.own, cross.counters(), CLAIM_S)
+    for group, gathered in enumerate(cross.gather_bytes(json.dumps(feed.finished).encode())):
+        slots = json.loads(gathered)
+        if taken.isdisjoint(slots):
+            taken.update(slots)
+        elif group == cross.rank:
+            run.forget_tasks()
+    feed.finished_before = taken
+    if taken:
+        log(f"outer step {run.state.outer_step + 1}: {len(taken)} of its tasks are finished, and are kept")
+
 
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}  # of vectors and tables
 
@@ -171,6 +194,7 @@ def run_secret(folder: Path) -> bytes:
 def config_hash(settings: Mapping[str, Any], layout: str, numel: int, precision: DeepSpeedSettings) -> str:
     """Hash of what the groups of one run must share: settings that change theta, layout and versions."""
     fixed = {name: settings[name] for name in changed_settings(dict.fromkeys(settings, ...), dict(settings))}
+    fixed["task_schedule"] = settings["task_schedule"]  # free on resume, and groups must claim alike
     shared = [fixed, layout, numel, precision.zero_stage, precision.bf16, version("fmmeta"), version("torch")]
     return sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
 
@@ -216,6 +240,8 @@ class ElasticController(StaticController):
                 f"of fmmeta or torch are not those of group {donor.name}; start it with the same ones, or as "
                 "another run"
             )
+        if members.needs_state(members.here):
+            run.forget_tasks()  # they were of another theta
         if any(members.needs_state(number) for number in range(len(groups))):
             transfer_state(run, self.cross, members, self.log)
             step = run.state.outer_step
@@ -225,6 +251,8 @@ class ElasticController(StaticController):
         self.cross.bytes_sent = 0  # bytes of a lost attempt and of the transfer do not count
         if members.restarted or self.retries:
             run.feed.restart(run.state.tasks)
+            if run.feed.claims is not None:
+                share_finished_tasks(run, self.cross, self.log)
             self.lost_s = time.monotonic() - self.began
         every = self.config.check_replicas_steps
         if members.restarted or (every and step % every == 0):
@@ -246,7 +274,9 @@ class ElasticController(StaticController):
                 " between the groups"
             ) from None
         self.log(f"outer step {step} is attempted again: a group is lost ({lost})")
-        run.state.updates.meta.clear()
+        self.cross.disconnect()
+        if run.kept_metrics is None:  # else the sum of finished tasks is complete, and is kept
+            run.forget_tasks()
 
     def check_task_count(self, tasks: int, expected: int) -> None:
         """The tasks of all groups must be the meta-batch. Raises `MachineFault`."""

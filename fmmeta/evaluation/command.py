@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ from fmmeta.evaluation.results import (
     write_json,
 )
 from fmmeta.evaluation.settings import EvaluateConfig
-from fmmeta.meta.algorithms.baselines import prompted
 from fmmeta.metrics.scores import EpisodeScore, gather_scores
 from fmmeta.models.files import remembered, trained_with
 from fmmeta.models.load import describe, empty_learner, suggest_chat
@@ -72,6 +71,7 @@ def evaluate(
         others, given = None, settings
         settings = with_local_models(settings, world, progress.notice)
         with world.comm.raise_on_all("reading settings"):
+            settings = settings.with_method()
             if launch.global_rank == 0 and settings.output:
                 check_output(Path(settings.output))
             if settings.compare is not None and settings.compare_model is None:
@@ -124,7 +124,7 @@ def with_model(settings: EvaluateConfig, model: str) -> EvaluateConfig:
     if not remembered(model) and remembered(settings.model_source).get("task_type") == "causal_lm":
         first = settings.run_config()
         names = ["task_type", "prompt_template", "max_length", "lora_r", "lora_alpha", "lora_target_modules"]
-        if "finetune" in settings.method:
+        if settings.finetunes:
             names += InnerConfig.__dataclass_fields__
         if first.task_type == "causal_lm":
             values = {name: getattr(first, name) for name in names if name in REMEMBERED}
@@ -336,33 +336,34 @@ class EvaluatedModel:
         slots = {task.seed: slot for slot, task in enumerate(episodes.tasks)}
         self.progress.start(what)
         load = self.parts.load(episodes.source)
-        if method == "in_context":
-            load.prompt = partial(
-                prompted,
-                bos_token_id=tokenizer.bos_token_id,
-                positions=getattr(self.inputs.description.hf_config, "max_position_embeddings", None),
-            )
+        learns, prompts = ("finetune" in method), ("in_context" in method)
+        if prompts:
+            load.prompt = build.prompt_builder(self.inputs)
         share = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice).read_share(
             episodes.tasks
         )
         inner = with_stored_rates(settings, self.config, self.parts.setup.inner, worker)
         metrics = LanguageMetrics(
-            settings.metrics, worker, tokenizer, self.config, self.parts.batcher, settings.max_new_tokens
+            settings.metrics,
+            worker,
+            tokenizer,
+            self.config,
+            self.parts.batcher,
+            settings.max_new_tokens,
+            load.prompt,
         )
         scores, losses = [], SupportLosses(self.config)
         for done, (task, episode) in enumerate(share):
             self.progress.line(what, done, len(share))
-            if method == "in_context":
-                score = query_score(worker, slots[task.seed], task, episode.prompted, has_classes=False)
-            else:
-                if method == "finetune":
-                    learned = inner.adapt(worker, self.parts.meta_params.theta, episode.support)
-                    losses.add(worker, learned, episode.support)
-                score = query_score(worker, slots[task.seed], task, episode.query, bool(inner.head.names))
-                if settings.metrics:
-                    score.metrics.update(metrics.of(episodes.source.draw(task)))
-                if method == "finetune":
-                    worker.write(self.parts.meta_params.theta)
+            if learns:
+                learned = inner.adapt(worker, self.parts.meta_params.theta, episode.support)
+                losses.add(worker, learned, episode.support)
+            query = episode.prompted if prompts else episode.query
+            score = query_score(worker, slots[task.seed], task, query, bool(inner.head.names) and not prompts)
+            if settings.metrics:
+                score.metrics.update(metrics.of(episodes.source.draw(task)))
+            if learns:
+                worker.write(self.parts.meta_params.theta)
             scores.append(score)
         if warning := losses.warning():
             self.progress.notice(Warn(f"{what} of {self.settings.model_name_or_path}: {warning}"))

@@ -47,6 +47,7 @@ from fmmeta.evaluation.settings import FewShotConfig
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.inner_optimizers import HEAD, RATES_FILE, Rates
 from fmmeta.metrics.scores import STATS, EpisodeScore, episode_score, prediction_stats
+from fmmeta.models.answers import AnswerRow
 from fmmeta.models.files import cached_file, remembered
 from fmmeta.models.load import max_positions
 from fmmeta.parallel.process_groups import ProcessGroups
@@ -55,6 +56,7 @@ from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Episode, Example, MicroBatch
 from fmmeta.tasks.data.encode import encode
 from fmmeta.tasks.data.token_store import TokenStore
+from fmmeta.tasks.loader import Prompted
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.base import Draw
 
@@ -293,7 +295,10 @@ class LanguageMetrics:
         config: Config,
         batcher: Batcher,
         max_new_tokens: int,
+        prompt: Prompted | None = None,
     ) -> None:
+        """prompt: puts the support set before rows, for in-context learning."""
+        self.prompt = prompt
         self.names, self.worker, self.tokenizer, self.config = names, worker, tokenizer, config
         self.batcher, self.max_new_tokens = replace(batcher, pack=None), max_new_tokens  # a row per sequence
 
@@ -313,11 +318,13 @@ class LanguageMetrics:
         return {name: found[name] for name in self.names}
 
     def greedy_answers(self, draw: Draw) -> list[str]:
-        store = draw.store
+        query = draw.episode().query
+        if self.prompt is not None:
+            query = self.prompt(draw.episode().support, query)
         return generate(
             self.worker,
             self.tokenizer,
-            [store.input_ids(row)[: store.labels(row).count(IGNORE)] for row, _ in draw.query],
+            [row.input_ids[: list(row.labels).count(IGNORE)] for row in query],  # type: ignore[call-overload]
             self.max_new_tokens,
             self.batcher.micro_batch_size,
         )
@@ -339,6 +346,8 @@ class LanguageMetrics:
             ],
             [option for of_row in options for option in of_row],
         )
+        if self.prompt is not None:
+            examples = self.prompt(draw.episode().support, examples)
         scores = iter(self.log_likelihoods(examples))
         ranks = []
         for of_row, right in zip(options, truth, strict=True):
@@ -348,14 +357,19 @@ class LanguageMetrics:
 
     def log_likelihoods(self, examples: Sequence[Example]) -> list[float]:
         """Total log-likelihood of each example's answer, in nats."""
+        answers = getattr(self.worker, "answers", None)
+        if answers is not None and answers.can_score(()):
+            rows = [AnswerRow.of(row.input_ids, row.labels) for row in examples]  # type: ignore[arg-type]
+            batcher = self.batcher
+            return (-answers.losses(rows, batcher.micro_batch_size, batcher.max_tokens)[0]).tolist()
         losses: list[float] = []
         for batch in self.batcher.split(examples):  # one at a time: the logits of all would take much memory
             (logits,) = self.worker.logits([batch])
-            targets = batch.labels[:, 1:].to(logits.device)
+            targets = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORE).to(logits.device)
             per_token = F.cross_entropy(
-                logits[:, :-1].transpose(1, 2), targets, ignore_index=IGNORE, reduction="none"
+                logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none"
             )
-            losses += per_token.sum(1).tolist()
+            losses += per_token.view_as(targets).sum(1).tolist()
         # `Batcher.split` puts the longest rows first
         by_length = sorted(range(len(examples)), key=lambda i: -len(examples[i].input_ids))
         return [-loss for _, loss in sorted(zip(by_length, losses, strict=True))]
@@ -368,11 +382,13 @@ def generate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     batch_size: int,
-    around: Callable[[Sequence[int]], AbstractContextManager[None]] = lambda rows: nullcontext(),
+    around: Callable[[Sequence[int]], AbstractContextManager[None]] | None = None,
 ) -> list[str]:
     """Greedy answers to prompts of tokens, in their order; an answer ends where the model's positions end.
 
-    around: context of the pass over some prompts, by their numbers, which ascend.
+    Prompts of similar length are a batch, and share the computation of a common prefix. around: context of
+    the pass over some prompts, by their numbers, which ascend; it may change the model by the prompt, so that
+    the order of the prompts is kept and nothing is shared.
 
     Raises `UsageError` for a prompt that leaves no position.
     """
@@ -384,15 +400,22 @@ def generate(
             f"max_new_tokens={max_new_tokens}: an input of {max(map(len, prompts))} tokens leaves none of the"
             f" model's {most} positions for an answer; lower --max_length"
         )
-    answers = [""] * len(prompts)
+    answers, shared = [""] * len(prompts), None if around else getattr(worker, "answers", None)
     for tokens in dict.fromkeys(room):  # in batches of equal room: no answer is shortened by another one
         indices = [index for index, one in enumerate(room) if one == tokens]
+        if not around:
+            indices.sort(key=lambda index: -len(prompts[index]))
         for begin in range(0, len(indices), batch_size):
             batch = indices[begin : begin + batch_size]
-            rows = [torch.tensor(prompts[index], device=worker.device) for index in batch]
+            cache = shared.prefix([prompts[index] for index in batch]) if shared else None
+            start = cache.get_seq_length() if cache else 0  # padding is between the prefix and the rest
+            rows = [torch.tensor(prompts[index][start:], device=worker.device) for index in batch]
             ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
             mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
-            with around(batch):
+            if cache:
+                prefix = torch.tensor([prompts[batch[0]][:start]] * len(batch), device=worker.device)
+                ids, mask = torch.cat([prefix, ids], 1), torch.cat([torch.ones_like(prefix), mask], 1)
+            with around(batch) if around else nullcontext():
                 out = hf.generate(
                     input_ids=ids,
                     attention_mask=mask,
@@ -401,6 +424,7 @@ def generate(
                     num_beams=1,
                     pad_token_id=pad,
                     eos_token_id=tokenizer.eos_token_id,
+                    **({"past_key_values": cache} if cache else {}),
                 )
             texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
             for index, text in zip(batch, texts, strict=True):

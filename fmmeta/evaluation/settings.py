@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.text import any_of
+from fmmeta.config.algorithms import INNER_OPTIMIZERS, find_inner
 from fmmeta.config.fields import check_values, hints_of, refuse_first, setting
 from fmmeta.config.settings import (
     HEAD_INITS,
@@ -25,11 +27,14 @@ from fmmeta.models.files import remembered
 from fmmeta.models.load import describe, fitted
 from fmmeta.tasks.data.rows import ENDINGS, ending
 
-METHODS = ("finetune", "prototype", "linear", "knn", "in_context", "zero_shot")
+METHODS = ("finetune", "prototype", "linear", "knn", "in_context", "finetune+in_context", "zero_shot")
+OF_LANGUAGE_MODELS = ("finetune", "in_context", "finetune+in_context", "zero_shot")
 METRICS = ("rouge_l", "exact_match", "options", "rank")
+RATES = (0.01, 0.03, 0.1, 0.3, 1.0)  # that tune tries with sgd; a hundredth with adamw
 EVAL_SPLITS = ("train", "valid", "test")
 BELONG_TO = {  # stored settings that are not used with another inner optimizer, or with other adapters
     "inner_optimizer": {
+        "inner_lr",
         "inner_momentum",
         "inner_beta1",
         "inner_beta2",
@@ -66,8 +71,9 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
         """The `Config` of a run without training: `values`, then set flags, then what the model stores."""
         shared = vars(self).keys() & Config.__dataclass_fields__.keys()
         given = {name: getattr(self, name) for name in shared if getattr(self, name) not in (None, [])}
-        replaced = set(given).union(*(names for owner, names in BELONG_TO.items() if owner in given))
         memory = remembered(self.model_source)
+        changed = [owner for owner in BELONG_TO if owner in given and given[owner] != memory.get(owner)]
+        replaced = set(given).union(*(BELONG_TO[owner] for owner in changed))
         stored = {name: memory[name] for name in REMEMBERED if name in memory and name not in replaced}
         named = stored.get("inner_optimizer", "sgd")
         if ":" in named:
@@ -91,15 +97,22 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
 
     @property
     def sets_inner_lr(self) -> bool:
-        """Whether the user sets the inner rates, so that the learned rates of the model are not used."""
-        return self.inner_lr is not None or bool(self.inner_lr_groups)
+        """Whether the learned rates of the model are not used: the user sets rates, or another optimizer."""
+        stored = remembered(self.model_source).get("inner_optimizer", "sgd")
+        another = self.inner_optimizer is not None and self.inner_optimizer != stored
+        return another or self.inner_lr is not None or bool(self.inner_lr_groups)
 
 
 @dataclass
 class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
     """`fmmeta evaluate`."""
 
-    method: list[str] = setting(["finetune"], "One or more methods of learning a task", METHODS)
+    method: list[str] = setting(
+        [],
+        "One or more methods of learning a task; finetune+in_context: the support set is in the prompt after"
+        " the inner loop too (default: finetune; in_context for a model of meta_icl)",
+        METHODS,
+    )
     n_way: str = setting("5", "Classes per episode, or all: every class of the split, or of the task")
     k_shot: list[int] = setting([5], "Support examples per class; per task for causal_lm; one or more")
     episodes: int = setting(600, "Episodes; the same ones for every model, by --seed", least=1)
@@ -122,7 +135,6 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
         check_values(self)
         refuse_first(
             [
-                (not self.method, "method names nothing; give one or more"),
                 (not self.k_shot, "k_shot names nothing; give one or more"),
                 (
                     self.n_way != "all" and not self.n_way.isdigit(),
@@ -140,6 +152,16 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
             ]
         )
 
+    def with_method(self) -> "EvaluateConfig":
+        """These settings with the method that the model was trained for, if they name none."""
+        stored = remembered(self.model_source).get("method")
+        return self if self.method else replace(self, method=[stored if stored in METHODS else "finetune"])
+
+    @property
+    def finetunes(self) -> bool:
+        """Whether a method has an inner loop; the default one has."""
+        return not self.method or any("finetune" in method for method in self.method)
+
     @property
     def compare_model(self) -> str | None:
         """The other model of a comparison; None where `compare` is a file of results."""
@@ -152,13 +174,14 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
 
     def check_run(self, config: Config) -> None:
         """Raise `UsageError` for settings that have no effect on these methods or this kind of task."""
-        causal, in_context = config.task_type == "causal_lm", "in_context" in self.method
+        causal = config.task_type == "causal_lm"
+        prompt = next((method for method in self.method if "in_context" in method), "")
         methods, metrics = " ".join(self.method), " ".join(self.metrics)
         refuse_first(
             [
                 *(
                     (
-                        "finetune" not in self.method and getattr(self, name) not in (None, []),
+                        not self.finetunes and getattr(self, name) not in (None, []),
                         f"{name}={getattr(self, name)} is of the inner loop, and method={methods} has none;"
                         " leave it out, or use finetune",
                     )
@@ -166,15 +189,15 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
                 ),
                 *(
                     (
-                        causal and method not in ("finetune", "in_context", "zero_shot"),
+                        causal and method not in OF_LANGUAGE_MODELS,
                         f"method={method} classifies features, and task_type=causal_lm has no classes; use"
-                        " finetune, in_context or zero_shot",
+                        f" {any_of(OF_LANGUAGE_MODELS)}",
                     )
                     for method in self.method
                 ),
                 (
-                    in_context and not causal,
-                    "method=in_context puts the support set into the prompt, and task_type=classification"
+                    bool(prompt) and not causal,
+                    f"method={prompt} puts the support set into the prompt, and task_type=classification"
                     " has none; use finetune",
                 ),
                 (
@@ -183,19 +206,14 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
                     " task_type=classification has no head then; use finetune",
                 ),
                 (
-                    in_context and self.pipeline_stages * self.tensor_parallel_size > 1,
-                    "method=in_context is not tested with pipeline_stages and tensor_parallel_size: whole"
+                    bool(prompt) and self.pipeline_stages * self.tensor_parallel_size > 1,
+                    f"method={prompt} is not tested with pipeline_stages and tensor_parallel_size: whole"
                     " support sets travel as prompts; use ZeRO 3",
                 ),
                 (
                     bool(metrics) and not causal,
                     f"metrics={metrics} score generated answers, and task_type=classification has none; leave"
                     " them out",
-                ),
-                (
-                    bool(metrics) and in_context,
-                    f"metrics={metrics} with method=in_context are not implemented; use finetune or"
-                    " zero_shot",
                 ),
                 (
                     causal and self.n_way not in ("5", "all"),
@@ -212,7 +230,12 @@ class TuneConfig(EvaluateConfig):
     eval_split: str = setting("valid", "The split that the choice is made on", EVAL_SPLITS)
     episodes: int = setting(40, "Episodes; the same ones for every choice", least=1)
     inner_lrs: list[float] = setting(
-        [0.01, 0.03, 0.1, 0.3, 1.0], "Rates to try; for optuna the least and the greatest"
+        [],
+        "Rates to try with each optimizer; for optuna the least and the greatest (default: 0.01 0.03 0.1 0.3"
+        " 1.0; a hundredth of each for adamw)",
+    )
+    inner_optimizers: list[str] = setting(
+        [], "Inner optimizers to try (default: --inner_optimizer; for causal_lm without it sgd and adamw)"
     )
     max_steps: int = setting(10, "Most inner steps", least=1)
     head_inits: list[str] = setting(
@@ -221,12 +244,15 @@ class TuneConfig(EvaluateConfig):
         HEAD_INITS,
     )
     tuner: str = setting(
-        "grid", "grid: every head with every rate; optuna: as many --trials as requested", ("grid", "optuna")
+        "grid",
+        "grid: every head and optimizer with every rate; optuna: as many --trials as requested",
+        ("grid", "optuna"),
     )
     trials: int = setting(20, "optuna: trials", least=1)
     minutes: float | None = setting(
         None,
-        "Try no further choices after this many minutes; the first is always completed (default: no limit)",
+        "Try no further choices after this many minutes; the first is always completed, and the same command"
+        " continues with the others (default: no limit)",
         positive="or leave it out",
     )
     output: str | None = setting(None, "JSON file for the choice (default: the model's own fmmeta.json)")
@@ -248,7 +274,6 @@ class TuneConfig(EvaluateConfig):
                     f"k_shot={' '.join(map(str, self.k_shot))}: tune chooses for one number of shots; give"
                     " one",
                 ),
-                (not self.inner_lrs, "inner_lrs names nothing to try; give one or more"),
                 *(
                     (
                         not 0 < rate < math.inf,
@@ -258,6 +283,20 @@ class TuneConfig(EvaluateConfig):
                 ),
             ]
         )
+        self.method = ["finetune"]
+        for name in self.inner_optimizers:
+            if ":" not in name and name not in INNER_OPTIMIZERS:
+                find_inner(name)
+
+    def rates(self, optimizer: str) -> list[float]:
+        """The rates to try with an inner optimizer."""
+        return self.inner_lrs or [rate / 100 if optimizer == "adamw" else rate for rate in RATES]
+
+    def optimizers(self, config: Config) -> list[str]:
+        """The inner optimizers to try. config: the run's."""
+        both = config.task_type == "causal_lm" and not self.inner_optimizer
+        found = self.inner_optimizers or (["sgd", "adamw"] if both else [config.inner_optimizer])
+        return list(dict.fromkeys(found))
 
 
 @dataclass

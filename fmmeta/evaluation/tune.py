@@ -1,11 +1,14 @@
 """`fmmeta tune`: chooses the inner loop of a model on validation tasks and stores it with the model.
 
-    head_init x inner_lr (a grid, or Optuna's suggestions)
+    head_init x inner_optimizer x inner_lr (a grid, or Optuna's suggestions)
         --> query loss after 1, 2, ... max_steps steps --> the lowest mean
 
 One inner loop of max_steps steps gives the scores of all its prefixes, so that choosing the number of steps
 costs nothing. A model with learned rates (by layer, or of the head alone) keeps their proportions:
 `inner_lr` scales them.
+
+Finished trials are stored beside the output until all are done, so that the same command continues after a
+signal, a failure, or --minutes.
 """
 
 import json
@@ -16,13 +19,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fmmeta.common.errors import Stopped, UsageError
 from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import make_folders
-from fmmeta.common.text import any_of, nearest, shortened
+from fmmeta.common.text import any_of, as_stored, counted, nearest, shortened
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.recipes import typed
 from fmmeta.config.settings import FREE_ON_RESUME, REMEMBERED, Config
@@ -30,6 +34,7 @@ from fmmeta.evaluation.command import plan_evaluation, with_local_models
 from fmmeta.evaluation.methods import scores_by_step, with_stored_rates
 from fmmeta.evaluation.results import check_output, write_json
 from fmmeta.evaluation.settings import TuneConfig
+from fmmeta.meta.inner_optimizers import inner_optimizer
 from fmmeta.models.files import remembered
 from fmmeta.models.load import Description, empty_learner
 from fmmeta.parallel.layout import Launch
@@ -40,12 +45,13 @@ from fmmeta.training import build
 from fmmeta.training.episodes import EpisodeReader
 
 DECIMALS = 4  # of a loss in the table; losses that are equal in them tie
+CHOSEN = ("head_init", "inner_optimizer", "inner_lr", "inner_steps")
 DIVERGED = 1e3  # nats; a mean query loss above this counts as infinite
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A head, a rate, and the number of steps with the lowest mean query loss.
+    """A head, a rate, an optimizer, and the number of steps with the lowest mean query loss.
 
     loss: nats, inf if it diverged. accuracy: after the same number of steps.
     """
@@ -55,6 +61,12 @@ class Choice:
     inner_steps: int
     loss: float
     accuracy: float
+    inner_optimizer: str = "sgd"
+
+    @property
+    def key(self) -> tuple[str, float, str]:
+        """What was tried."""
+        return self.head_init, self.inner_lr, self.inner_optimizer
 
 
 def tune(
@@ -75,6 +87,8 @@ def tune(
                 check_output(target)
         settings = with_local_models(settings, world, progress.notice)
         tuning = TuneRun(settings, world, progress, signals)
+        tuning.trials_file = target.with_name(f"{target.stem}.trials.json")
+        tuning.read_trials(world)
         try:
             for choice in tuning.choices():
                 tuning.tried.append(choice)
@@ -85,14 +99,21 @@ def tune(
             progress.notice(Warn(f"failed after {stored}"))
             raise
         tried = tuning.ranked()
+        complete = len(tried) == tuning.total
+        if launch.global_rank == 0 and complete and not math.isfinite(tried[0].loss):
+            tuning.trials_file.unlink(missing_ok=True)
         refuse_divergence(settings, tried)
         tuning.show(tried)
         with world.comm.raise_on_all("storing the choice"):
             if launch.global_rank == 0:
                 tuning.store(target, tried)
+                if complete:
+                    tuning.trials_file.unlink(missing_ok=True)
         best = tried[0]
+        head = "" if tuning.config.task_type == "causal_lm" else f"head_init {best.head_init}, "
         progress.notice(
-            f"best: head_init {best.head_init}, inner_lr {best.inner_lr:.4g}, {best.inner_steps} inner steps"
+            f"best: {head}inner_optimizer {best.inner_optimizer}, inner_lr {best.inner_lr:.4g},"
+            f" {best.inner_steps} inner steps, loss {best.loss:.{DECIMALS}f}"
         )
         return tried
 
@@ -127,7 +148,7 @@ def tune_before_training(
         tuning.show(tried)
         refuse_divergence(settings, tried)
         best = tried[0]
-        chosen = {"head_init": best.head_init, "inner_lr": best.inner_lr, "inner_steps": best.inner_steps}
+        chosen = {name: getattr(best, name) for name in CHOSEN}
         text = json.dumps({**chosen, "loss": best.loss, "trials": len(tried), "of": tuning.total})
         with world.comm.raise_on_all("storing the tuned inner loop"):
             if world.comm.rank == 0:
@@ -135,8 +156,9 @@ def tune_before_training(
                 write_json(file, json.loads(text))
     try:
         stored = json.loads(text)
-        chosen = {name: stored[name] for name in ("head_init", "inner_lr", "inner_steps")}
-    except (ValueError, TypeError, KeyError, RecursionError):
+        stored.setdefault("inner_optimizer", config.inner_optimizer)  # older files have none
+        chosen = {name: stored[name] for name in CHOSEN}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise UsageError(f"{file} holds no choice of an inner loop; remove it to tune again") from None
     values = ", ".join(f"{name} {value}" for name, value in chosen.items())
     progress.notice(f"tuned: {values} ({file}; remove it to tune again)")
@@ -162,7 +184,7 @@ def section_of(config: Config) -> TuneConfig:
             raise UsageError(
                 f"tune sets {name}, which is no setting of it{nearest(name, known)}; use {any_of(known)}"
             )
-    chosen = {"head_init", "inner_lr", "inner_steps"}
+    chosen = {*CHOSEN} - {"inner_optimizer"}
     shared = (Config.__dataclass_fields__.keys() & TuneConfig.__dataclass_fields__.keys()) - chosen
     own = {name: getattr(config, name) for name in shared}
     own.update(n_way=str(config.n_way), k_shot=[config.k_shot])
@@ -180,8 +202,8 @@ def refuse_divergence(settings: TuneConfig, tried: Sequence[Choice]) -> None:
     """Raise `UsageError` if the loss diverged with every choice."""
     if not math.isfinite(tried[0].loss):
         raise UsageError(
-            f"inner_lrs={' '.join(f'{rate:g}' for rate in settings.inner_lrs)}: the loss diverges with"
-            " every one of them, and nothing is stored; try lower ones"
+            f"inner_lrs={' '.join(f'{one.inner_lr:g}' for one in tried)}: the loss diverges with every one of"
+            " them, and nothing is stored; try lower ones"
         )
 
 
@@ -199,11 +221,18 @@ class TuneRun:
         self.settings, self.progress, self.signals = settings, progress, signals or Signals()
         self.began = time.monotonic()
         self.tried: list[Choice] = []
+        self.new = 0  # of them, by this process
+        self.trials_file: Path | None = None
+        self.stored: dict[tuple[str, float, str], Choice] = {}  # trials of an earlier process
         config, inputs, chosen = plan_evaluation(
             settings, world, progress.notice, inner_steps=settings.max_steps
         )
         with world.comm.raise_on_all("choosing heads"):
             self.heads = heads_of(settings, config, inputs.description)
+            self.optimizers = {
+                name: inner_optimizer(replace(config, inner_optimizer=name))
+                for name in settings.optimizers(config)
+            }
         self.config = replace(config, head_init="learned") if "learned" in self.heads else config
         if ranks is None:
             plan = build.plan_parallel(self.config, inputs, world, progress.notice)
@@ -213,11 +242,70 @@ class TuneRun:
         self.ranks = ranks
         self.parts = build.build(self.config, inputs, plan, self.ranks)
         (episodes,) = chosen.values()
+        self.fingerprint = episodes.fingerprint()
         reader = EpisodeReader.of(self.parts.load(episodes.source), self.ranks, self.config, progress.notice)
         self.episodes = [episode for _, episode in reader.read_share(episodes.tasks)]
         self.inner = with_stored_rates(settings, self.config, self.parts.setup.inner, self.parts.worker)
-        grid = len(self.heads) * len(settings.inner_lrs)
+        grid = len(self.heads) * sum(len(settings.rates(name)) for name in self.optimizers)
         self.total = settings.trials if settings.tuner == "optuna" else grid
+
+    def read_trials(self, world: World) -> None:
+        """Read the trials of an earlier process with the same settings. Raises `UsageError` for others.
+
+        Collective: world.
+        """
+        text, file = "", self.trials_file
+        assert file is not None
+        with world.comm.raise_on_all("reading finished trials"):
+            if world.comm.rank == 0 and file.is_file():
+                text = file.read_text(encoding="utf-8", errors="replace")
+        if not (text := world.comm.gather_bytes(text.encode())[0].decode()):
+            return
+        try:
+            found = json.loads(text)
+            before = found["settings"]
+            trials = [Choice(**{**one, "loss": float(one["loss"])}) for one in found["trials"]]
+            now = self.identity
+            changed = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise UsageError(f"{file} holds no trials of fmmeta tune; remove it") from None
+        if changed:
+            name = changed[0]
+            raise UsageError(
+                f"{name}={shortened(now.get(name))}: {file} holds {counted(len(trials), 'trial')} with"
+                f" {name}={shortened(before.get(name))}; remove it to begin again, or give another --output"
+            )
+        self.stored = {one.key: one for one in trials}
+        self.progress.notice(f"{counted(len(trials), 'trial')} of {self.total} from {file}")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The settings that trials depend on, as JSON."""
+        free = {*FREE_ON_RESUME, "minutes", "trials", "output"}
+        values = {name: value for name, value in vars(self.settings).items() if name not in free}
+        return as_stored({**values, "episodes_fingerprint": self.fingerprint})
+
+    def finish_trial(self, choice: Choice) -> Choice:
+        """Log a trial that this process has scored, with the time left, and store it. Returns it."""
+        done = len(self.tried) + 1
+        self.new += 1
+        spent = time.monotonic() - self.began
+        left = (self.total - done) * spent / self.new
+        if self.settings.minutes:
+            left = max(0.0, min(left, 60 * self.settings.minutes - spent))
+        head = "" if self.config.task_type == "causal_lm" else f"{choice.head_init} head, "
+        scores = "diverged"
+        if math.isfinite(choice.loss):
+            scores = f"loss {choice.loss:.{DECIMALS}f}, {100 * choice.accuracy:.1f} % after"
+            scores += f" {counted(choice.inner_steps, 'step')}"
+        self.progress.notice(
+            f"trial {done} of {self.total}: {head}{choice.inner_optimizer} {choice.inner_lr:.4g}: {scores};"
+            f" about {left / 60:.1f} min left"
+        )
+        if self.trials_file is not None and self.ranks.first:
+            trials = [{**vars(one), "loss": str(one.loss)} for one in (*self.tried, choice)]
+            write_json(self.trials_file, {"settings": self.identity, "trials": trials})
+        return choice
 
     def ranked(self) -> list[Choice]:
         """The choices, lowest loss first.
@@ -229,7 +317,7 @@ class TuneRun:
             self.tried,
             key=lambda one: (
                 round(one.loss, DECIMALS),
-                one.inner_lr != self.config.inner_lr,
+                (one.inner_optimizer, one.inner_lr) != (self.config.inner_optimizer, self.config.inner_lr),
                 one.inner_lr,
             ),
         )
@@ -241,11 +329,11 @@ class TuneRun:
             scores = ["-", "diverged", "-"]
             if math.isfinite(one.loss):
                 scores = [str(one.inner_steps), f"{one.loss:.{DECIMALS}f}", f"{100 * one.accuracy:.1f}"]
-            rows.append([one.head_init, f"{one.inner_lr:.4g}", *scores])
+            rows.append([one.head_init, one.inner_optimizer, f"{one.inner_lr:.4g}", *scores])
         self.progress.table(
             f"{self.settings.episodes} episodes of the {self.settings.eval_split} split: the best number of"
             " steps for each rate",
-            ["head", "inner_lr", "steps", "loss", "accuracy %"],
+            ["head", "optimizer", "inner_lr", "steps", "loss", "accuracy %"],
             rows,
         )
 
@@ -272,9 +360,7 @@ class TuneRun:
         values = {
             **stored,
             **{name: getattr(self.config, name) for name in REMEMBERED},
-            "head_init": best.head_init,
-            "inner_lr": best.inner_lr,
-            "inner_steps": best.inner_steps,
+            **{name: getattr(best, name) for name in CHOSEN},
             "tuned": {
                 "dataset": settings.dataset,
                 "eval_split": settings.eval_split,
@@ -305,10 +391,11 @@ class TuneRun:
             yield from self.choices_of_optuna()
             return
         for head in self.heads:
-            for rate in self.settings.inner_lrs:
-                if (choice := self.score(head, rate)) is None:
-                    return
-                yield choice
+            for optimizer in self.optimizers:
+                for rate in self.settings.rates(optimizer):
+                    if (choice := self.trial(head, rate, optimizer)) is None:
+                        return
+                    yield choice
 
     def choices_of_optuna(self) -> Iterator[Choice]:
         """As many choices as `trials`; the suggestions are the same on every rank."""
@@ -320,13 +407,14 @@ class TuneRun:
             ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.settings.seed))
-        low, high = min(self.settings.inner_lrs), max(self.settings.inner_lrs)
         for _ in range(self.settings.trials):
             trial = study.ask()
-            choice = self.score(
-                trial.suggest_categorical("head_init", self.heads),
-                trial.suggest_float("inner_lr", low, high, log=True),
-            )
+            head = trial.suggest_categorical("head_init", self.heads)
+            optimizer = trial.suggest_categorical("inner_optimizer", [*self.optimizers])
+            rates = self.settings.rates(optimizer)
+            name = "inner_lr" if self.settings.inner_lrs else f"inner_lr of {optimizer}"
+            rate = trial.suggest_float(name, min(rates), max(rates), log=True)
+            choice = self.trial(head, rate, optimizer)
             if choice is None:
                 return
             study.tell(trial, min(choice.loss, 1e9))
@@ -336,10 +424,20 @@ class TuneRun:
     def time_is_over(self) -> bool:
         """Whether `minutes` have passed on this rank, and a choice is complete."""
         minutes = self.settings.minutes
-        return bool(minutes and self.tried and time.monotonic() - self.began > 60 * minutes)
+        return bool(minutes and self.new and time.monotonic() - self.began > 60 * minutes)
 
-    def score(self, head: str, rate: float) -> Choice | None:
-        """Mean loss over the episodes after each number of steps with this head, and the best number.
+    def trial(self, head: str, rate: float, optimizer: str) -> Choice | None:
+        """The stored choice of an earlier process, or a new one; None if the time of one rank is over.
+
+        Collective: world.
+        """
+        if found := self.stored.get((head, rate, optimizer)):
+            return found
+        choice = self.score(head, rate, optimizer)
+        return choice and self.finish_trial(choice)
+
+    def score(self, head: str, rate: float, optimizer: str) -> Choice | None:
+        """Mean loss over the episodes after each number of steps, and the best number.
 
         The model's rates are scaled so that `inner_lr` becomes `rate`. None if the time of one rank is over.
         Raises `Stopped` on all ranks if one received a signal. Collective: world.
@@ -349,6 +447,7 @@ class TuneRun:
             self.inner,
             rates=replace(rates, table=rates.table * (rate / self.config.inner_lr)),
             head=replace(self.inner.head, kind=head, reset_to_zero=head == "zero"),
+            optimizer=self.optimizers[optimizer],
         )
         best = f"lowest loss so far {min(one.loss for one in tried):.{DECIMALS}f}" if tried else ""
         # by number of steps: loss, accuracy, episodes, groups that stopped
@@ -374,7 +473,8 @@ class TuneRun:
             return None
         loss = torch.where(loss / scored <= DIVERGED, loss / scored, float("inf"))  # NaN too
         steps = 1 + int(loss[1:].round(decimals=DECIMALS).argmin())  # the fewest of those that tie
-        return Choice(head, rate, steps, float(loss[steps]), float(accuracy[steps] / scored[steps]))
+        reached = float(accuracy[steps] / scored[steps])
+        return Choice(head, rate, steps, float(loss[steps]), reached, optimizer)
 
 
 def heads_of(settings: TuneConfig, config: Config, description: Description) -> list[str]:

@@ -33,6 +33,18 @@ def rows_of(config: Config) -> tuple[int, int]:
     return config.most_shots * classes, config.num_query * classes
 
 
+def trained_rows(config: Config) -> tuple[int, ...]:
+    """Rows of each set that goes through the model in training."""
+    return rows_of(config)[find(config.algorithm).in_prompt :]
+
+
+def query_tokens(config: Config, tokens: int, most: int) -> int:
+    """Tokens of a query where a row has `tokens`, with a support set before it if the algorithm has prompts;
+    `most`: positions.
+    """
+    return min(most, tokens * (1 + config.most_shots)) if find(config.algorithm).in_prompt else tokens
+
+
 def keeps_support(config: Config, data: int) -> bool:
     """Whether one of `data` ranks that share a set's rows may keep the activations of the support set during
     the query set's pass: a micro-batch may have the rows of both.
@@ -89,22 +101,27 @@ class ShardCounts(NamedTuple):
 def task_vectors(config: Config) -> int:
     """Vectors for the meta-gradient of a task, next to the sum over tasks.
 
-    One where the rule computes it as a vector, one where outlier bounds are checked before it is added.
+    One where the rule computes it as a vector, one where it is measured before it is added: for outlier
+    bounds or the noise scale.
     """
     spec = find(config.algorithm)
     bounded = config.max_task_loss is not None or config.max_task_norm is not None
-    return int(bounded) + int(not (spec.trains_nothing or spec.adds_directly(config)))
+    return int(bounded or config.gradient_noise_scale) + int(
+        not (spec.trains_nothing or spec.adds_directly(config))
+    )
 
 
 def shards(config: Config) -> ShardCounts:
     spec, k, trajectory = find(config.algorithm), config.inner_steps, 0
     inner = config.inner_optimizer
     vectors = {"sgd": 0, "momentum": 1, "adamw": 2}
-    work = spec.work_shards + (vectors[inner] if inner in vectors else len(find_inner(inner).state_names))
+    states = vectors[inner] if inner in vectors else len(find_inner(inner).state_names)
+    work = spec.work_shards + states
     work += 4 if config.inner_optimizer_state == "kept" else 0
     if "trajectory_memory_gib" in spec.supports or config.multi_step_loss_steps:
         kept = k if config.truncate_steps is None or config.multi_step_loss_steps else config.truncate_steps
-        trajectory = min(k, kept) * (1 + (vectors.get(inner, 0) if inner == "adamw" else 0))
+        of_step = 1 + (states if spec.order > 1 and inner not in ("sgd", "momentum") else 0)
+        trajectory = min(k, kept) * of_step
         trajectory -= kept >= k and config.head_init != "prototype"  # phi_0 is theta
     if config.inner_lr_learned != "no":
         trajectory += k  # u of every step

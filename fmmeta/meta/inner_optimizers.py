@@ -162,7 +162,9 @@ Differentiable = Callable[[Tensor, Tensor, Mapping[str, Tensor], int], tuple[Ten
 
 @dataclass(frozen=True)
 class InnerOptimizer:
-    """One of the optimizers above, or the user's: `--inner_optimizer module:name`, first-order rules only.
+    """One of the optimizers above, or the user's: `--inner_optimizer module:name`.
+
+    Rules of second order need `differentiable`.
 
     state_names: of the vectors that it stores. direction: (g, phi, state vectors, step number from 1) -> u,
     element by element, on stretches of a vector; the state is changed in place, g and phi are not.

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from fmmeta.config.algorithms import find_outer
 from fmmeta.config.settings import Config
+from fmmeta.meta.noise_scale import NoiseScale, TaskSquares
 from fmmeta.meta.parameters import KEPT_MOMENTS, MetaGradient, MetaParameters, PendingMean, StateDict
 from fmmeta.parallel.collectives import Communicator, Reduction
 from fmmeta.parallel.param_map import OuterMemory, overlap
@@ -85,7 +86,7 @@ class OuterOptimizer:
 
     def lr(self, outer_step: int) -> float:
         """Learning rate of the outer step with this number, counted from 0."""
-        return self.config.outer_lr * self.factor(outer_step)
+        return self.config.outer_lr * self.config.outer_lr_factor * self.factor(outer_step)
 
     def step(self, mean: PendingMean | None, outer_step: int) -> OuterStep:
         """Move the meta-parameters against the mean meta-gradient, unless it is None or not finite.
@@ -115,7 +116,7 @@ class OuterOptimizer:
                 self.memory.write_back(self.moments[name][piece], moment)
             self.memory.write_back(meta.theta[piece], value)
         if meta.rates is not None:
-            rates_lr = self.config.inner_lr_outer_lr * self.factor(outer_step)
+            rates_lr = self.config.inner_lr_outer_lr * self.config.outer_lr_factor * self.factor(outer_step)
             grad = extra["rates"].clone()
             self.rate_moments = self._update(meta.rates, grad, scalars, self.rate_moments, rates_lr, 0.0)
         if meta.kept is not None:
@@ -180,13 +181,14 @@ PREFIX = "pending "  # of the names of vectors and tables in a checkpoint
 @dataclass
 class PendingUpdate:
     """The meta-gradient of an outer step that has not been applied. buffer: its sums; mean: None if no task
-    was finite; no_data: all tasks of its step failed to load.
+    was finite; no_data: all tasks of its step failed to load; squares: of its tasks' gradients, if measured.
     """
 
     buffer: MetaGradient
     mean: PendingMean | None
     outer_step: int
     no_data: bool
+    squares: TaskSquares | None = None
 
 
 class DelayedUpdate:
@@ -198,20 +200,24 @@ class DelayedUpdate:
         self.meta = self._buffer()
         self.spare_buffer = self._buffer() if self.delay else None
         self.pending: PendingUpdate | None = None
+        self.noise_scale = NoiseScale()
 
     def _buffer(self) -> MetaGradient:
         return MetaGradient(self.outer.meta_params.theta, self.outer.meta_params.extra)
 
-    def step(self, weight: float, outer_step: int, no_data: bool, last: bool) -> OuterStep | None:
+    def step(
+        self, weight: float, outer_step: int, no_data: bool, last: bool, squares: TaskSquares | None = None
+    ) -> OuterStep | None:
         """Reduce what is in `meta`, which is empty afterwards, and apply it or the pending meta-gradient.
 
         weight: of the finite tasks of all groups; no_data: all tasks failed to load; last: of the run, so
-        that nothing may stay pending. Returns the update, None if there was none. If `last` applies two, it
-        is the second, and `applied` says whether one of them moved theta. Collective: cross, group.
+        that nothing may stay pending; squares: of these tasks, for the noise scale. Returns the update, None
+        if there was none. If `last` applies two, it is the second, and `applied` says whether one of them
+        moved theta. Collective: cross, group.
         """
         update = self.flush()
         mean = self.meta.begin_reduce(self.cross, weight, self.comm_dtype)
-        pending = PendingUpdate(self.meta, mean, outer_step, no_data)
+        pending = PendingUpdate(self.meta, mean, outer_step, no_data, squares)
         if self.spare_buffer is None or last:
             final = self._apply(pending)
             moved = update is not None and update.applied  # by the pending meta-gradient
@@ -227,17 +233,25 @@ class DelayedUpdate:
     def _apply(self, pending: PendingUpdate) -> OuterStep:
         update = self.outer.step(pending.mean, pending.outer_step)
         pending.buffer.clear()
+        if pending.squares is not None:
+            self.noise_scale.add(pending.squares, update.grad_norm)
         return replace(update, no_data=pending.no_data)
 
     def add_state(self, state: StateDict) -> None:
         """Add the pending meta-gradient, reduced, to what a checkpoint holds. Collective: cross."""
-        state.facts["pending"] = None
+        state.facts["pending"], state.facts["noise_scale"] = None, self.noise_scale.state
         if self.pending is not None:
             mean, step, no_data = self.pending.mean, self.pending.outer_step, self.pending.no_data
             if mean is not None:
                 self.pending.mean = PendingMean({name: mean.finish(name) for name in mean.sums})
                 state.add(PREFIX, mean.sums)
-            state.facts["pending"] = {"outer_step": step, "unread": no_data, "finite": mean is not None}
+            squares = self.pending.squares
+            state.facts["pending"] = {
+                "outer_step": step,
+                "unread": no_data,
+                "finite": mean is not None,
+                **({} if squares is None else {"squares": list(squares)}),
+            }
 
     def vectors_to_save(self) -> dict[str, Tensor]:
         """Vectors of the sizes that `add_state` may add, to allocate buffers."""
@@ -246,6 +260,7 @@ class DelayedUpdate:
 
     def load_state(self, state: StateDict) -> None:
         """Restore the pending meta-gradient that `add_state` gave, if there is one."""
+        self.noise_scale = NoiseScale(state.facts.get("noise_scale"))  # absent in checkpoints of 0.1.0
         saved = state.facts.get("pending")
         if saved is None:
             return
@@ -254,4 +269,5 @@ class DelayedUpdate:
             for name, value in state.tensors(PREFIX).items():
                 buffer.sums[name].copy_(value)
             mean = PendingMean(buffer.sums)
-        self.pending = PendingUpdate(buffer, mean, saved["outer_step"], saved["unread"])
+        squares = TaskSquares(*saved["squares"]) if saved.get("squares") else None
+        self.pending = PendingUpdate(buffer, mean, saved["outer_step"], saved["unread"], squares)

@@ -116,11 +116,14 @@ def mean_of(tables: Sequence[Weights]) -> Weights:
 
 def outer_optimizer(meta_params: Weights, rates: Weights, config: Config) -> torch.optim.Optimizer:
     learned = {id(rate): rate for rate in rates.values() if rate.requires_grad}  # each once
-    lr, params = config.outer_lr, meta_params.values()
+    power = {None: 0.0, "sqrt": 0.5, "linear": 1.0}[config.scale_outer_lr]
+    tasks = config.meta_batch_size * config.meta_accumulation_steps
+    scale = (tasks / (config.base_meta_batch_size or tasks)) ** power
+    lr, params = config.outer_lr * scale, meta_params.values()
     groups = [
         {"params": [p for p in params if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
-        {"params": list(learned.values()), "weight_decay": 0.0, "lr": config.inner_lr_outer_lr},
+        {"params": list(learned.values()), "weight_decay": 0.0, "lr": config.inner_lr_outer_lr * scale},
     ]
     if config.outer_optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=lr, eps=config.adam_epsilon)
@@ -193,6 +196,27 @@ def joint(task: ReferenceTask) -> Gradients:
         for rows in (task.episode.support, task.episode.query)
     )
     return {name: (support[name] + query[name]) / 2 for name in task.theta}, {}, task.memory
+
+
+def in_prompt(task: ReferenceTask) -> Gradients:
+    """MetaICL: the gradient of the query loss at theta, with the support set before each query.
+
+    A prompt that is longer than the model's positions loses its first pairs.
+    """
+    config = task.learner.hf.config
+    begin, rows = config.bos_token_id, []
+    for query in task.episode.query:
+        pairs = [[*row.input_ids] for row in task.episode.support]
+        ids, labels = [*query.input_ids], [*query.labels]  # type: ignore[misc]
+        starts = ids[0] == begin
+        if starts:
+            ids, labels = ids[1:], labels[1:]
+        pairs = [pair[1:] if pair[0] == begin else pair for pair in pairs]
+        while starts + sum(map(len, pairs)) + len(ids) > config.max_position_embeddings:
+            pairs.pop(0)
+        before = [begin] * starts + [token for pair in pairs for token in pair]
+        rows.append(Example(before + ids, [IGNORE] * len(before) + labels))
+    return set_gradient(task.learner, task.theta, rows, task.bf16), {}, task.memory
 
 
 def displacement(task: ReferenceTask) -> Gradients:

@@ -267,9 +267,14 @@ def per_row(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         losses = F.cross_entropy(at_least_fp32(logits), batch.labels, reduction="none")
         rows, right = counted.long(), ((logits.argmax(-1) == batch.labels) & ~losses.isnan()).long()
     else:
-        logits, labels = at_least_fp32(logits[:, :-1]), batch.labels[:, 1:]
-        losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none")
-        wrong = ((logits.argmax(-1) != labels) & (labels != IGNORE)) | losses.isnan()
+        logits, labels = at_least_fp32(logits), batch.labels[:, 1:]
+        # over the last dimension: sums over a strided one lose digits where the vocabulary is large
+        following = F.pad(labels, (0, 1), value=IGNORE)
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), following.flatten(), ignore_index=IGNORE, reduction="none"
+        )
+        losses = losses.view_as(following)[:, :-1]
+        wrong = ((logits.argmax(-1)[:, :-1] != labels) & (labels != IGNORE)) | losses.isnan()
         single = torch.arange(batch.labels.shape[1], device=labels.device).expand_as(batch.labels)
         # the row of each token in its sequence, from 1; more than one where packed rows restart at position 0
         numbers = (batch.inputs.get("position_ids", single) == 0).cumsum(1)

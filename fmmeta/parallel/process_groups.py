@@ -43,6 +43,7 @@ class ProcessGroups:
 
     background: the ranks of the first group once more, for the threads that write checkpoints; None in other
     groups. all_groups: all processes of all groups that take part; `world` unless the run is elastic.
+    store: key-value store of all groups of the launch, for the thread that runs the outer loop.
     """
 
     layout: Layout
@@ -52,6 +53,7 @@ class ProcessGroups:
     all_groups: Communicator
     device: torch.device
     background: Communicator | None = None
+    store: Any = None
 
     @property
     def first(self) -> bool:
@@ -160,7 +162,8 @@ class World:
         cross = self._connect(f"cross{layout.group_rank}", layout.group_index, layout.num_groups, self.device)
         if layout.group_index == 0:
             background = self._connect("background", layout.group_rank, group_size, torch.device("cpu"))
-        return ProcessGroups(layout, self.comm, group, cross, self.comm, self.device, background)
+        store = dist.PrefixStore("claims", self.store)
+        return ProcessGroups(layout, self.comm, group, cross, self.comm, self.device, background, store)
 
     def shared_store(self) -> SharedStore | None:
         """A store that all processes share, for one thread; None for a process that is alone."""
@@ -237,14 +240,19 @@ def listening_store(host: str, port: int) -> dist.TCPStore:
     )
 
 
+def connect_to_store(address: str, name: str, timeout: timedelta) -> Any:
+    """A client of the store at `address`, under the prefix `name`. Raises `RuntimeError`."""
+    host, _, port = address.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    return dist.PrefixStore(name, store)
+
+
 def connect_gloo(address: str, name: str, rank: int, size: int, timeout: timedelta, own_address: str) -> Any:
     """A gloo backend of `size` ranks that meet at the store of `address`, under a name that is used once.
 
     own_address: the address that gloo listens on, unless the user names an interface. Raises `RuntimeError`
     if one of the ranks does not come. Collective: these ranks.
     """
-    host, _, port = address.rpartition(":")
-    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout, interfaces = timeout, os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -252,7 +260,7 @@ def connect_gloo(address: str, name: str, rank: int, size: int, timeout: timedel
         options._devices = [gloo.create_device(hostname=own_address)]
     else:
         options._devices = [gloo.create_device(interface=one) for one in interfaces.split(",")]
-    return gloo(dist.PrefixStore(name, store), rank, size, options)
+    return gloo(connect_to_store(address, name, timeout), rank, size, options)
 
 
 def backends() -> tuple[bool, bool]:

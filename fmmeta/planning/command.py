@@ -111,6 +111,7 @@ def text(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
     for trained, ways in found.items():
         lines += ["", trained, *table(ways[: plan.top])]
     if found:
+        lines += [schedules_line(plan, next(iter(found.values()))[0])]
         lines += ["", "memory of a rank, GiB: " + ", ".join(f"{KINDS[name][0]} {name}" for name in KINDS)]
         lines += [bar(one, plan.gpu_memory_gib) for ways in found.values() for one in ways[:BARS]] + [""]
         where = "; run on each node, with HEAD set to the name of the first" if nodes else ""
@@ -118,6 +119,18 @@ def text(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
             f"# {trained}{where}\n{run_command(planner, ways[0].strategy)}" for trained, ways in found.items()
         ]
     return "\n".join(lines)
+
+
+def schedules_line(plan: PlanConfig, fastest: PlannedLayout) -> str:
+    """What claimed tasks change in the fastest layout, simulated."""
+    static, dynamic = (100 * fastest.useful[name] for name in ("static", "dynamic"))
+    text = (
+        f"\n{fastest.groups} groups, {plan.tasks} tasks: {static:.1f} % of the groups' time is not waiting"
+        f" with --task_schedule static, {dynamic:.1f} % with dynamic"
+    )
+    if not (plan.task_spread or plan.task_noise or plan.slow_share):
+        text += " (equal tasks and groups; give --task_spread, --task_noise or --slow_share)"
+    return text
 
 
 def table(shown: Sequence[PlannedLayout]) -> list[str]:
@@ -244,6 +257,7 @@ def layout_json(planner: Planner, one: PlannedLayout) -> dict[str, Any]:
         "step_seconds": one.step_seconds,
         "seconds": asdict(one.step),
         "efficiency": one.efficiency,
+        "useful_by_task_schedule": one.useful,
         "command": run_command(planner, strategy),
     }
 

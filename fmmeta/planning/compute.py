@@ -31,7 +31,7 @@ from dataclasses import astuple, dataclass
 from torch import nn
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.costs import passes, rows_of
+from fmmeta.meta.costs import passes, query_tokens, rows_of
 from fmmeta.models.learner import Learner
 from fmmeta.models.pipeline_split import plan_stages
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings, cut_patterns
@@ -155,16 +155,17 @@ def task_work(
         and (precision.zero_stage < 3 or data == 1),  # as FullModelWorker.can_defer_backward
     )
     support, query = rows_of(config)
+    of_query = query_tokens(config, row_tokens, sizes.tokens)
     kinds = [
-        (many.support + 2 * many.second_order, support, True),
-        (many.query, query, True),
-        (many.support_forwards, support, False),
-        (many.query_forwards, query, False),
+        (many.support + 2 * many.second_order, support, row_tokens, True),
+        (many.query, query, of_query, True),
+        (many.support_forwards, support, row_tokens, False),
+        (many.query_forwards, query, of_query, False),
     ]
     return TaskCost(
         [
-            (times, one_pass(config, precision, sizes, matmuls, data, rows, row_tokens, back))
-            for times, rows, back in kinds
+            (times, one_pass(config, precision, sizes, matmuls, data, rows, tokens, back))
+            for times, rows, tokens, back in kinds
             if times
         ],
         many.training,
@@ -173,15 +174,22 @@ def task_work(
     )
 
 
-def needed_flops(config: Config, matmuls: MatmulCounts, tokens: int) -> float:
-    """Flops of one task on one rank that keeps all activations: the least of all layouts."""
+def needed_flops(config: Config, matmuls: MatmulCounts, tokens: int, most: int) -> float:
+    """Flops of one task on one rank that keeps all activations: the least of all layouts. most: tokens of
+    the longest row.
+    """
     many = passes(config)
     support, query = rows_of(config)
-    return tokens * (
-        matmuls.flops(tokens, True, False)
-        * ((many.support + 2 * many.second_order) * support + many.query * query)
-        + matmuls.flops(tokens, False, False)
-        * (many.support_forwards * support + many.query_forwards * query)
+    of_query = query_tokens(config, tokens, most)
+
+    def flops(rows: int, length: int, backward: bool) -> float:
+        return rows * length * matmuls.flops(length, backward, False)
+
+    return (
+        flops((many.support + 2 * many.second_order) * support, tokens, True)
+        + flops(many.query * query, of_query, True)
+        + flops(many.support_forwards * support, tokens, False)
+        + flops(many.query_forwards * query, of_query, False)
     )
 
 

@@ -167,6 +167,7 @@ class PlannedLayout:
     step: Seconds  # of an outer step of equal tasks, without stragglers and failures
     step_seconds: float  # with stragglers and failures
     efficiency: float  # seconds of the needed flops at the profile's rate / seconds of all GPUs
+    useful: dict[str, float]  # by task_schedule: share of the time between failures without waiting
 
 
 class Planner:
@@ -244,7 +245,11 @@ class Planner:
             away=60 * plan.restart_minutes / task.total,
             interval=INTERVAL_S / task.total,
         )
-        simulated = simulate(cluster, plan.simulate_steps, plan.seed)
+        of_schedules = {
+            schedule: simulate(replace(cluster, claimed=claimed), plan.simulate_steps, plan.seed)
+            for schedule, claimed in (("static", False), ("dynamic", True))
+        }
+        simulated = of_schedules[plan.task_schedule]
         seconds = simulated.step * task.total / (1 - simulated.failing)
         return PlannedLayout(
             strategy,
@@ -258,9 +263,10 @@ class Planner:
             step=step,
             step_seconds=seconds,
             efficiency=plan.tasks
-            * needed_flops(config, of_one_rank, tokens)
+            * needed_flops(config, of_one_rank, tokens, sizes.tokens)
             / profile.matmul(precision.bf16)
             / (plan.gpus * seconds),
+            useful={name: 1 - one.waiting / (1 - one.failing) for name, one in of_schedules.items()},
         )
 
     def config_of(self, **changes: Any) -> Config:

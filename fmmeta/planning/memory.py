@@ -31,6 +31,7 @@ from fmmeta.config.algorithms import find, find_outer
 from fmmeta.config.settings import Config
 from fmmeta.meta import costs
 from fmmeta.models.learner import Learner
+from fmmeta.models.load import max_positions
 from fmmeta.models.pipeline_split import plan_stages
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings, cut_patterns
 from fmmeta.parallel.layout import divisors
@@ -90,7 +91,9 @@ def rank_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: b
         heads=getattr(text, "num_attention_heads", 12),
         vocab=getattr(text, "vocab_size", 0) if config.task_type == "causal_lm" else 0,
         rows=forward_rows(config, data),
-        tokens=config.max_length,
+        tokens=costs.query_tokens(
+            config, config.max_length, max_positions(text) or config.max_length * (1 + config.most_shots)
+        ),
         checkpointing=config.gradient_checkpointing,
         offload_outer=config.offload_outer and not lazy,
         in_flight=depth,
@@ -244,7 +247,7 @@ def micro_batch_rows(config: Config, data: int = 1) -> int:
     if config.pipeline_stages == 1:
         return config.micro_batch_size
     return max(
-        1, min(config.micro_batch_size, -(-costs.rows_of(config)[0] // (data * config.pipeline_stages)))
+        1, min(config.micro_batch_size, -(-costs.trained_rows(config)[0] // (data * config.pipeline_stages)))
     )
 
 
@@ -252,7 +255,7 @@ def forward_rows(config: Config, data: int = 1) -> int:
     """Most rows of a forward pass on one of `data` ranks: a micro-batch of each task that shares it."""
     most = micro_batch_rows(config, data)
     tasks = 1 if config.tasks_per_pass == "auto" else int(config.tasks_per_pass)
-    largest = [micro_batches(rows, data, most)[1] for rows in costs.rows_of(config)]
+    largest = [micro_batches(rows, data, most)[1] for rows in costs.trained_rows(config)]
     if find(config.algorithm).frozen_body and costs.keeps_support(config, data):
         return tasks * sum(largest)  # the support set's activations wait for the query set
     return tasks * max(largest)

@@ -6,8 +6,9 @@ A step ends when its slowest group ends. The time of a step is
 
 and efficiency is useful time / all time; useful is the time of the tasks spread evenly over groups that never
 wait. Tasks are assigned by expected size, as in a run (assign_to_groups in tasks/schedule/meta_batches.py);
-their actual times differ. docs/scaling.md derives it. Arrays: S steps, G groups, N tasks per step. All
-randomness comes from `seed`, and nothing communicates.
+their actual times differ. Claimed tasks (--task_schedule dynamic) run in the order of their expected sizes,
+largest first, each on the group that is free first. docs/scaling.md derives it. Arrays: S steps, G groups, N
+tasks per step. All randomness comes from `seed`, and nothing communicates.
 """
 
 from dataclasses import dataclass
@@ -26,9 +27,9 @@ class SimulatedCluster:
 
     spread: standard deviation of the logarithm of the tasks' expected sizes, by which they are assigned;
     noise: the same of actual / expected. slow_share, slow_by: how often a group is slower in a step, and how
-    many times. fixed: time of a step beside its tasks. failure_rate: of one group, per unit of time. elastic:
-    a failure costs the step in which it happens and `away` with fewer groups; else all groups restart after
-    `away`, from the last of the checkpoints that are `interval` apart.
+    many times. claimed: groups claim tasks. fixed: time of a step beside its tasks. failure_rate: of one
+    group, per unit of time. elastic: a failure costs the step in which it happens and `away` with fewer
+    groups; else all groups restart after `away`, from the last of the checkpoints that are `interval` apart.
     """
 
     groups: int
@@ -37,6 +38,7 @@ class SimulatedCluster:
     noise: float = 0.0
     slow_share: float = 0.0
     slow_by: float = 1.0
+    claimed: bool = False
     fixed: float = 0.0
     failure_rate: float = 0.0
     elastic: bool = False
@@ -57,8 +59,20 @@ class SimulationResult:
 
 def simulate(world: SimulatedCluster, steps: int = 200, seed: int = 0) -> SimulationResult:
     """Simulate `steps` outer steps."""
-    drawn = draw_times(world.groups, world.tasks, world.spread, world.noise, steps, seed)
-    return outcome(world, *drawn, np.random.default_rng((seed, 1)))
+    groups, sizes = world.groups, (world.tasks, world.spread, world.noise, steps, seed)
+    rng = np.random.default_rng((seed, 1))
+    slow = draw_slow(world, steps, rng)
+    if world.claimed:
+        times, taken = draw_claimed(groups, world.slow_share, world.slow_by, *sizes)
+    else:
+        times, taken = draw_times(groups, *sizes)
+        times = times * slow
+    return outcome(world, times, taken, rng)
+
+
+def draw_slow(world: SimulatedCluster, steps: int, rng: np.random.Generator) -> np.ndarray:
+    """How many times slower each group is in each step [S, G]."""
+    return np.where(rng.random((steps, world.groups)) < world.slow_share, world.slow_by, 1.0)
 
 
 @lru_cache(maxsize=16)
@@ -66,10 +80,47 @@ def draw_times(
     groups: int, tasks: int, spread: float, noise: float, steps: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Times of groups [S, G] and of tasks [S, N]; cached for layouts with the same number of groups."""
+    sizes, taken = draw_tasks(tasks, spread, noise, steps, seed)
+    return group_times(sizes, taken, groups), taken
+
+
+def draw_tasks(
+    tasks: int, spread: float, noise: float, steps: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Expected and actual times of tasks [S, N]."""
     rng = np.random.default_rng((seed, 0))
     sizes = lognormal(rng, spread, (steps, tasks))
-    taken = sizes * lognormal(rng, noise, sizes.shape)
-    return group_times(sizes, taken, groups), taken
+    return sizes, sizes * lognormal(rng, noise, sizes.shape)
+
+
+@lru_cache(maxsize=16)
+def draw_claimed(
+    groups: int,
+    slow_share: float,
+    slow_by: float,
+    tasks: int,
+    spread: float,
+    noise: float,
+    steps: int,
+    seed: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `draw_times`, of groups that claim tasks and are slow in some steps."""
+    sizes, taken = draw_tasks(tasks, spread, noise, steps, seed)
+    world = SimulatedCluster(groups, tasks, slow_share=slow_share, slow_by=slow_by)
+    slow = draw_slow(world, steps, np.random.default_rng((seed, 1)))
+    return claimed_times(sizes, taken, slow), taken
+
+
+def claimed_times(sizes: np.ndarray, taken: np.ndarray, slow: np.ndarray) -> np.ndarray:
+    """Time at which each group [S, G] ends its last task if groups claim tasks of expected `sizes` [S, N].
+
+    taken [S, N]: time of a task; slow [S, G]: factor of a group's times.
+    """
+    rows, ends = np.arange(len(sizes)), np.zeros(slow.shape)
+    for task in np.argsort(-sizes, axis=1, kind="stable").T:  # largest first
+        free = ends.argmin(1)
+        ends[rows, free] += taken[rows, task] * slow[rows, free]
+    return ends
 
 
 def group_times(sizes: np.ndarray, taken: np.ndarray, groups: int) -> np.ndarray:
@@ -101,10 +152,9 @@ def assign_steps(tokens: np.ndarray, groups: int) -> np.ndarray:
 def outcome(
     world: SimulatedCluster, times: np.ndarray, taken: np.ndarray, rng: np.random.Generator
 ) -> SimulationResult:
-    """The result for times of groups [S, G] and tasks [S, N]; draws stragglers and failures."""
+    """The result for times of groups [S, G], stragglers included, and tasks [S, N]; draws failures."""
     useful = taken.sum(1) / world.groups
-    slowed = times * np.where(rng.random(times.shape) < world.slow_share, world.slow_by, 1.0)
-    length = slowed.max(1) + world.fixed
+    length = times.max(1) + world.fixed
     lost = 0.0
     if world.failure_rate:
         repeats = max(50, DRAWN // len(length))

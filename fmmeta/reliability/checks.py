@@ -65,7 +65,8 @@ class OutlierBounds:
         """Whether a finite task's loss or the norm of its gradient [S] exceeds a bound. Collective: group."""
         if not task.finite:
             return False
-        exceeded = self.max_loss is not None and max(task.support.loss, task.query.loss) > self.max_loss
+        most = math.inf if self.max_loss is None else self.max_loss
+        exceeded = task.support.loss > most or task.query.loss > most  # a rule may have no support loss
         if self.max_norm is not None:  # every rank of the group takes part
             exceeded = exceeded or not math.sqrt(self.worker.dot(gradient, gradient)) <= self.max_norm
         return exceeded

@@ -54,6 +54,7 @@ class Signals:
         """
         self.state, self.leave, self.owns_process = "starting" if starting else "running", leave, starting
         self.asked, self.at = "", 0.0
+        self.lock = threading.Lock()  # the listener, the heartbeats and the main thread learn of requests
         self.handlers: dict[int, Any] = {}  # to be restored
 
     def __enter__(self) -> "Signals":
@@ -83,19 +84,27 @@ class Signals:
         self.state = "ending"
 
     def receive(self, name: str, code: int) -> None:
-        """Handle a stop request. code: exit code if it is a second one."""
-        now = time.monotonic()
-        if self.state == "starting":
-            self.leave(EXIT_STOPPED)
-        elif self.state == "running" and not self.asked:
-            self.at, self.asked = now, name  # in this order: another thread reads `at` if `asked` is set
-        elif self.state == "running" and now - self.at > SAME_S:
+        """Handle a stop request to this process. code: exit code if it is a second one."""
+        if not self.adopt(name) and self.state == "running" and time.monotonic() - self.at > SAME_S:
             print(
                 f"fmmeta: {name} again: the process ends at once, the last checkpoint is complete",
                 file=sys.stderr,
                 flush=True,
             )
             self.leave(code)
+
+    def adopt(self, name: str) -> bool:
+        """Take over a stop request, for example another rank's; whether it is the first one.
+
+        One that is not has no effect: several threads may pass on the same request.
+        """
+        if self.state == "starting":
+            self.leave(EXIT_STOPPED)
+        with self.lock:
+            if self.asked or self.state != "running":
+                return False
+            self.at, self.asked = time.monotonic(), name
+            return True
 
     def _listen(self) -> None:
         while numbers := self.reader.recv(16):

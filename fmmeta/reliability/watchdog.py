@@ -151,7 +151,7 @@ class Heartbeats:
         if self.signals.asked:
             self.store.set("stop", self.signals.asked)
         elif name := self.store.get("stop"):
-            self.signals.receive(name, 128 + signal.SIGTERM)
+            self.signals.adopt(name)
         return bool(self.signals.asked)
 
     def _write(self) -> None:

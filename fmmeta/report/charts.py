@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fmmeta.report.data import Facts, Line, number, points, spikes
+from fmmeta.report.data import Facts, Line, noise_advice, number, points, spikes, tasks_per_step
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360.0, 214.0, 45.0, 10.0, 22.0, 34.0
 AREA = {  # edges of the picture and of the plot
@@ -168,6 +168,7 @@ COLUMNS = {
     "valid_accuracy": "valid. %",
     "grad_norm": "norm",
     "lr": "rate",
+    "noise_scale": "noise scale",
     "skipped_tasks": "left out",
 }
 SUPPORT, QUERY, VALIDATION = "b", "a", "c"  # looks
@@ -218,8 +219,14 @@ def training(facts: Facts) -> dict[str, Any]:
         ),
         Chart("rate", "Outer learning rate", [Series("lr", "a", points(steps, "lr"))], last, short),
     ]
+    noise = points(steps, "noise_scale")
+    if noise:
+        charts.append(
+            Chart("noise", "Gradient noise scale (tasks)", [Series("tasks", QUERY, noise)], last, short)
+        )
     return {
         "charts": charts,
+        "noise": noise_advice(noise[-1][1], tasks_per_step(facts.settings)) if noise else "",
         "smoothed": any(len(points(facts.steps, key)) >= SMOOTHED for key in ("query_loss", "grad_norm")),
         "spikes": len(spikes(facts.steps)),
         "skipped": len(skipped),

@@ -114,3 +114,29 @@ def spikes(lines: Sequence[Line]) -> list[tuple[int, float]]:
         for step, value in points([line for line in lines if "loss_spike" in line], "query_loss")
         if value is not None
     ]
+
+
+def tasks_per_step(settings: dict[str, Any]) -> int:
+    """Tasks of an outer step over all groups."""
+    return settings.get("meta_batch_size", 1) * settings.get("meta_accumulation_steps", 1)
+
+
+def noise_advice(tasks: float | None, used: int) -> str:
+    """One sentence: the meta-batch size that a noise scale suggests (--gradient_noise_scale).
+
+    tasks: the noise scale, None or NaN where there is none; used: tasks of an outer step.
+
+    >>> noise_advice(12.0, 4).partition(": ")[2].partition(", ")[0]
+    'an outer step of 4 tasks makes 25 % of the progress of one over all tasks'
+    """
+    scale = number(tasks)
+    if scale is None:
+        return (
+            f"noise scale unknown: the noise of {used} tasks per outer step hides the mean gradient; use more"
+            " tasks, or measure over more outer steps"
+        )
+    share = 100 * used / (used + scale)
+    return (
+        f"noise scale {scale:.3g} tasks, which is the suggested meta-batch: an outer step of {used} tasks"
+        f" makes {share:.0f} % of the progress of one over all tasks, one of the noise scale 50 %"
+    )

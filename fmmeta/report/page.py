@@ -12,7 +12,7 @@ from fmmeta.common.security import redact
 from fmmeta.common.text import render
 from fmmeta.config.settings import setting
 from fmmeta.report import charts
-from fmmeta.report.data import AFTER, BEFORE, FROM_START, Facts, Line, number, read
+from fmmeta.report.data import AFTER, BEFORE, FROM_START, Facts, Line, number, read, tasks_per_step
 
 NAME = "report.html"
 
@@ -101,11 +101,11 @@ def summary(facts: Facts) -> str:
     """Model, tasks, inner and outer loop, and layout in one line."""
     settings = facts.settings
     model = Path(redact(str(settings.get("model_name_or_path")))).name
-    tasks = settings.get("meta_batch_size", 1) * settings.get("meta_accumulation_steps", 1)
+    tasks, steps = tasks_per_step(settings), settings.get("inner_steps")
+    inner = f"{steps} inner steps at {settings.get('inner_lr')}" if steps else "no inner steps"
     return (
-        f"{model}, {shape_of(settings)} tasks, {settings.get('inner_steps')} inner steps at"
-        f" {settings.get('inner_lr')}, {settings.get('outer_steps'):,} outer steps of {tasks} tasks;"
-        f" {facts.run.get('layout')}"
+        f"{model}, {shape_of(settings)} tasks, {inner}, {settings.get('outer_steps'):,} outer steps of"
+        f" {tasks} tasks; {facts.run.get('layout')}"
     )
 
 

@@ -46,7 +46,8 @@ class MicroBatch:
     attention_mask [B, T] (0 on padding) or, where rows share a sequence, position_ids [B, T], which are 0 at
     the first token of each row and nowhere else.
     labels: class per row [B], or token per position [B, T] with IGNORE where no loss is taken.
-    weights [B]: 1 / (rows or label tokens of the whole set); 0 for a row that only fills the batch.
+    weights [B]: 1 / (rows or label tokens of the whole set), or of a class over the sum of those of all rows;
+    0 for a row that only fills the batch.
     classes: of this episode, where it has fewer than the head; 0: all of them.
     tokens: of the rows with a weight, without padding.
     """
@@ -126,8 +127,8 @@ class Episode:
 
     @property
     def tokens(self) -> int:
-        """Tokens of this rank's support and query rows, without padding."""
-        return sum(batch.tokens for batch in (*self.support, *self.query))
+        """Tokens of this rank's rows, without padding: of the prompts, or of support and query."""
+        return sum(batch.tokens for batch in self.prompted or (*self.support, *self.query))
 
     def pin_memory(self) -> "Episode":
         parts = (self.support, self.query, self.prompted)
@@ -153,21 +154,30 @@ class Batcher:
     inner_steps: int = 0
 
     def split_support(
-        self, examples: Sequence[Example], seed: Sequence[int], classes: int = 0
+        self,
+        examples: Sequence[Example],
+        seed: Sequence[int],
+        classes: int = 0,
+        class_weights: Sequence[float] = (),
     ) -> list[MicroBatch]:
         """`split` of a support set, and of the sample of each inner step, where it is smaller."""
-        whole, size = self.split(examples, classes), self.support_batch_size
+        whole, size = self.split(examples, classes, class_weights), self.support_batch_size
         if not self.inner_steps or not 0 < size < len(examples):
             return whole
         samples = sampled_rows(examples, size, self.inner_steps, seed)
-        return SupportSet(whole, (self.split(rows, classes) for rows in samples))
+        return SupportSet(whole, (self.split(rows, classes, class_weights) for rows in samples))
 
-    def split(self, examples: Sequence[Example], classes: int = 0) -> list[MicroBatch]:
+    def split(
+        self, examples: Sequence[Example], classes: int = 0, class_weights: Sequence[float] = ()
+    ) -> list[MicroBatch]:
         """Return this rank's micro-batches of a set; every rank of the group gets the same number.
 
         A rank without rows gets one row of weight 0, because it takes part in the collectives.
+        class_weights: of each label, for a weighted mean over the rows; empty: all rows count alike.
         """
         total = sum(example.label_tokens for example in examples)
+        if class_weights:
+            total = sum(class_weights[example.labels] for example in examples)  # type: ignore[call-overload]
         ordered = sorted(examples, key=lambda example: len(example.input_ids), reverse=True)
         if self.pack is not None:
             ordered = self.pack(ordered, self.group_size)
@@ -178,10 +188,13 @@ class Batcher:
             size, longer = divmod(len(ordered), rounds * self.group_size)  # sizes differ by one at most
             bounds = [i * size + min(i, longer) for i in range(rounds * self.group_size + 1)]
             parts = [ordered[a:b] for a, b in pairwise(bounds)]
-        return [
-            collate(part or ordered[-1:], 1 / total if part else 0.0, self.pad_token_id, classes)
-            for part in parts[self.group_rank :: self.group_size]
-        ]
+        batches = []
+        for part in parts[self.group_rank :: self.group_size]:
+            batch = collate(part or ordered[-1:], 1 / total if part else 0.0, self.pad_token_id, classes)
+            if class_weights:
+                batch.weights *= torch.tensor(class_weights)[batch.labels]
+            batches.append(batch)
+        return batches
 
 
 def cut_by_tokens(rows: Sequence[Example], most: int, tokens: int, multiple: int) -> list[Sequence[Example]]:

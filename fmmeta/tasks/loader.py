@@ -4,9 +4,13 @@
         --> LoadResult
 
 A task that fails to load becomes a `LoadResult` with an error and does not affect other tasks. I/O errors are
-retried first. A loader process that dies is replaced; the task that it was preparing gets the error.
-Without shared memory the training process loads the episodes. No function here raises or communicates: all
-ranks decide together how to handle a bad task (training/episodes.py).
+retried first. A loader process that dies is replaced; the task that it was preparing gets the error. A task
+that takes longer than --load_timeout gets one too: a signal ends it where it loads, and a loader process that
+does not react to the signal is killed.
+Where groups claim tasks (--task_schedule dynamic), the stream is that of the tasks that this group may claim
+next: an episode whose task another group has claimed is dropped, and a claimed task that is not in the stream
+is loaded by the training process. Without shared memory the training process loads the episodes. No function
+here raises or communicates: all ranks decide together how to handle a bad task (training/episodes.py).
 
 Episodes pass from loader processes to their trainer as files of a folder in shared memory:
 
@@ -29,10 +33,10 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +44,10 @@ import torch.utils.data
 from torch.utils.data import Sampler
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.processes import TimedOut, time_limit
 from fmmeta.common.security import one_line
 from fmmeta.tasks.batching import Batcher, Episode, Example
-from fmmeta.tasks.schedule.meta_batches import Schedule, Task
+from fmmeta.tasks.schedule.meta_batches import Schedule, Task, claim_order
 from fmmeta.tasks.sources.base import Draw, EpisodeRows, TaskSource
 
 
@@ -116,20 +121,37 @@ def remove_stale() -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def take(found: tuple[str, int]) -> Any:
-    """In the trainer: the episode that an item of `Tasks` names. Raises `OSError` where it is not there."""
-    name, errno = found
-    if not name:
-        raise OSError(errno, os.strerror(errno))
-    content = Path(name).read_bytes()
-    os.unlink(name)
-    return pickle.loads(content)
+@dataclass(frozen=True)
+class EpisodeFile:
+    """What a loader process returns: the file in memory that holds a `LoadResult`, or "" and the number of
+    the error that writing met.
+    """
+
+    path: str
+    errno: int = 0
+
+    def take(self) -> "LoadResult":
+        """Read and remove the file, in the trainer. Raises `OSError` where it is not there."""
+        if not self.path:
+            raise OSError(self.errno, os.strerror(self.errno))
+        content = Path(self.path).read_bytes()
+        os.unlink(self.path)
+        return pickle.loads(content)
+
+    def pin_memory(self) -> "LoadResult | EpisodeFile":
+        """The result in pinned memory; DataLoader calls this in its thread. An error is left for `take`."""
+        try:
+            return self.take().pin_memory()
+        except OSError as error:
+            return EpisodeFile("", error.errno or 0)
 
 
 BACK_OFF_S = (0.1, 0.5, 2.0)  # waits before I/O is tried again
 # a task that ends so many loader processes is given up; so are loader processes that fail so often without
 # one
 DEATHS = 3
+POLL_S = 1.0  # between looks at loader processes that prepare a task for too long
+GRACE_S = 2.0  # after load_timeout, in which a loader process ends the task itself
 WAIT_SHARE = 0.01  # of an outer step: `auto` starts loader processes if loading takes more
 MEASURED = 3  # outer steps loaded in the training process before `auto` decides
 
@@ -156,7 +178,8 @@ Prompted = Callable[[Sequence[Example], Sequence[Example]], list[Example]]
 class LoadEpisode:
     """From a task to its micro-batches; picklable.
 
-    `transform` turns draws into episodes (default: their tokens).
+    `transform` turns draws into episodes (default: their tokens). timeout_s: of a task. class_weights: in the
+    loss, by class name; others have weight 1.
     """
 
     source: TaskSource
@@ -165,18 +188,28 @@ class LoadEpisode:
     most_classes: int = 0
     prompt: Prompted | None = None
     sleep: Callable[[float], None] = time.sleep
+    timeout_s: float | None = None
+    class_weights: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self, task: Task) -> LoadResult:
         began, batches, text, crash = time.perf_counter(), None, "", False
         try:
-            batches = self.batches(task)
+            with time_limit(self.timeout_s):
+                batches = self.batches(task)
         except UsageError as error:
             text = str(error)
+        except TimedOut:
+            text = self.late
         except Exception as error:  # it must reach the ranks that wait, not end this one
             text, crash = f"{type(error).__name__}: {error}", not isinstance(error, OSError)
             if crash:
                 traceback.print_exc()  # the ranks end with one line
         return LoadResult(task, batches, text, crash, time.perf_counter() - began)
+
+    @property
+    def late(self) -> str:
+        """The error of a task that is still loading after `timeout_s`."""
+        return f"it was still loading after load_timeout={self.timeout_s:g} s"
 
     def batches(self, task: Task) -> Episode:
         for wait_s in (*BACK_OFF_S, None):
@@ -189,16 +222,16 @@ class LoadEpisode:
                     raise
                 self.sleep(wait_s)
         classes = len(episode.classes) if len(episode.classes) < self.most_classes else 0
+        weights = [self.class_weights.get(name, 1.0) for name in episode.classes if self.class_weights]
         return Episode(
-            self.batcher.split_support(episode.support, task.seed, classes),
-            self.batcher.split(episode.query, classes),
+            self.batcher.split_support(episode.support, task.seed, classes, weights),
+            self.batcher.split(episode.query, classes, weights),
             self.batcher.split(self.prompt(episode.support, episode.query)) if self.prompt else [],
         )
 
 
-class Tasks(torch.utils.data.Dataset[tuple[str, int]]):
-    """Prepares episodes in loader processes. An index is a task; an item is the file in memory that holds the
-    episode, or "" and the number of the error that writing met.
+class Tasks(torch.utils.data.Dataset[EpisodeFile]):
+    """Prepares episodes in loader processes. An index is a task.
 
     Files, because a process may be killed at any moment: a tensor in transit would be lost with the process
     that sent it, and half a large message would let the reader wait for ever. A name is written to the pipe
@@ -208,23 +241,25 @@ class Tasks(torch.utils.data.Dataset[tuple[str, int]]):
     def __init__(self, load: Callable[[Task], Any], folder: EpisodeFolder) -> None:
         self.load, self.path = load, folder.path
 
-    def __getitem__(self, task: Task) -> tuple[str, int]:  # type: ignore[override]
+    def __getitem__(self, task: Task) -> EpisodeFile:  # type: ignore[override]
         name = ".".join(map(str, task.seed))
         part = self.path / f"{os.getpid()}_{name}"
         try:
             with part.open("wb") as file:
                 pickle.dump(self.load(task), file)
-            return str(part.rename(self.path / name)), 0
+            return EpisodeFile(str(part.rename(self.path / name)))
         except OSError as error:
             with suppress(OSError):
                 part.unlink()
-            return "", error.errno or 0
+            return EpisodeFile("", error.errno or 0)
 
 
 class EpisodeLoader:
     """Returns the episodes of this rank in the order of `task_stream`: from a task to it and all later ones.
 
     num_workers: a number, or "auto". budget: most loader processes of this rank that `auto` may start.
+    claiming_groups: how many groups claim tasks of the stream, so that this rank gets one of so many; 0: the
+    stream has the tasks of this group alone, all of which are fetched.
     """
 
     def __init__(
@@ -235,16 +270,21 @@ class EpisodeLoader:
         prefetch_factor: int = 4,
         pin: bool = False,
         budget: int | None = None,
+        claiming_groups: int = 0,
     ) -> None:
+        self.claiming_groups = claiming_groups
+        self.sent = deque[Task]()  # in the order of the stream, those whose episodes have not been received
         self.load, self.task_stream, self.prefetch_factor, self.pin = load, task_stream, prefetch_factor, pin
         self.auto = num_workers == "auto"
         self.num_workers = 0 if self.auto else int(num_workers)
         self.budget = (os.cpu_count() or 1) - 1 if budget is None else budget
-        self.stream: Iterator[tuple[str, int]] | None = None
+        self.stream: Iterator[EpisodeFile | LoadResult] | None = None
         self.folder: EpisodeFolder | None = None  # of episodes on their way
         self.warnings: list[str] = []  # about loader processes, since they were last asked for
         self.full = False  # whether `warnings` has told that episodes cannot be written
         self.deaths: Counter[Seed] = Counter()  # of loader processes, by the task that they were preparing
+        self.preparing: dict[str, float] = {}  # <pid>_<seed> of episodes in preparation, and since when
+        self.late: set[Seed] = set()  # tasks whose loader process was killed because they took too long
         self.failures, self.cause = 0, ""  # of loader processes in a row that no task caused; the last of any
         self.wait_s = self.load_s = 0.0
         self.rounds, self.warm = 0, (0.0, 0.0)  # outer steps, and what the first of them took: it warms up
@@ -269,7 +309,8 @@ class EpisodeLoader:
         self.auto = False
         load, step = self.load_s - self.warm[0], step_seconds - self.warm[1]
         if load > WAIT_SHARE * step:
-            self.num_workers = min(self.budget, math.ceil(2 * load / max(step - load, 1e-9)))
+            prepared = 2 * load * max(1, self.claiming_groups)
+            self.num_workers = min(self.budget, math.ceil(prepared / max(step - load, 1e-9)))
         return self.num_workers
 
     def close(self) -> None:
@@ -282,8 +323,7 @@ class EpisodeLoader:
 
     def _fetch_one(self, task: Task) -> LoadResult:
         try:
-            loaded = self._next(task)
-            return loaded.pin_memory() if self.pin else loaded
+            return self._next(task)
         except Exception as error:  # it must reach the ranks that wait, not end this one
             return LoadResult(task, None, f"{type(error).__name__}: {one_line(error)}", crash=True)
 
@@ -292,12 +332,22 @@ class EpisodeLoader:
             try:
                 if self.stream is None:
                     self.stream = self._start(task)
+                self._drop_before(task)
+                if self.claiming_groups and task not in self.sent:
+                    if not self.deaths[task.seed]:
+                        break
+                    self.close()  # it has ended a loader process: this process must not load it
+                    continue
                 found = next(self.stream)
+                self.sent.popleft()
             except (RuntimeError, OSError, EOFError) as error:
-                self._recover(error)
+                if "timed out" in str(error) and self.load.timeout_s:
+                    self._end_late_processes(self.load.timeout_s + GRACE_S)
+                else:
+                    self._recover(error)
                 continue
             try:
-                loaded = take(found)
+                loaded = found.take() if isinstance(found, EpisodeFile) else found
             except OSError as error:
                 self._not_passed(error)
                 break
@@ -305,13 +355,34 @@ class EpisodeLoader:
             self.failures = 0
             return loaded
         if not self.deaths[task.seed]:
-            return self.load(task)
+            loaded = self.load(task)
+            return loaded.pin_memory() if self.pin else loaded
+        if task.seed in self.late:
+            return LoadResult(task, None, self.load.late)
         return LoadResult(
             task,
             None,
             f"task {task.name}: loader processes died {self.deaths[task.seed]} times while they prepared it,"
             f" last: {self.cause}",
         )
+
+    def _drop_before(self, task: Task) -> None:
+        """Drop the episodes of the stream before `task`, which other groups have claimed."""
+        while self.claiming_groups and self.sent and claim_order(self.sent[0]) < claim_order(task):
+            assert self.stream is not None
+            found = next(self.stream)
+            self.sent.popleft()
+            if isinstance(found, EpisodeFile) and found.path:
+                with suppress(OSError):
+                    os.unlink(found.path)
+
+    def _stream_from(self, task: Task) -> Iterator[Task]:
+        """The stream from `task` on, without tasks that have ended too many loader processes."""
+        self.sent.clear()
+        for one in self.task_stream(task):
+            if self.deaths[one.seed] < DEATHS:
+                self.sent.append(one)
+                yield one
 
     def _recover(self, error: Exception) -> None:
         """End the loader processes after a failure, to start others; after DEATHS failures in a row start no
@@ -342,6 +413,25 @@ class EpisodeLoader:
         tries = max([self.failures, *(self.deaths[seed] for seed in blamed)])
         self.load.sleep(BACK_OFF_S[min(tries, len(BACK_OFF_S)) - 1])
 
+    def _end_late_processes(self, limit_s: float) -> None:
+        """Kill loader processes that have prepared a task for longer than `limit_s`, and start others; these
+        tasks are given up.
+        """
+        now = time.monotonic()
+        names = [file.name for file in self.folder.path.glob("*_*")] if self.folder else []
+        self.preparing = {name: self.preparing.get(name, now) for name in names}
+        late = [name for name, began in self.preparing.items() if now - began > limit_s]
+        for name in late:
+            pid, seed = name.split("_")
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+            task = tuple(map(int, seed.split(".")))
+            self.late.add(task)
+            self.deaths[task] = DEATHS
+        if late:
+            self.warnings.append("a loader process did not react to load_timeout; it was killed and replaced")
+            self.close()
+
     def _not_passed(self, error: OSError) -> None:
         """Load in this process an episode that a loader process could not write or whose file was removed."""
         if self.folder and not self.folder.path.exists():
@@ -356,7 +446,7 @@ class EpisodeLoader:
                 f" ({error.strerror}); the training process loads missing episodes; {remedy()}"
             )
 
-    def _start(self, task: Task) -> Iterator[tuple[str, int]]:
+    def _start(self, task: Task) -> Iterator[EpisodeFile | LoadResult]:
         self.folder = EpisodeFolder()
         remove_stale()
         # a fork of this process would copy its threads' locks
@@ -368,10 +458,12 @@ class EpisodeLoader:
             torch.utils.data.DataLoader(
                 Tasks(self.load, self.folder),
                 batch_size=None,
-                sampler=(one for one in self.task_stream(task) if self.deaths[one.seed] < DEATHS),  # type: ignore[arg-type]
+                sampler=self._stream_from(task),  # type: ignore[arg-type]
                 num_workers=self.num_workers,
                 prefetch_factor=self.prefetch_factor,
                 persistent_workers=True,
+                pin_memory=self.pin,
+                timeout=POLL_S if self.load.timeout_s else 0,
                 multiprocessing_context=context,
                 worker_init_fn=serve,
             )

@@ -157,18 +157,30 @@ def part_of(text: str) -> int:
     return next((MARKS.index(sign) + 1 for sign in text if sign in MARKS), 0)
 
 
-def check_episodes(config: Config) -> None:
-    """Raise `UsageError` for episodes that the suite does not have."""
+def check_episodes(name: str, config: Config) -> None:
+    """Raise `UsageError` for episodes that a suite does not have."""
     most, above = len(MARKS) * SUPPORT, "texts of a class of dataset=marks; lower it"
+    causal = config.task_type == "causal_lm"
     refuse_first(
         [
             (
-                config.task_type != "classification",
-                f"dataset=marks has classes and no answers, and task_type={config.task_type}; use"
-                " classification",
+                causal and name == "marks",
+                "dataset=marks has classes and no answers, and task_type=causal_lm; use classification, or"
+                " dataset=words",
             ),
-            (config.most_shots > most, f"k_shot={config.most_shots} is above the {most} {above}"),
-            (config.num_query > QUERY, f"num_query={config.num_query} is above the {QUERY} {above}"),
+            (
+                not causal and name == "words",
+                "dataset=words has answers and no classes, and task_type=classification; use"
+                " --task_type causal_lm, or dataset=letters",
+            ),
+            (
+                name == "marks" and config.most_shots > most,
+                f"k_shot={config.most_shots} is above the {most} {above}",
+            ),
+            (
+                name == "marks" and config.num_query > QUERY,
+                f"num_query={config.num_query} is above the {QUERY} {above}",
+            ),
         ]
     )
 

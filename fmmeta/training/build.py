@@ -7,7 +7,7 @@ with the same error.
 import copy
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.processes import TimedOut, time_limit
 from fmmeta.common.progress import Warn
 from fmmeta.common.text import counted
 from fmmeta.config.algorithms import find
@@ -36,7 +37,7 @@ from fmmeta.parallel.layout import GroupCoordinates, Layout, ParallelPlan
 from fmmeta.parallel.param_map import OuterMemory
 from fmmeta.parallel.process_groups import ProcessGroups, World
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.parallel.workers.create import checked, create_worker
+from fmmeta.parallel.workers.create import check_finite, create_worker
 from fmmeta.planning.memory import (
     SizesAt,
     check_group_size,
@@ -52,6 +53,7 @@ from fmmeta.tasks.batching import Batcher, pack
 from fmmeta.tasks.data.encode import make_prompt
 from fmmeta.tasks.data.rows import Row
 from fmmeta.tasks.data.splits import UsedSplits
+from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.loader import LoadEpisode, Prompted
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import TaskSource, stratum_shares
@@ -81,6 +83,7 @@ class RunInputs:
             **self.deepspeed.recorded(),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "transforms_fingerprint": self.transforms.fingerprint if self.transforms else "",
+            "class_weights_fingerprint": digest(weights) if (weights := self.sources.class_weights) else "",
         }
 
     def settings(self, config: Config) -> dict[str, Any]:
@@ -143,9 +146,7 @@ def read_inputs(
         f"dataset={names} is being read and tokenised", read, config.prepare_timeout
     )
     with world.comm.raise_on_all("trying the transforms"):
-        transforms = Transforms.of(config, copy.deepcopy(tokenizer))
-        if transforms:
-            transforms(sources.train.draw(Schedule(sources.train.items, 1, config.seed).meta_batch(0)[0]))
+        transforms = tried_transforms(config, tokenizer, sources.train)
     notice(sources.summary)
     fingerprints = set(world.comm.gather_bytes(sources.fingerprint.encode()))
     if len(fingerprints) > 1:
@@ -156,6 +157,31 @@ def read_inputs(
     if config.pipeline_balance == "time":
         inputs.layer_costs = measure_layers(config, inputs, world)
     return inputs
+
+
+def tried_transforms(config: Config, tokenizer: Any, source: TaskSource) -> Transforms | None:
+    """The transforms of the run, after a trial on one episode; None if there are none.
+
+    Raises `UsageError` for one that fails or does not return. Local.
+    """
+    limit = config.load_timeout or config.prepare_timeout
+    try:
+        with time_limit(limit):
+            transforms = Transforms.of(config, copy.deepcopy(tokenizer))
+            if transforms:
+                transforms(source.draw(Schedule(source.items, 1, config.seed).meta_batch(0)[0]))
+            return transforms
+    except TimedOut:
+        named = [
+            f"{name}={' '.join(getattr(config, name))}"
+            for name in ("example_transforms", "episode_transforms")
+            if getattr(config, name)
+        ]
+        flag = "load_timeout" if config.load_timeout else "prepare_timeout"
+        raise UsageError(
+            f"{' and '.join(named)} did not return the first episode within {flag}={limit:g} s; fix it, or"
+            f" raise --{flag}"
+        ) from None
 
 
 def measure_layers(config: Config, inputs: RunInputs, world: World) -> list[float]:
@@ -276,10 +302,20 @@ class Runtime:
     setup: rules.Setup
     batcher: Batcher
     prompt: Prompted | None = None  # puts support sets before queries
+    load_timeout: float | None = None
+    class_weights: dict[str, float] = field(default_factory=dict)
 
     def load(self, source: TaskSource, transform: Transforms | None = None) -> LoadEpisode:
         """Loads tasks of `source` as micro-batches of this rank."""
-        return LoadEpisode(source, self.batcher, transform, self.setup.inner.head.classes, self.prompt)
+        return LoadEpisode(
+            source,
+            self.batcher,
+            transform,
+            self.setup.inner.head.classes,
+            self.prompt,
+            timeout_s=self.load_timeout,
+            class_weights=self.class_weights,
+        )
 
 
 def training_schedule(config: Config, inputs: RunInputs, layout: Layout) -> Schedule:
@@ -289,7 +325,7 @@ def training_schedule(config: Config, inputs: RunInputs, layout: Layout) -> Sche
     groups_per_node = max(1, layout.launch.local_world_size // layout.group_size)
     return Schedule(
         source.items,
-        config.meta_batch_size * config.meta_accumulation_steps,
+        config.tasks_per_step,
         config.seed,
         shares=stratum_shares(config, source.items),
         nodes=layout.num_groups // groups_per_node if by_node else 1,
@@ -302,19 +338,13 @@ def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessG
     worker, head_names, frozen = create_worker(config, inputs.description, plan, ranks)
     theta = ranks.cross.broadcast_(worker.read())
     with ranks.world.raise_on_all("looking at the weights"):
-        for _ in checked(config, ((part.name, theta[part.here]) for part in worker.params.fragments)):
-            pass
+        for part in worker.params.fragments:
+            check_finite(config, part.name, theta[part.here])
     worker.write(theta)
     check_replicas(ranks, theta, "although it was broadcast")
     theta = OuterMemory(ranks.device, config.offload_outer).store(theta)
     setup = rules.setup(config, worker, head_names, inputs.description.outputs(config), inputs.deepspeed.bf16)
-    prompt = None
-    if find(config.algorithm).in_prompt:
-        prompt = partial(
-            prompted,
-            bos_token_id=inputs.tokenizer.bos_token_id,
-            positions=max_positions(inputs.description.hf_config),
-        )
+    prompt = prompt_builder(inputs) if find(config.algorithm).in_prompt else None
     return Runtime(
         worker,
         MetaParameters.of(theta, setup.inner),
@@ -322,7 +352,15 @@ def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessG
         setup,
         batcher(config, inputs, plan.coordinates(ranks.layout.group_rank)),
         prompt,
+        config.load_timeout,
+        inputs.sources.class_weights,
     )
+
+
+def prompt_builder(inputs: RunInputs) -> Prompted:
+    """The function that puts the support set before each query, as far as the model's positions go."""
+    bos, most = inputs.tokenizer.bos_token_id, max_positions(inputs.description.hf_config)
+    return partial(prompted, bos_token_id=bos, positions=most)
 
 
 def batcher(config: Config, inputs: RunInputs, coordinates: GroupCoordinates) -> Batcher:

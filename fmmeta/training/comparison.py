@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.common.text import strict
+from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop
@@ -181,16 +182,16 @@ def show(compared: Compared, config: Config, table: Table) -> None:
     """Show the table, and one by stratum where there are several."""
     rows = [[name, percent(accuracy), f"{loss[0]:.4f}"] for name, (accuracy, loss) in compared.rows.items()]
     loop = compared.loop
-    if loop.steps:
+    in_prompt = find(config.algorithm).in_prompt
+    if loop.steps and not in_prompt:
         rows[1][0] += f" (inner_lr {config.inner_lr * loop.scale:.3g}, {loop.steps} steps)"
     gain, fall = compared.gain
     rows.append(["gain of meta-training (paired)", percent(gain), format_interval(fall)])
     ways, head = "", ""
     if config.task_type == "classification":
         ways, head = f"{config.n_way}-way ", f" (head at the start of a task: {config.head_init})"
-    title = (
-        f"{compared.episodes} held-out {ways}{config.k_shot}-shot episodes, {config.inner_steps} inner steps"
-    )
+    learning = "support set in the prompt" if in_prompt else f"{config.inner_steps} inner steps"
+    title = f"{compared.episodes} held-out {ways}{config.k_shot}-shot episodes, {learning}"
     table(f"{title}{head}", ["", "accuracy %", "loss"], rows)
     if len(compared.strata) > 1:
         table(

@@ -4,13 +4,16 @@ share of the schedule -> loader.fetch -> read                    all ranks of a 
                                                                   on one of them
                                       -> apply_bad_task_policy   gather the errors of all ranks; skip those
                                                                   tasks, or stop on all ranks
+
+With --task_schedule dynamic the loader prepares the tasks that this group may claim next, and the tasks of
+each claim (claims.py) are fetched and read when it is made.
 """
 
 import copy
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +24,8 @@ from fmmeta.config.settings import Config
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.tasks.batching import Episode
 from fmmeta.tasks.loader import EpisodeLoader, LoadEpisode, LoadResult, TaskSampler
-from fmmeta.tasks.schedule.meta_batches import Schedule, Task, assign_to_groups
+from fmmeta.tasks.schedule.meta_batches import Schedule, Task, assign_to_groups, claim_order
+from fmmeta.training.claims import TaskClaims
 from fmmeta.training.run_log import StepMetrics
 
 # max_bad_fraction is of this many tasks at least, so that the first bad one does not stop a run
@@ -149,7 +153,9 @@ class EpisodeReader:
 class TrainingEpisodes(EpisodeReader):
     """The training tasks of this group from the outer step `first` to the last, prefetched.
 
-    counts: tasks seen and bad so far, as in a checkpoint.
+    counts: tasks seen and bad so far, as in a checkpoint. claims: None if tasks are assigned. finished: slots
+    of the tasks of this outer step that this group has finished. finished_before: the same of all groups, in
+    attempts that were abandoned (--elastic).
     """
 
     def __init__(
@@ -163,6 +169,10 @@ class TrainingEpisodes(EpisodeReader):
         notice: Callable[[str], None],
     ) -> None:
         self.schedule, self.layout = schedule, ranks.layout
+        claims = config.task_schedule == "dynamic"
+        self.claims = TaskClaims(ranks.group, ranks.store) if claims else None
+        self.finished, self.finished_before = list[int](), set[int]()
+        self.head = self.stride = 0.0  # last position that this group has claimed, and from claim to claim
         self.loader = EpisodeLoader(
             load,
             self.task_stream,
@@ -170,6 +180,7 @@ class TrainingEpisodes(EpisodeReader):
             config.prefetch_factor,
             pin=ranks.device.type == "cuda",
             budget=max(0, (os.cpu_count() or 1) // ranks.layout.launch.local_world_size - 1),
+            claiming_groups=max(1, ranks.cross.size // schedule.nodes) if claims else 0,
         )
         super().__init__(self.loader.fetch, ranks, config, notice)
         self.voting_group = ranks.all_groups
@@ -178,13 +189,78 @@ class TrainingEpisodes(EpisodeReader):
             notice(f"num_workers={config.num_workers}: loader processes per rank")
 
     def task_stream(self, task: Task) -> Iterable[Task]:
-        """The tasks of this group from `task` to the end of the run."""
+        """The tasks of this group from `task` to the end of the run, or those that it may claim."""
         own = copy.copy(self.schedule)  # a separate reader: it runs ahead of the loop
+        if self.claims is not None:
+            return self._candidates(own, task)
         sampler = TaskSampler(own, self.ranks.cross.size, self.ranks.cross.rank, task.seed[2])
         return itertools.dropwhile(
             lambda one: one != task,
             itertools.takewhile(lambda one: one.seed[2] < self.config.outer_steps, sampler),
         )
+
+    def _candidates(self, schedule: Schedule, first: Task) -> Iterator[Task]:
+        """`first`, then tasks of the queue after those that are claimed when the loader asks for another.
+
+        Of G equally fast groups each claims every G-th position. Where the loader prepares fewer episodes
+        than G at a time, they are those around the position that this group will claim by its last claims.
+        """
+        yield first
+        ahead = self.loader.num_workers * self.loader.prefetch_factor
+        for outer_step in range(first.seed[2], self.config.outer_steps):
+            for index, task in enumerate(schedule.queue(outer_step, self.part)):
+                expected = self.head + max(1.0, self.stride - ahead // 2)
+                if claim_order(task) > claim_order(first) and self._position(outer_step, index) >= expected:
+                    yield task
+
+    @property
+    def part(self) -> int:
+        """The node whose tasks this group claims; 0 unless nodes share the tasks (--task_sharding node)."""
+        return self.ranks.cross.rank // max(1, self.ranks.cross.size // self.schedule.nodes)
+
+    def _position(self, outer_step: int, index: int) -> int:
+        """Position in the endless queue of this group's part of the tasks."""
+        return outer_step * self.schedule.per_node + index
+
+    def passes(self, outer_step: int, metrics: StepMetrics, size: int) -> Iterator[list[Episode]]:
+        """This group's episodes of an outer step, up to `size` at a time; run each list before the next.
+
+        Tasks without an episode are counted in `metrics`. If tasks are claimed, raises `PeerLost`.
+        Collective: group.
+        """
+        if self.claims is None:
+            episodes = self.episodes(outer_step, metrics)
+            for begin in range(0, len(episodes), size):
+                yield episodes[begin : begin + size]
+            return
+        waited, queue = self.loader.wait_s, self.schedule.queue(outer_step, self.part)
+        left = [index for index, task in enumerate(queue) if task.seed[-1] not in self.finished_before]
+        self.claims.begin(f"{self.part}/{outer_step}")
+        while (begin := size * self.claims.next()) < len(left):
+            self._note_claim(self._position(outer_step, left[begin]))
+            asked = [queue[index] for index in left[begin : begin + size]]
+            found = self.read(asked)
+            metrics.count_missing(len(asked) - len(found), len(self.errors), self.loader.wait_s - waited)
+            if found:
+                yield [batches for _, batches in found]
+            self.finished += [task.seed[-1] for task in asked]
+
+    def _note_claim(self, position: int) -> None:
+        """Follow where in the queue this group is, and how far its claims are from each other."""
+        gap, self.head = position - self.head, float(position)
+        if self.stride:
+            self.stride += (gap - self.stride) / 4
+        else:
+            self.stride = float(self.loader.claiming_groups)
+
+    def abandon(self) -> None:
+        """Let no group claim another task of this outer step. Local."""
+        if self.claims is not None:
+            self.claims.close()
+
+    def complete_step(self) -> None:
+        """All tasks of the outer step are finished, on all groups. Local."""
+        self.finished, self.finished_before = [], set()
 
     def episodes(self, outer_step: int, metrics: StepMetrics) -> list[Episode]:
         """This group's episodes of an outer step; tasks without one are counted in `metrics`.
@@ -200,10 +276,12 @@ class TrainingEpisodes(EpisodeReader):
     def restart(self, counts: dict[str, int]) -> None:
         """Restart with other shares, or at another step: prefetched episodes are dropped.
 
-        counts: tasks seen and bad before that step.
+        counts: tasks seen and bad before that step. Errors are those of finished tasks, if there are any.
         """
         self.loader.close()
-        self.counts, self.errors = dict(counts), []
+        self.counts = dict(counts)
+        if not self.finished:
+            self.errors = []
 
     def tune_workers(self, step_seconds: float) -> None:
         """Let the loader choose its number of processes; print its warnings."""

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from fmmeta.checkpoint.write import Saver
-from fmmeta.common.errors import PeerLost, Stopped, UsageError
+from fmmeta.common.errors import MachineFault, PeerLost, Stopped, UsageError
 from fmmeta.common.progress import Progress, Warn
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.hessian import check
 from fmmeta.meta.multi_task import adapter_multi_task_rule, tasks_per_pass
+from fmmeta.meta.noise_scale import local_square
 from fmmeta.meta.outer_step import OuterStep
 from fmmeta.meta.parameters import MetaGradient
 from fmmeta.metrics.own import Metric, OwnMetrics
@@ -29,7 +30,7 @@ from fmmeta.training import build, callbacks
 from fmmeta.training.callbacks import Outcome
 from fmmeta.training.episodes import EpisodeReader, TrainingEpisodes
 from fmmeta.training.profiler import Profiler
-from fmmeta.training.run_folder import RunStart, newest_complete, write_config, write_run
+from fmmeta.training.run_folder import RunStart, newest_complete, promise_of, write_config, write_run
 from fmmeta.training.run_log import RunLogger, StepMetrics
 from fmmeta.training.state import TrainingState
 from fmmeta.training.trackers import Trackers
@@ -105,10 +106,11 @@ class StopAgreement:
         return left > 0
 
     def agree(self) -> bool:
-        """Whether any rank has received a stop signal; all then have its name. Collective: world."""
+        """Whether any rank has received a stop signal; all then have one's name. Collective: world."""
         names = [name.decode() for name in self.ranks.world.gather_bytes(self.signals.asked.encode()) if name]
         self.requested = self.requested or bool(names)
-        self.signals.asked = names[0] if names else ""
+        if names:
+            self.signals.adopt(names[0])
         return self.requested
 
 
@@ -148,6 +150,8 @@ class Run:
         self.stage = WatchdogStage(config.step_timeout, (ranks.cross, ranks.world))
         self.outlier_bounds = OutlierBounds(config, parts.worker)
         self.metrics, self.update = StepMetrics(), cast("OuterStep | None", None)  # of the last outer step
+        # of the tasks that this group has finished in this outer step; kept if another group is lost
+        self.kept_metrics: StepMetrics | None = None
         self.held_out = HeldOut(
             config,
             self.worker,
@@ -205,7 +209,16 @@ class Run:
                 self.begin_writing()
         if found is not None:
             self.worker.write(self.theta)
-            self.progress.notice(f"resumed from {found}, outer step {self.state.outer_step}")
+            text = f"resumed from {found}, outer step {self.state.outer_step}"
+            if self.config.task_schedule == "dynamic":
+                text += f"; {promise_of(self.config.as_dict())}"
+            self.progress.notice(text)
+
+    def forget_tasks(self) -> None:
+        """Drop the gradients of the tasks that this group has finished in this outer step. Local."""
+        self.kept_metrics = None
+        self.state.updates.meta.clear()
+        self.feed.finished, self.feed.errors = [], []
 
     def begin_writing(self) -> None:
         """From here on this group writes the files of the run. Local."""
@@ -263,19 +276,27 @@ class Run:
             return Outcome.STOP  # the other groups have finished the run meanwhile
         stage.begin(f"outer step {step + 1}", "waiting for its tasks", is_step=True)
         self.callbacks.on_step_begin(self)
-        metrics = StepMetrics(self.spec.numbers)
+        metrics = self.kept_metrics or StepMetrics(self.spec.numbers, self.worker.params.replicated)
+        metrics.began = time.monotonic()
+        if self.feed.claims is not None:
+            self.kept_metrics = metrics
         left_tasks = self._add_task_gradients(step, metrics)
         if left_tasks and self.config.elastic:
             self.stop.requested = True
             return Outcome.STOP  # the other groups of an elastic run repeat the step without this one
         stage.begin_phase("waiting for the other groups")
         weight = metrics.all_reduce(self.ranks)
+        self.kept_metrics = None
+        self.feed.complete_step()
         self.controller.check_task_count(metrics.tasks, self.schedule.tasks_per_step)
         stage.begin_phase("agreeing with the other groups")
         if self.stop.agree_after_tasks(left_tasks, state.saver):
             return Outcome.STOP
+        if self.feed.claims is not None:
+            self._check_claims(metrics)
         no_data = self._apply_bad_task_policy(metrics)
-        update = state.updates.step(weight, step, no_data, step + 1 == self.config.outer_steps)
+        squares = metrics.squares if self.config.gradient_noise_scale else None
+        update = state.updates.step(weight, step, no_data, step + 1 == self.config.outer_steps, squares)
         if update is not None and update.applied:
             self.worker.write(self.theta)
         stage.record_step()
@@ -285,33 +306,48 @@ class Run:
     def _add_task_gradients(self, step: int, metrics: StepMetrics) -> bool:
         """Add the gradients of this group's tasks to the meta-gradient; whether a stop has left out tasks.
 
-        With outlier bounds every task has a separate MetaGradient, which is added once it is accepted.
-        Collective: group.
+        With outlier bounds, or to measure the noise scale, every task has a separate MetaGradient, which is
+        added once it is accepted. Collective: group.
         """
         rule, bounds, most = self.rule_at(step), self.outlier_bounds, tasks_per_pass(self.config)
         meta, total = self.state.meta_params, self.state.updates.meta
-        into = MetaGradient(meta.theta, total.extra) if bounds else total
+        measures = self.config.gradient_noise_scale
+        into = MetaGradient(meta.theta, total.extra) if bounds or measures else total
         multi_task_rule = self.adapter_rule or (rule if most > 1 else None)
-        episodes = self.feed.episodes(step, metrics)
-        for begin in range(0, len(episodes), most):
+        first, count_pass, begun = None, self.stage.count_pass, 0
+        for some in self.feed.passes(step, metrics, most):
             if self.stop.should_leave_tasks():
+                self.feed.abandon()
                 return True
-            self.stage.begin_phase(f"task {begin + 1} of group {self.ranks.cross.rank}", passes=1)
-            some, count_pass = episodes[begin : begin + most], self.stage.count_pass
+            self.stage.begin_phase(f"task {begun + 1} of group {self.ranks.cross.rank}", passes=1)
+            begun, first = begun + len(some), some[0] if first is None else first
             if multi_task_rule is None:
                 results = [rule.task_gradient(self.worker, meta, some[0], into, count_pass)]
             else:
                 results = multi_task_rule.task_gradients(self.worker, meta, some, into, count_pass)
             for episode, result in zip(some, results, strict=True):
                 exploded = bounds.exceeded_by(result, into.sum)
-                if bounds:
+                square = local_square(self.worker, into.sum) if measures else 0.0
+                if into is not total:
                     if result.finite and not exploded:
                         total.merge(into)
                     into.clear()
-                metrics.add(result, episode.tokens if self.worker.counts_rows else 0, exploded)
-        if step == 0 and episodes and not (self.spec.in_prompt or self.spec.all_classes):
-            self._check_inner_loop(episodes[0].support)
+                tokens = episode.tokens if self.worker.counts_rows else 0
+                metrics.add(result, tokens, exploded, square)
+            self.stage.begin_phase("waiting for its tasks")
+        if step == 0 and first is not None and not (self.spec.in_prompt or self.spec.all_classes):
+            self._check_inner_loop(first.support)
         return False
+
+    def _check_claims(self, metrics: StepMetrics) -> None:
+        """Raises `MachineFault` if the groups have not claimed each task of the outer step once. Local."""
+        metrics.values["tasks_by_group"] = metrics.tasks_by_group
+        if metrics.tasks != self.schedule.tasks_per_step:
+            raise MachineFault(
+                f"{metrics.tasks} tasks were claimed in an outer step of {self.schedule.tasks_per_step}:"
+                " another program has changed the counters in the store of the launch; give the run a"
+                " --master_port that no other program uses"
+            )
 
     def _check_inner_loop(self, support: Sequence[MicroBatch]) -> None:
         """Warn if the inner loop raises the loss of a support set, from theta. Collective: group."""

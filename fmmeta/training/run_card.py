@@ -39,18 +39,21 @@ def card_content(
     episodes = f"{config.n_way}-way {config.k_shot}-shot" if classes else f"{config.k_shot}-shot"
     data = [public_name(name) for name in config.dataset]
     base = code(public_name(config.model_name_or_path))
-    tasks = config.meta_batch_size * config.meta_accumulation_steps
+    tasks = config.tasks_per_step
     merged = "" if adapter else ", merged into the base model"
     facts = {
         "base model": f"{base}, the built-in model, trained from scratch" if config.builtin_model else base,
         "algorithm": escaped(config.algorithm),
         "tasks": f"{' '.join(map(code, data))}, {episodes} episodes ({shots})",
         "inner loop": f"{config.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}",
+        "prompt": "the support set precedes each query" if spec.in_prompt else "",
         "outer loop": f"{config.outer_steps} steps of {config.outer_optimizer} over {tasks} tasks each,"
         f" outer_lr {config.outer_lr:g}, seed {config.seed}",
         "trained weights": f"LoRA adapters of rank {config.lora_r}{merged}" if config.lora_r else "",
         "sentence vector": f"{description.pooling} pooling" if description.pooling != "model" else "",
     }
+    if spec.in_prompt:
+        facts["inner loop"] = ""
     if spec.trains_nothing:
         facts["outer loop"] = facts["trained weights"] = ""
     return Content(
@@ -62,13 +65,15 @@ def card_content(
         facts=facts,
         dataset=[] if spec.trains_nothing else config.dataset,
         results=results(config, data, compared) if compared else [],
-        scores=scores(compared, episodes, not spec.trains_nothing) if compared else None,
+        scores=scores(compared, episodes, not spec.trains_nothing, spec.in_prompt) if compared else None,
     )
 
 
 def results(config: Config, data: Sequence[str], compared: Compared) -> list[EvalResult]:
     """The accuracy and the loss after adaptation, for the metadata of a card."""
     classes = config.task_type == "classification"
+    in_prompt = find(config.algorithm).in_prompt
+    learned = "with the support set in the prompt" if in_prompt else f"after {config.inner_steps} inner steps"
     found = list[EvalResult]()
     accuracy, loss = compared.rows[AFTER]
     kinds = ("accuracy", "accuracy") if classes else ("exact_match", "exact match")
@@ -82,7 +87,7 @@ def results(config: Config, data: Sequence[str], compared: Compared) -> list[Eva
                     dataset_name=printable(", ".join(data)),
                     dataset_split="test",
                     metric_type=kind,
-                    metric_name=f"{name} after {config.inner_steps} inner steps",
+                    metric_name=f"{name} {learned}",
                     metric_value=round(mean, 4),
                     metric_args=strict({"episodes": compared.episodes, "ci95": round(half, 4)}),
                 )
@@ -90,8 +95,10 @@ def results(config: Config, data: Sequence[str], compared: Compared) -> list[Eva
     return found
 
 
-def scores(compared: Compared, episodes: str, trained: bool) -> Scores:
-    """The table on held-out tasks of a card. trained: the base model is another one."""
+def scores(compared: Compared, episodes: str, trained: bool, in_prompt: bool = False) -> Scores:
+    """The table on held-out tasks of a card. trained: the base model is another one. in_prompt: the support
+    set is in the prompt.
+    """
     rows = dict(compared.rows)
     if trained:
         rows["gain of meta-training (paired)"] = compared.gain
@@ -101,6 +108,8 @@ def scores(compared: Compared, episodes: str, trained: bool) -> Scores:
         " The base model is adapted to the same episodes, with the inner loop that scores best on validation"
         " tasks."
     )
+    if in_prompt:
+        base = " The base model gets the same prompts, which hold the support set."
     names = {BEFORE: "before adaptation", FROM_START: "base model, adapted", AFTER: "this model, adapted"}
     return Scores(
         f"Mean and 95 % interval over {compared.episodes} episodes of held-out tasks ({episodes})."

@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,6 +51,7 @@ def write_run(folder: Path, settings: dict[str, Any], layout: str, **facts: Any)
     run = {
         "settings": settings,
         "layout": layout,
+        "promise": promise_of(settings),
         "versions": {name: version(name) for name in PACKAGES},
         "git_commit": git_commit(),
         **facts,
@@ -58,6 +59,18 @@ def write_run(folder: Path, settings: dict[str, Any], layout: str, **facts: Any)
     temporary = folder / "run.json.tmp"
     temporary.write_text(redact(to_json(run, indent=1)) + "\n", encoding="utf-8")
     publish(temporary, folder / "run.json")
+
+
+def promise_of(settings: Mapping[str, Any]) -> str:
+    """How theta of a repeated or resumed run compares with that of the first."""
+    causes = {
+        "task_schedule=dynamic": settings["task_schedule"] == "dynamic",
+        "elastic=True": settings["elastic"],
+    }
+    for cause, holds in causes.items():
+        if holds:
+            return f"{cause}: theta is the same to rounding, 1e-5 of its distance from the start"
+    return "theta is the same bit for bit on the same layout"
 
 
 def write_config(folder: Path, config: Config) -> None:

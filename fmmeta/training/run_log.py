@@ -12,9 +12,10 @@ from fmmeta.common.progress import LOGGER, STDERR, Warn
 from fmmeta.common.security import redact
 from fmmeta.common.text import to_json
 from fmmeta.config.algorithms import find
+from fmmeta.meta.noise_scale import TaskSquares
 from fmmeta.meta.rule import TaskResult
 from fmmeta.parallel.process_groups import ProcessGroups
-from fmmeta.report.data import parse_line
+from fmmeta.report.data import noise_advice, parse_line
 from fmmeta.training.callbacks import Callback, Outcome
 
 if TYPE_CHECKING:
@@ -24,19 +25,25 @@ if TYPE_CHECKING:
 class StepMetrics:
     """Numbers of this group's tasks in one outer step; `all_reduce` sets `values` from those of all groups.
 
-    names: further numbers of the algorithm's task gradients.
+    names: further numbers of the algorithm's task gradients. replicated: whether each rank of a group holds
+    the whole model. squares: of the tasks of all groups, after `all_reduce`.
     """
 
-    def __init__(self, names: Sequence[str] = ()) -> None:
+    def __init__(self, names: Sequence[str] = (), replicated: bool = True) -> None:
+        self.replicated, self.squares = replicated, TaskSquares(0.0, 0.0, 0.0)
         self.began = time.monotonic()
-        self.weight = self.data_seconds = 0.0
+        self.weight = self.weight_squared = self.data_seconds = 0.0
+        self.square = 0.0  # this rank's part of the sum of w |g|^2 (meta/noise_scale.py)
         self.skipped = self.exploded = self.tokens = self.tasks = self.failures = 0
         # sums over the finite tasks, each times its weight
         self.sums = dict.fromkeys(("support_loss", "query_loss", "accuracy", *names), 0.0)
         self.values: dict[str, Any] = {}
+        self.tasks_by_group: list[int] = []  # with or without an episode
 
-    def add(self, task: TaskResult, tokens: int, exploded: bool = False) -> None:
-        """Count a task. exploded: whether it exceeds the outlier bounds, and is skipped."""
+    def add(self, task: TaskResult, tokens: int, exploded: bool = False, square: float = 0.0) -> None:
+        """Count a task. exploded: whether it exceeds the outlier bounds, and is skipped; square: this rank's
+        part of |w g|^2, w its weight and g its meta-gradient, if measured.
+        """
         self.tokens += tokens
         self.tasks += 1
         self.exploded += exploded
@@ -44,6 +51,8 @@ class StepMetrics:
             self.skipped += 1
             return
         self.weight += task.weight
+        self.weight_squared += task.weight**2
+        self.square += square / task.weight if task.weight else 0.0
         found = {
             "support_loss": task.support.loss,
             "query_loss": task.query.loss,
@@ -71,6 +80,7 @@ class StepMetrics:
             "skipped": self.skipped,
             "exploded": self.exploded,
             "tasks": self.tasks,
+            "weight_squared": self.weight_squared,
             **self.sums,
         }
         mine = {
@@ -78,16 +88,20 @@ class StepMetrics:
             "tokens": self.tokens,
             "data_seconds": self.data_seconds,
             "failures": self.failures,
+            "square": 0.0 if self.replicated and not counts_group else self.square,
         }
         sums = ranks.all_groups.sum_(torch.tensor(list(mine.values()), dtype=torch.float64))
         total = dict(zip(mine, sums.tolist(), strict=True))
-        # [2, groups]: busy and waiting, each a mean over the ranks of a group
-        seconds = torch.zeros(2, ranks.cross.size, dtype=torch.float64)
-        seconds[:, ranks.cross.rank] = (
-            torch.tensor([waiting - self.began, time.monotonic() - waiting]) / ranks.layout.group_size
+        # [3, groups]: busy, waiting and tasks, each a mean over the ranks of a group
+        of_groups = torch.zeros(3, ranks.cross.size, dtype=torch.float64)
+        of_groups[:, ranks.cross.rank] = (
+            torch.tensor([waiting - self.began, time.monotonic() - waiting, float(self.tasks)])
+            / ranks.layout.group_size
         )
-        busy, waits = ranks.all_groups.sum_(seconds)
+        busy, waits, tasks = ranks.all_groups.sum_(of_groups)
+        self.tasks_by_group = [round(count) for count in tasks.tolist()]
         weight = total["weight"]
+        self.squares = TaskSquares(weight, total["weight_squared"], total["square"])
         self.tasks, self.failures = int(total["tasks"]), int(total["failures"])
         self.values = {
             "tokens": int(total["tokens"]),
@@ -130,6 +144,7 @@ class RunLogger(Callback):
             "lr": update.lr if update else float("nan"),
             "comm_bytes": run.ranks.cross.bytes_sent,
             **run.controller.metrics(),
+            **(run.state.updates.noise_scale.values if config.gradient_noise_scale else {}),
         }
         run.ranks.cross.bytes_sent = 0
         if spike := run.state.spikes.mark(values["query_loss"]):
@@ -144,6 +159,11 @@ class RunLogger(Callback):
         if not self.warned and (warning := find(config.algorithm).warning(config, values)):
             self.warned = True
             run.progress.notice(Warn(warning))
+
+    def on_train_end(self, run: "Run") -> None:
+        config = run.config
+        if config.gradient_noise_scale:
+            run.progress.notice(noise_advice(run.state.updates.noise_scale.tasks, config.tasks_per_step))
 
     def on_evaluate(self, run: "Run", metrics: dict[str, float]) -> None:
         self._log(run, {"step": run.state.outer_step, **metrics})

@@ -5,7 +5,6 @@ stays near it.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -56,35 +55,19 @@ def bench(tmp_path_factory):
     return ParityFixture(tmp_path_factory.mktemp("delay"))
 
 
-@pytest.fixture(scope="module")
-def outcomes(bench):
-    done: dict[tuple[int, int], dict] = {}
-
-    def outcome(case: Case):
-        if case.layout not in done:
-            done[case.layout] = bench.run([c for c in CASES if c.layout == case.layout])
-        theta, facts = done[case.layout][case.id]
-        return bench.error(case, theta), facts
-
-    return outcome
-
-
-def lines_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "case", fast_and_slow_cases([case for case in CASES if case.work < 7], CASES, CASES.index)
 )
-def test_ends_where_the_delayed_oracle_ends(case, bench, outcomes):
-    error, facts = outcomes(case)
+def test_ends_where_the_delayed_oracle_ends(case, bench):
+    theta, facts = bench.outcome(case, CASES)
+    error = bench.error(case, theta)
     assert error < (FAR if "wire" in case.also else tolerance(case))
     assert facts["effects"] == case.settings
     if "wire" in case.also:
         assert error > 1e-5  # it did travel in bf16
     groups, members = case.layout
-    lines = lines_of(bench.folder / f"out-{groups}x{members}" / case.id)
+    lines = bench.lines(case)
     assert [line["lr"] is None for line in lines] == [
         bool(case.settings.get("outer_delay")),
         False,
@@ -151,4 +134,5 @@ def test_an_interrupted_delayed_run_equals_the_uninterrupted_run_bit_for_bit(tmp
         json.loads((folder / "model/fmmeta.json").read_text())["inner_rates"] for folder in (whole, part)
     ]
     assert rates[0] == rates[1]
-    assert [line["step"] for line in lines_of(part)] == [4, 5]
+    lines = (part / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [4, 5]

@@ -131,6 +131,27 @@ def test_theta_after_three_kills_equals_the_undisturbed_run(trial, undisturbed):
     assert json.loads((run.folder / "run.json").read_text())["finished"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_finished_tasks_are_kept_when_a_group_that_claims_is_killed(trial, undisturbed):
+    """A group that does not write dies, then the one that writes: the others run its task alone again."""
+    run = trial(groups=3, task_schedule="dynamic")
+    run.start()
+    run.wait_for(3, PATIENCE_S)
+    by_name = {group.name: group for group in run.supervisor.groups}
+    for _ in range(2):
+        time.sleep(TASK_S / 2)  # in the middle of a step
+        run.kill(by_name[writers_of(run)[-1]])
+        run.wait_for(2, PATIENCE_S)
+        run.wait_for(3, PATIENCE_S)
+    run.hurry()
+    run.end(PATIENCE_S)
+    assert run.code == 0, "\n".join(run.log[-50:])
+    assert all(sum(line["tasks_by_group"]) == 3 for line in complete_lines(run))
+    assert any("of its tasks are finished, and are kept" in line for line in run.log), "\n".join(run.log)
+    assert undisturbed(run) < 1e-4
+
+
 def delay_resume_until_checkpoint_is_removed() -> None:
     """In a rank: resume only after the chosen checkpoint was removed."""
     os.setsid()

@@ -173,4 +173,4 @@ def test_a_stopped_command_keeps_complete_results(command, tmp_path):
     assert line.endswith(f" {tmp_path / 'out.json'}")
     rows = [line for line in ended.output[0].splitlines() if line.startswith(("zero ", "prototype "))]
     assert len(rows) == done
-    assert rows[0].split()[1] == f"{stored['inner_lr']:.4g}"
+    assert rows[0].split()[2] == f"{stored['inner_lr']:.4g}"

@@ -173,10 +173,14 @@ def test_metrics_and_run_json_hold_the_documented_keys(tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_run_resumes_to_the_theta_of_an_undisturbed_run(tmp_path):
+def test_a_killed_run_resumes_to_the_theta_of_an_undisturbed_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("EPISODE_S", "0")
     settings = {
         "outer_steps": 6,
         "save_steps": 2,
+        "meta_batch_size": 4,
+        "k_shot": 1,
+        "num_query": 2,
         "episode_transforms": "tests.support.short_runs:slow_episode",
     }
     train(tmp_path / "whole", 2, **settings).ok()

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from tests.support.launch import ROOT, environment, free_port, run_ranks
 from tests.support.messages import check_message
-from tests.support.short_runs import LONG, model_of, off, same, steps_of, theta_of, until
+from tests.support.short_runs import LONG, handles, model_of, off, same, steps_of, theta_of, until
 
 
 @pytest.fixture(scope="module")
@@ -66,22 +66,24 @@ def test_a_step_is_abandoned_between_two_tasks(fork_server, flags, undisturbed_r
     """A group runs its tasks when it has all of them; the one that learns of a signal meanwhile does not
     begin.
     """
-    run = tmp_path / "run"
-    ranks = fork_server.train(flags(run, **LONG), 2, tmp_path, EPISODE_S="0.5")
+    run, released = tmp_path / "run", tmp_path / "released"
+    held = {**LONG, "episode_transforms": "tests.support.short_runs:hold"}  # from step 3 on
+    ranks = fork_server.train(flags(run, **held), 2, tmp_path, HOLD=str(released))
     until(lambda: steps_of(run) >= 2)
-    time.sleep(0.2)  # step 3 is being loaded, for a second
     os.kill(ranks[1].pid, signal.SIGTERM)
+    time.sleep(0.2)  # a thread of the rank reads the signal
+    released.touch()
     assert fork_server.wait(ranks, 30) == [75, 75], ranks[0].text
     assert steps_of(run) == 2
     assert "after outer step 2, saved in" in ranks[0].text
-    again = fork_server.train(flags(run, **LONG), 2, tmp_path, EPISODE_S="0")
+    again = fork_server.train(flags(run, **held), 2, tmp_path, HOLD=str(released))
     assert fork_server.wait(again, 100) == [0, 0]
     assert same(run, undisturbed_run)
 
 
 def test_a_signal_before_the_first_step_ends_at_once(fork_server, flags, tmp_path):
     ranks = fork_server.train(flags(tmp_path / "run", **LONG), 2, tmp_path)
-    time.sleep(0.3)
+    until(lambda: all(handles(rank.pid, signal.SIGTERM) for rank in ranks))
     for rank in ranks:
         os.kill(rank.pid, signal.SIGTERM)
     assert fork_server.wait(ranks, 20) == [75, 75]

@@ -2,12 +2,13 @@
 
     python -m tests.mutants.run [--only NAME ...] [--jobs 2] [--results FILE]
 
-For each defect of table.py: check out the commit, plant the defect, run its most relevant tests, then the
-whole fast suite, and stop at the first failure. The equivalent rewrites are planted together, and one by one
-only if a test notices them. Results are written after each mutant; a second call continues where the first
-one ended. A noticed mutant is repeated when its text, the file that it changes or the file of the test that
-noticed it has changed since, another one at every new commit. Prints one line per mutant with the test that
-noticed it; exit code 1 if fewer than REQUIRED of the defects were noticed or an equivalent rewrite was.
+For each defect of table.py: check out the commit, plant the defect, run the test that noticed it at another
+commit, its most relevant tests, then the whole fast suite, and stop at the first failure. The equivalent
+rewrites are planted together, and one by one only if a test notices them. Results are written after each
+mutant; a second call continues where the first one ended. A noticed mutant is repeated when its text, the
+file that it changes or the file of the test that noticed it has changed since, another one at every new
+commit. Prints one line per mutant with the test that noticed it; exit code 1 if fewer than REQUIRED of the
+defects were noticed or an equivalent rewrite was.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ REQUIRED = 0.95  # of the defects
 TIMEOUT_S = (
     1200  # of the whole fast suite; a defect that makes ranks wait for each other ends by the tests' timeouts
 )
+NO_SUCH_TEST = 4  # pytest's exit code for an id that does not exist
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -71,7 +73,7 @@ def first_failure(folder: Path, arguments: Sequence[str]) -> str | None:
         )
     except subprocess.TimeoutExpired:
         return f"no test within {TIMEOUT_S} s"
-    if ended.returncode == 0:
+    if ended.returncode in (0, NO_SUCH_TEST):
         return None
     failed = FAILED.search(ended.stdout)
     if failed is None:
@@ -81,14 +83,19 @@ def first_failure(folder: Path, arguments: Sequence[str]) -> str | None:
     return failed[1]
 
 
-def attempt(mutants: Sequence[Mutant], commit: str, jobs: int) -> dict[str, Any]:
-    """The first test that fails with these mutants ("" if none does), and the time until then."""
+def attempt(mutants: Sequence[Mutant], commit: str, jobs: int, before: Sequence[str] = ()) -> dict[str, Any]:
+    """The first test that fails with these mutants ("" if none does), and the time until then.
+
+    before: tests that noticed them at another commit.
+    """
     began = time.monotonic()
     with checkout(commit) as folder:
         for mutant in mutants:
             plant(mutant, folder)
         related = dict.fromkeys(f"tests/{test}" for mutant in mutants for test in mutant.tests)
-        found = first_failure(folder, list(related))
+        found = first_failure(folder, before) if before else None
+        if found is None:
+            found = first_failure(folder, list(related))
         if found is None:
             found = first_failure(folder, ["--numprocesses", str(jobs)])
     return {"test": found or "", "seconds": round(time.monotonic() - began)}
@@ -125,7 +132,8 @@ def main() -> None:
             for one in mutants
             if one.name not in done or done[one.name]["key"] != key_of(one, done[one.name]["test"], commit)
         ]
-        found = attempt(missing, commit, args.jobs) if missing else {}
+        before = [test for one in missing if "::" in (test := done.get(one.name, {}).get("test", ""))]
+        found = attempt(missing, commit, args.jobs, before) if missing else {}
         if len(missing) > 1 and found["test"]:
             return [one for mutant in mutants for one in results([mutant])]
         for mutant in missing:

@@ -31,7 +31,7 @@ def passes_of(learner: Learner, monkeypatch, **settings) -> tuple[int, int]:
     worker, episode = worker_of(learner, config), batches_of(episode_of(learner), micro_batch_size=32)
     rule = find(config.algorithm).rule(setup_of(worker, config), 0)
     counted = {True: 0, False: 0}
-    call = worker._call
+    call, worker.answers = worker._call, None  # which would share what rows have in common
 
     def counting(batch, want="logits"):
         counted[torch.is_grad_enabled()] += 1

@@ -37,6 +37,7 @@ DROPPED = (
     "WORLD_SIZE",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
     "FMMETA_GLOBAL_RANK",
@@ -54,10 +55,14 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def places(ranks: int) -> list[dict[str, str]]:
-    """torchrun's variables for each rank of a node."""
+    """torchrun's variables for each rank of a node.
+
+    LOCAL_SIZE is of DeepSpeed's launcher: without it DeepSpeed starts a process whenever it counts devices.
+    """
     node = {
         "WORLD_SIZE": ranks,
         "LOCAL_WORLD_SIZE": ranks,
+        "LOCAL_SIZE": ranks,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": free_port(),
     }

@@ -8,6 +8,7 @@ working folder, streams and arguments, and ends as an interpreter does: exit han
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.util
 import json
 import os
@@ -31,6 +32,7 @@ PRELOADED = (
     ),
     *(
         "deepspeed.runtime.pipe.engine",
+        "deepspeed.runtime.zero.muon.original_muon",  # and with it torch._inductor: a second in each process
         "accelerate",
         "tensorboard",
         "torch.utils.tensorboard",
@@ -56,9 +58,18 @@ def main() -> None:
     os.environ.pop("DS_ACCELERATOR", None)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a fork would lose threads: {threads}"
+    gc.collect()
+    gc.freeze()  # children neither search nor copy what was imported
     print("ready", file=report, flush=True)
+    children: dict[int, int] = {}  # by the descriptor that is readable once the child has ended
     while True:
-        if select.select([0], [], [], 0.01)[0]:
+        for ready in select.select([0, *children], [], [])[0]:
+            if ready:
+                pid = children.pop(ready)
+                os.close(ready)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                print(f"ended {pid} {code}", file=report, flush=True)
+                continue
             try:
                 line = read_line(0)
             except EOFError:
@@ -66,13 +77,8 @@ def main() -> None:
             pid = os.fork()
             if pid == 0:
                 run_child(json.loads(line))
+            children[os.pidfd_open(pid)] = pid
             print(f"started {pid}", file=report, flush=True)
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            continue
-        if pid:
-            print(f"ended {pid} {os.waitstatus_to_exitcode(status)}", file=report, flush=True)
 
 
 def run_child(request: dict[str, Any]) -> NoReturn:

@@ -61,6 +61,7 @@ def zero(stage: int, **flags: Any) -> dict[str, Any]:
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, flags
     **{f"algorithm {name}": (1, {"algorithm": name}) for name in ALGORITHMS},
     "in-context": (1, {"algorithm": "in_context", **PAIRS}),
+    "meta_icl": (1, {"algorithm": "meta_icl", "inner_steps": 0, **PAIRS}),
     "plain 2x1": (2, {}),
     "ZeRO 1 1x2": (2, zero(1, group_size=2)),
     "ZeRO 2 1x2": (2, zero(2, group_size=2)),

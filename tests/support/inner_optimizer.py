@@ -19,8 +19,19 @@ def replaced(g, phi, state, step):
     return state["mean"]
 
 
+def heavy_ball(g, phi, state, step):
+    return state["mean"].mul_(0.5).add_(g)
+
+
+def differentiable_heavy_ball(g, phi, state, step):
+    u = 0.5 * state["mean"] + g
+    return u, {"mean": u}
+
+
 spec = InnerOptimizer(("mean",), direction)
 normed = InnerOptimizer((), whole_norm)
 not_in_place = InnerOptimizer(("mean",), replaced)
 nameless = InnerOptimizer((), direction)
+smooth = InnerOptimizer(("mean",), heavy_ball, differentiable=differentiable_heavy_ball)
+unlike = InnerOptimizer(("mean",), direction, differentiable=differentiable_heavy_ball)
 with_momentum = InnerOptimizer((), lambda g, phi, state, step: g, momentum=0.9)

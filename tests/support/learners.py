@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
+from fmmeta.meta.algorithms.baselines import prompted
 from fmmeta.meta.algorithms.setup import Setup, setup
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.meta.reference import reference_gradient
@@ -84,12 +85,18 @@ def episode_of(learner: Learner, support: int = 9, query: int = 6, seed: int = 5
 
 
 def batches_of(episode: EpisodeRows, micro_batch_size: int = 4) -> Episode:
+    """Rows of a classifier have no prompts; a prompt has at most the 32 positions of `llama`."""
     batcher = Batcher(0, micro_batch_size)
-    return Episode(batcher.split(episode.support), batcher.split(episode.query))
+    support, query = batcher.split(episode.support), batcher.split(episode.query)
+    if isinstance(episode.query[0].labels, int):
+        return Episode(support, query)
+    return Episode(support, query, batcher.split(prompted(episode.support, episode.query, 1, 32)))
 
 
 def config_of(learner: Learner, **settings: Any) -> Config:
-    fixed = {"n_way": CLASSES, "inner_steps": 3, "inner_lr": 0.1}
+    fixed: dict[str, Any] = {"n_way": CLASSES, "inner_steps": 3, "inner_lr": 0.1}
+    if find(settings.get("algorithm", "fomaml")).in_prompt:
+        fixed["inner_steps"] = 0
     return Config(
         **{**fixed, **settings, "task_type": "classification" if learner.head_names else "causal_lm"}
     )

@@ -59,6 +59,7 @@ AXES: dict[str, tuple[Any, ...]] = {
         "boil",
         "proto_maml",
         "joint",
+        "meta_icl",
         "protonet",
     ),
     "groups": ("one", "several"),  # parameter groups
@@ -90,6 +91,10 @@ ALSO: dict[str, dict[str, Any]] = {
     "delay": {"outer_delay": 1},  # test_delay.py has its cases
     "wire": {"reduce_dtype": "bf16"},
     "delay-wire": {"outer_delay": 1, "reduce_dtype": "bf16"},
+    "scaled": {"scale_outer_lr": "sqrt", "base_meta_batch_size": 12},  # of 3 tasks: half the rate
+    "measured": {"gradient_noise_scale": True},  # test_noise_scale.py has the cases of these
+    "measured-delay": {"gradient_noise_scale": True, "outer_delay": 1},
+    "measured-tasks": {"gradient_noise_scale": True, "lora_r": 4, "tasks_per_pass": "2"},
     "lora-first": {
         "lora_r": 4,
         "lora_target_modules": ["layers.0.self_attn.q_proj"],
@@ -105,6 +110,7 @@ EQUAL = {
     "packing",
     "tasks_per_pass",
     "reduce_dtype",
+    "gradient_noise_scale",
 }  # the oracle knows nothing of what must not change theta
 VARIANTS: dict[str, dict[str, Any]] = {  # settings of an algorithm's name, where they are more than the name
     "fomaml-rates": {
@@ -126,6 +132,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # settings of an algorithm's name, wher
     "meta_sgd": {"algorithm": "meta_sgd", "first_order_steps": 1, "inner_lr_outer_lr": 0.01},
     "imaml": {"algorithm": "imaml", "proximal_weight": 300.0, "inner_lr": 0.003, "cg_steps": 3},
     "proto_maml": {"algorithm": "proto_maml", "prototype_gradient": True},
+    "meta_icl": {"algorithm": "meta_icl", "inner_steps": 0},
     "reptile-adam": {
         "algorithm": "reptile",
         "inner_optimizer": "adamw",
@@ -143,7 +150,7 @@ SECOND_ORDER = (
     "boil",
     "proto_maml",
 )  # differences of gradients: less exact than gradients, and nothing in bf16
-ALSO_WITH = ("fomaml", "reptile", "maml", "maml-adapters")
+ALSO_WITH = ("fomaml", "reptile", "maml", "maml-adapters", "meta_icl")
 HEADS = {
     "boil": "learned",
     "proto_maml": "prototype",
@@ -223,6 +230,7 @@ class Case:
             and not (self.dtype == "bf16" and self.algorithm in SECOND_ORDER and not self.by_autograd)
             and (self.algorithm != "maml-adapters" or self.by_autograd)
             and not (self.model == "llama" and self.algorithm in (*HEADS, "anil"))
+            and not (self.model == "bert" and self.algorithm == "meta_icl")
             and not (self.head == "learned" and self.algorithm == "joint")
             and self.head == HEADS.get(self.algorithm, self.head)
         )
@@ -352,6 +360,7 @@ def spread() -> list[Case]:
         ((1, 2), 2, 1, "bert3", "boil"),
         ((1, 2), 2, 0, "llama3", "reptile-adam"),
         ((1, 2), 2, 1, "llama3", "joint"),
+        ((1, 2), 2, 0, "llama3", "meta_icl"),
         ((1, 2), 2, 0, "bert3", "anil"),
         ((1, 4), 2, 1, "bert3", "anil"),
         ((1, 2), 2, 1, "roberta3", "protonet"),
@@ -367,6 +376,7 @@ def spread() -> list[Case]:
         ((1, 2), -2, 1, "llama3", "meta_sgd"),
         ((1, 2), -2, 1, "llama3", "reptile-adam"),
         ((1, 2), -2, 0, "llama3", "joint"),
+        ((1, 2), -2, 1, "llama3", "meta_icl"),
         ((1, 4), -2, 1, "llama3", "imaml"),
     ]
     for layout, stages, stage, model, algorithm in algorithms:
@@ -498,6 +508,19 @@ class ParityFixture:
         }
         self.models = cache(self._model)
         self.reference = cache(self._reference)
+        self.of_layouts: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def outcome(self, case: Case, cases: Sequence[Case]) -> Any:
+        """Theta and facts of a case; the first case of a layout runs all of `cases` with it in one launch."""
+        if case.layout not in self.of_layouts:
+            self.of_layouts[case.layout] = self.run([one for one in cases if one.layout == case.layout])
+        return self.of_layouts[case.layout][case.id]
+
+    def lines(self, case: Case) -> list[dict[str, Any]]:
+        """metrics.jsonl of a case that has run."""
+        groups, members = case.layout
+        file = self.folder / f"out-{groups}x{members}" / case.id / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()]
 
     def _model(self, name: str) -> Path:
         if name in ("llama", "bert"):

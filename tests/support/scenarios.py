@@ -86,7 +86,7 @@ def buckets(world: World) -> None:
 def equal_start(world: World) -> None:
     """Replicas that begin with other weights are made equal; frozen tensors that differ are refused."""
     rank = world.launch.global_rank
-    config = Config(task_type="causal_lm", group_size="1")
+    config = Config(task_type="causal_lm", dataset=["words"], group_size="1")
     inputs = build.read_inputs(config, world, lambda text: None)
     ranks = world.split(1)
     config.seed += rank  # a broken initialisation: every rank makes its own weights

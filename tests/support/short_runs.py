@@ -5,11 +5,14 @@ fixtures.
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+
+from fmmeta.common.errors import UsageError
 
 QUICK = {
     "n_way": 2,
@@ -29,6 +32,22 @@ def slow_episode(episode, rng):
     """A transform: an episode takes as long as the environment says, after the first outer step."""
     if episode.task.seed[2]:
         time.sleep(float(os.environ.get("EPISODE_S", "0.05")))
+    return episode
+
+
+def slow_rank(episode, rng):
+    """A transform: episodes take EPISODE_S seconds on the rank SLOW_RANK; each is noted in the folder TASKS.
+
+    A task that fails is the slot FAILS of every outer step.
+    """
+    step, slot = episode.task.seed[2:]
+    rank = os.environ["FMMETA_GLOBAL_RANK"]
+    if rank == os.environ.get("SLOW_RANK"):
+        time.sleep(float(os.environ["EPISODE_S"]))
+    with (Path(os.environ["TASKS"]) / f"rank-{rank}").open("a") as file:
+        file.write(f"{step} {slot}\n")
+    if str(slot) == os.environ.get("FAILS"):
+        raise UsageError("rows.jsonl:3 is bad; fix it")
     return episode
 
 
@@ -60,6 +79,12 @@ def until(condition, timeout_s=60.0):
     while not condition():
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.01)
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has installed a handler for a signal."""
+    (mask,) = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def model_of(run: Path) -> dict[str, torch.Tensor]:

@@ -6,9 +6,6 @@ import copy
 import json
 import shutil
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -23,10 +20,12 @@ from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.exports import run_python
+from tests.support.fork_server import shared
 from tests.support.helpers import refusal, write_rows
 from tests.support.launch import environment, python
 from tests.support.messages import check_message
 from tests.support.models import WORDS
+from tests.support.short_runs import until
 
 PAIRS = [(f"{word} {other}", f"class {word}") for word in WORDS[:3] for other in WORDS[5:9]]
 TEXTS = [f"{word} {WORDS[10]}" for word in WORDS[:3]]
@@ -566,37 +565,19 @@ def test_unfinished_folder_is_removed(bert, tmp_path, monkeypatch):
 
 def test_sigterm_during_adaptation_leaves_no_folder(bert, tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", [{"text": text, "label": label} for text, label in PAIRS])
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "fmmeta",
-            "adapt",
-            "--model_name_or_path",
-            str(bert),
-            "--support",
-            str(data),
-            "--inner_steps",
-            "1000000",
-            "--output_dir",
-            str(tmp_path / "out"),
-        ],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        while not (tmp_path / "out").exists() and process.poll() is None:
-            time.sleep(0.05)  # a folder sends no event
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 75
-        assert process.stderr
-        check_message(process.stderr.read().strip(), "SIGTERM", "not finished are removed")
-        assert not (tmp_path / "out").exists()
-    finally:
-        process.kill()
-        process.wait()
+    flags = {
+        "model_name_or_path": bert,
+        "support": data,
+        "inner_steps": 10**6,
+        "output_dir": tmp_path / "out",
+    }
+    words = ["-m", "fmmeta", "adapt", *(f"--{key}={value}" for key, value in flags.items())]
+    process = shared().start(words, tmp_path / "log", environment())
+    until(lambda: (tmp_path / "out").exists() or shared().poll(), 200)
+    shared().signal(process, signal.SIGTERM)
+    assert shared().wait([process], 60) == [75]
+    check_message(process.text.splitlines()[-1], "SIGTERM", "not finished are removed")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("template", ["plain", "Q: {input}\\nA:"])

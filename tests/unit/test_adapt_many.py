@@ -26,9 +26,10 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
 from fmmeta.meta.multi_task import MultiTaskInnerLoop
+from fmmeta.parallel.workers import create
 from fmmeta.tasks.data.rows import Table
 from tests.support.helpers import refusal, write_rows
-from tests.support.launch import environment
+from tests.support.launch import environment, python
 from tests.support.messages import check_message
 from tests.support.models import WORDS
 
@@ -108,6 +109,42 @@ def test_every_task_equals_the_single_adaptation(bert, tmp_path, settings):
         steps.add(alone.inner_steps)
     if not settings:
         assert len(steps) > 1  # tasks of a pass take different numbers of steps
+
+
+@pytest.mark.parametrize(("dtype", "epsilon"), [(torch.float64, 1e-8), (torch.float32, 1e-3)])
+def test_adamw_differs_from_the_single_adaptation_by_amplified_rounding_alone(
+    bert, monkeypatch, dtype, epsilon
+):
+    """At balanced classes and a head of zeros the gradient of its bias is 0, and 2e-8 computed in fp32. AdamW
+    divides it by |g| + epsilon, so that at 1e-8 its rounding moves the bias by a share of the rate. In fp64
+    the same steps, or a higher epsilon in fp32, give equal weights.
+    """
+    real = create.load_learner
+
+    def load(*args):
+        torch.set_default_dtype(torch.float32)  # the same initial weights
+        learner = real(*args).to(dtype)
+        torch.set_default_dtype(dtype)
+        return learner
+
+    monkeypatch.setattr(create, "load_learner", load)
+    flags = {"inner_optimizer": "adamw", "inner_lr": 0.01, "inner_epsilon": epsilon, "early_stopping": False}
+    settings = AdaptConfig(model_name_or_path=str(bert), **{**LORA, **flags})
+    try:
+        together = TaskLearner(settings, 4, Progress(enabled=False))
+        tasks = [encoded(together, name, SUPPORTS[name]) for name in ("task 0", "task 1")]
+        assert [len(one.task.labels) for one in tasks] == [3, 4]
+        learned = {one.task.name: one.weights for one in together.learn(tasks)}
+        for one in tasks:
+            alone = TaskLearner(settings, len(one.task.labels), Progress(enabled=False))
+            (wanted,) = alone.learn([encoded(alone, one.task.name, SUPPORTS[one.task.name])])
+            found = learned[one.task.name]
+            assert found is not None
+            assert wanted.weights is not None
+            for name, value in wanted.weights.items():
+                assert float((found[name] - value).abs().max()) < 1e-6, name
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_language_models_learn_many_tasks(llama, tmp_path):
@@ -467,14 +504,7 @@ def test_the_command_reads_a_directory_and_answers(bert, tmp_path):
     tasks = directory_of(tmp_path / "tasks", dict(list(SUPPORTS.items())[:2]))
 
     def command(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "fmmeta", *words],
-            env=environment(),
-            cwd=tmp_path,
-            input=stdin,
-            capture_output=True,
-            text=True,
-        )
+        return python(["-m", "fmmeta", *words], tmp_path, cwd=tmp_path, stdin=stdin)
 
     (tasks / "empty.jsonl").write_text("")
     flags = [f"--{key}={value}" for key, value in LORA.items()]

@@ -249,3 +249,21 @@ def test_samples_of_a_support_set_are_micro_batches_of_every_rank():
         whole = Batcher(0, 4, support_batch_size=size, inner_steps=steps).split_support(rows, (7,))
         assert not isinstance(whole, SupportSet)
         assert batches_of_step(whole, 3) is whole
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 32), (2, 2), (3, 1)])
+def test_class_weights_give_torchs_weighted_mean_however_a_set_is_split(ranks, rows):
+    examples = [Example([1] * (2 + i), i % 3) for i in range(7)]
+    weights = [1.0, 2.5, 0.25]
+    logits = torch.randn(10, 3, generator=torch.Generator().manual_seed(1))
+    wanted = F.cross_entropy(
+        torch.stack([logits[len(e.input_ids)] for e in examples]),
+        torch.tensor([e.labels for e in examples]),
+        torch.tensor(weights),
+    )
+    found = 0.0
+    for rank in range(ranks):
+        for batch in Batcher(PAD, rows, rank, ranks).split(examples, class_weights=weights):
+            chosen = logits[batch.inputs["attention_mask"].sum(1)]
+            found += (F.cross_entropy(chosen, batch.labels, reduction="none") * batch.weights).sum()
+    assert torch.allclose(torch.as_tensor(found), wanted, atol=1e-6)

@@ -29,7 +29,7 @@ def gradient_of(learner, algorithm, compiles: bool):
     return task_gradient(rule, worker, episode).gradient
 
 
-@pytest.mark.parametrize("algorithm", ["fomaml", "anil"])
+@pytest.mark.parametrize("algorithm", ["fomaml", pytest.param("anil", marks=pytest.mark.slow)])
 def test_meta_gradient_equals_that_of_the_plain_model(algorithm, monkeypatch):
     """The model is traced, differentiated and run as graphs, without a C++ compiler."""
     calls = []

@@ -23,9 +23,13 @@ from tests.support.helpers import refusal
 from tests.support.messages import check_message
 
 COMPANIONS = {  # settings without which a choice is refused
+    ("scale_outer_lr", "linear"): {"base_meta_batch_size": 4},
+    ("scale_outer_lr", "sqrt"): {"base_meta_batch_size": 4},
+    ("base_meta_batch_size", 1): {"scale_outer_lr": "sqrt"},
     ("inner_optimizer_state", "kept"): {"algorithm": "reptile", "inner_optimizer": "adamw"},
     ("inner_optimizer", "adamw"): {"algorithm": "reptile"},
     ("algorithm", "in_context"): {"task_type": "causal_lm"},
+    ("algorithm", "meta_icl"): {"task_type": "causal_lm"},
     ("pipeline_balance", "time"): {"pipeline_stages": 2},
     ("second_order", "autograd"): {"algorithm": "maml"},
     ("second_order", "differences"): {"algorithm": "maml"},
@@ -74,7 +78,8 @@ def test_choices_are_checked(name):
 def test_lower_bounds(name, least):
     below = of_type(Config, name, least - 1)
     assert refusal(Config, **{name: below}) == f"{name}={below} is below {least}; use {least} or more"
-    assert getattr(Config(**{name: least}, algorithm=LEAST_NEEDS.get(name, "fomaml")), name) == least
+    beside = {"algorithm": LEAST_NEEDS.get(name, "fomaml"), **COMPANIONS.get((name, least), {})}
+    assert getattr(Config(**{name: least}, **beside), name) == least
 
 
 @pytest.mark.parametrize(
@@ -148,6 +153,22 @@ def test_group_size_is_a_number_or_auto(value):
 @pytest.mark.parametrize("value", ["auto", "4", 4])
 def test_group_size_is_kept_as_text(value):
     assert Config(group_size=value).group_size == str(value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rate"),
+    [
+        ({}, 0.1),
+        ({"inner_optimizer": "adamw"}, 0.1),
+        ({"task_type": "causal_lm"}, 0.1),
+        ({"task_type": "causal_lm", "inner_optimizer": "adamw"}, 0.003),
+        ({"task_type": "causal_lm", "model_name_or_path": "gpt2"}, 0.001),
+        ({"task_type": "causal_lm", "model_name_or_path": "gpt2", "lora_r": 4}, 0.1),
+        ({"task_type": "causal_lm", "inner_optimizer": "adamw", "inner_lr": 0.5}, 0.5),
+    ],
+)
+def test_the_default_inner_lr_is_that_of_the_optimizer(settings, rate):
+    assert Config(**settings).inner_lr == rate
 
 
 @pytest.mark.parametrize("value", [0.0, -0.1])

@@ -220,11 +220,26 @@ def test_parallelism_conflicts_are_refused(settings, parts):
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["maml", "imaml", "boil", "meta_sgd", "proto_maml", "joint", "reptile", "none"]
+    "algorithm", ["maml", "imaml", "boil", "meta_sgd", "proto_maml", "joint", "reptile", "none", "meta_icl"]
 )
 @pytest.mark.parametrize("spread", [STAGES, TENSOR])
 def test_algorithms_supported_with_model_parallelism(spread, algorithm):
-    assert Config(**spread, algorithm=algorithm)
+    assert Config(**spread, algorithm=algorithm, **(CAUSAL if algorithm == "meta_icl" else {}))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"inner_steps": 3}, {"inner_lr": 0.3}, {"inner_optimizer": "adamw"}, {"support_batch_size": 4}],
+)
+def test_meta_icl_refuses_settings_of_the_inner_loop(setting):
+    ((name, value),) = setting.items()
+    message = refusal(Config, algorithm="meta_icl", **CAUSAL, **setting)
+    check_message(message, f"{name}={value}", "algorithm=meta_icl", "leave it out")
+
+
+def test_meta_icl_is_for_language_models():
+    message = refusal(Config, algorithm="meta_icl", task_type="classification")
+    check_message(message, "task_type=classification", "algorithm=meta_icl", "use another algorithm")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.config.settings import Config
+from fmmeta.meta.noise_scale import TaskSquares
 from fmmeta.meta.outer_step import PREFIX, DelayedUpdate, OuterOptimizer
 from fmmeta.meta.parameters import MetaParameters, StateDict
 from fmmeta.parallel.collectives import Communicator
@@ -132,3 +133,17 @@ def test_a_delayed_run_is_stable_at_half_the_rate(delay, rate, settles):
 def test_reduce_dtype_bf16_sets_the_comm_dtype():
     assert updates_of(0, reduce_dtype="bf16").comm_dtype == torch.bfloat16
     assert updates_of(0).comm_dtype == torch.float32
+
+
+def test_the_squares_of_a_pending_step_are_counted_after_a_resume():
+    part, later = updates_of(1), updates_of(1)
+    part.meta.sum.add_(part.outer.meta_params.theta)
+    part.step(3.0, 0, no_data=False, last=False, squares=TaskSquares(3.0, 3.0, 10.0))
+    kept = StateDict()
+    part.add_state(kept)
+    assert part.noise_scale.count == 0
+    later.load_state(kept)
+    later.flush()
+    part.flush()
+    assert later.noise_scale.state == part.noise_scale.state
+    assert later.noise_scale.count == 1

@@ -215,7 +215,8 @@ class FailingController(ElasticController):
     """A controller whose first quorums fail after it has received the state of another group."""
 
     def __init__(self, failures: int) -> None:
-        super().__init__(Config(), None, None, lambda text: None)  # type: ignore[arg-type]
+        cross: Any = SimpleNamespace(disconnect=lambda: None)
+        super().__init__(Config(), cross, None, lambda text: None)  # type: ignore[arg-type]
         self.failures = failures
 
     def begin_step(self, run):
@@ -229,13 +230,33 @@ class FailingController(ElasticController):
 def test_group_lost_during_the_quorum_repeats_the_quorum():
     """The next attempt follows and keeps the state that was received before."""
     cleared = []
-    meta = SimpleNamespace(clear=lambda: cleared.append(True))
     steps = Config().outer_steps
-    state = SimpleNamespace(outer_step=steps, tasks={"seen": 0, "bad": 0}, updates=SimpleNamespace(meta=meta))
-    run: Any = SimpleNamespace(state=state)
+    state = SimpleNamespace(outer_step=steps, tasks={"seen": 0, "bad": 0})
+    run: Any = SimpleNamespace(state=state, kept_metrics=None, forget_tasks=lambda: cleared.append(True))
     controller = FailingController(3)
     controller.finish(run)
     assert (controller.quorum_step, controller.retries, run.state.tasks) == (steps, 3, {"seen": 9, "bad": 1})
     assert len(cleared) == 3
     with pytest.raises(MachineFault, match=f"outer step {steps + 1} was attempted {MAX_ATTEMPTS} times"):
         FailingController(-1).finish(run)
+
+
+def test_the_sum_of_finished_tasks_is_kept_unless_its_reduction_has_begun():
+    cleared = []
+    run: Any = SimpleNamespace(
+        state=SimpleNamespace(outer_step=3), kept_metrics=object(), forget_tasks=lambda: cleared.append(True)
+    )
+    controller = FailingController(0)
+    controller.form_again(run, PeerLost("a sum"))
+    assert not cleared
+    run.kept_metrics = None  # the metrics of all groups were added
+    controller.form_again(run, PeerLost("a sum"))
+    assert cleared == [True]
+
+
+def test_groups_with_another_task_schedule_are_refused():
+    precision = DeepSpeedSettings(0, False, False)
+    settings = Config().as_dict()
+    assert config_hash(settings, "l", 10, precision) != config_hash(
+        {**settings, "task_schedule": "dynamic"}, "l", 10, precision
+    )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fmmeta.tasks import loader
-from fmmeta.tasks.loader import PREFIX, EpisodeFolder, Tasks, remove_stale, stale, take
+from fmmeta.tasks.loader import PREFIX, EpisodeFile, EpisodeFolder, Tasks, remove_stale, stale
 from fmmeta.tasks.schedule.meta_batches import Task
 
 ROUNDS, RANKS = 30, 4
@@ -53,7 +53,7 @@ def start_repeatedly(root: str, barrier, crashes) -> None:
 
 
 def test_concurrent_starts_after_a_killed_run_keep_each_others_folders(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     barrier, crashes = context.Barrier(RANKS), context.Queue()
     ranks = [
         context.Process(target=start_repeatedly, args=(str(tmp_path), barrier, crashes)) for _ in range(RANKS)
@@ -98,12 +98,12 @@ def test_episode_or_its_error_is_passed_to_the_trainer(shm):
 
     tasks = Tasks(load, folder)
     found = tasks[task]
-    assert take(found) == "episode"
+    assert found.take() == "episode"
     assert prepared == [(1, 0, 2, 3)]
     assert folder.prepared_by([os.getpid()]) == []
     folder.close()
     with pytest.raises(FileNotFoundError):
-        take(found)
-    assert tasks[task] == ("", errno.ENOENT)
+        found.take()
+    assert tasks[task] == EpisodeFile("", errno.ENOENT)
     with pytest.raises(FileNotFoundError, match="No such file or directory"):
-        take(("", errno.ENOENT))
+        EpisodeFile("", errno.ENOENT).take()

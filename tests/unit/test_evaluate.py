@@ -472,7 +472,7 @@ def test_paired_differences_are_over_common_episodes():
             {"method": ["dreaming"]},
             ("method=dreaming", "use finetune, prototype, linear, knn"),
         ),
-        ({"method": []}, ("method names nothing", "give one or more")),
+        ({"k_shot": []}, ("k_shot names nothing", "give one or more")),
         ({"n_way": "many"}, ("n_way=many", "use 5, say")),
         ({"n_way": "1"}, ("n_way=1", "use 2 or more")),
         ({"eval_split": "dev"}, ("eval_split=dev", "use train, valid or test")),
@@ -490,7 +490,7 @@ def test_paired_differences_are_over_common_episodes():
         ({"metrics": ["bleu"]}, ("metrics=bleu", "use rouge_l, exact_match, options or rank")),
         (
             {"method": ["knn"], "task_type": "causal_lm"},
-            ("method=knn", "task_type=causal_lm", "use finetune, in_context or zero_shot"),
+            ("method=knn", "task_type=causal_lm", "use finetune, in_context"),
         ),
         (
             {"n_way": "3", "task_type": "causal_lm"},
@@ -793,6 +793,22 @@ def test_zero_shot_scores_the_queries_without_their_support_set(llama, pairs):
     assert both["cells"][1]["loss"] == zero["loss"] != both["cells"][0]["loss"]
     message = refusal(fmmeta.evaluate, "tiny", "letters", method="zero_shot", episodes=2)
     check_message(message, "method=zero_shot", "use finetune")
+
+
+def test_the_support_set_stays_in_the_prompt_after_the_inner_loop(llama, pairs):
+    """Without inner steps finetune+in_context is in_context; with some, its loss is that of neither part."""
+    flags = {**LANGUAGE, "metrics": ["exact_match"], "max_new_tokens": 3}
+    prompt = fmmeta.evaluate(llama, pairs, **flags, method="in_context")
+    none = fmmeta.evaluate(llama, pairs, **flags, method="finetune+in_context", inner_steps=0)
+    assert none["loss"] == pytest.approx(prompt["loss"], rel=1e-6)
+    assert none["exact_match"] == prompt["exact_match"]
+    methods = ["finetune", "finetune+in_context"]
+    loop, both = fmmeta.evaluate(llama, pairs, **flags, method=methods, inner_steps=2, inner_lr=0.05)["cells"]
+    assert abs(both["loss"] - loop["loss"]) > 1e-4 < abs(both["loss"] - prompt["loss"])
+    again = fmmeta.evaluate(llama, pairs, **flags, method=methods[1:], inner_steps=2, inner_lr=0.05)
+    assert again["loss"] == both["loss"]  # the weights are those of before after each episode
+    message = refusal(fmmeta.evaluate, "tiny", "letters", method="finetune+in_context", episodes=2)
+    check_message(message, "method=finetune+in_context", "use finetune")
 
 
 def test_the_right_answer_is_ranked_among_the_options_of_its_row(llama, tmp_path, monkeypatch):

@@ -40,6 +40,7 @@ from tests.support.messages import check_message
 
 MAML = {"algorithm": "maml", "lora_r": 2, "inner_steps": 5}
 ADAMW = {"inner_optimizer": "adamw", "inner_lr": 0.01, "inner_weight_decay": 0.1, "inner_beta2": 0.9}
+OWN = "tests.support.inner_optimizer"
 OPTIMIZERS = [{}, {"inner_optimizer": "momentum"}, ADAMW]
 
 
@@ -95,6 +96,16 @@ def test_in_fp64_the_recursion_is_autograd_through_the_inner_loop(fp64, optimize
             rates = by_name(worker, found.extra["rates"])
             theirs = torch.cat([rates[name].reshape(-1) for name in of_rates])
             assert float((theirs - flat).norm() / flat.norm()) < 1e-9
+
+
+def test_an_optimizer_of_the_user_is_differentiated():
+    """One that does what momentum does gives momentum's meta-gradient."""
+    learner, episode = ADAPTED["bert"], episode_of(ADAPTED["bert"])
+    both = ({"inner_optimizer": "momentum", "inner_momentum": 0.5}, {"inner_optimizer": f"{OWN}:smooth"})
+    one, other = (
+        rule_gradient(learner, config_of(learner, **MAML, **of), episode)[0].gradient for of in both
+    )
+    assert float((one - other).norm() / one.norm()) < 1e-6
 
 
 @pytest.mark.parametrize("steps", [20, pytest.param(50, marks=pytest.mark.slow)])

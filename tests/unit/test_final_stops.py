@@ -18,8 +18,6 @@ from tests.support.models import save_bert, write_classes
 
 VARIANTS = {
     "last weights": {},
-    "interpolated": {"init_interpolation": 0.75},
-    "best": {"load_best_model_at_end": True, "eval_steps": 1},
     "best, interpolated, learned rates": {
         "load_best_model_at_end": True,
         "eval_steps": 1,

@@ -100,13 +100,16 @@ def time_limit() -> Iterator[None]:
 
 @contextmanager
 def one_line_at_most() -> Iterator[None]:
-    """Accept a UsageError of one line and no other exception."""
-    message = "nothing"
+    """Accept a UsageError of one line, a help text (a text may be -h), and no other exception."""
+    message, code = "nothing", 0
     with time_limit():
         try:
             yield
         except UsageError as error:
             message = str(error)
+        except SystemExit as end:
+            code = end.code
+    assert code == 0
     assert message.strip()
     assert "\n" not in message
     assert "Traceback" not in message

@@ -10,22 +10,34 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import current_thread, main_thread
 
 import pytest
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.processes import TimedOut, time_limit
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.augment import Transforms
 from fmmeta.tasks.batching import Batcher
-from fmmeta.tasks.loader import DEATHS, MEASURED, EpisodeLoader, LoadEpisode, TaskSampler
-from fmmeta.tasks.schedule.meta_batches import Schedule, Task
+from fmmeta.tasks.loader import (
+    DEATHS,
+    MEASURED,
+    EpisodeFile,
+    EpisodeLoader,
+    LoadEpisode,
+    LoadResult,
+    TaskSampler,
+)
+from fmmeta.tasks.schedule.meta_batches import Schedule, Task, claim_order
 from fmmeta.tasks.sources.base import Draw, TaskSource
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.episodes import same_episodes
 from tests.support.fork_server import ROOT, environment
+from tests.support.loading import hang
 from tests.support.messages import check_message
 from tests.support.models import write_classes
 
@@ -147,6 +159,47 @@ def test_number_of_processes_and_start_position_do_not_change_episodes(made, num
     finally:
         loader.close()
         later.close()
+
+
+def claiming_loader(made, source: TaskSource | None = None, skipped: int = -1) -> EpisodeLoader:
+    """A loader with a process whose stream is the queue of two groups, without the task `skipped`."""
+    queue = sorted(made[2], key=claim_order)
+    load = LoadEpisode(source or made[0], Batcher(0), made[3], 2, sleep=Sleep(None))
+
+    def stream(task: Task):
+        return (one for n, one in enumerate(queue) if n >= queue.index(task) and n != skipped)
+
+    return EpisodeLoader(load, stream, "1", claiming_groups=2)
+
+
+def test_episodes_of_other_groups_are_dropped_and_unprepared_ones_are_loaded_here(made):
+    queue = sorted(made[2], key=claim_order)
+    claimed = [queue[n] for n in (0, 3, 4, 6, 11)]
+    loader = claiming_loader(made, skipped=6)
+    try:
+        loaded = [one for task in claimed for one in loader.fetch([task])]
+        assert same_episodes(loaded, loader_of(made).fetch(claimed))
+        assert loader.folder is not None
+        assert list(loader.folder.path.iterdir()) == []
+    finally:
+        loader.close()
+
+
+def test_a_task_of_another_group_that_ends_loader_processes_does_not_end_the_trainer(
+    made, tmp_path, fast_polling
+):
+    queue = sorted(made[2], key=claim_order)
+    bad = queue[1].item
+    claimed = [task for task in (queue[0], *queue[4:]) if task.item != bad]
+    loader = claiming_loader(made, FailingSource(made[0], {bad: ("kill", 99)}, tmp_path))
+    try:
+        loaded = [one for task in claimed for one in loader.fetch([task])]
+        assert same_episodes(loaded, loader_of(made).fetch(claimed))
+        (lost,) = loader.fetch([queue[1]])
+        assert lost.batches is None
+        assert "loader processes died" in lost.error
+    finally:
+        loader.close()
 
 
 def test_augmentation_differs_between_outer_steps(made):
@@ -353,3 +406,85 @@ def test_number_of_classes_is_passed_to_the_loss(tmp_path):
             )  # known before the rows are drawn
             seen |= {("ways", ways), *(("shots", n) for n in shots)}
     assert seen == {("ways", n) for n in (2, 3, 4, 5)} | {("shots", n) for n in (1, 2, 3)}
+
+
+def test_a_time_limit_ends_code_that_catches_errors_and_leaves_the_caller_its_timer():
+    fired = []
+    before = signal.signal(signal.SIGALRM, lambda *_: fired.append(True))
+    signal.setitimer(signal.ITIMER_REAL, 60)
+    try:
+        with pytest.raises(TimedOut), time_limit(0.05):
+            hang(None, None)
+        with time_limit(30):
+            pass
+        with time_limit(None):
+            pass
+        assert 30 < signal.getitimer(signal.ITIMER_REAL)[0] < 60
+        assert not fired
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class SleepingSource(TaskSource):
+    """A source whose tasks of item `bad` never load."""
+
+    def __init__(self, source: TaskSource, bad: int) -> None:
+        self.source, self.items, self.bad = source, source.items, bad
+
+    def draw(self, task: Task) -> Draw:
+        while task.item == self.bad:
+            time.sleep(1000)
+        return self.source.draw(task)
+
+
+@pytest.mark.parametrize("num_workers", ["0", "1"])
+def test_a_task_that_hangs_is_a_bad_task_and_the_others_are_loaded(made, num_workers):
+    tasks = made[2][:6]
+    loader = loader_of(made, num_workers, SleepingSource(made[0], tasks[2].item))
+    loader.load.timeout_s = 0.5
+    try:
+        loaded = loader.fetch(tasks)
+    finally:
+        loader.close()
+    wrong = [one for one in loaded if one.task.item == tasks[2].item]
+    assert {(one.batches, one.error, one.crash) for one in wrong} == {
+        (None, "it was still loading after load_timeout=0.5 s", False)
+    }
+    rest = [task for task in tasks if task.item != tasks[2].item]
+    assert same_episodes([one for one in loaded if one.batches is not None], loader_of(made).fetch(rest))
+    assert not loader.warnings
+
+
+def test_episodes_of_loader_processes_are_pinned_in_the_thread_of_the_loader(made, tmp_path, monkeypatch):
+    """DataLoader's thread calls `pin_memory` of what a process returns; the trainer gets the result."""
+    threads = []
+    monkeypatch.setattr(LoadResult, "pin_memory", lambda self: threads.append(current_thread()) or self)
+    expected = loader_of(made).fetch(made[2][:2])
+    loader = loader_of(made, "1")
+    loader.pin, options = True, {}
+
+    class Threaded:
+        """DataLoader as it is with an accelerator: its thread hands over what `pin_memory` returns."""
+
+        def __init__(self, dataset, sampler, **given):
+            options.update(given)
+            self.dataset, self.sampler = dataset, sampler
+
+        def __iter__(self):
+            with ThreadPoolExecutor(1) as pool:
+                for task in self.sampler:
+                    yield pool.submit(self.dataset[task].pin_memory).result()
+
+    monkeypatch.setattr("torch.utils.data.DataLoader", Threaded)
+    try:
+        assert same_episodes(loader.fetch(made[2][:2]), expected)
+    finally:
+        loader.close()
+    assert options["pin_memory"]
+    assert len(threads) == 2
+    assert main_thread() not in threads
+    missing = EpisodeFile(str(tmp_path / "gone")).pin_memory()  # read in the thread, raised in the trainer
+    assert isinstance(missing, EpisodeFile)
+    with pytest.raises(FileNotFoundError):
+        missing.take()

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.support import messages
-from tests.support.helpers import ROOT
+from tests.support.launch import python
 from tests.support.messages import check_message
 
 
@@ -35,6 +35,32 @@ def test_a_reworded_message_fails_until_it_is_updated(snapshot, tmp_path, monkey
 
 
 def test_every_stored_message_belongs_to_a_test():
-    for test in json.loads(messages.SNAPSHOT.read_text(encoding="utf-8")):
-        file, name = ROOT / test.split("::")[0], test.split("::")[1].split("[")[0]
-        assert f"def {name}(" in file.read_text(), f"remove {test} from tests/messages.json"
+    """Of the files that this session collects as a whole; their tests were collected by pytest."""
+    stale = messages.stale(json.loads(messages.SNAPSHOT.read_text(encoding="utf-8")))
+    assert not stale, f"run: python -m pytest --update-messages, with the files of {', '.join(stale)}"
+
+
+def test_an_update_drops_the_messages_of_removed_tests(tmp_path):
+    """A run of one file of three: what is not collected, or no longer checked, is dropped there alone."""
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (tmp_path / "conftest.py").write_text(
+        "from tests.conftest import *\nfrom tests.support import messages\n"
+        f"messages.SNAPSHOT = messages.Path({str(folder / 'messages.json')!r})\n"
+    )
+    (folder / "test_a.py").write_text(
+        "from tests.support.messages import check_message\n"
+        "def test_kept(): check_message('k_shot=0 is below 1', 'k_shot=0')\n"
+        "def test_without(): pass\n"
+    )
+    (folder / "test_b.py").write_text("")
+    ids = ("a.py::test_kept", "a.py::test_kept[1]", "a.py::test_without", "b.py::test_x", "c.py::test_y")
+    stored = {f"tests/test_{one}": ["text"] for one in ids}
+    (folder / "messages.json").write_text(json.dumps(stored))
+    words = ["-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "--import-mode=importlib"]
+    ended = python([*words, "--update-messages", "tests/test_a.py"], tmp_path, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert json.loads((folder / "messages.json").read_text()) == {
+        "tests/test_a.py::test_kept": ["k_shot=0 is below 1"],
+        "tests/test_b.py::test_x": ["text"],
+    }

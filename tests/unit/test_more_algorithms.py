@@ -236,6 +236,7 @@ def test_the_first_step_reuses_the_forward_of_the_class_means(monkeypatch):
         ("protonet", "classifier", {}, 1e-5),
         ("protonet", "bert", {"inner_steps": 0}, 1e-5),
         ("joint", "llama", {}, 1e-5),
+        ("meta_icl", "llama", {}, 1e-5),
         ("imaml", "llama", {"proximal_weight": 300.0, "inner_lr": 0.003}, 1e-3),
         (
             "imaml",
@@ -264,15 +265,18 @@ def test_boil_does_not_change_the_head():
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["anil", "boil", "proto_maml", "meta_sgd", "imaml", "protonet", "joint"]
+    "algorithm", ["anil", "boil", "proto_maml", "meta_sgd", "imaml", "protonet", "joint", "meta_icl"]
 )
 @pytest.mark.parametrize("poison", ["support", "query"])
 def test_a_nonfinite_task_is_reported_and_theta_is_unchanged(algorithm, poison):
-    learner = LEARNERS["llama" if algorithm == "joint" else "bert"]
-    config = config_of(learner, algorithm=algorithm, inner_lr=0.01)
+    learner = LEARNERS["llama" if algorithm in ("joint", "meta_icl") else "bert"]
+    settings = {} if algorithm == "meta_icl" else {"inner_lr": 0.01}
+    config = config_of(learner, algorithm=algorithm, **settings)
     worker, episode = worker_of(learner, config), batches_of(episode_of(learner))
     theta, rule = worker.read(), find(algorithm).rule(setup_of(worker, config), 0)
-    for batch in getattr(episode, poison):
+    if algorithm == "meta_icl" and poison == "support":
+        pytest.skip("the support set is a part of the prompts")
+    for batch in getattr(episode, "prompted" if algorithm == "meta_icl" else poison):
         batch.weights *= math.inf
     if (
         algorithm in ("anil", "protonet") and poison == "support"
@@ -452,6 +456,7 @@ def test_other_costs_in_passes(monkeypatch):
     )
     assert passes_of(bert, monkeypatch, algorithm="protonet") == (2, 0)
     assert passes_of(llama, monkeypatch, algorithm="joint") == (2, 0)
+    assert passes_of(llama, monkeypatch, algorithm="meta_icl") == (1, 0)
 
 
 @pytest.mark.timeout(120)
@@ -513,6 +518,9 @@ def test_in_context_prompts_hold_the_support_set():
     assert full.labels == [IGNORE] * 7 + [31]
     (bare,) = prompted(support, [query], bos_token_id=None, positions=None)
     assert bare.input_ids == [1, 10, 11, 1, 20, 21, 22, 1, 30, 31]
+    turns = [Example([1, 10, 1, 11], [IGNORE] * 3 + [11])]  # a token that begins each turn stays
+    (chat,) = prompted(turns, [Example([1, 30, 1, 31], [IGNORE] * 3 + [31])], bos_token_id=1, positions=None)
+    assert chat.input_ids == [1, 10, 1, 11, 1, 30, 1, 31]
     (short,) = prompted(support, [query], bos_token_id=1, positions=7)
     assert short.input_ids == [1, 20, 21, 22, 30, 31]
     assert prompted(support, [query], bos_token_id=1, positions=6) == [short]  # it fits to the last place
@@ -566,6 +574,45 @@ def test_a_run_with_in_context_evaluates(tmp_path):
         name: value["loss"][0] for name, value in held_out.items() if name.startswith(("before", "after"))
     }
     assert rows["after adaptation, meta-trained"] != rows["before adaptation, meta-trained"]
+
+
+@pytest.mark.timeout(120)
+def test_a_meta_icl_run_lowers_the_loss_in_context_and_evaluate_uses_prompts(tmp_path):
+    """The model stores its method and no inner loop; support sets have no loss."""
+    import fmmeta
+    from tests.support.models import save_llama, write_pairs
+
+    data = str(write_pairs(tmp_path / "pairs.jsonl"))
+    _, held_out = run_of(
+        tmp_path,
+        algorithm="meta_icl",
+        inner_steps=None,
+        task_type="causal_lm",
+        k_shot=2,
+        num_query=3,
+        outer_steps=4,
+        outer_lr=0.01,
+        logging_steps=1,
+        model_name_or_path=str(save_llama(tmp_path / "llama")),
+        dataset=[data],
+    )
+    trained, start = (
+        held_out[f"after adaptation, {weights}"]["loss"][0]
+        for weights in ("meta-trained", "weights at the start")
+    )
+    assert trained < 0.95 * start
+    model = tmp_path / "run/model"
+    stored = json.loads((model / "fmmeta.json").read_text())
+    assert stored["method"] == "in_context"
+    assert "inner_steps" not in stored
+    assert stored["inner_rates"] is None
+    assert "| prompt | the support set precedes each query |" in (model / "README.md").read_text()
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert all(line["support_loss"] is None and line["query_loss"] > 0 for line in lines)
+    flags = {"k_shot": 2, "num_query": 3, "episodes": 3}
+    assert [cell["method"] for cell in fmmeta.evaluate(str(model), data, **flags)["cells"]] == ["in_context"]
+    (cell,) = fmmeta.evaluate(str(model), data, **flags, method=["finetune"])["cells"]
+    assert cell["method"] == "finetune"
 
 
 @pytest.mark.timeout(120)

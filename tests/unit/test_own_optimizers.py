@@ -132,6 +132,7 @@ INNER = "tests.support.inner_optimizer"
         ({"inner_optimizer": f"{INNER}:not_in_place"}, "vectors changed in place as its only state"),
         ({"inner_optimizer": f"{INNER}:nameless"}, "cannot update a vector (KeyError"),
         ({"inner_optimizer": f"{INNER}:with_momentum"}, "without momentum="),
+        ({"inner_optimizer": f"{INNER}:unlike"}, "gives another u than its direction"),
         ({"inner_optimizer": f"{INNER}:direction"}, "is a function, no InnerOptimizer"),
         ({"inner_optimizer": "adam"}, "did you mean adamw?"),
         ({"inner_optimizer": f"{INNER}:spec", "algorithm": "maml"}, "has no differentiable="),

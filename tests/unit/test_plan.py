@@ -25,6 +25,7 @@ from fmmeta.meta.parameters import MetaGradient, MetaParameters, PendingMean
 from fmmeta.models.load import describe, empty_learner, load_learner
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings, find
 from fmmeta.planning import command, machines
+from fmmeta.planning.command import text as text_of
 from fmmeta.planning.compute import (
     MatmulCounts,
     Profile,
@@ -152,6 +153,7 @@ ALGORITHMS = [
     ("llama", {"algorithm": "reptile"}),
     ("llama", {"algorithm": "maml"}),
     ("llama", {"algorithm": "joint"}),
+    ("llama", {"algorithm": "meta_icl"}),
     ("llama", {"algorithm": "imaml", "proximal_weight": 300.0, "inner_lr": 0.003, "cg_steps": 3}),
     ("bert", {"algorithm": "boil"}),
     ("bert", {"algorithm": "meta_sgd"}),
@@ -165,11 +167,20 @@ ALGORITHMS = [
 @pytest.mark.parametrize(("model", "given"), ALGORITHMS, ids=str)
 def test_passes_are_those_of_the_real_rules(model, given, monkeypatch):
     learner = LEARNERS[model]
-    asked = {**given} if given["algorithm"] in ("protonet", "joint") else {**given, "inner_steps": 4}
+    without = ("protonet", "joint", "meta_icl")
+    asked = {**given} if given["algorithm"] in without else {**given, "inner_steps": 4}
     found = costs.passes(config_of(learner, **asked))
     assert (found.training, found.support_forwards + found.query_forwards) == passes_of(
         learner, monkeypatch, **asked
     )
+
+
+def test_rows_of_meta_icl_are_as_long_as_its_prompts_or_the_positions():
+    hf_config = LEARNERS["llama"].hf.config  # 32 positions
+    for shots, tokens in ((2, 24), (5, 32)):
+        config = config_of(LEARNERS["llama"], algorithm="meta_icl", k_shot=shots, max_length=8, num_query=3)
+        sizes = rank_sizes(config, hf_config, (1, 0), lazy=True)
+        assert (sizes.tokens, sizes.rows) == (tokens, 3)
 
 
 def test_bytes_are_those_of_a_real_worker():
@@ -236,7 +247,7 @@ def test_one_rank_computes_and_nothing_else(folders):
     per_token = 6 * count_matmuls(learner, config).whole + 12 * 3 * 32 * 16
     _, one, step = seconds_of(config, 0, 1, tasks=2)
     assert one.compute == pytest.approx((3 * 8 + 4) * 16 * per_token / 1e12)
-    assert needed_flops(config, count_matmuls(learner, config), 16) == pytest.approx(
+    assert needed_flops(config, count_matmuls(learner, config), 16, 16) == pytest.approx(
         (3 * 8 + 4) * 16 * per_token
     )
     assert (one.group, step.cross) == (0, 0)
@@ -667,3 +678,30 @@ def test_profiles_from_files(tmp_path):
     assert refusal(machines.write, str(tmp_path), "save_profile", "{}").startswith(
         f"save_profile={tmp_path} cannot be written ("
     )
+
+
+def test_claimed_tasks_are_simulated_beside_assigned_ones(folders):
+    given = {
+        "model_name_or_path": folders["llama"],
+        "task_type": "causal_lm",
+        "gpu_memory_gib": 80.0,
+        "meta_batch_size": 32,
+        "group_size": "1",
+        "task_spread": 0.5,
+        "task_noise": 0.2,
+        "lora_r": 0,
+        "simulate_steps": 20,
+    }
+    fastest = {}
+    for schedule in ("static", "dynamic"):
+        planner = Planner(plan_of(**given, task_schedule=schedule), PROFILES["h100"])
+        layouts = planner.layouts()
+        fastest[schedule] = layouts[0]
+        useful = {name: 100 * share for name, share in layouts[0].useful.items()}
+        assert useful["static"] + 1 < useful["dynamic"] < 100
+        assert (
+            f"4 groups, 32 tasks: {useful['static']:.1f} % of the groups' time is not waiting with"
+            f" --task_schedule static, {useful['dynamic']:.1f} % with dynamic"
+        ) in text_of(planner, layouts)
+    assert fastest["dynamic"].useful == fastest["static"].useful
+    assert fastest["dynamic"].step_seconds < fastest["static"].step_seconds

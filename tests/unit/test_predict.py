@@ -7,11 +7,11 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
+from pathlib import Path
 
 import pytest
 
@@ -20,10 +20,12 @@ from fmmeta.adaptation import predict
 from fmmeta.cli import parse
 from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
+from tests.support.fork_server import shared
 from tests.support.helpers import refusal, write_rows
 from tests.support.launch import environment
 from tests.support.messages import check_message
 from tests.support.models import WORDS, save_llama
+from tests.support.short_runs import until
 
 PAIRS = [(f"{word} {other}", f"class {word}") for word in WORDS[:3] for other in WORDS[5:9]]
 TEXTS = [f"{word} {WORDS[10]}" for word in WORDS[:3]]
@@ -261,77 +263,51 @@ def test_a_language_model_answers_a_table(tmp_path):
 
 def restore_sigint() -> None:
     """What a shell starts in the background ignores Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def fifo(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
 
 
 @pytest.mark.parametrize(
     ("leave", "code", "error"), [("closed", 141, ""), ("interrupted", 130, "fmmeta: interrupted")]
 )
-def test_a_closed_pipe_and_ctrl_c_end_predict_without_traceback(adapted, leave, code, error):
+def test_a_closed_pipe_and_ctrl_c_end_predict_without_traceback(adapted, tmp_path, leave, code, error):
     """As `fmmeta predict | head -1` does, and Ctrl-C while standard input is waited for."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fmmeta", "predict", "--model_name_or_path", str(adapted[0])],
-        env=environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-        preexec_fn=restore_sigint,
+    given, out = fifo(tmp_path / "given"), fifo(tmp_path / "out")
+    words = ["-m", "fmmeta", "predict", f"--model_name_or_path={adapted[0]}"]
+    before = f"{__name__}:{restore_sigint.__name__}"
+    process = shared().start(
+        words, out, environment(), before=before, errors=tmp_path / "errors", stdin=given
     )
-    assert process.stdin
-    assert process.stdout
-    assert process.stderr
-    try:
-        process.stdin.write("first\n")
-        assert json.loads(process.stdout.readline())["text"] == "first"
+    with given.open("w", buffering=1) as stdin, out.open() as stdout:
+        stdin.write("first\n")
+        assert json.loads(stdout.readline())["text"] == "first"
         if leave == "closed":
-            process.stdout.close()
-            process.stdin.write("second\n")
+            stdout.close()
+            stdin.write("second\n")
         else:
-            process.send_signal(signal.SIGINT)
-        assert process.wait(60) == code
-        assert process.stderr.read().strip() == error
-    finally:
-        process.kill()
-        process.wait()
+            shared().signal(process, signal.SIGINT)
+        assert shared().wait([process], 60) == [code]
+    assert (tmp_path / "errors").read_text().strip() == error
 
 
 def test_a_stop_removes_incomplete_answers(adapted, tmp_path):
-    file = tmp_path / "answers.jsonl"
+    folder, given, errors = tmp_path / "out", fifo(tmp_path / "given"), tmp_path / "errors"
+    folder.mkdir()
+    file = folder / "answers.jsonl"
     file.write_text("earlier\n")
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "fmmeta",
-            "predict",
-            "--model_name_or_path",
-            str(adapted[0]),
-            "--output",
-            str(file),
-        ],
-        env=environment(),
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        bufsize=1,
+    words = ["-m", "fmmeta", "predict", f"--model_name_or_path={adapted[0]}", f"--output={file}"]
+    process = shared().start(words, tmp_path / "log", environment(), errors=errors, stdin=given)
+    with given.open("w", buffering=1) as stdin:
+        stdin.write("first\n")
+        until(lambda: any(one.stat().st_size for one in folder.glob(".answers*.tmp")) or shared().poll(), 200)
+        shared().signal(process, signal.SIGTERM)
+        assert shared().wait([process], 60) == [75]
+    check_message(
+        errors.read_text().strip(), "fmmeta: stopped by SIGTERM", "outputs that were not finished are"
     )
-    assert process.stdin
-    assert process.stderr
-    try:
-        process.stdin.write("first\n")
-        while (
-            not any(one.stat().st_size for one in tmp_path.glob(".answers*.tmp")) and process.poll() is None
-        ):
-            time.sleep(0.05)  # a file sends no event
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 75
-        check_message(
-            process.stderr.read().strip(), "fmmeta: stopped by SIGTERM", "outputs that were not finished are"
-        )
-        assert [one.name for one in tmp_path.iterdir()] == ["answers.jsonl"]
-        assert file.read_text() == "earlier\n"
-    finally:
-        process.kill()
-        process.wait()
+    assert [one.name for one in folder.iterdir()] == ["answers.jsonl"]
+    assert file.read_text() == "earlier\n"

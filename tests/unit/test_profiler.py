@@ -13,7 +13,7 @@ from fmmeta import Config, MetaTrainer
 from fmmeta.meta.parameters import MetaGradient
 from fmmeta.parallel.process_groups import PendingWork
 from fmmeta.training.profiler import KINDS, Clock, wrapped
-from tests.support.launch import run_ranks
+from tests.support.launch import ROOT, run_ranks
 
 SHORT = {
     "outer_steps": 4,
@@ -155,3 +155,11 @@ def test_the_profile_holds_seconds_by_rank(tmp_path, group_size, extra, busy, id
         assert seconds[busy] > 0
         assert min(seconds["forward"], seconds["backward"], seconds["role switch"]) > 0
         assert idle is None or seconds[idle] == 0
+
+
+def test_the_page_has_a_remedy_for_every_region():
+    page = (ROOT / "docs" / "performance.md").read_text().partition("which remedy\n")[2].partition("\n## ")[0]
+    regions = {
+        name.strip() for row in page.splitlines() if "|" in row for name in row.split("|")[1].split(",")
+    }
+    assert set(KINDS) <= regions

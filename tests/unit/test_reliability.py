@@ -22,10 +22,12 @@ import torch
 
 from fmmeta.config.settings import Config
 from fmmeta.meta.rule import TaskResult
+from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.workers.base import PassStats
 from fmmeta.reliability.checks import OutlierBounds, Spikes
 from fmmeta.reliability.signals import Launcher, Signals, process_stat
-from fmmeta.reliability.watchdog import WatchdogStage, identity_of, stack_of, this_process
+from fmmeta.reliability.watchdog import Heartbeats, WatchdogStage, identity_of, stack_of, this_process
+from fmmeta.training.loop import StopAgreement
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
 from tests.support.short_runs import until
@@ -48,6 +50,41 @@ def test_repeated_signal_is_ignored_and_a_later_one_exits(monkeypatch):
         time.sleep(0.1)
     assert left == [143]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_request_that_several_threads_pass_on_counts_once():
+    """The heartbeats look, find no request yet and ask the store, while the main thread learns of it."""
+    left = []
+    signals = Signals(leave=left.append)
+
+    class Store:
+        def get(self, key):
+            signals.adopt("SIGTERM")
+            return "SIGTERM"
+
+    heartbeats = object.__new__(Heartbeats)
+    heartbeats.signals, heartbeats.store = signals, Store()
+    assert heartbeats._pass_on_stop_signal()
+    assert (signals.asked, left) == ("SIGTERM", [])
+    signals.at -= 6
+    assert not signals.adopt("SIGINT")
+    assert (signals.asked, left) == ("SIGTERM", [])
+    signals.receive("SIGTERM", 143)
+    assert left == [143]
+
+
+def test_agreement_on_no_request_keeps_one_that_comes_meanwhile():
+    signals = Signals(leave=lambda code: None)
+
+    class Slow(Communicator):
+        def gather_bytes(self, own):
+            gathered = super().gather_bytes(own)
+            signals.receive("SIGTERM", 143)
+            return gathered
+
+    stop = StopAgreement(SimpleNamespace(world=Slow(None, 0, 1, torch.device("cpu"))), signals)
+    assert not stop.agree()
+    assert signals.asked == "SIGTERM"
 
 
 def test_signal_during_startup_exits(capfd):
@@ -157,6 +194,8 @@ def test_outliers_are_found_among_finite_gradients(settings, loss, norm, fits):
     gradient = torch.tensor([norm, 0.0])
     assert bounds.exceeded_by(task(loss), gradient) == (not fits)
     assert not bounds.exceeded_by(replace(task(loss), finite=False), gradient)
+    no_support = replace(task(loss), support=PassStats(torch.full((4,), math.nan)))  # as meta_icl
+    assert bounds.exceeded_by(no_support, gradient) == (not fits)
 
 
 def test_outlier_bounds_must_be_positive():

@@ -20,6 +20,7 @@ from fmmeta.training.build import read_inputs
 from fmmeta.training.run_folder import accept_changes, find_start, settings_of
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
+from tests.support.models import write_classes
 
 STORED = (
     "precision",
@@ -27,6 +28,7 @@ STORED = (
     "deepspeed_values",
     "deepspeed_layout",
     "transforms_fingerprint",
+    "class_weights_fingerprint",
 )
 TRANSFORM = """
 from dataclasses import replace
@@ -136,6 +138,19 @@ def test_changed_code_of_a_transform_changes_the_fingerprint(tmp_path, monkeypat
         made = read_inputs(Config(example_transforms=[f"{module}:upper"]), world, lambda text: None)
         found.append(made.resolved["transforms_fingerprint"])
     assert found[0] == found[1] != found[2]
+
+
+def test_changed_class_weights_in_the_same_file_change_the_settings(tmp_path):
+    file, found = tmp_path / "weights.json", []
+    data = write_classes(tmp_path / "classes.jsonl")
+    for content in ('{"c1": 2}', '{"c1": 2.0, "c2": 1.5}', None):
+        file.write_text(content or "")
+        given = {"k_shot": 2, "num_query": 2, "class_weights": str(file) if content else None}
+        config = Config(dataset=[str(data)], **given)
+        made = read_inputs(config, World(Launch(), torch.device("cpu")), lambda text: None)
+        found.append(made.settings(config)["class_weights_fingerprint"])
+    assert found[0] != found[1]
+    assert found[2] == ""
 
 
 def test_a_setting_that_an_earlier_version_did_not_store_had_its_default():

@@ -9,6 +9,7 @@ import os
 import stat
 import time
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 
@@ -179,7 +180,8 @@ def test_episode_files_are_private_and_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "SHM", str(tmp_path))
     left = tmp_path / "fmmeta-loader-1-x"
     left.mkdir()
-    one = loader.EpisodeLoader(print, lambda task: [], "1")  # type: ignore[arg-type]
+    load = SimpleNamespace(timeout_s=0)
+    one = loader.EpisodeLoader(load, lambda task: [], "1")  # type: ignore[arg-type]
     one._start(None)  # type: ignore[arg-type]
     assert one.folder is not None
     assert stat.S_IMODE(os.stat(one.folder.path).st_mode) == 0o700

@@ -342,3 +342,37 @@ def test_real_classes_without_a_split_file():
     sources = load(DATA / "fewrel_val_wiki", notices, n_way=5)
     assert [len(source.items) for source in (sources.train, sources.valid, sources.test)] == [6, 5, 5]
     assert "no split file: 6 train, 5 valid, 5 test, by a hash of their names" in notices
+
+
+def test_strata_by_a_function_replace_those_of_the_column_and_change_the_fingerprint(tmp_path, monkeypatch):
+    path = write_classes(tmp_path / "classes.jsonl")
+    by = {"stratify_by": "tests.support.loading:label_number"}
+    found = load(path, **by)
+    assert found.train.items.strata == ["0", "1"]
+    for item in found.train.items:
+        assert item.stratum == str(int(item.name[1:]) % 2)
+    assert found.fingerprint != load(path).fingerprint
+    monkeypatch.setattr("tests.support.loading.label_number", lambda row: "one")
+    monkeypatch.setattr("fmmeta.tasks.data.token_store.module_source", lambda named: "changed")
+    assert load(path, **by).train.items.strata == ["one"]  # not from the store of the other function
+
+
+def test_a_folder_of_task_files_takes_neither_strata_by_a_function_nor_class_weights(tmp_path):
+    (tmp_path / "tasks" / "s").mkdir(parents=True)
+    for name in "abc":
+        write_classes(tmp_path / "tasks" / "s" / f"{name}.jsonl", classes=2)
+    weights = tmp_path / "weights.json"
+    weights.write_text('{"c0": 2}')
+    for setting, value, why in (
+        ("stratify_by", "tests.support.loading:label_number", "whose folders are the strata"),
+        ("class_weights", str(weights), "put the tasks into one file"),
+    ):
+        check_message(refusal(load, tmp_path / "tasks", **{setting: value}), f"{setting}={value}", why)
+
+
+def test_class_weights_of_joint_training_have_the_names_of_its_labels(tmp_path):
+    weights = tmp_path / "weights.json"
+    weights.write_text('{"c0": 2, "c1": 3}')
+    path = write_classes(tmp_path / "classes.jsonl")
+    found = load(path, class_weights=str(weights), algorithm="joint")
+    assert {"c0": 2, "c1": 3}.items() <= found.class_weights.items()

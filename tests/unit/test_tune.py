@@ -224,8 +224,69 @@ def test_language_models_have_rates_and_steps_only(tmp_path):
         output=str(tmp_path / "deep" / "choice.json"),
     )
     tried = tune(settings, progress=Progress(False))
-    assert [(one.head_init, one.inner_lr) for one in tried] == [("zero", 0.1)]
-    assert json.loads((tmp_path / "deep" / "choice.json").read_text())["inner_steps"] == tried[0].inner_steps
+    assert {(one.head_init, one.inner_lr) for one in tried} == {("zero", 0.1)}
+    assert sorted(one.inner_optimizer for one in tried) == ["adamw", "sgd"]
+    chosen = json.loads((tmp_path / "deep" / "choice.json").read_text())
+    assert [chosen[name] for name in ("inner_steps", "inner_optimizer")] == [
+        tried[0].inner_steps,
+        tried[0].inner_optimizer,
+    ]
+    assert not (tmp_path / "deep" / "choice.trials.json").exists()
+
+
+def test_trials_are_logged_as_they_finish_and_resumed_with_the_same_settings(
+    tmp_path, monkeypatch, capsys, terminal
+):
+    """A signal or a failure after two of four trials leaves two to score."""
+    score, scored = TuneRun.score, []
+
+    def fails_at_the_third(run, *choice):
+        if len(scored) == 2:
+            raise RuntimeError("the device failed")
+        scored.append(score(run, *choice))
+        return scored[-1]
+
+    data = str(write_pairs(tmp_path / "pairs.jsonl"))
+    flags: dict[str, Any] = {
+        "task_type": "causal_lm",
+        "k_shot": [2],
+        "num_query": 2,
+        "episodes": 2,
+        "max_steps": 2,
+        "inner_lrs": [0.01, 0.1],
+        "output": str(tmp_path / "choice.json"),
+    }
+    settings, trials = TuneConfig(dataset=[data], **flags), tmp_path / "choice.trials.json"
+    monkeypatch.setattr(TuneRun, "score", fails_at_the_third)
+    with pytest.raises(RuntimeError, match="the device failed"):
+        tune(settings, progress=Progress(True))
+    out = capsys.readouterr().out
+    assert [f"trial {number} of 4: sgd" in out for number in (1, 2, 3)] == [True, True, False]
+    assert "min left" in out
+    other = TuneConfig(dataset=[data], **{**flags, "max_steps": 3})
+    message = refusal(lambda: tune(other, progress=Progress(False)))
+    check_message(message.replace(str(tmp_path), "."), "max_steps=3", "2 trials", "max_steps=2", "remove it")
+    monkeypatch.setattr(TuneRun, "score", score)
+    resumed = tune(settings, progress=Progress(True))
+    out = capsys.readouterr().out
+    assert "2 trials of 4 from" in out
+    assert [f"trial {number} of 4" in out for number in (2, 3, 4)] == [False, True, True]
+    assert not trials.exists()
+    again = tune(settings, progress=Progress(False))
+    assert resumed == again
+    assert all(one in again for one in scored)
+    trials.write_text("{}")
+    message = refusal(lambda: tune(settings, progress=Progress(False)))
+    check_message(message.replace(str(tmp_path), "."), "holds no trials", "remove it")
+
+
+def test_time_that_is_over_leaves_trials_for_the_same_command(tmp_path):
+    data, out = str(write_pairs(tmp_path / "pairs.jsonl")), tmp_path / "choice.json"
+    flags: dict[str, Any] = {"k_shot": [2], "num_query": 2, "episodes": 2, "max_steps": 1, "output": str(out)}
+    settings = TuneConfig(dataset=[data], task_type="causal_lm", inner_lrs=[0.1], minutes=1e-9, **flags)
+    for number in (1, 2):
+        assert len(tune(settings, progress=Progress(False))) == number
+        assert json.loads(out.read_text())["tuned"]["trials"] == number
 
 
 def test_optuna_finds_a_rate(bert, classes, tmp_path):
@@ -259,7 +320,7 @@ def test_optuna_finds_a_rate(bert, classes, tmp_path):
         ({"inner_lrs": [0.0]}, ["inner_lrs=0.0", "use some such as 0.01 0.1 1"]),
         ({"head_inits": ["best"]}, ["head_inits=best", "use zero, learned or prototype"]),
         ({"max_steps": 0}, ["max_steps=0", "use 1 or more"]),
-        ({"inner_lrs": []}, ["inner_lrs names nothing to try", "give one or more"]),
+        ({"inner_optimizers": ["adam"]}, ["inner_optimizer=adam is unknown", "adamw"]),
         ({"tuner": "luck"}, ["tuner=luck", "use grid or optuna"]),
         (
             {"model_name_or_path": "acme/model"},
@@ -324,8 +385,10 @@ def test_rates_that_diverge_are_never_the_best(bert, classes, tmp_path, capsys):
         1e30,
     ]
     assert json.loads(choice.read_text())["inner_lr"] == 0.1
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "1e+30" in line]
-    assert line.split() == ["zero", "1e+30", "-", "diverged", "-"]
+    (line,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("zero") and "1e+30" in line
+    ]
+    assert line.split() == ["zero", "sgd", "1e+30", "-", "diverged", "-"]
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_tuning(tmp_path, monkeypatch):
@@ -359,10 +422,10 @@ def test_among_equal_rates_the_model_default_or_the_smallest_is_stored(
 def test_a_failure_keeps_the_best_so_far(error, bert, classes, tmp_path, monkeypatch, capsys, terminal):
     model, score, scored = shutil.copytree(bert, tmp_path / "model"), TuneRun.score, []
 
-    def fails_at_the_third(bench, head, rate):
+    def fails_at_the_third(bench, *choice):
         if len(scored) == 2:
             raise error
-        scored.append(score(bench, head, rate))
+        scored.append(score(bench, *choice))
         return scored[-1]
 
     monkeypatch.setattr(TuneRun, "score", fails_at_the_third)

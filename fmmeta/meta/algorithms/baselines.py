@@ -1,4 +1,4 @@
-"""Baselines: joint training and in-context learning.
+"""Joint training, in-context learning without training, and training for it (MetaICL).
 
 Joint training is multi-task fine-tuning on the same tasks, without an inner loop.
 
@@ -16,16 +16,27 @@ In-context learning has no gradients: the support set precedes every query in th
 
 Brown et al., "Language Models are Few-Shot Learners", 2020 (arXiv 2005.14165), section 2. For causal_lm.
 Nothing is trained. Where the model's positions do not suffice, the first pairs are left out. Cost per task:
-one forward of the query set with prompts K + 1 times as long.
+one forward of the support set and one of the query set in one process (models/answers.py); elsewhere one of
+the query set with prompts K + 1 times as long.
+
+MetaICL trains the model for these prompts, without an inner loop:
+
+    g = grad L_query(theta), each query with the support set before it; labels on its answer alone
+
+Min, Lewis, Zettlemoyer, Hajishirzi, "MetaICL: Learning to Learn In Context", 2022 (arXiv 2110.15943),
+section 3. Prompts and evaluation are those of in-context learning. Cost per task: one forward and backward
+pass over the query set, with prompts K + 1 times as long; no shards.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+import torch
 from torch import Tensor
 
 from fmmeta.config.algorithms import AlgorithmSpec
-from fmmeta.config.settings import Config
+from fmmeta.config.fields import default_of, shown
+from fmmeta.config.settings import Config, InnerConfig
 from fmmeta.meta import reference
 from fmmeta.meta.costs import Passes
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
@@ -75,6 +86,15 @@ JOINT = AlgorithmSpec(
 )
 
 
+def leading_bos(ids: Sequence[int], bos_token_id: int | None) -> int:
+    """Number of tokens that mark the start of a row: 1, or 0 where that token begins chat turns too.
+
+    >>> leading_bos([1, 8, 9], 1), leading_bos([1, 8, 1, 9], 1), leading_bos([8, 9], None)
+    (1, 0, 0)
+    """
+    return int(bos_token_id is not None and ids[:1] == [bos_token_id] and bos_token_id not in ids[1:])
+
+
 def prompted(
     support: Sequence[Example], query: Sequence[Example], bos_token_id: int | None, positions: int | None
 ) -> list[Example]:
@@ -82,7 +102,7 @@ def prompted(
     start, if any.
     """
     pairs = [list(row.input_ids) for row in support]
-    bare = [ids[1:] if ids[:1] == [bos_token_id] else ids for ids in pairs]
+    bare = [ids[leading_bos(ids, bos_token_id) :] for ids in pairs]
     examples = []
     for row in query:
         ids, labels, prefix = list(row.input_ids), list(row.labels), list[int]()  # type: ignore[arg-type]
@@ -90,7 +110,7 @@ def prompted(
             if positions is not None and len(prefix) + len(pair) + len(ids) > positions:
                 break
             prefix = pair + prefix
-        head = int(bos_token_id is not None and ids[:1] == [bos_token_id])
+        head = leading_bos(ids, bos_token_id)
         examples.append(
             Example(ids[:head] + prefix + ids[head:], labels[:head] + [IGNORE] * len(prefix) + labels[head:])
         )
@@ -124,4 +144,47 @@ IN_CONTEXT = AlgorithmSpec(
     in_prompt=True,
     supports=frozenset({"offload_outer"}),
     conflicts=in_context_conflicts,
+)
+
+
+@dataclass(frozen=True)
+class MetaIcl:
+    inner: InnerLoop  # of no step: evaluation puts the support set into the prompt too
+
+    def task_gradient(
+        self,
+        worker: Worker,
+        meta: MetaParameters,
+        episode: Episode,
+        into: MetaGradient,
+        between_passes: Callable[[], None] = no_poll,
+    ) -> TaskResult:
+        query = worker.gradient(episode.prompted, into.sum)
+        if query.finite:
+            into.count()
+        no_pass = PassStats(torch.full_like(query.stats, torch.nan))  # the support set has no loss
+        return TaskResult(1.0, query.finite, no_pass, query)
+
+
+def meta_icl_conflicts(config: Config) -> Iterator[str]:
+    for item in fields(InnerConfig):
+        value = getattr(config, item.name)
+        if value not in (default_of(item), META_ICL.defaults.get(item.name)):
+            yield (
+                f"{item.name}={shown(value)} means nothing for algorithm={config.algorithm}, which has no"
+                " inner loop; leave it out"
+            )
+
+
+META_ICL = AlgorithmSpec(
+    "meta_icl",
+    lambda setup, outer_step: MetaIcl(setup.inner),
+    reference.in_prompt,
+    task_type="causal_lm",
+    in_prompt=True,
+    defaults={"inner_steps": 0, "inner_lr": 0.1},
+    supports=frozenset({"offload_outer"}),
+    conflicts=meta_icl_conflicts,
+    passes=lambda config, forwards: Passes(0, 1),
+    adds_directly=lambda config: True,
 )

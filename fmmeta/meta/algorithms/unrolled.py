@@ -121,7 +121,11 @@ class Unrolled(SecondOrderRule):
         rates, optimizer, worker = self.inner.rates, self.inner.optimizer, hessian.worker
         learned = rates.meta_parameter
         extra = {} if learned is None else {"rates": torch.zeros_like(learned)}
-        w, bars = torch.zeros_like(v), optimizer.zero_state(v.numel(), v.device).vectors
+        w, bars = v, dict[str, Tensor]()  # of one kind of optimizer each
+        if self.order > 1 and optimizer.is_linear:
+            w = torch.zeros_like(v)
+        elif self.order > 1:
+            bars = optimizer.zero_state(v.numel(), v.device).vectors
         for k in reversed(range(self.inner.steps)):
             if extra:
                 rates.add_gradient_(extra["rates"], worker, k, v, path.take_direction(k))

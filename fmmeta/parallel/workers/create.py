@@ -9,7 +9,7 @@ pipeline     some layers per rank                                only the tensor
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ def load_sharded(
             for name, value in sorted(tensors.items())
             if name in in_checkpoint or not value.is_meta
         )
-        mark = fingerprint(checked(config, read))
+        mark = fingerprint((name, check_finite(config, name, value)) for name, value in read)
     frozen = copies_to_export(config, ranks, tensors, ranks.first, mark)
     del tensors  # an engine gives the frozen weights other storage
     shard_while_loading(model, filled)
@@ -156,23 +156,24 @@ def copies_to_export(
     Collective: world.
     """
     with ranks.world.raise_on_all("looking at the frozen weights"):
-        mark = mark or fingerprint(checked(config, sorted(tensors.items())))
+        mark = mark or fingerprint(
+            (name, check_finite(config, name, value)) for name, value in sorted(tensors.items())
+        )
     check_equal(ranks, mark, stage)
     if config.lora_r or not writes:
         return {}
     return {name: value.cpu().clone() for name, value in tensors.items()}
 
 
-def checked(config: Config, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors of a checkpoint. Raises `UsageError` for one that holds NaN or infinity."""
-    for name, value in tensors:
-        if not (value < math.inf).all():  # -inf may be the mask in a buffer
-            raise UsageError(
-                f"model_name_or_path={config.model_name_or_path} has weights that are NaN or infinite, the"
-                f" first in {name.removeprefix('hf.')}; give a checkpoint from before they diverged, or"
-                " download it again"
-            )
-        yield name, value
+def check_finite(config: Config, name: str, value: Tensor) -> Tensor:
+    """A tensor of a checkpoint. Raises `UsageError` for one that holds NaN or infinity."""
+    if not (value < math.inf).all():  # -inf may be the mask in a buffer
+        raise UsageError(
+            f"model_name_or_path={config.model_name_or_path} has weights that are NaN or infinite, the"
+            f" first in {name.removeprefix('hf.')}; give a checkpoint from before they diverged, or"
+            " download it again"
+        )
+    return value
 
 
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:

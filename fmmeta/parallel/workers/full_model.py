@@ -26,7 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import one_line
-from fmmeta.models.learner import at_least_fp32, objective, per_row
+from fmmeta.models.answers import Answers, rows_of
+from fmmeta.models.learner import CausalLearner, at_least_fp32, objective, per_row
 from fmmeta.models.lora import TaskAxis
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import build_param_map
@@ -319,6 +320,7 @@ class PlainWorker(FullModelWorker):
                 if ".lora_" not in name:  # small, and an inner step may change less than bf16 resolves
                     param.data = param.data.to(torch.bfloat16)
         self.model = model.to(device)
+        self.answers = Answers(model) if isinstance(model, CausalLearner) else None
         sizes = [param.numel() for param in params]
         self.theta_views, self.grad_views = (
             [part.view(param.shape) for part, param in zip(flat.split(sizes), params, strict=True)]
@@ -337,6 +339,18 @@ class PlainWorker(FullModelWorker):
             for module in model.modules():
                 if isinstance(module, nn.Embedding):
                     module.sparse = True
+
+    @torch.no_grad()
+    def forward(self, batches: Sequence[MicroBatch]) -> PassStats:
+        if self.answers is None or not batches or not self.answers.can_score(batches):
+            return super().forward(batches)
+        most = max(len(batch.weights) for batch in batches)
+        tokens = max(batch.labels.numel() for batch in batches)
+        losses, right = self.answers.losses(rows_of(batches), most, tokens)
+        weights = torch.cat([batch.weights for batch in batches]).to(losses)
+        stats, counted = self._stats(), weights > 0
+        stats[:3] = torch.stack([losses @ weights, (right & counted).sum(), counted.sum()])
+        return PassStats(stats)
 
     def refresh(self) -> None:
         if self.working:

@@ -7,10 +7,12 @@ counts them; reading continues after a bad line if the start of the next one is 
 
 import csv
 import gzip
+import inspect
 import io
 import json
 import os
 import re
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.security import GIB, Bounded, inside, one_line
+from fmmeta.common.security import GIB, Bounded, import_named, inside, one_line
 from fmmeta.common.text import shortened
 from fmmeta.config.settings import Config
 
@@ -333,9 +335,12 @@ def tabulate(
         "input": pick(name, config, names, "input_column" if causal else "text_column"),
         "target": pick(name, config, names, "output_column" if causal else "label_column"),
     }
+    stratum_of = None
     if not one_task:
         columns["task"] = pick(name, config, names, "task_column", required=causal)
-        columns["stratum"] = pick(name, config, names, "stratum_column", required=False)
+        stratum_of = stratifier(config)
+        if stratum_of is None:
+            columns["stratum"] = pick(name, config, names, "stratum_column", required=False)
     found: dict[Any, dict[str, str]] = {}
     options: dict[Any, list[str]] = {}
     wrong = 0
@@ -347,6 +352,8 @@ def tabulate(
             bad(error)
             wrong += 1
         else:
+            if stratum_of is not None:
+                values["stratum"] = stratum_of(row)
             key = (values.get("task"), values["input"], values["target"]) if unique else number
             found.setdefault(key, values)
             options.setdefault(key, choices)
@@ -380,6 +387,54 @@ def pick(
             + (", or use --task_type causal_lm for pairs of input and output" if pairs else "")
         )
     return found
+
+
+def stratifier(config: Config) -> Callable[[Row], str] | None:
+    """The function of --stratify_by, from a row to its stratum; None without the setting.
+
+    Raises `UsageError`, as the returned function does: an error of that function is not one of the row.
+    """
+    named = config.stratify_by
+    if named is None:
+        return None
+    function = import_named("stratify_by", named, "a function of a row")
+    if not callable(function):
+        raise UsageError(
+            f"stratify_by={named} is a {type(function).__name__} and cannot be called; name a function"
+        )
+
+    def stratum_of(row: Row) -> str:
+        try:
+            value = function(dict(row.values))
+        except Exception as error:  # code of the user
+            raise UsageError(
+                f"stratify_by={named} failed at {row.origin} with {type(error).__name__}: {one_line(error)};"
+                " fix the function"
+            ) from None
+        try:
+            hash(value)
+        except TypeError:
+            raise UsageError(
+                f"stratify_by={named} returned {shortened(value)} at {row.origin}, a {type(value).__name__},"
+                " which cannot be hashed; return a text or a number"
+            ) from None
+        text = "" if value is None or value != value else str(value)
+        if not text or broken_text(text):
+            raise UsageError(
+                f"stratify_by={named} returned {shortened(value)} at {row.origin}, which names no stratum;"
+                " return a text or a number"
+            )
+        return text
+
+    return stratum_of
+
+
+def module_source(named: str | None) -> str:
+    """The source of the module of `module:name`, which is imported already; "" if it has none."""
+    try:
+        return inspect.getsource(sys.modules[str(named).partition(":")[0]])
+    except (KeyError, OSError, TypeError):
+        return ""
 
 
 def cell(row: Row, column: str) -> str:

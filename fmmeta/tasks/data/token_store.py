@@ -24,7 +24,16 @@ from fmmeta.common.progress import Warn
 from fmmeta.common.security import publish
 from fmmeta.config.settings import KEYED, Config
 from fmmeta.tasks.data.encode import encode, full_rows
-from fmmeta.tasks.data.rows import Bad, Row, Table, ending, refuse, tabulate
+from fmmeta.tasks.data.rows import (
+    Bad,
+    Row,
+    Table,
+    ending,
+    module_source,
+    refuse,
+    stratifier,
+    tabulate,
+)
 
 # part of every key: raise it when the columns, their meaning or the way texts become tokens change
 FORMAT = 4
@@ -103,6 +112,8 @@ def prepare(
     settings = {key: getattr(config, key) for key in KEYED}
     if config.prompt_template == "chat":
         settings["chat_template"] = tokenizer.get_chat_template()
+    if stratifier(config) is not None and not one_task:
+        settings["stratify_by"] = [config.stratify_by, module_source(config.stratify_by)]
     key = digest([FORMAT, content, tokenizer_print(tokenizer), settings, one_task])
     path = cache_folder() / f"{key}.arrow"
     try:

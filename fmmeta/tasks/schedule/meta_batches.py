@@ -3,6 +3,7 @@
     tasks of strata --(seed, epoch)--> quota of each stratum --> its next tasks --> strata interleaved
     global   order of all tasks --(outer_step)--> meta-batch --> shares of the groups
     node     each node has an order of its part of the tasks, which fills its slots of the meta-batch
+    dynamic  meta-batch --(largest first)--> queue of the outer step, from which groups claim tasks
 
 The order is endless. Each stratum is drawn in passes; a pass holds every task of the stratum once, in a new
 order. An epoch draws `quota` tasks of each stratum. If the quotas are the sizes of the strata, an epoch is
@@ -226,6 +227,14 @@ class Schedule:
         """Epoch, and index in it, at which an outer step begins on node 0."""
         return divmod(outer_step * self.per_node, self.orders[0].epoch_length)
 
+    def queue(self, outer_step: int, part: int = 0) -> list[Task]:
+        """The tasks of an outer step that the groups of one node (`part`) claim, in the order of the claims.
+
+        With one node they are the whole meta-batch.
+        """
+        own = self.meta_batch(outer_step)[part * self.per_node : (part + 1) * self.per_node]
+        return sorted(own, key=claim_order)
+
     def share(self, outer_step: int, num_groups: int, group_index: int) -> list[Task]:
         """The tasks of an outer step that one group runs; shares may be of unequal length, or empty."""
         first = outer_step - outer_step % WINDOW
@@ -241,6 +250,14 @@ class Schedule:
                 shares += assign_to_groups(own, per_node, seen[node * per_node :])
         self._last = num_groups, outer_step, shares, seen
         return shares[group_index]
+
+
+def claim_order(task: Task) -> tuple[int, int, int]:
+    """Sort key of the endless queue from which groups claim tasks (training/claims.py).
+
+    Outer step after outer step, the tasks of a step by expected size, largest first.
+    """
+    return task.seed[2], -task.tokens, task.seed[3]
 
 
 def node_parts(stratum: np.ndarray, nodes: int, seed: int) -> list[np.ndarray]:

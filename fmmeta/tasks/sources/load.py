@@ -13,9 +13,10 @@ files of its tasks only, when they are drawn, and a bad file is one bad task.
 
 import hashlib
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import numpy as np
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import inside
-from fmmeta.common.text import counted
+from fmmeta.common.text import counted, nearest, shortened
 from fmmeta.config.settings import Config
 from fmmeta.tasks.data.rows import IN_MEMORY, Bad, Row, data_files, ending, hub_rows, open_hub, read_file
 from fmmeta.tasks.data.splits import (
@@ -52,6 +53,7 @@ from fmmeta.tasks.sources.base import (
     short_names,
 )
 from fmmeta.tasks.suites import check_episodes, letters, marks, part_of
+from fmmeta.tasks.word_suite import words
 
 
 def strata_of(store: TokenStore) -> dict[str, str]:
@@ -230,7 +232,7 @@ def glance(path: Path, max_length: int) -> tuple[int, float]:
 
 
 Notice = Callable[[str], None]
-SUITES = {"letters": letters, "marks": marks}
+SUITES = {"letters": letters, "marks": marks, "words": words}
 
 
 @dataclass
@@ -243,6 +245,7 @@ class Sources:
     fingerprint: str
     summary: str
     used: list[UsedSplits]  # of each data set that is not a suite
+    class_weights: dict[str, float] = field(default_factory=dict)  # in the loss, by class; others have 1
 
     @classmethod
     def of(
@@ -291,9 +294,51 @@ def load_sources(
             summary="; ".join(one.summary for one in loaded),
             used=[used for one in loaded for used in one.used],
         )
+    sources.class_weights = read_class_weights(config, sources)
     if config.joint_head:
         sources.train = GlobalLabelSource(sources.train)
     return sources
+
+
+def read_class_weights(config: Config, sources: Sources) -> dict[str, float]:
+    """Weights by class name, of --class_weights; empty without the setting. Raises `UsageError`.
+
+    With one head for all classes (joint training) also by the labels' names.
+    """
+    if config.class_weights is None:
+        return {}
+    given = f"class_weights={config.class_weights}"
+    try:
+        weights: Any = json.loads(Path(config.class_weights).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{given} cannot be read ({error.strerror}); give a JSON file") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{given} is not JSON ({error}); fix the file") from None
+    if not isinstance(weights, dict) or not weights:
+        raise UsageError(f'{given} holds no weights by class; write {{"rare": 3.0}}, say')
+    for name, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+            raise UsageError(
+                f"{given} gives class {shortened(name)} the weight {shortened(weight)}, which is no positive"
+                " number; write one, or leave the class out for weight 1"
+            )
+    splits = [one for one in (sources.train, sources.valid, sources.test) if one is not None]
+    try:
+        keys = [key for source in splits for key in source.class_keys()]
+    except UsageError:
+        raise UsageError(
+            f"{given} needs the names of all classes, and those of a folder of task files are not known"
+            " before each is drawn; put the tasks into one file with a task column"
+        ) from None
+    known = {key[-1] for key in keys}
+    for name in weights:
+        if name not in known:
+            raise UsageError(
+                f"{given} names class {shortened(name)}, which is none of the {len(known)} classes of"
+                f" dataset={' '.join(config.dataset)}{nearest(name, known)}; correct it or leave it out"
+            )
+    labels = {"/".join(key): weights[key[-1]] for key in keys if config.joint_head and key[-1] in weights}
+    return {**labels, **weights}
 
 
 def load_one(
@@ -309,6 +354,11 @@ def load_one(
         return load_suite(name, config, tokenizer, notice)
     task_per_file = task_files(name, config.max_length)
     if task_per_file is not None:
+        if config.stratify_by is not None:
+            raise UsageError(
+                f"stratify_by={config.stratify_by} is a function of rows, and dataset={name} is a folder of"
+                " task files, whose folders are the strata; leave it out"
+            )
         files = {file.name: file for file in task_per_file}
         strata = {file.name: file.stratum for file in task_per_file}
         content = digest([(file.name, file.size) for file in task_per_file])  # the files are not read
@@ -356,8 +406,7 @@ def reader_of(
 
 def load_suite(name: str, config: Config, tokenizer: Any, notice: Notice) -> Sources:
     """The sources of a generated data set."""
-    if name == "marks":
-        check_episodes(config)
+    check_episodes(name, config)
     rows, splits = SUITES[name]()
     # part of the key is a digest of the rows, since the generator may change
     store = prepare(name, digest([row.values for row in rows]), lambda bad: rows, config, tokenizer, notice)

@@ -1,0 +1,190 @@
+"""The built-in suite `words`: functions of words, as input and answer of a language model.
+
+A task is one function, unnamed; five pairs show which. Strata:
+
+    pick    one of four to six words (by place, length, alphabet, category, or the odd one out), in a form
+    list    all of them: turned round, sorted, without some, counted
+    word    a word in another form, or its category
+    number  arithmetic with one number
+
+Held-out tasks are other functions; in `pick` they are other combinations of a way to pick and a form.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+
+from fmmeta.tasks.data.rows import Row
+from fmmeta.tasks.suites import shuffled
+
+CATEGORIES = {
+    "animal": "horse rabbit tiger whale eagle spider goat camel monkey shark donkey turtle lion frog sheep",
+    "food": "bread cheese apple butter carrot soup lemon potato honey rice onion cherry garlic pepper cake",
+    "colour": "red green blue yellow purple orange brown grey pink black white silver violet beige",
+    "tool": "hammer saw drill shovel wrench pliers chisel rake axe ladder needle scissors broom file",
+    "garment": "shirt coat glove scarf boot sock belt jacket dress sweater apron hat skirt trousers",
+    "vehicle": "train bicycle lorry tractor ship canoe tram rocket ferry scooter sledge taxi van bus",
+    "instrument": "violin drum flute trumpet piano guitar harp cello organ banjo oboe tuba clarinet",
+    "furniture": "table chair sofa shelf desk wardrobe bench stool cradle dresser cupboard bed",
+    "sport": "tennis hockey rowing judo golf rugby fencing skiing archery surfing boxing cricket",
+    "weather": "rain snow fog storm hail thunder frost drizzle breeze sunshine sleet mist",
+}
+BY_CATEGORY = {category: text.split() for category, text in CATEGORIES.items()}
+WORDS = [word for words in BY_CATEGORY.values() for word in words]
+WORD_ROWS, MOST_OF_A_STRATUM = 60, 80  # rows of a task of words; tasks of a stratum
+LENGTHS = (4, 5, 6)  # words in a list; in tasks of `pick` the same number in all rows
+SHARES = {"train": 0.6, "valid": 0.2, "test": 0.2}  # of the tasks of a stratum
+SEPARATORS = (", ", " ", "; ", " / ")
+
+MakePair = Callable[[random.Random, str, int], tuple[str, str]]
+"""(rng, the task's separator, words in a list) -> an input and its answer."""
+
+
+PICKS: dict[str, Callable[[list[str]], str]] = {  # a word of a list without ties
+    "first": lambda words: words[0],
+    "last": lambda words: words[-1],
+    "second of more": lambda words: words[1],
+    "last but one": lambda words: words[-2],
+    "longest": lambda words: max(words, key=len),
+    "shortest": lambda words: min(words, key=len),
+    "alphabetically first": min,
+}
+FORMS: dict[str, Callable[[str], str]] = {
+    "as it is": lambda word: word,
+    "capitals": str.upper,
+    "capitalised": str.capitalize,
+    "last letter": lambda word: word[-1],
+    "three letters": lambda word: word[:3],
+    "without its first letter": lambda word: word[1:],
+    "twice": lambda word: f"{word} {word}",
+    "in brackets": lambda word: f"({word})",
+    "backwards": lambda word: word[::-1],
+}
+LISTS: dict[str, Callable[[list[str]], str]] = {
+    "reversed": lambda words: " ".join(reversed(words)),
+    "sorted": lambda words: " ".join(sorted(words)),
+    "by length": lambda words: " ".join(sorted(words, key=len)),
+    "without the first": lambda words: " ".join(words[1:]),
+    "without the last": lambda words: " ".join(words[:-1]),
+    "first and last": lambda words: f"{words[0]} {words[-1]}",
+    "last and first": lambda words: f"{words[-1]} {words[0]}",
+    "number": lambda words: str(len(words)),
+    "numbered": lambda words: " ".join(f"{i} {word}" for i, word in enumerate(words, 1)),
+    "joined": "-".join,
+    "capitals": lambda words: " ".join(words).upper(),
+    "last letters": lambda words: "".join(word[-1] for word in words),
+    "with and": " and ".join,
+    "first twice": lambda words: " ".join([words[0], *words]),
+}
+NUMBERS: dict[str, Callable[[int], int]] = {
+    "plus 1": lambda n: n + 1,
+    "plus 2": lambda n: n + 2,
+    "plus 5": lambda n: n + 5,
+    "plus 10": lambda n: n + 10,
+    "minus 1": lambda n: n - 1,
+    "minus 3": lambda n: n - 3,
+    "doubled": lambda n: 2 * n,
+    "times 10": lambda n: 10 * n,
+    "halved": lambda n: n // 2,
+    "last digit": lambda n: n % 10,
+}
+
+
+def words_without_ties(rng: random.Random, size: int) -> list[str]:
+    """Different words; one of them is the longest, and one the shortest."""
+    while True:
+        found = rng.sample(WORDS, size)
+        lengths = sorted(map(len, found))
+        if lengths[0] < lengths[1] and lengths[-2] < lengths[-1]:
+            return found
+
+
+def list_function(answer: Callable[[list[str]], str], lengths: Sequence[int] = ()) -> MakePair:
+    """A function of a list of words, of the task's length or of any of `lengths`."""
+
+    def pair(rng: random.Random, separator: str, size: int) -> tuple[str, str]:
+        found = words_without_ties(rng, rng.choice(lengths) if lengths else size)
+        return separator.join(found), answer(found)
+
+    return pair
+
+
+def word_function(answer: Callable[[str], str]) -> MakePair:
+    def pair(rng: random.Random, separator: str, size: int) -> tuple[str, str]:
+        word = rng.choice(WORDS)
+        return word, answer(word)
+
+    return pair
+
+
+def number_function(answer: Callable[[int], int]) -> MakePair:
+    def pair(rng: random.Random, separator: str, size: int) -> tuple[str, str]:
+        number = 2 * rng.randint(1, 99)
+        return str(number), str(answer(number))
+
+    return pair
+
+
+def category_function(category: str, answer: Callable[[str], str]) -> MakePair:
+    """The one word of a category among words of others."""
+
+    def pair(rng: random.Random, separator: str, size: int) -> tuple[str, str]:
+        others = [word for word in WORDS if word not in BY_CATEGORY[category]]
+        right = rng.choice(BY_CATEGORY[category])
+        found = shuffled(rng, [right, *rng.sample(others, size - 1)])
+        return separator.join(found), answer(right)
+
+    return pair
+
+
+def odd_one_out_function(answer: Callable[[str], str]) -> MakePair:
+    """The one word of another category."""
+
+    def pair(rng: random.Random, separator: str, size: int) -> tuple[str, str]:
+        common, other = rng.sample(list(BY_CATEGORY), 2)
+        right = rng.choice(BY_CATEGORY[other])
+        found = shuffled(rng, [right, *rng.sample(BY_CATEGORY[common], size - 1)])
+        return separator.join(found), answer(right)
+
+    return pair
+
+
+def all_functions() -> dict[str, dict[str, MakePair]]:
+    """The functions of each stratum, by name."""
+    picks = {
+        f"{pick} {name}": list_function(lambda words, take=take, form=form: form(take(words)))
+        for pick, take in PICKS.items()
+        for name, form in FORMS.items()
+    }
+    for name, form in FORMS.items():
+        picks |= {f"{category} {name}": category_function(category, form) for category in BY_CATEGORY}
+        picks[f"odd one out {name}"] = odd_one_out_function(form)
+    forms = {f"word {name}": word_function(form) for name, form in FORMS.items() if name != "as it is"}
+    category = word_function(lambda word: next(name for name, kind in BY_CATEGORY.items() if word in kind))
+    return {
+        "pick": picks,
+        "list": {f"list {name}": list_function(answer, LENGTHS) for name, answer in LISTS.items()},
+        "word": {**forms, "word category": category},
+        "number": {f"number {name}": number_function(answer) for name, answer in NUMBERS.items()},
+    }
+
+
+def words() -> tuple[list[Row], dict[str, list[str]]]:
+    """Return the rows (task, stratum, input, output) and the tasks of each split."""
+    rows, splits = list[Row](), {split: list[str]() for split in SHARES}
+    for stratum, of_stratum in all_functions().items():
+        names = shuffled(random.Random(f"words/{stratum}"), list(of_stratum))[:MOST_OF_A_STRATUM]
+        first = 0
+        for split, share in SHARES.items():
+            last = len(names) if split == "test" else first + round(share * len(names))
+            splits[split] += names[first:last]
+            first = last
+        for task in names:
+            rng, found = random.Random(f"words/{task}"), dict[str, str]()
+            separator, size = rng.choice(SEPARATORS), rng.choice(LENGTHS)
+            while len(found) < WORD_ROWS:
+                found.update([of_stratum[task](rng, separator, size)])
+            rows += [
+                Row({"task": task, "stratum": stratum, "input": given, "output": answer}, f"words/{task}")
+                for given, answer in found.items()
+            ]
+    return rows, splits

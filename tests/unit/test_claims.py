@@ -1,0 +1,195 @@
+"""Claims of tasks: largest first, each once, without keys that stay in the store."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fmmeta.common.errors import PeerLost
+from fmmeta.config.settings import Config
+from fmmeta.elastic.controller import share_finished_tasks
+from fmmeta.parallel.collectives import Communicator
+from fmmeta.tasks.loader import LoadResult
+from fmmeta.tasks.schedule.meta_batches import Item, Items, Schedule
+from fmmeta.training.claims import TaskClaims
+from fmmeta.training.episodes import TrainingEpisodes
+from fmmeta.training.run_log import StepMetrics
+from tests.support.helpers import one_rank, refusal
+from tests.support.messages import check_message
+
+ALONE = Communicator(None, 0, 1, torch.device("cpu"))
+
+
+def two_groups(**settings):
+    """The claims of two groups over one store, and the store."""
+    store = dist.HashStore()
+    return [TaskClaims(ALONE, store, **settings) for _ in range(2)], store
+
+
+def test_every_number_is_claimed_once_by_groups_that_claim_at_the_same_time():
+    groups, _ = two_groups()
+    found: list[list[int]] = [[], []]
+
+    def claim(group: int) -> None:
+        groups[group].begin("0/0")
+        while (number := groups[group].next()) < 500:
+            found[group].append(number)
+
+    threads = [threading.Thread(target=claim, args=(group,)) for group in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found[0] + found[1]) == list(range(500))
+    assert all(numbers == sorted(numbers) for numbers in found)
+
+
+def test_counters_of_earlier_steps_are_removed():
+    groups, store = two_groups()
+    for step in range(20):
+        for claims in groups:
+            claims.begin(f"0/{step}")
+        assert [claims.next() for claims in groups for _ in range(2)] == [0, 1, 2, 3]
+        assert [store.check([f"0/{before}"]) for before in range(step)] == [False] * step
+
+
+def test_a_closed_counter_gives_no_further_task_to_any_group():
+    (first, second), _ = two_groups()
+    for claims in (first, second):
+        claims.begin("0/3")
+    assert first.next() == 0
+    second.close()
+    assert first.next() > 10**9
+
+
+class FailingStore:
+    """A store whose requests raise, or never return."""
+
+    def __init__(self, hangs: bool) -> None:
+        self.hangs = hangs
+
+    def add(self, key: str, amount: int) -> int:
+        if self.hangs:
+            threading.Event().wait()
+        raise RuntimeError("Connection reset by peer")
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self.add(key, 0))
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_store_that_does_not_answer_is_a_lost_group(hangs):
+    claims = TaskClaims(ALONE, FailingStore(hangs), 0.1 if hangs else None)
+    claims.begin("0/0")
+    with pytest.raises(PeerLost, match="the store of the first group does not answer"):
+        claims.next()
+
+
+SIZES = [30, 10, 70, 50, 20, 60, 40, 80]
+
+
+def feeds(groups: int = 2, nodes: int = 1) -> list[TrainingEpisodes]:
+    """What provides the episodes of groups over one store; an episode is its task."""
+    store = dist.HashStore()
+    items = Items.of(Item(f"t{number}", "s", size) for number, size in enumerate(SIZES))
+    config, ranks = Config(task_schedule="dynamic", num_workers="0"), one_rank()
+    return [
+        TrainingEpisodes(
+            Schedule(items, len(SIZES), 0, nodes=nodes),
+            lambda task: LoadResult(task, task),  # type: ignore[arg-type]
+            0,
+            {"seen": 0, "bad": 0},
+            replace(ranks, store=store, cross=Communicator(None, group, groups, torch.device("cpu"))),
+            config,
+            lambda text: None,
+        )
+        for group in range(groups)
+    ]
+
+
+def sizes(some) -> list[int]:
+    return [task.tokens for task in some]
+
+
+def test_the_group_that_is_free_gets_the_largest_unclaimed_task():
+    first, second = feeds()
+    one, other = (feed.passes(0, StepMetrics(), 1) for feed in (first, second))
+    assert sizes(next(one)) == [80]
+    assert sizes(next(other)) == [70]
+    assert [sizes(next(other)) for _ in range(3)] == [[60], [50], [40]]
+    assert sizes(next(one)) == [30]
+    assert [sizes(some) for some in other] == [[20], [10]]
+    assert list(one) == []
+    assert len(first.finished) == 2
+    assert len(second.finished) == 6
+
+
+def test_a_claim_takes_all_tasks_of_a_pass():
+    first, second = feeds()
+    one, other = (feed.passes(0, StepMetrics(), 3) for feed in (first, second))
+    assert sizes(next(one)) == [80, 70, 60]
+    assert sizes(next(other)) == [50, 40, 30]
+    assert sizes(next(one)) == [20, 10]
+    assert list(one) == list(other) == []
+
+
+def test_groups_claim_tasks_of_their_node():
+    steps = [[sizes(some)[0] for some in feed.passes(0, StepMetrics(), 1)] for feed in feeds(2, nodes=2)]
+    schedule = feeds(2, nodes=2)[0].schedule
+    parts = [sorted(task.tokens for task in schedule.meta_batch(0)[4 * n : 4 * n + 4]) for n in range(2)]
+    assert [sorted(found, reverse=True) for found in steps] == steps
+    assert [sorted(found) for found in steps] == parts
+
+
+class Exchange:
+    """`cross` of a group among others that have finished `others`."""
+
+    def __init__(self, rank: int, others: list[bytes]) -> None:
+        self.rank, self.others, self.own = rank, others, ALONE
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        return [*self.others[: self.rank], payload, *self.others[self.rank :]]
+
+    def counters(self):
+        return dist.HashStore()
+
+
+def run_of(feed: TrainingEpisodes, dropped: list[bool]) -> Any:
+    """A run that notes when it drops its finished tasks."""
+    state = SimpleNamespace(outer_step=0)
+    return SimpleNamespace(feed=feed, state=state, forget_tasks=lambda: dropped.append(True))
+
+
+def test_finished_tasks_are_kept_and_only_the_others_are_claimed_again():
+    (feed, _), dropped, lines = feeds(), [], []
+    slots = {task.tokens: task.seed[-1] for task in feed.schedule.meta_batch(0)}
+    feed.finished = [slots[80], slots[50]]
+    run = run_of(feed, dropped)
+    others = [f"[{slots[70]}]".encode()]
+    share_finished_tasks(run, Exchange(1, others), lines.append)  # type: ignore[arg-type]
+    assert not dropped
+    assert lines == ["outer step 1: 3 of its tasks are finished, and are kept"]
+    assert [sizes(some) for some in feed.passes(0, StepMetrics(), 1)] == [[60], [40], [30], [20], [10]]
+    feed.complete_step()
+    assert (feed.finished, feed.finished_before) == ([], set())
+
+
+@pytest.mark.parametrize(("rank", "drops"), [(0, False), (1, True)])
+def test_of_two_groups_that_finished_the_same_task_the_second_one_drops_its_sum(rank, drops):
+    (feed, _), dropped, lines = feeds(), [], []
+    feed.finished = [3, 4]
+    run = run_of(feed, dropped)
+    share_finished_tasks(run, Exchange(rank, [b"[4, 5]"]), lines.append)  # type: ignore[arg-type]
+    assert bool(dropped) == drops
+    assert feed.finished_before == ({3, 4} if rank == 0 else {4, 5})
+
+
+def test_dynamic_schedule_of_an_algorithm_that_trains_nothing_is_refused():
+    message = refusal(Config, algorithm="none", task_schedule="dynamic")
+    check_message(message, "task_schedule=dynamic means nothing for algorithm=none", "leave it out")
