@@ -776,6 +776,16 @@ def test_a_base_language_model_learns_with_the_settings_of_the_adapters(llama, t
     assert (config.inner_lr, config.model_name_or_path) == (0.02, str(llama))
 
 
+def test_a_stored_rate_is_of_the_stored_optimizer(llama, tmp_path):
+    trained = shutil.copytree(llama, tmp_path / "trained")
+    stored = {"task_type": "causal_lm", "lora_r": 4, "inner_optimizer": "sgd", "inner_lr": 0.25}
+    (trained / "fmmeta.json").write_text(json.dumps(stored))
+    for optimizer, rate in ((None, 0.25), ("sgd", 0.25), ("adamw", 0.003)):
+        settings = EvaluateConfig(model_name_or_path=str(trained), inner_optimizer=optimizer)
+        assert settings.run_config().inner_lr == rate
+        assert settings.sets_inner_lr == (optimizer == "adamw")  # learned rates are of the stored one too
+
+
 LANGUAGE: dict[str, Any] = {"task_type": "causal_lm", "k_shot": 2, "num_query": 2, "episodes": 3}
 
 
