@@ -5,10 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import random
+import shutil
+from pathlib import Path
 
 import pytest
 
 from tests.support import fork_server, messages
+
+FOLDER = pytest.StashKey[Path]()  # of the session; its processes inherit the variables that name it
+MANY_FILES = 20  # with so many the servers are needed: they import while the first tests run
 
 
 def pytest_addoption(parser):
@@ -22,6 +27,20 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     messages.update = config.getoption("--update-messages")
+    if not is_worker(config):
+        config.stash[FOLDER] = fork_server.begin_session()
+        os.environ["HF_DATASETS_CACHE"] = str(config.stash[FOLDER] / "datasets")
+    fork_server.SESSION_ENVIRONMENT.update(fork_server.environment())
+
+
+def pytest_unconfigure(config):
+    if not is_worker(config):
+        shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
+
+
+def is_worker(config) -> bool:
+    """Whether another pytest process has started this one, to run some of its tests."""
+    return hasattr(config, "workerinput")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -34,18 +53,13 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: (files[item.path], rng.random()))
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()  # what was imported is not searched in every test
+    if len({item.path for item in session.items}) >= MANY_FILES:
+        fork_server.shared()
 
 
 def pytest_runtest_setup(item):
     if messages.update:
         messages.store(item.nodeid, [])
-
-
-@pytest.fixture(scope="session", autouse=True)
-def temporary_cache(tmp_path_factory):
-    """Processes that tests start inherit it; the fork server starts with the environment of this moment."""
-    os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets"))
-    fork_server.SESSION_ENVIRONMENT.update(fork_server.environment())

@@ -9,24 +9,29 @@ while they are imported, are not exercised this way: use `run_ranks(..., fresh=T
 servers, and the ranks of a launch alternate between them: strings hash differently in each, as in processes
 started one by one, so that an order taken from a set differs between ranks. (multiprocessing has one fork
 server per process.) A server has no threads and no process group.
+
+The processes of a test session share the servers: a server forks a copy of itself for each `ForkServer` that
+connects to its socket, and this copy forks what is to be started. Servers end with the session.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, cast
 
 from tests.support.fork_server_process import read_line
 
@@ -44,6 +49,8 @@ DROPPED = (
 )
 
 
+SESSION_FOLDER = "FMMETA_TEST_SESSION"
+"""Environment variable: the folder of the test session, with the sockets of its servers."""
 SESSION_ENVIRONMENT: dict[str, str] = {}
 """The environment of the servers, set when the test session starts: a test may change its own."""
 
@@ -92,20 +99,54 @@ class Rank:
 
 
 class ForkServer:
-    """The server processes and the processes that they started. env: of the servers' imports."""
+    """The servers and the processes that they started. env: of the servers' imports.
 
-    def __init__(self, env: Mapping[str, str] | None = None, servers: int = SERVERS) -> None:
+    folder: of the sockets; servers whose sockets are there are used. owner: pid of the process with which the
+    servers end.
+    """
+
+    def __init__(
+        self,
+        env: Mapping[str, str] | None = None,
+        servers: int = SERVERS,
+        folder: Path | None = None,
+        owner: int | None = None,
+    ) -> None:
         self.env = dict(environment() if env is None else env)
-        # DeepSpeed would search for an accelerator and log that; pyarrow's allocator would start a thread
-        server_env = {**self.env, "DS_ACCELERATOR": "cpu", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-        command = [sys.executable, "-m", "tests.support.fork_server_process"]
-        self.servers = [
-            subprocess.Popen(command, env=server_env, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            for _ in range(servers)
-        ]
+        self.own_folder = None if folder else Path(tempfile.mkdtemp())
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.servers = self._connect(folder or self.own_folder, servers, owner or os.getpid())
         self.running: dict[int, Rank] = {}
         self.ready = False
         self.turn = 0
+
+    def _connect(self, folder: Path, servers: int, owner: int) -> list[socket.socket]:
+        """A connection to each server, which is started if no process has done so."""
+        # DeepSpeed would search for an accelerator and log that; pyarrow's allocator would start a thread
+        env = {**self.env, "DS_ACCELERATOR": "cpu", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+        command = [sys.executable, "-m", "tests.support.fork_server_process"]
+        connections = [socket.socket(socket.AF_UNIX) for _ in range(servers)]
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for number, connection in enumerate(connections):
+                address = folder / f"server-{number}"
+                if not address.exists():
+                    with socket.socket(socket.AF_UNIX) as listener:
+                        listener.bind(str(address))
+                        listener.listen(64)
+                        words = [*command, str(listener.fileno()), str(owner)]
+                        self.started.append(
+                            subprocess.Popen(
+                                words,
+                                env=env,
+                                cwd=ROOT,
+                                stdin=subprocess.DEVNULL,
+                                pass_fds=[listener.fileno()],
+                                start_new_session=True,
+                            )
+                        )
+                connection.connect(str(address))
+        return connections
 
     def start(
         self,
@@ -135,9 +176,7 @@ class ForkServer:
             "cwd": str(cwd),
             "before": before,
         }
-        write = cast("IO[bytes]", server.stdin)
-        write.write(json.dumps(request).encode() + b"\n")
-        write.flush()
+        server.sendall(json.dumps(request).encode() + b"\n")
         while (line := self._read(server))[0] != "started":
             self._record_end(line)
         rank = self.running[int(line[1])] = Rank(int(line[1]), log)
@@ -174,11 +213,10 @@ class ForkServer:
 
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Record ranks that have ended, waiting up to `timeout_s` for one."""
-        line = select.select([stdout_fd(server) for server in self.servers], [], [], timeout_s)[0]
-        for server in self.servers:
-            if stdout_fd(server) in line:
-                self._record_end(self._read(server))
-        return bool(line)
+        with_line = select.select(self.servers, [], [], timeout_s)[0]
+        for server in with_line:
+            self._record_end(self._read(server))
+        return bool(with_line)
 
     def signal(self, rank: Rank, number: int) -> bool:
         """Send a signal; False if the rank has ended before."""
@@ -192,12 +230,17 @@ class ForkServer:
         return rank.code is None
 
     def close(self) -> None:
+        """End what runs, and servers that no other process uses."""
         for server in self.servers:
-            server.kill()
-            server.wait()
+            server.close()
+        if self.own_folder:
+            for process in self.started:
+                process.kill()
+                process.wait()
+            shutil.rmtree(self.own_folder)
 
-    def _read(self, server: subprocess.Popen[bytes]) -> list[str]:
-        return read_line(stdout_fd(server)).split()
+    def _read(self, server: socket.socket) -> list[str]:
+        return read_line(server.fileno()).split()
 
     def _record_end(self, line: Sequence[str]) -> None:
         rank = self.running.pop(int(line[1]))
@@ -207,11 +250,18 @@ class ForkServer:
 @cache
 def shared() -> ForkServer:
     """The fork server of a test session."""
-    fork_server = ForkServer(SESSION_ENVIRONMENT or None)
+    if folder := os.environ.get(SESSION_FOLDER):
+        owner = int((Path(folder) / "owner").read_text())
+        fork_server = ForkServer(SESSION_ENVIRONMENT, folder=Path(folder), owner=owner)
+    else:
+        fork_server = ForkServer()
     atexit.register(fork_server.close)
     return fork_server
 
 
-def stdout_fd(server: subprocess.Popen[bytes]) -> int:
-    """File descriptor on which a server reports started and ended processes."""
-    return cast("IO[bytes]", server.stdout).fileno()
+def begin_session() -> Path:
+    """Make the folder of a test session, which processes find that are started from here."""
+    folder = Path(tempfile.mkdtemp(prefix="fmmeta-tests-"))
+    (folder / "owner").write_text(str(os.getpid()))
+    os.environ[SESSION_FOLDER] = str(folder)
+    return folder

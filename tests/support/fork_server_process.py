@@ -1,8 +1,11 @@
-"""A process that imports everything once, then forks a child for every line of standard input, a request
-that fork_server.py writes.
+"""A process that imports everything once, then forks itself for every connection to its socket, and that copy
+forks a child for every line of the connection, a request that fork_server.py writes.
 
-The server has no threads and no process group, so that a fork loses nothing. A child replaces environment,
-working folder, streams and arguments, and ends as an interpreter does: exit handlers, threads, exit code.
+    python -m tests.support.fork_server_process LISTENER OWNER    a file descriptor and a pid
+
+No server has threads or a process group, so that a fork loses nothing. A child replaces environment, working
+folder, streams and arguments, and ends as an interpreter does: exit handlers, threads, exit code. A copy ends
+with its connection, and its children with it; the server ends with the process OWNER.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,9 +50,10 @@ PRELOADED = (
 
 
 def main() -> None:
-    """Import, then fork a child for every line of standard input."""
-    report = os.fdopen(os.dup(1), "w")  # libraries print while they are imported
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    """Import, then fork for every connection."""
+    listener, owner = socket.socket(fileno=int(sys.argv[1])), os.pidfd_open(int(sys.argv[2]))
+    printed = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries print while they are imported
     for name in PRELOADED:
         if importlib.util.find_spec(name.split(".")[0]):  # some come with extras
             importlib.import_module(name)
@@ -55,30 +61,42 @@ def main() -> None:
 
     parse([])
     sys.stdout.flush()
+    os.dup2(printed, 1)
     os.environ.pop("DS_ACCELERATOR", None)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a fork would lose threads: {threads}"
     gc.collect()
     gc.freeze()  # children neither search nor copy what was imported
-    print("ready", file=report, flush=True)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets copies that have ended
+    while owner not in (ready := select.select([listener, owner], [], [])[0]):
+        if ready:
+            connection = listener.accept()[0]
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                with suppress(EOFError, ConnectionError):  # the other side has ended
+                    serve(connection.fileno())
+                os._exit(0)
+            connection.close()
+
+
+def serve(connection: int) -> NoReturn:
+    """Fork a child for every line. Raises an error when the other side has closed the connection."""
+    os.write(connection, b"ready\n")
     children: dict[int, int] = {}  # by the descriptor that is readable once the child has ended
     while True:
-        for ready in select.select([0, *children], [], [])[0]:
-            if ready:
+        for ready in select.select([connection, *children], [], [])[0]:
+            if ready in children:
                 pid = children.pop(ready)
                 os.close(ready)
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                print(f"ended {pid} {code}", file=report, flush=True)
+                os.write(connection, f"ended {pid} {code}\n".encode())
                 continue
-            try:
-                line = read_line(0)
-            except EOFError:
-                return
+            line = read_line(connection)
             pid = os.fork()
             if pid == 0:
                 run_child(json.loads(line))
             children[os.pidfd_open(pid)] = pid
-            print(f"started {pid}", file=report, flush=True)
+            os.write(connection, f"started {pid}\n".encode())
 
 
 def run_child(request: dict[str, Any]) -> NoReturn:
