@@ -11,12 +11,11 @@ time on a busy machine says little). The last line is idle time, balanced and ro
 
 `slow`: two real runs of two ranks, with --task_schedule static and dynamic, 32 equal tasks in an outer step.
 Rank 1 has half the speed. With --task_seconds each task is padded by a sleep to so many seconds, times a
-seeded factor within 2 %, twice that on rank 1: contention of the machine matters little. With --task_seconds
-0 tasks are computed only (--inner_steps makes them longer than --period), and rank 1 is stopped (SIGSTOP) for
-half of every --period. Useful: the tasks of an
-outer step over the tasks that both ranks can run, at their speeds, from the begin of its first task to the
-end of its last, in per cent. The theta of both runs is compared, over the distance that it has travelled. The
-last line is useful time, static and dynamic.
+seeded factor within 2 %, twice that on rank 1 (padded.py). With --task_seconds 0 tasks are computed only
+(--inner_steps makes them longer than --period), and rank 1 is stopped (SIGSTOP) for half of every --period.
+Useful: the tasks of an outer step over the tasks that both ranks can run, at their speeds, from the begin of
+its first task to the end of its last, in per cent. The theta of both runs is compared, over the distance that
+it has travelled. The last line is useful time, static and dynamic.
 
 `simulate`: useful time of both schedules for 8 to 1,024 groups with 4 and 16 tasks each, whose sizes have a
 spread of 0.5, 20 % of it unknown (planning/simulate.py), and of the two ranks of `slow`.
@@ -29,7 +28,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -38,7 +36,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import machine, table, write_json
+from benchmarks.common import machine, start_ranks, table, write_json
+from benchmarks.padded import TIMES
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.setup import setup
@@ -109,24 +108,6 @@ def rank_main(steps: int, tasks_per_step: int) -> None:
     world.close()
 
 
-class PaddedRule:
-    """A rule whose tasks are padded by a sleep to `seconds`; `times` collects begin and end of each."""
-
-    def __init__(self, rule: Any, seconds: float, rng: np.random.Generator, times: list[Any]) -> None:
-        self.rule, self.seconds, self.rng, self.times = rule, seconds, rng, times
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.rule, name)
-
-    def task_gradient(self, *given: Any) -> Any:
-        began = time.monotonic()
-        result = self.rule.task_gradient(*given)
-        wanted = self.seconds * self.rng.uniform(0.98, 1.02)
-        time.sleep(max(0.0, began + wanted - time.monotonic()))
-        self.times[-1].append((began, time.monotonic()))
-        return result
-
-
 class Travelled(Callback):
     """Keeps the run and its first theta, of which each rank holds a whole one."""
 
@@ -135,16 +116,8 @@ class Travelled(Callback):
 
 
 def slow_rank_main(given: argparse.Namespace, schedule: str, out: Path) -> None:
-    rank, rule_at = int(os.environ["RANK"]), Run.rule_at
-    seconds, times = given.task_seconds * (2 if rank else 1), list[Any]()
-    rng = np.random.default_rng(rank)
-
-    def padded(run: Run, outer_step: int) -> PaddedRule:
-        times.append([])
-        return PaddedRule(rule_at(run, outer_step), seconds, rng, times)
-
-    Run.rule_at = padded  # type: ignore[method-assign]
     config = Config(
+        algorithm="benchmarks.padded:FOMAML",
         outer_steps=given.steps,
         meta_batch_size=given.tasks_per_step,
         inner_steps=given.inner_steps,
@@ -157,7 +130,8 @@ def slow_rank_main(given: argparse.Namespace, schedule: str, out: Path) -> None:
     )
     travelled = Travelled()
     MetaTrainer(config, callbacks=[travelled]).train()
-    facts = {"times": times, "by_rank": travelled.run.metrics.tasks_by_group}
+    facts = {"times": TIMES, "by_rank": travelled.run.metrics.tasks_by_group}
+    rank = os.environ["FMMETA_GLOBAL_RANK"]
     (out / f"rank-{rank}.json").write_text(json.dumps(facts))
     torch.save({"begin": travelled.begin, "end": travelled.run.theta}, out / f"rank-{rank}.pt")
 
@@ -179,7 +153,10 @@ def slow(given: argparse.Namespace) -> dict[str, Any]:
         for number, schedule in enumerate(("static", "dynamic")):
             out = Path(folder) / schedule
             out.mkdir()
-            ranks = start_ranks(2, number, BALANCE_SLOW=f"{schedule}:{out}")
+            seconds = f"{given.task_seconds},{2 * given.task_seconds}"
+            ranks = start_ranks(
+                "benchmarks.balance", 2, number, BALANCE_SLOW=f"{schedule}:{out}", PADDED_SECONDS=seconds
+            )
             if not given.task_seconds:
                 halve(ranks[1], given.period)
             if any([rank.wait() for rank in ranks]):
@@ -244,26 +221,6 @@ def simulated(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def start_ranks(count: int, number: int = 0, **env: str) -> list[subprocess.Popen[bytes]]:
-    """This program as ranks of a launch. number: of the launch, so that each has a separate port."""
-    launch = {
-        **os.environ,
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(20000 + (os.getpid() + number) % 20000),
-        "OMP_NUM_THREADS": "1",
-        **env,
-    }
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.balance", *sys.argv[1:]],
-            env={**launch, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(count)
-    ]
-
-
 def store(path: str | None, part: str, results: dict[str, Any]) -> None:
     """Write the results of a part, and the machine that they are of, beside those of the other parts."""
     before = json.loads(Path(path).read_text()) if path and Path(path).is_file() else {}
@@ -295,7 +252,7 @@ def main() -> None:
         return store(given.json, "simulated", simulated(given))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "busy.pt"
-        ranks = start_ranks(given.groups, BALANCE_OUT=str(out))
+        ranks = start_ranks("benchmarks.balance", given.groups, BALANCE_OUT=str(out))
         if any(rank.wait() for rank in ranks):
             raise SystemExit("a rank failed")
         busy = torch.load(out, weights_only=True)

@@ -7,6 +7,8 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +37,29 @@ def cpu_name() -> str:
     return next(
         (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
     )
+
+
+def start_ranks(module: str, count: int, number: int = 0, **env: str) -> list[subprocess.Popen[bytes]]:
+    """`python -m MODULE`, with the arguments of this process, as ranks of a launch.
+
+    number: of the launch, so that each has a separate port.
+    """
+    launch = {
+        **os.environ,
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(20000 + (os.getpid() + number) % 20000),
+        "OMP_NUM_THREADS": "1",
+        **env,
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *sys.argv[1:]],
+            env={**launch, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(count)
+    ]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

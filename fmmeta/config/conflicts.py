@@ -279,6 +279,7 @@ def of_algorithm(c: Any) -> Conflicts:
             )
             for setting, unset in {
                 "outer_delay": 0,
+                "max_staleness": 0,
                 "reduce_dtype": "fp32",
                 "elastic": False,
                 "task_schedule": "static",
@@ -393,6 +394,7 @@ def of_outer_step(c: Any) -> Conflicts:
             f"gradient_noise_scale=True means nothing for algorithm={c.algorithm}, which trains nothing;"
             " leave it out",
         ),
+        *of_staleness(c),
         (
             delay and c.offload_outer,
             f"outer_delay={delay} with offload_outer=True: a sum in host memory is reduced piece by piece,"
@@ -402,6 +404,34 @@ def of_outer_step(c: Any) -> Conflicts:
             delay and c.inner_optimizer_state == "kept",
             f"outer_delay={delay} with inner_optimizer_state=kept: an inner loop would begin with the moments"
             " of two outer steps before; use reset, or no delay",
+        ),
+    ]
+
+
+def of_staleness(c: Any) -> Conflicts:
+    """Outer steps that close without waiting."""
+    excluded = {  # setting: its only value, and why
+        "outer_delay": (0, "gradients would be older than the bound"),
+        "elastic": (False, "a lost group would take its gradients with it"),
+        "inner_optimizer_state": ("reset", "tasks would begin with moments of different outer steps"),
+        "task_sharding": ("global", "there is one queue of tasks for all groups"),
+        "tasks_per_pass": ("1", "a task is claimed and counted alone"),
+        "tensor_parallel_size": (1, "tensor ranks are not tested with it"),
+        "gradient_noise_scale": (False, "the gradients of an outer step are not of one theta"),
+    }
+    return [
+        (
+            c.max_staleness and find(c.algorithm).order > 1,
+            f"max_staleness={c.max_staleness} with algorithm={c.algorithm} is implemented for first-order"
+            " rules; use fomaml or reptile, or leave it out",
+        ),
+        *(
+            (
+                c.max_staleness and getattr(c, setting) != only,
+                f"max_staleness={c.max_staleness} with {setting}={getattr(c, setting)}: {why}; use"
+                f" {setting}={only}, or leave max_staleness out",
+            )
+            for setting, (only, why) in excluded.items()
         ),
     ]
 

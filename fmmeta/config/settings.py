@@ -584,6 +584,17 @@ class MetaConfig:
         least=0,
         most=1,
     )
+    max_staleness: int = setting(
+        0,
+        "Outer steps that a gradient may be behind theta: groups do not wait for slower ones; 0: each outer"
+        " step waits for all of its tasks (docs/asynchrony.md)",
+        least=0,
+    )
+    drop_stale: bool = setting(
+        False,
+        "max_staleness: drop a gradient that is too old; without it the other groups wait for it",
+        needs=("max_staleness",),
+    )
     reduce_dtype: str = setting(
         "fp32",
         "Type of the meta-gradient in the reduction across groups; bf16 halves the bytes, shards stay fp32",
@@ -959,6 +970,8 @@ HIDDEN_ON_RESUME = {*names_where(Config, lambda rule: rule.resume == "hidden")}
 NEW = {
     "base_meta_batch_size",
     "class_weights",
+    "drop_stale",
+    "max_staleness",
     "scale_outer_lr",
     "second_order",
     "stratify_by",

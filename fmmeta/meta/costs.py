@@ -102,13 +102,12 @@ def task_vectors(config: Config) -> int:
     """Vectors for the meta-gradient of a task, next to the sum over tasks.
 
     One where the rule computes it as a vector, one where it is measured before it is added: for outlier
-    bounds or the noise scale.
+    bounds or the noise scale, or until its outer step is known (--max_staleness).
     """
     spec = find(config.algorithm)
     bounded = config.max_task_loss is not None or config.max_task_norm is not None
-    return int(bounded or config.gradient_noise_scale) + int(
-        not (spec.trains_nothing or spec.adds_directly(config))
-    )
+    is_separate = bounded or config.gradient_noise_scale or config.max_staleness > 0
+    return int(is_separate) + int(not (spec.trains_nothing or spec.adds_directly(config)))
 
 
 def shards(config: Config) -> ShardCounts:
@@ -118,6 +117,7 @@ def shards(config: Config) -> ShardCounts:
     states = vectors[inner] if inner in vectors else len(find_inner(inner).state_names)
     work = spec.work_shards + states
     work += 4 if config.inner_optimizer_state == "kept" else 0
+    work += config.max_staleness > 0  # the theta with which a task began
     if "trajectory_memory_gib" in spec.supports or config.multi_step_loss_steps:
         kept = k if config.truncate_steps is None or config.multi_step_loss_steps else config.truncate_steps
         of_step = 1 + (states if spec.order > 1 and inner not in ("sgd", "momentum") else 0)

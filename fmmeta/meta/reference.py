@@ -63,9 +63,17 @@ Gradients = tuple[Weights, Weights, Memory]  # of theta, of learned rates; inner
 
 
 def reference_run(
-    learner: Any, steps: Sequence[Sequence[EpisodeRows]], config: Config, bf16: bool = False
+    learner: Any,
+    steps: Sequence[Sequence[EpisodeRows]],
+    config: Config,
+    bf16: bool = False,
+    versions: Sequence[Sequence[int]] | None = None,
 ) -> Reference:
-    """Meta-train a copy of `learner` on the given episodes, a list per outer step."""
+    """Meta-train a copy of `learner` on the given episodes, a list per outer step.
+
+    versions: for each episode the number of updates of the theta that its task begins with, at most that of
+    its outer step; default: the newest.
+    """
     from transformers import get_scheduler
 
     theta = {
@@ -80,12 +88,14 @@ def reference_run(
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup, config.outer_steps)
     thetas, meta_grads, memory = [], [], None
     pending: list[tuple[Weights, Weights]] = []  # mean meta-gradients that are not yet applied to theta
+    history: list[tuple[Weights, Weights]] = []  # theta and rates of every version
     for outer_step, episodes in enumerate(steps):
-        start = {name: param.detach() for name, param in theta.items()}
-        tasks = [
-            reference_gradient(learner, start, episode, config, bf16, rates, outer_step, memory)
-            for episode in episodes
-        ]
+        history.append((copies_of(theta), copies_of(rates)))
+        begun = versions[outer_step] if versions else [outer_step] * len(episodes)
+        tasks = []
+        for episode, version in zip(episodes, begun, strict=True):
+            start, alpha = history[version]
+            tasks.append(reference_gradient(learner, start, episode, config, bf16, alpha, version, memory))
         if tasks:
             gradients, of_rates, memories = zip(*tasks, strict=True)
             meta_grads.append({name: g for name, g in mean_of(gradients).items() if name in meta_params})
@@ -108,6 +118,12 @@ def reference_run(
             scheduler.step()
         thetas.append({name: param.detach().clone() for name, param in theta.items()})
     return Reference(thetas, meta_grads, {name: rate.detach() for name, rate in rates.items()})
+
+
+def copies_of(table: Weights) -> Weights:
+    """Separate values; parameters that share a tensor, as those of a layer share rates, still do."""
+    copies = {id(value): value.detach().clone() for value in table.values()}
+    return {name: copies[id(value)].requires_grad_(value.requires_grad) for name, value in table.items()}
 
 
 def mean_of(tables: Sequence[Weights]) -> Weights:

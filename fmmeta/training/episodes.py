@@ -59,7 +59,7 @@ class EpisodeReader:
         """
         loaded = self.fetch(tasks)
         self.errors += [
-            {"slot": one.task.seed[-1], "task": one.task.name, "error": one.error, "crash": one.crash}
+            {"slot": one.task.seed[-2:], "task": one.task.name, "error": one.error, "crash": one.crash}
             for one in loaded
             if one.batches is None
         ]
@@ -125,7 +125,7 @@ class EpisodeReader:
             return []
         gathered = self.voting_group.gather_bytes(json.dumps(self.errors).encode())
         self.errors = []
-        by_slot = {error["slot"]: error for errors in map(json.loads, gathered) for error in errors}
+        by_slot = {tuple(error["slot"]): error for errors in map(json.loads, gathered) for error in errors}
         found = [by_slot[slot] for slot in sorted(by_slot)]
         crash = next((error for error in found if error["crash"]), None)
         if crash:
@@ -153,7 +153,8 @@ class EpisodeReader:
 class TrainingEpisodes(EpisodeReader):
     """The training tasks of this group from the outer step `first` to the last, prefetched.
 
-    counts: tasks seen and bad so far, as in a checkpoint. claims: None if tasks are assigned. finished: slots
+    counts: tasks seen and bad so far, as in a checkpoint. is_claiming: whether groups claim tasks. claims:
+    those of an outer step; None if tasks are assigned, and with --max_staleness. finished: slots
     of the tasks of this outer step that this group has finished. finished_before: the same of all groups, in
     attempts that were abandoned (--elastic).
     """
@@ -169,8 +170,9 @@ class TrainingEpisodes(EpisodeReader):
         notice: Callable[[str], None],
     ) -> None:
         self.schedule, self.layout = schedule, ranks.layout
-        claims = config.task_schedule == "dynamic"
-        self.claims = TaskClaims(ranks.group, ranks.store) if claims else None
+        dynamic = config.task_schedule == "dynamic" and not config.max_staleness
+        self.is_claiming = dynamic or config.max_staleness > 0
+        self.claims = TaskClaims(ranks.group, ranks.store) if dynamic else None
         self.finished, self.finished_before = list[int](), set[int]()
         self.head = self.stride = 0.0  # last position that this group has claimed, and from claim to claim
         self.loader = EpisodeLoader(
@@ -180,7 +182,7 @@ class TrainingEpisodes(EpisodeReader):
             config.prefetch_factor,
             pin=ranks.device.type == "cuda",
             budget=max(0, (os.cpu_count() or 1) // ranks.layout.launch.local_world_size - 1),
-            claiming_groups=max(1, ranks.cross.size // schedule.nodes) if claims else 0,
+            claiming_groups=max(1, ranks.cross.size // schedule.nodes) if self.is_claiming else 0,
         )
         super().__init__(self.loader.fetch, ranks, config, notice)
         self.voting_group = ranks.all_groups
@@ -191,7 +193,7 @@ class TrainingEpisodes(EpisodeReader):
     def task_stream(self, task: Task) -> Iterable[Task]:
         """The tasks of this group from `task` to the end of the run, or those that it may claim."""
         own = copy.copy(self.schedule)  # a separate reader: it runs ahead of the loop
-        if self.claims is not None:
+        if self.is_claiming:
             return self._candidates(own, task)
         sampler = TaskSampler(own, self.ranks.cross.size, self.ranks.cross.rank, task.seed[2])
         return itertools.dropwhile(
@@ -237,7 +239,7 @@ class TrainingEpisodes(EpisodeReader):
         left = [index for index, task in enumerate(queue) if task.seed[-1] not in self.finished_before]
         self.claims.begin(f"{self.part}/{outer_step}")
         while (begin := size * self.claims.next()) < len(left):
-            self._note_claim(self._position(outer_step, left[begin]))
+            self.note_claim(self._position(outer_step, left[begin]))
             asked = [queue[index] for index in left[begin : begin + size]]
             found = self.read(asked)
             metrics.count_missing(len(asked) - len(found), len(self.errors), self.loader.wait_s - waited)
@@ -245,7 +247,7 @@ class TrainingEpisodes(EpisodeReader):
                 yield [batches for _, batches in found]
             self.finished += [task.seed[-1] for task in asked]
 
-    def _note_claim(self, position: int) -> None:
+    def note_claim(self, position: int) -> None:
         """Follow where in the queue this group is, and how far its claims are from each other."""
         gap, self.head = position - self.head, float(position)
         if self.stride:

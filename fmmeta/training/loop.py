@@ -4,7 +4,7 @@ Files belong to state.py and run_log.py, sharding to parallel/, actions after a 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,8 +25,9 @@ from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.checks import OutlierBounds, SupportLosses, check_replicas
 from fmmeta.reliability.signals import Signals
 from fmmeta.reliability.watchdog import WatchdogStage
-from fmmeta.tasks.batching import MicroBatch
+from fmmeta.tasks.batching import Episode
 from fmmeta.training import build, callbacks
+from fmmeta.training.bounded_staleness import StaleSteps
 from fmmeta.training.callbacks import Outcome
 from fmmeta.training.episodes import EpisodeReader, TrainingEpisodes
 from fmmeta.training.profiler import Profiler
@@ -150,6 +151,7 @@ class Run:
         self.stage = WatchdogStage(config.step_timeout, (ranks.cross, ranks.world))
         self.outlier_bounds = OutlierBounds(config, parts.worker)
         self.metrics, self.update = StepMetrics(), cast("OuterStep | None", None)  # of the last outer step
+        self.stale_steps: StaleSteps | None = None  # with --max_staleness
         # of the tasks that this group has finished in this outer step; kept if another group is lost
         self.kept_metrics: StepMetrics | None = None
         self.held_out = HeldOut(
@@ -210,7 +212,7 @@ class Run:
         if found is not None:
             self.worker.write(self.theta)
             text = f"resumed from {found}, outer step {self.state.outer_step}"
-            if self.config.task_schedule == "dynamic":
+            if self.config.task_schedule == "dynamic" or self.config.max_staleness:
                 text += f"; {promise_of(self.config.as_dict())}"
             self.progress.notice(text)
 
@@ -250,8 +252,10 @@ class Run:
 
     def _run_steps(self) -> None:
         """Run outer steps until the last one or a stop. Collective: all groups."""
-        state, began = self.state, time.monotonic()
-        while state.outer_step < self.config.outer_steps and not (self.stop.requested or self.ends_early):
+        self.began = time.monotonic()
+        if self.stale_steps is not None and not self.is_over:
+            self.stale_steps.run_steps()
+        while not self.is_over:
             try:
                 outcome = self.run_step()
             except PeerLost as lost:
@@ -259,10 +263,20 @@ class Run:
                 continue  # the same meta-batch once more
             if outcome is Outcome.STOP:
                 break
-            state.outer_step += 1  # last: theta is written, so that a lost group repeats its meta-batch
-            state.count(outcome, dict(self.feed.counts))
-            self.callbacks.on_step_end(self, outcome)
-            self.feed.tune_workers(time.monotonic() - began)
+            self.end_step(outcome)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no outer step follows; equal on all ranks."""
+        is_last = self.state.outer_step >= self.config.outer_steps
+        return is_last or self.stop.requested or self.ends_early
+
+    def end_step(self, outcome: Outcome) -> None:
+        """Count an outer step whose update is applied; validate, save and log. Collective: all groups."""
+        self.state.outer_step += 1  # last: theta is written, so that a lost group repeats its meta-batch
+        self.state.count(outcome, dict(self.feed.counts))
+        self.callbacks.on_step_end(self, outcome)
+        self.feed.tune_workers(time.monotonic() - self.began)
 
     def run_step(self) -> Outcome:
         """One outer step: this group's tasks, the reduction over all groups, the update of theta.
@@ -284,6 +298,20 @@ class Run:
         if left_tasks and self.config.elastic:
             self.stop.requested = True
             return Outcome.STOP  # the other groups of an elastic run repeat the step without this one
+        return self.finish_step(metrics, left_tasks)
+
+    def finish_step(
+        self,
+        metrics: StepMetrics,
+        left_tasks: bool,
+        describe: Callable[[StepMetrics], None] = lambda metrics: None,
+    ) -> Outcome:
+        """The second half of an outer step: the reduction over all groups, and the update of theta.
+
+        left_tasks: a stop has left out tasks of this group. describe: sets further values for metrics.jsonl.
+        The worker holds theta afterwards. Collective: all groups.
+        """
+        state, step, stage = self.state, self.state.outer_step, self.stage
         stage.begin_phase("waiting for the other groups")
         weight = metrics.all_reduce(self.ranks)
         self.kept_metrics = None
@@ -292,8 +320,9 @@ class Run:
         stage.begin_phase("agreeing with the other groups")
         if self.stop.agree_after_tasks(left_tasks, state.saver):
             return Outcome.STOP
-        if self.feed.claims is not None:
+        if self.feed.is_claiming:
             self._check_claims(metrics)
+        describe(metrics)
         no_data = self._apply_bad_task_policy(metrics)
         squares = metrics.squares if self.config.gradient_noise_scale else None
         update = state.updates.step(weight, step, no_data, step + 1 == self.config.outer_steps, squares)
@@ -335,8 +364,8 @@ class Run:
                 tokens = episode.tokens if self.worker.counts_rows else 0
                 metrics.add(result, tokens, exploded, square)
             self.stage.begin_phase("waiting for its tasks")
-        if step == 0 and first is not None and not (self.spec.in_prompt or self.spec.all_classes):
-            self._check_inner_loop(first.support)
+        if step == 0 and first is not None:
+            self.check_inner_loop(first)
         return False
 
     def _check_claims(self, metrics: StepMetrics) -> None:
@@ -349,8 +378,11 @@ class Run:
                 " --master_port that no other program uses"
             )
 
-    def _check_inner_loop(self, support: Sequence[MicroBatch]) -> None:
+    def check_inner_loop(self, episode: Episode) -> None:
         """Warn if the inner loop raises the loss of a support set, from theta. Collective: group."""
+        if self.spec.in_prompt or self.spec.all_classes:
+            return
+        support = episode.support
         self.stage.begin_phase("checking the inner loop")
         losses = SupportLosses(self.config)
         learned = self.parts.setup.inner.adapt(self.worker, self.theta, support)
@@ -386,6 +418,8 @@ class Run:
             task = self.schedule.meta_batch(state.outer_step)[0]
             for _, episode in EpisodeReader.of(load, self.ranks, config, notice).read_same_task(task):
                 notice(check(rule, self.worker, state.meta_params, episode, precision).text)
+        if config.max_staleness:
+            self.stale_steps = StaleSteps(self)
         self.progress.start("outer step")
 
     def should_leave_evaluation(self) -> bool:
@@ -423,6 +457,8 @@ class Run:
         if last:
             state.saver.wait()
         if not state.is_saved():
+            if self.stale_steps is not None:
+                state.queue = self.stale_steps.unfinished()
             state.save(last)
             self.callbacks.on_save(self, state.checkpoint_path)
 

@@ -63,6 +63,8 @@ def write_run(folder: Path, settings: dict[str, Any], layout: str, **facts: Any)
 
 def promise_of(settings: Mapping[str, Any]) -> str:
     """How theta of a repeated or resumed run compares with that of the first."""
+    if settings["max_staleness"]:
+        return f"max_staleness={settings['max_staleness']}: theta depends on how long tasks take"
     causes = {
         "task_schedule=dynamic": settings["task_schedule"] == "dynamic",
         "elastic=True": settings["elastic"],

@@ -26,10 +26,14 @@ class StepMetrics:
     """Numbers of this group's tasks in one outer step; `all_reduce` sets `values` from those of all groups.
 
     names: further numbers of the algorithm's task gradients. replicated: whether each rank of a group holds
-    the whole model. squares: of the tasks of all groups, after `all_reduce`.
+    the whole model. counts: further sums over tasks, by name. waited: seconds that this group has waited for
+    others so far. squares: of the tasks of all groups, after `all_reduce`.
     """
 
-    def __init__(self, names: Sequence[str] = (), replicated: bool = True) -> None:
+    def __init__(
+        self, names: Sequence[str] = (), replicated: bool = True, counts: Sequence[str] = ()
+    ) -> None:
+        self.counts, self.waited = dict.fromkeys(counts, 0.0), 0.0
         self.replicated, self.squares = replicated, TaskSquares(0.0, 0.0, 0.0)
         self.began = time.monotonic()
         self.weight = self.weight_squared = self.data_seconds = 0.0
@@ -82,6 +86,7 @@ class StepMetrics:
             "tasks": self.tasks,
             "weight_squared": self.weight_squared,
             **self.sums,
+            **self.counts,
         }
         mine = {
             **{name: value if counts_group else 0.0 for name, value in of_group.items()},
@@ -95,7 +100,13 @@ class StepMetrics:
         # [3, groups]: busy, waiting and tasks, each a mean over the ranks of a group
         of_groups = torch.zeros(3, ranks.cross.size, dtype=torch.float64)
         of_groups[:, ranks.cross.rank] = (
-            torch.tensor([waiting - self.began, time.monotonic() - waiting, float(self.tasks)])
+            torch.tensor(
+                [
+                    waiting - self.began - self.waited,
+                    time.monotonic() - waiting + self.waited,
+                    float(self.tasks),
+                ]
+            )
             / ranks.layout.group_size
         )
         busy, waits, tasks = ranks.all_groups.sum_(of_groups)
@@ -103,6 +114,7 @@ class StepMetrics:
         weight = total["weight"]
         self.squares = TaskSquares(weight, total["weight_squared"], total["square"])
         self.tasks, self.failures = int(total["tasks"]), int(total["failures"])
+        self.counts = {name: total[name] for name in self.counts}
         self.values = {
             "tokens": int(total["tokens"]),
             **{name: total[name] / weight if weight else math.nan for name in self.sums},

@@ -4,6 +4,7 @@
     outer step, tasks seen, steps that failed      what was counted
     the best validated weights, recent losses      what later decisions need
     a pending meta-gradient (--outer_delay)        what has not been applied to theta yet
+    tasks that groups run (--max_staleness)        what a resumed run begins again
 
 What is validated and exported may be an interpolation (--init_interpolation alpha): (1 - alpha) theta_0 +
 alpha theta. Wortsman et al., "Robust fine-tuning of zero-shot models", 2022 (arXiv 2109.01903), equation 1:
@@ -17,6 +18,7 @@ the run.
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from fmmeta import checkpoint
 from fmmeta.checkpoint.write import Saver
@@ -52,6 +54,7 @@ class TrainingState:
         self.stateful = [self.meta_params, self.outer, self.updates, *([self.best] if self.best else [])]
         self.spikes = Spikes()
         self.outer_step, self.bad_steps, self.tasks = 0, 0, {"seen": 0, "bad": 0}
+        self.queue: dict[str, Any] | None = None  # with --max_staleness: what groups run meanwhile
         self.validated = 0  # the last outer step whose validation is complete
         self.saver = Saver(self.param_map, config, ranks, log)
 
@@ -71,7 +74,8 @@ class TrainingState:
     def state_dict(self) -> StateDict:
         """All of it, uncopied. Collective: cross."""
         counts = {"outer_step": self.outer_step, "validated": self.validated, "bad_steps": self.bad_steps}
-        state = StateDict(facts={**counts, "tasks": self.tasks, "losses": self.spikes.state, "best": {}})
+        facts = {"tasks": self.tasks, "losses": self.spikes.state, "best": {}, "queue": self.queue}
+        state = StateDict(facts={**counts, **facts})
         for part in self.stateful:
             part.add_state(state)
         state.facts["vectors"] = list(state.vectors)
@@ -84,7 +88,7 @@ class TrainingState:
             part.load_state(state)
         self.outer_step, self.bad_steps, self.tasks = facts["outer_step"], facts["bad_steps"], facts["tasks"]
         self.validated = facts.get("validated", self.outer_step)  # absent in checkpoints of 0.1.0
-        self.spikes = Spikes(facts.get("losses"))
+        self.spikes, self.queue = Spikes(facts.get("losses")), facts.get("queue")
 
     def count(self, outcome: Outcome, tasks: dict[str, int]) -> None:
         """Count an outer step that has ended. tasks: numbers of seen and of bad tasks so far."""

@@ -89,6 +89,7 @@ ALSO: dict[str, dict[str, Any]] = {
     "both": {"lora_r": 4, "gradient_checkpointing": True},
     "sampled": {"support_batch_size": 4, "inner_steps": 4},  # of 5 or 15 rows; two epochs of the 5
     "delay": {"outer_delay": 1},  # test_delay.py has its cases
+    "stale": {"max_staleness": 2},  # test_bounded_staleness.py has its cases
     "wire": {"reduce_dtype": "bf16"},
     "delay-wire": {"outer_delay": 1, "reduce_dtype": "bf16"},
     "scaled": {"scale_outer_lr": "sqrt", "base_meta_batch_size": 12},  # of 3 tasks: half the rate
@@ -128,6 +129,13 @@ VARIANTS: dict[str, dict[str, Any]] = {  # settings of an algorithm's name, wher
         "inner_beta2": 0.9,
         "inner_weight_decay": 0.1,
         "inner_epsilon": 0.03,
+    },
+    "slow-fomaml": {"algorithm": "tests.support.slow_group:FOMAML"},
+    "slow-reptile": {"algorithm": "tests.support.slow_group:REPTILE"},
+    "slow-rates": {
+        "algorithm": "tests.support.slow_group:FOMAML",
+        "inner_lr_learned": "layer",
+        "inner_lr_outer_lr": 0.01,
     },
     "meta_sgd": {"algorithm": "meta_sgd", "first_order_steps": 1, "inner_lr_outer_lr": 0.01},
     "imaml": {"algorithm": "imaml", "proximal_weight": 300.0, "inner_lr": 0.003, "cg_steps": 3},
@@ -623,31 +631,39 @@ class ParityFixture:
 
         return end
 
-    def error(self, case: Case, theta: dict[str, torch.Tensor]) -> float:
-        """|theta - oracle| / |oracle - theta_0|, over the whole model."""
+    def error(
+        self, case: Case, theta: dict[str, torch.Tensor], counted: Sequence[Sequence[Sequence[int]]] = ()
+    ) -> float:
+        """|theta - oracle| / |oracle - theta_0|, over the whole model.
+
+        counted: with max_staleness, position in the queue and version of theta of the tasks of each step.
+        """
         settings = {key: value for key, value in self.settings(case).items() if key not in EQUAL}
-        wanted, began = self.reference(json.dumps(settings, sort_keys=True))
+        wanted, began = self.reference(json.dumps(settings, sort_keys=True), json.dumps(counted))
         final = wanted.thetas[-1]
         assert sorted(theta) == sorted(final)
         off = sum(float((theta[name] - final[name]).double().square().sum()) for name in final)
         travelled = sum(float((final[name] - began[name]).double().square().sum()) for name in final)
         return (off / travelled) ** 0.5
 
-    def _reference(self, settings: str) -> tuple[Reference, dict[str, torch.Tensor]]:
+    def _reference(self, settings: str, counted: str) -> tuple[Reference, dict[str, torch.Tensor]]:
         config = Config(**json.loads(settings))
         description = describe(config)
         tokenizer = load_tokenizer(config, description, print)
         source = load_sources(config, tokenizer, print).train
         learner = load_learner(config, replace(description, classes=len(source.classes)))
         schedule = Schedule(source.items, config.meta_batch_size, config.seed, 0)
-        steps = [
-            [source.draw(task).episode() for task in schedule.meta_batch(step)]
-            for step in range(config.outer_steps)
-        ]
+        tasks = [schedule.meta_batch(step) for step in range(config.outer_steps)]
+        versions = None
+        if stale := json.loads(counted):
+            queue = [task for step in range(config.outer_steps) for task in schedule.queue(step)]
+            tasks = [[queue[position] for position, _ in step] for step in stale]
+            versions = [[version for _, version in step] for step in stale]
+        steps = [[source.draw(task).episode() for task in step] for step in tasks]
         began = {name: p.detach().clone() for name, p in learner.named_parameters() if p.requires_grad}
         if not config.bf16:
             learner = learner.double()  # an oracle without fp32 rounding errors
-        return reference_run(learner, steps, config, config.bf16), began
+        return reference_run(learner, steps, config, config.bf16, versions), began
 
 
 class Launches:

@@ -27,6 +27,7 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.training import build
+from fmmeta.training.callbacks import Callback
 from fmmeta.training.loop import Run
 from fmmeta.training.run_folder import RunStart
 
@@ -53,6 +54,19 @@ def poison(parts: build.Runtime, chosen: dict[tuple[int, int], str], factor: flo
     parts.load = load  # type: ignore[method-assign]
 
 
+class CountedTasks(Callback):
+    """With --max_staleness: the tasks of each outer step, as (position in the queue, version of theta)."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[tuple[int, int]]] = []
+
+    def on_step_end(self, run, outcome):
+        if run.stale_steps is not None:
+            mine = run.stale_steps.in_last_sum if run.ranks.layout.group_rank == 0 else []
+            parts = map(json.loads, run.ranks.world.gather_bytes(json.dumps(mine).encode()))
+            self.steps.append(sorted(tuple(task) for part in parts for task in part))
+
+
 def main(cases_file: str, out: str) -> None:
     launch = Launch.from_env(os.environ)
     world = World(launch, pick_device(launch))
@@ -76,7 +90,16 @@ def main(cases_file: str, out: str) -> None:
         ]
         folder = Path(out) / case["id"]
         folder.mkdir(exist_ok=True)
-        run = Run(config, inputs, ranks, parts, RunStart(folder, None, False), Progress(enabled=False))
+        counted = CountedTasks()
+        run = Run(
+            config,
+            inputs,
+            ranks,
+            parts,
+            RunStart(folder, None, False),
+            Progress(enabled=False),
+            user_callbacks=[counted],
+        )
         poison(
             parts, {(step, slot): which for step, slot, which in case.get("poison", [])}, **case.get("by", {})
         )
@@ -120,6 +143,7 @@ def main(cases_file: str, out: str) -> None:
                 ),
                 "numel": parts.worker.params.numel,
                 "start_off": max(off),
+                "counted": counted.steps,
                 "linear": torch.nn.functional.linear.__name__,
             }
             folder.with_name(f"{folder.name}.json").write_text(json.dumps(facts))

@@ -1,0 +1,367 @@
+"""Bounded staleness (--max_staleness S): an outer step closes without waiting for groups that are slower.
+
+    endless queue: meta-batch after meta-batch, each largest first     a pure function of (seed, outer step)
+      --claim-->  a group runs a task from a copy of theta, of version v = outer steps applied so far
+      --count-->  its gradient is in the sum of the outer step t that is open when the task ends
+    meta_batch_size gradients are counted: step t closes
+      -->  every group enters the reduction between two passes of its task, with the sum of what it has
+           counted, zeros included, and applies the mean; then it continues its task
+
+Staleness of a gradient: t - v, at most S. A claim waits, and so does the gradient of a fast group, where the
+places left in the open steps are needed by running tasks that would be older than S otherwise (stale
+synchronous parallel: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
+Server", 2013). With --drop_stale nothing waits and a gradient that is too old is dropped (backup workers:
+Chen, Pan, Monga, Bengio, Jozefowicz, "Revisiting Distributed Synchronous SGD", 2016, arXiv 1604.00981). Each
+outer step has exactly meta_batch_size gradients, and its update is that of a synchronous step.
+
+What groups share is one small value in the store of the launch, `Ledger`, changed by compare-and-set. No
+collective is entered by a part of the ranks: the first rank of a group reads the ledger and tells the others,
+and every group enters every reduction.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fmmeta.meta.parameters import MetaGradient, MetaParameters
+from fmmeta.meta.rule import TaskResult
+from fmmeta.parallel.collectives import Communicator
+from fmmeta.tasks.batching import Episode
+from fmmeta.tasks.schedule.meta_batches import Task
+from fmmeta.training.callbacks import Outcome
+from fmmeta.training.run_log import StepMetrics
+
+if TYPE_CHECKING:
+    from fmmeta.training.loop import Run
+
+POLL_S = 0.01  # between two looks of a group that waits
+KEY = "ledger"
+NOT_YET = -2  # the code of None in a broadcast
+
+
+@dataclass
+class Ledger:
+    """claimed: tasks that were begun; counted: gradients in outer steps, from the first step of the run.
+
+    running: tasks that were begun and are not counted, by the version of theta with which they began.
+    stopped: whether a group has received a stop signal.
+    """
+
+    claimed: int = 0
+    counted: int = 0
+    running: Counter[int] = field(default_factory=Counter)
+    stopped: bool = False
+
+    def to_json(self, writer: str) -> str:
+        """writer: makes equal changes of two groups different values."""
+        running = {str(version): count for version, count in sorted(self.running.items()) if count}
+        return json.dumps([self.claimed, self.counted, running, self.stopped, writer])
+
+    @classmethod
+    def from_json(cls, text: str) -> "Ledger":
+        claimed, counted, running, stopped, _ = json.loads(text)
+        return cls(claimed, counted, Counter({int(key): n for key, n in running.items()}), stopped)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """When tasks may begin and be counted. tasks: of an outer step; steps: outer steps of the run."""
+
+    tasks: int
+    max_staleness: int
+    steps: int
+    drops: bool = False
+
+    def claim(self, ledger: Ledger, version: int) -> int | None:
+        """The place in the queue of a task that begins with `version`; None if it must not begin yet.
+
+        Every running task must find a place in an outer step in which it is not too old.
+        """
+        if ledger.counted >= self.tasks * self.steps:
+            return None
+        if not self.drops:
+            places = min(version + self.max_staleness + 1, self.steps) * self.tasks
+            if ledger.counted + ledger.running.total() >= places:
+                return None
+        ledger.running[version] += 1
+        ledger.claimed += 1
+        return ledger.claimed - 1
+
+    def count(self, ledger: Ledger, version: int) -> int | None:
+        """The outer step in which a task that began with `version` is counted; -1 if it is dropped.
+
+        None if it has to wait: the remaining places are those of older tasks.
+        """
+        step, running = ledger.counted // self.tasks, ledger.running - Counter([version])
+        if self.drops:
+            ledger.running = running
+            if step >= self.steps or step - version > self.max_staleness:
+                return -1
+        elif any(
+            ledger.counted + 1 + sum(n for v, n in running.items() if v + self.max_staleness <= due)
+            > (due + 1) * self.tasks
+            for due in {v + self.max_staleness for v in running} | {step}
+            if due >= step
+        ):
+            return None
+        ledger.running = running
+        ledger.counted += 1
+        return step
+
+    def is_closed(self, ledger: Ledger, step: int) -> bool:
+        return ledger.counted >= (step + 1) * self.tasks
+
+
+class SharedLedger:
+    """The ledger of all groups. store: a key-value store of torch; group: the ranks of this group.
+
+    writer: number of this group. The first rank of a group uses the store.
+    """
+
+    def __init__(self, store: Any, group: Communicator, writer: int) -> None:
+        self.store, self.group, self.writer, self.changes = store, group, writer, 0
+
+    def begin(self, ledger: Ledger) -> None:
+        """Set the first value, before any group uses the ledger. Local: one rank of the launch."""
+        self.store.set(KEY, ledger.to_json("begin"))
+
+    def read(self) -> Ledger:
+        """The ledger of this moment. Local."""
+        return Ledger.from_json(self.store.get(KEY).decode())
+
+    def change(self, change: Callable[[Ledger], int | None]) -> int | None:
+        """What `change` returns; the ledger that it has changed is stored unless that is None.
+
+        Collective: group.
+        """
+        found = torch.tensor([NOT_YET], dtype=torch.int64)
+        if self.group.rank == 0:
+            before = self.store.get(KEY).decode()
+            while (result := change(ledger := Ledger.from_json(before))) is not None:
+                self.changes += 1
+                wanted = ledger.to_json(f"{self.writer}/{self.changes}")
+                before = self.store.compare_set(KEY, before, wanted).decode()
+                if before == wanted:
+                    found[0] = result
+                    break
+        result = int(self.group.broadcast_(found))
+        return None if result == NOT_YET else result
+
+
+class StepsEnded(Exception):
+    """The last outer step has closed, or the run stops; raised on all ranks, also from a running task."""
+
+
+class StaleSteps:
+    """The outer loop of one group with bounded staleness: what `Run` does with synchronous steps.
+
+    again: positions in the queue of tasks that an earlier process began and whose gradients are not in theta;
+    they are claimed first. claimed_before: tasks that were claimed before this process, `again` among them.
+    current: position of the task that this group runs, or has not counted yet. in_sum: of those that it has
+    counted in the open outer step, and the versions of theta with which they began; in_last_sum: in the one
+    before.
+    """
+
+    def __init__(self, run: "Run") -> None:
+        config, state, ranks = run.config, run.state, run.ranks
+        self.run = run
+        self.bound = Bound(config.tasks_per_step, config.max_staleness, config.outer_steps, config.drop_stale)
+        done = state.outer_step * config.tasks_per_step
+        saved = state.queue or {"claimed": done, "again": [], "counted": {}, "dropped": {}}
+        self.again, self.claimed_before = list[int](saved["again"]), int(saved["claimed"])
+        self.counted, self.dropped = Counter(saved["counted"]), Counter(saved["dropped"])  # by stratum
+        self.ledger = SharedLedger(ranks.store, ranks.group, ranks.cross.rank)
+        if ranks.first:
+            self.ledger.begin(Ledger(counted=done))
+        ranks.world.barrier()
+        self.current: int | None = None
+        self.in_sum, self.in_last_sum = list[tuple[int, int]](), list[tuple[int, int]]()
+        self.is_running = self.is_stopping = False
+        self.queue = lru_cache(maxsize=self.bound.max_staleness + 2)(run.schedule.queue)
+        meta = state.meta_params
+        self.begun = MetaParameters.from_named({name: x.clone() for name, x in meta.named().items()})
+        self.into = MetaGradient(meta.theta, meta.extra)
+
+    @property
+    def version(self) -> int:
+        """Outer steps that this group has applied to theta."""
+        return self.run.state.outer_step
+
+    def run_steps(self) -> None:
+        """Run outer steps until the last one or a stop. Collective: world."""
+        self._open_step()
+        with suppress(StepsEnded):
+            while True:
+                self._look()
+                number = self.ledger.change(partial(self.bound.claim, version=self.version))
+                if number is None:
+                    self._wait()
+                else:
+                    self._run_task(number)
+        self.run.worker.write(self.run.theta)
+
+    def unfinished(self) -> dict[str, Any]:
+        """What a checkpoint stores of the queue. Collective: world, between two outer steps."""
+        ranks = self.run.ranks
+        mine = [position for position, _ in self.in_sum]
+        mine += [] if self.current is None else [self.current]
+        number = torch.tensor([self.ledger.read().claimed if ranks.first else 0])
+        claimed = int(ranks.world.broadcast_(number))
+        begun = {
+            position
+            for part in ranks.world.gather_bytes(json.dumps(mine).encode())
+            for position in json.loads(part)
+        }
+        return {
+            "claimed": self.claimed_before + max(0, claimed - len(self.again)),
+            "again": sorted(begun.union(self.again[claimed:])),
+            "counted": dict(self.counted),
+            "dropped": dict(self.dropped),
+        }
+
+    def _run_task(self, number: int) -> None:
+        """Run the task of a claim and count its gradient. Collective: group; all where a step has closed."""
+        run, began = self.run, self.version
+        is_new = number >= len(self.again)
+        self.current = self.claimed_before + number - len(self.again) if is_new else self.again[number]
+        outer_step, index = divmod(self.current, self.bound.tasks)
+        task = self.queue(outer_step)[index]
+        run.feed.note_claim(self.current)
+        found = run.feed.read([task])
+        if not found:
+            self._count(task, began, lambda: self.metrics.count_missing(1, len(run.feed.errors), 0.0))
+            return
+        episode = found[0][1]
+        if began == 0 and not self.in_sum:
+            run.check_inner_loop(episode)
+        run.stage.begin_phase(f"task {number + 1} of the queue", passes=1)
+        for name, value in run.state.meta_params.named().items():
+            self.begun.named()[name].copy_(value)
+        run.worker.write(self.begun.theta)
+        setup = replace(run.parts.setup, inner=run.parts.setup.inner.variant(self.begun.rates))
+        self.is_running = True
+        result = run.spec.rule(setup, began).task_gradient(
+            run.worker, self.begun, episode, self.into, self._between_passes
+        )
+        self.is_running = False
+        exploded = run.outlier_bounds.exceeded_by(result, self.into.sum)
+        self._count(task, began, lambda: self._add(result, episode, exploded))
+        self.into.clear()
+        run.stage.begin_phase("waiting for its tasks")
+
+    def _add(self, result: TaskResult, episode: Episode, exploded: bool) -> None:
+        """Add a task that has ended to the sums of the open outer step. Local."""
+        run = self.run
+        if result.finite and not exploded:
+            run.state.updates.meta.merge(self.into)
+        self.metrics.add(result, episode.tokens if run.worker.counts_rows else 0, exploded)
+
+    def _count(self, task: Task, began: int, add: Callable[[], None]) -> None:
+        """Count a task that has ended, and `add` it in the outer step in which it counts.
+
+        Collective: group; all groups where a step has closed.
+        """
+        while (step := self.ledger.change(partial(self.bound.count, version=began))) is None:
+            self._wait()
+            self._look()
+        while self.version < step:
+            self._close_step()
+        assert self.current is not None
+        counts = self.metrics.counts
+        if step < 0:
+            counts[f"dropped {task.stratum}"] += 1
+        else:
+            self.in_sum.append((self.current, began))
+            counts["staleness"] += step - began
+            counts[f"staleness {step - began}"] += 1
+            counts[f"counted {task.stratum}"] += 1
+            add()
+        self.current = None
+
+    def _between_passes(self) -> None:
+        self.run.stage.count_pass()
+        self._look()
+
+    def _look(self) -> None:
+        """Enter the reductions of the outer steps that have closed. Raises `StepsEnded` after the last.
+
+        Collective: group; all groups where a step has closed.
+        """
+        if not self.is_stopping and self.run.stop.should_leave_tasks():
+            self.ledger.change(stop)
+            self.is_stopping = True
+        while True:
+            seen = torch.zeros(2)
+            if self.run.ranks.group.rank == 0:
+                ledger = self.ledger.read()
+                seen = torch.tensor([self.bound.is_closed(ledger, self.version), ledger.stopped]).float()
+            is_closed, is_stopped = self.run.ranks.group.broadcast_(seen).tolist()
+            if not is_closed and not is_stopped:
+                return
+            self._close_step(abandon=not is_closed)
+
+    def _wait(self) -> None:
+        self.run.stage.begin_phase("waiting for the other groups")
+        began = time.monotonic()
+        time.sleep(POLL_S)
+        self.metrics.waited += time.monotonic() - began
+
+    def _open_step(self) -> None:
+        run = self.run
+        run.stage.begin(f"outer step {self.version + 1}", "waiting for its tasks", is_step=True)
+        run.callbacks.on_step_begin(run)
+        strata, ages = run.schedule.items.strata, range(self.bound.max_staleness + 1)
+        names = ["staleness", *(f"staleness {age}" for age in ages)]
+        names += [f"{what} {stratum}" for what in ("counted", "dropped") for stratum in strata]
+        self.metrics = StepMetrics(run.spec.numbers, run.worker.params.replicated, names)
+        self.loaded_s = run.feed.loader.wait_s
+
+    def _close_step(self, abandon: bool = False) -> None:
+        """Reduce and apply what all groups have counted, and begin the next outer step; see `_look`.
+
+        abandon: a group has received a stop signal. A task that runs continues afterwards from the weights
+        that the worker holds now. Collective: world.
+        """
+        run = self.run
+        phi = run.worker.read() if self.is_running else None
+        self.metrics.data_seconds = run.feed.loader.wait_s - self.loaded_s
+        outcome = run.finish_step(self.metrics, abandon, self._describe)
+        if outcome is Outcome.STOP:
+            raise StepsEnded
+        self.in_sum, self.in_last_sum = [], self.in_sum
+        run.end_step(outcome)
+        if run.is_over:
+            raise StepsEnded
+        if phi is not None:
+            run.worker.write(phi)
+        self._open_step()
+
+    def _describe(self, metrics: StepMetrics) -> None:
+        """Set the values of metrics.jsonl from the counts of all groups. Local."""
+        counts, values, strata = metrics.counts, metrics.values, self.run.schedule.items.strata
+        ages = [age for age in range(self.bound.max_staleness + 1) if counts[f"staleness {age}"]]
+        values["staleness_mean"] = counts["staleness"] / self.bound.tasks
+        values["staleness_max"] = max(ages, default=0)
+        for stratum in strata:
+            self.counted[stratum] += round(counts[f"counted {stratum}"])
+            self.dropped[stratum] += round(counts[f"dropped {stratum}"])
+        if self.bound.drops:
+            values["dropped_tasks"] = round(sum(counts[f"dropped {stratum}"] for stratum in strata))
+            values["dropped_share_by_stratum"] = {
+                stratum: self.dropped[stratum] / (self.dropped[stratum] + self.counted[stratum])
+                for stratum in strata
+                if self.dropped[stratum]
+            }
+
+
+def stop(ledger: Ledger) -> int:
+    """The change of the ledger by a group that has received a stop signal."""
+    ledger.stopped = True
+    return 0
