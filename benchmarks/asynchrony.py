@@ -7,7 +7,8 @@ Each mode is a real run of three ranks: tasks are assigned (static), claimed (dy
 bounded staleness (--max_staleness 2), also with --drop_stale. Tasks are computed as they are and padded by
 sleeps between their passes to --task_seconds on two groups and four times as long on the third (padded.py),
 so that three ranks can share two cores. 12 tasks in an outer step. Held-out loss: the same episodes for every
-mode and moment, learned from copies of theta after the run. Differences are paired by episode, with 95 % t intervals:
+mode and moment, learned from copies of theta after the run. Differences are paired by episode, with 95 % t
+intervals:
 
     equal tasks   after the same number of outer steps
     equal time    when the run with bounded staleness has ended; the others as far as they are
@@ -105,7 +106,7 @@ def settings(given: argparse.Namespace, mode: str, folder: str) -> Config:
 def rank_main(given: argparse.Namespace, mode: str, out: str) -> None:
     copies = Copies(max(1, given.steps // 20), given.episodes)
     MetaTrainer(settings(given, mode, f"{out}.run"), callbacks=[copies]).train()
-    if os.environ["FMMETA_GLOBAL_RANK"] == "0":
+    if os.environ["RANK"] == "0":
         facts = {
             "share of the slow group": copies.by_group[2] / copies.by_group.sum(),
             "staleness, mean": float(np.mean(copies.ages)),

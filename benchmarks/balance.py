@@ -131,7 +131,7 @@ def slow_rank_main(given: argparse.Namespace, schedule: str, out: Path) -> None:
     travelled = Travelled()
     MetaTrainer(config, callbacks=[travelled]).train()
     facts = {"times": TIMES, "by_rank": travelled.run.metrics.tasks_by_group}
-    rank = os.environ["FMMETA_GLOBAL_RANK"]
+    rank = os.environ["RANK"]
     (out / f"rank-{rank}.json").write_text(json.dumps(facts))
     torch.save({"begin": travelled.begin, "end": travelled.run.theta}, out / f"rank-{rank}.pt")
 
