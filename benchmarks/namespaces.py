@@ -1,11 +1,11 @@
-"""Two hosts on one machine: network namespaces with a name, an address and a loopback of their own, joined by
-a cable (veth).
+"""Several hosts on one machine: network namespaces with a name, an address and a loopback of their own. Two
+are joined by a cable (veth), more of them by a cable each to a switch (a bridge in another namespace).
 
     with Hosts() as hosts: hosts.run(0, ["python", ...]); hosts.shape(10); hosts.unplug()
 
-Processes of one reach the other through the cable alone, which can be slowed down (tc tbf), delayed (tc
-netem) and unplugged. They share files and cores. Needs root and Debian's iproute2 and util-linux; touches
-nothing but namespaces that it has made.
+Processes of one reach the others through the cables alone, which can be slowed down (tc tbf), delayed (tc
+netem) and, with two hosts, unplugged. They share files and cores. Needs root and Debian's iproute2 and
+util-linux; touches nothing but namespaces that it has made.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ class Hosts:
     """Raises `OSError` with the reason where this machine cannot make them.
 
     relayed: the cable leads through a third namespace, in which a process delays what passes (relay.py).
+    names: of the hosts, with different first letters.
     """
 
-    def __init__(self, relayed: bool = False) -> None:
+    def __init__(self, relayed: bool = False, names: Sequence[str] = NAMES) -> None:
+        self.names, self.relayed = names, relayed
+        self.addresses = [f"10.231.0.{number}" for number in range(1, len(names) + 1)]
         self.relay: subprocess.Popen[str] | None = None
-        self.middle = f"fmmeta-{os.getpid()}-middle" if relayed else ""
-        self.spaces = [f"fmmeta-{os.getpid()}-{name}" for name in NAMES]
-        self.cables = [f"fm{os.getpid()}{name[0]}" for name in NAMES]
+        self.middle = f"fmmeta-{os.getpid()}-middle" if relayed or len(names) > 2 else ""
+        self.spaces = [f"fmmeta-{os.getpid()}-{name}" for name in names]
+        self.cables = [f"fm{os.getpid()}{name[0]}" for name in names]
+        self.senders = list(zip(self.spaces, self.cables, strict=True))  # ends of cables that are shaped
         self.running: list[subprocess.Popen[Any]] = []
         missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if shutil.which(tool) is None]
         if os.geteuid() or missing:
@@ -49,22 +53,22 @@ class Hosts:
             raise
 
     def _make(self) -> None:
-        for space, name in zip(self.spaces, NAMES, strict=True):
+        for space, name in zip(self.spaces, self.names, strict=True):
             call("ip", "netns", "add", space)
             files = self.files(space)
             files.mkdir(parents=True)
-            # as Debian does: a host's own name stands for a loopback address, which is no use to the other
-            # one
+            # as Debian does: a host's own name stands for a loopback address, which is no use to the
+            # others
             lines = [
                 f"{'127.0.1.1' if host == name else address} {host}"
-                for address, host in zip(ADDRESSES, NAMES, strict=True)
+                for address, host in zip(self.addresses, self.names, strict=True)
             ]
             (files / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
             (files / "hostname").write_text(f"{name}\n")
-        here, there = self.cables
         if self.middle:
             self._make_middle()
         else:
+            here, there = self.cables
             call(
                 "ip",
                 "link",
@@ -80,8 +84,8 @@ class Hosts:
                 "netns",
                 self.spaces[1],
             )
-        for space, cable, address in zip(self.spaces, self.cables, ADDRESSES, strict=True):
-            call("ip", "-n", space, "addr", "add", f"{address}/30", "dev", cable)
+        for space, cable, address in zip(self.spaces, self.cables, self.addresses, strict=True):
+            call("ip", "-n", space, "addr", "add", f"{address}/24", "dev", cable)
             call("ip", "-n", space, "link", "set", "lo", "up")
             call("ip", "-n", space, "link", "set", cable, "up")
 
@@ -105,6 +109,13 @@ class Hosts:
                 self.middle,
             )
             call("ip", "-n", self.middle, "link", "set", end, "up")
+        if not self.relayed:
+            call("ip", "-n", self.middle, "link", "add", "switch", "type", "bridge")
+            call("ip", "-n", self.middle, "link", "set", "switch", "up")
+            for end in ends:
+                call("ip", "-n", self.middle, "link", "set", end, "master", "switch")
+            self.senders += [(self.middle, end) for end in ends]
+            return
         words = [
             "ip",
             "netns",
@@ -128,7 +139,7 @@ class Hosts:
         return Path("/etc/netns") / space
 
     def command(self, host: int, words: Sequence[str]) -> list[str]:
-        inside = ["sh", "-c", f'hostname {NAMES[host]} && exec "$@"', "sh", *words]
+        inside = ["sh", "-c", f'hostname {self.names[host]} && exec "$@"', "sh", *words]
         return ["ip", "netns", "exec", self.spaces[host], "unshare", "--uts", *inside]
 
     def run(
@@ -146,11 +157,11 @@ class Hosts:
         return started
 
     def shape(self, mbit: float | None, delay_ms: float = 0.0) -> None:
-        """Let the cable carry so many Mbit/s each way (None: as fast as it goes) and take so long.
+        """Let each cable carry so many Mbit/s each way (None: as fast as it goes) and take so long.
 
         Raises `OSError`.
         """
-        for space, cable in zip(self.spaces, self.cables, strict=True):
+        for space, cable in self.senders:
             subprocess.run(
                 ["tc", "-n", space, "qdisc", "del", "dev", cable, "root"], capture_output=True, check=False
             )
@@ -207,7 +218,7 @@ class Hosts:
         return found
 
     def close(self) -> None:
-        """End what runs there and remove both hosts."""
+        """End what runs there and remove the hosts."""
         for process in self.running:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
