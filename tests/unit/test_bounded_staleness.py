@@ -9,9 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
+from transformers import BertConfig
 
 from fmmeta.config.settings import Config
 from fmmeta.parallel.collectives import Communicator
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from fmmeta.planning.memory import estimate, rank_sizes
 from fmmeta.training.bounded_staleness import Bound, Ledger, SharedLedger
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
@@ -95,6 +98,19 @@ def test_equal_changes_of_two_groups_are_both_made():
 
     assert second.change(claim_after_another) == 1
     assert second.read() == Ledger(2, 4, Counter({2: 2}))
+
+
+def test_plan_counts_a_copy_of_theta_and_the_gradient_of_the_task():
+    zero2, hf_config = DeepSpeedSettings(2, False, False), BertConfig()
+    begun, ahead = (
+        sum(
+            estimate(
+                rank_sizes(Config(max_staleness=bound), hf_config, (4000, 0), False), zero2, 2
+            ).peak.values()
+        )
+        for bound in (0, 2)
+    )
+    assert ahead - begun == 2 * 4 * 4000 // 2  # two vectors of this rank's half
 
 
 def test_what_does_not_go_with_it():
