@@ -80,17 +80,12 @@ class Bound:
     drops: bool = False
 
     def claim(self, ledger: Ledger, version: int) -> int | None:
-        """The place in the queue of a task that begins with `version`; None if it must not begin yet.
-
-        Every running task must find a place in an outer step in which it is not too old.
-        """
-        if ledger.counted >= self.tasks * self.steps:
+        """The number of the claim of a task that begins with `version`; None if it must not begin yet."""
+        running = ledger.running + Counter([version])
+        is_over = ledger.counted >= self.tasks * self.steps
+        if is_over or not (self.drops or self.leaves_places(ledger.counted, running)):
             return None
-        if not self.drops:
-            places = min(version + self.max_staleness + 1, self.steps) * self.tasks
-            if ledger.counted + ledger.running.total() >= places:
-                return None
-        ledger.running[version] += 1
+        ledger.running = running
         ledger.claimed += 1
         return ledger.claimed - 1
 
@@ -100,20 +95,20 @@ class Bound:
         None if it has to wait: the remaining places are those of older tasks.
         """
         step, running = ledger.counted // self.tasks, ledger.running - Counter([version])
-        if self.drops:
-            ledger.running = running
-            if step >= self.steps or step - version > self.max_staleness:
-                return -1
-        elif any(
-            ledger.counted + 1 + sum(n for v, n in running.items() if v + self.max_staleness <= due)
-            > (due + 1) * self.tasks
-            for due in {v + self.max_staleness for v in running} | {step}
-            if due >= step
-        ):
+        is_dropped = self.drops and (step >= self.steps or step - version > self.max_staleness)
+        if not self.drops and not self.leaves_places(ledger.counted + 1, running):
             return None
         ledger.running = running
-        ledger.counted += 1
-        return step
+        ledger.counted += not is_dropped
+        return -1 if is_dropped else step
+
+    def leaves_places(self, counted: int, running: Counter[int]) -> bool:
+        """Whether each running task can be counted in an outer step for which it is not too old."""
+        for version, tasks in sorted(running.items()):
+            counted += tasks
+            if counted > min(version + self.max_staleness + 1, self.steps) * self.tasks:
+                return False
+        return True
 
     def is_closed(self, ledger: Ledger, step: int) -> bool:
         return ledger.counted >= (step + 1) * self.tasks
