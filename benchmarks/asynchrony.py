@@ -71,7 +71,7 @@ class Copies(Callback):
             scores = run.held_out.scores(
                 run.inputs.sources.test, VALID, "held out", theta, learning, count=self.episodes
             )
-            self.points.append((step, seconds, [score.losses[-1] for score in scores]))
+            self.points.append((step, seconds, [round(score.losses[-1], 4) for score in scores]))
 
 
 def settings(given: argparse.Namespace, mode: str, folder: str) -> Config:
@@ -104,7 +104,7 @@ def settings(given: argparse.Namespace, mode: str, folder: str) -> Config:
 
 
 def rank_main(given: argparse.Namespace, mode: str, out: str) -> None:
-    copies = Copies(max(1, given.steps // 20), given.episodes)
+    copies = Copies(max(1, given.steps // 10), given.episodes)
     MetaTrainer(settings(given, mode, f"{out}.run"), callbacks=[copies]).train()
     if os.environ["RANK"] == "0":
         facts = {

@@ -135,6 +135,20 @@ def second_order(axes: Any, found: dict[str, Any]) -> None:
     axes.legend(fontsize=7)
 
 
+def asynchrony(axes: Any, found: dict[str, Any]) -> None:
+    for name, style in (("letters", "-"), ("intents", "--")):
+        for mode, run in found.get(name, {}).get("runs", {}).items():
+            seconds = [point[1] for point in run["points"]]
+            losses = [sum(point[2]) / len(point[2]) for point in run["points"]]
+            axes.plot(seconds, losses, style, marker="o", markersize=3, label=f"{name}, {mode}")
+    axes.set(
+        xlabel="seconds of training",
+        ylabel="held-out loss",
+        title="Three groups, one of them four times slower",
+    )
+    axes.legend(fontsize=7)
+
+
 DRAWN: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "floor": floor,
     "peers": peers,
@@ -144,6 +158,7 @@ DRAWN: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "growth": growth,
     "intents": intents,
     "second_order": second_order,
+    "asynchrony": asynchrony,
 }
 
 
