@@ -87,8 +87,8 @@ def tune(
                 check_output(target)
         settings = with_local_models(settings, world, progress.notice)
         tuning = TuneRun(settings, world, progress, signals)
-        tuning.trials_file = target.with_name(f"{target.stem}.trials.json")
-        tuning.read_trials(world)
+        trials = target.with_name(f"{target.stem}.trials.json")
+        tuning.read_trials(world, trials)
         try:
             for choice in tuning.choices():
                 tuning.tried.append(choice)
@@ -101,14 +101,14 @@ def tune(
         tried = tuning.ranked()
         complete = len(tried) == tuning.total
         if launch.global_rank == 0 and complete and not math.isfinite(tried[0].loss):
-            tuning.trials_file.unlink(missing_ok=True)
+            trials.unlink(missing_ok=True)
         refuse_divergence(settings, tried)
         tuning.show(tried)
         with world.comm.raise_on_all("storing the choice"):
             if launch.global_rank == 0:
                 tuning.store(target, tried)
                 if complete:
-                    tuning.trials_file.unlink(missing_ok=True)
+                    trials.unlink(missing_ok=True)
         best = tried[0]
         head = "" if tuning.config.task_type == "causal_lm" else f"head_init {best.head_init}, "
         progress.notice(
@@ -249,13 +249,11 @@ class TuneRun:
         grid = len(self.heads) * sum(len(settings.rates(name)) for name in self.optimizers)
         self.total = settings.trials if settings.tuner == "optuna" else grid
 
-    def read_trials(self, world: World) -> None:
-        """Read the trials of an earlier process with the same settings. Raises `UsageError` for others.
-
-        Collective: world.
+    def read_trials(self, world: World, file: Path) -> None:
+        """Read the trials of an earlier process with the same settings, and store those of this one in
+        `file`. Raises `UsageError` for trials with other settings. Collective: world.
         """
-        text, file = "", self.trials_file
-        assert file is not None
+        text, self.trials_file = "", file
         with world.comm.raise_on_all("reading finished trials"):
             if world.comm.rank == 0 and file.is_file():
                 text = file.read_text(encoding="utf-8", errors="replace")

@@ -48,7 +48,7 @@ def card_content(
         "inner loop": f"{config.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}",
         "prompt": "the support set precedes each query" if spec.in_prompt else "",
         "outer loop": f"{config.outer_steps} steps of {config.outer_optimizer} over {tasks} tasks each,"
-        f" outer_lr {config.outer_lr:g}, seed {config.seed}",
+        f" outer_lr {config.outer_lr * config.outer_lr_factor:g}, seed {config.seed}",
         "trained weights": f"LoRA adapters of rank {config.lora_r}{merged}" if config.lora_r else "",
         "sentence vector": f"{description.pooling} pooling" if description.pooling != "model" else "",
     }

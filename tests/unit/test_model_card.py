@@ -44,9 +44,16 @@ def read(folder: Path) -> ModelCard:
 
 def test_a_classifier_has_its_held_out_scores_and_runnable_code(bert, tmp_path):
     run = trained(
-        bert, write_classes(tmp_path / "rows.jsonl", classes=15), tmp_path / "my-run", pooling="mean"
+        bert,
+        write_classes(tmp_path / "rows.jsonl", classes=15),
+        tmp_path / "my-run",
+        pooling="mean",
+        outer_lr=0.01,
+        scale_outer_lr="linear",
+        base_meta_batch_size=4,
     )
     card = read(run / "model")
+    assert "over 2 tasks each, outer_lr 0.005" in str(card)  # the rate that was used
     wanted = json.loads((run / "run.json").read_text())["held_out"]["after adaptation, meta-trained"]
     accuracy, loss = card.data.eval_results
     assert accuracy.metric_value == round(wanted["accuracy"][0], 4)
