@@ -12,6 +12,37 @@ store of its first member.
 Every group computes the same roles from the same answer of the lighthouse (`Membership`): which group sends
 its state, which groups need it (controller.py transfers it), and which one writes the files. Messages are
 JSON, never pickles.
+
+A group whose process has ended is left out without waiting for its heartbeats to time out:
+
+    noticed     the kernel closes its connections: the sum of the other groups fails, and they form again
+    verified    the port of its store refuses connections: no process listens there any more
+    reported    the first of the other groups sends the request of the lost group in its place, marked as lost;
+                the lighthouse has the requests of all groups then, and answers; every member leaves out the
+                groups that are marked
+
+The lighthouse alone decides who takes part in a step: a report completes its answer and never replaces it, and
+all members read the same answer. What can go wrong:
+
+    a slow or stopped process, a full queue of connections    its kernel still accepts: not lost
+    a machine that is down, a cable, a dropped packet         no answer is not a refusal: not lost
+    the port was taken over by another process                it accepts: not lost
+        in these three cases the timeout of heartbeats decides
+    a firewall begins to refuse connections to a live group   a group on this machine: cannot happen, the kernel
+                                                              that refuses is the one that runs the process. Of
+                                                              other machines only a minority of the last members
+                                                              is reported: never by both sides of a network that
+                                                              is cut in two (if these are equal, by the side
+                                                              that has the first member)
+    a live group is reported all the same                     it finds its name among the lost ones and asks
+                                                              again; if it comes later, it has missed a step, or
+                                                              has done it in another membership: in both cases
+                                                              it receives the state of the others
+    fewer groups remain than --min_groups of the lighthouse   no report: the lighthouse waits for more groups
+    a report is forged                                        it needs the secret of the run, as membership does
+
+A report is also a heartbeat of the lost group: while steps are short it is sent again for each of them, for at
+most `MAX_LOST` groups. Then the lighthouse waits for their heartbeats once.
 """
 
 import json
@@ -44,6 +75,7 @@ class GroupInfo:
     fresh: bool  # it has not taken part yet
     writes: bool
     connection: str  # the quorum that its communicator was connected for; empty: it has none
+    computed_by: str  # the connection of the groups that computed its state; empty: it has taken no step
     config_hash: str  # of settings and layout, which all must share
 
     @property
@@ -72,9 +104,12 @@ class Membership:
         return min(range(len(self.members)), key=lambda n: (self.members[n].fresh, -self.members[n].step, n))
 
     def needs_state(self, number: int) -> bool:
-        """Whether a member needs the state of the donor: it is new, or missed the end of a step."""
+        """Whether a member needs the state of the donor: it is new, missed the end of a step, or has taken its
+        last step with other groups (the sums differ by rounding).
+        """
         member, donor = self.members[number], self.members[self.donor]
-        return member is not donor and (member.fresh or member.step != donor.step)
+        same = (member.step, member.computed_by) == (donor.step, donor.computed_by)
+        return member is not donor and (member.fresh or not same)
 
     @property
     def writer(self) -> int:
@@ -85,6 +120,20 @@ class Membership:
 
 CONNECT_S = 10.0  # timeout of members that connect to each other; gloo tries up to four times for so long
 REACH_S = 5.0  # timeout of the test whether a member's process is alive
+REFUSE_S = 1.0  # timeout of the test whether its port refuses connections
+MAX_LOST = 16  # lost groups that are reported again for every step
+
+
+def refuses(address: str) -> bool:
+    """Whether no process listens at `address`: the kernel there refuses a connection. False: no answer."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), REFUSE_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 class ElasticCommunicator(Communicator):
@@ -99,7 +148,9 @@ class ElasticCommunicator(Communicator):
         self.own, self.config_hash, self.secret = own, "", b""
         # a restarted group gets a new name
         self.name = own.gather_bytes(f"{name}:{uuid.uuid4().hex[:8]}".encode())[0].decode()
-        self.fresh, self.writes, self.connection = True, False, ""
+        self.fresh, self.writes, self.connection, self.computed_by = True, False, "", ""
+        self.attempt = (0, "")  # step and connection of the last membership
+        self.listed: dict[str, tuple[str, bool]] = {}  # store address of its groups, and whether they are lost
         self.timeout_s = CONNECT_S
         self.client: LighthouseClient | None = None
         self.store_address, self.store = "", None  # where the other groups connect; on rank 0
@@ -118,12 +169,18 @@ class ElasticCommunicator(Communicator):
         `timeout_s`.
         """
         answer = b""
+        if step != self.attempt[0]:  # the last membership has taken its step
+            self.computed_by = self.attempt[1]
         with self.own.raise_on_all("asking the lighthouse"):
             if self.client is not None:
                 answer = json.dumps(self._request_quorum(self.client, step, timeout_s)).encode()
         quorum, listed, unknown_groups = json.loads(self.own.gather_bytes(answer)[0])
         members = tuple(GroupInfo(**one) for one in listed)
-        here = [member.name for member in members].index(self.name)
+        names = [member.name for member in members]
+        if self.name not in names:
+            self.disconnect()
+            raise PeerLost("the other groups could not connect to this one, and have left it out of a step")
+        here = names.index(self.name)
         restarted = (  # the members of one connection know its size
             not self.connection
             or len(members) != self.size
@@ -136,25 +193,67 @@ class ElasticCommunicator(Communicator):
                 self._connect(members, f"{quorum}/{self.own.rank}")
             self.connection = quorum
             super().set_timeout(self.timeout_s)
+        self.attempt = (step, self.connection)
         return Membership(members, here, restarted, unknown_groups)
 
     def _request_quorum(self, client: LighthouseClient, step: int, timeout_s: float) -> Any:
         """The quorum: a unique name, its members, and the number of other groups listed."""
-        data = {name: getattr(self, name) for name in ("fresh", "writes", "connection", "config_hash")}
-        data["proof"] = proof(self.secret, self.name, self.store_address, step, data)
+        names = ("fresh", "writes", "connection", "computed_by", "config_hash")
+        data = {name: getattr(self, name) for name in names}
         client.start_heartbeats(self.store_address, self.own.size)
+        client.read_min_groups()
+        reported = set[str]()
         quorum = client.request_quorum(
             timeout_s,
-            address="",
-            store_address=self.store_address,
-            step=step,
-            world_size=self.own.size,
-            shrink_only=False,
-            data=data,
+            lambda: self._report_lost(client, step, reported),
+            **self._signed(self.name, self.store_address, step, data),
         )
-        members = sorted(filter(None, map(self._verified, quorum.participants)), key=itemgetter("name"))
+        found = sorted(filter(None, map(self._verified, quorum.participants)), key=itemgetter("name"))
+        members = [one for one in found if not one.get("lost")]
+        self.listed = {one["name"]: (one["store_address"], bool(one.get("lost"))) for one in found}
         name = f"{quorum.quorum_id}/{quorum.created.seconds}.{quorum.created.nanos}"
-        return [name, members, len(quorum.participants) - len(members)]
+        return [name, members, len(quorum.participants) - len(found)]
+
+    def _signed(self, name: str, store_address: str, step: int, data: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a request of the lighthouse, with a proof that the sender knows the secret."""
+        signed = {**data, "proof": proof(self.secret, name, store_address, step, data)}
+        return {
+            "address": "",
+            "store_address": store_address,
+            "step": step,
+            "world_size": self.own.size,
+            "shrink_only": False,
+            "data": signed,
+        }
+
+    def _report_lost(self, client: LighthouseClient, step: int, reported: set[str]) -> None:
+        """Report the groups of the last membership whose processes have ended (top of this module).
+
+        reported: names that were reported for this request. Local; rank 0 of this group.
+        """
+        live = sorted(name for name, (_, lost) in self.listed.items() if not lost)
+        gone = list[str]()
+        for name in live:
+            if name != self.name and refuses(self.listed[name][0]):
+                gone.append(name)
+            elif name != self.name and self.name not in live[: live.index(name)]:
+                return  # it reports
+        carried = [name for name, (_, lost) in self.listed.items() if lost]
+        if len(carried) <= MAX_LOST:
+            gone += [name for name in carried if refuses(self.listed[name][0])]
+        new = [name for name in gone if name not in reported]
+        if not new or client.min_groups is None or len(set(live) - set(gone)) < client.min_groups:
+            return
+        elsewhere = [name for name in live if name in gone and not self._is_here(self.listed[name][0])]
+        if 2 * len(elsewhere) > len(live) or (2 * len(elsewhere) == len(live) and live[0] in elsewhere):
+            return  # perhaps the network is cut, and they report this side
+        for name in new:
+            reported.add(name)
+            client.report_lost(name, **self._signed(name, self.listed[name][0], step, {"lost": True}))
+
+    def _is_here(self, address: str) -> bool:
+        """Whether an address is one of this machine, so that no network is between it and this process."""
+        return address.rpartition(":")[0] == self.host
 
     def _verified(self, one: Any) -> dict[str, Any] | None:
         """The fields of a member; None if it does not know the secret of the run."""

@@ -379,7 +379,7 @@ def test_a_group_that_ends_before_the_rendezvous_is_missed_at_once():
     cross = ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), server.address(), "a")
     ended = LighthouseClient(server.address(), "b:1", coordination())
     store_address = f"127.0.0.1:{free_port()}"
-    mine = {"fresh": False, "writes": False, "connection": "", "config_hash": ""}
+    mine = {"fresh": False, "writes": False, "connection": "", "computed_by": "", "config_hash": ""}
     mine["proof"] = proof(b"", "b:1", store_address, 1, mine)
     try:
         with ThreadPoolExecutor(1) as pool:

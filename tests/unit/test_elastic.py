@@ -21,7 +21,7 @@ from tests.support.messages import check_message
 def membership(*members: tuple[int, bool, bool]) -> Membership:
     """A membership of groups, each given as (step, fresh, writes)."""
     listed = [
-        GroupInfo(f"g{n}", "host:1", step, fresh, writes, "", "")
+        GroupInfo(f"g{n}", "host:1", step, fresh, writes, "", "", "")
         for n, (step, fresh, writes) in enumerate(members)
     ]
     return Membership(tuple(listed), 0)
