@@ -46,10 +46,12 @@ most `MAX_LOST` groups. Then the lighthouse waits for their heartbeats once.
 """
 
 import json
+import queue
 import socket
+import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import itemgetter
@@ -59,7 +61,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.common.errors import PeerLost
-from fmmeta.elastic.lighthouse import LighthouseClient, coordination, first_line, reachable_as
+from fmmeta.elastic.lighthouse import WAIT_S, LighthouseClient, coordination, first_line, reachable_as
 from fmmeta.parallel.collectives import Communicator, Reduction
 from fmmeta.parallel.network import is_proof, proof
 from fmmeta.parallel.process_groups import connect_gloo, connect_to_store, listening_store
@@ -155,6 +157,7 @@ class ElasticCommunicator(Communicator):
         self.client: LighthouseClient | None = None
         self.store_address, self.store = "", None  # where the other groups connect; on rank 0
         self.host_address = ""  # the same of the first member
+        self.others: list[tuple[str, str]] = []  # label and store address of the other members
         with own.raise_on_all("looking for the lighthouse"):
             self.host = reachable_as(lighthouse)
             if own.rank == 0:
@@ -189,8 +192,9 @@ class ElasticCommunicator(Communicator):
         if restarted:
             self.connection, self.backend = "", None
             self.rank, self.size, self.host_address = here, len(members), members[0].store_address
+            self.others = [(one.label, one.store_address) for one in members if one.name != self.name]
             with self._raise_peer_lost("meeting the other groups"):
-                self._connect(members, f"{quorum}/{self.own.rank}")
+                self._connect(f"{quorum}/{self.own.rank}")
             self.connection = quorum
             super().set_timeout(self.timeout_s)
         self.attempt = (step, self.connection)
@@ -264,19 +268,43 @@ class ElasticCommunicator(Communicator):
             return None
         return {"name": one.replica_id, "store_address": one.store_address, "step": one.step, **data}
 
-    def _connect(self, members: tuple[GroupInfo, ...], name: str) -> None:
+    def _connect(self, name: str) -> None:
         """Connect to the members. Raises `RuntimeError` if one fails; at once if its process has ended."""
         if self.size == 1:
             return
-        for member in members:
-            host, _, port = member.store_address.rpartition(":")
+        for label, address in self.others:
+            host, _, port = address.rpartition(":")
             try:
-                if member.name != self.name:
-                    socket.create_connection((host, int(port)), REACH_S).close()
+                socket.create_connection((host, int(port)), REACH_S).close()
             except OSError:
-                raise RuntimeError(f"group {member.label} has ended") from None
+                raise RuntimeError(f"group {label} has ended") from None
         timeout = timedelta(seconds=CONNECT_S)
-        self.backend = connect_gloo(members[0].store_address, name, self.rank, self.size, timeout, self.host)
+        self.backend = self._unless_lost(
+            lambda: connect_gloo(self.host_address, name, self.rank, self.size, timeout, self.host)
+        )
+
+    def _unless_lost(self, work: Callable[[], Any]) -> Any:
+        """The result of `work` with the other members. Raises `RuntimeError` when one of them has ended: gloo
+        and its store would wait for `CONNECT_S`, up to four times.
+        """
+        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                results.put(work())
+            except RuntimeError as error:  # the type of all errors of gloo and its store
+                results.put(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        while True:
+            with suppress(queue.Empty):
+                found = results.get(timeout=WAIT_S)
+                if isinstance(found, RuntimeError):
+                    raise found
+                return found
+            for label, address in self.others:
+                if refuses(address):
+                    raise RuntimeError(f"group {label} has ended")
 
     def counters(self) -> Any:
         """A store that all members share, on the first rank of a group; it ends with the first member.
@@ -286,8 +314,8 @@ class ElasticCommunicator(Communicator):
         store = None
         with self._raise_peer_lost("connecting to the store of the first group"):
             if self.own.rank == 0:
-                name = f"claims/{self.connection}"
-                store = connect_to_store(self.host_address, name, timedelta(seconds=CONNECT_S))
+                name, timeout = f"claims/{self.connection}", timedelta(seconds=CONNECT_S)
+                store = self._unless_lost(lambda: connect_to_store(self.host_address, name, timeout))
         return store
 
     def disconnect(self) -> None:
