@@ -16,19 +16,20 @@ theta_0|); no group may be lost for good, and the exit code must be that of the 
 rates per layer are learned, a checkpoint is written after every outer step, and only the newest is kept, so
 that the checkpoint that a group has chosen is often gone when it is read.
 
-Reported, each with the median and the 95th percentile, beside the seconds of an undisturbed step of this run:
+Reported with median and 95th percentile, beside the seconds of an undisturbed step of the same run:
 
-    lost_seconds_of_a_kill     between the first attempt at a step that was hit and the attempt that succeeded.
-                               This contains tasks that are finished and, with claimed tasks, kept.
-    longer_seconds_of_a_kill   what a step that was hit took longer than an undisturbed one, to its end. This
-                               contains the tasks that fewer groups run for the lost one.
-    seconds_to_a_quorum        between a kill and the next quorum, with the rest of the tasks that the others
-                               were at
+    lost_seconds_of_a_kill     between the first attempt at a step that was hit and the one that succeeded;
+                               this contains tasks that are finished and, if they are claimed, kept
+    longer_seconds_of_a_kill   what a step that was hit took longer than an undisturbed one, to its end; this
+                               contains the tasks that fewer groups run for the lost one
+    seconds_to_a_quorum        between a kill and the next quorum; this contains the rest of the tasks that
+                               the other groups were running
 
-and what the run took longer than without kills, divided by their number. `--minutes`: so long no group is
-killed first, and each attempt that is repeated then is a false alarm. `--busy`: busy loops beside the groups. `--task_seconds` stands for the computation of a larger model: every task also
-sleeps. When all kills are done, it sleeps no more. Groups are real processes, forked from one that has
-imported everything (tests/support/fork_server.py): Python starts in a fraction of a second.
+and what the run took longer than without kills, divided by their number. `--minutes`: for this long no group
+is killed at first, and each attempt that is repeated meanwhile is a false alarm. `--busy`: busy loops beside
+the groups. `--task_seconds` stands for the computation of a larger model: every task also sleeps. When all
+kills are done, it sleeps no more. Groups are real processes, forked from one that has imported everything
+(tests/support/fork_server.py): Python starts in a fraction of a second.
 """
 
 from __future__ import annotations

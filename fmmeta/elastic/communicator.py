@@ -13,36 +13,36 @@ Every group computes the same roles from the same answer of the lighthouse (`Mem
 its state, which groups need it (controller.py transfers it), and which one writes the files. Messages are
 JSON, never pickles.
 
-A group whose process has ended is left out without waiting for its heartbeats to time out:
+A group whose process has ended is left out before its heartbeats time out:
 
     noticed     the kernel closes its connections: the sum of the other groups fails, and they form again
     verified    the port of its store refuses connections: no process listens there any more
-    reported    the first of the other groups sends the request of the lost group in its place, marked as lost;
-                the lighthouse has the requests of all groups then, and answers; every member leaves out the
-                groups that are marked
+    reported    the first of the other groups requests the quorum in the name of the lost group, marked as
+                lost; the lighthouse then has a request of every group, and answers; all members leave out
+                the marked groups
 
-The lighthouse alone decides who takes part in a step: a report completes its answer and never replaces it, and
-all members read the same answer. What can go wrong:
+The lighthouse alone decides which groups take part in a step: a report completes the set of requests that it
+waits for, and all members read the same answer. Failure cases:
 
-    a slow or stopped process, a full queue of connections    its kernel still accepts: not lost
-    a machine that is down, a cable, a dropped packet         no answer is not a refusal: not lost
-    the port was taken over by another process                it accepts: not lost
-        in these three cases the timeout of heartbeats decides
-    a firewall begins to refuse connections to a live group   a group on this machine: cannot happen, the kernel
-                                                              that refuses is the one that runs the process. Of
-                                                              other machines only a minority of the last members
-                                                              is reported: never by both sides of a network that
-                                                              is cut in two (if these are equal, by the side
-                                                              that has the first member)
-    a live group is reported all the same                     it finds its name among the lost ones and asks
-                                                              again; if it comes later, it has missed a step, or
-                                                              has done it in another membership: in both cases
-                                                              it receives the state of the others
-    fewer groups remain than --min_groups of the lighthouse   no report: the lighthouse waits for more groups
-    a report is forged                                        it needs the secret of the run, as membership does
+    slow or stopped process, full queue of connections    its kernel still accepts: not lost
+    machine that is down, cut cable, lost packets         no answer is not a refusal: not lost
+    another process has taken over the port               it accepts: not lost
+        in these cases the timeout of heartbeats decides
+    a firewall begins to refuse connections               on one machine the kernel that refuses is the one
+                                                          that ran the process. Of other machines at most half
+                                                          of the last members are reported, and half of them
+                                                          by the half with the first member alone: of a
+                                                          network that is cut in two, one side can report
+    a live group is reported nevertheless                 it finds itself among the lost ones and requests
+                                                          again, or comes a step late, or has taken the step
+                                                          in another membership: it receives the state of the
+                                                          other groups before it takes part
+    fewer groups than --min_groups of the lighthouse      no report: the lighthouse waits for another group
+    forged report                                         it needs the secret of the run, as membership does
 
-A report is also a heartbeat of the lost group: while steps are short it is sent again for each of them, for at
-most `MAX_LOST` groups. Then the lighthouse waits for their heartbeats once.
+To the lighthouse a report is a heartbeat of the lost group: while steps are shorter than the timeout it is
+repeated at every step. Of more than `MAX_LOST` such groups none is reported again, and the lighthouse waits
+until their heartbeats time out, once.
 """
 
 import json
@@ -106,8 +106,8 @@ class Membership:
         return min(range(len(self.members)), key=lambda n: (self.members[n].fresh, -self.members[n].step, n))
 
     def needs_state(self, number: int) -> bool:
-        """Whether a member needs the state of the donor: it is new, missed the end of a step, or has taken its
-        last step with other groups (the sums differ by rounding).
+        """Whether a member needs the state of the donor: it is new, missed the end of a step, or has taken
+        its last step in another membership (the sums differ by rounding).
         """
         member, donor = self.members[number], self.members[self.donor]
         same = (member.step, member.computed_by) == (donor.step, donor.computed_by)
@@ -152,7 +152,7 @@ class ElasticCommunicator(Communicator):
         self.name = own.gather_bytes(f"{name}:{uuid.uuid4().hex[:8]}".encode())[0].decode()
         self.fresh, self.writes, self.connection, self.computed_by = True, False, "", ""
         self.attempt = (0, "")  # step and connection of the last membership
-        self.listed: dict[str, tuple[str, bool]] = {}  # store address of its groups, and whether they are lost
+        self.listed: dict[str, tuple[str, bool]] = {}  # its groups: store address, whether they are lost
         self.timeout_s = CONNECT_S
         self.client: LighthouseClient | None = None
         self.store_address, self.store = "", None  # where the other groups connect; on rank 0
@@ -236,12 +236,14 @@ class ElasticCommunicator(Communicator):
         reported: names that were reported for this request. Local; rank 0 of this group.
         """
         live = sorted(name for name, (_, lost) in self.listed.items() if not lost)
-        gone = list[str]()
+        gone, reports = list[str](), False
         for name in live:
-            if name != self.name and refuses(self.listed[name][0]):
+            if name == self.name:
+                reports = True
+            elif refuses(self.listed[name][0]):
                 gone.append(name)
-            elif name != self.name and self.name not in live[: live.index(name)]:
-                return  # it reports
+            elif not reports:
+                return  # an earlier group is alive: it reports
         carried = [name for name, (_, lost) in self.listed.items() if lost]
         if len(carried) <= MAX_LOST:
             gone += [name for name in carried if refuses(self.listed[name][0])]

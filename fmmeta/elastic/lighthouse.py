@@ -37,7 +37,7 @@ from fmmeta.parallel.network import listen, source_address
 
 HEARTBEAT, CONNECT = timedelta(milliseconds=250), timedelta(seconds=10)
 STATUS_S = 1.0  # between two status requests while a quorum request is pending
-WAIT_S = 0.25  # between two calls of `while_waiting` while a quorum request is pending
+FIRST_WAIT_S, WAIT_S = 0.02, 0.25  # for an answer, until `while_waiting` is called the first time, and again
 STATUS_TIMEOUT, QUORUM_TIMEOUT = timedelta(seconds=5), timedelta(days=1)
 LOST_TIMEOUT = timedelta(minutes=1)  # of a request in the name of a lost group, if no quorum is formed
 
@@ -102,17 +102,19 @@ class LighthouseClient:
     ) -> Any:
         """The quorum that this group is a member of. arguments: those of torchft's `quorum`.
 
-        while_waiting: called again and again until the answer arrives. Raises `MachineFault` if the lighthouse does not answer for `timeout_s`.
+        while_waiting: called every `WAIT_S` until the answer arrives. Raises `MachineFault` if the lighthouse
+        does not answer for `timeout_s`.
         """
         answered = time.monotonic()
         while True:
             answers = self._send_request(arguments)
-            found, asked = None, time.monotonic()
+            found, asked, wait_s = None, time.monotonic(), FIRST_WAIT_S
             while found is None:
-                while_waiting()
                 try:
-                    found = answers.get(timeout=min(WAIT_S, STATUS_S))
+                    found = answers.get(timeout=wait_s)
                 except queue.Empty:
+                    wait_s = min(WAIT_S, STATUS_S)
+                    while_waiting()
                     if time.monotonic() - asked >= STATUS_S:
                         found, asked = self._status_error(), time.monotonic()
                         if found is None:  # the lighthouse waits for groups that are at work
@@ -127,7 +129,7 @@ class LighthouseClient:
             time.sleep(0.1)
 
     def report_lost(self, name: str, **arguments: Any) -> None:
-        """Request the next quorum in the name of a group that has ended. arguments: as of `request_quorum`."""
+        """Request the next quorum in the name of a group that has ended. arguments: as `request_quorum`."""
         self._send_request(arguments, name, LOST_TIMEOUT)
 
     def _send_request(

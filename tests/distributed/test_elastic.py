@@ -504,7 +504,7 @@ class Groups:
         """Time, step, members and connection of the lines of an event."""
         text = self.logs[name].read_text() if self.logs[name].exists() else ""
         found = [json.loads(line) for line in text.split("\n")[:-1] if line.startswith("[")]
-        return [(at, step, labels, connection) for at, kind, step, labels, connection in found if kind == event]
+        return [(at, step, labels, name) for at, kind, step, labels, name in found if kind == event]
 
     def wait_for(self, name: str, labels: str, since: float = 0.0, steps: int = 1) -> float:
         """Wait until a group has done so many steps with these groups; the time of the first such quorum."""
@@ -583,7 +583,7 @@ def test_a_stopped_group_is_left_out_when_its_heartbeats_time_out(start_groups):
 
 @pytest.fixture
 def two_groups(monkeypatch):
-    """Groups a and b of one membership, and a function that makes a port refuse connections or accept them."""
+    """Groups a and b of one membership, and a function that makes the port of a group seem to refuse."""
     refused = set[str]()
     refuses = communicator.refuses
     monkeypatch.setattr(communicator, "refuses", lambda address: address in refused or refuses(address))
@@ -628,7 +628,7 @@ def test_a_live_group_that_is_reported_as_lost_is_in_no_membership(two_groups):
 
 @pytest.mark.cluster
 def test_a_group_that_did_a_step_in_another_membership_receives_the_state(two_groups):
-    """As if a firewall refused connections to it. Both have the same step, of sums that differ by rounding."""
+    """As if a firewall refused connections to it. Both have the same step, and sums differ by rounding."""
     pool, a, b, refuse = two_groups
     a.fresh = b.fresh = False
     refuse(b)
