@@ -22,6 +22,8 @@ Reported with median and 95th percentile, beside the seconds of an undisturbed s
                                this contains tasks that are finished and, if they are claimed, kept
     longer_seconds_of_a_kill   what a step that was hit took longer than an undisturbed one, to its end; this
                                contains the tasks that fewer groups run for the lost one
+    idle_seconds_of_a_kill     of a step that was hit, if tasks are claimed, without those of the group that
+                               ran most of them, at the pace of an undisturbed step
     seconds_to_a_quorum        between a kill and the next quorum; this contains the rest of the tasks that
                                the other groups were running
 
@@ -322,6 +324,7 @@ def main() -> None:
             ),
             "whole_meta_batch_in_every_step": all(line["tasks"] == args.tasks for line in lines),
             "groups_seen": sorted({line["groups"] for line in lines}),
+            "idle_seconds_of_a_kill": spread95(idle_seconds(lines, facts["seconds_of_a_step"], args.groups)),
             "retried_attempts": sum(line["retries"] for line in lines),
             "parity": parity(config, folder / "killed", folder / "plain"),
         }
@@ -411,6 +414,21 @@ def measure_kills(trial: Trial, args: argparse.Namespace) -> dict[str, Any]:
         "steps_meanwhile": after - before,
         "longer_per_kill": (took - step * (after - before)) / args.kills if args.kills else None,
     }
+
+
+def idle_seconds(lines: Sequence[Mapping[str, Any]], step: float, groups: int) -> list[float]:
+    """Per step with a lost group: its time without that of the tasks of the busiest group.
+
+    step: seconds of an undisturbed step of all groups. Only claimed tasks are counted by group; those that a
+    lost group had finished are run again, and count where they are.
+    """
+    return [
+        line["lost_seconds"]
+        + line["seconds"]
+        - max(line["tasks_by_group"]) * step / math.ceil(line["tasks"] / groups)
+        for line in lines
+        if line["retries"] and "tasks_by_group" in line
+    ]
 
 
 def spread95(values: Sequence[float]) -> dict[str, float] | None:

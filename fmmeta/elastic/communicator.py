@@ -49,6 +49,7 @@ import json
 import queue
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -65,6 +66,7 @@ from fmmeta.elastic.lighthouse import WAIT_S, LighthouseClient, coordination, fi
 from fmmeta.parallel.collectives import Communicator, Reduction
 from fmmeta.parallel.network import is_proof, proof
 from fmmeta.parallel.process_groups import connect_gloo, connect_to_store, listening_store
+from fmmeta.training.claims import CounterStore
 
 
 @dataclass(frozen=True)
@@ -281,9 +283,31 @@ class ElasticCommunicator(Communicator):
             except OSError:
                 raise RuntimeError(f"group {label} has ended") from None
         timeout = timedelta(seconds=CONNECT_S)
-        self.backend = self._unless_lost(
-            lambda: connect_gloo(self.host_address, name, self.rank, self.size, timeout, self.host)
-        )
+        met = self._unless_lost(lambda: connect_to_store(self.host_address, f"{name}/met", timeout))
+        try:
+            backend = self._unless_lost(
+                lambda: connect_gloo(self.host_address, name, self.rank, self.size, timeout, self.host)
+            )
+        except RuntimeError:
+            met.add("failed", 1)
+            raise
+        met.add("connected", 1)
+        self._unless_lost(lambda: self._wait_for_all(met))
+        self.backend = backend
+
+    def _wait_for_all(self, met: CounterStore) -> None:
+        """Wait until all members are connected. Raises `RuntimeError` if one of them is not.
+
+        A member that gives up cannot close what gloo has connected so far: others would wait for its part of
+        a sum.
+        """
+        deadline = time.monotonic() + CONNECT_S
+        while met.add("connected", 0) < self.size:
+            if met.add("failed", 0):
+                raise RuntimeError("another group could not connect")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"another group has not connected within {CONNECT_S:.0f} s")
+            time.sleep(0.01)
 
     def _unless_lost(self, work: Callable[[], Any]) -> Any:
         """The result of `work` with the other members. Raises `RuntimeError` when one of them has ended: gloo
@@ -294,14 +318,14 @@ class ElasticCommunicator(Communicator):
         def run() -> None:
             try:
                 results.put(work())
-            except RuntimeError as error:  # the type of all errors of gloo and its store
+            except Exception as error:
                 results.put(error)
 
         threading.Thread(target=run, daemon=True).start()
         while True:
             with suppress(queue.Empty):
                 found = results.get(timeout=WAIT_S)
-                if isinstance(found, RuntimeError):
+                if isinstance(found, Exception):
                     raise found
                 return found
             for label, address in self.others:

@@ -642,6 +642,35 @@ def test_a_group_that_did_a_step_in_another_membership_receives_the_state(two_gr
 
 
 @pytest.mark.cluster
+def test_no_group_waits_for_a_member_that_has_given_up_connecting(monkeypatch):
+    """gloo is connected by then, and stays so for a while: the sums of the others would wait for its part."""
+    connect_gloo, connected = communicator.connect_gloo, []
+
+    def give_up(address, name, rank, *rest):
+        connected.append(connect_gloo(address, name, rank, *rest))
+        if rank == 2:
+            raise RuntimeError("given up")
+        return connected[-1]
+
+    monkeypatch.setattr(communicator, "connect_gloo", give_up)
+    server, address = lighthouse.open_lighthouse(lighthouse.LighthouseConfig("127.0.0.1", 0, min_groups=3))
+    groups = [
+        ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), address, name) for name in "abc"
+    ]
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            began = time.monotonic()
+            for found in [pool.submit(cross.form, 0, 30.0) for cross in groups]:
+                with pytest.raises(PeerLost, match=r"given up|another group could not connect"):
+                    found.result(30)
+            assert time.monotonic() - began < 8
+    finally:
+        for cross in groups:
+            cross.leave()
+        server.shutdown()
+
+
+@pytest.mark.cluster
 def test_no_group_is_reported_below_the_minimum_of_groups():
     """A report counts as a group for the lighthouse: a step would have fewer live groups than wanted."""
     server, address = lighthouse.open_lighthouse(
