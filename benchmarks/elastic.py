@@ -4,7 +4,10 @@ on.
     python -m benchmarks.elastic --kills 10 --json benchmarks/results/elastic.json
     # each under a separate key
     python -m benchmarks.elastic --kills 50 --learned --json benchmarks/results/elastic.json
-    python -m benchmarks.elastic --kills 50 --task_schedule dynamic --json benchmarks/results/elastic.json
+    python -m benchmarks.elastic --kills 50 --tasks 6 --task_seconds 1 --task_schedule dynamic \
+        --json benchmarks/results/elastic.json
+    # no kill, four busy loops beside the groups: no group may be lost
+    python -m benchmarks.elastic --kills 0 --minutes 30 --busy 4 --outer_steps 2000
 
 Every kill is a SIGKILL for all processes of a group, at a random moment of a random one of those that take
 part; one is always left. The run has to finish; every outer step has to have used the whole meta-batch; theta
@@ -13,22 +16,35 @@ theta_0|); no group may be lost for good, and the exit code must be that of the 
 rates per layer are learned, a checkpoint is written after every outer step, and only the newest is kept, so
 that the checkpoint that a group has chosen is often gone when it is read.
 
-Reported per kill: the seconds between the first attempt at a step and the one that succeeded (what was
-computed in vain, and waiting until the dead count as gone), and what the run took longer than without kills,
-divided by their number. `--task_seconds` stands for the computation of a larger model: every task also
-sleeps. When all kills are done, it sleeps no more. Groups are real processes, forked from one that has
-imported everything (tests/support/fork_server.py): Python starts in a fraction of a second.
+Reported with median and 95th percentile, beside the seconds of an undisturbed step of the same run:
+
+    lost_seconds_of_a_kill     between the first attempt at a step that was hit and the one that succeeded;
+                               this contains tasks that are finished and, if they are claimed, kept
+    longer_seconds_of_a_kill   what a step that was hit took longer than an undisturbed one, to its end; this
+                               contains the tasks that fewer groups run for the lost one
+    idle_seconds_of_a_kill     of a step that was hit, if tasks are claimed, without those of the group that
+                               ran most of them, at the pace of an undisturbed step
+    seconds_to_a_quorum        between a kill and the next quorum; this contains the rest of the tasks that
+                               the other groups were running
+
+and what the run took longer than without kills, divided by their number. `--minutes`: for this long no group
+is killed at first, and each attempt that is repeated meanwhile is a false alarm. `--busy`: busy loops beside
+the groups. `--task_seconds` stands for the computation of a larger model: every task also sleeps. When all
+kills are done, it sleeps no more. Groups are real processes, forked from one that has imported everything
+(tests/support/fork_server.py): Python starts in a fraction of a second.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import re
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -49,7 +65,7 @@ from fmmeta.tasks.augment import TextEpisode
 from tests.support.fork_server import Rank, shared
 
 SLEEP = "FMMETA_TASK_SECONDS"  # a file with a number; none: do not sleep
-PARITY = 1e-4  # fp32, AdamW
+PARITY = 1e-5  # fp32, AdamW
 LEARNED: dict[str, Any] = {"inner_lr_learned": "layer", "save_steps": 1, "save_total_limit": 1}
 ROLL = re.compile(r"outer step (\d+): \d+ groups? \((.*)\)")
 
@@ -108,7 +124,7 @@ class Trial:
 
     def __init__(self, settings: dict[str, Any], task_seconds: float) -> None:
         self.folder, self.log = Path(settings["output_dir"]), list[str]()
-        self.roll: tuple[float, set[str]] = (0.0, set())  # when, and who takes part, as last said
+        self.rolls: list[tuple[float, set[str]]] = [(0.0, set())]  # when, and who takes part, as logged
         self.file = self.folder.with_suffix(".seconds")
         self.file.write_text(str(task_seconds))
         os.environ[SLEEP] = str(self.file)
@@ -131,7 +147,7 @@ class Trial:
     def hear(self, line: str) -> None:
         self.log.append(line)
         if found := ROLL.search(line):
-            self.roll = time.monotonic(), {name.strip() for name in found[2].split(",")}
+            self.rolls.append((time.monotonic(), {name.strip() for name in found[2].split(",")}))
 
     def start(self) -> float:
         self.began = time.monotonic()
@@ -141,7 +157,7 @@ class Trial:
     @property
     def taking_part(self) -> set[str]:
         """Groups of the last roll that have not been killed since."""
-        since, named = self.roll
+        since, named = self.rolls[-1]
         return named - {kill["group"] for kill in self.kills if kill["at"] >= since}
 
     def wait_for(self, enough: int, timeout_s: float) -> None:
@@ -258,7 +274,9 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=10.0, help="mean seconds between kills")
     parser.add_argument("--outer_steps", type=int, default=200)
     parser.add_argument("--task_seconds", type=float, default=0.5)
-    parser.add_argument("--heartbeat_timeout", type=float, default=3.0)
+    parser.add_argument("--heartbeat_timeout", type=float, default=5.0)
+    parser.add_argument("--minutes", type=float, default=0.0, help="so long no group is killed first")
+    parser.add_argument("--busy", type=int, default=0, help="busy loops beside the groups")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=3000)
     parser.add_argument(
@@ -306,6 +324,7 @@ def main() -> None:
             ),
             "whole_meta_batch_in_every_step": all(line["tasks"] == args.tasks for line in lines),
             "groups_seen": sorted({line["groups"] for line in lines}),
+            "idle_seconds_of_a_kill": spread95(idle_seconds(lines, facts["seconds_of_a_step"], args.groups)),
             "retried_attempts": sum(line["retries"] for line in lines),
             "parity": parity(config, folder / "killed", folder / "plain"),
         }
@@ -325,6 +344,7 @@ def main() -> None:
         "steps_logged_once_each",
         "no_group_lost",
         "exit_code_is_that_of_the_record",
+        "no_false_alarm",
     )
     sys.exit(
         0
@@ -335,18 +355,29 @@ def main() -> None:
 
 def measure(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """The run with kills: how it ended, and what each kill cost."""
-    trial = Trial(settings, args.task_seconds)
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.busy)]
+    try:
+        return measure_kills(Trial(settings, args.task_seconds), args)
+    finally:
+        for loop in loops:
+            loop.kill()
+
+
+def measure_kills(trial: Trial, args: argparse.Namespace) -> dict[str, Any]:
+    """`measure`, with the busy loops."""
     trial.start()
     trial.wait_for(args.groups, 300)
-    time.sleep(5 * args.task_seconds)  # a few steps for comparison
-    began, before = time.monotonic(), len(lines_of(trial.folder))
+    start = len(lines_of(trial.folder))
+    time.sleep(5 * args.task_seconds + 60 * args.minutes)  # a few steps for comparison
+    began, before, load = time.monotonic(), len(lines_of(trial.folder)), os.getloadavg()[0]
     at_random(trial, args.kills, args.every, random.Random(args.seed))
     trial.wait_for(args.groups, 300)
     took, after = time.monotonic() - began, len(lines_of(trial.folder))
+    load = max(load, os.getloadavg()[0])
     trial.hurry()
     trial.end(args.timeout)
     lines = lines_of(trial.folder)
-    lost = [line["lost_seconds"] for line in lines[before:after] if line["retries"]]
+    hit = [line for line in lines[before : after + 1] if line["retries"]]
     joined = [
         line["lost_seconds"] for line in lines[before:after] if line["lost_seconds"] and not line["retries"]
     ]
@@ -356,6 +387,10 @@ def measure(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any
         if line["groups"] == args.groups and not line["lost_seconds"]
     ]
     step = statistics.median(quiet) if quiet else float("nan")
+    quorums = [
+        min((at for at, _ in trial.rolls if at > kill["at"]), default=trial.began) - kill["at"]
+        for kill in trial.kills
+    ]
     return {
         "exit_code": trial.code,
         "no_group_lost": all(group.ended == 0 for group in trial.supervisor.groups),
@@ -363,16 +398,44 @@ def measure(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any
         "restarts_without_a_kill": (
             sum(group.starts - 1 for group in trial.supervisor.groups) - len(trial.kills)
         ),
+        "no_false_alarm": not any(line["retries"] for line in lines[start:before]),
+        "steps_before_kills": before - start,
         "killed": [{**kill, "at": round(kill["at"] - began, 2)} for kill in trial.kills],
         "restarts": {group.name: group.starts - 1 for group in trial.supervisor.groups},
         "heals": sum("state received from" in line for line in trial.log),
+        "load": load,
         "seconds_of_a_step": step,
-        "lost_seconds_of_a_kill": spread(lost) if lost else None,
+        "steps_that_were_hit": len(hit),
+        "lost_seconds_of_a_kill": spread95([line["lost_seconds"] for line in hit]),
+        "longer_seconds_of_a_kill": spread95([line["lost_seconds"] + line["seconds"] - step for line in hit]),
+        "seconds_to_a_quorum": spread95(quorums),
         "seconds_of_a_join": spread(joined) if joined else None,
         "seconds_with_kills": took,
         "steps_meanwhile": after - before,
-        "longer_per_kill": (took - step * (after - before)) / args.kills,
+        "longer_per_kill": (took - step * (after - before)) / args.kills if args.kills else None,
     }
+
+
+def idle_seconds(lines: Sequence[Mapping[str, Any]], step: float, groups: int) -> list[float]:
+    """Per step with a lost group: its time without that of the tasks of the busiest group.
+
+    step: seconds of an undisturbed step of all groups. Only claimed tasks are counted by group; those that a
+    lost group had finished are run again, and count where they are.
+    """
+    return [
+        line["lost_seconds"]
+        + line["seconds"]
+        - max(line["tasks_by_group"]) * step / math.ceil(line["tasks"] / groups)
+        for line in lines
+        if line["retries"] and "tasks_by_group" in line
+    ]
+
+
+def spread95(values: Sequence[float]) -> dict[str, float] | None:
+    """Median, quartiles, and the smallest value that 95 of 100 do not exceed; None without values."""
+    if not values:
+        return None
+    return {**spread(values), "95th": sorted(values)[math.ceil(0.95 * len(values)) - 1]}
 
 
 if __name__ == "__main__":

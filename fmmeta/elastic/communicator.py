@@ -12,13 +12,47 @@ store of its first member.
 Every group computes the same roles from the same answer of the lighthouse (`Membership`): which group sends
 its state, which groups need it (controller.py transfers it), and which one writes the files. Messages are
 JSON, never pickles.
+
+A group whose process has ended is left out before its heartbeats time out:
+
+    noticed     the kernel closes its connections: the sum of the other groups fails, and they form again
+    verified    the port of its store refuses connections: no process listens there any more
+    reported    the first of the other groups requests the quorum in the name of the lost group, marked as
+                lost; the lighthouse then has a request of every group, and answers; all members leave out
+                the marked groups
+
+The lighthouse alone decides which groups take part in a step: a report completes the set of requests that it
+waits for, and all members read the same answer. Failure cases:
+
+    slow or stopped process, full queue of connections    its kernel still accepts: not lost
+    machine that is down, cut cable, lost packets         no answer is not a refusal: not lost
+    another process has taken over the port               it accepts: not lost
+        in these cases the timeout of heartbeats decides
+    a firewall begins to refuse connections               on one machine the kernel that refuses is the one
+                                                          that ran the process. Of other machines at most half
+                                                          of the last members are reported, and half of them
+                                                          by the half with the first member alone: of a
+                                                          network that is cut in two, one side can report
+    a live group is reported nevertheless                 it finds itself among the lost ones and requests
+                                                          again, or comes a step late, or has taken the step
+                                                          in another membership: it receives the state of the
+                                                          other groups before it takes part
+    fewer groups than --min_groups of the lighthouse      no report: the lighthouse waits for another group
+    forged report                                         it needs the secret of the run, as membership does
+
+To the lighthouse a report is a heartbeat of the lost group: while steps are shorter than the timeout it is
+repeated at every step. Of more than `MAX_LOST` such groups none is reported again, and the lighthouse waits
+until their heartbeats time out, once.
 """
 
 import json
+import queue
 import socket
+import threading
+import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import itemgetter
@@ -28,10 +62,11 @@ import torch
 from torch import Tensor
 
 from fmmeta.common.errors import PeerLost
-from fmmeta.elastic.lighthouse import LighthouseClient, coordination, first_line, reachable_as
+from fmmeta.elastic.lighthouse import WAIT_S, LighthouseClient, coordination, first_line, reachable_as
 from fmmeta.parallel.collectives import Communicator, Reduction
 from fmmeta.parallel.network import is_proof, proof
 from fmmeta.parallel.process_groups import connect_gloo, connect_to_store, listening_store
+from fmmeta.training.claims import CounterStore
 
 
 @dataclass(frozen=True)
@@ -44,6 +79,7 @@ class GroupInfo:
     fresh: bool  # it has not taken part yet
     writes: bool
     connection: str  # the quorum that its communicator was connected for; empty: it has none
+    computed_by: str  # the connection of the groups that computed its state; empty: it has taken no step
     config_hash: str  # of settings and layout, which all must share
 
     @property
@@ -72,9 +108,12 @@ class Membership:
         return min(range(len(self.members)), key=lambda n: (self.members[n].fresh, -self.members[n].step, n))
 
     def needs_state(self, number: int) -> bool:
-        """Whether a member needs the state of the donor: it is new, or missed the end of a step."""
+        """Whether a member needs the state of the donor: it is new, missed the end of a step, or has taken
+        its last step in another membership (the sums differ by rounding).
+        """
         member, donor = self.members[number], self.members[self.donor]
-        return member is not donor and (member.fresh or member.step != donor.step)
+        same = (member.step, member.computed_by) == (donor.step, donor.computed_by)
+        return member is not donor and (member.fresh or not same)
 
     @property
     def writer(self) -> int:
@@ -85,6 +124,20 @@ class Membership:
 
 CONNECT_S = 10.0  # timeout of members that connect to each other; gloo tries up to four times for so long
 REACH_S = 5.0  # timeout of the test whether a member's process is alive
+REFUSE_S = 1.0  # timeout of the test whether its port refuses connections
+MAX_LOST = 16  # lost groups that are reported again for every step
+
+
+def refuses(address: str) -> bool:
+    """Whether no process listens at `address`: the kernel there refuses a connection. False: no answer."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), REFUSE_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 class ElasticCommunicator(Communicator):
@@ -99,11 +152,14 @@ class ElasticCommunicator(Communicator):
         self.own, self.config_hash, self.secret = own, "", b""
         # a restarted group gets a new name
         self.name = own.gather_bytes(f"{name}:{uuid.uuid4().hex[:8]}".encode())[0].decode()
-        self.fresh, self.writes, self.connection = True, False, ""
+        self.fresh, self.writes, self.connection, self.computed_by = True, False, "", ""
+        self.attempt = (0, "")  # step and connection of the last membership
+        self.listed: dict[str, tuple[str, bool]] = {}  # its groups: store address, whether they are lost
         self.timeout_s = CONNECT_S
         self.client: LighthouseClient | None = None
         self.store_address, self.store = "", None  # where the other groups connect; on rank 0
         self.host_address = ""  # the same of the first member
+        self.others: list[tuple[str, str]] = []  # label and store address of the other members
         with own.raise_on_all("looking for the lighthouse"):
             self.host = reachable_as(lighthouse)
             if own.rank == 0:
@@ -118,12 +174,18 @@ class ElasticCommunicator(Communicator):
         `timeout_s`.
         """
         answer = b""
+        if step != self.attempt[0]:  # the last membership has taken its step
+            self.computed_by = self.attempt[1]
         with self.own.raise_on_all("asking the lighthouse"):
             if self.client is not None:
                 answer = json.dumps(self._request_quorum(self.client, step, timeout_s)).encode()
         quorum, listed, unknown_groups = json.loads(self.own.gather_bytes(answer)[0])
         members = tuple(GroupInfo(**one) for one in listed)
-        here = [member.name for member in members].index(self.name)
+        names = [member.name for member in members]
+        if self.name not in names:
+            self.disconnect()
+            raise PeerLost("the other groups could not connect to this one, and have left it out of a step")
+        here = names.index(self.name)
         restarted = (  # the members of one connection know its size
             not self.connection
             or len(members) != self.size
@@ -132,29 +194,74 @@ class ElasticCommunicator(Communicator):
         if restarted:
             self.connection, self.backend = "", None
             self.rank, self.size, self.host_address = here, len(members), members[0].store_address
+            self.others = [(one.label, one.store_address) for one in members if one.name != self.name]
             with self._raise_peer_lost("meeting the other groups"):
-                self._connect(members, f"{quorum}/{self.own.rank}")
+                self._connect(f"{quorum}/{self.own.rank}")
             self.connection = quorum
             super().set_timeout(self.timeout_s)
+        self.attempt = (step, self.connection)
         return Membership(members, here, restarted, unknown_groups)
 
     def _request_quorum(self, client: LighthouseClient, step: int, timeout_s: float) -> Any:
         """The quorum: a unique name, its members, and the number of other groups listed."""
-        data = {name: getattr(self, name) for name in ("fresh", "writes", "connection", "config_hash")}
-        data["proof"] = proof(self.secret, self.name, self.store_address, step, data)
+        names = ("fresh", "writes", "connection", "computed_by", "config_hash")
+        data = {name: getattr(self, name) for name in names}
         client.start_heartbeats(self.store_address, self.own.size)
+        client.read_min_groups()
+        reported = set[str]()
         quorum = client.request_quorum(
             timeout_s,
-            address="",
-            store_address=self.store_address,
-            step=step,
-            world_size=self.own.size,
-            shrink_only=False,
-            data=data,
+            lambda: self._report_lost(client, step, reported),
+            **self._signed(self.name, self.store_address, step, data),
         )
-        members = sorted(filter(None, map(self._verified, quorum.participants)), key=itemgetter("name"))
+        found = sorted(filter(None, map(self._verified, quorum.participants)), key=itemgetter("name"))
+        members = [one for one in found if not one.get("lost")]
+        self.listed = {one["name"]: (one["store_address"], bool(one.get("lost"))) for one in found}
         name = f"{quorum.quorum_id}/{quorum.created.seconds}.{quorum.created.nanos}"
-        return [name, members, len(quorum.participants) - len(members)]
+        return [name, members, len(quorum.participants) - len(found)]
+
+    def _signed(self, name: str, store_address: str, step: int, data: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a request of the lighthouse, with a proof that the sender knows the secret."""
+        signed = {**data, "proof": proof(self.secret, name, store_address, step, data)}
+        return {
+            "address": "",
+            "store_address": store_address,
+            "step": step,
+            "world_size": self.own.size,
+            "shrink_only": False,
+            "data": signed,
+        }
+
+    def _report_lost(self, client: LighthouseClient, step: int, reported: set[str]) -> None:
+        """Report the groups of the last membership whose processes have ended (top of this module).
+
+        reported: names that were reported for this request. Local; rank 0 of this group.
+        """
+        live = sorted(name for name, (_, lost) in self.listed.items() if not lost)
+        gone, reports = list[str](), False
+        for name in live:
+            if name == self.name:
+                reports = True
+            elif refuses(self.listed[name][0]):
+                gone.append(name)
+            elif not reports:
+                return  # an earlier group is alive: it reports
+        carried = [name for name, (_, lost) in self.listed.items() if lost]
+        if len(carried) <= MAX_LOST:
+            gone += [name for name in carried if refuses(self.listed[name][0])]
+        new = [name for name in gone if name not in reported]
+        if not new or client.min_groups is None or len(set(live) - set(gone)) < client.min_groups:
+            return
+        elsewhere = [name for name in live if name in gone and not self._is_here(self.listed[name][0])]
+        if 2 * len(elsewhere) > len(live) or (2 * len(elsewhere) == len(live) and live[0] in elsewhere):
+            return  # perhaps the network is cut, and they report this side
+        for name in new:
+            reported.add(name)
+            client.report_lost(name, **self._signed(name, self.listed[name][0], step, {"lost": True}))
+
+    def _is_here(self, address: str) -> bool:
+        """Whether an address is one of this machine, so that no network is between it and this process."""
+        return address.rpartition(":")[0] == self.host
 
     def _verified(self, one: Any) -> dict[str, Any] | None:
         """The fields of a member; None if it does not know the secret of the run."""
@@ -165,19 +272,65 @@ class ElasticCommunicator(Communicator):
             return None
         return {"name": one.replica_id, "store_address": one.store_address, "step": one.step, **data}
 
-    def _connect(self, members: tuple[GroupInfo, ...], name: str) -> None:
+    def _connect(self, name: str) -> None:
         """Connect to the members. Raises `RuntimeError` if one fails; at once if its process has ended."""
         if self.size == 1:
             return
-        for member in members:
-            host, _, port = member.store_address.rpartition(":")
+        for label, address in self.others:
+            host, _, port = address.rpartition(":")
             try:
-                if member.name != self.name:
-                    socket.create_connection((host, int(port)), REACH_S).close()
+                socket.create_connection((host, int(port)), REACH_S).close()
             except OSError:
-                raise RuntimeError(f"group {member.label} has ended") from None
+                raise RuntimeError(f"group {label} has ended") from None
         timeout = timedelta(seconds=CONNECT_S)
-        self.backend = connect_gloo(members[0].store_address, name, self.rank, self.size, timeout, self.host)
+        met = self._unless_lost(lambda: connect_to_store(self.host_address, f"{name}/met", timeout))
+        try:
+            backend = self._unless_lost(
+                lambda: connect_gloo(self.host_address, name, self.rank, self.size, timeout, self.host)
+            )
+        except RuntimeError:
+            met.add("failed", 1)
+            raise
+        met.add("connected", 1)
+        self._unless_lost(lambda: self._wait_for_all(met))
+        self.backend = backend
+
+    def _wait_for_all(self, met: CounterStore) -> None:
+        """Wait until all members are connected. Raises `RuntimeError` if one of them is not.
+
+        A member that gives up cannot close what gloo has connected so far: others would wait for its part of
+        a sum.
+        """
+        deadline = time.monotonic() + CONNECT_S
+        while met.add("connected", 0) < self.size:
+            if met.add("failed", 0):
+                raise RuntimeError("another group could not connect")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"another group has not connected within {CONNECT_S:.0f} s")
+            time.sleep(0.01)
+
+    def _unless_lost(self, work: Callable[[], Any]) -> Any:
+        """The result of `work` with the other members. Raises `RuntimeError` when one of them has ended: gloo
+        and its store would wait for `CONNECT_S`, up to four times.
+        """
+        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                results.put(work())
+            except Exception as error:
+                results.put(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        while True:
+            with suppress(queue.Empty):
+                found = results.get(timeout=WAIT_S)
+                if isinstance(found, Exception):
+                    raise found
+                return found
+            for label, address in self.others:
+                if refuses(address):
+                    raise RuntimeError(f"group {label} has ended")
 
     def counters(self) -> Any:
         """A store that all members share, on the first rank of a group; it ends with the first member.
@@ -187,8 +340,8 @@ class ElasticCommunicator(Communicator):
         store = None
         with self._raise_peer_lost("connecting to the store of the first group"):
             if self.own.rank == 0:
-                name = f"claims/{self.connection}"
-                store = connect_to_store(self.host_address, name, timedelta(seconds=CONNECT_S))
+                name, timeout = f"claims/{self.connection}", timedelta(seconds=CONNECT_S)
+                store = self._unless_lost(lambda: connect_to_store(self.host_address, name, timeout))
         return store
 
     def disconnect(self) -> None:

@@ -245,6 +245,7 @@ class ElasticController(StaticController):
         if any(members.needs_state(number) for number in range(len(groups))):
             transfer_state(run, self.cross, members, self.log)
             step = run.state.outer_step
+            self.cross.attempt, self.cross.computed_by = (step, self.cross.connection), donor.computed_by
             if self.writes:
                 run.logger.write_pending_line(run)
         self.cross.fresh, self.quorum_step = False, step

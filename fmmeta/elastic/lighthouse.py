@@ -4,6 +4,8 @@ The client requests the quorum of the next outer step, and sends heartbeats:
 
     request_quorum     one request until it is answered; a status request once a second tells a lighthouse
                        that waits for other groups from one that has died
+    report_lost        a request in the name of a group whose process has ended: the lighthouse waits for no
+                       other one of it (communicator.py says when this is safe)
     start_heartbeats   from the first request on, by the threads of torchft's ManagerServer, outside the GIL
 
 A pending quorum request is never cancelled while the lighthouse is alive: the server would still count this
@@ -13,12 +15,15 @@ torchft's lighthouse has no authentication: any client that reaches it is listed
 Members that do not know the secret of the run are left out by the groups themselves (communicator.py).
 """
 
+import http.client
 import importlib
 import os
 import queue
+import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,7 +37,9 @@ from fmmeta.parallel.network import listen, source_address
 
 HEARTBEAT, CONNECT = timedelta(milliseconds=250), timedelta(seconds=10)
 STATUS_S = 1.0  # between two status requests while a quorum request is pending
+FIRST_WAIT_S, WAIT_S = 0.02, 0.25  # for an answer, until `while_waiting` is called the first time, and again
 STATUS_TIMEOUT, QUORUM_TIMEOUT = timedelta(seconds=5), timedelta(days=1)
+LOST_TIMEOUT = timedelta(minutes=1)  # of a request in the name of a lost group, if no quorum is formed
 
 
 class LighthouseClient:
@@ -52,6 +59,23 @@ class LighthouseClient:
                 "there, or give the address that it prints"
             ) from None
         self.heartbeats: Any = None
+        self.min_groups: int | None = None  # of the lighthouse; None: not known yet
+
+    def read_min_groups(self) -> None:
+        """Read --min_groups on the status page of the lighthouse; torchft's requests cannot tell it.
+
+        The page names it while fewer groups have a pending request; otherwise it stays unknown.
+        """
+        if self.min_groups is not None:
+            return
+        there = urlsplit(self.address)
+        connection = http.client.HTTPConnection(str(there.hostname), there.port, timeout=STATUS_S)
+        with suppress(OSError, http.client.HTTPException):
+            connection.request("GET", "/status")
+            page = connection.getresponse().read().decode(errors="replace")
+            found = re.search(r"need min_replicas (\d+)", page)
+            self.min_groups = int(found[1]) if found else None
+        connection.close()
 
     def start_heartbeats(self, store_address: str, size: int) -> None:
         """Send heartbeats in threads; from now on the other groups wait for this one."""
@@ -73,22 +97,28 @@ class LighthouseClient:
             self.heartbeats.shutdown()
         self.heartbeats = None
 
-    def request_quorum(self, timeout_s: float, **arguments: Any) -> Any:
+    def request_quorum(
+        self, timeout_s: float, while_waiting: Callable[[], None] = lambda: None, **arguments: Any
+    ) -> Any:
         """The quorum that this group is a member of. arguments: those of torchft's `quorum`.
 
-        Raises `MachineFault` if the lighthouse does not answer for `timeout_s`.
+        while_waiting: called every `WAIT_S` until the answer arrives. Raises `MachineFault` if the lighthouse
+        does not answer for `timeout_s`.
         """
         answered = time.monotonic()
         while True:
             answers = self._send_request(arguments)
-            found = None
+            found, asked, wait_s = None, time.monotonic(), FIRST_WAIT_S
             while found is None:
                 try:
-                    found = answers.get(timeout=STATUS_S)
+                    found = answers.get(timeout=wait_s)
                 except queue.Empty:
-                    found = self._status_error()
-                    if found is None:  # the lighthouse waits for groups that are at work
-                        answered = time.monotonic()
+                    wait_s = min(WAIT_S, STATUS_S)
+                    while_waiting()
+                    if time.monotonic() - asked >= STATUS_S:
+                        found, asked = self._status_error(), time.monotonic()
+                        if found is None:  # the lighthouse waits for groups that are at work
+                            answered = asked
             if not isinstance(found, Exception):
                 return found
             if time.monotonic() - answered > timeout_s:
@@ -98,13 +128,19 @@ class LighthouseClient:
                 ) from None
             time.sleep(0.1)
 
-    def _send_request(self, arguments: dict[str, Any]) -> queue.SimpleQueue[Any]:
-        """Send the request in a thread; the answer or exception is put into the returned queue."""
+    def report_lost(self, name: str, **arguments: Any) -> None:
+        """Request the next quorum in the name of a group that has ended. arguments: as `request_quorum`."""
+        self._send_request(arguments, name, LOST_TIMEOUT)
+
+    def _send_request(
+        self, arguments: dict[str, Any], name: str = "", timeout: timedelta = QUORUM_TIMEOUT
+    ) -> queue.SimpleQueue[Any]:
+        """Send a request in a thread; the answer or exception is put into the returned queue."""
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def send() -> None:
             try:
-                answers.put(self.client.quorum(self.name, QUORUM_TIMEOUT, **arguments))
+                answers.put(self.client.quorum(name or self.name, timeout, **arguments))
             except Exception as error:
                 answers.put(error)
 

@@ -12,6 +12,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import torch
 
 from benchmarks.elastic import SLEEP, Born, Trial, alone, lines_of, parity, theta_of
 from fmmeta.common.errors import MachineFault, PeerLost
-from fmmeta.elastic import lighthouse
+from fmmeta.elastic import communicator, lighthouse
 from fmmeta.elastic.communicator import ElasticCommunicator
 from fmmeta.elastic.lighthouse import LighthouseClient, coordination
 from fmmeta.elastic.supervisor import Group
@@ -379,7 +380,7 @@ def test_a_group_that_ends_before_the_rendezvous_is_missed_at_once():
     cross = ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), server.address(), "a")
     ended = LighthouseClient(server.address(), "b:1", coordination())
     store_address = f"127.0.0.1:{free_port()}"
-    mine = {"fresh": False, "writes": False, "connection": "", "config_hash": ""}
+    mine = {"fresh": False, "writes": False, "connection": "", "computed_by": "", "config_hash": ""}
     mine["proof"] = proof(b"", "b:1", store_address, 1, mine)
     try:
         with ThreadPoolExecutor(1) as pool:
@@ -457,3 +458,239 @@ def form_until(cross: ElasticCommunicator, size: int) -> None:
     while there < size:
         with suppress(PeerLost):
             there = len(cross.form(0, 60.0).members)
+
+
+GROUP = """
+import json, sys, time
+import torch
+from fmmeta.common.errors import PeerLost
+from fmmeta.elastic.communicator import ElasticCommunicator
+from fmmeta.parallel.collectives import Communicator
+cross, step = ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), *sys.argv[1:]), 0
+cross.timeout_s = 1.0  # of sums
+
+def log(event, members=()):
+    labels = [member.label for member in members]
+    print(json.dumps([time.time(), event, step, labels, cross.connection]), flush=True)
+
+while True:
+    try:
+        membership = cross.form(step, 60.0)
+        step = membership.members[membership.donor].step
+        log("formed", membership.members)
+        time.sleep(0.2)
+        cross.sum_(torch.ones(1))
+        log("done", membership.members)
+        step, cross.fresh = step + 1, False
+    except PeerLost as lost:
+        log(f"lost: {lost}")
+        cross.disconnect()
+"""
+"""Outer steps without a model: a quorum, 0.2 s of work and a sum, again and again."""
+
+
+class Groups:
+    """Groups a, b, c as processes, with the lines that they log."""
+
+    def __init__(self, folder: Path, heartbeat_timeout: float) -> None:
+        config = lighthouse.LighthouseConfig("127.0.0.1", 0, heartbeat_timeout)
+        self.server, address = lighthouse.open_lighthouse(config)
+        self.logs = {name: folder / name for name in "abc"}
+        self.ranks = {
+            name: Born.of(["-c", GROUP, address, name], log, environment()) for name, log in self.logs.items()
+        }
+
+    def lines(self, name: str, event: str) -> list[tuple[float, int, list[str], str]]:
+        """Time, step, members and connection of the lines of an event."""
+        text = self.logs[name].read_text() if self.logs[name].exists() else ""
+        found = [json.loads(line) for line in text.split("\n")[:-1] if line.startswith("[")]
+        return [(at, step, labels, name) for at, kind, step, labels, name in found if kind == event]
+
+    def wait_for(self, name: str, labels: str, since: float = 0.0, steps: int = 1) -> float:
+        """Wait until a group has done so many steps with these groups; the time of the first such quorum."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            if sum(found[2] == [*labels] and found[0] > since for found in self.lines(name, "done")) >= steps:
+                return next(
+                    found[0]
+                    for found in self.lines(name, "formed")
+                    if found[2] == [*labels] and found[0] > since
+                )
+            time.sleep(0.05)
+        raise TimeoutError("\n".join(log.read_text() for log in self.logs.values()))
+
+    def connections_of_steps(self) -> dict[int, set[str]]:
+        """The connections of the groups that have done each step."""
+        found: dict[int, set[str]] = {}
+        for name in "abc":
+            for _, step, _, connection in self.lines(name, "done"):
+                found.setdefault(step, set()).add(connection)
+        return found
+
+    def close(self) -> None:
+        for rank in self.ranks.values():
+            rank.send_signal(signal.SIGKILL)
+        self.server.shutdown()
+
+
+@pytest.fixture
+def start_groups(tmp_path):
+    made: list[Groups] = []
+
+    def start(heartbeat_timeout: float) -> Groups:
+        made.append(Groups(tmp_path, heartbeat_timeout))
+        return made[-1]
+
+    yield start
+    for groups in made:
+        groups.close()
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(500)
+def test_a_killed_group_is_left_out_long_before_its_heartbeats_time_out(start_groups):
+    """The first group dies, whose store the others use, then one of the other two."""
+    groups = start_groups(60.0)
+    for name in "abc":
+        groups.wait_for(name, "abc")
+    for victim, others in (("a", "bc"), ("c", "b")):
+        killed = time.time()
+        groups.ranks[victim].send_signal(signal.SIGKILL)
+        for name in others:
+            assert groups.wait_for(name, others, killed, steps=5) - killed < 20
+    assert all(len(found) == 1 for found in groups.connections_of_steps().values())
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(500)
+def test_a_stopped_group_is_left_out_when_its_heartbeats_time_out(start_groups):
+    """Its port still accepts connections. It returns when it continues, and no step has two memberships."""
+    groups = start_groups(8.0)
+    for name in "abc":
+        groups.wait_for(name, "abc")
+    groups.ranks["b"].send_signal(signal.SIGSTOP)
+    stopped = time.time()
+    try:
+        for name in "ac":
+            assert groups.wait_for(name, "ac", stopped) - stopped > 7
+    finally:
+        groups.ranks["b"].send_signal(signal.SIGCONT)
+    continued = time.time()
+    for name in "abc":
+        groups.wait_for(name, "abc", continued, steps=3)
+    assert all(len(found) == 1 for found in groups.connections_of_steps().values())
+
+
+@pytest.fixture
+def two_groups(monkeypatch):
+    """Groups a and b of one membership, and a function that makes the port of a group seem to refuse."""
+    refused = set[str]()
+    refuses = communicator.refuses
+    monkeypatch.setattr(communicator, "refuses", lambda address: address in refused or refuses(address))
+    server = coordination().LighthouseServer(
+        bind="[::]:0", min_replicas=1, join_timeout_ms=60000, quorum_tick_ms=50, heartbeat_timeout_ms=30000
+    )
+    groups = [
+        ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), server.address(), name)
+        for name in "ab"
+    ]
+
+    def refuse(cross: ElasticCommunicator, is_refused: bool = True) -> None:
+        (refused.add if is_refused else refused.discard)(cross.store_address)
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda cross: form_until(cross, 2), groups))
+            yield pool, *groups, refuse
+    finally:
+        for cross in groups:
+            cross.leave()
+        server.shutdown()
+
+
+@pytest.mark.cluster
+def test_a_live_group_that_is_reported_as_lost_is_in_no_membership(two_groups):
+    """The lighthouse has its request and then the report, and all groups read one answer."""
+    pool, a, b, _ = two_groups
+    a.fresh = b.fresh = False
+    waiting = pool.submit(b.form, 1, 30.0)
+    time.sleep(0.5)
+    a.client.report_lost(b.name, **a._signed(b.name, b.store_address, 1, {"lost": True}))
+    time.sleep(0.5)
+    assert [member.name for member in a.form(1, 30.0).members] == [a.name]
+    with pytest.raises(PeerLost, match="have left it out of a step"):
+        waiting.result(30)
+    waiting = pool.submit(b.form, 1, 30.0)
+    found = a.form(2, 30.0)
+    assert found == replace(waiting.result(30), here=0)
+    assert [found.needs_state(number) for number in range(2)] == [False, True]
+
+
+@pytest.mark.cluster
+def test_a_group_that_did_a_step_in_another_membership_receives_the_state(two_groups):
+    """As if a firewall refused connections to it. Both have the same step, and sums differ by rounding."""
+    pool, a, b, refuse = two_groups
+    a.fresh = b.fresh = False
+    refuse(b)
+    assert len(a.form(0, 30.0).members) == 1  # b has done this step meanwhile: its sums had arrived
+    refuse(b, False)
+    waiting = pool.submit(b.form, 1, 30.0)
+    found = a.form(1, 30.0)
+    assert found == replace(waiting.result(30), here=0)
+    assert [member.step for member in found.members] == [1, 1]
+    assert [found.needs_state(number) for number in range(2)] == [False, True]
+
+
+@pytest.mark.cluster
+def test_no_group_waits_for_a_member_that_has_given_up_connecting(monkeypatch):
+    """gloo is connected by then, and stays so for a while: the sums of the others would wait for its part."""
+    connect_gloo, connected = communicator.connect_gloo, []
+
+    def give_up(address, name, rank, *rest):
+        connected.append(connect_gloo(address, name, rank, *rest))
+        if rank == 2:
+            raise RuntimeError("given up")
+        return connected[-1]
+
+    monkeypatch.setattr(communicator, "connect_gloo", give_up)
+    server, address = lighthouse.open_lighthouse(lighthouse.LighthouseConfig("127.0.0.1", 0, min_groups=3))
+    groups = [
+        ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), address, name) for name in "abc"
+    ]
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            began = time.monotonic()
+            for found in [pool.submit(cross.form, 0, 30.0) for cross in groups]:
+                with pytest.raises(PeerLost, match=r"given up|another group could not connect"):
+                    found.result(30)
+            assert time.monotonic() - began < 8
+    finally:
+        for cross in groups:
+            cross.leave()
+        server.shutdown()
+
+
+@pytest.mark.cluster
+def test_no_group_is_reported_below_the_minimum_of_groups():
+    """A report counts as a group for the lighthouse: a step would have fewer live groups than wanted."""
+    server, address = lighthouse.open_lighthouse(
+        lighthouse.LighthouseConfig("127.0.0.1", 0, heartbeat_timeout=2.0, min_groups=2)
+    )
+    a, b, c = [
+        ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), address, name) for name in "abc"
+    ]
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda cross: form_until(cross, 2), (a, b)))
+            b.leave()
+            b.store = None  # closes its port
+            waiting = pool.submit(form_until, a, 2)
+            time.sleep(4.0)
+            assert not waiting.done()
+            form_until(c, 2)
+            waiting.result(30)
+            assert list(a.listed) == [a.name, c.name]
+    finally:
+        for cross in (a, c):
+            cross.leave()
+        server.shutdown()

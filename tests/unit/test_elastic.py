@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +12,12 @@ import torch
 
 from fmmeta.common.errors import MachineFault, PeerLost
 from fmmeta.config.settings import Config
-from fmmeta.elastic.communicator import GroupInfo, Membership
+from fmmeta.elastic import communicator
+from fmmeta.elastic.communicator import MAX_LOST, ElasticCommunicator, GroupInfo, Membership
 from fmmeta.elastic.controller import MAX_ATTEMPTS, ElasticController, check_kinds, config_hash, kinds
 from fmmeta.elastic.lighthouse import reachable_as
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from tests.support.fork_server import free_port
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
 
@@ -21,10 +25,60 @@ from tests.support.messages import check_message
 def membership(*members: tuple[int, bool, bool]) -> Membership:
     """A membership of groups, each given as (step, fresh, writes)."""
     listed = [
-        GroupInfo(f"g{n}", "host:1", step, fresh, writes, "", "")
+        GroupInfo(f"g{n}", "host:1", step, fresh, writes, "", "", "")
         for n, (step, fresh, writes) in enumerate(members)
     ]
     return Membership(tuple(listed), 0)
+
+
+HERE, THERE = "10.0.0.1", "10.0.0.2"
+
+
+@pytest.mark.parametrize(
+    ("listed", "gone", "min_groups", "reported"),
+    [
+        ({"a": HERE, "me": HERE}, "a", 1, "a"),
+        ({"a": HERE, "me": HERE, "z": HERE}, "az", 1, "az"),  # the refusing kernel runs their processes
+        ({"a": HERE, "me": HERE, "z": HERE}, "z", 1, ""),  # a, the first, reports it
+        ({"a": THERE, "me": HERE, "z": THERE}, "a", 1, "a"),
+        ({"a": THERE, "me": HERE, "z": THERE}, "az", 1, ""),  # perhaps only this machine is cut off
+        ({"a": THERE, "me": HERE}, "a", 1, ""),  # a half without the first member
+        ({"me": HERE, "z": THERE}, "z", 1, "z"),  # a half with it
+        ({"me": HERE, "x": HERE, "z": THERE}, "xz", 1, "xz"),
+        ({"me": HERE, "z": HERE}, "z", 2, ""),  # one group remains
+        ({"me": HERE, "z": HERE}, "z", None, ""),  # the minimum is not known
+        ({"me": HERE, "y": HERE, "-b": THERE}, "b", 1, "b"),  # - : lost before, and the port still refuses
+        ({"me": HERE, "y": HERE, "-b": THERE}, "", 1, ""),  # another process listens there now
+        ({"me": HERE, **{f"-{n:02}": HERE for n in range(MAX_LOST + 1)}}, "all", 1, ""),
+    ],
+)
+def test_which_lost_groups_are_reported(monkeypatch, listed, gone, min_groups, reported):
+    cross, names = object.__new__(ElasticCommunicator), list[str]()
+    cross.name, cross.host, cross.own, cross.secret = "me", HERE, SimpleNamespace(size=1), b""  # type: ignore
+    ports = {name.strip("-"): f"{host}:{port}" for port, (name, host) in enumerate(listed.items(), 1)}
+    cross.listed = {name.strip("-"): (ports[name.strip("-")], "-" in name) for name in listed}
+    refused = {address for name, address in ports.items() if name != "me" and (name in gone or gone == "all")}
+    monkeypatch.setattr(communicator, "refuses", lambda address: address in refused)
+    client: Any = SimpleNamespace(min_groups=min_groups, report_lost=lambda name, **rest: names.append(name))
+    done = set[str]()
+    for _ in range(2):  # each once for a request
+        cross._report_lost(client, 5, done)
+    assert sorted(names) == list(reported)
+
+
+def test_a_member_that_ends_while_the_others_connect_is_noticed_at_once():
+    cross, over = object.__new__(ElasticCommunicator), threading.Event()
+    cross.others = [("b", f"127.0.0.1:{free_port()}")]
+    began = time.monotonic()
+    try:
+        with pytest.raises(RuntimeError, match="group b has ended"):
+            cross._unless_lost(over.wait)
+        assert time.monotonic() - began < 5
+    finally:
+        over.set()
+    assert cross._unless_lost(lambda: 7) == 7
+    with pytest.raises(RuntimeError, match="the store"):
+        cross._unless_lost(lambda: (_ for _ in ()).throw(RuntimeError("the store")))
 
 
 NEW, OLD = True, False
