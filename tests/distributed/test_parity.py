@@ -60,6 +60,9 @@ def test_ends_where_the_oracle_ends(case, outcomes):
     assert facts["effects"] == case.settings  # none was ignored
     # also after a ZeRO 3 case of the same process, which replaces it
     assert facts["linear"] == ("zero3_linear_wrap" if case.stage == 3 else "linear")
+    # under NCCL's rules (tests/support/nccl_rules.py)
+    several = {name for name, size in zip(("cross", "group"), case.layout, strict=True) if size > 1}
+    assert several <= set(facts["checked"])
     if case.dtype == "fp32":
         assert facts["wrapper"] == WRAPPERS[case.stage]
 
