@@ -16,6 +16,7 @@ from tests.support import nccl_rules
 from tests.support.launch import run_ranks
 from tests.support.nccl_breaks import ALONE, GLOO_ONLY, TOGETHER
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs the backend is NCCL itself")
 RULES = {"thread", "order", "interleaving", "dtype", "operation", "dense", "host", "abort"}
 
 

@@ -42,10 +42,6 @@ ALONE: dict[str, tuple[str, Call]] = {
         "dtype",
         lambda group, device: group.allreduce([torch.zeros(2, dtype=torch.int16, device=device)]),
     ),
-    "a complex number": (
-        "dtype",
-        lambda group, device: group.broadcast([torch.zeros(2, dtype=torch.complex64, device=device)]),
-    ),
     "bits": (
         "operation",
         lambda group, device: group.allreduce(

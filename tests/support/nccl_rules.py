@@ -22,9 +22,10 @@ Sources. NCCL user guide: "Thread Safety" (never two threads at a time; on GPUs 
 DeepSpeed in another thread, while the main thread waits), "Collective Operations" (every rank calls with the
 same count and datatype, otherwise hangs, crashes or data corruption), "Point-to-point communication", "Using
 multiple NCCL communicators concurrently" (operations are submitted in the same order across ranks), "Error
-handling and communicator abort". torch, ProcessGroupNCCL: `ncclDataType` (its table of dtypes), `getNcclReduceOp` (no
+handling and communicator abort". torch, ProcessGroupNCCL: `ncclDataType` (its dtypes), `getNcclReduceOp` (no
 bitwise reductions, no sums of 8-bit floats; a sum of bool is a maximum, while gloo adds bytes),
 `check_gpu_single_tensor` ("Tensors must be CUDA and dense", "Tensors must be contiguous"), `recvAnysource`.
+Stricter than NCCL: shapes instead of counts; no complex numbers, which torch passes on as pairs.
 
 The side exchange of `order` is a file that the ranks of a communicator map into memory (they share a host). A
 rank writes each operation there and compares it with those of the others that have come as far. So it never
@@ -351,7 +352,7 @@ class AsOnGpu(TorchFunctionMode):
         marked = args and isinstance(args[0], Tensor) and is_host(args[0])
         if marked and func == DEVICE_OF:
             return torch.device("cpu", 1)
-        if marked and func == Tensor.to and is_host(result):
+        if marked and func == Tensor.to and torch.device("cpu") in args and is_host(result):
             return result.clone()
         return result
 
