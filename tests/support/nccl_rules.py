@@ -46,7 +46,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partialmethod
+from functools import cache, partialmethod
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -226,7 +226,7 @@ class CheckedGroup(dist.ProcessGroup):
             raise
 
     def fail(self, error: Exception) -> None:
-        """Remember that an operation has failed."""
+        """An operation has failed: the communicator must not be used any more."""
         self.ended = self.ended or f"it has failed before: {error}"
 
     def abort(self) -> None:
@@ -357,6 +357,7 @@ class AsOnGpu(TorchFunctionMode):
         return result
 
 
+@cache
 def install() -> None:
     """Wrap what this process creates from now on. With a GPU it does nothing: NCCL is there."""
     if torch.cuda.is_available():

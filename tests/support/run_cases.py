@@ -55,7 +55,7 @@ def poison(parts: build.Runtime, chosen: dict[tuple[int, int], str], factor: flo
 
 
 def main(cases_file: str, out: str) -> None:
-    if os.environ.get("NCCL_RULES") != "0":
+    if os.environ.get("FMMETA_NCCL_RULES") != "0":
         nccl_rules.install()
     launch = Launch.from_env(os.environ)
     world = World(launch, pick_device(launch))
