@@ -47,7 +47,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, partialmethod
-from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -61,6 +60,7 @@ from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import OuterMemory
 from fmmeta.parallel.process_groups import World
 from fmmeta.parallel.workers.zero import EngineWorker
+from tests.support.fork_server import SESSION_FOLDER
 
 BACKEND = "nccl_rules"  # the name for torch; it must not be gloo's, which DeepSpeed and torch treat apart
 REDUCED = (
@@ -109,8 +109,7 @@ class Ledger:
         self.numbers = [0] * size  # by line: of collectives at [rank], of exchanges with the other ranks
         length = size * size * self.RECORDS * self.BYTES
         if rank == 0:
-            shm = Path("/dev/shm")
-            handle, name = tempfile.mkstemp(prefix="nccl-rules-", dir=shm if shm.is_dir() else None)
+            handle, name = tempfile.mkstemp(dir=os.environ.get(SESSION_FOLDER))  # removed with the session
             os.truncate(handle, length)
             store.set("ledger", name)
         else:
