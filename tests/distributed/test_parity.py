@@ -8,6 +8,7 @@ from functools import reduce
 from operator import or_
 
 import pytest
+import torch
 
 from tests.support.matrix import (
     AXES,
@@ -60,6 +61,8 @@ def test_ends_where_the_oracle_ends(case, outcomes):
     assert facts["effects"] == case.settings  # none was ignored
     # also after a ZeRO 3 case of the same process, which replaces it
     assert facts["linear"] == ("zero3_linear_wrap" if case.stage == 3 else "linear")
+    several = {name for name, size in zip(("cross", "group"), case.layout, strict=True) if size > 1}
+    assert several <= set(facts["checked"]) or torch.cuda.is_available()  # under NCCL's rules
     if case.dtype == "fp32":
         assert facts["wrapper"] == WRAPPERS[case.stage]
 

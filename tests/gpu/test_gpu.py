@@ -1,21 +1,25 @@
-"""On a GPU: NCCL, bf16 and memory.
+"""On GPUs: NCCL, bf16 and memory.
 
-One device is enough; with one, groups have one rank. Skipped where there is none.
+Skipped without a GPU. One is enough for most cases, whose groups have one rank; those of `SEVERAL` have one
+rank per GPU and are skipped where there are fewer GPUs.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.elastic import SLEEP
 from fmmeta.elastic.supervisor import ElasticConfig, Group, Supervisor
 from tests.support.launch import run_ranks
-from tests.support.matrix import AXES, TOLERANCE, Case, ParityFixture
+from tests.support.matrix import AXES, TOLERANCE, Case, Launches, ParityFixture, selected, tolerance
+from tests.support.nccl_breaks import ALONE
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 CASES = [
@@ -31,6 +35,48 @@ CASES = [
     ).possible
 ]
 
+ROWS = [  # layout, stage, algorithm, model, dtype, outer, extra, also, pipeline stages (-T: tensor ranks)
+    ((2, 1), "plain", "fomaml", "llama", "fp32", "sgd", "none", "offload_outer", 1),
+    ((2, 1), 2, "reptile", "llama", "bf16", "adamw", "none", "nothing", 1),
+    ((2, 1), 1, "fomaml", "llama", "fp32", "sgd", "none", "delay", 1),
+    ((1, 2), 1, "fomaml", "llama", "bf16", "adamw", "none", "lora", 1),
+    ((1, 2), 3, "fomaml", "llama", "fp32", "sgd", "none", "nothing", 1),
+    ((1, 2), 0, "fomaml", "llama3", "fp32", "sgd", "none", "nothing", 2),
+    ((1, 2), 0, "reptile", "llama3", "fp32", "adamw", "none", "nothing", -2),
+    ((2, 2), 2, "fomaml", "llama", "fp32", "sgd", "offload", "nothing", 1),
+    ((2, 2), 3, "reptile", "llama", "bf16", "adamw", "none", "offload_outer", 1),
+    ((2, 2), 3, "fomaml", "llama", "fp32", "adamw", "offload", "delay", 1),
+    ((2, 2), 1, "fomaml", "llama3", "fp32", "sgd", "none", "nothing", 2),
+    ((1, 4), 1, "fomaml", "llama3", "bf16", "adamw", "none", "nothing", 2),
+    ((1, 4), 1, "fomaml", "qwen33", "fp32", "sgd", "none", "nothing", -2),
+    ((4, 1), "plain", "reptile", "llama", "fp32", "adamw", "none", "delay-wire", 1),
+]
+SEVERAL = [
+    Case(
+        layout,
+        stage,
+        algorithm,
+        "several",
+        "default",
+        model,
+        dtype,
+        outer,
+        "zero",
+        extra,
+        also,
+        stages=max(1, spread),
+        tensor=max(1, -spread),
+    )
+    for layout, stage, algorithm, model, dtype, outer, extra, also, spread in ROWS
+]
+
+
+def on_gpus(case: Case):
+    """A case, skipped where it has more ranks than there are GPUs."""
+    ranks, visible = case.layout[0] * case.layout[1], torch.cuda.device_count()
+    reason = f"needs {ranks} GPUs, one per rank; {visible} visible"
+    return pytest.param(case, id=case.id, marks=pytest.mark.skipif(visible < ranks, reason=reason))
+
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
@@ -43,6 +89,42 @@ def outcomes(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_ends_where_the_oracle_ends(case, outcomes):
     assert outcomes(case) < TOLERANCE[case.dtype, case.outer]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    return ParityFixture(tmp_path_factory.mktemp("gpus"))
+
+
+@pytest.fixture(scope="module")
+def launches(request, bench):
+    visible = torch.cuda.device_count()
+    chosen = [case for case in selected(request) if case in SEVERAL and math.prod(case.layout) <= visible]
+    return Launches(bench, chosen, lambda case: (case.layout, case.stages, case.tensor))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", [on_gpus(case) for case in SEVERAL])
+def test_several_gpus_end_where_the_oracle_ends(case, bench, launches):
+    theta, facts = launches.outcome(case)
+    error = bench.error(case, theta)
+    assert error < (0.05 if "wire" in case.also else tolerance(case))
+    assert facts["effects"] == case.settings
+
+
+@pytest.fixture(scope="module")
+def nccl():
+    """The default process group of this process: NCCL, one rank."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_nccl_refuses_what_the_rules_on_cpus_refuse(name, nccl):
+    with pytest.raises((RuntimeError, ValueError, TypeError)):
+        ALONE[name][1](nccl, torch.device("cuda", 0))
 
 
 @pytest.mark.timeout(600)

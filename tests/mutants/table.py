@@ -234,6 +234,14 @@ MUTANTS = (
         ("unit/test_delayed_update.py",),
     ),
     Mutant(
+        "vectors in host memory are passed to NCCL",
+        "parallel/collectives.py",
+        "staging = part.to(self.device, comm_dtype)",
+        "staging = part.to(comm_dtype)",
+        "--offload_outer and DeepSpeed's offload end with an error on several GPUs",
+        ("distributed/test_nccl_rules.py", "distributed/test_parity.py"),
+    ),
+    Mutant(
         "clipping by the norm of one rank",
         "meta/outer_step.py",
         "return math.sqrt(float(over_group(self.worker, square)))",

@@ -6,7 +6,7 @@ out.
 A case is {"id", "config": settings, "poison": [[outer step, slot, "support" | "query"], ...], "by":
 {"factor": F}}; all cases of a file have the same group size. Poison makes a task's loss F times (by default
 infinitely) as large on that set. For each case the first rank writes OUT_DIR/<id>.safetensors (theta, whole)
-and OUT_DIR/<id>.json (facts).
+and OUT_DIR/<id>.json (facts). On CPUs the ranks communicate under NCCL's rules (nccl_rules.py).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from fmmeta.training import build
 from fmmeta.training.callbacks import Callback
 from fmmeta.training.loop import Run
 from fmmeta.training.run_folder import RunStart
+from tests.support import nccl_rules
 
 
 def poison(parts: build.Runtime, chosen: dict[tuple[int, int], str], factor: float = float("inf")) -> None:
@@ -68,6 +69,8 @@ class CountedTasks(Callback):
 
 
 def main(cases_file: str, out: str) -> None:
+    if os.environ.get("FMMETA_NCCL_RULES") != "0":
+        nccl_rules.install()
     launch = Launch.from_env(os.environ)
     world = World(launch, pick_device(launch))
     ranks = None
@@ -145,9 +148,11 @@ def main(cases_file: str, out: str) -> None:
                 "start_off": max(off),
                 "counted": counted.steps,
                 "linear": torch.nn.functional.linear.__name__,
+                "checked": nccl_rules.CheckedGroup.issued,  # by NCCL's rules, so far
             }
             folder.with_name(f"{folder.name}.json").write_text(json.dumps(facts))
     world.close()
+    nccl_rules.check()
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from fmmeta.parallel.workers.base import PassStats, VjpInput, Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, Example, MicroBatch
 from fmmeta.training import build
+from tests.support import nccl_rules
 
 ROWS, QUERY_ROWS, LR = 7, 5, 0.1
 Shapes = dict[str, tuple[int, ...]]
@@ -232,6 +233,7 @@ OPERATIONS: dict[str, tuple[Callable[[Exercise, str], None], bool]] = {  # and w
 
 
 def main(cases_file: str, out: str) -> None:
+    nccl_rules.install()
     launch = Launch.from_env(os.environ)
     world = World(launch, pick_device(launch))
     ranks = world.split(launch.world_size)
@@ -249,6 +251,7 @@ def main(cases_file: str, out: str) -> None:
                 Path(out, f"{case['id']}.safetensors"),
             )
     world.close()
+    nccl_rules.check()
 
 
 if __name__ == "__main__":
