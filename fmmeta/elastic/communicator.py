@@ -206,8 +206,9 @@ class ElasticCommunicator(Communicator):
         """The quorum: a unique name, its members, and the number of other groups listed."""
         names = ("fresh", "writes", "connection", "computed_by", "config_hash")
         data = {name: getattr(self, name) for name in names}
-        client.start_heartbeats(self.store_address, self.own.size)
         client.read_min_groups()
+        data["min_groups"] = client.min_groups  # not every group can read it (lighthouse.py)
+        client.start_heartbeats(self.store_address, self.own.size)
         reported = set[str]()
         quorum = client.request_quorum(
             timeout_s,
@@ -216,6 +217,8 @@ class ElasticCommunicator(Communicator):
         )
         found = sorted(filter(None, map(self._verified, quorum.participants)), key=itemgetter("name"))
         members = [one for one in found if not one.get("lost")]
+        known = [least for one in members if (least := one.pop("min_groups", None)) is not None]
+        client.min_groups = max(known, default=None)
         self.listed = {one["name"]: (one["store_address"], bool(one.get("lost"))) for one in found}
         name = f"{quorum.quorum_id}/{quorum.created.seconds}.{quorum.created.nanos}"
         return [name, members, len(quorum.participants) - len(found)]

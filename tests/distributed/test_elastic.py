@@ -671,6 +671,19 @@ def test_no_group_waits_for_a_member_that_has_given_up_connecting(monkeypatch):
 
 
 @pytest.mark.cluster
+def test_groups_learn_the_minimum_of_groups_from_each_other(two_groups):
+    """The status page names it only while too few groups have a pending request."""
+    pool, a, b, _ = two_groups
+    a.fresh = b.fresh = False
+    b.client.min_groups = None
+    b.client.read_min_groups = lambda: None
+    waiting = pool.submit(b.form, 1, 30.0)
+    a.form(1, 30.0)
+    waiting.result(30)
+    assert a.client.min_groups == b.client.min_groups == 1
+
+
+@pytest.mark.cluster
 def test_no_group_is_reported_below_the_minimum_of_groups():
     """A report counts as a group for the lighthouse: a step would have fewer live groups than wanted."""
     server, address = lighthouse.open_lighthouse(
