@@ -646,7 +646,7 @@ class ParityFixture:
         travelled = sum(float((final[name] - began[name]).double().square().sum()) for name in final)
         return (off / travelled) ** 0.5
 
-    def _reference(self, settings: str, counted: str) -> tuple[Reference, dict[str, torch.Tensor]]:
+    def _reference(self, settings: str, counted: str = "[]") -> tuple[Reference, dict[str, torch.Tensor]]:
         config = Config(**json.loads(settings))
         description = describe(config)
         tokenizer = load_tokenizer(config, description, print)

@@ -63,7 +63,7 @@ def test_a_rising_support_loss_is_one_warning_with_a_lower_rate(command, llama, 
 
 def test_the_check_of_the_inner_loop_changes_no_weights(llama, pairs, tmp_path, monkeypatch):
     run("train", llama, pairs, tmp_path / "checked", inner_lr=0.1)
-    monkeypatch.setattr("fmmeta.training.loop.Run._check_inner_loop", lambda self, support: None)
+    monkeypatch.setattr("fmmeta.training.loop.Run.check_inner_loop", lambda self, support: None)
     run("train", llama, pairs, tmp_path / "unchecked", inner_lr=0.1)
     assert same(tmp_path / "checked", tmp_path / "unchecked")
 
