@@ -26,8 +26,8 @@ ROWS = [  # layout, stage, algorithm, model, dtype, outer, head, pipeline stages
     ((2, 2), 0, "slow-fomaml", "llama3", "fp32", "adamw", "zero", 2),
 ]
 CASES = [
-    Case(layout, stage, rule, "several", "default", model, dtype, outer, head, "none", "stale", stages=stages)
-    for layout, stage, rule, model, dtype, outer, head, stages in ROWS
+    Case.of_row(layout, stage, algorithm, model, dtype, outer, head, "stale", stages)
+    for layout, stage, algorithm, model, dtype, outer, head, stages in ROWS
 ]
 
 

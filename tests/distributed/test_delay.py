@@ -29,24 +29,7 @@ ROWS = [  # layout, stage, algorithm, model, dtype, outer, head, also, pipeline 
     ((2, 1), "plain", "fomaml", "llama", "fp32", "sgd", "zero", "wire", 1),
     ((2, 2), 3, "fomaml", "llama", "fp32", "sgd", "zero", "delay-wire", 1),
 ]
-CASES = [
-    Case(
-        layout,
-        stage,
-        algorithm,
-        "several",
-        "default",
-        model,
-        dtype,
-        outer,
-        head,
-        "none",
-        also,
-        stages=max(1, spread),
-        tensor=max(1, -spread),
-    )
-    for layout, stage, algorithm, model, dtype, outer, head, also, spread in ROWS
-]
+CASES = [Case.of_row(*row) for row in ROWS]
 FAR = 0.05  # bf16 on the wire: 8 bits of the sum, and the steps that follow from it
 
 

@@ -27,25 +27,11 @@ ROWS = [  # layout, stage, algorithm, model, head, also, pipeline stages (-T: te
     ((1, 2), 0, "fomaml", "bert", "zero", "measured", 1),
     ((1, 2), 1, "reptile", "llama", "zero", "measured", 1),
     ((1, 2), 3, "fomaml", "bert", "zero", "measured", 1),
-    ((1, 2), -2, "fomaml", "llama3", "zero", "measured", -2),
+    ((1, 2), 0, "fomaml", "llama3", "zero", "measured", -2),
     ((1, 2), 0, "fomaml", "llama3", "zero", "measured", 2),  # last: DeepSpeed keeps the grid of a pipeline
 ]
 CASES = [
-    Case(
-        layout,
-        max(0, stage) if isinstance(stage, int) else stage,
-        algorithm,
-        "several",
-        "default",
-        model,
-        "fp32",
-        "sgd",
-        head,
-        "none",
-        also,
-        stages=max(1, spread),
-        tensor=max(1, -spread),
-    )
+    Case.of_row(layout, stage, algorithm, model, "fp32", "sgd", head, also, spread)
     for layout, stage, algorithm, model, head, also, spread in ROWS
 ]
 

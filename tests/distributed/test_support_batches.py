@@ -16,8 +16,8 @@ ROWS = [  # layout, stage, algorithm, model, dtype, head, pipeline stages
     ((1, 2), 0, "fomaml", "llama3", "fp32", "zero", 2),  # last: DeepSpeed keeps the grid of a pipeline
 ]
 CASES = [
-    Case(layout, stage, rule, "one", "default", model, dtype, "sgd", head, "none", "sampled", stages=stages)
-    for layout, stage, rule, model, dtype, head, stages in ROWS
+    Case.of_row(layout, stage, algorithm, model, dtype, "sgd", head, "sampled", stages, groups="one")
+    for layout, stage, algorithm, model, dtype, head, stages in ROWS
 ]
 
 

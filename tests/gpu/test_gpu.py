@@ -52,21 +52,7 @@ ROWS = [  # layout, stage, algorithm, model, dtype, outer, extra, also, pipeline
     ((4, 1), "plain", "reptile", "llama", "fp32", "adamw", "none", "delay-wire", 1),
 ]
 SEVERAL = [
-    Case(
-        layout,
-        stage,
-        algorithm,
-        "several",
-        "default",
-        model,
-        dtype,
-        outer,
-        "zero",
-        extra,
-        also,
-        stages=max(1, spread),
-        tensor=max(1, -spread),
-    )
+    Case.of_row(layout, stage, algorithm, model, dtype, outer, "zero", also, spread, extra=extra)
     for layout, stage, algorithm, model, dtype, outer, extra, also, spread in ROWS
 ]
 

@@ -193,6 +193,39 @@ class Case:
     tensor: int = 1  # tensor-parallel ranks of a group
     export: bool = False
 
+    @classmethod
+    def of_row(
+        cls,
+        layout: tuple[int, int],
+        stage: int | str,
+        algorithm: str,
+        model: str,
+        dtype: str,
+        outer: str,
+        head: str,
+        also: str,
+        spread: int = 1,
+        groups: str = "several",
+        extra: str = "none",
+    ) -> Case:
+        """A case of a table. spread: pipeline stages, or minus the tensor ranks."""
+        stages, tensor = max(1, spread), max(1, -spread)
+        return cls(
+            layout,
+            stage,
+            algorithm,
+            groups,
+            "default",
+            model,
+            dtype,
+            outer,
+            head,
+            extra,
+            also,
+            stages,
+            tensor,
+        )
+
     @property
     def id(self) -> str:
         layout = "x".join(map(str, self.layout))
