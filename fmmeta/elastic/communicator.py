@@ -29,10 +29,10 @@ waits for, and all members read the same answer. Failure cases:
     another process has taken over the port               it accepts: not lost
         in these cases the timeout of heartbeats decides
     a firewall begins to refuse connections               on one machine the kernel that refuses is the one
-                                                          that ran the process. Of other machines at most half
-                                                          of the last members are reported, and half of them
-                                                          by the half with the first member alone: of a
-                                                          network that is cut in two, one side can report
+                                                          that ran the process. Groups on other machines are
+                                                          reported if they are fewer than half of the last
+                                                          members, or half of them without the first one:
+                                                          if a network is cut in two, one side can report
     a live group is reported nevertheless                 it finds itself among the lost ones and requests
                                                           again, or comes a step late, or has taken the step
                                                           in another membership: it receives the state of the
