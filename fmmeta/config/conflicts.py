@@ -200,14 +200,8 @@ def of_data(c: Any) -> Conflicts:
 
 def of_parallelism(c: Any) -> Conflicts:
     """Data parallelism and ZeRO 3 work with every setting; pipeline stages and tensor ranks do not."""
-    stages, tensor, frozen_body = c.pipeline_stages, c.tensor_parallel_size, find(c.algorithm).frozen_body
-    what = f"algorithm={c.algorithm}" if frozen_body else "prototype_gradient=True"
+    stages, tensor = c.pipeline_stages, c.tensor_parallel_size
     return [
-        (
-            stages > 1 and tensor > 1,
-            f"pipeline_stages={stages} and tensor_parallel_size={tensor} are not combined; use one of them,"
-            " with data parallelism beside it",
-        ),
         (
             c.pipeline_balance == "time" and stages == 1,
             "pipeline_balance=time means nothing for pipeline_stages=1; leave it out",
@@ -221,22 +215,6 @@ def of_parallelism(c: Any) -> Conflicts:
             c.packing and stages > 1,
             f"pipeline_stages={stages} with packing=True: stages before the last run the base model, which"
             " does not support packed rows; use ZeRO 3, or leave packing out",
-        ),
-        (
-            c.lora_r and tensor > 1,
-            f"tensor_parallel_size={tensor} with lora_r={c.lora_r}: adapters are not split with the weights"
-            " of their layers; use ZeRO 3, or leave lora_r out",
-        ),
-        (
-            c.packing and tensor > 1,
-            f"tensor_parallel_size={tensor} with packing=True: packed rows are not tested with split"
-            " attention heads; use ZeRO 3, or leave packing out",
-        ),
-        (
-            tensor > 1 and (c.prototype_gradient or frozen_body),
-            f"tensor_parallel_size={tensor} with {what}: gradients through features are not implemented for"
-            " split layers (each rank of a tensor set needs those of its rows, and one of them holds the"
-            " rows); use ZeRO 3 or pipeline stages",
         ),
     ]
 
@@ -490,6 +468,7 @@ def of_several_tasks(c: Any) -> Conflicts:
             (not c.lora_r, f"lora_r=0, where tasks of {c.algorithm} need a whole model each"),
             (spec.multi_task is None, f"algorithm={c.algorithm}, which has no rule for several tasks"),
             (c.pipeline_stages > 1, f"pipeline_stages={c.pipeline_stages}"),
+            (c.tensor_parallel_size > 1, f"tensor_parallel_size={c.tensor_parallel_size}"),
             (
                 c.n_way_max is not None,
                 f"n_way_max={c.n_way_max}, where tasks have heads of different sizes",

@@ -206,9 +206,9 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
                     " task_type=classification has no head then; use finetune",
                 ),
                 (
-                    bool(prompt) and self.pipeline_stages * self.tensor_parallel_size > 1,
-                    f"method={prompt} is not tested with pipeline_stages and tensor_parallel_size: whole"
-                    " support sets travel as prompts; use ZeRO 3",
+                    bool(prompt) and self.pipeline_stages > 1,
+                    f"method={prompt} is not tested with pipeline_stages: whole support sets travel as"
+                    " prompts; use ZeRO 3",
                 ),
                 (
                     bool(metrics) and not causal,

@@ -180,18 +180,20 @@ def all_gather_features(
     `features`: of this rank's micro-batches, ignored where `counts_rows` is False. Collective: group.
     """
     masks = [
-        (batch.weights > 0).to(found.device) & worker.counts_rows
-        for batch, found in zip(batches, features, strict=True)
+        (batch.weights > 0).to(found.device) for batch, found in zip(batches, features, strict=True)
     ]
     lengths = torch.zeros(worker.group.size, dtype=torch.float64)
-    lengths[worker.group.rank] = sum(int(mask.sum()) for mask in masks)
+    if worker.counts_rows:
+        lengths[worker.group.rank] = sum(int(mask.sum()) for mask in masks)
     worker.group.sum_(lengths)
-    at, width = int(lengths[: worker.group.rank].sum()), features[0].shape[1] + 1
+    at, width = int(lengths[: worker.group.rank - worker.tensor_rank].sum()), features[0].shape[1] + 1
     table = torch.zeros(int(lengths.sum()), width, dtype=torch.float64, device=worker.device)
     local = []
     for batch, found, mask in zip(batches, features, masks, strict=True):
         numbers = torch.where(mask, at + torch.cumsum(mask, 0) - 1, -1)
-        table[numbers[mask]] = torch.cat([found, batch.labels.to(found.device)[:, None]], 1).double()[mask]
+        if worker.counts_rows:
+            rows = torch.cat([found, batch.labels.to(found.device)[:, None]], 1)
+            table[numbers[mask]] = rows.double()[mask]
         local.append(numbers)
         at += int(mask.sum())
     worker.group.sum_(table)

@@ -4,9 +4,9 @@
     in between       hidden states -> layers -> hidden states
     last stage       hidden states -> layers -> norm, pooling, head -> logits
 
-The model's forward runs on every stage, so masks, positions and pooling are transformers' code: the
-placeholder of the embeddings returns the hidden states of the previous stage, the placeholder of a layer its
-input. Nothing here communicates.
+The model's forward runs on every stage, so masks, positions and pooling are transformers' code. The
+placeholder of the embeddings returns zeros, that of a layer its input, and that of the last layer before the
+stage the hidden states of the previous stage. Nothing here communicates.
 
 `layer_seconds` measures the time of each layer by running one of each kind on this machine: a stage of one
 layer runs forward and backward with random weights, through the code that will train it; the time of a stage
@@ -18,7 +18,7 @@ import copy
 import statistics
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -29,31 +29,22 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from fmmeta.common.errors import UsageError
-from fmmeta.models.learner import Learner, objective
+from fmmeta.models.learner import ARGUMENT, Learner, objective
 from fmmeta.tasks.batching import MicroBatch
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names of the parts of a base model. first: embeddings; the first one returns the hidden states."""
+    """Names of the parts of a base model. first: before the layers, embeddings first; last: after them."""
 
     layers: str
     first: tuple[str, ...]
     last: tuple[str, ...]
 
 
-LLAMA = Family("layers", ("embed_tokens",), ("norm",))
 BERT = Family("encoder.layer", ("embeddings",), ("pooler",))
-FAMILIES = {
-    "llama": LLAMA,
-    "mistral": LLAMA,
-    "qwen2": LLAMA,
-    "qwen3": LLAMA,
-    "gpt2": Family("h", ("wte", "wpe"), ("ln_f",)),
-    "gpt_neox": Family("layers", ("embed_in",), ("final_layer_norm",)),
-    "bert": BERT,
-    "roberta": BERT,
-}
+# of models for which transformers has no pipeline plan
+FAMILIES = {"gpt2": Family("h", ("wte", "wpe"), ("ln_f",)), "bert": BERT, "roberta": BERT}
 
 
 class IdentityLayer(nn.Module):
@@ -64,20 +55,24 @@ class IdentityLayer(nn.Module):
 
 
 class HiddenStateInput(nn.Module):
-    """Replaces the embeddings on later stages: returns the hidden states that were received, once."""
+    """Replaces the last layer before a later stage: returns the hidden states that were received, once."""
 
     hidden: Any = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        hidden, self.hidden = self.hidden, None
-        return hidden
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        received, self.hidden = self.hidden, None
+        return kwargs[ARGUMENT].take(received) if ARGUMENT in kwargs else received
 
 
 class ZeroEmbedding(nn.Module):
-    """Replaces further embeddings (GPT-2's positions) on later stages."""
+    """Replaces embeddings on later stages: zeros of the shape [B, T, H] of the hidden states to come."""
+
+    def __init__(self, inlet: HiddenStateInput) -> None:
+        super().__init__()
+        self.inlet = (inlet,)  # not a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.zeros(())
+        return torch.zeros_like(self.inlet[0].hidden)
 
 
 class Stage(nn.Module):
@@ -99,6 +94,11 @@ class Stage(nn.Module):
         trains = any(param.requires_grad for param in self.body.parameters())
         self.idle = None if trains else nn.Parameter(torch.zeros(1))
 
+    @property
+    def base(self) -> Any:
+        """The transformer without heads, of which this stage has some layers."""
+        return base_model(self.body) if isinstance(self.body, Learner) else self.body
+
     def forward(self, tensors: Sequence[Tensor]) -> Any:
         if self.inlet is not None:
             self.inlet.hidden, *tensors = tensors
@@ -117,12 +117,17 @@ def base_model(learner: Learner) -> Any:
 
 
 def family_of(hf_config: Any) -> Family:
-    if hf_config.model_type not in FAMILIES:
+    """The parts of a base model, by transformers' plan (`base_model_pp_plan`) or FAMILIES."""
+    family, plan = FAMILIES.get(hf_config.model_type), list(getattr(hf_config, "base_model_pp_plan", None) or ())
+    if family is None and "layers" in plan:
+        at = plan.index("layers")
+        family = Family("layers", tuple(plan[:at]), tuple(plan[at + 1 :]))
+    if family is None:
         raise UsageError(
-            f"pipeline_stages: model_type={hf_config.model_type} is not cut into stages; use one of "
-            f"{', '.join(FAMILIES)}, or --group_size with ZeRO 3 for this one"
+            f"pipeline_stages: transformers has no pipeline plan for model_type={hf_config.model_type}, and it"
+            f" is none of {', '.join(FAMILIES)}; use --group_size with ZeRO 3 for this one"
         )
-    return FAMILIES[hf_config.model_type]
+    return family
 
 
 @dataclass(frozen=True)
@@ -143,9 +148,16 @@ class StagePartition:
     copied: str | None = None
 
 
-def plan_stages(learner: Learner, stages: int, costs: Sequence[float] | None = None) -> StagePartition:
+def plan_stages(
+    learner: Learner,
+    stages: int,
+    costs: Sequence[float] | None = None,
+    shared_by: Callable[[str], int] = lambda name: 1,
+) -> StagePartition:
     """Assign layers so that the largest stage has as few parameters as possible, or as small a sum of
     `costs` (one number per layer, with the parts outside the layers). Raises `UsageError`.
+
+    shared_by: number of tensor ranks of a stage that a parameter is split over, by its name.
     """
     family, base = family_of(learner.hf.config), base_model(learner)
     count = len(base.get_submodule(family.layers))
@@ -160,8 +172,9 @@ def plan_stages(learner: Learner, stages: int, costs: Sequence[float] | None = N
     }
     params = dict(learner.named_parameters(remove_duplicate=False))
     weights = [0] * count
-    for name, param in params.items():
-        weights[layer[name]] += param.numel()
+    sizes = {name: param.numel() // shared_by(name) for name, param in params.items()}
+    for name, size in sizes.items():
+        weights[layer[name]] += size
     bounds = balance(costs or weights, stages)
     stage = {name: bisect_right(bounds, index) - 1 for name, index in layer.items()}
     first_name = {id(param): name for name, param in reversed(params.items())}
@@ -173,14 +186,14 @@ def plan_stages(learner: Learner, stages: int, costs: Sequence[float] | None = N
             f"pipeline_stages={stages}: the model ties {', '.join([*tied, *inner])}, and only the"
             " first and the last layer may share one parameter; use --group_size with ZeRO 3"
         )
-    held = [[param for name, param in params.items() if stage[name] == each] for each in range(stages)]
+    held = [[name for name in params if stage[name] == each] for each in range(stages)]
     shared = tied[0] if tied else None
     trains = shared is not None and params[shared].requires_grad
     return StagePartition(
         bounds,
         {name: each for name, each in stage.items() if name not in copies},
-        tuple(sum(param.numel() for param in each) for each in held),
-        tuple(sum(param.numel() for param in each if param.requires_grad) for each in held),
+        tuple(sum(sizes[name] for name in each) for each in held),
+        tuple(sum(sizes[name] for name in each if params[name].requires_grad) for each in held),
         shared if trains else None,
         None if trains else shared,
     )
@@ -222,8 +235,11 @@ def take_stage(learner: Learner, cut: StagePartition, stage: int) -> Stage:
         if not cut.bounds[stage] <= i < cut.bounds[stage + 1]:
             layers[i] = IdentityLayer()
     inlet = None if first else HiddenStateInput()
-    for number, name in enumerate(() if first else family.first):
-        setattr(base, name, ZeroEmbedding() if number else inlet)
+    if inlet is not None:
+        layers[cut.bounds[stage] - 1] = inlet
+        for name in family.first:
+            embeds = any(isinstance(module, nn.Embedding) for module in getattr(base, name).modules())
+            setattr(base, name, ZeroEmbedding(inlet) if embeds else IdentityLayer())
     for name in () if last else family.last:
         if getattr(base, name) is not None:
             setattr(base, name, IdentityLayer())

@@ -95,6 +95,14 @@ class Communicator:
                 tensor.copy_(staging)
         return tensor
 
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, of one shape, in the order of ranks. Collective: this communicator."""
+        if self.size == 1:
+            return [tensor]
+        parts = [torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device) for _ in range(self.size)]
+        self.backend.allgather([parts], [tensor.contiguous()]).wait()
+        return parts
+
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Return the byte strings of all ranks, in the order of ranks. Collective: this communicator."""
         if self.size == 1:

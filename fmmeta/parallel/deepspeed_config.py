@@ -1,20 +1,9 @@
 """Reads the user's DeepSpeed JSON, refuses what breaks meta-training, fills in "auto" and sets fmmeta's keys.
 
 Source of each rule: docs/architecture.md, "What DeepSpeed does by itself".
-
-Tensor parallelism has an explicit plan of the weights that DeepSpeed's AutoTP splits (`PLANS`):
-
-    column   rows of the weight (output features) are split: queries, keys, values, first MLP projection
-    row      columns of the weight (input features) are split: output projections of attention and MLP;
-             their products are summed over the ranks
-    partial  replicated, but applied to the rank's own heads; gradients are summed (Qwen3's query norm)
-
-All other weights (embeddings, norms, heads) are replicated.
-Shoeybi et al. 2019 (arXiv 1909.08053), section 3.
 """
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -229,11 +218,11 @@ def with_model_ranks(
     """
     if stages * tensor == 1:
         return settings
-    flag = "pipeline_stages" if stages > 1 else "tensor_parallel_size"
+    flag, size = ("pipeline_stages", stages) if stages > 1 else ("tensor_parallel_size", tensor)
     if settings.zero_stage > 1 or settings.offload:
         what = "offload_optimizer" if settings.offload else f"ZeRO {settings.zero_stage}"
         raise UsageError(
-            f"{flag}={max(stages, tensor)} does not work with {what}; use a DeepSpeed file with"
+            f"{flag}={size} does not work with {what}; use a DeepSpeed file with"
             f" zero_optimization.stage 0 or 1 and no offload, or leave {flag} out"
         )
     if stages == 1:
@@ -244,7 +233,9 @@ def with_model_ranks(
         settings, zero = replace(settings, zero_stage=1), {**zero, "stage": 1}
     elif settings.zero_stage == 1 and not settings.bf16:
         zero = {**zero, "compute_grad_norm": False}
-    return replace(settings, file={**settings.file, "zero_optimization": zero})
+    # hidden states are complete on every tensor rank, and are sent so
+    sends = {"pipe_partitioned": False, "grad_partitioned": False}
+    return replace(settings, file={**settings.file, "zero_optimization": zero, "pipeline": sends})
 
 
 def check_offload(zero: dict[str, Any], stage: int, name: str) -> bool:
@@ -296,42 +287,3 @@ def without_auto(block: dict[str, Any]) -> dict[str, Any]:
         for key, value in block.items()
         if value != "auto"
     }
-
-
-LLAMA = {
-    "column": r".*\.(q|k|v|gate|up)_proj\.weight$",
-    "row": r".*\.(o|down)_proj\.weight$",
-    "partial": r".*\.(q|k)_norm\.weight$",
-}
-PLANS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA)
-
-
-def tensor_parallel_block(hf_config: Any, size: int) -> dict[str, Any]:
-    """The `tensor_parallel` block of a DeepSpeed file.
-
-    Raises `UsageError` for a model that cannot be cut into `size` equal parts.
-    """
-    if hf_config.model_type not in PLANS:
-        raise UsageError(
-            f"tensor_parallel_size={size}: model_type={hf_config.model_type} has no plan; use one"
-            f" of {', '.join(PLANS)}, or pipeline stages or ZeRO 3 for this one"
-        )
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(hf_config, name) % size:
-            raise UsageError(
-                f"tensor_parallel_size={size} does not divide {name}={getattr(hf_config, name)} of the model;"
-                " use a divisor of it"
-            )
-    plan = PLANS[hf_config.model_type]
-    specs = [
-        {"patterns": [plan["column"]], "partition_type": "column"},
-        {"patterns": [plan["row"]], "partition_type": "row"},
-        {"patterns": [plan["partial"]], "partition_type": "skip", "grad_allreduce": True},
-    ]
-    return {"autotp_size": size, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
-
-
-def cut_patterns(hf_config: Any) -> Callable[[str], bool]:
-    """A function of a parameter's name: whether its weight is split."""
-    plan = PLANS[hf_config.model_type]
-    return lambda name: any(re.match(plan[kind], name) for kind in ("column", "row"))

@@ -34,7 +34,8 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.costs import passes, query_tokens, rows_of
 from fmmeta.models.learner import Learner
 from fmmeta.models.pipeline_split import plan_stages
-from fmmeta.parallel.deepspeed_config import DeepSpeedSettings, cut_patterns
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from fmmeta.parallel.tensor_parallel import sharing_ranks
 from fmmeta.planning.memory import Sizes, micro_batch_rows, micro_batches
 
 # products split by columns in a layer (parallel/deepspeed_config.py): queries, keys, values, gate, up
@@ -71,15 +72,16 @@ def count_matmuls(learner: Learner, config: Config) -> MatmulCounts:
         * (getattr(text, "head_dim", None) or text.hidden_size // heads)
     )
     ranks, fullest = config.tensor_parallel_size, 1.0
-    is_cut = cut_patterns(learner.hf.config) if ranks > 1 else lambda name: False
+    shared_by = sharing_ranks(learner.hf.config, ranks)
     weights = [
         (f"{name}.weight", module.get_parameter("weight"))
         for name, module in learner.named_modules()
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # Conv1D: GPT-2's
     ]
-    sizes = {name: w.numel() // (ranks if is_cut(name) else 1) for name, w in weights}
+    sizes = {name: w.numel() // shared_by(name) for name, w in weights}
     if config.pipeline_stages > 1:
-        owner, stages = plan_stages(learner, config.pipeline_stages).owner, Counter[int]()
+        owner = plan_stages(learner, config.pipeline_stages, shared_by=shared_by).owner
+        stages = Counter[int]()
         for name, size in sizes.items():
             stages[owner.get(name, config.pipeline_stages - 1)] += size
         fullest = max(stages.values()) / stages.total()

@@ -15,8 +15,9 @@ from fmmeta.meta.costs import second_order_by_autograd
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel import deepspeed_config
-from fmmeta.parallel.deepspeed_config import DeepSpeedSettings, tensor_parallel_block
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import divisors
+from fmmeta.parallel.tensor_parallel import plan_of
 from fmmeta.planning.compute import (
     MatmulCounts,
     Profile,
@@ -122,7 +123,7 @@ def given_or_all(given: int | None, values: tuple[int, ...]) -> tuple[Any, ...]:
 def model_splits(plan: PlanConfig, size: int, per_node: int) -> Iterator[tuple[int, int]]:
     """Pipeline stages and tensor ranks of a group; tensor ranks stay inside a node."""
     for count in divisors(size):
-        for stages, tensor in dict.fromkeys([(count, 1), (1, count)]):
+        for stages, tensor in ((stages, count // stages) for stages in divisors(count)):
             if (
                 tensor <= per_node
                 and plan.pipeline_stages in (None, stages)
@@ -285,7 +286,7 @@ class Planner:
             else deepspeed_config.read(file, bf16)
         )
         if strategy.tensor > 1:
-            tensor_parallel_block(self.description.hf_config, strategy.tensor)
+            plan_of(self.description.hf_config, strategy.tensor)
         return at_size(
             deepspeed_config.with_model_ranks(read, strategy.stages, strategy.tensor), strategy.group_size
         )

@@ -33,9 +33,10 @@ from fmmeta.meta import costs
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import max_positions
 from fmmeta.models.pipeline_split import plan_stages
-from fmmeta.parallel.deepspeed_config import DeepSpeedSettings, cut_patterns
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import divisors
 from fmmeta.parallel.process_groups import World
+from fmmeta.parallel.tensor_parallel import sharing_ranks
 
 GIB = 2**30
 HEADROOM = 0.9  # share of the free memory for a layout; allocators and the runtime need the rest
@@ -219,24 +220,22 @@ def largest_part(
     layer_costs: seconds of each layer, if stages are balanced by time. Raises `UsageError` for a model that
     cannot be split.
     """
+    shared_by = sharing_ranks(hf_config, config.tensor_parallel_size)
     if config.pipeline_stages > 1:  # the most trained parameters of a stage, and the most frozen ones
-        cut = plan_stages(learner, config.pipeline_stages, layer_costs)
+        cut = plan_stages(learner, config.pipeline_stages, layer_costs, shared_by)
         return max(cut.trained), max(
             size - trained for size, trained in zip(cut.sizes, cut.trained, strict=True)
         )
-    params, frozen = count_params(learner)
-    if config.tensor_parallel_size > 1:
-        ranks, is_cut = config.tensor_parallel_size, cut_patterns(hf_config)
-        params -= sum(
-            p.numel() - p.numel() // ranks for name, p in learner.named_parameters() if is_cut(name)
-        )
-    return params, frozen
+    return count_params(learner, shared_by)
 
 
-def count_params(learner: Learner) -> tuple[int, int]:
-    """Trained and frozen parameters."""
-    trained = sum(param.numel() for param in learner.parameters() if param.requires_grad)
-    return trained, sum(param.numel() for param in learner.parameters()) - trained
+def count_params(learner: Learner, shared_by: Callable[[str], int] = lambda name: 1) -> tuple[int, int]:
+    """Trained and frozen parameters; shared_by: number of ranks that each is split over, by its name."""
+    sizes = [
+        (param.numel() // shared_by(name), param.requires_grad) for name, param in learner.named_parameters()
+    ]
+    trained = sum(size for size, is_trained in sizes if is_trained)
+    return trained, sum(size for size, _ in sizes) - trained
 
 
 def micro_batch_rows(config: Config, data: int = 1) -> int:

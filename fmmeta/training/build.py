@@ -32,10 +32,11 @@ from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer, max_positions
 from fmmeta.models.pipeline_split import layer_seconds, plan_stages
 from fmmeta.parallel import deepspeed_config
-from fmmeta.parallel.deepspeed_config import DeepSpeedSettings, tensor_parallel_block
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import GroupCoordinates, Layout, ParallelPlan
 from fmmeta.parallel.param_map import OuterMemory
 from fmmeta.parallel.process_groups import ProcessGroups, World
+from fmmeta.parallel.tensor_parallel import plan_of, sharing_ranks
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.create import check_finite, create_worker
 from fmmeta.planning.memory import (
@@ -132,7 +133,7 @@ def read_inputs(
     def read() -> tuple[Description, Any, Sources, list[UsedSplits]]:
         description = describe(config)
         if tensor_ranks > 1:
-            tensor_parallel_block(description.hf_config, tensor_ranks)
+            plan_of(description.hf_config, tensor_ranks)
         tokenizer = load_tokenizer(config, description, notice, given_tokenizer)
         if config.task_type == "causal_lm":  # refuse what the tokenizer cannot do before any data are read
             make_prompt(config.prompt_template, tokenizer)
@@ -274,7 +275,8 @@ def log_layout(
 
 def stages_text(plan: ParallelPlan, learner: Learner) -> str:
     """The layers of each stage, with their parameters and measured seconds."""
-    cut, costs = plan_stages(learner, plan.stages, plan.layer_costs), plan.layer_costs
+    shared_by = sharing_ranks(learner.hf.config, plan.tensor)
+    cut, costs = plan_stages(learner, plan.stages, plan.layer_costs, shared_by), plan.layer_costs
     parts = []
     for (begin, end), size in zip(pairwise(cut.bounds), cut.sizes, strict=True):
         seconds = f", {1000 * sum(costs[begin:end]):.3g} ms" if costs else ""

@@ -26,7 +26,7 @@ from tests.support.nan_memory import fill
 from tests.workers.exercise import LR, OPERATIONS, QUERY_ROWS, ROWS, examples, made_tensor
 
 Results = dict[str, Tensor]
-MODELS = ("llama", "bert")  # tied embeddings; a classifier with LayerNorms and biases
+MODELS = ("llama", "bert", "decoder")  # tied embeddings; classifiers: with LayerNorms and biases, a decoder
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, settings; stage: of ZeRO
     "ZeRO 0": (2, {"stage": 0}),
     "ZeRO 1": (2, {"stage": 1}),
@@ -34,6 +34,8 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, settings; stage: of Z
     "ZeRO 3": (2, {"stage": 3}),
     "pipeline": (2, {"stage": 1, "pipeline_stages": 2}),
     "tensor": (2, {"stage": 0, "tensor_parallel_size": 2}),
+    "tensor with LoRA": (2, {"stage": 1, "tensor_parallel_size": 2, "lora_r": 2}),
+    "pipeline of tensor ranks": (4, {"stage": 1, "pipeline_stages": 2, "tensor_parallel_size": 2}),
     "ZeRO 3 with LoRA": (2, {"stage": 3, "lora_r": 2}),
 }
 TOLERANCE = {"fp32": 2e-6, "bf16": 5e-2}  # processors round sums of bf16 differently: up to 3.2e-2 was seen
@@ -41,8 +43,8 @@ EXACT = ("write", "nonfinite step", "nonfinite gradient", "dot")  # no pass of t
 
 
 def cases(kind: str) -> list[tuple[str, str]]:
-    """Models and precisions that a worker is tried with: AutoTP has no plan for BERT."""
-    models = ("llama",) if kind == "tensor" else MODELS
+    """Models and precisions that a worker is tried with: transformers has no tensor-parallel plan for BERT."""
+    models = ("llama", "decoder") if "tensor_parallel_size" in KINDS[kind][1] else ("llama", "bert")
     return [(model, dtype) for model in models for dtype in TOLERANCE]
 
 
@@ -51,6 +53,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("workers")
     save_llama(folder / "llama")
     save_bert(folder / "bert")
+    save_llama(folder / "decoder")
     write_pairs(folder / "pairs.jsonl")
     write_classes(folder / "classes.jsonl", classes=2 * ROWS)
     return folder
@@ -61,6 +64,7 @@ def settings(folder: Path, model: str, dtype: str, stage: int | None = None, **e
         "llama": {"dataset": [str(folder / "pairs.jsonl")], "task_type": "causal_lm"},
         "bert": {"dataset": [str(folder / "classes.jsonl")], "n_way": ROWS, "head_init": "learned"},
     }
+    data["decoder"] = {**data["bert"], "pooling": "mean"}
     shared = {"model_name_or_path": str(folder / model), "bf16": dtype == "bf16", "k_shot": 1, "num_query": 1}
     engine: dict[str, Any] = {"engine": "plain"}
     if stage is not None:
@@ -129,8 +133,9 @@ def combinations() -> list[tuple[str, str, str, str]]:
 
     No caller needs the logits of a pipeline; second derivatives need ranks that hold the whole model.
     """
-    without = {"pipeline": ("logits", "gradient vjp")}
-    without |= dict.fromkeys(("tensor", "ZeRO 3", "ZeRO 3 with LoRA"), ("gradient vjp",))
+    no_complete_model = ("tensor", "tensor with LoRA", "ZeRO 3", "ZeRO 3 with LoRA")
+    without = dict.fromkeys(no_complete_model, ("gradient vjp",))
+    without |= dict.fromkeys(("pipeline", "pipeline of tensor ranks"), ("logits", "gradient vjp"))
     return [
         (kind, model, dtype, operation)
         for kind in KINDS

@@ -215,7 +215,7 @@ ANIL = AlgorithmSpec(
     task_type="classification",
     supports=frozenset({"first_order_steps", "prototype_gradient"}),
     passes=lambda config, forwards: Passes(1, 1, forwards),
-    adds_directly=lambda config: config.pipeline_stages == 1 and config.tensor_parallel_size == 1,
+    adds_directly=lambda config: config.pipeline_stages == 1,
 )
 PROTONET = replace(
     ANIL,

@@ -127,15 +127,11 @@ class InContext:
 
 
 def in_context_conflicts(config: Config) -> Iterator[str]:
-    for name, value in {
-        "pipeline_stages": config.pipeline_stages,
-        "tensor_parallel_size": config.tensor_parallel_size,
-    }.items():
-        if value > 1:
-            yield (
-                f"{name}={value} with algorithm={config.algorithm} is not tested: whole support sets travel"
-                " as prompts; use ZeRO 3"
-            )
+    if config.pipeline_stages > 1:
+        yield (
+            f"pipeline_stages={config.pipeline_stages} with algorithm={config.algorithm} is not tested: whole"
+            " support sets travel as prompts; use ZeRO 3"
+        )
 
 
 IN_CONTEXT = AlgorithmSpec(

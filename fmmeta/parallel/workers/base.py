@@ -129,6 +129,7 @@ class Worker(ABC):
     )  # of the fp32 shards and of vectors: the host's where DeepSpeed offloads them
     data_ranks = 1  # ranks of the group that share the rows of a set
     counts_rows = True  # False where another rank of the group runs the same rows and counts them
+    tensor_rank = 0  # this rank runs the same rows as the rank so many places before it
     consensus_before_update = True
     differentiates_twice = False  # whether `gradient_vjp` works
 

@@ -22,10 +22,10 @@ from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, load_learner
 from fmmeta.models.pipeline_split import plan_stages, take_stage
-from fmmeta.parallel.deepspeed_config import tensor_parallel_block
 from fmmeta.parallel.layout import GroupCoordinates, ParallelPlan
 from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.process_groups import ProcessGroups
+from fmmeta.parallel.tensor_parallel import sharing_ranks
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.parallel.workers.pipeline import PipelineWorker, hold_stage
@@ -44,8 +44,6 @@ def create_worker(
     """Read the weights and start the worker. Collective: world."""
     restore_linear()
     filled = plan.deepspeed.complete(getattr(description.hf_config, "hidden_size", 768))
-    if plan.tensor > 1:
-        filled["tensor_parallel"] = tensor_parallel_block(description.hf_config, plan.tensor)
     coordinates = plan.coordinates(ranks.layout.group_rank)
     if plan.stages > 1:
         return create_stage(config, description, plan, filled, ranks, coordinates)
@@ -104,7 +102,8 @@ def create_stage(
     with ranks.world.raise_on_all("reading the stages"):
         model = open_lazy_model(config, description)
         learner = model.learner
-        cut = plan_stages(learner, plan.stages, plan.layer_costs)
+        shared_by = sharing_ranks(description.hf_config, plan.tensor)
+        cut = plan_stages(learner, plan.stages, plan.layer_costs, shared_by)
         names = hold_stage(model, cut, coordinates)
         tensors = frozen_tensors(learner, [n for n, stage in cut.owner.items() if stage == coordinates.stage])
         stage = take_stage(learner, cut, coordinates.stage)

@@ -115,7 +115,7 @@ class FullModelWorker(Worker):
                 for index, (batch, given) in enumerate(zip(part.batches, saved, strict=True)):
                     outputs: Outputs = given or self._call(batch, want="both")
                     product = vjp_loss(*outputs, cotangent(index, at_least_fp32(outputs[0].detach())))
-                    stats[0] += product.detach()
+                    stats[0] += product.detach() * self.counts_rows
                     left -= 1
                     self.backward(nan_gradient_if_nonfinite(product), last=left == 0)
             return self._finish(stats, update, everywhere)

@@ -1,6 +1,6 @@
 """The worker's operations over DeepSpeed's pipeline engine: each rank holds some layers of the model.
 
-    group rank    stage x data ranks + data rank      (DeepSpeed's order)
+    group rank    (stage x data ranks + data rank) x tensor ranks + tensor rank      (DeepSpeed's order)
     micro-batch   input ids enter on stage 0, labels and weights on the last stage,
                   which computes the losses and returns the features
     tied weights  are on the first stage (the owner) and the last; DeepSpeed sums their gradients
@@ -24,6 +24,7 @@ from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.layout import GroupCoordinates
 from fmmeta.parallel.param_map import ParamNames
 from fmmeta.parallel.process_groups import subgroup
+from fmmeta.parallel.tensor_parallel import TensorRanks, split_layers
 from fmmeta.parallel.workers.base import CotangentFn, PassStats, SavedForward, Update, VjpInput
 from fmmeta.parallel.workers.full_model import nan_gradient_if_nonfinite, vjp_loss
 from fmmeta.parallel.workers.zero import EngineWorker, import_deepspeed
@@ -52,17 +53,19 @@ class PipelineWorker(EngineWorker):
         """`names`, `groups`: of the stage's parameters; `width`: of the hidden states."""
         self.group, self.device, self.coordinates = group, group.device, coordinates
         self.partition, self.stage, self.width = partition, stage, width
-        self.counts_rows = stage.last
+        self.counts_rows = stage.last and coordinates.tensor_rank == 0
         self.stats = torch.zeros(4, dtype=torch.float64, device=self.device)
         self.collected: list[Tensor] = []  # features of the micro-batches of a pass so far
         self.cotangent: CotangentFn = lambda number, features: features  # of the current vjp
-        data, last, tied = coordinates.data, coordinates.stages - 1, partition.tied
-        ends = [rank for rank in range(coordinates.group_size) if rank // data in (0, last)]
+        if coordinates.tensor > 1:
+            split_layers(stage.base, TensorRanks.of(group, coordinates).tensor)
+        count, last, tied = self._ranks_of_stage, coordinates.stages - 1, partition.tied
+        ends = [rank for rank in range(coordinates.group_size) if rank // count in (0, last)]
         self.ends = subgroup(group, ends) if tied else None
         self.tied = next((p for p in stage.body.parameters() if tied and names[id(p)][0] == tied), None)
         not_owned = [tied] if tied and coordinates.stage > 0 else []
         self.start_engine(self._module(self.tied), groups, config, names, not_owned)
-        if data == 1 and self.engine.optimizer is self.shard_optimizer:
+        if coordinates.data == 1 and self.engine.optimizer is self.shard_optimizer:
             # over one rank it would copy all gradients
             self.engine.pipeline_enable_backward_allreduce = False
 
@@ -71,12 +74,17 @@ class PipelineWorker(EngineWorker):
 
         It gets the tied weight and its process groups from here and does not look for them.
         """
-        data, last = self.coordinates.data, self.coordinates.stages - 1
-        pairs = [[rank, last * data + rank] for rank in range(data)] if self.partition.tied else []
+        count, last = self._ranks_of_stage, self.coordinates.stages - 1
+        pairs = [[rank, last * count + rank] for rank in range(count)] if self.partition.tied else []
         subsets = [subgroup(self.group, pair) for pair in pairs]
         reduced = [(tied, own.backend) for own in subsets if own is not None and tied is not None]
 
-        class Stages(import_deepspeed().pipe.PipelineModule):
+        deepspeed = import_deepspeed()
+        topology = deepspeed.runtime.pipe.topology.PipeModelDataParallelTopology(
+            last + 1, self.coordinates.tensor, self.coordinates.data
+        )
+
+        class Stages(deepspeed.pipe.PipelineModule):
             def _index_tied_modules(self) -> dict[str, Any]:
                 return {}
 
@@ -88,7 +96,7 @@ class PipelineWorker(EngineWorker):
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its plan
             module = Stages(
                 layers,
-                num_stages=last + 1,
+                topology=topology,
                 loss_fn=self._loss,
                 partition_method="uniform",
                 dynamic_shape=True,
@@ -137,7 +145,11 @@ class PipelineWorker(EngineWorker):
         return self.accumulate(run, into, buffered=True)  # only after the last part is it known to be finite
 
     def writer_rank(self, name: str) -> int:
-        return self.partition.owner[name] * self.coordinates.data
+        return self.partition.owner[name] * self._ranks_of_stage
+
+    @property
+    def _ranks_of_stage(self) -> int:
+        return self.coordinates.data * self.coordinates.tensor
 
     def _train(
         self,
@@ -187,12 +199,13 @@ class PipelineWorker(EngineWorker):
             seen = features.detach().float()
             loss = vjp_loss(features, logits, self.cotangent(len(self.collected), seen))
             self.collected.append(seen)
-            self.stats[0] += loss.detach()
+            self.stats[0] += loss.detach() * self.counts_rows
             return nan_gradient_if_nonfinite(loss) * self.engine.train_batch_size()
         labels, weights, classes, *tensors = loaded
         inputs = dict(zip(self.stage.input_names, tensors, strict=True))
         loss, num_correct, num_rows = objective(outputs, MicroBatch(inputs, labels, weights, int(classes)))
-        self.stats[:3] += torch.stack([loss.detach().double(), num_correct.double(), num_rows.double()])
+        if self.counts_rows:
+            self.stats[:3] += torch.stack([loss.detach().double(), num_correct.double(), num_rows.double()])
         # undoes DeepSpeed's means over micro-batches and data ranks: we sum
         return nan_gradient_if_nonfinite(loss) * self.engine.train_batch_size()
 

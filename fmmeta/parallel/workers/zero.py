@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from fmmeta.common.processes import quiet_logger
 from fmmeta.models.lazy_weights import LazyModel
+from fmmeta.models.learner import Learner
+from fmmeta.models.pipeline_split import base_model
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.layout import GroupCoordinates
 from fmmeta.parallel.param_map import (
@@ -32,6 +34,7 @@ from fmmeta.parallel.param_map import (
     build_param_map,
     complement,
 )
+from fmmeta.parallel.tensor_parallel import TensorRanks, split_layers
 from fmmeta.parallel.workers.base import Update, Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 
@@ -209,22 +212,29 @@ class EngineWorker(Worker):
         config: dict[str, Any],
         names: ParamNames,
         not_owned: Collection[str] = (),
+        mpu: TensorRanks | None = None,
     ) -> None:
         """Start DeepSpeed with `shard_optimizer` and find its shards. Collective: group.
 
-        not_owned: names of parameters that another rank owns.
+        names: of the complete parameters, before they are split over tensor ranks. not_owned: names of
+        parameters that another rank owns.
         """
         data, data_rank = self.coordinates.data, self.coordinates.data_rank
         self.shard_optimizer, self.data_ranks = ShardOptimizer(groups), data
+        self.tensor_rank = self.coordinates.tensor_rank
+        for param in model.parameters() if self.coordinates.tensor > 1 else ():
+            # DeepSpeed takes the norm of these on every rank, and fails where it finds none
+            param.tensor_model_parallel = True  # type: ignore[attr-defined]
         self.engine, *_ = import_deepspeed().initialize(
-            model=model, optimizer=self.shard_optimizer, config=config, dist_init_required=False
+            model=model, optimizer=self.shard_optimizer, config=config, mpu=mpu, dist_init_required=False
         )
         rank, cuts = self.coordinates.tensor_rank, dict[str, TensorSlice | None]()
         for param in model.parameters() if self.coordinates.tensor > 1 else ():
-            name, shape = names[id(param)]
-            cuts[name] = slice_of(shape, tuple(param.shape), rank)
+            if id(param) in names:  # the idle parameter of a stage has no name
+                name, shape = names[id(param)]
+                cuts[name] = slice_of(shape, tuple(param.shape), rank)
         if rank:  # tensor rank 0 owns the parameters that are not split
-            not_owned = [name for name, cut in cuts.items() if cut is None]
+            not_owned = [*not_owned, *(name for name, cut in cuts.items() if cut is None)]
         self.shards = shards = of_engine(self.engine, data_rank)
         replicated = shards.replicated and data == self.coordinates.group_size
         if shards.replicated and not replicated and data_rank:  # stages or tensor ranks: data rank 0 owns all
@@ -233,7 +243,7 @@ class EngineWorker(Worker):
             shards.tensors, shards.pieces, shards.group_names, names, replicated, not_owned, cuts
         )
         self.storage_device = shards.tensors[0].device
-        self.consensus_before_update = shards.nonfinite_consensus != "none" and self.coordinates.tensor == 1
+        self.consensus_before_update = shards.nonfinite_consensus != "none"
         for tensor, pieces in zip(shards.tensors, shards.pieces, strict=True):
             for gap in complement([slice(at, at + length) for _, at, _, length in pieces], tensor.numel()):
                 tensor[gap] = 0  # padding
@@ -281,7 +291,7 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Learner,
         groups: list[dict[str, Any]],
         config: dict[str, Any],
         group: Communicator,
@@ -295,13 +305,16 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
         # ZeRO 3 empties the shapes
         names = {id(param): (name, tuple(getattr(param, "ds_shape", param.shape))) for name, param in named}
         stage, bf16 = config["zero_optimization"]["stage"], config["bf16"]["enabled"]
-        # ZeRO 3 follows the order of modules, forward and back; not tested with tensor parallelism
-        self.can_defer_backward = coordinates.tensor == 1 and stage < 3
-        # ZeRO 3 frees a layer's weights before the second backward pass; AutoTP's layers reduce in the first
+        self.can_defer_backward = stage < 3  # ZeRO 3 follows the order of modules, forward and back
+        # ZeRO 3 frees a layer's weights before the second backward pass; products need complete parameters
         self.differentiates_twice = coordinates.tensor == 1 and stage < 3
         if bf16 and read is None:
             read = {name: param.detach().clone() for name, param in named if param.requires_grad}.__getitem__
-        self.start_engine(model, groups, config, names)
+        mpu = None
+        if coordinates.tensor > 1:
+            mpu = TensorRanks.of(group, coordinates)
+            split_layers(base_model(model), mpu.tensor)
+        self.start_engine(model, groups, config, names, mpu=mpu)
         self.model = self.engine
         if bf16 and read is not None:
             self.set_exactly(read)

@@ -1,0 +1,277 @@
+"""Splits the linear layers of a model over the tensor ranks of a group (Shoeybi et al. 2019, arXiv 1909.08053).
+
+Which layer is split how is the plan of transformers (`base_model_tp_plan` of a configuration):
+
+    colwise                  a rank holds some rows of the weight and computes some output features
+    rowwise                  a rank holds some columns and has some input features; the products are summed
+    colwise_gather_output    as colwise; the outputs of all ranks are concatenated
+    rowwise_split_input      as rowwise; every rank has the complete input and takes its part
+    replicated_with_grad_allreduce    complete on every rank, applied to the rank's attention heads (norms of
+                             queries and keys): gradients are summed
+
+All other weights are complete on every rank, and so are their gradients. Of a layer with LoRA, y = W x + B A x,
+B is split as W where W is split by rows, and A where W is split by columns.
+
+The four autograd functions below are each other's derivatives:
+
+              forward                 backward
+    Copy      x                       sum over the ranks
+    Sum       sum over the ranks      g
+    Gather    concatenated parts      the part of this rank
+    Split     the part of this rank   concatenated parts
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fmmeta.common.errors import UsageError
+from fmmeta.models.lora import ADAPTER
+from fmmeta.parallel.collectives import Communicator
+from fmmeta.parallel.layout import GroupCoordinates
+from fmmeta.parallel.process_groups import subgroup
+
+COLUMN, ROW = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")
+PARTIAL = "replicated_with_grad_allreduce"
+DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+class Copy(torch.autograd.Function):
+    """A complete input of layers that hold parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return Sum.apply(gradients[0], ctx.ranks), None
+
+
+class Sum(torch.autograd.Function):
+    """The complete output of which each rank has a summand. Collective: the tensor ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.sum_(x.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return Copy.apply(gradients[0], ctx.ranks), None
+
+
+class Gather(torch.autograd.Function):
+    """The complete features of which each rank has a part. Collective: the tensor ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
+        ctx.ranks = ranks
+        return torch.cat(ranks.all_gather(x), -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return Split.apply(gradients[0], ctx.ranks), None
+
+
+class Split(torch.autograd.Function):
+    """This rank's part of complete features."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
+        ctx.ranks = ranks
+        return part_of(x, -1, ranks).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return Gather.apply(gradients[0], ctx.ranks), None
+
+
+def part_of(whole: Tensor, dim: int, ranks: Communicator) -> Tensor:
+    """This rank's part of a complete tensor, a view."""
+    length = whole.shape[dim] // ranks.size
+    return whole.narrow(dim, ranks.rank * length, length)
+
+
+class SplitLinear(nn.Linear):
+    """This rank's part of the linear layer `whole`, whose parameters it takes over. kind: see the module."""
+
+    def __init__(self, whole: nn.Linear, kind: str, ranks: Communicator) -> None:
+        nn.Module.__init__(self)
+        self.kind, self.ranks = kind, ranks
+        self.weight, self.bias = whole.weight, whole.bias
+        for param in (self.weight, self.bias) if kind in COLUMN else (self.weight,):
+            if param is not None:
+                dim = 0 if kind in COLUMN else 1
+                param.data = part_of(param.data, dim, ranks).clone(memory_format=torch.contiguous_format)
+        self.out_features, self.in_features = self.weight.shape
+
+    def forward(self, input: Tensor) -> Tensor:
+        x: Any = input
+        if self.kind in COLUMN:
+            y = F.linear(Copy.apply(x, self.ranks), self.weight, self.bias)
+            return Gather.apply(y, self.ranks) if self.kind == "colwise_gather_output" else y
+        if self.kind == "rowwise_split_input":
+            x = Split.apply(x, self.ranks)
+        y = Sum.apply(F.linear(x, self.weight), self.ranks)
+        return y if self.bias is None else y + self.bias
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """The ranks of this rank's tensor set and of its data set, by the names that DeepSpeed calls (`mpu`)."""
+
+    tensor: Communicator
+    data: Communicator
+
+    @classmethod
+    def of(cls, group: Communicator, coordinates: GroupCoordinates) -> "TensorRanks":
+        """Collective: group."""
+        ranks = [
+            GroupCoordinates(rank, group.size, coordinates.stages, coordinates.tensor)
+            for rank in range(group.size)
+        ]
+        return cls(
+            own_subgroup(group, [(one.stage, one.data_rank) for one in ranks]),
+            own_subgroup(group, [(one.stage, one.tensor_rank) for one in ranks]),
+        )
+
+    def get_model_parallel_group(self) -> Any:
+        return self.tensor.backend
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.tensor.size
+
+    def get_model_parallel_rank(self) -> int:
+        return self.tensor.rank
+
+    def get_data_parallel_group(self) -> Any:
+        return self.data.backend
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data.size
+
+    def get_data_parallel_rank(self) -> int:
+        return self.data.rank
+
+
+def own_subgroup(group: Communicator, marks: Sequence[Any]) -> Communicator:
+    """The communicator of the ranks that have the same mark as this one; marks: of each rank of the group.
+
+    Collective: group.
+    """
+    made = [
+        subgroup(group, [rank for rank, other in enumerate(marks) if other == mark])
+        for mark in dict.fromkeys(marks)
+    ]
+    return next(one for one in made if one is not None)
+
+
+def plan_of(hf_config: Any, size: int) -> dict[str, str]:
+    """How each linear layer of the base model is split over `size` ranks: name pattern -> kind.
+
+    Raises `UsageError` for a model that cannot be split into `size` equal parts.
+    """
+    flag, name = f"tensor_parallel_size={size}", hf_config.model_type
+    plan = getattr(hf_config, "base_model_tp_plan", None)
+    if not plan:
+        raise UsageError(
+            f"{flag}: transformers has no tensor-parallel plan for model_type={name}; use pipeline stages or"
+            " ZeRO 3 for this one"
+        )
+    unknown = sorted(set(plan.values()) - {*COLUMN, *ROW, PARTIAL})
+    if unknown:
+        raise UsageError(
+            f"{flag}: the plan of model_type={name} has layers of kind {', '.join(unknown)}, which are not"
+            " supported; use ZeRO 3 for this one"
+        )
+    for setting in DIVIDED:
+        value = getattr(hf_config, setting, None)
+        if value is not None and value % size:
+            raise UsageError(f"{flag} does not divide {setting}={value} of the model; use a divisor of it")
+    return dict(plan)
+
+
+def sharing_ranks(hf_config: Any, size: int) -> Callable[[str], int]:
+    """A function of a parameter's name in a learner: over how many of `size` tensor ranks it is split."""
+    if size == 1:
+        return lambda name: 1
+    plan = plan_of(hf_config, size)
+    column, row = (
+        "|".join(regex_of(pattern) for pattern, kind in plan.items() if kind in kinds)
+        for kinds in (COLUMN, ROW)
+    )
+    split = re.compile(
+        rf"(?:.*\.)?(?:(?:{column})(?:\.base_layer)?\.(?:weight|bias)|(?:{column})\.lora_B\..*"
+        rf"|(?:{row})(?:\.base_layer)?\.weight|(?:{row})\.lora_A\..*)"
+    )
+    return lambda name: size if split.fullmatch(name) else 1
+
+
+def regex_of(pattern: str) -> str:
+    return re.escape(pattern).replace(r"\*", r"\d+")
+
+
+def planned_layers(base: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
+    """Name, module and kind of each layer of `base` that the plan names."""
+    kinds = [(re.compile(regex_of(pattern)), kind) for pattern, kind in plan.items()]
+    for name, module in list(base.named_modules()):
+        for pattern, kind in kinds:
+            if pattern.fullmatch(name):
+                yield name, module, kind
+
+
+def split_layers(base: nn.Module, ranks: Communicator) -> None:
+    """Keep this rank's parts of the linear layers of a transformer without heads, and of their adapters.
+
+    Parameters stay the same objects, with less data. Raises `UsageError` for layers with parameters that the
+    plan does not name.
+    """
+    config: Any = base.config
+    layers = list(planned_layers(base, plan_of(config, ranks.size)))
+    check_complete(base, config, layers)
+    for name, module, kind in layers:
+        if kind == PARTIAL:
+            for param in module.parameters():
+                if param.requires_grad:
+                    param.register_hook(lambda gradient: Sum.apply(gradient, ranks))
+            continue
+        parts = [name]
+        if hasattr(module, "base_layer"):
+            parts = [f"{name}.base_layer", f"{name}.lora_{'B' if kind in COLUMN else 'A'}.{ADAPTER}"]
+        for part in parts:
+            base.set_submodule(part, SplitLinear(checked(base.get_submodule(part), part), kind, ranks))
+
+
+def checked(module: nn.Module, name: str) -> nn.Linear:
+    if not isinstance(module, nn.Linear):
+        raise UsageError(
+            f"tensor_parallel_size: {name} is a {type(module).__name__}, and only linear layers are split;"
+            " use ZeRO 3 for this model"
+        )
+    return module
+
+
+def check_complete(base: nn.Module, config: Any, layers: Sequence[tuple[str, nn.Module, str]]) -> None:
+    """Raise `UsageError` for a parameter beside split layers that the plan does not name: it would be applied
+    to some of the heads, and its gradient would be that of these heads.
+    """
+    blocks = {name.rpartition(".")[0] for name, _, kind in layers if kind in ("colwise", "rowwise")}
+    gathered = {
+        name.rpartition(".")[0]
+        for name, _, kind in layers
+        if kind in ("colwise_gather_output", "rowwise_split_input")
+    }
+    known = tuple(f"{name}." for name, _, _ in layers)
+    for name, _ in base.named_parameters():
+        if name.startswith(tuple(f"{block}." for block in blocks - gathered)) and not name.startswith(known):
+            raise UsageError(
+                f"tensor_parallel_size: the plan of model_type={config.model_type} does not name {name}, which"
+                " is applied to split features; use ZeRO 3 for this model"
+            )
