@@ -60,6 +60,16 @@ def pytest_collection_finish(session):
         fork_server.shared()
 
 
+@pytest.fixture(autouse=True)
+def same_environment():
+    """Commands that run in the process of a test set variables, RANK among them."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 def pytest_runtest_setup(item):
     if messages.update:
         messages.store(item.nodeid, [])
