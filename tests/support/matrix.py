@@ -34,6 +34,7 @@ from tests.support.launch import ROOT, start_ranks
 from tests.support.models import (
     DECODERS,
     ENCODERS,
+    TENSOR_FAMILIES,
     save_bert,
     save_family,
     save_llama,
@@ -96,6 +97,7 @@ ALSO: dict[str, dict[str, Any]] = {
     "measured": {"gradient_noise_scale": True},  # test_noise_scale.py has the cases of these
     "measured-delay": {"gradient_noise_scale": True, "outer_delay": 1},
     "measured-tasks": {"gradient_noise_scale": True, "lora_r": 4, "tasks_per_pass": "2"},
+    "lora-linear": {"lora_r": 4, "lora_target_modules": ["all-linear"]},
     "lora-first": {
         "lora_r": 4,
         "lora_target_modules": ["layers.0.self_attn.q_proj"],
@@ -204,12 +206,12 @@ class Case:
         outer: str,
         head: str,
         also: str,
-        spread: int = 1,
+        spread: int | tuple[int, int] = 1,
         groups: str = "several",
         extra: str = "none",
     ) -> Case:
-        """A case of a table. spread: pipeline stages, or minus the tensor ranks."""
-        stages, tensor = max(1, spread), max(1, -spread)
+        """A case of a table. spread: see `model_ranks`."""
+        stages, tensor = model_ranks(spread)
         return cls(
             layout,
             stage,
@@ -333,15 +335,26 @@ def bits_of_pairs() -> dict[tuple[Any, Any], int]:
     return {pair: 1 << number for number, pair in enumerate(named)}
 
 
+def model_ranks(split: int | tuple[int, int]) -> tuple[int, int]:
+    """Pipeline stages and tensor ranks of a row of a table: both, or P stages, or T tensor ranks as -T."""
+    return split if isinstance(split, tuple) else (max(1, split), max(1, -split))
+
+
 def spread() -> list[Case]:
     """Models spread by layers (every family, P in {2, 3}), sharded while loading by ZeRO 3, and by tensor
     parallelism: with and without data parallelism, tied and untied, fp32 and bf16.
 
-    A row: layout, stages (or T tensor ranks as -T), ZeRO stage, model, dtype; the remaining axes take turns.
+    A row: layout, split (see `model_ranks`), ZeRO stage, model, dtype; the remaining axes take turns.
     Micro-batches have changing lengths in all of them, since rows are assigned by length.
     """
     listed = [
         *(((1, 2), 2, i % 2, f"{name}3", "fp32") for i, name in enumerate((*DECODERS, *ENCODERS))),
+        *(((1, 2), -2, i % 2, f"{name}3", "fp32") for i, name in enumerate(TENSOR_FAMILIES)),
+        ((1, 4), (2, 2), 0, "llama3", "fp32"),
+        ((1, 4), (2, 2), 1, "qwen33", "fp32"),
+        ((1, 4), (2, 2), 1, "granite3", "bf16"),
+        ((1, 8), (2, 2), 1, "llama3-untied", "fp32"),
+        ((1, 8), (2, 2), 0, "olmo23", "fp32"),
         ((1, 2), 2, 0, "llama3-untied", "fp32"),
         ((1, 2), 2, 0, "llama3", "bf16"),
         ((1, 2), 2, 1, "roberta3", "bf16"),
@@ -368,8 +381,8 @@ def spread() -> list[Case]:
         ((1, 4), -2, 1, "llama3", "bf16"),
     ]
     cases = []
-    for turn, (layout, stages, stage, model, dtype) in enumerate(listed):
-        causal = not model.startswith(ENCODERS)
+    for turn, (layout, split, stage, model, dtype) in enumerate(listed):
+        causal = not is_classifier(model)
         # in bf16 class means start the head so roughly that 3 steps part from the oracle on any layout,
         # sharded or not
         head = (
@@ -389,8 +402,8 @@ def spread() -> list[Case]:
                 outer,
                 head,
                 extra,
-                stages=max(1, stages),
-                tensor=max(1, -stages),
+                stages=model_ranks(split)[0],
+                tensor=model_ranks(split)[1],
                 export=True,
             )
         )
@@ -419,8 +432,15 @@ def spread() -> list[Case]:
         ((1, 2), -2, 0, "llama3", "joint"),
         ((1, 2), -2, 1, "llama3", "meta_icl"),
         ((1, 4), -2, 1, "llama3", "imaml"),
+        ((1, 2), -2, 0, "llama-classifier3", "anil"),
+        ((1, 4), -2, 1, "llama-classifier3", "anil"),
+        ((1, 2), -2, 1, "llama-classifier3", "protonet"),
+        ((1, 2), -2, 1, "llama-classifier3", "proto_maml"),
+        ((1, 4), (2, 2), 1, "llama-classifier3", "anil"),
+        ((1, 4), (2, 2), 0, "llama3", "maml"),
+        ((1, 4), (2, 2), 1, "llama3", "reptile-adam"),
     ]
-    for layout, stages, stage, model, algorithm in algorithms:
+    for layout, split, stage, model, algorithm in algorithms:
         head = HEADS.get(algorithm, "zero")
         cases.append(
             Case(
@@ -434,9 +454,9 @@ def spread() -> list[Case]:
                 "adamw",
                 head,
                 "none",
-                stages=max(1, stages),
-                tensor=max(1, -stages),
-                export=True,
+                stages=model_ranks(split)[0],
+                tensor=model_ranks(split)[1],
+                export=not model.startswith(CLASSIFIER),
             )
         )
     beside = [
@@ -460,8 +480,16 @@ def spread() -> list[Case]:
         ((1, 2), -2, 0, "llama3", "fp32", "checkpointing"),
         ((1, 2), -2, 1, "qwen33", "fp32", "checkpointing"),
         ((1, 4), -2, 1, "llama3", "fp32", "offload_outer"),
+        ((1, 2), -2, 0, "llama3", "fp32", "lora"),
+        ((1, 2), -2, 1, "phi3", "fp32", "lora"),
+        ((1, 2), -2, 1, "glm3", "fp32", "lora-linear"),
+        ((1, 2), -2, 0, "llama3", "bf16", "lora-linear"),
+        ((1, 4), -2, 1, "llama3", "fp32", "lora"),
+        ((1, 2), -2, 0, "llama3", "fp32", "packing"),
+        ((1, 4), (2, 2), 1, "llama3", "fp32", "lora-linear"),
+        ((1, 4), (2, 2), 0, "llama3", "fp32", "checkpointing"),
     ]
-    for turn, (layout, stages, stage, model, dtype, also) in enumerate(beside):
+    for turn, (layout, split, stage, model, dtype, also) in enumerate(beside):
         cases.append(
             Case(
                 layout,
@@ -472,11 +500,11 @@ def spread() -> list[Case]:
                 model,
                 dtype,
                 ("adamw", "sgd")[turn % 2],
-                "learned" if model.startswith(ENCODERS) else "zero",
+                "learned" if is_classifier(model) else "zero",
                 "none",
                 also,
-                stages=max(1, stages),
-                tensor=max(1, -stages),
+                stages=model_ranks(split)[0],
+                tensor=model_ranks(split)[1],
                 export=True,
             )
         )
@@ -489,7 +517,8 @@ def spread_cover() -> list[Case]:
     """
 
     def marks(case: Case) -> set[tuple[Any, ...]]:
-        way = "stages" if case.stages > 1 else "tensor" if case.tensor > 1 else "sharded"
+        axes = [name for name in ("stages", "tensor") if getattr(case, name) > 1]
+        way = " x ".join(axes) or "sharded"
         return {
             (case.layout, case.stages, case.tensor),
             (way, case.model),
@@ -538,6 +567,14 @@ def fast_and_slow_cases(
     return fast_or_slow(both, set(fast).__contains__, lambda case: case.id)
 
 
+CLASSIFIER = "llama-classifier"  # a decoder with mean pooling and a head
+
+
+def is_classifier(model: str) -> bool:
+    """Whether a model of the matrix classifies."""
+    return model.startswith((*ENCODERS, CLASSIFIER))
+
+
 class ParityFixture:
     """Checkpoints, data and DeepSpeed files of the matrix, in a temporary folder; ranks start in `cwd`."""
 
@@ -566,6 +603,8 @@ class ParityFixture:
     def _model(self, name: str) -> Path:
         if name in ("llama", "bert"):
             return save_llama(self.folder / name) if name == "llama" else save_bert(self.folder / name)
+        if name.startswith(CLASSIFIER):
+            return save_llama(self.folder / name)
         family, tied = name.removesuffix("-untied").removesuffix("3"), not name.endswith("-untied")
         return save_family(self.folder / name, family, tied)
 
@@ -573,7 +612,7 @@ class ParityFixture:
         """Step sizes are such that theta travels much further than fp32 rounds, and chaos stays small in
         bf16.
         """
-        causal = not case.model.startswith(ENCODERS)
+        causal = not is_classifier(case.model)
         rule = VARIANTS.get(case.algorithm, {"algorithm": case.algorithm})
         prototype_lr = 0.1 if case.algorithm == "reptile" else 0.01
         if case.algorithm == "fomaml-rates":
@@ -585,7 +624,7 @@ class ParityFixture:
             "model_name_or_path": str(self.models(case.model)),
             "dataset": [str(self.data[causal])],
             "task_type": "causal_lm" if causal else "classification",
-            "pooling": "auto",
+            "pooling": "mean" if case.model.startswith(CLASSIFIER) else "auto",
             "head_init": case.head,
             "n_way": 2 if causal else 5,
             "k_shot": 5 if causal else 3 if case.head == "prototype" else 1,
@@ -755,6 +794,7 @@ __all__ = [
     "diagonal",
     "fast_and_slow_cases",
     "full",
+    "is_classifier",
     "pairwise",
     "selected",
     "spread",

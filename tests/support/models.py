@@ -51,7 +51,12 @@ def save_llama(folder: Path, tied: bool = True) -> Path:
     return save(LlamaForCausalLM(config), folder)
 
 
-DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox")
+# a family for each kind of split and each part of a model that differs
+TENSOR_FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "olmo"),
+    *("olmo2", "granite", "smollm3", "glm"),
+)
+DECODERS = (*TENSOR_FAMILIES, "gpt2")
 ENCODERS = ("bert", "roberta")
 
 
@@ -83,6 +88,16 @@ def save_family(folder: Path, family: str, tied: bool = True, layers: int = 3) -
         "qwen3": {**grouped, "head_dim": 8},
         "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
         "gpt_neox": {"intermediate_size": 48, "rotary_pct": 0.5},
+        "gemma": {**grouped, "head_dim": 8},
+        "gemma2": {**grouped, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
+        "gemma3_text": {**grouped, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
+        "phi": {"intermediate_size": 48},
+        "phi3": grouped,
+        "olmo": grouped,
+        "olmo2": grouped,
+        "granite": {**grouped, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+        "smollm3": {**grouped, "no_rope_layer_interval": 2},
+        "glm": {**grouped, "head_dim": 8},
     }[family]
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **shared, **own)
