@@ -5,7 +5,9 @@ python docs/supported_models.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 START = "<!-- table: python docs/supported_models.py -->\n\n"
 COLUMNS = (
@@ -20,24 +22,42 @@ COLUMNS = (
 )
 
 
+TESTED = (  # families with parity cases
+    *("bert", "roberta", "gpt2", "gpt_neox", "gemma", "gemma2", "gemma3_text", "glm", "granite", "llama"),
+    *("mistral", "olmo", "olmo2", "phi", "phi3", "qwen2", "qwen3", "smollm3"),
+)
+PLANNED = "with a plan"
+
+
+def works(split: Callable[..., Any], *args: Any) -> str:
+    from fmmeta.common.errors import UsageError
+
+    try:
+        split(*args)
+    except UsageError:
+        return "-"
+    return "yes"
+
+
 def rows() -> list[tuple[str, ...]]:
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as LORA
+    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
     from fmmeta.models.learner import MODELS
-    from fmmeta.models.pipeline_split import FAMILIES
-    from fmmeta.parallel.deepspeed_config import PLANS
+    from fmmeta.models.pipeline_split import family_of
+    from fmmeta.parallel.tensor_parallel import plan_of
 
     found = []
-    for name in sorted({*MODELS, *FAMILIES, *PLANS}, key=lambda name: (name in ENCODERS, name)):
-        encoder = name in ENCODERS
+    for name in sorted({*MODELS, *TESTED}, key=lambda name: (name in ENCODERS, name)):
+        encoder, hf_config = name in ENCODERS, AutoConfig.for_model(name)
         found.append(
             (
                 f"`{name}`",
                 "encoder" if encoder else "decoder",
                 "yes",
-                "yes" if name in FAMILIES else "-",
-                "yes" if name in PLANS else "-",
+                works(family_of, hf_config),
+                works(plan_of, hf_config, 2),
                 "-" if encoder else "yes",
                 "yes" if name.replace("_", "-") in LORA or name in LORA else "with targets",
                 "yes" if name in MODELS else "-",
@@ -45,7 +65,10 @@ def rows() -> list[tuple[str, ...]]:
         )
     return [
         *found,
-        ("another dense decoder", "decoder", "yes", "-", "-", "if it passes the check", "with targets", "-"),
+        (
+            "another dense decoder",
+            *("decoder", "yes", PLANNED, PLANNED, "if it passes the check", "with targets", "-"),
+        ),
         ("another dense encoder", "encoder", "yes", "-", "-", "-", "with targets", "-"),
     ]
 

@@ -179,9 +179,7 @@ def all_gather_features(
 
     `features`: of this rank's micro-batches, ignored where `counts_rows` is False. Collective: group.
     """
-    masks = [
-        (batch.weights > 0).to(found.device) for batch, found in zip(batches, features, strict=True)
-    ]
+    masks = [(batch.weights > 0).to(found.device) for batch, found in zip(batches, features, strict=True)]
     lengths = torch.zeros(worker.group.size, dtype=torch.float64)
     if worker.counts_rows:
         lengths[worker.group.rank] = sum(int(mask.sum()) for mask in masks)

@@ -354,11 +354,11 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
         ),
         "stages, family": (
             {"model_name_or_path": folder / "electra", "group_size": 2, "pipeline_stages": 2},
-            "electra is not cut",
+            "no pipeline plan for model_type=electra",
         ),
         "tensor, family": (
             {"group_size": 2, "tensor_parallel_size": 2},
-            "model_type=bert has no plan",
+            "no tensor-parallel plan for model_type=bert",
         ),
         "tensor, heads": (
             {

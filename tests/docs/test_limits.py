@@ -16,7 +16,7 @@ from fmmeta.config.settings import Config
 from fmmeta.models.load import describe
 from fmmeta.models.pipeline_split import family_of
 from fmmeta.parallel import deepspeed_config
-from fmmeta.parallel.deepspeed_config import tensor_parallel_block
+from fmmeta.parallel.tensor_parallel import plan_of
 from tests.support.helpers import refusal
 from tests.support.launch import ROOT
 
@@ -50,7 +50,7 @@ def test_a_family_is_split_or_refused_as_the_table_says(row):
     hf_config = AutoConfig.for_model(name) if known else SimpleNamespace(model_type="other")
     for works, split in (
         (pipeline, lambda: family_of(hf_config)),
-        (tensor, lambda: tensor_parallel_block(hf_config, 2)),
+        (tensor, lambda: plan_of(hf_config, 2)),
     ):
         if works == "yes":
             assert split()
@@ -78,4 +78,4 @@ def test_models_in_the_limitations_are_refused(content, tmp_path: Path):
 
 def test_the_limitations_list_refusals_of_each_kind():
     counts = [len(listed(heading)) for heading in ("Settings", "DeepSpeed files", "Models")]
-    assert counts == [17, 6, 3]
+    assert counts == [13, 6, 3]

@@ -53,7 +53,19 @@ def save_llama(folder: Path, tied: bool = True) -> Path:
 
 # a family for each kind of split and each part of a model that differs
 TENSOR_FAMILIES = (
-    *("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "olmo"),
+    *(
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gpt_neox",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "phi",
+        "phi3",
+        "olmo",
+    ),
     *("olmo2", "granite", "smollm3", "glm"),
 )
 DECODERS = (*TENSOR_FAMILIES, "gpt2")
@@ -95,7 +107,12 @@ def save_family(folder: Path, family: str, tied: bool = True, layers: int = 3) -
         "phi3": grouped,
         "olmo": grouped,
         "olmo2": grouped,
-        "granite": {**grouped, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+        "granite": {
+            **grouped,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
         "smollm3": {**grouped, "no_rope_layer_interval": 2},
         "glm": {**grouped, "head_dim": 8},
     }[family]

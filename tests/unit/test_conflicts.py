@@ -181,10 +181,6 @@ CAUSAL = {"task_type": "causal_lm"}
     ("settings", "parts"),
     [
         (
-            {**STAGES, **TENSOR},
-            ("pipeline_stages=2", "tensor_parallel_size=2", "use one of them"),
-        ),
-        (
             {**STAGES, "engine": "plain"},
             ("engine=plain", "leave out pipeline_stages"),
         ),
@@ -194,20 +190,8 @@ CAUSAL = {"task_type": "causal_lm"}
             ("pipeline_stages=2", "packing=True", "use ZeRO 3, or leave packing out"),
         ),
         (
-            {**TENSOR, "lora_r": 4},
-            ("tensor_parallel_size=2", "lora_r=4", "use ZeRO 3, or leave lora_r out"),
-        ),
-        (
-            {**TENSOR, **CAUSAL, "packing": True},
-            ("tensor_parallel_size=2", "packing=True", "use ZeRO 3, or leave packing out"),
-        ),
-        (
-            {**TENSOR, "algorithm": "anil"},
-            ("tensor_parallel_size=2", "algorithm=anil", "use ZeRO 3 or pipeline stages"),
-        ),
-        (
-            {**TENSOR, "algorithm": "proto_maml", "prototype_gradient": True},
-            ("tensor_parallel_size=2", "prototype_gradient=True", "use ZeRO 3 or pipeline stages"),
+            {**TENSOR, "lora_r": 4, "tasks_per_pass": "2"},
+            ("tasks_per_pass=2", "tensor_parallel_size=2", "use --tasks_per_pass 1"),
         ),
         (
             {**STAGES, **CAUSAL, "algorithm": "in_context"},

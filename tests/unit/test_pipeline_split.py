@@ -232,9 +232,7 @@ def test_models_that_cannot_be_split_are_refused(tmp_path, saved):
         )
     )
     learner = empty_learner(config := config_of(tmp_path, "bert"), describe(config))
-    check_message(
-        refusal(plan_stages, learner, 2), "model_type=electra", "use --group_size with ZeRO 3"
-    )
+    check_message(refusal(plan_stages, learner, 2), "model_type=electra", "use --group_size with ZeRO 3")
     config = config_of(tmp_path, "bert")
     check_message(
         refusal(open_lazy_model, config, describe(config)),

@@ -340,6 +340,7 @@ def test_all_strategies_are_tried(folders):
         (2, 1),
         (4, 1),
         (1, 2),
+        (2, 2),
         (1, 4),
     }
     assert max(way.tensor for way in found) == 4  # inside a node
@@ -378,8 +379,7 @@ def test_layouts_are_sorted_by_time(planned):
     assert times == sorted(times)
     assert layouts[0].memory.total <= planner.gpu_bytes
     assert all(0 < one.efficiency <= 1 for one in layouts)
-    assert {one.strategy.tensor for one in layouts if one.strategy.lora_r} == {1}
-    assert any("adapters are not split" in why for why in planner.refused)
+    assert {one.strategy.tensor for one in layouts if one.strategy.lora_r} > {1}
 
 
 def test_less_memory_leaves_fewer_layouts(folders):

@@ -187,9 +187,7 @@ def passes(config: Config, forwards: int, order: int = 2, by_autograd: bool = Fa
 def adds_directly(config: Config) -> bool:
     """FOMAML without extras."""
     return (
-        config.inner_lr_learned == "no"
-        and not config.multi_step_loss_steps
-        and not config.prototype_gradient
+        config.inner_lr_learned == "no" and not config.multi_step_loss_steps and not config.prototype_gradient
     )
 
 

@@ -1,0 +1,110 @@
+"""Plans of tensor parallelism: what is split, what is refused, and that the split layers' derivatives are exact.
+
+That every kind of split gives the numbers of the whole model is shown by the parity matrix.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fmmeta.config.settings import Config
+from fmmeta.models.load import describe, empty_learner
+from fmmeta.models.pipeline_split import plan_stages
+from fmmeta.parallel.collectives import Communicator
+from fmmeta.parallel.tensor_parallel import SplitLinear, plan_of, sharing_ranks, split_layers
+from fmmeta.planning.memory import largest_part
+from tests.support.helpers import refusal
+from tests.support.messages import check_message
+from tests.support.models import TENSOR_FAMILIES, save_family
+
+
+def ranks_of_one(rank: int = 0, size: int = 1) -> Communicator:
+    """A communicator that cuts as one of `size` ranks and sends nothing."""
+    return Communicator(None, rank, size, torch.device("cpu"))
+
+
+def learner_of(folder, family: str, **settings):
+    save_family(folder, family)
+    config = Config(model_name_or_path=str(folder), task_type="causal_lm", **settings)
+    return empty_learner(config, describe(config)), config
+
+
+@pytest.mark.parametrize(
+    "lora", [{}, {"lora_r": 2, "lora_target_modules": ["all-linear"]}], ids=["full", "lora"]
+)
+@pytest.mark.parametrize("family", TENSOR_FAMILIES)
+def test_the_planned_sizes_are_those_of_the_split_model(tmp_path, family, lora):
+    learner, config = learner_of(tmp_path, family, **lora)
+    before = {name: param.numel() for name, param in learner.named_parameters()}
+    shared_by = sharing_ranks(learner.hf.config, 2)
+    split_layers(learner.hf.base_model, ranks_of_one(1, 2))
+    after = {name: param.numel() for name, param in learner.named_parameters()}
+    assert after == {name: size // shared_by(name) for name, size in before.items()}
+    assert sum(after.values()) < sum(before.values())
+    if lora:
+        assert any(shared_by(name) == 2 for name in before if ".lora_A." in name)
+        assert any(shared_by(name) == 1 for name in before if ".lora_A." in name)
+        assert any(shared_by(name) == 2 for name in before if ".lora_B." in name)
+
+
+def test_stages_of_tensor_ranks_are_counted(tmp_path):
+    learner, config = learner_of(tmp_path, "llama")
+    one = plan_stages(learner, 2, shared_by=sharing_ranks(learner.hf.config, 2))
+    config = Config(**{**vars(config), "pipeline_stages": 2, "tensor_parallel_size": 2})
+    assert largest_part(config, learner, learner.hf.config) == (max(one.trained), 0)
+    assert max(one.sizes) < max(plan_stages(learner, 2).sizes)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "size", "parts"),
+    [
+        ("gpt2", {}, 2, ("tensor_parallel_size=2", "model_type=gpt2", "pipeline stages or ZeRO 3")),
+        ("mixtral", {}, 2, ("tensor_parallel_size=2", "model_type=mixtral", "of kind", "ZeRO 3")),
+        (
+            "llama",
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            2,
+            ("num_key_value_heads=3", "divisor"),
+        ),
+        ("llama", {"intermediate_size": 50}, 4, ("intermediate_size=50", "use a divisor")),
+    ],
+)
+def test_models_that_cannot_be_split_are_refused(family, settings, size, parts):
+    check_message(refusal(plan_of, AutoConfig.for_model(family, **settings), size), *parts)
+
+
+def test_parameters_beside_split_layers_need_a_plan():
+    """Phi's optional norms of queries and keys are applied to some heads of a rank, and no plan names them."""
+    config = AutoConfig.for_model(
+        "phi", hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48,
+        vocab_size=50, qk_layernorm=True,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    message = refusal(split_layers, model.base_model, ranks_of_one(0, 2))
+    check_message(message, "tensor_parallel_size", "q_layernorm", "use ZeRO 3")
+
+
+def test_only_linear_layers_are_split():
+    base = nn.Module()
+    base.layers = nn.ModuleList([nn.ModuleDict({"q": nn.Embedding(4, 4)})])
+    base.config = SimpleNamespace(model_type="own", base_model_tp_plan={"layers.*.q": "colwise"})  # type: ignore
+    message = refusal(split_layers, base, ranks_of_one(0, 2))
+    check_message(message, "tensor_parallel_size", "layers.0.q is a Embedding", "use ZeRO 3")
+
+
+@pytest.mark.parametrize("kind", ["colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"])
+def test_derivatives_of_every_order_are_those_of_a_linear_layer(kind):
+    """On one rank, where the four functions pass their input on: they must be differentiable twice."""
+    torch.manual_seed(0)
+    whole = nn.Linear(4, 6).double()
+    split = SplitLinear(nn.Linear(4, 6).double(), kind, ranks_of_one())
+    split.load_state_dict(whole.state_dict())
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(split, x)
+    assert torch.autograd.gradgradcheck(lambda x: split(x).tanh(), x)
+    torch.testing.assert_close(split(x), whole(x))
