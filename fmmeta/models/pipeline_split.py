@@ -127,7 +127,7 @@ def family_of(hf_config: Any) -> Family:
         family = Family("layers", tuple(plan[:at]), tuple(plan[at + 1 :]))
     if family is None:
         raise UsageError(
-            f"pipeline_stages: transformers has no pipeline plan for model_type={hf_config.model_type}, and it"
+            f"pipeline_stages: transformers has no pipeline plan for model_type={hf_config.model_type}, which"
             f" is none of {', '.join(FAMILIES)}; use --group_size with ZeRO 3 for this one"
         )
     return family

@@ -1,6 +1,7 @@
-"""Splits the linear layers of a model over the tensor ranks of a group (Shoeybi et al. 2019, arXiv 1909.08053).
+"""Splits the linear layers of a model over the tensor ranks of a group.
 
-Which layer is split how is the plan of transformers (`base_model_tp_plan` of a configuration):
+Shoeybi et al. 2019 (arXiv 1909.08053), section 3. The plan is that of transformers (`base_model_tp_plan` of a
+configuration):
 
     colwise                  a rank holds some rows of the weight and computes some output features
     rowwise                  a rank holds some columns and has some input features; the products are summed
@@ -9,8 +10,8 @@ Which layer is split how is the plan of transformers (`base_model_tp_plan` of a 
     replicated_with_grad_allreduce    complete on every rank, applied to the rank's attention heads (norms of
                              queries and keys): gradients are summed
 
-All other weights are complete on every rank, and so are their gradients. Of a layer with LoRA, y = W x + B A x,
-B is split as W where W is split by rows, and A where W is split by columns.
+All other weights are complete on every rank, and so are their gradients. Of a layer with LoRA,
+y = W x + B A x, B is split as W where W is split by rows, and A where W is split by columns.
 
 The four autograd functions below are each other's derivatives:
 
@@ -272,6 +273,6 @@ def check_complete(base: nn.Module, config: Any, layers: Sequence[tuple[str, nn.
     for name, _ in base.named_parameters():
         if name.startswith(tuple(f"{block}." for block in blocks - gathered)) and not name.startswith(known):
             raise UsageError(
-                f"tensor_parallel_size: the plan of model_type={config.model_type} does not name {name}, which"
-                " is applied to split features; use ZeRO 3 for this model"
+                f"tensor_parallel_size: the plan of model_type={config.model_type} does not name {name}, a"
+                " weight for split features; use ZeRO 3 for this model"
             )

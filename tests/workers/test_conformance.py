@@ -43,7 +43,7 @@ EXACT = ("write", "nonfinite step", "nonfinite gradient", "dot")  # no pass of t
 
 
 def cases(kind: str) -> list[tuple[str, str]]:
-    """Models and precisions that a worker is tried with: transformers has no tensor-parallel plan for BERT."""
+    """Models and precisions that a worker is tried with: BERT has no tensor-parallel plan."""
     models = ("llama", "decoder") if "tensor_parallel_size" in KINDS[kind][1] else ("llama", "bert")
     return [(model, dtype) for model in models for dtype in TOLERANCE]
 
