@@ -38,7 +38,8 @@ TASK = {
     "inner_steps": 1,
     "meta_batch_size": 1,
 }
-LAYOUTS: list[tuple[str, int, int, int, bool]] = [  # name, group size, ZeRO stage, pipeline stages, bf16
+# name, group size, ZeRO stage, pipeline stages (with tensor ranks: both), bf16
+LAYOUTS: list[tuple[str, int, int, int | tuple[int, int], bool]] = [
     ("plain", 1, 0, 1, False),
     *((f"ZeRO {stage}", size, stage, 1, False) for size in (2, 4) for stage in (0, 1, 2, 3)),
     *(
@@ -48,6 +49,11 @@ LAYOUTS: list[tuple[str, int, int, int, bool]] = [  # name, group size, ZeRO sta
     ("plain, bf16", 1, 0, 1, True),
     *((f"ZeRO {stage}, bf16", 2, stage, 1, True) for stage in (0, 1, 2, 3)),
     ("2 stages, bf16", 2, 0, 2, True),
+    *((f"2 tensor ranks, ZeRO {stage}", size, stage, (1, 2), False) for size, stage in ((2, 0), (4, 1))),
+    *(
+        (f"2 stages of 2 tensor ranks, ZeRO {stage}", size, stage, (2, 2), False)
+        for size, stage in ((4, 0), (8, 1))
+    ),
 ]
 
 
@@ -84,7 +90,7 @@ def planned(
     folder: str,
     size: int,
     stage: int,
-    stages: int,
+    split: int | tuple[int, int],
     bf16: bool,
     profile: Any = None,
     gpus: int = 0,
@@ -94,6 +100,7 @@ def planned(
     from fmmeta.planning.layouts import Planner
     from fmmeta.planning.settings import PlanConfig
 
+    stages, tensor = split if isinstance(split, tuple) else (split, 1)
     plan = PlanConfig(
         model_name_or_path=folder,
         gpus=gpus or size,
@@ -101,7 +108,7 @@ def planned(
         group_size=str(size),
         zero_stage=[stage],
         pipeline_stages=stages,
-        tensor_parallel_size=1,
+        tensor_parallel_size=tensor,
         lora_r=0,
         gradient_checkpointing=False,
         offload=False,
@@ -116,8 +123,9 @@ def planned(
     return layout
 
 
-def measured(folder: str, size: int, stage: int, stages: int, bf16: bool) -> float:
+def measured(folder: str, size: int, stage: int, split: int | tuple[int, int], bf16: bool) -> float:
     """Bytes of the fullest rank."""
+    stages, tensor = split if isinstance(split, tuple) else (split, 1)
     words = [
         "torchrun",
         "--nproc_per_node",
@@ -133,6 +141,8 @@ def measured(folder: str, size: int, stage: int, stages: int, bf16: bool) -> flo
         f"ds_configs/zero{stage}.json",
         "--pipeline_stages",
         str(stages),
+        "--tensor_parallel_size",
+        str(tensor),
         *(["--bf16"] if bf16 else []),
     ]
     ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=590, check=False)
@@ -149,11 +159,11 @@ def memory(folder: str, out: str | None, only: str | None) -> None:
 
     kept = json.loads(Path(out).read_text()) if out and Path(out).is_file() else {}
     found: dict[str, Any] = {row["layout"]: row for row in kept.get("memory", [])}
-    for name, size, stage, stages, bf16 in LAYOUTS:
+    for name, size, stage, split, bf16 in LAYOUTS:
         title = f"{name}, group of {size}"
         if only and only != title:
             continue
-        layout, peak = planned(folder, size, stage, stages, bf16), measured(folder, size, stage, stages, bf16)
+        layout, peak = planned(folder, size, stage, split, bf16), measured(folder, size, stage, split, bf16)
         found[title] = {
             "layout": title,
             "planned_gb": layout.memory.total / 1e9,
@@ -232,7 +242,14 @@ def seconds(folder: str, rounds: int, flags: list[str], out: str | None = None) 
         profile = middle(each["profiles"])
         task = {**TIMED, "meta_batch_size": config.meta_batch_size}
         layout = planned(
-            folder, size, stage, config.pipeline_stages, bf16, profile, launch.world_size, **task
+            folder,
+            size,
+            stage,
+            (config.pipeline_stages, config.tensor_parallel_size),
+            bf16,
+            profile,
+            launch.world_size,
+            **task,
         )
         took = world.comm.sum_(torch_tensor(statistics.median(each["steps"]))) / launch.world_size
         line[clock] = {
@@ -267,6 +284,7 @@ def calibrated(folder: str, clock: str, bf16: bool, ranks: Any) -> Any:
     from fmmeta.planning import machines
     from fmmeta.planning.settings import PlanConfig
 
+    stages, tensor = split if isinstance(split, tuple) else (split, 1)
     plan = PlanConfig(
         model_name_or_path=folder,
         gpus=ranks.world.size,

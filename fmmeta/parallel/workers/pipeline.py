@@ -65,9 +65,6 @@ class PipelineWorker(EngineWorker):
         self.tied = next((p for p in stage.body.parameters() if tied and names[id(p)][0] == tied), None)
         not_owned = [tied] if tied and coordinates.stage > 0 else []
         self.start_engine(self._module(self.tied), groups, config, names, not_owned)
-        if coordinates.data == 1 and self.engine.optimizer is self.shard_optimizer:
-            # over one rank it would copy all gradients
-            self.engine.pipeline_enable_backward_allreduce = False
 
     def _module(self, tied: nn.Parameter | None) -> Any:
         """A PipelineModule whose layers are complete stages.

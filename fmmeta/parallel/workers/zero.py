@@ -228,6 +228,9 @@ class EngineWorker(Worker):
         self.engine, *_ = import_deepspeed().initialize(
             model=model, optimizer=self.shard_optimizer, config=config, mpu=mpu, dist_init_required=False
         )
+        if data == 1 and self.engine.optimizer is self.shard_optimizer:
+            # over one rank it would copy all gradients
+            self.engine.enable_backward_allreduce = self.engine.pipeline_enable_backward_allreduce = False
         rank, cuts = self.coordinates.tensor_rank, dict[str, TensorSlice | None]()
         for param in model.parameters() if self.coordinates.tensor > 1 else ():
             if id(param) in names:  # the idle parameter of a stage has no name
