@@ -284,7 +284,6 @@ def calibrated(folder: str, clock: str, bf16: bool, ranks: Any) -> Any:
     from fmmeta.planning import machines
     from fmmeta.planning.settings import PlanConfig
 
-    stages, tensor = split if isinstance(split, tuple) else (split, 1)
     plan = PlanConfig(
         model_name_or_path=folder,
         gpus=ranks.world.size,
