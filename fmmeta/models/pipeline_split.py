@@ -118,10 +118,8 @@ def base_model(learner: Learner) -> Any:
 
 def family_of(hf_config: Any) -> Family:
     """The parts of a base model, by transformers' plan (`base_model_pp_plan`) or FAMILIES."""
-    family, plan = (
-        FAMILIES.get(hf_config.model_type),
-        list(getattr(hf_config, "base_model_pp_plan", None) or ()),
-    )
+    family = FAMILIES.get(hf_config.model_type)
+    plan: list[str] = list(getattr(hf_config, "base_model_pp_plan", None) or ())
     if family is None and "layers" in plan:
         at = plan.index("layers")
         family = Family("layers", tuple(plan[:at]), tuple(plan[at + 1 :]))
