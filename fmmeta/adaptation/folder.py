@@ -147,6 +147,7 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, task:
                 base=base,
                 config=config,
                 pooling=adapted.loaded.description.pooling,
+                images=adapted.loaded.description.images,
                 adapter=bool(config.lora_r) and each == folder,
                 summary=f"This model was adapted to {kind} from {examples} examples with fmmeta.",
                 facts=facts,

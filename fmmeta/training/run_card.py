@@ -60,6 +60,7 @@ def card_content(
         base=config.model_name_or_path,
         config=config,
         pooling=description.pooling,
+        images=description.images,
         adapter=adapter,
         summary=summary,
         facts=facts,
