@@ -280,7 +280,7 @@ def load_tokenizer(
         if not config.builtin_model:
             notice(Warn(f"{name} has no tokenizer: texts are read as bytes"))
         tokenizer = byte_tokenizer()
-        if hf_config.vocab_size < len(tokenizer):
+        if getattr(hf_config, "vocab_size", math.inf) < len(tokenizer):
             raise UsageError(
                 f"model_name_or_path={name} has no tokenizer, and its vocab_size={hf_config.vocab_size} is"
                 f" below the byte tokenizer's {len(tokenizer)}; add a tokenizer"

@@ -6,8 +6,8 @@
 
 They run in the process that loads the episode, on the texts before they are tokenised, or on the pixels
 before the image processor; so they must be importable. The seed of `rng` is the task's seed and the
-example's index: augmentation differs between tasks and outer steps, and does not depend on the number of loader
-processes. Held-out episodes are not transformed.
+example's index: augmentation differs between tasks and outer steps, and does not depend on the number of
+loader processes. Held-out episodes are not transformed.
 """
 
 import inspect
