@@ -38,7 +38,7 @@ def save_vision(folder: Path, kind: str = "vit", size: int = SIZE, **settings: A
 def pixels(label: int, number: int, size: int = SIZE) -> np.ndarray:
     """An image of a class: a bright stripe at its own place, and noise. uint8 [size, size, 3]."""
     rng = np.random.default_rng([label, number])
-    image = rng.integers(0, 90, (size, size, 3))
+    image: Any = rng.integers(0, 90, (size, size, 3))
     image[label % size, :, label % 3] = 250
     return image.astype(np.uint8)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -80,10 +81,13 @@ def test_the_structure_of_inputs_is_compared():
 
 
 def test_functions_that_make_no_inputs_are_refused():
-    check_message(refusal(Collate("a:b", lambda rows: [1]), ROWS), "a:b returned [1]", "return a dictionary")
+    def of(function: Any) -> Collate:
+        return Collate("a:b", function)
+
+    check_message(refusal(of(lambda rows: [1]), ROWS), "a:b returned [1]", "return a dictionary")
     less = named("one_row_less")
     check_message(refusal(less, ROWS), "pixel_values of shape [2, 3, 8, 8] for 3 rows")
-    check_message(refusal(Collate("a:b", lambda rows: 1 / 0), ROWS), "ZeroDivisionError", "fix the function")
+    check_message(refusal(of(lambda rows: 1 / 0), ROWS), "ZeroDivisionError", "fix the function")
     check_message(refusal(named, "missing"), "collate_fn=tests.support.vision:missing", "write module:name")
 
 

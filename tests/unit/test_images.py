@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import datasets
 import numpy as np
@@ -71,7 +72,8 @@ def config_of(model, dataset, **settings) -> Config:
     return Config(**{**SHORT, "model_name_or_path": str(model), "dataset": [str(dataset)], **settings})
 
 
-def opened(config: Config, rows=None):
+def opened(config: Config, rows=None) -> Any:
+    """The sources of the data set, as class sources."""
     description = describe(config)
     return load_sources(config, load_tokenizer(config, description, print), print, rows=rows)
 

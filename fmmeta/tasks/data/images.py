@@ -60,7 +60,7 @@ def encoded_image(value: Any, column: str, origin: str, folder: Path | None) -> 
     [H, W, 3], or an image of Pillow. folder: relative paths begin there and may not leave it; None: at the
     current folder. Raises `UsageError`.
     """
-    given = value
+    given: Any = value
     if isinstance(value, dict) and value.keys() >= {"bytes", "path"}:
         value, folder = (value["path"], None) if value["bytes"] is None else (value["bytes"], folder)
     if isinstance(value, (str, os.PathLike)) and str(value) and "\0" not in str(value):
@@ -71,9 +71,9 @@ def encoded_image(value: Any, column: str, origin: str, folder: Path | None) -> 
         return name, EncodedImage(str(path.absolute()))
     if isinstance(value, np.ndarray):
         value = array_bytes(value, f"{origin} has {column}")
-    elif hasattr(value, "mode") and hasattr(value, "save"):
+    elif hasattr(given, "mode") and hasattr(given, "save"):
         file = io.BytesIO()
-        value.convert("RGB").save(file, "PNG")
+        given.convert("RGB").save(file, "PNG")
         value = file.getvalue()
     if not isinstance(value, bytes) or not value:
         raise UsageError(
