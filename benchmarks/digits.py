@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import tempfile
 import time
 from dataclasses import replace
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from transformers import AutoModel
 
 import fmmeta
 from benchmarks.common import read, table, write_json
@@ -34,15 +36,21 @@ from fmmeta.evaluation.command import Episodes, episodes_of
 from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.metrics.scores import mean_ci95
 from fmmeta.models.load import describe, load_tokenizer
-from fmmeta.tasks.augment import TextEpisode
-from fmmeta.tasks.data.images import decode
+from fmmeta.models.tiny import image_settings, tiny_vit_config
+from fmmeta.tasks.augment import ImageExample
+from fmmeta.tasks.data.images import ImageReader, decode
+from fmmeta.tasks.suites import digits
 
-EPISODE = {"n_way": 3, "k_shot": 1, "num_query": 5}
+SPLITS = {"test": "7, 8, 9", "valid": "4, 5, 6"}
+CLASSES, IMAGES = 400, 20  # made from the training classes, and images of each
 SHARED: dict[str, Any] = {
-    **EPISODE,
-    "dataset": ["digits"],
-    "episode_transforms": ["benchmarks.digits:new_classes"],
-    "meta_batch_size": 4,
+    "n_way": 8,
+    "k_shot": 1,
+    "num_query": 5,
+    "pooling": "mean",
+    "example_transforms": ["benchmarks.digits:bent"],
+    "meta_batch_size": 2,
+    "micro_batch_size": 64,
     "outer_lr": 1e-3,
     "lr_scheduler_type": "cosine",
     "warmup_steps": 50.0,
@@ -53,53 +61,60 @@ SHARED: dict[str, Any] = {
     "logging_steps": 100,
 }
 RULES: dict[str, dict[str, Any]] = {
-    "protonet": {"outer_steps": 2000},
-    "fomaml": {"outer_steps": 1000, "inner_steps": 3, "inner_lr": 0.05, "head_init": "prototype"},
+    "protonet": {"outer_steps": 1500},
+    "fomaml": {"outer_steps": 800, "inner_steps": 3, "inner_lr": 0.01, "head_init": "prototype"},
 }
 JOINED = 0.9  # share of the classes that are joined with another one
 OF_CLASS, OF_IMAGE = (0.2, 0.3), (0.1, 0.1)  # spread of affine maps and of bends, in half widths of an image
 
 
-def bend(rng: np.random.Generator, images: int, affine: float, elastic: float, size: int) -> torch.Tensor:
-    """Places of pixels [images, size, size, 2]: an affine map near the identity, and a smooth bend."""
+def places(rng: np.random.Generator, affine: float, elastic: float, size: int) -> torch.Tensor:
+    """Places of pixels [1, size, size, 2]: an affine map near the identity, and a smooth bend."""
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.from_numpy(rng.normal(size=shape)).float()
 
-    maps = torch.eye(2).repeat(images, 1, 1) + affine * normal(images, 2, 2)
-    shifts = 0.5 * affine * normal(images, 2, 1)
-    grid = F.affine_grid(torch.cat([maps, shifts], 2), [images, 1, size, size], align_corners=False)
-    bends = F.interpolate(
-        elastic * normal(images, 2, 3, 3), size=(size, size), mode="bilinear", align_corners=True
-    )
+    maps, shifts = torch.eye(2)[None] + affine * normal(1, 2, 2), 0.5 * affine * normal(1, 2, 1)
+    grid = F.affine_grid(torch.cat([maps, shifts], 2), [1, 1, size, size], align_corners=False)
+    bends = elastic * normal(1, 2, 3, 3)
+    bends = F.interpolate(bends, size=(size, size), mode="bilinear", align_corners=True)
     return grid + bends.permute(0, 2, 3, 1)
 
 
-def new_classes(episode: TextEpisode, rng: np.random.Generator) -> TextEpisode:
-    """An episode transform: other classes, made from those of the episode."""
-    sets = (episode.support, episode.query)
-    classes = [
-        [[row.pixels for row in rows if row.label == label] for rows in sets]
-        for label in range(len(episode.classes))
+def sampled(images: np.ndarray, grid: torch.Tensor) -> np.ndarray:
+    """Images uint8 [N, H, W] at the places of a grid, bilinear."""
+    pixels = torch.from_numpy(images.copy()).float()[:, None]
+    found = F.grid_sample(pixels, grid.expand(len(pixels), -1, -1, -1), align_corners=False)
+    return found[:, 0].round().clamp(0, 255).to(torch.uint8).numpy()
+
+
+def bent(example: ImageExample, rng: np.random.Generator) -> ImageExample:
+    """An example transform: the image bent a little."""
+    grid = places(rng, *OF_IMAGE, example.pixels.shape[0])
+    grey = sampled(example.pixels[None, :, :, 0], grid)[0]
+    return replace(example, pixels=np.repeat(grey[:, :, None], 3, axis=2))
+
+
+def made_classes(rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Rows of `CLASSES` classes that are made from the training classes of the suite."""
+    rows, splits = digits()
+    by_class = [
+        np.stack([row.values["image"] for row in rows if row.values["label"] == name])
+        for name in splits["train"]
     ]
-    made = list[list[np.ndarray]]()
-    for own in classes:
-        other = classes[int(rng.integers(len(classes)))]
-        images = np.stack([*own[0], *own[1]])
-        if rng.random() < JOINED:
-            images = joined(rng, images, np.stack([*other[0], *other[1]]))
-        pixels = torch.from_numpy(images[..., 0].copy()).float()[:, None]
+    found = []
+    for number in range(CLASSES):
+        own, other = (
+            images[rng.permutation(len(images))[:IMAGES]]
+            for images in (by_class[i] for i in rng.integers(len(by_class), size=2))
+        )
+        images = joined(rng, own, other) if rng.random() < JOINED else own
         turns = int(rng.integers(8))
-        pixels = torch.rot90(pixels, turns % 4, (2, 3))
-        pixels = pixels.flip(3) if turns >= 4 else pixels
-        count, size = len(pixels), pixels.shape[-1]
-        grid = bend(rng, 1, *OF_CLASS, size).expand(count, -1, -1, -1)
-        pixels = F.grid_sample(pixels, grid, align_corners=False)
-        pixels = F.grid_sample(pixels, bend(rng, count, *OF_IMAGE, size), align_corners=False)
-        grey = pixels.round().clamp(0, 255).to(torch.uint8)[:, 0, :, :, None].expand(-1, -1, -1, 3).numpy()
-        made.append(list(grey))
-    support, query = ([replace(row, pixels=made[row.label].pop(0)) for row in rows] for rows in sets)
-    return replace(episode, support=support, query=query)
+        images = np.rot90(images, turns % 4, (1, 2))
+        images = images[:, :, ::-1] if turns >= 4 else images
+        images = sampled(images, places(rng, *OF_CLASS, images.shape[-1]))
+        found += [{"image": image, "label": f"made {number}"} for image in images]
+    return found
 
 
 def joined(rng: np.random.Generator, images: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -143,17 +158,31 @@ def pixel_scores(chosen: Episodes) -> list[float]:
     return found
 
 
-def trained_scores(rule: str, seed: int, asked: int, split: str = "test") -> dict[str, Any]:
-    """Accuracy of each held-out episode after meta-training with a rule."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        settings = {**SHARED, **RULES[rule], "algorithm": rule, "seed": seed}
-        began = time.perf_counter()
-        MetaTrainer(Config(**settings, output_dir=folder)).train()
-        seconds = round(time.perf_counter() - began)
-        model, shape = f"{folder}/model", {"n_way": "3", "k_shot": [1], "num_query": 5}
-        found = fmmeta.evaluate(model, "digits", episodes=asked, eval_split=split, **shape)
-    (cell,) = found["cells"]
-    return {"seconds": seconds, "scores": [score["accuracy"] for score in cell["scores"]]}
+def train(rule: str, seed: int, folder: Path, **settings: Any) -> str:
+    """Meta-train the built-in model from random weights on made classes; return the model's folder."""
+    torch.manual_seed(seed)
+    AutoModel.from_config(tiny_vit_config()).save_pretrained(folder / "start")
+    ImageReader(image_settings()).save_pretrained(folder / "start")
+    rows = made_classes(np.random.default_rng(seed))
+    names = sorted({row["label"] for row in rows})
+    (folder / "splits.json").write_text(json.dumps({"train": names}))
+    given = {
+        **SHARED,
+        **RULES[rule],
+        "algorithm": rule,
+        "seed": seed,
+        "class_splits": str(folder / "splits.json"),
+    }
+    given |= {"model_name_or_path": str(folder / "start"), "output_dir": str(folder / "run"), **settings}
+    MetaTrainer(Config(**given), dataset=rows).train()
+    return str(folder / "run" / "model")
+
+
+def scores_of(model: str, asked: int, split: str) -> list[float]:
+    """Accuracy of each held-out episode, learned as the model was trained."""
+    shape = {"n_way": "3", "k_shot": [1], "num_query": 5, "eval_split": split}
+    (cell,) = fmmeta.evaluate(model, "digits", episodes=asked, **shape)["cells"]
+    return [score["accuracy"] for score in cell["scores"]]
 
 
 def main() -> None:
@@ -164,39 +193,41 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--episodes", type=int, default=600)
     asked = parser.parse_args()
-    stored = read(asked.json) if asked.json.is_file() else {}
-    chosen = episodes(asked.episodes)
-    identity = chosen.fingerprint()
-    runs = stored.get("runs", {}) if stored.get("episodes_fingerprint") == identity else {}
-    pixels = pixel_scores(chosen)
+    runs = read(asked.json).get("runs", {}) if asked.json.is_file() else {}
+    pixels = {split: pixel_scores(episodes(asked.episodes, split)) for split in SPLITS}
     for rule in RULES:
         for seed in asked.seeds:
-            if (name := f"{rule} {seed}") not in runs:
-                runs[name] = trained_scores(rule, seed, asked.episodes)
-                print(name, summary(runs[name]["scores"], pixels), flush=True)
-            results = {"episodes_fingerprint": identity, "pixels": pixels, "runs": runs}
+            if (name := f"{rule} {seed}") in runs:
+                continue
+            with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+                began = time.perf_counter()
+                model = train(rule, seed, Path(folder))
+                seconds = round(time.perf_counter() - began)
+                scores = {split: scores_of(model, asked.episodes, split) for split in SPLITS}
+            runs[name] = {"seconds": seconds, "scores": scores}
+            print(name, seconds, *(summary(scores[split], pixels[split]) for split in SPLITS), flush=True)
+            results = {"episodes": asked.episodes, "pixels": pixels, "runs": runs}
             write_json(asked.json, {**results, "rows": rows_of(pixels, runs)})
-    print(table(["held-out classes 7, 8, 9", "accuracy %", "minus raw pixels"], rows_of(pixels, runs)))
+    print(table(["classes", "rule", "accuracy %", "minus raw pixels", "each seed"], rows_of(pixels, runs)))
 
 
 def summary(scores: list[float], pixels: list[float]) -> tuple[str, str]:
     """Accuracy, and its paired difference to that of pixels, in points with 95 % intervals."""
     gain = [one - other for one, other in zip(scores, pixels, strict=True)]
-    accuracy, difference = ([100 * (part or 0.0) for part in mean_ci95(values)] for values in (scores, gain))
+    accuracy, difference = ([100 * float(part or 0) for part in mean_ci95(one)] for one in (scores, gain))
     return f"{accuracy[0]:.1f} ± {accuracy[1]:.1f}", f"{difference[0]:+.1f} ± {difference[1]:.1f}"
 
 
-def rows_of(pixels: list[float], runs: dict[str, Any]) -> list[list[str]]:
-    """The table: raw pixels, then the mean over the seeds of each episode's accuracy, and each seed."""
-    rows = [["prototypes of raw pixels", summary(pixels, pixels)[0], ""]]
-    for rule in RULES:
-        mine = {name: run["scores"] for name, run in runs.items() if name.startswith(f"{rule} ")}
-        if not mine:
-            continue
-        mean = np.mean(list(mine.values()), axis=0).tolist()
-        each = ", ".join(summary(scores, pixels)[1].split()[0] for scores in mine.values())
-        rows.append([f"{rule}, {len(mine)} seeds", *summary(mean, pixels)])
-        rows[-1][-1] += f" (seeds: {each})"
+def rows_of(pixels: dict[str, list[float]], runs: dict[str, Any]) -> list[list[str]]:
+    """The table: of each split raw pixels, then each rule by the mean over its seeds of every episode."""
+    rows = []
+    for split, classes in SPLITS.items():
+        rows.append([classes, "raw pixels", summary(pixels[split], pixels[split])[0], "", ""])
+        for rule in RULES:
+            mine = [run["scores"][split] for name, run in runs.items() if name.startswith(f"{rule} ")]
+            if mine:
+                each = ", ".join(summary(one, pixels[split])[1].split()[0] for one in mine)
+                rows.append([classes, rule, *summary(np.mean(mine, axis=0).tolist(), pixels[split]), each])
     return rows
 
 
