@@ -175,8 +175,7 @@ class CausalLearner(Learner):
 
 def feature_size(hf_config: Any) -> int:
     """Size of the last hidden states; convolutional models have one of each stage."""
-    sizes = getattr(hf_config, "hidden_sizes", None)
-    return hf_config.hidden_size if hasattr(hf_config, "hidden_size") else sizes[-1]
+    return hf_config.hidden_size if hasattr(hf_config, "hidden_size") else hf_config.hidden_sizes[-1]
 
 
 class PooledClassifier(Learner):
