@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmmeta.common.errors import UsageError
-from fmmeta.tasks.batching import IGNORE, MicroBatch
+from fmmeta.tasks.batching import IGNORE, MicroBatch, map_tensors
 
 # Their models pass keyword arguments on to `encoder(hidden, ...)`, and that to attention.
 MODELS = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
@@ -156,6 +156,11 @@ class Learner(nn.Module):
         super().__init__()
         self.hf, self.unpadded = hf, Unpadded(hf)
 
+    def cast(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Inputs with pixels and other numbers in the dtype of the model, which not every model casts."""
+        dtype = next(self.hf.parameters()).dtype
+        return map_tensors(inputs, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
     def classify(self, features: Tensor) -> Tensor:
         """Logits [B, C] of features [B, D]: the last operation of forward."""
         return self.get_submodule(self.head_path)(features)
@@ -198,7 +203,7 @@ class PooledClassifier(Learner):
 
     def forward(self, *, want: str = "logits", **inputs: Tensor) -> Any:
         mask = inputs.get("attention_mask")
-        hidden = self.hf(**inputs, **self.unpadded.of(mask)).last_hidden_state
+        hidden = self.hf(**self.cast(inputs), **self.unpadded.of(mask)).last_hidden_state
         if hidden.ndim == 4:  # of a convolutional model [B, D, H, W]
             hidden = hidden.flatten(2).transpose(1, 2)
         if self.pooling == "cls":
@@ -242,7 +247,7 @@ class NativeClassifier(Learner):
             lambda _, args: seen.append(args[0])
         )
         try:
-            logits = self.hf(**inputs, **self.unpadded.of(inputs.get("attention_mask"))).logits
+            logits = self.hf(**self.cast(inputs), **self.unpadded.of(inputs.get("attention_mask"))).logits
         finally:
             hook.remove()
         if want == "logits":

@@ -72,7 +72,9 @@ class NestedModel(PreTrainedModel):
         self.post_init()
 
     def forward(self, graph: dict[str, torch.Tensor], parts: list[torch.Tensor]) -> BaseModelOutput:
-        hidden = self.nodes(graph["nodes"]) + sum(self.parts(part) for part in parts)[:, None]
+        hidden = (
+            self.nodes(graph["nodes"]) + torch.stack([self.parts(part) for part in parts]).sum(0)[:, None]
+        )
         return BaseModelOutput(last_hidden_state=hidden.tanh())
 
 

@@ -237,6 +237,7 @@ def test_backbones_and_classifiers_have_features_and_a_head(kind, pooling, tmp_p
     assert logits.shape == (4, 3)
     torch.testing.assert_close(learner.classify(features), logits)
     assert not torch.allclose(features[0], features[1])
+    assert learner.to(torch.bfloat16)(pixel_values=inputs).dtype == torch.bfloat16
 
 
 def test_batch_norm_is_refused_and_so_is_a_model_without_processor(tmp_path):
