@@ -58,7 +58,8 @@ def run(settings: InspectConfig) -> None:
     progress = Progress(True)
     show_splits(progress, config, tasks)
     stores = {one.store.path: one.store for found in tasks.values() for one in found}
-    show_lengths(config, tokenizer, list(stores.values()))
+    if not description.images:
+        show_lengths(config, tokenizer, list(stores.values()))
     show_rows(progress, tasks["train"][0].store)
     show_episode(config, tokenizer, sources.train)
     if refused:
@@ -235,7 +236,13 @@ def show_episode(config: Config, tokenizer: Any, source: TaskSource) -> None:
         print(f"{name}: {counted(len(examples), 'row')}{of_them}")
         for example in shown:
             label = f"{rows.classes[example.labels]}: " if isinstance(example.labels, int) else ""
-            print("  " + printable(label + as_tokens(tokenizer, example)))
+            print("  " + printable(label + (inputs_of(example) or as_tokens(tokenizer, example))))
+
+
+def inputs_of(example: Example) -> str:
+    """The shapes of the inputs that are no tokens; "" without any."""
+    shapes = {name: list(getattr(value, "shape", ())) for name, value in example.values.items()}
+    return ", ".join(f"{name} {shape}" if shape else name for name, shape in shapes.items())
 
 
 def as_tokens(tokenizer: Any, example: Example) -> str:

@@ -8,6 +8,7 @@ one process. A directory of support files is adapted to task by task (many.py).
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from fmmeta.adaptation import many
@@ -19,6 +20,7 @@ from fmmeta.common.progress import Progress
 from fmmeta.config.fields import refuse_first
 from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.models.from_gguf import as_folder
+from fmmeta.models.load import describe
 from fmmeta.tasks.data.rows import Examples
 
 
@@ -67,8 +69,8 @@ def adapt(
     )
     settings = replace(settings, model_name_or_path=as_folder(settings.model_name_or_path, progress.notice))
     config = settings.run_config(n_way=2)
-    table = read_task("support", support or settings.support, config, progress.notice)
-    queries = read_task("query", query or settings.query, config, progress.notice)
+    read = partial(read_task, config=config, notice=progress.notice, images=describe(config).images)
+    table, queries = read("support", support or settings.support), read("query", query or settings.query)
     task = support_set("", table, settings, config, progress.notice)
     labels = task.labels
     if unknown := sorted(set(queries.target) - set(labels)) if labels else []:

@@ -138,7 +138,8 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, task:
         if accuracy is None
         else f"{100 * accuracy:.1f} % of {len(adapted.predictions)} examples",
     }
-    kind = "a text classification task" if labels else "a text generation task"
+    inputs = "an image" if adapted.loaded.description.images else "a text"
+    kind = f"{inputs} classification task" if labels else "a text generation task"
     merged = folder / "merged"
     for each in (folder, merged) if merged.is_dir() else (folder,):
         model_card.write_card(
@@ -147,6 +148,7 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, task:
                 base=base,
                 config=config,
                 pooling=adapted.loaded.description.pooling,
+                images=adapted.loaded.description.images,
                 adapter=bool(config.lora_r) and each == folder,
                 summary=f"This model was adapted to {kind} from {examples} examples with fmmeta.",
                 facts=facts,
@@ -159,11 +161,12 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, task:
 
 def query_results(adapted: AdaptedModel, name: str) -> list[EvalResult]:
     """The accuracy on the query set for the metadata of a card; none without a query set."""
+    inputs = "image" if adapted.loaded.description.images else "text"
     if adapted.accuracy is None:
         return []
     return [
         EvalResult(
-            task_type="text-classification" if adapted.labels else "text-generation",
+            task_type=f"{inputs}-classification" if adapted.labels else "text-generation",
             dataset_type=name,
             dataset_name=name,
             dataset_split="query",

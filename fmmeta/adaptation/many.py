@@ -39,6 +39,7 @@ from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
 from fmmeta.models.files import BASE_FOLDER, SETTINGS_FILE
+from fmmeta.models.load import describe
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
@@ -170,6 +171,7 @@ def find_tasks(
 ) -> FoundTasks:
     """Read the tasks, and remove what an interrupted command has left. Raises `UsageError`."""
     config = settings.run_config(n_way=2)
+    images = describe(config).images
     for partial in output.glob(f".*{PARTIAL}"):
         shutil.rmtree(partial)
     to_learn, complete, failed = list[TaskExamples](), list[str](), dict[str, str]()
@@ -191,7 +193,7 @@ def find_tasks(
                 check_file(source, settings.support if supports is None else None)
             else:
                 source = listed(name, source)
-            table = read_task("support", source, config, notice, name)
+            table = read_task("support", source, config, notice, name, images)
             if is_complete(output / name, table, settings):
                 complete.append(name)
             else:

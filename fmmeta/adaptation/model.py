@@ -27,6 +27,7 @@ from fmmeta.parallel.workers.create import create_worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
 from fmmeta.tasks.data.encode import encode
+from fmmeta.tasks.data.images import encoded_image
 from fmmeta.tasks.data.rows import broken_text
 
 
@@ -67,13 +68,14 @@ class LoadedModel:
     frozen: dict[str, Tensor]
     batcher: Batcher
 
-    def answer(self, texts: Sequence[str], max_new_tokens: int) -> list[Answer]:
-        """Answer texts, in their order.
+    def answer(self, inputs: Sequence[Any], max_new_tokens: int) -> list[Answer]:
+        """Answer texts or images, in their order.
 
-        Raises `UsageError` for a text without tokens, and for probabilities that are not finite.
+        Raises `UsageError` for a text without tokens, an image that cannot be decoded, and for probabilities
+        that are not finite.
         """
         config, names = self.config, self.description.hf_config.id2label
-        examples, prompts = self.encode_inputs(texts)
+        texts, examples, prompts = self.encode_inputs(inputs)
         if config.task_type == "causal_lm":
             outputs = generate(self.worker, self.tokenizer, prompts, max_new_tokens, config.micro_batch_size)
             return list(map(Answer, texts, outputs))
@@ -82,10 +84,16 @@ class LoadedModel:
             for text, logits in zip(texts, self.class_logits(examples), strict=True)
         ]
 
-    def encode_inputs(self, texts: Sequence[str]) -> tuple[list[Example], list[Sequence[int]]]:
-        """Texts as examples without answers, and their tokens. Raises `UsageError` for one without tokens."""
-        config = self.config
-        examples = encode(self.tokenizer, config, texts, [""] * len(texts))
+    def encode_inputs(self, inputs: Sequence[Any]) -> tuple[list[str], list[Example], list[Sequence[int]]]:
+        """Texts, or names of images; examples without answers; and their tokens.
+
+        Raises `UsageError` for a text without tokens, and for an image that cannot be decoded.
+        """
+        config, texts, encodable = self.config, list(inputs), list(inputs)
+        if self.description.images:
+            named = [encoded_image(one, "image", f"input {n}", None) for n, one in enumerate(inputs, 1)]
+            texts, encodable = [name for name, _ in named], [image for _, image in named]
+        examples = encode(self.tokenizer, config, encodable, [""] * len(encodable))
         causal = config.task_type == "causal_lm"
         prompts = [
             row.input_ids[: row.labels.count(IGNORE)] if causal else row.input_ids  # type: ignore
@@ -97,7 +105,7 @@ class LoadedModel:
                     f"text={shortened(text)} has no tokens for"
                     f" model_name_or_path={config.model_name_or_path}; fix or remove it"
                 )
-        return examples, prompts
+        return texts, examples, prompts
 
     def choose(self, text: str, logits: Tensor, names: Mapping[int, str] | Sequence[str]) -> Answer:
         """The likeliest class by logits [C]. Raises `UsageError` for probabilities that are not finite."""
@@ -113,7 +121,7 @@ class LoadedModel:
     def class_logits(self, examples: Sequence[Example]) -> Tensor:
         """Logits [Q, C] of Q examples, in their order; the labels of the examples are not used."""
         batches = self.batcher.split(
-            [Example(example.input_ids, index) for index, example in enumerate(examples)]
+            [replace(example, labels=index) for index, example in enumerate(examples)]
         )
         logits = torch.cat([rows.cpu() for rows in self.worker.logits(batches)])
         return logits[torch.cat([batch.labels for batch in batches]).argsort()]
@@ -154,10 +162,11 @@ class AdaptedModel:
             return None
         return sum(one.output == one.truth for one in self.predictions) / len(self.predictions)
 
-    def predict(self, texts: Sequence[str], max_new_tokens: int = 64) -> list[Answer]:
+    def predict(self, texts: Sequence[Any], max_new_tokens: int = 64) -> list[Answer]:
         """Answer new inputs.
 
-        texts: non-empty strings; max_new_tokens: longest answer of a language model. Returns an `Answer` for
+        texts: non-empty strings, or, for a model of images, paths, encoded bytes, arrays uint8 [H, W, 3] or
+        images of Pillow; max_new_tokens: longest answer of a language model. Returns an `Answer` for
         each, in their order: `output` is a class with its probability as `score`, or a generated text. Raises
         `UsageError` for an input that is not a text.
 
@@ -171,7 +180,8 @@ class AdaptedModel:
             raise UsageError(f"texts={shortened(texts)} is one text; give a list of texts")
         if not isinstance(texts, Iterable):
             raise UsageError(f"texts={shortened(texts)} holds no texts; give a list of texts")
-        for index, text in enumerate(texts := list(texts)):
+        texts, images = list(texts), self.loaded.description.images
+        for index, text in enumerate([] if images else texts):
             if not isinstance(text, str):
                 raise UsageError(f"texts[{index}]={shortened(text)} is no text; give strings")
             if not text:
@@ -210,7 +220,7 @@ def load_model(
         head_names,
         frozen,
         Batcher(
-            description.hf_config.pad_token_id,
+            description.pad_token_id,
             config.micro_batch_size,
             ranks.layout.group_rank,
             ranks.layout.group_size,

@@ -1,6 +1,7 @@
 """`fmmeta predict` answers a file or standard input, line by line:
 
     {"text": ...} or plain text  -->  {"text", "label", "score"}          a class and its probability
+    {"image": path} or a path    -->  the same, for a model of images
                                       {"input", "output"}                 a greedy answer (causal_lm)
 
 With one model, or with the adapters of a directory: each row names its folder, rows of many adapters share a
@@ -50,7 +51,7 @@ from fmmeta.tasks.data.rows import MOST_GIB, broken_text, ending, read_file, unp
 from fmmeta.tasks.data.splits import few
 from fmmeta.tasks.data.token_store import files_digest
 
-KEYS = ("text", "sentence", "utterance", "input", "prompt", "question")
+KEYS = ("text", "sentence", "utterance", "input", "prompt", "question", "image", "img")
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class AdapterDirectory:
             weights = [adapters[run[0]].weights for run in runs]
             return adapters_of_rows(model.worker.learner, weights, [len(run) for run in runs])
 
-        examples, prompts = model.encode_inputs(texts)
+        texts, examples, prompts = model.encode_inputs(texts)
         if model.config.task_type == "causal_lm":
             tokens, size = settings.max_new_tokens, settings.micro_batch_size
             return list(

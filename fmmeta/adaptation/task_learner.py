@@ -64,17 +64,25 @@ def read_task(
     config: Config,
     notice: Callable[[str], None],
     task: str = "",
+    images: bool = False,
 ) -> Table:
     """The rows of a file, or examples, as one task; no rows without a source.
 
-    task: its name, for messages. Duplicates in the support set are dropped. Raises `UsageError`.
+    task: its name, for messages. images: whether the model reads images. Duplicates in the support set are
+    dropped. Raises `UsageError`.
     """
     if not source:
         return Table([], [], [], [], [])
     name = source if isinstance(source, str) else task or setting
     rows = read_file(Path(source)) if isinstance(source, str) else rows_of(name, source, config)
     return tabulate(
-        name, rows, config, lambda text: notice(f"{name}: {text}"), one_task=True, unique=setting == "support"
+        name,
+        rows,
+        config,
+        lambda text: notice(f"{name}: {text}"),
+        one_task=True,
+        unique=setting == "support",
+        images=images,
     )
 
 
@@ -196,12 +204,12 @@ class TaskLearner:
         name = task.name or self.settings.support or "support"
         if message := answer_without_room(self.config, self.tokenizer, task.table.target):
             raise UsageError(f"support={task.name or self.settings.support or 'pairs'}: {message}")
-        examples = encode(self.tokenizer, self.config, task.table.input, task.table.target)
+        examples = encode(self.tokenizer, self.config, task.table.encodable, task.table.target)
         if message := full_rows(self.config, [len(one.input_ids) for one in examples]):
             self.progress.notice(Warn(f"{name}: {message}"))
         if task.labels:
             examples = [
-                Example(row.input_ids, task.labels.index(label))
+                replace(row, labels=task.labels.index(label))
                 for row, label in zip(examples, task.table.target, strict=True)
             ]
         folds = task.folds if self.chooses else []

@@ -262,9 +262,9 @@ def write_metadata(
     rates: Rates | None,
     trained: Sequence[UsedSplits],
 ) -> None:
-    """Write the files beside the weights: tokenizer, pooling, fmmeta.json."""
+    """Write the files beside the weights: tokenizer or image processor, pooling, fmmeta.json."""
     tokenizer.save_pretrained(folder)
-    if isinstance(skeleton, PooledClassifier):
+    if isinstance(skeleton, PooledClassifier) and not description.images:
         sentence_transformers(folder, config, description)
     spec = find(config.algorithm)
     unused = InnerConfig.__dataclass_fields__ if spec.in_prompt else ()

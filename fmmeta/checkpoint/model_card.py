@@ -30,7 +30,7 @@ FILE = "README.md"
 PLACEHOLDER = "USER/MODEL"  # in the commands of a card; `fmmeta push` writes the id of the repository instead
 LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]+)*|code|multilingual")
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
-LOCAL_DATA = ("letters", "marks", "words")  # built-in data sets
+LOCAL_DATA = ("letters", "marks", "words", "digits")  # built-in data sets
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Content:
     out.
 
     base: model_name_or_path of the training. config, pooling: of the model. adapter: the folder holds
-    adapters and not a whole model. adapted: the model has learned a task. classes: names of its classes.
+    adapters and not a whole model. adapted: the model has learned a task. images: it reads images. classes:
+    names of its classes.
     dataset: names of the training data. results: measured scores of this model, none if nothing was measured.
     """
 
@@ -59,6 +60,7 @@ class Content:
     summary: str
     facts: Mapping[str, str]
     adapted: bool = False
+    images: bool = False
     classes: Sequence[str] = ()
     dataset: Sequence[str] = ()
     results: Sequence[EvalResult] = ()
@@ -70,6 +72,8 @@ class Content:
         """What the folder is to programs that read it without fmmeta; a key of `KINDS`."""
         if self.config.task_type == "causal_lm":
             return "generator"
+        if self.images and (self.pooling == "model" or not self.adapted) and not self.adapter:
+            return "image classifier" if self.adapted else "image encoder"
         if self.adapted:
             return "head" if self.pooling != "model" else "adapters" if self.adapter else "classifier"
         return "encoder" if self.pooling == "model" or self.adapter else "sentence encoder"
@@ -81,6 +85,8 @@ KINDS: dict[str, tuple[str, str | None]] = {
     "adapters": ("peft", None),
     "classifier": ("transformers", "text-classification"),
     "encoder": ("transformers", "feature-extraction"),
+    "image classifier": ("transformers", "image-classification"),
+    "image encoder": ("transformers", "image-feature-extraction"),
     "sentence encoder": ("sentence-transformers", "sentence-similarity"),
 }
 """For the hub, which library reads a folder, and the pipeline; none that would use a random head."""

@@ -30,6 +30,7 @@ RESOLVED = (
     "deepspeed_layout",
     "transforms_fingerprint",
     "class_weights_fingerprint",
+    "collate_fingerprint",
 )
 
 
@@ -46,6 +47,7 @@ def resolved(c: Any) -> dict[str, Any]:
         "inner_steps": 5,
         "inner_lr": inner_rate(c),
         "inner_lr_learned": "no",
+        "n_way": 3 if "digits" in c.dataset else 5,
         **find(c.algorithm).defaults,
     }
     return {name: value for name, value in open_settings.items() if getattr(c, name) is None}
@@ -173,6 +175,24 @@ def of_data(c: Any) -> Conflicts:
             c.stratify_by is not None and len(c.dataset) > 1,
             f"stratify_by={c.stratify_by} with {len(c.dataset)} data sets, each of which is a stratum; leave"
             " it out, or give one data set",
+        ),
+        (
+            "digits" in c.dataset and {"letters", "marks", "words"} & {*c.dataset},
+            f"dataset={names} mixes images and texts, and a model reads one kind; train two runs",
+        ),
+        *(
+            (
+                c.collate_fn is not None and getattr(c, setting) != only,
+                f"collate_fn={c.collate_fn} with {setting}={shown(getattr(c, setting))}: {why}; leave one"
+                " out",
+            )
+            for setting, only, why in (
+                ("pipeline_stages", 1, "stages pass token ids and masks"),
+                ("tensor_parallel_size", 1, "tensor ranks are not tested with other inputs"),
+                ("tasks_per_pass", "1", "inputs of several tasks are not joined"),
+                ("example_transforms", [], "the function gets rows and can change them itself"),
+                ("episode_transforms", [], "the function gets rows and can change them itself"),
+            )
         ),
         (
             weights and not fits,

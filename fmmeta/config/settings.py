@@ -144,6 +144,12 @@ class RowConfig:
         task_type=CLASSIFICATION,
         common=True,
     )
+    image_column: str | None = setting(
+        None,
+        "Image models: column of the image, a path beside the file, or bytes (default: image or img)",
+        keyed=True,
+        task_type=CLASSIFICATION,
+    )
     input_column: str | None = setting(
         None,
         "causal_lm: column of the input (default: input, prompt or question)",
@@ -182,10 +188,10 @@ class RowConfig:
 class TaskConfig(RowConfig):
     dataset: list[str] = setting(
         ["letters"],
-        "One or more of: letters and marks (built-in suites), words (one for causal_lm), a .jsonl/.csv/"
-        ".parquet file (.gz too), a folder of such files, a folder of folders of them (each file is a task,"
-        " read when it is drawn; its folder is the stratum), or a hub id. Each of several data sets is a"
-        " stratum",
+        "One or more of: letters and marks (built-in suites), words (one for causal_lm), digits (one of"
+        " images), a .jsonl/.csv/.parquet file (.gz too), a folder of such files, a folder of folders of them"
+        " (each file is a task, read when it is drawn; its folder is the stratum), a folder of a folder of"
+        " images per class, or a hub id. Each of several data sets is a stratum",
         synonyms=("dataset_name", "train_file"),
         common=True,
     )
@@ -249,8 +255,8 @@ class TaskConfig(RowConfig):
         "(default: the folder's task_splits.json, if it exists)",
     )
     n_way: int = setting(
-        5,
-        "Classes per episode",
+        None,
+        "Classes per episode (default: 5; 3 for the suite digits)",
         least=2,
         common=True,
     )
@@ -294,6 +300,13 @@ class TaskConfig(RowConfig):
     )
     episode_transforms: list[str] = setting(
         [], "Callables module:name, applied to training episodes after --example_transforms"
+    )
+    collate_fn: str | None = setting(
+        None,
+        "Function module:name from rows (dictionaries of their columns, of images with pixel_values) to the"
+        " model's inputs: a dictionary of tensors, or of dictionaries and lists of them, whose first"
+        " dimension is the rows; called in loader processes",
+        task_type=CLASSIFICATION,
     )
     num_workers: str = setting(
         "auto",
@@ -947,6 +960,11 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
     def builtin_model(self) -> bool:
         return self.model_name_or_path == "tiny"
 
+    @property
+    def builtin_images(self) -> bool:
+        """Whether the model is the built-in one of the suite digits."""
+        return self.builtin_model and "digits" in self.dataset
+
     def as_dict(self) -> dict[str, Any]:
         """Every setting by its name."""
         return asdict(self)
@@ -970,7 +988,9 @@ HIDDEN_ON_RESUME = {*names_where(Config, lambda rule: rule.resume == "hidden")}
 NEW = {
     "base_meta_batch_size",
     "class_weights",
+    "collate_fn",
     "drop_stale",
+    "image_column",
     "max_staleness",
     "scale_outer_lr",
     "second_order",

@@ -250,7 +250,7 @@ def drop_unreadable(
     with world.comm.raise_on_all("looking at episodes"):
         for index, task in enumerate(episodes.tasks):
             try:
-                episodes.source.draw(task).store.check()
+                episodes.source.draw(task).check()
             except (OSError, UsageError) as error:
                 here[index] = f"task {task.name}: {one_line(error)}"
     parts = reversed(world.comm.gather_bytes(json.dumps(here).encode()))

@@ -42,6 +42,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
+from fmmeta.common.security import one_line
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import FewShotConfig
 from fmmeta.meta.inner_loop import InnerLoop
@@ -108,25 +109,38 @@ Features = dict[tuple[Path, int], Tensor]
 def embed(
     worker: Worker, draws: Sequence[Draw], batcher: Batcher, ranks: ProcessGroups, progress: Progress
 ) -> Features:
-    """Compute the features of every row of `draws` with the weights of the worker. Collective: world."""
+    """Compute the features of every row of `draws` with the weights of the worker.
+
+    Raises `UsageError` on all ranks for a row that one of them cannot read. Collective: world.
+    """
     stores: dict[Path, TokenStore] = {draw.store.path: draw.store for draw in draws}
     keys = sorted(
         {(draw.store.path, row) for draw in draws for rows in (draw.support, draw.query) for row, _ in rows}
     )
     for store in stores.values():
         store.check()
-    examples = [Example(stores[path].input_ids(row), index) for index, (path, row) in enumerate(keys)]
-    examples.sort(key=lambda example: (len(example.input_ids), example.labels))
+    lengths = {path: store.lengths() for path, store in stores.items()}
+    order = sorted(range(len(keys)), key=lambda index: (lengths[keys[index][0]][keys[index][1]], index))
     size = batcher.micro_batch_size * batcher.group_size
-    begins = range(0, len(examples), size)[ranks.layout.group_index :: ranks.layout.num_groups]
+    begins = range(0, len(order), size)[ranks.layout.group_index :: ranks.layout.num_groups]
     computed: list[tuple[Tensor, Tensor]] = []  # rows of the table, and their features
+    failure: UsageError | None = None
     for done, begin in enumerate(begins):
         progress.line("rows embedded", done, len(begins))
-        micro_batches = batcher.split(examples[begin : begin + size])
+        try:
+            rows = [stores[keys[i][0]].example(keys[i][1], i) for i in order[begin : begin + size]]
+            micro_batches = batcher.split(rows)
+        except (UsageError, OSError) as error:
+            failure = UsageError(one_line(error))
+        if ranks.group.sum_(torch.tensor([float(failure is not None)])).item():
+            break
         for part, features in zip(micro_batches, worker.features(micro_batches), strict=True):
             real = part.weights > 0
             if worker.counts_rows:
                 computed.append((part.labels[real], features.cpu()[real]))
+    with ranks.world.raise_on_all("reading rows"):
+        if failure is not None:
+            raise failure
     width = computed[0][1].shape[1] if computed else 0  # 0: this rank computes none
     table = torch.zeros(len(keys), max(map(int, ranks.world.gather_bytes(str(width).encode()))))
     for rows, features in computed:

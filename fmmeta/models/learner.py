@@ -5,7 +5,8 @@
     learner(**inputs, want="both")         -> features and logits
     objective(logits, micro_batch)         -> this micro-batch's part of the mean loss over a whole set
 
-`inputs` are those of a MicroBatch (input_ids [B, T], attention_mask [B, T], ...); they go to the HF model.
+`inputs` are those of a MicroBatch (input_ids [B, T], attention_mask [B, T], ..., or pixel_values
+[B, 3, H, W]); they go to the HF model.
 Three kinds: a sequence classifier as transformers ships it (pooling: model), an encoder with fmmeta's pooling
 and a linear head, and a causal language model. `hf` is the part that export saves.
 
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmmeta.common.errors import UsageError
-from fmmeta.tasks.batching import IGNORE, MicroBatch
+from fmmeta.tasks.batching import IGNORE, MicroBatch, map_tensors
 
 # Their models pass keyword arguments on to `encoder(hidden, ...)`, and that to attention.
 MODELS = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
@@ -79,11 +80,13 @@ class Unpadded:
             encoder.register_forward_pre_hook(remove_padding, with_kwargs=True)
             encoder.register_forward_hook(restore_padding, with_kwargs=True)
 
-    def of(self, attention_mask: Tensor) -> dict[str, UnpaddedRows]:
+    def of(self, attention_mask: Tensor | None) -> dict[str, UnpaddedRows]:
         """Arguments for the HF model, with which a pass over rows [B, T] leaves out the zeros of
-        `attention_mask`.
+        `attention_mask`, if there is one.
         """
         self.seen = None
+        if attention_mask is None:
+            return {}
         if self.works and attention_mask.device.type == "cpu" and not torch.compiler.is_compiling():
             places = attention_mask.flatten().nonzero()[:, 0]
             if len(places) < attention_mask.numel():
@@ -153,6 +156,11 @@ class Learner(nn.Module):
         super().__init__()
         self.hf, self.unpadded = hf, Unpadded(hf)
 
+    def cast(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Inputs with pixels and other numbers in the dtype of the model, which not every model casts."""
+        dtype = next(self.hf.parameters()).dtype
+        return map_tensors(inputs, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
     def classify(self, features: Tensor) -> Tensor:
         """Logits [B, C] of features [B, D]: the last operation of forward."""
         return self.get_submodule(self.head_path)(features)
@@ -170,6 +178,11 @@ class CausalLearner(Learner):
         return self.hf(**inputs, use_cache=False).logits
 
 
+def feature_size(hf_config: Any) -> int:
+    """Size of the last hidden states; convolutional models have one of each stage."""
+    return hf_config.hidden_size if hasattr(hf_config, "hidden_size") else hf_config.hidden_sizes[-1]
+
+
 class PooledClassifier(Learner):
     """An encoder, mean or cls pooling over its last hidden states, and a linear head.
 
@@ -183,16 +196,20 @@ class PooledClassifier(Learner):
     def __init__(self, hf: Any, classes: int, pooling: str, norm: float = 0.0) -> None:
         super().__init__(hf)
         self.pooling, self.norm = pooling, norm
-        self.head = nn.Linear(hf.config.hidden_size, classes)
+        self.head = nn.Linear(feature_size(hf.config), classes)
         for name, param in hf.named_parameters():
             if name.split(".")[0] == "pooler":  # unused, so it would get no gradient
                 param.requires_grad_(False)
 
     def forward(self, *, want: str = "logits", **inputs: Tensor) -> Any:
-        mask = inputs["attention_mask"]
-        hidden = self.hf(**inputs, **self.unpadded.of(mask)).last_hidden_state
+        mask = inputs.get("attention_mask")
+        hidden = self.hf(**self.cast(inputs), **self.unpadded.of(mask)).last_hidden_state
+        if hidden.ndim == 4:  # of a convolutional model [B, D, H, W]
+            hidden = hidden.flatten(2).transpose(1, 2)
         if self.pooling == "cls":
             features = hidden[:, 0]
+        elif mask is None:
+            features = hidden.mean(1)
         else:
             mask = mask.unsqueeze(-1).to(hidden.dtype)
             features = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
@@ -230,14 +247,15 @@ class NativeClassifier(Learner):
             lambda _, args: seen.append(args[0])
         )
         try:
-            logits = self.hf(**inputs, **self.unpadded.of(inputs["attention_mask"])).logits
+            logits = self.hf(**self.cast(inputs), **self.unpadded.of(inputs.get("attention_mask"))).logits
         finally:
             hook.remove()
         if want == "logits":
             return logits
         features = seen[0]
         if features.ndim == 3:  # decoders score every token and keep the last one
-            last = inputs["attention_mask"].sum(1) - 1
+            mask = inputs.get("attention_mask")
+            last = features.shape[1] - 1 if mask is None else mask.sum(1) - 1
             features = features[torch.arange(len(features), device=features.device), last]
         return (features, logits) if want == "both" else features
 

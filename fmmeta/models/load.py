@@ -1,10 +1,11 @@
-"""Loads a learner and its tokenizer from a folder, a hub id or `tiny`.
+"""Loads a learner and its tokenizer or image processor from a folder, a hub id or `tiny`.
 
 Weights come from safetensors, never from pickles.
 """
 
 import copy
 import inspect
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,7 +39,8 @@ from fmmeta.models.files import (
 from fmmeta.models.forward_options import check_packing, checkpoint_layers
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
 from fmmeta.models.lora import import_peft, inject, merged, restore_adapters
-from fmmeta.models.tiny import byte_tokenizer, tiny_config
+from fmmeta.models.tiny import byte_tokenizer, image_settings, tiny_config, tiny_vit_config
+from fmmeta.tasks.data.images import PROCESSOR_FILE, ImageReader
 
 DEFAULT_LENGTH = Config.max_length
 AFTER_PADDING = {
@@ -102,7 +104,7 @@ class Description:
     pooling: model, mean or cls. dropouts: probabilities of the checkpoint; training sets them to 0, export
     restores them. normalizes: whether sentence-transformers scales the folder's vectors to length 1.
     labels: names of the classes of a model that is adapted to one task. classes: of all training tasks, where
-    one head serves them; 0: the head has the classes of an episode.
+    one head serves them; 0: the head has the classes of an episode. images: whether it reads images.
     """
 
     hf_config: Any
@@ -111,6 +113,12 @@ class Description:
     normalizes: bool = False
     labels: tuple[str, ...] = ()
     classes: int = 0
+    images: bool = False
+
+    @property
+    def pad_token_id(self) -> int:
+        """0 for images, which have no tokens."""
+        return 0 if self.images else self.hf_config.pad_token_id
 
     def outputs(self, config: Config) -> int:
         """Outputs of the classifier head; 0 for causal_lm."""
@@ -133,11 +141,13 @@ def describe(config: Config) -> Description:
             f"{config.model_name_or_path} is not one; leave it out"
         )
     name = base_model_name(config.model_source)
-    if config.builtin_model:
+    if config.builtin_images:
+        hf_config = tiny_vit_config()
+    elif config.builtin_model:
         hf_config = tiny_config(config.task_type, max(512, config.max_length))
     else:
         hf_config = read_hf_config(name, config.trust_remote_code)
-    kind = hf_config.model_type
+    kind, images = hf_config.model_type, reads_images(hf_config)
     bidirectional = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not (
         getattr(hf_config, "is_decoder", False) or getattr(hf_config, "is_encoder_decoder", False)
     )
@@ -145,6 +155,14 @@ def describe(config: Config) -> Description:
         (
             not hasattr(hf_config, "pad_token_id") and hf_config.get_text_config() is not hf_config,
             f"a {kind}, a text model with others around it; give a text model alone",
+        ),
+        (
+            images and config.task_type == "causal_lm",
+            f"a {kind}, which reads images; use --task_type classification",
+        ),
+        (
+            images and config.pipeline_stages > 1,
+            f"a {kind}, an image model, and these are not split into pipeline stages; use ZeRO 3",
         ),
         (
             config.task_type == "causal_lm" and bidirectional,
@@ -168,16 +186,25 @@ def describe(config: Config) -> Description:
         if isinstance(value, float) and any(part in key for part in DROPOUTS)
     }
     hf_config.update(dict.fromkeys(dropouts, 0.0))
-    if getattr(hf_config, "pad_token_id", None) is None:
+    if not images and getattr(hf_config, "pad_token_id", None) is None:
         eos = getattr(hf_config, "eos_token_id", None)
         hf_config.pad_token_id = (eos[0] if isinstance(eos, (list, tuple)) else eos) or 0
-    pooling = resolve_pooling(config)
+    pooling = resolve_pooling(config, images)
     normalizes = pooling != "model" and read_json(
         config.model_source,
         "modules.json",
         lambda modules: any("Normalize" in module["type"] for module in modules),
     )
-    return Description(hf_config, pooling, dropouts, bool(normalizes))
+    return Description(hf_config, pooling, dropouts, bool(normalizes), images=images)
+
+
+def reads_images(hf_config: Any) -> bool:
+    """Whether a model's inputs are pixels and no tokens."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as names
+
+    of_pixels = hasattr(hf_config, "num_channels") and not hasattr(hf_config, "vocab_size")
+    alone = hf_config.get_text_config() is hf_config
+    return alone and (of_pixels or hf_config.model_type in names)
 
 
 def read_hf_config(name: str, trust_remote_code: bool) -> Any:
@@ -204,9 +231,9 @@ def read_hf_config(name: str, trust_remote_code: bool) -> Any:
         raise UsageError(f"model_name_or_path={name}{why}") from None
 
 
-def resolve_pooling(config: Config) -> str:
-    """`auto` follows a sentence-transformers folder's 1_Pooling/config.json; without one it is the model's
-    pooling.
+def resolve_pooling(config: Config, images: bool = False) -> str:
+    """`auto` follows a sentence-transformers folder's 1_Pooling/config.json, or for images fmmeta.json;
+    without one it is the model's pooling.
     """
     if config.task_type != "classification":
         return "model"
@@ -214,6 +241,9 @@ def resolve_pooling(config: Config) -> str:
         return config.pooling
     if config.builtin_model:
         return "mean"
+    if images:
+        stored = remembered(config.model_source).get("pooling")
+        return stored if stored in ("mean", "cls") else "model"
     modes = read_json(config.model_source, "1_Pooling/config.json", dict)
     if modes is None:
         return "model"
@@ -232,8 +262,11 @@ def load_tokenizer(
     """The `given` tokenizer, else the checkpoint's; bytes for the built-in model and for checkpoints without
     a tokenizer.
 
-    Its padding token becomes the model's: sequence classifiers and RoBERTa look for it among the ids.
+    Its padding token becomes the model's: sequence classifiers and RoBERTa look for it among the ids. Of an
+    image model, its `ImageReader`.
     """
+    if description.images:
+        return load_image_reader(config, given)
     name, hf_config = config.model_source, description.hf_config
     if config.max_length < DEFAULT_LENGTH and config.max_length == max_positions(hf_config):
         notice(f"max_length {config.max_length}: {name} has no more positions")
@@ -247,7 +280,7 @@ def load_tokenizer(
         if not config.builtin_model:
             notice(Warn(f"{name} has no tokenizer: texts are read as bytes"))
         tokenizer = byte_tokenizer()
-        if hf_config.vocab_size < len(tokenizer):
+        if getattr(hf_config, "vocab_size", math.inf) < len(tokenizer):
             raise UsageError(
                 f"model_name_or_path={name} has no tokenizer, and its vocab_size={hf_config.vocab_size} is"
                 f" below the byte tokenizer's {len(tokenizer)}; add a tokenizer"
@@ -256,6 +289,41 @@ def load_tokenizer(
     if pad is not None and pad < getattr(hf_config, "vocab_size", math.inf):
         hf_config.pad_token_id = pad
     return tokenizer
+
+
+def load_image_reader(config: Config, given: Any = None) -> ImageReader:
+    """The images as the built-in model, the `given` image processor or that of the checkpoint prepares them.
+
+    Raises `UsageError`.
+    """
+    from transformers.utils import is_vision_available
+
+    if given is not None:
+        return ImageReader(json.loads(given.to_json_string()), given)
+    place = base_model_name(config.model_source)
+    settings = image_settings() if config.builtin_model else read_json(place, PROCESSOR_FILE, dict)
+    if settings is None:
+        raise UsageError(
+            f"model_name_or_path={config.model_name_or_path} is an image model without {PROCESSOR_FILE}; add"
+            " the one of its image processor (AutoImageProcessor, save_pretrained)"
+        )
+    if not is_vision_available():
+        return ImageReader(settings)
+    if config.builtin_model:
+        from transformers import ViTImageProcessorPil
+
+        return ImageReader(settings, ViTImageProcessorPil(**settings))
+    from transformers import AutoImageProcessor
+
+    try:  # the same numbers with and without torchvision
+        processor = AutoImageProcessor.from_pretrained(
+            **split_source(place), backend="pil", local_files_only=not reachable(place)
+        )
+    except Exception as error:
+        raise UsageError(
+            f"model_name_or_path={place}: its image processor cannot be read: {one_line(error)}"
+        ) from None
+    return ImageReader(settings, processor)
 
 
 def suggest_chat(config: Config, tokenizer: Any, notice: Callable[[str], None]) -> None:
@@ -383,7 +451,12 @@ def empty_learner(config: Config, description: Description) -> Learner:
 
 def auto_class(config: Config, description: Description) -> Any:
     """transformers' class for the task; number of classes and attention go into the configuration."""
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import (
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForImageClassification,
+        AutoModelForSequenceClassification,
+    )
 
     if config.attn_implementation:
         description.hf_config._attn_implementation = config.attn_implementation
@@ -392,12 +465,26 @@ def auto_class(config: Config, description: Description) -> Any:
     if description.pooling != "model":
         return AutoModel
     description.hf_config.num_labels = description.outputs(config)
-    return AutoModelForSequenceClassification
+    return AutoModelForImageClassification if description.images else AutoModelForSequenceClassification
+
+
+def refuse_running_statistics(hf: Any, config: Config) -> None:
+    """Raise `UsageError` for batch norm: every pass changes its running statistics, which are no parameters,
+    so that a task would leave a trace in the next one and ranks would differ.
+    """
+    for name, module in hf.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise UsageError(
+                f"model_name_or_path={config.model_name_or_path} ({type(hf).__name__}) has batch norm"
+                f" ({name}), whose running statistics are no parameters; use a model with layer norm, such as"
+                " ViT, DINOv2 or ConvNeXt"
+            )
 
 
 def wrap(hf: Any, config: Config, description: Description) -> Learner:
     """A learner around `hf`, with adapters and checkpointed layers where `config` has them."""
     outputs = description.outputs(config)
+    refuse_running_statistics(hf, config)
     if config.gradient_checkpointing:
         checkpoint_layers(hf)
     if config.packing and "position_ids" not in inspect.signature(hf.forward).parameters:

@@ -1,6 +1,7 @@
 """Built-in models and tokenizer, generated in code: the bare command needs no file and no network.
 
-`tiny` is a 2-layer BERT for classification and a 2-layer Llama for causal_lm, both over bytes.
+`tiny` is a 2-layer BERT for classification and a 2-layer Llama for causal_lm, both over bytes, and a 2-layer
+ViT for the images of the suite `digits`.
 """
 
 from typing import Any
@@ -34,6 +35,38 @@ def byte_tokenizer(max_length: int = 512) -> Any:
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
+
+
+IMAGE_SIZE, PATCH_SIZE = 8, 4  # pixels
+
+
+def tiny_vit_config() -> Any:
+    """Configuration of the built-in model of images."""
+    from transformers import ViTConfig
+
+    return ViTConfig(
+        image_size=IMAGE_SIZE,
+        patch_size=PATCH_SIZE,
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        intermediate_size=4 * HIDDEN,
+    )
+
+
+def image_settings() -> dict[str, Any]:
+    """Settings of the built-in model's image processor, as in preprocessor_config.json."""
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": IMAGE_SIZE, "width": IMAGE_SIZE},
+        "resample": 2,  # bilinear
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
 
 
 def tiny_config(task_type: str, max_length: int) -> Any:

@@ -1,11 +1,13 @@
 """Transforms of training episodes: callables on an example or an episode, named `module:name` in flags.
 
     example   (TextExample, rng) -> TextExample      text augmentation
+              (ImageExample, rng) -> ImageExample    image augmentation
     episode   (TextEpisode, rng) -> TextEpisode      label-name prompts, transforms that need all classes
 
-They run in the process that loads the episode, on the texts before they are tokenised; so they must be
-importable. The seed of `rng` is the task's seed and the example's index: augmentation differs between tasks
-and outer steps, and does not depend on the number of loader processes. Held-out episodes are not transformed.
+They run in the process that loads the episode, on the texts before they are tokenised, or on the pixels
+before the image processor; so they must be importable. The seed of `rng` is the task's seed and the
+example's index: augmentation differs between tasks and outer steps, and does not depend on the number of
+loader processes. Held-out episodes are not transformed.
 """
 
 import inspect
@@ -21,7 +23,8 @@ from fmmeta.common.security import import_named
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.encode import encode
-from fmmeta.tasks.data.token_store import digest
+from fmmeta.tasks.data.images import ImageReader, check_array, decode
+from fmmeta.tasks.data.token_store import TokenStore, digest
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.base import Draw, EpisodeRows
 
@@ -40,12 +43,21 @@ class TextExample:
 
 
 @dataclass(frozen=True)
+class ImageExample:
+    """A row of an image model. pixels: uint8 [H, W, 3]. target, label: as in `TextExample`."""
+
+    pixels: np.ndarray
+    target: str
+    label: int
+
+
+@dataclass(frozen=True)
 class TextEpisode:
-    """An episode as text. classes: name of each label, empty for causal_lm."""
+    """An episode as text or images. classes: name of each label, empty for causal_lm."""
 
     task: Task
-    support: list[TextExample]
-    query: list[TextExample]
+    support: list[Any]
+    query: list[Any]
     classes: tuple[str, ...]
 
 
@@ -104,11 +116,7 @@ class Transforms:
         """The transformed and tokenised episode. Raises `UsageError` naming a transform that fails."""
         draw.store.check()
         sets = [
-            [
-                TextExample(draw.store.text("input", row), draw.store.text("target", row), label)
-                for row, label in rows
-            ]
-            for rows in (draw.support, draw.query)
+            [as_example(draw.store, row, label) for row, label in rows] for rows in (draw.support, draw.query)
         ]
         for part, rows in enumerate(sets):
             for index in range(len(rows)):
@@ -122,10 +130,14 @@ class Transforms:
         support, query = (self._encode(rows, len(draw.classes)) for rows in (episode.support, episode.query))
         return EpisodeRows(draw.task, support, query, draw.classes)
 
-    def _encode(self, rows: Sequence[TextExample], classes: int) -> list[Example]:
-        examples = encode(
-            self.tokenizer, self.config, [row.text for row in rows], [row.target for row in rows]
-        )
+    def _encode(self, rows: Sequence[Any], classes: int) -> list[Example]:
+        if isinstance(self.tokenizer, ImageReader):
+            reader = self.tokenizer
+            examples = [Example([0], -1, values={"pixel_values": reader.prepare(row.pixels)}) for row in rows]
+        else:
+            examples = encode(
+                self.tokenizer, self.config, [row.text for row in rows], [row.target for row in rows]
+            )
         if not classes:
             return examples
         if any(not 0 <= row.label < classes for row in rows):
@@ -134,6 +146,14 @@ class Transforms:
                 f" is none of the episode's {classes} classes; leave labels alone"
             )
         return [replace(example, labels=row.label) for example, row in zip(examples, rows, strict=True)]
+
+
+def as_example(store: TokenStore, row: int, label: int) -> TextExample | ImageExample:
+    """A row as transforms see it. Raises `UsageError` and `OSError` for an image that cannot be read."""
+    target = store.text("target", row)
+    if store.images is None:
+        return TextExample(store.text("input", row), target, label)
+    return ImageExample(decode(store.image(row)), target, label)
 
 
 def transformed(name: str, transform: Callable[..., Any], value: Any, seed: Sequence[int]) -> Any:
@@ -148,8 +168,12 @@ def transformed(name: str, transform: Callable[..., Any], value: Any, seed: Sequ
         raise UsageError(
             f"transform {name} returned {type(made).__name__} for a {type(value).__name__}; return one"
         )
-    examples = [made] if isinstance(made, TextExample) else [*made.support, *made.query]
-    if not all(isinstance(example.text, str) and example.text for example in examples):
+    examples = [*made.support, *made.query] if isinstance(made, TextEpisode) else [made]
+    for example in examples:
+        if isinstance(example, ImageExample):
+            check_array(example.pixels, f"transform {name} left pixels")
+    texts = [example for example in examples if isinstance(example, TextExample)]
+    if not all(isinstance(example.text, str) and example.text for example in texts):
         raise UsageError(f"transform {name} left an example without text; return it as it was instead")
     return made
 

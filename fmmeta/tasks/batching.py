@@ -1,11 +1,11 @@
-"""Tokenised examples, and sets of them split into this rank's micro-batches.
+"""Tokenised (or otherwise encoded) examples, and sets of them split into this rank's micro-batches.
 
 A set (support or query) is split over the ranks of a group so that every rank gets the same number of
 micro-batches, rows of similar length are together, and the weights make the losses add up to the mean over
 the whole set. Sets of several tasks are joined where their rows go through a model together.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
 from typing import Any, TypeVar
@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+from fmmeta.common.errors import UsageError
 
 T = TypeVar("T")
 IGNORE = -100  # no loss is taken at this label
@@ -27,11 +29,15 @@ class Example:
     """One row: its tokens, and its class or (causal_lm) one label per token, IGNORE on the prompt.
 
     position_ids: of several rows that share a sequence (`pack`), each from 0; empty for a single row.
+    values: inputs that are no tokens, by name: tensors of the same shape in every row, such as pixel_values;
+    with --collate_fn the columns of the row too. Such a row has one entry in `input_ids`, which no model
+    reads: it counts as one token.
     """
 
     input_ids: Sequence[int]
     labels: int | Sequence[int]
     position_ids: Sequence[int] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def label_tokens(self) -> int:
@@ -44,7 +50,8 @@ class MicroBatch:
 
     inputs: keyword arguments of the model, the first dimension of each is B: input_ids [B, T], and
     attention_mask [B, T] (0 on padding) or, where rows share a sequence, position_ids [B, T], which are 0 at
-    the first token of each row and nowhere else.
+    the first token of each row and nowhere else; of images pixel_values [B, 3, H, W]; with --collate_fn what
+    it returns, possibly nested in dictionaries, lists and tuples.
     labels: class per row [B], or token per position [B, T] with IGNORE where no loss is taken.
     weights [B]: 1 / (rows or label tokens of the whole set), or of a class over the sum of those of all rows;
     0 for a row that only fills the batch.
@@ -52,7 +59,7 @@ class MicroBatch:
     tokens: of the rows with a weight, without padding.
     """
 
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Any]
     labels: Tensor
     weights: Tensor
     classes: int = 0
@@ -69,10 +76,21 @@ class MicroBatch:
     def _each(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
         return replace(
             self,
-            inputs={name: change(tensor) for name, tensor in self.inputs.items()},
+            inputs=map_tensors(self.inputs, change),
             labels=change(self.labels),
             weights=change(self.weights),
         )
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The value with each tensor changed, in dictionaries, lists and tuples too."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(one, change) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(one, change) for one in value)
+    return value
 
 
 class SupportSet(list[MicroBatch]):
@@ -142,6 +160,7 @@ class Batcher:
     pack: function from rows (longest first) and a minimum number of sequences to packed sequences, which then
     count as rows. max_tokens: largest number of tokens of a micro-batch of several rows, with padding; 0: no
     limit. support_batch_size, inner_steps: of the samples of a support set; 0: inner steps use all of it.
+    collate_fn: makes the inputs of rows; None: they are padded or stacked.
     """
 
     pad_token_id: int
@@ -152,6 +171,7 @@ class Batcher:
     max_tokens: int = 0
     support_batch_size: int = 0
     inner_steps: int = 0
+    collate_fn: Callable[[Sequence[Example]], dict[str, Any]] | None = None
 
     def split_support(
         self,
@@ -190,7 +210,8 @@ class Batcher:
             parts = [ordered[a:b] for a, b in pairwise(bounds)]
         batches = []
         for part in parts[self.group_rank :: self.group_size]:
-            batch = collate(part or ordered[-1:], 1 / total if part else 0.0, self.pad_token_id, classes)
+            rows, weight = part or ordered[-1:], 1 / total if part else 0.0
+            batch = collate(rows, weight, self.pad_token_id, classes, self.collate_fn)
             if class_weights:
                 batch.weights *= torch.tensor(class_weights)[batch.labels]
             batches.append(batch)
@@ -221,10 +242,23 @@ def cut_by_tokens(rows: Sequence[Example], most: int, tokens: int, multiple: int
     return runs
 
 
-def collate(rows: Sequence[Example], weight: float, pad_token_id: int, classes: int = 0) -> MicroBatch:
-    """Pad rows on the right to the longest of them."""
-    inputs = {"input_ids": pad_right([row.input_ids for row in rows], pad_token_id)}
-    if rows[0].position_ids:
+def collate(
+    rows: Sequence[Example],
+    weight: float,
+    pad_token_id: int,
+    classes: int = 0,
+    collate_fn: Callable[[Sequence[Example]], dict[str, Any]] | None = None,
+) -> MicroBatch:
+    """Pad the tokens of rows on the right to the longest of them, or stack their other inputs.
+
+    Raises `UsageError` for inputs of different shapes.
+    """
+    inputs: dict[str, Any] = {"input_ids": pad_right([row.input_ids for row in rows], pad_token_id)}
+    if collate_fn is not None:
+        inputs = collate_fn(rows)
+    elif rows[0].values:
+        inputs = {name: stack(name, [row.values[name] for row in rows]) for name in rows[0].values}
+    elif rows[0].position_ids:
         inputs["position_ids"] = pad_right([row.position_ids for row in rows], PADDING["position_ids"])
     else:
         inputs["attention_mask"] = pad_right([[1] * len(row.input_ids) for row in rows], 0)
@@ -236,6 +270,17 @@ def collate(rows: Sequence[Example], weight: float, pad_token_id: int, classes: 
         classes,
         sum(len(row.input_ids) for row in rows) if weight else 0,
     )
+
+
+def stack(name: str, tensors: Sequence[Tensor]) -> Tensor:
+    """The inputs of rows as one tensor [B, ...]. Raises `UsageError` for different shapes."""
+    shapes = sorted({tuple(tensor.shape) for tensor in tensors})
+    if len(shapes) > 1:
+        raise UsageError(
+            f"{name} of a micro-batch have the shapes {list(shapes[0])} and {list(shapes[-1])}; let the image"
+            " processor resize images to one size, or use --micro_batch_size 1"
+        )
+    return torch.stack(list(tensors))
 
 
 def pad_right(rows: Sequence[Sequence[int]], value: int) -> Tensor:
@@ -275,7 +320,9 @@ def pad_to_same_shape(sets: Sets) -> list[list[MicroBatch]]:
             for batch, own in zip(each, sets, strict=True)
         ]
         rows = max(len(batch.weights) for batch in present)
-        tokens = max(batch.inputs["input_ids"].shape[1] for batch in present)
+        tokens = max(
+            batch.inputs["input_ids"].shape[1] if "input_ids" in batch.inputs else 0 for batch in present
+        )
         for own, batch in zip(found, present, strict=True):
             own.append(widen(batch, rows, tokens))
     return found

@@ -27,11 +27,17 @@ Each class has equally many texts of each mark, so every kind is equally frequen
 the marks the support set holds no information, whatever the features. No query holds a mark, so the effect of
 a mark on a text is learned only through the gradient of the support set: the first-order gradient of MAML is
 zero for the marks (docs/algorithms.md).
+
+`digits`: scikit-learn's 1,797 images of handwritten digits, 8 x 8 pixels, as arrays (no file, no network, no
+Pillow). Classes 0 to 3 are for training, 4 to 6 for validation, 7 to 9 for the test.
 """
 
 import random
 import string
 from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
@@ -164,6 +170,11 @@ def check_episodes(name: str, config: Config) -> None:
     refuse_first(
         [
             (
+                causal and name == "digits",
+                "dataset=digits has classes of images and no answers, and task_type=causal_lm; use"
+                " classification, or dataset=words",
+            ),
+            (
                 causal and name == "marks",
                 "dataset=marks has classes and no answers, and task_type=causal_lm; use classification, or"
                 " dataset=words",
@@ -202,6 +213,20 @@ def marks() -> tuple[list[Row], dict[str, list[str]]]:
                         )
                     )
     return rows, splits
+
+
+def digits() -> tuple[list[Row], dict[str, list[str]]]:
+    """Return the rows (image uint8 [8, 8], label) and the classes of each split."""
+    from sklearn.datasets import load_digits
+
+    found: Any = load_digits()
+    images = np.rint(found.images * (255 / found.images.max())).astype(np.uint8)
+    rows = [
+        Row({"image": image, "label": str(label), "stratum": "digits"}, f"digits:{number}")
+        for number, (image, label) in enumerate(zip(images, found.target, strict=True), 1)
+    ]
+    begins = {"train": range(4), "valid": range(4, 7), "test": range(7, 10)}
+    return rows, {split: list(map(str, classes)) for split, classes in begins.items()}
 
 
 def texts(rng: random.Random, kind: list[str], mark: str, count: int) -> list[str]:

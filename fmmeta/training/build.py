@@ -51,6 +51,7 @@ from fmmeta.planning.memory import (
 from fmmeta.reliability.checks import check_replicas
 from fmmeta.tasks.augment import Transforms
 from fmmeta.tasks.batching import Batcher, pack
+from fmmeta.tasks.collate import Collate, structure_of
 from fmmeta.tasks.data.encode import make_prompt
 from fmmeta.tasks.data.rows import Row
 from fmmeta.tasks.data.splits import UsedSplits
@@ -61,6 +62,7 @@ from fmmeta.tasks.sources.base import TaskSource, stratum_shares
 from fmmeta.tasks.sources.load import Sources, load_sources
 from fmmeta.training.run_folder import settings_of
 
+TRIED = 8  # tasks, one of which --collate_fn is tried with
 Notice = Callable[..., None]
 """Logs a line, or several as one."""
 
@@ -76,6 +78,7 @@ class RunInputs:
     deepspeed: DeepSpeedSettings
     trained: list[UsedSplits]  # splits that the model was trained with before
     layer_costs: list[float] | None = None  # seconds of each layer, if stages are balanced by time
+    collate: Collate | None = None  # makes the inputs of rows, with --collate_fn
 
     @cached_property
     def resolved(self) -> dict[str, Any]:
@@ -85,6 +88,7 @@ class RunInputs:
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "transforms_fingerprint": self.transforms.fingerprint if self.transforms else "",
             "class_weights_fingerprint": digest(weights) if (weights := self.sources.class_weights) else "",
+            "collate_fingerprint": self.collate.fingerprint if self.collate else "",
         }
 
     def settings(self, config: Config) -> dict[str, Any]:
@@ -154,7 +158,10 @@ def read_inputs(
         raise UsageError(
             f"dataset={names} is not the same on every rank ({len(fingerprints)} versions); share one copy"
         )
-    inputs = RunInputs(description, tokenizer, sources, transforms, deepspeed, trained)
+    with world.comm.raise_on_all("trying collate_fn"):
+        collate = tried_collate(config, sources.train)
+    check_same_inputs(collate, world)
+    inputs = RunInputs(description, tokenizer, sources, transforms, deepspeed, trained, collate=collate)
     if config.pipeline_balance == "time":
         inputs.layer_costs = measure_layers(config, inputs, world)
     return inputs
@@ -183,6 +190,38 @@ def tried_transforms(config: Config, tokenizer: Any, source: TaskSource) -> Tran
             f"{' and '.join(named)} did not return the first episode within {flag}={limit:g} s; fix it, or"
             f" raise --{flag}"
         ) from None
+
+
+def tried_collate(config: Config, source: TaskSource) -> Collate | None:
+    """The function of --collate_fn with the structure of its inputs for the first episode that can be read.
+
+    Raises `UsageError`. Local.
+    """
+    collate = Collate.of(config)
+    if collate is None:
+        return None
+    for task in Schedule(source.items, TRIED, config.seed).meta_batch(0):
+        try:
+            rows = source.draw(task).episode().support
+        except (UsageError, OSError):
+            if config.on_bad_task == "raise":
+                raise
+            continue
+        return replace(collate, structure=json.dumps(structure_of(collate(rows))))
+    raise UsageError(f"dataset={' '.join(config.dataset)}: none of {TRIED} tasks can be read; fix the data")
+
+
+def check_same_inputs(collate: Collate | None, world: World) -> None:
+    """Raise `UsageError` on all ranks if --collate_fn returns other keys on one. Collective: world."""
+    if collate is None:
+        return
+    found = [part.decode() for part in world.comm.gather_bytes(collate.structure.encode())]
+    for rank, one in enumerate(found):
+        if one != found[0]:
+            raise UsageError(
+                f"collate_fn={collate.name} returns {found[0]} on rank 0 and {one} on rank {rank}, for the"
+                " same rows; return the same keys on all ranks"
+            )
 
 
 def measure_layers(config: Config, inputs: RunInputs, world: World) -> list[float]:
@@ -368,7 +407,7 @@ def prompt_builder(inputs: RunInputs) -> Prompted:
 def batcher(config: Config, inputs: RunInputs, coordinates: GroupCoordinates) -> Batcher:
     """Splits a task's rows over the data ranks of a group, in micro-batches for every stage."""
     return Batcher(
-        inputs.description.hf_config.pad_token_id,
+        inputs.description.pad_token_id,
         micro_batch_rows(config, coordinates.data),
         coordinates.data_rank,
         coordinates.data,
@@ -376,4 +415,5 @@ def batcher(config: Config, inputs: RunInputs, coordinates: GroupCoordinates) ->
         config.max_tokens_per_micro_batch,
         config.support_batch_size,
         2 * config.inner_steps,  # the final table also tries twice as many
+        inputs.collate,
     )

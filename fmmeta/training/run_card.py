@@ -31,7 +31,8 @@ def card_content(
 ) -> Content:
     """The card of a meta-trained model. adapter: its folder holds adapters and not a whole model."""
     spec, classes = find(config.algorithm), config.task_type == "classification"
-    learns = "text classification" if classes else "text generation"
+    kind = "image" if description.images else "text"
+    learns = f"{kind} classification" if classes else "text generation"
     shots = f"{config.k_shot} examples{' per class' if classes else ''}"
     summary = f"This model learns a new {learns} task from a few examples. It was meta-trained with fmmeta."
     if spec.trains_nothing:
@@ -60,16 +61,17 @@ def card_content(
         base=config.model_name_or_path,
         config=config,
         pooling=description.pooling,
+        images=description.images,
         adapter=adapter,
         summary=summary,
         facts=facts,
         dataset=[] if spec.trains_nothing else config.dataset,
-        results=results(config, data, compared) if compared else [],
+        results=results(config, data, compared, kind) if compared else [],
         scores=scores(compared, episodes, not spec.trains_nothing, spec.in_prompt) if compared else None,
     )
 
 
-def results(config: Config, data: Sequence[str], compared: Compared) -> list[EvalResult]:
+def results(config: Config, data: Sequence[str], compared: Compared, kind: str = "text") -> list[EvalResult]:
     """The accuracy and the loss after adaptation, for the metadata of a card."""
     classes = config.task_type == "classification"
     in_prompt = find(config.algorithm).in_prompt
@@ -81,7 +83,7 @@ def results(config: Config, data: Sequence[str], compared: Compared) -> list[Eva
         if math.isfinite(mean):
             found.append(
                 EvalResult(
-                    task_type="text-classification" if classes else "text-generation",
+                    task_type=f"{kind}-classification" if classes else "text-generation",
                     task_name=f"{f'{config.n_way}-way ' if classes else ''}{config.k_shot}-shot learning",
                     dataset_type=printable(", ".join(data)),
                     dataset_name=printable(", ".join(data)),

@@ -87,7 +87,7 @@ def test_lower_bounds(name, least):
     [
         ("n_way", "5", ("n_way='5'", "give one")),
         ("n_way", 5.0, ("n_way=5.0", "give one")),
-        ("n_way", None, ("n_way=None", "give one")),
+        ("k_shot", None, ("k_shot=None", "give one")),
         ("inner_lr", "0.1", ("inner_lr='0.1'", "give one")),
         ("packing", 1, ("packing=1", "give one")),
         ("k_shot", True, ("k_shot=True", "give one")),

@@ -16,10 +16,13 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
+from torch import Tensor
+
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import counted, shortened
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import IGNORE, Example
+from fmmeta.tasks.data.images import EncodedImage, ImageReader
 
 PLAIN = "Input: {input}\nOutput: {output}"
 MARK = "<<the answer>>"  # stands for an answer while a chat template is analysed
@@ -116,11 +119,23 @@ def chat_prompt(tokenizer: Any) -> Prompt:
 LONGEST_TOKEN = 64  # characters: texts are cut to max_length of these before they are tokenised
 
 
-def encode(tokenizer: Any, config: Config, inputs: Sequence[str], targets: Sequence[str]) -> list[Example]:
-    """Examples of (input, output) pairs for causal_lm; else of texts, whose label -1 the caller replaces."""
+def encode(tokenizer: Any, config: Config, inputs: Sequence[Any], targets: Sequence[str]) -> list[Example]:
+    """Examples of (input, output) pairs for causal_lm; else of texts, or of images (`EncodedImage`) for an
+    `ImageReader`, whose label -1 the caller replaces.
+    """
+    if isinstance(tokenizer, ImageReader):
+        return [Example([0], -1, values={"pixel_values": read_image(tokenizer, image)}) for image in inputs]
     if config.task_type == "causal_lm":
         return encode_pairs(tokenizer, inputs, targets, config.max_length, config.prompt_template)
     return [Example(ids, -1) for ids in encode_texts(tokenizer, inputs, config.max_length)]
+
+
+def read_image(reader: ImageReader, image: EncodedImage) -> Tensor:
+    """The pixels of an image, fp32 [3, H, W]. Raises `UsageError`, also for a file that cannot be read."""
+    try:
+        return reader.read(image)
+    except OSError as error:
+        raise UsageError(f"{image.where} cannot be read ({error.strerror}); fix or remove it") from None
 
 
 def full_rows(config: Config, lengths: Sequence[int]) -> str:

@@ -1,4 +1,5 @@
-"""Rows of a data set, and their columns by role: text and class, or input and output, task and stratum.
+"""Rows of a data set, and their columns by role: text or image and class, or input and output, task and
+stratum.
 
 Data sets are local .jsonl, .csv and .parquet files (.gz too), folders of them, or hub ids. Local files are
 read line by line, so that an error names the file and the line. Errors are passed to `bad`, which raises or
@@ -7,6 +8,7 @@ counts them; reading continues after a bad line if the start of the next one is 
 
 import csv
 import gzip
+import hashlib
 import inspect
 import io
 import json
@@ -23,8 +25,9 @@ from typing import Any, NoReturn, cast
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import GIB, Bounded, import_named, inside, one_line
-from fmmeta.common.text import shortened
+from fmmeta.common.text import shortened, to_json
 from fmmeta.config.settings import Config
+from fmmeta.tasks.data.images import EncodedImage, encoded_image, image_folder
 
 MOST_GIB = 16.0  # default bound on the unpacked size of a compressed file
 ENDINGS = (".jsonl", ".csv", ".parquet")
@@ -40,10 +43,11 @@ Bad = Callable[[UsageError], None]
 
 @dataclass(frozen=True)
 class Row:
-    """Values by column, and their origin (`file:line`)."""
+    """Values by column, their origin (`file:line`), and the folder where relative paths of images begin."""
 
     values: dict[str, Any]
     origin: str
+    folder: Path | None = None
 
 
 def refuse(error: UsageError) -> NoReturn:
@@ -93,6 +97,15 @@ def read_file(path: Path, bad: Bad = refuse, most_gib: float = MOST_GIB) -> list
     return rows
 
 
+def image_rows(dataset: str) -> list[Row]:
+    """The images of a folder, as rows; none for any other data set. Raises `UsageError`."""
+    root = Path(dataset)
+    return [
+        Row({"image": str(path.relative_to(root)), "label": label, "stratum": stratum}, str(path), root)
+        for path, label, stratum in image_folder(dataset)
+    ]
+
+
 def unpacked(path: Path, most_gib: float) -> io.BufferedReader:
     return io.BufferedReader(Bounded(cast("io.BufferedIOBase", gzip.open(path, "rb")), path, most_gib))
 
@@ -107,7 +120,7 @@ def jsonl(path: Path, file: io.BufferedReader) -> Iterator[Row | UsageError]:
             yield UsageError(f"{path}:{number} is not a line of JSON ({error}); fix the line")
         else:
             if isinstance(values, dict):
-                yield Row(values, f"{path}:{number}")
+                yield Row(values, f"{path}:{number}", path.parent)
             else:
                 yield UsageError(f'{path}:{number} is no JSON object; write {{"text": ..., "label": ...}}')
 
@@ -125,7 +138,7 @@ def csv_rows(path: Path, file: io.BufferedReader) -> Iterator[Row | UsageError]:
                     f"{path}:{reader.line_num} has another number of fields than the header; fix the line"
                 )
             elif cells:
-                yield Row(dict(zip(header, cells, strict=True)), f"{path}:{reader.line_num}")
+                yield Row(dict(zip(header, cells, strict=True)), f"{path}:{reader.line_num}", path.parent)
             done = reader.line_num
     except (csv.Error, UnicodeDecodeError) as error:  # the start of the next row is not known
         line = done + 1 if isinstance(error, csv.Error) else reader.line_num + 1
@@ -149,7 +162,7 @@ def parquet(path: Path, file: io.BufferedReader, most_gib: float) -> Iterator[Ro
         yield UsageError(f"{path} is not a parquet file ({error}); fix or remove it")
         return
     for number, values in enumerate(rows, 1):
-        yield Row(values, f"{path}:{number}")
+        yield Row(values, f"{path}:{number}", path.parent)
 
 
 @cache
@@ -207,9 +220,12 @@ def open_hub(dataset: str, config_name: str | None, split: str = "train", revisi
 
 
 def hub_rows(dataset: str, split: str, part: Any) -> list[Row]:
-    """Rows of a split; class ids become names."""
+    """Rows of a split; class ids become names, and images stay encoded."""
     import datasets
 
+    for column, feature in part.features.items():
+        if isinstance(feature, datasets.Image):
+            part = part.cast_column(column, datasets.Image(decode=False))
     names = {
         column: feature.int2str
         for column, feature in part.features.items()
@@ -294,6 +310,7 @@ def rows_in_memory(data: Any, config: Config) -> list[Row]:
 TEXT, LABEL = ("text", "sentence", "utterance"), ("label", "intent", "class")
 USUAL = {  # names that are recognised
     "text_column": TEXT,
+    "image_column": ("image", "img", "text"),  # the last one is that of pairs
     "label_column": LABEL,
     "stratum_column": ("stratum", "category", "domain"),
     "task_column": ("task",),
@@ -314,6 +331,13 @@ class Table:
     input: list[str]  # text or input
     target: list[str]  # class or output
     options: list[list[str]] = field(default_factory=list)  # causal_lm: answers to choose from; [] without
+    image: list[EncodedImage] = field(default_factory=list)  # of image models; `input` has their names
+    values: list[str] = field(default_factory=list)  # with --collate_fn: all columns of a row, as JSON
+
+    @property
+    def encodable(self) -> Sequence[Any]:
+        """What a model reads: texts, or images."""
+        return self.image or self.input
 
 
 def tabulate(
@@ -324,15 +348,18 @@ def tabulate(
     bad: Bad = refuse,
     one_task: bool = False,
     unique: bool = True,
+    images: bool = False,
 ) -> Table:
     """Choose the columns of data set `name`, check that every row fills them, and drop duplicate rows.
 
     one_task: the rows are one task; columns of tasks and strata are ignored. unique: False keeps duplicates.
+    images: whether the inputs are images. With --collate_fn, rows need neither a text nor an image.
     """
     names = sorted({column for row in rows for column in row.values})
-    causal = config.task_type == "causal_lm"
+    causal, collated = config.task_type == "causal_lm", config.collate_fn is not None
+    input_column = "input_column" if causal else "image_column" if images else "text_column"
     columns = {
-        "input": pick(name, config, names, "input_column" if causal else "text_column"),
+        "input": pick(name, config, names, input_column, required=not collated),
         "target": pick(name, config, names, "output_column" if causal else "label_column"),
     }
     stratum_of = None
@@ -343,10 +370,18 @@ def tabulate(
             columns["stratum"] = pick(name, config, names, "stratum_column", required=False)
     found: dict[Any, dict[str, str]] = {}
     options: dict[Any, list[str]] = {}
-    wrong = 0
+    encoded: dict[Any, EncodedImage] = {}
+    wrong, image = 0, columns["input"] if images else None
+    if images:
+        del columns["input"]
     for number, row in enumerate(rows):
         try:
             values = {role: cell(row, column) for role, column in columns.items() if column}
+            if image:
+                values["input"], data = encoded_image(row.values.get(image), image, row.origin, row.folder)
+            if collated:
+                values["values"] = as_json({key: one for key, one in row.values.items() if key != image})
+                values.setdefault("input", hashlib.sha256(values["values"].encode()).hexdigest()[:32])
             choices = options_of(row, values["target"]) if causal else []
         except UsageError as error:
             bad(error)
@@ -354,9 +389,12 @@ def tabulate(
         else:
             if stratum_of is not None:
                 values["stratum"] = stratum_of(row)
-            key = (values.get("task"), values["input"], values["target"]) if unique else number
+            key: Any = (*(values.get(role) for role in ("task", "input", "target", "values")),)
+            key = key if unique else number
             found.setdefault(key, values)
             options.setdefault(key, choices)
+            if image:
+                encoded.setdefault(key, data)
     if duplicates := len(rows) - len(found) - wrong:
         notice(f"{duplicates} of {len(rows)} rows repeat another one and are left out")
     return Table(
@@ -366,7 +404,14 @@ def tabulate(
         [values["input"] for values in found.values()],
         [values["target"] for values in found.values()],
         [*options.values()],
+        [*encoded.values()],
+        [values["values"] for values in found.values() if collated],
     )
+
+
+def as_json(values: dict[str, Any]) -> str:
+    """The columns of a row; arrays become lists, and other objects their text."""
+    return to_json(values, default=lambda one: one.tolist() if hasattr(one, "tolist") else str(one))
 
 
 def pick(

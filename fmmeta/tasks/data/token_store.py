@@ -23,7 +23,9 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import publish
 from fmmeta.config.settings import KEYED, Config
+from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.encode import encode, full_rows
+from fmmeta.tasks.data.images import EncodedImage, ImageReader
 from fmmeta.tasks.data.rows import (
     Bad,
     Row,
@@ -50,11 +52,12 @@ OF_TOKENIZER = (
 class TokenStore:
     """Rows by number. Tokens, labels and texts are read from disk when they are needed.
 
-    table: columns `input_ids`, `labels` and those of `columns.Table`.
+    table: columns `input_ids`, `labels` and those of `rows.Table`; of images `image`, their bytes or null,
+    and `image_where`. images: reads them, None for texts.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.bytes = path, path.stat().st_size
+    def __init__(self, path: Path, images: ImageReader | None = None) -> None:
+        self.path, self.bytes, self.images = path, path.stat().st_size, images
         self.table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
         facts = json.loads((self.table.schema.metadata or {})[b"fmmeta"])
         self.notes: list[str] = facts["notes"]
@@ -65,7 +68,7 @@ class TokenStore:
         return self.table.num_rows
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenStore, (self.path,)  # another process maps the file for itself
+        return TokenStore, (self.path, self.images)  # another process maps the file for itself
 
     def check(self) -> None:
         """Raise `OSError` if the size of the file has changed: reading a mapping past its end would kill the
@@ -89,6 +92,24 @@ class TokenStore:
     def labels(self, row: int) -> list[int]:
         """One label per token (causal_lm); empty for classification."""
         return self.table["labels"][row].values.to_numpy().tolist()
+
+    def image(self, row: int) -> EncodedImage:
+        return EncodedImage(self.text("image_where", row), self.table["image"][row].as_py())
+
+    def values(self, row: int) -> dict[str, Any]:
+        """The columns of a row, with --collate_fn; empty without."""
+        return json.loads(self.text("values", row)) if "values" in self.table.column_names else {}
+
+    def example(self, row: int, label: int | None = None) -> Example:
+        """A row with its inputs, and with `label` or the labels of its tokens.
+
+        Raises `UsageError` for an image that cannot be decoded, and `OSError` for a file that cannot be read.
+        """
+        values = self.values(row)
+        if "image" in self.table.column_names and self.images is not None:
+            values["pixel_values"] = self.images.read(self.image(row))
+        labels = self.labels(row) if label is None else label
+        return Example(self.input_ids(row), labels, values=values)
 
     def lengths(self) -> np.ndarray:
         """Tokens of every row."""
@@ -114,16 +135,20 @@ def prepare(
         settings["chat_template"] = tokenizer.get_chat_template()
     if stratifier(config) is not None and not one_task:
         settings["stratify_by"] = [config.stratify_by, module_source(config.stratify_by)]
-    key = digest([FORMAT, content, tokenizer_print(tokenizer), settings, one_task])
+    if config.collate_fn is not None:
+        settings["collate_fn"] = True
+    images = tokenizer if isinstance(tokenizer, ImageReader) else None
+    where = str(Path(name).absolute()) if images and Path(name).exists() else ""  # paths are stored
+    key = digest([FORMAT, content, where, tokenizer_print(tokenizer), settings, one_task])
     path = cache_folder() / f"{key}.arrow"
     try:
-        store = TokenStore(path)
+        store = TokenStore(path, images)
     except (pa.ArrowException, OSError, ValueError, KeyError):  # no such file, or a broken one
         errors, notes = list[UsageError](), list[str]()
         bad = refuse if config.on_bad_task == "raise" else errors.append
         rows = read(bad)
         table = (
-            tabulate(name, rows, config, notes.append, bad, one_task)
+            tabulate(name, rows, config, notes.append, bad, one_task, images=images is not None)
             if rows or not errors
             else Table([], [], [], [], [])
         )
@@ -137,7 +162,7 @@ def prepare(
                 raise UsageError(f"{found} (max_bad_fraction={config.max_bad_fraction})") from None
             notes.append(f"{found}; left out")
         write(path, table, config, tokenizer, notes)
-        store = TokenStore(path)
+        store = TokenStore(path, images)
     for note in store.notes:
         notice(note)
     if config.task_type == "causal_lm" and (message := full_rows(config, store.lengths().tolist())):
@@ -151,14 +176,19 @@ def write(path: Path, table: Table, config: Config, tokenizer: Any, notes: list[
     batches, seen = [], hashlib.sha256(json.dumps([table.unit, table.stratum]).encode())
     for begin in range(0, len(table.input), CHUNK):
         columns = {role: column[begin : begin + CHUNK] for role, column in vars(table).items()}
-        examples = encode(tokenizer, config, columns["input"], columns["target"])
-        pairs = [(example.input_ids, example.labels if causal else []) for example in examples]
+        pairs: list[Any] = [([0], []) for _ in columns["input"]]  # a row that is no text counts as one token
+        if not (table.image or table.values):
+            examples = encode(tokenizer, config, columns["input"], columns["target"])
+            pairs = [(example.input_ids, example.labels if causal else []) for example in examples]
         seen.update(repr(pairs).encode())
+        add_inputs(columns, seen)
         ids, labels = (pa.array(column, tokens) for column in zip(*pairs, strict=True))
         columns["options"] = pa.array(columns["options"], pa.list_(pa.string()))
         batches.append(pa.record_batch({"input_ids": ids, "labels": labels, **columns}))
     if config.task_type == "classification" and table.task[0]:
         seen.update(json.dumps(table.target).encode())  # classes; without named tasks they are the units
+    if isinstance(tokenizer, ImageReader):
+        seen.update(tokenizer.fingerprint.encode())
     facts = {"fmmeta": json.dumps({"notes": notes, "fingerprint": seen.hexdigest()})}
     schema = batches[0].schema.with_metadata(facts)
     temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp")
@@ -173,6 +203,18 @@ def write(path: Path, table: Table, config: Config, tokenizer: Any, notes: list[
         raise UsageError(
             f"{path.parent} cannot be written to ({error}); set HF_DATASETS_CACHE to a folder with room"
         ) from None
+
+
+def add_inputs(columns: dict[str, Any], seen: Any) -> None:
+    """Turn images and values into columns of a store, and add what identifies them to the digest `seen`."""
+    images, values = columns.pop("image"), columns.pop("values")
+    if images:
+        columns["image"] = pa.array([one.content for one in images], pa.large_binary())
+        columns["image_where"] = [one.where for one in images]
+        seen.update(json.dumps(columns["input"]).encode())
+    if values:
+        columns["values"] = values
+        seen.update(json.dumps(values).encode())
 
 
 def cache_folder() -> Path:
@@ -207,8 +249,11 @@ def tokenizer_print(tokenizer: Any) -> str:
     """A digest of all that affects a tokenizer's tokens: its settings, and the whole fast tokenizer or the
     files of a slow one.
 
-    The chat template is not part of it: `prepare` adds it where it is used.
+    The chat template is not part of it: `prepare` adds it where it is used. Of images, a digest of the
+    settings of their processor, with which no file is written: another one is other data.
     """
+    if isinstance(tokenizer, ImageReader):
+        return tokenizer.fingerprint
     settings = [
         type(tokenizer).__qualname__,
         *(repr(getattr(tokenizer, name, None)) for name in OF_TOKENIZER),

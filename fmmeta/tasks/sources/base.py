@@ -20,6 +20,7 @@ import numpy as np
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import Example
+from fmmeta.tasks.data.images import decode
 from fmmeta.tasks.data.token_store import TokenStore
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
 
@@ -100,14 +101,20 @@ class Draw:
     query: list[tuple[int, int]]
     classes: tuple[str, ...] = ()  # name of each label, empty for causal_lm
 
+    def check(self) -> None:
+        """Raise `OSError` if a file has changed or cannot be read, `UsageError` for a damaged image."""
+        self.store.check()
+        if self.store.images is not None:
+            for row, _ in (*self.support, *self.query):
+                decode(self.store.image(row))
+
     def episode(self) -> EpisodeRows:
-        """Read the tokens. Raises `OSError` if the store's file has changed."""
+        """Read the tokens, or decode the images. Raises `OSError` if the store's file has changed, and as
+        `TokenStore.example` does.
+        """
         self.store.check()
         support, query = (
-            [
-                Example(self.store.input_ids(row), label if self.classes else self.store.labels(row))
-                for row, label in rows
-            ]
+            [self.store.example(row, label if self.classes else None) for row, label in rows]
             for rows in (self.support, self.query)
         )
         return EpisodeRows(self.task, support, query, self.classes)

@@ -3,6 +3,7 @@
     name -> rows -> columns -> tokens (token_store.py) -> classes or named tasks -> train | valid | test
          -> TaskSource
     tasks/<stratum>/<task>.jsonl      (.csv, .parquet, .gz too) -> FolderSource
+    images/<class>/<image>.png        (or <stratum>/<class>/<image>.png): one row per image
 
 On each node one rank runs this before the others (training/build.py), which then find the finished store.
 
@@ -27,7 +28,18 @@ from fmmeta.common.progress import Warn
 from fmmeta.common.security import inside
 from fmmeta.common.text import counted, nearest, shortened
 from fmmeta.config.settings import Config
-from fmmeta.tasks.data.rows import IN_MEMORY, Bad, Row, data_files, ending, hub_rows, open_hub, read_file
+from fmmeta.tasks.data.images import ImageReader, content_of
+from fmmeta.tasks.data.rows import (
+    IN_MEMORY,
+    Bad,
+    Row,
+    data_files,
+    ending,
+    hub_rows,
+    image_rows,
+    open_hub,
+    read_file,
+)
 from fmmeta.tasks.data.splits import (
     SPLIT_SETTINGS,
     SPLITS,
@@ -52,7 +64,7 @@ from fmmeta.tasks.sources.base import (
     TaskSource,
     short_names,
 )
-from fmmeta.tasks.suites import check_episodes, letters, marks, part_of
+from fmmeta.tasks.suites import check_episodes, digits, letters, marks, part_of
 from fmmeta.tasks.word_suite import words
 
 
@@ -232,7 +244,7 @@ def glance(path: Path, max_length: int) -> tuple[int, float]:
 
 
 Notice = Callable[[str], None]
-SUITES = {"letters": letters, "marks": marks, "words": words}
+SUITES = {"letters": letters, "marks": marks, "words": words, "digits": digits}
 
 
 @dataclass
@@ -393,8 +405,11 @@ def reader_of(
                 f"dataset={IN_MEMORY} stands for rows that were given in Python; use"
                 " MetaTrainer(dataset=...), or name a file"
             )
-        content = json.dumps([row.values for row in rows], sort_keys=True, default=repr)
+        content = json.dumps([row.values for row in rows], sort_keys=True, default=content_of)
         return digest(content), lambda bad: rows
+    if images := image_rows(name):
+        stats = [(row.values["image"], Path(name, row.values["image"]).stat().st_size) for row in images]
+        return digest(stats), lambda bad: images  # the files are not read before an episode needs them
     if (data := data_files(name)) is not None:
         return files_digest(data), lambda bad: [
             row for file in data for row in read_file(file, bad, config.max_file_gib)
@@ -407,9 +422,16 @@ def reader_of(
 def load_suite(name: str, config: Config, tokenizer: Any, notice: Notice) -> Sources:
     """The sources of a generated data set."""
     check_episodes(name, config)
+    if (name == "digits") != isinstance(tokenizer, ImageReader):
+        kinds = ("images", "texts") if name == "digits" else ("texts", "images")
+        raise UsageError(
+            f"dataset={name} holds {kinds[0]}, and model_name_or_path={config.model_name_or_path} reads"
+            f" {kinds[1]}; use a model for {kinds[0]}, or the built-in one by leaving it out"
+        )
     rows, splits = SUITES[name]()
     # part of the key is a digest of the rows, since the generator may change
-    store = prepare(name, digest([row.values for row in rows]), lambda bad: rows, config, tokenizer, notice)
+    content = digest([{key: content_of(value) for key, value in row.values.items()} for row in rows])
+    store = prepare(name, content, lambda bad: rows, config, tokenizer, notice)
     if any(getattr(config, setting) for setting in SPLIT_SETTINGS):
         raise UsageError(
             f"dataset={name} has its own splits; leave --class_splits, --task_splits and --class_split out"

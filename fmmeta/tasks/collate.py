@@ -1,0 +1,95 @@
+"""`--collate_fn`: a function of the user that makes a model's inputs from rows.
+
+    rows of a micro-batch, as dictionaries of their columns --> collate_fn --> {name: tensor [B, ...], or
+                                                                dictionaries, lists and tuples of tensors}
+
+It runs in the process that loads the episode, so it must be importable. Before training all ranks call it
+with the same rows and compare the structure of what it returns (training/build.py); from then on a
+micro-batch of another structure is an error of its task, so that no rank reaches a forward pass that others
+do not reach.
+
+B rows of a micro-batch.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fmmeta.common.errors import UsageError
+from fmmeta.common.security import one_line
+from fmmeta.common.text import shortened
+from fmmeta.config.settings import Config
+from fmmeta.tasks.augment import find, source_of
+from fmmeta.tasks.batching import Example
+from fmmeta.tasks.data.token_store import digest
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Picklable. structure: of the inputs, as `structure_of` describes it; "" while it is not known."""
+
+    name: str
+    function: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    structure: str = ""
+
+    @classmethod
+    def of(cls, config: Config) -> "Collate | None":
+        """The function that the setting names; None without one. Raises `UsageError`."""
+        name = config.collate_fn
+        return None if name is None else cls(name, find("collate_fn", name))
+
+    @property
+    def fingerprint(self) -> str:
+        return digest([self.name, source_of(self.function)])
+
+    def __call__(self, rows: Sequence[Example]) -> dict[str, Any]:
+        """The inputs of rows. Raises `UsageError` if the function fails or returns another structure."""
+        try:
+            inputs = self.function([dict(row.values) for row in rows])
+        except Exception as error:  # code of the user
+            raise UsageError(
+                f"collate_fn={self.name} failed with {type(error).__name__}: {one_line(error)}; fix the"
+                " function"
+            ) from error
+        if not isinstance(inputs, dict) or not all(isinstance(name, str) for name in inputs):
+            raise UsageError(
+                f"collate_fn={self.name} returned {shortened(inputs)}; return a dictionary of the model's"
+                " arguments by name"
+            )
+        for path, tensor in tensors_of(inputs):
+            if not tensor.ndim or len(tensor) != len(rows):
+                raise UsageError(
+                    f"collate_fn={self.name} returned {path} of shape {list(tensor.shape)} for {len(rows)}"
+                    " rows; give every tensor a first dimension of as many rows"
+                )
+        found = json.dumps(structure_of(inputs))
+        if self.structure and found != self.structure:
+            raise UsageError(
+                f"collate_fn={self.name} returned {found}, and {self.structure} for the first episode; return"
+                " the same keys for all rows"
+            )
+        return inputs
+
+
+def structure_of(value: Any) -> Any:
+    """The keys and types of nested inputs, as JSON, in the order of the names."""
+    if isinstance(value, dict):
+        return {str(key): structure_of(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, (list, tuple)):
+        return [structure_of(one) for one in value]
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
+
+
+def tensors_of(value: Any, path: str = "") -> list[tuple[str, Tensor]]:
+    """Each tensor of nested inputs, with its place, such as graph.nodes."""
+    if isinstance(value, Tensor):
+        return [(path, value)]
+    parts: Any = ()
+    if isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, (list, tuple)):
+        parts = enumerate(value)
+    return [found for key, one in parts for found in tensors_of(one, f"{path}.{key}".lstrip("."))]

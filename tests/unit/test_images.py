@@ -1,0 +1,353 @@
+"""Images as inputs: what is read, how it becomes pixels, which models read them, and the commands on them."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import fmmeta
+from fmmeta.cli import main as fmmeta_main
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config
+from fmmeta.models.load import describe, load_learner, load_tokenizer
+from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.process_groups import World
+from fmmeta.tasks.augment import Transforms
+from fmmeta.tasks.batching import Batcher
+from fmmeta.tasks.data.images import (
+    EncodedImage,
+    array_bytes,
+    content_of,
+    decode,
+    encoded_image,
+    image_folder,
+)
+from fmmeta.tasks.loader import LoadEpisode
+from fmmeta.tasks.schedule.meta_batches import Schedule
+from fmmeta.tasks.sources.load import load_sources
+from tests.support.helpers import ROOT, refusal, write_rows
+from tests.support.messages import check_message
+from tests.support.vision import pixels, save_vision, write_images
+
+SHORT = {
+    "n_way": 3,
+    "k_shot": 1,
+    "num_query": 2,
+    "meta_batch_size": 2,
+    "inner_steps": 1,
+    "num_workers": "0",
+    "outer_steps": 2,
+    "eval_episodes": 2,
+}
+
+
+def png(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(array).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory):
+    return save_vision(tmp_path_factory.mktemp("vit"))
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp("images") / "all")
+
+
+def config_of(model, dataset, **settings) -> Config:
+    return Config(**{**SHORT, "model_name_or_path": str(model), "dataset": [str(dataset)], **settings})
+
+
+def opened(config: Config, rows=None) -> Any:
+    """The sources of the data set, as class sources."""
+    description = describe(config)
+    return load_sources(config, load_tokenizer(config, description, print), print, rows=rows)
+
+
+def first_task(source):
+    return Schedule(source.items, 1, 0).meta_batch(0)[0]
+
+
+def test_digits_has_4_3_and_3_classes_and_takes_the_built_in_image_model():
+    config = Config(dataset=["digits"])
+    assert (config.n_way, config.task_type, config.builtin_images) == (3, "classification", True)
+    assert Config().n_way == config.but(dataset=["letters"]).n_way == 5
+    description = describe(config)
+    assert (description.hf_config.model_type, description.images) == ("vit", True)
+    sources = opened(config)
+    assert sources.valid
+    assert sources.test
+    classes = [
+        {name for names in source.tasks.values() for name in names}
+        for source in (sources.train, sources.valid, sources.test)
+    ]
+    assert classes == [set("0123"), set("456"), set("789")]
+    assert len(sources.train.store) == 1797
+    row = sources.train.draw(first_task(sources.train)).episode().support[0]
+    assert row.values["pixel_values"].shape == (3, 8, 8)
+    assert -1 <= float(row.values["pixel_values"].min()) < float(row.values["pixel_values"].max()) <= 1
+
+
+@pytest.mark.parametrize(
+    ("value", "shape"),
+    [
+        (pixels(1, 0), (8, 8, 3)),
+        (pixels(1, 0)[:, :, 0], (8, 8, 3)),
+        (Image.new("L", (5, 4), 7), (4, 5, 3)),
+        (Image.new("RGBA", (5, 4)), (4, 5, 3)),
+        (png(pixels(1, 0)), (8, 8, 3)),
+        ({"bytes": png(pixels(1, 0)), "path": "x.png"}, (8, 8, 3)),
+    ],
+    ids=["array", "grey array", "grey", "transparent", "bytes", "datasets"],
+)
+def test_images_of_each_kind_become_rgb(value, shape):
+    _, image = encoded_image(value, "image", "rows[0]", None)
+    found = decode(image)
+    assert found.shape == shape
+    assert found.dtype == np.uint8
+
+
+def test_values_that_are_no_images_are_refused(tmp_path):
+    for value in ("", None, 3, [1], b"", {"bytes": None, "path": None}):
+        check_message(refusal(encoded_image, value, "image", "rows.jsonl:3", None), "which is no image")
+    text = refusal(encoded_image, np.zeros((2, 2)), "image", "rows[1]", None)
+    check_message(text, "rows[1]", "float64", "give uint8")
+    (tmp_path / "outside.png").write_bytes(png(pixels(0, 0)))
+    (tmp_path / "data").mkdir()
+    text = refusal(encoded_image, "../outside.png", "image", "rows.jsonl:1", tmp_path / "data")
+    check_message(text, "../outside.png", "copy the image")
+
+
+def test_damaged_files_are_refused_by_name_and_pickles_are_never_read(tmp_path):
+    class Harm:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "harmed"), "w"))
+
+    file = io.BytesIO()
+    np.save(file, np.array([Harm()], dtype=object), allow_pickle=True)
+    good = png(pixels(0, 0))
+    contents = {
+        "text": b"no image",
+        "cut": good[: len(good) // 2],
+        "pickle": file.getvalue(),
+        "cut array": array_bytes(pixels(0, 0))[:100],
+    }
+    for name, content in contents.items():
+        check_message(
+            refusal(decode, EncodedImage(f"{name}.png", content)), f"{name}.png", "fix or remove it"
+        )
+    assert not (tmp_path / "harmed").exists()
+    with pytest.raises(FileNotFoundError):
+        decode(EncodedImage(str(tmp_path / "none.png")))
+
+
+def test_pixels_of_the_models_size_are_those_of_its_image_processor(tmp_path):
+    reader = load_tokenizer(
+        config := config_of(save_vision(tmp_path / "vit"), "letters"), describe(config), print
+    )
+    array = pixels(2, 1)
+    own, of_transformers = reader.prepare(array), reader.processor(images=[array], return_tensors="pt")
+    torch.testing.assert_close(own, of_transformers["pixel_values"][0])
+    larger = reader.prepare(pixels(2, 1, size=20))
+    assert larger.shape == (3, 8, 8)
+    check_message(refusal(replace(reader, processor=None).prepare, pixels(2, 1, 20)), "20 x 20", "vision]")
+    copy = pickle.loads(pickle.dumps(reader))
+    assert torch.equal(copy.prepare(pixels(2, 1, 20)), larger)
+
+
+def test_folders_files_bytes_and_data_sets_give_the_same_rows(images, vit, tmp_path):
+    found = image_folder(str(images))
+    assert [path.name for path, label, _ in found if label == "c01"] == [f"{n}.png" for n in range(8)]
+    rows = [{"image": str(path.relative_to(images)), "label": label} for path, label, _ in found]
+    for row in rows:
+        (tmp_path / row["image"]).parent.mkdir(exist_ok=True)
+        (tmp_path / row["image"]).write_bytes((images / row["image"]).read_bytes())
+    paths = write_rows(tmp_path / "rows.jsonl", rows)
+    stored = [{"picture": path.read_bytes(), "label": label} for path, label, _ in found]
+    parquet = write_rows(tmp_path / "rows.parquet", stored)
+    data = datasets.Dataset.from_dict(
+        {"image": [str(path) for path, _, _ in found], "label": [label for _, label, _ in found]}
+    ).cast_column("image", datasets.Image())
+    trainer = fmmeta.MetaTrainer(config_of(vit, "letters").but(dataset=["letters"]), dataset=data)
+    config, in_memory = trainer._read_objects(World(Launch(), torch.device("cpu")))
+    sources = [
+        opened(config_of(vit, images)),
+        opened(config_of(vit, paths)),
+        opened(config_of(vit, parquet, image_column="picture")),
+        opened(config, in_memory),
+    ]
+    tables = [
+        {
+            store.text("input", row): (
+                store.text("target", row),
+                store.example(row, 0).values["pixel_values"],
+            )
+            for row in range(len(store))
+        }
+        for store in (one.train.store for one in sources)
+    ]
+    assert [len(table) for table in tables] == [120] * 4
+    assert tables[0].keys() == tables[1].keys()
+    digests = [sorted((label, content_of(x.numpy())) for label, x in table.values()) for table in tables]
+    assert digests[0] == digests[1] == digests[2] == digests[3]
+
+
+def test_a_folder_of_folders_of_images_has_strata(tmp_path, vit):
+    for stratum in "ab":
+        write_images(tmp_path / "all" / stratum, classes=4, rows=4)
+    sources = opened(config_of(vit, tmp_path / "all", n_way=2))
+    assert set(sources.train.items.strata) == {"a", "b"}
+    assert all(name.startswith(("a/c", "b/c")) for name in sources.train.items.names)
+
+
+def test_texts_and_images_are_not_mixed_up(vit, bert, classes, images):
+    check_message(refusal(opened, config_of(vit, "letters")), "dataset=letters holds texts", "reads images")
+    check_message(refusal(opened, config_of(bert, "digits")), "dataset=digits holds images", "reads texts")
+    check_message(refusal(opened, config_of(bert, images)), "none of the columns text", "it has image")
+    check_message(refusal(Config, dataset=["digits", "letters"]), "mixes images and texts")
+    check_message(refusal(Config, dataset=["digits"], collate_fn="a:b", pipeline_stages=2), "pipeline_stages")
+    causal = Config(model_name_or_path=str(vit), task_type="causal_lm")
+    check_message(refusal(describe, causal), "which reads images")
+    stages = Config(model_name_or_path=str(vit), pipeline_stages=2)
+    check_message(refusal(describe, stages), "not split into pipeline stages")
+
+
+@pytest.mark.parametrize("pooling", ["model", "mean"])
+@pytest.mark.parametrize("kind", ["vit", "convnext"])
+def test_backbones_and_classifiers_have_features_and_a_head(kind, pooling, tmp_path):
+    config = config_of(save_vision(tmp_path, kind), "letters", pooling=pooling)
+    learner = load_learner(config, describe(config))
+    inputs = torch.stack([torch.from_numpy(pixels(c, 0)).permute(2, 0, 1) / 255 for c in range(4)])
+    features, logits = learner(pixel_values=inputs, want="both")
+    assert features.shape == (4, 16)
+    assert logits.shape == (4, 3)
+    torch.testing.assert_close(learner.classify(features), logits)
+    assert not torch.allclose(features[0], features[1])
+    assert learner.to(torch.bfloat16)(pixel_values=inputs).dtype == torch.bfloat16
+
+
+def test_batch_norm_is_refused_and_so_is_a_model_without_processor(tmp_path):
+    config = config_of(save_vision(tmp_path / "resnet", "resnet"), "letters")
+    check_message(refusal(load_learner, config, describe(config)), "has batch norm", "running statistics")
+    folder = save_vision(tmp_path / "vit")
+    (folder / "preprocessor_config.json").unlink()
+    config = config_of(folder, "letters")
+    check_message(refusal(load_tokenizer, config, describe(config), print), "preprocessor_config.json")
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_damaged_image_is_a_bad_task(skip, vit, tmp_path):
+    root = write_images(tmp_path / "all", classes=6, rows=4)
+    for path in (root / "c00").iterdir():
+        path.write_bytes(path.read_bytes()[:60])
+    (root / "class_splits.json").write_text(json.dumps({"train": [f"c{c:02}" for c in range(6)]}))
+    settings = {"on_bad_task": "skip", "max_bad_fraction": 0.9} if skip else {}
+    config = config_of(vit, root, n_way=2, eval_episodes=0, output_dir=str(tmp_path / "run"), **settings)
+    trainer = fmmeta.MetaTrainer(config.but(outer_steps=4))
+    if not skip:
+        check_message(refusal(trainer.train), "cannot be decoded as an image", "--on_bad_task skip")
+        return
+    lines = trainer.train().log_history
+    bad = [bad for line in lines for bad in line.get("bad_tasks", ())]
+    assert bad
+    assert all("c00" in one["error"] and "cannot be decoded" in one["error"] for one in bad)
+    assert sum(line["skipped_tasks"] for line in lines) == len(bad)
+
+
+def test_transforms_change_the_pixels_of_training_episodes(images, vit):
+    config = config_of(vit, images, example_transforms=["tests.support.vision:darker"])
+    source = opened(config).train
+    plain = source.draw(first_task(source)).episode()
+    made = Transforms.of(config, source.store.images)
+    assert made
+    changed = made(source.draw(first_task(source)))
+    for before, after in zip(plain.support, changed.support, strict=True):
+        assert before.labels == after.labels
+        light, dark = ((row.values["pixel_values"] + 1) / 2 for row in (before, after))
+        assert (light / 2 - dark).abs().max() < 1 / 255 + 1e-6
+
+
+def test_the_commands_work_on_images(vit, images, tmp_path):
+    config = config_of(vit, images, algorithm="protonet", pooling="mean", output_dir=str(tmp_path / "run"))
+    model = str(fmmeta.MetaTrainer(config).train().output_dir / "model")
+    assert describe(config_of(model, images)).pooling == "mean"
+    found = fmmeta.evaluate(
+        model,
+        str(images),
+        method=["finetune", "prototype", "linear", "knn"],
+        n_way=3,
+        k_shot=[1],
+        episodes=4,
+        eval_split="train",
+    )
+    assert len(found["cells"]) == 4
+    support = [(str(images / f"c{c:02}" / f"{n}.png"), f"c{c:02}") for c in range(3) for n in range(3)]
+    adapted = fmmeta.adapt(model, support, inner_steps=20, inner_lr=0.1, output_dir=str(tmp_path / "task"))
+    queries = [pixels(c, 7) for c in range(3)]
+    answers = adapted.predict(queries)
+    again = fmmeta.load(str(tmp_path / "task")).predict(queries)
+    assert [one.output for one in answers] == [one.output for one in again]
+    assert adapted.accuracy is None
+    with pytest.raises(UsageError, match="no image"):
+        adapted.predict(["", 3])
+    lines = tmp_path / "images.txt"
+    lines.write_text("".join(f"{images}/c{c:02}/7.png\n" for c in range(3)))
+    out = tmp_path / "answers.jsonl"
+    with pytest.raises(SystemExit, match="0"):
+        fmmeta_main(
+            ["predict", f"--model_name_or_path={tmp_path}/task", f"--input={lines}", f"--output={out}"]
+        )
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["label"] for line in written] == [one.output for one in answers]
+    assert "image-classification" in (tmp_path / "task" / "README.md").read_text()
+
+
+def test_digits_needs_no_pillow(tmp_path, monkeypatch):
+    """The training, the exported model and the evaluation; images of another size need it."""
+    encoded = EncodedImage("a.png", png(pixels(0, 0)))
+    monkeypatch.setattr("transformers.utils.is_vision_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    config = Config(**SHORT, dataset=["digits"], output_dir=str(tmp_path / "run"))
+    model = str(fmmeta.MetaTrainer(config).train().output_dir / "model")
+    found = fmmeta.evaluate(model, "digits", method="prototype", n_way=3, k_shot=1, episodes=2)
+    assert len(found["cells"]) == 1
+    check_message(refusal(decode, encoded), "a.png: Pillow", "fmmeta[vision]")
+
+
+@pytest.mark.slow
+def test_digits_is_trained_where_pillow_is_not_installed(tmp_path):
+    code = """
+import importlib.util, sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name.split(".")[0] == "PIL" else found(name, *more)
+sys.modules["PIL"] = None
+from fmmeta.cli import main
+main(sys.argv[1:])
+"""
+    flags = "--dataset digits --k_shot 1 --num_query 1 --outer_steps 1 --test_episodes 2 --eval_episodes 0"
+    flags += f" --meta_batch_size 1 --inner_steps 1 --num_workers 0 --output_dir {tmp_path}/run"
+    subprocess.run([sys.executable, "-c", code, "train", *flags.split()], cwd=ROOT, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_micro_batches_of_images_have_no_tokens(size, images, vit):
+    source = opened(config_of(vit, images)).train
+    episode = LoadEpisode(source, Batcher(0, size))(first_task(source)).batches
+    assert episode
+    assert [list(batch.inputs) for batch in episode.query] == [["pixel_values"]] * len(episode.query)
+    assert sum(len(batch.weights) for batch in episode.query) == 6
+    assert sum(batch.tokens for batch in episode.query) == 6  # an image counts as one token
