@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoConfig
 
 from fmmeta.cli import parse
+from fmmeta.config.algorithms import BUILT_IN
 from fmmeta.config.settings import Config
 from fmmeta.models.load import describe
 from fmmeta.models.pipeline_split import family_of
@@ -41,6 +42,15 @@ def test_a_table_of_supported_models_is_that_of_the_code(file, most):
     text, content = (ROOT / file).read_text(), supported()["pages"]()[file]
     assert supported()["page"](text, content) == text, "run: python docs/supported_models.py"
     assert len(content.splitlines()) - 2 <= most
+
+
+def test_the_table_of_what_goes_together_is_that_of_the_code():
+    source: dict = {"__name__": "table", "__file__": str(ROOT / "docs" / "compatibility.py")}
+    exec((ROOT / "docs" / "compatibility.py").read_text(), source)
+    text = (ROOT / "docs" / "compatibility.md").read_text()
+    assert source["page"](text) == text, "run: python docs/compatibility.py"
+    assert all((ROOT / file).is_file() for file in source["ELSEWHERE"].values())
+    assert set(source["ALGORITHMS"]) == set(BUILT_IN)
 
 
 @pytest.mark.parametrize("row", supported()["rows"](), ids=lambda row: row[0])
