@@ -233,8 +233,8 @@ def of_parallelism(c: Any) -> Conflicts:
         ),
         (
             c.packing and stages > 1,
-            f"pipeline_stages={stages} with packing=True: stages before the last run the base model, which"
-            " does not support packed rows; use ZeRO 3, or leave packing out",
+            f"pipeline_stages={stages} with packing=True: packed rows are tried on the whole model before"
+            " training, and no stage holds it; use ZeRO 3, or leave packing out",
         ),
     ]
 

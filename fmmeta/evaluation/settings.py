@@ -206,11 +206,6 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
                     " task_type=classification has no head then; use finetune",
                 ),
                 (
-                    bool(prompt) and self.pipeline_stages > 1,
-                    f"method={prompt} is not tested with pipeline_stages: whole support sets travel as"
-                    " prompts; use ZeRO 3",
-                ),
-                (
                     bool(metrics) and not causal,
                     f"metrics={metrics} score generated answers, and task_type=classification has none; leave"
                     " them out",

@@ -12,7 +12,7 @@ import pytest
 from tests.support.fork_server import shared
 from tests.support.launch import ROOT, Forked, run_ranks, start_ranks
 from tests.support.messages import check_message
-from tests.support.models import save_bert, write_classes, write_pairs
+from tests.support.models import save_bert, save_llama, write_classes, write_pairs
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +75,30 @@ def test_a_group_gives_the_scores_of_one_process(evaluate):
         False,
     ]  # no probabilities across stages
     assert all(cell["ece"] is not None for cell in shared)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_prompts_give_the_scores_of_one_process_on_stages_and_tensor_ranks(tmp_path):
+    flags = ["--task_type", "causal_lm", "--dataset", str(write_pairs(tmp_path / "pairs.jsonl"))]
+    flags += ["--model_name_or_path", str(save_llama(tmp_path / "llama")), "--method", "in_context"]
+    flags += ["--k_shot", "2", "--num_query", "3", "--episodes", "4", "--max_length", "64"]
+
+    def losses(ranks: int, **layout: int) -> list[float]:
+        output = tmp_path / f"{ranks}-{len(layout)}-{'-'.join(layout)}.json"
+        more = [f"--{name}={value}" for name, value in layout.items()]
+        run_ranks(["-m", "fmmeta", "evaluate", *flags, *more, "--output", str(output)], ranks).ok()
+        (cell,) = json.loads(output.read_text())["cells"]
+        return [score["loss"] for score in cell["scores"]]
+
+    one = losses(1)
+    for layout in (
+        {"pipeline_stages": 2},
+        {"tensor_parallel_size": 2},
+        {"pipeline_stages": 2, "tensor_parallel_size": 2},
+    ):
+        ranks = 2 ** len(layout)
+        assert losses(ranks, group_size=ranks, **layout) == pytest.approx(one, rel=1e-4)
 
 
 @pytest.mark.timeout(300)

@@ -193,10 +193,6 @@ CAUSAL = {"task_type": "causal_lm"}
             {**TENSOR, "lora_r": 4, "tasks_per_pass": "2"},
             ("tasks_per_pass=2", "tensor_parallel_size=2", "use --tasks_per_pass 1"),
         ),
-        (
-            {**STAGES, **CAUSAL, "algorithm": "in_context"},
-            ("pipeline_stages=2", "algorithm=in_context", "use ZeRO 3"),
-        ),
     ],
 )
 def test_parallelism_conflicts_are_refused(settings, parts):

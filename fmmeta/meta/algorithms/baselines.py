@@ -126,20 +126,11 @@ class InContext:
         return worker.forward(episode.query), worker.forward(episode.prompted)
 
 
-def in_context_conflicts(config: Config) -> Iterator[str]:
-    if config.pipeline_stages > 1:
-        yield (
-            f"pipeline_stages={config.pipeline_stages} with algorithm={config.algorithm} is not tested: whole"
-            " support sets travel as prompts; use ZeRO 3"
-        )
-
-
 IN_CONTEXT = AlgorithmSpec(
     "in_context",
     task_type="causal_lm",
     in_prompt=True,
     supports=frozenset({"offload_outer"}),
-    conflicts=in_context_conflicts,
 )
 
 
