@@ -94,6 +94,16 @@ class Split(torch.autograd.Function):
         return Gather.apply(gradients[0], ctx.ranks), None
 
 
+def copy_of(x: Any, ranks: Communicator) -> Tensor:
+    """`Copy` of a layer's input, one for all layers that read it: the gradients of queries, keys and values
+    are added before one sum over the ranks.
+    """
+    made, needs_gradient = getattr(x, "tensor_copy", None), x.requires_grad and torch.is_grad_enabled()
+    if made is None or made.requires_grad != needs_gradient:
+        made = x.tensor_copy = Copy.apply(x, ranks)
+    return made
+
+
 def part_of(whole: Tensor, dim: int, ranks: Communicator) -> Tensor:
     """This rank's part of a complete tensor, a view."""
     length = whole.shape[dim] // ranks.size
@@ -116,7 +126,7 @@ class SplitLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         x: Any = input
         if self.kind in COLUMN:
-            y = F.linear(Copy.apply(x, self.ranks), self.weight, self.bias)
+            y = F.linear(copy_of(x, self.ranks), self.weight, self.bias)
             return Gather.apply(y, self.ranks) if self.kind == "colwise_gather_output" else y
         if self.kind == "rowwise_split_input":
             x = Split.apply(x, self.ranks)

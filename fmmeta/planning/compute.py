@@ -38,8 +38,7 @@ from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.tensor_parallel import sharing_ranks
 from fmmeta.planning.memory import Sizes, micro_batch_rows, micro_batches
 
-# products split by columns in a layer (parallel/deepspeed_config.py): queries, keys, values, gate, up
-COLUMNS = 5
+COLUMNS = 2  # inputs of column-split products in a layer: of attention and of the MLP (tensor_parallel.py)
 
 
 @dataclass(frozen=True)

@@ -406,8 +406,8 @@ MUTANTS = (
     Mutant(
         "mean of means over micro-batches",
         "tasks/batching.py",
-        "collate(part or ordered[-1:], 1 / total if part",
-        "collate(part or ordered[-1:], 1 / len(parts) / len(part) if part",
+        "1 / total if part else 0.0",
+        "1 / len(parts) / len(part) if part else 0.0",
         "rows of short micro-batches weigh more",
         BATCHES,
     ),

@@ -109,9 +109,12 @@ def one_case(name: str, model: str, data: str, path: str, world: Any, ranks: Any
     task = build.training_schedule(config, inputs, ranks.layout).meta_batch(0)[0]
     batches = parts.load(inputs.sources.train)(task).batches
     assert batches is not None
+    worker: Any = parts.worker
     for _ in range(2):  # in the first pass ZeRO 3 learns the order of the parameters
         COUNTED.update(dict.fromkeys(COUNTED, 0))
-        parts.worker.step(batches.support, lambda shard, grad, where: None)
+        before = worker.mpu.tensor.bytes_sent if worker.mpu else 0
+        worker.step(batches.support, lambda shard, grad, where: None)
+        COUNTED["sum"] += worker.mpu.tensor.bytes_sent - before if worker.mpu else 0
     learner = empty_learner(config, inputs.description)
     hf_config, data_ranks = learner.hf.config, plan.data
     sizes = rank_sizes(config, hf_config, largest_part(config, learner, hf_config), True, data_ranks)

@@ -497,10 +497,6 @@ def test_paired_differences_are_over_common_episodes():
             ("n_way=3", "task_type=causal_lm", "leave it out"),
         ),
         (
-            {"method": ["in_context"], "task_type": "causal_lm", "pipeline_stages": 2},
-            ("method=in_context", "pipeline_stages", "use ZeRO 3"),
-        ),
-        (
             {"method": ["knn", "linear"], "inner_lr": 0.5},
             ("inner_lr=0.5", "method=knn linear", "leave it out, or use finetune"),
         ),

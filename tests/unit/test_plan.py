@@ -592,13 +592,13 @@ def test_a_model_too_large_for_all_layouts_is_refused_with_the_lack(capfd, folde
         "--gpus",
         "2",
         "--gpu_memory_gib",
-        "0.001",
+        "0.0005",
         "--task_type",
         "causal_lm",
     ]
     code, text, error = exit_of(capfd, argv)
     assert (code, text) == (2, "")
-    assert error.startswith("fmmeta: error: gpu_memory_gib=0.001 ")
+    assert error.startswith("fmmeta: error: gpu_memory_gib=0.0005 ")
     assert all(part in error for part in (folders["llama"], "2 GPUs", "90 %", "use more GPUs or memory"))
     assert error.count("\n") == 1
     code, text, _ = exit_of(capfd, [*argv, "--json"])

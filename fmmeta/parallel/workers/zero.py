@@ -221,7 +221,7 @@ class EngineWorker(Worker):
         """
         data, data_rank = self.coordinates.data, self.coordinates.data_rank
         self.shard_optimizer, self.data_ranks = ShardOptimizer(groups), data
-        self.tensor_rank = self.coordinates.tensor_rank
+        self.tensor_rank, self.mpu = self.coordinates.tensor_rank, mpu
         for param in model.parameters() if self.coordinates.tensor > 1 else ():
             # DeepSpeed takes the norm of these on every rank, and fails where it finds none
             param.tensor_model_parallel = True  # type: ignore[attr-defined]
