@@ -411,9 +411,10 @@ def memory(
                 sizes = [run["bytes"] for run in runs]
                 add(key, {**runs[0], "bytes": median(sizes), "runs": sizes})
     for key, cell in cells.items():
-        name, kind, *texts, k = key.split(", ")
+        name, kind, *texts = key.split(", ")
         if kind != "memory" or name != args.name:
             continue
+        k = texts.pop()
         first = cells.get(", ".join([name, kind, *texts, "K 1"]))
         if first is not None:
             formula = first["bytes"] + (int(k[2:]) - 1) * cell["vectors"]
