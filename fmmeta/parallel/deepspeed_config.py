@@ -233,9 +233,7 @@ def with_model_ranks(
         settings, zero = replace(settings, zero_stage=1), {**zero, "stage": 1}
     elif settings.zero_stage == 1 and not settings.bf16:
         zero = {**zero, "compute_grad_norm": False}
-    # hidden states are complete on every tensor rank, and are sent so
-    sends = {"pipe_partitioned": False, "grad_partitioned": False}
-    return replace(settings, file={**settings.file, "zero_optimization": zero, "pipeline": sends})
+    return replace(settings, file={**settings.file, "zero_optimization": zero})
 
 
 def check_offload(zero: dict[str, Any], stage: int, name: str) -> bool:

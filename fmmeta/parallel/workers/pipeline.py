@@ -64,6 +64,8 @@ class PipelineWorker(EngineWorker):
         self.ends = subgroup(group, ends) if tied else None
         self.tied = next((p for p in stage.body.parameters() if tied and names[id(p)][0] == tied), None)
         not_owned = [tied] if tied and coordinates.stage > 0 else []
+        # hidden states are complete on every tensor rank, and are sent so
+        config = {**config, "pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
         self.start_engine(self._module(self.tied), groups, config, names, not_owned)
 
     def _module(self, tied: nn.Parameter | None) -> Any:
