@@ -202,9 +202,9 @@ def reads_images(hf_config: Any) -> bool:
     """Whether a model's inputs are pixels and no tokens."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as names
 
-    of_pixels = hasattr(hf_config, "num_channels") and not hasattr(hf_config, "vocab_size")
+    of_pixels = hasattr(hf_config, "num_channels") or hf_config.model_type in names
     alone = hf_config.get_text_config() is hf_config
-    return alone and (of_pixels or hf_config.model_type in names)
+    return alone and of_pixels and not hasattr(hf_config, "vocab_size")
 
 
 def read_hf_config(name: str, trust_remote_code: bool) -> Any:

@@ -131,6 +131,22 @@ def family_of(hf_config: Any) -> Family:
     return family
 
 
+def check_parts(base: nn.Module, family: Family) -> None:
+    """Raise `UsageError` for a base model with trained parts beside the layers and what stands before and
+    after them, or with layers that share keys and values: a stage would compute without them.
+    """
+    config: Any = base.config
+    root = family.layers.split(".")[0]
+    parts = {name.split(".")[0] for name, _ in base.named_parameters()} - {*family.first, *family.last, root}
+    missing = [] if hasattr(base, root) else [root]
+    shared = ["num_kv_shared_layers"] if getattr(config, "num_kv_shared_layers", 0) else []
+    if parts or missing or shared:
+        raise UsageError(
+            f"pipeline_stages: model_type={config.model_type} is not what its pipeline plan says"
+            f" ({', '.join([*sorted(parts), *missing, *shared])}); use --group_size with ZeRO 3 for this one"
+        )
+
+
 @dataclass(frozen=True)
 class StagePartition:
     """The parts of the model on each stage.
@@ -161,6 +177,7 @@ def plan_stages(
     shared_by: number of tensor ranks of a stage that a parameter is split over, by its name.
     """
     family, base = family_of(learner.hf.config), base_model(learner)
+    check_parts(base, family)
     count = len(base.get_submodule(family.layers))
     if stages > count:
         raise UsageError(

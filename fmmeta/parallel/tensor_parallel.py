@@ -48,7 +48,7 @@ class Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
         ctx.ranks = ranks
-        return x.view_as(x)
+        return x.data  # a view would refer to x, which refers to its copy (`copy_of`): neither would be freed
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -99,6 +99,8 @@ def copy_of(x: Any, ranks: Communicator) -> Tensor:
     are added before one sum over the ranks.
     """
     made, needs_gradient = getattr(x, "tensor_copy", None), x.requires_grad and torch.is_grad_enabled()
+    if x.is_leaf and needs_gradient:  # the graph of the copy would refer to x
+        return Copy.apply(x, ranks)
     if made is None or made.requires_grad != needs_gradient:
         made = x.tensor_copy = Copy.apply(x, ranks)
     return made

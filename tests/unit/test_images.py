@@ -33,6 +33,7 @@ from fmmeta.tasks.data.images import (
     encoded_image,
     image_folder,
 )
+from fmmeta.tasks.data.rows import image_rows
 from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
@@ -351,3 +352,31 @@ def test_micro_batches_of_images_have_no_tokens(size, images, vit):
     assert [list(batch.inputs) for batch in episode.query] == [["pixel_values"]] * len(episode.query)
     assert sum(len(batch.weights) for batch in episode.query) == 6
     assert sum(batch.tokens for batch in episode.query) == 6  # an image counts as one token
+
+
+def test_a_photo_is_turned_as_its_exif_data_say(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    Image.new("RGB", (20, 10)).save(tmp_path / "turned.jpg", exif=exif)
+    assert decode(EncodedImage(str(tmp_path / "turned.jpg"))).shape == (20, 10, 3)
+
+
+def test_an_image_of_more_than_8_bits_is_refused(tmp_path):
+    Image.fromarray(np.full((4, 4), 1000, np.uint16)).save(tmp_path / "deep.png")
+    check_message(
+        refusal(decode, EncodedImage(str(tmp_path / "deep.png"))), "deep.png", "mode I;16", "8 bits"
+    )
+
+
+def test_rows_beside_a_folder_of_their_images_are_read(tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.npy").write_bytes(array_bytes(np.zeros((2, 2), np.uint8)))
+    assert len(image_rows(str(tmp_path))) == 1
+    (tmp_path / "train.jsonl").write_text('{"image": "images/a.npy", "label": "cat"}\n')
+    assert image_rows(str(tmp_path)) == []
+
+
+def test_a_stored_path_may_not_leave_the_folder(tmp_path):
+    value = {"bytes": None, "path": "/elsewhere/a.png"}
+    message = refusal(encoded_image, value, "image", "rows.jsonl:1", tmp_path)
+    check_message(message, "rows.jsonl:1", "/elsewhere/a.png", "copy the image")

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from fmmeta.config.settings import Config
 from fmmeta.models.lazy_weights import open_lazy_model
+from fmmeta.models.learner import CausalLearner
 from fmmeta.models.load import describe, empty_learner, load_learner
 from fmmeta.models.pipeline_split import balance, plan_stages, take_stage
 from fmmeta.parallel.layout import GroupCoordinates
@@ -259,3 +260,30 @@ def test_a_tensor_of_another_shape_is_refused_in_a_language_model(tmp_path, save
         "[32]",
         "fix the checkpoint",
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "part"),
+    [
+        ("gemma4_text", {"hidden_size_per_layer_input": 8}, "per_layer"),
+        (
+            "gemma4_text",
+            {
+                "hidden_size_per_layer_input": 0,
+                "num_kv_shared_layers": 1,
+                "layer_types": ["full_attention"] * 2,
+            },
+            "num_kv_shared_layers",
+        ),
+    ],
+)
+def test_models_with_parts_outside_of_their_plan_are_refused(family, settings, part):
+    """Their stages would compute without what every layer reads beside the hidden states."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = AutoConfig.for_model(family, vocab_size=50, vocab_size_per_layer_input=50, **sizes, **settings)
+    with torch.device("meta"):
+        learner = CausalLearner(AutoModelForCausalLM.from_config(config))
+    message = refusal(plan_stages, learner, 2)
+    check_message(message, f"model_type={family}", part, "use --group_size with ZeRO 3")

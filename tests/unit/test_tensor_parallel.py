@@ -5,6 +5,7 @@ That every kind of split gives the numbers of the whole model is shown by the pa
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, empty_learner
 from fmmeta.models.pipeline_split import plan_stages
 from fmmeta.parallel.collectives import Communicator
-from fmmeta.parallel.tensor_parallel import SplitLinear, plan_of, sharing_ranks, split_layers
+from fmmeta.parallel.tensor_parallel import SplitLinear, copy_of, plan_of, sharing_ranks, split_layers
 from fmmeta.planning.memory import largest_part
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
@@ -105,3 +106,15 @@ def test_derivatives_of_every_order_are_those_of_a_linear_layer(kind):
     assert torch.autograd.gradcheck(split, x)
     assert torch.autograd.gradgradcheck(lambda x: split(x).tanh(), x)
     torch.testing.assert_close(split(x), whole(x))
+
+
+@pytest.mark.parametrize("kind", ["leaf", "activation", "no gradient"])
+def test_inputs_of_split_layers_are_freed(kind):
+    """A copy that layers share is an attribute of their input, which must not be kept alive by it."""
+    x = torch.ones(3, requires_grad=kind != "no gradient")
+    given = 2 * x if kind == "activation" else x
+    first, second = copy_of(given, ranks_of_one()), copy_of(given, ranks_of_one())
+    assert (first is second) == (kind != "leaf")
+    alive = weakref.ref(given)
+    del given, x, first, second
+    assert alive() is None

@@ -47,7 +47,8 @@ def image_folder(dataset: str) -> list[tuple[Path, str, str]]:
         return []
     found = []
     for path in sorted([*root.glob("*/*"), *root.glob("*/*/*")]):
-        if path.suffix.lower() in IMAGE_ENDINGS and path.is_file():
+        hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+        if path.suffix.lower() in IMAGE_ENDINGS and path.is_file() and not hidden:
             folders = inside(root, path).relative_to(root).parts[:-1]
             found.append((path, "/".join(folders), folders[0] if len(folders) > 1 else "all"))
     return found
@@ -62,7 +63,7 @@ def encoded_image(value: Any, column: str, origin: str, folder: Path | None) -> 
     """
     given: Any = value
     if isinstance(value, dict) and value.keys() >= {"bytes", "path"}:
-        value, folder = (value["path"], None) if value["bytes"] is None else (value["bytes"], folder)
+        value = value["path"] if value["bytes"] is None else value["bytes"]
     if isinstance(value, (str, os.PathLike)) and str(value) and "\0" not in str(value):
         name, path = str(value), Path(folder or "", value)
         home = os.path.realpath(folder or "")
@@ -73,7 +74,7 @@ def encoded_image(value: Any, column: str, origin: str, folder: Path | None) -> 
         value = array_bytes(value, f"{origin} has {column}")
     elif hasattr(given, "mode") and hasattr(given, "save"):
         file = io.BytesIO()
-        given.convert("RGB").save(file, "PNG")
+        as_rgb(given, f"{origin} has {column}").save(file, "PNG")
         value = file.getvalue()
     if not isinstance(value, bytes) or not value:
         raise UsageError(
@@ -93,6 +94,8 @@ def array_bytes(array: np.ndarray, what: str = "an image") -> bytes:
 
 def check_array(array: np.ndarray, what: str) -> None:
     """Raise `UsageError` unless the array is uint8 [H, W], [H, W, 1] or [H, W, 3]."""
+    if not isinstance(array, np.ndarray):
+        raise UsageError(f"{what} of type {type(array).__name__}; give an array of uint8")
     shaped = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3))
     if array.dtype != np.uint8 or not shaped or not array.size:
         raise UsageError(
@@ -124,9 +127,22 @@ def decode(image: EncodedImage) -> np.ndarray:
         check_array(array, f"{name} is an array")
     else:
         array = with_pillow(content, name)
-    if array.ndim == 2:
-        array = array[:, :, None]
+    return three_channels(array)
+
+
+def three_channels(array: np.ndarray) -> np.ndarray:
+    """uint8 [H, W], [H, W, 1] or [H, W, 3] as [H, W, 3]."""
+    array = array[:, :, None] if array.ndim == 2 else array
     return np.broadcast_to(array, (*array.shape[:2], 3))
+
+
+def as_rgb(image: Any, name: str) -> Any:
+    """An image of Pillow in RGB, turned as its EXIF data say. Raises `UsageError` for more than 8 bits."""
+    from PIL import ImageOps
+
+    if image.mode == "F" or image.mode.startswith("I"):
+        raise UsageError(f"{name} has pixels of mode {image.mode}; convert the image to 8 bits a channel")
+    return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def with_pillow(content: bytes, name: str) -> np.ndarray:
@@ -139,7 +155,9 @@ def with_pillow(content: bytes, name: str) -> np.ndarray:
         ) from None
     try:
         with Image.open(io.BytesIO(content)) as opened:
-            return np.asarray(opened.convert("RGB"))
+            return np.asarray(as_rgb(opened, name))
+    except UsageError:
+        raise
     except Exception as error:  # each format has other types; too many pixels are an error too
         why = (
             "no image format is recognised"
@@ -176,7 +194,7 @@ class ImageReader:
         Pixels of the model's size are only scaled and normalised, which is done here: also without Pillow,
         and with the same numbers.
         """
-        size = self.exact_size
+        size, pixels = self.exact_size, three_channels(pixels)
         if size == pixels.shape[:2]:
             s = self.settings
             scaled = pixels.astype(np.float32) * np.float32(s["rescale_factor"])
@@ -188,7 +206,9 @@ class ImageReader:
                 " install fmmeta[vision]"
             )
         try:
-            found = self.processor(images=[np.ascontiguousarray(pixels)], return_tensors="pt")["pixel_values"]
+            found = self.processor(
+                images=[np.ascontiguousarray(pixels)], input_data_format="channels_last", return_tensors="pt"
+            )["pixel_values"]
         except Exception as error:  # of a processor that does not fit the image
             raise UsageError(
                 f"the image processor failed: {one_line(error)}; fix its {PROCESSOR_FILE}"

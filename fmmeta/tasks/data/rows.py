@@ -98,8 +98,12 @@ def read_file(path: Path, bad: Bad = refuse, most_gib: float = MOST_GIB) -> list
 
 
 def image_rows(dataset: str) -> list[Row]:
-    """The images of a folder, as rows; none for any other data set. Raises `UsageError`."""
+    """The images of a folder, as rows; none for any other data set, such as a file of rows beside a folder of
+    its images. Raises `UsageError`.
+    """
     root = Path(dataset)
+    if root.is_dir() and any(map(ending, root.iterdir())):
+        return []
     return [
         Row({"image": str(path.relative_to(root)), "label": label, "stratum": stratum}, str(path), root)
         for path, label, stratum in image_folder(dataset)
