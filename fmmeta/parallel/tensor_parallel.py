@@ -243,13 +243,10 @@ def planned_layers(base: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str,
 def split_layers(base: nn.Module, ranks: Communicator) -> None:
     """Keep this rank's parts of the linear layers of a transformer without heads, and of their adapters.
 
-    Parameters stay the same objects, with less data. Raises `UsageError` for layers with parameters that the
-    plan does not name.
+    Parameters stay the same objects, with less data. base: one that `check_layers` accepts.
     """
     config: Any = base.config
-    layers = list(planned_layers(base, plan_of(config, ranks.size)))
-    check_complete(base, config, layers)
-    for name, module, kind in layers:
+    for name, module, kind in list(planned_layers(base, plan_of(config, ranks.size))):
         if kind == PARTIAL:
             for param in module.parameters():
                 if param.requires_grad:
@@ -259,32 +256,33 @@ def split_layers(base: nn.Module, ranks: Communicator) -> None:
         if hasattr(module, "base_layer"):
             parts = [f"{name}.base_layer", f"{name}.lora_{'B' if kind in COLUMN else 'A'}.{ADAPTER}"]
         for part in parts:
-            base.set_submodule(part, SplitLinear(checked(base.get_submodule(part), part), kind, ranks))
+            whole: Any = base.get_submodule(part)
+            base.set_submodule(part, SplitLinear(whole, kind, ranks))
 
 
-def checked(module: nn.Module, name: str) -> nn.Linear:
-    if not isinstance(module, nn.Linear):
-        raise UsageError(
-            f"tensor_parallel_size: {name} is a {type(module).__name__}, and only linear layers are split;"
-            " use ZeRO 3 for this model"
-        )
-    return module
+def check_layers(base: nn.Module, size: int) -> None:
+    """Raise `UsageError` for a transformer that does not fit its plan.
 
-
-def check_complete(base: nn.Module, config: Any, layers: Sequence[tuple[str, nn.Module, str]]) -> None:
-    """Raise `UsageError` for a parameter beside split layers that the plan does not name: it would be applied
-    to some of the heads, and its gradient would be that of these heads.
+    Each split layer must be linear. A parameter beside split layers must be named: else it is applied to some
+    of the heads, and its gradient is that of these heads.
     """
-    blocks = {name.rpartition(".")[0] for name, _, kind in layers if kind in ("colwise", "rowwise")}
-    gathered = {
-        name.rpartition(".")[0]
-        for name, _, kind in layers
-        if kind in ("colwise_gather_output", "rowwise_split_input")
-    }
-    known = tuple(f"{name}." for name, _, _ in layers)
-    for name, _ in base.named_parameters():
-        if name.startswith(tuple(f"{block}." for block in blocks - gathered)) and not name.startswith(known):
+    config: Any = base.config
+    layers = list(planned_layers(base, plan_of(config, size)))
+    for name, module, kind in layers:
+        if kind != PARTIAL and not isinstance(getattr(module, "base_layer", module), nn.Linear):
             raise UsageError(
-                f"tensor_parallel_size: the plan of model_type={config.model_type} does not name {name}, a"
-                " weight for split features; use ZeRO 3 for this model"
+                f"tensor_parallel_size={size}: {name} is not linear ({type(module).__name__}), and only"
+                " linear layers are split; use ZeRO 3 for this model"
+            )
+    split, complete = (
+        {name.rpartition(".")[0] for name, _, kind in layers if kind in kinds}
+        for kinds in (("colwise", "rowwise"), ("colwise_gather_output", "rowwise_split_input"))
+    )
+    blocks = tuple(f"{block}." for block in split - complete)
+    named = tuple(f"{name}." for name, _, _ in layers)
+    for name, _ in base.named_parameters():
+        if name.startswith(blocks) and not name.startswith(named):
+            raise UsageError(
+                f"tensor_parallel_size={size}: the plan of model_type={config.model_type} does not name"
+                f" {name}, a weight for split features; use ZeRO 3 for this model"
             )

@@ -17,7 +17,14 @@ from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, empty_learner
 from fmmeta.models.pipeline_split import plan_stages
 from fmmeta.parallel.collectives import Communicator
-from fmmeta.parallel.tensor_parallel import SplitLinear, copy_of, plan_of, sharing_ranks, split_layers
+from fmmeta.parallel.tensor_parallel import (
+    SplitLinear,
+    check_layers,
+    copy_of,
+    plan_of,
+    sharing_ranks,
+    split_layers,
+)
 from fmmeta.planning.memory import largest_part
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
@@ -78,21 +85,22 @@ def test_models_that_cannot_be_split_are_refused(family, settings, size, parts):
 
 def test_parameters_beside_split_layers_need_a_plan():
     """Phi's optional norms of queries and keys are applied to some heads of a rank; no plan names them."""
-    config = AutoConfig.for_model(
-        "phi", hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48,
-        vocab_size=50, qk_layernorm=True,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config)
-    message = refusal(split_layers, model.base_model, ranks_of_one(0, 2))
-    check_message(message, "tensor_parallel_size", "q_layernorm", "use ZeRO 3")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    config = AutoConfig.for_model("phi", vocab_size=50, qk_layernorm=True, **sizes)
+    message = refusal(check_layers, AutoModelForCausalLM.from_config(config).base_model, 2)
+    check_message(message, "tensor_parallel_size=2", "q_layernorm", "use ZeRO 3")
 
 
 def test_only_linear_layers_are_split():
-    base = nn.Module()
-    base.layers = nn.ModuleList([nn.ModuleDict({"q": nn.Embedding(4, 4)})])
-    base.config = SimpleNamespace(model_type="own", base_model_tp_plan={"layers.*.q": "colwise"})  # type: ignore
-    message = refusal(split_layers, base, ranks_of_one(0, 2))
-    check_message(message, "tensor_parallel_size", "layers.0.q is a Embedding", "use ZeRO 3")
+    class Model(nn.Module):
+        config = SimpleNamespace(model_type="own", base_model_tp_plan={"layers.*": "colwise"})
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Embedding(4, 4)])
+
+    message = refusal(check_layers, Model(), 2)
+    check_message(message, "tensor_parallel_size=2", "layers.0 is not linear (Embedding)", "use ZeRO 3")
 
 
 @pytest.mark.parametrize("kind", ["colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"])

@@ -21,11 +21,11 @@ from fmmeta.models.forward_options import compile_model
 from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, load_learner
-from fmmeta.models.pipeline_split import plan_stages, take_stage
+from fmmeta.models.pipeline_split import base_model, plan_stages, take_stage
 from fmmeta.parallel.layout import GroupCoordinates, ParallelPlan
 from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.process_groups import ProcessGroups
-from fmmeta.parallel.tensor_parallel import sharing_ranks
+from fmmeta.parallel.tensor_parallel import check_layers, sharing_ranks
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.parallel.workers.pipeline import PipelineWorker, hold_stage
@@ -53,6 +53,8 @@ def create_worker(
     else:  # packing is tried on a loaded model
         with ranks.world.raise_on_all("loading the model"):
             learner = load_learner(config, description)
+            if plan.tensor > 1:
+                check_layers(base_model(learner), plan.tensor)
         frozen = copies_to_export(config, ranks, frozen_tensors(learner), ranks.first)
     groups = groups_of(config, learner)
     if plan.engine == "plain":
@@ -102,6 +104,8 @@ def create_stage(
     with ranks.world.raise_on_all("reading the stages"):
         model = open_lazy_model(config, description)
         learner = model.learner
+        if plan.tensor > 1:
+            check_layers(base_model(learner), plan.tensor)
         shared_by = sharing_ranks(description.hf_config, plan.tensor)
         cut = plan_stages(learner, plan.stages, plan.layer_costs, shared_by)
         names = hold_stage(model, cut, coordinates)
