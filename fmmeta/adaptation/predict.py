@@ -270,14 +270,14 @@ def read_adapter(root: Path, name: str) -> LoadedAdapter:
         raise UsageError(f"{where} names fewer than two classes; adapt it first (fmmeta adapt)")
     head = read_stored(place, HEAD_FILE, load_file) or {}
     try:
-        weights = StoredAdapter.of(tensors, head, settings["lora_alpha"] / settings["r"])
+        weights = StoredAdapter.of(tensors, head, settings)
     except (*UNREADABLE, ArithmeticError) as error:
         raise UsageError(f"{where} cannot be read ({one_line(error)}); adapt the model again") from None
     base = {BASE: base_of(folder), **{key: stored.get(key) for key in SHARED_BY_BASE}}
     return LoadedAdapter(weights, labels, base)
 
 
-OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out_pattern")
+OTHER_KINDS = ("use_dora", "lora_bias", "use_qalora", "layer_replication", "target_parameters")
 
 
 def load_base(settings: PredictConfig, name: str, base: dict[str, Any]) -> LoadedModel:

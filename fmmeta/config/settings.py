@@ -11,6 +11,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config import algorithms, conflicts
 from fmmeta.config.algorithms import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 from fmmeta.config.fields import check_values, default_of, names_where, of_type, setting
+from fmmeta.config.peft_options import with_peft_options
 from fmmeta.config.renamed import RefusesOldNames
 
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
@@ -102,6 +103,12 @@ class ModelConfig(RefusesOldNames):
         " architecture)",
         remembered=True,
         needs=("lora_r",),
+    )
+    peft_config: str | None = setting(
+        None,
+        "LoRA: JSON file of options of peft's LoraConfig: rank_pattern, alpha_pattern, use_rslora,"
+        " layers_to_transform, exclude_modules, ...; r, lora_alpha and target_modules in place of the flags",
+        remembered=True,
     )
     lora_merge: bool = setting(
         False,
@@ -910,6 +917,9 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
         for item in fields(self):
             setattr(self, item.name, of_type(type(self), item.name, getattr(self, item.name)))
         check_values(self)
+        if self.peft_config:
+            for name, value in with_peft_options(self).items():
+                setattr(self, name, of_type(type(self), name, value))
         found = conflicts.resolved(self)
         self._left_open = dict.fromkeys(found)
         for name, value in found.items():
@@ -992,6 +1002,7 @@ NEW = {
     "drop_stale",
     "image_column",
     "max_staleness",
+    "peft_config",
     "scale_outer_lr",
     "second_order",
     "stratify_by",

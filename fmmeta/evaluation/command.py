@@ -123,7 +123,8 @@ def with_model(settings: EvaluateConfig, model: str) -> EvaluateConfig:
     values: dict[str, Any] = {}
     if not remembered(model) and remembered(settings.model_source).get("task_type") == "causal_lm":
         first = settings.run_config()
-        names = ["task_type", "prompt_template", "max_length", "lora_r", "lora_alpha", "lora_target_modules"]
+        names = ["task_type", "prompt_template", "max_length", "peft_config"]
+        names += ["lora_r", "lora_alpha", "lora_target_modules"]
         if settings.finetunes:
             names += InnerConfig.__dataclass_fields__
         if first.task_type == "causal_lm":

@@ -17,8 +17,10 @@ parameters that they replace; the modules' parameters are neither read nor chang
 per pass for all tasks, through the modules that an engine has hooks on, so that ZeRO 3 gathers it once.
 """
 
+import json
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,38 +70,56 @@ def inject(learner: Learner, config: Config) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft uses old names of transformers
             peft.inject_adapter_in_model(lora_config(learner, config), learner.hf)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         targets = " ".join(config.lora_target_modules) or "(peft's choice)"
+        options = f" with peft_config={config.peft_config}" if options_of(config) else ""
         raise UsageError(
-            f"lora_target_modules={targets} cannot be adapted"
-            f" in {type(learner.hf).__name__}: {one_line(error)}; name its linear layers, or use all-linear"
+            f"lora_target_modules={targets} cannot be adapted in {type(learner.hf).__name__}{options}:"
+            f" {one_line(error)}; name its linear layers, or use all-linear"
         ) from None
     refuse_shared(learner, config)
+    refuse_without_match(learner, config)
     for name, param in learner.named_parameters():
         if name.startswith(learner.top):
             param.requires_grad_(True)
 
 
+def options_of(config: Config) -> dict[str, Any]:
+    """The options of --peft_config beside rank, alpha and the names of layers."""
+    return json.loads(config.peft_config or "{}")
+
+
+def fully_trained(learner: Learner) -> list[str]:
+    """Layers of the HF model that are trained beside adapters, as `modules_to_save` names them."""
+    return [top.split(".")[1] for top in learner.top if top.startswith("hf.")]
+
+
 def lora_config(learner: Learner, config: Config) -> Any:
     """peft's configuration of the adapters; fully trained and unused layers get none."""
     targets: Any = config.lora_target_modules or None
+    options = {name: value for name, value in options_of(config).items() if name != "modules_to_save"}
     adaptable = layers_below_top(learner)
     without = [
         name
         for name, module in learner.hf.named_modules()
         if isinstance(module, nn.Linear) and name not in adaptable
     ]
+    excluded = options.pop("exclude_modules", [])
+    if isinstance(excluded, str):
+        excluded = "|".join([f"(?:{excluded})", *map(re.escape, without)])
+    else:
+        excluded = [*without, *excluded]
     base = learner.hf.config.name_or_path or config.model_name_or_path  # the base of an adapter folder
     return import_peft(config).LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=0.0,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
-        exclude_modules=without or None,
+        exclude_modules=excluded or None,
         task_type={NativeClassifier: "SEQ_CLS", PooledClassifier: "FEATURE_EXTRACTION"}.get(
             type(learner), "CAUSAL_LM"
         ),
         base_model_name_or_path=os.path.abspath(base) if Path(base).exists() else base,
+        **{"target_modules": "all-linear" if targets == ["all-linear"] else targets, **options},
     )
 
 
@@ -112,9 +132,16 @@ def layers_below_top(learner: Learner) -> dict[str, nn.Module]:
 
 
 def refuse_unknown(learner: Learner, config: Config) -> None:
-    """Raise `UsageError` if a target matches no layer; peft raises only if none of them does."""
+    """Raise `UsageError` if a target matches no layer; peft raises only if none of them does. Also for
+    `modules_to_save` of --peft_config beside the head.
+    """
     from transformers.pytorch_utils import Conv1D
 
+    if others := {*options_of(config).get("modules_to_save", ())} - {*fully_trained(learner)}:
+        raise UsageError(
+            f"peft_config: modules_to_save {' '.join(sorted(others))} cannot be trained beside adapters; of"
+            f" {type(learner.hf).__name__} the head is, and nothing else: leave it out"
+        )
     targets, layers = config.lora_target_modules, layers_below_top(learner)
     for target in targets if targets != ["all-linear"] else []:
         if not any(name == target or name.endswith(f".{target}") for name in layers):
@@ -146,6 +173,49 @@ def refuse_shared(learner: Learner, config: Config) -> None:
             )
 
 
+def refuse_without_match(learner: Learner, config: Config) -> None:
+    """Raise `UsageError` for a pattern of ranks or alphas, or a number of a layer, that fits no adapter."""
+    from peft.utils.other import get_pattern_key
+
+    options, layers = options_of(config), [*scalings(learner)]
+    for option in ("rank_pattern", "alpha_pattern"):
+        patterns = options.get(option, {})
+        if unused := set(patterns) - {get_pattern_key(patterns, layer) for layer in layers}:
+            raise UsageError(
+                f"peft_config: {option} {' '.join(sorted(unused))} fits no layer with an adapter; use one of"
+                f" {', '.join(sorted({layer.split('.')[-1] for layer in layers}))}"
+            )
+    wanted = options.get("layers_to_transform", [])
+    for number in wanted if isinstance(wanted, list) else [wanted]:
+        if not any(f".{number}." in f".{layer}" for layer in layers):
+            raise UsageError(
+                f"peft_config: layers_to_transform {number} is no layer of"
+                f" {type(learner.hf).__name__} with adapters; leave it out"
+            )
+
+
+def scalings(learner: Learner) -> dict[str, float]:
+    """The factor of each adapter's output, by the name of its layer in the HF model."""
+    return {
+        name: module.scaling[ADAPTER]
+        for name, module in learner.hf.named_modules()
+        if ADAPTER in getattr(module, "lora_A", ())
+    }
+
+
+def stored_scaling(settings: Mapping[str, Any], layer: str, rank: int) -> float:
+    """The factor of an adapter's output by an adapter_config.json: alpha / r, or with rank-stabilised
+    adapters alpha / sqrt(r) (Kalajdzievski 2023, arXiv 2312.03732, section 3).
+    """
+    alphas = settings.get("alpha_pattern") or {}
+    alpha = settings["lora_alpha"]
+    if alphas:
+        from peft.utils.other import get_pattern_key
+
+        alpha = alphas.get(get_pattern_key(alphas, layer), alpha)
+    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+
 def save_adapter(folder: Path, learner: Learner, weights: dict[str, Tensor], config: Config) -> None:
     """Write adapter_config.json and adapter_model.safetensors.
 
@@ -154,7 +224,7 @@ def save_adapter(folder: Path, learner: Learner, weights: dict[str, Tensor], con
     settings = learner.hf.peft_config[ADAPTER]
     settings.inference_mode = True
     # peft would wrap them if they were set before the injection
-    settings.modules_to_save = [top.split(".")[1] for top in learner.top if top.startswith("hf.")] or None
+    settings.modules_to_save = fully_trained(learner) or None
     for name in ("target_modules", "exclude_modules"):
         if isinstance(getattr(settings, name), set):
             setattr(settings, name, sorted(getattr(settings, name)))
@@ -184,13 +254,16 @@ def restore_adapters(learner: Learner, config: Config) -> None:
     params = {file_name(name): param for name, param in learner.named_parameters() if param.requires_grad}
     found = {name: value.shape for name, value in stored.items() if ".lora_" in name}
     wanted = {name: param.shape for name, param in params.items() if ".lora_" in name}
-    scale = settings.get("lora_alpha", 0) / (settings.get("r") or 1)
-    if found != wanted or scale != config.lora_alpha / config.lora_r:
+    settings = {"lora_alpha": 0, **settings}
+    if found != wanted or any(
+        scale != stored_scaling(settings, layer, wanted[f"{PREFIX}{layer}.lora_A.weight"][0])
+        for layer, scale in scalings(learner).items()
+    ):
         raise UsageError(
             f"lora_r={config.lora_r}: {name} holds adapters of rank {settings.get('r')},"
-            f" alpha {settings.get('lora_alpha', 0):g} and of {len(found) // 2} layers, not these; give the"
-            " same --lora_r, --lora_alpha and --lora_target_modules to continue with them, or a merged/"
-            " folder for others"
+            f" alpha {settings['lora_alpha']:g} and of {len(found) // 2} layers, not these; give the"
+            " same --lora_r, --lora_alpha and --lora_target_modules, or its adapter_config.json as"
+            " --peft_config, to continue with them, or a merged/ folder for others"
         )
     for name, param in params.items():
         if name in stored and stored[name].shape == param.shape:
@@ -295,23 +368,35 @@ class TaskAxis:
 class StoredAdapter:
     """The weights of an adapter folder by module of a learner without adapters.
 
-    pairs: A [r, in] and (alpha / r) B [out, r]. layers: weight and bias (None: none) of layers that were
-    trained in full, the head among them.
+    pairs: A [r, in] and B [out, r], times the factor of the adapter's output. layers: weight and bias (None:
+    none) of layers that were trained in full, the head among them.
     """
 
     pairs: dict[str, tuple[Tensor, Tensor]]
     layers: dict[str, tuple[Tensor, Tensor | None]]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], head: Mapping[str, Tensor], scale: float) -> "StoredAdapter":
-        """tensors: of an adapter file. head: of HEAD_FILE. Raises `ValueError` or `LookupError`."""
+    def of(
+        cls, tensors: Mapping[str, Tensor], head: Mapping[str, Tensor], settings: Mapping[str, Any]
+    ) -> "StoredAdapter":
+        """tensors: of an adapter file. head: of HEAD_FILE. settings: of adapter_config.json.
+
+        Raises `ValueError`, `ArithmeticError` or `LookupError`.
+        """
         named = {f"hf.{name.removeprefix(PREFIX)}": one for name, one in tensors.items() if PREFIX in name}
         if len(named) < len(tensors) or not named:
             raise ValueError("its tensors are not those of LoRA adapters")
         pairs = {
-            name.removesuffix(".lora_A.weight"): (one, scale * named[name.replace(".lora_A.", ".lora_B.")])
-            for name, one in named.items()
-            if name.endswith(".lora_A.weight")
+            layer: (
+                one,
+                stored_scaling(settings, layer.removeprefix("hf."), len(one))
+                * named[f"{layer}.lora_B.weight"],
+            )
+            for layer, one in (
+                (name.removesuffix(".lora_A.weight"), one)
+                for name, one in named.items()
+                if name.endswith(".lora_A.weight")
+            )
         }
         direct = {name: one for name, one in named.items() if ".lora_" not in name} | dict(head)
         layers = {

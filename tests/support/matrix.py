@@ -106,6 +106,12 @@ ALSO: dict[str, dict[str, Any]] = {
         "lora_r": 4,
         "lora_target_modules": ["layers.2.self_attn.v_proj"],
     },  # the first stage trains nothing
+    "lora-patterns": {
+        "lora_r": 4,
+        "lora_target_modules": ["all-linear"],
+        "peft_config": '{"use_rslora": true, "rank_pattern": {"q_proj": 2, "layers.1.mlp.*": 3},'
+        ' "alpha_pattern": {"o_proj": 3}}',
+    },
 }
 EQUAL = {
     "gradient_checkpointing",
@@ -488,6 +494,8 @@ def spread() -> list[Case]:
         ((1, 2), -2, 0, "llama3", "fp32", "packing"),
         ((1, 4), (2, 2), 1, "llama3", "fp32", "lora-linear"),
         ((1, 4), (2, 2), 0, "llama3", "fp32", "checkpointing"),
+        ((1, 2), -2, 0, "llama3", "fp32", "lora-patterns"),
+        ((1, 2), 2, 1, "llama3", "fp32", "lora-patterns"),
     ]
     for turn, (layout, split, stage, model, dtype, also) in enumerate(beside):
         cases.append(

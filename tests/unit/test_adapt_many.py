@@ -84,8 +84,12 @@ def names_in(folder: Path) -> list[str]:
         {"pooling": "mean", "inner_lr_groups": ["head=3", "*.layer.0=0.5"], "tokens_per_pass": 150},
         {"inner_optimizer": "adamw", "inner_lr": 0.01, "inner_epsilon": 1e-3},
         {"inner_lr_schedule": "linear", "micro_batch_size": 4},
+        {
+            "peft_config": '{"use_rslora": true, "rank_pattern": {"layer.0.*": 2},'
+            ' "alpha_pattern": {"query": 3}}'
+        },
     ],
-    ids=["zero", "prototype", "rates", "adamw", "schedule"],
+    ids=["zero", "prototype", "rates", "adamw", "schedule", "patterns"],
 )
 def test_every_task_equals_the_single_adaptation(bert, tmp_path, settings):
     """Weights, number of steps, accuracy on examples left out, files and answers."""
@@ -386,10 +390,11 @@ def mixed(tmp_path_factory, bert):
     """A directory with adapters of two ranks and different layers, damaged ones, folders of other kinds."""
     folder = tmp_path_factory.mktemp("mixed") / "adapters"
     fmmeta.adapt_many(bert, dict(list(SUPPORTS.items())[:3]), output_dir=folder, **LORA)
-    wide = {**LORA, "lora_r": 7, "lora_target_modules": ["all-linear"]}
+    patterns = '{"rank_pattern": {"key": 5}, "alpha_pattern": {"layer.0.*": 30}, "use_rslora": true}'
+    wide = {**LORA, "lora_r": 7, "lora_target_modules": ["all-linear"], "peft_config": patterns}
     for name, support in list(SUPPORTS.items())[3:]:
         fmmeta.adapt(bert, support, output_dir=folder / name, **wide)
-    for name in ("damaged", "nan", "rslora"):
+    for name in ("damaged", "nan", "dora"):
         shutil.copytree(folder / "task 0", folder / name)
     file = folder / "damaged" / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-50])
@@ -397,8 +402,8 @@ def mixed(tmp_path_factory, bert):
         {name: value * torch.nan for name, value in adapters(folder / "nan").items()},
         folder / "nan" / "adapter_model.safetensors",
     )
-    config = json.loads((folder / "rslora" / "adapter_config.json").read_text())
-    (folder / "rslora" / "adapter_config.json").write_text(json.dumps({**config, "use_rslora": True}))
+    config = json.loads((folder / "dora" / "adapter_config.json").read_text())
+    (folder / "dora" / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
     (folder / "foreign").mkdir()
     fmmeta.adapt("tiny", SUPPORTS["task 0"], output_dir=folder / "another base", **LORA)
     fmmeta.adapt(bert, SUPPORTS["task 0"], output_dir=folder / "whole", inner_steps=1)
@@ -447,7 +452,7 @@ def test_adapters_that_cannot_be_used_are_named_and_the_others_answer(mixed, tmp
     bad = {
         "damaged": "adapter_model.safetensors cannot be read",
         "nan": "NaNs",
-        "rslora": "another kind than plain LoRA",
+        "dora": "another kind than plain LoRA",
         "foreign": "holds no adapter of fmmeta",
         "another base": "differs from the other adapters",
         "whole": "give a whole model to --model_name_or_path",

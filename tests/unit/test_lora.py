@@ -144,6 +144,25 @@ def test_adapters_follow_the_seed(sources):
             {"pooling": "mean", "head_init": "learned", "lora_target_modules": ["all-linear"]},
         ),
         ("tiny", "AutoModel", {}),
+        (
+            "llama",
+            "AutoModelForCausalLM",
+            {
+                "task_type": "causal_lm",
+                "peft_config": '{"use_rslora": true, "rank_pattern": {"v_proj": 2},'
+                ' "alpha_pattern": {"layers.0.self_attn.q_proj": 9}, "exclude_modules": ".*1.*q_proj"}',
+            },
+        ),
+        (
+            "bert",
+            "AutoModel",
+            {
+                "pooling": "mean",
+                "head_init": "learned",
+                "peft_config": '{"target_modules": ".*(key|dense)", "exclude_modules": ["output.dense"],'
+                ' "init_lora_weights": "gaussian"}',
+            },
+        ),
     ],
 )
 def test_export_is_loaded_by_peft_and_transformers(tmp_path, sources, base, auto, settings):
@@ -348,6 +367,132 @@ def test_training_continues_from_stored_adapters(source, tmp_path, sources):
         )
 
 
+def options_file(path: Path, **options) -> str:
+    path.write_text(json.dumps(options))
+    return str(path)
+
+
+def test_adapters_of_a_peft_config_are_those_of_peft(tmp_path, sources):
+    """The same layers with the same ranks and factors as peft creates from the same file."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    options = {
+        "r": 6,
+        "lora_alpha": 10,
+        "target_modules": ["q_proj", "v_proj", "down_proj"],
+        "exclude_modules": ["layers.0.self_attn.v_proj"],
+        "rank_pattern": {"q_proj": 3, r"layers\.1\.mlp\..*": 5},
+        "alpha_pattern": {"layers.1.self_attn.v_proj": 2},
+        "use_rslora": True,
+    }
+    file = options_file(tmp_path / "options.json", **options)
+    learner = learner_of(sources["llama"], lora_r=0, task_type="causal_lm", peft_config=file)
+    theirs = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(sources["llama"]), peft.LoraConfig(**options)
+    ).base_model.model
+    layers = {name: module for name, module in theirs.named_modules() if hasattr(module, "lora_A")}
+    assert len(layers) == 5
+    assert {name for name, module in learner.hf.named_modules() if hasattr(module, "lora_A")} == set(layers)
+    for name, module in layers.items():
+        own = learner.hf.get_submodule(name)
+        assert own.scaling == module.scaling
+        assert own.lora_A["default"].weight.shape == module.lora_A["default"].weight.shape
+
+
+def test_only_the_layers_to_transform_get_adapters(tmp_path, sources):
+    file = options_file(tmp_path / "options.json", r=2, layers_to_transform=[1])
+    learner = learner_of(sources["llama"], lora_r=0, task_type="causal_lm", peft_config=file)
+    trained = {name for name, param in learner.named_parameters() if param.requires_grad}
+    assert len(trained) == 4
+    assert all(".layers.1." in name for name in trained)
+
+
+def test_a_peft_config_is_kept_as_text(tmp_path, sources):
+    """Rank, alpha and layers become settings; the rest is stored, so that the file is not needed again."""
+    exported(sources["bert"], tmp_path / "model", lora_r=3, peft_config='{"use_rslora": true}')
+    file = str(tmp_path / "model" / "adapter_config.json")
+    config = Config(model_name_or_path=sources["bert"], n_way=3, peft_config=file, pooling="model")
+    assert (config.lora_r, config.lora_alpha, config.lora_target_modules) == (3, 6, ["query", "value"])
+    options = json.loads(config.peft_config)
+    assert options["use_rslora"] is True
+    assert options["modules_to_save"] == ["classifier"]
+    assert not {"r", "lora_alpha", "target_modules", "peft_type"} & set(options)
+    assert config.but(seed=1).peft_config == config.peft_config
+    only_flags = options_file(tmp_path / "options.json", r=2, lora_alpha=3, target_modules="all-linear")
+    config = Config(model_name_or_path=sources["bert"], peft_config=only_flags, lora_r=2)
+    assert (config.lora_r, config.lora_alpha, config.peft_config) == (2, 3, None)
+    assert config.lora_target_modules == ["all-linear"]
+    load_learner(config, describe(config))
+
+
+def test_training_continues_from_adapters_of_a_peft_config(tmp_path, sources):
+    patterns = '{"rank_pattern": {"query": 2}, "alpha_pattern": {"value": 8}, "use_rslora": true}'
+    _, worker = exported(sources["bert"], tmp_path / "model", lora_r=3, peft_config=patterns)
+    file, model = str(tmp_path / "model" / "adapter_config.json"), str(tmp_path / "model")
+    config = Config(model_name_or_path=model, peft_config=file, head_init="learned")
+    learner = load_learner(config, describe(config))
+    for name, param in worker.model.named_parameters():
+        if ".lora_" in name:
+            assert torch.equal(learner.get_parameter(name), param)
+    same_ranks = '{"rank_pattern": {"query": 2}}'  # and other factors
+    for options in (None, same_ranks):
+        config = Config(model_name_or_path=model, lora_r=3, peft_config=options)
+        message = refusal(lambda config: load_learner(config, describe(config)), config)
+        check_message(message, "lora_r=3", "holds adapters of rank 3", "adapter_config.json as --peft_config")
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"r": 4, "use_dora": True}, ("use_dora True", "not linear", "leave it out")),
+        ({"r": 4, "lora_dropout": 0.1}, ("lora_dropout 0.1", "no dropout", "leave it out")),
+        ({"r": 4, "bias": "all"}, ("bias 'all'", "leave it out")),
+        ({"r": 4, "rank_patern": {"query": 2}}, ("rank_patern", "leave it out")),
+        ({"r": 4, "init_lora_weights": "pissa"}, ("init_lora_weights 'pissa'", "use true, false")),
+        ({"r": 4, "peft_type": "IA3"}, ("peft_type 'IA3'", "use LORA")),
+        ({"r": "4"}, ("r '4'", "fix it")),
+        ({"r": 4, "rank_pattern": {"query": 0}}, ("rank_pattern", "fix it")),
+        ({"r": 4, "target_modules": "(query"}, ("target_modules '(query'", "fix it")),
+        ({"r": 4, "layers_to_transform": [-1]}, ("layers_to_transform [-1]", "fix it")),
+        ({"use_rslora": True}, ("has no r", "give --lora_r")),
+        ([1], ("holds no options", 'write {"r": 8}')),
+    ],
+)
+def test_peft_configs_that_are_refused(tmp_path, options, parts):
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps(options))
+    check_message(
+        refusal(Config, peft_config=str(file)).replace(str(tmp_path), "DIR"), "peft_config=", *parts
+    )
+
+
+def test_a_peft_config_beside_other_flags(tmp_path):
+    file = options_file(tmp_path / "options.json", r=4, target_modules=".*key")
+    check_message(refusal(Config, peft_config=file, lora_r=8), "lora_r=8", "r 4 of peft_config", "give one")
+    message = refusal(Config, peft_config=file, lora_target_modules=["query"])
+    check_message(message, "lora_target_modules=query", "target_modules .*key", "give one")
+    (tmp_path / "options.json").write_text("{")
+    check_message(refusal(Config, peft_config=file).replace(str(tmp_path), "DIR"), "is not JSON", "fix it")
+    check_message(refusal(Config, peft_config="nowhere.json"), "peft_config=nowhere.json", "give a JSON file")
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"rank_pattern": {"quary": 2}}, ("rank_pattern quary fits no layer", "query")),
+        ({"alpha_pattern": {"key": 2}}, ("alpha_pattern key fits no layer",)),
+        ({"layers_to_transform": [0, 9]}, ("layers_to_transform 9", "leave it out")),
+        ({"modules_to_save": ["pooler"]}, ("modules_to_save pooler", "leave it out")),
+        ({"target_modules": ".*nothing"}, ("peft_config=", "nothing", "name its linear layers")),
+        ({"layers_pattern": "layer"}, ("peft_config=", "layers_to_transform", "name its linear layers")),
+    ],
+)
+def test_peft_configs_that_fit_no_layer(sources, options, parts):
+    message = refusal(learner_of, sources["bert"], pooling="model", peft_config=json.dumps(options))
+    check_message(message, "peft_config", *parts)
+
+
 @pytest.mark.parametrize("algorithm", ["fomaml", "anil"])
 def test_evaluation_adapts_the_adapters_that_were_trained(algorithm, tmp_path, sources):
     """Evaluating the exported folder gives the table of the run; without adapters its rates fit no layer."""
@@ -357,9 +502,9 @@ def test_evaluation_adapts_the_adapters_that_were_trained(algorithm, tmp_path, s
         model_name_or_path=sources["bert"],
         dataset=[str(data)],
         algorithm=algorithm,
-        lora_r=2,
         lora_alpha=3,
         lora_target_modules=["key"],
+        peft_config=options_file(tmp_path / "options.json", r=2, use_rslora=True),
         inner_lr=0.5,
         outer_lr=0.05,
         outer_steps=2,
