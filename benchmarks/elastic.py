@@ -334,7 +334,8 @@ def main() -> None:
     variant = {(True, "static"): "learned_rates", (False, "dynamic"): "claimed_tasks"}.get(
         (args.learned, args.task_schedule)
     )
-    others = {name: known[name] for name in ("learned_rates", "claimed_tasks") if name in known}
+    variant = variant if args.kills else "without_kills"
+    others = {name: known[name] for name in ("learned_rates", "claimed_tasks", "without_kills") if name in known}
     if variant:
         write_json(args.json, {**known, variant: {"machine": machine(), **results}})
     else:
