@@ -335,7 +335,9 @@ def main() -> None:
         (args.learned, args.task_schedule)
     )
     variant = variant if args.kills else "without_kills"
-    others = {name: known[name] for name in ("learned_rates", "claimed_tasks", "without_kills") if name in known}
+    others = {
+        name: known[name] for name in ("learned_rates", "claimed_tasks", "without_kills") if name in known
+    }
     if variant:
         write_json(args.json, {**known, variant: {"machine": machine(), **results}})
     else:

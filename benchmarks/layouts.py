@@ -1,0 +1,141 @@
+"""Does an outer step of a language model end at the same theta on every layout, in the planned memory?
+
+    python -m benchmarks.layouts --model SMOLLM2 --json benchmarks/results/layouts.json
+
+FOMAML, five examples and five queries, two inner steps; all weights, and LoRA. Rows are word lists and their
+reverse that fill `max_length`, as the plan assumes. Every layout is a launch of real ranks (memory.py).
+
+off       |theta - theta of one rank in fp32| / |that theta - theta_0|
+measured  the peak of the fullest rank, without libraries
+planned   the estimate that `fmmeta plan` makes
+
+Rows that the JSON file holds are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from benchmarks.common import read, table, write_json
+
+ROOT = Path(__file__).parent.parent
+RANKS = {  # ranks and flags
+    "1 rank": (1, []),
+    "2 ranks, ZeRO 2": (2, ["--group_size=2", "--deepspeed=ds_configs/zero2.json"]),
+    "2 ranks, ZeRO 3": (2, ["--group_size=2", "--deepspeed=ds_configs/zero3.json"]),
+    "2 stages": (2, ["--group_size=2", "--pipeline_stages=2"]),
+    "3 tensor ranks": (3, ["--group_size=3", "--tensor_parallel_size=3"]),
+}
+TRAINED = {"all weights": ["--inner_lr=1e-3"], "LoRA": ["--lora_r=8", "--inner_lr=0.1"]}
+FLAGS = [
+    "--outer_steps=1",
+    "--meta_batch_size=1",
+    "--k_shot=5",
+    "--num_query=5",
+    "--inner_steps=2",
+    "--max_length=60",
+    "--attn_implementation=eager",
+    "--prompt_template=plain",
+]
+WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school")
+
+
+def measured(
+    asked: argparse.Namespace, ranks: int, flags: list[str]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Memory of the fullest rank, and what was trained: all weights, or adapters."""
+    with tempfile.TemporaryDirectory() as work:
+        model = Path(work, "model")
+        model.symlink_to(Path(asked.model).resolve())
+        write_rows(Path(work, "rows.jsonl"))
+        words = ["torchrun", f"--nproc_per_node={ranks}", f"--master_port={20000 + os.getpid() % 20000}"]
+        words += ["benchmarks/memory.py", "run", str(model), f"--dataset={work}/rows.jsonl", *FLAGS, *flags]
+        ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+        if ran.returncode:
+            raise SystemExit(ran.stderr[-3000:])
+        lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+        assert len(lines) == ranks
+        fullest = max(lines, key=lambda line: line["train_gb"])
+        return fullest, theta_of(Path(f"{model}-exported"))
+
+
+def write_rows(file: Path) -> None:
+    rng, rows = random.Random(0), []
+    for task in range(4):
+        for _ in range(16):
+            words = rng.choices(WORDS, k=27)
+            rows.append({"task": f"t{task}", "input": " ".join(words), "output": " ".join(words[::-1])})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def theta_of(folder: Path) -> dict[str, Tensor]:
+    adapters = folder / "adapter_model.safetensors"
+    return {
+        name: one.double()
+        for file in ([adapters] if adapters.is_file() else sorted(folder.glob("model*.safetensors")))
+        for name, one in load_file(file).items()
+    }
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return float(torch.stack([(one[name] - other[name]).norm() for name in one]).norm())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--layouts", nargs="+", default=list(RANKS), choices=list(RANKS))
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    cells = read(asked.json) if asked.json else {}
+    for trained, of_trained in TRAINED.items():
+        wanted = [
+            (name, dtype, f"{trained}, {name}, {dtype}")
+            for dtype in ("fp32", "bf16")
+            for name in asked.layouts
+        ]
+        if all(title in cells for _, _, title in wanted):
+            continue
+        _, start = measured(asked, 1, [*of_trained, "--outer_lr=1e-12"])
+        _, end = measured(asked, 1, of_trained)
+        travelled = distance(end, start)
+        for name, dtype, title in wanted:
+            if title in cells:
+                continue
+            ranks, flags = RANKS[name]
+            fullest, theta = measured(
+                asked, ranks, [*of_trained, *flags, *(["--bf16"] if dtype == "bf16" else [])]
+            )
+            cells[title] = {
+                "off": distance(theta, end) / travelled,
+                "measured_gb": fullest["train_gb"],
+                "planned_gb": fullest["estimate_gb"],
+            }
+            print(title, cells[title], flush=True)
+            write_json(asked.json, {"cells": cells})
+    rows = [
+        [
+            title,
+            f"{cell['off']:.1e}",
+            f"{cell['measured_gb']:.2f}",
+            f"{cell['planned_gb']:.2f}",
+            f"{cell['measured_gb'] / cell['planned_gb']:.3f}",
+        ]
+        for title, cell in cells.items()
+    ]
+    print(table(["layout", "off", "measured GB", "planned GB", "ratio"], rows))
+
+
+if __name__ == "__main__":
+    main()
