@@ -114,7 +114,11 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
         " the inner loop too (default: finetune; in_context for a model of meta_icl)",
         METHODS,
     )
-    n_way: str = setting("5", "Classes per episode, or all: every class of the split, or of the task")
+    n_way: str = setting(
+        None,
+        "Classes per episode, or all: every class of the split, or of the task (default: 5; 3 for the suite"
+        " digits)",
+    )
     k_shot: list[int] = setting([5], "Support examples per class; per task for causal_lm; one or more")
     episodes: int = setting(600, "Episodes; the same ones for every model, by --seed", least=1)
     eval_split: str = setting("test", "Which of the train, valid and test splits", EVAL_SPLITS)
@@ -131,6 +135,8 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
     output: str | None = setting(None, "JSON file for the results")
 
     def __post_init__(self) -> None:
+        if self.n_way is None:
+            self.n_way = "3" if "digits" in self.dataset else "5"
         self.n_way = str(self.n_way)
         self.method, self.k_shot = list(dict.fromkeys(self.method)), list(dict.fromkeys(self.k_shot))
         check_values(self)

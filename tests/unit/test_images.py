@@ -324,7 +324,7 @@ def test_digits_needs_no_pillow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     config = Config(**SHORT, dataset=["digits"], output_dir=str(tmp_path / "run"))
     model = str(fmmeta.MetaTrainer(config).train().output_dir / "model")
-    found = fmmeta.evaluate(model, "digits", method="prototype", n_way=3, k_shot=1, episodes=2)
+    found = fmmeta.evaluate(model, "digits", method="prototype", k_shot=1, episodes=2)
     assert len(found["cells"]) == 1
     check_message(refusal(decode, encoded), "a.png: Pillow", "fmmeta[vision]")
 
