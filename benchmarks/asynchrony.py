@@ -52,6 +52,7 @@ class Copies(Callback):
         self.every, self.episodes = every, episodes
         self.copies: list[tuple[int, float, Any]] = []
         self.by_group, self.ages, self.oldest = np.zeros(3), list[float](), 0
+        self.dropped = dict[str, float]()
 
     def on_train_begin(self, run: Any) -> None:
         self.began = time.monotonic()
@@ -61,6 +62,7 @@ class Copies(Callback):
         self.by_group += run.metrics.tasks_by_group
         self.ages.append(run.metrics.values.get("staleness_mean", 0.0))
         self.oldest = max(self.oldest, run.metrics.values.get("staleness_max", 0))
+        self.dropped = run.metrics.values.get("dropped_share_by_stratum", {})
         if step % self.every == 0:
             self.copies.append((step, time.monotonic() - self.began, run.theta.clone()))
 
@@ -111,6 +113,7 @@ def rank_main(given: argparse.Namespace, mode: str, out: str) -> None:
             "share of the slow group": copies.by_group[2] / copies.by_group.sum(),
             "staleness, mean": float(np.mean(copies.ages)),
             "staleness, most": copies.oldest,
+            "dropped by family": copies.dropped,
             "points": copies.points,
         }
         Path(out).write_text(json.dumps(facts))
@@ -151,6 +154,10 @@ def show(runs: dict[str, Any], task_seconds: float) -> dict[str, Any]:
         )
     header = ["mode", "s per outer step", "tasks of the slow group", "staleness: mean, most", "loss"]
     print(table([*header, "at equal tasks", "at equal time", "its outer steps then"], rows))
+    for mode, run in runs.items():
+        if dropped := run.get("dropped by family"):
+            shares = ", ".join(f"{name or 'all'} {100 * share:.1f} %" for name, share in dropped.items())
+            print(f"{mode}, dropped gradients by task family: {shares}")
     floor = TASKS * task_seconds / (2 + 1 / SLOWER)
     print(
         f"floor: {floor:.2f} s per outer step; throughput of the slow group: {100 / (2 * SLOWER + 1):.1f} %"
