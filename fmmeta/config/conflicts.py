@@ -231,11 +231,6 @@ def of_parallelism(c: Any) -> Conflicts:
             "engine=plain holds a whole model on one rank; leave out pipeline_stages and"
             " tensor_parallel_size",
         ),
-        (
-            c.packing and stages > 1,
-            f"pipeline_stages={stages} with packing=True: packed rows are tried on the whole model before"
-            " training, and no stage holds it; use ZeRO 3, or leave packing out",
-        ),
     ]
 
 

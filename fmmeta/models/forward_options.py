@@ -8,10 +8,11 @@ run (Ansel et al., "PyTorch 2", ASPLOS 2024).
 
 import os
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
@@ -58,33 +59,34 @@ def checkpoint_layers(hf: Any) -> None:
 
 
 @torch.no_grad()
-def check_packing(learner: Learner) -> None:
-    """Refuse a model whose logits change when rows share a sequence: recurrent and convolutional layers
+def check_packing(hf: Any, forward: Callable[[dict[str, Tensor]], Tensor]) -> None:
+    """Refuse a model whose output changes when rows share a sequence: recurrent and convolutional layers
     ignore positions.
 
-    Two short rows go through the model by themselves and packed, in both orders. Runs on the whole model in
-    fp32, with eager attention: flash attention needs a GPU and bf16.
+    Two short rows go through the model by themselves and packed, in both orders. Runs in fp32, with eager
+    attention: flash attention needs a GPU and bf16.
+
+    forward: inputs by name to the output [B, T, D] of the whole model, or of the part of it on this rank.
     """
-    vocabulary = learner.hf.get_input_embeddings().weight.shape[0]
     draw = torch.Generator().manual_seed(0)
-    rows = [torch.randint(vocabulary, (1, length), generator=draw) for length in (9, 6)]
-    chosen = learner.hf.config._attn_implementation
-    learner.hf.config._attn_implementation = "eager"
+    rows = [torch.randint(hf.config.vocab_size, (1, length), generator=draw) for length in (9, 6)]
+    chosen = hf.config._attn_implementation
+    hf.config._attn_implementation = "eager"
     try:
-        alone = [learner(input_ids=row, attention_mask=torch.ones_like(row)) for row in rows]
-        scale = max(float(logits.std()) for logits in alone)
+        alone = [forward({"input_ids": row, "attention_mask": torch.ones_like(row)}) for row in rows]
+        scale = max(float(output.std()) for output in alone)
         off = []
         for order in ((0, 1), (1, 0)):
             ids = torch.cat([rows[i] for i in order], 1)
             position_ids = torch.cat([torch.arange(rows[i].shape[1]) for i in order])[None]
-            packed = learner(input_ids=ids, position_ids=position_ids)
+            packed = forward({"input_ids": ids, "position_ids": position_ids})
             off.append(float((packed - torch.cat([alone[i] for i in order], 1)).abs().max()) / scale)
     finally:
-        learner.hf.config._attn_implementation = chosen
+        hf.config._attn_implementation = chosen
     if wrong := [each for each in off if not each < 1e-3]:
         raise UsageError(
-            f"packing=True: rows that share a sequence see each other in {type(learner.hf).__name__}"
-            f" (logits move by {wrong[0]:.1e} of their spread); leave it out"
+            f"packing=True: rows that share a sequence see each other in {type(hf).__name__}"
+            f" (outputs move by {wrong[0]:.1e} of their spread); leave it out"
         )
 
 

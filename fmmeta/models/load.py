@@ -368,7 +368,7 @@ def load_learner(config: Config, description: Description) -> Learner:
         restore_adapters(learner, config)
     initialize_head(learner, config)
     if config.packing:
-        check_packing(learner)
+        check_packing(hf, lambda given: learner(**given))
     return learner.train()
 
 

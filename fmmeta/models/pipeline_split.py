@@ -107,6 +107,13 @@ class Stage(nn.Module):
             return self._busy(self.body(**inputs, want=self.want))
         return self._busy(self.body(**inputs, use_cache=False).last_hidden_state), *tensors
 
+    def alone(self, inputs: dict[str, Tensor]) -> Tensor:
+        """The output [B, T, D] for inputs of the model; received hidden states are made of the token ids."""
+        self.input_names, ids = tuple(inputs), inputs["input_ids"]
+        received = [torch.sin(ids[..., None] * torch.arange(1.0, self.base.config.hidden_size + 1))]
+        output = self((*(received if self.inlet is not None else ()), *inputs.values()))
+        return output if self.last else output[0]
+
     def _busy(self, output: Tensor) -> Tensor:
         return output if self.idle is None else output + 0 * self.idle
 

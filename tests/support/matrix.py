@@ -496,6 +496,10 @@ def spread() -> list[Case]:
         ((1, 4), (2, 2), 0, "llama3", "fp32", "checkpointing"),
         ((1, 2), -2, 0, "llama3", "fp32", "lora-patterns"),
         ((1, 2), 2, 1, "llama3", "fp32", "lora-patterns"),
+        ((1, 2), 2, 0, "llama3", "fp32", "packing"),
+        ((1, 2), 2, 1, "gpt23", "fp32", "packing"),
+        ((1, 4), 2, 1, "qwen23", "bf16", "packing"),
+        ((1, 4), (2, 2), 0, "llama3", "fp32", "packing"),
     ]
     for turn, (layout, split, stage, model, dtype, also) in enumerate(beside):
         cases.append(

@@ -186,10 +186,6 @@ CAUSAL = {"task_type": "causal_lm"}
         ),
         ({"tensor_parallel_size": 0}, ("tensor_parallel_size=0", "use 1 or more")),
         (
-            {**STAGES, **CAUSAL, "packing": True},
-            ("pipeline_stages=2", "packing=True", "use ZeRO 3, or leave packing out"),
-        ),
-        (
             {**TENSOR, "lora_r": 4, "tasks_per_pass": "2"},
             ("tasks_per_pass=2", "tensor_parallel_size=2", "use --tasks_per_pass 1"),
         ),

@@ -11,11 +11,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from fmmeta.config.settings import Config
 from fmmeta.models.forward_options import check_packing
+from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.learner import CausalLearner, objective
 from fmmeta.models.load import describe, empty_learner, load_learner
+from fmmeta.models.pipeline_split import plan_stages, take_stage
 from fmmeta.tasks.batching import IGNORE, Batcher, Example, collate, pack
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
@@ -181,7 +184,7 @@ def test_a_model_that_separates_packed_rows_is_accepted(tmp_path):
     learner.hf.config._attn_implementation = (  # cannot run here, and need not for the check
         "flash_attention_2"
     )
-    check_packing(learner)
+    check_packing(learner.hf, lambda given: learner(**given))
 
 
 def test_a_model_without_positions_is_refused_before_its_weights_are_read(tmp_path):
@@ -202,6 +205,27 @@ def test_a_model_whose_rows_see_each_other_is_refused(tmp_path):
     message = refusal(learner_of, tmp_path)
     check_message(message, "packing=True")
     assert message.endswith(" of their spread); leave it out")
+
+
+class Neighbours(nn.Module):
+    """Adds to each token what the token before it has."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + hidden.roll(1, 1)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_each_stage_of_a_pipeline_is_tried_alone(tmp_path, stage):
+    """No stage of one layer lets a row see another one, until a layer of it looks at neighbours."""
+    settings = {"task_type": "causal_lm", "pipeline_stages": 2, "packing": True}
+    config = Config(model_name_or_path=str(save_llama(tmp_path)), **settings)
+    model = open_lazy_model(config, describe(config))
+    learner = model.learner
+    model.materialize([name for name, _ in learner.named_parameters()])
+    part = take_stage(learner, plan_stages(learner, 2), stage)
+    check_packing(learner.hf, part.alone)
+    part.base.layers[stage].mlp = Neighbours()
+    check_message(refusal(check_packing, learner.hf, part.alone), "packing=True", "leave it out")
 
 
 def test_classification_is_not_packed():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
-from fmmeta.models.forward_options import compile_model
+from fmmeta.models.forward_options import check_packing, compile_model
 from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import Description, load_learner
@@ -111,6 +111,8 @@ def create_stage(
         names = hold_stage(model, cut, coordinates)
         tensors = frozen_tensors(learner, [n for n, stage in cut.owner.items() if stage == coordinates.stage])
         stage = take_stage(learner, cut, coordinates.stage)
+        if config.packing:
+            check_packing(learner.hf, stage.alone)
         groups = groups_of(config, learner, stage.body) or [{"params": [stage.idle], "name": "no_decay"}]
     writes = ranks.layout.group_index == 0 and coordinates.data_rank == 0
     frozen = copies_to_export(config, ranks, tensors, writes, stage=coordinates.stage)
