@@ -7,12 +7,13 @@ does not exist. Rank, alpha and target modules become the settings of these name
 import json
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of, nearest, shortened
-from fmmeta.config.fields import default_of, shown
+from fmmeta.config.fields import LARGEST, default_of, shown
 
 FLAGS = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_target_modules"}
 OPTIONS: dict[str, tuple[type, ...]] = {  # beside FLAGS
@@ -26,6 +27,15 @@ OPTIONS: dict[str, tuple[type, ...]] = {  # beside FLAGS
     "rank_pattern": (dict,),
     "use_rslora": (bool,),
 }
+FORMS = {  # in which patterns are used, by peft and by models/lora.py
+    "alpha_pattern": r"(.*\.)?({})$",
+    "exclude_modules": "(?:{})",
+    "layers_pattern": r"(?:^|.*?\.){}\.",
+    "rank_pattern": r"(.*\.)?({})$",
+    "target_modules": "{}",
+}
+MOST = 1 << 20  # bytes of a file
+LARGEST_RANK = 1 << 16
 STARTS = (True, False, "gaussian", "orthogonal")  # of init_lora_weights, that leave the base as it is
 WITHOUT_EFFECT = (
     "auto_mapping",
@@ -80,8 +90,12 @@ def read_options(source: str) -> tuple[str, dict[str, Any]]:
     """How messages name a file or text, and the options in it that are set: neither null nor empty."""
     is_text = source.lstrip().startswith("{")
     given = f"peft_config={shortened(source) if is_text else source}"
+    if not is_text and Path(source).exists() and not Path(source).is_file():
+        raise UsageError(f"{given} is no file; give a JSON file")
     try:
-        options = json.loads(source if is_text else Path(source).read_text(encoding="utf-8"))
+        with nullcontext() if is_text else Path(source).open(encoding="utf-8") as file:
+            text = source if file is None else file.read(MOST)
+        options = json.loads(text)
     except OSError as error:
         raise UsageError(f"{given} cannot be read ({error.strerror}); give a JSON file") from None
     except (ValueError, RecursionError) as error:
@@ -113,20 +127,29 @@ def problems(options: dict[str, Any]) -> Iterator[str]:
 def well_formed(option: str, value: Any) -> bool:
     """Whether a value of the right type has the right elements, positive numbers and valid patterns."""
     if option in ("r", "lora_alpha"):
-        return value > 0
+        return in_bounds(option, value)
     if option == "layers_to_transform":
         return all(type(one) is int and one >= 0 for one in ([value] if type(value) is int else value))
     if isinstance(value, list):
-        return all(isinstance(one, str) for one in value)
+        texts = all(isinstance(one, str) and one for one in value)
+        return texts and (option != "layers_pattern" or all(is_pattern(option, one) for one in value))
     if isinstance(value, dict):
         numbers = (int,) if option == "rank_pattern" else (int, float)
-        return all(is_pattern(key) and type(one) in numbers and one > 0 for key, one in value.items())
-    return not isinstance(value, str) or is_pattern(value)
+        return all(
+            is_pattern(option, key) and type(one) in numbers and in_bounds(option, one)
+            for key, one in value.items()
+        )
+    return not isinstance(value, str) or is_pattern(option, value)
 
 
-def is_pattern(text: str) -> bool:
+def in_bounds(option: str, value: float) -> bool:
+    return 0 < value <= (LARGEST_RANK if option in ("r", "rank_pattern") else LARGEST)
+
+
+def is_pattern(option: str, text: str) -> bool:
+    """Whether a pattern is a regular expression in the form in which it is used."""
     try:
-        re.compile(text)
+        re.compile(FORMS.get(option, "{}").replace("{}", text))
     except (re.error, RecursionError, OverflowError):
         return False
     return True

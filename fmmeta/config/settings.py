@@ -916,10 +916,10 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
         """Resolve settings that were left open, then refuse values that cannot work."""
         for item in fields(self):
             setattr(self, item.name, of_type(type(self), item.name, getattr(self, item.name)))
-        check_values(self)
         if self.peft_config:
             for name, value in with_peft_options(self).items():
                 setattr(self, name, of_type(type(self), name, value))
+        check_values(self)
         found = conflicts.resolved(self)
         self._left_open = dict.fromkeys(found)
         for name, value in found.items():

@@ -136,7 +136,8 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
 
     def __post_init__(self) -> None:
         if self.n_way is None:
-            self.n_way = "3" if "digits" in self.dataset else "5"
+            names = [self.dataset] if isinstance(self.dataset, str) else self.dataset
+            self.n_way = "3" if "digits" in names else "5"
         self.n_way = str(self.n_way)
         self.method, self.k_shot = list(dict.fromkeys(self.method)), list(dict.fromkeys(self.k_shot))
         check_values(self)
@@ -218,7 +219,7 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
                     " them out",
                 ),
                 (
-                    causal and self.n_way not in ("5", "all"),
+                    causal and self.n_way not in ("5", "all") and "digits" not in self.dataset,
                     f"n_way={self.n_way} means nothing for task_type=causal_lm; leave it out",
                 ),
             ]

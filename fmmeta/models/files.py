@@ -241,6 +241,8 @@ def checked(facts: Any) -> dict[str, Any]:
     facts = {name: value for name, value in facts.items() if value is not None and value == value}
     for name in {*REMEMBERED, "n_way"} & set(facts):
         facts[name] = of_type(Config, name, facts[name])
+    if not facts.get("peft_config", "{").startswith("{"):
+        raise ValueError("peft_config names a file")
     labels = facts.get("labels", [])
     if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
         raise ValueError("labels is not a list of texts")

@@ -36,8 +36,9 @@ from torch import Tensor, nn
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import one_line
+from fmmeta.common.text import shortened
 from fmmeta.config.settings import Config
-from fmmeta.models.files import ADAPTER_FILE, BASE_FOLDER, adapter_folder, read_json, read_stored
+from fmmeta.models.files import ADAPTER_FILE, BASE_FOLDER, adapter_folder, read_json, read_stored, reading
 from fmmeta.models.learner import Learner, NativeClassifier, PooledClassifier
 
 PREFIX = "base_model.model."  # of the names in an adapter file
@@ -71,11 +72,15 @@ def inject(learner: Learner, config: Config) -> None:
             warnings.simplefilter("ignore", FutureWarning)  # peft uses old names of transformers
             peft.inject_adapter_in_model(lora_config(learner, config), learner.hf)
     except (ValueError, TypeError) as error:
-        targets = " ".join(config.lora_target_modules) or "(peft's choice)"
-        options = f" with peft_config={config.peft_config}" if options_of(config) else ""
+        targets, kind = " ".join(config.lora_target_modules) or "(peft's choice)", type(learner.hf).__name__
+        if options_of(config):
+            raise UsageError(
+                f"peft_config={shortened(config.peft_config)} with lora_target_modules={targets} does not fit"
+                f" {kind}: {one_line(error)}; change one of them"
+            ) from None
         raise UsageError(
-            f"lora_target_modules={targets} cannot be adapted in {type(learner.hf).__name__}{options}:"
-            f" {one_line(error)}; name its linear layers, or use all-linear"
+            f"lora_target_modules={targets} cannot be adapted in {kind}: {one_line(error)}; name its linear"
+            " layers, or use all-linear"
         ) from None
     refuse_shared(learner, config)
     refuse_without_match(learner, config)
@@ -132,19 +137,30 @@ def layers_below_top(learner: Learner) -> dict[str, nn.Module]:
 
 
 def refuse_unknown(learner: Learner, config: Config) -> None:
-    """Raise `UsageError` if a target matches no layer; peft raises only if none of them does. Also for
-    `modules_to_save` of --peft_config beside the head.
+    """Raise `UsageError` if a target matches no layer; peft raises only if none of them does. Also if an
+    excluded module does not exist, and for `modules_to_save` of --peft_config beside the head.
     """
     from transformers.pytorch_utils import Conv1D
 
-    if others := {*options_of(config).get("modules_to_save", ())} - {*fully_trained(learner)}:
+    kind, options = type(learner.hf).__name__, options_of(config)
+    modules = [name for name, _ in learner.hf.named_modules()]
+    others = {*options.get("modules_to_save", ())} - {*fully_trained(learner)}
+    if others := {name for name in others if any(has_suffix(module, name) for module in modules)}:
         raise UsageError(
             f"peft_config: modules_to_save {' '.join(sorted(others))} cannot be trained beside adapters; of"
-            f" {type(learner.hf).__name__} the head is, and nothing else: leave it out"
+            f" {kind} the head is, and nothing else: leave it out"
         )
+    excluded = options.get("exclude_modules", [])
+    leaves = [name for name, module in learner.hf.named_modules() if not any(module.children())]
+    for one in [excluded] if isinstance(excluded, str) else excluded:
+        fits = partial(re.fullmatch, one) if isinstance(excluded, str) else partial(has_suffix, suffix=one)
+        if not any(map(fits, leaves)):
+            raise UsageError(
+                f"peft_config: exclude_modules {one} fits no layer of {kind}; fix it, or leave it out"
+            )
     targets, layers = config.lora_target_modules, layers_below_top(learner)
     for target in targets if targets != ["all-linear"] else []:
-        if not any(name == target or name.endswith(f".{target}") for name in layers):
+        if not any(has_suffix(name, target) for name in layers):
             linear = sorted(
                 {
                     name.split(".")[-1]
@@ -153,9 +169,14 @@ def refuse_unknown(learner: Learner, config: Config) -> None:
                 }
             )
             raise UsageError(
-                f"lora_target_modules={' '.join(targets)}: {type(learner.hf).__name__} has no layer"
+                f"lora_target_modules={' '.join(targets)}: {kind} has no layer"
                 f" {target!r} to adapt; its linear layers are {', '.join(linear)}"
             )
+
+
+def has_suffix(name: str, suffix: str) -> bool:
+    """Whether a module's name is `suffix` or ends with it after a dot, as peft compares names of a list."""
+    return f".{name}".endswith(f".{suffix}")
 
 
 def refuse_shared(learner: Learner, config: Config) -> None:
@@ -182,8 +203,9 @@ def refuse_without_match(learner: Learner, config: Config) -> None:
         patterns = options.get(option, {})
         if unused := set(patterns) - {get_pattern_key(patterns, layer) for layer in layers}:
             raise UsageError(
-                f"peft_config: {option} {' '.join(sorted(unused))} fits no layer with an adapter; use one of"
-                f" {', '.join(sorted({layer.split('.')[-1] for layer in layers}))}"
+                f"peft_config: {option} {' '.join(sorted(unused))} fits no layer with an adapter"
+                f" ({', '.join(sorted({layer.split('.')[-1] for layer in layers}))}), or patterns before it"
+                " do; leave it out, or put it first"
             )
     wanted = options.get("layers_to_transform", [])
     for number in wanted if isinstance(wanted, list) else [wanted]:
@@ -203,17 +225,22 @@ def scalings(learner: Learner) -> dict[str, float]:
     }
 
 
-def stored_scaling(settings: Mapping[str, Any], layer: str, rank: int) -> float:
-    """The factor of an adapter's output by an adapter_config.json: alpha / r, or with rank-stabilised
-    adapters alpha / sqrt(r) (Kalajdzievski 2023, arXiv 2312.03732, section 3).
-    """
-    alphas = settings.get("alpha_pattern") or {}
-    alpha = settings["lora_alpha"]
-    if alphas:
-        from peft.utils.other import get_pattern_key
+def exactly(layer: str) -> str:
+    """A pattern of peft that fits one layer."""
+    return f"^{re.escape(layer)}"
 
-        alpha = alphas.get(get_pattern_key(alphas, layer), alpha)
-    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+def stored_scaling(settings: Mapping[str, Any], layer: str, rank: int) -> float:
+    """The factor of an adapter's output by an adapter_config.json that `save_adapter` wrote: alpha / r, or
+    with rank-stabilised adapters alpha / sqrt(r) (Kalajdzievski 2023, arXiv 2312.03732, section 3).
+
+    Raises `ValueError` for patterns of another form.
+    """
+    alphas: Any = settings.get("alpha_pattern") or {}
+    if not isinstance(alphas, dict) or not all(name.startswith("^") for name in alphas):
+        raise ValueError("alpha_pattern is not one that fmmeta writes")
+    alpha = alphas.get(exactly(layer), settings["lora_alpha"])
+    return float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
 def save_adapter(folder: Path, learner: Learner, weights: dict[str, Tensor], config: Config) -> None:
@@ -221,10 +248,17 @@ def save_adapter(folder: Path, learner: Learner, weights: dict[str, Tensor], con
 
     `weights`: complete trained parameters by their names in `learner`.
     """
+    from peft.utils.other import get_pattern_key
+
     settings = learner.hf.peft_config[ADAPTER]
     settings.inference_mode = True
     # peft would wrap them if they were set before the injection
     settings.modules_to_save = fully_trained(learner) or None
+    for pattern in filter(None, (settings.rank_pattern, settings.alpha_pattern)):
+        of_layer = {name: get_pattern_key(pattern, name) for name in scalings(learner)}
+        exact = {exactly(name): pattern[key] for name, key in of_layer.items() if key in pattern}
+        pattern.clear()
+        pattern.update(exact)  # the file has its keys in another order, and the first that fits counts
     for name in ("target_modules", "exclude_modules"):
         if isinstance(getattr(settings, name), set):
             setattr(settings, name, sorted(getattr(settings, name)))
@@ -254,14 +288,16 @@ def restore_adapters(learner: Learner, config: Config) -> None:
     params = {file_name(name): param for name, param in learner.named_parameters() if param.requires_grad}
     found = {name: value.shape for name, value in stored.items() if ".lora_" in name}
     wanted = {name: param.shape for name, param in params.items() if ".lora_" in name}
-    settings = {"lora_alpha": 0, **settings}
-    if found != wanted or any(
-        scale != stored_scaling(settings, layer, wanted[f"{PREFIX}{layer}.lora_A.weight"][0])
-        for layer, scale in scalings(learner).items()
-    ):
+    with reading(name, "adapter_config.json"):
+        alpha = float(settings.get("lora_alpha", 0))
+        differs = found != wanted or any(
+            scale != stored_scaling(settings, layer, wanted[f"{PREFIX}{layer}.lora_A.weight"][0])
+            for layer, scale in scalings(learner).items()
+        )
+    if differs:
         raise UsageError(
             f"lora_r={config.lora_r}: {name} holds adapters of rank {settings.get('r')},"
-            f" alpha {settings['lora_alpha']:g} and of {len(found) // 2} layers, not these; give the"
+            f" alpha {alpha:g} and of {len(found) // 2} layers, not these; give the"
             " same --lora_r, --lora_alpha and --lora_target_modules, or its adapter_config.json as"
             " --peft_config, to continue with them, or a merged/ folder for others"
         )

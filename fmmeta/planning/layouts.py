@@ -274,7 +274,8 @@ class Planner:
         """The run's settings, with changes. Raises `UsageError` if they contradict each other."""
         given = {**self.given, **changes}
         if not given.get("lora_r"):  # settings of adapters are refused without them
-            given = {name: value for name, value in given.items() if not name.startswith("lora_")}
+            of_adapters = ("lora_", "peft_")
+            given = {name: value for name, value in given.items() if not name.startswith(of_adapters)}
         return Config(**given)
 
     def deepspeed_of(self, strategy: Strategy) -> DeepSpeedSettings:

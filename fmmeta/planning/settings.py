@@ -7,6 +7,7 @@ from typing import Any
 
 from fmmeta.config.algorithms import find
 from fmmeta.config.fields import check_values, refuse_first, setting
+from fmmeta.config.peft_options import with_peft_options
 from fmmeta.config.settings import (
     Config,
     InnerConfig,
@@ -88,6 +89,9 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
     def __post_init__(self) -> None:
         self.dataset = [self.dataset] if isinstance(self.dataset, str) else self.dataset
         refuse_first([(self.gpus is None, "gpus is not given; give it, such as --gpus 8")])
+        if self.peft_config:
+            for name, value in with_peft_options(self).items():
+                setattr(self, name, value)
         check_values(self)
         refuse_first(
             [

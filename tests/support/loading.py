@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from contextlib import suppress
 
 NOT_A_FUNCTION = 3
 
@@ -16,13 +17,11 @@ def hang_once(episode, rng):
 
 
 def hang(episode, rng):
-    """A transform that catches all errors and returns after 30 seconds, too late for every limit of a test."""
+    """A transform that catches all errors and returns after 30 seconds, too late for the limits of tests."""
     end = time.monotonic() + 30
     while time.monotonic() < end:
-        try:
+        with suppress(Exception):
             time.sleep(1)
-        except Exception:
-            continue
     return episode
 
 

@@ -404,6 +404,9 @@ def mixed(tmp_path_factory, bert):
     )
     config = json.loads((folder / "dora" / "adapter_config.json").read_text())
     (folder / "dora" / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    shutil.copytree(folder / "task 0", folder / "pattern")
+    patterns = {**config, "alpha_pattern": {"(a+)+$": 3}}
+    (folder / "pattern" / "adapter_config.json").write_text(json.dumps(patterns))
     (folder / "foreign").mkdir()
     fmmeta.adapt("tiny", SUPPORTS["task 0"], output_dir=folder / "another base", **LORA)
     fmmeta.adapt(bert, SUPPORTS["task 0"], output_dir=folder / "whole", inner_steps=1)
@@ -453,6 +456,7 @@ def test_adapters_that_cannot_be_used_are_named_and_the_others_answer(mixed, tmp
         "damaged": "adapter_model.safetensors cannot be read",
         "nan": "NaNs",
         "dora": "another kind than plain LoRA",
+        "pattern": "alpha_pattern is not one that fmmeta writes",
         "foreign": "holds no adapter of fmmeta",
         "another base": "differs from the other adapters",
         "whole": "give a whole model to --model_name_or_path",

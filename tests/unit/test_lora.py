@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from fmmeta import Config, MetaTrainer, adapt, evaluate
 from fmmeta.adaptation.predict import load as predict_from
-from fmmeta.evaluation.settings import PredictConfig
+from fmmeta.evaluation.settings import EvaluateConfig, PredictConfig
 from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
 from fmmeta.models.lora import lora_config
 from fmmeta.parallel.layout import Launch
@@ -149,8 +149,9 @@ def test_adapters_follow_the_seed(sources):
             "AutoModelForCausalLM",
             {
                 "task_type": "causal_lm",
-                "peft_config": '{"use_rslora": true, "rank_pattern": {"v_proj": 2},'
-                ' "alpha_pattern": {"layers.0.self_attn.q_proj": 9}, "exclude_modules": ".*1.*q_proj"}',
+                "peft_config": '{"rank_pattern": {"layers.0.self_attn.v_proj": 5, "v_proj": 2},'
+                ' "alpha_pattern": {"layers.0.*": 9, ".*_proj": 2}, "use_rslora": true,'
+                ' "exclude_modules": ".*1.*q_proj"}',
             },
         ),
         (
@@ -455,6 +456,11 @@ def test_training_continues_from_adapters_of_a_peft_config(tmp_path, sources):
         ({"r": 4, "rank_pattern": {"query": 0}}, ("rank_pattern", "fix it")),
         ({"r": 4, "target_modules": "(query"}, ("target_modules '(query'", "fix it")),
         ({"r": 4, "layers_to_transform": [-1]}, ("layers_to_transform [-1]", "fix it")),
+        ({"r": 4, "layers_to_transform": [0], "layers_pattern": ["("]}, ("layers_pattern", "fix it")),
+        ({"r": 4, "exclude_modules": "(?i).*query"}, ("exclude_modules '(?i).*query'", "fix it")),
+        ({"r": 4, "rank_pattern": {"query": 10**15}}, ("rank_pattern", "fix it")),
+        ({"r": 4, "alpha_pattern": {"query": 10**400}}, ("alpha_pattern", "fix it")),
+        ({"r": 4, "lora_alpha": float("inf")}, ("lora_alpha inf", "fix it")),
         ({"use_rslora": True}, ("has no r", "give --lora_r")),
         ([1], ("holds no options", 'write {"r": 8}')),
     ],
@@ -467,6 +473,15 @@ def test_peft_configs_that_are_refused(tmp_path, options, parts):
     )
 
 
+def test_a_stored_peft_config_that_names_a_file_is_refused(tmp_path, sources):
+    """A model from elsewhere names no file of this machine."""
+    shutil.copytree(sources["bert"], tmp_path / "model")
+    file = options_file(tmp_path / "secret.json", r=4)
+    (tmp_path / "model" / "fmmeta.json").write_text(json.dumps({"lora_r": 4, "peft_config": file}))
+    message = refusal(lambda: EvaluateConfig(model_name_or_path=str(tmp_path / "model")).run_config())
+    check_message(message, "fmmeta.json cannot be read", "peft_config names a file", "fix or replace it")
+
+
 def test_a_peft_config_beside_other_flags(tmp_path):
     file = options_file(tmp_path / "options.json", r=4, target_modules=".*key")
     check_message(refusal(Config, peft_config=file, lora_r=8), "lora_r=8", "r 4 of peft_config", "give one")
@@ -474,18 +489,28 @@ def test_a_peft_config_beside_other_flags(tmp_path):
     check_message(message, "lora_target_modules=query", "target_modules .*key", "give one")
     (tmp_path / "options.json").write_text("{")
     check_message(refusal(Config, peft_config=file).replace(str(tmp_path), "DIR"), "is not JSON", "fix it")
+    message = refusal(Config, peft_config=str(tmp_path)).replace(str(tmp_path), "DIR")
+    check_message(message, "peft_config=DIR is no file", "give a JSON file")
     check_message(refusal(Config, peft_config="nowhere.json"), "peft_config=nowhere.json", "give a JSON file")
 
 
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ({"rank_pattern": {"quary": 2}}, ("rank_pattern quary fits no layer", "query")),
-        ({"alpha_pattern": {"key": 2}}, ("alpha_pattern key fits no layer",)),
+        (
+            {"rank_pattern": {"quary": 2}},
+            ("rank_pattern quary fits no layer", "query, value", "leave it out"),
+        ),
+        ({"alpha_pattern": {"key": 2}}, ("alpha_pattern key fits no layer", "leave it out")),
+        (
+            {"alpha_pattern": {"query": 2, "layer.0.*query": 3}},
+            ("alpha_pattern layer.0.*query fits no layer", "put it first"),
+        ),
+        ({"exclude_modules": ["encoder", "query"]}, ("exclude_modules encoder", "leave it out")),
         ({"layers_to_transform": [0, 9]}, ("layers_to_transform 9", "leave it out")),
-        ({"modules_to_save": ["pooler"]}, ("modules_to_save pooler", "leave it out")),
-        ({"target_modules": ".*nothing"}, ("peft_config=", "nothing", "name its linear layers")),
-        ({"layers_pattern": "layer"}, ("peft_config=", "layers_to_transform", "name its linear layers")),
+        ({"modules_to_save": ["classifier", "score", "pooler"]}, ("modules_to_save pooler", "leave it out")),
+        ({"target_modules": ".*nothing"}, ("peft_config=", "nothing", "change one of them")),
+        ({"layers_pattern": "layer"}, ("peft_config=", "layers_to_transform", "change one of them")),
     ],
 )
 def test_peft_configs_that_fit_no_layer(sources, options, parts):

@@ -367,6 +367,19 @@ def test_all_strategies_are_tried(folders):
     assert kept == [Strategy(2, 3, lora_r=4, checkpointing=True)]
 
 
+@pytest.mark.parametrize(("given", "ranks"), [({}, {4}), ({"lora_r": 4}, {4})])
+def test_the_rank_of_a_peft_config_is_planned(given, ranks):
+    options = {"use_rslora": True, "rank_pattern": {"query": 2}, **({} if given else {"r": 4})}
+    plan = plan_of(peft_config=json.dumps(options), **given)
+    assert {way.lora_r for way in strategies(plan)} == ranks
+    planner = Planner(plan, PROFILES["h100"])
+    ranks_of_layers = {
+        param.shape[0] for name, param in planner.learner(4).named_parameters() if ".lora_A." in name
+    }
+    assert ranks_of_layers == {2, 4}
+    assert planner.config_of(lora_r=0).peft_config is None
+
+
 def test_shipped_deepspeed_files_equal_the_planned_settings():
     for way in strategies(plan_of()):
         assert json.loads(find(way.deepspeed_file).read_text()) == way.deepspeed()
