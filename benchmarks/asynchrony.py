@@ -94,6 +94,7 @@ def settings(given: argparse.Namespace, mode: str, folder: str) -> Config:
         inner_steps=3,
         meta_batch_size=TASKS,
         outer_steps=given.steps,
+        lr_scheduler_type="linear",
         eval_episodes=0,
         test_episodes=0,
         save_steps=0,

@@ -198,7 +198,7 @@ MUTANTS = (
         "return (batch.weights > 0).to(like.device, like.dtype)[:, None]",
         "return (batch.weights >= 0).to(like.device, like.dtype)[:, None]",
         "a rank without rows adds a copy of a row of another rank",
-        WORKERS,
+        ("unit/test_inner_outer.py", *WORKERS),
     ),
     # the outer step
     Mutant(
