@@ -81,6 +81,11 @@ def test_a_step_is_abandoned_between_two_tasks(fork_server, flags, undisturbed_r
     assert same(run, undisturbed_run)
 
 
+def test_all_groups_abandon_a_step_that_one_has_left():
+    ended = run_ranks(["-m", "tests.support.scenarios", "one_group_leaves"], 2, 100).ok()
+    assert [text.splitlines() for text in ended.output] == [["True True", "False False"]] * 2
+
+
 def test_a_signal_before_the_first_step_ends_at_once(fork_server, flags, tmp_path):
     ranks = fork_server.train(flags(tmp_path / "run", **LONG), 2, tmp_path)
     until(lambda: all(handles(rank.pid, signal.SIGTERM) for rank in ranks))

@@ -5,10 +5,10 @@
 For each defect of table.py: check out the commit, plant the defect, run the test that noticed it at another
 commit, its most relevant tests, then the whole fast suite, and stop at the first failure. The equivalent
 rewrites are planted together, and one by one only if a test notices them. Results are written after each
-mutant; a second call continues where the first one ended. A noticed mutant is repeated when its text, the
-file that it changes or the file of the test that noticed it has changed since, another one at every new
-commit. Prints one line per mutant with the test that noticed it; exit code 1 if fewer than REQUIRED of the
-defects were noticed or an equivalent rewrite was.
+mutant, and the table of docs/testing.md at the end; a second call continues where the first one ended. A
+noticed mutant is repeated when its text, the file that it changes or the file of the test that noticed it has
+changed since, another one at every new commit. Prints one line per mutant with the test that noticed it; exit
+code 1 if fewer than REQUIRED of the defects were noticed or an equivalent rewrite was.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ TIMEOUT_S = (
     1200  # of the whole fast suite; a defect that makes ranks wait for each other ends by the tests' timeouts
 )
 NO_SUCH_TEST = 4  # pytest's exit code for an id that does not exist
+DOCS = ROOT / "docs" / "testing.md"
+MARKS = ("<!-- table: make mutants -->", "<!-- end of the table -->")
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -109,6 +111,18 @@ def key_of(mutant: Mutant, test: str, commit: str) -> str:
     return hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:16]
 
 
+def page(text: str, done: dict[str, dict[str, Any]]) -> str:
+    """docs/testing.md with the table of defects and the tests that notice them first, between its marks."""
+    lines = ["", "| defect | noticed first by |", "|---|---|"]
+    for mutant in MUTANTS:
+        if not mutant.equivalent:
+            test = done.get(mutant.name, {}).get("test", "").partition("[")[0]
+            lines.append(f"| {mutant.name} | {f'`{test}`' if test else 'no test'} |")
+    before, _, rest = text.partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    return "\n".join([f"{before}{MARKS[0]}", *lines, "", f"{MARKS[1]}{after}"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -148,6 +162,7 @@ def main() -> None:
 
     noticed = sum(len(results([defect])) for defect in defects)
     wrongly = [mutant.name for mutant in results([mutant for mutant in chosen if mutant.equivalent])]
+    DOCS.write_text(page(DOCS.read_text(), done))
     print(f"{noticed} of {len(defects)} defects noticed; equivalent rewrites noticed: {wrongly or 'none'}")
     sys.exit(noticed < REQUIRED * len(defects) or bool(wrongly))
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -32,7 +33,7 @@ from fmmeta.reliability.checks import check_replicas, hash_vector
 from fmmeta.training import build
 from fmmeta.training.callbacks import Callback
 from fmmeta.training.episodes import EpisodeReader
-from fmmeta.training.loop import Run
+from fmmeta.training.loop import Run, StopAgreement
 from fmmeta.training.run_folder import RunStart
 
 
@@ -55,6 +56,14 @@ def matching_values(world: World) -> None:
         print(f"own {error}")
     gathered = world.comm.gather_bytes(f"after {rank}".encode() if rank else b"")
     print(gathered)
+
+
+def one_group_leaves(world: World) -> None:
+    """Of two groups, one leaves tasks of an outer step; in the next step none does."""
+    no_signal, no_save = SimpleNamespace(asked=None), SimpleNamespace(folder=None, done=False, failure=None)
+    agreement = StopAgreement(world.split(1, False), cast(Any, no_signal))
+    for left in (world.launch.global_rank == 1, False):
+        print(agreement.agree_after_tasks(left, cast(Any, no_save)), agreement.requested)
 
 
 def buckets(world: World) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 
 import pytest
 
-from tests.mutants.run import ROOT
+from tests.mutants.run import DOCS, ROOT, page
 from tests.mutants.table import MUTANTS
 
 
@@ -17,6 +18,11 @@ def test_a_mutant_applies(mutant):
     ast.parse(source.replace(mutant.old, mutant.new))
     for test in mutant.tests:
         assert (ROOT / "tests" / test).exists(), test
+
+
+def test_the_docs_name_the_test_that_notices_each():
+    results = json.loads((ROOT / "tests" / "mutants" / "results.json").read_text())
+    assert page(DOCS.read_text(), results) == DOCS.read_text(), "run: make mutants"
 
 
 def test_there_are_enough():
