@@ -66,8 +66,8 @@ RULES: dict[str, dict[str, Any]] = {
         "head_init": "prototype",
     },
 }
-JOINED = 0.5  # share of the classes that are joined with another one
-OF_CLASS, OF_IMAGE = (0.2, 0.3), (0.02, 0.2)  # spread of affine maps and of bends, in half widths of an image
+JOINED = 0.9  # share of the classes that are joined with another one
+OF_CLASS, OF_IMAGE = (0.2, 0.3), (0.1, 0.1)  # spread of affine maps and of bends, in half widths of an image
 
 
 def places(rng: np.random.Generator, count: int, affine: float, elastic: float, size: int) -> torch.Tensor:

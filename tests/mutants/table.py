@@ -490,7 +490,7 @@ MUTANTS = (
         "if (accuracy, -loss) > (self.accuracy, -self.loss):",
         "if (accuracy, loss) > (self.accuracy, self.loss):",
         "at equal accuracy --load_best_model_at_end prefers the higher loss",
-        ("unit/test_train.py",),
+        ("unit/test_strict_json.py", "unit/test_train.py"),
     ),
     Mutant(
         "changed settings are accepted on resume",

@@ -75,6 +75,13 @@ def test_a_nonfinite_loss_is_the_worst_also_after_a_resume():
         assert one.step == 3
 
 
+def test_of_equal_accuracies_the_lower_loss_is_the_best():
+    best = Best()
+    for step, (accuracy, loss) in enumerate([(0.5, 1.0), (0.5, 2.0), (0.5, 0.9), (0.4, 0.1)], 1):
+        best.update(MetaParameters(torch.zeros(2)), step, accuracy, loss)
+    assert (best.step, best.loss) == (3, 0.9)
+
+
 def test_all_files_of_a_run(tmp_path):
     """One held-out episode has no interval, and an inner loop of such steps no finite loss."""
     config = Config(

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fmmeta.config.settings import Config
+from fmmeta.meta.classifier_head import class_means
 from fmmeta.models.load import empty_learner
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
@@ -172,6 +173,11 @@ def features(self: Exercise, name: str) -> None:
     self.results[f"{name}/rows"] = self.by_row(self.query, self.worker.features(self.query), QUERY_ROWS)
 
 
+def means_of_classes(self: Exercise, name: str) -> None:
+    found = class_means(self.worker, self.support, self.worker.features(self.support), ROWS)
+    self.results[f"{name}/rows"] = found.means.cpu()
+
+
 def logits(self: Exercise, name: str) -> None:
     if isinstance(self.worker, FullModelWorker):
         self.results[f"{name}/rows"] = self.by_row(self.query, self.worker.logits(self.query), QUERY_ROWS)
@@ -227,7 +233,7 @@ OPERATIONS: dict[str, tuple[Callable[[Exercise, str], None], bool]] = {  # and w
     },
     **{
         each.__name__.replace("_", " "): (each, True)
-        for each in (features, logits, step_from_saved_forward, vjp)
+        for each in (features, means_of_classes, logits, step_from_saved_forward, vjp)
     },
 }
 

@@ -241,6 +241,7 @@ def test_the_plain_worker_equals_plain_pytorch(folder, plain, model, rank):
         check("features", {"rows": features})
         check("logits", {"rows": torch_model.call(QUERY_ROWS)[0]})
         other, _ = torch_model.call(ROWS, "features")
+        check("means of classes", {"rows": other})  # of one row each
         pulled = (features * made_tensor("of query rows", (ROWS, features.shape[1]))[:QUERY_ROWS]).sum()
         pulled = pulled + (other * made_tensor("of support rows", tuple(other.shape))).sum()
         gradient = torch_model.gradient(pulled)
