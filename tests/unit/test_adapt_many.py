@@ -442,6 +442,15 @@ def test_rows_of_many_adapters_get_the_answers_of_their_models(mixed, tmp_path, 
     assert (len(calls) > len(SUPPORTS)) == (memory == 2)  # loaded again only if they were dropped
 
 
+def test_the_adapter_that_was_used_longest_ago_leaves_the_memory(mixed, tmp_path, monkeypatch):
+    calls, original = [], predict.read_adapter
+    monkeypatch.setattr(predict, "read_adapter", lambda *args: calls.append(args[1]) or original(*args))
+    names = ["task 0", "task 1", "task 0", "task 2", "task 2", "task 0", "task 1"]
+    rows = [{"text": TEXTS[0], "adapter": name} for name in names]
+    answers_of(mixed, rows, tmp_path, micro_batch_size=1, adapters_in_memory=2)
+    assert calls == ["task 0", "task 1", "task 2", "task 1"]
+
+
 def test_one_pass_answers_rows_of_many_adapters(mixed, tmp_path, monkeypatch):
     seen, original = [], predict.collate
     monkeypatch.setattr(

@@ -308,6 +308,15 @@ def test_the_sum_of_finished_tasks_is_kept_unless_its_reduction_has_begun():
     assert cleared == [True]
 
 
+@pytest.mark.parametrize("tasks", [2, 4])
+def test_an_outer_step_has_the_tasks_of_the_meta_batch(tasks):
+    """Fewer: the groups left out those of a lost one. More: two groups learned the same."""
+    controller = FailingController(0)
+    controller.check_task_count(3, 3)
+    with pytest.raises(MachineFault, match=f"{tasks} tasks were learned from in an outer step of 3"):
+        controller.check_task_count(tasks, 3)
+
+
 def test_groups_with_another_task_schedule_are_refused():
     precision = DeepSpeedSettings(0, False, False)
     settings = Config().as_dict()
