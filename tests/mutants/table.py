@@ -542,11 +542,11 @@ MUTANTS = (
         ("unit/test_adapt_many.py",),
     ),
     Mutant(
-        "classes of other adapters in the same pass",
+        "the first adapter answers every row of a pass",
         "adaptation/predict.py",
-        "model.choose(text, row[: len(adapter.labels)], adapter.labels)",
-        "model.choose(text, row, adapter.labels)",
-        "probabilities of an adapter with few classes are shared with classes that it does not have",
+        "weights = [adapters[run[0]].weights for run in runs]",
+        "weights = [adapters[rows[0]].weights for run in runs]",
+        "rows of a pass get the answers of another adapter",
         ("unit/test_adapt_many.py", "unit/test_predict.py"),
     ),
     Mutant(
