@@ -45,7 +45,7 @@ from fmmeta.models.files import (
     remembered,
 )
 from fmmeta.models.load import describe, fitted
-from fmmeta.models.lora import StoredAdapter, adapters_of_rows
+from fmmeta.models.task_axis import StoredAdapter, adapters_of_rows
 from fmmeta.tasks.batching import collate
 from fmmeta.tasks.data.rows import MOST_GIB, broken_text, ending, read_file, unpacked
 from fmmeta.tasks.data.splits import few

@@ -30,7 +30,7 @@ from fmmeta.meta.inner_optimizers import RATES_FILE, Rates
 from fmmeta.meta.multi_task import MultiTaskInnerLoop
 from fmmeta.models.files import remembered, trained_with
 from fmmeta.models.load import suggest_chat
-from fmmeta.models.lora import TaskAxis
+from fmmeta.models.task_axis import TaskAxis
 from fmmeta.parallel.layout import size_of
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import PassStats

@@ -21,7 +21,7 @@ from fmmeta.meta.inner_optimizers import Layers, Rates, layer_of
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.meta.rule import InnerLoop, TaskResult, no_poll
 from fmmeta.models.learner import Learner
-from fmmeta.models.lora import TaskAxis
+from fmmeta.models.task_axis import TaskAxis
 from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker, TaskBatch
 from fmmeta.tasks.batching import Episode, Sets, merge_task_batches

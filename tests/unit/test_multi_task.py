@@ -16,7 +16,8 @@ from fmmeta import Config, MetaTrainer
 from fmmeta.config.algorithms import find
 from fmmeta.meta.multi_task import AdapterMultiTaskRule, adapter_multi_task_rule, tasks_per_pass
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
-from fmmeta.models.lora import TaskAxis, inject, per_task
+from fmmeta.models.lora import inject
+from fmmeta.models.task_axis import TaskAxis, per_task
 from tests.support.helpers import refusal
 from tests.support.learners import (
     batches_of,

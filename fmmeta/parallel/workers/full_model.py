@@ -8,7 +8,7 @@
 TaskBatch. phi: the adapters of N tasks, complete on every rank, fp32, one flat buffer: [N, *shape] per
 parameter. A step runs the m-th micro-batches of all tasks in one forward and backward pass, then one sum of
 N x P numbers over the group. The worker holds theta throughout: its own adapters are bypassed
-(models/lora.py), and no engine runs its backward pass or optimizer. Under ZeRO 3 the base is
+(models/task_axis.py), and no engine runs its backward pass or optimizer. Under ZeRO 3 the base is
 gathered once per pass instead of once per pass and task; the gradients of all tasks are reduced as one
 tensor. Tasks are independent: a non-finite gradient of one task does not change the others.
 """
@@ -28,7 +28,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.security import one_line
 from fmmeta.models.answers import Answers, rows_of
 from fmmeta.models.learner import CausalLearner, at_least_fp32, objective, per_row
-from fmmeta.models.lora import TaskAxis
+from fmmeta.models.task_axis import TaskAxis
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import build_param_map
 from fmmeta.parallel.workers.base import PassStats, SavedForward, Update, VjpInput, Worker
