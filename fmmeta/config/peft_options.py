@@ -5,7 +5,6 @@ does not exist. Rank, alpha and target modules become the settings of these name
 """
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of, nearest, shortened
-from fmmeta.config.fields import LARGEST, default_of, shown
+from fmmeta.config.fields import default_of, of_type, shown
 
 FLAGS = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_target_modules"}
 OPTIONS: dict[str, tuple[type, ...]] = {  # beside FLAGS
@@ -27,15 +26,7 @@ OPTIONS: dict[str, tuple[type, ...]] = {  # beside FLAGS
     "rank_pattern": (dict,),
     "use_rslora": (bool,),
 }
-FORMS = {  # in which patterns are used, by peft and by models/lora.py
-    "alpha_pattern": r"(.*\.)?({})$",
-    "exclude_modules": "(?:{})",
-    "layers_pattern": r"(?:^|.*?\.){}\.",
-    "rank_pattern": r"(.*\.)?({})$",
-    "target_modules": "{}",
-}
 MOST = 1 << 20  # bytes of a file
-LARGEST_RANK = 1 << 16
 STARTS = (True, False, "gaussian", "orthogonal")  # of init_lora_weights, that leave the base as it is
 WITHOUT_EFFECT = (
     "auto_mapping",
@@ -55,35 +46,35 @@ WHY = {
 }
 
 
-def with_peft_options(config: Any) -> dict[str, Any]:
-    """Values for the settings of a configuration that its `peft_config` decides. Raises `UsageError`."""
+def apply_peft_options(config: Any) -> None:
+    """Set the fields of a configuration that its `peft_config` decides. Raises `UsageError`."""
     given, options = read_options(config.peft_config)
     if wrong := next(problems(options), None):
         raise UsageError(f"{given}: {wrong}")
-    if isinstance(options.get("target_modules"), str) and options["target_modules"] != "all-linear":
-        flags = {option: name for option, name in FLAGS.items() if option != "target_modules"}
-    else:
-        flags = FLAGS
-    settings = dict[str, Any]()
-    for option, name in flags.items():
-        if (value := options.pop(option, None)) is None:
+    targets, given_targets = options.get("target_modules"), config.lora_target_modules
+    is_pattern = isinstance(targets, str) and targets != "all-linear"
+    if is_pattern and given_targets:
+        raise UsageError(
+            f"lora_target_modules={shown(given_targets)} contradicts target_modules {targets} of peft_config;"
+            " give one of them"
+        )
+    for option, name in FLAGS.items():
+        if option not in options or (option == "target_modules" and is_pattern):
             continue
-        value = [value] if option == "target_modules" and isinstance(value, str) else value
+        try:
+            value = of_type(type(config), name, options.pop(option))
+        except UsageError as error:
+            raise UsageError(f"{given}: {error}") from None
         now = getattr(config, name)
         if now not in (default_of(config.__dataclass_fields__[name]), value):
             raise UsageError(
                 f"{name}={shown(now)} contradicts {option} {shown(value)} of peft_config; give one of them"
             )
-        settings[name] = value
-    if not settings.get("lora_r", config.lora_r):
+        setattr(config, name, value)
+    if not config.lora_r:
         raise UsageError(f"{given} has no r, the rank of the adapters; add it, or give --lora_r")
-    if config.lora_target_modules and "target_modules" in options:
-        raise UsageError(
-            f"lora_target_modules={shown(config.lora_target_modules)} contradicts target_modules"
-            f" {options['target_modules']} of peft_config; give one of them"
-        )
     kept = {name: value for name, value in sorted(options.items()) if name in OPTIONS | FLAGS}
-    return {**settings, "peft_config": json.dumps(kept) if kept else None}
+    config.peft_config = json.dumps(kept) if kept else None
 
 
 def read_options(source: str) -> tuple[str, dict[str, Any]]:
@@ -119,37 +110,5 @@ def problems(options: dict[str, Any]) -> Iterator[str]:
         if name not in known and name != "peft_type" and value not in (False, 0, "none"):
             why = f" ({WHY[name]})" if name in WHY else nearest(name, known)
             yield f"{name} {shortened(value)} is not supported{why}; leave it out"
-        wanted = {"r": (int,), "lora_alpha": (int, float), "target_modules": (str, list), **OPTIONS}.get(name)
-        if wanted and (type(value) not in wanted or not well_formed(name, value)):
+        if name in OPTIONS and type(value) not in OPTIONS[name]:
             yield f"{name} {shortened(value)} is not what peft's LoraConfig takes; fix it"
-
-
-def well_formed(option: str, value: Any) -> bool:
-    """Whether a value of the right type has the right elements, positive numbers and valid patterns."""
-    if option in ("r", "lora_alpha"):
-        return in_bounds(option, value)
-    if option == "layers_to_transform":
-        return all(type(one) is int and one >= 0 for one in ([value] if type(value) is int else value))
-    if isinstance(value, list):
-        texts = all(isinstance(one, str) and one for one in value)
-        return texts and (option != "layers_pattern" or all(is_pattern(option, one) for one in value))
-    if isinstance(value, dict):
-        numbers = (int,) if option == "rank_pattern" else (int, float)
-        return all(
-            is_pattern(option, key) and type(one) in numbers and in_bounds(option, one)
-            for key, one in value.items()
-        )
-    return not isinstance(value, str) or is_pattern(option, value)
-
-
-def in_bounds(option: str, value: float) -> bool:
-    return 0 < value <= (LARGEST_RANK if option in ("r", "rank_pattern") else LARGEST)
-
-
-def is_pattern(option: str, text: str) -> bool:
-    """Whether a pattern is a regular expression in the form in which it is used."""
-    try:
-        re.compile(FORMS.get(option, "{}").replace("{}", text))
-    except (re.error, RecursionError, OverflowError):
-        return False
-    return True

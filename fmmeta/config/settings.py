@@ -11,7 +11,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config import algorithms, conflicts
 from fmmeta.config.algorithms import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 from fmmeta.config.fields import check_values, default_of, names_where, of_type, setting
-from fmmeta.config.peft_options import with_peft_options
+from fmmeta.config.peft_options import apply_peft_options
 from fmmeta.config.renamed import RefusesOldNames
 
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
@@ -917,8 +917,7 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
         for item in fields(self):
             setattr(self, item.name, of_type(type(self), item.name, getattr(self, item.name)))
         if self.peft_config:
-            for name, value in with_peft_options(self).items():
-                setattr(self, name, of_type(type(self), name, value))
+            apply_peft_options(self)
         check_values(self)
         found = conflicts.resolved(self)
         self._left_open = dict.fromkeys(found)

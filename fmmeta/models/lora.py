@@ -52,19 +52,23 @@ def inject(learner: Learner, config: Config) -> None:
     default targets for.
     """
     peft = import_peft(config)
-    refuse_unknown(learner, config)
     torch.manual_seed(config.seed)
     try:
+        refuse_unknown(learner, config)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft uses old names of transformers
             peft.inject_adapter_in_model(lora_config(learner, config), learner.hf)
-    except (ValueError, TypeError) as error:
+    except UsageError:
+        raise
+    except Exception as error:  # peft has no exception of its own for options that cannot work
         targets, kind = " ".join(config.lora_target_modules) or "(peft's choice)", type(learner.hf).__name__
         if options_of(config):
             raise UsageError(
                 f"peft_config={shortened(config.peft_config)} with lora_target_modules={targets} does not fit"
                 f" {kind}: {one_line(error)}; change one of them"
             ) from None
+        if not isinstance(error, (ValueError, TypeError)):
+            raise
         raise UsageError(
             f"lora_target_modules={targets} cannot be adapted in {kind}: {one_line(error)}; name its linear"
             " layers, or use all-linear"

@@ -7,7 +7,7 @@ from typing import Any
 
 from fmmeta.config.algorithms import find
 from fmmeta.config.fields import check_values, refuse_first, setting
-from fmmeta.config.peft_options import with_peft_options
+from fmmeta.config.peft_options import apply_peft_options
 from fmmeta.config.settings import (
     Config,
     InnerConfig,
@@ -90,8 +90,7 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
         self.dataset = [self.dataset] if isinstance(self.dataset, str) else self.dataset
         refuse_first([(self.gpus is None, "gpus is not given; give it, such as --gpus 8")])
         if self.peft_config:
-            for name, value in with_peft_options(self).items():
-                setattr(self, name, value)
+            apply_peft_options(self)
         check_values(self)
         refuse_first(
             [
