@@ -77,7 +77,7 @@ class Copies(Callback):
 
 
 def settings(given: argparse.Namespace, mode: str, folder: str) -> Config:
-    data: dict[str, Any] = {"dataset": ["letters"], "k_shot": 5}
+    data: dict[str, Any] = {"dataset": ["letters"], "k_shot": 5, "num_query": 5}
     if given.data_set == "intents":
         data = {
             "dataset": [f"{given.data}/banking77"],
@@ -85,12 +85,12 @@ def settings(given: argparse.Namespace, mode: str, folder: str) -> Config:
             "model_name_or_path": given.model,
             "max_length": 64,
             "k_shot": 1,
+            "num_query": 2,  # so that two cores compute the tasks of three ranks in less than --task_seconds
             "outer_lr": 5e-5,
         }
     return Config(
         algorithm="benchmarks.padded:FOMAML",
         n_way=5,
-        num_query=5,
         inner_steps=3,
         meta_batch_size=TASKS,
         outer_steps=given.steps,

@@ -39,7 +39,7 @@ FINETUNED = {1: 40, 5: 20}  # episodes, by shots, where an inner loop runs in ea
 COSINE = 10**0.5  # feature length at which prototypes have the temperature 0.05
 
 BUDGET = 4000  # rows of text that go forward and backward in the meta-training of a cell
-BUDGETS = {"best": 8000}  # chosen with the rest of that recipe (choose.py)
+BUDGETS = {"best": 8000, "best+names": 8000}  # chosen with the rest of that recipe (choose.py)
 
 COMMON: dict[str, Any] = {
     "num_query": 1,
@@ -62,9 +62,14 @@ METRIC: dict[str, Any] = {
 DROPPED: dict[str, Any] = {"example_transforms": ["fmmeta.tasks.augment:drop_words"]}
 TASKS: dict[str, Any] = {"n_way": 5, "meta_batch_size": 4, "eval_episodes": 10}
 INNER: dict[str, Any] = {**TASKS, "inner_steps": 5, "inner_lr": 0.1, "outer_lr": 5e-5}
+BEST: dict[str, Any] = {**METRIC, "outer_lr": 1e-4, "init_interpolation": 0.6, **DROPPED}
+NAMES = {"label_names": "names"}  # of classes, in rows that end with +names
 ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {  # settings of meta-training, method of the test
     "none+prototype": (None, "prototype"),
     "none+linear": (None, "linear"),
+    "none+soft_kmeans": (None, "soft_kmeans"),
+    "none+sinkhorn": (None, "sinkhorn"),
+    "none+names": (None, "prototype"),
     "none+finetune": (None, "finetune"),
     "joint": (
         {**TASKS, "algorithm": "joint", "feature_norm": COSINE, "head_init": "prototype", "outer_lr": 5e-5},
@@ -84,9 +89,10 @@ ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {  # settings of meta-train
     ),
     "reptile": ({**INNER, "algorithm": "reptile"}, "finetune"),
     "anil": ({**INNER, "algorithm": "anil"}, "finetune"),
-    "best": ({**METRIC, "outer_lr": 1e-4, "init_interpolation": 0.6, **DROPPED}, "prototype"),
+    "best": (BEST, "prototype"),
+    "best+names": ({**BEST, **NAMES}, "prototype"),
 }
-FREE = ("none+prototype", "none+linear")  # one pass over the rows serves both
+FREE = ("none+prototype", "none+linear", "none+soft_kmeans", "none+sinkhorn")  # of one pass over the rows
 
 
 def rows_per_step(settings: dict[str, Any]) -> int:
@@ -160,6 +166,7 @@ def run(row: str, name: str, split: str, asked: argparse.Namespace) -> dict[str,
                 episodes=episodes,
                 micro_batch_size=size,
                 max_length=64,
+                **(NAMES if row.endswith("+names") else {}),
             )["cells"]
     rows = FREE if row in FREE else (row,)
     facts["cpu_minutes"] = round((time.process_time() - began) / 60 / len(rows), 2)

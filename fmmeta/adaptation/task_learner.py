@@ -37,7 +37,7 @@ from fmmeta.parallel.workers.base import PassStats
 from fmmeta.reliability.checks import rising_loss
 from fmmeta.tasks.batching import Episode, Example, MicroBatch
 from fmmeta.tasks.data.encode import answer_without_room, encode, full_rows
-from fmmeta.tasks.data.rows import Examples, Table, read_file, rows_of, tabulate
+from fmmeta.tasks.data.rows import Examples, Table, label_texts, read_file, rows_of, tabulate
 from fmmeta.tasks.data.splits import few
 
 FOLDS = 2  # at most; each costs an inner loop
@@ -212,6 +212,9 @@ class TaskLearner:
                 replace(row, labels=task.labels.index(label))
                 for row, label in zip(examples, task.table.target, strict=True)
             ]
+        if names := label_texts(self.config, task.labels):  # after the others: no fold leaves them out
+            more = encode(self.tokenizer, self.config, [*names.values()], [*names])
+            examples += [replace(row, labels=label) for label, row in enumerate(more)]
         folds = task.folds if self.chooses else []
         return Encoded(task, examples, self.config.inner_steps, folds=folds)
 

@@ -69,7 +69,6 @@ ANSWERS = {
     "group_by_length": "use --max_tokens_per_micro_batch: rows of similar length share a pass",
     "remove_unused_columns": "only the columns of --text_column and --label_column, or --input_column and"
     " --output_column, are read",
-    "label_names": "use --label_column",
     "ddp_backend": "NCCL on GPUs and gloo on CPUs are chosen by the device",
     "ddp_find_unused_parameters": "fmmeta does not use DDP; leave it out",
     "ddp_timeout": "use --step_timeout",

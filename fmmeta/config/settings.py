@@ -190,6 +190,14 @@ class RowConfig:
         common=True,
     )
 
+    label_names: str | None = setting(
+        None,
+        "The name of each class is one more support example of it. names: the names in the data, with spaces"
+        ' for _ and -; or a JSON file of texts by class: {"card_arrival": "when will my card arrive"}',
+        task_type=CLASSIFICATION,
+        common=True,
+    )
+
 
 @dataclass
 class TaskConfig(RowConfig):
@@ -1000,6 +1008,7 @@ NEW = {
     "collate_fn",
     "drop_stale",
     "image_column",
+    "label_names",
     "max_staleness",
     "peft_config",
     "scale_outer_lr",

@@ -14,6 +14,13 @@ the query set.
     linear     logistic regression (scikit-learn)
     knn        share of each class among the nearest support rows, weighted by cosine (scikit-learn)
 
+Transductive ones also look at the other queries of the episode: class means and the shares z of queries in
+classes are computed in turn, mu_c the mean of the support rows of c and of all queries, weighted by z_qc.
+
+    soft_kmeans  z = softmax (cos(f, mu) / tau) (Ren et al. 2018, arXiv 1803.00676, section 3.1.1)
+    sinkhorn     z scaled until every class has as many queries (Cuturi 2013, arXiv 1306.0895, section 4;
+                 in few-shot learning Hu et al. 2021, arXiv 2006.03806)
+
 Metrics of a language model, which need the whole model on one rank:
 
     rouge_l   F of the longest common subsequence of words, greedy answer against the reference (Lin 2004,
@@ -149,6 +156,9 @@ def embed(
 
 
 TEMPERATURE = 0.05  # of cosines; it changes probabilities, not the order of the classes
+ROUNDS = 5  # in which transductive methods compute shares and means
+TRANSDUCTIVE_TEMPERATURE = 0.1  # of cosines in their shares
+SINKHORN_STEPS = 10
 FLOOR = 1e-6  # least probability of a class without neighbours
 
 Classifier = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -159,6 +169,40 @@ def prototype(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> T
     """Scaled cosines to the mean of each class."""
     sums = torch.zeros(classes, support.shape[1]).index_add_(0, labels, F.normalize(support))
     return F.log_softmax(F.normalize(query) @ F.normalize(sums).T / TEMPERATURE, dim=1)
+
+
+def with_query_means(
+    support: Tensor, labels: Tensor, query: Tensor, classes: int, shares: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Scaled cosines of the queries to class means that queries count in, and the shares [Q, C] of queries in
+    classes. shares: from scaled cosines.
+    """
+    own = torch.zeros(classes, support.shape[1]).index_add_(0, labels, F.normalize(support))
+    query, sums = F.normalize(query), own
+    for _ in range(ROUNDS):
+        found = shares(query @ F.normalize(sums).T / TRANSDUCTIVE_TEMPERATURE)
+        sums = own + found.T @ query
+    return query @ F.normalize(sums).T / TEMPERATURE, found
+
+
+def soft_kmeans(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tensor:
+    """Scaled cosines to class means that queries count in by their probabilities."""
+    scores, _ = with_query_means(support, labels, query, classes, lambda scores: scores.softmax(1))
+    return F.log_softmax(scores, dim=1)
+
+
+def sinkhorn(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tensor:
+    """Shares of the queries in classes, where every class has as many queries."""
+    _, shares = with_query_means(support, labels, query, classes, equal_classes)
+    return shares.clamp(min=FLOOR).log().log_softmax(1)
+
+
+def equal_classes(scores: Tensor) -> Tensor:
+    """exp(scores) [Q, C], scaled by row and column so that rows sum to 1 and columns to about Q / C."""
+    found = scores
+    for _ in range(SINKHORN_STEPS):
+        found = found.log_softmax(0).log_softmax(1)
+    return found.exp()
 
 
 def linear(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tensor:
@@ -195,7 +239,13 @@ def add_missing_classes(model: Any, scores: Tensor, classes: int) -> Tensor:
     return out
 
 
-CLASSIFIERS: dict[str, Classifier] = {"prototype": prototype, "linear": linear, "knn": knn}
+CLASSIFIERS: dict[str, Classifier] = {
+    "prototype": prototype,
+    "linear": linear,
+    "knn": knn,
+    "soft_kmeans": soft_kmeans,
+    "sinkhorn": sinkhorn,
+}
 
 
 def with_stored_rates(settings: FewShotConfig, config: Config, inner: InnerLoop, worker: Worker) -> InnerLoop:

@@ -27,7 +27,17 @@ from fmmeta.models.files import remembered
 from fmmeta.models.load import describe, fitted
 from fmmeta.tasks.data.rows import ENDINGS, ending
 
-METHODS = ("finetune", "prototype", "linear", "knn", "in_context", "finetune+in_context", "zero_shot")
+METHODS = (
+    "finetune",
+    "prototype",
+    "linear",
+    "knn",
+    "soft_kmeans",
+    "sinkhorn",
+    "in_context",
+    "finetune+in_context",
+    "zero_shot",
+)
 OF_LANGUAGE_MODELS = ("finetune", "in_context", "finetune+in_context", "zero_shot")
 METRICS = ("rouge_l", "exact_match", "options", "rank")
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0)  # that tune tries with sgd; a hundredth with adamw
@@ -110,8 +120,9 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
 
     method: list[str] = setting(
         [],
-        "One or more methods of learning a task; finetune+in_context: the support set is in the prompt after"
-        " the inner loop too (default: finetune; in_context for a model of meta_icl)",
+        "One or more methods of learning a task; soft_kmeans, sinkhorn: class means of the other queries too;"
+        " finetune+in_context: the support set is in the prompt after the inner loop too (default: finetune;"
+        " in_context for a model of meta_icl)",
         METHODS,
     )
     n_way: str = setting(

@@ -60,7 +60,7 @@ def inject(learner: Learner, config: Config) -> None:
             peft.inject_adapter_in_model(lora_config(learner, config), learner.hf)
     except UsageError:
         raise
-    except Exception as error:  # peft has no exception of its own for options that cannot work
+    except Exception as error:  # peft raises many kinds for options that cannot work
         targets, kind = " ".join(config.lora_target_modules) or "(peft's choice)", type(learner.hf).__name__
         if options_of(config):
             raise UsageError(

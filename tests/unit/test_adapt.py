@@ -142,6 +142,22 @@ def test_a_class_with_one_example_gives_no_folds():
     assert leave_out(more, ["x", "y"]) == [[0, 1], [2, 3]]
 
 
+def test_names_of_classes_are_learned_as_examples(bert):
+    names = sorted({label for _, label in PAIRS})
+    settings = {"inner_steps": 4, "inner_lr": 0.5, "early_stopping": False}
+    named = fmmeta.adapt(bert, PAIRS, label_names="names", **settings).predict(TEXTS)
+    added = fmmeta.adapt(bert, [*PAIRS, *zip(names, names, strict=True)], **settings).predict(TEXTS)
+    without = fmmeta.adapt(bert, PAIRS, **settings).predict(TEXTS)
+    scores = [[one.score for one in answers] for answers in (named, added, without)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-6)
+    assert scores[0] != pytest.approx(scores[2], abs=1e-4)
+
+
+def test_a_name_is_no_example_to_leave_out(bert):
+    first_of_each = [PAIRS[0], PAIRS[4], PAIRS[8]]
+    assert fmmeta.adapt(bert, first_of_each, label_names="names", inner_steps=2).left_out is None
+
+
 def test_lora_adaptation_exports_adapters(bert, tmp_path):
     adapted = fmmeta.adapt(
         bert, PAIRS, output_dir=tmp_path / "out", lora_r=4, inner_steps=3, inner_lr=0.5, early_stopping=False

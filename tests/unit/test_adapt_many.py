@@ -364,6 +364,19 @@ def test_folders_of_other_settings_or_examples_are_not_taken_for_complete(bert, 
     check_message(models.failed["file"], "file is there", "move it away")
 
 
+def test_folders_learned_with_other_descriptions_are_not_taken_for_complete(bert, tmp_path):
+    file, some = tmp_path / "names.json", dict(list(SUPPORTS.items())[:1])
+    given = {"output_dir": tmp_path / "out", "label_names": str(file), **LORA}
+    labels = sorted({label for _, label in some["task 0"]})
+    file.write_text(json.dumps({label: f"about {label}" for label in labels}))
+    fmmeta.adapt_many(bert, some, **given)
+    assert list(fmmeta.adapt_many(bert, some, **given)) == ["task 0"]  # complete
+    file.write_text(json.dumps({label: f"not {label}" for label in labels}))
+    message = refusal(fmmeta.adapt_many, bert, some, **given)
+    assert "label_names" in message
+    assert "another output_dir" in message
+
+
 def test_wrong_arguments_are_refused(bert, tmp_path):
     out = {"output_dir": tmp_path / "out"}
     check_message(

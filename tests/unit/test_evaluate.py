@@ -18,7 +18,15 @@ from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.evaluation import command
 from fmmeta.evaluation.command import episodes_of
-from fmmeta.evaluation.methods import LanguageMetrics, knn, linear, longest_common, rouge_l
+from fmmeta.evaluation.methods import (
+    LanguageMetrics,
+    knn,
+    linear,
+    longest_common,
+    rouge_l,
+    sinkhorn,
+    soft_kmeans,
+)
 from fmmeta.evaluation.results import EvalCell, differences, read_cells, results_of, show, write_json
 from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.metrics.scores import EpisodeScore, calibration_error, episode_score, paired, prediction_stats
@@ -88,22 +96,16 @@ def test_finetuning_equals_a_plain_loop(bert, classes):
     assert set(results["per_stratum"]) <= {"s0", "s1", "s2"}
 
 
-@pytest.mark.parametrize("method", ["prototype", "linear", "knn"])
-def test_frozen_methods_equal_scikit_learn_on_plain_features(method, bert, classes):
+@pytest.mark.parametrize(
+    ("method", "names"), [("prototype", None), ("prototype", "names"), ("linear", None), ("knn", None)]
+)
+def test_frozen_methods_equal_scikit_learn_on_plain_features(method, names, bert, classes):
     from sklearn.linear_model import LogisticRegression
     from transformers import AutoModel
 
-    results = fmmeta.evaluate(
-        str(bert), str(classes), method=method, pooling="mean", n_way="3", k_shot=2, num_query=3, episodes=5
-    )
-    settings = EvaluateConfig(
-        model_name_or_path=str(bert),
-        dataset=[str(classes)],
-        pooling="mean",
-        n_way="3",
-        num_query=3,
-        episodes=5,
-    )
+    given = {"pooling": "mean", "n_way": "3", "num_query": 3, "episodes": 5, "label_names": names}
+    results = fmmeta.evaluate(str(bert), str(classes), method=method, k_shot=2, **given)
+    settings = EvaluateConfig(model_name_or_path=str(bert), dataset=[str(classes)], **given)
     encoder, tokenizer, expected = AutoModel.from_pretrained(bert).eval(), byte_tokenizer(), []
 
     def features(rows):
@@ -116,6 +118,7 @@ def test_frozen_methods_equal_scikit_learn_on_plain_features(method, bert, class
 
     for draw in draws_of(settings, 2):
         (support, labels), (query, truth) = texts(draw, draw.support), texts(draw, draw.query)
+        assert len(support) == 3 * (2 + (names is not None))
         s, q, labels = features(support), features(query), labels.numpy()
         if method == "prototype":
             means = np.stack([s[labels == c].mean(0) for c in range(3)])
@@ -708,7 +711,43 @@ def test_stored_language_model_has_no_n_way(llama, pairs, tmp_path, capsys):
     assert "2 episodes of the test split" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("method", [knn, linear])
+@pytest.mark.parametrize("method", [soft_kmeans, sinkhorn])
+def test_transductive_methods_compute_shares_and_means_in_turn(method):
+    """Against loops over queries and classes in double precision."""
+    rng = np.random.default_rng(0)
+    centres = rng.normal(size=(3, 6))
+    labels, truth = np.array([0, 1, 2, 1]), np.array([0, 0, 1, 1, 2, 2])
+    support, query = (centres[of] + rng.normal(size=(len(of), 6)) for of in (labels, truth))
+    s, q = (rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (support, query))
+    own = np.stack([s[labels == c].sum(0) for c in range(3)])
+    sums = own.copy()
+    for _ in range(5):
+        means = sums / np.linalg.norm(sums, axis=1, keepdims=True)
+        shares = np.exp(q @ means.T / 0.1)
+        for _ in range(10 if method is sinkhorn else 0):
+            shares /= shares.sum(0)
+            shares /= shares.sum(1, keepdims=True)
+        shares /= shares.sum(1, keepdims=True)
+        sums = np.stack([own[c] + sum(shares[i, c] * q[i] for i in range(6)) for c in range(3)])
+    means = sums / np.linalg.norm(sums, axis=1, keepdims=True)
+    expected = np.exp(q @ means.T / 0.05)
+    expected = shares if method is sinkhorn else expected / expected.sum(1, keepdims=True)
+    given = [torch.tensor(rows, dtype=torch.float32) for rows in (support, query)]
+    found = method(given[0], torch.from_numpy(labels), given[1], 3).exp().numpy()
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_sinkhorn_shares_queries_equally_between_classes():
+    """All queries are nearest to the first class."""
+    rng = np.random.default_rng(1)
+    support = torch.eye(2, 4)
+    query = torch.tensor(rng.normal(scale=0.3, size=(8, 4)), dtype=torch.float32) + support[0]
+    assert (soft_kmeans(support, torch.arange(2), query, 2).argmax(1) == 0).all()
+    shares = sinkhorn(support, torch.arange(2), query, 2).exp()
+    assert shares.sum(0).tolist() == pytest.approx([4, 4], abs=0.05)
+
+
+@pytest.mark.parametrize("method", [knn, linear, soft_kmeans, sinkhorn])
 def test_one_example_per_class_is_classified_without_warnings(method, recwarn):
     features = torch.randn(30, 8, generator=torch.Generator().manual_seed(0))
     found = method(features, torch.arange(30), features, 30)

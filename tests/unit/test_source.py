@@ -79,6 +79,63 @@ def test_rows_carry_the_label_of_their_class(classes):
         )
 
 
+def test_names_of_classes_are_support_examples(tmp_path):
+    rows = [{"text": f"{c}{i}", "label": f"{c}_of-{c}"} for c in "abcdefghi" for i in range(6)]
+    file = write_rows(tmp_path / "d.jsonl", rows)
+    for episode, plain in zip(episodes(load(file, label_names="names")), episodes(load(file)), strict=True):
+        names = [row for row in episode.support if " of " in text_of(row)]
+        assert sorted((text_of(row), row.labels) for row in names) == sorted(
+            (f"{name[0]} of {name[0]}", label) for label, name in enumerate(episode.classes)
+        )
+        assert [row for row in episode.support if row not in names] == plain.support
+        assert episode.query == plain.query
+
+
+def test_names_of_classes_belong_to_no_split(tmp_path, classes):
+    sources, plain = (load(classes, label_names=names) for names in ("names", None))
+    for split in ("train", "valid", "test"):
+        assert getattr(sources, split).class_keys() == getattr(plain, split).class_keys()
+    assert sources.summary == plain.summary
+    assert len(sources.train.store) == len(plain.train.store)
+    assert sources.fingerprint != plain.fingerprint
+
+
+def test_descriptions_of_classes_are_support_examples(tmp_path, classes):
+    file = tmp_path / "names.json"
+
+    def described(prefix: str) -> Sources:
+        file.write_text(json.dumps({f"c{c}": f"{prefix} {c}" for c in range(12)}))
+        return load(classes, label_names=str(file))
+
+    first = described("number")
+    for episode in episodes(first):
+        assert {text_of(row) for row in episode.support} > {f"number {name[1:]}" for name in episode.classes}
+    assert described("another").fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ("{", ("is not JSON", "fix the file")),
+        ("[]", ("holds nothing by class", "write {")),
+        ('{"c0": " "}', ("class 'c0'", "no text", "write one")),
+        ('{"c0": "zero"}', ("no text for class 'c1'", "11 of 12 classes", "add it")),
+    ],
+)
+def test_descriptions_that_are_refused(tmp_path, classes, content, parts):
+    file = tmp_path / "names.json"
+    file.write_text(content)
+    message = refusal(load, classes, label_names=str(file)).replace(str(tmp_path), "DIR")
+    check_message(message, "label_names=DIR/names.json", *parts)
+
+
+def test_names_of_classes_that_are_refused(tmp_path, classes, pairs):
+    message = refusal(load, classes, label_names="nowhere.json")
+    check_message(message, "label_names=nowhere.json", "give a JSON file")
+    message = refusal(load, pairs, task_type="causal_lm", label_names="names")
+    check_message(message, "label_names=names", "task_type=causal_lm")
+
+
 def test_episode_of_named_pairs(pairs):
     sources = load(pairs, task_type="causal_lm")
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]

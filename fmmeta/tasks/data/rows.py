@@ -18,7 +18,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -26,7 +26,7 @@ from typing import Any, NoReturn, cast
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import GIB, Bounded, import_named, inside, one_line
 from fmmeta.common.text import shortened, to_json
-from fmmeta.config.settings import Config
+from fmmeta.config.settings import Config, RowConfig
 from fmmeta.tasks.data.images import EncodedImage, encoded_image, image_folder
 
 MOST_GIB = 16.0  # default bound on the unpacked size of a compressed file
@@ -410,6 +410,64 @@ def tabulate(
         [*options.values()],
         [*encoded.values()],
         [values["values"] for values in found.values() if collated],
+    )
+
+
+def read_by_class(setting: str, path: str, example: str) -> dict[str, Any]:
+    """The JSON file of values by class that a setting names. Raises `UsageError`."""
+    given = f"{setting}={path}"
+    try:
+        values: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{given} cannot be read ({error.strerror}); give a JSON file") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{given} is not JSON ({error}); fix the file") from None
+    if not isinstance(values, dict) or not values:
+        raise UsageError(f"{given} holds nothing by class; write {example}, say")
+    return values
+
+
+NAMES = "names"  # of --label_names
+
+
+def given_label_texts(config: RowConfig) -> dict[str, str]:
+    """The texts by class of the file that --label_names gives; empty without one. Raises `UsageError`."""
+    if config.label_names in (None, NAMES):
+        return {}
+    given = f"label_names={config.label_names}"
+    texts = read_by_class("label_names", config.label_names, '{"card_arrival": "when will my card arrive"}')
+    for name, text in texts.items():
+        if not isinstance(text, str) or not text.strip():
+            raise UsageError(f"{given}: what it gives class {shortened(name)} is no text; write one")
+    return texts
+
+
+def label_texts(config: RowConfig, classes: Sequence[str]) -> dict[str, str]:
+    """The text that names each class; empty without --label_names. Raises `UsageError`."""
+    if config.label_names is None:
+        return {}
+    if config.label_names == NAMES:
+        return {name: " ".join(re.split(r"[\s_-]+", name)).strip() or name for name in classes}
+    texts = given_label_texts(config)
+    if missing := [name for name in classes if name not in texts]:
+        raise UsageError(
+            f"label_names={config.label_names} has no text for class {shortened(missing[0])}"
+            f" ({len(missing)} of {len(classes)} classes); add it"
+        )
+    return {name: texts[name] for name in classes}
+
+
+def with_label_rows(table: Table, labels: Mapping[str, str]) -> Table:
+    """The rows, and after them one per class with the text that names it."""
+    none = [""] * len(labels)
+    return replace(
+        table,
+        unit=table.unit + none,
+        stratum=table.stratum + none,
+        task=table.task + none,
+        input=[*table.input, *labels.values()],
+        target=[*table.target, *labels],
+        options=table.options + [[] for _ in labels],
     )
 
 

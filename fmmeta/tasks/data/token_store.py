@@ -31,10 +31,13 @@ from fmmeta.tasks.data.rows import (
     Row,
     Table,
     ending,
+    given_label_texts,
+    label_texts,
     module_source,
     refuse,
     stratifier,
     tabulate,
+    with_label_rows,
 )
 
 # part of every key: raise it when the columns, their meaning or the way texts become tokens change
@@ -53,7 +56,8 @@ class TokenStore:
     """Rows by number. Tokens, labels and texts are read from disk when they are needed.
 
     table: columns `input_ids`, `labels` and those of `rows.Table`; of images `image`, their bytes or null,
-    and `image_where`. images: reads them, None for texts.
+    and `image_where`. images: reads them, None for texts. label_rows: with --label_names, the number of the
+    row that holds the text of each class; these rows come last, and are not among those of the data set.
     """
 
     def __init__(self, path: Path, images: ImageReader | None = None) -> None:
@@ -63,9 +67,12 @@ class TokenStore:
         self.notes: list[str] = facts["notes"]
         self.fingerprint: str = facts["fingerprint"]
         self.named_tasks = bool(self.text("task", 0))
+        rows = self.table.num_rows - facts.get("label_rows", 0)
+        self.of_data = self.table.slice(0, rows)
+        self.label_rows = {self.text("target", row): row for row in range(rows, self.table.num_rows)}
 
     def __len__(self) -> int:
-        return self.table.num_rows
+        return self.of_data.num_rows
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenStore, (self.path, self.images)  # another process maps the file for itself
@@ -112,7 +119,7 @@ class TokenStore:
         return Example(self.input_ids(row), labels, values=values)
 
     def lengths(self) -> np.ndarray:
-        """Tokens of every row."""
+        """Tokens of every row, those with the text of a class included."""
         return np.concatenate([np.diff(chunk.offsets) for chunk in self.table["input_ids"].chunks])
 
 
@@ -138,6 +145,10 @@ def prepare(
     if config.collate_fn is not None:
         settings["collate_fn"] = True
     images = tokenizer if isinstance(tokenizer, ImageReader) else None
+    if config.label_names is not None:
+        if images:
+            raise UsageError(f"label_names={config.label_names} needs texts; {name} has images: leave it out")
+        settings["label_names"] = given_label_texts(config)
     where = str(Path(name).absolute()) if images and Path(name).exists() else ""  # paths are stored
     key = digest([FORMAT, content, where, tokenizer_print(tokenizer), settings, one_task])
     path = cache_folder() / f"{key}.arrow"
@@ -174,6 +185,8 @@ def write(path: Path, table: Table, config: Config, tokenizer: Any, notes: list[
     """Tokenise and write a store under a temporary name, then rename it."""
     causal, tokens = config.task_type == "causal_lm", pa.list_(pa.int32())
     batches, seen = [], hashlib.sha256(json.dumps([table.unit, table.stratum]).encode())
+    names = label_texts(config, sorted(set(table.target)))
+    table = with_label_rows(table, names)
     for begin in range(0, len(table.input), CHUNK):
         columns = {role: column[begin : begin + CHUNK] for role, column in vars(table).items()}
         pairs: list[Any] = [([0], []) for _ in columns["input"]]  # a row that is no text counts as one token
@@ -189,7 +202,8 @@ def write(path: Path, table: Table, config: Config, tokenizer: Any, notes: list[
         seen.update(json.dumps(table.target).encode())  # classes; without named tasks they are the units
     if isinstance(tokenizer, ImageReader):
         seen.update(tokenizer.fingerprint.encode())
-    facts = {"fmmeta": json.dumps({"notes": notes, "fingerprint": seen.hexdigest()})}
+    found = {"notes": notes, "fingerprint": seen.hexdigest(), "label_rows": len(names)}
+    facts = {"fmmeta": json.dumps(found)}
     schema = batches[0].schema.with_metadata(facts)
     temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp")
     try:

@@ -212,6 +212,8 @@ class ClassSource(TaskSource):
                 (support, query), self._pick(rng, rows[name], int(shots[label])), strict=True
             ):
                 pairs += [(int(row), label) for row in picked]
+            if name in self.store.label_rows:
+                support.append((self.store.label_rows[name], label))
         return Draw(task, self.store, support, query, tuple(classes))
 
     def _pick(self, rng: np.random.Generator, rows: np.ndarray, shots: int) -> tuple[np.ndarray, np.ndarray]:

@@ -38,6 +38,7 @@ from fmmeta.tasks.data.rows import (
     hub_rows,
     image_rows,
     open_hub,
+    read_by_class,
     read_file,
 )
 from fmmeta.tasks.data.splits import (
@@ -70,7 +71,7 @@ from fmmeta.tasks.word_suite import words
 
 def strata_of(store: TokenStore) -> dict[str, str]:
     """The stratum of each unit of splits: that of its last row."""
-    found = store.table.group_by("unit", use_threads=False).aggregate([("stratum", "last")])
+    found = store.of_data.group_by("unit", use_threads=False).aggregate([("stratum", "last")])
     return dict(zip(found["unit"].to_pylist(), found["stratum_last"].to_pylist(), strict=True))
 
 
@@ -118,7 +119,7 @@ def group_rows(store: TokenStore, classes: bool) -> dict[str, dict[str, np.ndarr
     appearance.
     """
     keys = ["task", "target"] if classes else ["task"]
-    rows = store.table.select(keys).append_column("row", [np.arange(len(store))])
+    rows = store.of_data.select(keys).append_column("row", [np.arange(len(store))])
     found = rows.group_by(keys, use_threads=False).aggregate([("row", "list")])
     groups = zip(found.select(keys).to_pylist(), found["row_list"], strict=True)
     grouped: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
@@ -320,14 +321,7 @@ def read_class_weights(config: Config, sources: Sources) -> dict[str, float]:
     if config.class_weights is None:
         return {}
     given = f"class_weights={config.class_weights}"
-    try:
-        weights: Any = json.loads(Path(config.class_weights).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{given} cannot be read ({error.strerror}); give a JSON file") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{given} is not JSON ({error}); fix the file") from None
-    if not isinstance(weights, dict) or not weights:
-        raise UsageError(f'{given} holds no weights by class; write {{"rare": 3.0}}, say')
+    weights = read_by_class("class_weights", config.class_weights, '{"rare": 3.0}')
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
             raise UsageError(
@@ -436,7 +430,7 @@ def load_suite(name: str, config: Config, tokenizer: Any, notice: Notice) -> Sou
         raise UsageError(
             f"dataset={name} has its own splits; leave --class_splits, --task_splits and --class_split out"
         )
-    parts = np.array(list(map(part_of, store.table["input"].to_pylist()))) if name == "marks" else None
+    parts = np.array(list(map(part_of, store.of_data["input"].to_pylist()))) if name == "marks" else None
     return from_store(name, store, splits, config, notice, [], parts)
 
 
