@@ -62,8 +62,8 @@ METRIC: dict[str, Any] = {
 DROPPED: dict[str, Any] = {"example_transforms": ["fmmeta.tasks.augment:drop_words"]}
 TASKS: dict[str, Any] = {"n_way": 5, "meta_batch_size": 4, "eval_episodes": 10}
 INNER: dict[str, Any] = {**TASKS, "inner_steps": 5, "inner_lr": 0.1, "outer_lr": 5e-5}
+# rows that end with +names have the names of classes among the support examples
 BEST: dict[str, Any] = {**METRIC, "outer_lr": 1e-4, "init_interpolation": 0.6, **DROPPED}
-NAMES = {"label_names": "names"}  # of classes, in rows that end with +names
 ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {  # settings of meta-training, method of the test
     "none+prototype": (None, "prototype"),
     "none+linear": (None, "linear"),
@@ -90,7 +90,7 @@ ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {  # settings of meta-train
     "reptile": ({**INNER, "algorithm": "reptile"}, "finetune"),
     "anil": ({**INNER, "algorithm": "anil"}, "finetune"),
     "best": (BEST, "prototype"),
-    "best+names": ({**BEST, **NAMES}, "prototype"),
+    "best+names": ({**BEST, "label_names": "names"}, "prototype"),
 }
 FREE = ("none+prototype", "none+linear", "none+soft_kmeans", "none+sinkhorn")  # of one pass over the rows
 
@@ -166,7 +166,7 @@ def run(row: str, name: str, split: str, asked: argparse.Namespace) -> dict[str,
                 episodes=episodes,
                 micro_batch_size=size,
                 max_length=64,
-                **(NAMES if row.endswith("+names") else {}),
+                label_names="names" if row.endswith("+names") else None,
             )["cells"]
     rows = FREE if row in FREE else (row,)
     facts["cpu_minutes"] = round((time.process_time() - began) / 60 / len(rows), 2)
