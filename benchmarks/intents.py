@@ -98,7 +98,8 @@ FREE = ("none+prototype", "none+linear", "none+soft_kmeans", "none+sinkhorn")  #
 def rows_per_step(settings: dict[str, Any]) -> int:
     """Rows of text that an outer step sends forward and backward."""
     settings = {**COMMON, **settings}
-    support, query = settings["n_way"] * settings["k_shot"], settings["n_way"] * settings["num_query"]
+    shots = settings["k_shot"] + ("label_names" in settings)
+    support, query = settings["n_way"] * shots, settings["n_way"] * settings["num_query"]
     name = settings["algorithm"]
     passes = {"joint": support + query, "protonet": support + query, "anil": support + query}
     steps = settings.get("inner_steps", 0)

@@ -160,7 +160,7 @@ def show_splits(progress: Progress, config: Config, tasks: Mapping[str, Sequence
     ways = f" of {config.n_way} classes" if classes else ""
     title = (
         f"episodes{ways}: {config.k_shot} support and {config.num_query} query rows per {unit}, so {needed}"
-        " rows at least"
+        f" rows at least{'; the name of each class is a support row too' if config.label_names else ''}"
     )
     progress.table(title, header, table)
     files = max(map(len, tasks.values()))
@@ -170,7 +170,7 @@ def show_splits(progress: Progress, config: Config, tasks: Mapping[str, Sequence
 
 def show_lengths(config: Config, tokenizer: Any, stores: Sequence[TokenStore]) -> None:
     """Tokens of a row, and how many rows are truncated."""
-    lengths = np.concatenate([store.lengths() for store in stores])
+    lengths = np.concatenate([store.lengths()[: len(store)] for store in stores])
     half, most = np.percentile(lengths, [50, 95])
     print(
         f"\nlengths in tokens: least {lengths.min()}, median {half:g}, 95 % up to {most:g}, most"
@@ -179,7 +179,7 @@ def show_lengths(config: Config, tokenizer: Any, stores: Sequence[TokenStore]) -
     full, cut, answers = 0, 0, 0
     longer = replace(config, max_length=LONGER * config.max_length)
     for store in stores:
-        rows = [int(row) for row in np.flatnonzero(store.lengths() >= config.max_length)]
+        rows = [int(row) for row in np.flatnonzero(store.lengths()[: len(store)] >= config.max_length)]
         full += len(rows)
         rows = rows[:CHECKED]
         texts = [[store.text(column, row) for row in rows] for column in ("input", "target")]

@@ -20,7 +20,7 @@ from fmmeta.common.security import make_folders, printable, remove_empty
 from fmmeta.config.fields import default_of
 from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.models.files import SETTINGS_FILE, remembered, trained_with
-from fmmeta.tasks.data.rows import Table, given_label_texts
+from fmmeta.tasks.data.rows import Table
 from fmmeta.tasks.data.token_store import digest
 
 NOT_IDENTIFYING = {
@@ -110,15 +110,11 @@ def support_digest(table: Table) -> str:
 
 
 def identifying(settings: AdaptConfig) -> dict[str, Any]:
-    """The settings that change an adapted model, where they are not the defaults; of a file of texts by class
-    a digest.
-    """
+    """The settings that change an adapted model, where they are not the defaults."""
     unchanged = {item.name: default_of(item) for item in fields(AdaptConfig)}
-    texts = given_label_texts(settings)
-    values = {**vars(settings), **({"label_names": digest(texts)} if texts else {})}
     return {
         name: value
-        for name, value in values.items()
+        for name, value in vars(settings).items()
         if value != unchanged[name] and name not in NOT_IDENTIFYING
     }
 

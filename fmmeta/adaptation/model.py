@@ -12,7 +12,7 @@ from torch import Tensor
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import LOGGER, STDERR, Progress
 from fmmeta.common.security import printable
-from fmmeta.common.text import shortened, to_json
+from fmmeta.common.text import broken_text, shortened, to_json
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.methods import generate
@@ -28,7 +28,6 @@ from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
 from fmmeta.tasks.data.encode import encode
 from fmmeta.tasks.data.images import encoded_image
-from fmmeta.tasks.data.rows import broken_text
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from fmmeta.adaptation.model import Answer, LoadedModel, load, load_model
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import LOGGER, STDERR, Progress
 from fmmeta.common.security import inside, one_line, printable
-from fmmeta.common.text import to_json
+from fmmeta.common.text import broken_text, to_json
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.methods import generate
@@ -47,7 +47,7 @@ from fmmeta.models.files import (
 from fmmeta.models.load import describe, fitted
 from fmmeta.models.task_axis import StoredAdapter, adapters_of_rows
 from fmmeta.tasks.batching import collate
-from fmmeta.tasks.data.rows import MOST_GIB, broken_text, ending, read_file, unpacked
+from fmmeta.tasks.data.rows import MOST_GIB, ending, read_file, unpacked
 from fmmeta.tasks.data.splits import few
 from fmmeta.tasks.data.token_store import files_digest
 

@@ -3,6 +3,7 @@
 import difflib
 import json
 import math
+import re
 import reprlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 BRIEF = reprlib.Repr()
 BRIEF.maxlevel, BRIEF.maxlist, BRIEF.maxtuple, BRIEF.maxdict = 3, 20, 20, 20
 BRIEF.maxstring = BRIEF.maxother = 10**6
+HALF_PAIR = re.compile(r"[\ud800-\udfff]")
 
 
 def any_of(choices: Iterable[str]) -> str:
@@ -91,3 +93,11 @@ def render(template: Path, **values: Any) -> str:
         .get_template(template.name)
         .render(values)
     )
+
+
+def broken_text(text: str) -> str | None:
+    """The characters of a text that no tokenizer accepts or no file can store."""
+    if "\0" in text:
+        return "NUL bytes"
+    half = HALF_PAIR.search(text)
+    return f"half of a surrogate pair (\\u{ord(half[0]):x})" if half else None

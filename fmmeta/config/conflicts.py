@@ -192,7 +192,7 @@ def of_data(c: Any) -> Conflicts:
                 ("tasks_per_pass", "1", "inputs of several tasks are not joined"),
                 ("example_transforms", [], "the function gets rows and can change them itself"),
                 ("episode_transforms", [], "the function gets rows and can change them itself"),
-                ("label_names", None, "the function gets rows, and a name is none"),
+                ("label_names", None, "the text of a class is no row of the data"),
             )
         ),
         (

@@ -6,13 +6,12 @@ does not exist. Rank, alpha and target modules become the settings of these name
 
 import json
 from collections.abc import Iterator
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of, nearest, shortened
 from fmmeta.config.fields import default_of, of_type, shown
+from fmmeta.config.json_files import read_object
 
 FLAGS = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_target_modules"}
 OPTIONS: dict[str, tuple[type, ...]] = {  # beside FLAGS
@@ -26,7 +25,7 @@ OPTIONS: dict[str, tuple[type, ...]] = {  # beside FLAGS
     "rank_pattern": (dict,),
     "use_rslora": (bool,),
 }
-MOST = 1 << 20  # bytes of a file
+MOST = 1 << 16  # rank or alpha of a layer
 STARTS = (True, False, "gaussian", "orthogonal")  # of init_lora_weights, that leave the base as it is
 WITHOUT_EFFECT = (
     "auto_mapping",
@@ -48,7 +47,8 @@ WHY = {
 
 def apply_peft_options(config: Any) -> None:
     """Set the fields of a configuration that its `peft_config` decides. Raises `UsageError`."""
-    given, options = read_options(config.peft_config)
+    given, found = read_object("peft_config", config.peft_config, '{"r": 8}')
+    options = {name: value for name, value in found.items() if value not in (None, [], {}, "")}
     if wrong := next(problems(options), None):
         raise UsageError(f"{given}: {wrong}")
     targets, given_targets = options.get("target_modules"), config.lora_target_modules
@@ -77,25 +77,6 @@ def apply_peft_options(config: Any) -> None:
     config.peft_config = json.dumps(kept) if kept else None
 
 
-def read_options(source: str) -> tuple[str, dict[str, Any]]:
-    """How messages name a file or text, and the options in it that are set: neither null nor empty."""
-    is_text = source.lstrip().startswith("{")
-    given = f"peft_config={shortened(source) if is_text else source}"
-    if not is_text and Path(source).exists() and not Path(source).is_file():
-        raise UsageError(f"{given} is no file; give a JSON file")
-    try:
-        with nullcontext() if is_text else Path(source).open(encoding="utf-8") as file:
-            text = source if file is None else file.read(MOST)
-        options = json.loads(text)
-    except OSError as error:
-        raise UsageError(f"{given} cannot be read ({error.strerror}); give a JSON file") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{given} is not JSON ({error}); fix it") from None
-    if not isinstance(options, dict):
-        raise UsageError(f'{given} holds no options of peft\'s LoraConfig; write {{"r": 8}}, say')
-    return given, {name: value for name, value in options.items() if value not in (None, [], {}, "")}
-
-
 def problems(options: dict[str, Any]) -> Iterator[str]:
     """What is wrong with them, as messages end."""
     known = (*FLAGS, *OPTIONS, *WITHOUT_EFFECT)
@@ -112,3 +93,9 @@ def problems(options: dict[str, Any]) -> Iterator[str]:
             yield f"{name} {shortened(value)} is not supported{why}; leave it out"
         if name in OPTIONS and type(value) not in OPTIONS[name]:
             yield f"{name} {shortened(value)} is not what peft's LoraConfig takes; fix it"
+        elif isinstance(value, dict) and not all(map(is_rank_or_alpha, value.values())):
+            yield f"{name} {shortened(value)} has values that are not numbers above 0, up to {MOST}; fix it"
+
+
+def is_rank_or_alpha(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= MOST

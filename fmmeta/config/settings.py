@@ -11,6 +11,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config import algorithms, conflicts
 from fmmeta.config.algorithms import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 from fmmeta.config.fields import check_values, default_of, names_where, of_type, setting
+from fmmeta.config.json_files import label_texts_of
 from fmmeta.config.peft_options import apply_peft_options
 from fmmeta.config.renamed import RefusesOldNames
 
@@ -924,6 +925,7 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
         """Resolve settings that were left open, then refuse values that cannot work."""
         for item in fields(self):
             setattr(self, item.name, of_type(type(self), item.name, getattr(self, item.name)))
+        self.label_names = label_texts_of(self.label_names)
         if self.peft_config:
             apply_peft_options(self)
         check_values(self)
@@ -972,6 +974,11 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
     @property
     def most_shots(self) -> int:
         return self.k_shot_max or self.k_shot
+
+    @property
+    def most_support(self) -> int:
+        """Support rows of a class at most: its shots, and its name with --label_names."""
+        return self.most_shots + (self.label_names is not None)
 
     @property
     def builtin_model(self) -> bool:

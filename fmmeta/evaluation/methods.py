@@ -17,7 +17,7 @@ the query set.
 Transductive ones also look at the other queries of the episode: class means and the shares z of queries in
 classes are computed in turn, mu_c the mean of the support rows of c and of all queries, weighted by z_qc.
 
-    soft_kmeans  z = softmax (cos(f, mu) / tau) (Ren et al. 2018, arXiv 1803.00676, section 3.1.1)
+    soft_kmeans  z = softmax (cos(f, mu) / tau) (after Ren et al. 2018, arXiv 1803.00676, section 3.1.1)
     sinkhorn     z scaled until every class has as many queries (Cuturi 2013, arXiv 1306.0895, section 4;
                  in few-shot learning Hu et al. 2021, arXiv 2006.03806)
 

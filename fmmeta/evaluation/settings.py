@@ -13,6 +13,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of
 from fmmeta.config.algorithms import INNER_OPTIMIZERS, find_inner
 from fmmeta.config.fields import check_values, hints_of, refuse_first, setting
+from fmmeta.config.json_files import label_texts_of
 from fmmeta.config.settings import (
     HEAD_INITS,
     REMEMBERED,
@@ -120,7 +121,8 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
 
     method: list[str] = setting(
         [],
-        "One or more methods of learning a task; soft_kmeans, sinkhorn: class means of the other queries too;"
+        "One or more methods of learning a task; soft_kmeans, sinkhorn: means of the support set and"
+        " all queries of the episode (transductive);"
         " finetune+in_context: the support set is in the prompt after the inner loop too (default: finetune;"
         " in_context for a model of meta_icl)",
         METHODS,
@@ -150,6 +152,7 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
             names = [self.dataset] if isinstance(self.dataset, str) else self.dataset
             self.n_way = "3" if "digits" in names else "5"
         self.n_way = str(self.n_way)
+        self.label_names = label_texts_of(self.label_names)
         self.method, self.k_shot = list(dict.fromkeys(self.method)), list(dict.fromkeys(self.k_shot))
         check_values(self)
         refuse_first(
@@ -348,6 +351,7 @@ class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
 
     def __post_init__(self) -> None:
         files = {"query": self.query}
+        self.label_names = label_texts_of(self.label_names)
         if Path(self.support).is_dir() and self.support:
             check_values(self)
             if self.query:

@@ -30,7 +30,7 @@ class Passes(NamedTuple):
 def rows_of(config: Config) -> tuple[int, int]:
     """Rows of the largest support set, and of a query set."""
     classes = config.most_classes or 1
-    return config.most_shots * classes, config.num_query * classes
+    return config.most_support * classes, config.num_query * classes
 
 
 def trained_rows(config: Config) -> tuple[int, ...]:

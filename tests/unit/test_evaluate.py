@@ -711,6 +711,15 @@ def test_stored_language_model_has_no_n_way(llama, pairs, tmp_path, capsys):
     assert "2 episodes of the test split" in capsys.readouterr().out
 
 
+def test_evaluations_with_and_without_names_of_classes_are_paired(bert, classes, tmp_path):
+    given = {"method": "prototype", "n_way": "3", "k_shot": 1, "num_query": 2, "episodes": 3}
+    fmmeta.evaluate(str(bert), str(classes), output=str(tmp_path / "plain.json"), **given)
+    compared = fmmeta.evaluate(
+        str(bert), str(classes), label_names="names", compare=str(tmp_path / "plain.json"), **given
+    )
+    assert len(compared["compare"]["cells"]) == 1
+
+
 @pytest.mark.parametrize("method", [soft_kmeans, sinkhorn])
 def test_transductive_methods_compute_shares_and_means_in_turn(method):
     """Against loops over queries and classes in double precision."""

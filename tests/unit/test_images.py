@@ -298,6 +298,9 @@ def test_the_commands_work_on_images(vit, images, tmp_path):
     assert len(found["cells"]) == 4
     support = [(str(images / f"c{c:02}" / f"{n}.png"), f"c{c:02}") for c in range(3) for n in range(3)]
     adapted = fmmeta.adapt(model, support, inner_steps=20, inner_lr=0.1, output_dir=str(tmp_path / "task"))
+    check_message(
+        refusal(fmmeta.adapt, model, support, label_names="names"), "label_names='names'", "leave it out"
+    )
     queries = [pixels(c, 7) for c in range(3)]
     answers = adapted.predict(queries)
     again = fmmeta.load(str(tmp_path / "task")).predict(queries)

@@ -189,7 +189,8 @@ def test_fomaml_is_the_query_gradient_of_an_adapted_copy(pooling, head_init):
     wanted = gradients(adapted_copy(model, head_init), QUERY)
     worker = worker_over(model, head_init)
     found = task_gradient(rule_of("fomaml", worker, head_init), worker, batches())
-    assert_same(by_name(worker, found.gradient), wanted)
+    # the logits of prototypes are differences of large numbers: other orders of sums give 2e-5 in fp32
+    assert_same(by_name(worker, found.gradient), wanted, 1e-4 if head_init == "prototype" else 1e-5)
     assert (found.weight, found.finite) == (1.0, True)
 
 

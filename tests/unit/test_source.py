@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from fmmeta.config.settings import Config
+from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig
+from fmmeta.meta.costs import rows_of
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batching import IGNORE
 from fmmeta.tasks.data.encode import encode_pairs, encode_texts
 from fmmeta.tasks.schedule.meta_batches import Schedule
-from fmmeta.tasks.sources.base import EpisodeRows
+from fmmeta.tasks.sources.base import EpisodeRows, EpisodeShape, GlobalLabelSource
 from fmmeta.tasks.sources.load import Sources, load_sources
 from tests.support.helpers import DATA, refusal, write_rows
 from tests.support.messages import check_message
@@ -116,24 +118,57 @@ def test_descriptions_of_classes_are_support_examples(tmp_path, classes):
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        ("{", ("is not JSON", "fix the file")),
-        ("[]", ("holds nothing by class", "write {")),
-        ('{"c0": " "}', ("class 'c0'", "no text", "write one")),
-        ('{"c0": "zero"}', ("no text for class 'c1'", "11 of 12 classes", "add it")),
+        ("{", ("is not JSON", "fix it")),
+        ("[]", ("holds no object", "write {")),
+        ('{"c0": " "}', ("class 'c0'", "not a text", "write one")),
+        ('{"c0": 3}', ("class 'c0'", "not a text", "write one")),
+        ('{"c0": "\\ud800 x"}', ("class 'c0'", "half of a surrogate pair", "remove")),
     ],
 )
-def test_descriptions_that_are_refused(tmp_path, classes, content, parts):
+def test_descriptions_that_are_refused(tmp_path, content, parts):
     file = tmp_path / "names.json"
     file.write_text(content)
-    message = refusal(load, classes, label_names=str(file)).replace(str(tmp_path), "DIR")
-    check_message(message, "label_names=DIR/names.json", *parts)
+    for settings in (Config, EvaluateConfig, AdaptConfig):
+        message = refusal(settings, label_names=str(file)).replace(str(tmp_path), "DIR")
+        check_message(message, "label_names=DIR/names.json", *parts)
 
 
-def test_names_of_classes_that_are_refused(tmp_path, classes, pairs):
+def test_names_of_classes_that_are_refused(classes, pairs):
     message = refusal(load, classes, label_names="nowhere.json")
     check_message(message, "label_names=nowhere.json", "give a JSON file")
     message = refusal(load, pairs, task_type="causal_lm", label_names="names")
     check_message(message, "label_names=names", "task_type=causal_lm")
+    message = refusal(load, classes, label_names='{"c0": "zero"}')
+    check_message(message, "label_names=", "no text for class 'c1'", "11 of 12 classes", "add it")
+    message = refusal(Config, label_names="names", collate_fn="tests:f")
+    check_message(message, "collate_fn=tests:f", "label_names", "leave one out")
+
+
+def test_names_of_classes_count_as_rows(classes):
+    """In the size of an episode, and in the rows of the largest support set."""
+    named, plain = (Config(n_way=4, k_shot=2, k_shot_max=3, label_names=one) for one in ("names", None))
+    assert (rows_of(named)[0], rows_of(plain)[0]) == (16, 12)
+    shapes = [EpisodeShape.of(config) for config in (named, plain)]
+    assert shapes[0].rows((1,), 9) == shapes[1].rows((1,), 9) + 4
+    assert shapes[0].mean_rows(9) == shapes[1].mean_rows(9) + 4
+    items = [load(classes, label_names=one).train.items.tokens for one in ("names", None)]
+    assert (items[0] > items[1]).all()
+
+
+def test_names_of_classes_in_a_folder_of_task_files(tmp_path):
+    (tmp_path / "tasks" / "one").mkdir(parents=True)
+    for task in range(3):
+        rows = [{"text": f"{c}{i} {task}", "label": f"{c}_{c}"} for c in "abc" for i in range(6)]
+        write_rows(tmp_path / "tasks" / "one" / f"t{task}.jsonl", rows)
+    for episode in episodes(load(tmp_path / "tasks", label_names="names")):
+        named = {text_of(row): row.labels for row in episode.support if len(text_of(row)) == 3}
+        assert named == {f"{name[0]} {name[0]}": label for label, name in enumerate(episode.classes)}
+
+
+def test_joint_training_has_the_names_of_its_classes(classes):
+    source = GlobalLabelSource(load(classes, label_names="names").train)
+    for row in source.draw(next(iter(Schedule(source.items, 1, 3).meta_batch(0)))).episode().support[2::3]:
+        assert text_of(row) == source.classes[row.labels]
 
 
 def test_episode_of_named_pairs(pairs):

@@ -25,7 +25,8 @@ from typing import Any, NoReturn, cast
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import GIB, Bounded, import_named, inside, one_line
-from fmmeta.common.text import shortened, to_json
+from fmmeta.common.text import broken_text, counted, shortened, to_json
+from fmmeta.config.json_files import NAMES
 from fmmeta.config.settings import Config, RowConfig
 from fmmeta.tasks.data.images import EncodedImage, encoded_image, image_folder
 
@@ -322,7 +323,6 @@ USUAL = {  # names that are recognised
     "output_column": ("output", "answer", "target", *LABEL),
 }
 OPTIONS = "options"  # column of the answers to choose from, for causal_lm
-HALF_PAIR = re.compile(r"[\ud800-\udfff]")
 
 
 @dataclass
@@ -359,6 +359,10 @@ def tabulate(
     one_task: the rows are one task; columns of tasks and strata are ignored. unique: False keeps duplicates.
     images: whether the inputs are images. With --collate_fn, rows need neither a text nor an image.
     """
+    if images and config.label_names is not None:
+        raise UsageError(
+            f"label_names={shortened(config.label_names)} needs texts, and {name} has images; leave it out"
+        )
     names = sorted({column for row in rows for column in row.values})
     causal, collated = config.task_type == "causal_lm", config.collate_fn is not None
     input_column = "input_column" if causal else "image_column" if images else "text_column"
@@ -413,46 +417,17 @@ def tabulate(
     )
 
 
-def read_by_class(setting: str, path: str, example: str) -> dict[str, Any]:
-    """The JSON file of values by class that a setting names. Raises `UsageError`."""
-    given = f"{setting}={path}"
-    try:
-        values: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{given} cannot be read ({error.strerror}); give a JSON file") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{given} is not JSON ({error}); fix the file") from None
-    if not isinstance(values, dict) or not values:
-        raise UsageError(f"{given} holds nothing by class; write {example}, say")
-    return values
-
-
-NAMES = "names"  # of --label_names
-
-
-def given_label_texts(config: RowConfig) -> dict[str, str]:
-    """The texts by class of the file that --label_names gives; empty without one. Raises `UsageError`."""
-    if config.label_names in (None, NAMES):
-        return {}
-    given = f"label_names={config.label_names}"
-    texts = read_by_class("label_names", config.label_names, '{"card_arrival": "when will my card arrive"}')
-    for name, text in texts.items():
-        if not isinstance(text, str) or not text.strip():
-            raise UsageError(f"{given}: what it gives class {shortened(name)} is no text; write one")
-    return texts
-
-
 def label_texts(config: RowConfig, classes: Sequence[str]) -> dict[str, str]:
-    """The text that names each class; empty without --label_names. Raises `UsageError`."""
+    """The text of each class; empty without --label_names. Raises `UsageError`."""
     if config.label_names is None:
         return {}
     if config.label_names == NAMES:
         return {name: " ".join(re.split(r"[\s_-]+", name)).strip() or name for name in classes}
-    texts = given_label_texts(config)
+    texts = json.loads(config.label_names)
     if missing := [name for name in classes if name not in texts]:
         raise UsageError(
-            f"label_names={config.label_names} has no text for class {shortened(missing[0])}"
-            f" ({len(missing)} of {len(classes)} classes); add it"
+            f"label_names={shortened(config.label_names)} has no text for class {shortened(missing[0])}"
+            f" ({len(missing)} of {counted(len(classes), 'class', 'classes')}); add it"
         )
     return {name: texts[name] for name in classes}
 
@@ -579,11 +554,3 @@ def options_of(row: Row, answer: str) -> list[str]:
             f" answer {shortened(answer)} among them; add it"
         )
     return list(dict.fromkeys(options))
-
-
-def broken_text(text: str) -> str | None:
-    """The characters of a text that no tokenizer accepts or no file can store."""
-    if "\0" in text:
-        return "NUL bytes"
-    half = HALF_PAIR.search(text)
-    return f"half of a surrogate pair (\\u{ord(half[0]):x})" if half else None

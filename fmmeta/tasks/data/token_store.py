@@ -31,7 +31,6 @@ from fmmeta.tasks.data.rows import (
     Row,
     Table,
     ending,
-    given_label_texts,
     label_texts,
     module_source,
     refuse,
@@ -146,9 +145,7 @@ def prepare(
         settings["collate_fn"] = True
     images = tokenizer if isinstance(tokenizer, ImageReader) else None
     if config.label_names is not None:
-        if images:
-            raise UsageError(f"label_names={config.label_names} needs texts; {name} has images: leave it out")
-        settings["label_names"] = given_label_texts(config)
+        settings["label_names"] = config.label_names
     where = str(Path(name).absolute()) if images and Path(name).exists() else ""  # paths are stored
     key = digest([FORMAT, content, where, tokenizer_print(tokenizer), settings, one_task])
     path = cache_folder() / f"{key}.arrow"

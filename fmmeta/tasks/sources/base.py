@@ -34,7 +34,7 @@ class EpisodeShape:
     class.
 
     An episode of input/output pairs has one class in this sense. all_classes: every episode has all classes
-    of its task, whatever `n_way` is.
+    of its task, whatever `n_way` is. names: 1 if the name of each class is one more support row, else 0.
     """
 
     n_way: int
@@ -43,11 +43,13 @@ class EpisodeShape:
     n_way_max: int
     k_shot_max: int
     all_classes: bool = False
+    names: int = 0
 
     @classmethod
     def of(cls, config: Config) -> "EpisodeShape":
         n_way, most = (config.n_way, config.most_classes) if config.task_type == "classification" else (1, 1)
-        return cls(n_way, config.k_shot, config.num_query, most, config.most_shots)
+        names = config.most_support - config.most_shots
+        return cls(n_way, config.k_shot, config.num_query, most, config.most_shots, names=names)
 
     def draw_n_way(self, rng: np.random.Generator, available: int) -> int:
         """Number of classes. It is drawn first, so that the size of an episode depends on its seed alone."""
@@ -73,11 +75,11 @@ class EpisodeShape:
         """Rows of the episode that `seed` draws from `available` classes."""
         rng = np.random.default_rng(seed)
         n_way = self.draw_n_way(rng, available)
-        return int(self.draw_k_shot(rng, n_way).sum()) + n_way * self.num_query
+        return int(self.draw_k_shot(rng, n_way).sum()) + n_way * (self.names + self.num_query)
 
     def mean_rows(self, available: int) -> float:
         """Rows of an episode from `available` classes, on average."""
-        per_class = (self.k_shot + self.k_shot_max) / 2 + self.num_query
+        per_class = (self.k_shot + self.k_shot_max) / 2 + self.names + self.num_query
         return (self.n_way + min(self.n_way_max, available)) / 2 * per_class
 
 

@@ -27,6 +27,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import inside
 from fmmeta.common.text import counted, nearest, shortened
+from fmmeta.config.json_files import read_object
 from fmmeta.config.settings import Config
 from fmmeta.tasks.data.images import ImageReader, content_of
 from fmmeta.tasks.data.rows import (
@@ -38,7 +39,6 @@ from fmmeta.tasks.data.rows import (
     hub_rows,
     image_rows,
     open_hub,
-    read_by_class,
     read_file,
 )
 from fmmeta.tasks.data.splits import (
@@ -320,8 +320,7 @@ def read_class_weights(config: Config, sources: Sources) -> dict[str, float]:
     """
     if config.class_weights is None:
         return {}
-    given = f"class_weights={config.class_weights}"
-    weights = read_by_class("class_weights", config.class_weights, '{"rare": 3.0}')
+    given, weights = read_object("class_weights", config.class_weights, '{"rare": 3.0}')
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
             raise UsageError(

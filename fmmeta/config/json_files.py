@@ -1,0 +1,51 @@
+"""Settings that take a JSON file or its text.
+
+Of --peft_config and --label_names a run stores the text, so that it resumes, and a model is adapted, where
+the file does not exist.
+"""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from fmmeta.common.errors import UsageError
+from fmmeta.common.text import broken_text, shortened
+
+MOST = 1 << 22  # bytes of a file
+NAMES = "names"  # of --label_names, instead of a file
+
+
+def read_object(setting: str, source: str, example: str) -> tuple[str, dict[str, Any]]:
+    """How messages name a file or text, and the JSON object in it. Raises `UsageError`."""
+    is_text = source.lstrip().startswith("{")
+    given = f"{setting}={shortened(source) if is_text else source}"
+    if not is_text and Path(source).exists() and not Path(source).is_file():
+        raise UsageError(f"{given} is no file; give a JSON file")
+    try:
+        with nullcontext() if is_text else Path(source).open(encoding="utf-8") as file:
+            text = source if file is None else file.read(MOST)
+        found = json.loads(text)
+    except OSError as error:
+        raise UsageError(f"{given} cannot be read ({error.strerror}); give a JSON file") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{given} is not JSON ({error}); fix it") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{given} holds no object of JSON; write {example}, say")
+    return given, found
+
+
+def label_texts_of(source: str | None) -> str | None:
+    """`--label_names` as a run stores it: the file's text, or its value if it names no file.
+
+    Raises `UsageError`.
+    """
+    if source in (None, NAMES):
+        return source
+    given, texts = read_object("label_names", source, '{"card_arrival": "when will my card arrive"}')
+    for name, text in texts.items():
+        if not isinstance(text, str) or not text.strip():
+            raise UsageError(f"{given}: the value of class {shortened(name)} is not a text; write one")
+        if found := broken_text(text):
+            raise UsageError(f"{given}: the text of class {shortened(name)} has {found}; remove them")
+    return json.dumps(texts, sort_keys=True)
