@@ -103,8 +103,8 @@ def weights_file(tmp_path: Path, content: str) -> str:
         ),
         ({"class_weights": '{"c1": "2"}'}, ("class_weights=", "'2'", "no positive number", "write one")),
         ({"class_weights": '{"c1": NaN}'}, ("class_weights=", "nan", "no positive number", "write one")),
-        ({"class_weights": "[1, 2]"}, ("class_weights=", "no weights by class", 'write {"rare": 3.0}')),
-        ({"class_weights": "{"}, ("class_weights=", "is not JSON", "fix the file")),
+        ({"class_weights": "[1, 2]"}, ("class_weights=", "holds no object", 'write {"rare": 3.0}')),
+        ({"class_weights": "{"}, ("class_weights=", "is not JSON", "fix it")),
         (
             {"scale_outer_lr": "linear", "base_meta_batch_size": 0},
             ("base_meta_batch_size=0", "below 1", "use 1 or more"),
