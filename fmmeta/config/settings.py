@@ -195,6 +195,7 @@ class RowConfig:
         None,
         "The name of each class is one more support example of it. names: the names in the data, with spaces"
         ' for _ and -; or a JSON file of texts by class: {"card_arrival": "when will my card arrive"}',
+        keyed=True,
         task_type=CLASSIFICATION,
         common=True,
     )

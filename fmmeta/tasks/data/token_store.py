@@ -144,8 +144,6 @@ def prepare(
     if config.collate_fn is not None:
         settings["collate_fn"] = True
     images = tokenizer if isinstance(tokenizer, ImageReader) else None
-    if config.label_names is not None:
-        settings["label_names"] = config.label_names
     where = str(Path(name).absolute()) if images and Path(name).exists() else ""  # paths are stored
     key = digest([FORMAT, content, where, tokenizer_print(tokenizer), settings, one_task])
     path = cache_folder() / f"{key}.arrow"
