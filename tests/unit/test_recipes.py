@@ -63,7 +63,7 @@ def test_flags_win_and_config_is_the_same_wherever_the_name_stands():
 def test_a_packaged_name_comes_before_a_file_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "n_way: 3", "intents")
-    assert parse(["intents"]).n_way == 20
+    assert parse(["intents"]).n_way == 5
     assert parse(["./intents"]).n_way == 3
 
 
