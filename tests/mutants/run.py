@@ -149,6 +149,7 @@ def main() -> None:
         before = [test for one in missing if "::" in (test := done.get(one.name, {}).get("test", ""))]
         found = attempt(missing, commit, args.jobs, before) if missing else {}
         if len(missing) > 1 and found["test"]:
+            print(f"planted together: {found['test']} ({found['seconds']} s)", flush=True)
             return [one for mutant in mutants for one in results([mutant])]
         for mutant in missing:
             done[mutant.name] = {"key": key_of(mutant, found["test"], commit), **found}

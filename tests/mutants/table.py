@@ -635,10 +635,10 @@ MUTANTS = (
         equivalent=True,
     ),
     Mutant(
-        "the mean gradient in three times its size",
+        "the mean gradient by multiplication",
         "meta/outer_step.py",
         "gradient[bucket].div_(mean.weight)",
-        "gradient[bucket].mul_(3).div_(3 * mean.weight)",
+        "gradient[bucket].mul_(torch.tensor(mean.weight).double().reciprocal().item())",
         "nothing",
         ("unit/test_inner_outer.py", "unit/test_delayed_update.py"),
         equivalent=True,
