@@ -635,10 +635,10 @@ MUTANTS = (
         equivalent=True,
     ),
     Mutant(
-        "the mean gradient by multiplication",
+        "the gradient is clipped in two steps",
         "meta/outer_step.py",
-        "gradient[bucket].div_(mean.weight)",
-        "gradient[bucket].mul_(torch.tensor(mean.weight).double().reciprocal().item())",
+        "gradient.mul_(self.config.max_grad_norm / norm)",
+        "gradient.mul_(1 / norm).mul_(self.config.max_grad_norm)",
         "nothing",
         ("unit/test_inner_outer.py", "unit/test_delayed_update.py"),
         equivalent=True,
