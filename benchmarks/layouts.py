@@ -5,7 +5,8 @@
 FOMAML, five examples and five queries, two inner steps; all weights, and LoRA. Rows are word lists and their
 reverse that fill `max_length`, as the plan assumes. Every layout is a launch of real ranks (memory.py).
 
-off       |theta - theta of one rank in fp32| / |that theta - theta_0|
+off       |theta - theta of one rank in fp32| / |that theta - theta_0|; in bf16 of an outer step of SGD, since
+          the first step of AdamW is as long for the smallest gradients, whose sign is rounding
 measured  the peak of the fullest rank, without libraries
 planned   the estimate that `fmmeta plan` makes
 
@@ -20,6 +21,7 @@ import os
 import random
 import subprocess
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ RANKS = {  # ranks and flags
     "3 tensor ranks": (3, ["--group_size=3", "--tensor_parallel_size=3"]),
 }
 TRAINED = {"all weights": ["--inner_lr=1e-3"], "LoRA": ["--lora_r=8", "--inner_lr=0.1"]}
+OUTER = {"fp32": list[str](), "bf16": ["--outer_optimizer=sgd", "--outer_lr=0.1"]}
 FLAGS = [
     "--outer_steps=1",
     "--meta_batch_size=1",
@@ -99,24 +102,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     cells = read(asked.json) if asked.json else {}
-    for trained, of_trained in TRAINED.items():
-        wanted = [
-            (name, dtype, f"{trained}, {name}, {dtype}")
-            for dtype in ("fp32", "bf16")
-            for name in asked.layouts
-        ]
-        if all(title in cells for _, _, title in wanted):
+    for (trained, of_trained), (dtype, of_dtype) in product(TRAINED.items(), OUTER.items()):
+        wanted = [(name, f"{trained}, {name}, {dtype}") for name in asked.layouts]
+        if all(title in cells for _, title in wanted):
             continue
-        _, start = measured(asked, 1, [*of_trained, "--outer_lr=1e-12"])
-        _, end = measured(asked, 1, of_trained)
+        _, start = measured(asked, 1, [*of_trained, *of_dtype, "--outer_lr=1e-12"])
+        _, end = measured(asked, 1, [*of_trained, *of_dtype])
         travelled = distance(end, start)
-        for name, dtype, title in wanted:
+        for name, title in wanted:
             if title in cells:
                 continue
             ranks, flags = RANKS[name]
-            fullest, theta = measured(
-                asked, ranks, [*of_trained, *flags, *(["--bf16"] if dtype == "bf16" else [])]
-            )
+            bf16 = ["--bf16"] if dtype == "bf16" else []
+            fullest, theta = measured(asked, ranks, [*of_trained, *of_dtype, *flags, *bf16])
             cells[title] = {
                 "off": distance(theta, end) / travelled,
                 "measured_gb": fullest["train_gb"],
