@@ -2,8 +2,8 @@
 
     python -m benchmarks.layouts --model SMOLLM2 --json benchmarks/results/layouts.json
 
-FOMAML, five examples and five queries, two inner steps; all weights, and LoRA. Rows are word lists and their
-reverse that fill `max_length`, as the plan assumes. Every layout is a launch of real ranks (memory.py).
+FOMAML, five examples and five queries, two inner steps; all weights, and LoRA. Rows are answers that fill
+`max_length`, as the plan assumes: only tokens of answers have logits. Every layout is a launch of real ranks (memory.py).
 
 off       |theta - theta of one rank in fp32| / |that theta - theta_0|; in bf16 of an outer step of SGD, since
           the first step of AdamW is as long for the smallest gradients, whose sign is rounding
@@ -77,8 +77,8 @@ def write_rows(file: Path) -> None:
     rng, rows = random.Random(0), []
     for task in range(4):
         for _ in range(16):
-            words = rng.choices(WORDS, k=27)
-            rows.append({"task": f"t{task}", "input": " ".join(words), "output": " ".join(words[::-1])})
+            words = rng.choices(WORDS, k=60)
+            rows.append({"task": f"t{task}", "input": words[0], "output": " ".join(words)})
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
