@@ -1,12 +1,12 @@
-"""Does an outer step of a language model end at the same theta on every layout, in the planned memory?
+"""Do outer steps of a language model end at the same theta on every layout, in the planned memory?
 
     python -m benchmarks.layouts --model SMOLLM2 --json benchmarks/results/layouts.json
 
-FOMAML, five examples and five queries, two inner steps; all weights, and LoRA. Rows are answers that fill
+FOMAML, two outer steps, five examples and five queries, two inner steps; all weights, and LoRA. Rows are answers that fill
 `max_length`, as the plan assumes: only tokens of answers have logits. Every layout is a launch of real ranks
 (memory.py).
 
-off       |theta - theta of one rank in fp32| / |that theta - theta_0|; in bf16 of an outer step of SGD, since
+off       |theta - theta of one rank in fp32| / |that theta - theta_0|; in bf16 of outer steps of SGD, since
           the first step of AdamW is as long for the smallest gradients, whose sign is rounding
 measured  the peak of the fullest rank, without libraries
 planned   the estimate that `fmmeta plan` makes
@@ -43,7 +43,7 @@ RANKS = {  # ranks and flags
 TRAINED = {"all weights": ["--inner_lr=1e-3"], "LoRA": ["--lora_r=8", "--inner_lr=0.1"]}
 OUTER = {"fp32": list[str](), "bf16": ["--outer_optimizer=sgd", "--outer_lr=0.1"]}
 FLAGS = [
-    "--outer_steps=1",
+    "--outer_steps=2",  # the moments of the outer optimizer exist from the first one on
     "--meta_batch_size=1",
     "--k_shot=5",
     "--num_query=5",
