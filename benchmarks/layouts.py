@@ -2,9 +2,9 @@
 
     python -m benchmarks.layouts --model SMOLLM2 --json benchmarks/results/layouts.json
 
-FOMAML, two outer steps, five examples and five queries, two inner steps; all weights, and LoRA. Rows are answers that fill
-`max_length`, as the plan assumes: only tokens of answers have logits. Every layout is a launch of real ranks
-(memory.py).
+FOMAML, two outer steps, five examples and five queries, two inner steps; all weights, and LoRA. Rows are
+answers that fill `max_length`, as the plan assumes: only tokens of answers have logits. Every layout is a
+launch of real ranks (memory.py).
 
 off       |theta - theta of one rank in fp32| / |that theta - theta_0|; in bf16 of outer steps of SGD, since
           the first step of AdamW is as long for the smallest gradients, whose sign is rounding
