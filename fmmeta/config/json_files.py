@@ -5,14 +5,12 @@ the file does not exist.
 """
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import broken_text, shortened
 
-MOST = 1 << 22  # bytes of a file
 NAMES = "names"  # of --label_names, instead of a file
 
 
@@ -20,12 +18,8 @@ def read_object(setting: str, source: str, example: str) -> tuple[str, dict[str,
     """How messages name a file or text, and the JSON object in it. Raises `UsageError`."""
     is_text = source.lstrip().startswith("{")
     given = f"{setting}={shortened(source) if is_text else source}"
-    if not is_text and Path(source).exists() and not Path(source).is_file():
-        raise UsageError(f"{given} is no file; give a JSON file")
     try:
-        with nullcontext() if is_text else Path(source).open(encoding="utf-8") as file:
-            text = source if file is None else file.read(MOST)
-        found = json.loads(text)
+        found = json.loads(source if is_text else Path(source).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{given} cannot be read ({error.strerror}); give a JSON file") from None
     except (ValueError, RecursionError) as error:

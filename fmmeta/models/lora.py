@@ -52,6 +52,8 @@ def inject(learner: Learner, config: Config) -> None:
     default targets for.
     """
     peft = import_peft(config)
+    # of options that cannot work peft raises many kinds
+    unusable = Exception if options_of(config) else (ValueError, TypeError)
     torch.manual_seed(config.seed)
     try:
         refuse_unknown(learner, config)
@@ -60,15 +62,13 @@ def inject(learner: Learner, config: Config) -> None:
             peft.inject_adapter_in_model(lora_config(learner, config), learner.hf)
     except UsageError:
         raise
-    except Exception as error:  # peft raises many kinds for options that cannot work
+    except unusable as error:
         targets, kind = " ".join(config.lora_target_modules) or "(peft's choice)", type(learner.hf).__name__
         if options_of(config):
             raise UsageError(
                 f"peft_config={shortened(config.peft_config)} with lora_target_modules={targets} does not fit"
                 f" {kind}: {one_line(error)}; change one of them"
             ) from None
-        if not isinstance(error, (ValueError, TypeError)):
-            raise
         raise UsageError(
             f"lora_target_modules={targets} cannot be adapted in {kind}: {one_line(error)}; name its linear"
             " layers, or use all-linear"

@@ -392,8 +392,15 @@ def install() -> None:
         if is_host(theta):
             mark_host(gradient.sum)
 
-    def start_engine(original: Any, worker: EngineWorker, model: Any, groups: Any, config: Any, *args: Any,
-                     **kwargs: Any) -> None:  # fmt: skip
+    def start_engine(
+        original: Any,
+        worker: EngineWorker,
+        model: Any,
+        groups: Any,
+        config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         original(worker, model, groups, config, *args, **kwargs)
         if config["zero_optimization"].get("offload_optimizer", {}).get("device") == "cpu":
             for shard, _ in worker.local_shards:

@@ -487,7 +487,8 @@ def test_a_peft_config_beside_other_flags(tmp_path):
     (tmp_path / "options.json").write_text("{")
     check_message(refusal(Config, peft_config=file).replace(str(tmp_path), "DIR"), "is not JSON", "fix it")
     message = refusal(Config, peft_config=str(tmp_path)).replace(str(tmp_path), "DIR")
-    check_message(message, "peft_config=DIR is no file", "give a JSON file")
+    check_message(message, "peft_config=DIR cannot be read", "give a JSON file")
+    assert "File name too long" in refusal(Config, peft_config="x" * 5000)
     check_message(refusal(Config, peft_config="nowhere.json"), "peft_config=nowhere.json", "give a JSON file")
 
 

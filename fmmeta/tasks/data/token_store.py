@@ -56,7 +56,7 @@ class TokenStore:
 
     table: columns `input_ids`, `labels` and those of `rows.Table`; of images `image`, their bytes or null,
     and `image_where`. images: reads them, None for texts. label_rows: with --label_names, the number of the
-    row that holds the text of each class; these rows come last, and are not among those of the data set.
+    row that holds the text of each class; these rows come last. of_data: the table without them.
     """
 
     def __init__(self, path: Path, images: ImageReader | None = None) -> None:

@@ -48,7 +48,7 @@ class EpisodeShape:
     @classmethod
     def of(cls, config: Config) -> "EpisodeShape":
         n_way, most = (config.n_way, config.most_classes) if config.task_type == "classification" else (1, 1)
-        names = config.most_support - config.most_shots
+        names = int(config.label_names is not None)
         return cls(n_way, config.k_shot, config.num_query, most, config.most_shots, names=names)
 
     def draw_n_way(self, rng: np.random.Generator, available: int) -> int:
