@@ -34,7 +34,8 @@ from torch import Tensor
 
 from fmmeta import checkpoint
 from fmmeta.common.errors import MachineFault, PeerLost, UsageError
-from fmmeta.config.settings import Config, changed_settings
+from fmmeta.config.resume import changed_settings
+from fmmeta.config.settings import Config
 from fmmeta.elastic.communicator import AllGroups, ElasticCommunicator, Membership
 from fmmeta.meta.parameters import StateDict
 from fmmeta.parallel.collectives import Communicator

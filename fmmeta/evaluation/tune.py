@@ -29,7 +29,8 @@ from fmmeta.common.security import make_folders
 from fmmeta.common.text import any_of, as_stored, counted, nearest, shortened
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.recipes import typed
-from fmmeta.config.settings import FREE_ON_RESUME, REMEMBERED, Config
+from fmmeta.config.resume import FREE_ON_RESUME
+from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.command import plan_evaluation, with_local_models
 from fmmeta.evaluation.methods import scores_by_step, with_stored_rates
 from fmmeta.evaluation.results import check_output, write_json

@@ -26,7 +26,8 @@ from fmmeta.common.progress import LOGGER
 from fmmeta.common.security import make_folders, publish, redact, remove_empty
 from fmmeta.common.text import as_stored, to_json
 from fmmeta.config import recipes
-from fmmeta.config.settings import HIDDEN_ON_RESUME, Config, changed_settings
+from fmmeta.config.resume import HIDDEN_ON_RESUME, changed_settings
+from fmmeta.config.settings import Config
 from fmmeta.parallel.process_groups import Communicator
 from fmmeta.report.data import read_run
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.text import strict
-from fmmeta.config.settings import HIDDEN_ON_RESUME, Config
+from fmmeta.config.resume import HIDDEN_ON_RESUME
+from fmmeta.config.settings import Config
 from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop
 from fmmeta.metrics.own import OwnMetrics
 from fmmeta.metrics.scores import gather_scores, mean_ci95

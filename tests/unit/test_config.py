@@ -10,15 +10,8 @@ import numpy
 import pytest
 
 from fmmeta.config.fields import of_type, rules
-from fmmeta.config.settings import (
-    FREE_ON_RESUME,
-    HIDDEN_ON_RESUME,
-    KEYED,
-    REMEMBERED,
-    Config,
-    InnerConfig,
-    changed_settings,
-)
+from fmmeta.config.resume import FREE_ON_RESUME, HIDDEN_ON_RESUME, changed_settings
+from fmmeta.config.settings import KEYED, REMEMBERED, Config, InnerConfig
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
 

@@ -154,7 +154,7 @@ def test_changed_class_weights_in_the_same_file_change_the_settings(tmp_path):
 
 
 def test_a_setting_that_an_earlier_version_did_not_store_had_its_default():
-    from fmmeta.config.settings import changed_settings
+    from fmmeta.config.resume import changed_settings
 
     now = Config().as_dict()
     before = {name: value for name, value in now.items() if name != "support_batch_size"}
