@@ -597,6 +597,47 @@ MUTANTS = (
         "another file of the same name gives the weights of the first",
         ("unit/test_gguf.py",),
     ),
+    # names of classes, and queries that count
+    Mutant(
+        "the name of a class is put among its queries",
+        "tasks/sources/base.py",
+        "support.append((self.store.label_rows[name], label))",
+        "query.append((self.store.label_rows[name], label))",
+        "names of classes are scored as if they were examples, and help nothing",
+        TASKS,
+    ),
+    Mutant(
+        "rows of an episode without names of classes",
+        "tasks/sources/base.py",
+        "return int(self.draw_k_shot(rng, n_way).sum()) + n_way * (self.names + self.num_query)",
+        "return int(self.draw_k_shot(rng, n_way).sum()) + n_way * self.num_query",
+        "the cost of a task leaves its names out, and groups are balanced by wrong loads",
+        TASKS,
+    ),
+    Mutant(
+        "shares are not scaled by class",
+        "evaluation/methods.py",
+        "found = found.log_softmax(0).log_softmax(1)",
+        "found = found.log_softmax(1)",
+        "sinkhorn is soft k-means: classes need not have equally many queries",
+        SCORES,
+    ),
+    Mutant(
+        "class means of queries alone",
+        "evaluation/methods.py",
+        "sums = own + found.T @ query",
+        "sums = found.T @ query",
+        "the support set is forgotten after the first round",
+        SCORES,
+    ),
+    Mutant(
+        "names of classes are kept as a path",
+        "config/json_files.py",
+        "    return json.dumps(texts, sort_keys=True)",
+        "    return source",
+        "a run cannot resume, nor a model be adapted, where the file does not exist",
+        ("unit/test_source.py", "unit/test_adapt.py", "unit/test_evaluate.py"),
+    ),
     # rewrites that compute the same up to rounding
     Mutant(
         "norm as a sum of squares in another order",
