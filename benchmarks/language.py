@@ -79,6 +79,7 @@ LEARNED: dict[str, Any] = {**INNER, "inner_lr_learned": "layer"}  # docs/log.md
 TRAININGS: dict[str, dict[str, Any]] = {
     "joint": {"algorithm": "joint"},
     "meta_icl": {"algorithm": "meta_icl"},
+    "meta_icl_all": {"algorithm": "meta_icl", "loss_on_support": True},
     "fomaml": {"algorithm": "fomaml", **LEARNED},
     "reptile": {"algorithm": "reptile", **INNER},
     "maml": {"algorithm": "maml", **LEARNED},
@@ -91,12 +92,13 @@ ROWS = {  # name: training and method
     "joint, in context": ("joint", "in_context"),
     "joint, LoRA": ("joint", "finetune"),
     "MetaICL": ("meta_icl", "in_context"),
+    "MetaICL, all answers": ("meta_icl_all", "in_context"),
     "FOMAML": ("fomaml", "finetune"),
     "Reptile": ("reptile", "finetune"),
     "exact MAML": ("maml", "finetune"),
     "FOMAML and in context": ("fomaml", "finetune+in_context"),
 }
-META_TRAINED = ("MetaICL", "FOMAML", "Reptile", "exact MAML")
+META_TRAINED = ("MetaICL", "MetaICL, all answers", "FOMAML", "Reptile", "exact MAML")
 CURVES = ("LoRA", "joint, LoRA", "FOMAML", "exact MAML")
 GRID = [("sgd", 0.03), ("sgd", 0.1), ("sgd", 0.3), ("adamw", 1e-3), ("adamw", 3e-3), ("adamw", 1e-2)]
 STEPS = (0, 1, 2, 3, 4, 5, 7, 10, 15, 20, 30)

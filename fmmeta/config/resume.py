@@ -17,6 +17,7 @@ NEW = {
     "drop_stale",
     "image_column",
     "label_names",
+    "loss_on_support",
     "max_staleness",
     "peft_config",
     "scale_outer_lr",

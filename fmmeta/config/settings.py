@@ -488,6 +488,12 @@ class MetaConfig:
         positive=POSITIVE,
         per_algorithm=True,
     )
+    loss_on_support: bool = setting(
+        False,
+        "meta_icl: learn the answers of the support examples in a prompt too, each from those before it; their"
+        " order differs from query to query",
+        per_algorithm=True,
+    )
     cg_steps: int = setting(
         5,
         "imaml: steps of conjugate gradients, each a Hessian-vector product",

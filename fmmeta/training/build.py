@@ -398,10 +398,10 @@ def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessG
     )
 
 
-def prompt_builder(inputs: RunInputs) -> Prompted:
+def prompt_builder(inputs: RunInputs, learn_support: bool = False) -> Prompted:
     """The function that puts the support set before each query, as far as the model's positions go."""
     bos, most = inputs.tokenizer.bos_token_id, max_positions(inputs.description.hf_config)
-    return partial(prompted, bos_token_id=bos, positions=most)
+    return partial(prompted, bos_token_id=bos, positions=most, learn_support=learn_support)
 
 
 def batcher(config: Config, inputs: RunInputs, coordinates: GroupCoordinates) -> Batcher:

@@ -410,6 +410,8 @@ class Run:
         """Start loading training episodes; check the meta-gradient where asked. Collective: world."""
         config, state, notice = self.config, self.state, self.progress.notice
         load = self.parts.load(self.inputs.sources.train, self.inputs.transforms)
+        if config.loss_on_support:
+            load.prompt = build.prompt_builder(self.inputs, learn_support=True)
         self.feed = TrainingEpisodes(
             self.schedule, load, state.outer_step, state.tasks, self.ranks, config, notice
         )

@@ -23,6 +23,9 @@ MetaICL trains the model for these prompts, without an inner loop:
 
     g = grad L_query(theta), each query with the support set before it; labels on its answer alone
 
+With loss_on_support the answers of the pairs before it have labels too, so that a prompt of K pairs teaches
+learning from 1 to K examples at the cost of one.
+
 Min, Lewis, Zettlemoyer, Hajishirzi, "MetaICL: Learning to Learn In Context", 2022 (arXiv 2110.15943),
 section 3. Prompts and evaluation are those of in-context learning. Cost per task: one forward and backward
 pass over the query set, with prompts K + 1 times as long; no shards.
@@ -96,23 +99,37 @@ def leading_bos(ids: Sequence[int], bos_token_id: int | None) -> int:
 
 
 def prompted(
-    support: Sequence[Example], query: Sequence[Example], bos_token_id: int | None, positions: int | None
+    support: Sequence[Example],
+    query: Sequence[Example],
+    bos_token_id: int | None,
+    positions: int | None,
+    learn_support: bool = False,
 ) -> list[Example]:
     """Every query with as many of the last support pairs before it as `positions` hold; one `bos` at the
     start, if any.
+
+    learn_support: the n-th query has the pairs in an order rotated by n, and all answers but that of the
+    first pair have labels.
     """
-    pairs = [list(row.input_ids) for row in support]
-    bare = [ids[leading_bos(ids, bos_token_id) :] for ids in pairs]
+    pairs = [(list(row.input_ids), list(row.labels)) for row in support]  # type: ignore[arg-type]
+    skipped = [leading_bos(ids, bos_token_id) for ids, _ in pairs]
+    bare = [(ids[skip:], labels[skip:]) for (ids, labels), skip in zip(pairs, skipped, strict=True)]
     examples = []
-    for row in query:
-        ids, labels, prefix = list(row.input_ids), list(row.labels), list[int]()  # type: ignore[arg-type]
-        for pair in reversed(bare):
-            if positions is not None and len(prefix) + len(pair) + len(ids) > positions:
+    for number, row in enumerate(query):
+        ids, labels, length = list(row.input_ids), list(row.labels), 0  # type: ignore[arg-type]
+        turn = number % len(bare) if learn_support else 0
+        before = list[tuple[list[int], list[int]]]()
+        for pair in reversed(bare[turn:] + bare[:turn]):
+            length += len(pair[0])
+            if positions is not None and length + len(ids) > positions:
                 break
-            prefix = pair + prefix
-        head = leading_bos(ids, bos_token_id)
+            before.insert(0, pair)
+        head, learned = leading_bos(ids, bos_token_id), before[1:] if learn_support else []
+        prefix = [token for pair, _ in before for token in pair]
+        answers = [label for _, of_pair in learned for label in of_pair]
+        ignored = [IGNORE] * (len(prefix) - len(answers))
         examples.append(
-            Example(ids[:head] + prefix + ids[head:], labels[:head] + [IGNORE] * len(prefix) + labels[head:])
+            Example(ids[:head] + prefix + ids[head:], labels[:head] + ignored + answers + labels[head:])
         )
     return examples
 
@@ -170,7 +187,7 @@ META_ICL = AlgorithmSpec(
     task_type="causal_lm",
     in_prompt=True,
     defaults={"inner_steps": 0, "inner_lr": 0.1},
-    supports=frozenset({"offload_outer"}),
+    supports=frozenset({"offload_outer", "loss_on_support"}),
     conflicts=meta_icl_conflicts,
     passes=lambda config, forwards: Passes(0, 1),
     adds_directly=lambda config: True,
