@@ -217,21 +217,27 @@ def joint(task: ReferenceTask) -> Gradients:
 def in_prompt(task: ReferenceTask) -> Gradients:
     """MetaICL: the gradient of the query loss at theta, with the support set before each query.
 
-    A prompt that is longer than the model's positions loses its first pairs.
+    A prompt that is longer than the model's positions loses its first pairs. With loss_on_support a pair goes
+    from the front to the back after each query, and answers after the first pair have labels.
     """
-    config = task.learner.hf.config
-    begin, rows = config.bos_token_id, []
+    config, rows = task.learner.hf.config, []
+    begin, support = config.bos_token_id, [*task.episode.support]
     for query in task.episode.query:
-        pairs = [[*row.input_ids] for row in task.episode.support]
-        ids, labels = [*query.input_ids], [*query.labels]  # type: ignore[misc]
-        starts = ids[0] == begin
-        if starts:
-            ids, labels = ids[1:], labels[1:]
-        pairs = [pair[1:] if pair[0] == begin else pair for pair in pairs]
-        while starts + sum(map(len, pairs)) + len(ids) > config.max_position_embeddings:
+        starts = query.input_ids[0] == begin
+        pairs = [
+            [*zip(row.input_ids, row.labels, strict=True)][row.input_ids[0] == begin :]  # type: ignore[arg-type]
+            for row in (*support, query)
+        ]
+        while starts + sum(map(len, pairs)) > config.max_position_embeddings:
             pairs.pop(0)
-        before = [begin] * starts + [token for pair in pairs for token in pair]
-        rows.append(Example(before + ids, [IGNORE] * len(before) + labels))
+        ids, labels = [begin] * starts, [IGNORE] * starts
+        for place, pair in enumerate(pairs, 1):
+            learned = place == len(pairs) or (task.config.loss_on_support and place > 1)
+            ids += [token for token, _ in pair]
+            labels += [label if learned else IGNORE for _, label in pair]
+        rows.append(Example(ids, labels))
+        if task.config.loss_on_support:
+            support.append(support.pop(0))
     return set_gradient(task.learner, task.theta, rows, task.bf16), {}, task.memory
 
 

@@ -84,13 +84,14 @@ def episode_of(learner: Learner, support: int = 9, query: int = 6, seed: int = 5
     )
 
 
-def batches_of(episode: EpisodeRows, micro_batch_size: int = 4) -> Episode:
+def batches_of(episode: EpisodeRows, micro_batch_size: int = 4, learn_support: bool = False) -> Episode:
     """Rows of a classifier have no prompts; a prompt has at most the 32 positions of `llama`."""
     batcher = Batcher(0, micro_batch_size)
     support, query = batcher.split(episode.support), batcher.split(episode.query)
     if isinstance(episode.query[0].labels, int):
         return Episode(support, query)
-    return Episode(support, query, batcher.split(prompted(episode.support, episode.query, 1, 32)))
+    prompts = prompted(episode.support, episode.query, 1, 32, learn_support)
+    return Episode(support, query, batcher.split(prompts))
 
 
 def config_of(learner: Learner, **settings: Any) -> Config:
@@ -151,7 +152,7 @@ def rule_gradient(
     worker = worker_of(learner, config)
     theta = worker.read()
     rule = find(config.algorithm).rule(setup_of(worker, config), outer_step)
-    found = task_gradient(rule, worker, batches_of(episode))
+    found = task_gradient(rule, worker, batches_of(episode, learn_support=config.loss_on_support))
     assert torch.equal(worker.read(), theta)
     return found, worker
 

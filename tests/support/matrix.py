@@ -149,6 +149,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # settings of an algorithm's name, wher
     "imaml": {"algorithm": "imaml", "proximal_weight": 300.0, "inner_lr": 0.003, "cg_steps": 3},
     "proto_maml": {"algorithm": "proto_maml", "prototype_gradient": True},
     "meta_icl": {"algorithm": "meta_icl", "inner_steps": 0},
+    "meta_icl-all": {"algorithm": "meta_icl", "inner_steps": 0, "loss_on_support": True},
     "reptile-adam": {
         "algorithm": "reptile",
         "inner_optimizer": "adamw",
@@ -420,7 +421,7 @@ def spread() -> list[Case]:
         ((1, 2), 2, 1, "bert3", "boil"),
         ((1, 2), 2, 0, "llama3", "reptile-adam"),
         ((1, 2), 2, 1, "llama3", "joint"),
-        ((1, 2), 2, 0, "llama3", "meta_icl"),
+        ((1, 2), 2, 0, "llama3", "meta_icl-all"),
         ((1, 2), 2, 0, "bert3", "anil"),
         ((1, 4), 2, 1, "bert3", "anil"),
         ((1, 2), 2, 1, "roberta3", "protonet"),

@@ -237,6 +237,7 @@ def test_the_first_step_reuses_the_forward_of_the_class_means(monkeypatch):
         ("protonet", "bert", {"inner_steps": 0}, 1e-5),
         ("joint", "llama", {}, 1e-5),
         ("meta_icl", "llama", {}, 1e-5),
+        ("meta_icl", "llama", {"loss_on_support": True}, 1e-5),
         ("imaml", "llama", {"proximal_weight": 300.0, "inner_lr": 0.003}, 1e-3),
         (
             "imaml",
@@ -528,6 +529,26 @@ def test_in_context_prompts_hold_the_support_set():
     assert none == query
 
 
+def test_prompts_whose_support_examples_are_learned():
+    """Each order once, no label on the first answer, and none on the first one that is left."""
+    from fmmeta.meta.algorithms.baselines import prompted
+    from fmmeta.tasks.batching import IGNORE, Example
+
+    support = [Example([1, 10 * i, 10 * i + 1], [IGNORE, IGNORE, 10 * i + 1]) for i in (1, 2, 3)]
+    query = [Example([1, 70, 71], [IGNORE, IGNORE, 71])] * 4
+    found = prompted(support, query, bos_token_id=1, positions=None, learn_support=True)
+    assert [row.input_ids for row in found] == [
+        [1, 10, 11, 20, 21, 30, 31, 70, 71],
+        [1, 20, 21, 30, 31, 10, 11, 70, 71],
+        [1, 30, 31, 10, 11, 20, 21, 70, 71],
+        [1, 10, 11, 20, 21, 30, 31, 70, 71],
+    ]
+    assert found[1].labels == [IGNORE, IGNORE, IGNORE, IGNORE, 31, IGNORE, 11, IGNORE, 71]
+    (short, *_) = prompted(support, query, bos_token_id=1, positions=7, learn_support=True)
+    assert short.input_ids == [1, 20, 21, 30, 31, 70, 71]
+    assert short.labels == [IGNORE, IGNORE, IGNORE, IGNORE, 31, IGNORE, 71]
+
+
 def test_in_context_scores_the_query_with_and_without_the_support_set():
     """By hand: the mean answer loss of prompts that are put together here."""
     import torch.nn.functional as F
@@ -613,6 +634,32 @@ def test_a_meta_icl_run_lowers_the_loss_in_context_and_evaluate_uses_prompts(tmp
     assert [cell["method"] for cell in fmmeta.evaluate(str(model), data, **flags)["cells"]] == ["in_context"]
     (cell,) = fmmeta.evaluate(str(model), data, **flags, method=["finetune"])["cells"]
     assert cell["method"] == "finetune"
+
+
+@pytest.mark.timeout(120)
+def test_a_run_that_learns_support_examples_is_evaluated_on_queries_alone(tmp_path):
+    from tests.support.models import save_llama, write_pairs
+
+    found = []
+    for learned in (False, True):
+        _, held_out = run_of(
+            tmp_path / str(learned),
+            algorithm="meta_icl",
+            loss_on_support=learned,
+            inner_steps=None,
+            task_type="causal_lm",
+            k_shot=2,
+            num_query=3,
+            outer_steps=2,
+            model_name_or_path=str(save_llama(tmp_path / "llama")),
+            dataset=[str(write_pairs(tmp_path / "pairs.jsonl"))],
+        )
+        found.append(
+            [held_out[f"after adaptation, {name}"] for name in ("weights at the start", "meta-trained")]
+        )
+    (start, query_alone), (same_start, every_answer) = found
+    assert same_start == start
+    assert every_answer != query_alone
 
 
 @pytest.mark.timeout(120)
