@@ -99,7 +99,8 @@ ROWS = {  # name: training and method
     "FOMAML and in context": ("fomaml", "finetune+in_context"),
 }
 META_TRAINED = ("MetaICL", "MetaICL, all answers", "FOMAML", "Reptile", "exact MAML")
-CURVES = ("LoRA", "joint, LoRA", "FOMAML", "exact MAML")
+CURVES = ("LoRA", "joint, LoRA", "FOMAML", "exact MAML")  # over inner steps
+SHOT_CURVES = ("in context", "MetaICL, all answers", "LoRA", "FOMAML")
 GRID = [("sgd", 0.03), ("sgd", 0.1), ("sgd", 0.3), ("adamw", 1e-3), ("adamw", 3e-3), ("adamw", 1e-2)]
 STEPS = (0, 1, 2, 3, 4, 5, 7, 10, 15, 20, 30)
 ALONE = {"FOMAML and in context": "FOMAML"}  # whose inner loop it takes
@@ -144,12 +145,13 @@ class Study:
         """Train, or go on with a run that was stopped."""
         settings = TRAININGS[training]
         steps = self.asked.pairs // (OUTER["meta_batch_size"] * pairs_per_task(settings))
-        began = time.process_time()
+        output = self.folder / f"{training}-{seed}"
+        resumed, began = output.exists(), time.process_time()
         MetaTrainer(
             Config(
                 model_name_or_path=self.asked.model,
                 dataset=self.trained_on,
-                output_dir=str(self.folder / f"{training}-{seed}"),
+                output_dir=str(output),
                 outer_steps=steps,
                 seed=seed,
                 k_shot=SHOTS,
@@ -157,8 +159,8 @@ class Study:
                 **{**COMMON, **LORA, **OUTER, **settings},
             )
         ).train()
-        minutes = (time.process_time() - began) / 60
-        return {"outer_steps": steps, "pairs": self.asked.pairs, "cpu_minutes": round(minutes, 1)}
+        minutes = None if resumed else round((time.process_time() - began) / 60, 1)
+        return {"outer_steps": steps, "pairs": self.asked.pairs, "cpu_minutes": minutes}
 
     def score(
         self,
@@ -345,11 +347,11 @@ def tests(study: Study) -> Cells:
 
             def test(row: str = row, seed: int = seed, shots: int = SHOTS) -> dict[str, Any]:
                 choice, steps, _ = chosen(study, row)
-                at = sorted({steps, *(range(11) if row in CURVES else ())})
+                at = sorted({steps, *(range(11) if row in CURVES and shots == SHOTS else ())})
                 return study.score(row, seed, "test", choice, at, steps, shots)
 
             yield f"test {row} {seed}", test
-            if row in CURVES and seed == study.asked.seeds[0]:
+            if row in SHOT_CURVES and seed == study.asked.seeds[0]:
                 for shots in (1, 2, 10):
                     yield f"shots {row} {shots}", partial(test, shots=shots)
 
