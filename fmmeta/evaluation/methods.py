@@ -159,6 +159,7 @@ TEMPERATURE = 0.05  # of cosines; it changes probabilities, not the order of the
 ROUNDS = 5  # in which transductive methods compute shares and means
 TRANSDUCTIVE_TEMPERATURE = 0.1  # of cosines in their shares
 SINKHORN_STEPS = 10
+LINEAR_C = 30.0  # inverse of the regularisation; features have length 1 (docs/log.md)
 FLOOR = 1e-6  # least probability of a class without neighbours
 
 Classifier = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -206,10 +207,10 @@ def equal_classes(scores: Tensor) -> Tensor:
 
 
 def linear(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tensor:
-    """Logistic regression, C = 1."""
+    """Logistic regression, C = LINEAR_C."""
     from sklearn.linear_model import LogisticRegression
 
-    model = fit(LogisticRegression(max_iter=1000), support, labels)
+    model = fit(LogisticRegression(C=LINEAR_C, max_iter=1000), support, labels)
     return add_missing_classes(
         model, torch.from_numpy(model.predict_log_proba(F.normalize(query).numpy())), classes
     )
