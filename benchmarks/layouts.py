@@ -1,6 +1,6 @@
 """Do outer steps of a language model end at the same theta on every layout, in the planned memory?
 
-    python -m benchmarks.layouts --model SMOLLM2 --json benchmarks/results/layouts.json
+    python -m benchmarks.layouts --model SMOLLM2 [--trained LoRA] [--layouts "2 stages" ...]
 
 FOMAML, two outer steps, five examples and five queries, two inner steps; all weights, and LoRA. Rows are
 answers that fill `max_length`, as the plan assumes: only tokens of answers have logits. Every layout is a
@@ -33,6 +33,7 @@ from torch import Tensor
 from benchmarks.common import read, table, write_json
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results/layouts.json"
 RANKS = {  # ranks and flags
     "1 rank": (1, []),
     "2 ranks, ZeRO 2": (2, ["--group_size=2", "--deepspeed=ds_configs/zero2.json"]),
@@ -100,10 +101,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--layouts", nargs="+", default=list(RANKS), choices=list(RANKS))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--trained", nargs="+", default=list(TRAINED), choices=list(TRAINED))
+    parser.add_argument("--json", type=Path, default=RESULTS)
     asked = parser.parse_args()
-    cells = read(asked.json) if asked.json else {}
-    for (trained, of_trained), (dtype, of_dtype) in product(TRAINED.items(), OUTER.items()):
+    cells = read(asked.json)
+    for trained, (dtype, of_dtype) in product(asked.trained, OUTER.items()):
+        of_trained = TRAINED[trained]
         wanted = [(name, f"{trained}, {name}, {dtype}") for name in asked.layouts]
         if all(title in cells for _, title in wanted):
             continue
@@ -123,6 +126,10 @@ def main() -> None:
             }
             print(title, cells[title], flush=True)
             write_json(asked.json, {"cells": cells})
+    print(show(cells))
+
+
+def show(cells: dict[str, Any]) -> str:
     rows = [
         [
             title,
@@ -133,7 +140,7 @@ def main() -> None:
         ]
         for title, cell in cells.items()
     ]
-    print(table(["layout", "off", "measured GB", "planned GB", "ratio"], rows))
+    return table(["layout", "off", "measured GB", "planned GB", "ratio"], rows)
 
 
 if __name__ == "__main__":
