@@ -15,7 +15,7 @@ from fmmeta.common.security import printable
 from fmmeta.common.text import broken_text, shortened, to_json
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import REMEMBERED, Config
-from fmmeta.evaluation.methods import generate
+from fmmeta.evaluation.methods import generate, with_equal_classes
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig
 from fmmeta.models.files import HEAD_FILE, base_model_name, cached_file, is_path, remembered
 from fmmeta.models.from_gguf import as_folder
@@ -67,21 +67,25 @@ class LoadedModel:
     frozen: dict[str, Tensor]
     batcher: Batcher
 
-    def answer(self, inputs: Sequence[Any], max_new_tokens: int) -> list[Answer]:
-        """Answer texts or images, in their order.
+    def answer(self, inputs: Sequence[Any], max_new_tokens: int, equal_classes: bool = False) -> list[Answer]:
+        """Answer texts or images, in their order. equal_classes: every class has equally many of them.
 
         Raises `UsageError` for a text without tokens, an image that cannot be decoded, and for probabilities
         that are not finite.
         """
         config, names = self.config, self.description.hf_config.id2label
+        if equal_classes and config.task_type == "causal_lm":
+            raise UsageError("equal_classes=True means nothing for a language model; leave it out")
+        if not inputs:
+            return []
         texts, examples, prompts = self.encode_inputs(inputs)
         if config.task_type == "causal_lm":
             outputs = generate(self.worker, self.tokenizer, prompts, max_new_tokens, config.micro_batch_size)
             return list(map(Answer, texts, outputs))
-        return [
-            self.choose(text, logits, names)
-            for text, logits in zip(texts, self.class_logits(examples), strict=True)
-        ]
+        scores = self.class_logits(examples)
+        if equal_classes:
+            scores = with_equal_classes(scores).log()
+        return [self.choose(text, row, names) for text, row in zip(texts, scores, strict=True)]
 
     def encode_inputs(self, inputs: Sequence[Any]) -> tuple[list[str], list[Example], list[Sequence[int]]]:
         """Texts, or names of images; examples without answers; and their tokens.
@@ -161,13 +165,16 @@ class AdaptedModel:
             return None
         return sum(one.output == one.truth for one in self.predictions) / len(self.predictions)
 
-    def predict(self, texts: Sequence[Any], max_new_tokens: int = 64) -> list[Answer]:
+    def predict(
+        self, texts: Sequence[Any], max_new_tokens: int = 64, equal_classes: bool = False
+    ) -> list[Answer]:
         """Answer new inputs.
 
         texts: non-empty strings, or, for a model of images, paths, encoded bytes, arrays uint8 [H, W, 3] or
-        images of Pillow; max_new_tokens: longest answer of a language model. Returns an `Answer` for
+        images of Pillow; max_new_tokens: longest answer of a language model. equal_classes: every class has
+        equally many of the inputs. Returns an `Answer` for
         each, in their order: `output` is a class with its probability as `score`, or a generated text. Raises
-        `UsageError` for an input that is not a text.
+        `UsageError` for an input that is not a text, and for equal_classes with a language model.
 
         >>> import fmmeta
         >>> pairs = [("red", "colour"), ("blue", "colour"), ("one", "number"), ("two", "number")]
@@ -187,7 +194,7 @@ class AdaptedModel:
                 raise UsageError(f"texts[{index}] is empty; fix it")
             if wrong := broken_text(text):
                 raise UsageError(f"texts[{index}] has {wrong}; fix it")
-        return self.loaded.answer(texts, max_new_tokens) if texts else []
+        return self.loaded.answer(texts, max_new_tokens, equal_classes)
 
 
 def load_model(

@@ -71,9 +71,11 @@ def run(settings: PredictConfig) -> None:
         answer_by_adapters(settings)
         return
     model, inputs = load(settings).loaded, inputs_of(settings)
+    together = settings.equal_classes
     with open_output(settings.output) as file:
-        for batch in batches(inputs, settings):
-            for one in model.answer([each.text for each in batch], settings.max_new_tokens):
+        for batch in [list(inputs)] if together else batches(inputs, settings):
+            texts = [each.text for each in batch]
+            for one in model.answer(texts, settings.max_new_tokens, together):
                 print(one.line(), file=file, flush=True)
 
 

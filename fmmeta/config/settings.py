@@ -490,8 +490,8 @@ class MetaConfig:
     )
     loss_on_support: bool = setting(
         False,
-        "meta_icl: learn the answers of the support examples in a prompt too, each from those before it; their"
-        " order differs from query to query",
+        "meta_icl: learn the answers of the support examples in a prompt too, each from those before it; the"
+        " pairs of each query have another order",
         per_algorithm=True,
     )
     cg_steps: int = setting(

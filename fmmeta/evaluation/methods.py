@@ -194,11 +194,11 @@ def soft_kmeans(support: Tensor, labels: Tensor, query: Tensor, classes: int) ->
 
 def sinkhorn(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tensor:
     """Shares of the queries in classes, where every class has as many queries."""
-    _, shares = with_query_means(support, labels, query, classes, equal_classes)
+    _, shares = with_query_means(support, labels, query, classes, with_equal_classes)
     return shares.clamp(min=FLOOR).log().log_softmax(1)
 
 
-def equal_classes(scores: Tensor) -> Tensor:
+def with_equal_classes(scores: Tensor) -> Tensor:
     """exp(scores) [Q, C], scaled by row and column so that rows sum to 1 and columns to about Q / C."""
     found = scores
     for _ in range(SINKHORN_STEPS):

@@ -417,6 +417,11 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
         32, "Most inputs of one forward pass, when they come from a file", least=1
     )
     max_new_tokens: int = setting(64, "causal_lm: longest answer", least=1)
+    equal_classes: bool = setting(
+        False,
+        "Answer all inputs together, on the assumption that every class has equally many of them"
+        " (transductive; wrong classes where it does not hold)",
+    )
 
     def __post_init__(self) -> None:
         source, target = Path(self.input), Path(self.output)
@@ -431,6 +436,10 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
                     bool(self.model_name_or_path and self.adapters),
                     f"model_name_or_path={self.model_name_or_path} with adapters={self.adapters}: adapters"
                     " name their base; leave one out",
+                ),
+                (
+                    bool(self.adapters and self.equal_classes),
+                    "equal_classes=True with adapters: their inputs have different classes; leave it out",
                 ),
                 (
                     bool(self.adapters) and not Path(str(self.adapters)).is_dir(),

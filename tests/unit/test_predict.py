@@ -13,6 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import fmmeta
@@ -210,6 +211,41 @@ def test_a_classifier_not_made_by_fmmeta_answers(bert):
     logits = model(**byte_tokenizer()(TEXTS, padding=True, return_tensors="pt")).logits
     found = predict.load(PredictConfig(str(bert))).loaded.answer(TEXTS, 1)
     assert [one.output for one in found] == [f"LABEL_{place}" for place in logits.argmax(1).tolist()]
+
+
+def test_equal_classes_spreads_inputs_evenly(adapted, tmp_path):
+    """Sinkhorn by hand, in numpy, from the model's logits; from Python the same."""
+    texts = [f"{word} {other}" for word in WORDS[:2] for other in WORDS[10:16]]
+    model = fmmeta.load(adapted[0])
+    _, examples, _ = model.loaded.encode_inputs(texts)
+    shares = np.exp(model.loaded.class_logits(examples).double().numpy())
+    for _ in range(10):
+        shares /= shares.sum(0)
+        shares /= shares.sum(1, keepdims=True)
+    found = answers(adapted[0], write_rows(tmp_path / "a.csv", [{"text": one} for one in texts]), tmp_path)
+    even = answers(adapted[0], tmp_path / "a.csv", tmp_path, equal_classes=True, micro_batch_size=5)
+    assert [one["score"] for one in even] == pytest.approx(shares.max(1), abs=1e-4)
+    assert [one["label"] for one in even] == [model.labels[place] for place in shares.argmax(1)]
+    assert [one["score"] for one in found] != pytest.approx(shares.max(1), abs=1e-2)
+    from_python = model.predict(texts, equal_classes=True)
+    assert [one.score for one in from_python] == pytest.approx(shares.max(1), abs=1e-4)
+    (tmp_path / "empty.txt").write_text("")
+    assert answers(adapted[0], tmp_path / "empty.txt", tmp_path, equal_classes=True) == []
+
+
+def test_equal_classes_needs_the_classes_of_one_model(tmp_path):
+    check_message(
+        refusal(PredictConfig, adapters=str(tmp_path), equal_classes=True),
+        "equal_classes=True",
+        "leave it out",
+    )
+    llama = fmmeta.load(save_llama(tmp_path / "llama"), task_type="causal_lm")
+    check_message(
+        refusal(llama.predict, ["a"], equal_classes=True),
+        "equal_classes=True",
+        "language model",
+        "leave it out",
+    )
 
 
 def test_settings_that_predict_does_not_use_are_refused(bert):
