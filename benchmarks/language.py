@@ -13,7 +13,7 @@ choose   the inner loop of every row on validation tasks, seed 1 alone: SGD and 
 test     every row on the test tasks, the same episodes for all: loss per answer token, exact match of greedy
          answers, calibration error over answer tokens; curves over inner steps and over shots
 show     the table, with differences paired by task (t interval, Wilcoxon test) to the best meta-trained row,
-         which is the one with the lowest validation loss
+         which is the one with the lowest validation loss; --plot: exact match over shots
 
 Each finished cell is a file in --folder/cells: a run that was stopped goes on, and several processes share
 the work. --json collects them. Base model and adapters in bf16; one thread a process.
@@ -40,7 +40,7 @@ import torch
 from scipy.stats import wilcoxon
 from torch import Tensor
 
-from benchmarks.common import read, table, write_json
+from benchmarks.common import plot, read, table, write_json
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.command import EvaluatedModel
@@ -282,6 +282,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs that each training sees")
     parser.add_argument("--generated", nargs="*", default=["words"], help="data sets to train on as well")
     parser.add_argument("--json", default=str(RESULTS))
+    parser.add_argument("--plot", help="SVG file of exact match over shots")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     study, began = Study(asked), time.monotonic()
@@ -293,6 +294,7 @@ def main() -> None:
     cells = study.cells()
     write_json(asked.json, {"cells": cells})
     print(show(cells))
+    plot(asked.plot, partial(draw, cells))
 
 
 Cells = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
@@ -423,6 +425,22 @@ def show(cells: dict[str, Any]) -> str:
         )
     header = ["row", "template", "inner loop", "seeds", "valid loss", "test loss", "exact match %", "ECE"]
     return table([*header, "chosen - this: loss", "chosen - this: exact match"], lines)
+
+
+def draw(cells: dict[str, Any], axes: Any) -> None:
+    """Exact match over 1, 2, 5 and 10 shots, mean over test tasks, of the first seed."""
+    for row in SHOT_CURVES:
+        found = [cell for name, cell in cells.items() if name.split(" ")[0] == "shots" and cell["row"] == row]
+        found += [cell for name, cell in cells.items() if name == f"test {row} 1"]
+        curve = {
+            cell["shots"]: 100 * mean(cell["steps"][str(cell["chosen"])]["exact"].values()) for cell in found
+        }
+        if len(curve) > 1:
+            axes.plot(*zip(*sorted(curve.items()), strict=True), marker="o", label=row)
+    axes.set(xlabel="examples", ylabel="exact match on held-out tasks, %", xscale="log")
+    axes.set_xticks([1, 2, 5, 10], ["1", "2", "5", "10"])
+    axes.set_ylim(bottom=0)
+    axes.legend()
 
 
 if __name__ == "__main__":
