@@ -266,19 +266,19 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
 
 
 def objective(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this micro-batch's part of the set's mean loss, its number of correct rows, and its number of
-    rows.
+    """Return this micro-batch's part of the set's mean loss, its number of correct rows or answers, and its
+    number of rows or answers.
 
     Summed over all micro-batches of all ranks the loss is the mean over the set: over rows for [B, C] logits,
-    over label tokens for [B, T, V] ones. A causal_lm row is correct when each of its label tokens is the most
-    likely one. NaN logits count as wrong.
+    over label tokens for [B, T, V] ones. An answer of a causal_lm row, the label tokens of a run, is correct
+    when each of them is the most likely one. NaN logits count as wrong.
     """
     losses, right, rows = per_row(logits, batch)
     return losses.sum(), right.sum(), rows.sum()
 
 
 def per_row(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """`objective` before its sums: [B] each. Packed rows that share a sequence share an element."""
+    """`objective` before its sums: [B] each. Answers that share a sequence share an element."""
     counted = batch.weights > 0
     if logits.ndim == 2:
         logits = logits[:, : batch.classes or None]  # an episode of fewer classes than the head has
@@ -293,11 +293,11 @@ def per_row(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         )
         losses = losses.view_as(following)[:, :-1]
         wrong = ((logits.argmax(-1)[:, :-1] != labels) & (labels != IGNORE)) | losses.isnan()
-        single = torch.arange(batch.labels.shape[1], device=labels.device).expand_as(batch.labels)
-        # the row of each token in its sequence, from 1; more than one where packed rows restart at position 0
-        numbers = (batch.inputs.get("position_ids", single) == 0).cumsum(1)
+        # the answer that each token belongs to, from 1: several where a sequence holds packed rows or a prompt
+        labelled = (batch.labels != IGNORE).long()
+        numbers = (labelled.diff(dim=1) > 0).cumsum(1)
         failed = numbers.new_zeros(len(numbers), numbers.shape[1] + 1).scatter_reduce(
-            1, numbers[:, 1:], wrong.long(), "amax"
+            1, numbers, wrong.long(), "amax"
         )
         losses, rows = losses.sum(1), numbers[:, -1]
         right = rows - failed.sum(1)

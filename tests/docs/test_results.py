@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import delay, in_context, instructions, intents, layouts
+from benchmarks import delay, full_way, in_context, intents, language, layouts, small_sets
 from benchmarks.common import portable, read, write_json
 from tests.support.helpers import ROOT
 
@@ -43,7 +43,7 @@ def test_written_results_have_paths_removed(tmp_path):
     assert set(found["machine"]) >= {"date", "cores", "torch"}
 
 
-FEWSHOT = (ROOT / "docs/fewshot.md").read_text(encoding="utf-8")
+FEWSHOT = (ROOT / "docs/few-shot-classification.md").read_text(encoding="utf-8")
 DATA = Path(os.environ.get("DATA", ROOT.parent / "shared" / "data"))
 T4 = 2.776  # 97.5 % quantile of Student's t with 4 degrees of freedom
 
@@ -59,7 +59,14 @@ def table_cells(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     ("module", "page"),
-    [(intents, "fewshot"), (instructions, "fewshot"), (in_context, "fewshot"), (layouts, "memory")],
+    [
+        (intents, "few-shot-classification"),
+        (full_way, "few-shot-classification"),
+        (small_sets, "few-shot-classification"),
+        (language, "language-models"),
+        (in_context, "fewshot"),
+        (layouts, "memory"),
+    ],
 )
 def test_tables_in_the_docs_equal_the_results(module, page):
     shown = [row for row in table_cells(module.show(read(module.RESULTS))) if not set(row[0]) <= {"-"}]
@@ -108,5 +115,5 @@ def test_the_docs_say_how_many_test_classes_the_recipe_was_chosen_on(name):
     chosen_on = set(splits["01"]["valid"])
     tested = [name for split in ("02", "03", "04", "05") for name in splits[split]["test"]]
     seen = sum(name in chosen_on for name in tested)
-    for page in ("docs/fewshot.md", "README.md"):
+    for page in ("docs/few-shot-classification.md", "README.md"):
         assert f"{seen} of {len(tested)}" in (ROOT / page).read_text(encoding="utf-8"), page

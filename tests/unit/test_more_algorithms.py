@@ -549,6 +549,18 @@ def test_prompts_whose_support_examples_are_learned():
     assert short.labels == [IGNORE, IGNORE, IGNORE, IGNORE, 31, IGNORE, 71]
 
 
+def test_accuracy_counts_each_answer_of_a_prompt():
+    """Two answers, of which one has a wrong token; a row without an answer counts as none."""
+    from fmmeta.models.learner import objective
+    from fmmeta.tasks.batching import IGNORE, MicroBatch
+
+    labels = torch.tensor([[IGNORE, 3, 4, IGNORE, 5, 6], [IGNORE] * 6])
+    likeliest = torch.tensor([[3, 4, 0, 5, 7, 0], [0] * 6])  # of the next token
+    logits = torch.nn.functional.one_hot(likeliest, 8).float()
+    _, right, answers = objective(logits, MicroBatch({"input_ids": labels}, labels, torch.full((2,), 0.25)))
+    assert (right.item(), answers.item()) == (1, 2)
+
+
 def test_in_context_scores_the_query_with_and_without_the_support_set():
     """By hand: the mean answer loss of prompts that are put together here."""
     import torch.nn.functional as F
