@@ -6,9 +6,9 @@ classes of both sets.
 
 One split (01). Each variant is meta-trained on the training classes and classifies 600 episodes of the
 validation classes by prototypes; test classes of split 01 are never used, but the validation classes are test
-classes in other splits (docs/few-shot-classification.md says how many). Finished cells lie in benchmarks/results/choose.json
-and are not computed again. The last lines are the table; the best variant is that with the highest mean of
-both sets at one shot.
+classes in other splits (docs/few-shot-classification.md says how many). Finished cells lie in
+benchmarks/results/choose.json and are not computed again. The last lines are the table; the best variant is
+that with the highest mean of both sets at one shot.
 """
 
 from __future__ import annotations

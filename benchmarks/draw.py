@@ -1,4 +1,4 @@
-"""Draw the tables of docs/performance.md and docs/fewshot.md from benchmarks/results/*.json: nothing is
+"""Draw the tables of docs/performance.md and docs/few-shot-classification.md from benchmarks/results/*.json: nothing is
 measured.
 
 python -m benchmarks.draw

@@ -67,15 +67,13 @@ class LoadedModel:
     frozen: dict[str, Tensor]
     batcher: Batcher
 
-    def answer(self, inputs: Sequence[Any], max_new_tokens: int, equal_classes: bool = False) -> list[Answer]:
-        """Answer texts or images, in their order. equal_classes: every class has equally many of them.
+    def answer(self, inputs: Sequence[Any], max_new_tokens: int) -> list[Answer]:
+        """Answer texts or images, in their order.
 
         Raises `UsageError` for a text without tokens, an image that cannot be decoded, and for probabilities
         that are not finite.
         """
         config, names = self.config, self.description.hf_config.id2label
-        if equal_classes and config.task_type == "causal_lm":
-            raise UsageError("equal_classes=True means nothing for a language model; leave it out")
         if not inputs:
             return []
         texts, examples, prompts = self.encode_inputs(inputs)
@@ -83,8 +81,29 @@ class LoadedModel:
             outputs = generate(self.worker, self.tokenizer, prompts, max_new_tokens, config.micro_batch_size)
             return list(map(Answer, texts, outputs))
         scores = self.class_logits(examples)
-        if equal_classes:
-            scores = with_equal_classes(scores).log()
+        return [self.choose(text, row, names) for text, row in zip(texts, scores, strict=True)]
+
+    def answer_evenly(self, inputs: Sequence[Any]) -> list[Answer]:
+        """Answer texts or images of which every class has equally many, in their order.
+
+        Raises `UsageError` as `answer` does, for a language model, and for fewer inputs than classes.
+        """
+        config, names = self.config, self.description.hf_config.id2label
+        if config.task_type == "causal_lm":
+            raise UsageError("equal_classes=True means nothing for a language model; leave it out")
+        if len(inputs) < len(names):
+            raise UsageError(
+                f"equal_classes=True with {len(inputs)} inputs, but there are {len(names)} classes; give all"
+                " inputs at once, or leave it out"
+            )
+        texts, logits, size = list[str](), list[Tensor](), config.micro_batch_size
+        for start in range(0, len(inputs), size):
+            some, examples, _ = self.encode_inputs(inputs[start : start + size])
+            texts += some
+            logits += self.class_logits(examples)
+        for text, row in zip(texts, logits, strict=True):
+            self.choose(text, row, names)  # one row that is not finite would spread to all
+        scores = with_equal_classes(torch.stack(logits)).log()
         return [self.choose(text, row, names) for text, row in zip(texts, scores, strict=True)]
 
     def encode_inputs(self, inputs: Sequence[Any]) -> tuple[list[str], list[Example], list[Sequence[int]]]:
@@ -172,9 +191,9 @@ class AdaptedModel:
 
         texts: non-empty strings, or, for a model of images, paths, encoded bytes, arrays uint8 [H, W, 3] or
         images of Pillow; max_new_tokens: longest answer of a language model. equal_classes: every class has
-        equally many of the inputs. Returns an `Answer` for
-        each, in their order: `output` is a class with its probability as `score`, or a generated text. Raises
-        `UsageError` for an input that is not a text, and for equal_classes with a language model.
+        equally many of the inputs. Returns an `Answer` for each, in their order: `output` is a class with its
+        probability as `score`, or a generated text. Raises `UsageError` for an input that is not a text, and
+        for equal_classes with a language model or with fewer inputs than classes.
 
         >>> import fmmeta
         >>> pairs = [("red", "colour"), ("blue", "colour"), ("one", "number"), ("two", "number")]
@@ -194,7 +213,9 @@ class AdaptedModel:
                 raise UsageError(f"texts[{index}] is empty; fix it")
             if wrong := broken_text(text):
                 raise UsageError(f"texts[{index}] has {wrong}; fix it")
-        return self.loaded.answer(texts, max_new_tokens, equal_classes)
+        if equal_classes:
+            return self.loaded.answer_evenly(texts)
+        return self.loaded.answer(texts, max_new_tokens)
 
 
 def load_model(

@@ -71,12 +71,17 @@ def run(settings: PredictConfig) -> None:
         answer_by_adapters(settings)
         return
     model, inputs = load(settings).loaded, inputs_of(settings)
-    together = settings.equal_classes
     with open_output(settings.output) as file:
-        for batch in [list(inputs)] if together else batches(inputs, settings):
-            texts = [each.text for each in batch]
-            for one in model.answer(texts, settings.max_new_tokens, together):
-                print(one.line(), file=file, flush=True)
+        if settings.equal_classes:
+            answers: Iterable[Answer] = model.answer_evenly([each.text for each in inputs])
+        else:
+            answers = (
+                answer
+                for batch in batches(inputs, settings)
+                for answer in model.answer([each.text for each in batch], settings.max_new_tokens)
+            )
+        for one in answers:
+            print(one.line(), file=file, flush=True)
 
 
 def batches(inputs: Iterator[Input], settings: PredictConfig) -> Iterator[list[Input]]:

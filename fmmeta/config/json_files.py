@@ -19,6 +19,8 @@ def read_object(setting: str, source: str, example: str) -> tuple[str, dict[str,
     is_text = source.lstrip().startswith("{")
     given = f"{setting}={shortened(source) if is_text else source}"
     try:
+        if not is_text and Path(source).exists() and not Path(source).is_file():
+            raise OSError(None, "it is no file")  # a device would be read for ever
         found = json.loads(source if is_text else Path(source).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{given} cannot be read ({error.strerror}); give a JSON file") from None

@@ -10,7 +10,7 @@ FREE_ON_RESUME = {*names_where(Config, lambda rule: rule.resume != "fixed")}
 """Settings that may change on resume, because they do not change theta."""
 HIDDEN_ON_RESUME = {*names_where(Config, lambda rule: rule.resume == "hidden")}
 """Settings of FREE_ON_RESUME that differ at every start."""
-NEW = {
+NOT_IN_0_1_0 = {
     "base_meta_batch_size",
     "class_weights",
     "collate_fn",
@@ -37,7 +37,7 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any], free: bool = F
     an earlier version does not store had what is now its default.
     """
     if not free:
-        defaults = {name: default_of(Config.__dataclass_fields__[name]) for name in NEW & set(now)}
+        defaults = {name: default_of(Config.__dataclass_fields__[name]) for name in NOT_IN_0_1_0 & set(now)}
         before = {**defaults, **before}
     known = {name for name in conflicts.RESOLVED if name in before and name in now}
     unbound = FREE_ON_RESUME | {"deepspeed_layout"} | ({"bf16"} if "precision" in known else set())

@@ -490,8 +490,8 @@ class MetaConfig:
     )
     loss_on_support: bool = setting(
         False,
-        "meta_icl: learn the answers of the support examples in a prompt too, each from those before it; the"
-        " pairs of each query have another order",
+        "meta_icl: take the loss on the answers of the support examples too, except the first of each prompt;"
+        " the n-th query has them in an order rotated by n",
         per_algorithm=True,
     )
     cg_steps: int = setting(

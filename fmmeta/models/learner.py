@@ -293,9 +293,9 @@ def per_row(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         )
         losses = losses.view_as(following)[:, :-1]
         wrong = ((logits.argmax(-1)[:, :-1] != labels) & (labels != IGNORE)) | losses.isnan()
-        # the answer that each token belongs to, from 1: several where a sequence holds packed rows or a prompt
-        labelled = (batch.labels != IGNORE).long()
-        numbers = (labelled.diff(dim=1) > 0).cumsum(1)
+        # the answer that each token belongs to, from 1: several where a sequence holds packed rows or pairs
+        labelled = F.pad(labels != IGNORE, (1, 0))  # the first token is not predicted
+        numbers = (labelled.long().diff(dim=1) > 0).cumsum(1)
         failed = numbers.new_zeros(len(numbers), numbers.shape[1] + 1).scatter_reduce(
             1, numbers, wrong.long(), "amax"
         )

@@ -243,6 +243,7 @@ def test_numbers_beside_other_projects_are_those_of_the_benchmarks():
     for name, row in (
         ("frozen, prototypes", "none+prototype"),
         ("frozen, logistic regression", "none+linear"),
+        ("frozen, names of classes as examples", "none+names"),
         ("joint training", "joint"),
         ("FOMAML", "fomaml"),
         ("recipe `intents`", "best"),

@@ -213,6 +213,14 @@ def test_meta_icl_refuses_settings_of_the_inner_loop(setting):
     check_message(message, f"{name}={value}", "algorithm=meta_icl", "leave it out")
 
 
+def test_loss_on_support_needs_a_second_example():
+    settings = {"algorithm": "meta_icl", "loss_on_support": True, **CAUSAL}
+    check_message(
+        refusal(Config, **settings, k_shot=1), "loss_on_support=True", "k_shot=1", "use k_shot=2 or more"
+    )
+    assert Config(**settings, k_shot=2)
+
+
 def test_meta_icl_is_for_language_models():
     message = refusal(Config, algorithm="meta_icl", task_type="classification")
     check_message(message, "task_type=classification", "algorithm=meta_icl", "use another algorithm")

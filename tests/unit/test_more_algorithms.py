@@ -554,11 +554,11 @@ def test_accuracy_counts_each_answer_of_a_prompt():
     from fmmeta.models.learner import objective
     from fmmeta.tasks.batching import IGNORE, MicroBatch
 
-    labels = torch.tensor([[IGNORE, 3, 4, IGNORE, 5, 6], [IGNORE] * 6])
-    likeliest = torch.tensor([[3, 4, 0, 5, 7, 0], [0] * 6])  # of the next token
+    labels = torch.tensor([[IGNORE, 3, 4, IGNORE, 5, 6], [IGNORE] * 6, [2, 3, 4, 5, 6, 7]])
+    likeliest = torch.tensor([[3, 4, 0, 5, 7, 0], [0] * 6, [3, 4, 5, 6, 7, 0]])  # of the next token
     logits = torch.nn.functional.one_hot(likeliest, 8).float()
-    _, right, answers = objective(logits, MicroBatch({"input_ids": labels}, labels, torch.full((2,), 0.25)))
-    assert (right.item(), answers.item()) == (1, 2)
+    _, right, answers = objective(logits, MicroBatch({"input_ids": labels}, labels, torch.full((3,), 0.25)))
+    assert (right.item(), answers.item()) == (2, 3)
 
 
 def test_in_context_scores_the_query_with_and_without_the_support_set():

@@ -229,8 +229,9 @@ def test_equal_classes_spreads_inputs_evenly(adapted, tmp_path):
     assert [one["score"] for one in found] != pytest.approx(shares.max(1), abs=1e-2)
     from_python = model.predict(texts, equal_classes=True)
     assert [one.score for one in from_python] == pytest.approx(shares.max(1), abs=1e-4)
-    (tmp_path / "empty.txt").write_text("")
-    assert answers(adapted[0], tmp_path / "empty.txt", tmp_path, equal_classes=True) == []
+    check_message(
+        refusal(model.predict, texts[:2], equal_classes=True), "equal_classes=True", "2 inputs", "3 classes"
+    )
 
 
 def test_equal_classes_needs_the_classes_of_one_model(tmp_path):
@@ -263,12 +264,10 @@ def test_nonfinite_scores_are_refused(bert, tmp_path):
     weights["classifier.bias"][0] = float("nan")
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     single = predict.load(PredictConfig(str(broken))).loaded
-    check_message(
-        refusal(single.answer, ["a"], 1),
-        f"model_name_or_path={broken}",
-        "'a'",
-        "adapt it with a lower --inner_lr",
-    )
+    for answer in (lambda: single.answer(["a"], 1), lambda: single.answer_evenly(["a"] * 15)):
+        check_message(
+            refusal(answer), f"model_name_or_path={broken}", "'a'", "adapt it with a lower --inner_lr"
+        )
 
 
 def test_a_text_without_tokens_is_refused(bert, tmp_path, monkeypatch):

@@ -23,12 +23,12 @@ MetaICL trains the model for these prompts, without an inner loop:
 
     g = grad L_query(theta), each query with the support set before it; labels on its answer alone
 
-With loss_on_support the answers of the pairs before it have labels too, so that a prompt of K pairs teaches
-learning from 1 to K examples at the cost of one.
-
 Min, Lewis, Zettlemoyer, Hajishirzi, "MetaICL: Learning to Learn In Context", 2022 (arXiv 2110.15943),
 section 3. Prompts and evaluation are those of in-context learning. Cost per task: one forward and backward
 pass over the query set, with prompts K + 1 times as long; no shards.
+
+Not in the paper: with loss_on_support the answers of the pairs before a query have labels too, except the
+first. The same pass then trains on answers that have 1 to K examples before them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
