@@ -638,6 +638,22 @@ MUTANTS = (
         "a run cannot resume, nor a model be adapted, where the file does not exist",
         ("unit/test_source.py", "unit/test_adapt.py", "unit/test_evaluate.py"),
     ),
+    Mutant(
+        "the first answer of a prompt is learned",
+        "meta/algorithms/baselines.py",
+        "before[1:] if learn_support else []",
+        "before if learn_support else []",
+        "the model learns to guess an answer before it has seen an example",
+        ("unit/test_more_algorithms.py",),
+    ),
+    Mutant(
+        "validation scores support answers",
+        "training/build.py",
+        "prompt = prompt_builder(inputs) if",
+        "prompt = prompt_builder(inputs, config.loss_on_support) if",
+        "held-out scores count answers that the prompt shows",
+        ("unit/test_more_algorithms.py",),
+    ),
     # rewrites that compute the same up to rounding
     Mutant(
         "norm as a sum of squares in another order",
