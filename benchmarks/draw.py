@@ -1,5 +1,5 @@
-"""Draw the tables of docs/performance.md and docs/few-shot-classification.md from benchmarks/results/*.json: nothing is
-measured.
+"""Draw the tables of docs/performance.md and docs/few-shot-classification.md from benchmarks/results/*.json:
+nothing is measured.
 
 python -m benchmarks.draw
 """

@@ -4,15 +4,15 @@ classes help?
     python -m benchmarks.full_way --data ../shared/data --model PATH-OF-all-MiniLM-L6-v2 [--rows ...]
 
 The official test file, all 77 (150) classes. Examples are drawn from the training file, ten of each class and
-draw, of which K = 5 takes the first five; their row numbers lie in results/full_way_draws.json. A meta-trained
-encoder comes from the recipe `intents` on the training classes of split 01 of the *other* set: 50 of CLINC150,
-25 of BANKING77. Classifiers look at frozen features of length 1; those with names have the name of each class
-among its examples.
+draw, of which K = 5 takes the first five; their row numbers lie in results/full_way_draws.json. An encoder
+"on the other set" comes from the recipe `intents` on the training classes of split 01 of that set: 50 of
+CLINC150, 25 of BANKING77. Classifiers look at frozen features of length 1; those with names have the name of
+each class among its examples.
 
-Labels of the data set itself were read earlier: the recipe was chosen on the validation classes of split 01 of
-both sets, and C of logistic regression on 50 classes of BANKING77 (docs/log.md).
+Labels of the data set itself were read earlier: the recipe was chosen on the validation classes of split 01
+of both sets, and C of logistic regression on 50 classes of BANKING77 (docs/log.md).
 
-Accuracy and calibration error (20 bins) in percent, mean and 95 % interval over the draws; CPU seconds to
+Accuracy and calibration error in percent, mean and 95 % interval over the draws; CPU seconds to
 encode the examples, fit a classifier and score all encoded test texts; test texts encoded per CPU second.
 
 Finished cells lie in results/full_way.json; an encoder's rows are computed together.
@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -39,7 +39,13 @@ from benchmarks.common import keep, read, table
 from fmmeta import MetaTrainer
 from fmmeta.cli import parse
 from fmmeta.evaluation.methods import linear, prototype
-from fmmeta.metrics.scores import format_interval, mean_ci95
+from fmmeta.metrics.scores import (
+    calibration_error,
+    episode_score,
+    format_interval,
+    mean_ci95,
+    prediction_stats,
+)
 
 RESULTS = Path(__file__).parent / "results" / "full_way.json"
 DRAWS = Path(__file__).parent / "results" / "full_way_draws.json"
@@ -109,14 +115,6 @@ class Encoder:
         return found
 
 
-def calibration_error(scores: Tensor, truth: Tensor, bins: int = 20) -> float:
-    """Expected calibration error (Guo et al. 2017) of log-probabilities [N, C], between 0 and 1."""
-    confidence, guess = scores.exp().max(1)
-    place = (confidence * bins).long().clamp(max=bins - 1)
-    gaps = torch.zeros(bins).index_add_(0, place, confidence.float() - (guess == truth).float())
-    return float(gaps.abs().sum() / len(truth))
-
-
 def train_recipe(model: str, data: str, folder: str) -> str:
     """The recipe `intents` on a data set; the folder of its model."""
     flags = {"model_name_or_path": model, "dataset": data, "output_dir": folder, "eval_episodes": "0"}
@@ -160,8 +158,9 @@ def cells_of(asked: argparse.Namespace, name: str, encoder: str) -> Iterator[tup
                 start = time.process_time()
                 scores = classify(support, labels, queries, len(classes))
                 seconds.append(time.process_time() - start + len(rows) * encode.seconds)
-                accuracy.append(round(float((scores.argmax(1) == truth).double().mean()), 5))
-                error.append(round(calibration_error(scores, truth), 5))
+                score = episode_score(0, row, "", prediction_stats(scores, truth))
+                accuracy.append(round(score.accuracy, 5))
+                error.append(round(cast(float, calibration_error([score])), 5))
             cell["shots"][str(shots)] = {
                 "accuracy": accuracy,
                 "ece": error,

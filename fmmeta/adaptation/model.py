@@ -25,7 +25,7 @@ from fmmeta.parallel.layout import Launch, ParallelPlan
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.parallel.workers.create import create_worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
-from fmmeta.tasks.batching import IGNORE, Batcher, Example
+from fmmeta.tasks.batching import Batcher, Example
 from fmmeta.tasks.data.encode import encode
 from fmmeta.tasks.data.images import encoded_image
 
@@ -101,9 +101,8 @@ class LoadedModel:
             some, examples, _ = self.encode_inputs(inputs[start : start + size])
             texts += some
             logits += self.class_logits(examples)
-        for text, row in zip(texts, logits, strict=True):
-            self.choose(text, row, names)  # one row that is not finite would spread to all
-        scores = with_equal_classes(torch.stack(logits)).log()
+        checked = [self.log_probabilities(text, row) for text, row in zip(texts, logits, strict=True)]
+        scores = with_equal_classes(torch.stack(checked)).log()
         return [self.choose(text, row, names) for text, row in zip(texts, scores, strict=True)]
 
     def encode_inputs(self, inputs: Sequence[Any]) -> tuple[list[str], list[Example], list[Sequence[int]]]:
@@ -117,10 +116,7 @@ class LoadedModel:
             texts, encodable = [name for name, _ in named], [image for _, image in named]
         examples = encode(self.tokenizer, config, encodable, [""] * len(encodable))
         causal = config.task_type == "causal_lm"
-        prompts = [
-            row.input_ids[: row.labels.count(IGNORE)] if causal else row.input_ids  # type: ignore
-            for row in examples
-        ]
+        prompts = [row.prompt if causal else row.input_ids for row in examples]
         for text, ids in zip(texts, prompts, strict=True):
             if not ids:  # some tokenizers drop white space
                 raise UsageError(
@@ -130,15 +126,19 @@ class LoadedModel:
         return texts, examples, prompts
 
     def choose(self, text: str, logits: Tensor, names: Mapping[int, str] | Sequence[str]) -> Answer:
-        """The likeliest class by logits [C]. Raises `UsageError` for probabilities that are not finite."""
-        probabilities = logits.softmax(0)
-        if not probabilities.isfinite().all():
+        """The likeliest class by logits [C]. Raises `UsageError` for probabilities that are not numbers."""
+        score, label = self.log_probabilities(text, logits).exp().max(0)
+        return Answer(text, names[int(label)], float(score))
+
+    def log_probabilities(self, text: str, logits: Tensor) -> Tensor:
+        """Of the classes of a text, from its logits [C]. Raises `UsageError` if they are not numbers."""
+        found = logits.log_softmax(0)
+        if found.isnan().any():
             raise UsageError(
                 f"model_name_or_path={self.config.model_name_or_path} gives no finite scores for"
                 f" {shortened(text)}; adapt it with a lower --inner_lr"
             )
-        label = int(probabilities.argmax())
-        return Answer(text, names[label], float(probabilities[label]))
+        return found
 
     def class_logits(self, examples: Sequence[Example]) -> Tensor:
         """Logits [Q, C] of Q examples, in their order; the labels of the examples are not used."""

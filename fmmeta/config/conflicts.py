@@ -295,11 +295,6 @@ def of_inner_loop(c: Any) -> Conflicts:
             " first-order rules that change all weights; use fomaml or reptile, or leave it out",
         ),
         (
-            c.loss_on_support and c.k_shot == 1,
-            "loss_on_support=True with k_shot=1: the first answer of a prompt has no loss, and there is no"
-            " other; use k_shot=2 or more, or leave it out",
-        ),
-        (
             c.support_batch_size and c.tasks_per_pass != "1",
             f"{sampled} tasks_per_pass={c.tasks_per_pass} is not implemented; leave one out",
         ),

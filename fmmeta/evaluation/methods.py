@@ -389,7 +389,7 @@ class LanguageMetrics:
         return generate(
             self.worker,
             self.tokenizer,
-            [row.input_ids[: list(row.labels).count(IGNORE)] for row in query],  # type: ignore[call-overload]
+            [row.prompt for row in query],
             self.max_new_tokens,
             self.batcher.micro_batch_size,
         )
@@ -424,7 +424,7 @@ class LanguageMetrics:
         """Total log-likelihood of each example's answer, in nats."""
         answers = getattr(self.worker, "answers", None)
         if answers is not None and answers.can_score(()):
-            rows = [AnswerRow.of(row.input_ids, row.labels) for row in examples]  # type: ignore[arg-type]
+            rows = [AnswerRow.of(row.input_ids, row.token_labels) for row in examples]
             batcher = self.batcher
             return (-answers.losses(rows, batcher.micro_batch_size, batcher.max_tokens)[0]).tolist()
         losses: list[float] = []

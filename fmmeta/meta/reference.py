@@ -225,7 +225,7 @@ def in_prompt(task: ReferenceTask) -> Gradients:
     for query in task.episode.query:
         starts = query.input_ids[0] == begin
         pairs = [
-            [*zip(row.input_ids, row.labels, strict=True)][row.input_ids[0] == begin :]  # type: ignore[arg-type]
+            [*zip(row.input_ids, row.token_labels, strict=True)][row.input_ids[0] == begin :]
             for row in (*support, query)
         ]
         while starts + sum(map(len, pairs)) > config.max_position_embeddings:

@@ -52,7 +52,7 @@ def inject(learner: Learner, config: Config) -> None:
     default targets for.
     """
     peft = import_peft(config)
-    # of options that cannot work peft raises many kinds
+    # peft raises errors of many kinds for options that cannot work
     unusable = Exception if options_of(config) else (ValueError, TypeError)
     torch.manual_seed(config.seed)
     try:

@@ -40,6 +40,17 @@ class Example:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def token_labels(self) -> list[int]:
+        """The labels of a causal_lm row, one per token."""
+        assert not isinstance(self.labels, int), "a class"
+        return list(self.labels)
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        """The tokens of a causal_lm row before its answer."""
+        return self.input_ids[: self.token_labels.count(IGNORE)]
+
+    @property
     def label_tokens(self) -> int:
         return 1 if isinstance(self.labels, int) else sum(label != IGNORE for label in self.labels)
 
@@ -374,6 +385,6 @@ def concat_rows(rows: Sequence[Example]) -> Example:
     """One sequence; no loss is taken on the first token of a row."""
     return Example(
         input_ids=[token for row in rows for token in row.input_ids],
-        labels=[label for row in rows for label in (IGNORE, *row.labels[1:])],  # type: ignore[index]
+        labels=[label for row in rows for label in (IGNORE, *row.token_labels[1:])],
         position_ids=[position for row in rows for position in range(len(row.input_ids))],
     )

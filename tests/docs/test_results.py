@@ -117,3 +117,26 @@ def test_the_docs_say_how_many_test_classes_the_recipe_was_chosen_on(name):
     seen = sum(name in chosen_on for name in tested)
     for page in ("docs/few-shot-classification.md", "README.md"):
         assert f"{seen} of {len(tested)}" in (ROOT / page).read_text(encoding="utf-8"), page
+
+
+def test_the_gain_of_the_language_recipe_is_that_of_its_results():
+    """The table of docs/language-models.md, and the sentence of the README."""
+    cells = read(ROOT / "benchmarks/results/language_in_context.json")
+    page = table_cells((ROOT / "docs/language-models.md").read_text(encoding="utf-8"))
+    for shots, cell in cells.items():
+        base, trained, gain = cell["base"], cell["meta-trained"], cell["gain"]
+        shares = [(base["accuracy"], base["ci95"]), (trained["accuracy"], trained["ci95"])]
+        assert [
+            shots,
+            *(f"{100 * mean:.1f} ± {100 * ci95:.1f}" for mean, ci95 in shares),
+            f"+{100 * gain['accuracy_gain']:.1f} ± {100 * gain['ci95']:.1f}",
+            f"{base['loss']:.2f}",
+            f"{trained['loss']:.2f}",
+            f"{gain['loss_gain']:.2f} ± {gain['loss_ci95']:.2f}",
+        ] in page
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    five = cells["5"]
+    assert (
+        f"from {100 * five['base']['accuracy']:.0f} to {100 * five['meta-trained']['accuracy']:.0f} %"
+        in readme
+    )

@@ -98,6 +98,11 @@ def leading_bos(ids: Sequence[int], bos_token_id: int | None) -> int:
     return int(bos_token_id is not None and ids[:1] == [bos_token_id] and bos_token_id not in ids[1:])
 
 
+def with_bos(rows: Sequence[Example], bos_token_id: int | None) -> list[tuple[Example, list[int], int]]:
+    """Each row with its tokens, and the number of leading ones that mark its start."""
+    return [(row, [*row.input_ids], leading_bos([*row.input_ids], bos_token_id)) for row in rows]
+
+
 def prompted(
     support: Sequence[Example],
     query: Sequence[Example],
@@ -111,25 +116,24 @@ def prompted(
     learn_support: the n-th query has the pairs in an order rotated by n, and all answers but that of the
     first pair have labels.
     """
-    pairs = [(list(row.input_ids), list(row.labels)) for row in support]  # type: ignore[arg-type]
-    skipped = [leading_bos(ids, bos_token_id) for ids, _ in pairs]
-    bare = [(ids[skip:], labels[skip:]) for (ids, labels), skip in zip(pairs, skipped, strict=True)]
+    bare = [
+        Example(ids[skip:], row.token_labels[skip:]) for row, ids, skip in with_bos(support, bos_token_id)
+    ]
     examples = []
-    for number, row in enumerate(query):
-        ids, labels, length = list(row.input_ids), list(row.labels), 0  # type: ignore[arg-type]
+    for number, (row, ids, head) in enumerate(with_bos(query, bos_token_id)):
         turn = number % len(bare) if learn_support else 0
-        before = list[tuple[list[int], list[int]]]()
+        before, length = list[Example](), len(ids)
         for pair in reversed(bare[turn:] + bare[:turn]):
-            length += len(pair[0])
-            if positions is not None and length + len(ids) > positions:
+            length += len(pair.input_ids)
+            if positions is not None and length > positions:
                 break
             before.insert(0, pair)
-        head, learned = leading_bos(ids, bos_token_id), before[1:] if learn_support else []
-        prefix = [token for pair, _ in before for token in pair]
-        answers = [label for _, of_pair in learned for label in of_pair]
-        ignored = [IGNORE] * (len(prefix) - len(answers))
+        tokens = [token for pair in before for token in pair.input_ids]
+        learned = before[1:] if learn_support else []
+        answers = [label for pair in learned for label in pair.token_labels]
+        ignored = [IGNORE] * (head + len(tokens) - len(answers))
         examples.append(
-            Example(ids[:head] + prefix + ids[head:], labels[:head] + ignored + answers + labels[head:])
+            Example(ids[:head] + tokens + ids[head:], ignored + answers + row.token_labels[head:])
         )
     return examples
 
@@ -171,6 +175,11 @@ class MetaIcl:
 
 
 def meta_icl_conflicts(config: Config) -> Iterator[str]:
+    if config.loss_on_support and config.k_shot == 1:
+        yield (
+            "loss_on_support=True with k_shot=1: the first answer of a prompt has no loss, and there is no"
+            " other; use k_shot=2 or more, or leave it out"
+        )
     for item in fields(InnerConfig):
         value = getattr(config, item.name)
         if value not in (default_of(item), META_ICL.defaults.get(item.name)):
