@@ -414,7 +414,7 @@ MUTANTS = (
     Mutant(
         "packed rows predict the first token of the next row",
         "tasks/batching.py",
-        "for label in (IGNORE, *row.labels[1:])",
+        "for label in (IGNORE, *row.token_labels[1:])",
         "for label in row.labels",
         "a loss is taken across the border of two rows",
         BATCHES,
