@@ -432,8 +432,9 @@ def test_real_tasks_load_with_their_own_splits(name, tasks):
 def test_real_classes_without_a_split_file():
     notices: list[str] = []
     sources = load(DATA / "fewrel_val_wiki", notices, n_way=5)
-    assert [len(source.items) for source in (sources.train, sources.valid, sources.test)] == [6, 5, 5]
-    assert "no split file: 6 train, 5 valid, 5 test, by a hash of their names" in notices
+    assert sources.valid is None
+    assert [len(source.items) for source in (sources.train, sources.test)] == [11, 5]
+    assert "no split file: 11 train, 0 valid, 5 test, by a hash of their names" in notices
 
 
 def test_strata_by_a_function_replace_those_of_the_column_and_change_the_fingerprint(tmp_path, monkeypatch):

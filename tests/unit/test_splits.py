@@ -159,10 +159,9 @@ def test_hash_splits_assign_every_member(names, least):
         assert list(splits) == ["train"]
         assert "too few to hold out" in notices[0]
     else:
-        held_out = max(least, len(names) // 5)
-        assert [len(splits[name]) for name in ("train", "valid", "test")] == [
-            len(names) - 2 * held_out,
-            held_out,
-            held_out,
-        ]
-        assert f"{held_out} valid, {held_out} test" in notices[0]
+        tested = max(least, len(names) // 5)
+        validated = tested if len(names) >= 4 * least else 0
+        trained = len(names) - tested - validated
+        assert [len(splits[name]) for name in ("train", "valid", "test")] == [trained, validated, tested]
+        assert f"{trained} train, {validated} valid, {tested} test" in notices[0]
+        assert trained >= tested + validated

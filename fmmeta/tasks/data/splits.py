@@ -80,23 +80,23 @@ def lists_by_name(value: Any) -> bool:
 
 
 def own_splits(strata: Mapping[str, str], least: int, notice: Callable[[str], None]) -> Splits:
-    """60/20/20 by a hash of the names, at least `least` units held out each; all for training if too few."""
+    """Train, validation and test splits by a hash of the names, with at least `least` units in each.
+
+    60/20/20. Of fewer than four times `least` units none are for validation, so that more are trained on than
+    held out. Fewer than three times `least` are all trained on.
+    """
     units = sorted(strata, key=lambda unit: hashlib.sha256(unit.encode()).digest())
-    held_out = max(least, len(units) // 5)
     if len(units) < 3 * least:
-        notice(
-            f"no split file, and {len(units)} are too few to hold out {least} twice: all are trained on,"
-            " none tested"
-        )
+        notice(f"no split file, and {len(units)} are too few to hold out {least}: all are trained on")
         return {"train": units}
-    notice(
-        f"no split file: {len(units) - 2 * held_out} train, {held_out} valid, {held_out} test, by a hash of"
-        " their names"
-    )
+    tested = max(least, len(units) // 5)
+    validated = tested if len(units) >= 4 * least else 0
+    trained = len(units) - tested - validated
+    notice(f"no split file: {trained} train, {validated} valid, {tested} test, by a hash of their names")
     return {
-        "test": units[:held_out],
-        "valid": units[held_out : 2 * held_out],
-        "train": units[2 * held_out :],
+        "test": units[:tested],
+        "valid": units[tested : tested + validated],
+        "train": units[tested + validated :],
     }
 
 
