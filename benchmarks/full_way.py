@@ -1,31 +1,37 @@
 """All classes of an intent data set at once, from five or ten examples of each: how far do the other set's
 classes help?
 
-    python -m benchmarks.full_way --data ../shared/data --model PATH-OF-all-MiniLM-L6-v2 [--rows ...]
+    python -m benchmarks.full_way --data ../shared/data --model PATH-OF-all-MiniLM-L6-v2 \
+        [--rows ...] [--shots 5] [--draws 5]
 
 The official test file, all 77 (150) classes. Examples are drawn from the training file, ten of each class and
 draw, of which K = 5 takes the first five; their row numbers lie in results/full_way_draws.json. An encoder
 "on the other set" comes from the recipe `intents` on the training classes of split 01 of that set: 50 of
-CLINC150, 25 of BANKING77. Classifiers look at frozen features of length 1; those with names have the name of
-each class among its examples.
+CLINC150, 25 of BANKING77. One "on the shots" comes from the same recipe on the examples of the draw alone: no
+other row of text is trained on. Classifiers look at frozen features of length 1; those with names have the
+name of each class among its examples.
 
 Labels of the data set itself were read earlier: the recipe was chosen on the validation classes of split 01
 of both sets, and C of logistic regression on 50 classes of BANKING77 (docs/log.md).
 
-Accuracy and calibration error in percent, mean and 95 % interval over the draws; CPU seconds to
-encode the examples, fit a classifier and score all encoded test texts; test texts encoded per CPU second.
+Accuracy and calibration error in percent, mean and 95 % interval over the draws; CPU seconds to train on the
+shots, encode the examples, fit a classifier and score all encoded test texts; test texts encoded per CPU
+second.
 
-Finished cells lie in results/full_way.json; an encoder's rows are computed together.
+Finished draws lie in results/full_way.json and are not computed again; an encoder's rows are computed
+together.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,6 +65,9 @@ ROWS = {  # encoder, classifier, names of classes
     "recipe on the other set, logistic regression": ("other", linear, False),
     "frozen, logistic regression, names": ("frozen", linear, True),
     "recipe on the other set, logistic regression, names": ("other", linear, True),
+    "recipe on the shots, prototypes": ("shots", prototype, False),
+    "recipe on the shots, logistic regression": ("shots", linear, False),
+    "recipe on the shots, logistic regression, names": ("shots", linear, True),
 }
 
 
@@ -123,51 +132,103 @@ def train_recipe(model: str, data: str, folder: str) -> str:
     return f"{folder}/model"
 
 
-def cells_of(asked: argparse.Namespace, name: str, encoder: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The cells of an encoder's rows on a data set."""
-    train, test = rows_of(asked.data, name, "train"), rows_of(asked.data, name, "test")
-    classes = sorted({row["label"] for row in train})
-    place = {one: number for number, one in enumerate(classes)}
-    draws = draws_of(name, np.array([row["label"] for row in train]), classes)
-    truth = torch.tensor([place[row["label"]] for row in test])
+@dataclass
+class Target:
+    """A data set to classify. draws: row numbers of the training file [draw][class][10]."""
+
+    name: str
+    train: list[dict[str, str]]
+    test: list[dict[str, str]]
+    classes: list[str]
+    draws: list[list[list[int]]]
+
+    @staticmethod
+    def read(data: str, name: str) -> Target:
+        train, test = rows_of(data, name, "train"), rows_of(data, name, "test")
+        classes = sorted({row["label"] for row in train})
+        draws = draws_of(name, np.array([row["label"] for row in train]), classes)
+        return Target(name, train, test, classes, draws)
+
+    def examples(self, draw: int, shots: int) -> list[dict[str, str]]:
+        """The first `shots` rows of every class, class after class."""
+        return [self.train[row] for of_class in self.draws[draw] for row in of_class[:shots]]
+
+
+class Scorer:
+    """Classifies a target's test rows with the features of an encoder, which are computed once."""
+
+    def __init__(self, target: Target, encode: Encoder) -> None:
+        self.target, self.encode = target, encode
+        place = {one: number for number, one in enumerate(target.classes)}
+        self.truth = torch.tensor([place[row["label"]] for row in target.test])
+        self.queries = encode([row["text"] for row in target.test])
+        self.per_query = encode.seconds
+        self.names = encode([one.replace("_", " ").replace("-", " ") for one in target.classes])
+        self.support: dict[tuple[int, int], Tensor] = {}
+
+    def __call__(self, row: str, draw: int, shots: int, trained: float) -> dict[str, float]:
+        """Numbers of a row for one draw; `trained`: CPU seconds that the encoder took for it."""
+        _, classify, named = ROWS[row]
+        count = len(self.target.classes)
+        if (draw, shots) not in self.support:
+            examples = self.target.examples(draw, shots)
+            self.support[draw, shots] = self.encode([one["text"] for one in examples])
+        support, labels = self.support[draw, shots], torch.arange(count).repeat_interleave(shots)
+        if named:
+            support, labels = torch.cat([support, self.names]), torch.cat([labels, torch.arange(count)])
+        began = time.process_time()
+        scores = classify(support, labels, self.queries, count)
+        seconds = trained + len(support) * self.encode.seconds + time.process_time() - began
+        score = episode_score(0, row, "", prediction_stats(scores, self.truth))
+        return {
+            "accuracy": round(score.accuracy, 5),
+            "ece": round(cast(float, calibration_error([score])), 5),
+            "seconds": round(seconds, 2),
+            "queries_per_second": round(1 / self.per_query),
+        }
+
+
+def train_on_shots(asked: argparse.Namespace, target: Target, draw: int, shots: int) -> tuple[Encoder, float]:
+    """The recipe `intents` on the examples of a draw; its encoder, and CPU seconds."""
     began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        path = asked.model
-        if encoder == "other":
-            path = train_recipe(asked.model, f"{asked.data}/{OTHER[name]}", folder)
-        trained, encode = time.process_time() - began, Encoder(path)
-    queries = encode([row["text"] for row in test])
-    per_query = encode.seconds
-    names = encode([one.replace("_", " ").replace("-", " ") for one in classes])
-    drawn = sorted({row for draw in draws for of_class in draw for row in of_class})
-    features = dict(zip(drawn, encode([train[row]["text"] for row in drawn]), strict=True))
-    for row in asked.rows:
-        of_row, classify, named = ROWS[row]
-        if of_row != encoder:
+        data = Path(folder, "examples")
+        data.mkdir()
+        rows = "".join(json.dumps(row) + "\n" for row in target.examples(draw, shots))
+        (data / "train.jsonl").write_text(rows, encoding="utf-8")
+        splits = {"train": target.classes, "valid": [], "test": []}
+        (data / "class_splits.json").write_text(json.dumps(splits))
+        encode = Encoder(train_recipe(asked.model, str(data), f"{folder}/run"))
+    return encode, time.process_time() - began
+
+
+def measure(asked: argparse.Namespace, name: str, encoder: str) -> None:
+    """Add the draws that the rows of an encoder lack."""
+    target = Target.read(asked.data, name)
+    rows = [row for row in asked.rows if ROWS[row][0] == encoder]
+    fixed: Scorer | None = None
+    for shots, draw in itertools.product(asked.shots, range(asked.draws)):
+        cells, key = read(asked.json), f"{shots} {draw}"
+        todo = [row for row in rows if key not in cells.get(f"{name}: {row}", {})]
+        if not todo:
             continue
-        cell: dict[str, Any] = {"training_minutes": round(trained / 60, 2), "shots": {}}
-        for shots in SHOTS:
-            accuracy, error, seconds = [], [], []
-            for draw in draws:
-                rows = [(features[one], label) for label, found in enumerate(draw) for one in found[:shots]]
-                rows += [(one, label) for label, one in enumerate(names) if named]
-                support, labels = (
-                    torch.stack([one for one, _ in rows]),
-                    torch.tensor([one for _, one in rows]),
-                )
-                start = time.process_time()
-                scores = classify(support, labels, queries, len(classes))
-                seconds.append(time.process_time() - start + len(rows) * encode.seconds)
-                score = episode_score(0, row, "", prediction_stats(scores, truth))
-                accuracy.append(round(score.accuracy, 5))
-                error.append(round(cast(float, calibration_error([score])), 5))
-            cell["shots"][str(shots)] = {
-                "accuracy": accuracy,
-                "ece": error,
-                "adaptation_seconds": round(float(np.median(seconds)), 2),
-                "queries_per_second": round(1 / per_query),
-            }
-        yield f"{name}: {row}", cell
+        trained = 0.0
+        if encoder == "shots":
+            encode, trained = train_on_shots(asked, target, draw, shots)
+            scorer = Scorer(target, encode)
+        elif fixed is None:
+            with tempfile.TemporaryDirectory() as folder:
+                other = f"{asked.data}/{OTHER[name]}"
+                path = train_recipe(asked.model, other, folder) if encoder == "other" else asked.model
+                scorer = fixed = Scorer(target, Encoder(path))
+        else:
+            scorer = fixed
+        cells = read(asked.json)
+        found = {row: scorer(row, draw, shots, trained) for row in todo}
+        keep(
+            asked.json,
+            {f"{name}: {row}": {**cells.get(f"{name}: {row}", {}), key: found[row]} for row in todo},
+        )
 
 
 def main() -> None:
@@ -176,36 +237,53 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--sets", nargs="+", default=list(OTHER), choices=list(OTHER))
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--shots", nargs="+", type=int, default=list(SHOTS), choices=SHOTS)
+    parser.add_argument("--draws", type=int, default=NUMBER)
     parser.add_argument("--json", type=Path, default=RESULTS)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    for name in asked.sets:
-        for encoder in ("frozen", "other"):
-            wanted = {f"{name}: {row}" for row in asked.rows if ROWS[row][0] == encoder}
-            if not wanted <= read(asked.json).keys():
-                keep(asked.json, dict(cells_of(asked, name, encoder)))
+    for name, encoder in itertools.product(asked.sets, dict.fromkeys(ROWS[row][0] for row in asked.rows)):
+        measure(asked, name, encoder)
     print(show(read(asked.json)))
 
 
 def show(cells: dict[str, Any]) -> str:
+    """The table, in percent. Seconds are medians over the draws, texts a second those of five shots."""
     lines = []
-    for name in OTHER:
-        for row in ROWS:
-            cell = cells.get(f"{name}: {row}")
-            if cell is None:
-                continue
-            of_shots = [cell["shots"][str(shots)] for shots in SHOTS]
-            lines.append(
-                [
-                    name,
-                    row,
-                    *(format_interval(mean_ci95(one["accuracy"]), ".2f", 100) for one in of_shots),
-                    *(f"{100 * np.mean(one['ece']):.1f}" for one in of_shots),
-                    " / ".join(f"{one['adaptation_seconds']:.1f}" for one in of_shots),
-                    str(of_shots[0]["queries_per_second"]),
-                ]
-            )
-    header = ["data set", "row", "5 shots", "10 shots", "ECE, 5", "ECE, 10", "CPU s", "texts a second"]
+    for name, row in itertools.product(OTHER, ROWS):
+        cell = cells.get(f"{name}: {row}")
+        if cell is None:
+            continue
+        of_shots = [[one for key, one in cell.items() if key.split()[0] == str(shots)] for shots in SHOTS]
+        known = [found for found in of_shots if found]
+
+        def column(form: Callable[[list[dict[str, float]]], str], of: list[Any] = of_shots) -> list[str]:
+            return [form(found) if found else "" for found in of]
+
+        lines.append(
+            [
+                name,
+                row,
+                " / ".join(str(len(found)) for found in of_shots),
+                *column(
+                    lambda found: format_interval(mean_ci95([one["accuracy"] for one in found]), ".2f", 100)
+                ),
+                *column(lambda found: f"{100 * np.mean([one['ece'] for one in found]):.1f}"),
+                " / ".join(f"{np.median([one['seconds'] for one in found]):.1f}" for found in known),
+                f"{np.median([one['queries_per_second'] for one in known[0]]):.0f}",
+            ]
+        )
+    header = [
+        "data set",
+        "row",
+        "draws",
+        "5 shots",
+        "10 shots",
+        "ECE, 5",
+        "ECE, 10",
+        "CPU s",
+        "texts a second",
+    ]
     return table(header, lines)
 
 

@@ -99,6 +99,7 @@ ROWS = {  # name: training and method
     "FOMAML and in context": ("fomaml", "finetune+in_context"),
 }
 META_TRAINED = ("MetaICL", "MetaICL, all answers", "FOMAML", "Reptile", "exact MAML")
+UNTRAINED = ("zero-shot", "in context", "LoRA")
 CURVES = ("LoRA", "joint, LoRA", "FOMAML", "exact MAML")  # over inner steps
 SHOT_CURVES = ("in context", "MetaICL, all answers", "LoRA", "FOMAML")
 GRID = [("sgd", 0.03), ("sgd", 0.1), ("sgd", 0.3), ("adamw", 1e-3), ("adamw", 3e-3), ("adamw", 1e-2)]
@@ -416,7 +417,7 @@ def show(cells: dict[str, Any]) -> str:
                 choice.get("prompt_template", "plain"),
                 inner,
                 str(len(of_row)),
-                f"{min(valid[ALONE.get(row, row)], default=float('nan')):.3f}",
+                "" if row in ALONE else f"{min(valid[row], default=float('nan')):.3f}",
                 format_interval(mean_ci95(list(loss.values())), ".3f"),
                 format_interval(mean_ci95(list(exact.values())), ".1f", 100),
                 f"{mean(one['steps'][str(one['chosen'])]['ece'] for one in of_row):.3f}",
@@ -424,7 +425,30 @@ def show(cells: dict[str, Any]) -> str:
             ]
         )
     header = ["row", "template", "inner loop", "seeds", "valid loss", "test loss", "exact match %", "ECE"]
-    return table([*header, "chosen - this: loss", "chosen - this: exact match"], lines)
+    main = table([*header, "chosen - this: loss", "chosen - this: exact match"], lines)
+    return "\n\n".join([main, differences(cells), curves(cells)])
+
+
+def differences(cells: dict[str, Any]) -> str:
+    """A table: every meta-trained row against the ways of learning without meta-training."""
+    lines = []
+    for row, other in itertools.product(META_TRAINED, UNTRAINED):
+        values = [[over_seeds(cells, one, value) for one in (row, other)] for value in ("loss", "exact")]
+        if all(of_row and of_other for of_row, of_other in values):
+            (loss, other_loss), (exact, other_exact) = values
+            lower, higher = difference(other_loss, loss, ".3f"), difference(exact, other_exact, ".1f", 100)
+            lines.append([row, other, lower, higher])
+    return table(["row", "compared with", "loss lower by", "exact match % higher by"], lines)
+
+
+def curves(cells: dict[str, Any]) -> str:
+    """A table: mean test loss after each number of inner steps."""
+    steps, lines = [str(number) for number in range(11)], []
+    for row in CURVES:
+        if over_seeds(cells, row, "loss"):
+            found = [over_seeds(cells, row, "loss", one) for one in steps]
+            lines.append([row, *(f"{mean(one.values()):.2f}" for one in found)])
+    return table(["loss after inner steps", *steps], lines)
 
 
 def draw(cells: dict[str, Any], axes: Any) -> None:

@@ -390,8 +390,8 @@ MUTANTS = (
     Mutant(
         "test classes in training",
         "tasks/data/splits.py",
-        '"train": units[2 * held_out :],',
-        '"train": units[held_out:],',
+        '"train": units[tested + validated :],',
+        '"train": units[tested:],',
         "the validation classes are trained on",
         ("unit/test_splits.py", *TASKS),
     ),

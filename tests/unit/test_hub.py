@@ -78,7 +78,7 @@ def test_model_and_dataset_load_from_the_caches_by_id(offline, tmp_path):
     ended = offline(tmp_path, "--model_name_or_path", "acme/tiny-bert", "--dataset", "acme/intents")
     assert ended.returncode == 0, ended.stderr
     (line,) = [line for line in ended.stdout.splitlines() if "acme/intents: " in line]
-    check_message(line, "90 rows, 3 strata", "5 train, 5 valid, 5 test")
+    check_message(line, "90 rows, 3 strata", "10 train, 0 valid, 5 test")
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
