@@ -80,14 +80,17 @@ def lists_by_name(value: Any) -> bool:
 
 
 def own_splits(strata: Mapping[str, str], least: int, notice: Callable[[str], None]) -> Splits:
-    """Train, validation and test splits by a hash of the names, with at least `least` units in each.
+    """60/20/20 by a hash of the names, with at least `least` units in the validation and in the test split.
 
-    60/20/20. Of fewer than four times `least` units none are for validation, so that more are trained on than
-    held out. Fewer than three times `least` are all trained on.
+    Fewer than four times `least` units have no validation split, so that at least as many are trained on as
+    are held out. Fewer than three times `least` are all trained on.
     """
     units = sorted(strata, key=lambda unit: hashlib.sha256(unit.encode()).digest())
     if len(units) < 3 * least:
-        notice(f"no split file, and {len(units)} are too few to hold out {least}: all are trained on")
+        notice(
+            f"no split file, and {len(units)} are too few to hold out {least}: all are trained on,"
+            " none tested"
+        )
         return {"train": units}
     tested = max(least, len(units) // 5)
     validated = tested if len(units) >= 4 * least else 0
