@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from fmmeta.reliability.signals import process_stat
-from tests.support.fork_server import shared
+from tests.support.fork_server import SESSION_FOLDER, free_port, lowest_ephemeral_port, shared
 from tests.support.fork_server_process import PRELOADED
 from tests.support.launch import ProcessResults, environment, imported, python, run_ranks
 from tests.support.short_runs import until
@@ -129,3 +129,12 @@ def test_environment_read_by_imports_starts_an_interpreter():
     assert run_ranks(["-c", code], 1, fresh=True).ok().output == ["False\n"]
     assert "HF_HOME" in imported(environment(HF_HOME="/nowhere"))
     assert len(shared().servers) == 2
+
+
+def test_ports_are_given_once_and_never_by_the_kernel(tmp_path, monkeypatch):
+    """Ranks that start as interpreters bind their port seconds after it was chosen."""
+    monkeypatch.setenv(SESSION_FOLDER, str(tmp_path))
+    monkeypatch.setattr("tests.support.fork_server.LOWEST_PORT", lowest_ephemeral_port() - 100)
+    ports = [free_port() for _ in range(50)]
+    assert len({*ports}) == 50
+    assert max(ports) < lowest_ephemeral_port()
