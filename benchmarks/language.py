@@ -198,12 +198,14 @@ class Study:
             theta = model.parts.meta_params.theta
             inner = with_stored_rates(settings, model.config, model.parts.setup.inner, worker)
             load = model.parts.load(episodes.source)
-            if prompts:
+            if prompts and learns:
+                load.rearrange = build.in_context_builder(model.inputs)
+            elif prompts:
                 load.prompt = build.prompt_builder(model.inputs)
             for number, task in enumerate(episodes.tasks, 1):
                 print(f"\r{row}, {split}: episode {number} of {len(episodes.tasks)}", end="", flush=True)
                 episode: Any = load(task).batches
-                batches = episode.prompted if prompts else episode.query
+                batches = episode.prompted or episode.query
                 steps = itertools.count()
 
                 def after_step(

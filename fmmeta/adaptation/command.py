@@ -91,6 +91,8 @@ def adapt(
             )
         if learned.weights is not None:
             learner.hold(learned.weights)
+        if learner.prompts:
+            learner.model.prompt_examples = encoded.examples
         adapted = AdaptedModel(labels, learned.steps, learned.left_out, learner.model)
         answers = adapted.predict(queries.input, settings.max_new_tokens)
         adapted.predictions = [

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,12 +14,13 @@ from fmmeta.adaptation.model import AdaptedModel
 from fmmeta.adaptation.task_learner import Learned, TaskExamples, TaskLearner
 from fmmeta.checkpoint import model_card
 from fmmeta.checkpoint.hf_export import export, export_adapters, write_json
-from fmmeta.checkpoint.model_card import Content, code, escaped, public_name
+from fmmeta.checkpoint.model_card import INPUT, Content, code, escaped, public_name
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import make_folders, printable, remove_empty
 from fmmeta.config.fields import default_of
 from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.models.files import SETTINGS_FILE, remembered, trained_with
+from fmmeta.tasks.data.encode import prompt_text
 from fmmeta.tasks.data.rows import Table
 from fmmeta.tasks.data.token_store import digest
 
@@ -96,8 +97,12 @@ def write_folder(adapted: AdaptedModel, folder: Path, learner: TaskLearner, lear
         "support": support_digest(learned.task.table),
         "settings": identifying(settings),
     }
+    table = learned.task.table
+    pairs = [*zip(table.input, table.target, strict=True)] if learner.prompts else []
+    if pairs:
+        stored["adapted"]["prompt_examples"] = pairs
     write_json(folder / SETTINGS_FILE, stored)
-    write_card(adapted, folder, settings, learned.task)
+    write_card(adapted, folder, settings, learned.task, pairs)
     if adapted.predictions:
         (folder / "predictions.jsonl").write_text(
             "".join(f"{one.line()}\n" for one in adapted.predictions), encoding="utf-8"
@@ -119,17 +124,28 @@ def identifying(settings: AdaptConfig) -> dict[str, Any]:
     }
 
 
-def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, task: TaskExamples) -> None:
-    """Write README.md into the adapted model's folder, and into merged/ inside it."""
+def write_card(
+    adapted: AdaptedModel,
+    folder: Path,
+    settings: AdaptConfig,
+    task: TaskExamples,
+    pairs: Sequence[tuple[str, str]],
+) -> None:
+    """Write README.md into the adapted model's folder, and into merged/ inside it. pairs: those that precede
+    every input.
+    """
     config, base, labels = adapted.loaded.config, settings.model_name_or_path, adapted.labels
     source = code(task.name or Path(settings.support).name) if settings.support else "given in Python"
     examples, query = len(task.table.input), Path(settings.query).name if settings.query else "query"
-    left_out, accuracy = adapted.left_out, adapted.accuracy
+    left_out, accuracy, tokenizer = adapted.left_out, adapted.accuracy, adapted.loaded.tokenizer
     facts = {
         "base model": code(public_name(base)),
         "meta-training": meta_training(base),
         "support": f"{source}: {examples} examples" + (f" of {len(labels)} classes" if labels else ""),
-        "inner loop": f"{adapted.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}"
+        "prompt": "the examples precede every input" if pairs else "",
+        "inner loop": ""
+        if not adapted.inner_steps
+        else f"{adapted.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}"
         + (f", LoRA of rank {config.lora_r}" if config.lora_r else ""),
         "accuracy on examples left out": ""
         if left_out is None
@@ -154,6 +170,7 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, task:
                 facts=facts,
                 adapted=True,
                 classes=labels,
+                prompt=prompt_text(tokenizer, config.prompt_template, pairs, INPUT) if pairs else "",
                 results=query_results(adapted, printable(query)),
             ),
         )

@@ -17,9 +17,10 @@ from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.methods import generate, with_equal_classes
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig
-from fmmeta.models.files import HEAD_FILE, base_model_name, cached_file, is_path, remembered
+from fmmeta.meta.algorithms.baselines import in_context_rows, prompted
+from fmmeta.models.files import HEAD_FILE, SETTINGS_FILE, base_model_name, cached_file, is_path, remembered
 from fmmeta.models.from_gguf import as_folder
-from fmmeta.models.load import Description, describe, fitted, load_tokenizer
+from fmmeta.models.load import Description, describe, fitted, load_tokenizer, max_positions
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch, ParallelPlan
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
@@ -56,7 +57,10 @@ class Answer:
 
 @dataclass
 class LoadedModel:
-    """A model on a worker, with its tokenizer and batcher. frozen: untrained tensors by name."""
+    """A model on a worker, with its tokenizer and batcher.
+
+    frozen: untrained tensors by name. prompt_examples: causal_lm: the pairs before every input.
+    """
 
     config: Config
     description: Description
@@ -66,6 +70,7 @@ class LoadedModel:
     head_names: tuple[str, ...]
     frozen: dict[str, Tensor]
     batcher: Batcher
+    prompt_examples: Sequence[Example] = ()
 
     def answer(self, inputs: Sequence[Any], max_new_tokens: int) -> list[Answer]:
         """Answer texts or images, in their order.
@@ -78,6 +83,8 @@ class LoadedModel:
             return []
         texts, examples, prompts = self.encode_inputs(inputs)
         if config.task_type == "causal_lm":
+            if self.prompt_examples:
+                prompts = self.prompts_of(self.prompt_examples, examples, max_new_tokens)
             outputs = generate(self.worker, self.tokenizer, prompts, max_new_tokens, config.micro_batch_size)
             return list(map(Answer, texts, outputs))
         scores = self.class_logits(examples)
@@ -124,6 +131,28 @@ class LoadedModel:
                     f" model_name_or_path={config.model_name_or_path}; fix or remove it"
                 )
         return texts, examples, prompts
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Example]:
+        """Pairs of input and output as tokens."""
+        return encode(self.tokenizer, self.config, *zip(*pairs, strict=True)) if pairs else []
+
+    def in_context_rows(
+        self, support: Sequence[Example], query: Sequence[Example]
+    ) -> tuple[list[Example], list[Example]]:
+        """See `baselines.in_context_rows`."""
+        return in_context_rows(support, query, self.tokenizer.bos_token_id, self.positions)
+
+    def prompts_of(
+        self, support: Sequence[Example], examples: Sequence[Example], max_new_tokens: int
+    ) -> list[Sequence[int]]:
+        """The tokens of inputs with as many of the last pairs before them as leave room for the answer."""
+        room = None if self.positions is None else self.positions - max_new_tokens
+        return [row.prompt for row in prompted(support, examples, self.tokenizer.bos_token_id, room)]
+
+    @property
+    def positions(self) -> int | None:
+        """The number of positions of a language model; None: no limit."""
+        return max_positions(self.description.hf_config)
 
     def choose(self, text: str, logits: Tensor, names: Mapping[int, str] | Sequence[str]) -> Answer:
         """The likeliest class by logits [C]. Raises `UsageError` for probabilities that are not numbers."""
@@ -289,6 +318,7 @@ def load(settings: PredictConfig) -> AdaptedModel:
         config = replace(config, n_way=len(labels), head_init="learned")
     loaded = load_model(fitted(config, description.hf_config), Progress(enabled=False), labels)
     facts = stored.get("adapted") or {}
+    loaded.prompt_examples = loaded.encode_pairs(stored_examples(settings.model_name_or_path, stored))
     return AdaptedModel(
         labels,
         facts.get("inner_steps"),
@@ -296,6 +326,23 @@ def load(settings: PredictConfig) -> AdaptedModel:
         loaded,
         output_dir=settings.model_name_or_path,
     )
+
+
+def stored_examples(name: str, stored: dict[str, Any]) -> list[tuple[str, str]]:
+    """The pairs that an adapted model has before every input. stored: content of its fmmeta.json.
+
+    Raises `UsageError`.
+    """
+    facts = stored.get("adapted")
+    found = facts.get("prompt_examples", []) if isinstance(facts, dict) else []
+    pairs = found if isinstance(found, list) else [found]
+    for pair in pairs:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+            raise UsageError(
+                f"model_name_or_path={name}: prompt_examples in {SETTINGS_FILE} holds {shortened(pair)}, no"
+                " pair of texts; adapt the model again"
+            )
+    return [(before, after) for before, after in pairs]
 
 
 def log_aside(text: str) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from fmmeta.adaptation.model import Answer, LoadedModel, load, load_model
+from fmmeta.adaptation.model import Answer, LoadedModel, load, load_model, stored_examples
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import LOGGER, STDERR, Progress
 from fmmeta.common.security import inside, one_line, printable
@@ -46,7 +46,7 @@ from fmmeta.models.files import (
 )
 from fmmeta.models.load import describe, fitted
 from fmmeta.models.task_axis import StoredAdapter, adapters_of_rows
-from fmmeta.tasks.batching import collate
+from fmmeta.tasks.batching import Example, collate
 from fmmeta.tasks.data.rows import MOST_GIB, ending, read_file, unpacked
 from fmmeta.tasks.data.splits import few
 from fmmeta.tasks.data.token_store import files_digest
@@ -114,12 +114,14 @@ def answer_by_adapters(settings: PredictConfig) -> None:
 @dataclass(frozen=True)
 class LoadedAdapter:
     """An adapter and the names of its classes. base: what it has in common with adapters that share a pass
-    with it, by name.
+    with it, by name. pairs, prompt_examples: causal_lm: those before every input, as texts and as tokens.
     """
 
     weights: StoredAdapter
     labels: tuple[str, ...]
     base: dict[str, Any]
+    pairs: Sequence[tuple[str, str]] = ()
+    prompt_examples: Sequence[Example] = ()
 
 
 SHARED_BY_BASE = ("task_type", "pooling", "feature_norm", "max_length", "prompt_template")
@@ -167,6 +169,9 @@ class AdapterDirectory:
         texts, examples, prompts = model.encode_inputs(texts)
         if model.config.task_type == "causal_lm":
             tokens, size = settings.max_new_tokens, settings.micro_batch_size
+            for index, (example, adapter) in enumerate(zip(examples, adapters, strict=True)):
+                if adapter.prompt_examples:
+                    (prompts[index],) = model.prompts_of(adapter.prompt_examples, [example], tokens)
             return list(
                 map(Answer, texts, generate(model.worker, model.tokenizer, prompts, tokens, size, around))
             )
@@ -219,7 +224,8 @@ class AdapterDirectory:
             raise UsageError(
                 f"adapters={self.folder}: {name} does not fit its base: {wrong}; adapt the model again"
             )
-        return replace(adapter, weights=weights)
+        examples = self.model.encode_pairs(adapter.pairs)
+        return replace(adapter, weights=weights, prompt_examples=examples)
 
 
 BASE = "base model"
@@ -281,7 +287,7 @@ def read_adapter(root: Path, name: str) -> LoadedAdapter:
     except (*UNREADABLE, ArithmeticError) as error:
         raise UsageError(f"{where} cannot be read ({one_line(error)}); adapt the model again") from None
     base = {BASE: base_of(folder), **{key: stored.get(key) for key in SHARED_BY_BASE}}
-    return LoadedAdapter(weights, labels, base)
+    return LoadedAdapter(weights, labels, base, stored_examples(place, stored))
 
 
 OTHER_KINDS = ("use_dora", "lora_bias", "use_qalora", "layer_replication", "target_parameters")

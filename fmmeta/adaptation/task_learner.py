@@ -162,12 +162,17 @@ class TaskLearner:
         ranks: ProcessGroups | None = None,
     ) -> None:
         self.settings, self.progress = settings, progress
-        self.config = config = settings.run_config(n_way=classes or 2)
+        method = settings.method or settings.stored_method
+        no_steps = {} if "finetune" in method else {"inner_steps": 0}
+        self.config = config = settings.run_config(n_way=classes or 2, **no_steps)
+        settings.check_method(config)
         if message := settings.unusable_head(config):
             progress.notice(Warn(message))
         self.model = model = load_model(config, progress, labels, settings.bf16, ranks)
         suggest_chat(config, model.tokenizer, progress.notice)
         self.tokenizer = copy.deepcopy(model.tokenizer)  # encoding sets its truncation
+        self.prompts = "in_context" in method
+        self.rearrange = model.in_context_rows if method == "finetune+in_context" else as_they_are
         self.chooses = (
             settings.early_stopping and config.inner_lr_schedule == "constant" and config.inner_steps > 0
         )
@@ -221,7 +226,7 @@ class TaskLearner:
     def rounds(self, tasks: Iterable[Encoded]) -> list[list[Encoded]]:
         """Tasks of similar sizes, the largest first, as many as fit into a few passes."""
         tasks = list(tasks)
-        passes = self._passes([one.examples for one in tasks], ROUND if self.loop else 1)
+        passes = self._passes([self._rows(one) for one in tasks], ROUND if self.loop else 1)
         return [[tasks[number] for number in numbers] for numbers in passes]
 
     def learn(self, tasks: Sequence[Encoded]) -> Iterator[Learned]:
@@ -273,7 +278,11 @@ class TaskLearner:
         """Support and query examples of each fold."""
         for fold in one.folds:
             support = [example for index, example in enumerate(one.examples) if index not in fold]
-            yield support, [one.examples[index] for index in fold]
+            yield self.rearrange(support, [one.examples[index] for index in fold])
+
+    def _rows(self, one: Encoded) -> list[Example]:
+        """The rows of the inner loop on all examples of a task."""
+        return self.rearrange(one.examples, [])[0]
 
     def _scores(
         self, owners: Sequence[Encoded], folds: Sequence[tuple[list[Example], list[Example]]]
@@ -298,9 +307,10 @@ class TaskLearner:
     ) -> Iterator[tuple[Encoded, list[PassStats], dict[str, Tensor] | None]]:
         """Each task with the statistics of its support set after 0 to K steps, and its weights."""
         worker, tasks = self.model.worker, sorted(tasks, key=lambda one: one.steps)
-        for numbers in self._passes([one.examples for one in tasks], in_order=True):
+        rows = [self._rows(one) for one in tasks]
+        for numbers in self._passes(rows, in_order=True):
             here = [tasks[number] for number in numbers]
-            sets = [self._split(one, one.examples, support=True) for one in here]
+            sets = [self._split(tasks[number], rows[number], support=True) for number in numbers]
             if self.loop is None:
                 for one, support in zip(here, sets, strict=True):
                     inner = replace(self.inner, steps=one.steps)
@@ -393,6 +403,11 @@ class TaskLearner:
                 " fewer layers (--lora_target_modules)"
             )
         return max(1, int(MEMORY * free / of_task))
+
+
+def as_they_are(support: Sequence[Example], query: Sequence[Example]) -> tuple[list[Example], list[Example]]:
+    """The rows of an inner loop without prompts."""
+    return [*support], [*query]
 
 
 def head_key(settings: AdaptConfig, classes: int) -> int:

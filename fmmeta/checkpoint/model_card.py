@@ -27,6 +27,7 @@ from fmmeta.models.files import BUILTIN, UNREADABLE, base_model_name, cached_fil
 from fmmeta.tasks.data.encode import make_prompt
 
 FILE = "README.md"
+INPUT = "5 + 1"  # of a language model, in the examples of a card
 PLACEHOLDER = "USER/MODEL"  # in the commands of a card; `fmmeta push` writes the id of the repository instead
 LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]+)*|code|multilingual")
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
@@ -49,7 +50,7 @@ class Content:
 
     base: model_name_or_path of the training. config, pooling: of the model. adapter: the folder holds
     adapters and not a whole model. adapted: the model has learned a task. images: it reads images. classes:
-    names of its classes.
+    names of its classes. prompt: a language model's input with the examples that precede it, if any do.
     dataset: names of the training data. results: measured scores of this model, none if nothing was measured.
     """
 
@@ -62,6 +63,7 @@ class Content:
     adapted: bool = False
     images: bool = False
     classes: Sequence[str] = ()
+    prompt: str = ""
     dataset: Sequence[str] = ()
     results: Sequence[EvalResult] = ()
     scores: Scores | None = None
@@ -103,7 +105,7 @@ def write_card(folder: Path, content: Content) -> None:
         facts={cell(name): cell(value) for name, value in content.facts.items()},
         classes=list(map(code, content.classes)),
         names=printable(repr(dict(enumerate(content.classes)))),
-        prompt=prompt_of(content.config.prompt_template),
+        prompt=python_text(content.prompt) if content.prompt else prompt_of(content.config.prompt_template),
     )
     header = metadata(content, printable(title)).to_yaml()
     ModelCard(f"---\n{header}\n---\n\n{text}").save(folder / FILE)
@@ -190,10 +192,15 @@ def base_card(name: str) -> dict[str, Any]:
 
 def prompt_of(template: str) -> str:
     """An input in the prompt of `--prompt_template`, as Python code."""
-    prompt: Any = [{"role": "user", "content": "5 + 1"}]
+    prompt: Any = [{"role": "user", "content": INPUT}]
     if template != "chat":
-        prompt = make_prompt(template, None).before("5 + 1")
-    return printable(json.dumps(prompt, ensure_ascii=False))
+        prompt = make_prompt(template, None).before(INPUT)
+    return python_text(prompt)
+
+
+def python_text(value: Any) -> str:
+    """A text, or a list of messages, as Python code."""
+    return printable(json.dumps(value, ensure_ascii=False))
 
 
 def code(text: str) -> str:

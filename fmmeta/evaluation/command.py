@@ -341,8 +341,11 @@ class EvaluatedModel:
         self.progress.start(what)
         load = self.parts.load(episodes.source)
         learns, prompts = ("finetune" in method), ("in_context" in method)
-        if prompts:
-            load.prompt = build.prompt_builder(self.inputs)
+        prompt = build.prompt_builder(self.inputs) if prompts else None
+        if learns and prompts:
+            load.rearrange = build.in_context_builder(self.inputs)
+        else:
+            load.prompt = prompt
         share = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice).read_share(
             episodes.tasks
         )
@@ -354,7 +357,7 @@ class EvaluatedModel:
             self.config,
             self.parts.batcher,
             settings.max_new_tokens,
-            load.prompt,
+            prompt,
         )
         scores, losses = [], SupportLosses(self.config)
         for done, (task, episode) in enumerate(share):
@@ -362,7 +365,7 @@ class EvaluatedModel:
             if learns:
                 learned = inner.adapt(worker, self.parts.meta_params.theta, episode.support)
                 losses.add(worker, learned, episode.support)
-            query = episode.prompted if prompts else episode.query
+            query = episode.prompted or episode.query
             score = query_score(worker, slots[task.seed], task, query, bool(inner.head.names) and not prompts)
             if settings.metrics:
                 score.metrics.update(metrics.of(episodes.source.draw(task)))

@@ -39,7 +39,9 @@ METHODS = (
     "finetune+in_context",
     "zero_shot",
 )
-OF_LANGUAGE_MODELS = ("finetune", "in_context", "finetune+in_context", "zero_shot")
+OF_ADAPT = ("finetune", "in_context", "finetune+in_context")
+OF_TUNE = ("finetune", "finetune+in_context")
+OF_LANGUAGE_MODELS = (*OF_ADAPT, "zero_shot")
 METRICS = ("rouge_l", "exact_match", "options", "rank")
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0)  # that tune tries with sgd; a hundredth with adamw
 EVAL_SPLITS = ("train", "valid", "test")
@@ -108,6 +110,23 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
         return f"the model's head is for {classes} classes; those of {config.most_classes} begin with zeros"
 
     @property
+    def stored_method(self) -> str:
+        """The method that the model was trained for."""
+        stored = remembered(self.model_source).get("method")
+        return stored if stored in METHODS else "finetune"
+
+    def refuse_loop_settings(self, methods: str) -> None:
+        """Raise `UsageError` for a setting of the inner loop if none of the methods has one."""
+        refuse_first(
+            (
+                "finetune" not in methods and getattr(self, name) not in (None, []),
+                f"{name}={getattr(self, name)} is of the inner loop, and method={methods} has none; leave it"
+                " out, or use finetune",
+            )
+            for name in ("head_init", *InnerConfig.__dataclass_fields__)
+        )
+
+    @property
     def sets_inner_lr(self) -> bool:
         """Whether the learned rates of the model are not used: the user sets rates, or another optimizer."""
         stored = remembered(self.model_source).get("inner_optimizer", "sgd")
@@ -123,8 +142,9 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
         [],
         "One or more methods of learning a task; soft_kmeans, sinkhorn: means of the support set and"
         " all queries of the episode (transductive);"
-        " finetune+in_context: the support set is in the prompt after the inner loop too (default: finetune;"
-        " in_context for a model of meta_icl)",
+        " finetune+in_context: the support set is in the prompt of every query, and in the inner loop the"
+        " other examples are in that of each support example (default: finetune; in_context for a model of"
+        " meta_icl)",
         METHODS,
     )
     n_way: str = setting(
@@ -176,8 +196,7 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
 
     def with_method(self) -> "EvaluateConfig":
         """These settings with the method that the model was trained for, if they name none."""
-        stored = remembered(self.model_source).get("method")
-        return self if self.method else replace(self, method=[stored if stored in METHODS else "finetune"])
+        return self if self.method else replace(self, method=[self.stored_method])
 
     @property
     def finetunes(self) -> bool:
@@ -198,17 +217,11 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
         """Raise `UsageError` for settings that have no effect on these methods or this kind of task."""
         causal = config.task_type == "causal_lm"
         prompt = next((method for method in self.method if "in_context" in method), "")
-        methods, metrics = " ".join(self.method), " ".join(self.metrics)
+        metrics = " ".join(self.metrics)
+        if self.method:
+            self.refuse_loop_settings(" ".join(self.method))
         refuse_first(
             [
-                *(
-                    (
-                        not self.finetunes and getattr(self, name) not in (None, []),
-                        f"{name}={getattr(self, name)} is of the inner loop, and method={methods} has none;"
-                        " leave it out, or use finetune",
-                    )
-                    for name in ("head_init", *InnerConfig.__dataclass_fields__)
-                ),
                 *(
                     (
                         causal and method not in OF_LANGUAGE_MODELS,
@@ -242,7 +255,14 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
 
 @dataclass
 class TuneConfig(EvaluateConfig):
-    """`fmmeta tune`: the settings of `evaluate` but method, compare and metrics, and what is tried."""
+    """`fmmeta tune`: the settings of `evaluate` but compare and metrics, and what is tried."""
+
+    method: list[str] = setting(
+        [],
+        "The method whose inner loop is chosen (default: finetune; finetune+in_context for a model that has"
+        " examples in its prompt)",
+        OF_TUNE,
+    )
 
     eval_split: str = setting("valid", "The split that the choice is made on", EVAL_SPLITS)
     episodes: int = setting(40, "Episodes; the same ones for every choice", least=1)
@@ -276,12 +296,12 @@ class TuneConfig(EvaluateConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        unused = ("method", "compare", "metrics", "inner_lr", "inner_steps", "head_init", "inner_lr_groups")
+        unused = ("compare", "metrics", "inner_lr", "inner_steps", "head_init", "inner_lr_groups")
         refuse_first(
             [
                 *(
                     (
-                        getattr(self, name) not in (None, [], ["finetune"]),
+                        getattr(self, name) not in (None, []),
                         f"{name}={getattr(self, name)} means nothing for tune; leave it out",
                     )
                     for name in unused
@@ -300,7 +320,10 @@ class TuneConfig(EvaluateConfig):
                 ),
             ]
         )
-        self.method = ["finetune"]
+        if len(self.method) > 1:
+            raise UsageError(f"method={' '.join(self.method)}: tune chooses for one method; give one")
+        if not self.method:
+            self.method = [OF_TUNE["in_context" in self.stored_method]]
         for name in self.inner_optimizers:
             if ":" not in name and name not in INNER_OPTIMIZERS:
                 find_inner(name)
@@ -329,6 +352,12 @@ class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
     output_dir: str | None = setting(
         None, "Folder of the adapted model; of a folder for each task, where support is a directory"
     )
+    method: str | None = setting(
+        None,
+        "in_context: no inner loop, but the examples in the prompt of every input; finetune+in_context: both"
+        " (default: finetune; in_context for a model of meta_icl)",
+        OF_ADAPT,
+    )
     early_stopping: bool = setting(
         True,
         "Choose the inner steps (up to twice inner_steps) by leaving out an example of each "
@@ -348,6 +377,18 @@ class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
         "Support directory: ranks that hold one model together; auto: all ranks with ZeRO 3, else one",
         or_auto=1,
     )
+
+    def check_method(self, config: Config) -> None:
+        """Raise `UsageError` for examples in the prompts of a classifier, and for settings of an inner loop
+        that the method has not. config: of the run.
+        """
+        method = self.method or self.stored_method
+        if "in_context" in method and config.task_type == "classification":
+            raise UsageError(
+                f"method={method} puts the examples into the prompt, and task_type=classification has none;"
+                " use finetune"
+            )
+        self.refuse_loop_settings(method)
 
     def __post_init__(self) -> None:
         files = {"query": self.query}

@@ -179,7 +179,7 @@ def section_of(config: Config) -> TuneConfig:
         raise UsageError(
             f'tune={shortened(config.tune)} is no section of settings; write, say, {{"minutes": 5}}'
         )
-    known = [name for name in vars(TuneConfig)["__annotations__"] if name != "output"]
+    known = [name for name in vars(TuneConfig)["__annotations__"] if name not in ("method", "output")]
     for name in section:
         if name not in known:
             raise UsageError(
@@ -244,7 +244,10 @@ class TuneRun:
         self.parts = build.build(self.config, inputs, plan, self.ranks)
         (episodes,) = chosen.values()
         self.fingerprint = episodes.fingerprint()
-        reader = EpisodeReader.of(self.parts.load(episodes.source), self.ranks, self.config, progress.notice)
+        load = self.parts.load(episodes.source)
+        if "in_context" in settings.method[0]:
+            load.rearrange = build.in_context_builder(inputs)
+        reader = EpisodeReader.of(load, self.ranks, self.config, progress.notice)
         self.episodes = [episode for _, episode in reader.read_share(episodes.tasks)]
         self.inner = with_stored_rates(settings, self.config, self.parts.setup.inner, self.parts.worker)
         grid = len(self.heads) * sum(len(settings.rates(name)) for name in self.optimizers)
@@ -360,6 +363,7 @@ class TuneRun:
             **stored,
             **{name: getattr(self.config, name) for name in REMEMBERED},
             **{name: getattr(best, name) for name in CHOSEN},
+            **({"method": settings.method[0]} if self.config.task_type == "causal_lm" else {}),
             "tuned": {
                 "dataset": settings.dataset,
                 "eval_split": settings.eval_split,

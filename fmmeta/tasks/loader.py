@@ -172,6 +172,8 @@ class LoadResult:
 
 Prompted = Callable[[Sequence[Example], Sequence[Example]], list[Example]]
 """From support and query rows to query rows with the support set before them, for in-context learning."""
+Rearrange = Callable[[Sequence[Example], Sequence[Example]], tuple[list[Example], list[Example]]]
+"""From support and query rows to those that the inner loop and the evaluation use, such as prompts."""
 
 
 @dataclass
@@ -187,6 +189,7 @@ class LoadEpisode:
     transform: Callable[[Draw], EpisodeRows] | None = None
     most_classes: int = 0
     prompt: Prompted | None = None
+    rearrange: Rearrange | None = None
     sleep: Callable[[float], None] = time.sleep
     timeout_s: float | None = None
     class_weights: Mapping[str, float] = field(default_factory=dict)
@@ -221,12 +224,15 @@ class LoadEpisode:
                 if wait_s is None:
                     raise
                 self.sleep(wait_s)
+        support, query = episode.support, episode.query
+        if self.rearrange is not None:
+            support, query = self.rearrange(support, query)
         classes = len(episode.classes) if len(episode.classes) < self.most_classes else 0
         weights = [self.class_weights.get(name, 1.0) for name in episode.classes if self.class_weights]
         return Episode(
-            self.batcher.split_support(episode.support, task.seed, classes, weights),
-            self.batcher.split(episode.query, classes, weights),
-            self.batcher.split(self.prompt(episode.support, episode.query)) if self.prompt else [],
+            self.batcher.split_support(support, task.seed, classes, weights),
+            self.batcher.split(query, classes, weights),
+            self.batcher.split(self.prompt(support, query)) if self.prompt else [],
         )
 
 

@@ -22,7 +22,7 @@ from fmmeta.common.text import counted
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import setup as rules
-from fmmeta.meta.algorithms.baselines import prompted
+from fmmeta.meta.algorithms.baselines import in_context_rows, prompted
 from fmmeta.meta.parameters import MetaParameters
 from fmmeta.models.files import trained_with
 from fmmeta.models.forward_options import check_attention
@@ -56,7 +56,7 @@ from fmmeta.tasks.data.encode import make_prompt
 from fmmeta.tasks.data.rows import Row
 from fmmeta.tasks.data.splits import UsedSplits
 from fmmeta.tasks.data.token_store import digest
-from fmmeta.tasks.loader import LoadEpisode, Prompted
+from fmmeta.tasks.loader import LoadEpisode, Prompted, Rearrange
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import TaskSource, stratum_shares
 from fmmeta.tasks.sources.load import Sources, load_sources
@@ -400,8 +400,17 @@ def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessG
 
 def prompt_builder(inputs: RunInputs, learn_support: bool = False) -> Prompted:
     """The function that puts the support set before each query, as far as the model's positions go."""
-    bos, most = inputs.tokenizer.bos_token_id, max_positions(inputs.description.hf_config)
-    return partial(prompted, bos_token_id=bos, positions=most, learn_support=learn_support)
+    return partial(prompted, **prompt_limits(inputs), learn_support=learn_support)
+
+
+def in_context_builder(inputs: RunInputs) -> Rearrange:
+    """The function that puts support rows before the other ones and before each query."""
+    return partial(in_context_rows, **prompt_limits(inputs))
+
+
+def prompt_limits(inputs: RunInputs) -> dict[str, int | None]:
+    hf_config = inputs.description.hf_config
+    return {"bos_token_id": inputs.tokenizer.bos_token_id, "positions": max_positions(hf_config)}
 
 
 def batcher(config: Config, inputs: RunInputs, coordinates: GroupCoordinates) -> Batcher:

@@ -234,6 +234,29 @@ def test_language_models_have_rates_and_steps_only(tmp_path):
     assert not (tmp_path / "deep" / "choice.trials.json").exists()
 
 
+def test_an_inner_loop_with_prompts_is_tuned_and_becomes_the_default(llama, tmp_path):
+    """What evaluate and adapt do with the tuned model is what was scored."""
+    pairs, model = write_pairs(tmp_path / "pairs.jsonl"), shutil.copytree(llama, tmp_path / "model")
+    same: dict[str, Any] = {"num_query": 2, "episodes": 3, "eval_split": "valid"}
+    tuned = TuneConfig(
+        model_name_or_path=str(model),
+        dataset=[str(pairs)],
+        task_type="causal_lm",
+        k_shot=[2],
+        max_steps=3,
+        inner_lrs=[0.02],
+        inner_optimizers=["sgd"],
+        method=["finetune+in_context"],
+        **same,
+    )
+    best = tune(tuned, progress=Progress(False))[0]
+    results = fmmeta.evaluate(str(model), str(pairs), k_shot=2, **same)
+    assert [cell["method"] for cell in results["cells"]] == ["finetune+in_context"]
+    assert results["loss"] == pytest.approx(best.loss, rel=1e-5)
+    adapted = fmmeta.adapt(model, [("a", "b"), ("c", "d")], early_stopping=False)
+    assert (len(adapted.loaded.prompt_examples), adapted.inner_steps) == (2, best.inner_steps)
+
+
 def test_trials_are_logged_as_they_finish_and_resumed_with_the_same_settings(
     tmp_path, monkeypatch, capsys, terminal
 ):
@@ -315,7 +338,15 @@ def test_optuna_finds_a_rate(bert, classes, tmp_path):
     ("flags", "text"),
     [
         ({"inner_lr": 0.1}, ["inner_lr=0.1", "leave it out"]),
-        ({"method": ["knn"]}, ["method=['knn']", "leave it out"]),
+        ({"method": ["knn"]}, ["method=knn is unknown", "use finetune or finetune+in_context"]),
+        (
+            {"method": ["finetune", "finetune+in_context"]},
+            ["method=finetune finetune+in_context", "give one"],
+        ),
+        (
+            {"method": ["finetune+in_context"], "dataset": ["letters"], "output": "choice.json"},
+            ["method=finetune+in_context", "task_type=classification has none", "use finetune"],
+        ),
         ({"k_shot": [1, 5]}, ["k_shot=1", "give one"]),
         ({"inner_lrs": [0.0]}, ["inner_lrs=0.0", "use some such as 0.01 0.1 1"]),
         ({"head_inits": ["best"]}, ["head_inits=best", "use zero, learned or prototype"]),

@@ -121,7 +121,7 @@ def prompted(
     ]
     examples = []
     for number, (row, ids, head) in enumerate(with_bos(query, bos_token_id)):
-        turn = number % len(bare) if learn_support else 0
+        turn = number % len(bare) if bare and learn_support else 0
         before, length = list[Example](), len(ids)
         for pair in reversed(bare[turn:] + bare[:turn]):
             length += len(pair.input_ids)
@@ -136,6 +136,25 @@ def prompted(
             Example(ids[:head] + tokens + ids[head:], ignored + answers + row.token_labels[head:])
         )
     return examples
+
+
+def in_context_rows(
+    support: Sequence[Example], query: Sequence[Example], bos_token_id: int | None, positions: int | None
+) -> tuple[list[Example], list[Example]]:
+    """Support rows with the other ones before each of them, and queries with all of them before each.
+
+    An inner loop on these rows learns to use the examples in a prompt: all answers but that of the first pair
+    have labels, and the pairs are rotated from row to row. A single support row stays as it is.
+
+    Akyürek et al., "The Surprising Effectiveness of Test-Time Training for Few-Shot Learning", 2025 (arXiv
+    2411.07279), section 3, without its augmentations.
+    """
+    limits, rows = (bos_token_id, positions), [*support]
+    learned = list[Example]()
+    for turn in range(1, len(rows) + 1):
+        *before, last = rows[turn:] + rows[:turn]
+        learned += prompted(before, [last], *limits, learn_support=True)
+    return learned, prompted(rows, query, *limits)
 
 
 @dataclass(frozen=True)

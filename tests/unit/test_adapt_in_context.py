@@ -1,0 +1,156 @@
+"""Adapted language models that keep their examples in the prompt, against plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fmmeta
+from fmmeta.meta.algorithms.baselines import in_context_rows
+from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.tasks.batching import IGNORE, Example
+from tests.support.helpers import refusal, write_rows
+from tests.support.messages import check_message
+from tests.support.models import WORDS
+
+PAIRS = [(word, word[0]) for word in WORDS[:3]]
+INPUTS = WORDS[3:6]
+BOS = byte_tokenizer().bos_token_id
+SETTINGS = {"task_type": "causal_lm", "max_length": 32}
+LOOP = {"inner_steps": 2, "inner_lr": 0.1, "early_stopping": False, "method": "finetune+in_context"}
+
+
+def tokens_of(text, answer=None):
+    """Tokens and labels of a pair, or of an input."""
+    tokenizer = byte_tokenizer()
+    before = tokenizer(f"Input: {text}\nOutput:", add_special_tokens=False)["input_ids"]
+    after = tokenizer(f" {answer}", add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    return (before + after, [IGNORE] * len(before) + after) if answer else (before, [])
+
+
+def oracle(folder, steps=0):
+    """The model after `steps` of SGD at 0.1 on the pairs in three orders: the mean loss of the answer tokens
+    but those of the first pair.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    first, second, third = (tokens_of(*pair) for pair in PAIRS)
+    orders = [(second, third, first), (third, first, second), (first, second, third)]
+    for _ in range(steps):
+        losses = []
+        for order in orders:
+            ids = [BOS, *(token for row, _ in order for token in row)]
+            labels = [IGNORE] * (1 + len(order[0][0])) + [label for _, row in order[1:] for label in row]
+            logits = model(torch.tensor([ids])).logits[0, :-1]
+            losses.append(
+                F.cross_entropy(logits, torch.tensor(labels[1:]), ignore_index=IGNORE, reduction="sum")
+            )
+            count = sum(label != IGNORE for label in labels)
+        model.zero_grad()
+        (torch.stack(losses).sum() / (count * len(orders))).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param -= 0.1 * param.grad
+    return model
+
+
+def answers_of(model, most=3):
+    """Greedy answers to INPUTS, all pairs before each."""
+    tokenizer, found = byte_tokenizer(), []
+    for text in INPUTS:
+        pairs = [token for pair in PAIRS for token in tokens_of(*pair)[0]]
+        ids = [BOS, *pairs, *tokens_of(text)[0]]
+        out = model.generate(torch.tensor([ids]), max_new_tokens=most, do_sample=False, pad_token_id=0)
+        found.append(tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True).strip())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"), [({"method": "in_context"}, 0), (LOOP, 2)], ids=["in_context", "both"]
+)
+def test_answers_are_those_of_a_plain_loop_with_the_examples_in_the_prompt(llama, tmp_path, settings, steps):
+    adapted = fmmeta.adapt(llama, PAIRS, output_dir=tmp_path / "out", **SETTINGS, **settings)
+    model = oracle(llama, steps)
+    assert adapted.inner_steps == steps
+    for name, param in adapted.loaded.worker.learner.hf.named_parameters():
+        assert torch.allclose(param, model.get_parameter(name), atol=1e-5), name
+    wanted = answers_of(model)
+    assert [one.output for one in adapted.predict(INPUTS, max_new_tokens=3)] == wanted
+    loaded = fmmeta.load(tmp_path / "out")
+    assert [one.output for one in loaded.predict(INPUTS, max_new_tokens=3)] == wanted
+    assert [one.output for one in loaded.predict(INPUTS[:1], max_new_tokens=3)] == wanted[:1]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| prompt | the examples precede every input |" in card
+    assert "2 steps of sgd" in card if steps else "inner loop" not in card
+    (call,) = [line for line in card.splitlines() if line.startswith("print(pipe(")]
+    text = json.loads(call[len("print(pipe(") : call.index(", return_full_text")])
+    before = "".join(f"Input: {pair[0]}\nOutput: {pair[1]}{byte_tokenizer().eos_token}" for pair in PAIRS)
+    assert text == f"{before}Input: 5 + 1\nOutput:"
+
+
+def test_the_steps_are_chosen_with_prompts_and_adapters_share_a_pass(llama, tmp_path):
+    """Several tasks with LoRA adapters: folders and answers are those of single commands."""
+    tasks = {"first": PAIRS, "last": [(word, word[-1]) for word in WORDS[2:6]]}
+    settings = {**SETTINGS, "inner_lr": 0.01, "inner_steps": 2, "lora_r": 2, "method": "finetune+in_context"}
+    together = fmmeta.adapt_many(llama, tasks, output_dir=tmp_path / "many", **settings)
+    assert not together.failed
+    rows, wanted = [], []
+    for name, pairs in tasks.items():
+        single = fmmeta.adapt(llama, pairs, **settings)
+        assert single.left_out is not None
+        assert single.inner_steps == together[name].inner_steps
+        wanted += [one.output for one in single.predict(INPUTS, max_new_tokens=3)]
+        assert [one.output for one in together[name].predict(INPUTS, max_new_tokens=3)] == wanted[-3:]
+        rows += [{"text": text, "adapter": name} for text in INPUTS]
+    assert any(wanted)
+    answers = tmp_path / "answers.jsonl"
+    fmmeta_predict(tmp_path / "many", write_rows(tmp_path / "rows.jsonl", rows), answers)
+    assert [json.loads(line)["output"] for line in answers.read_text().splitlines()] == wanted
+
+
+def fmmeta_predict(adapters, inputs, output):
+    from fmmeta.adaptation import predict
+    from fmmeta.evaluation.settings import PredictConfig
+
+    predict.run(
+        PredictConfig(adapters=str(adapters), input=str(inputs), output=str(output), max_new_tokens=3)
+    )
+
+
+def test_examples_that_leave_no_room_for_the_answer_are_left_out_of_the_prompt(llama):
+    adapted = fmmeta.adapt(llama, PAIRS, method="in_context", **SETTINGS)
+    model, whole = adapted.loaded, adapted.loaded.prompt_examples
+    _, examples, _ = model.encode_inputs(INPUTS[:1])
+    lengths = {room: len(*model.prompts_of(whole, examples, room)) for room in (1, 30, 60, 127)}
+    own = 1 + len(tokens_of(INPUTS[0])[0])
+    total = own + sum(len(tokens_of(*pair)[0]) for pair in PAIRS)
+    assert lengths[1] == lengths[30] == total
+    assert own < lengths[60] < total
+    assert lengths[127] == own
+
+
+def test_a_single_support_row_is_learned_without_a_prompt():
+    row, query = Example([1, 10, 11], [IGNORE, IGNORE, 11]), Example([1, 30, 31], [IGNORE, IGNORE, 31])
+    support, queries = in_context_rows([row], [query], bos_token_id=1, positions=None)
+    assert support == [row]
+    assert queries == [Example([1, 10, 11, 30, 31], [IGNORE] * 4 + [31])]
+
+
+def test_what_means_nothing_is_refused(llama, tmp_path):
+    message = refusal(fmmeta.adapt, "tiny", [("a", "x"), ("b", "y")], method="in_context")
+    check_message(message, "method=in_context", "task_type=classification", "use finetune")
+    message = refusal(fmmeta.adapt, llama, PAIRS, method="in_context", inner_steps=3, **SETTINGS)
+    check_message(message, "inner_steps=3", "method=in_context has none", "leave it out")
+    message = refusal(fmmeta.adapt, llama, PAIRS, method="prototype", **SETTINGS)
+    check_message(message, "method=prototype is unknown", "use finetune")
+    fmmeta.adapt(llama, PAIRS, output_dir=tmp_path / "out", method="in_context", **SETTINGS)
+    file = tmp_path / "out" / "fmmeta.json"
+    stored = json.loads(file.read_text())
+    for wrong in ("text", [["one"]], [["a", 3]], {"a": 1}):
+        stored["adapted"]["prompt_examples"] = wrong
+        file.write_text(json.dumps(stored))
+        check_message(refusal(fmmeta.load, tmp_path / "out"), "prompt_examples", "no pair", "adapt the model")
