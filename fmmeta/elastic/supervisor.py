@@ -24,7 +24,7 @@ import torch
 from fmmeta.common.errors import EXIT_FAULT, EXIT_STOPPED, UsageError
 from fmmeta.config.settings import Config, setting
 from fmmeta.elastic.lighthouse import LighthouseConfig, coordination, open_lighthouse
-from fmmeta.parallel.network import listen
+from fmmeta.parallel.network import unused_port
 from fmmeta.report.data import read_run
 from fmmeta.training.run_folder import lock_folder
 
@@ -181,8 +181,6 @@ class Supervisor:
     def start(self, group: Group) -> None:
         """Start the processes of a separate launch, with separate ranks and port."""
         size = self.config.ranks_per_group
-        with listen("127.0.0.1", 0) as probe:
-            port = probe.getsockname()[1]
         command = [sys.executable, "-m", "fmmeta", "train", "--config", self.file, "--group_name", group.name]
         env = {
             **os.environ,
@@ -190,7 +188,7 @@ class Supervisor:
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(unused_port()),
         }
         group.starts += 1
         group.processes = [

@@ -14,10 +14,12 @@ import hmac
 import json
 import os
 import platform
+import secrets
 import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +28,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of
 from fmmeta.parallel.layout import Launch
 
+LOWEST_PORT, EPHEMERAL_PORT = 15_000, 49_152  # of unused_port; the second by IANA, where Linux names none
 INFINIBAND = Path("/sys/class/infiniband")
 NUMBERS = (
     "NCCL_IB_TIMEOUT",
@@ -192,6 +195,20 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket that listens on one address; port 0: any. Raises `OSError`."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(address, family=family, backlog=2048)
+
+
+def unused_port() -> int:
+    """A free port of the loopback interface for a process that starts now and binds it in some seconds.
+
+    It is below the ports that the kernel gives to connections and to sockets bound to port 0.
+    """
+    file = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    end = int(file.read_text().split()[0]) if file.exists() else EPHEMERAL_PORT
+    while True:
+        port = secrets.choice(range(min(LOWEST_PORT, end - 1), end))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def source_address(host: str, port: int = 1) -> str | None:

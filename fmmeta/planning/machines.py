@@ -21,7 +21,6 @@ import json
 import math
 import os
 import signal
-import socket
 import statistics
 import tempfile
 import time
@@ -42,6 +41,7 @@ from fmmeta.models.lazy_weights import initialize, wrap_lazily
 from fmmeta.models.load import describe, empty_hf
 from fmmeta.models.pipeline_split import FAMILIES, layer_seconds
 from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.network import unused_port
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.planning.compute import Profile, count_matmuls
 from fmmeta.planning.memory import micro_batches
@@ -137,12 +137,10 @@ TIMEOUT_S = 600
 def measure(plan: PlanConfig) -> Profile:
     """Start the ranks and return what rank 0 wrote. Raises `UsageError` if one fails."""
     count = min(plan.gpus, plan.gpus_per_node, torch.cuda.device_count() or 2)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "profile.json"
         try:
-            spawn(run_rank, (count, port, asdict(plan), out), nprocs=count, daemon=True)
+            spawn(run_rank, (count, unused_port(), asdict(plan), out), nprocs=count, daemon=True)
         except ProcessException as error:
             raise UsageError(
                 f"calibrate=True: a rank failed, or was not done after {TIMEOUT_S} s"

@@ -20,7 +20,6 @@ import atexit
 import fcntl
 import json
 import os
-import random
 import select
 import shutil
 import signal
@@ -35,12 +34,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from fmmeta.parallel.network import unused_port
 from tests.support.fork_server_process import read_line
 
 ROOT = Path(__file__).parents[2]
 SERVERS = 2
-LOWEST_PORT = 15_000
-RANDOM = random.SystemRandom()  # tests seed the other generators
 DROPPED = (
     "RANK",
     "WORLD_SIZE",
@@ -84,24 +82,14 @@ def places(ranks: int) -> list[dict[str, str]]:
 
 
 def free_port() -> int:
-    """A free port that neither the kernel nor another test of this session gives to anything else.
-
-    Ranks bind it seconds later: a port that the kernel chose may by then belong to another process.
-    """
+    """A port for ranks that start now, given to no other test of this session."""
     session = os.environ.get(SESSION_FOLDER)
     while True:
-        port = RANDOM.randrange(LOWEST_PORT, lowest_ephemeral_port())
-        with socket.socket() as probe, suppress(OSError):  # in use, or claimed by another test
-            probe.bind(("127.0.0.1", port))
+        port = unused_port()
+        with suppress(FileExistsError):
             if session:
                 (Path(session) / f"port-{port}").touch(exist_ok=False)
             return port
-
-
-def lowest_ephemeral_port() -> int:
-    """The lowest port that the kernel gives to connections and to sockets that ask for any."""
-    file = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    return int(file.read_text().split()[0]) if file.exists() else 49152  # IANA's
 
 
 @dataclass
