@@ -88,6 +88,7 @@ ROWS = {  # name: training and method
     "zero-shot": ("base", "zero_shot"),
     "in context": ("base", "in_context"),
     "LoRA": ("base", "finetune"),
+    "test-time training": ("base", "finetune+in_context"),
     "joint, zero-shot": ("joint", "zero_shot"),
     "joint, in context": ("joint", "in_context"),
     "joint, LoRA": ("joint", "finetune"),
@@ -96,16 +97,34 @@ ROWS = {  # name: training and method
     "FOMAML": ("fomaml", "finetune"),
     "Reptile": ("reptile", "finetune"),
     "exact MAML": ("maml", "finetune"),
-    "FOMAML and in context": ("fomaml", "finetune+in_context"),
+    "MetaICL, test-time training": ("meta_icl_all", "finetune+in_context"),
 }
-META_TRAINED = ("MetaICL", "MetaICL, all answers", "FOMAML", "Reptile", "exact MAML")
-UNTRAINED = ("zero-shot", "in context", "LoRA")
-CURVES = ("LoRA", "joint, LoRA", "FOMAML", "exact MAML")  # over inner steps
-SHOT_CURVES = ("in context", "MetaICL, all answers", "LoRA", "FOMAML")
+META_TRAINED = (
+    "MetaICL",
+    "MetaICL, all answers",
+    "MetaICL, test-time training",
+    "FOMAML",
+    "Reptile",
+    "exact MAML",
+)
+UNTRAINED = ("zero-shot", "in context", "LoRA", "test-time training")
+JOINT = ("joint, zero-shot", "joint, in context", "joint, LoRA")
+CURVES = (  # over inner steps
+    "LoRA",
+    "test-time training",
+    "joint, LoRA",
+    "MetaICL, test-time training",
+    "FOMAML",
+    "exact MAML",
+)
+SHOT_CURVES = ("in context", "LoRA", "MetaICL, all answers", "FOMAML")
 GRID = [("sgd", 0.03), ("sgd", 0.1), ("sgd", 0.3), ("adamw", 1e-3), ("adamw", 3e-3), ("adamw", 1e-2)]
 STEPS = (0, 1, 2, 3, 4, 5, 7, 10, 15, 20, 30)
-ALONE = {"FOMAML and in context": "FOMAML"}  # whose inner loop it takes
+STEPS_WITH_PROMPTS = STEPS[
+    :8
+]  # of test-time training: a step costs as many as five, and the loss turns early
 TEMPLATES = ("plain", "chat")
+FIRST_SEED = 1  # of the choices, of curves, and of rows that are not trained
 PAIRS = 18_000  # of input and answer, through forward and backward passes
 SPLITS = {"valid": (11, 10), "test": (12, 66)}  # seed of the episodes, and how many
 
@@ -315,7 +334,7 @@ def choices(study: Study) -> Cells:
     """Every choice of every row on validation tasks, with the first seed."""
     for row in study.asked.rows:
         training, method = ROWS[row]
-        learns = method == "finetune"
+        learns = "finetune" in method
         options: list[dict[str, Any]] = [{}]
         if learns:
             options = [{"inner_optimizer": optimizer, "inner_lr": rate} for optimizer, rate in GRID] + (
@@ -323,17 +342,18 @@ def choices(study: Study) -> Cells:
             )
         if training == "base":
             options = [{**one, "prompt_template": name} for one in options for name in TEMPLATES]
-        if "+" in method:
-            continue  # the inner loop of the row without the prompt
+        steps = STEPS_WITH_PROMPTS if "+" in method else STEPS
         for one in options:
             values = [f"{value:g}" if isinstance(value, float) else value for value in one.values()]
-            name, at = " ".join(values), STEPS if learns else STEPS[:1]
-            yield f"choose {row} {name or 'as trained'}", partial(study.score, row, 1, "valid", one, at)
+            name, at = " ".join(values), steps if learns else steps[:1]
+            yield (
+                f"choose {row} {name or 'as trained'}",
+                partial(study.score, row, FIRST_SEED, "valid", one, at),
+            )
 
 
 def chosen(study: Study, row: str) -> tuple[dict[str, Any], int, float]:
     """The choice of a row, its number of inner steps, and its loss: the lowest mean over validation tasks."""
-    row = ALONE.get(row, row)
     found = [
         (mean(scores["loss"].values()), int(steps), cell["choice"])
         for name, cell in study.cells().items()
@@ -347,16 +367,17 @@ def chosen(study: Study, row: str) -> tuple[dict[str, Any], int, float]:
 def tests(study: Study) -> Cells:
     for seed in study.asked.seeds:
         for row in study.asked.rows:
-            if ROWS[row][0] == "base" and seed != study.asked.seeds[0]:
+            if ROWS[row][0] == "base" and seed != FIRST_SEED:
                 continue  # nothing random but the adapters' first matrices
 
             def test(row: str = row, seed: int = seed, shots: int = SHOTS) -> dict[str, Any]:
                 choice, steps, _ = chosen(study, row)
-                at = sorted({steps, *(range(11) if row in CURVES and shots == SHOTS else ())})
+                curve = row in CURVES and shots == SHOTS and seed == FIRST_SEED
+                at = sorted({steps, *(range(11) if curve else ())})
                 return study.score(row, seed, "test", choice, at, steps, shots)
 
             yield f"test {row} {seed}", test
-            if row in SHOT_CURVES and seed == study.asked.seeds[0]:
+            if row in SHOT_CURVES and seed == FIRST_SEED:
                 for shots in (1, 2, 10):
                     yield f"shots {row} {shots}", partial(test, shots=shots)
 
@@ -374,7 +395,7 @@ def over_seeds(cells: dict[str, Any], row: str, value: str, steps: str | None = 
     found = defaultdict[str, list[float]](list)
     for name, cell in cells.items():
         if name.startswith("test ") and cell["row"] == row:
-            for task, one in cell["steps"][steps or str(cell["chosen"])][value].items():
+            for task, one in cell["steps"].get(steps or str(cell["chosen"]), {value: {}})[value].items():
                 found[task].append(one)
     return {task: mean(values) for task, values in found.items()}
 
@@ -419,7 +440,7 @@ def show(cells: dict[str, Any]) -> str:
                 choice.get("prompt_template", "plain"),
                 inner,
                 str(len(of_row)),
-                "" if row in ALONE else f"{min(valid[row], default=float('nan')):.3f}",
+                f"{min(valid[row], default=float('nan')):.3f}",
                 format_interval(mean_ci95(list(loss.values())), ".3f"),
                 format_interval(mean_ci95(list(exact.values())), ".1f", 100),
                 f"{mean(one['steps'][str(one['chosen'])]['ece'] for one in of_row):.3f}",
@@ -434,7 +455,7 @@ def show(cells: dict[str, Any]) -> str:
 def differences(cells: dict[str, Any]) -> str:
     """A table: every meta-trained row against the ways of learning without meta-training."""
     lines = []
-    for row, other in itertools.product(META_TRAINED, UNTRAINED):
+    for row, other in itertools.product(META_TRAINED, (*UNTRAINED, *JOINT)):
         values = [[over_seeds(cells, one, value) for one in (row, other)] for value in ("loss", "exact")]
         if all(of_row and of_other for of_row, of_other in values):
             (loss, other_loss), (exact, other_exact) = values
