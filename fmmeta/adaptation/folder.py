@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult
 
-from fmmeta.adaptation.model import AdaptedModel
+from fmmeta.adaptation.model import AdaptedModel, LoadedModel
 from fmmeta.adaptation.task_learner import Learned, TaskExamples, TaskLearner
 from fmmeta.checkpoint import model_card
 from fmmeta.checkpoint.hf_export import export, export_adapters, write_json
@@ -19,8 +19,8 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.security import make_folders, printable, remove_empty
 from fmmeta.config.fields import default_of
 from fmmeta.evaluation.settings import AdaptConfig
+from fmmeta.meta.algorithms.baselines import leading_bos
 from fmmeta.models.files import SETTINGS_FILE, remembered, trained_with
-from fmmeta.tasks.data.encode import prompt_text
 from fmmeta.tasks.data.rows import Table
 from fmmeta.tasks.data.token_store import digest
 
@@ -90,18 +90,20 @@ def write_folder(adapted: AdaptedModel, folder: Path, learner: TaskLearner, lear
         export_adapters(
             folder, learned.weights, *shared, rates, learner.element_rates, folder / "merged", trained
         )
-    stored = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
-    stored["adapted"] = {
-        "inner_steps": learned.steps,
-        "left_out": learned.left_out,
-        "support": support_digest(learned.task.table),
-        "settings": identifying(settings),
-    }
     table = learned.task.table
     pairs = [*zip(table.input, table.target, strict=True)] if learner.prompts else []
-    if pairs:
-        stored["adapted"]["prompt_examples"] = pairs
-    write_json(folder / SETTINGS_FILE, stored)
+    facts = {
+        "inner_steps": learned.steps,
+        "left_out": learned.left_out,
+        "support": support_digest(table),
+        "settings": identifying(settings, learner.method),
+        **({"prompt_examples": pairs} if pairs else {}),
+    }
+    for each in folders(folder):
+        stored = json.loads((each / SETTINGS_FILE).read_text(encoding="utf-8"))
+        if learner.config.task_type == "causal_lm":
+            stored["method"] = learner.method
+        write_json(each / SETTINGS_FILE, {**stored, "adapted": facts})
     write_card(adapted, folder, settings, learned.task, pairs)
     if adapted.predictions:
         (folder / "predictions.jsonl").write_text(
@@ -109,17 +111,22 @@ def write_folder(adapted: AdaptedModel, folder: Path, learner: TaskLearner, lear
         )
 
 
+def folders(folder: Path) -> list[Path]:
+    """The folder of an adapted model, and merged/ inside it, if it is there."""
+    return [one for one in (folder, folder / "merged") if one.is_dir()]
+
+
 def support_digest(table: Table) -> str:
     """Digest of the examples of a task."""
     return digest([table.input, table.target])
 
 
-def identifying(settings: AdaptConfig) -> dict[str, Any]:
-    """The settings that change an adapted model, where they are not the defaults."""
-    unchanged = {item.name: default_of(item) for item in fields(AdaptConfig)}
+def identifying(settings: AdaptConfig, method: str) -> dict[str, Any]:
+    """The settings that change an adapted model, where they are not the defaults. method: the one in use."""
+    unchanged = {item.name: default_of(item) for item in fields(AdaptConfig)} | {"method": "finetune"}
     return {
         name: value
-        for name, value in vars(settings).items()
+        for name, value in {**vars(settings), "method": method}.items()
         if value != unchanged[name] and name not in NOT_IDENTIFYING
     }
 
@@ -137,7 +144,7 @@ def write_card(
     config, base, labels = adapted.loaded.config, settings.model_name_or_path, adapted.labels
     source = code(task.name or Path(settings.support).name) if settings.support else "given in Python"
     examples, query = len(task.table.input), Path(settings.query).name if settings.query else "query"
-    left_out, accuracy, tokenizer = adapted.left_out, adapted.accuracy, adapted.loaded.tokenizer
+    left_out, accuracy = adapted.left_out, adapted.accuracy
     facts = {
         "base model": code(public_name(base)),
         "meta-training": meta_training(base),
@@ -156,8 +163,8 @@ def write_card(
     }
     inputs = "an image" if adapted.loaded.description.images else "a text"
     kind = f"{inputs} classification task" if labels else "a text generation task"
-    merged = folder / "merged"
-    for each in (folder, merged) if merged.is_dir() else (folder,):
+    prompt = prompt_text(adapted.loaded, pairs) if pairs else ""
+    for each in folders(folder):
         model_card.write_card(
             each,
             Content(
@@ -170,10 +177,18 @@ def write_card(
                 facts=facts,
                 adapted=True,
                 classes=labels,
-                prompt=prompt_text(tokenizer, config.prompt_template, pairs, INPUT) if pairs else "",
+                prompt=prompt,
                 results=query_results(adapted, printable(query)),
             ),
         )
+
+
+def prompt_text(model: LoadedModel, pairs: Sequence[tuple[str, str]]) -> str:
+    """The text of an input with pairs before it, as far as there are positions, without a leading `bos`."""
+    _, examples, _ = model.encode_inputs([INPUT])
+    (ids,) = model.prompts_of(model.encode_pairs(pairs), examples, 1)
+    begin = leading_bos(ids, model.tokenizer.bos_token_id)
+    return model.tokenizer.decode(ids[begin:], clean_up_tokenization_spaces=False)
 
 
 def query_results(adapted: AdaptedModel, name: str) -> list[EvalResult]:

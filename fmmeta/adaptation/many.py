@@ -171,7 +171,7 @@ def find_tasks(
 ) -> FoundTasks:
     """Read the tasks, and remove what an interrupted command has left. Raises `UsageError`."""
     config = settings.run_config(n_way=2)
-    images = describe(config).images
+    images, method = describe(config).images, settings.method_of(config)
     for partial in output.glob(f".*{PARTIAL}"):
         shutil.rmtree(partial)
     to_learn, complete, failed = list[TaskExamples](), list[str](), dict[str, str]()
@@ -194,7 +194,7 @@ def find_tasks(
             else:
                 source = listed(name, source)
             table = read_task("support", source, config, notice, name, images)
-            if is_complete(output / name, table, settings):
+            if is_complete(output / name, table, settings, method):
                 complete.append(name)
             else:
                 to_learn.append(support_set(name, table, settings, config, notice))
@@ -247,8 +247,11 @@ class ChangedSettings(UsageError):
     """The folders are of a command with other settings."""
 
 
-def is_complete(folder: Path, table: Table, settings: AdaptConfig) -> bool:
-    """Whether the folder holds the model of this task. Raises `UsageError` for a folder of something else."""
+def is_complete(folder: Path, table: Table, settings: AdaptConfig, method: str) -> bool:
+    """Whether the folder holds the model of this task. method: the one in use.
+
+    Raises `UsageError` for a folder of something else.
+    """
     if not folder.exists() and not folder.is_symlink():
         return False
     stored = None
@@ -261,7 +264,8 @@ def is_complete(folder: Path, table: Table, settings: AdaptConfig) -> bool:
             f" adapt ({getattr(error, 'strerror', None) or one_line(error)}); move it away, or choose another"
             " output_dir"
         ) from None
-    now = json.loads(json.dumps(identifying(settings)))
+    now = json.loads(json.dumps(identifying(settings, method)))
+    before, now = ({"method": "finetune", **values} for values in (before, now))
     if before != now:
         differ = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
         texts = [f"{name} {before.get(name)} -> {now.get(name)}" for name in differ]

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import LOGGER, STDERR, Progress
 from fmmeta.common.security import printable
-from fmmeta.common.text import broken_text, shortened, to_json
+from fmmeta.common.text import broken_text, counted, shortened, to_json
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.methods import generate, with_equal_classes
@@ -145,9 +146,27 @@ class LoadedModel:
     def prompts_of(
         self, support: Sequence[Example], examples: Sequence[Example], max_new_tokens: int
     ) -> list[Sequence[int]]:
-        """The tokens of inputs with as many of the last pairs before them as leave room for the answer."""
-        room = None if self.positions is None else self.positions - max_new_tokens
+        """The tokens of inputs with as many of the last pairs before them as leave room for an answer."""
+        room = self.room(support, max_new_tokens)
         return [row.prompt for row in prompted(support, examples, self.tokenizer.bos_token_id, room)]
+
+    def room(self, support: Sequence[Example], max_new_tokens: int) -> int | None:
+        """Positions for a prompt; None: no limit. An answer may be as long as the longest of the pairs."""
+        if self.positions is None:
+            return None
+        return self.positions - min(max_new_tokens, max(pair.label_tokens for pair in support))
+
+    def dropped_examples(self, support: Sequence[Example], max_new_tokens: int) -> str:
+        """A message if not all pairs fit before an input as long as the longest of theirs; else ""."""
+        room, longest = self.room(support, max_new_tokens), max(len(pair.prompt) for pair in support)
+        lengths = accumulate((len(pair.input_ids) for pair in reversed(support)), initial=longest)
+        fit = sum(room is None or length <= room for length in lengths) - 1
+        if fit == len(support):
+            return ""
+        return (
+            f"{max(fit, 0)} of {counted(len(support), 'example')} fit into the {self.positions} positions of"
+            f" the model before an input of {longest} tokens; the first ones are left out there"
+        )
 
     @property
     def positions(self) -> int | None:
@@ -316,9 +335,10 @@ def load(settings: PredictConfig) -> AdaptedModel:
                 " first (fmmeta adapt)"
             )
         config = replace(config, n_way=len(labels), head_init="learned")
+    pairs = stored_examples(f"model_name_or_path={settings.model_name_or_path}", stored)
     loaded = load_model(fitted(config, description.hf_config), Progress(enabled=False), labels)
     facts = stored.get("adapted") or {}
-    loaded.prompt_examples = loaded.encode_pairs(stored_examples(settings.model_name_or_path, stored))
+    loaded.prompt_examples = loaded.encode_pairs(pairs)
     return AdaptedModel(
         labels,
         facts.get("inner_steps"),
@@ -328,19 +348,22 @@ def load(settings: PredictConfig) -> AdaptedModel:
     )
 
 
-def stored_examples(name: str, stored: dict[str, Any]) -> list[tuple[str, str]]:
-    """The pairs that an adapted model has before every input. stored: content of its fmmeta.json.
+def stored_examples(where: str, stored: dict[str, Any]) -> list[tuple[str, str]]:
+    """The pairs that an adapted language model has before every input. stored: content of its fmmeta.json.
 
-    Raises `UsageError`.
+    where: the setting that names the model, with its value. Raises `UsageError`.
     """
     facts = stored.get("adapted")
-    found = facts.get("prompt_examples", []) if isinstance(facts, dict) else []
+    found = facts.get("prompt_examples") or [] if isinstance(facts, dict) else []
+    if stored.get("task_type") != "causal_lm":
+        return []
     pairs = found if isinstance(found, list) else [found]
     for pair in pairs:
-        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+        texts = pair if isinstance(pair, list) and len(pair) == 2 else [None]
+        if not all(isinstance(text, str) and not broken_text(text) for text in texts):
             raise UsageError(
-                f"model_name_or_path={name}: prompt_examples in {SETTINGS_FILE} holds {shortened(pair)}, no"
-                " pair of texts; adapt the model again"
+                f"{where}: prompt_examples in {SETTINGS_FILE} holds {shortened(pair)}, no pair of texts;"
+                " adapt the model again"
             )
     return [(before, after) for before, after in pairs]
 

@@ -287,7 +287,7 @@ def read_adapter(root: Path, name: str) -> LoadedAdapter:
     except (*UNREADABLE, ArithmeticError) as error:
         raise UsageError(f"{where} cannot be read ({one_line(error)}); adapt the model again") from None
     base = {BASE: base_of(folder), **{key: stored.get(key) for key in SHARED_BY_BASE}}
-    return LoadedAdapter(weights, labels, base, stored_examples(place, stored))
+    return LoadedAdapter(weights, labels, base, stored_examples(where, stored))
 
 
 OTHER_KINDS = ("use_dora", "lora_bias", "use_qalora", "layer_replication", "target_parameters")

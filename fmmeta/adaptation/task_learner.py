@@ -162,20 +162,20 @@ class TaskLearner:
         ranks: ProcessGroups | None = None,
     ) -> None:
         self.settings, self.progress = settings, progress
-        method = settings.method or settings.stored_method
-        no_steps = {} if "finetune" in method else {"inner_steps": 0}
-        self.config = config = settings.run_config(n_way=classes or 2, **no_steps)
-        settings.check_method(config)
+        self.config = config = settings.run_config(n_way=classes or 2)
+        self.method = method = settings.method_of(config)
         if message := settings.unusable_head(config):
             progress.notice(Warn(message))
         self.model = model = load_model(config, progress, labels, settings.bf16, ranks)
         suggest_chat(config, model.tokenizer, progress.notice)
         self.tokenizer = copy.deepcopy(model.tokenizer)  # encoding sets its truncation
-        self.prompts = "in_context" in method
-        self.rearrange = model.in_context_rows if method == "finetune+in_context" else as_they_are
-        self.chooses = (
-            settings.early_stopping and config.inner_lr_schedule == "constant" and config.inner_steps > 0
-        )
+        self.prompts, learns = "in_context" in method, "finetune" in method
+        self.learns_prompts = self.prompts and learns
+        self.steps = config.inner_steps if learns else 0
+        constant = config.inner_lr_schedule == "constant"
+        self.chooses = settings.early_stopping and constant and self.steps > 0
+        if self.learns_prompts:  # rows of all examples: of many, a few fill a pass
+            model.batcher = replace(model.batcher, max_tokens=settings.tokens_per_pass)
         longest = replace(config, inner_steps=config.inner_steps * (2 if self.chooses else 1))
         setup = rules.setup(longest, model.worker, model.head_names, config.most_classes, settings.bf16)
         self.inner = with_stored_rates(settings, longest, setup.inner, model.worker)
@@ -221,12 +221,14 @@ class TaskLearner:
             more = encode(self.tokenizer, self.config, [*names.values()], [*names])
             examples += [replace(row, labels=label) for label, row in enumerate(more)]
         folds = task.folds if self.chooses else []
-        return Encoded(task, examples, self.config.inner_steps, folds=folds)
+        if self.prompts and (message := self.model.dropped_examples(examples, self.settings.max_new_tokens)):
+            self.progress.notice(Warn(f"{name}: {message}"))
+        return Encoded(task, examples, self.steps, folds=folds)
 
     def rounds(self, tasks: Iterable[Encoded]) -> list[list[Encoded]]:
         """Tasks of similar sizes, the largest first, as many as fit into a few passes."""
         tasks = list(tasks)
-        passes = self._passes([self._rows(one) for one in tasks], ROUND if self.loop else 1)
+        passes = self._passes([one.examples for one in tasks], ROUND if self.loop else 1)
         return [[tasks[number] for number in numbers] for numbers in passes]
 
     def learn(self, tasks: Sequence[Encoded]) -> Iterator[Learned]:
@@ -278,11 +280,13 @@ class TaskLearner:
         """Support and query examples of each fold."""
         for fold in one.folds:
             support = [example for index, example in enumerate(one.examples) if index not in fold]
-            yield self.rearrange(support, [one.examples[index] for index in fold])
+            yield support, [one.examples[index] for index in fold]
 
-    def _rows(self, one: Encoded) -> list[Example]:
-        """The rows of the inner loop on all examples of a task."""
-        return self.rearrange(one.examples, [])[0]
+    def _rows(
+        self, support: Sequence[Example], query: Sequence[Example]
+    ) -> tuple[Sequence[Example], Sequence[Example]]:
+        """The rows of the inner loop and of the queries: with prompts, or the examples as they are."""
+        return self.model.in_context_rows(support, query) if self.learns_prompts else (support, query)
 
     def _scores(
         self, owners: Sequence[Encoded], folds: Sequence[tuple[list[Example], list[Example]]]
@@ -292,7 +296,7 @@ class TaskLearner:
         for numbers in self._passes([support for support, _ in folds]):
             here = [owners[number] for number in numbers]
             episodes = [
-                Episode(*map(self._split, [owners[number]] * 2, folds[number], (True, False)))
+                Episode(*map(self._split, [owners[number]] * 2, self._rows(*folds[number]), (True, False)))
                 for number in numbers
             ]
             if self.loop is None:
@@ -307,10 +311,9 @@ class TaskLearner:
     ) -> Iterator[tuple[Encoded, list[PassStats], dict[str, Tensor] | None]]:
         """Each task with the statistics of its support set after 0 to K steps, and its weights."""
         worker, tasks = self.model.worker, sorted(tasks, key=lambda one: one.steps)
-        rows = [self._rows(one) for one in tasks]
-        for numbers in self._passes(rows, in_order=True):
+        for numbers in self._passes([one.examples for one in tasks], in_order=True):
             here = [tasks[number] for number in numbers]
-            sets = [self._split(tasks[number], rows[number], support=True) for number in numbers]
+            sets = [self._split(one, self._rows(one.examples, [])[0], support=True) for one in here]
             if self.loop is None:
                 for one, support in zip(here, sets, strict=True):
                     inner = replace(self.inner, steps=one.steps)
@@ -365,7 +368,7 @@ class TaskLearner:
         sizes = [
             (
                 min(batcher.micro_batch_size, -(-len(examples) // batcher.group_size)),
-                max(len(example.input_ids) for example in examples),
+                self._longest(examples),
             )
             for examples in sets
         ]
@@ -383,6 +386,13 @@ class TaskLearner:
             else:
                 passes[-1].append(number)
         return passes
+
+    def _longest(self, examples: Sequence[Example]) -> int:
+        """Tokens of the longest row of the inner loop on some examples."""
+        lengths = [len(example.input_ids) for example in examples]
+        if not self.learns_prompts:
+            return max(lengths)
+        return min(sum(lengths), self.model.positions or sum(lengths))
 
     def _tasks_in_memory(self) -> int:
         """The largest number of tasks whose adapters fit into the free memory of every rank.
@@ -403,11 +413,6 @@ class TaskLearner:
                 " fewer layers (--lora_target_modules)"
             )
         return max(1, int(MEMORY * free / of_task))
-
-
-def as_they_are(support: Sequence[Example], query: Sequence[Example]) -> tuple[list[Example], list[Example]]:
-    """The rows of an inner loop without prompts."""
-    return [*support], [*query]
 
 
 def head_key(settings: AdaptConfig, classes: int) -> int:

@@ -143,8 +143,8 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
         "One or more methods of learning a task; soft_kmeans, sinkhorn: means of the support set and"
         " all queries of the episode (transductive);"
         " finetune+in_context: the support set is in the prompt of every query, and in the inner loop the"
-        " other examples are in that of each support example (default: finetune; in_context for a model of"
-        " meta_icl)",
+        " other examples are in that of each support example (default: that of the model, which is in_context"
+        " after meta_icl; else finetune)",
         METHODS,
     )
     n_way: str = setting(
@@ -259,11 +259,10 @@ class TuneConfig(EvaluateConfig):
 
     method: list[str] = setting(
         [],
-        "The method whose inner loop is chosen (default: finetune; finetune+in_context for a model that has"
-        " examples in its prompt)",
+        "The method whose inner loop is chosen (default: finetune; finetune+in_context for a model of"
+        " meta_icl, or one that was tuned for it)",
         OF_TUNE,
     )
-
     eval_split: str = setting("valid", "The split that the choice is made on", EVAL_SPLITS)
     episodes: int = setting(40, "Episodes; the same ones for every choice", least=1)
     inner_lrs: list[float] = setting(
@@ -322,11 +321,13 @@ class TuneConfig(EvaluateConfig):
         )
         if len(self.method) > 1:
             raise UsageError(f"method={' '.join(self.method)}: tune chooses for one method; give one")
-        if not self.method:
-            self.method = [OF_TUNE["in_context" in self.stored_method]]
         for name in self.inner_optimizers:
             if ":" not in name and name not in INNER_OPTIMIZERS:
                 find_inner(name)
+
+    def with_method(self) -> "TuneConfig":
+        """See `EvaluateConfig`."""
+        return self if self.method else replace(self, method=[OF_TUNE["in_context" in self.stored_method]])
 
     def rates(self, optimizer: str) -> list[float]:
         """The rates to try with an inner optimizer."""
@@ -355,7 +356,7 @@ class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
     method: str | None = setting(
         None,
         "in_context: no inner loop, but the examples in the prompt of every input; finetune+in_context: both"
-        " (default: finetune; in_context for a model of meta_icl)",
+        " (default: that of the model, which is in_context after meta_icl; else finetune)",
         OF_ADAPT,
     )
     early_stopping: bool = setting(
@@ -369,7 +370,7 @@ class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
     tokens_per_pass: int = setting(
         4096,
         "Support directory with LoRA: most tokens, with padding, of a forward pass in which several tasks are"
-        " learned",
+        " learned; finetune+in_context: of any forward pass of several rows",
         least=1,
     )
     group_size: str = setting(
@@ -378,17 +379,21 @@ class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
         or_auto=1,
     )
 
-    def check_method(self, config: Config) -> None:
-        """Raise `UsageError` for examples in the prompts of a classifier, and for settings of an inner loop
-        that the method has not. config: of the run.
+    def method_of(self, config: Config) -> str:
+        """The method of the command, or that of the model if it has one for `adapt`. config: of the run.
+
+        Raises `UsageError` for examples in the prompts of a classifier, and for settings of an inner loop
+        that the method has not.
         """
-        method = self.method or self.stored_method
-        if "in_context" in method and config.task_type == "classification":
+        causal, stored = config.task_type == "causal_lm", self.stored_method
+        method = self.method or (stored if causal and stored in OF_ADAPT else "finetune")
+        if "in_context" in method and not causal:
             raise UsageError(
                 f"method={method} puts the examples into the prompt, and task_type=classification has none;"
                 " use finetune"
             )
         self.refuse_loop_settings(method)
+        return method
 
     def __post_init__(self) -> None:
         files = {"query": self.query}

@@ -87,6 +87,8 @@ def tune(
             if launch.global_rank == 0 and settings.output:
                 check_output(target)
         settings = with_local_models(settings, world, progress.notice)
+        with world.comm.raise_on_all("reading settings"):
+            settings = settings.with_method()
         tuning = TuneRun(settings, world, progress, signals)
         trials = target.with_name(f"{target.stem}.trials.json")
         tuning.read_trials(world, trials)
@@ -188,7 +190,7 @@ def section_of(config: Config) -> TuneConfig:
     chosen = {*CHOSEN} - {"inner_optimizer"}
     shared = (Config.__dataclass_fields__.keys() & TuneConfig.__dataclass_fields__.keys()) - chosen
     own = {name: getattr(config, name) for name in shared}
-    own.update(n_way=str(config.n_way), k_shot=[config.k_shot])
+    own.update(n_way=str(config.n_way), k_shot=[config.k_shot], method=["finetune"])
     if config.task_type == "classification":
         own["head_inits"] = [config.head_init]
     given = {name: typed(TuneConfig, name, value, "tune") for name, value in section.items()}

@@ -14,7 +14,7 @@ import hmac
 import json
 import os
 import platform
-import secrets
+import random
 import socket
 import time
 import uuid
@@ -28,7 +28,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of
 from fmmeta.parallel.layout import Launch
 
-LOWEST_PORT, EPHEMERAL_PORT = 15_000, 49_152  # of unused_port; the second by IANA, where Linux names none
+LOWEST_PORT, FEWEST_PORTS = 10_000, 1_000  # of unused_port
 INFINIBAND = Path("/sys/class/infiniband")
 NUMBERS = (
     "NCCL_IB_TIMEOUT",
@@ -198,17 +198,26 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def unused_port() -> int:
-    """A free port of the loopback interface for a process that starts now and binds it in some seconds.
+    """A free port for a process that starts now and binds it in some seconds.
 
-    It is below the ports that the kernel gives to connections and to sockets bound to port 0.
+    Where there are enough, it is none of those that the kernel gives to connections and to sockets bound to
+    port 0, which may be taken by then.
     """
-    file = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    end = int(file.read_text().split()[0]) if file.exists() else EPHEMERAL_PORT
-    while True:
-        port = secrets.choice(range(min(LOWEST_PORT, end - 1), end))
+    first, last = ephemeral_ports()
+    ports = [*range(LOWEST_PORT, first), *range(last + 1, 2**16)]
+    for port in random.SystemRandom().sample(ports, len(ports)) if len(ports) >= FEWEST_PORTS else ():
         with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+            probe.bind(("", port))
             return port
+    with listen("127.0.0.1", 0) as probe:
+        return int(probe.getsockname()[1])
+
+
+def ephemeral_ports() -> tuple[int, int]:
+    """The first and the last of the ports that the kernel gives away; IANA's where Linux names none."""
+    file = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first, last = file.read_text().split() if file.exists() else ("49152", "65535")
+    return int(first), int(last)
 
 
 def source_address(host: str, port: int = 1) -> str | None:

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from fmmeta.parallel.network import unused_port
+from fmmeta.parallel import network
 from tests.support.fork_server_process import read_line
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +85,7 @@ def free_port() -> int:
     """A port for ranks that start now, given to no other test of this session."""
     session = os.environ.get(SESSION_FOLDER)
     while True:
-        port = unused_port()
+        port = network.unused_port()
         with suppress(FileExistsError):
             if session:
                 (Path(session) / f"port-{port}").touch(exist_ok=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -86,10 +87,15 @@ def test_answers_are_those_of_a_plain_loop_with_the_examples_in_the_prompt(llama
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| prompt | the examples precede every input |" in card
     assert "2 steps of sgd" in card if steps else "inner loop" not in card
-    (call,) = [line for line in card.splitlines() if line.startswith("print(pipe(")]
-    text = json.loads(call[len("print(pipe(") : call.index(", return_full_text")])
     before = "".join(f"Input: {pair[0]}\nOutput: {pair[1]}{byte_tokenizer().eos_token}" for pair in PAIRS)
-    assert text == f"{before}Input: 5 + 1\nOutput:"
+    assert prompt_in(tmp_path / "out") == f"{before}Input: 5 + 1\nOutput:"
+
+
+def prompt_in(folder):
+    """The prompt in the card of an adapted model."""
+    lines = (folder / "README.md").read_text().splitlines()
+    (call,) = [line for line in lines if line.startswith("print(pipe(")]
+    return json.loads(call[len("print(pipe(") : call.index(", return_full_text")])
 
 
 def test_the_steps_are_chosen_with_prompts_and_adapters_share_a_pass(llama, tmp_path):
@@ -98,7 +104,11 @@ def test_the_steps_are_chosen_with_prompts_and_adapters_share_a_pass(llama, tmp_
     settings = {**SETTINGS, "inner_lr": 0.01, "inner_steps": 2, "lora_r": 2, "method": "finetune+in_context"}
     together = fmmeta.adapt_many(llama, tasks, output_dir=tmp_path / "many", **settings)
     assert not together.failed
-    rows, wanted = [], []
+    bare = fmmeta.adapt(
+        llama, PAIRS, output_dir=tmp_path / "many" / "bare", **{**settings, "method": "finetune"}
+    )
+    rows = [{"text": text, "adapter": "bare"} for text in INPUTS]
+    wanted = [one.output for one in bare.predict(INPUTS, max_new_tokens=3)]
     for name, pairs in tasks.items():
         single = fmmeta.adapt(llama, pairs, **settings)
         assert single.left_out is not None
@@ -121,16 +131,75 @@ def fmmeta_predict(adapters, inputs, output):
     )
 
 
-def test_examples_that_leave_no_room_for_the_answer_are_left_out_of_the_prompt(llama):
-    adapted = fmmeta.adapt(llama, PAIRS, method="in_context", **SETTINGS)
+def test_examples_without_room_are_left_out_of_the_prompt(llama, terminal, capsys):
+    """The model has 128 positions: four of the pairs fit before an input, with room for their answers."""
+    pairs = [*PAIRS, *((word, word[0]) for word in WORDS[6:9])]
+    adapted = fmmeta.adapt(llama, pairs, method="in_context", quiet=False, **SETTINGS)
     model, whole = adapted.loaded, adapted.loaded.prompt_examples
     _, examples, _ = model.encode_inputs(INPUTS[:1])
-    lengths = {room: len(*model.prompts_of(whole, examples, room)) for room in (1, 30, 60, 127)}
-    own = 1 + len(tokens_of(INPUTS[0])[0])
-    total = own + sum(len(tokens_of(*pair)[0]) for pair in PAIRS)
-    assert lengths[1] == lengths[30] == total
-    assert own < lengths[60] < total
-    assert lengths[127] == own
+    (ids,), (short,) = (model.prompts_of(whole, examples, most) for most in (64, 1))
+    kept = [token for pair in pairs[2:] for token in tokens_of(*pair)[0]]
+    assert [*ids] == [*short] == [BOS, *kept, *tokens_of(INPUTS[0])[0]]
+    assert len(ids) + 3 <= 128 < len(ids) + len(tokens_of(*pairs[1])[0])
+    check_message(capsys.readouterr().out.strip().splitlines()[-1], "4 of 6 examples", "left out")
+    assert adapted.predict(INPUTS, max_new_tokens=500)  # as many as there are positions
+    few = fmmeta.adapt(llama, PAIRS, method="in_context", quiet=False, **SETTINGS)
+    assert "left out" not in capsys.readouterr().out
+    assert few.inner_steps == 0
+
+
+def test_a_folder_keeps_its_method_and_its_inner_loop(llama, tmp_path):
+    """An adapted folder is adapted again as before, or by an inner loop; merged/ answers as adapters do."""
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    rows = [("a", "b"), ("c", "d")]
+    fmmeta.adapt(llama, PAIRS, output_dir=first, method="in_context", **SETTINGS)
+    again = fmmeta.adapt(first, rows, output_dir=second)
+    assert [len(again.loaded.prompt_examples), again.inner_steps] == [2, 0]
+    loop = fmmeta.adapt(second, PAIRS, method="finetune", early_stopping=False)
+    assert [len(loop.loaded.prompt_examples), loop.inner_steps] == [0, 5]
+    settings = {**SETTINGS, **LOOP, "inner_lr": 0.01, "lora_r": 2, "lora_merge": True}
+    adapted = fmmeta.adapt(llama, PAIRS, output_dir=third, **settings)
+    wanted = [one.output for one in adapted.predict(INPUTS, max_new_tokens=3)]
+    assert any(wanted)
+    for folder in (third, third / "merged"):
+        assert [one.output for one in fmmeta.load(folder).predict(INPUTS, max_new_tokens=3)] == wanted
+    stored = json.loads((third / "merged" / "fmmeta.json").read_text())
+    assert stored["method"] == "finetune+in_context"
+
+
+def test_tasks_that_were_adapted_by_another_method_are_not_complete(llama, tmp_path):
+    model = shutil.copytree(llama, tmp_path / "model")
+    fmmeta.adapt_many(model, {"a": PAIRS}, output_dir=tmp_path / "out", **SETTINGS, inner_steps=1)
+    (model / "fmmeta.json").write_text(json.dumps({"method": "finetune+in_context"}))
+    settings = {"output_dir": tmp_path / "out", **SETTINGS, "inner_steps": 1}
+    message = refusal(fmmeta.adapt_many, model, {"a": PAIRS, "b": PAIRS}, **settings)
+    check_message(message, "method None -> finetune+in_context", "another output_dir")
+    (model / "fmmeta.json").write_text(json.dumps({"method": "zero_shot"}))  # of evaluate alone
+    same = fmmeta.adapt_many(model, {"a": PAIRS}, **settings)
+    assert [*same] == ["a"]
+
+
+def test_the_card_of_a_chat_model_has_the_prompt_in_use(llama, tmp_path):
+    """A template that begins with `bos`, which a prompt of several pairs has once."""
+    model = shutil.copytree(llama, tmp_path / "model")
+    template = (
+        "{{ bos_token }}{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    (model / "chat_template.jinja").write_text(template)
+    adapted = fmmeta.adapt(
+        model,
+        PAIRS[:2],
+        output_dir=tmp_path / "out",
+        method="in_context",
+        **{**SETTINGS, "prompt_template": "chat"},
+    )
+    assert prompt_in(tmp_path / "out") == "<u>river<a>r<u>stone<a>s<u>5 + 1<a>"
+    loaded = adapted.loaded
+    _, examples, _ = loaded.encode_inputs(["5 + 1"])
+    (ids,) = loaded.prompts_of(loaded.prompt_examples, examples, 1)
+    assert byte_tokenizer().decode(ids[1:]) == prompt_in(tmp_path / "out")
+    assert ids[0] == BOS
 
 
 def test_a_single_support_row_is_learned_without_a_prompt():
@@ -150,7 +219,7 @@ def test_what_means_nothing_is_refused(llama, tmp_path):
     fmmeta.adapt(llama, PAIRS, output_dir=tmp_path / "out", method="in_context", **SETTINGS)
     file = tmp_path / "out" / "fmmeta.json"
     stored = json.loads(file.read_text())
-    for wrong in ("text", [["one"]], [["a", 3]], {"a": 1}):
+    for wrong in ("text", [["one"]], [["a", 3]], {"a": 1}, [["a\ud800", "b"]]):
         stored["adapted"]["prompt_examples"] = wrong
         file.write_text(json.dumps(stored))
         check_message(refusal(fmmeta.load, tmp_path / "out"), "prompt_examples", "no pair", "adapt the model")

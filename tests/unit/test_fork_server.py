@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from fmmeta.parallel.network import unused_port
+from fmmeta.parallel import network
 from fmmeta.reliability.signals import process_stat
 from tests.support.fork_server import SESSION_FOLDER, free_port, shared
 from tests.support.fork_server_process import PRELOADED
@@ -135,14 +134,15 @@ def test_environment_read_by_imports_starts_an_interpreter():
 
 def test_ports_are_given_once(tmp_path, monkeypatch):
     monkeypatch.setenv(SESSION_FOLDER, str(tmp_path))
-    monkeypatch.setattr("fmmeta.parallel.network.LOWEST_PORT", first_ephemeral_port() - 100)
-    assert len({free_port() for _ in range(50)}) == 50
+    monkeypatch.setattr(network, "unused_port", iter([1, 1, 2, 1, 2, 3]).__next__)
+    assert [free_port() for _ in range(3)] == [1, 2, 3]
 
 
-def test_a_port_for_ranks_is_none_that_the_kernel_may_give_away():
+def test_a_port_for_ranks_is_none_that_the_kernel_may_give_away(monkeypatch):
     """Ranks that start as interpreters bind their port seconds after it was chosen."""
-    assert all(1024 < unused_port() < first_ephemeral_port() for _ in range(20))
-
-
-def first_ephemeral_port():
-    return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    first, last = network.ephemeral_ports()
+    found = {network.unused_port() for _ in range(20)}
+    assert not any(first <= port <= last for port in found)
+    assert len(found) > 10
+    monkeypatch.setattr(network, "ephemeral_ports", lambda: (1024, 65_000))  # too few are left
+    assert network.unused_port() > 1024

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,16 @@ def test_the_section_takes_model_and_tasks_from_the_run(tmp_path):
         [1],
     )
     assert (settings.head_inits, settings.seed) == (["zero"], 42)
+
+
+def test_a_section_tunes_the_inner_loop_of_the_training_whatever_the_base_was_tuned_for(llama, tmp_path):
+    """Training puts no examples into prompts, also if the base stores a method that does."""
+    model = shutil.copytree(llama, tmp_path / "model")
+    (model / "fmmeta.json").write_text(json.dumps({"method": "in_context"}))
+    config = Config(model_name_or_path=str(model), dataset=["words"], task_type="causal_lm", tune="{}")
+    assert section_of(config).with_method().method == ["finetune"]
+    config = TuneConfig(model_name_or_path=str(model), dataset=["words"], task_type="causal_lm")
+    assert config.with_method().method == ["finetune+in_context"]
 
 
 @pytest.mark.parametrize(

@@ -74,15 +74,6 @@ def make_prompt(template: str, tokenizer: Any) -> Prompt:
     return Prompt(lambda text: stem.replace("{input}", text), before[len(stem) :], after, specials=True)
 
 
-def prompt_text(tokenizer: Any, template: str, pairs: Sequence[tuple[str, str]], text: str) -> str:
-    """The text of an input with pairs before it, each as a training example ends."""
-    prompt = make_prompt(template, tokenizer)
-    end = (tokenizer.eos_token or "") if prompt.specials else ""
-    return "".join(f"{prompt.before(one)}{prompt.answer(output)}{end}" for one, output in pairs) + (
-        prompt.before(text)
-    )
-
-
 def chat_prompt(tokenizer: Any) -> Prompt:
     """The prompt of the tokenizer's chat template, with thinking turned off if the template supports it.
 
