@@ -173,7 +173,7 @@ def test_tasks_that_were_adapted_by_another_method_are_not_complete(llama, tmp_p
     (model / "fmmeta.json").write_text(json.dumps({"method": "finetune+in_context"}))
     settings = {"output_dir": tmp_path / "out", **SETTINGS, "inner_steps": 1}
     message = refusal(fmmeta.adapt_many, model, {"a": PAIRS, "b": PAIRS}, **settings)
-    check_message(message, "method None -> finetune+in_context", "another output_dir")
+    check_message(message, "method finetune -> finetune+in_context", "another output_dir")
     (model / "fmmeta.json").write_text(json.dumps({"method": "zero_shot"}))  # of evaluate alone
     same = fmmeta.adapt_many(model, {"a": PAIRS}, **settings)
     assert [*same] == ["a"]
