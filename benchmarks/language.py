@@ -12,6 +12,7 @@ choose   the inner loop of every row on validation tasks, seed 1 alone: SGD and 
          the rates of the training), 0 to 30 steps; the template of the untrained model's rows
 test     every row on the test tasks, the same episodes for all: loss per answer token, exact match of greedy
          answers, calibration error over answer tokens; curves over inner steps and over shots
+words    the same on the held-out functions of the generated suite, which no choice was made on
 show     the table, with differences paired by task (t interval, Wilcoxon test) to the best meta-trained row,
          which is the one with the lowest validation loss; --plot: exact match over shots
 
@@ -83,7 +84,16 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "fomaml": {"algorithm": "fomaml", **LEARNED},
     "reptile": {"algorithm": "reptile", **INNER},
     "maml": {"algorithm": "maml", **LEARNED},
+    "joint_fomaml": {
+        "algorithm": "fomaml",
+        "inner_optimizer": "adamw",
+        "inner_lr": 1e-3,
+        "inner_steps": 5,
+        "outer_lr": 5e-4,
+        "after": "joint",
+    },
 }
+"""Flags of each training. after: the training that it continues; each of the two sees half of the pairs."""
 ROWS = {  # name: training and method
     "zero-shot": ("base", "zero_shot"),
     "in context": ("base", "in_context"),
@@ -95,6 +105,7 @@ ROWS = {  # name: training and method
     "MetaICL": ("meta_icl", "in_context"),
     "MetaICL, all answers": ("meta_icl_all", "in_context"),
     "FOMAML": ("fomaml", "finetune"),
+    "joint, then FOMAML": ("joint_fomaml", "finetune"),
     "Reptile": ("reptile", "finetune"),
     "exact MAML": ("maml", "finetune"),
     "MetaICL, test-time training": ("meta_icl_all", "finetune+in_context"),
@@ -104,6 +115,7 @@ META_TRAINED = (
     "MetaICL, all answers",
     "MetaICL, test-time training",
     "FOMAML",
+    "joint, then FOMAML",
     "Reptile",
     "exact MAML",
 )
@@ -115,6 +127,7 @@ CURVES = (  # over inner steps
     "joint, LoRA",
     "MetaICL, test-time training",
     "FOMAML",
+    "joint, then FOMAML",
     "exact MAML",
 )
 SHOT_CURVES = ("in context", "LoRA", "MetaICL, all answers", "FOMAML")
@@ -126,7 +139,7 @@ STEPS_WITH_PROMPTS = STEPS[
 TEMPLATES = ("plain", "chat")
 FIRST_SEED = 1  # of the choices, of curves, and of rows that are not trained
 PAIRS = 18_000  # of input and answer, through forward and backward passes
-SPLITS = {"valid": (11, 10), "test": (12, 66)}  # seed of the episodes, and how many
+SPLITS = {"valid": (11, 10), "test": (12, 66), "words": (13, 46)}  # seed of the episodes, and how many
 
 
 def pairs_per_task(settings: dict[str, Any]) -> int:
@@ -163,22 +176,27 @@ class Study:
 
     def train(self, training: str, seed: int) -> dict[str, Any]:
         """Train, or go on with a run that was stopped."""
-        settings = TRAININGS[training]
-        steps = self.asked.pairs // (OUTER["meta_batch_size"] * pairs_per_task(settings))
-        output = self.folder / f"{training}-{seed}"
+        settings, output = dict(TRAININGS[training]), self.folder / f"{training}-{seed}"
+        model, before, steps = self.asked.model, settings.pop("after", None), 0
         resumed, began = output.exists(), time.process_time()
-        MetaTrainer(
-            Config(
-                model_name_or_path=self.asked.model,
-                dataset=self.trained_on,
-                output_dir=str(output),
-                outer_steps=steps,
-                seed=seed,
-                k_shot=SHOTS,
-                prompt_template="plain",
-                **{**COMMON, **LORA, **OUTER, **settings},
-            )
-        ).train()
+        stages = [(TRAININGS[before], self.folder / f"{training}-{seed}-{before}")] if before else []
+        stages.append((settings, output))
+        for of_stage, folder in stages:
+            pairs = self.asked.pairs // len(stages)
+            steps = pairs // (OUTER["meta_batch_size"] * pairs_per_task(of_stage))
+            MetaTrainer(
+                Config(
+                    model_name_or_path=model,
+                    dataset=self.trained_on,
+                    output_dir=str(folder),
+                    outer_steps=steps,
+                    seed=seed,
+                    k_shot=SHOTS,
+                    prompt_template="plain",
+                    **{**COMMON, **LORA, **OUTER, **of_stage},
+                )
+            ).train()
+            model = str(folder / "model")
         minutes = None if resumed else round((time.process_time() - began) / 60, 1)
         return {"outer_steps": steps, "pairs": self.asked.pairs, "cpu_minutes": minutes}
 
@@ -200,10 +218,10 @@ class Study:
         began = time.process_time()
         settings = EvaluateConfig(
             model_name_or_path=self.model(training, seed),
-            dataset=self.data,
+            dataset=["words"] if split == "words" else self.data,
             method=["finetune" if learns else methods[0]],
             episodes=count,
-            eval_split=split,
+            eval_split="test" if split == "words" else split,
             seed=episodes_seed,
             k_shot=[shots],
             **{**COMMON, **of_base, **choice, **({"inner_steps": max(at)} if learns else {})},
@@ -382,19 +400,33 @@ def tests(study: Study) -> Cells:
                     yield f"shots {row} {shots}", partial(test, shots=shots)
 
 
+def confirmations(study: Study) -> Cells:
+    """Rows with the settings of the test tasks, on the functions of `words` that are held out."""
+    for row in study.asked.rows:
+
+        def confirm(row: str = row) -> dict[str, Any]:
+            choice, steps, _ = chosen(study, row)
+            return study.score(row, FIRST_SEED, "words", choice, [steps])
+
+        yield f"words {row} {FIRST_SEED}", confirm
+
+
 STAGES: dict[str, Callable[[Study], Cells]] = {
     "train": trainings,
     "choose": choices,
     "test": tests,
+    "words": confirmations,
     "show": lambda study: iter(()),
 }
 
 
-def over_seeds(cells: dict[str, Any], row: str, value: str, steps: str | None = None) -> dict[str, float]:
-    """Mean of a value over the seeds of a row's test cells, by task; empty if there are none."""
+def over_seeds(
+    cells: dict[str, Any], row: str, value: str, steps: str | None = None, split: str = "test"
+) -> dict[str, float]:
+    """Mean of a value over the seeds of a row's cells of a split, by task; empty if there are none."""
     found = defaultdict[str, list[float]](list)
     for name, cell in cells.items():
-        if name.startswith("test ") and cell["row"] == row:
+        if name.startswith(f"{split} ") and cell["row"] == row:
             for task, one in cell["steps"].get(steps or str(cell["chosen"]), {value: {}})[value].items():
                 found[task].append(one)
     return {task: mean(values) for task, values in found.items()}
@@ -449,7 +481,35 @@ def show(cells: dict[str, Any]) -> str:
         )
     header = ["row", "template", "inner loop", "seeds", "valid loss", "test loss", "exact match %", "ECE"]
     main = table([*header, "chosen - this: loss", "chosen - this: exact match"], lines)
-    return "\n\n".join([main, differences(cells), curves(cells)])
+    parts = [main, differences(cells), curves(cells)]
+    if any(name.startswith("words ") for name in cells):
+        parts.append(words(cells))
+    return "\n\n".join(parts)
+
+
+def words(cells: dict[str, Any]) -> str:
+    """A table: the rows on the held-out functions of `words`, and the difference to the best one."""
+    rows = [row for row in ROWS if over_seeds(cells, row, "loss", split="words")]
+    values = {
+        (row, name): over_seeds(cells, row, name, split="words") for row in rows for name in ("loss", "exact")
+    }
+    best = min(rows, key=lambda row: mean(values[row, "loss"].values()))
+    lines = []
+    for row in rows:
+        loss, exact = values[row, "loss"], values[row, "exact"]
+        apart = ["", ""]
+        if row != best:
+            apart = [
+                difference(loss, values[best, "loss"], "+.3f"),
+                difference(exact, values[best, "exact"], "+.1f", 100),
+            ]
+        shown = [
+            format_interval(mean_ci95(list(loss.values())), ".3f"),
+            format_interval(mean_ci95(list(exact.values())), ".1f", 100),
+        ]
+        lines.append([row, *shown, *apart])
+    name = f"this - {best}"
+    return table(["row on words", "loss", "exact match %", f"{name}: loss", f"{name}: exact match"], lines)
 
 
 def differences(cells: dict[str, Any]) -> str:
