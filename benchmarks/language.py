@@ -319,6 +319,7 @@ def main() -> None:
     parser.add_argument("--stage", nargs="+", default=list(STAGES), choices=list(STAGES))
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--only", default="", help="cells whose name contains this text")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs that each training sees")
     parser.add_argument("--generated", nargs="*", default=["words"], help="data sets to train on as well")
     parser.add_argument("--json", default=str(RESULTS))
@@ -326,7 +327,8 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     study, began = Study(asked), time.monotonic()
-    work = [cell for stage in STAGES if stage in asked.stage for cell in STAGES[stage](study)]
+    stages = [STAGES[stage] for stage in STAGES if stage in asked.stage]
+    work = [cell for stage in stages for cell in stage(study) if asked.only in cell[0]]
     for done, (name, make) in enumerate(work):
         if name not in study.cells():
             print(f"{name}: {done} of {len(work)} cells, {(time.monotonic() - began) / 60:.0f} min so far")
