@@ -24,7 +24,7 @@ from fmmeta.common.processes import host_bytes
 from fmmeta.common.progress import Progress, Warn
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.methods import as_scores, scores_by_step, with_stored_rates
-from fmmeta.evaluation.settings import AdaptConfig
+from fmmeta.evaluation.settings import AdaptConfig, has_inner_loop, has_prompts
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.inner_optimizers import RATES_FILE, Rates
 from fmmeta.meta.multi_task import MultiTaskInnerLoop
@@ -169,7 +169,7 @@ class TaskLearner:
         self.model = model = load_model(config, progress, labels, settings.bf16, ranks)
         suggest_chat(config, model.tokenizer, progress.notice)
         self.tokenizer = copy.deepcopy(model.tokenizer)  # encoding sets its truncation
-        self.prompts, learns = "in_context" in method, "finetune" in method
+        self.prompts, learns = has_prompts(method), has_inner_loop(method)
         self.learns_prompts = self.prompts and learns
         self.steps = config.inner_steps if learns else 0
         constant = config.inner_lr_schedule == "constant"

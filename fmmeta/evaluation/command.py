@@ -40,7 +40,7 @@ from fmmeta.evaluation.results import (
     show,
     write_json,
 )
-from fmmeta.evaluation.settings import EvaluateConfig
+from fmmeta.evaluation.settings import EvaluateConfig, has_inner_loop, has_prompts
 from fmmeta.metrics.scores import EpisodeScore, gather_scores
 from fmmeta.models.files import remembered, trained_with
 from fmmeta.models.load import describe, empty_learner, suggest_chat
@@ -340,7 +340,7 @@ class EvaluatedModel:
         slots = {task.seed: slot for slot, task in enumerate(episodes.tasks)}
         self.progress.start(what)
         load = self.parts.load(episodes.source)
-        learns, prompts = ("finetune" in method), ("in_context" in method)
+        learns, prompts = has_inner_loop(method), has_prompts(method)
         prompt = build.prompt_builder(self.inputs) if prompts else None
         if learns and prompts:
             load.rearrange = build.in_context_builder(self.inputs)

@@ -59,6 +59,16 @@ BELONG_TO = {  # stored settings that are not used with another inner optimizer,
 }
 
 
+def has_inner_loop(methods: str) -> bool:
+    """Whether one of the methods takes gradient steps on the support set."""
+    return "finetune" in methods
+
+
+def has_prompts(methods: str) -> bool:
+    """Whether one of the methods puts the support set into the prompt of a query."""
+    return "in_context" in methods
+
+
 def settings_of_training(*names: str) -> Any:
     """A dataclass of these settings of `Config`; those that a model stores are None, or empty lists."""
     items = []
@@ -119,7 +129,7 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
         """Raise `UsageError` for a setting of the inner loop if none of the methods has one."""
         refuse_first(
             (
-                "finetune" not in methods and getattr(self, name) not in (None, []),
+                not has_inner_loop(methods) and getattr(self, name) not in (None, []),
                 f"{name}={getattr(self, name)} is of the inner loop, and method={methods} has none; leave it"
                 " out, or use finetune",
             )
@@ -201,7 +211,7 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
     @property
     def finetunes(self) -> bool:
         """Whether a method has an inner loop; the default one has."""
-        return not self.method or any("finetune" in method for method in self.method)
+        return not self.method or any(map(has_inner_loop, self.method))
 
     @property
     def compare_model(self) -> str | None:
@@ -216,7 +226,7 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
     def check_run(self, config: Config) -> None:
         """Raise `UsageError` for settings that have no effect on these methods or this kind of task."""
         causal = config.task_type == "causal_lm"
-        prompt = next((method for method in self.method if "in_context" in method), "")
+        prompt = next(filter(has_prompts, self.method), "")
         metrics = " ".join(self.metrics)
         if self.method:
             self.refuse_loop_settings(" ".join(self.method))
@@ -327,7 +337,7 @@ class TuneConfig(EvaluateConfig):
 
     def with_method(self) -> "TuneConfig":
         """See `EvaluateConfig`."""
-        return self if self.method else replace(self, method=[OF_TUNE["in_context" in self.stored_method]])
+        return self if self.method else replace(self, method=[OF_TUNE[has_prompts(self.stored_method)]])
 
     def rates(self, optimizer: str) -> list[float]:
         """The rates to try with an inner optimizer."""
@@ -387,7 +397,7 @@ class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
         """
         causal, stored = config.task_type == "causal_lm", self.stored_method
         method = self.method or (stored if causal and stored in OF_ADAPT else "finetune")
-        if "in_context" in method and not causal:
+        if has_prompts(method) and not causal:
             raise UsageError(
                 f"method={method} puts the examples into the prompt, and task_type=classification has none;"
                 " use finetune"

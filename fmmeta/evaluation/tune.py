@@ -34,7 +34,7 @@ from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.command import plan_evaluation, with_local_models
 from fmmeta.evaluation.methods import scores_by_step, with_stored_rates
 from fmmeta.evaluation.results import check_output, write_json
-from fmmeta.evaluation.settings import TuneConfig
+from fmmeta.evaluation.settings import TuneConfig, has_prompts
 from fmmeta.meta.inner_optimizers import inner_optimizer
 from fmmeta.models.files import remembered
 from fmmeta.models.load import Description, empty_learner
@@ -247,7 +247,7 @@ class TuneRun:
         (episodes,) = chosen.values()
         self.fingerprint = episodes.fingerprint()
         load = self.parts.load(episodes.source)
-        if "in_context" in settings.method[0]:
+        if has_prompts(settings.method[0]):
             load.rearrange = build.in_context_builder(inputs)
         reader = EpisodeReader.of(load, self.ranks, self.config, progress.notice)
         self.episodes = [episode for _, episode in reader.read_share(episodes.tasks)]

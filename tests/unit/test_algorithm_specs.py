@@ -18,7 +18,7 @@ from tests.support.messages import check_message
 
 PACKAGE = ROOT / "fmmeta"
 REGISTRY = PACKAGE / "config/algorithms.py"
-OTHER_MEANINGS = {("evaluation/settings.py", "in_context"), ("evaluation/command.py", "in_context")}
+OTHER_MEANINGS = {("evaluation/settings.py", "in_context")}
 DEFAULT = ("config/settings.py", "fomaml")
 
 
