@@ -120,7 +120,7 @@ def test_the_docs_say_how_many_test_classes_the_recipe_was_chosen_on(name):
 
 
 def test_the_gain_of_the_language_recipe_is_that_of_its_results():
-    """The table of docs/language-models.md, and the sentence of the README."""
+    """The table of docs/language-models.md."""
     cells = read(ROOT / "benchmarks/results/language_in_context.json")
     page = table_cells((ROOT / "docs/language-models.md").read_text(encoding="utf-8"))
     for shots, cell in cells.items():
@@ -134,9 +134,14 @@ def test_the_gain_of_the_language_recipe_is_that_of_its_results():
             f"{trained['loss']:.2f}",
             f"{gain['loss_gain']:.2f} ± {gain['loss_ci95']:.2f}",
         ] in page
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    five = cells["5"]
-    assert (
-        f"from {100 * five['base']['accuracy']:.0f} to {100 * five['meta-trained']['accuracy']:.0f} %"
-        in readme
+
+
+def test_the_readme_names_the_exact_matches_of_language_models():
+    cells = read(language.RESULTS)
+    chosen, joint, lora, prompt = (
+        f"{100 * statistics.mean(language.over_seeds(cells, row, 'exact').values()):.0f} %"
+        for row in ("MetaICL, test-time training", "joint, LoRA", "LoRA", "in context")
     )
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"answers {chosen} of the queries of unseen tasks exactly after MetaICL" in readme
+    assert f"(joint training and LoRA: {joint}, LoRA alone: {lora}, in context: {prompt})" in readme
