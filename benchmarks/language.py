@@ -236,7 +236,7 @@ class Study:
             inner = with_stored_rates(settings, model.config, model.parts.setup.inner, worker)
             load = model.parts.load(episodes.source)
             if prompts and learns:
-                load.rearrange = build.in_context_builder(model.inputs)
+                load.prompt_episode = build.episode_prompt_builder(model.inputs)
             elif prompts:
                 load.prompt = build.prompt_builder(model.inputs)
             for number, task in enumerate(episodes.tasks, 1):

@@ -99,7 +99,7 @@ def write_folder(adapted: AdaptedModel, folder: Path, learner: TaskLearner, lear
         "settings": identifying(settings, learner.method),
         **({"prompt_examples": pairs} if pairs else {}),
     }
-    for each in folders(folder):
+    for each in model_folders(folder):
         stored = json.loads((each / SETTINGS_FILE).read_text(encoding="utf-8"))
         if learner.config.task_type == "causal_lm":
             stored["method"] = learner.method
@@ -111,7 +111,7 @@ def write_folder(adapted: AdaptedModel, folder: Path, learner: TaskLearner, lear
         )
 
 
-def folders(folder: Path) -> list[Path]:
+def model_folders(folder: Path) -> list[Path]:
     """The folder of an adapted model, and merged/ inside it, if it is there."""
     return [one for one in (folder, folder / "merged") if one.is_dir()]
 
@@ -164,7 +164,7 @@ def write_card(
     inputs = "an image" if adapted.loaded.description.images else "a text"
     kind = f"{inputs} classification task" if labels else "a text generation task"
     prompt = prompt_text(adapted.loaded, pairs) if pairs else ""
-    for each in folders(folder):
+    for each in model_folders(folder):
         model_card.write_card(
             each,
             Content(

@@ -343,7 +343,7 @@ class EvaluatedModel:
         learns, prompts = has_inner_loop(method), has_prompts(method)
         prompt = build.prompt_builder(self.inputs) if prompts else None
         if learns and prompts:
-            load.rearrange = build.in_context_builder(self.inputs)
+            load.prompt_episode = build.episode_prompt_builder(self.inputs)
         else:
             load.prompt = prompt
         share = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice).read_share(

@@ -248,7 +248,7 @@ class TuneRun:
         self.fingerprint = episodes.fingerprint()
         load = self.parts.load(episodes.source)
         if has_prompts(settings.method[0]):
-            load.rearrange = build.in_context_builder(inputs)
+            load.prompt_episode = build.episode_prompt_builder(inputs)
         reader = EpisodeReader.of(load, self.ranks, self.config, progress.notice)
         self.episodes = [episode for _, episode in reader.read_share(episodes.tasks)]
         self.inner = with_stored_rates(settings, self.config, self.parts.setup.inner, self.parts.worker)

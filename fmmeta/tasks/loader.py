@@ -172,8 +172,8 @@ class LoadResult:
 
 Prompted = Callable[[Sequence[Example], Sequence[Example]], list[Example]]
 """From support and query rows to query rows with the support set before them, for in-context learning."""
-Rearrange = Callable[[Sequence[Example], Sequence[Example]], tuple[list[Example], list[Example]]]
-"""From support and query rows to those that the inner loop and the evaluation use, such as prompts."""
+PromptedEpisode = Callable[[Sequence[Example], Sequence[Example]], tuple[list[Example], list[Example]]]
+"""From support and query rows to support rows with the other ones before them, and prompted query rows."""
 
 
 @dataclass
@@ -189,7 +189,7 @@ class LoadEpisode:
     transform: Callable[[Draw], EpisodeRows] | None = None
     most_classes: int = 0
     prompt: Prompted | None = None
-    rearrange: Rearrange | None = None
+    prompt_episode: PromptedEpisode | None = None
     sleep: Callable[[float], None] = time.sleep
     timeout_s: float | None = None
     class_weights: Mapping[str, float] = field(default_factory=dict)
@@ -225,8 +225,8 @@ class LoadEpisode:
                     raise
                 self.sleep(wait_s)
         support, query = episode.support, episode.query
-        if self.rearrange is not None:
-            support, query = self.rearrange(support, query)
+        if self.prompt_episode is not None:
+            support, query = self.prompt_episode(support, query)
         classes = len(episode.classes) if len(episode.classes) < self.most_classes else 0
         weights = [self.class_weights.get(name, 1.0) for name in episode.classes if self.class_weights]
         return Episode(

@@ -56,7 +56,7 @@ from fmmeta.tasks.data.encode import make_prompt
 from fmmeta.tasks.data.rows import Row
 from fmmeta.tasks.data.splits import UsedSplits
 from fmmeta.tasks.data.token_store import digest
-from fmmeta.tasks.loader import LoadEpisode, Prompted, Rearrange
+from fmmeta.tasks.loader import LoadEpisode, Prompted, PromptedEpisode
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import TaskSource, stratum_shares
 from fmmeta.tasks.sources.load import Sources, load_sources
@@ -403,7 +403,7 @@ def prompt_builder(inputs: RunInputs, learn_support: bool = False) -> Prompted:
     return partial(prompted, **prompt_limits(inputs), learn_support=learn_support)
 
 
-def in_context_builder(inputs: RunInputs) -> Rearrange:
+def episode_prompt_builder(inputs: RunInputs) -> PromptedEpisode:
     """The function that puts support rows before the other ones and before each query."""
     return partial(in_context_rows, **prompt_limits(inputs))
 
