@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import subprocess
+import sys
 import tempfile
 from itertools import product
 from pathlib import Path
@@ -31,6 +31,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.common import read, table, write_json
+from fmmeta.parallel.network import unused_port
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results/layouts.json"
@@ -64,7 +65,8 @@ def measured(
         model = Path(work, "model")
         model.symlink_to(Path(asked.model).resolve())
         write_rows(Path(work, "rows.jsonl"))
-        words = ["torchrun", f"--nproc_per_node={ranks}", f"--master_port={20000 + os.getpid() % 20000}"]
+        launcher = [sys.executable, "-m", "torch.distributed.run"]
+        words = [*launcher, f"--nproc_per_node={ranks}", f"--master_port={unused_port()}"]
         words += ["benchmarks/memory.py", "run", str(model), f"--dataset={work}/rows.jsonl", *FLAGS, *flags]
         ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
         if ran.returncode:

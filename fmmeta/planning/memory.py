@@ -169,6 +169,8 @@ def gradient_bytes(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> t
     if stage == 1:
         return 4 * params, 0 if sizes.lazy else 4 * made, 4 * made + 4 * part
     copied = (4 if stage == 3 or not bf16 else 6) * used  # flattened; in fp32 too for ZeRO 2 in bf16
+    if stage == 3 and sizes.lazy and sharers > 1:
+        copied += 4 * used  # gloo's reduce-scatter works on one more copy
     bucket = (4 if stage == 3 else grad) * made
     return (
         4 * part,
@@ -191,11 +193,12 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
     away = settings.offload and not sizes.lazy  # shards and all work on them are in host memory
     outer = away or sizes.offload_outer
     gathers = weight_ranks > 1 or settings.offload_param
+    largest = sizes.vocab * sizes.hidden if weight_ranks > 1 and sizes.lazy else 0  # gloo gathers into a copy
     # ranks of a pipeline at ZeRO 1 in fp32 do not agree on what is finite (parallel/workers/zero.py)
     agreeing = not (sizes.in_flight > 1 and stage == 1 and not settings.bf16)
     kinds = {  # (bytes, whether in host memory)
         "weights": (held * width // weight_ranks, away and settings.offload_param),
-        "gathered": (min(held, settings.live) * width if gathers else 0, False),
+        "gathered": ((min(held, settings.live) + largest) * width if gathers else 0, False),
         "gradients": (gradients, away),
         "master": (0 if stage == 0 and not settings.bf16 else shard, away),
         "theta": (shard, outer),

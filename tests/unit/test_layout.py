@@ -161,7 +161,7 @@ ACTIVATIONS = 3 * 10 * 2 * (34 * 8 + 5 * 4 * 10)  # bytes in bf16
         (1, True, 4, (2000, 6000, 1000, 5000), 0, 4000),  # all of them in bf16 and in fp32
         (2, False, 4, (4000, 1000, 1000, 5000), 4000, 8000),  # a bucket of all gradients, flattened
         (2, True, 4, (2000, 1000, 1000, 5000), 2000, 2000 + 6000),
-        (3, True, 4, (500, 1000, 1000, 5000), 4000, 8000),
+        (3, True, 4, (500, 1000, 1000, 5000), 4000, 12000),  # and gloo's copy
         (3, False, 1, (4000, 4000, 4000, 20000), 4000, 8000),
     ],
 )
@@ -175,6 +175,14 @@ def test_estimate_by_hand(stage, bf16, group_size, kinds, buffers, staging):
         0,
         sum(kinds) + found.kinds["gathered"] + found.kinds["activations"] + buffers,
     )
+
+
+def test_zero3_on_a_gpu_needs_no_copies_of_gloo():
+    sizes = replace(SIZES, vocab=30)
+    settings = DeepSpeedSettings(3, False, False, bucket=100)
+    on_cpu, on_gpu = (estimate(replace(sizes, lazy=lazy), settings, 4).kinds for lazy in (True, False))
+    assert (on_cpu["gathered"], on_gpu["gathered"]) == (4 * (1000 + 30 * 8), 4 * 1000)
+    assert (on_cpu["buffers"], on_gpu["buffers"]) == (12 * 100, 8 * 100)
 
 
 def test_peak_is_the_larger_of_two_phases():

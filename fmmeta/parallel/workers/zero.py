@@ -317,6 +317,8 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
         if coordinates.tensor > 1:
             mpu = TensorRanks.of(group, coordinates)
             split_layers(base_model(model), mpu.tensor)
+            for param in model.parameters():  # one view of a mapped checkpoint keeps all of it in memory
+                param.data = param.data.clone()
         self.start_engine(model, groups, config, names, mpu=mpu)
         self.model = self.engine
         if bf16 and read is not None:
