@@ -52,6 +52,7 @@ def test_ends_where_the_oracle_ends_and_exports_to_transformers(case: Case, benc
     assert (
         facts["start_off"] == 0
     )  # every stage holds the checkpoint's weights, also where a new head is drawn
+    assert case.tensor == 1 or not facts["mapped"]  # nor is the whole checkpoint kept in memory
     assert facts["engine"] == ("PipelineWorker" if case.stages > 1 else "DeepSpeedWorker")
     assert facts["effects"] == {
         name: value

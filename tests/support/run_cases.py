@@ -81,6 +81,7 @@ def main(cases_file: str, out: str) -> None:
             ranks = world.split(int(config.group_size))
         plan = inputs.parallel_plan(config, ranks.layout.group_size, world.device.type)
         parts = build.build(config, inputs, plan, ranks)
+        mapped = config.model_name_or_path in Path("/proc/self/maps").read_text()
         began = load_learner(config, inputs.description)
         off = [
             float(
@@ -91,6 +92,7 @@ def main(cases_file: str, out: str) -> None:
             for name, p in began.named_parameters()
             if p.requires_grad
         ]
+        del began  # it maps the checkpoint
         folder = Path(out) / case["id"]
         folder.mkdir(exist_ok=True)
         counted = CountedTasks()
@@ -146,6 +148,7 @@ def main(cases_file: str, out: str) -> None:
                 ),
                 "numel": parts.worker.params.numel,
                 "start_off": max(off),
+                "mapped": mapped,
                 "counted": counted.steps,
                 "linear": torch.nn.functional.linear.__name__,
                 "checked": nccl_rules.CheckedGroup.issued,  # by NCCL's rules, so far
