@@ -8,7 +8,8 @@ launch of real ranks (memory.py).
 
 off       |theta - theta of one rank in fp32| / |that theta - theta_0|; in bf16 of outer steps of SGD, since
           the first step of AdamW is as long for the smallest gradients, whose sign is rounding
-measured  the peak of the fullest rank, without libraries
+measured  the peak of the fullest rank, without libraries; glibc returns freed blocks from 256 KiB on, with
+          LoRA, where most blocks are small, from 64 KiB on
 planned   the estimate that `fmmeta plan` makes
 
 Rows that the JSON file holds are kept.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -42,6 +44,7 @@ RANKS = {  # ranks and flags
     "2 stages": (2, ["--group_size=2", "--pipeline_stages=2"]),
     "3 tensor ranks": (3, ["--group_size=3", "--tensor_parallel_size=3"]),
 }
+BLOCKS = {"all weights": "262144", "LoRA": "65536"}
 TRAINED = {"all weights": ["--inner_lr=1e-3"], "LoRA": ["--lora_r=8", "--inner_lr=0.1"]}
 OUTER = {"fp32": list[str](), "bf16": ["--outer_optimizer=sgd", "--outer_lr=0.1"]}
 FLAGS = [
@@ -58,7 +61,7 @@ WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life"
 
 
 def measured(
-    asked: argparse.Namespace, ranks: int, flags: list[str]
+    asked: argparse.Namespace, trained: str, ranks: int, flags: list[str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Memory of the fullest rank, and what was trained: all weights, or adapters."""
     with tempfile.TemporaryDirectory() as work:
@@ -67,8 +70,12 @@ def measured(
         write_rows(Path(work, "rows.jsonl"))
         launcher = [sys.executable, "-m", "torch.distributed.run"]
         words = [*launcher, f"--nproc_per_node={ranks}", f"--master_port={unused_port()}"]
-        words += ["benchmarks/memory.py", "run", str(model), f"--dataset={work}/rows.jsonl", *FLAGS, *flags]
-        ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+        words += ["benchmarks/memory.py", "run", str(model), f"--dataset={work}/rows.jsonl", *FLAGS]
+        words += [*TRAINED[trained], *flags]
+        blocks = {"MALLOC_MMAP_THRESHOLD_": BLOCKS[trained], "MALLOC_TRIM_THRESHOLD_": BLOCKS[trained]}
+        ran = subprocess.run(
+            words, cwd=ROOT, env={**os.environ, **blocks}, capture_output=True, text=True, check=False
+        )
         if ran.returncode:
             raise SystemExit(ran.stderr[-3000:])
         lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
@@ -108,19 +115,18 @@ def main() -> None:
     asked = parser.parse_args()
     cells = read(asked.json)
     for trained, (dtype, of_dtype) in product(asked.trained, OUTER.items()):
-        of_trained = TRAINED[trained]
         wanted = [(name, f"{trained}, {name}, {dtype}") for name in asked.layouts]
         if all(title in cells for _, title in wanted):
             continue
-        _, start = measured(asked, 1, [*of_trained, *of_dtype, "--outer_lr=1e-12"])
-        _, end = measured(asked, 1, [*of_trained, *of_dtype])
+        _, start = measured(asked, trained, 1, [*of_dtype, "--outer_lr=1e-12"])
+        _, end = measured(asked, trained, 1, of_dtype)
         travelled = distance(end, start)
         for name, title in wanted:
             if title in cells:
                 continue
             ranks, flags = RANKS[name]
             bf16 = ["--bf16"] if dtype == "bf16" else []
-            fullest, theta = measured(asked, ranks, [*of_trained, *of_dtype, *flags, *bf16])
+            fullest, theta = measured(asked, trained, ranks, [*of_dtype, *flags, *bf16])
             cells[title] = {
                 "off": distance(theta, end) / travelled,
                 "measured_gb": fullest["train_gb"],
@@ -132,6 +138,8 @@ def main() -> None:
 
 
 def show(cells: dict[str, Any]) -> str:
+    titles = [f"{trained}, {name}, {dtype}" for trained, dtype, name in product(TRAINED, OUTER, RANKS)]
+    known = [(title, cells[title]) for title in titles if title in cells]
     rows = [
         [
             title,
@@ -140,7 +148,7 @@ def show(cells: dict[str, Any]) -> str:
             f"{cell['planned_gb']:.2f}",
             f"{cell['measured_gb'] / cell['planned_gb']:.3f}",
         ]
-        for title, cell in cells.items()
+        for title, cell in known
     ]
     return table(["layout", "off", "measured GB", "planned GB", "ratio"], rows)
 

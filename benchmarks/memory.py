@@ -271,8 +271,8 @@ def collect(lines: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    if not EXACT.items() <= os.environ.items():
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **EXACT})
+    if not EXACT.keys() <= os.environ.keys():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**EXACT, **os.environ})
     if sys.argv[1] == "model":
         make_model(Path(sys.argv[2]))
     elif sys.argv[1] == "collect":

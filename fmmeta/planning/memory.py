@@ -74,6 +74,7 @@ class Sizes:
     budget: int | None = None  # bytes of the trajectory on the device; None: all
     second_order: bool = False  # graphs of gradients, on ranks that hold the whole model
     lazy: bool = True  # untouched parts of a buffer cost no memory (CPUs)
+    tensor: int = 1  # tensor ranks
 
 
 def rank_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: bool, data: int = 1) -> Sizes:
@@ -107,6 +108,7 @@ def rank_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: b
         budget=None if gib is None or lazy else int(gib * GIB),
         second_order=costs.second_order_by_autograd(config, depth * config.tensor_parallel_size == 1),
         lazy=lazy,
+        tensor=config.tensor_parallel_size,
     )
 
 
@@ -184,7 +186,8 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
     stage, width = settings.zero_stage, 2 if settings.bf16 else 4
     weight_ranks, shard_ranks = sharers if stage == 3 else 1, sharers if stage > 0 else 1
     held, shard = sizes.params + sizes.frozen, 4 * sizes.params // shard_ranks
-    layer = 34 * sizes.hidden + 5 * sizes.heads * sizes.tokens  # bytes of a token in bf16
+    split = 24 * sizes.hidden + 5 * sizes.heads * sizes.tokens  # over tensor ranks
+    layer = 10 * sizes.hidden + split // sizes.tensor  # bytes of a token in bf16
     per_token = 2 * sizes.layers * sizes.hidden + layer if sizes.checkpointing else sizes.layers * layer
     if sizes.second_order and weight_ranks == 1:
         per_token = SECOND_ORDER * sizes.layers * layer

@@ -136,6 +136,22 @@ def test_the_gain_of_the_language_recipe_is_that_of_its_results():
         ] in page
 
 
+def test_the_readme_has_the_exact_matches_of_the_language_recipe():
+    cells = read(ROOT / "benchmarks/results/language_in_context.json")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    names = {
+        "base": "SmolLM2-135M-Instruct",
+        "meta-trained": "after `fmmeta train language_in_context` (16 minutes of one core)",
+    }
+    for model, name in names.items():
+        prompt, loops = (
+            [100 * cell[model]["accuracy"] for key, cell in cells.items() if (key == "5") == in_prompt]
+            for in_prompt in (True, False)
+        )
+        best = max(loops[1:])  # of the rows with five examples, which follow that with one
+        assert f"| {name} | {prompt[0]:.1f} | {best:.1f} |" in readme
+
+
 def test_the_readme_names_the_exact_matches_of_language_models():
     cells = read(language.RESULTS)
     chosen, joint, lora, prompt = (

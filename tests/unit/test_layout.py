@@ -177,6 +177,11 @@ def test_estimate_by_hand(stage, bf16, group_size, kinds, buffers, staging):
     )
 
 
+def test_tensor_ranks_share_activations_but_those_between_split_layers():
+    found = estimate(replace(SIZES, tensor=2), DeepSpeedSettings(0, True, False), 4)
+    assert found.kinds["activations"] == 3 * 10 * 2 * (10 * 8 + (24 * 8 + 5 * 4 * 10) // 2)
+
+
 def test_zero3_on_a_gpu_needs_no_copies_of_gloo():
     sizes = replace(SIZES, vocab=30)
     settings = DeepSpeedSettings(3, False, False, bucket=100)
