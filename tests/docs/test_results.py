@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import delay, full_way, in_context, intents, language, layouts, regrouped, small_sets
+from benchmarks import delay, full_way, gradient_steps, in_context, intents, language, layouts, small_sets
 from benchmarks.common import portable, read, write_json
 from tests.support.helpers import ROOT
 
@@ -63,7 +63,7 @@ def table_cells(text: str) -> list[list[str]]:
         (intents, "few-shot-classification"),
         (full_way, "few-shot-classification"),
         (small_sets, "few-shot-classification"),
-        (regrouped, "few-shot-classification"),
+        (gradient_steps, "few-shot-classification"),
         (language, "language-models"),
         (in_context, "fewshot"),
         (layouts, "memory"),
