@@ -6,13 +6,14 @@ records     A record lists one thing of each of ten kinds (an animal, a tool, ..
             records into five classes by one of the kinds, and its name is not given; the nine other things
             are drawn from five each. The kinds that decide are others in training, validation and test
             tasks. An embedding must hold all ten things, so that nine tenths of a distance are noise.
-regrouped   Classes that unite five unrelated intents of BANKING77 each, as where one team answers questions of
-            five kinds; training, validation and test tasks are made of those classes of split 01.
+regrouped   Classes that unite five unrelated intents of BANKING77 each, as where one team answers questions
+            of five kinds; training, validation and test tasks are made of those classes of split 01.
 
 Accuracy in percent on the same episode of each test task; gains are over frozen prototypes, paired by task,
 with 95 % intervals (Student's t). nearest: the class of the nearest support example, on other draws from the
-same tasks. The rows of a family see about the same number of texts in training. The inner loops were chosen
-on validation tasks (docs/log.md). Finished rows lie in results/gradient_steps.json and are not computed again.
+same tasks. The rows of a family see about the same number of texts in training. The inner loops were
+chosen on validation tasks (docs/log.md). Finished rows lie in results/gradient_steps.json and are not
+computed again.
 """
 
 from __future__ import annotations
@@ -229,7 +230,9 @@ def main() -> None:
 
 def show(cells: dict[str, Any]) -> str:
     """A table for each family, and how far each inner loop is above the best metric-based row."""
-    return "\n\n".join(f"{name}\n\n{show_family(name, cells)}" for name in FAMILIES if f"{name}: none" in cells)
+    return "\n\n".join(
+        f"{name}\n\n{show_family(name, cells)}" for name in FAMILIES if f"{name}: none" in cells
+    )
 
 
 def show_family(name: str, cells: dict[str, Any]) -> str:
