@@ -197,7 +197,7 @@ def plan_evaluation(
     with world.comm.raise_on_all("reading settings"):
         config = settings.run_config(**values)
         settings.check_run(config)
-    inputs = build.read_inputs(config, world, notice, models)
+    inputs = build.read_inputs(config, world, notice, models, splits=[settings.eval_split])
     with world.comm.raise_on_all("choosing episodes"):
         chosen = {k: episodes_of(settings, k, inputs.tokenizer, models) for k in settings.k_shot}
     if config.on_bad_task == "skip":
@@ -216,12 +216,8 @@ def episodes_of(
     """Read the data from the prepared store and choose the episodes. Raises `UsageError`."""
     config = settings.run_config(k_shot=k_shot)
     trained = trained_with(models or [settings.model_source])
-    source = getattr(load_sources(config, tokenizer, lambda text: None, trained), settings.eval_split)
-    if source is None:
-        raise UsageError(
-            f"eval_split={settings.eval_split} of dataset={' '.join(config.dataset)} is empty; give another"
-            " --eval_split, or a file of splits"
-        )
+    wanted = [settings.eval_split]
+    source = load_sources(config, tokenizer, lambda text: None, trained, wanted=wanted).first
     most = config.most_classes
     if settings.n_way == "all" and config.task_type == "classification":
         most = use_every_class(source)

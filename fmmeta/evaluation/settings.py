@@ -98,13 +98,15 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
         memory = remembered(self.model_source)
         changed = [owner for owner in BELONG_TO if owner in given and given[owner] != memory.get(owner)]
         replaced = set(given).union(*(BELONG_TO[owner] for owner in changed))
+        named = memory.get("inner_optimizer", "sgd")
+        if ":" in named and "inner_optimizer" not in replaced:
+            if self.finetunes:
+                raise UsageError(
+                    f"inner_optimizer={named} is code that fmmeta.json of {self.model_name_or_path} names; no"
+                    f" code is imported from there: give --inner_optimizer {named} to use yours, or sgd"
+                )
+            replaced |= {"inner_optimizer", *BELONG_TO["inner_optimizer"]}
         stored = {name: memory[name] for name in REMEMBERED if name in memory and name not in replaced}
-        named = stored.get("inner_optimizer", "sgd")
-        if ":" in named:
-            raise UsageError(
-                f"inner_optimizer={named} is code that fmmeta.json of {self.model_name_or_path} names; no"
-                f" code is imported from there: give --inner_optimizer {named} to use yours, or sgd"
-            )
         config = Config(**{**stored, **given, "algorithm": "none", **values})
         if "head_init" in stored and self.unusable_head(config):
             config = replace(config, head_init="zero")
@@ -124,6 +126,12 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
         """The method that the model was trained for."""
         stored = remembered(self.model_source).get("method")
         return stored if stored in METHODS else "finetune"
+
+    @property
+    def finetunes(self) -> bool:
+        """Whether a method has an inner loop: of the command, or else that of the model."""
+        method = vars(self)["method"] or [self.stored_method]
+        return any(map(has_inner_loop, [method] if isinstance(method, str) else method))
 
     def refuse_loop_settings(self, methods: str) -> None:
         """Raise `UsageError` for a setting of the inner loop if none of the methods has one."""
@@ -207,11 +215,6 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
     def with_method(self) -> "EvaluateConfig":
         """These settings with the method that the model was trained for, if they name none."""
         return self if self.method else replace(self, method=[self.stored_method])
-
-    @property
-    def finetunes(self) -> bool:
-        """Whether a method has an inner loop; the default one has."""
-        return not self.method or any(map(has_inner_loop, self.method))
 
     @property
     def compare_model(self) -> str | None:

@@ -113,9 +113,10 @@ def tune(
                 if complete:
                     trials.unlink(missing_ok=True)
         best = tried[0]
-        head = "" if tuning.config.task_type == "causal_lm" else f"head_init {best.head_init}, "
+        causal = tuning.config.task_type == "causal_lm"
+        start = f"method {settings.method[0]}" if causal else f"head_init {best.head_init}"
         progress.notice(
-            f"best: {head}inner_optimizer {best.inner_optimizer}, inner_lr {best.inner_lr:.4g},"
+            f"best: {start}, inner_optimizer {best.inner_optimizer}, inner_lr {best.inner_lr:.4g},"
             f" {best.inner_steps} inner steps, loss {best.loss:.{DECIMALS}f}"
         )
         return tried

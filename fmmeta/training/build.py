@@ -54,7 +54,7 @@ from fmmeta.tasks.batching import Batcher, pack
 from fmmeta.tasks.collate import Collate, structure_of
 from fmmeta.tasks.data.encode import make_prompt
 from fmmeta.tasks.data.rows import Row
-from fmmeta.tasks.data.splits import UsedSplits
+from fmmeta.tasks.data.splits import SPLITS, UsedSplits
 from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.loader import LoadEpisode, Prompted, PromptedEpisode
 from fmmeta.tasks.schedule.meta_batches import Schedule
@@ -123,11 +123,12 @@ def read_inputs(
     models: Sequence[str] = (),
     given_tokenizer: Any = None,
     rows: Sequence[Row] | None = None,
+    splits: Sequence[str] = SPLITS,
 ) -> RunInputs:
     """Read and check everything but the weights. Collective: world.
 
     models: those whose training splits count (default: that of `config`). given_tokenizer: instead of the
-    checkpoint's. rows: of a data set that was given in Python.
+    checkpoint's. rows: of a data set that was given in Python. splits: see `load_sources`.
     """
     tensor_ranks = config.tensor_parallel_size
     with world.comm.raise_on_all("reading settings"):
@@ -143,15 +144,15 @@ def read_inputs(
             make_prompt(config.prompt_template, tokenizer)
         trained = trained_with(models or [config.model_source])
         # encoding sets the truncation of a tokenizer; export needs it as it was
-        sources = load_sources(config, copy.deepcopy(tokenizer), notice, trained, rows)
-        return replace(description, classes=len(sources.train.classes)), tokenizer, sources, trained
+        sources = load_sources(config, copy.deepcopy(tokenizer), notice, trained, rows, splits)
+        return replace(description, classes=len(sources.first.classes)), tokenizer, sources, trained
 
     names = " ".join(config.dataset)
     description, tokenizer, sources, trained = world.run_on_first_rank_of_node(
         f"dataset={names} is being read and tokenised", read, config.prepare_timeout
     )
     with world.comm.raise_on_all("trying the transforms"):
-        transforms = tried_transforms(config, tokenizer, sources.train)
+        transforms = tried_transforms(config, tokenizer, sources.first)
     notice(sources.summary)
     fingerprints = set(world.comm.gather_bytes(sources.fingerprint.encode()))
     if len(fingerprints) > 1:
@@ -159,7 +160,7 @@ def read_inputs(
             f"dataset={names} is not the same on every rank ({len(fingerprints)} versions); share one copy"
         )
     with world.comm.raise_on_all("trying collate_fn"):
-        collate = tried_collate(config, sources.train)
+        collate = tried_collate(config, sources.first)
     check_same_inputs(collate, world)
     inputs = RunInputs(description, tokenizer, sources, transforms, deepspeed, trained, collate=collate)
     if config.pipeline_balance == "time":

@@ -167,6 +167,15 @@ def test_a_folder_keeps_its_method_and_its_inner_loop(llama, tmp_path):
     assert stored["method"] == "finetune+in_context"
 
 
+def test_a_method_without_an_inner_loop_needs_no_code_that_the_model_names(llama, tmp_path):
+    """fmmeta.json of a model whose inner optimizer is the user's own."""
+    model = shutil.copytree(llama, tmp_path / "model")
+    (model / "fmmeta.json").write_text(json.dumps({"inner_optimizer": "not_there:spec", "inner_lr": 7.0}))
+    check_message(refusal(fmmeta.adapt, model, PAIRS, **SETTINGS), "inner_optimizer=not_there:spec")
+    adapted = fmmeta.adapt(model, PAIRS, method="in_context", **SETTINGS)
+    assert [one.output for one in adapted.predict(INPUTS, max_new_tokens=3)] == answers_of(oracle(model))
+
+
 def test_tasks_that_were_adapted_by_another_method_are_not_complete(llama, tmp_path):
     model = shutil.copytree(llama, tmp_path / "model")
     fmmeta.adapt_many(model, {"a": PAIRS}, output_dir=tmp_path / "out", **SETTINGS, inner_steps=1)

@@ -33,9 +33,10 @@ from fmmeta.metrics.scores import EpisodeScore, calibration_error, episode_score
 from fmmeta.models.files import hub_answers
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.tasks.sources.load import load_sources
 from tests.support.helpers import refusal, write_rows
 from tests.support.messages import check_message
-from tests.support.models import WORDS, save_family, write_pairs
+from tests.support.models import WORDS, save_family, write_classes, write_pairs
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +220,29 @@ def test_n_way_all_uses_all_classes_of_the_split(bert, classes):
         eval_split="train",
     )
     assert episodes_of(wide, 2, byte_tokenizer()).most_classes == 9
+
+
+@pytest.mark.parametrize("train", [[], ["c0", "c1"]], ids=["empty", "fewer classes than n_way"])
+def test_only_the_evaluated_split_has_to_hold_episodes(bert, tmp_path, train):
+    rows = write_classes(tmp_path / "rows.jsonl", classes=6)
+    splits, weights = tmp_path / "splits.json", tmp_path / "weights.json"
+    splits.write_text(json.dumps({"train": train, "valid": [], "test": ["c2", "c3", "c4", "c5"]}))
+    weights.write_text('{"c1": 2, "c5": 3}')
+    asked: dict[str, Any] = {"class_splits": str(splits), "n_way": "3", "k_shot": 1, "num_query": 1}
+    found = fmmeta.evaluate(str(bert), str(rows), **asked, episodes=2, class_weights=str(weights))
+    assert found["episodes"] == 2
+    check_message(
+        refusal(fmmeta.evaluate, str(bert), str(rows), **asked, eval_split="valid"),
+        "eval_split=valid",
+        "is empty",
+    )
+    weights.write_text('{"c1": 2}')  # no class of the test split
+    check_message(
+        refusal(fmmeta.evaluate, str(bert), str(rows), **asked, class_weights=str(weights)), "c1", "none of"
+    )
+    run = Config(dataset=[str(rows)], class_splits=str(splits), n_way=3, k_shot=1, num_query=1)
+    why = "n_way=3 is above the 2 classes" if train else "nothing to train on"
+    check_message(refusal(load_sources, run, byte_tokenizer(), print), why)
 
 
 def test_model_is_adapted_with_its_stored_settings(bert, classes, tmp_path):

@@ -158,3 +158,5 @@ def test_a_name_of_code_in_a_model_is_not_imported(tmp_path):
         check_message(message, "inner_optimizer=not_there:spec", "give --inner_optimizer not_there:spec")
     given = EvaluateConfig(model_name_or_path=str(model), inner_optimizer=f"{INNER}:spec")
     assert given.run_config(n_way=2).inner_optimizer == f"{INNER}:spec"
+    frozen = EvaluateConfig(model_name_or_path=str(model), method=["prototype"])  # has no inner loop
+    assert frozen.run_config(n_way=2).inner_optimizer == "sgd"

@@ -234,7 +234,7 @@ def test_language_models_have_rates_and_steps_only(tmp_path):
     assert not (tmp_path / "deep" / "choice.trials.json").exists()
 
 
-def test_an_inner_loop_with_prompts_is_tuned_and_becomes_the_default(llama, tmp_path):
+def test_an_inner_loop_with_prompts_is_tuned_and_becomes_the_default(llama, tmp_path, capsys, terminal):
     """What evaluate and adapt do with the tuned model is what was scored."""
     pairs, model = write_pairs(tmp_path / "pairs.jsonl"), shutil.copytree(llama, tmp_path / "model")
     same: dict[str, Any] = {"num_query": 2, "episodes": 3, "eval_split": "valid"}
@@ -249,7 +249,9 @@ def test_an_inner_loop_with_prompts_is_tuned_and_becomes_the_default(llama, tmp_
         method=["finetune+in_context"],
         **same,
     )
-    best = tune(tuned, progress=Progress(False))[0]
+    best = tune(tuned, progress=Progress(True))[0]
+    shown = "".join(capsys.readouterr())
+    assert "best: method finetune+in_context, inner_optimizer sgd, inner_lr 0.02" in shown
     results = fmmeta.evaluate(str(model), str(pairs), k_shot=2, **same)
     assert [cell["method"] for cell in results["cells"]] == ["finetune+in_context"]
     assert results["loss"] == pytest.approx(best.loss, rel=1e-5)

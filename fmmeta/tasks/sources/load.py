@@ -250,12 +250,10 @@ SUITES = {"letters": letters, "marks": marks, "words": words, "digits": digits}
 
 @dataclass
 class Sources:
-    """One source per split; valid and test are None where too few classes or tasks exist to hold any out."""
+    """One source for each split that was asked for and has enough classes or tasks to hold any."""
 
-    train: TaskSource
-    valid: TaskSource | None
-    test: TaskSource | None
-    fingerprint: str
+    of_split: dict[str, TaskSource]
+    fingerprint: str  # of the data and all splits
     summary: str
     used: list[UsedSplits]  # of each data set that is not a suite
     class_weights: dict[str, float] = field(default_factory=dict)  # in the loss, by class; others have 1
@@ -269,16 +267,33 @@ class Sources:
         fingerprint: str,
         what: str,
         used: list[UsedSplits],
+        wanted: Sequence[str],
     ) -> "Sources":
         """The sources of data set `name`. what: its size, for the summary. Raises `UsageError`."""
-        if not splits.get("train"):
+        if "train" in wanted and not splits.get("train"):
             raise UsageError(
                 f"dataset={name} has nothing to train on: its train split is empty; fix the split file"
             )
-        train = source_of("train")
-        valid, test = (source_of(split) if splits.get(split) else None for split in SPLITS[1:])
+        of_split = {split: source_of(split) for split in wanted if splits.get(split)}
         sizes = ", ".join(f"{len(splits.get(split, []))} {split}" for split in SPLITS)
-        return cls(train, valid, test, fingerprint, f"{name}: {what}: {sizes}", used)
+        return cls(of_split, fingerprint, f"{name}: {what}: {sizes}", used)
+
+    @property
+    def train(self) -> TaskSource:
+        return self.of_split["train"]
+
+    @property
+    def valid(self) -> TaskSource | None:
+        return self.of_split.get("valid")
+
+    @property
+    def test(self) -> TaskSource | None:
+        return self.of_split.get("test")
+
+    @property
+    def first(self) -> TaskSource:
+        """Of the splits that were asked for."""
+        return next(iter(self.of_split.values()))
 
 
 def load_sources(
@@ -287,35 +302,43 @@ def load_sources(
     notice: Notice,
     trained: Sequence[UsedSplits] = (),
     rows: Sequence[Row] | None = None,
+    wanted: Sequence[str] = SPLITS,
 ) -> Sources:
     """Read, split, check and tokenise `config.dataset`. Raises `UsageError` for data that would fail later.
 
     trained: splits that the models in use were trained with. They are kept unless a setting names others.
-    rows: of the data set IN_MEMORY.
+    rows: of the data set IN_MEMORY. wanted: splits, the first of which must not be empty; others are not
+    checked.
     """
-    loaded = [load_one(name, config, tokenizer, notice, trained, rows) for name in config.dataset]
+    loaded = [load_one(name, config, tokenizer, notice, trained, rows, wanted) for name in config.dataset]
     sources = loaded[0]
     if len(loaded) > 1:
-        mixed: dict[str, Any] = {}
-        for split in SPLITS:
-            named = zip(short_names(config.dataset), (getattr(one, split) for one in loaded), strict=True)
-            present = {name: source for name, source in named if source is not None}
-            mixed[split] = Mixture(present) if present else None
+        of_split: dict[str, TaskSource] = {}
+        for split in wanted:
+            named = zip(short_names(config.dataset), (one.of_split.get(split) for one in loaded), strict=True)
+            if present := {name: source for name, source in named if source is not None}:
+                of_split[split] = Mixture(present)
         sources = Sources(
-            **mixed,
+            of_split,
             fingerprint=digest([one.fingerprint for one in loaded]),
             summary="; ".join(one.summary for one in loaded),
             used=[used for one in loaded for used in one.used],
         )
-    sources.class_weights = read_class_weights(config, sources)
+    if wanted[0] not in sources.of_split:
+        raise UsageError(
+            f"eval_split={wanted[0]} of dataset={' '.join(config.dataset)} is empty; give another"
+            " --eval_split, or a file of splits"
+        )
+    sources.class_weights = read_class_weights(config, sources, complete={*SPLITS} <= {*wanted})
     if config.joint_head:
-        sources.train = GlobalLabelSource(sources.train)
+        sources.of_split["train"] = GlobalLabelSource(sources.train)
     return sources
 
 
-def read_class_weights(config: Config, sources: Sources) -> dict[str, float]:
+def read_class_weights(config: Config, sources: Sources, complete: bool) -> dict[str, float]:
     """Weights by class name, of --class_weights; empty without the setting. Raises `UsageError`.
 
+    complete: all splits were read; else names may be those of classes in other splits, but not all of them.
     With one head for all classes (joint training) also by the labels' names.
     """
     if config.class_weights is None:
@@ -327,21 +350,20 @@ def read_class_weights(config: Config, sources: Sources) -> dict[str, float]:
                 f"{given} gives class {shortened(name)} the weight {shortened(weight)}, which is no positive"
                 " number; write one, or leave the class out for weight 1"
             )
-    splits = [one for one in (sources.train, sources.valid, sources.test) if one is not None]
     try:
-        keys = [key for source in splits for key in source.class_keys()]
+        keys = [key for source in sources.of_split.values() for key in source.class_keys()]
     except UsageError:
         raise UsageError(
             f"{given} needs the names of all classes, and those of a folder of task files are not known"
             " before each is drawn; put the tasks into one file with a task column"
         ) from None
     known = {key[-1] for key in keys}
-    for name in weights:
-        if name not in known:
-            raise UsageError(
-                f"{given} names class {shortened(name)}, which is none of the {len(known)} classes of"
-                f" dataset={' '.join(config.dataset)}{nearest(name, known)}; correct it or leave it out"
-            )
+    unknown = [name for name in weights if name not in known]
+    if unknown and (complete or len(unknown) == len(weights)):
+        raise UsageError(
+            f"{given} names class {shortened(unknown[0])}, which is none of the {len(known)} classes of"
+            f" dataset={' '.join(config.dataset)}{nearest(unknown[0], known)}; correct it or leave it out"
+        )
     labels = {"/".join(key): weights[key[-1]] for key in keys if config.joint_head and key[-1] in weights}
     return {**labels, **weights}
 
@@ -353,10 +375,11 @@ def load_one(
     notice: Notice,
     trained: Sequence[UsedSplits],
     rows: Sequence[Row] | None,
+    wanted: Sequence[str],
 ) -> Sources:
-    """The sources of one data set. Raises `UsageError` if the train split is empty."""
+    """The sources of one data set. Raises `UsageError` if the train split is wanted and empty."""
     if name in SUITES:
-        return load_suite(name, config, tokenizer, notice)
+        return load_suite(name, config, tokenizer, notice, wanted)
     task_per_file = task_files(name, config.max_length)
     if task_per_file is not None:
         if config.stratify_by is not None:
@@ -378,11 +401,12 @@ def load_one(
             f"{counted(len(files), 'task file')},"
             f" {counted(len(set(strata.values())), 'stratum', 'strata')}; tasks",
             [used],
+            wanted,
         )
     content, read = reader_of(name, config, rows)
     store = prepare(name, content, read, config, tokenizer, notice)
     splits, used = choose_splits(name, content, config, strata_of(store), store.named_tasks, notice, trained)
-    return from_store(name, store, splits, config, notice, [used])
+    return from_store(name, store, splits, config, notice, [used], wanted)
 
 
 def reader_of(
@@ -412,7 +436,7 @@ def reader_of(
     return digest([part._fingerprint]), lambda bad: hub_rows(name, split, part)
 
 
-def load_suite(name: str, config: Config, tokenizer: Any, notice: Notice) -> Sources:
+def load_suite(name: str, config: Config, tokenizer: Any, notice: Notice, wanted: Sequence[str]) -> Sources:
     """The sources of a generated data set."""
     check_episodes(name, config)
     if (name == "digits") != isinstance(tokenizer, ImageReader):
@@ -430,7 +454,7 @@ def load_suite(name: str, config: Config, tokenizer: Any, notice: Notice) -> Sou
             f"dataset={name} has its own splits; leave --class_splits, --task_splits and --class_split out"
         )
     parts = np.array(list(map(part_of, store.of_data["input"].to_pylist()))) if name == "marks" else None
-    return from_store(name, store, splits, config, notice, [], parts)
+    return from_store(name, store, splits, config, notice, [], wanted, parts)
 
 
 def from_store(
@@ -440,6 +464,7 @@ def from_store(
     config: Config,
     notice: Notice,
     used: list[UsedSplits],
+    wanted: Sequence[str],
     parts: np.ndarray | None = None,
 ) -> Sources:
     """Sources over the rows of a store. `parts`: see ClassSource."""
@@ -452,6 +477,7 @@ def from_store(
         f"{counted(len(store), 'row')}, {counted(len(set(strata.values())), 'stratum', 'strata')};"
         f" {'tasks' if store.named_tasks else 'classes'}",
         used,
+        wanted,
     )
 
 
