@@ -88,6 +88,7 @@ class Family:
     count: dict[str, int]  # tasks for training, validation and test
     episodes: int  # of the test
     inner: dict[str, Any]
+    zero_head: dict[str, Any]  # settings of an inner loop whose head begins with zeros
     outer_steps: tuple[int, int]  # of ProtoNet, and of rules with an inner loop
 
 
@@ -98,6 +99,7 @@ FAMILIES = {
         count={"train": 200, "valid": 10, "test": 40},
         episodes=40,
         inner={"inner_optimizer": "adamw", "inner_lr": 3e-4, "inner_steps": 6},
+        zero_head={"inner_lr_groups": ["head=30"]},
         outer_steps=(66, 25),
     ),
     "regrouped": Family(
@@ -106,6 +108,7 @@ FAMILIES = {
         count={"train": 80, "valid": 10, "test": 30},
         episodes=20,
         inner={"inner_optimizer": "adamw", "inner_lr": 3e-4, "inner_steps": 8},
+        zero_head={},
         outer_steps=(55, 10),
     ),
 }
@@ -157,6 +160,9 @@ def run(family: Family, row: str, model: str, data: str) -> dict[str, Any]:
     """Percent right in each episode by number of examples and method, and processor minutes."""
     settings, methods = ROWS[row]
     learns = methods == ["finetune"]
+    inner = family.inner if learns else {}
+    if learns and settings and "head_init" not in settings:
+        inner = {**inner, **family.zero_head}
     began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         if settings is not None:
@@ -167,11 +173,11 @@ def run(family: Family, row: str, model: str, data: str) -> dict[str, Any]:
                 n_way=WAYS,
                 k_shot=family.shots[-1],
                 outer_steps=family.outer_steps[learns],
-                **{**SHAPE, **TRAINING, **settings, **(family.inner if learns else {})},
+                **{**SHAPE, **TRAINING, **inner, **settings},
             )
             MetaTrainer(config).train()
             model = f"{folder}/model"
-        inner = {**family.inner, "head_init": "prototype"} if learns and settings is None else {}
+        of_frozen = {**inner, "head_init": "prototype"} if learns and settings is None else {}
         found = evaluate(
             model,
             data,
@@ -180,7 +186,7 @@ def run(family: Family, row: str, model: str, data: str) -> dict[str, Any]:
             k_shot=family.shots,
             episodes=family.episodes,
             **SHAPE,
-            **inner,
+            **of_frozen,
         )
         right: dict[str, dict[str, list[float]]] = {str(shots): {} for shots in family.shots}
         for cell in found["cells"]:
