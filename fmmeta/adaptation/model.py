@@ -227,10 +227,17 @@ class AdaptedModel:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of correct answers to the query set, between 0 and 1; None without a query set."""
+        """Share of correct answers to the query set, between 0 and 1; None without a query set.
+
+        A generated answer is correct if it equals the right one apart from spaces around it.
+        """
         if not self.predictions:
             return None
-        return sum(one.output == one.truth for one in self.predictions) / len(self.predictions)
+        right = [
+            one.output == (str(one.truth).strip() if one.score is None else one.truth)
+            for one in self.predictions
+        ]
+        return sum(right) / len(right)
 
     def predict(
         self, texts: Sequence[Any], max_new_tokens: int = 64, equal_classes: bool = False

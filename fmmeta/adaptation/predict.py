@@ -365,18 +365,24 @@ def read_inputs(lines: Iterable[str], settings: PredictConfig) -> Iterator[Input
 def input_in(values: dict[str, Any], origin: str, settings: PredictConfig) -> Input:
     """The text of a row, and its adapter if the settings have a directory of them. Raises `UsageError`."""
     keys = [settings.text_column] if settings.text_column else KEYS
-    key = next((key for key in keys if isinstance(values.get(key), str)), "")
+    key = next((key for key in keys if is_text(values.get(key))), "")
+    text = str(values.get(key, ""))
     refuse_first(
         [
             (not key, f"{origin} has no text under {', '.join(keys)}; name the key with --text_column"),
-            (not values.get(key), f"{origin} has no text in {key}, which is empty; fix it"),
+            (not text, f"{origin} has no text in {key}, which is empty; fix it"),
         ]
     )
-    if wrong := broken_text(values[key]):
+    if wrong := broken_text(text):
         raise UsageError(f"{origin} has {wrong} in {key}; fix it")
     adapter = str(values.get(settings.adapter_column) or "") if settings.adapters else ""
     if settings.adapters and not adapter:
         raise UsageError(
             f"{origin} names no adapter under {settings.adapter_column}; name the key with --adapter_column"
         )
-    return Input(values[key], adapter)
+    return Input(text, adapter)
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is a text, or a number, which is read as one in data too; NaN is none."""
+    return isinstance(value, (str, int, float)) and value == value

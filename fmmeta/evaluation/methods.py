@@ -82,13 +82,19 @@ def query_score(
             math.inf if math.isnan(result.loss) else result.loss,
             result.accuracy,
         )
-    stats = torch.zeros(STATS, dtype=torch.float64)
+    stats = torch.zeros(1 + STATS, dtype=torch.float64)  # the weighted loss before them
     for batch, logits in zip(query, worker.logits(query), strict=True):
-        real = batch.weights > 0
+        weights = batch.weights.cpu()
+        real = weights > 0
         if worker.counts_rows and bool(real.any()):
-            log_probabilities = F.log_softmax(logits.cpu()[:, : batch.classes or None], dim=1)
-            stats += prediction_stats(log_probabilities[real], batch.labels.cpu()[real])
-    return episode_score(slot, task.name, task.stratum, worker.group.sum_(stats))
+            log_probabilities = F.log_softmax(logits.cpu()[:, : batch.classes or None], dim=1)[real]
+            labels = batch.labels.cpu()[real]
+            losses = F.nll_loss(log_probabilities.double(), labels, reduction="none")
+            stats[0] += (weights[real] * losses).sum()
+            stats[1:] += prediction_stats(log_probabilities, labels)
+    weighted, stats = worker.group.sum_(stats).split([1, STATS])
+    score = episode_score(slot, task.name, task.stratum, stats)
+    return replace(score, loss=float(weighted)) if math.isfinite(score.loss) else score
 
 
 def scores_by_step(inner: InnerLoop, worker: Worker, theta: Tensor, episode: Episode) -> Tensor:
@@ -329,14 +335,16 @@ def classifier_score(method: str, slot: int, task: Task, draw: Draw, features: F
 
 
 def rouge_l(answer: str, truth: str) -> float:
-    """ROUGE-L of an answer, between 0 and 1.
+    """ROUGE-L of an answer, between 0 and 1; of texts without letters and digits, whether they are equal.
 
     >>> rouge_l("police killed the gunman", "police kill the gunman")  # Lin 2004, section 3
     0.75
     """
     given, reference = (re.findall(r"[^\W_]+", text.lower()) for text in (answer, truth))
     common = longest_common(given, reference)
-    return 2 * common / (len(given) + len(reference)) if common else float(given == reference)
+    if not given and not reference:  # of symbols alone
+        return float(answer.strip() == truth.strip())
+    return 2 * common / (len(given) + len(reference))
 
 
 def longest_common(a: Sequence[str], b: Sequence[str]) -> int:
@@ -396,7 +404,8 @@ class LanguageMetrics:
 
     def ranks_of_truth(self, draw: Draw, truth: Sequence[str]) -> list[int]:
         """The place of each query's right answer, from 1, by total log-likelihood among the row's options; of
-        a row without options, among the distinct answers of the episode.
+        a row without options, among the distinct answers of the episode. Others that are as likely, or whose
+        likelihood is NaN, come before it.
         """
         store = draw.store
         answers = list(dict.fromkeys(store.text("target", row) for row, _ in (*draw.support, *draw.query)))
@@ -417,7 +426,8 @@ class LanguageMetrics:
         ranks = []
         for of_row, right in zip(options, truth, strict=True):
             found = {option: next(scores) for option in of_row}
-            ranks.append(1 + sum(score > found[right] for score in found.values()))
+            of_right = found.pop(right)
+            ranks.append(1 + sum(not score < of_right for score in found.values()))  # NaN: the last place
         return ranks
 
     def log_likelihoods(self, examples: Sequence[Example]) -> list[float]:

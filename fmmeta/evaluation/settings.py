@@ -12,7 +12,7 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of
 from fmmeta.config.algorithms import INNER_OPTIMIZERS, find_inner
-from fmmeta.config.fields import check_values, hints_of, refuse_first, setting
+from fmmeta.config.fields import check_values, hints_of, refuse_first, setting, shown
 from fmmeta.config.json_files import label_texts_of
 from fmmeta.config.settings import (
     HEAD_INITS,
@@ -45,6 +45,7 @@ OF_LANGUAGE_MODELS = (*OF_ADAPT, "zero_shot")
 METRICS = ("rouge_l", "exact_match", "options", "rank")
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0)  # that tune tries with sgd; a hundredth with adamw
 EVAL_SPLITS = ("train", "valid", "test")
+OF_TRAINING = ("mix_weights", "mix_temperature", "example_transforms", "episode_transforms")
 BELONG_TO = {  # stored settings that are not used with another inner optimizer, or with other adapters
     "inner_optimizer": {
         "inner_lr",
@@ -196,6 +197,14 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
         refuse_first(
             [
                 (not self.k_shot, "k_shot names nothing; give one or more"),
+                *(
+                    (
+                        getattr(self, name) not in ([], 1.0),
+                        f"{name}={shown(getattr(self, name))} is of training; an evaluation takes all tasks"
+                        " in turn, and their examples as they are; leave it out",
+                    )
+                    for name in OF_TRAINING
+                ),
                 (
                     self.n_way != "all" and not self.n_way.isdigit(),
                     f"n_way={self.n_way} is neither a number nor all; use 5, say",
@@ -252,6 +261,11 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
                     "zero_shot" in self.method and not causal,
                     "method=zero_shot answers without a support set, and a classifier of"
                     " task_type=classification has no head then; use finetune",
+                ),
+                (
+                    self.class_weights is not None and not self.finetunes,
+                    f"class_weights={self.class_weights} weighs the loss of an inner loop, and"
+                    f" method={' '.join(self.method)} has none; leave it out, or use finetune",
                 ),
                 (
                     bool(metrics) and not causal,

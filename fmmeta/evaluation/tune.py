@@ -34,7 +34,7 @@ from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.command import plan_evaluation, with_local_models
 from fmmeta.evaluation.methods import scores_by_step, with_stored_rates
 from fmmeta.evaluation.results import check_output, write_json
-from fmmeta.evaluation.settings import TuneConfig, has_prompts
+from fmmeta.evaluation.settings import OF_TRAINING, TuneConfig, has_prompts
 from fmmeta.meta.inner_optimizers import inner_optimizer
 from fmmeta.models.files import remembered
 from fmmeta.models.load import Description, empty_learner
@@ -117,7 +117,7 @@ def tune(
         start = f"method {settings.method[0]}" if causal else f"head_init {best.head_init}"
         progress.notice(
             f"best: {start}, inner_optimizer {best.inner_optimizer}, inner_lr {best.inner_lr:.4g},"
-            f" {best.inner_steps} inner steps, loss {best.loss:.{DECIMALS}f}"
+            f" {counted(best.inner_steps, 'inner step')}, loss {best.loss:.{DECIMALS}f}"
         )
         return tried
 
@@ -188,8 +188,8 @@ def section_of(config: Config) -> TuneConfig:
             raise UsageError(
                 f"tune sets {name}, which is no setting of it{nearest(name, known)}; use {any_of(known)}"
             )
-    chosen = {*CHOSEN} - {"inner_optimizer"}
-    shared = (Config.__dataclass_fields__.keys() & TuneConfig.__dataclass_fields__.keys()) - chosen
+    unused = {*CHOSEN, *OF_TRAINING} - {"inner_optimizer"}
+    shared = (Config.__dataclass_fields__.keys() & TuneConfig.__dataclass_fields__.keys()) - unused
     own = {name: getattr(config, name) for name in shared}
     own.update(n_way=str(config.n_way), k_shot=[config.k_shot], method=["finetune"])
     if config.task_type == "classification":
@@ -231,6 +231,7 @@ class TuneRun:
         config, inputs, chosen = plan_evaluation(
             settings, world, progress.notice, inner_steps=settings.max_steps
         )
+        self.description = inputs.description
         with world.comm.raise_on_all("choosing heads"):
             self.heads = heads_of(settings, config, inputs.description)
             self.optimizers = {
@@ -252,7 +253,16 @@ class TuneRun:
             load.prompt_episode = build.episode_prompt_builder(inputs)
         reader = EpisodeReader.of(load, self.ranks, self.config, progress.notice)
         self.episodes = [episode for _, episode in reader.read_share(episodes.tasks)]
-        self.inner = with_stored_rates(settings, self.config, self.parts.setup.inner, self.parts.worker)
+        planned = self.parts.setup.inner
+        self.inner = with_stored_rates(settings, self.config, planned, self.parts.worker)
+        # a schedule spreads the rates over all steps, so that fewer steps are another loop
+        constant = self.config.inner_lr_schedule == "constant" or self.inner.rates is not planned.rates
+        self.least_steps = 1 if constant else settings.max_steps
+        if self.least_steps > 1:
+            progress.notice(
+                f"inner_lr_schedule={self.config.inner_lr_schedule}: {settings.max_steps} steps are tried"
+                " (--max_steps), and no fewer"
+            )
         grid = len(self.heads) * sum(len(settings.rates(name)) for name in self.optimizers)
         self.total = settings.trials if settings.tuner == "optuna" else grid
 
@@ -366,7 +376,11 @@ class TuneRun:
             **stored,
             **{name: getattr(self.config, name) for name in REMEMBERED},
             **{name: getattr(best, name) for name in CHOSEN},
-            **({"method": settings.method[0]} if self.config.task_type == "causal_lm" else {}),
+            **(
+                {"method": settings.method[0]}
+                if self.config.task_type == "causal_lm"
+                else {"pooling": self.description.pooling}
+            ),
             "tuned": {
                 "dataset": settings.dataset,
                 "eval_split": settings.eval_split,
@@ -478,7 +492,8 @@ class TuneRun:
             )
             return None
         loss = torch.where(loss / scored <= DIVERGED, loss / scored, float("inf"))  # NaN too
-        steps = 1 + int(loss[1:].round(decimals=DECIMALS).argmin())  # the fewest of those that tie
+        least = self.least_steps  # of those that tie, the fewest are chosen
+        steps = least + int(loss[least:].round(decimals=DECIMALS).argmin())
         reached = float(accuracy[steps] / scored[steps])
         return Choice(head, rate, steps, float(loss[steps]), reached, optimizer)
 

@@ -232,7 +232,7 @@ def read_hf_config(name: str, trust_remote_code: bool) -> Any:
 
 
 def resolve_pooling(config: Config, images: bool = False) -> str:
-    """`auto` follows a sentence-transformers folder's 1_Pooling/config.json, or for images fmmeta.json;
+    """`auto` follows fmmeta.json, or for texts a sentence-transformers folder's 1_Pooling/config.json;
     without one it is the model's pooling.
     """
     if config.task_type != "classification":
@@ -241,10 +241,10 @@ def resolve_pooling(config: Config, images: bool = False) -> str:
         return config.pooling
     if config.builtin_model:
         return "mean"
-    if images:
-        stored = remembered(config.model_source).get("pooling")
-        return stored if stored in ("mean", "cls") else "model"
-    modes = read_json(config.model_source, "1_Pooling/config.json", dict)
+    stored = remembered(config.model_source).get("pooling")
+    if stored in ("mean", "cls", "model"):
+        return stored
+    modes = None if images else read_json(config.model_source, "1_Pooling/config.json", dict)
     if modes is None:
         return "model"
     for pooling, key in (("cls", "pooling_mode_cls_token"), ("mean", "pooling_mode_mean_tokens")):

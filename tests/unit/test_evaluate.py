@@ -466,6 +466,7 @@ def test_rouge_l():
     assert rouge_l("the gunman kill police", "police kill the gunman") == 0.5
     assert rouge_l("", "word") == 0
     assert rouge_l("", "") == 1
+    assert (rouge_l("\U0001f44d", "\U0001f44e"), rouge_l("-", " - ")) == (0, 1)  # symbols alone
 
 
 def test_calibration_error_by_hand():
@@ -509,6 +510,16 @@ def test_paired_differences_are_over_common_episodes():
         (
             {"method": ["in_context"]},
             ("method=in_context", "task_type=classification", "use finetune"),
+        ),
+        ({"mix_weights": [1.0]}, ("mix_weights=1.0", "is of training", "leave it out")),
+        ({"mix_temperature": 2.0}, ("mix_temperature=2.0", "is of training", "leave it out")),
+        (
+            {"example_transforms": ["fmmeta.tasks.augment:drop_words"]},
+            ("example_transforms=fmmeta.tasks.augment:drop_words", "is of training", "leave it out"),
+        ),
+        (
+            {"method": ["knn"], "class_weights": "weights.json"},
+            ("class_weights=weights.json", "method=knn has none", "use finetune"),
         ),
         (
             {"metrics": ["rouge_l"]},
@@ -908,3 +919,7 @@ def test_the_right_answer_is_ranked_among_the_options_of_its_row(llama, tmp_path
     assert results["options"]["mean"] == 0.0
     answers = write_rows(tmp_path / "answers.jsonl", [{**row, "options": None} for row in rows])
     assert fmmeta.evaluate(llama, answers, **flags)["rank"]["mean"] == 1.0  # the only answer of the episode
+    for value in (-1.0, float("nan")):  # all options alike: the right one is not the likeliest
+        monkeypatch.setattr(LanguageMetrics, "log_likelihoods", lambda _, rows, one=value: [one] * len(rows))
+        results = fmmeta.evaluate(llama, data, **flags)
+        assert (results["rank"]["mean"], results["options"]["mean"]) == (4.0, 0.0)

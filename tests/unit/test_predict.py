@@ -58,6 +58,14 @@ def test_predict_reads_the_files_that_adapt_reads(adapted, tmp_path, name):
     same(answers(folder, write_rows(tmp_path / name, rows), tmp_path), expected)
 
 
+def test_numbers_are_texts_as_they_are_in_data(adapted, tmp_path):
+    rows = write_rows(tmp_path / "a.jsonl", [{"text": 7, "label": 0}, {"text": 2.5}])
+    words = write_rows(tmp_path / "b.jsonl", [{"text": "7"}, {"text": "2.5"}])
+    assert answers(adapted[0], rows, tmp_path) == answers(adapted[0], words, tmp_path)
+    missing = write_rows(tmp_path / "c.jsonl", [{"text": None}])
+    check_message(refusal(answers, adapted[0], missing, tmp_path), "1 has no text under text")
+
+
 @pytest.mark.parametrize(
     ("name", "data"),
     [
@@ -118,7 +126,7 @@ def test_dir_lists_the_public_names():
         ),
         (
             "a.jsonl",
-            b'{"text": "a"}\n{"text": 5}\n',
+            b'{"text": "a"}\n{"text": [5]}\n',
             ["2 has no text under text", "name the key with --text_column"],
         ),
         ("a.jsonl", b'{"text": "a"}\n{"text": ""}\n', ["2 has no text in text", "fix it"]),

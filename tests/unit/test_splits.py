@@ -81,6 +81,11 @@ def test_the_split_file_of_the_data_folder_is_read(tmp_path, file, named_tasks):
             ["class_splits={path}", 'write {{"train": [...], "valid": [...]'],
         ),
         (
+            {"train": ["a"], "validation": ["b"], "test": ["c"]},
+            {},
+            ["class_splits={path}", "names a split 'validation'", "use train, valid or test"],
+        ),
+        (
             {"train": "abc"},
             {},
             ["class_splits={path}", 'write {{"train": [...], "valid": [...]'],

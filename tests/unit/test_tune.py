@@ -59,6 +59,33 @@ def test_the_choice_is_the_best_of_all_evaluations(bert, classes, tmp_path):
     assert found["loss"] == pytest.approx(tried[0].loss, rel=1e-5)  # needs no flags any more
 
 
+@pytest.mark.parametrize("case", ["pooling", "schedule", "class weights"])
+def test_the_stored_loss_is_that_of_the_stored_settings(bert, classes, tmp_path, case, capsys, terminal):
+    model, weights = shutil.copytree(bert, tmp_path / "model"), tmp_path / "weights.json"
+    weights.write_text(json.dumps({f"c{number}": 1.0 + number for number in range(15)}))
+    kept: dict[str, Any] = {
+        "pooling": {},  # stored with the choice
+        "schedule": {"inner_lr_schedule": "cosine"},
+        "class weights": {"class_weights": str(weights)},
+    }[case]
+    asked = {"pooling": "mean", "feature_norm": 3.0} if case == "pooling" else kept
+    settings = TuneConfig(
+        model_name_or_path=str(model),
+        dataset=[str(classes)],
+        inner_lrs=[0.5],
+        head_inits=["zero"],
+        **FLAGS,
+        **asked,
+    )
+    best = tune(settings, progress=Progress(True))[0]
+    assert (case == "schedule") == ("3 steps are tried" in "".join(capsys.readouterr()))
+    assert best.inner_steps == 3 or case != "schedule"
+    found = fmmeta.evaluate(str(model), str(classes), **SAME, **kept)
+    assert found["loss"] == pytest.approx(best.loss, rel=1e-5)
+    plain = fmmeta.evaluate(str(bert), str(classes), **SAME, inner_lr=0.5, inner_steps=best.inner_steps)
+    assert abs(plain["loss"] - best.loss) > 1e-4
+
+
 def test_rates_of_a_model_keep_their_proportions(bert, classes, tmp_path):
     """A model that learns with its head alone still does: the stored rates are scaled."""
     model = shutil.copytree(bert, tmp_path / "model")

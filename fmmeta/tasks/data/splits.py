@@ -16,6 +16,7 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import inside, redact
+from fmmeta.common.text import any_of, nearest, shortened
 from fmmeta.config.settings import Config
 from fmmeta.tasks.data.token_store import digest
 
@@ -72,6 +73,12 @@ def read_splits(name: str, config: Config, named_tasks: bool, notice: Callable[[
         raise UsageError(
             f'{setting}={path} holds no splits; write {{"train": [...], "valid": [...], "test": [...]}}'
         )
+    for split in splits:
+        if split not in SPLITS:
+            raise UsageError(
+                f"{setting}={path} names a split {shortened(split)}{nearest(split, SPLITS)}; use"
+                f" {any_of(SPLITS)}"
+            )
     return {split: [str(unit) for unit in units] for split, units in splits.items()}
 
 

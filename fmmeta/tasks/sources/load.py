@@ -250,7 +250,7 @@ SUITES = {"letters": letters, "marks": marks, "words": words, "digits": digits}
 
 @dataclass
 class Sources:
-    """One source for each split that was asked for and has enough classes or tasks to hold any."""
+    """One source for each requested split that has classes or tasks; small data sets hold none out."""
 
     of_split: dict[str, TaskSource]
     fingerprint: str  # of the data and all splits
@@ -292,7 +292,7 @@ class Sources:
 
     @property
     def first(self) -> TaskSource:
-        """Of the splits that were asked for."""
+        """Of the requested splits."""
         return next(iter(self.of_split.values()))
 
 
