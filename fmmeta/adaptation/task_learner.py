@@ -35,7 +35,7 @@ from fmmeta.parallel.layout import size_of
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import PassStats
 from fmmeta.reliability.checks import rising_loss
-from fmmeta.tasks.batching import Episode, Example, MicroBatch
+from fmmeta.tasks.batching import Episode, Example, MicroBatch, batches_of_step
 from fmmeta.tasks.data.encode import answer_without_room, encode, full_rows
 from fmmeta.tasks.data.rows import Examples, Table, label_texts, read_file, rows_of, tabulate
 from fmmeta.tasks.data.splits import few
@@ -309,7 +309,9 @@ class TaskLearner:
     def _adapt(
         self, tasks: Sequence[Encoded]
     ) -> Iterator[tuple[Encoded, list[PassStats], dict[str, Tensor] | None]]:
-        """Each task with the statistics of its support set after 0 to K steps, and its weights."""
+        """Each task with the statistics of the rows of each of its K steps, those of the first step's rows
+        after all steps, and its weights.
+        """
         worker, tasks = self.model.worker, sorted(tasks, key=lambda one: one.steps)
         for numbers in self._passes([one.examples for one in tasks], in_order=True):
             here = [tasks[number] for number in numbers]
@@ -318,7 +320,7 @@ class TaskLearner:
                 for one, support in zip(here, sets, strict=True):
                     inner = replace(self.inner, steps=one.steps)
                     passes = inner.adapt(worker, self.theta, support).passes
-                    passes.append(worker.forward(support))
+                    passes.append(worker.forward(batches_of_step(support, 0)))
                     named = self._by_name(worker.read()) if self.config.lora_r else None
                     yield one, passes, named and self._own_classes(one, named)
                     worker.write(self.theta)

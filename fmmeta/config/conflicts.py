@@ -22,6 +22,7 @@ from fmmeta.config.algorithms import (
 )
 from fmmeta.config.fields import LARGEST, default_of, rules, shown
 
+POLYNOMIAL_END = 1e-7  # the rate at which transformers' polynomial schedule ends
 # Settings of a run beside the flags and the data's fingerprint (build.RunInputs.resolved).
 RESOLVED = (
     "precision",
@@ -372,6 +373,16 @@ def of_outer_step(c: Any) -> Conflicts:
             c.warmup_steps >= 1 and c.warmup_steps % 1,
             f"warmup_steps={c.warmup_steps} is neither a share of outer_steps below 1 nor a whole number; use"
             " 0.1 or 10, say",
+        ),
+        (
+            c.warmup_steps and c.lr_scheduler_type == "constant",
+            f"warmup_steps={c.warmup_steps} means nothing for lr_scheduler_type=constant; leave it out, or"
+            " use constant_with_warmup",
+        ),
+        (
+            c.lr_scheduler_type == "polynomial" and c.outer_lr <= POLYNOMIAL_END,
+            f"outer_lr={c.outer_lr} with lr_scheduler_type=polynomial, which ends at {POLYNOMIAL_END:g}; use"
+            " a higher rate, or linear",
         ),
         (
             c.scale_outer_lr is not None and c.base_meta_batch_size is None,

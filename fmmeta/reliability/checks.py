@@ -16,7 +16,7 @@ from fmmeta.meta.inner_loop import InnerResult
 from fmmeta.meta.rule import TaskResult
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.tasks.batching import MicroBatch
+from fmmeta.tasks.batching import MicroBatch, batches_of_step
 
 
 def hash_vector(vector: Tensor) -> int:
@@ -72,6 +72,9 @@ class OutlierBounds:
         return exceeded
 
 
+LEAST_RISE = 1e-3  # of a loss, that is warned of
+
+
 class SupportLosses:
     """Losses of support sets before and after their inner loops: those of the first few tasks, for a warning
     if the inner loop raises them.
@@ -82,12 +85,12 @@ class SupportLosses:
         self.pairs: list[tuple[float, float]] = []
 
     def add(self, worker: Worker, learned: InnerResult, support: Sequence[MicroBatch]) -> None:
-        """Count a task whose phi the worker holds, by one more pass; none once there are enough.
-
-        Collective: group.
+        """Count a task whose phi the worker holds, by one more pass over the rows of the first inner step;
+        none once there are enough. Collective: group.
         """
         if learned.passes and len(self.pairs) < self.most:
-            self.pairs.append((learned.passes[0].loss, worker.forward(support).loss))
+            after = worker.forward(batches_of_step(support, 0)).loss
+            self.pairs.append((learned.passes[0].loss, after))
 
     def warning(self) -> str:
         """A message with a lower rate if the mean loss rises or is not finite; "" otherwise."""
@@ -101,7 +104,7 @@ def rising_loss(config: Config, before: float, after: float, steps: int, tasks: 
     """A message with a lower rate if `steps` inner steps raise the loss on the support set, or make it not
     finite; "" otherwise. before, after: means over `tasks` tasks.
     """
-    if after <= before:
+    if after <= before + LEAST_RISE * abs(before):
         return ""
     return (
         f"inner_lr={config.inner_lr:g}: the loss on the support set rises from {before:.3g} to"

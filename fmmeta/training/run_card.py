@@ -79,7 +79,7 @@ def results(config: Config, data: Sequence[str], compared: Compared, kind: str =
     found = list[EvalResult]()
     accuracy, loss = compared.rows[AFTER]
     kinds = ("accuracy", "accuracy") if classes else ("exact_match", "exact match")
-    for (kind, name), (mean, half) in ((kinds, accuracy), (("loss", "loss (nats)"), loss)):
+    for (metric, name), (mean, half) in ((kinds, accuracy), (("loss", "loss (nats)"), loss)):
         if math.isfinite(mean):
             found.append(
                 EvalResult(
@@ -88,7 +88,7 @@ def results(config: Config, data: Sequence[str], compared: Compared, kind: str =
                     dataset_type=printable(", ".join(data)),
                     dataset_name=printable(", ".join(data)),
                     dataset_split="test",
-                    metric_type=kind,
+                    metric_type=metric,
                     metric_name=f"{name} {learned}",
                     metric_value=round(mean, 4),
                     metric_args=strict({"episodes": compared.episodes, "ci95": round(half, 4)}),

@@ -71,6 +71,14 @@ def test_flags_become_settings():
         (["--report_to", "all", "wandb"], ("report_to=all wandb names all and others", "leave out all")),
         (["--warmup_steps", "1.5"], ("warmup_steps=1.5", "use 0.1 or 10, say")),
         (["--warmup_steps", "-1"], ("warmup_steps=-1", "use 0 or more")),
+        (
+            ["--warmup_steps", "3", "--lr_scheduler_type", "constant"],
+            ("warmup_steps=3", "lr_scheduler_type=constant", "use constant_with_warmup"),
+        ),
+        (
+            ["--outer_lr", "1e-7", "--lr_scheduler_type", "polynomial"],
+            ("outer_lr=1e-07", "ends at 1e-07", "use a higher rate"),
+        ),
         (["--run_name", "../up"], ("run_name=../up", "use letters, digits, - and _")),
         (["--help", "modle"], ("help=modle", "did you mean model?", "use model, data, algorithm")),
         (["--n_w", "3"], ("--n_w is not a flag", "did you mean --n_way?")),  # no abbreviations

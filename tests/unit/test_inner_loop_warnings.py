@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import fmmeta
 from fmmeta import Config, MetaTrainer
 from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.reliability.checks import SupportLosses
+from fmmeta.tasks.batching import SupportSet
 from tests.support.messages import check_message
 from tests.support.models import write_pairs
 from tests.support.short_runs import QUICK, same
@@ -56,9 +60,22 @@ def test_a_rising_support_loss_is_one_warning_with_a_lower_rate(command, llama, 
         run(command, llama, pairs, tmp_path / f"{rate}", inner_lr=rate)
         lines = [line for line in capsys.readouterr().out.splitlines() if "loss on the support set" in line]
         assert len(lines) == rises
+    run(command, llama, pairs, tmp_path / "sampled", inner_lr=30.0, support_batch_size=1)
+    assert "loss on the support set" in capsys.readouterr().out
     run(command, llama, pairs, tmp_path / "again", inner_lr=30.0)
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "loss on the support set" in line)
     check_message(line.replace(str(llama), "MODEL"), "inner_lr=30", "try --inner_lr 3")
+
+
+def test_a_sampled_support_set_is_compared_on_the_rows_of_its_first_step():
+    """Other rows may have a higher loss from the start."""
+    first, other = object(), object()
+    support: Any = SupportSet([first, other], [[first], [other]])  # type: ignore[list-item]
+    worker: Any = SimpleNamespace(forward=lambda rows: SimpleNamespace(loss=1.0 if rows == [first] else 9.0))
+    losses = SupportLosses(Config())
+    losses.add(worker, cast(Any, SimpleNamespace(passes=[SimpleNamespace(loss=2.0)])), support)
+    assert losses.pairs == [(2.0, 1.0)]
+    assert losses.warning() == ""
 
 
 def test_the_check_of_the_inner_loop_changes_no_weights(llama, pairs, tmp_path, monkeypatch):

@@ -57,6 +57,7 @@ def test_a_classifier_has_its_held_out_scores_and_runnable_code(bert, tmp_path):
     wanted = json.loads((run / "run.json").read_text())["held_out"]["after adaptation, meta-trained"]
     accuracy, loss = card.data.eval_results
     assert accuracy.metric_value == round(wanted["accuracy"][0], 4)
+    assert {accuracy.task_type, loss.task_type} == {"text-classification"}
     assert loss.metric_value == round(wanted["loss"][0], 4)
     assert accuracy.metric_args == {"episodes": 3, "ci95": round(wanted["accuracy"][1], 4)}
     assert (accuracy.dataset_name, accuracy.dataset_split) == ("rows.jsonl", "test")

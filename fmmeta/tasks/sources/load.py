@@ -329,16 +329,16 @@ def load_sources(
             f"eval_split={wanted[0]} of dataset={' '.join(config.dataset)} is empty; give another"
             " --eval_split, or a file of splits"
         )
-    sources.class_weights = read_class_weights(config, sources, complete={*SPLITS} <= {*wanted})
+    sources.class_weights = read_class_weights(config, sources, {*SPLITS} <= {*wanted}, notice)
     if config.joint_head:
         sources.of_split["train"] = GlobalLabelSource(sources.train)
     return sources
 
 
-def read_class_weights(config: Config, sources: Sources, complete: bool) -> dict[str, float]:
+def read_class_weights(config: Config, sources: Sources, complete: bool, notice: Notice) -> dict[str, float]:
     """Weights by class name, of --class_weights; empty without the setting. Raises `UsageError`.
 
-    complete: all splits were read; else names may be those of classes in other splits, but not all of them.
+    complete: all splits were read, so that every name must be known; else names may be of other splits.
     With one head for all classes (joint training) also by the labels' names.
     """
     if config.class_weights is None:
@@ -359,7 +359,10 @@ def read_class_weights(config: Config, sources: Sources, complete: bool) -> dict
         ) from None
     known = {key[-1] for key in keys}
     unknown = [name for name in weights if name not in known]
-    if unknown and (complete or len(unknown) == len(weights)):
+    if unknown and not complete:
+        if len(unknown) == len(weights):
+            notice(Warn(f"{given} names none of the {len(known)} classes here; all have weight 1"))
+    elif unknown:
         raise UsageError(
             f"{given} names class {shortened(unknown[0])}, which is none of the {len(known)} classes of"
             f" dataset={' '.join(config.dataset)}{nearest(unknown[0], known)}; correct it or leave it out"
