@@ -115,7 +115,7 @@ class MetaTrainer:
         if config.tune is not None:
             plan = build.plan_parallel(config, inputs, world, notice)
             ranks = world.split(plan.group_size, plan.engine == "deepspeed")
-            config = tune_before_training(config, world, ranks, progress, self.signals)
+            config = tune_before_training(config, inputs, world, ranks, progress, self.signals)
         start = open_run(config, inputs.settings(config), world.comm)
         if start.lock is not None:
             closing.callback(start.lock.close)

@@ -123,16 +123,23 @@ def tune(
 
 
 def tune_before_training(
-    config: Config, world: World, ranks: ProcessGroups, progress: Progress, signals: Signals | None
+    config: Config,
+    inputs: build.RunInputs,
+    world: World,
+    ranks: ProcessGroups,
+    progress: Progress,
+    signals: Signals | None,
 ) -> Config:
     """The settings of a run with the inner loop that its `tune` section chooses, and without the section.
 
-    The choice is stored in output_dir (without one, in runs/) under a name that the settings determine; the
-    same command finds it and resumes the same run. Raises `UsageError`, and `Stopped` with nothing stored.
-    Collective: world.
+    The choice is stored in output_dir (without one, in runs/) under a name that the settings and the data
+    determine; the same command finds it and resumes the same run. Raises `UsageError`, and `Stopped` with
+    nothing stored. Collective: world.
     """
     settings = section_of(config)
     fixed = {name: value for name, value in config.as_dict().items() if name not in FREE_ON_RESUME}
+    read = {name: value for name, value in inputs.settings(config).items() if name.endswith("_fingerprint")}
+    fixed.update(read)
     file = Path(config.output_dir or "runs") / f"tuned-{digest(fixed)[:8]}.json"
     text = ""
     with world.comm.raise_on_all("reading the tuned inner loop"):
@@ -172,7 +179,8 @@ def tune_before_training(
 def section_of(config: Config) -> TuneConfig:
     """Settings of `fmmeta tune` from a run's `tune` section, and the model and tasks of the run.
 
-    Of a classifier the run's own head is tried, unless the section names head_inits. Raises `UsageError`.
+    Of a classifier the run's own head is tried, unless the section names head_inits. Raises `UsageError`,
+    also for a head or an optimizer that the run cannot use.
     """
     try:
         section = json.loads(str(config.tune))
@@ -199,7 +207,14 @@ def section_of(config: Config) -> TuneConfig:
         raise UsageError(
             f"inner_steps=0: algorithm={config.algorithm} has no inner loop to tune; leave the section out"
         )
-    return TuneConfig(**{**own, **given})
+    settings = TuneConfig(**{**own, **given})
+    for head in settings.head_inits or [config.head_init]:
+        for optimizer in settings.optimizers(config):
+            try:
+                replace(config, tune=None, head_init=head, inner_optimizer=optimizer)
+            except UsageError as error:
+                raise UsageError(f"tune={shortened(config.tune)}: {error}") from None
+    return settings
 
 
 def refuse_divergence(settings: TuneConfig, tried: Sequence[Choice]) -> None:

@@ -16,6 +16,7 @@ from fmmeta.evaluation.tune import section_of, tune
 from fmmeta.train import train
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
+from tests.support.models import write_classes
 from tests.support.short_runs import QUICK, same
 
 SHORT = {**QUICK, "outer_steps": 2, "save_steps": 0}
@@ -96,6 +97,23 @@ def test_a_section_tunes_the_inner_loop_of_the_training_whatever_the_base_was_tu
 )
 def test_a_bad_section_is_refused_in_one_line(values, parts):
     check_message(refusal(section_of, Config(**values)), *parts)
+
+
+def test_an_inner_loop_that_the_run_cannot_use_is_refused_before_the_first_trial():
+    second = {"algorithm": "maml", "tune": '{"inner_optimizers": ["adamw"]}'}
+    check_message(refusal(section_of, Config(**second)), "tune=", "inner_optimizer=adamw", "algorithm=maml")
+    head = {"algorithm": "proto_maml", "tune": '{"head_inits": ["zero"]}'}
+    check_message(refusal(section_of, Config(**head)), "tune=", "head_init=zero", "algorithm=proto_maml")
+
+
+def test_the_inner_loop_is_chosen_again_for_other_data(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for stored, classes in ((1, 15), (2, 14)):
+        write_classes(tmp_path / "rows.jsonl", classes=classes)
+        argv = [recipe(tmp_path, SECTION), "--dataset", "rows.jsonl", "--run_name", f"run-{classes}"]
+        train(parse(argv))
+        assert len([*Path("runs").glob("tuned-*.json")]) == stored
+    assert "2 episodes of the valid split" in capsys.readouterr().out
 
 
 def test_tune_with_elastic_is_refused():
