@@ -420,8 +420,10 @@ def test_theta_is_unchanged_without_a_finite_meta_gradient(bad):
     assert torch.equal(theta, began)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize(
+    ("name", "warmup"),
+    [(name, warmup) for name in SCHEDULES for warmup in (0, 4) if (name, warmup) != ("constant", 4)],
+)
 def test_outer_lr_schedules_equal_transformers(name, warmup):
     from transformers import get_scheduler
 
