@@ -12,7 +12,8 @@ regrouped   Classes that unite five unrelated intents of BANKING77 each, as wher
 Accuracy in percent on the same episode of each test task; gains are over frozen prototypes, paired by task,
 with 95 % intervals (Student's t). nearest: the class of the nearest support example, on other draws from the
 same tasks. The rows of a family see about the same number of texts in training. The inner loops were
-chosen on validation tasks (docs/log.md). Finished rows lie in results/gradient_steps.json and are not
+chosen on validation tasks (docs/log.md); the higher rate of heads in `records` was set after a test score of
+FOMAML had been seen. Finished rows are stored in results/gradient_steps.json and are not
 computed again.
 """
 

@@ -47,7 +47,7 @@ from fmmeta.models.files import (
 from fmmeta.models.load import describe, fitted
 from fmmeta.models.task_axis import StoredAdapter, adapters_of_rows
 from fmmeta.tasks.batching import Example, collate
-from fmmeta.tasks.data.rows import MOST_GIB, ending, read_file, unpacked
+from fmmeta.tasks.data.rows import MOST_GIB, ending, is_text, read_file, unpacked
 from fmmeta.tasks.data.splits import few
 from fmmeta.tasks.data.token_store import files_digest
 
@@ -381,8 +381,3 @@ def input_in(values: dict[str, Any], origin: str, settings: PredictConfig) -> In
             f"{origin} names no adapter under {settings.adapter_column}; name the key with --adapter_column"
         )
     return Input(text, adapter)
-
-
-def is_text(value: Any) -> bool:
-    """Whether a value is a text, or a number, which is read as one in data too; NaN is none."""
-    return isinstance(value, (str, int, float)) and value == value

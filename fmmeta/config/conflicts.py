@@ -23,6 +23,7 @@ from fmmeta.config.algorithms import (
 from fmmeta.config.fields import LARGEST, default_of, rules, shown
 
 POLYNOMIAL_END = 1e-7  # the rate at which transformers' polynomial schedule ends
+
 # Settings of a run beside the flags and the data's fingerprint (build.RunInputs.resolved).
 RESOLVED = (
     "precision",

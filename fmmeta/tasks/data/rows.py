@@ -522,13 +522,17 @@ def module_source(named: str | None) -> str:
 def cell(row: Row, column: str) -> str:
     """The text of a row in a column. Raises `UsageError`."""
     value = row.values.get(column)
-    is_nan = value != value
-    if is_nan or value in (None, "") or isinstance(value, (dict, list, bytes)):
+    if value == "" or not is_text(value):
         raise UsageError(f"{row.origin} has {column}={value!r}, which is no text; fix the row")
     text = str(value)
     if wrong := broken_text(text):
         raise UsageError(f"{row.origin} has {wrong} in {column}; fix the row")
     return text
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value of a row is read as a text. Numbers are; null, NaN, bytes, lists and objects are not."""
+    return value is not None and value == value and not isinstance(value, (dict, list, bytes))
 
 
 def options_of(row: Row, answer: str) -> list[str]:

@@ -292,7 +292,7 @@ class Sources:
 
     @property
     def first(self) -> TaskSource:
-        """Of the requested splits."""
+        """The source of the first requested split that has one."""
         return next(iter(self.of_split.values()))
 
 
