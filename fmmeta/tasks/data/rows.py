@@ -531,7 +531,7 @@ def cell(row: Row, column: str) -> str:
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value of a row is read as a text. Numbers are; null, NaN, bytes, lists and objects are not."""
+    """Whether a value is read as a text: numbers are; null, NaN, bytes, lists and objects are not."""
     return value is not None and value == value and not isinstance(value, (dict, list, bytes))
 
 
