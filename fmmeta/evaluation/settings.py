@@ -45,7 +45,8 @@ OF_LANGUAGE_MODELS = (*OF_ADAPT, "zero_shot")
 METRICS = ("rouge_l", "exact_match", "options", "rank")
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0)  # that tune tries with sgd; a hundredth with adamw
 EVAL_SPLITS = ("train", "valid", "test")
-OF_TRAINING = ("mix_weights", "mix_temperature", "example_transforms", "episode_transforms")  # alone
+# no effect on the episodes of an evaluation
+OF_TRAINING = ("mix_weights", "mix_temperature", "example_transforms", "episode_transforms")
 BELONG_TO = {  # stored settings that are not used with another inner optimizer, or with other adapters
     "inner_optimizer": {
         "inner_lr",
