@@ -4,10 +4,10 @@
                                         on_log, then on_evaluate and on_log, then on_save
 
 Every hook runs through the callbacks in one order: profiler (its clock stops first), replica check, run
-logger, trackers, report page, limit of non-finite steps, validation, saving, then
-`MetaTrainer(config, callbacks=[...])` as given. So a line is logged before its step can end the run, and a
-checkpoint holds the best validated weights. `close` runs in reverse order, since trackers may wait for a
-server.
+logger, trackers, report page, limit of non-finite steps, validation, `MetaTrainer(config, callbacks=[...])`
+as given, then saving. So a line is logged before its step can end the run, and a checkpoint holds the best
+validated weights and whether a callback has ended the run. `close` runs in reverse order, since trackers may
+wait for a server.
 """
 
 import enum
@@ -51,7 +51,8 @@ class Callback:
     collectives only if all ranks take part. It must not change theta or the settings. `run` has `config`,
     `folder`, `ranks`, `worker`, `theta` (this rank's fp32 shard [S]) and `state` (`state.outer_step`: outer
     steps done). `run.ends_early = True`, set on all ranks alike, makes this outer step the last one (with
-    --outer_delay 1 without its update); the model is then exported as usual. If a hook of a user's callback
+    --outer_delay 1 without its update), also of a run that is stopped now and resumed; the model is then
+    exported as usual. If a hook of a user's callback
     raises on any rank, the run ends on all of them with one line, exit code 2.
 
     >>> from fmmeta import Callback
@@ -94,12 +95,12 @@ class Callback:
 class CallbackList:
     """Calls a hook of all callbacks: `callbacks.on_step_end(run, outcome)`.
 
-    built_in: their errors are agreed where they occur. users: agreed here, after each hook of each callback.
-    Collective (every hook but `close`): world, where there are users.
+    built_in, last: their errors are agreed where they occur. users: agreed here, after each hook of each
+    callback. Collective (every hook but `close`): world, where there are users.
     """
 
-    def __init__(self, built_in: Sequence[Callback], users: Sequence[Callback] = ()) -> None:
-        self.built_in, self.users = built_in, users
+    def __init__(self, built_in: Sequence[Callback], users: Sequence[Callback], last: Callback) -> None:
+        self.built_in, self.users, self.last = built_in, users, last
 
     def __getattr__(self, hook: str) -> Callable[..., None]:
         """A function that calls the hook of that name on every callback."""
@@ -109,7 +110,7 @@ class CallbackList:
 
     def close(self, run: "Run") -> None:
         """Close all in reverse order; one that raises does not hide how the run ended. Local."""
-        for callback in reversed((*self.built_in, *self.users)):
+        for callback in reversed((*self.built_in, *self.users, self.last)):
             try:
                 callback.close(run)
             except Exception as error:
@@ -127,6 +128,7 @@ class CallbackList:
                         f"{failure_of(callback, hook, error)} at outer step {run.state.outer_step};"
                         " correct the callback, or leave it out"
                     ) from error
+        getattr(self.last, hook)(run, *arguments)
 
 
 def failure_of(callback: Callback, hook: str, error: Exception) -> str:

@@ -146,7 +146,7 @@ def _finish(run: Run) -> None:
     profile = run.profiler.show(run.progress.table)
     with run.ranks.world.raise_on_all("closing the run"):
         if run.ranks.first:
-            write_cards(run.folder, config, run.inputs.description, gains)
+            write_cards(run.folder, config, state.outer_step, run.inputs.description, gains)
             run.write_run(finished=True, outer_steps=state.outer_step, held_out=facts, **profile)
             run.held_out.clear()
     run.progress.notice(f"model {run.folder / 'model'}")

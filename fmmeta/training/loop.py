@@ -147,7 +147,6 @@ class Run:
         self.schedule = build.training_schedule(config, inputs, ranks.layout)
         self.controller = controller or StaticController()
         self.stop = StopAgreement(ranks, signals or Signals())
-        self.ends_early = False  # set by callbacks, on all ranks alike
         self.stage = WatchdogStage(config.step_timeout, (ranks.cross, ranks.world))
         self.outlier_bounds = OutlierBounds(config, parts.worker)
         self.metrics, self.update = StepMetrics(), cast("OuterStep | None", None)  # of the last outer step
@@ -175,15 +174,26 @@ class Run:
                 callbacks.ReportPage(),
                 callbacks.NonfiniteLimit(),
                 callbacks.Validation(),
-                callbacks.Saving(),
             ),
             user_callbacks,
+            callbacks.Saving(),
         )
 
     @property
     def theta(self) -> Tensor:
         """The live meta-parameters of the model, fp32 [S]: this rank's part."""
         return self.state.meta_params.theta
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether no outer step follows although `outer_steps` is not reached: set by callbacks, on all ranks
+        alike, and kept in checkpoints.
+        """
+        return self.state.ends_early
+
+    @ends_early.setter
+    def ends_early(self, ends: bool) -> None:
+        self.state.ends_early = ends
 
     def rule_at(self, outer_step: int) -> Any:
         """The rule of an outer step: a Rule or a MultiTaskRule, or both."""

@@ -18,18 +18,24 @@ from fmmeta.report.data import AFTER, BEFORE, FROM_START
 from fmmeta.training.comparison import Compared, percent
 
 
-def write_cards(folder: Path, config: Config, description: Description, compared: Compared | None) -> None:
-    """Write the cards of model/ and merged/. compared: None if nothing was measured."""
+def write_cards(
+    folder: Path, config: Config, outer_steps: int, description: Description, compared: Compared | None
+) -> None:
+    """Write the cards of model/ and merged/. outer_steps: how many were done. compared: None if nothing was
+    measured.
+    """
     for each in (folder / "model", folder / "merged"):
         if each.is_dir():
             adapter = bool(config.lora_r) and each.name == "model"
-            model_card.write_card(each, card_content(config, description, compared, adapter))
+            model_card.write_card(each, card_content(config, outer_steps, description, compared, adapter))
 
 
 def card_content(
-    config: Config, description: Description, compared: Compared | None, adapter: bool
+    config: Config, outer_steps: int, description: Description, compared: Compared | None, adapter: bool
 ) -> Content:
-    """The card of a meta-trained model. adapter: its folder holds adapters and not a whole model."""
+    """The card of a meta-trained model. outer_steps: how many were done. adapter: its folder holds adapters
+    and not a whole model.
+    """
     spec, classes = find(config.algorithm), config.task_type == "classification"
     kind = "image" if description.images else "text"
     learns = f"{kind} classification" if classes else "text generation"
@@ -48,7 +54,7 @@ def card_content(
         "tasks": f"{' '.join(map(code, data))}, {episodes} episodes ({shots})",
         "inner loop": f"{config.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}",
         "prompt": "the support set precedes each query" if spec.in_prompt else "",
-        "outer loop": f"{config.outer_steps} steps of {config.outer_optimizer} over {tasks} tasks each,"
+        "outer loop": f"{outer_steps} steps of {config.outer_optimizer} over {tasks} tasks each,"
         f" outer_lr {config.outer_lr * config.outer_lr_factor:g}, seed {config.seed}",
         "trained weights": f"LoRA adapters of rank {config.lora_r}{merged}" if config.lora_r else "",
         "sentence vector": f"{description.pooling} pooling" if description.pooling != "model" else "",

@@ -2,6 +2,7 @@
 
     meta-parameters, the outer optimizer           what training changes
     outer step, tasks seen, steps that failed      what was counted
+    whether a callback has ended the run           no outer step follows, unless outer_steps is changed
     the best validated weights, recent losses      what later decisions need
     a pending meta-gradient (--outer_delay)        what has not been applied to theta yet
     tasks that groups run (--max_staleness)        what a resumed run begins again
@@ -56,6 +57,7 @@ class TrainingState:
         self.outer_step, self.bad_steps, self.tasks = 0, 0, {"seen": 0, "bad": 0}
         self.queue: dict[str, Any] | None = None  # with --max_staleness: what groups run meanwhile
         self.validated = 0  # the last outer step whose validation is complete
+        self.ends_early = False  # set by callbacks
         self.saver = Saver(self.param_map, config, ranks, log)
 
     def load(self, found: Path) -> None:
@@ -75,6 +77,8 @@ class TrainingState:
         """All of it, uncopied. Collective: cross."""
         counts = {"outer_step": self.outer_step, "validated": self.validated, "bad_steps": self.bad_steps}
         facts = {"tasks": self.tasks, "losses": self.spikes.state, "best": {}, "queue": self.queue}
+        if self.ends_early:
+            facts["ended_early_of"] = self.config.outer_steps
         state = StateDict(facts={**counts, **facts})
         for part in self.stateful:
             part.add_state(state)
@@ -88,6 +92,7 @@ class TrainingState:
             part.load_state(state)
         self.outer_step, self.bad_steps, self.tasks = facts["outer_step"], facts["bad_steps"], facts["tasks"]
         self.validated = facts.get("validated", self.outer_step)  # absent in checkpoints of 0.1.0
+        self.ends_early = facts.get("ended_early_of") == self.config.outer_steps
         self.spikes, self.queue = Spikes(facts.get("losses")), facts.get("queue")
 
     def count(self, outcome: Outcome, tasks: dict[str, int]) -> None:

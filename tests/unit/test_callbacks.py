@@ -86,14 +86,14 @@ class Recorder(Callback):
 
 
 def test_hooks_run_in_the_documented_order(tmp_path):
-    """A line is logged before the validation, which runs before the checkpoint is saved."""
+    """A line is logged before the validation; the checkpoint is saved last."""
     seen = Recorder()
     settings = {**SHORT, "eval_episodes": 2, "test_episodes": 2, "eval_steps": 1, "save_steps": 1}
     MetaTrainer(Config(**settings, output_dir=str(tmp_path)), callbacks=[seen]).train()
     metrics = "evaluate ['valid_accuracy', 'valid_loss']"
     assert seen.hooks == [
         "train_begin",
-        *("step_begin 0", "log 1 False", "log 1 False", metrics, "save checkpoint-1", "step_end 1"),
+        *("step_begin 0", "log 1 False", "log 1 False", metrics, "step_end 1", "save checkpoint-1"),
         *("step_begin 1", "log 2 False", "log 2 False", metrics, "step_end 2"),
         *("save checkpoint-2", "log 2 True", "train_end True", "close"),
     ]

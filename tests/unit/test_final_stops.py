@@ -119,6 +119,34 @@ def test_stop_in_a_validation_repeats_the_validation(tmp_path, monkeypatch):
     assert exported(tmp_path / "stopped") == exported(tmp_path / "whole")
 
 
+class EndsEarly(Callback):
+    """Ends the run after its second outer step."""
+
+    def on_step_end(self, run, outcome):
+        run.ends_early = run.state.outer_step == 2
+
+
+@pytest.mark.parametrize("save_steps", [0, 1])
+def test_a_run_ended_by_a_callback_stays_ended(tmp_path, monkeypatch, save_steps):
+    """A stop in its final evaluation and a second run give the model of an undisturbed run, whose card names
+    the steps that were done; more --outer_steps continue it.
+    """
+    settings = {"outer_steps": 4, "save_steps": save_steps}
+    MetaTrainer(config_of(tmp_path, "whole", **settings), callbacks=[EndsEarly()]).train()
+    with monkeypatch.context() as patch:
+        stop = StopAt(patch, 2)
+        with pytest.raises(Stopped, match="after outer step 2"):
+            run = MetaTrainer(config_of(tmp_path, "stopped", **settings), stop.signals, [EndsEarly()])
+            run.train()
+    again = MetaTrainer(config_of(tmp_path, "stopped", **settings), callbacks=[EndsEarly()]).train()
+    assert again.outer_steps == 2
+    assert exported(tmp_path / "stopped") == exported(tmp_path / "whole")
+    assert b"2 steps of adamw" in exported(tmp_path / "whole")["README.md"].lower()
+
+    longer = config_of(tmp_path, "stopped", **{**settings, "outer_steps": 5, "accept_changed_settings": ["outer_steps"]})
+    assert MetaTrainer(longer).train().outer_steps == 5
+
+
 class ThetaRecorder(Callback):
     """Records theta at the start of every evaluation."""
 
