@@ -708,7 +708,7 @@ class ParallelConfig:
     )
     pipeline_stages: int = setting(
         1,
-        "Pipeline stages of a group; excludes --tensor_parallel_size",
+        "Pipeline stages of a group; --tensor_parallel_size splits the layers of each",
         least=1,
         resume="free",
         common=True,
@@ -721,7 +721,7 @@ class ParallelConfig:
     )
     tensor_parallel_size: int = setting(
         1,
-        "Split the weight matrices of each layer over this many ranks of a group; excludes --pipeline_stages",
+        "Split the weight matrices of each layer over this many ranks of a group (of each pipeline stage)",
         least=1,
         resume="free",
         synonyms=("tp_size",),

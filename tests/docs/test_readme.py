@@ -236,12 +236,13 @@ def row_of(name: str) -> list[float]:
 def test_numbers_beside_other_projects_are_those_of_the_benchmarks():
     questions = json.loads((ROOT / "benchmarks/results/peers.json").read_text())["questions"]
     readme = " ".join(README.split())
-    for text, question in (("{} on the same tensors", "same"), ("{} as the examples of each", "users")):
+    for text, question in (
+        ("{} CPU seconds in fmmeta, {} in learn2learn, {} in higher and {} in TorchOpt", "same"),
+        ("{}, {}, {} and {} as the examples of each", "users"),
+    ):
         cpu = questions[question]["cpu"]
-        *first, last = (
-            f"{cpu[project]['median']:.1f}" for project in ("fmmeta", "learn2learn", "higher", "torchopt")
-        )
-        assert text.format(f"{', '.join(first)} and {last}") in readme
+        projects = ("fmmeta", "learn2learn", "higher", "torchopt")
+        assert text.format(*(f"{cpu[project]['median']:.1f}" for project in projects)) in readme
     cells = json.loads((ROOT / "benchmarks/results/intents.json").read_text())["cells"]
     for name, row in (
         ("frozen, prototypes", "none+prototype"),
@@ -249,7 +250,7 @@ def test_numbers_beside_other_projects_are_those_of_the_benchmarks():
         ("frozen, names of classes as examples", "none+names"),
         ("joint training", "joint"),
         ("FOMAML", "fomaml"),
-        ("recipe `intents`", "best"),
+        ("recipe `intents`, 20-way", "best"),
     ):
         wanted = []
         for data, shots in itertools.product(("banking77", "clinc150"), ("1", "5")):
