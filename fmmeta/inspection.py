@@ -55,6 +55,8 @@ def run(settings: InspectConfig) -> None:
         tasks[split], problems = opened(getattr(sources, split))
         show_notes(problems)
         refused = refused or next((UsageError(text) for text in problems), None)
+    if refused and not tasks["train"]:
+        raise refused
     progress = Progress(True)
     show_splits(progress, config, tasks)
     stores = {one.store.path: one.store for found in tasks.values() for one in found}

@@ -170,6 +170,9 @@ def choose_files(folder: Path) -> tuple[list[str], dict[str, str]]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         top = name.parts[0]
+        if top.endswith(".trials.json"):
+            left_out[top] = "unfinished trials of fmmeta tune"
+            continue
         if top in LEFT_OUT or any(part.startswith(".") for part in name.parts):
             left_out[top] = LEFT_OUT.get(top, "hidden")
             continue

@@ -79,17 +79,21 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
+def is_inside(root: Path, path: Path) -> bool:
+    """Whether the target of `path` is inside `root`, or in the blobs of the hub cache that holds `root`."""
+    there, home = Path(os.path.realpath(path)), root.resolve()
+    return there.is_relative_to(home) or any(
+        above.name == "snapshots" and there.parent == above.with_name("blobs") for above in home.parents
+    )
+
+
 def inside(root: Path, path: Path) -> Path:
-    """`path`, if its target is inside `root` or among the blobs of a hub cache. Raises `UsageError`."""
-    if path.is_symlink():
-        there, home = Path(os.path.realpath(path)), root.resolve()
-        cached = any(
-            above.name == "snapshots" and there.parent == above.with_name("blobs") for above in home.parents
+    """`path`, unless it is a link that leaves `root` (see `is_inside`). Raises `UsageError`."""
+    if path.is_symlink() and not is_inside(root, path):
+        raise UsageError(
+            f"{path} is a link that leaves its folder (to {os.path.realpath(path)}); copy the file, or remove"
+            " the link"
         )
-        if not (there.is_relative_to(home) or cached):
-            raise UsageError(
-                f"{path} is a link that leaves its folder (to {there}); copy the file, or remove the link"
-            )
     return path
 
 
@@ -110,6 +114,20 @@ def publish(temporary: Path, path: Path) -> None:
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
+
+
+def publish_folder(temporary: Path, path: Path) -> None:
+    """`publish` for a folder; nothing happens if another process has written files to `path` meanwhile.
+
+    Raises `OSError`.
+    """
+    for file in temporary.iterdir():
+        sync(file)
+    try:
+        publish(temporary, path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
 
 
 class Bounded(io.RawIOBase):

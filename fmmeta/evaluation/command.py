@@ -9,11 +9,13 @@ evaluated wherever it could be trained.
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,8 @@ from fmmeta.tasks.sources.base import ClassSource, Draw, Mixture, TaskSource
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.training import build
 from fmmeta.training.episodes import LEAST_SEEN, EpisodeReader
+
+IN_MEMORY = 16  # episodes of a group: one of images may take 30 MiB
 
 
 def evaluate(
@@ -342,9 +346,8 @@ class EvaluatedModel:
             load.prompt_episode = build.episode_prompt_builder(self.inputs)
         else:
             load.prompt = prompt
-        share = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice).read_share(
-            episodes.tasks
-        )
+        reader = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice)
+        groups = self.ranks.layout.num_groups
         inner = with_stored_rates(settings, self.config, self.parts.setup.inner, worker)
         metrics = LanguageMetrics(
             settings.metrics,
@@ -356,8 +359,10 @@ class EvaluatedModel:
             prompt,
         )
         scores, losses = [], SupportLosses(self.config)
-        for done, (task, episode) in enumerate(share):
-            self.progress.line(what, done, len(share))
+        tasks, size = episodes.tasks, IN_MEMORY * groups
+        parts = (reader.read_share(tasks[begin : begin + size]) for begin in range(0, len(tasks), size))
+        for done, (task, episode) in enumerate(chain.from_iterable(parts)):
+            self.progress.line(what, done, math.ceil(len(tasks) / groups))
             if learns:
                 learned = inner.adapt(worker, self.parts.meta_params.theta, episode.support)
                 losses.add(worker, learned, episode.support)

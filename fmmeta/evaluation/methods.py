@@ -36,8 +36,8 @@ R distinct rows, S support rows, Q query rows, D features, C classes.
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,9 +217,7 @@ def linear(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tens
     from sklearn.linear_model import LogisticRegression
 
     model = fit(LogisticRegression(C=LINEAR_C, max_iter=1000), support, labels)
-    return add_missing_classes(
-        model, torch.from_numpy(model.predict_log_proba(F.normalize(query).numpy())), classes
-    )
+    return torch.from_numpy(model.predict_log_proba(F.normalize(query).numpy())).float()
 
 
 def knn(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tensor:
@@ -229,7 +227,7 @@ def knn(support: Tensor, labels: Tensor, query: Tensor, classes: int) -> Tensor:
     nearest = max(1, len(labels) // classes)  # mean number of support rows per class
     model = fit(KNeighborsClassifier(nearest, metric="cosine", weights="distance"), support, labels)
     scores = torch.from_numpy(model.predict_proba(F.normalize(query).numpy())).float().clamp(min=FLOOR)
-    return add_missing_classes(model, scores.log(), classes).log_softmax(1)
+    return scores.log().log_softmax(1)
 
 
 def fit(model: Any, support: Tensor, labels: Tensor) -> Any:
@@ -237,13 +235,6 @@ def fit(model: Any, support: Tensor, labels: Tensor) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The number of unique classes is greater than 50%", UserWarning)
         return model.fit(F.normalize(support).numpy(), labels.numpy())
-
-
-def add_missing_classes(model: Any, scores: Tensor, classes: int) -> Tensor:
-    """Add columns for the classes without support rows, which scikit-learn leaves out."""
-    out = torch.full((len(scores), classes), torch.log(torch.tensor(FLOOR)).item())
-    out[:, torch.from_numpy(model.classes_)] = scores.float()
-    return out
 
 
 CLASSIFIERS: dict[str, Classifier] = {
@@ -450,6 +441,20 @@ class LanguageMetrics:
         return [-loss for _, loss in sorted(zip(by_length, losses, strict=True))]
 
 
+@contextmanager
+def greedy(hf: Any) -> Iterator[None]:
+    """Leaves out what the model's generation_config.json asks for, such as a repetition penalty, which would
+    count the tokens of the prompt.
+    """
+    from transformers import GenerationConfig
+
+    stored, hf.generation_config = hf.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        hf.generation_config = stored
+
+
 @torch.no_grad()
 def generate(
     worker: FullModelWorker,
@@ -490,7 +495,7 @@ def generate(
             if cache:
                 prefix = torch.tensor([prompts[batch[0]][:start]] * len(batch), device=worker.device)
                 ids, mask = torch.cat([prefix, ids], 1), torch.cat([torch.ones_like(prefix), mask], 1)
-            with around(batch) if around else nullcontext():
+            with greedy(hf), around(batch) if around else nullcontext():
                 out = hf.generate(
                     input_ids=ids,
                     attention_mask=mask,

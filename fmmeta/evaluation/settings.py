@@ -12,7 +12,7 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of
 from fmmeta.config.algorithms import INNER_OPTIMIZERS, find_inner
-from fmmeta.config.fields import check_values, hints_of, refuse_first, setting, shown
+from fmmeta.config.fields import check_values, default_of, hints_of, refuse_first, setting, shown
 from fmmeta.config.json_files import label_texts_of
 from fmmeta.config.settings import (
     HEAD_INITS,
@@ -45,8 +45,16 @@ OF_LANGUAGE_MODELS = (*OF_ADAPT, "zero_shot")
 METRICS = ("rouge_l", "exact_match", "options", "rank")
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0)  # that tune tries with sgd; a hundredth with adamw
 EVAL_SPLITS = ("train", "valid", "test")
-# no effect on the episodes of an evaluation
-OF_TRAINING = ("mix_weights", "mix_temperature", "example_transforms", "episode_transforms")
+OF_TRAINING = (  # no effect on an evaluation
+    "mix_weights",
+    "mix_temperature",
+    "example_transforms",
+    "episode_transforms",
+    "task_sharding",
+    "num_workers",
+    "prefetch_factor",
+    "lora_merge",
+)
 BELONG_TO = {  # stored settings that are not used with another inner optimizer, or with other adapters
     "inner_optimizer": {
         "inner_lr",
@@ -200,14 +208,14 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
                 (not self.k_shot, "k_shot names nothing; give one or more"),
                 *(
                     (
-                        getattr(self, name) not in ([], 1.0),
-                        f"{name}={shown(getattr(self, name))} is of training; an evaluation takes all tasks"
-                        " in turn, and their examples as they are; leave it out",
+                        getattr(self, name) != default_of(self.__dataclass_fields__[name]),
+                        f"{name}={shown(getattr(self, name))} is of training and has no effect here: all"
+                        " tasks are scored in turn, their examples as they are; leave it out",
                     )
                     for name in OF_TRAINING
                 ),
                 (
-                    self.n_way != "all" and not self.n_way.isdigit(),
+                    self.n_way != "all" and not self.n_way.isdecimal(),
                     f"n_way={self.n_way} is neither a number nor all; use 5, say",
                 ),
                 (

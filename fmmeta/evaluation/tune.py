@@ -41,6 +41,7 @@ from fmmeta.models.load import Description, empty_learner
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.reliability.signals import Signals
+from fmmeta.tasks.data.splits import label
 from fmmeta.tasks.data.token_store import digest
 from fmmeta.training import build
 from fmmeta.training.episodes import EpisodeReader
@@ -105,7 +106,7 @@ def tune(
         complete = len(tried) == tuning.total
         if launch.global_rank == 0 and complete and not math.isfinite(tried[0].loss):
             trials.unlink(missing_ok=True)
-        refuse_divergence(settings, tried)
+        refuse_divergence(tried)
         tuning.show(tried)
         with world.comm.raise_on_all("storing the choice"):
             if launch.global_rank == 0:
@@ -157,7 +158,7 @@ def tune_before_training(
             ) from None
         tried = tuning.ranked()
         tuning.show(tried)
-        refuse_divergence(settings, tried)
+        refuse_divergence(tried)
         best = tried[0]
         chosen = {name: getattr(best, name) for name in CHOSEN}
         text = json.dumps({**chosen, "loss": best.loss, "trials": len(tried), "of": tuning.total})
@@ -217,11 +218,12 @@ def section_of(config: Config) -> TuneConfig:
     return settings
 
 
-def refuse_divergence(settings: TuneConfig, tried: Sequence[Choice]) -> None:
+def refuse_divergence(tried: Sequence[Choice]) -> None:
     """Raise `UsageError` if the loss diverged with every choice."""
     if not math.isfinite(tried[0].loss):
+        rates = " ".join(f"{rate:g}" for rate in sorted({one.inner_lr for one in tried}))
         raise UsageError(
-            f"inner_lrs={' '.join(f'{one.inner_lr:g}' for one in tried)}: the loss diverges with every one of"
+            f"inner_lrs={rates}: the loss diverges with every one of"
             " them, and nothing is stored; try lower ones"
         )
 
@@ -242,6 +244,7 @@ class TuneRun:
         self.tried: list[Choice] = []
         self.new = 0  # of them, by this process
         self.trials_file: Path | None = None
+        self.weights: dict[str, list[int]] = {}  # size and time of change of the model's files
         self.stored: dict[tuple[str, float, str], Choice] = {}  # trials of an earlier process
         config, inputs, chosen = plan_evaluation(
             settings, world, progress.notice, inner_steps=settings.max_steps
@@ -287,8 +290,13 @@ class TuneRun:
         """
         text, self.trials_file = "", file
         with world.comm.raise_on_all("reading finished trials"):
+            if world.comm.rank == 0:
+                folder = Path(self.settings.model_name_or_path)
+                states = {one.name: one.stat() for one in sorted(folder.glob("*.safetensors"))}
+                self.weights = {name: [one.st_size, one.st_mtime_ns] for name, one in states.items()}
             if world.comm.rank == 0 and file.is_file():
                 text = file.read_text(encoding="utf-8", errors="replace")
+        self.weights = json.loads(world.comm.gather_bytes(json.dumps(self.weights).encode())[0])
         if not (text := world.comm.gather_bytes(text.encode())[0].decode()):
             return
         try:
@@ -313,7 +321,7 @@ class TuneRun:
         """The settings that trials depend on, as JSON."""
         free = {*FREE_ON_RESUME, "minutes", "trials", "output"}
         values = {name: value for name, value in vars(self.settings).items() if name not in free}
-        return as_stored({**values, "episodes_fingerprint": self.fingerprint})
+        return as_stored({**values, "episodes_fingerprint": self.fingerprint, "weights": self.weights})
 
     def finish_trial(self, choice: Choice) -> Choice:
         """Log a trial that this process has scored, with the time left, and store it. Returns it."""
@@ -397,7 +405,7 @@ class TuneRun:
                 else {"pooling": self.description.pooling}
             ),
             "tuned": {
-                "dataset": settings.dataset,
+                "dataset": [*map(label, settings.dataset)],
                 "eval_split": settings.eval_split,
                 "n_way": settings.n_way,
                 "k_shot": settings.k_shot[0],

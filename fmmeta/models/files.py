@@ -8,7 +8,7 @@ import json
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from huggingface_hub.constants import HF_HOME
 from safetensors import SafetensorError
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.security import one_line
+from fmmeta.common.security import one_line, publish_folder
 from fmmeta.config.fields import of_type
 from fmmeta.config.renamed import translated
 from fmmeta.config.settings import REMEMBERED, Config
@@ -157,8 +157,7 @@ def store_model(model: Any) -> str:
     temporary = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
     try:
         model.save_pretrained(temporary)
-        with suppress(FileExistsError):
-            temporary.rename(folder)
+        publish_folder(temporary, folder)
     except OSError as error:
         raise UsageError(
             f"{temporary} cannot be written ({error}); set HF_HOME to a folder with room"

@@ -31,7 +31,7 @@ import fmmeta
 from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import hide_download_bars, quiet_logger
 from fmmeta.common.progress import Progress, Warn
-from fmmeta.common.security import GIB, one_line, publish, sync
+from fmmeta.common.security import GIB, one_line, publish_folder
 from fmmeta.config.fields import refuse_first, setting
 
 CONVERTER = 1  # part of every key: raise it when the same file gives another folder
@@ -340,13 +340,7 @@ def convert(source: Path, header: Header, folder: Path, digest: str, notice: Cal
         (temporary / PROVENANCE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         if ignored:
             notice(Warn(f"{source}: transformers does not read {', '.join(ignored[:5])}; left out"))
-        for file in temporary.iterdir():
-            sync(file)
-        try:
-            publish(temporary, folder)
-        except OSError:
-            if not (folder / PROVENANCE).is_file():  # else another process was faster
-                raise
+        publish_folder(temporary, folder)
     except OSError as error:
         where = error.filename or folder
         raise UsageError(

@@ -34,6 +34,7 @@ from fmmeta.models.files import hub_answers
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.sources.load import load_sources
+from fmmeta.training.episodes import EpisodeReader
 from tests.support.helpers import refusal, write_rows
 from tests.support.messages import check_message
 from tests.support.models import WORDS, save_family, write_classes, write_pairs
@@ -451,6 +452,9 @@ def test_generation_stops_at_the_last_position(tmp_path):
         while len(ids) < min(128, len(prompt) + 6) and ids[-1] != tokenizer.eos_token_id:
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
         assert text == tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True).strip()
+    single.worker.model.hf.generation_config.repetition_penalty = 5.0
+    assert generate(single.worker, tokenizer, prompts, 6, 4) == answers
+    assert single.worker.model.hf.generation_config.repetition_penalty == 5.0
     message = refusal(generate, single.worker, tokenizer, [prompts[0] + [5] * 3], 6, 4)
     check_message(message, "max_new_tokens=6", "128 tokens", "128 positions", "lower --max_length")
     assert generate(single.worker, tokenizer, [], 6, 4) == []
@@ -466,6 +470,22 @@ def test_rouge_l():
     assert rouge_l("", "word") == 0
     assert rouge_l("", "") == 1
     assert (rouge_l("\U0001f44d", "\U0001f44e"), rouge_l("-", " - ")) == (0, 1)  # symbols alone
+
+
+def test_an_evaluation_holds_a_bounded_number_of_episodes(bert, classes, monkeypatch):
+    given = {"k_shot": 1, "num_query": 2, "n_way": 2, "episodes": 5, "max_length": 16}
+    whole = fmmeta.evaluate(str(bert), str(classes), method="finetune", **given)
+    read, counts = EpisodeReader.read_share, []
+
+    def counting(reader, tasks):
+        counts.append(len(tasks))
+        return read(reader, tasks)
+
+    monkeypatch.setattr(EpisodeReader, "read_share", counting)
+    monkeypatch.setattr(command, "IN_MEMORY", 2)
+    again = fmmeta.evaluate(str(bert), str(classes), method="finetune", **given)
+    assert again["cells"][0]["scores"] == whole["cells"][0]["scores"]
+    assert counts == [2, 2, 1]
 
 
 def test_calibration_error_by_hand():
@@ -501,6 +521,9 @@ def test_paired_differences_are_over_common_episodes():
         ),
         ({"k_shot": []}, ("k_shot names nothing", "give one or more")),
         ({"n_way": "many"}, ("n_way=many", "use 5, say")),
+        ({"n_way": "²"}, ("n_way=²", "use 5, say")),
+        ({"num_workers": "2"}, ("num_workers=2", "is of training", "leave it out")),
+        ({"lora_merge": True}, ("lora_merge=True", "is of training", "leave it out")),
         ({"n_way": "1"}, ("n_way=1", "use 2 or more")),
         ({"eval_split": "dev"}, ("eval_split=dev", "use train, valid or test")),
         ({"episodes": 0}, ("episodes=0", "use 1 or more")),

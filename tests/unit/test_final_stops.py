@@ -135,15 +135,17 @@ def test_a_run_ended_by_a_callback_stays_ended(tmp_path, monkeypatch, save_steps
     MetaTrainer(config_of(tmp_path, "whole", **settings), callbacks=[EndsEarly()]).train()
     with monkeypatch.context() as patch:
         stop = StopAt(patch, 2)
+        run = MetaTrainer(config_of(tmp_path, "stopped", **settings), stop.signals, [EndsEarly()])
         with pytest.raises(Stopped, match="after outer step 2"):
-            run = MetaTrainer(config_of(tmp_path, "stopped", **settings), stop.signals, [EndsEarly()])
             run.train()
     again = MetaTrainer(config_of(tmp_path, "stopped", **settings), callbacks=[EndsEarly()]).train()
     assert again.outer_steps == 2
     assert exported(tmp_path / "stopped") == exported(tmp_path / "whole")
     assert b"2 steps of adamw" in exported(tmp_path / "whole")["README.md"].lower()
 
-    longer = config_of(tmp_path, "stopped", **{**settings, "outer_steps": 5, "accept_changed_settings": ["outer_steps"]})
+    longer = config_of(
+        tmp_path, "stopped", **{**settings, "outer_steps": 5, "accept_changed_settings": ["outer_steps"]}
+    )
     assert MetaTrainer(longer).train().outer_steps == 5
 
 

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from fmmeta import Callback, Config, MetaTrainer
-from fmmeta.models.files import check_given_model
+from fmmeta.models import files
+from fmmeta.models.files import check_given_model, store_model
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.data.rows import rows_in_memory
 from tests.support.helpers import refusal, write_rows
@@ -161,3 +162,18 @@ def test_a_configuration_or_callbacks_of_another_type_are_refused(tmp_path):
     text = refusal(MetaTrainer(Config(output_dir=str(tmp_path / "a")), callbacks=callback).train)
     check_message(text, "callbacks=Callback", "is no list", "give callbacks=[...]")
     assert not (tmp_path / "a").exists()
+
+
+def test_a_model_that_another_process_stores_meanwhile_is_used(bert, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "HF_HOME", str(tmp_path))
+    model = AutoModelForSequenceClassification.from_pretrained(bert)
+    save = type(model).save_pretrained
+
+    def save_twice(self, folder):
+        save(self, folder)
+        save(self, folder.with_name(folder.name.partition(".")[0]))  # as another process
+
+    monkeypatch.setattr(type(model), "save_pretrained", save_twice)
+    folder = Path(store_model(model))
+    assert (folder / "model.safetensors").is_file()
+    assert [one.name for one in folder.parent.iterdir()] == [folder.name]

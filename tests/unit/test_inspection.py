@@ -85,6 +85,13 @@ def test_inspect_opens_task_files_and_names_those_that_would_be_refused(capsys, 
     assert "6 task files, 2 strata" in capsys.readouterr().out
 
 
+def test_inspect_names_the_first_file_if_none_can_be_read(capsys, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "t.jsonl").write_text("no JSON")
+    assert "t.jsonl:1 is not a line of JSON" in refusal(inspect, str(tmp_path))
+
+
 def test_env_shows_versions_machine_and_launcher_without_secrets(capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 30)
     monkeypatch.setenv("MASTER_ADDR", "node7")

@@ -11,6 +11,7 @@ import pytest
 from huggingface_hub import EvalResult, ModelCard, constants
 
 from fmmeta.checkpoint.model_card import PLACEHOLDER, Content, write_card
+from fmmeta.checkpoint.push import choose_files
 from fmmeta.checkpoint.read import MANIFEST
 from fmmeta.cli import main
 from fmmeta.config.settings import Config
@@ -73,6 +74,13 @@ def refused(capsys, *words: str) -> str:
     (line,) = capsys.readouterr().err.splitlines()
     assert TOKEN not in line
     return line
+
+
+def test_unfinished_trials_are_not_uploaded(run):
+    (run / "model" / "fmmeta.trials.json").write_text("{}")
+    chosen, left_out = choose_files(run / "model")
+    assert "fmmeta.json" in chosen
+    assert left_out["fmmeta.trials.json"] == "unfinished trials of fmmeta tune"
 
 
 def test_the_listed_files_are_uploaded_in_one_commit(hub: StandIn, run, capsys):

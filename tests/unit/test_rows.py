@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import gzip
+from decimal import Decimal
 
+import datasets
+import numpy as np
+import pandas as pd
 import pytest
 
 from fmmeta.config.settings import Config
@@ -153,6 +158,80 @@ def test_other_files_and_empty_folders_are_refused(tmp_path):
     )
     other.write_text("text")
     check_message(refusal(read_rows, str(other)), f"dataset={other}", f"{kinds}", "convert it to one of them")
+
+
+def test_a_bad_line_of_a_csv_costs_one_row(tmp_path):
+    lines = [b"text,label\n", *(b"row %d,a\n" % number for number in range(5))]
+    lines[2] = b"\xe9,a\n"
+    (tmp_path / "d.csv").write_bytes(b"".join(lines))
+    bad: list[str] = []
+    rows = rows_module.read_file(tmp_path / "d.csv", lambda error: bad.append(str(error)))
+    assert [row.values["text"] for row in rows] == ["row 0", "row 2", "row 3", "row 4"]
+    assert len(bad) == 1
+    assert "d.csv:3 is not a line of CSV ('utf-8'" in bad[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("d.csv", b'text,label\nx,y\n"x"x,y\nx,y\n'),
+        ("d.csv", b"te\xe9xt,label\nx,y\n"),
+        ("d.jsonl.gz", gzip.compress(b'{"text": "x", "label": "y"}\n' * 5000)[:-20]),
+    ],
+)
+def test_a_file_that_cannot_be_read_to_its_end_is_refused_although_bad_rows_are_left_out(
+    tmp_path, name, data
+):
+    (tmp_path / name).write_bytes(data)
+    assert name in refusal(rows_module.read_file, tmp_path / name, lambda error: None)
+
+
+def test_long_cells_are_read(tmp_path):
+    path = write_rows(tmp_path / "d.csv", [{"text": "x" * 300_000, "label": "a"}])
+    assert len(read_rows(str(path))[0].values["text"]) == 300_000
+
+
+def test_hidden_files_are_no_data(tmp_path):
+    write_rows(tmp_path / "a.jsonl", ROWS[:1])
+    (tmp_path / "._a.jsonl").write_bytes(b"\x00\x05\x16\x07")
+    assert len(read_rows(str(tmp_path))) == 1
+
+
+@pytest.mark.parametrize("value", [np.array([1, 2]), pd.NA, b"x", None, "", float("nan")])
+def test_values_that_are_no_texts_are_refused(value):
+    rows = [Row({"text": value, "label": "a"}, "here")]
+    message = refusal(tabulate, "data", rows, Config(), print)
+    assert "here has text=" in message
+    assert "which is no text" in message
+
+
+def test_numbers_and_dates_are_texts():
+    values = [1, np.int64(2), np.float32(0.5), True, datetime.date(2026, 1, 2), Decimal("1.50")]
+    rows = [Row({"text": value, "label": "a"}, "here") for value in values]
+    assert tabulate("data", rows, Config(), print).input == ["1", "2", "0.5", "True", "2026-01-02", "1.50"]
+
+
+def test_a_missing_stratum_is_an_error_only_in_a_column_that_was_named():
+    rows = [Row({"text": "x", "label": "a", "category": one}, "here") for one in ("news", None)]
+    rows[1].values["text"] = "y"
+    assert tabulate("data", rows, Config(), print).stratum == ["news", "all"]
+    message = refusal(tabulate, "data", rows, Config(stratum_column="category"), print)
+    assert "category=None" in message
+
+
+def test_the_same_text_in_two_classes_is_noted():
+    rows = [Row({"text": "x", "label": label}, "here") for label in ("a", "b", "b")]
+    notes: list[str] = []
+    assert len(tabulate("data", rows, Config(), notes.append).input) == 2
+    assert "1 input of data in more than one class; correct the labels" in notes
+
+
+def test_hub_rows_without_a_label_have_none(monkeypatch):
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no"])}
+    )
+    part = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": [0, -1, None]}, features=features)
+    assert [row.values["label"] for row in rows_module.hub_rows("d", "test", part)] == ["no", None, None]
 
 
 def test_hub_rows_carry_class_names(monkeypatch):

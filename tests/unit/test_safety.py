@@ -22,6 +22,7 @@ from fmmeta.common.security import CONTROL, disk_trouble, redact
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks import loader
+from fmmeta.tasks.data.images import encoded_image
 from fmmeta.tasks.data.rows import data_files, read_file
 from fmmeta.tasks.sources.load import load_sources, task_files
 from fmmeta.training.run_folder import settings_of, write_run
@@ -80,6 +81,11 @@ def test_links_out_of_a_folder_are_refused_and_a_hub_cache_is_not(tmp_path):
     (blobs / "0a").write_bytes(ROW)
     (cache / "x.jsonl").symlink_to(blobs / "0a")
     assert data_files(str(cache)) == [cache / "x.jsonl"]
+    (blobs / "0b").write_bytes(b"image")
+    (cache / "x.png").symlink_to(blobs / "0b")
+    assert encoded_image("x.png", "image", "here", cache)[0] == "x.png"
+    (cache / "y.png").symlink_to(outside)
+    assert "outside of" in refusal(encoded_image, "y.png", "image", "here", cache)
 
 
 def test_a_stratum_or_a_split_file_that_links_out_of_the_data_is_refused(tmp_path):

@@ -43,6 +43,13 @@ def test_the_chosen_split_is_read(tmp_path, value, settings, train):
     assert splits["train"] == train
 
 
+def test_the_data_set_of_a_model_with_several_is_found_by_its_hub_name(tmp_path):
+    stored = [{"dataset": f"me/{name}", "splits": {"train": [name], "test": ["t"]}} for name in ("b", "c")]
+    path = written(tmp_path, {"datasets": stored})
+    splits = read_splits("me/b", config_for(path), False, pytest.fail)
+    assert splits == {"train": ["b"], "test": ["t"]}
+
+
 @pytest.mark.parametrize(("file", "named_tasks"), [("class_splits", False), ("task_splits", True)])
 def test_the_split_file_of_the_data_folder_is_read(tmp_path, file, named_tasks):
     (tmp_path / f"{file}.json").write_text(json.dumps({"train": ["a"]}))

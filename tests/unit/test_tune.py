@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 import fmmeta
@@ -332,6 +332,30 @@ def test_trials_are_logged_as_they_finish_and_resumed_with_the_same_settings(
     check_message(message.replace(str(tmp_path), "."), "holds no trials", "remove it")
 
 
+def test_trials_of_other_weights_are_refused(bert, classes, tmp_path):
+    model = shutil.copytree(bert, tmp_path / "model")
+    settings = TuneConfig(
+        model_name_or_path=str(model),
+        dataset=[str(classes)],
+        k_shot=[1],
+        num_query=1,
+        n_way="2",
+        episodes=1,
+        max_steps=1,
+        inner_lrs=[0.1, 0.2],
+        minutes=1e-9,
+        output=str(tmp_path / "choice.json"),
+    )
+    tune(settings, progress=Progress(False))
+    weights = load_file(model / "model.safetensors")
+    save_file(
+        {name: 0.9 * one for name, one in weights.items()}, model / "model.safetensors", {"format": "pt"}
+    )
+    message = refusal(tune, settings, progress=Progress(False))
+    assert message.startswith("weights=")
+    assert "holds 1 trial" in message
+
+
 def test_time_that_is_over_leaves_trials_for_the_same_command(tmp_path):
     data, out = str(write_pairs(tmp_path / "pairs.jsonl")), tmp_path / "choice.json"
     flags: dict[str, Any] = {"k_shot": [2], "num_query": 2, "episodes": 2, "max_steps": 1, "output": str(out)}
@@ -502,7 +526,7 @@ def test_a_failure_keeps_the_best_so_far(error, bert, classes, tmp_path, monkeyp
     memory = json.loads((model / "fmmeta.json").read_text())
     assert (memory["inner_lr"], memory["inner_steps"]) == (best.inner_lr, best.inner_steps)
     assert memory["tuned"] == {
-        "dataset": [str(classes)],
+        "dataset": [classes.name],
         "eval_split": "valid",
         "n_way": "3",
         "k_shot": 2,

@@ -127,7 +127,6 @@ def test_no_choice_is_tried_after_the_minutes(tmp_path, capsys, terminal):
         k_shot=[1],
         num_query=1,
         max_length=16,
-        num_workers="0",
         episodes=2,
         inner_lrs=[0.1, 0.2, 0.4],
         max_steps=1,

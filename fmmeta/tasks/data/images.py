@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.security import inside, one_line
+from fmmeta.common.security import inside, is_inside, one_line
 from fmmeta.common.text import shortened, to_json
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".npy")
@@ -66,8 +66,7 @@ def encoded_image(value: Any, column: str, origin: str, folder: Path | None) -> 
         value = value["path"] if value["bytes"] is None else value["bytes"]
     if isinstance(value, (str, os.PathLike)) and str(value) and "\0" not in str(value):
         name, path = str(value), Path(folder or "", value)
-        home = os.path.realpath(folder or "")
-        if folder and not Path(os.path.realpath(path)).is_relative_to(home):
+        if folder and not is_inside(folder, path):
             raise UsageError(f"{origin} has {column}={shortened(name)}, outside of {folder}; copy the image")
         return name, EncodedImage(str(path.absolute()))
     if isinstance(value, np.ndarray):

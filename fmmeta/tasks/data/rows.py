@@ -2,26 +2,33 @@
 stratum.
 
 Data sets are local .jsonl, .csv and .parquet files (.gz too), folders of them, or hub ids. Local files are
-read line by line, so that an error names the file and the line. Errors are passed to `bad`, which raises or
-counts them; reading continues after a bad line if the start of the next one is known.
+read line by line, so that an error names the file and the line. Errors of a row are passed to `bad`, which
+raises or counts them. An error after which the rest of a file cannot be read is raised: an unknown number of
+rows would be missing.
 """
 
 import csv
+import datetime
 import gzip
 import hashlib
 import inspect
 import io
 import json
+import math
+import numbers
 import os
 import re
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
+
+import numpy as np
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import GIB, Bounded, import_named, inside, one_line
@@ -59,7 +66,7 @@ def data_files(dataset: str) -> list[Path] | None:
     """The files of a local data set, sorted by name; None for a hub id. Raises `UsageError`."""
     path, kinds = Path(dataset), f"{', '.join(ENDINGS)} file (.gz too)"
     if path.is_dir():
-        files = sorted(inside(path, file) for file in path.iterdir() if ending(file))
+        files = [inside(path, file) for file in files_of(path)]
         if not files:
             raise UsageError(f"dataset={dataset} holds no {kinds}; name a folder that does")
         return files
@@ -78,8 +85,20 @@ def ending(path: Path) -> str | None:
     return next((end for end in ENDINGS if name.endswith(end)), None)
 
 
+def files_of(folder: Path) -> list[Path]:
+    """The data files of a folder that are not hidden, sorted by name."""
+    return sorted(path for path in folder.iterdir() if ending(path) and not path.name.startswith("."))
+
+
+def stem(path: Path) -> str:
+    """The name of a data file without its ending."""
+    return path.name.removesuffix(".gz").removesuffix(str(ending(path)))
+
+
 def read_file(path: Path, bad: Bad = refuse, most_gib: float = MOST_GIB) -> list[Row]:
-    """Rows of a file. Raises `UsageError` if it unpacks to more than `most_gib`, whatever `bad` does."""
+    """Rows of a file. Raises `UsageError`, whatever `bad` does, if the file cannot be read to its end or
+    unpacks to more than `most_gib`.
+    """
     readers = {".jsonl": jsonl, ".csv": csv_rows, ".parquet": partial(parquet, most_gib=most_gib)}
     rows, empty = list[Row](), True
     try:
@@ -91,8 +110,7 @@ def read_file(path: Path, bad: Bad = refuse, most_gib: float = MOST_GIB) -> list
                 else:
                     bad(found)
     except (OSError, EOFError, zlib.error) as error:
-        bad(UsageError(f"{path} cannot be read: {error}; fix or remove the file"))
-        return rows
+        raise UsageError(f"{path} cannot be read: {error}; fix or remove the file") from None
     if empty:
         bad(UsageError(f"{path} is empty; remove it or fill it"))
     return rows
@@ -131,12 +149,29 @@ def jsonl(path: Path, file: io.BufferedReader) -> Iterator[Row | UsageError]:
 
 
 def csv_rows(path: Path, file: io.BufferedReader) -> Iterator[Row | UsageError]:
-    # decoded line by line, so that errors know their line
-    reader = csv.reader((line.decode("utf-8-sig") for line in file), strict=True)
+    csv.field_size_limit(sys.maxsize)  # of the process; 131,072 characters by default
+    undecodable: list[UsageError] = []  # of the current row
+
+    def lines() -> Iterator[str]:
+        for number, line in enumerate(file, 1):
+            try:
+                yield line.decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                undecodable.append(
+                    UsageError(f"{path}:{number} is not a line of CSV ({error}); fix the line")
+                )
+                yield line.decode("utf-8", "replace")
+
+    reader = csv.reader(lines(), strict=True)
     header, done = None, 0  # done: lines before the current row
     try:
         for cells in reader:
-            if header is None:
+            if undecodable and header is None:
+                raise undecodable[0]
+            if undecodable:
+                yield undecodable.pop(0)
+                undecodable.clear()
+            elif header is None:
                 header = cells
             elif cells and len(cells) != len(header):
                 yield UsageError(
@@ -145,9 +180,8 @@ def csv_rows(path: Path, file: io.BufferedReader) -> Iterator[Row | UsageError]:
             elif cells:
                 yield Row(dict(zip(header, cells, strict=True)), f"{path}:{reader.line_num}", path.parent)
             done = reader.line_num
-    except (csv.Error, UnicodeDecodeError) as error:  # the start of the next row is not known
-        line = done + 1 if isinstance(error, csv.Error) else reader.line_num + 1
-        yield UsageError(f"{path}:{line} is not a line of CSV ({error}); fix the line")
+    except csv.Error as error:  # the start of the next row is not known
+        raise UsageError(f"{path}:{done + 1} is not a line of CSV ({error}); fix the line") from None
 
 
 def parquet(path: Path, file: io.BufferedReader, most_gib: float) -> Iterator[Row | UsageError]:
@@ -232,13 +266,16 @@ def hub_rows(dataset: str, split: str, part: Any) -> list[Row]:
         if isinstance(feature, datasets.Image):
             part = part.cast_column(column, datasets.Image(decode=False))
     names = {
-        column: feature.int2str
+        column: feature.names
         for column, feature in part.features.items()
         if isinstance(feature, datasets.ClassLabel)
     }
     rows = []
     for number, values in enumerate(cast("Iterable[dict[str, Any]]", part), 1):
-        values |= {column: name_of(values[column]) for column, name_of in names.items()}
+        for column, classes in names.items():
+            label = values[column]
+            # -1: a row without a label
+            values[column] = None if label is None or not 0 <= label < len(classes) else classes[label]
         rows.append(Row(values, f"{dataset}[{split}]:{number}"))
     return rows
 
@@ -370,12 +407,14 @@ def tabulate(
         "input": pick(name, config, names, input_column, required=not collated),
         "target": pick(name, config, names, "output_column" if causal else "label_column"),
     }
-    stratum_of = None
+    stratum_of = usual_stratum = None
     if not one_task:
         columns["task"] = pick(name, config, names, "task_column", required=causal)
         stratum_of = stratifier(config)
         if stratum_of is None:
             columns["stratum"] = pick(name, config, names, "stratum_column", required=False)
+            if config.stratum_column is None:  # rows without a stratum are in that of `all`
+                usual_stratum = columns.pop("stratum")
     found: dict[Any, dict[str, str]] = {}
     options: dict[Any, list[str]] = {}
     encoded: dict[Any, EncodedImage] = {}
@@ -385,6 +424,8 @@ def tabulate(
     for number, row in enumerate(rows):
         try:
             values = {role: cell(row, column) for role, column in columns.items() if column}
+            if usual_stratum and has_text(row, usual_stratum):
+                values["stratum"] = cell(row, usual_stratum)
             if image:
                 values["input"], data = encoded_image(row.values.get(image), image, row.origin, row.folder)
             if collated:
@@ -405,6 +446,10 @@ def tabulate(
                 encoded.setdefault(key, data)
     if duplicates := len(rows) - len(found) - wrong:
         notice(f"{duplicates} of {len(rows)} rows repeat another one and are left out")
+    if not causal and unique:
+        inputs = Counter((values.get("task"), values["input"]) for values in found.values())
+        if several := sum(count > 1 for count in inputs.values()):
+            notice(f"{counted(several, 'input')} of {name} in more than one class; correct the labels")
     return Table(
         [values.get("task", values["target"]) for values in found.values()],
         [values.get("stratum", "all") for values in found.values()],
@@ -522,17 +567,24 @@ def module_source(named: str | None) -> str:
 def cell(row: Row, column: str) -> str:
     """The text of a row in a column. Raises `UsageError`."""
     value = row.values.get(column)
-    if value == "" or not is_text(value):
-        raise UsageError(f"{row.origin} has {column}={value!r}, which is no text; fix the row")
+    if not has_text(row, column):
+        raise UsageError(f"{row.origin} has {column}={shortened(value)}, which is no text; fix the row")
     text = str(value)
     if wrong := broken_text(text):
         raise UsageError(f"{row.origin} has {wrong} in {column}; fix the row")
     return text
 
 
+def has_text(row: Row, column: str) -> bool:
+    """Whether a row has a text that is not empty in a column."""
+    value = row.values.get(column)
+    return is_text(value) and str(value) != ""
+
+
 def is_text(value: Any) -> bool:
-    """Whether a value is read as a text: numbers are; null, NaN, bytes, lists and objects are not."""
-    return value is not None and value == value and not isinstance(value, (dict, list, bytes))
+    """Whether a value is read as a text: numbers and dates are; null, NaN, bytes, lists, objects are not."""
+    kinds = (str, bool, numbers.Number, np.bool_, datetime.date, datetime.time, datetime.timedelta)
+    return isinstance(value, kinds) and bool(value == value)
 
 
 def options_of(row: Row, answer: str) -> list[str]:
@@ -543,7 +595,7 @@ def options_of(row: Row, answer: str) -> list[str]:
     if not answer.strip():
         raise UsageError(f"{row.origin} has the answer {answer!r}, which is empty; fix the row")
     options = row.values.get(OPTIONS)
-    if options is None or options != options:  # NaN in a table
+    if options is None or (isinstance(options, float) and math.isnan(options)):  # missing in a table
         return []
     if isinstance(options, tuple):
         options = list(options)

@@ -57,7 +57,7 @@ def read_splits(name: str, config: Config, named_tasks: bool, notice: Callable[[
     if isinstance(splits, dict) and isinstance(splits.get("datasets"), list):  # fmmeta.json of a model
         stored = [one for one in splits["datasets"] if isinstance(one, dict) and "splits" in one]
         if len(splits["datasets"]) > 1:
-            stored = [one for one in stored if one.get("dataset") == Path(name).name]
+            stored = [one for one in stored if one.get("dataset") == label(name)]
         splits = stored[-1]["splits"] if stored else None
     if isinstance(splits, dict) and splits and all(isinstance(part, dict) for part in splits.values()):
         chosen = config.class_split or next(iter(splits))

@@ -35,11 +35,12 @@ from fmmeta.tasks.data.rows import (
     Bad,
     Row,
     data_files,
-    ending,
+    files_of,
     hub_rows,
     image_rows,
     open_hub,
     read_file,
+    stem,
 )
 from fmmeta.tasks.data.splits import (
     SPLIT_SETTINGS,
@@ -175,13 +176,17 @@ def task_files(dataset: str, max_length: int) -> list[TaskFile] | None:
     Raises `UsageError` if two files have the same name.
     """
     root = Path(dataset)
-    if not root.is_dir() or any(ending(path) for path in root.iterdir() if path.is_file()):
+    if not root.is_dir() or any(path.is_file() for path in files_of(root)):
         return None
-    folders = [inside(root, folder) for folder in sorted(root.iterdir()) if folder.is_dir()]
-    files = [inside(folder, path) for folder in folders for path in sorted(folder.iterdir()) if ending(path)]
+    folders = [
+        inside(root, folder)
+        for folder in sorted(root.iterdir())
+        if folder.is_dir() and not folder.name.startswith(".")
+    ]
+    files = [inside(folder, path) for folder in folders for path in files_of(folder)]
     named: dict[str, TaskFile] = {}
     for path in files:
-        name = f"{path.parent.name}/{path.name.split('.')[0]}"
+        name = f"{path.parent.name}/{stem(path)}"
         if name in named:
             raise UsageError(f"dataset={dataset} has two files for the task {name}; rename one")
         named[name] = TaskFile(name, path.parent.name, path, *glance(path, max_length))
