@@ -29,8 +29,15 @@ class ReportConfig:
 
 
 def run(config: ReportConfig) -> None:
-    """`fmmeta report`: write the report of a run."""
-    print(f"fmmeta: report {write(Path(config.output_dir))}", flush=True)
+    """`fmmeta report`: write the report of a run. Raises `UsageError`."""
+    folder = Path(config.output_dir)
+    try:
+        print(f"fmmeta: report {write(folder)}", flush=True)
+    except OSError as error:
+        raise UsageError(
+            f"output_dir={folder}: {NAME} cannot be written ({error.strerror}); copy the run to a folder that"
+            " you can write to"
+        ) from None
 
 
 def write(folder: Path) -> Path:

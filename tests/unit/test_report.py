@@ -365,6 +365,11 @@ def test_the_report_command(run, capsys, tmp_path):
 
     assert ended("--output_dir", str(run)) == (0, f"fmmeta: report {run / 'report.html'}")
     assert Page((run / "report.html").read_text()).all("h1")[0][2] == "fomaml on letters"
+    (run / "report.html").unlink()
+    (run / "report.html").mkdir()
+    code, message = ended("--output_dir", str(run))
+    assert code == 2
+    check_message(message, f"output_dir={run}: report.html", "copy the run to a folder")
     none = tmp_path / "none"
     (run / "run.json").write_text("{")
     for words, parts in (
