@@ -157,6 +157,7 @@ class MetaTrainer:
                     return finish(run)
                 finally:
                     run.callbacks.close(run)
+                    run.controller.close()
 
     def _find_metrics(self, world: World) -> list[tuple[str, Metric]]:
         """The metrics of the flag and those given. Raises `UsageError`. Collective: world."""

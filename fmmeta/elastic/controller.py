@@ -317,6 +317,10 @@ class ElasticController(StaticController):
     def leave(self) -> None:
         self.cross.leave()
 
+    def close(self) -> None:
+        if self.lock is not None:
+            self.lock.close()
+
     def _become_writer(self, run: Run, timeout_s: float) -> None:
         """Lock the folder and open the files of the run; a locked folder is retried at the next step.
 

@@ -149,7 +149,10 @@ class Supervisor:
     def check(self, group: Group) -> None:
         """Start a group, or restart it if one of its ranks has failed; note how it has ended."""
         if not group.processes:
-            self.start(group)
+            if self.stop_signal:
+                group.ended = EXIT_STOPPED
+            else:
+                self.start(group)
             return
         codes = [process.poll() for process in group.processes]
         code = next(filter(None, codes), 0)
@@ -195,6 +198,8 @@ class Supervisor:
             self.spawn(group.name, command, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(size)
         ]
+        if self.stop_signal:  # meanwhile
+            group.terminate()
 
     def spawn(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Any:
         """Start a rank and log its output."""

@@ -90,13 +90,13 @@ def read_cells(path: str) -> list[EvalCell]:
                 cell["k_shot"],
                 cell["episodes_fingerprint"],
                 [
-                    EpisodeScore(**{**score, "loss": math.nan if score["loss"] is None else score["loss"]})
+                    EpisodeScore(**{**score, "loss": math.inf if score["loss"] is None else score["loss"]})
                     for score in cell["scores"]
                 ],
             )
             for cell in cells
         ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(
             f"compare={path} holds no results of fmmeta evaluate ({error}); give such a file, or a model"
         ) from None

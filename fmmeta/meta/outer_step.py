@@ -163,16 +163,25 @@ class OuterOptimizer:
         state.numbers.update(self.scalar_state)
 
     def load_state(self, state: StateDict) -> None:
-        """Continue from what `add_state` gave, on this layout or another, on any device."""
-        self.moments = {
-            name: self.memory.store(state.vectors[name].clone())
-            for name in self.spec.moments
-            if name in state.vectors
-        }
+        """Continue from what `add_state` gave, on this layout or another, on any device.
+
+        Nothing is continued of another optimizer, or where rates were not learned in this shape
+        (--accept_changed_settings).
+        """
+        rates = self.meta_params.rates
+        saved = {} if rates is None else state.tensors("rates.")
+        stored = {name: state.vectors[name] for name in self.spec.moments if name in state.vectors}
+        before = state.facts.get("settings", {}).get("outer_optimizer", self.config.outer_optimizer)
+        shapes = {} if rates is None else dict.fromkeys(stored, rates.shape)
+        if before != self.config.outer_optimizer or shapes != {
+            name: one.shape for name, one in saved.items()
+        }:
+            self.moments, self.rate_moments, self.scalar_state = {}, {}, {}
+            return
+        self.moments = {name: self.memory.store(vector.clone()) for name, vector in stored.items()}
         self.scalar_state = {name: x for name, x in state.numbers.items() if name != "kept.count"}
-        if self.meta_params.rates is not None:
-            device, saved = self.meta_params.rates.device, state.tensors("rates.")
-            self.rate_moments = {name: value.to(device, copy=True) for name, value in saved.items()}
+        if rates is not None:
+            self.rate_moments = {name: value.to(rates.device, copy=True) for name, value in saved.items()}
 
 
 PREFIX = "pending "  # of the names of vectors and tables in a checkpoint

@@ -68,9 +68,15 @@ class MetaParameters:
             state.numbers["kept.count"] = self.kept.count
 
     def load_state(self, state: "StateDict") -> None:
-        """Set the values that `add_state` gave, in place, on any layout and device."""
+        """Set the values that `add_state` gave, in place, on any layout and device.
+
+        Rates that were not learned before, or in another shape, keep their initial values
+        (--accept_changed_settings).
+        """
         for name, value in self.named().items():
-            value.copy_(state.tensors(name)[""])
+            saved = state.tensors(name)
+            if name == "theta" or (saved and saved[""].shape == value.shape):
+                value.copy_(saved[""])
         if self.kept is not None:
             saved = state.tensors("kept.")
             self.kept.vectors = {name: v.to(self.theta.device, copy=True) for name, v in saved.items()}

@@ -145,12 +145,16 @@ def paired(scores: Sequence[EpisodeScore], others: Sequence[EpisodeScore]) -> di
     by_slot = {other.slot: other for other in others}
     pairs = [(score, by_slot[score.slot]) for score in scores if score.slot in by_slot]
     gain = mean_ci95([a.accuracy - b.accuracy for a, b in pairs])
-    # equal losses, which may both be infinite, differ by 0
-    fall = mean_ci95([b.loss - a.loss if a.loss != b.loss else 0.0 for a, b in pairs])
+    loss = mean_ci95([fall(b.loss, a.loss) for a, b in pairs])
     return {
         "accuracy_gain": gain[0],
         "ci95": gain[1],
-        "loss_gain": fall[0],
-        "loss_ci95": fall[1],
+        "loss_gain": loss[0],
+        "loss_ci95": loss[1],
         "episodes": len(pairs),
     }
+
+
+def fall(before: float, after: float) -> float:
+    """before - after; 0 of equal losses, which may both be infinite."""
+    return 0.0 if before == after else before - after

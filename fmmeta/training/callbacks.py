@@ -51,9 +51,9 @@ class Callback:
     collectives only if all ranks take part. It must not change theta or the settings. `run` has `config`,
     `folder`, `ranks`, `worker`, `theta` (this rank's fp32 shard [S]) and `state` (`state.outer_step`: outer
     steps done). `run.ends_early = True`, set on all ranks alike, makes this outer step the last one (with
-    --outer_delay 1 without its update), also of a run that is stopped now and resumed; the model is then
-    exported as usual. If a hook of a user's callback
-    raises on any rank, the run ends on all of them with one line, exit code 2.
+    --outer_delay 1 without its update); the model is then exported as usual. A run that is stopped meanwhile
+    and resumed does the same, unless it was set in `on_save`, when the checkpoint has been begun. If a hook
+    of a user's callback raises on any rank, the run ends on all of them with one line, exit code 2.
 
     >>> from fmmeta import Callback
     >>> class PrintAccuracy(Callback):
@@ -165,12 +165,20 @@ class NonfiniteLimit(Callback):
 
     def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
         """Raises `UsageError`, on all ranks alike."""
-        if run.state.bad_steps >= run.config.max_bad_steps:
-            raise UsageError(
-                f"inner_lr={run.config.inner_lr}: no task was finite in {run.state.bad_steps} outer steps in"
-                f" a row (the last is {run.state.outer_step}); lower --inner_lr or --outer_lr, and continue"
-                " from the last checkpoint"
-            )
+        config, count = run.config, run.state.bad_steps
+        if count < config.max_bad_steps:
+            return
+        given, lower = f"inner_lr={config.inner_lr}: no task was finite", "--inner_lr or --outer_lr"
+        if run.spec.in_prompt:
+            given, lower = f"outer_lr={config.outer_lr}: no task was finite", "--outer_lr"
+        if run.metrics.values.get("exploded_tasks"):
+            name = "max_task_norm" if config.max_task_loss is None else "max_task_loss"
+            given = f"{name}={getattr(config, name)}: no task was within the bound"
+            lower += f", or raise --{name}"
+        raise UsageError(
+            f"{given} in {count} outer steps in a row (the last is {run.state.outer_step}); lower {lower},"
+            " name what you change in --accept_changed_settings, and continue from the last checkpoint"
+        )
 
 
 class Validation(Callback):

@@ -14,7 +14,7 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop
 from fmmeta.meta.parameters import MetaParameters
-from fmmeta.metrics.scores import Interval, format_interval, mean_ci95
+from fmmeta.metrics.scores import Interval, fall, format_interval, mean_ci95
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.report.data import AFTER, BEFORE, FROM_START
 from fmmeta.tasks.sources.base import TaskSource
@@ -153,7 +153,8 @@ def compare(trained: Sequence[HeldOutScore], started: Sequence[HeldOutScore], lo
         FROM_START: [(old.accuracies[-1], old.losses[-1]) for _, old in pairs],
         AFTER: [(new.accuracies[-1], new.losses[-1]) for new, _ in pairs],
         "gain": [
-            (new.accuracies[-1] - old.accuracies[-1], old.losses[-1] - new.losses[-1]) for new, old in pairs
+            (new.accuracies[-1] - old.accuracies[-1], fall(old.losses[-1], new.losses[-1]))
+            for new, old in pairs
         ],
     }
     intervals = {

@@ -68,6 +68,9 @@ class StaticController:
     def leave(self) -> None:
         """End the membership of this group."""
 
+    def close(self) -> None:
+        """Release the folder of the run, after its last file is written. Local."""
+
 
 class StopAgreement:
     """Lets all ranks agree to stop at a safe point. requested: whether all know that the run has to stop.
@@ -162,6 +165,7 @@ class Run:
             self.folder,
             self.should_leave_evaluation,
             OwnMetrics(metrics, inputs.tokenizer),
+            self.stage.begin,
         )
         self.profiler = Profiler()
         self.logger, self.trackers = RunLogger(), Trackers(progress.notice)
@@ -336,7 +340,8 @@ class Run:
         no_data = self._apply_bad_task_policy(metrics)
         squares = metrics.squares if self.config.gradient_noise_scale else None
         update = state.updates.step(weight, step, no_data, step + 1 == self.config.outer_steps, squares)
-        if update is not None and update.applied:
+        applied = update is not None and update.applied
+        if applied or self.stale_steps is not None:  # a task may be interrupted, and the worker hold its phi
             self.worker.write(self.theta)
         stage.record_step()
         self.metrics, self.update = metrics, update

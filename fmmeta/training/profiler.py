@@ -137,7 +137,7 @@ def regions(run: "Run") -> list[tuple[str, Any, list[str]]]:
     worker: Any = run.worker
     model = getattr(worker, "model", None) or worker.stage
     found = [
-        ("data", run.feed, ["episodes"]),
+        ("data", run.feed, ["read"]),
         ("forward", getattr(model, "module", model), ["forward"]),
         ("forward", worker, ["_loss"]),
         ("backward", torch.autograd, ["backward"]),

@@ -55,7 +55,8 @@ class HeldOut:
 
     load: from a source to its `LoadEpisode`. folder: of the run, where finished episodes of the TEST stream
     are stored. should_stop: called between episodes; if it returns True, this group leaves out the rest of
-    the pass, and the scores are incomplete. own: the user's metrics.
+    the pass, and the scores are incomplete. begin_stage: begins a stage of the watchdog. own: the user's
+    metrics.
     """
 
     def __init__(
@@ -68,9 +69,11 @@ class HeldOut:
         folder: Path,
         should_stop: Callable[[], bool] = lambda: False,
         own: OwnMetrics | None = None,
+        begin_stage: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.config, self.worker, self.load, self.ranks, self.progress = config, worker, load, ranks, progress
         self.file, self.should_stop, self.own = folder / FINISHED, should_stop, own or OwnMetrics()
+        self.begin_stage = begin_stage
 
     def scores(
         self,
@@ -125,6 +128,7 @@ class HeldOut:
         known = {score["slot"]: HeldOutScore(**score) for score in stored.get(key, [])}
         todo = [task for task in tasks if slots[task.seed] not in known]
         self.worker.write(theta)
+        self.begin_stage(f"{what}, loading its episodes")
         mine, scores = reader.read_share(todo) if todo else [], list[HeldOutScore]()
         score = learning.scores_after_each_step if each_step else learning.score
         failed, own = "", self.own if source is not None and not each_step else OwnMetrics()
@@ -144,6 +148,7 @@ class HeldOut:
         with self.ranks.world.raise_on_all("calling the metrics") if own.metrics else nullcontext():
             if failed:
                 raise UsageError(failed)
+        self.begin_stage(f"{what}, waiting for the other groups")
         known |= {one.slot: one for one in gather_scores(self.ranks, scores, HeldOutScore)}
         if keep and todo:
             finished = [asdict(one) for one in known.values()]

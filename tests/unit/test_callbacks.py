@@ -11,7 +11,9 @@ import fmmeta
 from fmmeta import Callback, Config, MetaTrainer
 from fmmeta.common.errors import Stopped
 from fmmeta.reliability.signals import Signals
+from fmmeta.training import validation
 from fmmeta.training.callbacks import Outcome
+from fmmeta.training.episodes import EpisodeReader
 from fmmeta.training.loop import Run
 from tests.support.helpers import refusal
 from tests.support.launch import run_ranks
@@ -156,6 +158,47 @@ def test_the_stage_of_the_watchdog_names_task_and_pass(tmp_path):
     tasks = [f"outer step 1, task {task} of group 0" for task in (1, 2)]
     checks = ["outer step 1, checking the inner loop"] * 2  # its steps
     assert stages == [f"{task}, pass {number}" for task in tasks for number in (1, 2, 3)] + checks
+
+
+def test_the_stage_of_the_watchdog_while_a_validation_loads_and_gathers(tmp_path, monkeypatch):
+    """The bound of an outer step, which may be short, does not hold there."""
+    stages, runs = [], []
+
+    class Keeping(Callback):
+        def on_train_begin(self, run):
+            runs.append(run)
+
+    def recorded(original):
+        def recording(*arguments):
+            stages.append((runs[0].stage.name, runs[0].stage.is_step))
+            return original(*arguments)
+
+        return recording
+
+    monkeypatch.setattr(EpisodeReader, "read_share", recorded(EpisodeReader.read_share))
+    monkeypatch.setattr(validation, "gather_scores", recorded(validation.gather_scores))
+    settings = {**SHORT, "eval_episodes": 1, "eval_steps": 2, "test_episodes": 0}
+    MetaTrainer(Config(**settings, output_dir=str(tmp_path)), callbacks=[Keeping()]).train()
+    assert stages == [
+        ("validation, loading its episodes", False),
+        ("validation, waiting for the other groups", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        (
+            {"inner_lr": 3e38, "inner_steps": 2},
+            ["inner_lr=3e+38: no task was finite", "lower --inner_lr or --outer_lr"],
+        ),
+        ({"max_task_loss": 1e-9}, ["max_task_loss=1e-09: no task was within", "raise --max_task_loss"]),
+        ({"max_task_norm": 1e-9}, ["max_task_norm=1e-09: no task was within", "raise --max_task_norm"]),
+    ],
+)
+def test_a_run_without_finite_tasks_names_the_setting(tmp_path, settings, parts):
+    config = Config(**{**SHORT, **settings}, max_bad_steps=1, output_dir=str(tmp_path))
+    check_message(refusal(MetaTrainer(config).train), *parts, "--accept_changed_settings")
 
 
 def test_a_callback_that_raises_ends_the_run_in_one_line(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
 from typing import Any
 
@@ -510,6 +511,14 @@ def test_paired_differences_are_over_common_episodes():
     assert found["ci95"] == pytest.approx(
         12.7062 * np.std([0.3, 0.5], ddof=1) / np.sqrt(2)
     )  # 1 degree of freedom
+
+
+def test_infinite_losses_differ_by_zero_also_from_a_file(tmp_path):
+    scores = [EpisodeScore(slot, "t", "s", loss, 0.5) for slot, loss in enumerate([math.inf, 1.0])]
+    cell = EvalCell("finetune", 1, "x", scores)
+    write_json(str(tmp_path / "results.json"), {"cells": [cell.as_dict()]})
+    (stored,) = read_cells(str(tmp_path / "results.json"))
+    assert paired(scores, stored.scores)["loss_gain"] == 0
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ ranks too.
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
@@ -112,6 +113,20 @@ def test_profiling_one_step_changes_no_result(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "where the time of outer step 3 went" in shown
     assert "role switch" in shown
+
+
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
+def test_loading_is_counted_with_either_schedule(tmp_path, schedule):
+    settings = {**SHORT, "outer_steps": 1, "task_schedule": schedule, "profile": True}
+    settings["episode_transforms"] = f"{__name__}:slow"
+    MetaTrainer(Config(**settings, output_dir=str(tmp_path))).train()
+    seconds = json.loads((tmp_path / "run.json").read_text())["profile"]["seconds"]
+    assert seconds["data"] > 0.1
+
+
+def slow(episode, rng):
+    time.sleep(0.1)
+    return episode
 
 
 def test_a_run_of_one_step_profiles_that_one(tmp_path):

@@ -56,13 +56,12 @@ def config(tmp_path, ds):
     def make(**settings: Any) -> Config:
         return Config(
             output_dir=str(tmp_path / "run"),
-            outer_steps=1,
             inner_steps=1,
             meta_batch_size=1,
             num_workers="0",
             eval_episodes=0,
             deepspeed=str(ds),
-            **settings,
+            **{"outer_steps": 1, **settings},
         )
 
     train(make())
@@ -76,6 +75,18 @@ def test_an_edited_file_that_changes_the_precision_is_refused(config, ds, capsys
     check_message(message, "precision: fp32 -> bf16", "use the values before ->, another output_dir")
     train(config(accept_changed_settings=["precision"]))
     assert "accepted from here on: precision: fp32 -> " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"outer_optimizer": "rmsprop"}, {"outer_optimizer": "nadam"}, {"inner_lr_learned": "layer"}],
+)
+def test_other_optimizers_and_learned_rates_are_accepted(config, changes, capsys):
+    """Moments start again; rates that are learned from here on start at inner_lr."""
+    more = {"outer_steps": 2, **changes}
+    result = train(config(**more, accept_changed_settings=list(more)))
+    assert result.outer_steps == 2
+    assert "accepted from here on: " in capsys.readouterr().out
 
 
 def test_bf16_may_move_between_flag_and_file(config, ds, tmp_path, capsys):

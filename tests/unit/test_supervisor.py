@@ -70,6 +70,27 @@ def test_exit_code_and_record_agree(scripts, code, tmp_path):
     )
 
 
+@pytest.mark.parametrize("place", ["begin", "spawn"])
+def test_a_signal_during_the_start_ends_all_groups(tmp_path, place, monkeypatch):
+    write_run(tmp_path, settings_of(Config(), "f"), "", finished=False)
+    waits = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); time.sleep(60)"
+    supervisor, pids = ScriptedGroup(tmp_path, [waits, waits]), list[int]()
+    original = getattr(supervisor, place)
+
+    def stopping(*arguments):
+        process = original(*arguments)
+        if place == "spawn":
+            pids.append(process.pid)
+        supervisor.stop(15)
+        return process
+
+    monkeypatch.setattr(supervisor, place, stopping)
+    began = time.monotonic()
+    assert supervisor.run() != 0
+    assert time.monotonic() - began < 30
+    assert len(pids) == (place == "spawn")  # the second group is not started
+
+
 def test_a_record_without_a_model_is_not_finished(tmp_path):
     write_run(tmp_path, settings_of(Config(), "f"), "", finished=True)
     assert ScriptedGroup(tmp_path, [""]).run() == 70
