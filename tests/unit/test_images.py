@@ -320,6 +320,17 @@ def test_the_commands_work_on_images(vit, images, tmp_path):
     assert "image-classification" in (tmp_path / "task" / "README.md").read_text()
 
 
+def test_an_image_classifier_not_made_by_fmmeta_answers(vit):
+    from transformers import AutoModelForImageClassification
+
+    queries = [pixels(c, 7) for c in range(3)]
+    model = fmmeta.load(vit)
+    inputs = torch.stack([model.loaded.tokenizer.prepare(one) for one in queries])
+    with torch.no_grad():
+        logits = AutoModelForImageClassification.from_pretrained(vit).eval()(pixel_values=inputs).logits
+    assert [one.output for one in model.predict(queries)] == [f"LABEL_{n}" for n in logits.argmax(1).tolist()]
+
+
 def test_digits_needs_no_pillow(tmp_path, monkeypatch):
     """The training, the exported model and the evaluation; images of another size need it."""
     encoded = EncodedImage("a.png", png(pixels(0, 0)))
