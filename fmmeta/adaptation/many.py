@@ -11,6 +11,7 @@ logged and skipped; the others are learned.
 import json
 import os
 import shutil
+from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -43,6 +44,7 @@ from fmmeta.models.load import describe
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
+from fmmeta.tasks.data.images import EncodedImage
 from fmmeta.tasks.data.rows import ENDINGS, Examples, Table, ending, listed
 from fmmeta.tasks.data.splits import few
 from fmmeta.training.build import local_model
@@ -95,16 +97,34 @@ class FoundTasks:
     failed: dict[str, str]
 
     def as_bytes(self) -> bytes:
-        tasks = [[one.name, one.table.input, one.table.target, one.labels] for one in self.to_learn]
-        return json.dumps([tasks, self.complete, self.failed]).encode()
+        tasks = [
+            [one.name, one.table.input, one.table.target, one.table.image, one.labels]
+            for one in self.to_learn
+        ]
+        found = [tasks, self.complete, self.failed]
+        return json.dumps(found, default=lambda content: b64encode(content).decode()).encode()
 
     @classmethod
     def of_bytes(cls, payload: bytes) -> "FoundTasks":
         tasks, complete, failed = json.loads(payload)
         return cls(
             [
-                TaskExamples(name, Table(targets, [], [], inputs, targets), tuple(labels))
-                for name, inputs, targets, labels in tasks
+                TaskExamples(
+                    name,
+                    Table(
+                        targets,
+                        [],
+                        [],
+                        inputs,
+                        targets,
+                        image=[
+                            EncodedImage(where, None if content is None else b64decode(content))
+                            for where, content in images
+                        ],
+                    ),
+                    tuple(labels),
+                )
+                for name, inputs, targets, images, labels in tasks
             ],
             complete,
             failed,

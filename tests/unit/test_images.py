@@ -7,7 +7,9 @@ import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -329,6 +331,35 @@ def test_an_image_classifier_not_made_by_fmmeta_answers(vit):
     with torch.no_grad():
         logits = AutoModelForImageClassification.from_pretrained(vit).eval()(pixel_values=inputs).logits
     assert [one.output for one in model.predict(queries)] == [f"LABEL_{n}" for n in logits.argmax(1).tolist()]
+
+
+def image_rows_of(folder: Path, classes: Sequence[int], numbers: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows with paths below `folder`, of images in folders of their classes."""
+    return [
+        {"image": str(Path(folder.name, f"c{c:02}", f"{n}.png")), "label": f"c{c:02}"}
+        for c in classes
+        for n in numbers
+    ]
+
+
+@pytest.mark.parametrize("lora_r", [0, 4])
+def test_many_tasks_of_images_equal_single_adaptations(vit, images, tmp_path, lora_r):
+    """Paths below the folder of the file, bytes in a table, and arrays."""
+    rows = image_rows_of(images, [0, 1], range(3))
+    paths = write_rows(images.parent / f"support {lora_r}.jsonl", rows)
+    bytes_of = [{**row, "image": (images.parent / row["image"]).read_bytes()} for row in rows]
+    arrays = [(pixels(c, n), f"c{c:02}") for c in (2, 3, 4) for n in range(3)]
+    supports = {"paths": paths, "bytes": write_rows(tmp_path / "support.parquet", bytes_of), "arrays": arrays}
+    flags = {"inner_steps": 5, "inner_lr": 0.1, "early_stopping": False}
+    if lora_r:
+        flags |= {"lora_r": lora_r, "lora_target_modules": ["all-linear"]}
+    models = fmmeta.adapt_many(vit, supports, output_dir=tmp_path / "many", **flags)
+    assert models.failed == {}
+    for name, support in supports.items():
+        queries = [pixels(c, 7) for c in range(5)]
+        found, wanted = models[name].predict(queries), fmmeta.adapt(vit, support, **flags).predict(queries)
+        assert [one.output for one in found] == [one.output for one in wanted]
+        assert [one.score for one in found] == pytest.approx([one.score for one in wanted], abs=1e-5)
 
 
 def test_digits_needs_no_pillow(tmp_path, monkeypatch):
