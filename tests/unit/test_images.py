@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import pickle
@@ -360,6 +361,35 @@ def test_many_tasks_of_images_equal_single_adaptations(vit, images, tmp_path, lo
         found, wanted = models[name].predict(queries), fmmeta.adapt(vit, support, **flags).predict(queries)
         assert [one.output for one in found] == [one.output for one in wanted]
         assert [one.score for one in found] == pytest.approx([one.score for one in wanted], abs=1e-5)
+
+
+def test_query_images_are_answered_under_the_names_of_their_rows(vit, images, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # relative paths begin at the folder of the file
+    rows = image_rows_of(images, [0, 1, 2], [6, 7])
+    contents = [(images.parent / row["image"]).read_bytes() for row in rows]
+    labels = [row["label"] for row in rows]
+    table = [{**row, "image": content} for row, content in zip(rows, contents, strict=True)]
+    arrays = [decode(EncodedImage("", content)) for content in contents]
+    queries = {
+        "paths": write_rows(images.parent / "query.jsonl", rows),
+        "table": write_rows(tmp_path / "query.parquet", table),
+        "arrays": [*zip(arrays, labels, strict=True)],
+    }
+    support = write_rows(images.parent / "support.jsonl", image_rows_of(images, [0, 1, 2], range(4)))
+    found = {}
+    for name, query in queries.items():
+        out = tmp_path / name
+        adapted = fmmeta.adapt(vit, support, query=query, output_dir=out, inner_steps=5, inner_lr=0.1)
+        found[name] = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+        assert [one["truth"] for one in found[name]] == labels
+        assert [one["label"] for one in found[name]] == [one.output for one in adapted.predict(contents)]
+    assert [one["text"] for one in found["paths"]] == [row["image"] for row in rows]
+    assert [one["text"] for one in found["table"]] == [
+        hashlib.sha256(content).hexdigest()[:32] for content in contents
+    ]
+    damaged = write_rows(tmp_path / "damaged.parquet", [{"image": b"no image", "label": "c00"}])
+    message = refusal(fmmeta.adapt, vit, support, query=damaged, inner_steps=1)
+    check_message(message, f"{damaged}:1 cannot be decoded", "fix or remove it")
 
 
 def test_digits_needs_no_pillow(tmp_path, monkeypatch):
