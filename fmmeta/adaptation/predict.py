@@ -14,7 +14,7 @@ import io
 import json
 import sys
 import zlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -130,15 +130,16 @@ SHARED_BY_BASE = ("task_type", "pooling", "feature_norm", "max_length", "prompt_
 class AdapterDirectory:
     """The adapters in the folders of a directory, on one base: that of most folders.
 
-    The last `adapters_in_memory` adapters stay in memory. failed: why adapters cannot be used, by name.
+    The last `adapters_in_memory` adapters stay in memory. failed: why adapters cannot be used, by name. base:
+    what all usable adapters have in common. Raises `UsageError` if no folder has adapters.
     """
 
     def __init__(self, settings: PredictConfig) -> None:
         self.settings, self.folder = settings, Path(str(settings.adapters)).absolute()
         self.loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()
         self.failed: dict[str, str] = {}
-        self.base = dict[str, Any]()  # what all adapters have in common
-        self.model: LoadedModel | None = None
+        base_model, self.base = most_common_base(self.folder)
+        self.model = load_base(settings, base_model, self.base)
 
     def answer(self, inputs: Sequence[Input]) -> list[Answer | str]:
         """Answer inputs of any adapters in one pass; the reason where an adapter cannot be used.
@@ -159,7 +160,6 @@ class AdapterDirectory:
     def _answer(self, texts: Sequence[str], adapters: Sequence[LoadedAdapter]) -> Sequence[Answer | str]:
         """Answers to texts, those of an adapter one after the other. adapters: of each text."""
         model, settings = self.model, self.settings
-        assert model is not None, "the base of the adapters"
 
         def around(rows: Sequence[int]) -> AbstractContextManager[None]:
             runs = [list(group) for _, group in groupby(rows, key=lambda row: id(adapters[row]))]
@@ -206,7 +206,6 @@ class AdapterDirectory:
     def _load(self, name: str) -> LoadedAdapter:
         """Read a folder. Raises `UsageError` for one that cannot share a pass with the others."""
         adapter = read_adapter(self.folder, name)
-        self.base = self.base or {BASE: most_common_base(self.folder)}
         differ = [key for key in self.base if adapter.base[key] != self.base[key]]
         if differ:
             texts = [f"{key} {adapter.base[key]} and not {self.base[key]}" for key in differ]
@@ -214,9 +213,6 @@ class AdapterDirectory:
                 f"adapters={self.folder}: {name} differs from the other adapters ({'; '.join(texts)}); answer"
                 " its inputs with --model_name_or_path"
             )
-        if self.model is None:
-            path = base_model_name(str(self.folder / name))
-            self.model, self.base = load_base(self.settings, path, adapter.base), adapter.base
         device = self.model.worker.device
         weights = adapter.weights.to(device)
         learner = self.model.worker.learner
@@ -241,14 +237,30 @@ def base_of(folder: Path) -> str:
     return base_model_name(str(folder))
 
 
-def most_common_base(root: Path) -> str:
-    """The base of most adapter folders of a directory."""
-    bases = list[str]()
+def shared_by_base(folder: Path) -> dict[str, Any]:
+    """What adapters of a pass have in common, in the files of an adapter folder. Raises `UsageError`."""
+    stored = remembered(str(folder))
+    return {BASE: base_of(folder), **{key: stored.get(key) for key in SHARED_BY_BASE}}
+
+
+def most_common_base(root: Path) -> tuple[str, dict[str, Any]]:
+    """The base model of most adapter folders of a directory, and what these folders have in common.
+
+    Raises `UsageError` if there are none.
+    """
+    found: dict[str, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
     for folder in sorted(root.iterdir()):
         with suppress(UsageError):
-            if (folder / "adapter_config.json").is_file():
-                bases.append(base_of(folder))
-    return Counter(bases).most_common(1)[0][0]
+            if (inside(root, folder) / "adapter_config.json").is_file():
+                base = shared_by_base(folder)
+                if base["task_type"] is not None:
+                    found[str(base)].append((base_model_name(str(folder)), base))
+    if not found:
+        raise UsageError(
+            f"adapters={root} has no folder with adapters of fmmeta; give the output_dir of fmmeta adapt"
+            " --support DIRECTORY --lora_r N"
+        )
+    return max(found.values(), key=len)[0]
 
 
 def read_adapter(root: Path, name: str) -> LoadedAdapter:
@@ -286,8 +298,7 @@ def read_adapter(root: Path, name: str) -> LoadedAdapter:
         weights = StoredAdapter.of(tensors, head, settings)
     except (*UNREADABLE, ArithmeticError) as error:
         raise UsageError(f"{where} cannot be read ({one_line(error)}); adapt the model again") from None
-    base = {BASE: base_of(folder), **{key: stored.get(key) for key in SHARED_BY_BASE}}
-    return LoadedAdapter(weights, labels, base, stored_examples(where, stored))
+    return LoadedAdapter(weights, labels, shared_by_base(folder), stored_examples(where, stored))
 
 
 OTHER_KINDS = ("use_dora", "lora_bias", "use_qalora", "layer_replication", "target_parameters")

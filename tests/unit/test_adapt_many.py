@@ -496,6 +496,28 @@ def test_adapters_that_cannot_be_used_are_named_and_the_others_answer(mixed, tmp
         assert ("label" in line) == (row["adapter"] not in bad)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_settings_of_most_adapters_are_those_of_a_pass(bert, tmp_path, order):
+    """Also where the first row names another adapter, and where its folder is the first one."""
+    flags = {**LORA, "inner_steps": 1, "early_stopping": False}
+    short = {"another": SUPPORTS["task 0"]}
+    fmmeta.adapt_many(bert, short, output_dir=tmp_path / "out", max_length=8, **flags)
+    fmmeta.adapt_many(bert, dict(list(SUPPORTS.items())[:2]), output_dir=tmp_path / "out", **flags)
+    rows = [{"text": TEXTS[0], "adapter": name} for name in ("another", "task 0", "task 1")][::order]
+    lines, error = answers_of(tmp_path / "out", rows, tmp_path, micro_batch_size=1)
+    assert "1 of 3 inputs" in error
+    assert [line["adapter"] for line in lines if "label" in line] == ["task 0", "task 1"][::order]
+    check_message(
+        next(line["error"] for line in lines if "error" in line), "max_length 8 and not 128", "another"
+    )
+
+
+def test_a_directory_without_adapters_is_refused(tmp_path):
+    (tmp_path / "adapters" / "empty").mkdir(parents=True)
+    message = refusal_of(tmp_path / "adapters", tmp_path, '{"text": "a", "adapter": "empty"}\n')
+    check_message(message, f"adapters={tmp_path}/adapters has no folder", "give the output_dir")
+
+
 def test_rows_without_an_adapter_and_wrong_settings_are_refused(mixed, tmp_path):
     _, error = "", refusal_of(mixed, tmp_path, '{"text": "a"}\n')
     check_message(error.replace(str(tmp_path), "TMP"), "in.jsonl:1 names no adapter", "--adapter_column")
