@@ -47,11 +47,9 @@ from fmmeta.models.files import (
 from fmmeta.models.load import describe, fitted
 from fmmeta.models.task_axis import StoredAdapter, adapters_of_rows
 from fmmeta.tasks.batching import Example, collate
-from fmmeta.tasks.data.rows import MOST_GIB, ending, is_text, read_file, unpacked
+from fmmeta.tasks.data.rows import MOST_GIB, USUAL, ending, input_setting, is_text, read_file, unpacked
 from fmmeta.tasks.data.splits import few
 from fmmeta.tasks.data.token_store import files_digest
-
-KEYS = ("text", "sentence", "utterance", "input", "prompt", "question", "image", "img")
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,8 @@ def run(settings: PredictConfig) -> None:
     if settings.adapters:
         answer_by_adapters(settings)
         return
-    model, inputs = load(settings).loaded, inputs_of(settings)
+    model = load(settings).loaded
+    inputs = inputs_of(settings, keys_of(settings, model))
     with open_output(settings.output) as file:
         if settings.equal_classes:
             answers: Iterable[Answer] = model.answer_evenly([each.text for each in inputs])
@@ -93,8 +92,9 @@ def batches(inputs: Iterator[Input], settings: PredictConfig) -> Iterator[list[I
 def answer_by_adapters(settings: PredictConfig) -> None:
     """Answer rows that name the folders of their adapters. Raises `UsageError` at the end if some cannot."""
     adapters, total, unanswered = AdapterDirectory(settings), 0, 0
+    keys = keys_of(settings, adapters.model)
     with open_output(settings.output) as file:
-        for batch in batches(inputs_of(settings), settings):
+        for batch in batches(inputs_of(settings, keys), settings):
             for one, answer in zip(batch, adapters.answer(batch), strict=True):
                 total += 1
                 if isinstance(answer, str):
@@ -322,27 +322,34 @@ def load_base(settings: PredictConfig, name: str, base: dict[str, Any]) -> Loade
     return load_model(fitted(config, describe(config).hf_config), Progress(enabled=False))
 
 
-def inputs_of(settings: PredictConfig) -> Iterator[Input]:
+def keys_of(settings: PredictConfig, model: LoadedModel) -> Sequence[str]:
+    """Keys or columns of the inputs of a model: the first one of a row counts, as in the files of `adapt`."""
+    if settings.text_column:
+        return [settings.text_column]
+    return USUAL[input_setting(model.config.task_type, model.description.images)]
+
+
+def inputs_of(settings: PredictConfig, keys: Sequence[str]) -> Iterator[Input]:
     """The inputs of `--input`: rows of a .csv or .parquet file, lines of any other and of standard input.
 
-    Raises `UsageError`.
+    keys: see `keys_of`. Raises `UsageError`.
     """
     path = Path(settings.input)
     if settings.input == "-":
-        yield from read_inputs(sys.stdin, settings)
+        yield from read_inputs(sys.stdin, settings, keys)
     elif ending(path) in (".csv", ".parquet"):
         for row in read_file(path):
-            yield input_in(row.values, row.origin, settings)
+            yield input_in(row.values, row.origin, settings, keys)
     else:
         try:
             binary = unpacked(path, MOST_GIB) if path.suffix == ".gz" else path.open("rb")
         except OSError as error:
             raise UsageError(f"input={path} cannot be opened: {error.strerror}; give another file") from None
         with io.TextIOWrapper(binary, encoding="utf-8") as file:
-            yield from read_inputs(file, settings)
+            yield from read_inputs(file, settings, keys)
 
 
-def read_inputs(lines: Iterable[str], settings: PredictConfig) -> Iterator[Input]:
+def read_inputs(lines: Iterable[str], settings: PredictConfig, keys: Sequence[str]) -> Iterator[Input]:
     """The inputs of plain lines, or of JSON objects. Raises `UsageError` naming the line."""
     number = 0
     try:
@@ -354,7 +361,7 @@ def read_inputs(lines: Iterable[str], settings: PredictConfig) -> Iterator[Input
                     values = json.loads(text)
                 except (ValueError, RecursionError) as error:
                     raise UsageError(f"{origin} is no JSON object ({error}); fix it") from None
-                yield input_in(values, origin, settings)
+                yield input_in(values, origin, settings, keys)
             elif wrong := broken_text(text):
                 raise UsageError(f"{origin} has {wrong}; fix it")
             elif text.strip() and settings.adapters:
@@ -373,14 +380,16 @@ def read_inputs(lines: Iterable[str], settings: PredictConfig) -> Iterator[Input
         ) from None
 
 
-def input_in(values: dict[str, Any], origin: str, settings: PredictConfig) -> Input:
+def input_in(values: dict[str, Any], origin: str, settings: PredictConfig, keys: Sequence[str]) -> Input:
     """The text of a row, and its adapter if the settings have a directory of them. Raises `UsageError`."""
-    keys = [settings.text_column] if settings.text_column else KEYS
-    key = next((key for key in keys if is_text(values.get(key))), "")
-    text = str(values.get(key, ""))
+    key = next((key for key in keys if key in values), keys[0])
+    text = str(values.get(key))
     refuse_first(
         [
-            (not key, f"{origin} has no text under {', '.join(keys)}; name the key with --text_column"),
+            (
+                not is_text(values.get(key)),
+                f"{origin} has no text under {', '.join(keys)}; name the key with --text_column",
+            ),
             (not text, f"{origin} has no text in {key}, which is empty; fix it"),
         ]
     )

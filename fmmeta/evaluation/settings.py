@@ -480,12 +480,14 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
     adapters_in_memory: int = setting(64, "adapters: most that stay in memory", least=1)
     input: str = setting(
         "-",
-        "File of inputs, or - for standard input: a text or a JSON object with text (input) on every "
-        "line, or a .csv or .parquet file (.gz too) with such a column",
+        "File of inputs, or - for standard input: a text or a JSON object with text (input, image) on "
+        "every line, or a .csv or .parquet file (.gz too) with such a column",
     )
     output: str = setting("-", "File for the answers, or - for standard output: one JSON object per line")
     text_column: str | None = setting(
-        None, "Key or column of the text (default: text, sentence, utterance or input)"
+        None,
+        "Key or column of the input (default: the one that adapt reads: text, sentence or utterance; input,"
+        " prompt or question for causal_lm; image or img for images)",
     )
     micro_batch_size: int = setting(
         32, "Most inputs of one forward pass, when they come from a file", least=1

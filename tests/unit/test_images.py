@@ -20,9 +20,11 @@ import torch
 from PIL import Image
 
 import fmmeta
+from fmmeta.adaptation import predict
 from fmmeta.cli import main as fmmeta_main
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
+from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
@@ -390,6 +392,21 @@ def test_query_images_are_answered_under_the_names_of_their_rows(vit, images, tm
     damaged = write_rows(tmp_path / "damaged.parquet", [{"image": b"no image", "label": "c00"}])
     message = refusal(fmmeta.adapt, vit, support, query=damaged, inner_steps=1)
     check_message(message, f"{damaged}:1 cannot be decoded", "fix or remove it")
+
+
+def test_predict_reads_the_image_of_a_row_with_a_text(vit, images, tmp_path):
+    """With a model, and with adapters."""
+    support = [(str(images / f"c{c:02}" / f"{n}.png"), f"c{c:02}") for c in range(2) for n in range(3)]
+    flags = {"lora_r": 4, "lora_target_modules": ["all-linear"], "inner_steps": 1, "early_stopping": False}
+    fmmeta.adapt_many(vit, {"task": support}, output_dir=tmp_path / "out", **flags)
+    path, out = str(images / "c00" / "7.png"), str(tmp_path / "out")
+    source = write_rows(tmp_path / "in.jsonl", [{"text": "a caption", "image": path, "adapter": "task"}])
+    for place in ({"model_name_or_path": f"{out}/task"}, {"adapters": out}):
+        predict.run(PredictConfig(**place, input=str(source), output=str(tmp_path / "answers.jsonl")))
+        (line,) = map(json.loads, (tmp_path / "answers.jsonl").read_text().splitlines())
+        (wanted,) = fmmeta.load(f"{out}/task").predict([path])
+        assert (line["text"], line["label"]) == (path, wanted.output)
+        assert line["score"] == pytest.approx(wanted.score, abs=1e-5)
 
 
 def test_digits_needs_no_pillow(tmp_path, monkeypatch):

@@ -17,7 +17,9 @@ import pytest
 
 import fmmeta
 from fmmeta.adaptation import predict
+from fmmeta.adaptation.task_learner import read_task
 from fmmeta.cli import parse
+from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
 from tests.support.fork_server import shared
@@ -301,6 +303,21 @@ def test_a_language_model_answers_a_table(tmp_path):
         save_llama(tmp_path / "llama"), source, tmp_path, task_type="causal_lm", max_new_tokens=2
     )
     assert one["input"] == "stone"
+
+
+@pytest.mark.parametrize("task_type", ["classification", "causal_lm"])
+def test_predict_reads_the_column_that_adapt_reads(bert, adapted, tmp_path, task_type):
+    """Of rows with columns of both kinds of task."""
+    causal = task_type == "causal_lm"
+    row = {"question": "0", "prompt": "a", "input": "b", "sentence": "c", "text": "d"}
+    source = write_rows(tmp_path / "a.csv", [{**row, "label": "x"}])
+    config = Config(model_name_or_path=str(bert), task_type=task_type)
+    table = read_task("support", str(source), config, print)
+    folder = save_llama(tmp_path / "llama") if causal else adapted[0]
+    for settings in ({}, {"text_column": "question"}):
+        (one,) = answers(folder, source, tmp_path, task_type=task_type, max_new_tokens=2, **settings)
+        wanted = ["0"] if settings else table.input
+        assert [one["input" if causal else "text"]] == wanted
 
 
 def restore_sigint() -> None:

@@ -365,9 +365,8 @@ def tabulate(
         )
     names = sorted({column for row in rows for column in row.values})
     causal, collated = config.task_type == "causal_lm", config.collate_fn is not None
-    input_column = "input_column" if causal else "image_column" if images else "text_column"
     columns = {
-        "input": pick(name, config, names, input_column, required=not collated),
+        "input": pick(name, config, names, input_setting(config.task_type, images), required=not collated),
         "target": pick(name, config, names, "output_column" if causal else "label_column"),
     }
     stratum_of = None
@@ -449,6 +448,13 @@ def with_label_rows(table: Table, labels: Mapping[str, str]) -> Table:
 def as_json(values: dict[str, Any]) -> str:
     """The columns of a row; arrays become lists, and other objects their text."""
     return to_json(values, default=lambda one: one.tolist() if hasattr(one, "tolist") else str(one))
+
+
+def input_setting(task_type: str, images: bool) -> str:
+    """The setting that names the column of inputs. images: whether the model reads images."""
+    if task_type == "causal_lm":
+        return "input_column"
+    return "image_column" if images else "text_column"
 
 
 def pick(
