@@ -395,7 +395,8 @@ def input_in(values: dict[str, Any], origin: str, settings: PredictConfig, keys:
     )
     if wrong := broken_text(text):
         raise UsageError(f"{origin} has {wrong} in {key}; fix it")
-    adapter = str(values.get(settings.adapter_column) or "") if settings.adapters else ""
+    adapter = values.get(settings.adapter_column) if settings.adapters else ""
+    adapter = str(adapter) if is_text(adapter) else ""
     if settings.adapters and not adapter:
         raise UsageError(
             f"{origin} names no adapter under {settings.adapter_column}; name the key with --adapter_column"

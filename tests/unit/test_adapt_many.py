@@ -512,6 +512,14 @@ def test_the_settings_of_most_adapters_are_those_of_a_pass(bert, tmp_path, order
     )
 
 
+def test_a_number_names_the_folder_of_an_adapter(mixed, tmp_path):
+    shutil.copytree(mixed / "task 0", tmp_path / "adapters" / "0")
+    ((line,), error) = answers_of(tmp_path / "adapters", [{"text": TEXTS[0], "adapter": 0}], tmp_path)
+    assert (line["adapter"], "label" in line, error) == ("0", True, "")
+    message = refusal_of(tmp_path / "adapters", tmp_path, '{"text": "a", "adapter": ["0"]}\n')
+    check_message(message, "names no adapter under adapter", "--adapter_column")
+
+
 def test_a_directory_without_adapters_is_refused(tmp_path):
     (tmp_path / "adapters" / "empty").mkdir(parents=True)
     message = refusal_of(tmp_path / "adapters", tmp_path, '{"text": "a", "adapter": "empty"}\n')
