@@ -63,8 +63,12 @@ class Input:
 def run(settings: PredictConfig) -> None:
     """`fmmeta predict`. Standard input is answered line by line, a file in batches.
 
-    Raises `UsageError`; for adapters that cannot be used after all other rows have their answers.
+    Standard streams are UTF-8 in every locale, as files are. Raises `UsageError`; for adapters that cannot be
+    used after all other rows have their answers.
     """
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding != "utf-8":
+            stream.reconfigure(encoding="utf-8")
     if settings.adapters:
         answer_by_adapters(settings)
         return

@@ -92,6 +92,22 @@ def test_standard_input_with_a_byte_order_mark(adapted, tmp_path, monkeypatch):
     same(answers(adapted[0], "-", tmp_path), adapted[1])
 
 
+def test_standard_streams_are_utf_8_in_every_locale(adapted, monkeypatch):
+    out, text = io.BytesIO(), "größe 雪"
+    for given in (text, json.dumps({"text": text}, ensure_ascii=False)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode()), encoding="latin-1"))
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
+        predict.run(PredictConfig(str(adapted[0])))
+    found = [json.loads(line)["text"] for line in out.getvalue().decode().splitlines()]
+    assert found == [text, text]
+
+
+def test_standard_input_that_is_not_utf_8_is_refused(adapted, monkeypatch):
+    stdin = io.TextIOWrapper(io.BytesIO(b"a\n\xff\n"), encoding="ascii", errors="surrogateescape")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    check_message(refusal(predict.run, PredictConfig(str(adapted[0]))), "input is not UTF-8", "convert it")
+
+
 def test_load_answers_as_the_model_that_was_saved(adapted):
     folder, expected = adapted
     model = fmmeta.load(folder, micro_batch_size=2)
