@@ -47,7 +47,7 @@ from fmmeta.models.files import (
 from fmmeta.models.load import describe, fitted
 from fmmeta.models.task_axis import StoredAdapter, adapters_of_rows
 from fmmeta.tasks.batching import Example, collate
-from fmmeta.tasks.data.rows import MOST_GIB, USUAL, ending, input_setting, is_text, read_file, unpacked
+from fmmeta.tasks.data.rows import USUAL, ending, input_setting, is_text, read_file, unpacked
 from fmmeta.tasks.data.splits import few
 from fmmeta.tasks.data.token_store import files_digest
 
@@ -346,7 +346,7 @@ def inputs_of(settings: PredictConfig, keys: Sequence[str]) -> Iterator[Input]:
             yield input_in(row.values, row.origin, settings, keys)
     else:
         try:
-            binary = unpacked(path, MOST_GIB) if path.suffix == ".gz" else path.open("rb")
+            binary = unpacked(path) if path.suffix == ".gz" else path.open("rb")
         except OSError as error:
             raise UsageError(f"input={path} cannot be opened: {error.strerror}; give another file") from None
         with io.TextIOWrapper(binary, encoding="utf-8") as file:

@@ -19,6 +19,7 @@ import fmmeta
 from fmmeta.adaptation import predict
 from fmmeta.adaptation.task_learner import read_task
 from fmmeta.cli import parse
+from fmmeta.common import security
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
@@ -166,6 +167,20 @@ def test_unreadable_input_leaves_earlier_answers_unchanged(adapted, tmp_path, na
     check_message(refusal(answers, adapted[0], source, tmp_path, micro_batch_size=1), *parts)
     assert target.read_text() == "of before"
     assert {path.name for path in tmp_path.iterdir()} == {name, "answers.jsonl"}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv.gz", "a.parquet", "a.txt.gz"])
+def test_a_file_beyond_the_bound_of_commands_without_max_file_gib(bert, adapted, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(security, "MOST_GIB", 2e-8)  # 21 bytes
+    path = tmp_path / name
+    rows = [{"text": text, "label": label} for text, label in PAIRS]
+    if name == "a.txt.gz":
+        path.write_bytes(gzip.compress("\n".join(TEXTS).encode()))
+    else:
+        message = refusal(fmmeta.adapt, bert, write_rows(path, rows))
+        check_message(message, "more than 2e-08 GiB", "split the file")
+    message = refusal(answers, adapted[0], path, tmp_path)
+    check_message(message, "more than 2e-08 GiB", "split the file")
 
 
 def test_answers_never_replace_the_input(tmp_path):

@@ -24,13 +24,12 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.security import GIB, Bounded, import_named, inside, one_line
+from fmmeta.common.security import Bounded, import_named, inside, most_bytes, one_line, too_large
 from fmmeta.common.text import broken_text, counted, shortened, to_json
 from fmmeta.config.json_files import NAMES
 from fmmeta.config.settings import Config, RowConfig
 from fmmeta.tasks.data.images import EncodedImage, encoded_image, image_folder
 
-MOST_GIB = 16.0  # default bound on the unpacked size of a compressed file
 ENDINGS = (".jsonl", ".csv", ".parquet")
 
 Examples = Sequence[tuple[Any, Any] | Mapping[str, Any]]
@@ -78,8 +77,8 @@ def ending(path: Path) -> str | None:
     return next((end for end in ENDINGS if name.endswith(end)), None)
 
 
-def read_file(path: Path, bad: Bad = refuse, most_gib: float = MOST_GIB) -> list[Row]:
-    """Rows of a file. Raises `UsageError` if it unpacks to more than `most_gib`, whatever `bad` does."""
+def read_file(path: Path, bad: Bad = refuse, most_gib: float | None = None) -> list[Row]:
+    """Rows of a file. most_gib: see `most_bytes`; more raises `UsageError`, whatever `bad` does."""
     readers = {".jsonl": jsonl, ".csv": csv_rows, ".parquet": partial(parquet, most_gib=most_gib)}
     rows, empty = list[Row](), True
     try:
@@ -111,7 +110,7 @@ def image_rows(dataset: str) -> list[Row]:
     ]
 
 
-def unpacked(path: Path, most_gib: float) -> io.BufferedReader:
+def unpacked(path: Path, most_gib: float | None = None) -> io.BufferedReader:
     return io.BufferedReader(Bounded(cast("io.BufferedIOBase", gzip.open(path, "rb")), path, most_gib))
 
 
@@ -150,18 +149,15 @@ def csv_rows(path: Path, file: io.BufferedReader) -> Iterator[Row | UsageError]:
         yield UsageError(f"{path}:{line} is not a line of CSV ({error}); fix the line")
 
 
-def parquet(path: Path, file: io.BufferedReader, most_gib: float) -> Iterator[Row | UsageError]:
+def parquet(path: Path, file: io.BufferedReader, most_gib: float | None) -> Iterator[Row | UsageError]:
     import pyarrow.parquet
 
     try:
         packed = pyarrow.parquet.ParquetFile(io.BytesIO(file.read()))
         groups = range(packed.num_row_groups)
         size = sum(packed.metadata.row_group(number).total_byte_size for number in groups)
-        if size > most_gib * GIB:
-            raise UsageError(
-                f"{path} unpacks to {size} bytes, more than max_file_gib={most_gib:g}; raise it if you trust"
-                " the file"
-            )
+        if size > most_bytes(most_gib):
+            raise too_large(path, most_gib, f"{size} bytes, ")
         rows = packed.read().to_pylist()
     except pyarrow.ArrowException as error:
         yield UsageError(f"{path} is not a parquet file ({error}); fix or remove it")
