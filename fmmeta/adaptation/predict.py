@@ -33,7 +33,7 @@ from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.methods import generate
 from fmmeta.evaluation.results import open_output
-from fmmeta.evaluation.settings import PredictConfig
+from fmmeta.evaluation.settings import SHARED_BY_BASE, PredictConfig
 from fmmeta.models.files import (
     ADAPTER_FILE,
     BASE_FOLDER,
@@ -126,9 +126,6 @@ class LoadedAdapter:
     base: dict[str, Any]
     pairs: Sequence[tuple[str, str]] = ()
     prompt_examples: Sequence[Example] = ()
-
-
-SHARED_BY_BASE = ("task_type", "pooling", "feature_norm", "max_length", "prompt_template")
 
 
 class AdapterDirectory:

@@ -12,7 +12,7 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of
 from fmmeta.config.algorithms import INNER_OPTIMIZERS, find_inner
-from fmmeta.config.fields import check_values, hints_of, refuse_first, setting, shown
+from fmmeta.config.fields import check_values, default_of, hints_of, refuse_first, setting, shown
 from fmmeta.config.json_files import label_texts_of
 from fmmeta.config.settings import (
     HEAD_INITS,
@@ -451,13 +451,11 @@ class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
         check_values(self)
 
 
+SHARED_BY_BASE = ("task_type", "pooling", "feature_norm", "max_length", "prompt_template")
+"""Settings that adapters of one pass have in common; their folders store them."""
 SHARED_BY_PREDICT = (
     "model_name_or_path",
-    "task_type",
-    "pooling",
-    "feature_norm",
-    "max_length",
-    "prompt_template",
+    *SHARED_BY_BASE,
     "attn_implementation",
     "trust_remote_code",
     "micro_batch_size",
@@ -513,6 +511,22 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
                     f"model_name_or_path={self.model_name_or_path} with adapters={self.adapters}: adapters"
                     " name their base; leave one out",
                 ),
+                *(
+                    (
+                        bool(self.adapters) and self._is_set(name),
+                        f"{name}={getattr(self, name)} with adapters={self.adapters}: adapters store theirs;"
+                        " leave it out",
+                    )
+                    for name in SHARED_BY_BASE
+                ),
+                *(
+                    (
+                        not self.adapters and self._is_set(name),
+                        f"{name}={getattr(self, name)} is for --adapters, and"
+                        f" model_name_or_path={self.model_name_or_path} is one model; leave it out",
+                    )
+                    for name in ("adapter_column", "adapters_in_memory")
+                ),
                 (
                     bool(self.adapters and self.equal_classes),
                     "equal_classes=True with adapters: their inputs have different classes; leave it out",
@@ -531,3 +545,7 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
                 ),
             ]
         )
+
+    def _is_set(self, name: str) -> bool:
+        """Whether a setting differs from its default."""
+        return getattr(self, name) != default_of(self.__dataclass_fields__[name])

@@ -296,6 +296,29 @@ def test_settings_that_predict_does_not_use_are_refused(bert):
         assert message.startswith(f"{flag} is not a flag")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("task_type", "causal_lm"),
+        ("pooling", "mean"),
+        ("feature_norm", 0.0),
+        ("max_length", 64),
+        ("prompt_template", "plain"),
+    ],
+)
+def test_settings_that_adapters_store_are_refused(tmp_path, name, value):
+    message = refusal(PredictConfig, adapters=str(tmp_path), **{name: value})
+    check_message(message, f"{name}={value}", "adapters=", "leave it out")
+    PredictConfig("x", **{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("adapter_column", "customer"), ("adapters_in_memory", 2)])
+def test_settings_of_adapters_are_refused_for_a_model(tmp_path, name, value):
+    message = refusal(PredictConfig, "x", **{name: value})
+    check_message(message, f"{name}={value}", "model_name_or_path=x", "leave it out")
+    PredictConfig(adapters=str(tmp_path), **{name: value})
+
+
 def test_nonfinite_scores_are_refused(bert, tmp_path):
     from safetensors.torch import load_file, save_file
 
