@@ -192,8 +192,6 @@ def find_tasks(
     """Read the tasks, and remove what an interrupted command has left. Raises `UsageError`."""
     config = settings.run_config(n_way=2)
     images, method = describe(config).images, settings.method_of(config)
-    for partial in output.glob(f".*{PARTIAL}"):
-        shutil.rmtree(partial)
     to_learn, complete, failed = list[TaskExamples](), list[str](), dict[str, str]()
     sources: Sequence[tuple[str, str | Examples]] = (
         list(supports.items()) if supports is not None else support_files(Path(settings.support))
@@ -217,6 +215,7 @@ def find_tasks(
             if is_complete(output / name, table, settings, method):
                 complete.append(name)
             else:
+                remove_partial(output / f".{name}{PARTIAL}")
                 to_learn.append(support_set(name, table, settings, config, notice))
         except ChangedSettings:
             raise
@@ -224,6 +223,17 @@ def find_tasks(
             failed[name] = str(error)
             notice(failure(name, str(error)))
     return FoundTasks(to_learn, complete, failed)
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what an interrupted command has left of a task. Raises `UsageError` for a file or link."""
+    if os.path.lexists(folder):
+        if folder.is_symlink() or not folder.is_dir():
+            raise UsageError(
+                f"output_dir={folder.parent}: {folder.name} is no folder, and the task is first written under"
+                " this name; move it away"
+            )
+        shutil.rmtree(folder)
 
 
 def support_files(folder: Path) -> list[tuple[str, str]]:

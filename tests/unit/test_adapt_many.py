@@ -303,7 +303,7 @@ def test_an_interrupted_command_resumes_without_a_lost_or_doubled_task(
         patched.setattr(many, function, interrupted)
         with pytest.raises((KeyboardInterrupt, UsageError)):
             fmmeta.adapt_many(bert, SUPPORTS, output_dir=out, **flags)
-    (out / f".task 9{PARTIAL}").mkdir()  # as SIGKILL leaves it
+    (out / f".task 4{PARTIAL}" / "merged").mkdir(parents=True)  # as SIGKILL leaves it
     complete = {path.name: path.stat().st_ino for path in out.iterdir() if not path.name.startswith(".")}
     assert len(complete) == 2
     models = fmmeta.adapt_many(bert, SUPPORTS, output_dir=out, **flags)
@@ -311,6 +311,25 @@ def test_an_interrupted_command_resumes_without_a_lost_or_doubled_task(
     assert complete.items() <= {path.name: path.stat().st_ino for path in out.iterdir()}.items()
     for name in SUPPORTS:
         assert apart(out / name, tmp_path / "undisturbed" / name) < 1e-5
+
+
+def test_only_partial_folders_of_the_tasks_are_removed(bert, tmp_path):
+    out, some = tmp_path / "out", dict(list(SUPPORTS.items())[:2])
+    (out / ".rsync.partial").mkdir(parents=True)
+    (out / ".rsync.partial" / "data").write_text("of another program")
+    (out / f".task 0{PARTIAL}").write_text("a file")
+    (out / f".bad{PARTIAL}").mkdir()  # of a task that fails now
+    flags = {**LORA, "inner_steps": 1, "early_stopping": False}
+    models = fmmeta.adapt_many(bert, {**some, "bad": [("a", "x")]}, output_dir=out, **flags)
+    assert list(models) == ["task 1"]
+    check_message(
+        models.failed["task 0"], f"output_dir={out}", f".task 0{PARTIAL} is no folder", "move it away"
+    )
+    assert (out / ".rsync.partial" / "data").read_text() == "of another program"
+    assert (out / f".task 0{PARTIAL}").read_text() == "a file"
+    assert not (out / f".bad{PARTIAL}").exists()
+    (out / f".task 0{PARTIAL}").unlink()
+    assert list(fmmeta.adapt_many(bert, some, output_dir=out, **flags)) == ["task 0", "task 1"]
 
 
 @pytest.mark.slow
