@@ -94,9 +94,10 @@ def adapt(
         if learner.prompts:
             learner.model.prompt_examples = encoded.examples
         adapted = AdaptedModel(labels, learned.steps, learned.left_out, learner.model)
-        answers = adapted.predict(queries.input, settings.max_new_tokens)
+        answers = adapted.predict(queries.encodable, settings.max_new_tokens)
         adapted.predictions = [
-            replace(answer, truth=truth) for answer, truth in zip(answers, queries.target, strict=True)
+            replace(answer, input=name, truth=truth)
+            for answer, name, truth in zip(answers, queries.input, queries.target, strict=True)
         ]
         if folder is not None:
             write_folder(adapted, folder, learner, learned)

@@ -11,6 +11,7 @@ logged and skipped; the others are learned.
 import json
 import os
 import shutil
+from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -43,7 +44,8 @@ from fmmeta.models.load import describe
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
-from fmmeta.tasks.data.rows import ENDINGS, Examples, Table, ending, listed
+from fmmeta.tasks.data.images import EncodedImage
+from fmmeta.tasks.data.rows import ENDINGS, Examples, Table, ending, files_of, listed, stem
 from fmmeta.tasks.data.splits import few
 from fmmeta.training.build import local_model
 from fmmeta.training.run_folder import lock_folder
@@ -95,16 +97,34 @@ class FoundTasks:
     failed: dict[str, str]
 
     def as_bytes(self) -> bytes:
-        tasks = [[one.name, one.table.input, one.table.target, one.labels] for one in self.to_learn]
-        return json.dumps([tasks, self.complete, self.failed]).encode()
+        tasks = [
+            [one.name, one.table.input, one.table.target, one.table.image, one.labels]
+            for one in self.to_learn
+        ]
+        found = [tasks, self.complete, self.failed]
+        return json.dumps(found, default=lambda content: b64encode(content).decode()).encode()
 
     @classmethod
     def of_bytes(cls, payload: bytes) -> "FoundTasks":
         tasks, complete, failed = json.loads(payload)
         return cls(
             [
-                TaskExamples(name, Table(targets, [], [], inputs, targets), tuple(labels))
-                for name, inputs, targets, labels in tasks
+                TaskExamples(
+                    name,
+                    Table(
+                        targets,
+                        [],
+                        [],
+                        inputs,
+                        targets,
+                        image=[
+                            EncodedImage(where, None if content is None else b64decode(content))
+                            for where, content in images
+                        ],
+                    ),
+                    tuple(labels),
+                )
+                for name, inputs, targets, images, labels in tasks
             ],
             complete,
             failed,
@@ -172,8 +192,6 @@ def find_tasks(
     """Read the tasks, and remove what an interrupted command has left. Raises `UsageError`."""
     config = settings.run_config(n_way=2)
     images, method = describe(config).images, settings.method_of(config)
-    for partial in output.glob(f".*{PARTIAL}"):
-        shutil.rmtree(partial)
     to_learn, complete, failed = list[TaskExamples](), list[str](), dict[str, str]()
     sources: Sequence[tuple[str, str | Examples]] = (
         list(supports.items()) if supports is not None else support_files(Path(settings.support))
@@ -197,6 +215,7 @@ def find_tasks(
             if is_complete(output / name, table, settings, method):
                 complete.append(name)
             else:
+                remove_partial(output / f".{name}{PARTIAL}")
                 to_learn.append(support_set(name, table, settings, config, notice))
         except ChangedSettings:
             raise
@@ -206,13 +225,20 @@ def find_tasks(
     return FoundTasks(to_learn, complete, failed)
 
 
+def remove_partial(folder: Path) -> None:
+    """Remove what an interrupted command has left of a task. Raises `UsageError` for a file or link."""
+    if os.path.lexists(folder):
+        if folder.is_symlink() or not folder.is_dir():
+            raise UsageError(
+                f"output_dir={folder.parent}: {folder.name} is no folder, and the task is first written under"
+                " this name; move it away"
+            )
+        shutil.rmtree(folder)
+
+
 def support_files(folder: Path) -> list[tuple[str, str]]:
     """Name of the task and path of each data file of a folder, sorted."""
-    return sorted(
-        (path.name.removesuffix(".gz").removesuffix(str(ending(path))), str(path))
-        for path in folder.iterdir()
-        if ending(path)
-    )
+    return sorted((stem(path), str(path)) for path in files_of(folder))
 
 
 def check_file(path: str, folder: str | None) -> None:

@@ -408,7 +408,7 @@ def refuse_untrained_head(config: Config, description: Description, stored: dict
     else:  # adapters of another origin contain their head
         kinds = description.hf_config.architectures or ()
         trained = base_model_name(name) != name or any(
-            kind.endswith("ForSequenceClassification") for kind in kinds
+            kind.endswith(("ForSequenceClassification", "ForImageClassification")) for kind in kinds
         )
     adapted = bool(stored.get("labels"))
     refuse_first(

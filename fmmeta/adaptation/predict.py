@@ -14,7 +14,7 @@ import io
 import json
 import sys
 import zlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.methods import generate
 from fmmeta.evaluation.results import open_output
-from fmmeta.evaluation.settings import PredictConfig
+from fmmeta.evaluation.settings import SHARED_BY_BASE, PredictConfig
 from fmmeta.models.files import (
     ADAPTER_FILE,
     BASE_FOLDER,
@@ -47,11 +47,9 @@ from fmmeta.models.files import (
 from fmmeta.models.load import describe, fitted
 from fmmeta.models.task_axis import StoredAdapter, adapters_of_rows
 from fmmeta.tasks.batching import Example, collate
-from fmmeta.tasks.data.rows import MOST_GIB, ending, is_text, read_file, unpacked
+from fmmeta.tasks.data.rows import USUAL, ending, input_setting, is_text, read_file, unpacked
 from fmmeta.tasks.data.splits import few
 from fmmeta.tasks.data.token_store import files_digest
-
-KEYS = ("text", "sentence", "utterance", "input", "prompt", "question", "image", "img")
 
 
 @dataclass(frozen=True)
@@ -65,12 +63,17 @@ class Input:
 def run(settings: PredictConfig) -> None:
     """`fmmeta predict`. Standard input is answered line by line, a file in batches.
 
-    Raises `UsageError`; for adapters that cannot be used after all other rows have their answers.
+    Standard streams are UTF-8 in every locale, as files are. Raises `UsageError`; for adapters that cannot be
+    used after all other rows have their answers.
     """
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding != "utf-8":
+            stream.reconfigure(encoding="utf-8")
     if settings.adapters:
         answer_by_adapters(settings)
         return
-    model, inputs = load(settings).loaded, inputs_of(settings)
+    model = load(settings).loaded
+    inputs = inputs_of(settings, keys_of(settings, model))
     with open_output(settings.output) as file:
         if settings.equal_classes:
             answers: Iterable[Answer] = model.answer_evenly([each.text for each in inputs])
@@ -93,8 +96,9 @@ def batches(inputs: Iterator[Input], settings: PredictConfig) -> Iterator[list[I
 def answer_by_adapters(settings: PredictConfig) -> None:
     """Answer rows that name the folders of their adapters. Raises `UsageError` at the end if some cannot."""
     adapters, total, unanswered = AdapterDirectory(settings), 0, 0
+    keys = keys_of(settings, adapters.model)
     with open_output(settings.output) as file:
-        for batch in batches(inputs_of(settings), settings):
+        for batch in batches(inputs_of(settings, keys), settings):
             for one, answer in zip(batch, adapters.answer(batch), strict=True):
                 total += 1
                 if isinstance(answer, str):
@@ -124,21 +128,19 @@ class LoadedAdapter:
     prompt_examples: Sequence[Example] = ()
 
 
-SHARED_BY_BASE = ("task_type", "pooling", "feature_norm", "max_length", "prompt_template")
-
-
 class AdapterDirectory:
     """The adapters in the folders of a directory, on one base: that of most folders.
 
-    The last `adapters_in_memory` adapters stay in memory. failed: why adapters cannot be used, by name.
+    The last `adapters_in_memory` adapters stay in memory. failed: why adapters cannot be used, by name. base:
+    what all usable adapters have in common. Raises `UsageError` if no folder has adapters.
     """
 
     def __init__(self, settings: PredictConfig) -> None:
         self.settings, self.folder = settings, Path(str(settings.adapters)).absolute()
         self.loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()
         self.failed: dict[str, str] = {}
-        self.base = dict[str, Any]()  # what all adapters have in common
-        self.model: LoadedModel | None = None
+        base_model, self.base = most_common_base(self.folder)
+        self.model = load_base(settings, base_model, self.base)
 
     def answer(self, inputs: Sequence[Input]) -> list[Answer | str]:
         """Answer inputs of any adapters in one pass; the reason where an adapter cannot be used.
@@ -159,7 +161,6 @@ class AdapterDirectory:
     def _answer(self, texts: Sequence[str], adapters: Sequence[LoadedAdapter]) -> Sequence[Answer | str]:
         """Answers to texts, those of an adapter one after the other. adapters: of each text."""
         model, settings = self.model, self.settings
-        assert model is not None, "the base of the adapters"
 
         def around(rows: Sequence[int]) -> AbstractContextManager[None]:
             runs = [list(group) for _, group in groupby(rows, key=lambda row: id(adapters[row]))]
@@ -206,7 +207,6 @@ class AdapterDirectory:
     def _load(self, name: str) -> LoadedAdapter:
         """Read a folder. Raises `UsageError` for one that cannot share a pass with the others."""
         adapter = read_adapter(self.folder, name)
-        self.base = self.base or {BASE: most_common_base(self.folder)}
         differ = [key for key in self.base if adapter.base[key] != self.base[key]]
         if differ:
             texts = [f"{key} {adapter.base[key]} and not {self.base[key]}" for key in differ]
@@ -214,9 +214,6 @@ class AdapterDirectory:
                 f"adapters={self.folder}: {name} differs from the other adapters ({'; '.join(texts)}); answer"
                 " its inputs with --model_name_or_path"
             )
-        if self.model is None:
-            path = base_model_name(str(self.folder / name))
-            self.model, self.base = load_base(self.settings, path, adapter.base), adapter.base
         device = self.model.worker.device
         weights = adapter.weights.to(device)
         learner = self.model.worker.learner
@@ -241,14 +238,30 @@ def base_of(folder: Path) -> str:
     return base_model_name(str(folder))
 
 
-def most_common_base(root: Path) -> str:
-    """The base of most adapter folders of a directory."""
-    bases = list[str]()
+def shared_by_base(folder: Path) -> dict[str, Any]:
+    """What adapters of a pass have in common, in the files of an adapter folder. Raises `UsageError`."""
+    stored = remembered(str(folder))
+    return {BASE: base_of(folder), **{key: stored.get(key) for key in SHARED_BY_BASE}}
+
+
+def most_common_base(root: Path) -> tuple[str, dict[str, Any]]:
+    """The base model of most adapter folders of a directory, and what these folders have in common.
+
+    Raises `UsageError` if there are none.
+    """
+    found: dict[str, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
     for folder in sorted(root.iterdir()):
         with suppress(UsageError):
-            if (folder / "adapter_config.json").is_file():
-                bases.append(base_of(folder))
-    return Counter(bases).most_common(1)[0][0]
+            if (inside(root, folder) / "adapter_config.json").is_file():
+                base = shared_by_base(folder)
+                if base["task_type"] is not None:
+                    found[str(base)].append((base_model_name(str(folder)), base))
+    if not found:
+        raise UsageError(
+            f"adapters={root} has no folder with adapters of fmmeta; give the output_dir of fmmeta adapt"
+            " --support DIRECTORY --lora_r N"
+        )
+    return max(found.values(), key=len)[0]
 
 
 def read_adapter(root: Path, name: str) -> LoadedAdapter:
@@ -286,8 +299,7 @@ def read_adapter(root: Path, name: str) -> LoadedAdapter:
         weights = StoredAdapter.of(tensors, head, settings)
     except (*UNREADABLE, ArithmeticError) as error:
         raise UsageError(f"{where} cannot be read ({one_line(error)}); adapt the model again") from None
-    base = {BASE: base_of(folder), **{key: stored.get(key) for key in SHARED_BY_BASE}}
-    return LoadedAdapter(weights, labels, base, stored_examples(where, stored))
+    return LoadedAdapter(weights, labels, shared_by_base(folder), stored_examples(where, stored))
 
 
 OTHER_KINDS = ("use_dora", "lora_bias", "use_qalora", "layer_replication", "target_parameters")
@@ -311,27 +323,34 @@ def load_base(settings: PredictConfig, name: str, base: dict[str, Any]) -> Loade
     return load_model(fitted(config, describe(config).hf_config), Progress(enabled=False))
 
 
-def inputs_of(settings: PredictConfig) -> Iterator[Input]:
+def keys_of(settings: PredictConfig, model: LoadedModel) -> Sequence[str]:
+    """Keys or columns of the inputs of a model: the first one of a row counts, as in the files of `adapt`."""
+    if settings.text_column:
+        return [settings.text_column]
+    return USUAL[input_setting(model.config.task_type, model.description.images)]
+
+
+def inputs_of(settings: PredictConfig, keys: Sequence[str]) -> Iterator[Input]:
     """The inputs of `--input`: rows of a .csv or .parquet file, lines of any other and of standard input.
 
-    Raises `UsageError`.
+    keys: see `keys_of`. Raises `UsageError`.
     """
     path = Path(settings.input)
     if settings.input == "-":
-        yield from read_inputs(sys.stdin, settings)
+        yield from read_inputs(sys.stdin, settings, keys)
     elif ending(path) in (".csv", ".parquet"):
         for row in read_file(path):
-            yield input_in(row.values, row.origin, settings)
+            yield input_in(row.values, row.origin, settings, keys)
     else:
         try:
-            binary = unpacked(path, MOST_GIB) if path.suffix == ".gz" else path.open("rb")
+            binary = unpacked(path) if path.suffix == ".gz" else path.open("rb")
         except OSError as error:
             raise UsageError(f"input={path} cannot be opened: {error.strerror}; give another file") from None
         with io.TextIOWrapper(binary, encoding="utf-8") as file:
-            yield from read_inputs(file, settings)
+            yield from read_inputs(file, settings, keys)
 
 
-def read_inputs(lines: Iterable[str], settings: PredictConfig) -> Iterator[Input]:
+def read_inputs(lines: Iterable[str], settings: PredictConfig, keys: Sequence[str]) -> Iterator[Input]:
     """The inputs of plain lines, or of JSON objects. Raises `UsageError` naming the line."""
     number = 0
     try:
@@ -343,7 +362,7 @@ def read_inputs(lines: Iterable[str], settings: PredictConfig) -> Iterator[Input
                     values = json.loads(text)
                 except (ValueError, RecursionError) as error:
                     raise UsageError(f"{origin} is no JSON object ({error}); fix it") from None
-                yield input_in(values, origin, settings)
+                yield input_in(values, origin, settings, keys)
             elif wrong := broken_text(text):
                 raise UsageError(f"{origin} has {wrong}; fix it")
             elif text.strip() and settings.adapters:
@@ -362,20 +381,23 @@ def read_inputs(lines: Iterable[str], settings: PredictConfig) -> Iterator[Input
         ) from None
 
 
-def input_in(values: dict[str, Any], origin: str, settings: PredictConfig) -> Input:
+def input_in(values: dict[str, Any], origin: str, settings: PredictConfig, keys: Sequence[str]) -> Input:
     """The text of a row, and its adapter if the settings have a directory of them. Raises `UsageError`."""
-    keys = [settings.text_column] if settings.text_column else KEYS
-    key = next((key for key in keys if is_text(values.get(key))), "")
-    text = str(values.get(key, ""))
+    key = next((key for key in keys if key in values), keys[0])
+    text = str(values.get(key))
     refuse_first(
         [
-            (not key, f"{origin} has no text under {', '.join(keys)}; name the key with --text_column"),
+            (
+                not is_text(values.get(key)),
+                f"{origin} has no text under {', '.join(keys)}; name the key with --text_column",
+            ),
             (not text, f"{origin} has no text in {key}, which is empty; fix it"),
         ]
     )
     if wrong := broken_text(text):
         raise UsageError(f"{origin} has {wrong} in {key}; fix it")
-    adapter = str(values.get(settings.adapter_column) or "") if settings.adapters else ""
+    adapter = values.get(settings.adapter_column) if settings.adapters else ""
+    adapter = str(adapter) if is_text(adapter) else ""
     if settings.adapters and not adapter:
         raise UsageError(
             f"{origin} names no adapter under {settings.adapter_column}; name the key with --adapter_column"

@@ -23,6 +23,7 @@ TOKENS = (  # no match contains a quote, so that redacted JSON stays JSON
 LEAST = 8  # characters of a secret; shorter ones are words
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO}
 GIB = 2**30
+MOST_GIB = 16.0  # bound on the unpacked size of a file, for commands without max_file_gib
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -130,11 +131,28 @@ def publish_folder(temporary: Path, path: Path) -> None:
             raise
 
 
-class Bounded(io.RawIOBase):
-    """A compressed file with a bound on its unpacked size; reading past it raises `UsageError`."""
+def most_bytes(most_gib: float | None) -> int:
+    """The bound on the unpacked size of a file. most_gib: max_file_gib; None for commands without it."""
+    return round((MOST_GIB if most_gib is None else most_gib) * GIB)
 
-    def __init__(self, file: io.BufferedIOBase, path: Path, most_gib: float) -> None:
-        self.file, self.path, self.most_gib, self.left = file, path, most_gib, round(most_gib * GIB)
+
+def too_large(path: Path, most_gib: float | None, size: str = "") -> UsageError:
+    """The error for a file that unpacks to more than its bound. most_gib: see `most_bytes`."""
+    if most_gib is None:
+        return UsageError(f"{path} unpacks to {size}more than {MOST_GIB:g} GiB; split the file")
+    return UsageError(
+        f"{path} unpacks to {size}more than max_file_gib={most_gib:g}; raise it if you trust the file"
+    )
+
+
+class Bounded(io.RawIOBase):
+    """A compressed file with a bound on its unpacked size; reading past it raises `UsageError`.
+
+    most_gib: see `most_bytes`.
+    """
+
+    def __init__(self, file: io.BufferedIOBase, path: Path, most_gib: float | None) -> None:
+        self.file, self.path, self.most_gib, self.left = file, path, most_gib, most_bytes(most_gib)
 
     def readable(self) -> bool:
         return True
@@ -143,10 +161,7 @@ class Bounded(io.RawIOBase):
         part = self.file.read1(len(buffer))
         self.left -= len(part)
         if self.left < 0:
-            raise UsageError(
-                f"{self.path} unpacks to more than max_file_gib={self.most_gib:g}; raise it if you trust the"
-                " file"
-            )
+            raise too_large(self.path, self.most_gib)
         buffer[: len(part)] = part
         return len(part)
 

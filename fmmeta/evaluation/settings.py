@@ -459,13 +459,11 @@ class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
         check_values(self)
 
 
+SHARED_BY_BASE = ("task_type", "pooling", "feature_norm", "max_length", "prompt_template")
+"""Settings that adapters of one pass have in common; their folders store them."""
 SHARED_BY_PREDICT = (
     "model_name_or_path",
-    "task_type",
-    "pooling",
-    "feature_norm",
-    "max_length",
-    "prompt_template",
+    *SHARED_BY_BASE,
     "attn_implementation",
     "trust_remote_code",
     "micro_batch_size",
@@ -488,12 +486,14 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
     adapters_in_memory: int = setting(64, "adapters: most that stay in memory", least=1)
     input: str = setting(
         "-",
-        "File of inputs, or - for standard input: a text or a JSON object with text (input) on every "
-        "line, or a .csv or .parquet file (.gz too) with such a column",
+        "File of inputs, or - for standard input: a text or a JSON object with text (input, image) on "
+        "every line, or a .csv or .parquet file (.gz too) with such a column",
     )
     output: str = setting("-", "File for the answers, or - for standard output: one JSON object per line")
     text_column: str | None = setting(
-        None, "Key or column of the text (default: text, sentence, utterance or input)"
+        None,
+        "Key or column of the input (default: the one that adapt reads: text, sentence or utterance; input,"
+        " prompt or question for causal_lm; image or img for images)",
     )
     micro_batch_size: int = setting(
         32, "Most inputs of one forward pass, when they come from a file", least=1
@@ -519,6 +519,22 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
                     f"model_name_or_path={self.model_name_or_path} with adapters={self.adapters}: adapters"
                     " name their base; leave one out",
                 ),
+                *(
+                    (
+                        bool(self.adapters) and self._is_set(name),
+                        f"{name}={getattr(self, name)} with adapters={self.adapters}: adapters store theirs;"
+                        " leave it out",
+                    )
+                    for name in SHARED_BY_BASE
+                ),
+                *(
+                    (
+                        not self.adapters and self._is_set(name),
+                        f"{name}={getattr(self, name)} is for --adapters, and"
+                        f" model_name_or_path={self.model_name_or_path} is one model; leave it out",
+                    )
+                    for name in ("adapter_column", "adapters_in_memory")
+                ),
                 (
                     bool(self.adapters and self.equal_classes),
                     "equal_classes=True with adapters: their inputs have different classes; leave it out",
@@ -537,3 +553,7 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
                 ),
             ]
         )
+
+    def _is_set(self, name: str) -> bool:
+        """Whether a setting differs from its default."""
+        return getattr(self, name) != default_of(self.__dataclass_fields__[name])

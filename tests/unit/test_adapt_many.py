@@ -303,7 +303,7 @@ def test_an_interrupted_command_resumes_without_a_lost_or_doubled_task(
         patched.setattr(many, function, interrupted)
         with pytest.raises((KeyboardInterrupt, UsageError)):
             fmmeta.adapt_many(bert, SUPPORTS, output_dir=out, **flags)
-    (out / f".task 9{PARTIAL}").mkdir()  # as SIGKILL leaves it
+    (out / f".task 4{PARTIAL}" / "merged").mkdir(parents=True)  # as SIGKILL leaves it
     complete = {path.name: path.stat().st_ino for path in out.iterdir() if not path.name.startswith(".")}
     assert len(complete) == 2
     models = fmmeta.adapt_many(bert, SUPPORTS, output_dir=out, **flags)
@@ -311,6 +311,25 @@ def test_an_interrupted_command_resumes_without_a_lost_or_doubled_task(
     assert complete.items() <= {path.name: path.stat().st_ino for path in out.iterdir()}.items()
     for name in SUPPORTS:
         assert apart(out / name, tmp_path / "undisturbed" / name) < 1e-5
+
+
+def test_only_partial_folders_of_the_tasks_are_removed(bert, tmp_path):
+    out, some = tmp_path / "out", dict(list(SUPPORTS.items())[:2])
+    (out / ".rsync.partial").mkdir(parents=True)
+    (out / ".rsync.partial" / "data").write_text("of another program")
+    (out / f".task 0{PARTIAL}").write_text("a file")
+    (out / f".bad{PARTIAL}").mkdir()  # of a task that fails now
+    flags = {**LORA, "inner_steps": 1, "early_stopping": False}
+    models = fmmeta.adapt_many(bert, {**some, "bad": [("a", "x")]}, output_dir=out, **flags)
+    assert list(models) == ["task 1"]
+    check_message(
+        models.failed["task 0"], f"output_dir={out}", f".task 0{PARTIAL} is no folder", "move it away"
+    )
+    assert (out / ".rsync.partial" / "data").read_text() == "of another program"
+    assert (out / f".task 0{PARTIAL}").read_text() == "a file"
+    assert not (out / f".bad{PARTIAL}").exists()
+    (out / f".task 0{PARTIAL}").unlink()
+    assert list(fmmeta.adapt_many(bert, some, output_dir=out, **flags)) == ["task 0", "task 1"]
 
 
 @pytest.mark.slow
@@ -494,6 +513,36 @@ def test_adapters_that_cannot_be_used_are_named_and_the_others_answer(mixed, tmp
         assert line["adapter"] == row["adapter"]
         assert bad.get(row["adapter"], "") in line.get("error", "")
         assert ("label" in line) == (row["adapter"] not in bad)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_settings_of_most_adapters_are_those_of_a_pass(bert, tmp_path, order):
+    """Also where the first row names another adapter, and where its folder is the first one."""
+    flags = {**LORA, "inner_steps": 1, "early_stopping": False}
+    short = {"another": SUPPORTS["task 0"]}
+    fmmeta.adapt_many(bert, short, output_dir=tmp_path / "out", max_length=8, **flags)
+    fmmeta.adapt_many(bert, dict(list(SUPPORTS.items())[:2]), output_dir=tmp_path / "out", **flags)
+    rows = [{"text": TEXTS[0], "adapter": name} for name in ("another", "task 0", "task 1")][::order]
+    lines, error = answers_of(tmp_path / "out", rows, tmp_path, micro_batch_size=1)
+    assert "1 of 3 inputs" in error
+    assert [line["adapter"] for line in lines if "label" in line] == ["task 0", "task 1"][::order]
+    check_message(
+        next(line["error"] for line in lines if "error" in line), "max_length 8 and not 128", "another"
+    )
+
+
+def test_a_number_names_the_folder_of_an_adapter(mixed, tmp_path):
+    shutil.copytree(mixed / "task 0", tmp_path / "adapters" / "0")
+    ((line,), error) = answers_of(tmp_path / "adapters", [{"text": TEXTS[0], "adapter": 0}], tmp_path)
+    assert (line["adapter"], "label" in line, error) == ("0", True, "")
+    message = refusal_of(tmp_path / "adapters", tmp_path, '{"text": "a", "adapter": ["0"]}\n')
+    check_message(message, "names no adapter under adapter", "--adapter_column")
+
+
+def test_a_directory_without_adapters_is_refused(tmp_path):
+    (tmp_path / "adapters" / "empty").mkdir(parents=True)
+    message = refusal_of(tmp_path / "adapters", tmp_path, '{"text": "a", "adapter": "empty"}\n')
+    check_message(message, f"adapters={tmp_path}/adapters has no folder", "give the output_dir")
 
 
 def test_rows_without_an_adapter_and_wrong_settings_are_refused(mixed, tmp_path):

@@ -201,7 +201,7 @@ def test_lines_to_predict(content, column, work_folder):
     file.write_bytes(content)
     with one_line_at_most():
         settings = PredictConfig(model_name_or_path="x", input=str(file), text_column=column)
-        assert all(isinstance(one.text, str) for one in inputs_of(settings))
+        assert all(isinstance(one.text, str) for one in inputs_of(settings, [column or "text"]))
     assert files_in(work_folder) == {file}
 
 

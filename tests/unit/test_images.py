@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -17,9 +20,11 @@ import torch
 from PIL import Image
 
 import fmmeta
+from fmmeta.adaptation import predict
 from fmmeta.cli import main as fmmeta_main
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
+from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
@@ -318,6 +323,90 @@ def test_the_commands_work_on_images(vit, images, tmp_path):
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["label"] for line in written] == [one.output for one in answers]
     assert "image-classification" in (tmp_path / "task" / "README.md").read_text()
+
+
+def test_an_image_classifier_not_made_by_fmmeta_answers(vit):
+    from transformers import AutoModelForImageClassification
+
+    queries = [pixels(c, 7) for c in range(3)]
+    model = fmmeta.load(vit)
+    inputs = torch.stack([model.loaded.tokenizer.prepare(one) for one in queries])
+    with torch.no_grad():
+        logits = AutoModelForImageClassification.from_pretrained(vit).eval()(pixel_values=inputs).logits
+    assert [one.output for one in model.predict(queries)] == [f"LABEL_{n}" for n in logits.argmax(1).tolist()]
+
+
+def image_rows_of(folder: Path, classes: Sequence[int], numbers: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows with paths below `folder`, of images in folders of their classes."""
+    return [
+        {"image": str(Path(folder.name, f"c{c:02}", f"{n}.png")), "label": f"c{c:02}"}
+        for c in classes
+        for n in numbers
+    ]
+
+
+@pytest.mark.parametrize("lora_r", [0, 4])
+def test_many_tasks_of_images_equal_single_adaptations(vit, images, tmp_path, lora_r):
+    """Paths below the folder of the file, bytes in a table, and arrays."""
+    rows = image_rows_of(images, [0, 1], range(3))
+    paths = write_rows(images.parent / f"support {lora_r}.jsonl", rows)
+    bytes_of = [{**row, "image": (images.parent / row["image"]).read_bytes()} for row in rows]
+    arrays = [(pixels(c, n), f"c{c:02}") for c in (2, 3, 4) for n in range(3)]
+    supports = {"paths": paths, "bytes": write_rows(tmp_path / "support.parquet", bytes_of), "arrays": arrays}
+    flags = {"inner_steps": 5, "inner_lr": 0.1, "early_stopping": False}
+    if lora_r:
+        flags |= {"lora_r": lora_r, "lora_target_modules": ["all-linear"]}
+    models = fmmeta.adapt_many(vit, supports, output_dir=tmp_path / "many", **flags)
+    assert models.failed == {}
+    for name, support in supports.items():
+        queries = [pixels(c, 7) for c in range(5)]
+        found, wanted = models[name].predict(queries), fmmeta.adapt(vit, support, **flags).predict(queries)
+        assert [one.output for one in found] == [one.output for one in wanted]
+        assert [one.score for one in found] == pytest.approx([one.score for one in wanted], abs=1e-5)
+
+
+def test_query_images_are_answered_under_the_names_of_their_rows(vit, images, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # relative paths begin at the folder of the file
+    rows = image_rows_of(images, [0, 1, 2], [6, 7])
+    contents = [(images.parent / row["image"]).read_bytes() for row in rows]
+    labels = [row["label"] for row in rows]
+    table = [{**row, "image": content} for row, content in zip(rows, contents, strict=True)]
+    arrays = [decode(EncodedImage("", content)) for content in contents]
+    queries = {
+        "paths": write_rows(images.parent / "query.jsonl", rows),
+        "table": write_rows(tmp_path / "query.parquet", table),
+        "arrays": [*zip(arrays, labels, strict=True)],
+    }
+    support = write_rows(images.parent / "support.jsonl", image_rows_of(images, [0, 1, 2], range(4)))
+    found = {}
+    for name, query in queries.items():
+        out = tmp_path / name
+        adapted = fmmeta.adapt(vit, support, query=query, output_dir=out, inner_steps=5, inner_lr=0.1)
+        found[name] = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+        assert [one["truth"] for one in found[name]] == labels
+        assert [one["label"] for one in found[name]] == [one.output for one in adapted.predict(contents)]
+    assert [one["text"] for one in found["paths"]] == [row["image"] for row in rows]
+    assert [one["text"] for one in found["table"]] == [
+        hashlib.sha256(content).hexdigest()[:32] for content in contents
+    ]
+    damaged = write_rows(tmp_path / "damaged.parquet", [{"image": b"no image", "label": "c00"}])
+    message = refusal(fmmeta.adapt, vit, support, query=damaged, inner_steps=1)
+    check_message(message, f"{damaged}:1 cannot be decoded", "fix or remove it")
+
+
+def test_predict_reads_the_image_of_a_row_with_a_text(vit, images, tmp_path):
+    """With a model, and with adapters."""
+    support = [(str(images / f"c{c:02}" / f"{n}.png"), f"c{c:02}") for c in range(2) for n in range(3)]
+    flags = {"lora_r": 4, "lora_target_modules": ["all-linear"], "inner_steps": 1, "early_stopping": False}
+    fmmeta.adapt_many(vit, {"task": support}, output_dir=tmp_path / "out", **flags)
+    path, out = str(images / "c00" / "7.png"), str(tmp_path / "out")
+    source = write_rows(tmp_path / "in.jsonl", [{"text": "a caption", "image": path, "adapter": "task"}])
+    for place in ({"model_name_or_path": f"{out}/task"}, {"adapters": out}):
+        predict.run(PredictConfig(**place, input=str(source), output=str(tmp_path / "answers.jsonl")))
+        (line,) = map(json.loads, (tmp_path / "answers.jsonl").read_text().splitlines())
+        (wanted,) = fmmeta.load(f"{out}/task").predict([path])
+        assert (line["text"], line["label"]) == (path, wanted.output)
+        assert line["score"] == pytest.approx(wanted.score, abs=1e-5)
 
 
 def test_digits_needs_no_pillow(tmp_path, monkeypatch):

@@ -17,7 +17,10 @@ import pytest
 
 import fmmeta
 from fmmeta.adaptation import predict
+from fmmeta.adaptation.task_learner import read_task
 from fmmeta.cli import parse
+from fmmeta.common import security
+from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
 from tests.support.fork_server import shared
@@ -90,6 +93,22 @@ def test_standard_input_with_a_byte_order_mark(adapted, tmp_path, monkeypatch):
     same(answers(adapted[0], "-", tmp_path), adapted[1])
 
 
+def test_standard_streams_are_utf_8_in_every_locale(adapted, monkeypatch):
+    out, text = io.BytesIO(), "größe 雪"
+    for given in (text, json.dumps({"text": text}, ensure_ascii=False)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode()), encoding="latin-1"))
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
+        predict.run(PredictConfig(str(adapted[0])))
+    found = [json.loads(line)["text"] for line in out.getvalue().decode().splitlines()]
+    assert found == [text, text]
+
+
+def test_standard_input_that_is_not_utf_8_is_refused(adapted, monkeypatch):
+    stdin = io.TextIOWrapper(io.BytesIO(b"a\n\xff\n"), encoding="ascii", errors="surrogateescape")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    check_message(refusal(predict.run, PredictConfig(str(adapted[0]))), "input is not UTF-8", "convert it")
+
+
 def test_load_answers_as_the_model_that_was_saved(adapted):
     folder, expected = adapted
     model = fmmeta.load(folder, micro_batch_size=2)
@@ -148,6 +167,20 @@ def test_unreadable_input_leaves_earlier_answers_unchanged(adapted, tmp_path, na
     check_message(refusal(answers, adapted[0], source, tmp_path, micro_batch_size=1), *parts)
     assert target.read_text() == "of before"
     assert {path.name for path in tmp_path.iterdir()} == {name, "answers.jsonl"}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv.gz", "a.parquet", "a.txt.gz"])
+def test_a_file_beyond_the_bound_of_commands_without_max_file_gib(bert, adapted, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(security, "MOST_GIB", 2e-8)  # 21 bytes
+    path = tmp_path / name
+    rows = [{"text": text, "label": label} for text, label in PAIRS]
+    if name == "a.txt.gz":
+        path.write_bytes(gzip.compress("\n".join(TEXTS).encode()))
+    else:
+        message = refusal(fmmeta.adapt, bert, write_rows(path, rows))
+        check_message(message, "more than 2e-08 GiB", "split the file")
+    message = refusal(answers, adapted[0], path, tmp_path)
+    check_message(message, "more than 2e-08 GiB", "split the file")
 
 
 def test_answers_never_replace_the_input(tmp_path):
@@ -263,6 +296,29 @@ def test_settings_that_predict_does_not_use_are_refused(bert):
         assert message.startswith(f"{flag} is not a flag")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("task_type", "causal_lm"),
+        ("pooling", "mean"),
+        ("feature_norm", 0.0),
+        ("max_length", 64),
+        ("prompt_template", "plain"),
+    ],
+)
+def test_settings_that_adapters_store_are_refused(tmp_path, name, value):
+    message = refusal(PredictConfig, adapters=str(tmp_path), **{name: value})
+    check_message(message, f"{name}={value}", "adapters=", "leave it out")
+    PredictConfig("x", **{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("adapter_column", "customer"), ("adapters_in_memory", 2)])
+def test_settings_of_adapters_are_refused_for_a_model(tmp_path, name, value):
+    message = refusal(PredictConfig, "x", **{name: value})
+    check_message(message, f"{name}={value}", "model_name_or_path=x", "leave it out")
+    PredictConfig(adapters=str(tmp_path), **{name: value})
+
+
 def test_nonfinite_scores_are_refused(bert, tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -301,6 +357,21 @@ def test_a_language_model_answers_a_table(tmp_path):
         save_llama(tmp_path / "llama"), source, tmp_path, task_type="causal_lm", max_new_tokens=2
     )
     assert one["input"] == "stone"
+
+
+@pytest.mark.parametrize("task_type", ["classification", "causal_lm"])
+def test_predict_reads_the_column_that_adapt_reads(bert, adapted, tmp_path, task_type):
+    """Of rows with columns of both kinds of task."""
+    causal = task_type == "causal_lm"
+    row = {"question": "0", "prompt": "a", "input": "b", "sentence": "c", "text": "d"}
+    source = write_rows(tmp_path / "a.csv", [{**row, "label": "x"}])
+    config = Config(model_name_or_path=str(bert), task_type=task_type)
+    table = read_task("support", str(source), config, print)
+    folder = save_llama(tmp_path / "llama") if causal else adapted[0]
+    for settings in ({}, {"text_column": "question"}):
+        (one,) = answers(folder, source, tmp_path, task_type=task_type, max_new_tokens=2, **settings)
+        wanted = ["0"] if settings else table.input
+        assert [one["input" if causal else "text"]] == wanted
 
 
 def restore_sigint() -> None:

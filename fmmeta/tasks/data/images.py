@@ -58,9 +58,11 @@ def encoded_image(value: Any, column: str, origin: str, folder: Path | None) -> 
     """The name of a row's image, and the image. Its name is a path below `folder`, or a digest of its bytes.
 
     value: a path, bytes, {"bytes": ..., "path": ...} as `datasets` stores an image, an array uint8 [H, W] or
-    [H, W, 3], or an image of Pillow. folder: relative paths begin there and may not leave it; None: at the
-    current folder. Raises `UsageError`.
+    [H, W, 3], or an image of Pillow; an `EncodedImage` is returned unchanged. folder: relative paths begin
+    there and may not leave it; None: at the current folder. Raises `UsageError`.
     """
+    if isinstance(value, EncodedImage):
+        return value.where, value
     given: Any = value
     if isinstance(value, dict) and value.keys() >= {"bytes", "path"}:
         value = value["path"] if value["bytes"] is None else value["bytes"]

@@ -31,13 +31,12 @@ from typing import Any, NoReturn, cast
 import numpy as np
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.security import GIB, Bounded, import_named, inside, one_line
+from fmmeta.common.security import Bounded, import_named, inside, most_bytes, one_line, too_large
 from fmmeta.common.text import broken_text, counted, shortened, to_json
 from fmmeta.config.json_files import NAMES
 from fmmeta.config.settings import Config, RowConfig
 from fmmeta.tasks.data.images import EncodedImage, encoded_image, image_folder
 
-MOST_GIB = 16.0  # default bound on the unpacked size of a compressed file
 ENDINGS = (".jsonl", ".csv", ".parquet")
 
 Examples = Sequence[tuple[Any, Any] | Mapping[str, Any]]
@@ -95,9 +94,9 @@ def stem(path: Path) -> str:
     return path.name.removesuffix(".gz").removesuffix(str(ending(path)))
 
 
-def read_file(path: Path, bad: Bad = refuse, most_gib: float = MOST_GIB) -> list[Row]:
+def read_file(path: Path, bad: Bad = refuse, most_gib: float | None = None) -> list[Row]:
     """Rows of a file. Raises `UsageError`, whatever `bad` does, if the file cannot be read to its end or
-    unpacks to more than `most_gib`.
+    unpacks to more than `most_gib` (see `most_bytes`).
     """
     readers = {".jsonl": jsonl, ".csv": csv_rows, ".parquet": partial(parquet, most_gib=most_gib)}
     rows, empty = list[Row](), True
@@ -129,7 +128,7 @@ def image_rows(dataset: str) -> list[Row]:
     ]
 
 
-def unpacked(path: Path, most_gib: float) -> io.BufferedReader:
+def unpacked(path: Path, most_gib: float | None = None) -> io.BufferedReader:
     return io.BufferedReader(Bounded(cast("io.BufferedIOBase", gzip.open(path, "rb")), path, most_gib))
 
 
@@ -184,18 +183,15 @@ def csv_rows(path: Path, file: io.BufferedReader) -> Iterator[Row | UsageError]:
         raise UsageError(f"{path}:{done + 1} is not a line of CSV ({error}); fix the line") from None
 
 
-def parquet(path: Path, file: io.BufferedReader, most_gib: float) -> Iterator[Row | UsageError]:
+def parquet(path: Path, file: io.BufferedReader, most_gib: float | None) -> Iterator[Row | UsageError]:
     import pyarrow.parquet
 
     try:
         packed = pyarrow.parquet.ParquetFile(io.BytesIO(file.read()))
         groups = range(packed.num_row_groups)
         size = sum(packed.metadata.row_group(number).total_byte_size for number in groups)
-        if size > most_gib * GIB:
-            raise UsageError(
-                f"{path} unpacks to {size} bytes, more than max_file_gib={most_gib:g}; raise it if you trust"
-                " the file"
-            )
+        if size > most_bytes(most_gib):
+            raise too_large(path, most_gib, f"{size} bytes, ")
         rows = packed.read().to_pylist()
     except pyarrow.ArrowException as error:
         yield UsageError(f"{path} is not a parquet file ({error}); fix or remove it")
@@ -402,9 +398,8 @@ def tabulate(
         )
     names = sorted({column for row in rows for column in row.values})
     causal, collated = config.task_type == "causal_lm", config.collate_fn is not None
-    input_column = "input_column" if causal else "image_column" if images else "text_column"
     columns = {
-        "input": pick(name, config, names, input_column, required=not collated),
+        "input": pick(name, config, names, input_setting(config.task_type, images), required=not collated),
         "target": pick(name, config, names, "output_column" if causal else "label_column"),
     }
     stratum_of = usual_stratum = None
@@ -494,6 +489,13 @@ def with_label_rows(table: Table, labels: Mapping[str, str]) -> Table:
 def as_json(values: dict[str, Any]) -> str:
     """The columns of a row; arrays become lists, and other objects their text."""
     return to_json(values, default=lambda one: one.tolist() if hasattr(one, "tolist") else str(one))
+
+
+def input_setting(task_type: str, images: bool) -> str:
+    """The setting that names the column of inputs. images: whether the model reads images."""
+    if task_type == "causal_lm":
+        return "input_column"
+    return "image_column" if images else "text_column"
 
 
 def pick(
