@@ -97,8 +97,10 @@ class HeadInit:
         if means is None or not self.backprop_through_means:
             return []
         shape = tuple(means.means.shape)
-        of_weight = worker.gather_param(v, self.names[0], shape)
-        of_bias = worker.gather_param(v, self.names[1], shape[:1])
+        of_weight, of_bias = (
+            worker.gather_param(v, name, size).to(worker.device)
+            for name, size in zip(self.names, (shape, shape[:1]), strict=True)
+        )
         of_mean = (2 * of_weight - 2 * means.means * of_bias[:, None]) / means.counts
         cotangents = [
             of_mean[batch.labels.to(of_mean.device)] * row_mask(batch, of_mean) for batch in support

@@ -35,7 +35,7 @@ class Trajectory:
 
     def before_step(self, k: int, worker: Worker, phi0: Tensor, state: "InnerState") -> None:
         """Store phi_k, which the worker holds, and the optimizer's state. Local."""
-        self.device = phi0.device
+        self.device = worker.storage_device
         self.steps.append({} if k else {"phi": phi0})
         if k and k >= self.first:
             self._store(k, "phi", worker.read())
@@ -49,15 +49,15 @@ class Trajectory:
             self._store(k, "u", direction)
 
     def phi(self, k: int) -> Tensor:
-        """phi_k on the device."""
+        """phi_k on the device of the shards."""
         return self.steps[k]["phi"].to(self.device)
 
     def take_direction(self, k: int) -> Tensor:
-        """u_k on the device; its storage here is released."""
+        """u_k on the device of the shards; its storage here is released."""
         return self.steps[k].pop("u").to(self.device)
 
     def state(self, k: int) -> dict[str, Tensor]:
-        """The optimizer's state before step k on the device."""
+        """The optimizer's state before step k on the device of the shards."""
         return {
             name: vector.to(self.device) for name, vector in self.steps[k].items() if name not in ("phi", "u")
         }
@@ -197,14 +197,14 @@ class InnerLoop:
         """
         if start.rows is not None:
             return self._run_head(worker, start, start.rows, after_step)
-        phi0 = start.phi0
+        phi0, device = start.phi0, worker.storage_device
         support = each_batch(support, lambda batch: batch.to(worker.device))  # once, and not in every step
-        state = self.optimizer.initial_state(phi0.numel(), phi0.device)
-        anchor, passes = phi0 if self.proximal else None, []
+        state = self.optimizer.initial_state(phi0.numel(), device)
+        anchor, passes = phi0.to(device) if self.proximal else None, []
         for k in range(self.steps):
             if path is not None:
                 path.before_step(k, worker, phi0, state)
-            direction = torch.zeros_like(phi0) if path is not None and path.keeps_directions else None
+            direction = worker.zeros() if path is not None and path.keeps_directions else None
             update = self.optimizer.update(k, state, self.rates, direction, anchor, self.proximal)
             sample = batches_of_step(support, k)
             passes.append(worker.step(sample, update, saved=start.saved if k == 0 else None))

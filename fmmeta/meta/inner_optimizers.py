@@ -19,7 +19,6 @@ Antoniou, Edwards, Storkey, "How to train your MAML", 2019, arXiv 1810.09502, se
 (Meta-SGD: Li, Zhou, Chen, Li 2017, arXiv 1707.09835). Both are changed in place by the outer step alone.
 """
 
-import copy
 import json
 import re
 from bisect import bisect_right
@@ -183,7 +182,8 @@ class InnerOptimizer:
     def initial_state(self, numel: int, device: torch.device) -> InnerState:
         """The state that a task starts with."""
         if self.kept is not None and self.kept.vectors:
-            return copy.deepcopy(self.kept)
+            vectors = {name: v.to(device, copy=True) for name, v in self.kept.vectors.items()}
+            return InnerState(vectors, self.kept.count)
         return self.zero_state(numel, device)
 
     def zero_state(self, numel: int, device: torch.device) -> InnerState:

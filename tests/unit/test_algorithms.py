@@ -270,6 +270,8 @@ def test_trajectory_in_host_memory_gives_the_same_gradient(settings):
 class Holding:
     """A worker that holds a vector."""
 
+    storage_device = torch.device("cpu")
+
     def __init__(self, vector: Tensor) -> None:
         self.vector = vector
 

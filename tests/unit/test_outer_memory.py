@@ -8,23 +8,100 @@ from itertools import pairwise
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmmeta import Config, MetaTrainer
+from fmmeta.config.algorithms import find
+from fmmeta.meta.algorithms.setup import setup
 from fmmeta.meta.inner_optimizers import InnerState
 from fmmeta.meta.outer_step import OuterOptimizer
-from fmmeta.meta.parameters import MetaGradient, MetaParameters, PendingMean, StateDict
+from fmmeta.meta.parameters import KEPT_MOMENTS, MetaGradient, MetaParameters, PendingMean, StateDict
 from fmmeta.parallel import param_map
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.param_map import OuterMemory
 from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.planning import memory
 from tests.support.helpers import refusal
-from tests.support.learners import bert, worker_over
+from tests.support.learners import CPU, batches_of, bert, config_of, episode_of, worker_over
 from tests.support.memory import SIZES, world_of
 from tests.support.messages import check_message
 from tests.support.models import save_bert, write_classes
 
-CPU = torch.device("cpu")
+GPU = torch.device("meta")  # stands in for a GPU: an operation on tensors of both devices raises
+
+
+class OnGpu(PlainWorker):
+    """A worker whose model is on the stand-in; with `offload` its shards are in host memory."""
+
+    def __init__(self, learner, config, offload: bool) -> None:
+        super().__init__(learner, param_map.param_groups(learner, (), weight_decay=True), GPU)
+        self.offload = offload
+        if offload:
+            self.storage_device = CPU
+            self.local_shards = [(torch.zeros(self.params.numel), slice(0, self.params.numel))]
+
+    def dot(self, a, b) -> float:
+        super().dot(a, b)
+        return 1.0
+
+    def apply(self, update, skip_nonfinite_everywhere):
+        ((shard, where),) = self.local_shards
+        update(shard, torch.zeros_like(shard), where)
+        return torch.zeros((), device=GPU)
+
+
+class CopiesToHost(TorchDispatchMode):
+    """Copies of tensors of the stand-in, which has no values, are zeros."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, func.name()
+        if name == "aten::_local_scalar_dense" and args[0].is_meta:
+            return torch.zeros((), dtype=args[0].dtype).item()
+        if name == "aten::_to_copy" and args[0].is_meta and kwargs.get("device", GPU).type == "cpu":
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        if name == "aten::copy_" and args[1].is_meta and not args[0].is_meta:
+            return args[0].zero_()
+        return func(*args, **kwargs)
+
+
+ADAMW = {"inner_optimizer": "adamw"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algorithm": "fomaml", **ADAMW},
+        {"algorithm": "fomaml", "inner_optimizer": "momentum", "inner_lr_learned": "element"},
+        {"algorithm": "fomaml", "inner_lr_learned": "layer", "multi_step_loss_steps": 2},
+        {"algorithm": "reptile", **ADAMW, "inner_optimizer_state": "kept"},
+        {"algorithm": "maml"},
+        {"algorithm": "maml", "second_order": "autograd", **ADAMW, "trajectory_memory_gib": 0},
+        {"algorithm": "maml", "head_init": "prototype", "prototype_gradient": True},
+        {"algorithm": "imaml"},
+        {"algorithm": "joint"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+@pytest.mark.parametrize("outer", ["host", "device"])
+@pytest.mark.parametrize("offload", [False, True], ids=["", "deepspeed_offload"])
+def test_a_task_runs_wherever_theta_and_the_shards_are(settings, outer, offload):
+    """theta is in host memory with --offload_outer, in the table at the end and in other evaluations."""
+    with GPU:
+        learner = bert("mean")
+    config, episode = config_of(learner, **settings), batches_of(episode_of(learner))
+    worker = OnGpu(learner, config, offload)
+    parts = setup(config, worker, learner.head_names, 3, False)
+    memory = OuterMemory(worker.storage_device, outer == "host")
+    theta = torch.zeros(worker.params.numel) if outer == "host" else memory.store(worker.read())
+    meta = MetaParameters.of(theta, parts.inner)
+    with CopiesToHost():
+        if meta.kept is not None:
+            meta.kept.vectors = {name: torch.zeros_like(theta) for name in KEPT_MOMENTS}
+        into = MetaGradient(theta, meta.extra)
+        find(config.algorithm).rule(parts, 0).task_gradient(worker, meta, episode, into)
+        assert into.weight == 1
+        before, after = parts.evaluation_method(meta.rates).score(worker, meta.theta.cpu(), episode)
+    assert before.stats.device == after.stats.device == GPU
 
 
 def outer_of(worker: PlainWorker, offload: bool, **settings) -> OuterOptimizer:
