@@ -18,9 +18,12 @@ from fmmeta.meta.outer_step import OuterOptimizer
 from fmmeta.meta.parameters import KEPT_MOMENTS, MetaGradient, MetaParameters, PendingMean, StateDict
 from fmmeta.parallel import param_map
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.param_map import OuterMemory
+from fmmeta.parallel.process_groups import World
 from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.planning import memory
+from fmmeta.training import build
 from tests.support.helpers import refusal
 from tests.support.learners import CPU, batches_of, bert, config_of, episode_of, worker_over
 from tests.support.memory import SIZES, world_of
@@ -233,6 +236,25 @@ def test_auto_group_size_needs_host_memory_too(monkeypatch):
         "32 GiB are free (and 8 in host memory)",
         "use a higher",
     )
+
+
+def test_outer_vectors_are_on_the_device_of_the_shards(tmp_path, monkeypatch):
+    """As DeepSpeed's offload from a GPU to host memory, the other way round."""
+    model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
+    config = Config(model_name_or_path=str(model), dataset=[str(data)], k_shot=1, num_query=2)
+    world, create = World(Launch(), CPU), build.create_worker
+    inputs = build.read_inputs(config, world, lambda text: None)
+
+    def elsewhere(*given):
+        worker, *others = create(*given)
+        worker.storage_device = GPU
+        return worker, *others
+
+    monkeypatch.setattr(build, "create_worker", elsewhere)
+    plan, ranks = inputs.parallel_plan(config, 1, "cpu"), world.split(1, default_group=False)
+    parts = build.build(config, inputs, plan, ranks)
+    assert parts.meta_params.theta.device == GPU
+    assert OuterOptimizer(parts.meta_params, parts.worker, config).memory.device == GPU
 
 
 def test_received_state_moves_to_the_device_of_theta():
