@@ -30,8 +30,7 @@ class Trajectory:
         self, budget_bytes: int, keeps_directions: bool, keeps_states: bool = False, first: int = 0
     ) -> None:
         self.keeps_directions, self.keeps_states, self.first = keeps_directions, keeps_states, first
-        self.left, self.host_bytes = budget_bytes, 0
-        self.steps: list[dict[str, Tensor]] = []
+        self.left, self.steps = budget_bytes, list[dict[str, Tensor]]()
 
     def before_step(self, k: int, worker: Worker, phi0: Tensor, state: "InnerState") -> None:
         """Store phi_k, which the worker holds, and the optimizer's state. Local."""
@@ -70,7 +69,6 @@ class Trajectory:
         if vector.nbytes <= self.left:
             self.left -= vector.nbytes
         else:
-            self.host_bytes += vector.nbytes
             vector = torch.empty_like(vector, device="cpu", pin_memory=vector.is_cuda).copy_(vector)
         self.steps[k][name] = vector
 

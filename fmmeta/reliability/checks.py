@@ -73,6 +73,7 @@ class OutlierBounds:
 
 
 LEAST_RISE = 1e-3  # of a loss, that is warned of
+MOST_TASKS = 4  # whose losses are measured for the warning
 
 
 class SupportLosses:
@@ -80,15 +81,14 @@ class SupportLosses:
     if the inner loop raises them.
     """
 
-    def __init__(self, config: Config, most: int = 4) -> None:
-        self.config, self.most = config, most
-        self.pairs: list[tuple[float, float]] = []
+    def __init__(self, config: Config) -> None:
+        self.config, self.pairs = config, list[tuple[float, float]]()
 
     def add(self, worker: Worker, learned: InnerResult, support: Sequence[MicroBatch]) -> None:
         """Count a task whose phi the worker holds, by one more pass over the rows of the first inner step;
         none once there are enough. Collective: group.
         """
-        if learned.passes and len(self.pairs) < self.most:
+        if learned.passes and len(self.pairs) < MOST_TASKS:
             after = worker.forward(batches_of_step(support, 0)).loss
             self.pairs.append((learned.passes[0].loss, after))
 
@@ -114,14 +114,14 @@ def rising_loss(config: Config, before: float, after: float, steps: int, tasks: 
     )
 
 
-class Spikes:
-    """Marks losses more than `far` deviations above a running mean. A function of the losses alone."""
+FAR, DECAY, LEAST = 6.0, 0.95, 20  # of spikes: deviations, of the running mean, losses before the first one
 
-    def __init__(
-        self, state: list[float] | None = None, far: float = 6.0, decay: float = 0.95, least: int = 20
-    ) -> None:
+
+class Spikes:
+    """Marks losses more than FAR deviations above a running mean. A function of the losses alone."""
+
+    def __init__(self, state: list[float] | None = None) -> None:
         self.mean, self.square, self.count = state or (0.0, 0.0, 0)
-        self.far, self.decay, self.least = far, decay, least
 
     @property
     def state(self) -> list[float]:
@@ -131,16 +131,16 @@ class Spikes:
     def mark(self, loss: float) -> float | None:
         """Deviations above the mean if the loss is a spike, else None.
 
-        A spike enters the running mean as a loss `far` deviations above it. No loss is a spike before
-        `least` losses were seen.
+        A spike enters the running mean as a loss FAR deviations above it. No loss is a spike before LEAST
+        losses were seen.
         """
         if not math.isfinite(loss):
             return None
         deviation = math.sqrt(max(self.square, 1e-12))
         off = (loss - self.mean) / deviation
-        spike = self.count >= self.least and off > self.far
-        gap = min(off, self.far) * deviation if self.count >= self.least else loss - self.mean
-        weight = max(1 - self.decay, 1 / (self.count + 1))
+        spike = self.count >= LEAST and off > FAR
+        gap = min(off, FAR) * deviation if self.count >= LEAST else loss - self.mean
+        weight = max(1 - DECAY, 1 / (self.count + 1))
         self.mean += weight * gap
         self.square += weight * (gap * gap * (1 - weight) - self.square)
         self.count += 1

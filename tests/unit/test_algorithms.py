@@ -290,7 +290,7 @@ def stored_steps(path: Trajectory, steps: int) -> None:
 def test_trajectory_respects_its_memory_budget():
     path = Trajectory(budget_bytes=100, keeps_directions=True)
     stored_steps(path, 3)
-    assert path.host_bytes == 3 * 40  # two of five fit
+    assert path.left == 100 - 2 * 40  # two of five fit
     assert [float(path.phi(k)[0]) for k in range(3)] == [0, 1, 2]
     assert [float(path.take_direction(k)[0]) for k in range(3)] == [-1, -2, -3]
     path.drop(1)
@@ -451,9 +451,9 @@ def test_nonfinite_side_of_a_difference_is_reported(bad, monkeypatch):
 def test_trajectory_uses_its_whole_memory_budget():
     path = Trajectory(budget_bytes=40, keeps_directions=False)
     stored_steps(path, 2)
-    assert path.host_bytes == 0
+    assert path.left == 0
     stored_steps(path, 3)
-    assert path.host_bytes == 2 * 40
+    assert path.left == 0
 
 
 def test_trajectory_does_not_store_the_last_phi():
