@@ -13,9 +13,10 @@ from fmmeta.common.errors import MachineFault
 from fmmeta.common.text import counted
 from fmmeta.config.settings import Config
 from fmmeta.meta.inner_loop import InnerResult
+from fmmeta.meta.noise_scale import local_square
 from fmmeta.meta.rule import TaskResult
 from fmmeta.parallel.process_groups import ProcessGroups
-from fmmeta.parallel.workers.base import Worker
+from fmmeta.parallel.workers.base import Worker, over_group
 from fmmeta.tasks.batching import MicroBatch, batches_of_step
 
 
@@ -62,13 +63,17 @@ class OutlierBounds:
         return self.max_loss is not None or self.max_norm is not None
 
     def exceeded_by(self, task: TaskResult, gradient: Tensor) -> bool:
-        """Whether a finite task's loss or the norm of its gradient [S] exceeds a bound. Collective: group."""
+        """Whether a finite task's loss or the norm of its gradient [S] exceeds a bound.
+
+        A head that every task initialises has no part in the norm. Collective: group.
+        """
         if not task.finite:
             return False
         most = math.inf if self.max_loss is None else self.max_loss
         exceeded = task.support.loss > most or task.query.loss > most  # a rule may have no support loss
         if self.max_norm is not None:  # every rank of the group takes part
-            exceeded = exceeded or not math.sqrt(self.worker.dot(gradient, gradient)) <= self.max_norm
+            square = torch.tensor(local_square(self.worker, gradient), dtype=torch.float64)
+            exceeded = exceeded or not math.sqrt(float(over_group(self.worker, square))) <= self.max_norm
         return exceeded
 
 
