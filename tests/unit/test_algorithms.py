@@ -448,6 +448,18 @@ def test_nonfinite_side_of_a_difference_is_reported(bad, monkeypatch):
     assert [step.finite for step in hessian.passes] == [True, True, bad != 0, bad != 1]
 
 
+def test_a_task_whose_meta_gradient_overflows_between_finite_passes_adds_nothing(monkeypatch):
+    learner = LEARNERS["llama"]
+    config = config_of(learner, algorithm="maml")
+    worker, times = worker_of(learner, config), DifferenceHessian.times
+    monkeypatch.setattr(DifferenceHessian, "times", lambda self, phi, d: times(self, phi, d).mul_(1e38))
+    theta, rule = worker.read(), find("maml").rule(setup_of(worker, config), 0)
+    found = task_gradient(rule, worker, batches_of(episode_of(learner)))
+    assert not found.finite
+    assert not found.gradient.any()
+    assert torch.equal(worker.read(), theta)
+
+
 def test_trajectory_uses_its_whole_memory_budget():
     path = Trajectory(budget_bytes=40, keeps_directions=False)
     stored_steps(path, 2)
