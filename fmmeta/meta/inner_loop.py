@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.meta.classifier_head import ClassMeans, FeatureRows, Head, HeadInit, all_gather_features
-from fmmeta.meta.inner_optimizers import InnerOptimizer, InnerState, Rates
+from fmmeta.meta.inner_optimizers import HEAD, InnerOptimizer, InnerState, Rates
 from fmmeta.parallel.workers.base import PassStats, SavedForward, Worker
 from fmmeta.tasks.batching import Episode, MicroBatch, SupportSet, batches_of_step, each_batch
 
@@ -216,22 +216,40 @@ class InnerLoop:
     ) -> InnerResult:
         """The same steps on the head alone; one write at the end. Collective: group."""
         head = self.head.read(worker, start.phi0, rows.features.shape[1])
-        flat, sizes = torch.cat([part.reshape(-1) for part in head]), [part.numel() for part in head]
-        parts = [part.view_as(like) for part, like in zip(flat.split(sizes), head, strict=True)]
-        rates = self.rates.of_head(flat.numel())
-        state, passes = self.optimizer.initial_state(flat.numel(), flat.device), []
-        for k in range(self.steps):
-            leaves = [part.detach().requires_grad_() for part in parts]
-            loss, stats = rows.loss(leaves)
-            passes.append(stats)
-            gradient = torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, leaves)])
-            self.optimizer.update(k, state, rates)(flat, gradient, slice(0, flat.numel()))
-            after_step(parts)
+        head, passes = self.learn_head(head, rows, after_step=after_step)
         phi = start.phi0.clone()
-        for name, part in zip(self.head.names, parts, strict=True):
+        for name, part in zip(self.head.names, head, strict=True):
             worker.params.put(phi, name, part.float())
         worker.write(phi)
-        return InnerResult(start.means, state, passes)
+        return InnerResult(start.means, InnerState({}), passes)
+
+    def learn_head(
+        self,
+        head: Head,
+        rows: FeatureRows,
+        exact: bool = False,
+        after_step: Callable[[Head], Any] = lambda head: None,
+    ) -> tuple[Head, list[PassStats]]:
+        """The head after the steps on the support set's rows, and a pass per step. Local.
+
+        exact: the result has the graph of the gradients too, for meta-gradients of second order.
+        """
+        table, column = self.rates.table, self.rates.layers.names.index(HEAD)
+        states = [{name: torch.zeros_like(part) for name in self.optimizer.state_names} for part in head]
+        passes = []
+        for k in range(self.steps):
+            leaves = head if exact else [part.detach().requires_grad_() for part in head]
+            loss, stats = rows.loss(leaves)
+            passes.append(stats)
+            gradient = torch.autograd.grad(loss, leaves, create_graph=exact)
+            found = [
+                self.optimizer.new_state(g, leaf if exact else leaf.detach(), state, k + 1)
+                for g, leaf, state in zip(gradient, leaves, states, strict=True)
+            ]
+            head = [part - float(table[k, column]) * u for part, (u, _) in zip(head, found, strict=True)]
+            states = [state for _, state in found]
+            after_step(head)
+        return head, passes
 
     def scores_after_each_step(self, worker: Worker, theta: Tensor, episode: Episode) -> list[PassStats]:
         """Statistics of the query set after 0, 1, ... K steps.
@@ -246,7 +264,5 @@ class InnerLoop:
             return passes
         rows = all_gather_features(worker, query, worker.features(query))
         heads = [self.head.read(worker, start.phi0, rows.features.shape[1])]
-        self.run(
-            worker, start, support, after_step=lambda head: heads.append([part.clone() for part in head])
-        )
+        self.run(worker, start, support, after_step=heads.append)
         return [rows.loss(head)[1] for head in heads]

@@ -100,10 +100,6 @@ class Rates:
         fixed, names = self.element is None and self.learned == "no", self.layers.names
         return fixed and HEAD in names and not self.table[:, [name != HEAD for name in names]].any()
 
-    def of_head(self, numel: int) -> "Rates":
-        """The rates of the head alone, as a separate vector."""
-        return Rates(Layers((HEAD,), ((0, numel, 0),)), self.table[:, [self.layers.names.index(HEAD)]])
-
     @property
     def meta_parameter(self) -> Tensor | None:
         return {"no": None, "layer": self.table, "element": self.element}[self.learned]
@@ -189,6 +185,17 @@ class InnerOptimizer:
     def zero_state(self, numel: int, device: torch.device) -> InnerState:
         """A state of zeros; also that of the derivatives at the end of the inner loop."""
         return InnerState({name: torch.zeros(numel, device=device) for name in self.state_names})
+
+    def new_state(
+        self, g: Tensor, phi: Tensor, state: Mapping[str, Tensor], count: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """u, and the state after the step: new tensors in the dtype of `state`, differentiable where the
+        optimizer is.
+        """
+        if self.differentiable is not None:
+            return self.differentiable(g, phi, state, count)
+        after = {name: vector.clone() for name, vector in state.items()}
+        return self.direction(g, phi, after, count), after
 
     def pull(
         self,

@@ -196,6 +196,12 @@ def test_anil_of_fewer_classes_than_the_head_has(settings):
             "head_init": "learned",
             "inner_lr_schedule": "linear",
         },
+        {
+            "algorithm": "fomaml",
+            "inner_lr_groups": ["head=1", "*=0"],
+            "inner_optimizer": "tests.support.inner_optimizer:same_dtype",
+        },
+        {"algorithm": "anil", "inner_optimizer": "tests.support.inner_optimizer:same_dtype_smooth"},
     ],
     ids=identity,
 )
