@@ -30,11 +30,11 @@ from tests.support.memory import SIZES, world_of
 from tests.support.messages import check_message
 from tests.support.models import save_bert, write_classes
 
-GPU = torch.device("meta")  # stands in for a GPU: an operation on tensors of both devices raises
+GPU = torch.device("meta")  # in place of a GPU: an operation on tensors of both devices raises
 
 
 class OnGpu(PlainWorker):
-    """A worker whose model is on the stand-in; with `offload` its shards are in host memory."""
+    """A worker whose model is on that device; with `offload` its shards are in host memory."""
 
     def __init__(self, learner, config, offload: bool) -> None:
         super().__init__(learner, param_map.param_groups(learner, (), weight_decay=True), GPU)
@@ -54,7 +54,7 @@ class OnGpu(PlainWorker):
 
 
 class CopiesToHost(TorchDispatchMode):
-    """Copies of tensors of the stand-in, which has no values, are zeros."""
+    """Copies of tensors of that device, which have no values, are zeros."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.name()
