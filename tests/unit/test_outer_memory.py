@@ -36,9 +36,8 @@ GPU = torch.device("meta")  # in place of a GPU: an operation on tensors of both
 class OnGpu(PlainWorker):
     """A worker whose model is on that device; with `offload` its shards are in host memory."""
 
-    def __init__(self, learner, config, offload: bool) -> None:
+    def __init__(self, learner, offload: bool) -> None:
         super().__init__(learner, param_map.param_groups(learner, (), weight_decay=True), GPU)
-        self.offload = offload
         if offload:
             self.storage_device = CPU
             self.local_shards = [(torch.zeros(self.params.numel), slice(0, self.params.numel))]
@@ -92,7 +91,7 @@ def test_a_task_runs_wherever_theta_and_the_shards_are(settings, outer, offload)
     with GPU:
         learner = bert("mean")
     config, episode = config_of(learner, **settings), batches_of(episode_of(learner))
-    worker = OnGpu(learner, config, offload)
+    worker = OnGpu(learner, offload)
     parts = setup(config, worker, learner.head_names, 3, False)
     memory = OuterMemory(worker.storage_device, outer == "host")
     theta = torch.zeros(worker.params.numel) if outer == "host" else memory.store(worker.read())
