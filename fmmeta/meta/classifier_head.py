@@ -97,8 +97,10 @@ class HeadInit:
         if means is None or not self.backprop_through_means:
             return []
         shape = tuple(means.means.shape)
-        of_weight = worker.gather_param(v, self.names[0], shape)
-        of_bias = worker.gather_param(v, self.names[1], shape[:1])
+        of_weight, of_bias = (
+            worker.gather_param(v, name, size).to(worker.device)
+            for name, size in zip(self.names, (shape, shape[:1]), strict=True)
+        )
         of_mean = (2 * of_weight - 2 * means.means * of_bias[:, None]) / means.counts
         cotangents = [
             of_mean[batch.labels.to(of_mean.device)] * row_mask(batch, of_mean) for batch in support
@@ -147,7 +149,7 @@ Head = list[Tensor]
 
 @dataclass(frozen=True)
 class FeatureRows:
-    """Features [N, D] and labels [N] of a set's rows over the whole group, fp64.
+    """Features [N, D], labels [N] and weights in the loss [N] of a set's rows over the whole group, fp64.
 
     local: per micro-batch of this rank, the number of each of its rows [B], -1 for rows that only fill it.
     classes: of the episode, if the head has more; else 0.
@@ -155,13 +157,14 @@ class FeatureRows:
 
     features: Tensor
     labels: Tensor
+    weights: Tensor
     local: list[Tensor]
     classes: int = 0
 
     def loss(self, head: Head) -> tuple[Tensor, PassStats]:
-        """The mean loss, with its graph, and statistics without those of passes through the body."""
+        """The weighted mean loss, with its graph, and statistics without those of passes through the body."""
         logits = F.linear(self.features, *head)[:, : self.classes or None]
-        loss = F.cross_entropy(logits, self.labels)
+        loss = F.cross_entropy(logits, self.labels, reduction="none") @ self.weights
         correct, nonfinite = logits.argmax(1) == self.labels, ~torch.isfinite(loss.detach())
         numbers = [loss.detach(), correct.sum(), loss.new_tensor(len(self.labels)), nonfinite]
         return loss, PassStats(torch.stack([number.double() for number in numbers]))
@@ -175,7 +178,7 @@ class FeatureRows:
 def all_gather_features(
     worker: Worker, batches: Sequence[MicroBatch], features: Sequence[Tensor]
 ) -> FeatureRows:
-    """The rows of all ranks on every rank: one reduction of N x D numbers.
+    """The rows of all ranks on every rank: one reduction of N x (D + 2) numbers.
 
     `features`: of this rank's micro-batches, ignored where `counts_rows` is False. Collective: group.
     """
@@ -184,18 +187,19 @@ def all_gather_features(
     if worker.counts_rows:
         lengths[worker.group.rank] = sum(int(mask.sum()) for mask in masks)
     worker.group.sum_(lengths)
-    at, width = int(lengths[: worker.group.rank - worker.tensor_rank].sum()), features[0].shape[1] + 1
+    at, width = int(lengths[: worker.group.rank - worker.tensor_rank].sum()), features[0].shape[1] + 2
     table = torch.zeros(int(lengths.sum()), width, dtype=torch.float64, device=worker.device)
     local = []
     for batch, found, mask in zip(batches, features, masks, strict=True):
         numbers = torch.where(mask, at + torch.cumsum(mask, 0) - 1, -1)
         if worker.counts_rows:
-            rows = torch.cat([found, batch.labels.to(found.device)[:, None]], 1)
-            table[numbers[mask]] = rows.double()[mask]
+            more = torch.stack([batch.labels, batch.weights], 1).to(found.device)
+            table[numbers[mask]] = torch.cat([found, more], 1).double()[mask]
         local.append(numbers)
         at += int(mask.sum())
     worker.group.sum_(table)
-    return FeatureRows(table[:, :-1].contiguous(), table[:, -1].long(), local, batches[0].classes)
+    labels, weights = table[:, -2].long(), table[:, -1]
+    return FeatureRows(table[:, :-2].contiguous(), labels, weights, local, batches[0].classes)
 
 
 class QueryLoss:

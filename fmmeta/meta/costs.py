@@ -52,10 +52,11 @@ def keeps_support(config: Config, data: int) -> bool:
     return sum(-(-rows // data) for rows in rows_of(config)) <= config.micro_batch_size
 
 
-def passes(config: Config, data: int = 1, keeps: bool = True) -> Passes:
+def passes(config: Config, data: int = 1, keeps: bool = True, twice: bool = True) -> Passes:
     """The most passes of an outer step: after any `--first_order_steps`, within `--multi_step_loss_steps`.
 
-    data: ranks that share the rows of a set. keeps: whether the worker can defer a backward pass.
+    data: ranks that share the rows of a set. keeps: whether the worker can defer a backward pass; twice:
+    whether it can differentiate twice (parallel/layout.py).
     """
     spec = find(config.algorithm)
     if spec.trains_nothing:
@@ -67,7 +68,7 @@ def passes(config: Config, data: int = 1, keeps: bool = True) -> Passes:
         forwards = config.head_init == "prototype" and not (keeps and config.inner_steps > 0 and one_batch)
     if spec.passes is None:  # as FOMAML
         return Passes(config.inner_steps, 1, int(forwards))
-    by_autograd = {"by_autograd": True} if second_order_by_autograd(config, keeps) else {}
+    by_autograd = {"by_autograd": True} if second_order_by_autograd(config, twice) else {}
     return spec.passes(config, int(forwards), **by_autograd)
 
 

@@ -164,14 +164,15 @@ class SecondOrderRule(ABC):
         into: MetaGradient,
         extra: dict[str, Tensor] | None = None,
     ) -> TaskResult:
-        """Take v = dL/dphi_0 [S] through the initial head, restore theta, add the task if all its passes are
-        finite. Collective: group.
+        """Take v = dL/dphi_0 [S] through the initial head, restore theta, add the task if all its passes and
+        v are finite. Collective: group.
         """
         worker = hessian.worker
         hessian.between_passes()
         head = self.inner.head.backward(worker, v, meta.theta, episode.support, adapted.means)
         worker.write(meta.theta)
         finite = all([one.finite for one in [*adapted.passes, query, *hessian.passes, *head]])
+        finite = finite and math.isfinite(worker.dot(v, v))  # v may overflow between finite passes
         if finite:
             into.add(v, extra=extra)
         return TaskResult(1.0, finite, adapted.passes[0], query)

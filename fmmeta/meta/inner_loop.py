@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.meta.classifier_head import ClassMeans, FeatureRows, Head, HeadInit, all_gather_features
-from fmmeta.meta.inner_optimizers import InnerOptimizer, InnerState, Rates
+from fmmeta.meta.inner_optimizers import HEAD, InnerOptimizer, InnerState, Rates
 from fmmeta.parallel.workers.base import PassStats, SavedForward, Worker
 from fmmeta.tasks.batching import Episode, MicroBatch, SupportSet, batches_of_step, each_batch
 
@@ -30,12 +30,11 @@ class Trajectory:
         self, budget_bytes: int, keeps_directions: bool, keeps_states: bool = False, first: int = 0
     ) -> None:
         self.keeps_directions, self.keeps_states, self.first = keeps_directions, keeps_states, first
-        self.left, self.host_bytes = budget_bytes, 0
-        self.steps: list[dict[str, Tensor]] = []
+        self.left, self.steps = budget_bytes, list[dict[str, Tensor]]()
 
     def before_step(self, k: int, worker: Worker, phi0: Tensor, state: "InnerState") -> None:
         """Store phi_k, which the worker holds, and the optimizer's state. Local."""
-        self.device = phi0.device
+        self.device = worker.storage_device
         self.steps.append({} if k else {"phi": phi0})
         if k and k >= self.first:
             self._store(k, "phi", worker.read())
@@ -49,15 +48,15 @@ class Trajectory:
             self._store(k, "u", direction)
 
     def phi(self, k: int) -> Tensor:
-        """phi_k on the device."""
+        """phi_k on the device of the shards."""
         return self.steps[k]["phi"].to(self.device)
 
     def take_direction(self, k: int) -> Tensor:
-        """u_k on the device; its storage here is released."""
+        """u_k on the device of the shards; its storage here is released."""
         return self.steps[k].pop("u").to(self.device)
 
     def state(self, k: int) -> dict[str, Tensor]:
-        """The optimizer's state before step k on the device."""
+        """The optimizer's state before step k on the device of the shards."""
         return {
             name: vector.to(self.device) for name, vector in self.steps[k].items() if name not in ("phi", "u")
         }
@@ -70,7 +69,6 @@ class Trajectory:
         if vector.nbytes <= self.left:
             self.left -= vector.nbytes
         else:
-            self.host_bytes += vector.nbytes
             vector = torch.empty_like(vector, device="cpu", pin_memory=vector.is_cuda).copy_(vector)
         self.steps[k][name] = vector
 
@@ -197,14 +195,14 @@ class InnerLoop:
         """
         if start.rows is not None:
             return self._run_head(worker, start, start.rows, after_step)
-        phi0 = start.phi0
+        phi0, device = start.phi0, worker.storage_device
         support = each_batch(support, lambda batch: batch.to(worker.device))  # once, and not in every step
-        state = self.optimizer.initial_state(phi0.numel(), phi0.device)
-        anchor, passes = phi0 if self.proximal else None, []
+        state = self.optimizer.initial_state(phi0.numel(), device)
+        anchor, passes = phi0.to(device) if self.proximal else None, []
         for k in range(self.steps):
             if path is not None:
                 path.before_step(k, worker, phi0, state)
-            direction = torch.zeros_like(phi0) if path is not None and path.keeps_directions else None
+            direction = worker.zeros() if path is not None and path.keeps_directions else None
             update = self.optimizer.update(k, state, self.rates, direction, anchor, self.proximal)
             sample = batches_of_step(support, k)
             passes.append(worker.step(sample, update, saved=start.saved if k == 0 else None))
@@ -218,22 +216,40 @@ class InnerLoop:
     ) -> InnerResult:
         """The same steps on the head alone; one write at the end. Collective: group."""
         head = self.head.read(worker, start.phi0, rows.features.shape[1])
-        flat, sizes = torch.cat([part.reshape(-1) for part in head]), [part.numel() for part in head]
-        parts = [part.view_as(like) for part, like in zip(flat.split(sizes), head, strict=True)]
-        rates = self.rates.of_head(flat.numel())
-        state, passes = self.optimizer.initial_state(flat.numel(), flat.device), []
-        for k in range(self.steps):
-            leaves = [part.detach().requires_grad_() for part in parts]
-            loss, stats = rows.loss(leaves)
-            passes.append(stats)
-            gradient = torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, leaves)])
-            self.optimizer.update(k, state, rates)(flat, gradient, slice(0, flat.numel()))
-            after_step(parts)
+        head, passes = self.learn_head(head, rows, after_step=after_step)
         phi = start.phi0.clone()
-        for name, part in zip(self.head.names, parts, strict=True):
+        for name, part in zip(self.head.names, head, strict=True):
             worker.params.put(phi, name, part.float())
         worker.write(phi)
-        return InnerResult(start.means, state, passes)
+        return InnerResult(start.means, InnerState({}), passes)
+
+    def learn_head(
+        self,
+        head: Head,
+        rows: FeatureRows,
+        exact: bool = False,
+        after_step: Callable[[Head], Any] = lambda head: None,
+    ) -> tuple[Head, list[PassStats]]:
+        """The head after the steps on the support set's rows, and a pass per step. Local.
+
+        exact: the result has the graph of the gradients too, for meta-gradients of second order.
+        """
+        table, column = self.rates.table, self.rates.layers.names.index(HEAD)
+        states = [{name: torch.zeros_like(part) for name in self.optimizer.state_names} for part in head]
+        passes = []
+        for k in range(self.steps):
+            leaves = head if exact else [part.detach().requires_grad_() for part in head]
+            loss, stats = rows.loss(leaves)
+            passes.append(stats)
+            gradient = torch.autograd.grad(loss, leaves, create_graph=exact)
+            found = [
+                self.optimizer.new_state(g, leaf if exact else leaf.detach(), state, k + 1)
+                for g, leaf, state in zip(gradient, leaves, states, strict=True)
+            ]
+            head = [part - float(table[k, column]) * u for part, (u, _) in zip(head, found, strict=True)]
+            states = [state for _, state in found]
+            after_step(head)
+        return head, passes
 
     def scores_after_each_step(self, worker: Worker, theta: Tensor, episode: Episode) -> list[PassStats]:
         """Statistics of the query set after 0, 1, ... K steps.
@@ -248,7 +264,5 @@ class InnerLoop:
             return passes
         rows = all_gather_features(worker, query, worker.features(query))
         heads = [self.head.read(worker, start.phi0, rows.features.shape[1])]
-        self.run(
-            worker, start, support, after_step=lambda head: heads.append([part.clone() for part in head])
-        )
+        self.run(worker, start, support, after_step=heads.append)
         return [rows.loss(head)[1] for head in heads]

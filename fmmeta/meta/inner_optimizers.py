@@ -19,7 +19,6 @@ Antoniou, Edwards, Storkey, "How to train your MAML", 2019, arXiv 1810.09502, se
 (Meta-SGD: Li, Zhou, Chen, Li 2017, arXiv 1707.09835). Both are changed in place by the outer step alone.
 """
 
-import copy
 import json
 import re
 from bisect import bisect_right
@@ -101,10 +100,6 @@ class Rates:
         fixed, names = self.element is None and self.learned == "no", self.layers.names
         return fixed and HEAD in names and not self.table[:, [name != HEAD for name in names]].any()
 
-    def of_head(self, numel: int) -> "Rates":
-        """The rates of the head alone, as a separate vector."""
-        return Rates(Layers((HEAD,), ((0, numel, 0),)), self.table[:, [self.layers.names.index(HEAD)]])
-
     @property
     def meta_parameter(self) -> Tensor | None:
         return {"no": None, "layer": self.table, "element": self.element}[self.learned]
@@ -183,12 +178,24 @@ class InnerOptimizer:
     def initial_state(self, numel: int, device: torch.device) -> InnerState:
         """The state that a task starts with."""
         if self.kept is not None and self.kept.vectors:
-            return copy.deepcopy(self.kept)
+            vectors = {name: v.to(device, copy=True) for name, v in self.kept.vectors.items()}
+            return InnerState(vectors, self.kept.count)
         return self.zero_state(numel, device)
 
     def zero_state(self, numel: int, device: torch.device) -> InnerState:
         """A state of zeros; also that of the derivatives at the end of the inner loop."""
         return InnerState({name: torch.zeros(numel, device=device) for name in self.state_names})
+
+    def new_state(
+        self, g: Tensor, phi: Tensor, state: Mapping[str, Tensor], count: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """u, and the state after the step: new tensors in the dtype of `state`, differentiable where the
+        optimizer is.
+        """
+        if self.differentiable is not None:
+            return self.differentiable(g, phi, state, count)
+        after = {name: vector.clone() for name, vector in state.items()}
+        return self.direction(g, phi, after, count), after
 
     def pull(
         self,

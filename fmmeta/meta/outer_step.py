@@ -65,7 +65,7 @@ class OuterOptimizer:
 
         self.meta_params, self.worker, self.config = meta_params, worker, config
         self.spec = find_outer(config.outer_optimizer)
-        self.memory = OuterMemory(worker.device, config.offload_outer)
+        self.memory = OuterMemory(worker.storage_device, config.offload_outer)
         self.head = worker.params.groups.get("head", slice(0, 0))
         self.pieces = [
             (piece, config.weight_decay if name == "decay" else 0.0)

@@ -130,7 +130,7 @@ class MetaGradient:
         extra: a value for each of `self.extra`; others are ignored.
         """
         for name, total in self.extra.items():
-            total.add_((extra or {})[name], alpha=weight)
+            total.add_((extra or {})[name].to(total.device), alpha=weight)
         self.weight += weight
 
     def merge(self, other: "MetaGradient") -> None:

@@ -254,6 +254,20 @@ class ParallelPlan:
         return f"{', '.join(parts)}; {self.deepspeed.precision}"
 
 
+def can_defer_backward(zero_stage: int, stages: int = 1) -> bool:
+    """Whether a forward pass may be left without its backward pass: ZeRO 3 follows the order of modules,
+    forward and back, and a pipeline runs complete batches. zero_stage: of DeepSpeed; 0 in plain PyTorch.
+    """
+    return zero_stage < 3 and stages == 1
+
+
+def differentiates_twice(zero_stage: int, stages: int = 1, tensor: int = 1) -> bool:
+    """Whether autograd computes second derivatives: products need complete parameters, and ZeRO 3 frees a
+    layer's weights before the second backward pass.
+    """
+    return can_defer_backward(zero_stage, stages) and tensor == 1
+
+
 SHOWN = 16  # groups that a map shows one by one
 
 

@@ -35,6 +35,7 @@ from fmmeta.meta.costs import passes, query_tokens, rows_of
 from fmmeta.models.learner import Learner
 from fmmeta.models.pipeline_split import plan_stages
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from fmmeta.parallel.layout import can_defer_backward, differentiates_twice
 from fmmeta.parallel.tensor_parallel import sharing_ranks
 from fmmeta.planning.memory import Sizes, micro_batch_rows, micro_batches
 
@@ -149,11 +150,12 @@ def task_work(
     row_tokens: int,
 ) -> TaskCost:
     """The work of one task. data: data-parallel ranks of the group."""
+    stage, stages = precision.zero_stage, config.pipeline_stages
     many = passes(
         config,
         data,
-        keeps=config.pipeline_stages * config.tensor_parallel_size == 1
-        and (precision.zero_stage < 3 or data == 1),  # as FullModelWorker.can_defer_backward
+        keeps=can_defer_backward(stage, stages),
+        twice=differentiates_twice(stage, stages, config.tensor_parallel_size),
     )
     support, query = rows_of(config)
     of_query = query_tokens(config, row_tokens, sizes.tokens)
@@ -373,7 +375,7 @@ def step_seconds(
         )
         if on_host or outer_on_host:
             cross += 8 * shard / profile.host_link
-    if sizes.sums > 1:  # --outer_delay: behind the inner loops of the next outer step
+    if sizes.sums > 1 and not on_host:  # --outer_delay: behind the inner loops of the next outer step
         cross = max(0.0, cross - tasks * one.compute)
     outer = OUTER * shard / (profile.host_memory if on_host else profile.memory)
     outer += (OUTER_ALLOCATED * shard + GATHERED_COPIES[precision.zero_stage] * new.gather) * profile.page_in

@@ -16,7 +16,7 @@ from fmmeta.models.learner import Learner
 from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from fmmeta.parallel.layout import divisors
+from fmmeta.parallel.layout import differentiates_twice, divisors
 from fmmeta.parallel.tensor_parallel import plan_of
 from fmmeta.planning.compute import (
     MatmulCounts,
@@ -198,8 +198,9 @@ class Planner:
             config = self.config_of(**strategy.settings(plan.bf16_planned))
             precision = self.deepspeed_of(strategy)
             counted, _ = self.counts(strategy.lora_r, strategy.stages, strategy.tensor)
-            split = strategy.stages * strategy.tensor > 1 or (strategy.zero_stage == 3 and strategy.data > 1)
-            second_order_by_autograd(config, whole=not split)
+            second_order_by_autograd(
+                config, differentiates_twice(precision.zero_stage, strategy.stages, strategy.tensor)
+            )
         except UsageError as error:
             self.refused[str(error)] = self.refused.get(str(error), 0) + 1
             return None
@@ -289,7 +290,9 @@ class Planner:
         if strategy.tensor > 1:
             plan_of(self.description.hf_config, strategy.tensor)
         return at_size(
-            deepspeed_config.with_model_ranks(read, strategy.stages, strategy.tensor), strategy.group_size
+            deepspeed_config.with_model_ranks(read, strategy.stages, strategy.tensor),
+            strategy.group_size,
+            self.profile.device == "cpu",
         )
 
     def _learner(self, lora_r: int) -> Learner:

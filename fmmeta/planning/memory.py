@@ -34,7 +34,7 @@ from fmmeta.models.learner import Learner
 from fmmeta.models.load import max_positions
 from fmmeta.models.pipeline_split import plan_stages
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from fmmeta.parallel.layout import divisors
+from fmmeta.parallel.layout import can_defer_backward, differentiates_twice, divisors
 from fmmeta.parallel.process_groups import World
 from fmmeta.parallel.tensor_parallel import sharing_ranks
 
@@ -72,7 +72,7 @@ class Sizes:
     kept: int = 0  # shards that algorithm and inner optimizer store while a task runs
     trajectory: int = 0  # shards that may be stored in host memory
     budget: int | None = None  # bytes of the trajectory on the device; None: all
-    second_order: bool = False  # graphs of gradients, on ranks that hold the whole model
+    second_order: bool = False  # graphs of gradients, below ZeRO 3
     lazy: bool = True  # untouched parts of a buffer cost no memory (CPUs)
     tensor: int = 1  # tensor ranks
 
@@ -106,7 +106,9 @@ def rank_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: b
         kept=shards.work,
         trajectory=shards.trajectory,
         budget=None if gib is None or lazy else int(gib * GIB),
-        second_order=costs.second_order_by_autograd(config, depth * config.tensor_parallel_size == 1),
+        second_order=costs.second_order_by_autograd(
+            config, differentiates_twice(0, depth, config.tensor_parallel_size)
+        ),
         lazy=lazy,
         tensor=config.tensor_parallel_size,
     )
@@ -189,7 +191,7 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
     split = 24 * sizes.hidden + 5 * sizes.heads * sizes.tokens  # over tensor ranks
     layer = 10 * sizes.hidden + split // sizes.tensor  # bytes of a token in bf16
     per_token = 2 * sizes.layers * sizes.hidden + layer if sizes.checkpointing else sizes.layers * layer
-    if sizes.second_order and weight_ranks == 1:
+    if sizes.second_order and can_defer_backward(stage):
         per_token = SECOND_ORDER * sizes.layers * layer
     gradients, buffers, staging = gradient_bytes(sizes, settings, sharers)
     near = sizes.trajectory if sizes.budget is None else min(sizes.trajectory, sizes.budget // max(1, shard))
@@ -285,15 +287,20 @@ def free_bytes(device: torch.device, local_world_size: int) -> int:
     return host_bytes(local_world_size)
 
 
-def at_size(settings: DeepSpeedSettings, group_size: int) -> DeepSpeedSettings:
-    """The settings of a group of this size: a group of one runs plain PyTorch and needs what ZeRO 0 needs."""
-    return replace(settings, zero_stage=0) if group_size == 1 and not settings.offload else settings
+def at_size(settings: DeepSpeedSettings, group_size: int, on_cpu: bool) -> DeepSpeedSettings:
+    """The settings of a group of this size: a group of one runs plain PyTorch and needs what ZeRO 0 needs,
+    unless DeepSpeed offloads from a GPU (ParallelPlan.of).
+    """
+    if group_size > 1 or (settings.offload and not on_cpu):
+        return settings
+    return replace(settings, zero_stage=0, offload=False, offload_param=False)
 
 
 def needed_at(sizes_at: SizesAt, settings: DeepSpeedSettings, group_size: int, model_ranks: int) -> Estimate:
     """Peak bytes of one rank. model_ranks: pipeline stages x tensor ranks."""
     data = group_size // model_ranks
-    return estimate(sizes_at(data), at_size(settings, group_size), data)
+    sizes = sizes_at(data)
+    return estimate(sizes, at_size(settings, group_size, sizes.lazy), data)
 
 
 def least_free(world: World) -> tuple[int, int]:
@@ -321,9 +328,10 @@ def check_group_size(
         if size % model_ranks == 0
         and needed_at(sizes_at, settings, size, model_ranks).total <= HEADROOM * free
     ]
+    stage = at_size(settings, group_size, world.device.type == "cpu").zero_stage
     instead = f"group_size {any_of(enough)}" if enough else "ZeRO 3, --pipeline_stages or more ranks"
     raise UsageError(
-        f"group_size={group_size} needs {needed} per rank at ZeRO {at_size(settings, group_size).zero_stage},"
+        f"group_size={group_size} needs {needed} per rank at ZeRO {stage},"
         f" and {free / GIB:.3g} GiB are free; use {instead}"
     )
 

@@ -13,9 +13,10 @@ from fmmeta.common.errors import MachineFault
 from fmmeta.common.text import counted
 from fmmeta.config.settings import Config
 from fmmeta.meta.inner_loop import InnerResult
+from fmmeta.meta.noise_scale import local_square
 from fmmeta.meta.rule import TaskResult
 from fmmeta.parallel.process_groups import ProcessGroups
-from fmmeta.parallel.workers.base import Worker
+from fmmeta.parallel.workers.base import Worker, over_group
 from fmmeta.tasks.batching import MicroBatch, batches_of_step
 
 
@@ -62,17 +63,22 @@ class OutlierBounds:
         return self.max_loss is not None or self.max_norm is not None
 
     def exceeded_by(self, task: TaskResult, gradient: Tensor) -> bool:
-        """Whether a finite task's loss or the norm of its gradient [S] exceeds a bound. Collective: group."""
+        """Whether a finite task's loss or the norm of its gradient [S] exceeds a bound.
+
+        A head that every task initialises has no part in the norm. Collective: group.
+        """
         if not task.finite:
             return False
         most = math.inf if self.max_loss is None else self.max_loss
         exceeded = task.support.loss > most or task.query.loss > most  # a rule may have no support loss
         if self.max_norm is not None:  # every rank of the group takes part
-            exceeded = exceeded or not math.sqrt(self.worker.dot(gradient, gradient)) <= self.max_norm
+            square = torch.tensor(local_square(self.worker, gradient), dtype=torch.float64)
+            exceeded = exceeded or not math.sqrt(float(over_group(self.worker, square))) <= self.max_norm
         return exceeded
 
 
 LEAST_RISE = 1e-3  # of a loss, that is warned of
+MOST_TASKS = 4  # whose losses are measured for the warning
 
 
 class SupportLosses:
@@ -80,15 +86,14 @@ class SupportLosses:
     if the inner loop raises them.
     """
 
-    def __init__(self, config: Config, most: int = 4) -> None:
-        self.config, self.most = config, most
-        self.pairs: list[tuple[float, float]] = []
+    def __init__(self, config: Config) -> None:
+        self.config, self.pairs = config, list[tuple[float, float]]()
 
     def add(self, worker: Worker, learned: InnerResult, support: Sequence[MicroBatch]) -> None:
         """Count a task whose phi the worker holds, by one more pass over the rows of the first inner step;
         none once there are enough. Collective: group.
         """
-        if learned.passes and len(self.pairs) < self.most:
+        if learned.passes and len(self.pairs) < MOST_TASKS:
             after = worker.forward(batches_of_step(support, 0)).loss
             self.pairs.append((learned.passes[0].loss, after))
 
@@ -114,14 +119,14 @@ def rising_loss(config: Config, before: float, after: float, steps: int, tasks: 
     )
 
 
-class Spikes:
-    """Marks losses more than `far` deviations above a running mean. A function of the losses alone."""
+FAR, DECAY, LEAST = 6.0, 0.95, 20  # of spikes: deviations, of the running mean, losses before the first one
 
-    def __init__(
-        self, state: list[float] | None = None, far: float = 6.0, decay: float = 0.95, least: int = 20
-    ) -> None:
+
+class Spikes:
+    """Marks losses more than FAR deviations above a running mean. A function of the losses alone."""
+
+    def __init__(self, state: list[float] | None = None) -> None:
         self.mean, self.square, self.count = state or (0.0, 0.0, 0)
-        self.far, self.decay, self.least = far, decay, least
 
     @property
     def state(self) -> list[float]:
@@ -131,16 +136,16 @@ class Spikes:
     def mark(self, loss: float) -> float | None:
         """Deviations above the mean if the loss is a spike, else None.
 
-        A spike enters the running mean as a loss `far` deviations above it. No loss is a spike before
-        `least` losses were seen.
+        A spike enters the running mean as a loss FAR deviations above it. No loss is a spike before LEAST
+        losses were seen.
         """
         if not math.isfinite(loss):
             return None
         deviation = math.sqrt(max(self.square, 1e-12))
         off = (loss - self.mean) / deviation
-        spike = self.count >= self.least and off > self.far
-        gap = min(off, self.far) * deviation if self.count >= self.least else loss - self.mean
-        weight = max(1 - self.decay, 1 / (self.count + 1))
+        spike = self.count >= LEAST and off > FAR
+        gap = min(off, FAR) * deviation if self.count >= LEAST else loss - self.mean
+        weight = max(1 - DECAY, 1 / (self.count + 1))
         self.mean += weight * gap
         self.square += weight * (gap * gap * (1 - weight) - self.square)
         self.count += 1

@@ -384,7 +384,7 @@ def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessG
             check_finite(config, part.name, theta[part.here])
     worker.write(theta)
     check_replicas(ranks, theta, "although it was broadcast")
-    theta = OuterMemory(ranks.device, config.offload_outer).store(theta)
+    theta = OuterMemory(worker.storage_device, config.offload_outer).store(theta)
     setup = rules.setup(config, worker, head_names, inputs.description.outputs(config), inputs.deepspeed.bf16)
     prompt = prompt_builder(inputs) if find(config.algorithm).in_prompt else None
     return Runtime(

@@ -138,14 +138,20 @@ WEIGHTS = {"c0": 2, "c5": 3, "c7": 2}
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("layout", "stage"),
-    [((2, 1), "plain"), pytest.param((1, 2), 2, marks=pytest.mark.slow)],
+    ("layout", "stage", "algorithm"),
+    [
+        ((2, 1), "plain", "fomaml"),
+        pytest.param((1, 2), 2, "fomaml", marks=pytest.mark.slow),
+        pytest.param((1, 2), 2, "anil", marks=pytest.mark.slow),
+    ],
 )
-def test_class_weights_end_where_the_oracle_ends_with_rows_repeated(tmp_path, monkeypatch, layout, stage):
+def test_class_weights_end_where_the_oracle_ends_with_rows_repeated(
+    tmp_path, monkeypatch, layout, stage, algorithm
+):
     """A weight of 2 is the same loss as every row of the class twice, which the oracle gets."""
     settings = {"class_weights": weights_file(tmp_path, json.dumps(WEIGHTS))}
     monkeypatch.setitem(matrix.ALSO, "weighted", settings)
-    bench, case = ParityFixture(tmp_path), replace(CASE, layout=layout, stage=stage)
+    bench, case = ParityFixture(tmp_path), replace(CASE, layout=layout, stage=stage, algorithm=algorithm)
     theta, _ = bench.run([case])[case.id]
     config = Config(**bench.settings(case))
     description = describe(config)

@@ -240,6 +240,7 @@ def test_a_run_without_finite_tasks_ends_with_an_error(files, tmp_path):
         (math.nan, {"lora_r": 2}),
         (math.nan, {"group_size": 2, "deepspeed": "zero3"}),
         (math.nan, {"group_size": 2, "pipeline_stages": 2}),
+        (-math.inf, {}),
     ],
 )
 def test_a_model_with_weights_that_are_not_finite_is_refused_on_all_ranks(files, tmp_path, value, own):

@@ -122,6 +122,27 @@ def test_a_run_uses_the_gpu_and_offload_starts_the_engine(tmp_path):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--algorithm=fomaml", "--inner_optimizer=adamw", "--inner_lr=0.001"],
+        ["--algorithm=fomaml", "--inner_optimizer=momentum", "--init_interpolation=0.5"],
+        ["--algorithm=reptile", "--inner_optimizer=adamw", "--inner_optimizer_state=kept", "--offload_outer"],
+        ["--algorithm=imaml", "--load_best_model_at_end", "--eval_steps=1"],
+        ["--algorithm=maml", "--deepspeed=ds_configs/zero3_offload.json"],
+        ["--algorithm=maml", "--head_init=prototype", "--deepspeed=ds_configs/zero3_offload.json"],
+        ["--algorithm=fomaml", "--inner_optimizer=adamw", "--deepspeed=ds_configs/zero3_offload.json"],
+    ],
+    ids=" ".join,
+)
+def test_theta_in_host_memory_is_adapted_on_the_gpu(tmp_path, flags):
+    """The held-out table adapts copies in host memory; DeepSpeed's offload keeps the shards there."""
+    flags = [f"--output_dir={tmp_path / 'run'}", "--outer_steps=2", "--eval_episodes=2", *flags]
+    run_ranks(["launch/train.py", *flags], 1).ok()
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["held_out"]["episodes"] == 2
+
+
+@pytest.mark.timeout(600)
 def test_a_group_that_joins_has_its_moments_on_the_gpu(tmp_path, monkeypatch):
     """Two elastic groups share the device.
 

@@ -28,7 +28,18 @@ def differentiable_heavy_ball(g, phi, state, step):
     return u, {"mean": u}
 
 
+def averaged(g, phi, state, step):
+    return state["mean"].lerp_(g, 0.5)  # raises if the dtypes differ
+
+
+def differentiable_averaged(g, phi, state, step):
+    u = state["mean"].lerp(g, 0.5)
+    return u, {"mean": u}
+
+
 spec = InnerOptimizer(("mean",), direction)
+same_dtype = InnerOptimizer(("mean",), averaged)
+same_dtype_smooth = InnerOptimizer(("mean",), averaged, differentiable=differentiable_averaged)
 normed = InnerOptimizer((), whole_norm)
 not_in_place = InnerOptimizer(("mean",), replaced)
 nameless = InnerOptimizer((), direction)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,10 +85,17 @@ def episode_of(learner: Learner, support: int = 9, query: int = 6, seed: int = 5
     )
 
 
-def batches_of(episode: EpisodeRows, micro_batch_size: int = 4, learn_support: bool = False) -> Episode:
+def batches_of(
+    episode: EpisodeRows,
+    micro_batch_size: int = 4,
+    learn_support: bool = False,
+    class_weights: Sequence[float] = (),
+) -> Episode:
     """Rows of a classifier have no prompts; a prompt has at most the 32 positions of `llama`."""
     batcher = Batcher(0, micro_batch_size)
-    support, query = batcher.split(episode.support), batcher.split(episode.query)
+    support, query = (
+        batcher.split(rows, class_weights=class_weights) for rows in (episode.support, episode.query)
+    )
     if isinstance(episode.query[0].labels, int):
         return Episode(support, query)
     prompts = prompted(episode.support, episode.query, 1, 32, learn_support)

@@ -270,6 +270,8 @@ def test_trajectory_in_host_memory_gives_the_same_gradient(settings):
 class Holding:
     """A worker that holds a vector."""
 
+    storage_device = torch.device("cpu")
+
     def __init__(self, vector: Tensor) -> None:
         self.vector = vector
 
@@ -288,7 +290,7 @@ def stored_steps(path: Trajectory, steps: int) -> None:
 def test_trajectory_respects_its_memory_budget():
     path = Trajectory(budget_bytes=100, keeps_directions=True)
     stored_steps(path, 3)
-    assert path.host_bytes == 3 * 40  # two of five fit
+    assert path.left == 100 - 2 * 40  # two of five fit
     assert [float(path.phi(k)[0]) for k in range(3)] == [0, 1, 2]
     assert [float(path.take_direction(k)[0]) for k in range(3)] == [-1, -2, -3]
     path.drop(1)
@@ -446,12 +448,24 @@ def test_nonfinite_side_of_a_difference_is_reported(bad, monkeypatch):
     assert [step.finite for step in hessian.passes] == [True, True, bad != 0, bad != 1]
 
 
+def test_a_task_whose_meta_gradient_overflows_between_finite_passes_adds_nothing(monkeypatch):
+    learner = LEARNERS["llama"]
+    config = config_of(learner, algorithm="maml")
+    worker, times = worker_of(learner, config), DifferenceHessian.times
+    monkeypatch.setattr(DifferenceHessian, "times", lambda self, phi, d: times(self, phi, d).mul_(1e38))
+    theta, rule = worker.read(), find("maml").rule(setup_of(worker, config), 0)
+    found = task_gradient(rule, worker, batches_of(episode_of(learner)))
+    assert not found.finite
+    assert not found.gradient.any()
+    assert torch.equal(worker.read(), theta)
+
+
 def test_trajectory_uses_its_whole_memory_budget():
     path = Trajectory(budget_bytes=40, keeps_directions=False)
     stored_steps(path, 2)
-    assert path.host_bytes == 0
+    assert path.left == 0
     stored_steps(path, 3)
-    assert path.host_bytes == 2 * 40
+    assert path.left == 0
 
 
 def test_trajectory_does_not_store_the_last_phi():

@@ -55,6 +55,28 @@ def test_anil_gradient_is_autograd_through_the_head(model, head, extra):
     assert error < 1e-5
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, THROUGH, {"first_order_steps": 5}, {"inner_optimizer": "momentum"}], ids=identity
+)
+def test_class_weights_count_in_the_inner_loop_on_the_head(settings):
+    """A weight of 2 is the same loss as every row of the class twice, which the oracle gets."""
+    learner, weights = LEARNERS["bert"], (1, 3, 2)
+    config, episode = config_of(learner, algorithm="anil", **settings), episode_of(learner)
+    worker = worker_of(learner, config)
+    rule = find("anil").rule(setup_of(worker, config), 0)
+    found = task_gradient(rule, worker, batches_of(episode, class_weights=weights))
+    support, query = (
+        [row for row in rows for _ in range(weights[row.labels])] for rows in (episode.support, episode.query)
+    )
+    repeated = dataclasses.replace(episode, support=support, query=query)
+    wanted, _ = learners.oracle_gradient(learner, config, repeated)
+    _, error = learners.cosine_and_error(
+        learners.meta_parameters(learner, config, by_name(worker, found.gradient)),
+        learners.meta_parameters(learner, config, wanted),
+    )
+    assert error < 1e-5
+
+
 @pytest.mark.parametrize("model", ["bert", "classifier"])
 def test_anil_evaluation_and_training_reach_the_same_head(model):
     """Evaluation runs the ordinary inner loop with rates of zero on the body; both reach the same head and
@@ -83,7 +105,7 @@ def test_anil_evaluation_and_training_reach_the_same_head(model):
 def test_scores_after_each_step_are_those_of_the_query_set(settings, calls):
     """9 + 6 rows in micro-batches of 4: 3 and 2. Where the body stays, each goes through it once."""
     learner = LEARNERS["bert"]
-    config, episode = config_of(learner, **settings), batches_of(episode_of(learner))
+    config, episode = config_of(learner, **settings), batches_of(episode_of(learner), class_weights=(1, 4, 2))
     worker = worker_of(learner, config)
     inner, theta, seen = setup_of(worker, config).inner, worker.read(), list[int]()
     hook = worker.learner.hf.register_forward_hook(lambda *_: seen.append(1))
@@ -174,6 +196,12 @@ def test_anil_of_fewer_classes_than_the_head_has(settings):
             "head_init": "learned",
             "inner_lr_schedule": "linear",
         },
+        {
+            "algorithm": "fomaml",
+            "inner_lr_groups": ["head=1", "*=0"],
+            "inner_optimizer": "tests.support.inner_optimizer:same_dtype",
+        },
+        {"algorithm": "anil", "inner_optimizer": "tests.support.inner_optimizer:same_dtype_smooth"},
     ],
     ids=identity,
 )
@@ -182,7 +210,7 @@ def test_head_only_steps_run_one_body_forward(settings, monkeypatch):
     forward for all.
     """
     learner = LEARNERS["bert"]
-    config, episode = config_of(learner, **settings), batches_of(episode_of(learner))
+    config, episode = config_of(learner, **settings), batches_of(episode_of(learner), class_weights=(1, 4, 2))
 
     def learned(whole: bool):
         worker = worker_of(learner, config)
@@ -279,10 +307,6 @@ def test_a_nonfinite_task_is_reported_and_theta_is_unchanged(algorithm, poison):
         pytest.skip("the support set is a part of the prompts")
     for batch in getattr(episode, "prompted" if algorithm == "meta_icl" else poison):
         batch.weights *= math.inf
-    if (
-        algorithm in ("anil", "protonet") and poison == "support"
-    ):  # they weigh no support rows; make the features bad instead
-        pytest.skip("features do not depend on the weights of rows")
     bad = task_gradient(rule, worker, episode)
     assert not bad.finite
     assert not bad.gradient.any()

@@ -8,23 +8,102 @@ from itertools import pairwise
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmmeta import Config, MetaTrainer
+from fmmeta.config.algorithms import find
+from fmmeta.meta.algorithms.setup import setup
 from fmmeta.meta.inner_optimizers import InnerState
 from fmmeta.meta.outer_step import OuterOptimizer
-from fmmeta.meta.parameters import MetaGradient, MetaParameters, PendingMean, StateDict
+from fmmeta.meta.parameters import KEPT_MOMENTS, MetaGradient, MetaParameters, PendingMean, StateDict
 from fmmeta.parallel import param_map
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.param_map import OuterMemory
+from fmmeta.parallel.process_groups import World
 from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.planning import memory
+from fmmeta.training import build
 from tests.support.helpers import refusal
-from tests.support.learners import bert, worker_over
+from tests.support.learners import CPU, batches_of, bert, config_of, episode_of, worker_over
 from tests.support.memory import SIZES, world_of
 from tests.support.messages import check_message
 from tests.support.models import save_bert, write_classes
 
-CPU = torch.device("cpu")
+GPU = torch.device("meta")  # in place of a GPU: an operation on tensors of both devices raises
+
+
+class OnGpu(PlainWorker):
+    """A worker whose model is on that device; with `offload` its shards are in host memory."""
+
+    def __init__(self, learner, offload: bool) -> None:
+        super().__init__(learner, param_map.param_groups(learner, (), weight_decay=True), GPU)
+        if offload:
+            self.storage_device = CPU
+            self.local_shards = [(torch.zeros(self.params.numel), slice(0, self.params.numel))]
+
+    def dot(self, a, b) -> float:
+        super().dot(a, b)
+        return 1.0
+
+    def apply(self, update, skip_nonfinite_everywhere):
+        ((shard, where),) = self.local_shards
+        update(shard, torch.zeros_like(shard), where)
+        return torch.zeros((), device=GPU)
+
+
+class CopiesToHost(TorchDispatchMode):
+    """Copies of tensors of that device, which have no values, are zeros."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, func.name()
+        if name == "aten::_local_scalar_dense" and args[0].is_meta:
+            return torch.zeros((), dtype=args[0].dtype).item()
+        if name == "aten::_to_copy" and args[0].is_meta and kwargs.get("device", GPU).type == "cpu":
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        if name == "aten::copy_" and args[1].is_meta and not args[0].is_meta:
+            return args[0].zero_()
+        return func(*args, **kwargs)
+
+
+ADAMW = {"inner_optimizer": "adamw"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algorithm": "fomaml", **ADAMW},
+        {"algorithm": "fomaml", "inner_optimizer": "momentum", "inner_lr_learned": "element"},
+        {"algorithm": "fomaml", "inner_lr_learned": "layer", "multi_step_loss_steps": 2},
+        {"algorithm": "reptile", **ADAMW, "inner_optimizer_state": "kept"},
+        {"algorithm": "maml"},
+        {"algorithm": "maml", "second_order": "autograd", **ADAMW, "trajectory_memory_gib": 0},
+        {"algorithm": "maml", "head_init": "prototype", "prototype_gradient": True},
+        {"algorithm": "imaml"},
+        {"algorithm": "joint"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+@pytest.mark.parametrize("outer", ["host", "device"])
+@pytest.mark.parametrize("offload", [False, True], ids=["", "deepspeed_offload"])
+def test_a_task_runs_wherever_theta_and_the_shards_are(settings, outer, offload):
+    """theta is in host memory with --offload_outer, in the table at the end and in other evaluations."""
+    with GPU:
+        learner = bert("mean")
+    config, episode = config_of(learner, **settings), batches_of(episode_of(learner))
+    worker = OnGpu(learner, offload)
+    parts = setup(config, worker, learner.head_names, 3, False)
+    memory = OuterMemory(worker.storage_device, outer == "host")
+    theta = torch.zeros(worker.params.numel) if outer == "host" else memory.store(worker.read())
+    meta = MetaParameters.of(theta, parts.inner)
+    with CopiesToHost():
+        if meta.kept is not None:
+            meta.kept.vectors = {name: torch.zeros_like(theta) for name in KEPT_MOMENTS}
+        into = MetaGradient(theta, meta.extra)
+        find(config.algorithm).rule(parts, 0).task_gradient(worker, meta, episode, into)
+        assert into.weight == 1
+        before, after = parts.evaluation_method(meta.rates).score(worker, meta.theta.cpu(), episode)
+    assert before.stats.device == after.stats.device == GPU
 
 
 def outer_of(worker: PlainWorker, offload: bool, **settings) -> OuterOptimizer:
@@ -156,6 +235,25 @@ def test_auto_group_size_needs_host_memory_too(monkeypatch):
         "32 GiB are free (and 8 in host memory)",
         "use a higher",
     )
+
+
+def test_outer_vectors_are_on_the_device_of_the_shards(tmp_path, monkeypatch):
+    """As DeepSpeed's offload from a GPU to host memory, the other way round."""
+    model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
+    config = Config(model_name_or_path=str(model), dataset=[str(data)], k_shot=1, num_query=2)
+    world, create = World(Launch(), CPU), build.create_worker
+    inputs = build.read_inputs(config, world, lambda text: None)
+
+    def elsewhere(*given):
+        worker, *others = create(*given)
+        worker.storage_device = GPU
+        return worker, *others
+
+    monkeypatch.setattr(build, "create_worker", elsewhere)
+    plan, ranks = inputs.parallel_plan(config, 1, "cpu"), world.split(1, default_group=False)
+    parts = build.build(config, inputs, plan, ranks)
+    assert parts.meta_params.theta.device == GPU
+    assert OuterOptimizer(parts.meta_params, parts.worker, config).memory.device == GPU
 
 
 def test_received_state_moves_to_the_device_of_theta():

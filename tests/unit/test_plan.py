@@ -367,6 +367,46 @@ def test_all_strategies_are_tried(folders):
     assert kept == [Strategy(2, 3, lora_r=4, checkpointing=True)]
 
 
+@pytest.mark.parametrize("second_order", ["auto", "autograd"])
+def test_a_group_of_one_with_offload_is_planned_as_the_run_computes_it(folders, second_order):
+    """DeepSpeed's ZeRO 3 runs it, which cannot differentiate twice and cannot defer a backward pass."""
+    plan = plan_of(
+        model_name_or_path=folders["llama"],
+        task_type="causal_lm",
+        algorithm="maml",
+        lora_r=2,
+        second_order=second_order,
+        gpu_memory_gib=80.0,
+    )
+    for device in ("cuda", "cpu"):  # on CPUs it is plain PyTorch
+        planner = Planner(plan, replace(PROFILES["h100"], device=device))
+        layouts = {str(one.strategy): one for one in planner.layouts() if one.strategy.group_size == 1}
+        whole, offloaded = layouts["LoRA 2"], layouts.get("ZeRO 3, LoRA 2, offload")
+        assert (offloaded is None) == (device == "cuda" and second_order == "autograd")
+        if offloaded:  # fewer activations without the graphs of gradients
+            fewer = offloaded.memory.kinds["activations"] < whole.memory.kinds["activations"]
+            assert fewer == (device == "cuda")
+
+
+@pytest.mark.parametrize(("stage", "tensor", "forwards"), [(0, 1, 0), (0, 2, 0), (3, 1, 1)])
+def test_tensor_ranks_defer_a_backward_pass_and_zero_3_does_not(folders, stage, tensor, forwards):
+    """ANIL: a forward of the support set more where its activations cannot wait for the query set."""
+    config = Config(
+        model_name_or_path=folders["llama"],
+        pooling="mean",
+        algorithm="anil",
+        k_shot=1,
+        num_query=1,
+        tensor_parallel_size=tensor,
+    )
+    learner = empty_learner(config, describe(config))
+    counted = largest_part(config, learner, learner.hf.config)
+    sizes = rank_sizes(config, learner.hf.config, counted, lazy=False)
+    settings = DeepSpeedSettings(stage, False, stage == 3)
+    work = task_work(config, settings, sizes, count_matmuls(learner, config), 1, 64)
+    assert sum(times for times, one in work.passes if not one.update) == forwards
+
+
 @pytest.mark.parametrize(("given", "ranks"), [({}, {4}), ({"lora_r": 4}, {4})])
 def test_the_rank_of_a_peft_config_is_planned(given, ranks):
     options = {"use_rslora": True, "rank_pattern": {"query": 2}, **({} if given else {"r": 4})}

@@ -15,7 +15,6 @@ import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -29,6 +28,7 @@ from fmmeta.reliability.signals import Launcher, Signals, process_stat
 from fmmeta.reliability.watchdog import Heartbeats, WatchdogStage, identity_of, stack_of, this_process
 from fmmeta.training.loop import StopAgreement
 from tests.support.helpers import refusal
+from tests.support.learners import bert, worker_over
 from tests.support.messages import check_message
 from tests.support.short_runs import until
 
@@ -188,10 +188,12 @@ def task(loss: float) -> TaskResult:
     ],
 )
 def test_outliers_are_found_among_finite_gradients(settings, loss, norm, fits):
-    worker: Any = SimpleNamespace(dot=lambda a, b: float(torch.dot(a, b)))
+    worker = worker_over(bert(), "zero")
     bounds = OutlierBounds(Config(**settings), worker)
     assert bool(bounds) == bool(settings)
-    gradient = torch.tensor([norm, 0.0])
+    gradient = torch.zeros(worker.params.numel)
+    gradient[0] = norm
+    gradient[worker.params.groups["head"]] = 100.0  # no meta-parameter: the outer step ignores it
     assert bounds.exceeded_by(task(loss), gradient) == (not fits)
     assert not bounds.exceeded_by(replace(task(loss), finite=False), gradient)
     no_support = replace(task(loss), support=PassStats(torch.full((4,), math.nan)))  # as meta_icl

@@ -143,7 +143,7 @@ def two_steps(self: Exercise, name: str) -> None:
 def displacement(self: Exercise, name: str) -> None:
     self.sgd_step(self.support)
     into = self.made("sum")
-    self.worker.displacement(self.theta, into, 0.5)
+    self.worker.displacement(self.theta, into)
     self.keep(name, into)
 
 

@@ -248,7 +248,7 @@ def test_the_plain_worker_equals_plain_pytorch(folder, plain, model, rank):
         check("vjp", {name: made[name] + gradient[name] for name in made})
     torch_model.step()
     phi = torch_model.theta()
-    check("displacement", {name: made[name] + 0.5 * (begin[name] - phi[name]) for name in made})
+    check("displacement", {name: made[name] + begin[name] - phi[name] for name in made})
     gradient = torch_model.gradient(torch_model.loss(QUERY_ROWS))
     check("weighted gradient that restores", {name: made[name] + 0.25 * gradient[name] for name in made})
     check("weighted gradient that restores, theta", begin)

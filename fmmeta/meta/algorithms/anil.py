@@ -42,7 +42,6 @@ from fmmeta.meta.classifier_head import (
     nearest_mean_head,
 )
 from fmmeta.meta.costs import Passes, keeps_support
-from fmmeta.meta.inner_optimizers import HEAD
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.meta.rule import InnerLoop, Rule, TaskResult, no_poll
 from fmmeta.parallel.workers.base import CotangentFn, PassStats, SavedForward, VjpInput, Worker
@@ -132,29 +131,10 @@ class Anil:
         else:
             start = head.read(worker, theta, rows.features.shape[1])
         leaves = [] if head.backprop_through_means else [part.detach().requires_grad_() for part in start]
-        adapted, first = self._learn(leaves or start, rows)
+        adapted, passes = self.inner.learn_head(leaves or start, rows, exact=self.order > 1)
+        first = passes[0] if passes else rows.loss(adapted)[1]
         slope = torch.where(first.nonfinite_ranks > 0, torch.nan, 1.0)
         return HeadSolution(QueryLoss(worker, query, adapted, slope), adapted, rows, leaves, first)
-
-    def _learn(self, head: Head, rows: FeatureRows) -> tuple[Head, PassStats]:
-        """The inner loop on the head, and the statistics of the support set before it."""
-        first = rows.loss(head)[1]
-        exact, optimizer, table = self.order > 1, self.inner.optimizer, self.inner.rates.table
-        column, direction = self.inner.rates.layers.names.index(HEAD), optimizer.differentiable
-        assert direction is not None
-        states = [{name: torch.zeros_like(part) for name in optimizer.state_names} for part in head]
-        if not exact:
-            rows = replace(rows, features=rows.features.detach())
-        for k in range(self.inner.steps):
-            leaves = head if exact else [part.detach().requires_grad_() for part in head]
-            gradient = torch.autograd.grad(rows.loss(leaves)[0], leaves, create_graph=exact)
-            found = [
-                direction(g, part if exact else part.detach(), state, k + 1)
-                for g, part, state in zip(gradient, head, states, strict=True)
-            ]
-            head = [part - float(table[k, column]) * u for part, (u, _) in zip(head, found, strict=True)]
-            states = [state for _, state in found]
-        return head, first
 
 
 @dataclass

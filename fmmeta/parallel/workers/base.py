@@ -5,7 +5,7 @@
     write(vector)                               sets them, refreshes working weights     restore, outer step
     step(batches, update) -> PassStats          forward, backward, update of shards      inner step
     gradient(batches, into, weight, restore)    forward, backward, adds the gradient     query gradient
-    displacement(theta, into, weight)           adds theta - phi                         Reptile
+    displacement(theta, into)                   adds theta - phi                         Reptile
     forward(batches) -> PassStats               loss and accuracy, no gradient           evaluation
     features(batches) -> [[B, D]]               input of the classifier head             prototypes
     forward_features(batches) -> SavedForward   the same, for a later step or vjp        one forward less
@@ -238,11 +238,11 @@ class Worker(ABC):
             into.add_(total.to(into.device), alpha=weight)
         return result
 
-    def displacement(self, theta: Tensor, into: Tensor, weight: float = 1.0) -> None:
-        """Add `weight` times (theta minus the shards) to `into`, fp32 [S] on any device, piece by piece."""
+    def displacement(self, theta: Tensor, into: Tensor) -> None:
+        """Add theta minus the shards to `into`, fp32 [S] on any device, piece by piece."""
         for tensor, where in self.local_shards:
             for part, there, here in pieces(self.device, into[where], theta[where], tensor):
-                part.add_(there.to(here.device).sub(here).to(part.device), alpha=weight)
+                part.add_(there.to(here.device).sub(here).to(part.device))
 
     def dot(self, a: Tensor, b: Tensor) -> float:
         """Inner product over the whole model, the same bits on every rank of the group. Collective: group."""

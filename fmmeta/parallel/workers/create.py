@@ -85,7 +85,7 @@ def load_sharded(
             for name, value in sorted(tensors.items())
             if name in in_checkpoint or not value.is_meta
         )
-        mark = fingerprint((name, check_finite(config, name, value)) for name, value in read)
+        mark = fingerprint((name, check_finite(config, name, value, True)) for name, value in read)
     frozen = copies_to_export(config, ranks, tensors, ranks.first, mark)
     del tensors  # an engine gives the frozen weights other storage
     shard_while_loading(model, filled)
@@ -162,7 +162,7 @@ def copies_to_export(
     """
     with ranks.world.raise_on_all("looking at the frozen weights"):
         mark = mark or fingerprint(
-            (name, check_finite(config, name, value)) for name, value in sorted(tensors.items())
+            (name, check_finite(config, name, value, True)) for name, value in sorted(tensors.items())
         )
     check_equal(ranks, mark, stage)
     if config.lora_r or not writes:
@@ -170,9 +170,12 @@ def copies_to_export(
     return {name: value.cpu().clone() for name, value in tensors.items()}
 
 
-def check_finite(config: Config, name: str, value: Tensor) -> Tensor:
-    """A tensor of a checkpoint. Raises `UsageError` for one that holds NaN or infinity."""
-    if not (value < math.inf).all():  # -inf may be the mask in a buffer
+def check_finite(config: Config, name: str, value: Tensor, frozen: bool = False) -> Tensor:
+    """A tensor of a checkpoint. Raises `UsageError` for one that holds NaN or infinity.
+
+    frozen: it may hold -inf, which is the mask in a buffer.
+    """
+    if not (value < math.inf if frozen else value.isfinite()).all():
         raise UsageError(
             f"model_name_or_path={config.model_name_or_path} has weights that are NaN or infinite, the"
             f" first in {name.removeprefix('hf.')}; give a checkpoint from before they diverged, or"

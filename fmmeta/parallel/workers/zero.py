@@ -26,7 +26,7 @@ from fmmeta.models.lazy_weights import LazyModel
 from fmmeta.models.learner import Learner
 from fmmeta.models.pipeline_split import base_model
 from fmmeta.parallel.collectives import Communicator
-from fmmeta.parallel.layout import GroupCoordinates
+from fmmeta.parallel.layout import GroupCoordinates, can_defer_backward, differentiates_twice
 from fmmeta.parallel.param_map import (
     ParamNames,
     Piece,
@@ -308,9 +308,8 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
         # ZeRO 3 empties the shapes
         names = {id(param): (name, tuple(getattr(param, "ds_shape", param.shape))) for name, param in named}
         stage, bf16 = config["zero_optimization"]["stage"], config["bf16"]["enabled"]
-        self.can_defer_backward = stage < 3  # ZeRO 3 follows the order of modules, forward and back
-        # ZeRO 3 frees a layer's weights before the second backward pass; products need complete parameters
-        self.differentiates_twice = coordinates.tensor == 1 and stage < 3
+        self.can_defer_backward = can_defer_backward(stage)
+        self.differentiates_twice = differentiates_twice(stage, tensor=coordinates.tensor)
         if bf16 and read is None:
             read = {name: param.detach().clone() for name, param in named if param.requires_grad}.__getitem__
         mpu = None
