@@ -122,13 +122,13 @@ class HeldOut:
         `each_step`). Raises `UsageError` if one fails. Collective: world.
         """
         self.progress.start(what)
+        self.begin_stage(f"{what}, loading its episodes")
         slots = {task.seed: slot for slot, task in enumerate(tasks)}
         key = self._key(theta, learning, each_step) if keep else ""
         stored = self._read() if keep else {}
         known = {score["slot"]: HeldOutScore(**score) for score in stored.get(key, [])}
         todo = [task for task in tasks if slots[task.seed] not in known]
         self.worker.write(theta)
-        self.begin_stage(f"{what}, loading its episodes")
         mine, scores = reader.read_share(todo) if todo else [], list[HeldOutScore]()
         score = learning.scores_after_each_step if each_step else learning.score
         failed, own = "", self.own if source is not None and not each_step else OwnMetrics()
@@ -145,10 +145,10 @@ class HeldOut:
             self.worker.write(theta)
             if own.metrics and float(self.ranks.group.sum_(torch.tensor([float(bool(failed))]))):
                 break
+        self.begin_stage(f"{what}, waiting for the other groups")
         with self.ranks.world.raise_on_all("calling the metrics") if own.metrics else nullcontext():
             if failed:
                 raise UsageError(failed)
-        self.begin_stage(f"{what}, waiting for the other groups")
         known |= {one.slot: one for one in gather_scores(self.ranks, scores, HeldOutScore)}
         if keep and todo:
             finished = [asdict(one) for one in known.values()]
