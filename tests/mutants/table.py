@@ -292,8 +292,8 @@ MUTANTS = (
     Mutant(
         "moments are not restored",
         "meta/outer_step.py",
-        "            for name in self.spec.moments\n            if name in state.vectors\n",
-        "            for name in self.spec.moments[:0]\n",
+        "for name in self.spec.moments if name in state.vectors}",
+        "for name in self.spec.moments[:0]}",
         "a resumed run restarts AdamW with zero moments",
         ("unit/test_inner_outer.py", *CHECKPOINTS),
     ),

@@ -744,7 +744,7 @@ def test_diverged_loss_is_read_back_from_results(tmp_path):
     score = {"slot": 0, "task": "t", "stratum": "s", "loss": float("inf"), "accuracy": 0.5}
     write_json(tmp_path / "results.json", {"cells": [{**cell, "scores": [score]}]})
     (found,) = read_cells(str(tmp_path / "results.json"))
-    assert np.isnan(found.scores[0].loss)
+    assert math.isinf(found.scores[0].loss)
 
 
 def test_ranges_of_shots_and_ways_are_shown(bert, classes, capsys):
