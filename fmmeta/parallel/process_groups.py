@@ -31,6 +31,7 @@ from fmmeta.parallel.layout import Launch, Layout, Nodes
 from fmmeta.parallel.network import SharedStore, agree_on_generation
 
 TIMEOUT = timedelta(minutes=30)
+MARGIN_S = 60.0  # that ranks wait for another node longer than ranks of that node
 LOG_S = 10.0  # between two lines about a rank that waits for another one
 T = TypeVar("T")
 PendingWork = dist.Work
@@ -102,6 +103,8 @@ class World:
         outcome, result = "failed", None
         if rank != first:
             outcome = self._wait_for(shared, key, f"rank {first} on {platform.node()} ({doing})", timeout_s)
+        # ranks of a node that is done wait here for the first ranks of other nodes
+        self.comm.set_timeout(max(TIMEOUT.total_seconds(), timeout_s + MARGIN_S))
         with self.comm.raise_on_all(doing):
             try:
                 if rank == first or outcome == "done":  # if it failed there, every rank raises that error
@@ -110,6 +113,7 @@ class World:
             finally:
                 if rank == first:
                     shared.set(key, outcome)
+        self.comm.set_timeout(TIMEOUT.total_seconds())
         return cast("T", result)
 
     def _wait_for(self, shared: SharedStore, key: str, peer: str, timeout_s: float) -> str:

@@ -180,6 +180,11 @@ def test_too_many_bad_tasks_stop_all_ranks(tmp_path):
     assert not ended.others
 
 
+def test_a_node_that_is_done_waits_for_a_slower_one():
+    """Longer than the timeout of its communicator, up to prepare_timeout."""
+    assert run_ranks(["-m", "tests.support.scenarios", "slow_node"], 2, 100).ok().output == ["read\n"] * 2
+
+
 def test_one_rank_of_a_node_prepares_and_the_others_wait_for_it(tmp_path):
     ended = run_ranks(["-m", "tests.support.scenarios", "prepare_once", str(tmp_path)], 3, 100).ok()
     first, second, third = (text.splitlines() for text in ended.output)

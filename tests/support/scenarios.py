@@ -25,7 +25,7 @@ from fmmeta.meta.hessian import DifferenceHessian
 from fmmeta.meta.parameters import MetaGradient
 from fmmeta.models.load import load_learner
 from fmmeta.parallel import collectives, process_groups
-from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.layout import Launch, Nodes
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.parallel.workers import create
 from fmmeta.parallel.workers.create import check_equal, fingerprint
@@ -419,6 +419,15 @@ def prepare_once(world: World, folder: str) -> None:
         print(f"raised: {error}", flush=True)
     world.store = None
     os._exit(0)  # as a launcher would end it: rank 0 does not answer
+
+
+def slow_node(world: World) -> None:
+    """Two nodes of one rank each, and the second prepares for longer than communicators wait otherwise."""
+    world.nodes = Nodes((0, 1), ("a", "b"))
+    world.comm.set_timeout(2)
+    seconds = 6 * world.launch.global_rank
+    world.run_on_first_rank_of_node("reading the data", lambda: time.sleep(seconds), 3600)
+    print("read", flush=True)
 
 
 if __name__ == "__main__":
