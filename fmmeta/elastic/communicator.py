@@ -125,6 +125,7 @@ class Membership:
 CONNECT_S = 10.0  # timeout of members that connect to each other; gloo tries up to four times for so long
 REACH_S = 5.0  # timeout of the test whether a member's process is alive
 REFUSE_S = 1.0  # timeout of the test whether its port refuses connections
+RENEW_S = 60.0  # between two broadcasts to the other ranks of a group while its request is pending
 MAX_LOST = 16  # lost groups that are reported again for every step
 
 
@@ -167,9 +168,12 @@ class ElasticCommunicator(Communicator):
                 self.store = listening_store(self.host, 0)
                 self.store_address = f"{self.host}:{self.store.port}"
 
-    def form(self, step: int, timeout_s: float) -> Membership:
+    def form(
+        self, step: int, timeout_s: float, while_waiting: Callable[[], None] = lambda: None
+    ) -> Membership:
         """Wait for the other groups of this outer step and connect to them. Collective: all groups.
 
+        while_waiting: called on every rank of this group, again and again while the request is pending.
         Raises `PeerLost` if a group dies meanwhile, and `MachineFault` if the lighthouse does not answer for
         `timeout_s`.
         """
@@ -178,7 +182,14 @@ class ElasticCommunicator(Communicator):
             self.computed_by = self.attempt[1]
         with self.own.raise_on_all("asking the lighthouse"):
             if self.client is not None:
-                answer = json.dumps(self._request_quorum(self.client, step, timeout_s)).encode()
+                try:
+                    found = self._request_quorum(self.client, step, timeout_s, while_waiting)
+                    answer = json.dumps(found).encode()
+                finally:
+                    self.own.broadcast_(torch.zeros(1))  # the request has ended
+            else:
+                while float(self.own.broadcast_(torch.zeros(1))):
+                    while_waiting()
         quorum, listed, unknown_groups = json.loads(self.own.gather_bytes(answer)[0])
         members = tuple(GroupInfo(**one) for one in listed)
         names = [member.name for member in members]
@@ -202,17 +213,30 @@ class ElasticCommunicator(Communicator):
         self.attempt = (step, self.connection)
         return Membership(members, here, restarted, unknown_groups)
 
-    def _request_quorum(self, client: LighthouseClient, step: int, timeout_s: float) -> Any:
-        """The quorum: a unique name, its members, and the number of other groups listed."""
+    def _request_quorum(
+        self, client: LighthouseClient, step: int, timeout_s: float, while_waiting: Callable[[], None]
+    ) -> Any:
+        """The quorum: a unique name, its members, and the number of other groups listed. Rank 0 of this
+        group; the other ranks receive its broadcasts.
+        """
         names = ("fresh", "writes", "connection", "computed_by", "config_hash")
         data = {name: getattr(self, name) for name in names}
         client.read_min_groups()
         data["min_groups"] = client.min_groups  # not every group can read it (lighthouse.py)
         client.start_heartbeats(self.store_address, self.own.size)
-        reported = set[str]()
+        reported, renewed = set[str](), time.monotonic()
+
+        def waiting() -> None:
+            nonlocal renewed
+            self._report_lost(client, step, reported)
+            while_waiting()
+            if time.monotonic() - renewed >= RENEW_S:
+                renewed = time.monotonic()
+                self.own.broadcast_(torch.ones(1))  # the request is pending
+
         quorum = client.request_quorum(
             timeout_s,
-            lambda: self._report_lost(client, step, reported),
+            waiting,
             **self._signed(self.name, self.store_address, step, data),
         )
         found = sorted(filter(None, map(self._verified, quorum.participants)), key=itemgetter("name"))

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
@@ -224,9 +225,10 @@ class ElasticController(StaticController):
 
         Raises `PeerLost`. Collective: all groups.
         """
-        run.stage.begin("waiting for the other groups")
-        self.began = self.began or time.monotonic()
-        step, members = run.state.outer_step, self.cross.form(run.state.outer_step, LIGHTHOUSE_S)
+        wait = partial(run.stage.begin, "waiting for the other groups")
+        wait()
+        self.began, step = self.began or time.monotonic(), run.state.outer_step
+        members = self.cross.form(step, LIGHTHOUSE_S, wait)  # the lighthouse answers meanwhile
         if members.unknown_groups > (self.membership.unknown_groups if self.membership else 0):
             self.log(
                 f"lighthouse={self.config.lighthouse} lists {members.unknown_groups} groups that do not know"

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore, ProcessGroupGloo
 
-from fmmeta.common.errors import MachineFault, PeerLost
+from fmmeta.common.errors import MachineFault, PeerError, PeerLost
 from fmmeta.config.settings import Config
 from fmmeta.elastic import communicator
 from fmmeta.elastic.communicator import MAX_LOST, ElasticCommunicator, GroupInfo, Membership
 from fmmeta.elastic.controller import MAX_ATTEMPTS, ElasticController, check_kinds, config_hash, kinds
 from fmmeta.elastic.lighthouse import reachable_as
+from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from tests.support.fork_server import free_port
 from tests.support.helpers import refusal
@@ -79,6 +83,67 @@ def test_a_member_that_ends_while_the_others_connect_is_noticed_at_once():
     assert cross._unless_lost(lambda: 7) == 7
     with pytest.raises(RuntimeError, match="the store"):
         cross._unless_lost(lambda: (_ for _ in ()).throw(RuntimeError("the store")))
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_all_ranks_of_a_group_know_that_its_request_is_pending(monkeypatch, answers):
+    """The wait may be longer than the bound of any stage. A lighthouse that is dead ends it on all ranks."""
+    monkeypatch.setattr(communicator, "RENEW_S", 0.0)
+    store = HashStore()
+
+    def request_quorum(timeout_s, while_waiting, **request):
+        for _ in range(3):
+            while_waiting()
+        if not answers:
+            raise MachineFault("lighthouse=http://head:1 has been silent for 30 s")
+        member = SimpleNamespace(
+            replica_id="me", store_address="here:1", step=request["step"], data=request["data"]
+        )
+        return SimpleNamespace(
+            quorum_id=1, created=SimpleNamespace(seconds=0, nanos=0), participants=[member]
+        )
+
+    client: Any = SimpleNamespace(
+        min_groups=1,
+        read_min_groups=lambda: None,
+        start_heartbeats=lambda address, size: None,
+        request_quorum=request_quorum,
+    )
+
+    def form(rank: int) -> tuple[int, str]:
+        gloo = ProcessGroupGloo(store, rank, 2, timedelta(seconds=20))
+        cross = object.__new__(ElasticCommunicator)
+        Communicator.__init__(cross, None, 0, 1, torch.device("cpu"))
+        cross.own, cross.name, cross.store_address = Communicator(gloo, rank, 2, cross.device), "me", "here:1"
+        cross.fresh, cross.writes, cross.connection, cross.computed_by = True, False, "", ""
+        cross.attempt, cross.listed, cross.timeout_s = (0, ""), {}, 10.0
+        cross.config_hash, cross.secret, cross.client = "", b"", client if rank == 0 else None
+        calls = list[int]()
+        try:
+            cross.form(0, 30.0, lambda: calls.append(rank))
+        except (MachineFault, PeerError) as error:
+            return len(calls), type(error).__name__
+        return len(calls), ""
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(form, range(2)))
+    assert found == ([(3, ""), (3, "")] if answers else [(3, "MachineFault"), (3, "PeerError")])
+
+
+def test_a_stage_is_renewed_while_a_group_waits():
+    stages = list[str]()
+
+    def form(step, timeout_s, while_waiting):
+        while_waiting()
+        raise PeerLost("enough")
+
+    cross: Any = SimpleNamespace(form=form)
+    run: Any = SimpleNamespace(
+        state=SimpleNamespace(outer_step=3), stage=SimpleNamespace(begin=stages.append)
+    )
+    with pytest.raises(PeerLost):
+        ElasticController(Config(), cross, None, print).begin_step(run)  # type: ignore[arg-type]
+    assert stages == ["waiting for the other groups"] * 2
 
 
 NEW, OLD = True, False
