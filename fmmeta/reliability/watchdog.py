@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -209,10 +209,9 @@ class Watchdog:
         processes: Sequence[dict[str, Any]],
         rank: int,
         signals: Signals,
-        leave: Callable[[int], Any] = os._exit,
     ) -> None:
         self.stage, self.processes, self.rank = stage, processes, rank
-        self.signals, self.leave, self.launcher = signals, leave, Launcher(len(processes) > 1)
+        self.signals, self.launcher = signals, Launcher(len(processes) > 1)
         self.closed, self.is_ending = threading.Event(), False
         self.heartbeats = store and Heartbeats(stage, store, rank, len(processes), signals, self.closed)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -250,7 +249,7 @@ class Watchdog:
             for process in (self.processes[rank] for rank in frozen):
                 if process["identity"] and identity_of(process["pid"]) == process["identity"]:
                     os.kill(process["pid"], signal.SIGKILL)  # a stopped process cannot end itself
-        self.leave(EXIT_FAULT)
+        os._exit(EXIT_FAULT)
 
     def _report(self, silent: Sequence[int], latest: Sequence[dict[str, Any]]) -> list[str]:
         """Lines that name the silent ranks and where the others are; ranks at one place share a line."""

@@ -160,8 +160,7 @@ class StaleSteps:
     again: positions in the queue of tasks that an earlier process began and whose gradients are not in theta;
     they are claimed first. claimed_before: tasks that were claimed before this process, `again` among them.
     current: position of the task that this group runs, or has not counted yet. in_sum: of those that it has
-    counted in the open outer step, and the versions of theta with which they began; in_last_sum: in the one
-    before.
+    counted in the open outer step, and the versions of theta with which they began.
     """
 
     def __init__(self, run: "Run") -> None:
@@ -177,7 +176,7 @@ class StaleSteps:
             self.ledger.begin(Ledger(counted=done))
         ranks.world.barrier()
         self.current: int | None = None
-        self.in_sum, self.in_last_sum = list[tuple[int, int]](), list[tuple[int, int]]()
+        self.in_sum = list[tuple[int, int]]()
         self.is_running = self.is_stopping = False
         self.queue = lru_cache(maxsize=self.bound.max_staleness + 2)(run.schedule.queue)
         meta = state.meta_params
@@ -330,7 +329,7 @@ class StaleSteps:
         outcome = run.finish_step(self.metrics, abandon, self._describe)
         if outcome is Outcome.STOP:
             raise StepsEnded
-        self.in_sum, self.in_last_sum = [], self.in_sum
+        self.in_sum = []
         run.end_step(outcome)
         if run.is_over:
             raise StepsEnded

@@ -60,11 +60,21 @@ class CountedTasks(Callback):
 
     def __init__(self) -> None:
         self.steps: list[list[tuple[int, int]]] = []
+        self.in_sum: list[tuple[int, int]] = []  # of this group, in the outer step that closes
+
+    def on_train_begin(self, run):
+        if (stale := run.stale_steps) is not None:
+            describe = stale._describe
+
+            def noting(metrics):
+                self.in_sum = stale.in_sum if run.ranks.layout.group_rank == 0 else []
+                describe(metrics)
+
+            stale._describe = noting
 
     def on_step_end(self, run, outcome):
         if run.stale_steps is not None:
-            mine = run.stale_steps.in_last_sum if run.ranks.layout.group_rank == 0 else []
-            parts = map(json.loads, run.ranks.world.gather_bytes(json.dumps(mine).encode()))
+            parts = map(json.loads, run.ranks.world.gather_bytes(json.dumps(self.in_sum).encode()))
             self.steps.append(sorted(tuple(task) for part in parts for task in part))
 
 
