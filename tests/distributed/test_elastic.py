@@ -15,11 +15,13 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.elastic import SLEEP, Born, Trial, alone, lines_of, parity, theta_of
+from fmmeta import Config, MetaTrainer
 from fmmeta.common.errors import MachineFault, PeerLost
 from fmmeta.elastic import communicator, lighthouse
 from fmmeta.elastic.communicator import ElasticCommunicator
@@ -28,6 +30,7 @@ from fmmeta.elastic.supervisor import Group
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.network import proof
 from fmmeta.training.loop import Run
+from fmmeta.training.run_folder import lock_folder
 from tests.support.fork_server import ROOT, environment, free_port
 from tests.support.launch import run_ranks
 
@@ -707,3 +710,23 @@ def test_no_group_is_reported_below_the_minimum_of_groups():
         for cross in (a, c):
             cross.leave()
         server.shutdown()
+
+
+@pytest.mark.cluster
+def test_the_writer_releases_the_folder(tmp_path):
+    """A later run of the same process need not wait for it."""
+    server, address = lighthouse.open_lighthouse(lighthouse.LighthouseConfig("127.0.0.1", 0))
+    settings: dict[str, Any] = {
+        "outer_steps": 1,
+        "inner_steps": 1,
+        "meta_batch_size": 1,
+        "num_workers": "0",
+        "eval_episodes": 0,
+    }
+    try:
+        MetaTrainer(Config(**settings, elastic=True, lighthouse=address, output_dir=str(tmp_path))).train()
+    finally:
+        server.shutdown()
+    assert (tmp_path / "model").is_dir()
+    assert not (tmp_path / ".lock").exists()
+    lock_folder(tmp_path, 0).close()

@@ -160,6 +160,33 @@ def test_the_stage_of_the_watchdog_names_task_and_pass(tmp_path):
     assert stages == [f"{task}, pass {number}" for task in tasks for number in (1, 2, 3)] + checks
 
 
+def test_the_worker_holds_theta_after_a_step_that_closes_during_a_task(tmp_path):
+    """With --max_staleness, where nothing is applied: the other group has counted tasks without episodes."""
+    held = []
+
+    class OtherGroup(Callback):
+        def on_train_begin(self, run):
+            steps, look = run.stale_steps, run.stale_steps._between_passes
+
+            def count_both_tasks(ledger):
+                ledger.counted += 2
+                return 0
+
+            def counting():
+                if not held:
+                    steps.ledger.change(count_both_tasks)
+                look()
+
+            steps._between_passes, run._check_claims = counting, lambda metrics: None
+
+        def on_step_end(self, run, outcome):
+            held.append((outcome.name, run.worker.read().equal(run.theta)))
+
+    settings = {**SHORT, "max_staleness": 1, "test_episodes": 0}
+    MetaTrainer(Config(**settings, output_dir=str(tmp_path)), callbacks=[OtherGroup()]).train()
+    assert held == [("SKIPPED_NONFINITE", True), ("APPLIED", True)]
+
+
 def test_the_stage_of_the_watchdog_while_a_validation_loads_and_gathers(tmp_path, monkeypatch):
     """The bound of an outer step, which may be short, does not hold there."""
     stages, runs = [], []
