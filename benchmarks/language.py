@@ -81,6 +81,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "joint": {"algorithm": "joint"},
     "meta_icl": {"algorithm": "meta_icl"},
     "meta_icl_all": {"algorithm": "meta_icl", "loss_on_support": True},
+    "meta_icl_chat": {"algorithm": "meta_icl", "loss_on_support": True, "prompt_template": "chat"},
     "fomaml": {"algorithm": "fomaml", **LEARNED},
     "reptile": {"algorithm": "reptile", **INNER},
     "maml": {"algorithm": "maml", **LEARNED},
@@ -109,11 +110,15 @@ ROWS = {  # name: training and method
     "Reptile": ("reptile", "finetune"),
     "exact MAML": ("maml", "finetune"),
     "MetaICL, test-time training": ("meta_icl_all", "finetune+in_context"),
+    "MetaICL, chat": ("meta_icl_chat", "in_context"),
+    "MetaICL, chat, test-time training": ("meta_icl_chat", "finetune+in_context"),
 }
 META_TRAINED = (
     "MetaICL",
     "MetaICL, all answers",
     "MetaICL, test-time training",
+    "MetaICL, chat",
+    "MetaICL, chat, test-time training",
     "FOMAML",
     "joint, then FOMAML",
     "Reptile",
@@ -192,8 +197,7 @@ class Study:
                     outer_steps=steps,
                     seed=seed,
                     k_shot=SHOTS,
-                    prompt_template="plain",
-                    **{**COMMON, **LORA, **OUTER, **of_stage},
+                    **{"prompt_template": "plain", **COMMON, **LORA, **OUTER, **of_stage},
                 )
             ).train()
             model = str(folder / "model")
@@ -471,7 +475,9 @@ def show(cells: dict[str, Any]) -> str:
         lines.append(
             [
                 row + (" (chosen)" if row == best else ""),
-                choice.get("prompt_template", "plain"),
+                choice.get(
+                    "prompt_template", TRAININGS.get(ROWS[row][0], {}).get("prompt_template", "plain")
+                ),
                 inner,
                 str(len(of_row)),
                 f"{min(valid[row], default=float('nan')):.3f}",
