@@ -91,7 +91,8 @@ class MetaTrainer:
     def _train(self, launch: Launch, closing: ExitStack) -> Result:
         config, progress = self.config, Progress(enabled=launch.global_rank == 0)
         warn_untested(launch.global_rank)
-        world, notice = World(launch, pick_device(launch)), progress.notice
+        small = config.builtin_model and self.model is None
+        world, notice = World(launch, pick_device(launch, small)), progress.notice
         closing.callback(world.close)
         closing.callback(progress.close)
         with world.comm.raise_on_all("looking for trackers"):

@@ -272,11 +272,16 @@ def backends() -> tuple[bool, bool]:
     return dist.is_gloo_available(), dist.is_nccl_available()
 
 
-def pick_device(launch: Launch) -> torch.device:
-    """The GPU of this local rank, or the CPU with its cores shared out over the ranks of the node."""
+def pick_device(launch: Launch, small: bool = False) -> torch.device:
+    """The GPU of this local rank, or the CPU with its cores shared out over the ranks of the node.
+
+    small: a model for which one core is as fast as several. More threads would wait for each other in every
+    operation, and for any program that keeps one of their cores busy.
+    """
     if torch.cuda.is_available():
         torch.cuda.set_device(launch.local_rank)
         return torch.device("cuda", launch.local_rank)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
+        cores = 1 if small else (os.cpu_count() or 1) // launch.local_world_size
+        torch.set_num_threads(max(1, cores))
     return torch.device("cpu")

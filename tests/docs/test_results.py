@@ -160,5 +160,8 @@ def test_the_readme_names_the_exact_matches_of_language_models():
         for row in ("MetaICL, test-time training", "test-time training", "joint, LoRA", "LoRA", "in context")
     )
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"answers {chosen} exactly after MetaICL and test-time training, and {alone} without MetaICL" in readme
+    assert (
+        f"answers {chosen} exactly after MetaICL and test-time training, and {alone} without MetaICL"
+        in readme
+    )
     assert f"(joint training and LoRA: {joint}, LoRA alone: {lora}, in context: {prompt})" in readme

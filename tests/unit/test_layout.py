@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fmmeta.common import processes
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import GroupCoordinates, Launch, Layout, first_host
+from fmmeta.parallel.process_groups import pick_device
 from fmmeta.planning import memory
 from fmmeta.planning.memory import HEADROOM, Sizes, check_group_size, choose_group_size, estimate
 from tests.support.helpers import refusal
@@ -378,3 +379,20 @@ def test_limits_of_a_process(monkeypatch, tmp_path):
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("5000")
     (tmp_path / "memory" / "memory.usage_in_bytes").write_text("6000")
     assert processes.cgroup_room() == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU of the rank is taken, and no threads are set")
+@pytest.mark.parametrize(
+    ("cores", "ranks", "small", "variable", "threads"),
+    [(8, 2, False, None, 4), (8, 16, False, None, 1), (8, 1, True, None, 1), (8, 1, True, "2", None)],
+)
+def test_threads_of_a_rank_on_cpus(monkeypatch, cores, ranks, small, variable, threads):
+    """A small model takes one; OMP_NUM_THREADS takes precedence."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    assert pick_device(Launch(local_world_size=ranks), small).type == "cpu"
+    assert chosen == ([] if threads is None else [threads])
