@@ -99,10 +99,19 @@ def test_a_stopped_run_begins_the_tasks_again_that_are_not_in_theta(fork_server,
 
 
 def test_old_gradients_are_dropped_by_stratum(fork_server, start, tmp_path):
-    ranks = start(tmp_path, max_staleness=1, drop_stale=True, meta_batch_size=1, inner_steps=5)
+    ranks = start(
+        tmp_path,
+        max_staleness=1,
+        drop_stale=True,
+        meta_batch_size=1,
+        outer_steps=20,
+        save_steps=10,
+        inner_steps=5,
+        algorithm="tests.support.slow_group:TEN_TIMES_SLOWER",
+    )
     assert fork_server.wait(ranks, 100) == [0, 0], ranks[0].text + ranks[1].text
     lines = lines_of(tmp_path)
-    assert len(lines) == 8
+    assert len(lines) == 20
     assert max(line["staleness_max"] for line in lines) <= 1
     assert sum(line["dropped_tasks"] for line in lines) > 0
     shares = lines[-1]["dropped_share_by_stratum"]
