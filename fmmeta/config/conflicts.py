@@ -288,6 +288,7 @@ def of_inner_loop(c: Any) -> Conflicts:
     name, inner, spec = c.algorithm, c.inner_optimizer, find(c.algorithm)
     own, attention = inner not in INNER_OPTIMIZERS, c.attn_implementation or ""
     has_derivative = not own or find_inner(inner).differentiable is not None
+    second_order = spec.order > 1 and c.first_order_steps < c.outer_steps
     keeps = inner == "adamw" and "inner_optimizer_state" in spec.supports
     sampled = f"support_batch_size={c.support_batch_size} with"
     return [
@@ -301,13 +302,13 @@ def of_inner_loop(c: Any) -> Conflicts:
             f"{sampled} tasks_per_pass={c.tasks_per_pass} is not implemented; leave one out",
         ),
         (
-            spec.order > 1 and not has_derivative,
+            second_order and not has_derivative,
             f"inner_optimizer={inner} with algorithm={name}: the exact meta-gradient needs the derivative of"
             " its direction, and it has no differentiable=; use sgd or momentum, or algorithm=fomaml or"
             " reptile",
         ),
         (
-            spec.order > 1
+            second_order
             and not spec.frozen_body
             and inner not in ("sgd", "momentum")
             and (c.second_order == "differences" or not (c.lora_r or c.second_order == "autograd")),

@@ -25,7 +25,7 @@ from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.algorithms.baselines import in_context_rows, prompted
 from fmmeta.meta.parameters import MetaParameters
 from fmmeta.models.files import trained_with
-from fmmeta.models.forward_options import check_attention
+from fmmeta.models.forward_options import bf16_slowdown, check_attention
 from fmmeta.models.from_gguf import as_folder, is_gguf
 from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.learner import Learner
@@ -275,9 +275,19 @@ def plan_parallel(config: Config, inputs: RunInputs, world: World, notice: Notic
             f"{', '.join(map(str, world.nodes.sizes))}; use global"
         )
     log_layout(config, inputs, plan, world, sizes_at(1).params, notice)
-    for text in filter(None, [*world.warnings, warned]):
+    slow = slow_bf16(config, inputs.deepspeed, device) if world.launch.global_rank == 0 else ""
+    for text in filter(None, [*world.warnings, warned, slow]):
         notice(Warn(text))
     return plan
+
+
+def slow_bf16(config: Config, deepspeed: DeepSpeedSettings, device: str) -> str:
+    """A warning where bf16 is chosen on CPUs whose matrix products take more than 1.5 times as long in it."""
+    if not deepspeed.bf16 or device != "cpu" or (times := bf16_slowdown()) < 1.5:
+        return ""
+    of_file = deepspeed.file.get("bf16", {}).get("enabled", "auto") != "auto"
+    fix = f'"bf16": {{"enabled": false}} in {config.deepspeed}' if of_file else "--bf16 false"
+    return f"bf16 on this CPU: a matrix product takes {times:.0f} times as long as in fp32; use {fix}"
 
 
 def log_layout(

@@ -290,6 +290,12 @@ def test_settings_without_second_derivatives_are_refused(settings, given, remedy
     check_message(refusal(Config, **{"algorithm": "maml", **settings}), given, remedy)
 
 
+def test_a_run_of_first_order_alone_needs_no_second_derivatives():
+    settings = {"algorithm": "proto_maml", "inner_optimizer": "adamw", "outer_steps": 10}
+    assert "needs autograd" in refusal(Config, **settings, first_order_steps=9)
+    Config(**settings, first_order_steps=10)
+
+
 class WithoutSecondDerivative(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import time
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from fmmeta.config.settings import Config
-from fmmeta.models.forward_options import check_attention
+from fmmeta.models import forward_options
+from fmmeta.models.forward_options import bf16_slowdown, check_attention
 from fmmeta.models.load import describe, load_learner
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.planning import memory
 from fmmeta.planning.memory import Sizes
+from fmmeta.training import build
 from fmmeta.training.build import plan_parallel, read_inputs
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
@@ -157,3 +162,43 @@ def test_unsupported_attention_is_refused_before_weights_are_read(tmp_path, name
     assert message.startswith(f"attn_implementation={name} ")
     assert cause in message
     assert message.endswith(("; use eager, or leave it out", "; use sdpa or eager"))
+
+
+def test_the_price_of_bf16_is_measured(monkeypatch):
+    def product(rows, weights):
+        time.sleep(0.02 if rows.dtype == torch.bfloat16 else 0.004)
+
+    monkeypatch.setattr(forward_options.F, "linear", product)
+    bf16_slowdown.cache_clear()
+    try:
+        assert bf16_slowdown() == pytest.approx(5, rel=0.4)
+    finally:
+        bf16_slowdown.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("times", "of_file", "wanted"),
+    [
+        (8.2, "auto", "takes 8 times as long as in fp32; use --bf16 false"),
+        (8.2, True, 'takes 8 times as long as in fp32; use "bf16": {"enabled": false} in '),
+        (1.2, True, ""),
+    ],
+)
+def test_bf16_on_a_cpu_without_bf16_instructions_is_warned_of(
+    sources, tmp_path, monkeypatch, times, of_file, wanted
+):
+    monkeypatch.setattr(build, "bf16_slowdown", lambda: times)
+    ds = tmp_path / "ds.json"
+    ds.write_text(json.dumps({"bf16": {"enabled": of_file}}))
+    config = Config(
+        model_name_or_path=sources["llama"],
+        dataset=[str(write_pairs(tmp_path / "pairs.jsonl"))],
+        task_type="causal_lm",
+        deepspeed=str(ds),
+        bf16=True,
+    )
+    world, lines = World(Launch(), torch.device("cpu")), []
+    plan_parallel(config, read_inputs(config, world, print), world, lines.append)
+    found = [line for line in lines if line.startswith("bf16 on this CPU: ")]
+    assert found if wanted else not found
+    assert all(wanted in line for line in found)
