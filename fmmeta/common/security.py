@@ -117,6 +117,16 @@ def publish(temporary: Path, path: Path) -> None:
     sync(path.parent)
 
 
+def publish_text(path: Path, text: str) -> None:
+    """Replace a file of text in one step; a process that ends before leaves the old one, and NAME.tmp.
+
+    Raises `OSError`.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    publish(temporary, path)
+
+
 def publish_folder(temporary: Path, path: Path) -> None:
     """`publish` for a folder; nothing happens if another process has written files to `path` meanwhile.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Warn
-from fmmeta.common.security import redact
+from fmmeta.common.security import publish_text, redact
 from fmmeta.common.text import render
 from fmmeta.config.settings import setting
 from fmmeta.report import charts
@@ -45,9 +45,8 @@ def write(folder: Path) -> Path:
 
     Raises `UsageError` where the folder holds no run.
     """
-    file, temporary = folder / NAME, folder / f"{NAME}.tmp"
-    temporary.write_text(page(read(folder), time.strftime("%Y-%m-%d %H:%M %Z")), encoding="utf-8")
-    temporary.replace(file)
+    file = folder / NAME
+    publish_text(file, page(read(folder), time.strftime("%Y-%m-%d %H:%M %Z")))
     return file
 
 

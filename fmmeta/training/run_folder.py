@@ -23,7 +23,7 @@ from fmmeta import checkpoint
 from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import output_of
 from fmmeta.common.progress import LOGGER
-from fmmeta.common.security import make_folders, publish, redact, remove_empty
+from fmmeta.common.security import make_folders, publish_text, redact, remove_empty
 from fmmeta.common.text import as_stored, to_json
 from fmmeta.config import recipes
 from fmmeta.config.resume import HIDDEN_ON_RESUME, changed_settings
@@ -57,9 +57,7 @@ def write_run(folder: Path, settings: dict[str, Any], layout: str, **facts: Any)
         "git_commit": git_commit(),
         **facts,
     }
-    temporary = folder / "run.json.tmp"
-    temporary.write_text(redact(to_json(run, indent=1)) + "\n", encoding="utf-8")
-    publish(temporary, folder / "run.json")
+    publish_text(folder / "run.json", redact(to_json(run, indent=1)) + "\n")
 
 
 def promise_of(settings: Mapping[str, Any]) -> str:
@@ -81,7 +79,7 @@ def write_config(folder: Path, config: Config) -> None:
 
     A file of that name that fmmeta has not written is left alone. Secrets are redacted.
     """
-    path, temporary = folder / "config.yaml", folder / "config.yaml.tmp"
+    path = folder / "config.yaml"
     if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(WRITTEN_BY):
         return
     head = (
@@ -89,8 +87,7 @@ def write_config(folder: Path, config: Config) -> None:
         "# fmmeta train THIS_FILE --output_dir NEW starts the run again, from the folder where it started;\n"
         "# with the --output_dir of this run it resumes.\n"
     )
-    temporary.write_text(redact(head + recipes.text_of(config, PER_LAUNCH)), encoding="utf-8")
-    publish(temporary, path)
+    publish_text(path, redact(head + recipes.text_of(config, PER_LAUNCH)))
 
 
 def version(package: str) -> str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fmmeta.common.progress import LOGGER, STDERR, Warn
-from fmmeta.common.security import redact
+from fmmeta.common.security import publish_text, redact
 from fmmeta.common.text import to_json
 from fmmeta.config.algorithms import find
 from fmmeta.meta.noise_scale import TaskSquares
@@ -207,9 +207,7 @@ class Metrics:
                 for text in self.file.read_text(encoding="utf-8").splitlines()
                 if (line := parse_line(text)) and line["step"] <= outer_step
             ]
-            temporary = self.file.with_name("metrics.jsonl.tmp")
-            temporary.write_text("".join(f"{text}\n" for text, _ in kept), encoding="utf-8")
-            temporary.replace(self.file)
+            publish_text(self.file, "".join(f"{text}\n" for text, _ in kept))
             self.last = max((line["step"] for _, line in kept), default=0)
 
     def write(self, values: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress, Warn
+from fmmeta.common.security import publish_text
 from fmmeta.common.text import strict
 from fmmeta.config.resume import HIDDEN_ON_RESUME
 from fmmeta.config.settings import Config
@@ -180,13 +181,11 @@ class HeldOut:
     def _write(self, stored: dict[str, list[dict[str, Any]]]) -> None:
         """Store finished episodes by key, on the first rank; an error of the disk is logged. Local."""
         if self.ranks.first:
-            temporary = self.file.with_name(f"{FINISHED}.tmp")
             try:
-                temporary.write_text(json.dumps(stored, allow_nan=False), encoding="utf-8")
-                temporary.replace(self.file)
+                publish_text(self.file, json.dumps(stored, allow_nan=False))
             except OSError as error:
                 text = (
-                    f"{temporary} cannot be written ({error.strerror}); a stopped evaluation would start over"
+                    f"{self.file} cannot be written ({error.strerror}); a stopped evaluation would start over"
                 )
                 self.progress.notice(Warn(text))
 
