@@ -172,10 +172,9 @@ class OuterOptimizer:
         saved = {} if rates is None else state.tensors("rates.")
         stored = {name: state.vectors[name] for name in self.spec.moments if name in state.vectors}
         before = state.facts.get("settings", {}).get("outer_optimizer", self.config.outer_optimizer)
-        shapes = {} if rates is None else dict.fromkeys(stored, rates.shape)
-        if before != self.config.outer_optimizer or shapes != {
-            name: one.shape for name, one in saved.items()
-        }:
+        shapes = {name: one.shape for name, one in saved.items()}
+        wanted = {} if rates is None else dict.fromkeys(stored, rates.shape)
+        if before != self.config.outer_optimizer or shapes != wanted:
             self.moments, self.rate_moments, self.scalar_state = {}, {}, {}
             return
         self.moments = {name: self.memory.store(vector.clone()) for name, vector in stored.items()}

@@ -28,10 +28,9 @@ Weights = dict[str, Tensor]  # by parameter name
 
 @dataclass(frozen=True)
 class Reference:
-    """theta after every outer step, the unclipped meta-gradient of each, and learned rates at the end."""
+    """theta after every outer step, and learned rates at the end."""
 
     thetas: list[Weights]
-    meta_grads: list[Weights]
     rates: Weights
 
 
@@ -86,7 +85,7 @@ def reference_run(
     rates = starting_rates(learner, theta, config)
     optimizer = outer_optimizer(meta_params, rates, config)
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup, config.outer_steps)
-    thetas, meta_grads, memory = [], [], None
+    thetas, memory = [], None
     pending: list[tuple[Weights, Weights]] = []  # mean meta-gradients that are not yet applied to theta
     history: list[tuple[Weights, Weights]] = []  # theta and rates of every version
     for outer_step, episodes in enumerate(steps):
@@ -98,8 +97,8 @@ def reference_run(
             tasks.append(reference_gradient(learner, start, episode, config, bf16, alpha, version, memory))
         if tasks:
             gradients, of_rates, memories = zip(*tasks, strict=True)
-            meta_grads.append({name: g for name, g in mean_of(gradients).items() if name in meta_params})
-            pending.append((meta_grads[-1], mean_of(of_rates)))
+            of_theta = {name: g for name, g in mean_of(gradients).items() if name in meta_params}
+            pending.append((of_theta, mean_of(of_rates)))
             if config.inner_optimizer_state == "kept":
                 first, second = mean_of([m.first for m in memories]), mean_of([m.second for m in memories])
                 memory = Memory(first, second, memories[0].count)
@@ -117,7 +116,7 @@ def reference_run(
                 optimizer.step()
             scheduler.step()
         thetas.append({name: param.detach().clone() for name, param in theta.items()})
-    return Reference(thetas, meta_grads, {name: rate.detach() for name, rate in rates.items()})
+    return Reference(thetas, {name: rate.detach() for name, rate in rates.items()})
 
 
 def copies_of(table: Weights) -> Weights:
