@@ -71,7 +71,7 @@ ADAMW: dict[str, Any] = {  # the loop that was best on validation classes withou
     "head_init": "prototype",
     "feature_norm": COSINE,
 }
-LAST: dict[str, Any] = {"eval_episodes": 0, "load_best_model_at_end": False}
+LAST: dict[str, Any] = {"eval_episodes": 0, "eval_steps": 0, "load_best_model_at_end": False}
 # rows that end with +names have the names of classes among the support examples
 BEST: dict[str, Any] = {**METRIC, "outer_lr": 1e-4, "init_interpolation": 0.6, **DROPPED}
 STEPS: dict[str, Any] = {**BEST, **ADAMW, **LAST}
