@@ -102,7 +102,7 @@ ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {  # settings of meta-train
     "anil": ({**INNER, "algorithm": "anil"}, "finetune"),
     "none+adamw": (None, "finetune"),
     "fomaml+adamw": ({**STEPS, "algorithm": "fomaml"}, "finetune"),
-    "reptile+adamw": ({**STEPS, "algorithm": "reptile"}, "finetune"),
+    "reptile+adamw": ({**STEPS, "algorithm": "reptile", "n_way": 10, "k_shot": 5}, "finetune"),
     "proto_maml+adamw": (
         {**STEPS, "algorithm": "proto_maml", "first_order_steps": 10**6, "prototype_gradient": True},
         "finetune",
