@@ -58,6 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 ELSEWHERE = {
     ("dynamic schedule", "plain"): "tests/distributed/test_task_schedule.py",
     ("elastic groups", "plain"): "tests/distributed/test_elastic.py",
+    ("elastic groups", "ZeRO 0-2"): "tests/distributed/test_elastic.py",
     ("compiled", "plain"): "tests/unit/test_compiled.py",
     ("in_context", "plain"): "tests/unit/test_evaluate.py",
     ("none", "plain"): "tests/unit/test_joint.py",
