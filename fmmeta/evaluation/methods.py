@@ -33,6 +33,7 @@ Metrics of a language model, which need the whole model on one rank:
 R distinct rows, S support rows, Q query rows, D features, C classes.
 """
 
+import itertools
 import math
 import re
 import warnings
@@ -62,7 +63,7 @@ from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Episode, Example, MicroBatch
-from fmmeta.tasks.data.encode import encode
+from fmmeta.tasks.data.encode import encode, labelled
 from fmmeta.tasks.data.token_store import TokenStore
 from fmmeta.tasks.loader import Prompted
 from fmmeta.tasks.schedule.meta_batches import Task
@@ -411,15 +412,33 @@ class LanguageMetrics:
             ],
             [option for of_row in options for option in of_row],
         )
-        if self.prompt is not None:
-            examples = self.prompt(draw.episode().support, examples)
-        scores = iter(self.log_likelihoods(examples))
+        of_support = draw.episode().support if self.prompt else []
+        found = iter(examples)
+        rows = [self.behind_one_prompt([next(found) for _ in of_row], of_support) for of_row in options]
+        scores = iter(self.log_likelihoods(list(itertools.chain(*rows))))
         ranks = []
         for of_row, right in zip(options, truth, strict=True):
-            found = {option: next(scores) for option in of_row}
-            of_right = found.pop(right)
-            ranks.append(1 + sum(not score < of_right for score in found.values()))  # NaN: the last place
+            likelihoods = {option: next(scores) for option in of_row}
+            of_right = likelihoods.pop(right)
+            ranks.append(1 + sum(not score < of_right for score in likelihoods.values()))  # NaN: the last
         return ranks
+
+    def behind_one_prompt(self, options: list[Example], support: Sequence[Example]) -> list[Example]:
+        """The options of a row, all behind what is left of the input and of the support set before the
+        longest of them.
+        """
+        longest = max(options, key=lambda one: one.label_tokens)
+        if any(len(one.input_ids) >= self.config.max_length for one in options):
+            before = longest.prompt
+            answers = [one.input_ids[len(one.prompt) :] for one in options]
+            options = [labelled([*before, *answer], len(before)) for answer in answers]
+        if self.prompt is None:
+            return options
+        (row,) = self.prompt(support, [longest])
+        # the first token of all, which may mark the start of the text, stays the first
+        before = row.input_ids[: len(row.input_ids) - len(longest.input_ids) + 1]
+        ignored = [IGNORE] * len(before)
+        return [Example([*before, *one.input_ids[1:]], ignored + one.token_labels[1:]) for one in options]
 
     def log_likelihoods(self, examples: Sequence[Example]) -> list[float]:
         """Total log-likelihood of each example's answer, in nats."""

@@ -931,6 +931,32 @@ def test_the_support_set_stays_in_the_prompt_after_the_inner_loop(llama, pairs):
     check_message(message, "method=finetune+in_context", "use finetune")
 
 
+@pytest.mark.parametrize("method", ["zero_shot", "in_context"])
+def test_options_are_scored_behind_the_same_prompt(llama, tmp_path, monkeypatch, method):
+    """Of an input that is cut, and of a support set that does not fit, as much is left before each option."""
+    options = ["a", "bb " * 6]
+    rows = [
+        {"task": f"t{task}", "input": f"{word} {task} " * 8, "output": options[task % 2], "options": options}
+        for task in range(8)
+        for word in WORDS[:6]
+    ]
+    found, flags = [], {**LANGUAGE, "max_length": 40, "metrics": ["options"], "eval_split": "train"}
+
+    def remember(self, examples):
+        found.extend(zip(examples[::2], examples[1::2], strict=True))
+        return [0.0] * len(examples)
+
+    monkeypatch.setattr(LanguageMetrics, "log_likelihoods", remember)
+    fmmeta.evaluate(llama, write_rows(tmp_path / "rows.jsonl", rows), **flags, method=method)
+    assert found
+    for short, long in found:
+        assert short.prompt == long.prompt
+        assert len(long.prompt) > 10
+        assert short.label_tokens < long.label_tokens
+    lengths = {len(long.input_ids) for _, long in found}
+    assert lengths == {40} if method == "zero_shot" else min(lengths) > 80
+
+
 def test_the_right_answer_is_ranked_among_the_options_of_its_row(llama, tmp_path, monkeypatch):
     """Likelihoods are replaced by the length of the option: the longest is the likeliest."""
     rows = [
