@@ -34,7 +34,14 @@ from fmmeta.common.errors import MachineFault, UsageError
 from fmmeta.common.progress import LOGGER, STDERR
 from fmmeta.config.fields import check_values
 from fmmeta.config.settings import setting
-from fmmeta.parallel.network import listen, source_address
+from fmmeta.parallel.network import (
+    interfaces,
+    is_loopback,
+    listen,
+    loopback_interface,
+    outside_addresses,
+    source_address,
+)
 
 HEARTBEAT, CONNECT = timedelta(milliseconds=250), timedelta(seconds=10)
 STATUS_S = 1.0  # between two status requests while a quorum request is pending
@@ -198,8 +205,11 @@ def wait_for(lighthouse: str, work: Callable[[], T]) -> T:
 
 
 def reachable_as(lighthouse: str) -> str:
-    """The address of this machine as the lighthouse's machine sees it.
+    """The address of this machine that groups of other machines reach; a loopback address if `lighthouse` is
+    one literally: all groups are on this machine then.
 
+    It is that of packets to the lighthouse. On the lighthouse's machine it may be a loopback address, since
+    the name of a machine stands for one on many (Debian's 127.0.1.1); then it is that of the interface.
     Raises `UsageError` if `lighthouse` is no address, and `MachineFault` if there is no route for
     `LIGHTHOUSE_S`.
     """
@@ -220,7 +230,20 @@ def reachable_as(lighthouse: str) -> str:
             raise OSError(f"no route to {host}")
         return found
 
-    return wait_for(lighthouse, own_address)
+    address = wait_for(lighthouse, own_address)
+    if is_loopback(host) or not is_loopback(address):
+        return address
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if names == loopback_interface():  # set for the ranks of one launch
+        names = ""
+    found = outside_addresses(interfaces(), names)
+    if len(found) > 1:
+        raise UsageError(
+            f"lighthouse={lighthouse}: the name {host} stands for {address} on this machine, which groups of"
+            f" other machines cannot reach, and the interfaces {', '.join(found)} are up; give the lighthouse"
+            f" by its address, such as http://{next(iter(found.values()))}:{port}, or set GLOO_SOCKET_IFNAME"
+        )
+    return next(iter(found.values()), address)
 
 
 def first_line(error: BaseException) -> str:
