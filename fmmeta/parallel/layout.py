@@ -32,7 +32,7 @@ SLURM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 class Launch:
     """The rank of this process among all processes and on its node, as the launcher set it.
 
-    node: the launcher's number of the node; empty if it gives none.
+    node: the launcher's number of the node; empty if it gives none. srun: whether srun is the launcher.
     """
 
     global_rank: int = 0
@@ -42,6 +42,11 @@ class Launch:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     node: str = ""
+    srun: bool = False
+
+    def choose_port(self, port: int) -> str:
+        """How the user gives the launch another port."""
+        return f"export MASTER_PORT={port}" if self.srun else f"--master_port {port}"
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "Launch":
@@ -71,7 +76,9 @@ class Launch:
 
     @classmethod
     def from_slurm(cls, env: Mapping[str, str]) -> "Launch":
-        """One process per task of `srun`. Without MASTER_ADDR the first node of the step hosts the store."""
+        """One process per task of `srun`. Without MASTER_ADDR the first node of the step hosts the store, at
+        a port below those that the kernel gives to connections.
+        """
         world_size = number(env, *SLURM_TASKS)
         tasks = re.match(
             r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
@@ -84,9 +91,10 @@ class Launch:
             local_world_size=int(tasks[0]) if tasks else world_size,
             master_addr=env.get("MASTER_ADDR") or (first_host(nodes) if nodes else "127.0.0.1"),
             master_port=number(
-                env, "MASTER_PORT", default=20000 + number(env, "SLURM_JOB_ID", default=0) % 20000
+                env, "MASTER_PORT", default=10000 + number(env, "SLURM_JOB_ID", default=0) % 20000
             ),
             node=env.get("SLURM_NODEID", ""),
+            srun=True,
         )
 
 
