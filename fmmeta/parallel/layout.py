@@ -25,7 +25,9 @@ from fmmeta.common.text import any_of
 from fmmeta.config.settings import Config
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 
-SLURM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+SLURM_TASKS = (
+    "SLURM_STEP_NUM_TASKS"  # SLURM_NTASKS is also set in the shell of a job, whose processes are alone
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Launch:
                 number(env, "MASTER_PORT", default=29500),
                 env.get("GROUP_RANK") or env.get("CROSS_RANK") or "",  # of torchrun, of deepspeed
             )
-        elif "SLURM_PROCID" in env and number(env, *SLURM_TASKS, default=1) > 1:
+        elif "SLURM_PROCID" in env and number(env, SLURM_TASKS, default=1) > 1:
             launch = cls.from_slurm(env)
         if not 0 <= launch.global_rank < launch.world_size:
             raise UsageError(
@@ -79,7 +81,7 @@ class Launch:
         """One process per task of `srun`. Without MASTER_ADDR the first node of the step hosts the store, at
         a port below those that the kernel gives to connections.
         """
-        world_size = number(env, *SLURM_TASKS)
+        world_size = number(env, SLURM_TASKS)
         tasks = re.match(
             r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
         )

@@ -37,11 +37,20 @@ DEEPSPEED = {
 }
 SLURM = {
     "SLURM_PROCID": "6",
-    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
     "SLURM_LOCALID": "2",
     "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
     "SLURM_STEP_NODELIST": "gpu[03-04]",
     "SLURM_JOB_ID": "41234",
+}
+
+BATCH_SHELL = {  # a line of a batch script without srun
+    **{name: value for name, value in SLURM.items() if "STEP" not in name},
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "8",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+    "SLURM_JOB_NODELIST": "gpu[03-04]",
 }
 
 
@@ -55,7 +64,7 @@ SLURM = {
         (SLURM, Launch(6, 8, 2, 4, "gpu03", 10000 + 41234 % 20000, srun=True)),
         ({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "7"}, Launch(6, 8, 2, 4, "head", 7, srun=True)),
         ({**SLURM, **TORCHRUN}, Launch(5, 8, 1, 4, "n0", 1234)),  # torchrun under srun
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, Launch(0, 1, 0, 1)),  # a batch script's own process
+        (BATCH_SHELL, Launch(0, 1, 0, 1)),
         (
             {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
             Launch(0, 1, 0, 1),
