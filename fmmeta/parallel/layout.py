@@ -54,16 +54,17 @@ class Launch:
     def from_env(cls, env: Mapping[str, str]) -> "Launch":
         """Read the variables of deepspeed, torchrun and accelerate, else those of srun, else one process.
 
-        Raises `UsageError`.
+        RANK without any LOCAL_ variable is that of a pod of one rank. Raises `UsageError`.
         """
         launch = cls()
         if "RANK" in env and "WORLD_SIZE" in env:
             world_size = number(env, "WORLD_SIZE")
+            on_this_node = world_size if env.get("LOCAL_RANK") else 1
             launch = cls(
                 number(env, "RANK"),
                 world_size,
                 number(env, "LOCAL_RANK", default=0),
-                number(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=world_size),
+                number(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=on_this_node),
                 env.get("MASTER_ADDR", "127.0.0.1"),
                 number(env, "MASTER_PORT", default=29500),
                 env.get("GROUP_RANK") or env.get("CROSS_RANK") or "",  # of torchrun, of deepspeed

@@ -60,7 +60,8 @@ BATCH_SHELL = {  # a line of a batch script without srun
         ({}, Launch(0, 1, 0, 1)),
         (TORCHRUN, Launch(5, 8, 1, 4, "n0", 1234)),
         (DEEPSPEED, Launch(5, 8, 1, 2, "n0", 1234)),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, Launch(1, 2, 0, 2, "127.0.0.1", 29500)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, Launch(1, 2, 1, 2, "127.0.0.1", 29500)),
+        ({"RANK": "3", "WORLD_SIZE": "64", "MASTER_ADDR": "m-0"}, Launch(3, 64, 0, 1, "m-0", 29500)),  # a pod
         (SLURM, Launch(6, 8, 2, 4, "gpu03", 10000 + 41234 % 20000, srun=True)),
         ({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "7"}, Launch(6, 8, 2, 4, "head", 7, srun=True)),
         ({**SLURM, **TORCHRUN}, Launch(5, 8, 1, 4, "n0", 1234)),  # torchrun under srun
