@@ -333,6 +333,8 @@ class ElasticController(StaticController):
             with world.raise_on_all("locking the folder"):
                 if first:
                     self.lock = lock_folder(run.folder, timeout_s, quiet=True)
+                    if self.lock.warning:
+                        self.log(self.lock.warning)
         except UsageError as refusal:
             if timeout_s == LAST_LOCK_S:
                 raise

@@ -283,16 +283,20 @@ def is_unfinished(folder: Path, settings: dict[str, Any]) -> bool:
         if run is None or run.get("finished") or changed_settings(as_stored(run["settings"]), settings):
             return False
         if checkpoint.list_complete(folder):
-            lock_folder(folder, 0).close()
-            return True
+            lock = lock_folder(folder, 0, quiet=True)
+            lock.close()
+            return not lock.warning  # without locks it may be in use
     return False
 
 
 class FolderLock:
-    """The lock `file` of a run's folder, if any, and the folders `made` for it, innermost first."""
+    """The lock `file` of a run's folder, if any, and the folders `made` for it, innermost first.
 
-    def __init__(self, folder: Path, file: Any, made: list[Path]) -> None:
-        self.folder, self.file, self.made = folder, file, made
+    warning: why it keeps no other run out; empty if it does.
+    """
+
+    def __init__(self, folder: Path, file: Any, made: list[Path], warning: str = "") -> None:
+        self.folder, self.file, self.made, self.warning = folder, file, made, warning
 
     def close(self) -> None:
         """Release the lock; remove the folders that were made if they are empty."""
@@ -317,7 +321,8 @@ def make(folder: Path) -> list[Path]:
 def lock_folder(folder: Path, timeout_s: float = 120.0, quiet: bool = False) -> FolderLock:
     """Make a run's folder and take its lock; the kernel releases it when this process ends.
 
-    quiet: log nothing while waiting. Raises `UsageError` after `timeout_s`.
+    On a file system without locks it is logged that nothing keeps a second run out of the folder. quiet: log
+    nothing. Raises `UsageError` after `timeout_s`.
     """
     made, began = make(folder), time.monotonic()
     while True:
@@ -332,8 +337,14 @@ def lock_folder(folder: Path, timeout_s: float = 120.0, quiet: bool = False) -> 
             file.seek(0)
             in_use = f"output_dir={folder} is in use by {file.read().strip() or 'another process'}"
             file.close()
-        except OSError:  # a file system without locks
-            return FolderLock(folder, file, made)
+        except OSError as error:  # a file system without locks
+            warning = (
+                f"output_dir={folder} is on a file system without locks ({error.strerror}), and nothing keeps"
+                " a second run out of it; start only one, or use another file system"
+            )
+            if not quiet:
+                LOGGER.warning("%s", warning)
+            return FolderLock(folder, file, made, warning)
         else:
             if is_file(file, folder / LOCK):
                 break
