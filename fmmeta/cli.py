@@ -120,6 +120,8 @@ COMMANDS = {
     ),
 }
 
+LAUNCHED = ("train", "evaluate", "tune", "adapt")  # commands that launchers start on several ranks
+
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Console script `fmmeta COMMAND [--flags]`; the same on every rank of a launch."""
@@ -137,10 +139,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 
 def run(command: str, argv: list[str]) -> NoReturn:
-    """Run a command, on every rank alike, and exit; only rank 0 prints how it ended."""
-    line, code = "", 0
+    """Run a command, on every rank alike, and exit; of several ranks only rank 0 prints how it ended."""
+    line, code, launched = "", 0, command in LAUNCHED
     if command not in ("doctor", "report", "lighthouse"):
-        warn_untested(global_rank())
+        warn_untested(global_rank() if launched else 0)
     with listening(command) as signals:
         try:
             settings = parse(argv, command)
@@ -170,7 +172,7 @@ def run(command: str, argv: list[str]) -> NoReturn:
             code = UsageError.exit_code
         if signals:
             signals.end()
-        leave(line, code)
+        leave(line, code, not launched or global_rank() == 0)
 
 
 def discard_output() -> int:
@@ -206,9 +208,9 @@ def leave_at_once(code: int) -> None:
     os._exit(code)
 
 
-def leave(line: str, code: int) -> NoReturn:
+def leave(line: str, code: int, is_rank0: bool = True) -> NoReturn:
     """Print a line on rank 0, unless it is empty, and exit with this code on every rank."""
-    if line and global_rank() == 0:
+    if line and is_rank0:
         print(printable(redact(f"fmmeta: {line}")), file=sys.stderr, flush=True)
     elif line:
         time.sleep(3)  # launchers kill the other ranks at the first exit, which should be rank 0's

@@ -6,7 +6,8 @@ With the wheel installed it is `python -m fmmeta.launch.submitit_train`.
 
 One task per GPU. What is no flag of this script is a flag of training, and is checked before anything is
 submitted. Before the time limit SLURM sends USR1; the run then saves, and only then does submitit get the
-signal, with which it queues the job again. `--cluster local` starts the tasks here and waits for them.
+signal, with which it queues the job again; so it does after the fault of a machine that is no hanging rank
+(exit code 70), up to 50 times. `--cluster local` starts the tasks here and waits for them.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from typing import Any
 os.environ["SUBMITIT_PREEMPT_SIGNAL"] = (
     "USR1"  # which training answers; submitit reads it when it is imported
 )
-REQUEUED = 75
+REQUEUED, MAX_REQUEUES = 75, 50
 
 
 class Training:
     """What submitit pickles: the flags, and what to do when the job is queued again."""
 
     def __init__(self, flags: list[str]) -> None:
-        self.flags = flags
+        self.flags, self.faults = flags, 0
 
     def __call__(self) -> str:
-        """On every task: train, to the end or until a signal. Returns the run's folder."""
+        """On every task: train, to the end, a signal or a machine's fault. Returns the run's folder."""
         import submitit
 
         from fmmeta.cli import parse
-        from fmmeta.common.errors import Stopped
+        from fmmeta.common.errors import MachineFault, Stopped
         from fmmeta.reliability.signals import Signals
         from fmmeta.train import train
 
@@ -49,6 +50,11 @@ class Training:
                 return str(train(config, signals).output_dir)
         except Stopped as stopped:
             print(f"fmmeta: {stopped}", file=sys.stderr, flush=True)
+        except MachineFault as fault:
+            print(f"fmmeta: error: {fault}", file=sys.stderr, flush=True)
+            self.faults += 1  # stored with the job when it is queued again
+            if self.faults > MAX_REQUEUES:
+                raise
         os.kill(
             os.getpid(), signal.SIGUSR1
         )  # submitit's turn: its first task queues the job again and does not come back
@@ -93,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"fmmeta: error: {error}", file=sys.stderr)
         sys.exit(2)
     executor = submitit.AutoExecutor(
-        folder=Path(given.folder), cluster=given.cluster, slurm_max_num_timeout=50
+        folder=Path(given.folder), cluster=given.cluster, slurm_max_num_timeout=MAX_REQUEUES
     )
     tasks = given.tasks_per_node or max(1, given.gpus_per_node)
     settings: dict[str, Any] = {

@@ -142,7 +142,7 @@ def refuses(address: str) -> bool:
 
 
 class ElasticCommunicator(Communicator):
-    """The `cross` communicator of groups that join and leave. Raises `UsageError` without a lighthouse.
+    """The `cross` communicator of groups that join and leave. Raises `MachineFault` without a lighthouse.
 
     own: gloo communicator of the ranks of this group. `config_hash` and `secret` are set once the settings
     are known (controller.py).

@@ -38,6 +38,7 @@ from fmmeta.common.errors import MachineFault, PeerLost, UsageError
 from fmmeta.config.resume import changed_settings
 from fmmeta.config.settings import Config
 from fmmeta.elastic.communicator import AllGroups, ElasticCommunicator, Membership
+from fmmeta.elastic.lighthouse import LIGHTHOUSE_S
 from fmmeta.meta.parameters import StateDict
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
@@ -201,7 +202,6 @@ def config_hash(settings: Mapping[str, Any], layout: str, numel: int, precision:
     return sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
 
 
-LIGHTHOUSE_S = 120.0  # timeout of a lighthouse that does not answer
 MAX_ATTEMPTS = 100  # at one outer step
 LOCK_S, LAST_LOCK_S = 2.0, 120.0  # timeouts of the folder's lock: at an outer step, and at the end of the run
 
@@ -333,6 +333,8 @@ class ElasticController(StaticController):
             with world.raise_on_all("locking the folder"):
                 if first:
                     self.lock = lock_folder(run.folder, timeout_s, quiet=True)
+                    if self.lock.warning:
+                        self.log(self.lock.warning)
         except UsageError as refusal:
             if timeout_s == LAST_LOCK_S:
                 raise

@@ -27,23 +27,33 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from fmmeta.common.errors import MachineFault, UsageError
+from fmmeta.common.progress import LOGGER, STDERR
 from fmmeta.config.fields import check_values
 from fmmeta.config.settings import setting
-from fmmeta.parallel.network import listen, source_address
+from fmmeta.parallel.network import (
+    interfaces,
+    is_loopback,
+    listen,
+    loopback_interface,
+    outside_addresses,
+    source_address,
+)
 
 HEARTBEAT, CONNECT = timedelta(milliseconds=250), timedelta(seconds=10)
 STATUS_S = 1.0  # between two status requests while a quorum request is pending
 FIRST_WAIT_S, WAIT_S = 0.02, 0.25  # for an answer, until `while_waiting` is called the first time, and again
+LIGHTHOUSE_S = 120.0  # timeout of a lighthouse that does not answer
 STATUS_TIMEOUT, QUORUM_TIMEOUT = timedelta(seconds=5), timedelta(days=1)
 LOST_TIMEOUT = timedelta(minutes=1)  # of a request in the name of a lost group, if no quorum is formed
+T = TypeVar("T")
 
 
 class LighthouseClient:
-    """One per group. Raises `UsageError` if the lighthouse does not answer.
+    """One per group. Raises `MachineFault` if the lighthouse does not answer for `LIGHTHOUSE_S`.
 
     name: of this group, used once. ft: torchft's low-level interface (`coordination`).
     """
@@ -51,13 +61,7 @@ class LighthouseClient:
     def __init__(self, address: str, name: str, ft: Any) -> None:
         self.address, self.name, self.ft = address, name, ft
         self.host = reachable_as(address)
-        try:
-            self.client = ft.LighthouseClient(address, CONNECT)
-        except Exception as error:
-            raise UsageError(
-                f"lighthouse={address} does not answer ({first_line(error)}); start `fmmeta lighthouse` "
-                "there, or give the address that it prints"
-            ) from None
+        self.client = wait_for(address, lambda: ft.LighthouseClient(address, CONNECT))
         self.heartbeats: Any = None
         self.min_groups: int | None = None  # of the lighthouse; None: not known yet
 
@@ -172,21 +176,74 @@ def coordination() -> Any:
         ) from None
 
 
+def wait_for(lighthouse: str, work: Callable[[], T]) -> T:
+    """The result of `work`, repeated while it fails: the machine of the lighthouse may be restarting.
+
+    Raises `MachineFault` after `LIGHTHOUSE_S`.
+    """
+    began, logged = time.monotonic(), False
+    while True:
+        try:
+            return work()
+        except Exception as error:
+            reason = first_line(error)
+        if time.monotonic() - began > LIGHTHOUSE_S:
+            raise MachineFault(
+                f"lighthouse={lighthouse} has not answered for {LIGHTHOUSE_S:.0f} s ({reason}); start"
+                " `fmmeta lighthouse` there, or give the address that it prints"
+            )
+        if not logged:
+            logged = True
+            LOGGER.warning(
+                "lighthouse=%s does not answer (%s); waiting for %g s at most",
+                lighthouse,
+                reason,
+                LIGHTHOUSE_S,
+                extra=STDERR,
+            )
+        time.sleep(WAIT_S)
+
+
 def reachable_as(lighthouse: str) -> str:
-    """The address of this machine as the lighthouse's machine sees it. Raises `UsageError`."""
+    """The address of this machine that groups of other machines reach; a loopback address if `lighthouse` is
+    one literally: all groups are on this machine then.
+
+    It is that of packets to the lighthouse. On the lighthouse's machine it may be a loopback address, since
+    the name of a machine stands for one on many (Debian's 127.0.1.1); then it is that of the interface.
+    Raises `UsageError` if `lighthouse` is no address, and `MachineFault` if there is no route for
+    `LIGHTHOUSE_S`.
+    """
     try:
         there = urlsplit(lighthouse)
-        if there.scheme != "http" or not there.hostname or not there.port:
+        host, port = there.hostname, there.port
+        if there.scheme != "http" or not host or not port:
             raise ValueError("no http://HOST:PORT")
-        found = source_address(there.hostname, there.port)
-        if found is None:
-            raise ValueError(f"no route to {there.hostname}")
     except ValueError as error:
         raise UsageError(
             f"lighthouse={lighthouse} is no address ({error}); give http://HOST:PORT as `fmmeta lighthouse`"
             " prints it"
         ) from None
-    return found
+
+    def own_address() -> str:
+        found = source_address(host, port)
+        if found is None:
+            raise OSError(f"no route to {host}")
+        return found
+
+    address = wait_for(lighthouse, own_address)
+    if is_loopback(host) or not is_loopback(address):
+        return address
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if names == loopback_interface():  # set for the ranks of one launch
+        names = ""
+    found = outside_addresses(interfaces(), names)
+    if len(found) > 1:
+        raise UsageError(
+            f"lighthouse={lighthouse}: the name {host} stands for {address} on this machine, which groups of"
+            f" other machines cannot reach, and the interfaces {', '.join(found)} are up; give the lighthouse"
+            f" by its address, such as http://{next(iter(found.values()))}:{port}, or set GLOO_SOCKET_IFNAME"
+        )
+    return next(iter(found.values()), address)
 
 
 def first_line(error: BaseException) -> str:

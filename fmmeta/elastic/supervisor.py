@@ -78,15 +78,22 @@ class Group:
 
 
 class Supervisor:
-    """Starts groups and restarts those that die. log: prints a line."""
+    """Starts groups and restarts those that die. output: prints a line."""
 
-    def __init__(self, config: ElasticConfig, log: Callable[[str], None] | None = None) -> None:
-        self.config, self.log = config, log or (lambda text: print(text, flush=True))
+    def __init__(self, config: ElasticConfig, output: Callable[[str], None] | None = None) -> None:
+        self.config, self.output = config, output or (lambda text: print(text, flush=True))
         self.groups = [Group(f"{config.group_name}{number}") for number in range(config.groups)]
         self.stop_signal, self.file = 0, ""
         self.server: Any = None
         # with groups of other nodes
         self.shared = bool(config.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE"))
+
+    def log(self, text: str) -> None:
+        """Print a line. A line that cannot be printed (disk full, closed pipe) is dropped: the supervisor
+        continues, and reads the output of the ranks, which would block.
+        """
+        with suppress(OSError, ValueError):
+            self.output(text)
 
     def run(self) -> int:
         """Supervise until no group is restarted any more; return the exit code.
@@ -202,13 +209,14 @@ class Supervisor:
             group.terminate()
 
     def spawn(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Any:
-        """Start a rank and log its output."""
+        """Start a rank and log its output, with bytes that are no text escaped."""
         process = subprocess.Popen(
             command,
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="backslashreplace",
             start_new_session=True,
         )
         assert process.stdout is not None
@@ -248,5 +256,6 @@ def run(config: ElasticConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: supervisor.stop(number))
     code = supervisor.run()
-    sys.stdout.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
     os._exit(code if code >= 0 else 128 - code)

@@ -25,14 +25,16 @@ from fmmeta.common.text import any_of
 from fmmeta.config.settings import Config
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 
-SLURM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+SLURM_TASKS = (
+    "SLURM_STEP_NUM_TASKS"  # SLURM_NTASKS is also set in the shell of a job, whose processes are alone
+)
 
 
 @dataclass(frozen=True)
 class Launch:
     """The rank of this process among all processes and on its node, as the launcher set it.
 
-    node: the launcher's number of the node; empty if it gives none.
+    node: the launcher's number of the node; empty if it gives none. srun: whether srun is the launcher.
     """
 
     global_rank: int = 0
@@ -42,26 +44,32 @@ class Launch:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     node: str = ""
+    srun: bool = False
+
+    def choose_port(self, port: int) -> str:
+        """How the user gives the launch another port."""
+        return f"export MASTER_PORT={port}" if self.srun else f"--master_port {port}"
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "Launch":
         """Read the variables of deepspeed, torchrun and accelerate, else those of srun, else one process.
 
-        Raises `UsageError`.
+        RANK without any LOCAL_ variable is that of a pod of one rank. Raises `UsageError`.
         """
         launch = cls()
         if "RANK" in env and "WORLD_SIZE" in env:
             world_size = number(env, "WORLD_SIZE")
+            on_this_node = world_size if env.get("LOCAL_RANK") else 1
             launch = cls(
                 number(env, "RANK"),
                 world_size,
                 number(env, "LOCAL_RANK", default=0),
-                number(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=world_size),
+                number(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=on_this_node),
                 env.get("MASTER_ADDR", "127.0.0.1"),
                 number(env, "MASTER_PORT", default=29500),
                 env.get("GROUP_RANK") or env.get("CROSS_RANK") or "",  # of torchrun, of deepspeed
             )
-        elif "SLURM_PROCID" in env and number(env, *SLURM_TASKS, default=1) > 1:
+        elif "SLURM_PROCID" in env and number(env, SLURM_TASKS, default=1) > 1:
             launch = cls.from_slurm(env)
         if not 0 <= launch.global_rank < launch.world_size:
             raise UsageError(
@@ -71,8 +79,10 @@ class Launch:
 
     @classmethod
     def from_slurm(cls, env: Mapping[str, str]) -> "Launch":
-        """One process per task of `srun`. Without MASTER_ADDR the first node of the step hosts the store."""
-        world_size = number(env, *SLURM_TASKS)
+        """One process per task of `srun`. Without MASTER_ADDR the first node of the step hosts the store, at
+        a port below those that the kernel gives to connections.
+        """
+        world_size = number(env, SLURM_TASKS)
         tasks = re.match(
             r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
         )
@@ -84,9 +94,10 @@ class Launch:
             local_world_size=int(tasks[0]) if tasks else world_size,
             master_addr=env.get("MASTER_ADDR") or (first_host(nodes) if nodes else "127.0.0.1"),
             master_port=number(
-                env, "MASTER_PORT", default=20000 + number(env, "SLURM_JOB_ID", default=0) % 20000
+                env, "MASTER_PORT", default=10000 + number(env, "SLURM_JOB_ID", default=0) % 20000
             ),
             node=env.get("SLURM_NODEID", ""),
+            srun=True,
         )
 
 

@@ -164,14 +164,31 @@ def gloo_interface(launch: Launch, known: Sequence[Interface]) -> str | None:
     gloo takes the address that the name of this host resolves to. On many machines that is a loopback
     address, and ranks of other nodes would then wait for ever.
     """
-    own = own_addresses()
-    real = [one for one in known if one.up and not any(map(is_loopback, one.addresses))]
+    own, real = own_addresses(), not_loopback(known)
     if any(own & set(one.addresses) for one in real):
         return None
     source = source_address(launch.master_addr)
     if source and is_loopback(source) and len(real) == 1:  # the master, by a name that resolves to loopback
         return real[0].name
     return next((one.name for one in real if source in one.addresses), None)
+
+
+def not_loopback(known: Sequence[Interface]) -> list[Interface]:
+    """The interfaces that are up and lead to other hosts."""
+    return [one for one in known if one.up and not any(map(is_loopback, one.addresses))]
+
+
+def outside_addresses(known: Sequence[Interface], names: str = "") -> dict[str, str]:
+    """By the name of each interface that leads to other hosts: an address of it, IPv4 where it has one.
+
+    names: of the interfaces to choose from, such as GLOO_SOCKET_IFNAME; empty: all.
+    """
+    wanted, found = names.split(",") if names else None, dict[str, str]()
+    for one in not_loopback(known):
+        global_ones = [address for address in one.addresses if not address.startswith("fe80:")]
+        if global_ones and (wanted is None or one.name in wanted):
+            found[one.name] = min(global_ones, key=lambda address: ":" in address)
+    return found
 
 
 def own_addresses() -> set[str]:

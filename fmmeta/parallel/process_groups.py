@@ -219,8 +219,8 @@ def connect_store(launch: Launch) -> dist.Store:
         if "EADDRINUSE" not in str(error):
             raise
         raise UsageError(
-            f"master_port={launch.master_port} is in use on {platform.node()}; give the launcher"
-            f" another, such as --master_port {launch.master_port + 1}"
+            f"master_port={launch.master_port} is in use on {platform.node()}; give the launch"
+            f" another, such as {launch.choose_port(launch.master_port + 1)}"
         ) from None
     if not has_agent_store:
         return store

@@ -387,10 +387,11 @@ class Run:
         """Raises `MachineFault` if the groups have not claimed each task of the outer step once. Local."""
         metrics.values["tasks_by_group"] = metrics.tasks_by_group
         if metrics.tasks != self.schedule.tasks_per_step:
+            launch = self.ranks.layout.launch
             raise MachineFault(
                 f"{metrics.tasks} tasks were claimed in an outer step of {self.schedule.tasks_per_step}:"
-                " another program has changed the counters in the store of the launch; give the run a"
-                " --master_port that no other program uses"
+                " another program has changed the counters in the store of the launch; give it a port that"
+                f" no other program uses, such as {launch.choose_port(launch.master_port + 1)}"
             )
 
     def check_inner_loop(self, episode: Episode) -> None:

@@ -127,9 +127,14 @@ def open_run(config: Config, settings: dict[str, Any], comm: Communicator) -> Ru
         start = RunStart(Path(), None, False)
         with comm.raise_on_all("opening output_dir"):
             if comm.rank == 0:
-                folder = choose_run_folder(config, settings)
+                folder, made = known_folder(config, settings), list[Path]()
+                if folder is None:
+                    made = make_new(config)
+                    folder = made[0]
+                    on_refusal.callback(remove_empty, made)
                 # with --elastic the writing group takes the lock (elastic/controller.py)
                 lock = FolderLock(folder, None, make(folder)) if config.elastic else lock_folder(folder)
+                lock.made += made
                 on_refusal.callback(lock.close)
                 if not config.elastic:
                     checkpoint.undo_partial_save(folder)
@@ -223,19 +228,52 @@ def newer(chosen: Path, found: list[Path]) -> list[Path]:
 
 
 def choose_run_folder(config: Config, settings: dict[str, Any]) -> Path:
+    """The folder of a run; a new one is not made."""
+    return known_folder(config, settings) or new_folder(config)
+
+
+def known_folder(config: Config, settings: dict[str, Any]) -> Path | None:
     """--output_dir, or runs/<run_name>; without them the newest unfinished run with these settings in runs/,
-    or a new folder.
+    or None.
     """
     if config.output_dir is not None:
         return Path(config.output_dir)
     if config.run_name is not None:
         return Path("runs") / config.run_name
-    name = f"{config.algorithm.replace(':', '-')}-{Path(config.dataset[0]).name}"
     if config.resume_from_checkpoint == "latest":
-        for folder in sorted(Path("runs").glob(f"*-{name}"), reverse=True):
+        for folder in sorted(Path("runs").glob(f"*-{short_name(config)}"), reverse=True):
             if is_unfinished(folder, settings):
                 return folder
-    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    return None
+
+
+def new_folder(config: Config, number: int = 1) -> Path:
+    """The name of a new folder. number: of the run among those that begin in the same second."""
+    second = time.strftime("%Y%m%d-%H%M%S") + (f"-{number}" if number > 1 else "")
+    return Path("runs") / f"{second}-{short_name(config)}"
+
+
+def short_name(config: Config) -> str:
+    return f"{config.algorithm.replace(':', '-')}-{Path(config.dataset[0]).name}"
+
+
+def make_new(config: Config) -> list[Path]:
+    """Make a new folder that no other process has made: jobs of an array begin in the same second.
+
+    Returns the folder and others that were missing, innermost first. Raises `UsageError`.
+    """
+    number, above = 1, list[Path]()
+    while True:
+        above = make(Path("runs")) or above
+        folder = new_folder(config, number)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+        except FileNotFoundError:  # another start was refused, and has removed runs/
+            continue
+        else:
+            return [folder, *above]
 
 
 def is_unfinished(folder: Path, settings: dict[str, Any]) -> bool:
@@ -245,16 +283,20 @@ def is_unfinished(folder: Path, settings: dict[str, Any]) -> bool:
         if run is None or run.get("finished") or changed_settings(as_stored(run["settings"]), settings):
             return False
         if checkpoint.list_complete(folder):
-            lock_folder(folder, 0).close()
-            return True
+            lock = lock_folder(folder, 0, quiet=True)
+            lock.close()
+            return not lock.warning  # without locks it may be in use
     return False
 
 
 class FolderLock:
-    """The lock `file` of a run's folder, if any, and the folders `made` for it, innermost first."""
+    """The lock `file` of a run's folder, if any, and the folders `made` for it, innermost first.
 
-    def __init__(self, folder: Path, file: Any, made: list[Path]) -> None:
-        self.folder, self.file, self.made = folder, file, made
+    warning: why it keeps no other run out; empty if it does.
+    """
+
+    def __init__(self, folder: Path, file: Any, made: list[Path], warning: str = "") -> None:
+        self.folder, self.file, self.made, self.warning = folder, file, made, warning
 
     def close(self) -> None:
         """Release the lock; remove the folders that were made if they are empty."""
@@ -279,7 +321,8 @@ def make(folder: Path) -> list[Path]:
 def lock_folder(folder: Path, timeout_s: float = 120.0, quiet: bool = False) -> FolderLock:
     """Make a run's folder and take its lock; the kernel releases it when this process ends.
 
-    quiet: log nothing while waiting. Raises `UsageError` after `timeout_s`.
+    On a file system without locks it is logged that nothing keeps a second run out of the folder. quiet: log
+    nothing. Raises `UsageError` after `timeout_s`.
     """
     made, began = make(folder), time.monotonic()
     while True:
@@ -294,8 +337,14 @@ def lock_folder(folder: Path, timeout_s: float = 120.0, quiet: bool = False) -> 
             file.seek(0)
             in_use = f"output_dir={folder} is in use by {file.read().strip() or 'another process'}"
             file.close()
-        except OSError:  # a file system without locks
-            return FolderLock(folder, file, made)
+        except OSError as error:  # a file system without locks
+            warning = (
+                f"output_dir={folder} is on a file system without locks ({error.strerror}), and nothing keeps"
+                " a second run out of it; start only one, or use another file system"
+            )
+            if not quiet:
+                LOGGER.warning("%s", warning)
+            return FolderLock(folder, file, made, warning)
         else:
             if is_file(file, folder / LOCK):
                 break

@@ -243,12 +243,6 @@ NOWHERE = ("--lighthouse", "http://127.0.0.1:1")
     [
         (
             "train",
-            ("--elastic", "--output_dir", "OUT", *NOWHERE),
-            True,
-            ["lighthouse=http://127.0.0.1:1"],
-        ),
-        (
-            "train",
             ("--elastic", "--output_dir", "OUT"),
             True,
             ["elastic=True", "start `fmmeta lighthouse`"],
@@ -303,6 +297,48 @@ def test_a_lighthouse_answers_until_sigterm():
         finally:
             process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+def short_waits() -> None:
+    """In a rank: a lighthouse that does not answer is tried again soon, and given up soon."""
+    lighthouse.CONNECT, lighthouse.LIGHTHOUSE_S = timedelta(milliseconds=200), 1.0
+
+
+def test_a_lighthouse_that_stays_away_is_the_fault_of_a_machine(tmp_path):
+    """Exit code 70, after which schedulers and supervisors start a group again, and one line."""
+    words = ["-m", "fmmeta", "train", "--elastic", "--output_dir", str(tmp_path / "run"), *NOWHERE]
+    ended = run_ranks(words, 1, before=short_waits)
+    assert ended.codes == [70], ended.output[0]
+    assert "Traceback" not in ended.output[0]
+    lines = ended.output[0].strip().splitlines()
+    assert (
+        sum(line.startswith("fmmeta: lighthouse=http://127.0.0.1:1 does not answer (") for line in lines) == 1
+    )
+    assert lines[-1].startswith("fmmeta: error: lighthouse=http://127.0.0.1:1 has not answered for 1 s (")
+    assert lines[-1].endswith("; start `fmmeta lighthouse` there, or give the address that it prints")
+
+
+def short_connect() -> None:
+    """In a rank: a lighthouse that does not answer is tried again soon."""
+    lighthouse.CONNECT = timedelta(milliseconds=200)
+
+
+@pytest.mark.timeout(300)
+def test_a_group_that_starts_before_its_lighthouse_waits_for_it(tmp_path):
+    """The machine of the lighthouse restarts: groups that start meanwhile join when it is back."""
+    port = free_port()
+    flags = [f"--{name}={x}" for name, x in SETTINGS.items() if isinstance(x, (int, str))]
+    words = ["-m", "fmmeta", "train", "--elastic", "--output_dir", str(tmp_path / "run"), *flags]
+    words += ["--outer_steps=2", "--save_steps=2", "--lighthouse", f"http://127.0.0.1:{port}"]
+    place = f"{short_connect.__module__}:{short_connect.__qualname__}"
+    rank = Born.of(words, tmp_path / "log", environment(), before=place)
+    assert any("does not answer" in line for line in rank.lines()), rank.rank.text
+    server = LighthouseProcess(tmp_path, port)
+    try:
+        assert rank.wait() == 0, rank.rank.text
+    finally:
+        server.kill()
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]
 
 
 class LighthouseProcess:

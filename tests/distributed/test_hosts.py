@@ -4,9 +4,11 @@ cable unplugged.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -123,6 +125,31 @@ def test_torchrun_trains_on_two_hosts(hosts, flags, alone, tmp_path):
         min(now - then for now, then in zip(hosts.sent(), before, strict=True)) > 4 * 600_000
     )  # the shards went by the cable
     assert off(model_of(run), *alone) < 1e-4
+
+
+@pytest.mark.timeout(300)
+def test_elastic_groups_of_two_hosts_meet(hosts, flags, tmp_path):
+    """The lighthouse is given by the name of its host, which stands for 127.0.1.1 there."""
+    pytest.importorskip("torchft", reason="elastic groups need torchft")
+    port, run, logs = (
+        free_port(),
+        tmp_path / "run",
+        [tmp_path / f"{name}.log" for name in ("lighthouse", *NAMES)],
+    )
+    words = [sys.executable, "-m", "fmmeta"]
+    group = [*words, "train", "--elastic", f"--lighthouse=http://{NAMES[0]}:{port}", *flags(run, **LONG)]
+    commands = [[*words, "lighthouse", f"--port={port}", "--min_groups=2"], group, group]
+    started = []
+    for host, command, log in zip((0, 0, 1), commands, logs, strict=True):
+        with log.open("w") as file:
+            started.append(hosts.run(host, command, file, cwd=ROOT, env=environment()))
+    try:
+        texts = [one.wait(250) for one in started[1:]], *(log.read_text() for log in logs)
+    finally:
+        os.killpg(started[0].pid, signal.SIGTERM)
+    assert texts[0] == [0, 0], texts
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {line["groups"] for line in lines} == {2}
 
 
 @pytest.mark.timeout(400)

@@ -202,6 +202,65 @@ def test_which_exit_codes_are_requeued(signalled, code, restarts, queued, tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("before", "after", "code", "flags", "queued"),
+    [
+        (None, 5, 1, "--output_dir OUT", True),
+        (5, 10, 1, "--output_dir=OUT", True),
+        (9, 10, 137, "--output_dir elsewhere --output_dir OUT --seed 3", True),
+        (None, None, 1, "--output_dir OUT", False),
+        (5, 5, 1, "--output_dir OUT", False),  # a loop of crashes
+        (5, 10, 2, "--output_dir OUT", False),
+        (5, 10, 0, "--output_dir OUT", False),
+        (5, 10, 1, "", False),
+    ],
+)
+def test_a_crash_is_requeued_after_progress(before, after, code, flags, queued, tmp_path):
+    """torchrun makes every exit code 1: a checkpoint tells a fault from a run that cannot work."""
+    out, script = tmp_path / "out", "set -u; source launch/slurm_requeue.sh; run_and_requeue bash -c"
+    for step in filter(None, (before, after)):
+        folder = out / f"checkpoint-{step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        if step == before:
+            (folder / "manifest.json").touch()
+    made = f"touch {out}/checkpoint-{after}/manifest.json; " if after else ""
+    command = f"{script} '{made}exit {code}' child {flags.replace('OUT', str(out))}"
+    env = environment(
+        PATH=f"{slurm.install(tmp_path / 'bin')}:{PATHS}", STAND_IN_FOLDER=str(tmp_path), SLURM_JOB_ID="4711"
+    )
+    ended = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == code, ended.stderr
+    assert (tmp_path / "requeued").is_file() == queued, ended.stderr
+
+
+@pytest.mark.timeout(600)
+def test_a_job_of_torchrun_resumes_after_the_fault_of_a_rank(flags, undisturbed_run, tmp_path):
+    """A rank ends with 70 after a checkpoint; torchrun ends with 1."""
+    run = tmp_path / "runs" / "slurm-4711"
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    env = environment(
+        PATH=f"{slurm.install(tmp_path / 'bin')}:{PATHS}",
+        STAND_IN_FOLDER=str(tmp_path),
+        STAND_IN_GPUS="1",
+        STAND_IN_SIGNAL_AT=f"{tmp_path / 'never'}:1",
+        RDZV_PORT=str(free_port()),
+        FAULT="exit",
+        FAULTED=str(tmp_path / "faulted"),
+    )
+    settings = {**LONG, "episode_transforms": "tests.support.short_runs:fault"}
+    command = ["sbatch", "launch/slurm_torchrun.sbatch", *flags(None, **settings)]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=580, check=False
+    )
+    text = (tmp_path / "slurm-4711.out").read_text()
+    assert ended.returncode == 0, ended.stderr + text[-6000:]
+    assert "fmmeta: exit code 1; job 4711 goes back into the queue" in text
+    assert f"resumed from {run.relative_to(tmp_path)}/checkpoint-5" in text
+    assert same(run, undisturbed_run)
+
+
+@pytest.mark.parametrize(
     "file", ["slurm_srun.sbatch", "slurm_torchrun.sbatch", "slurm_node.sh", "slurm_requeue.sh"]
 )
 def test_scripts_have_valid_syntax(file):
@@ -236,6 +295,27 @@ def test_submitit_queues_a_run_again_after_its_save(flags, undisturbed_run, tmp_
     assert "stopped by SIGUSR1 after outer step" in logs
     assert f"Requeued job {job}" in logs
     assert f"resumed from {tmp_path / 'run'}/checkpoint-" in logs
+    assert same(tmp_path / "run", undisturbed_run)
+
+
+@pytest.mark.timeout(600)
+def test_submitit_queues_a_run_again_after_a_fault(flags, undisturbed_run, tmp_path):
+    """theta of one task changes, which ends the run with 70; the checkpoint before it is resumed from."""
+    pytest.importorskip("submitit")
+    words = ["--cluster=local", "--tasks_per_node=2", "--folder", str(tmp_path / "jobs")]
+    settings = {**LONG, "episode_transforms": "tests.support.short_runs:fault", "check_replicas_steps": 1}
+    env = environment(
+        PATH=PATHS, MASTER_PORT=str(free_port()), FAULT="theta", FAULTED=str(tmp_path / "faulted")
+    )
+    command = [sys.executable, "launch/submitit_train.py", *words, *flags(tmp_path / "run", **settings)]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500, check=False
+    )
+    logs = "".join(file.read_text() for file in sorted((tmp_path / "jobs").glob("*_log.*")))
+    assert ended.returncode == 0, ended.stdout + ended.stderr + logs[-6000:]
+    assert "fmmeta: error: theta is not the same in all groups after outer step 8" in logs
+    assert "Requeued job " in logs
+    assert f"resumed from {tmp_path / 'run'}/checkpoint-5" in logs
     assert same(tmp_path / "run", undisturbed_run)
 
 

@@ -271,7 +271,7 @@ def test_slurm_variables_start_ranks_alike(tmp_path):
     for rank in range(2):
         slurm = {
             "SLURM_PROCID": str(rank),
-            "SLURM_NTASKS": "2",
+            "SLURM_STEP_NUM_TASKS": "2",
             "SLURM_LOCALID": str(rank),
             "SLURM_NTASKS_PER_NODE": "2",
         }

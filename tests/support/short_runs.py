@@ -4,6 +4,7 @@ fixtures.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import time
@@ -48,6 +49,19 @@ def slow_rank(episode, rng):
         file.write(f"{step} {slot}\n")
     if str(slot) == os.environ.get("FAILS"):
         raise UsageError("rows.jsonl:3 is bad; fix it")
+    return episode
+
+
+def fault(episode, rng):
+    """A transform: in the eighth outer step rank 1 fails once, as FAULT says: it ends (exit), or its theta
+    changes (theta). The file FAULTED is written then.
+    """
+    mark = Path(os.environ["FAULTED"])
+    if os.environ["FMMETA_GLOBAL_RANK"] == "1" and episode.task.seed[2] == 7 and not mark.exists():
+        mark.touch()
+        if os.environ["FAULT"] == "exit":
+            os._exit(70)
+        next(one for one in gc.get_objects() if type(one).__name__ == "Run").theta[0] += 1
     return episode
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import random
 import shutil
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 from fmmeta import checkpoint
 from fmmeta.checkpoint import read, write
 from fmmeta.checkpoint.write import Saver
+from fmmeta.common.progress import LOGGER
 from fmmeta.config.settings import Config
 from fmmeta.training.run_folder import (
     accept_changes,
@@ -353,6 +355,32 @@ def test_a_locked_folder_is_refused_after_a_wait(tmp_path):
     began = time.monotonic()
     lock_folder(tmp_path, 10).close()
     assert 0.3 < time.monotonic() - began < 5
+
+
+def test_a_file_system_without_locks_is_warned_of_and_no_folder_is_chosen_there(tmp_path, monkeypatch):
+    """An unfinished run may be running: only its --output_dir resumes it."""
+
+    def no_locks(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.chdir(tmp_path)
+    config, folder = Config(), Path("runs") / "20260101-000000-fomaml-letters"
+    settings = settings_of(config, "f")
+    folder.mkdir(parents=True)
+    write_run(folder, settings, "", finished=False)
+    saved(folder, WHOLE, 4)
+    assert find_start(config, settings).folder == folder
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    records: list[logging.LogRecord] = []
+    monkeypatch.setattr(LOGGER, "handle", records.append)
+    assert find_start(config, settings).folder != folder
+    assert not records
+    start = open_run(Config(output_dir=str(folder)), settings, one_rank().world)
+    start.lock.close()
+    monkeypatch.undo()
+    assert start.checkpoint == folder / "checkpoint-4"
+    assert len(records) == 1
+    check_message(records[0].getMessage(), f"output_dir={folder}", "No locks available", "start only one")
 
 
 def test_changed_settings_are_named_and_dangerous_ones_refused():

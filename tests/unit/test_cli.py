@@ -224,8 +224,30 @@ def test_other_ranks_exit_without_output(capfd, monkeypatch):
     monkeypatch.setattr(cli.time, "sleep", slept.append)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit) as ended:
-        cli.leave("error: text", 2)
+        cli.main(["train", "--n_way", "1"])
     assert (ended.value.code, capfd.readouterr().err, slept) == (2, "", [3])
+
+
+@pytest.mark.parametrize(
+    ("command", "parts"),
+    [
+        ("plan --gpus 0", ("gpus=0", "use 1 or more")),
+        ("inspect nofile.jsonl", ("dataset=nofile.jsonl", "check the path")),
+        ("convert nofile.gguf out", ("model_name_or_path=nofile.gguf", "check the path")),
+        ("elastic --groups 0 --output_dir out", ("groups=0", "use 1 or more")),
+        ("trian", ("command=trian", "did you mean train?")),
+    ],
+)
+def test_commands_of_one_process_print_errors_whatever_rank_the_environment_names(
+    command, parts, capfd, monkeypatch
+):
+    """A pod of a cluster may have RANK of another program."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(command.split())
+    assert ended.value.code == 2
+    check_message(capfd.readouterr().err, "fmmeta: error: ", *parts)
 
 
 def test_error_in_the_code_names_the_task(capfd, monkeypatch, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,13 @@ from torch.distributed import HashStore, ProcessGroupGloo
 
 from fmmeta.common.errors import MachineFault, PeerError, PeerLost
 from fmmeta.config.settings import Config
-from fmmeta.elastic import communicator
+from fmmeta.elastic import communicator, lighthouse
 from fmmeta.elastic.communicator import MAX_LOST, ElasticCommunicator, GroupInfo, Membership
 from fmmeta.elastic.controller import MAX_ATTEMPTS, ElasticController, check_kinds, config_hash, kinds
 from fmmeta.elastic.lighthouse import reachable_as
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from fmmeta.parallel.network import Interface
 from tests.support.fork_server import free_port
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
@@ -280,6 +282,46 @@ def test_bad_lighthouse_addresses_are_refused(address):
 
 def test_loopback_lighthouse_is_reached_at_loopback():
     assert reachable_as("http://127.0.0.1:9") == "127.0.0.1"
+    assert reachable_as("http://localhost:9") in ("127.0.0.1", "::1")
+
+
+LOOPBACK = Interface("lo", True, ("127.0.0.1", "::1"))
+ETH, INFINIBAND = Interface("eth0", True, ("fe80::1", "10.0.0.5")), Interface("ib0", True, ("10.1.0.5",))
+
+
+@pytest.mark.parametrize(
+    ("known", "gloo", "address"),
+    [
+        ([LOOPBACK, ETH], "", "10.0.0.5"),
+        ([LOOPBACK, ETH], "lo", "10.0.0.5"),  # set for the ranks of one launch
+        ([LOOPBACK, replace(ETH, addresses=("fe80::1", "fd00::5"))], "", "fd00::5"),
+        ([LOOPBACK, ETH, replace(INFINIBAND, up=False)], "", "10.0.0.5"),
+        ([LOOPBACK, ETH, INFINIBAND], "ib0", "10.1.0.5"),
+        ([LOOPBACK], "", "127.0.0.1"),  # no other machine
+    ],
+)
+def test_a_name_that_stands_for_loopback_is_reached_at_the_interface(known, gloo, address, monkeypatch):
+    """Debian's 127.0.1.1: groups of other machines would connect to themselves."""
+    loopback_name(monkeypatch, known, gloo)
+    assert reachable_as("http://head:9") == address
+
+
+def test_a_name_that_stands_for_loopback_is_refused_if_interfaces_differ(monkeypatch):
+    loopback_name(monkeypatch, [LOOPBACK, ETH, INFINIBAND], "")
+    check_message(
+        refusal(reachable_as, "http://head:9"),
+        "lighthouse=http://head:9",
+        "stands for 127.0.0.1",
+        "eth0, ib0",
+        "give the lighthouse by its address, such as http://10.0.0.5:9, or set GLOO_SOCKET_IFNAME",
+    )
+
+
+def loopback_name(monkeypatch, known, gloo):
+    """A machine with these interfaces, whose name `head` stands for a loopback address."""
+    monkeypatch.setattr(lighthouse, "source_address", lambda host, port: "127.0.0.1")
+    monkeypatch.setattr(lighthouse, "interfaces", lambda: known)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", gloo)
 
 
 def test_config_hash_depends_on_settings_and_layout():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -12,13 +13,16 @@ from hypothesis import strategies as st
 from fmmeta.common import processes
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import GroupCoordinates, Launch, Layout, first_host
+from fmmeta.parallel.network import LOWEST_PORT, listen
 from fmmeta.parallel.process_groups import pick_device
 from fmmeta.planning import memory
 from fmmeta.planning.memory import HEADROOM, Sizes, check_group_size, choose_group_size, estimate
+from tests.support.fork_server import ROOT, environment, shared
 from tests.support.helpers import refusal
 from tests.support.memory import SIZES, world_of
 from tests.support.messages import check_message
 
+SBATCH = ROOT / "launch" / "slurm_torchrun.sbatch"
 TORCHRUN = {
     "RANK": "5",
     "WORLD_SIZE": "8",
@@ -33,11 +37,20 @@ DEEPSPEED = {
 }
 SLURM = {
     "SLURM_PROCID": "6",
-    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
     "SLURM_LOCALID": "2",
     "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
     "SLURM_STEP_NODELIST": "gpu[03-04]",
     "SLURM_JOB_ID": "41234",
+}
+
+BATCH_SHELL = {  # a line of a batch script without srun
+    **{name: value for name, value in SLURM.items() if "STEP" not in name},
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "8",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+    "SLURM_JOB_NODELIST": "gpu[03-04]",
 }
 
 
@@ -47,11 +60,12 @@ SLURM = {
         ({}, Launch(0, 1, 0, 1)),
         (TORCHRUN, Launch(5, 8, 1, 4, "n0", 1234)),
         (DEEPSPEED, Launch(5, 8, 1, 2, "n0", 1234)),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, Launch(1, 2, 0, 2, "127.0.0.1", 29500)),
-        (SLURM, Launch(6, 8, 2, 4, "gpu03", 20000 + 41234 % 20000)),
-        ({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "7"}, Launch(6, 8, 2, 4, "head", 7)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, Launch(1, 2, 1, 2, "127.0.0.1", 29500)),
+        ({"RANK": "3", "WORLD_SIZE": "64", "MASTER_ADDR": "m-0"}, Launch(3, 64, 0, 1, "m-0", 29500)),  # a pod
+        (SLURM, Launch(6, 8, 2, 4, "gpu03", 10000 + 41234 % 20000, srun=True)),
+        ({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "7"}, Launch(6, 8, 2, 4, "head", 7, srun=True)),
         ({**SLURM, **TORCHRUN}, Launch(5, 8, 1, 4, "n0", 1234)),  # torchrun under srun
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, Launch(0, 1, 0, 1)),  # a batch script's own process
+        (BATCH_SHELL, Launch(0, 1, 0, 1)),
         (
             {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
             Launch(0, 1, 0, 1),
@@ -60,6 +74,34 @@ SLURM = {
 )
 def test_launch_from_variables(env, launch):
     assert Launch.from_env(env) == launch
+
+
+def test_ports_of_slurm_jobs_are_not_given_to_connections():
+    """Those of both ways to start a job: the kernel gives ports from 32768 on, by default."""
+    ports = [Launch.from_env({**SLURM, "SLURM_JOB_ID": str(job)}).master_port for job in range(0, 40000, 7)]
+    assert min(ports) >= LOWEST_PORT
+    assert max(ports) < 32768
+    line = next(line for line in SBATCH.read_text().splitlines() if line.startswith("export RDZV_PORT="))
+    for job in (0, 41234, 19999):
+        env = {**SLURM, "SLURM_JOB_ID": str(job)}
+        words = ["bash", "-c", f"{line}; echo $RDZV_PORT"]
+        port = subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout
+        assert int(port) == Launch.from_env(env).master_port
+
+
+@pytest.mark.parametrize(
+    ("env", "remedy"),
+    [({**SLURM, "SLURM_PROCID": "0"}, "export MASTER_PORT="), ({**TORCHRUN, "RANK": "0"}, "--master_port ")],
+)
+def test_a_port_in_use_is_refused_with_the_setting_of_the_launcher(env, remedy, tmp_path):
+    with listen("127.0.0.1", 0) as used:
+        port = used.getsockname()[1]
+        place = {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        rank = shared().start(["launch/train.py"], tmp_path / "log", environment(**place), cwd=ROOT)
+        codes = shared().wait([rank], 100)
+    assert codes == [2], rank.text
+    assert f"fmmeta: error: master_port={port} is in use on " in rank.text
+    assert f"; give the launch another, such as {remedy}{port + 1}\n" in rank.text
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_nodes_are_counted_by_their_first_ranks():
     [
         ({"RANK": "0", "WORLD_SIZE": "2", "GROUP_RANK": "3"}, "3"),
         ({"RANK": "0", "WORLD_SIZE": "2", "CROSS_RANK": "1"}, "1"),
-        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_NODEID": "5"}, "5"),
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "5"}, "5"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, ""),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,8 @@ from fmmeta.common.progress import LOGGER
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.results import check_output
 from fmmeta.train import train
-from fmmeta.training.run_folder import lock_folder, open_run, settings_of
+from fmmeta.training.run_folder import find_start, lock_folder, open_run, settings_of, write_run
+from tests.support.checkpoints import WHOLE, saved
 from tests.support.helpers import one_rank, refusal
 
 
@@ -26,6 +29,26 @@ def test_a_refused_train_leaves_no_folder_and_no_lock(tmp_path, settings, there)
         run.mkdir(parents=True)
     refusal(train, Config(output_dir=str(run), **settings))
     assert list(tmp_path.rglob("*")) == ([run.parent, run] if there else [])
+
+
+def test_runs_that_begin_in_the_same_second_have_different_folders(tmp_path, monkeypatch):
+    """Jobs of an array: none waits for the lock of another one. Each is found again when it resumes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "20260101-000000")
+    settings, world = [settings_of(Config(seed=seed), "f") for seed in range(3)], one_rank().world
+    began, starts = (
+        time.monotonic(),
+        [open_run(Config(seed=seed), settings[seed], world) for seed in range(3)],
+    )
+    assert time.monotonic() - began < 5
+    names = [f"20260101-000000{number}-fomaml-letters" for number in ("", "-2", "-3")]
+    assert [start.folder for start in starts] == [Path("runs") / name for name in names]
+    write_run(starts[1].folder, settings[1], "", finished=False)
+    saved(starts[1].folder, WHOLE, 4)
+    for start in starts:
+        start.lock.close()
+    assert [path.name for path in Path("runs").iterdir()] == [names[1]]
+    assert find_start(Config(seed=1), settings[1]).checkpoint == starts[1].folder / "checkpoint-4"
 
 
 def test_a_refused_elastic_group_removes_only_its_lock(tmp_path):

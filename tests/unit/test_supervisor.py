@@ -4,6 +4,7 @@ ended with.
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -35,11 +36,11 @@ class ScriptedGroup(Supervisor):
     `scripts`: by the number of the group.
     """
 
-    def __init__(self, folder: Path, scripts: list[str], **settings) -> None:
+    def __init__(self, folder: Path, scripts: list[str], output=None, **settings) -> None:
         self.lines: list[str] = []
         self.folder, self.scripts = folder, scripts
         config = ElasticConfig(output_dir=str(folder), groups=len(scripts), max_restarts=0, **settings)
-        super().__init__(config, self.lines.append)
+        super().__init__(config, output or self.lines.append)
 
     def begin(self) -> None:
         folder = self.folder / "settings.json"
@@ -89,6 +90,37 @@ def test_a_signal_during_the_start_ends_all_groups(tmp_path, place, monkeypatch)
     assert supervisor.run() != 0
     assert time.monotonic() - began < 30
     assert len(pids) == (place == "spawn")  # the second group is not started
+
+
+LONG_OUTPUT = """
+import os, signal
+signal.alarm(20)  # a rank whose output is not read would block
+os.write(1, b"caf\\xe9\\n")
+for number in range(3000):
+    print("outer step", number, "x" * 60, flush=True)
+"""
+
+
+def test_output_that_is_no_text_is_read_to_its_end(tmp_path):
+    """3000 lines are more than a pipe holds. The rank ends by itself."""
+    write_run(tmp_path, settings_of(Config(), "f"), "", finished=False)
+    supervisor = ScriptedGroup(tmp_path, [LONG_OUTPUT])
+    supervisor.run()
+    assert supervisor.groups[0].ended == 0
+    until(lambda: sum("outer step" in line for line in supervisor.lines) == 3000, 10)
+    assert r"[group0] caf\xe9" in supervisor.lines
+
+
+def test_output_is_read_while_the_log_cannot_be_written(tmp_path):
+    """The supervisor's own lines are dropped too, and its exit code is that of the groups."""
+    write_run(tmp_path, settings_of(Config(), "f"), "", finished=False)
+
+    def disk_full(text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    supervisor = ScriptedGroup(tmp_path, [LONG_OUTPUT], output=disk_full)
+    assert supervisor.run() == 70  # no finished run
+    assert supervisor.groups[0].ended == 0
 
 
 def test_a_record_without_a_model_is_not_finished(tmp_path):
