@@ -130,7 +130,8 @@ def wrap_lazily(hf: Any, config: Config, description: Description) -> Learner:
 def find_tensors(hf: Any, config: Config) -> dict[str, StoredTensor]:
     """The tensors of the checkpoint by their names in `hf`; transformers translates old names.
 
-    A classifier's tensors of other shapes are left out. Raises `UsageError` for those of a language model.
+    A tied weight has its name in `named_parameters()`, whichever of its names is stored. A classifier's
+    tensors of other shapes are left out. Raises `UsageError` for those of a language model.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -158,7 +159,13 @@ def find_tensors(hf: Any, config: Config) -> dict[str, StoredTensor]:
             f"model_name_or_path={name} holds {others[0]} of shape {shapes[others[0]]}, and its configuration"
             f" says {list(wanted[others[0]].shape)}; fix the checkpoint"
         )
-    return {key: tensor for key, tensor in found.items() if key not in others}
+    found = {key: tensor for key, tensor in found.items() if key not in others}
+    names: dict[nn.Parameter, str] = {}
+    for alias, param in hf.named_parameters(remove_duplicate=False):
+        name = names.setdefault(param, alias)  # the one of named_parameters()
+        if alias in found:
+            found.setdefault(name, found[alias])
+    return found
 
 
 def checkpoint_files(name: str) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 
 from fmmeta.config.settings import Config
 from fmmeta.models.lazy_weights import open_lazy_model
@@ -194,6 +194,22 @@ def test_names_of_the_base_model_and_old_names_are_found(tmp_path, saved):
             f"model_name_or_path={folder}",
             "fetch it again",
         )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gemma3_text", "smollm3"])
+def test_a_tied_weight_is_found_under_its_other_name(tmp_path, family):
+    """save_model of safetensors keeps the first name of a tied weight in alphabetical order, which is
+    lm_head.weight.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = save_family(tmp_path, family)
+    file = folder / "model.safetensors"
+    save_model(AutoModelForCausalLM.from_pretrained(folder), str(file), {"format": "pt"})
+    assert [name for name in load_file(file) if name.endswith(("lm_head.weight", "embed_tokens.weight"))] == [
+        "lm_head.weight"
+    ]
+    assert_same_start(config_of(folder, family))
 
 
 def test_the_builtin_model_is_loaded_lazily():
