@@ -21,6 +21,7 @@ from fmmeta.models.learner import Learner
 from fmmeta.models.load import (
     Description,
     check_complete,
+    different_tied,
     empty_hf,
     initialize_head,
     load_learner,
@@ -39,6 +40,14 @@ class StoredTensor(NamedTuple):
     def read(self) -> Tensor:
         with safe_open(self.path, "pt") as file:  # an open file would keep the pages that it has read
             return file.get_tensor(self.key)
+
+    def equals(self, other: "StoredTensor") -> bool:
+        """Whether both hold the same values; reads them only if they are stored apart."""
+        if self == other:
+            return True
+        mine, others = self.read(), other.read()
+        dtype = torch.promote_types(mine.dtype, others.dtype)
+        return torch.equal(mine.to(dtype), others.to(dtype))
 
 
 @dataclass
@@ -165,8 +174,8 @@ def find_tensors(hf: Any, config: Config, description: Description) -> dict[str,
     names: dict[nn.Parameter, str] = {}
     for alias, param in hf.named_parameters(remove_duplicate=False):
         name = names.setdefault(param, alias)  # the one of named_parameters()
-        if alias in found:
-            found.setdefault(name, found[alias])
+        if alias in found and not found.setdefault(name, found[alias]).equals(found[alias]):
+            raise different_tied(config, name, alias)
     check_complete(hf, config, description, wanted.keys() - found.keys(), others)
     return found
 

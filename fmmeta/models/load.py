@@ -423,6 +423,10 @@ def load_hf(config: Config, description: Description) -> Any:
             hf, info = loaded
             shapes = {key: stored for key, stored, _ in info["mismatched_keys"]}
             check_complete(hf, config, description, info["missing_keys"], shapes)
+        params = dict(hf.named_parameters(remove_duplicate=False))
+        for second, first in hf.get_expanded_tied_weights_keys(all_submodels=True).items():
+            if params.get(first) is not params.get(second):  # transformers has untied them
+                raise different_tied(config, first, second)
         if base == name or config.lora_r:  # adapters that are trained further are not merged
             return hf
         return merged(hf, adapter_folder(name), config).requires_grad_(True)  # peft had frozen the base
@@ -474,6 +478,18 @@ def check_complete(
             f" ({first_three(lacking)}); give a complete checkpoint, with the names that save_pretrained"
             " writes"
         )
+
+
+def different_tied(config: Config, first: str, second: str) -> UsageError:
+    """For weights that are tied by the configuration, and stored twice with different values.
+
+    Tied, one of them would be dropped; untied, the configuration would be wrong, and so would be that of an
+    export.
+    """
+    return UsageError(
+        f"model_name_or_path={base_model_name(config.model_source)} holds different values of {first} and"
+        f" {second}, and its configuration ties them; set tie_word_embeddings to false in config.json"
+    )
 
 
 def first_three(parts: Sequence[str]) -> str:

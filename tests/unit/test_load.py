@@ -260,6 +260,31 @@ def test_a_body_of_another_shape_is_refused(tmp_path, bert, read, settings):
 
 
 @pytest.mark.parametrize("read", [load_learner, open_lazy_model])
+def test_tied_weights_of_different_values_are_refused(tmp_path, read):
+    """One layout would untie them, another would drop one of them. Stored twice and equal they are tied; the
+    remedy in the message is tried too.
+    """
+    llama = save_llama(tmp_path / "llama")
+    tensors = load_file(llama / "model.safetensors")
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    for change, values in ((0, {}), (1, {}), (1, {"tie_word_embeddings": False})):
+        stored = {**tensors, head: tensors[embedding] + change}
+        folder = rewritten(tmp_path, llama, stored, **values)
+        config = Config(model_name_or_path=folder, **LANGUAGE_MODEL)
+        if change and not values:
+            check_message(
+                refusal(read, config, describe(config)),
+                f"model_name_or_path={tmp_path} ",
+                f"{embedding} and {head}",
+                "set tie_word_embeddings to false in config.json",
+            )
+            continue
+        learner = read(config, describe(config))
+        names = dict(getattr(learner, "learner", learner).named_parameters())
+        assert (f"hf.{head}" in names) == bool(change)
+
+
+@pytest.mark.parametrize("read", [load_learner, open_lazy_model])
 @pytest.mark.parametrize("settings", [NATIVE, ENCODER], ids=str)
 @pytest.mark.parametrize("head", ["AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel"])
 def test_a_classifier_starts_from_a_model_without_its_head(tmp_path, bert, read, settings, head):
