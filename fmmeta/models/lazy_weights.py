@@ -18,7 +18,15 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.models.files import base_model_name, cached_file, read_json, reading
 from fmmeta.models.learner import Learner
-from fmmeta.models.load import Description, empty_hf, initialize_head, load_learner, wrap
+from fmmeta.models.load import (
+    Description,
+    check_complete,
+    different_tied,
+    empty_hf,
+    initialize_head,
+    load_learner,
+    wrap,
+)
 
 INDEX = "model.safetensors.index.json"
 
@@ -32,6 +40,14 @@ class StoredTensor(NamedTuple):
     def read(self) -> Tensor:
         with safe_open(self.path, "pt") as file:  # an open file would keep the pages that it has read
             return file.get_tensor(self.key)
+
+    def equals(self, other: "StoredTensor") -> bool:
+        """Whether both hold the same values; reads them only if they are stored apart."""
+        if self == other:
+            return True
+        mine, others = self.read(), other.read()
+        dtype = torch.promote_types(mine.dtype, others.dtype)
+        return torch.equal(mine.to(dtype), others.to(dtype))
 
 
 @dataclass
@@ -78,7 +94,7 @@ def open_lazy_model(config: Config, description: Description) -> LazyModel:
     else:
         hf = empty_hf(config, description)
         hf.config.name_or_path = config.model_name_or_path
-        found = find_tensors(hf, config)
+        found = find_tensors(hf, config, description)
         torch.manual_seed(config.seed)
         initialize(hf, [name for name, _ in hf.named_parameters() if name not in found])
         for name, buffer in hf.named_buffers():
@@ -127,10 +143,11 @@ def wrap_lazily(hf: Any, config: Config, description: Description) -> Learner:
     return learner
 
 
-def find_tensors(hf: Any, config: Config) -> dict[str, StoredTensor]:
+def find_tensors(hf: Any, config: Config, description: Description) -> dict[str, StoredTensor]:
     """The tensors of the checkpoint by their names in `hf`; transformers translates old names.
 
-    A classifier's tensors of other shapes are left out. Raises `UsageError` for those of a language model.
+    A tied weight has its name in `named_parameters()`, whichever of its names is stored. Tensors of a new
+    head in other shapes are left out. Raises `UsageError` for an incomplete checkpoint.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -152,13 +169,15 @@ def find_tensors(hf: Any, config: Config) -> dict[str, StoredTensor]:
                 if renamed in wanted:
                     found[renamed] = StoredTensor(path, key)
                     shapes[renamed] = list(file.get_slice(key).get_shape())
-    others = sorted(key for key, shape in shapes.items() if shape != list(wanted[key].shape))
-    if others and config.task_type != "classification":
-        raise UsageError(
-            f"model_name_or_path={name} holds {others[0]} of shape {shapes[others[0]]}, and its configuration"
-            f" says {list(wanted[others[0]].shape)}; fix the checkpoint"
-        )
-    return {key: tensor for key, tensor in found.items() if key not in others}
+    others = {key: shape for key, shape in shapes.items() if shape != list(wanted[key].shape)}
+    found = {key: tensor for key, tensor in found.items() if key not in others}
+    names: dict[nn.Parameter, str] = {}
+    for alias, param in hf.named_parameters(remove_duplicate=False):
+        name = names.setdefault(param, alias)  # the one of named_parameters()
+        if alias in found and not found.setdefault(name, found[alias]).equals(found[alias]):
+            raise different_tied(config, name, alias)
+    check_complete(hf, config, description, wanted.keys() - found.keys(), others)
+    return found
 
 
 def checkpoint_files(name: str) -> list[str]:

@@ -7,7 +7,8 @@ import copy
 import inspect
 import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -406,7 +407,7 @@ def load_hf(config: Config, description: Description) -> Any:
     try:
         if config.builtin_model:
             return auto.from_config(description.hf_config)
-        hf = auto.from_pretrained(
+        loaded = auto.from_pretrained(
             **split_source(base),
             config=description.hf_config,
             dtype=torch.float32,
@@ -414,8 +415,18 @@ def load_hf(config: Config, description: Description) -> Any:
             trust_remote_code=config.trust_remote_code,
             **local,
             adapter_kwargs=dict(local),
-            ignore_mismatched_sizes=config.task_type == "classification",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
+        hf = loaded
+        if isinstance(loaded, tuple):  # code of a repository may return the model alone
+            hf, info = loaded
+            shapes = {key: stored for key, stored, _ in info["mismatched_keys"]}
+            check_complete(hf, config, description, info["missing_keys"], shapes)
+        params = dict(hf.named_parameters(remove_duplicate=False))
+        for second, first in hf.get_expanded_tied_weights_keys(all_submodels=True).items():
+            if params.get(first) is not params.get(second):  # transformers has untied them
+                raise different_tied(config, first, second)
         if base == name or config.lora_r:  # adapters that are trained further are not merged
             return hf
         return merged(hf, adapter_folder(name), config).requires_grad_(True)  # peft had frozen the base
@@ -423,6 +434,67 @@ def load_hf(config: Config, description: Description) -> Any:
         raise
     except (OSError, ValueError, LookupError, ImportError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"model_name_or_path={name} cannot be loaded: {one_line(error)}") from None
+
+
+def check_complete(
+    hf: Any,
+    config: Config,
+    description: Description,
+    missing: Collection[str],
+    shapes: Mapping[str, Sequence[int]],
+) -> None:
+    """Raise `UsageError` for weights that the checkpoint lacks or stores in other shapes: they would start
+    from random values.
+
+    A classifier may lack its pooler, and with transformers' pooling all that is beside the base model.
+    missing: names of weights. shapes: stored shapes that differ from those of `hf`, by name.
+    """
+    classifier, new = config.task_type == "classification", set[str]()
+    if classifier and description.pooling == "model":
+        new = {name for name, _ in hf.named_children()} - {hf.base_model_prefix}
+    ignored = hf._keys_to_ignore_on_load_missing or ()
+
+    def needed(name: str) -> bool:
+        parts = name.split(".")
+        return parts[0] not in new and not (classifier and "pooler" in parts)
+
+    where, wanted = f"model_name_or_path={base_model_name(config.model_source)}", hf.state_dict()
+    wrong = [
+        f"{name} of shape {[*shapes[name]]} (its configuration says {[*value.shape]})"
+        for name, value in wanted.items()
+        if name in shapes and needed(name)
+    ]
+    if wrong:
+        raise UsageError(f"{where} holds {first_three(wrong)}; fix config.json or the weights")
+    names = [name for name, _ in hf.named_parameters()]
+    lacking = [
+        name
+        for name in names
+        if name in missing and needed(name) and not any(re.search(pattern, name) for pattern in ignored)
+    ]
+    if lacking:
+        raise UsageError(
+            f"{where} lacks {len(lacking)} of the {len(names)} weights of {type(hf).__name__}"
+            f" ({first_three(lacking)}); give a complete checkpoint, with the names that save_pretrained"
+            " writes"
+        )
+
+
+def different_tied(config: Config, first: str, second: str) -> UsageError:
+    """For weights that are tied by the configuration, and stored twice with different values.
+
+    Tied, one of them would be dropped; untied, the configuration would be wrong, and so would be that of an
+    export.
+    """
+    return UsageError(
+        f"model_name_or_path={base_model_name(config.model_source)} holds different values of {first} and"
+        f" {second}, and its configuration ties them; set tie_word_embeddings to false in config.json"
+    )
+
+
+def first_three(parts: Sequence[str]) -> str:
+    """The first three parts, for a message."""
+    return ", ".join(parts[:3]) + (", ..." if len(parts) > 3 else "")
 
 
 def empty_hf(config: Config, description: Description) -> Any:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from fmmeta.adaptation.model import load_model
 from fmmeta.common.progress import Progress
@@ -205,6 +206,101 @@ def test_missing_weights_are_refused(tmp_path, bert):
     assert refusal(load_learner, config, describe(config)).startswith(
         f"model_name_or_path={tmp_path} cannot be loaded: "
     )
+
+
+def rewritten(folder, source, tensors, **values):
+    """A copy of a checkpoint with these tensors, and other values in its configuration."""
+    save_file(tensors, changed(folder, source, **values) / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+LANGUAGE_MODEL, NATIVE, ENCODER = (
+    {"task_type": "causal_lm"},
+    {"pooling": "model"},
+    {"pooling": "mean"},
+)
+
+
+@pytest.mark.parametrize("read", [load_learner, open_lazy_model])
+@pytest.mark.parametrize("settings", [LANGUAGE_MODEL, NATIVE, ENCODER], ids=str)
+@pytest.mark.parametrize(
+    ("names", "parts"),
+    [
+        (
+            lambda name: f"module.{name}",
+            ("lacks 20 of the", "embed_tokens.weight", "give a complete checkpoint"),
+        ),
+        (
+            lambda name: name.replace("1.mlp.down_proj", "9"),
+            ("lacks 1 of the", "layers.1.mlp.down_proj.weight)", "give a complete checkpoint"),
+        ),
+    ],
+    ids=["prefix", "one"],
+)
+def test_a_checkpoint_without_all_weights_is_refused(tmp_path, read, settings, names, parts):
+    """On layouts that read it at once and on those that read it tensor by tensor."""
+    llama = save_llama(tmp_path / "llama", tied=True)
+    tensors = {names(name): value for name, value in load_file(llama / "model.safetensors").items()}
+    config = Config(model_name_or_path=rewritten(tmp_path, llama, tensors), **settings)
+    check_message(refusal(read, config, describe(config)), f"model_name_or_path={tmp_path} ", *parts)
+
+
+@pytest.mark.parametrize("read", [load_learner, open_lazy_model])
+@pytest.mark.parametrize("settings", [NATIVE, ENCODER], ids=str)
+def test_a_body_of_another_shape_is_refused(tmp_path, bert, read, settings):
+    tensors = load_file(bert / "model.safetensors")
+    folder = rewritten(tmp_path, bert, tensors, max_position_embeddings=140)
+    config = Config(model_name_or_path=folder, **settings)
+    check_message(
+        refusal(read, config, describe(config)),
+        f"model_name_or_path={tmp_path} ",
+        "embeddings.position_embeddings.weight of shape [130, 32] (its configuration says [140, 32])",
+        "fix config.json or the weights",
+    )
+
+
+@pytest.mark.parametrize("read", [load_learner, open_lazy_model])
+def test_tied_weights_of_different_values_are_refused(tmp_path, read):
+    """One layout would untie them, another would drop one of them. Stored twice and equal they are tied; the
+    remedy in the message is tried too.
+    """
+    llama = save_llama(tmp_path / "llama")
+    tensors = load_file(llama / "model.safetensors")
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    for change, values in ((0, {}), (1, {}), (1, {"tie_word_embeddings": False})):
+        stored = {**tensors, head: tensors[embedding] + change}
+        folder = rewritten(tmp_path, llama, stored, **values)
+        config = Config(model_name_or_path=folder, **LANGUAGE_MODEL)
+        if change and not values:
+            check_message(
+                refusal(read, config, describe(config)),
+                f"model_name_or_path={tmp_path} ",
+                f"{embedding} and {head}",
+                "set tie_word_embeddings to false in config.json",
+            )
+            continue
+        learner = read(config, describe(config))
+        names = dict(getattr(learner, "learner", learner).named_parameters())
+        assert (f"hf.{head}" in names) == bool(change)
+
+
+@pytest.mark.parametrize("read", [load_learner, open_lazy_model])
+@pytest.mark.parametrize("settings", [NATIVE, ENCODER], ids=str)
+@pytest.mark.parametrize("head", ["AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel"])
+def test_a_classifier_starts_from_a_model_without_its_head(tmp_path, bert, read, settings, head):
+    """Without classifier and pooler, and with or without the prefix of the base model."""
+    import transformers
+
+    model = getattr(transformers, head).from_pretrained(bert, is_decoder="Causal" in head)
+    save(model, tmp_path)
+    (tmp_path / "config.json").write_text((bert / "config.json").read_text())
+    tensors = {
+        name: value
+        for name, value in load_file(tmp_path / "model.safetensors").items()
+        if "pooler" not in name
+    }
+    config = Config(model_name_or_path=rewritten(tmp_path, bert, tensors), n_way=4, **settings)
+    read(config, describe(config))
 
 
 def test_truncated_weights_are_refused(tmp_path, bert):

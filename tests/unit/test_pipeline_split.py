@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 
 from fmmeta.config.settings import Config
 from fmmeta.models.lazy_weights import open_lazy_model
@@ -196,6 +196,22 @@ def test_names_of_the_base_model_and_old_names_are_found(tmp_path, saved):
         )
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gemma3_text", "smollm3"])
+def test_a_tied_weight_is_found_under_its_other_name(tmp_path, family):
+    """save_model of safetensors keeps the first name of a tied weight in alphabetical order, which is
+    lm_head.weight.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = save_family(tmp_path, family)
+    file = folder / "model.safetensors"
+    save_model(AutoModelForCausalLM.from_pretrained(folder), str(file), {"format": "pt"})
+    assert [name for name in load_file(file) if name.endswith(("lm_head.weight", "embed_tokens.weight"))] == [
+        "lm_head.weight"
+    ]
+    assert_same_start(config_of(folder, family))
+
+
 def test_the_builtin_model_is_loaded_lazily():
     for task in ("classification", "causal_lm"):
         assert_same_start(Config(task_type=task))
@@ -253,13 +269,14 @@ def test_a_tensor_of_another_shape_is_refused_in_a_language_model(tmp_path, save
     (tmp_path / "config.json").write_text((saved("llama") / "config.json").read_text())
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = config_of(tmp_path, "llama")
-    check_message(
-        refusal(open_lazy_model, config, describe(config)),
-        f"model_name_or_path={tmp_path}",
-        "[31]",
-        "[32]",
-        "fix the checkpoint",
-    )
+    for read in (load_learner, open_lazy_model):
+        check_message(
+            refusal(read, config, describe(config)),
+            f"model_name_or_path={tmp_path}",
+            "[31]",
+            "[32]",
+            "fix config.json or the weights",
+        )
 
 
 @pytest.mark.parametrize(
