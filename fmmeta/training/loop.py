@@ -481,4 +481,10 @@ class Run:
 
     def write_run(self, **facts: Any) -> None:
         """Write run.json. Local: the first rank's."""
-        write_run(self.folder, self.inputs.settings(self.config), str(self.ranks.layout), **facts)
+        write_run(
+            self.folder,
+            self.inputs.settings(self.config),
+            str(self.ranks.layout),
+            begun_from=self.start.begun_from or None,
+            **facts,
+        )

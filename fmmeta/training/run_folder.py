@@ -15,7 +15,7 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,8 @@ def git_commit() -> str | None:
 class RunStart:
     """Where a run begins. finished: nothing is left to do.
 
-    warnings: for the user; explicit: the user named the checkpoint; lock: held by rank 0 while the run lasts.
+    warnings: for the user; explicit: the user named the checkpoint; begun_from: path and outer step of the
+    checkpoint that the user named at this start or an earlier one; lock: held by rank 0 while the run lasts.
     """
 
     folder: Path
@@ -114,6 +115,7 @@ class RunStart:
     finished: bool
     warnings: Sequence[str] = ()
     explicit: bool = False
+    begun_from: dict[str, Any] = field(default_factory=dict)
     lock: "FolderLock | None" = None
 
 
@@ -143,7 +145,14 @@ def open_run(config: Config, settings: dict[str, Any], comm: Communicator) -> Ru
 
 def _of_rank0(start: RunStart, comm: Communicator) -> RunStart:
     """Rank 0's start without its lock, on every rank. Collective: comm."""
-    values = [str(start.folder), str(start.checkpoint or ""), start.finished, start.warnings, start.explicit]
+    values = [
+        str(start.folder),
+        str(start.checkpoint or ""),
+        start.finished,
+        start.warnings,
+        start.explicit,
+        start.begun_from,
+    ]
     folder, newest, *others = json.loads(comm.gather_bytes(json.dumps(values).encode())[0])
     return RunStart(Path(folder), Path(newest) if newest else None, *others)
 
@@ -155,7 +164,9 @@ def _verify(start: RunStart, chosen: Path, config: Config, comm: Communicator) -
     """
     warnings = list[str]()
     if not start.explicit:
-        chosen, warnings = newest_complete(start.folder, comm)
+        # before a named checkpoint there may be those of another run
+        since = start.begun_from.get("outer_step", 0) if named_checkpoint(config) else 0
+        chosen, warnings = newest_complete(start.folder, comm, since)
     elif wrong := checkpoint.find_corruption(chosen, comm):
         raise UsageError(
             f"resume_from_checkpoint={chosen} is not complete: {wrong}; give another one, or latest"
@@ -163,14 +174,15 @@ def _verify(start: RunStart, chosen: Path, config: Config, comm: Communicator) -
     warnings += start.warnings
     with comm.raise_on_all("setting checkpoints aside"):
         if comm.rank == 0 and not config.elastic:
-            for path in newer(chosen, checkpoint.list_complete(start.folder)):
+            for path in newer(chosen, start.folder):
                 aside = checkpoint.rename_aside(path).name
                 warnings.append(f"{path} was renamed to {aside}: the run resumes from an older one")
     return replace(start, checkpoint=chosen, warnings=warnings)
 
 
-def newest_complete(folder: Path, comm: Communicator) -> tuple[Path, list[str]]:
-    """The newest complete checkpoint of a run, and what is wrong with those that are newer.
+def newest_complete(folder: Path, comm: Communicator, since: int = 0) -> tuple[Path, list[str]]:
+    """The newest complete checkpoint of a run at outer step `since` or later, and what is wrong with those
+    that are newer.
 
     In an elastic run another group writes and removes checkpoints meanwhile, so the folder is listed again
     after each one that is refused. Raises `UsageError`.
@@ -182,7 +194,7 @@ def newest_complete(folder: Path, comm: Communicator) -> tuple[Path, list[str]]:
         listed: dict[str, str] = {}
         with comm.raise_on_all("listing checkpoints"):
             if comm.rank == 0:
-                listed = manifests(folder)
+                listed = manifests(folder, since)
         listed = json.loads(comm.gather_bytes(json.dumps(listed).encode())[0])
         refused = {key: text for key, text in refused.items() if key in listed}
         left = [key for key in listed if key not in refused]
@@ -201,25 +213,30 @@ def newest_complete(folder: Path, comm: Communicator) -> tuple[Path, list[str]]:
     )
 
 
-def manifests(folder: Path) -> dict[str, str]:
-    """Checkpoints with a manifest, oldest first, by the manifest's inode: a checkpoint may be replaced by
-    another one of the same name.
+def checkpoints_since(folder: Path, outer_step: int) -> list[Path]:
+    """The complete checkpoints of a run at an outer step or later, oldest first."""
+    return [
+        path
+        for path in checkpoint.list_complete(folder)
+        if int(path.name.removeprefix("checkpoint-")) >= outer_step
+    ]
+
+
+def manifests(folder: Path, since: int = 0) -> dict[str, str]:
+    """Checkpoints at outer step `since` or later, oldest first, by the manifest's inode: a checkpoint may be
+    replaced by another one of the same name.
     """
     found = dict[str, str]()
-    for path in checkpoint.list_complete(folder):
+    for path in checkpoints_since(folder, since):
         with suppress(OSError):  # removed by the group that writes
             found[str((path / checkpoint.MANIFEST).stat().st_ino)] = str(path)
     return found
 
 
-def newer(chosen: Path, found: list[Path]) -> list[Path]:
+def newer(chosen: Path, folder: Path) -> list[Path]:
     """Other checkpoints of the run's folder at the outer step of `chosen` or later."""
     step = checkpoint.read_state(chosen)["outer_step"]
-    return [
-        path
-        for path in found
-        if path.resolve() != chosen.resolve() and int(path.name.removeprefix("checkpoint-")) >= step
-    ]
+    return [path for path in checkpoints_since(folder, step) if path.resolve() != chosen.resolve()]
 
 
 def choose_run_folder(config: Config, settings: dict[str, Any]) -> Path:
@@ -231,18 +248,33 @@ def choose_run_folder(config: Config, settings: dict[str, Any]) -> Path:
     if config.run_name is not None:
         return Path("runs") / config.run_name
     name = f"{config.algorithm.replace(':', '-')}-{Path(config.dataset[0]).name}"
-    if config.resume_from_checkpoint == "latest":
+    if config.resume_from_checkpoint != "never":
         for folder in sorted(Path("runs").glob(f"*-{name}"), reverse=True):
-            if is_unfinished(folder, settings):
+            if is_unfinished(folder, settings, named_checkpoint(config)):
                 return folder
     return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
 
 
-def is_unfinished(folder: Path, settings: dict[str, Any]) -> bool:
-    """Whether a folder holds a stopped run with these settings and a checkpoint, and is not in use."""
+def named_checkpoint(config: Config) -> Path | None:
+    """The checkpoint that --resume_from_checkpoint names, if it does."""
+    wanted = config.resume_from_checkpoint
+    return None if wanted in ("latest", "never") else Path(wanted)
+
+
+def has_begun_from(run: dict[str, Any], named: Path) -> bool:
+    """Whether a run, by its run.json, was the last time begun from the checkpoint `named`."""
+    return (run.get("begun_from") or {}).get("checkpoint") == str(named.resolve())
+
+
+def is_unfinished(folder: Path, settings: dict[str, Any], named: Path | None = None) -> bool:
+    """Whether a folder holds a stopped run with these settings and a checkpoint, begun from the checkpoint
+    `named` if given, and is not in use.
+    """
     with suppress(UsageError, OSError):  # not readable, in use, or another user's
         run = read_run(folder)
         if run is None or run.get("finished") or changed_settings(as_stored(run["settings"]), settings):
+            return False
+        if named is not None and not has_begun_from(run, named):
             return False
         if checkpoint.list_complete(folder):
             lock_folder(folder, 0).close()
@@ -322,15 +354,27 @@ def is_file(file: Any, path: Path) -> bool:
 
 
 def find_start(config: Config, settings: dict[str, Any], folder: Path | None = None) -> RunStart:
-    """The start by the settings and the names in the folder; the checkpoint is not verified. Local."""
+    """The start by the settings and the names in the folder; the checkpoint is not verified. Local.
+
+    A checkpoint that the user names is where the run begins, once: a repeated command, such as that of a
+    requeued job, resumes from what the run has saved since.
+    """
     folder = folder or choose_run_folder(config, settings)
     wanted, warnings, before = config.resume_from_checkpoint, list[str](), read_run(folder)
-    explicit = None if wanted in ("latest", "never") else Path(wanted)
+    explicit, begun_from = named_checkpoint(config), (before or {}).get("begun_from") or {}
+    begun = explicit is not None and before is not None and has_begun_from(before, explicit)
+    if begun and checkpoints_since(folder, begun_from["outer_step"]):
+        warnings.append(
+            f"resume_from_checkpoint={explicit} is where this run began, and the newest checkpoint since then"
+            " counts; to begin there once more choose another output_dir"
+        )
+        explicit = None
     if explicit is not None:
-        stored = checkpoint.read_state(explicit)["settings"]
-        warnings += accept_changes(stored, config, settings, f"resume_from_checkpoint={explicit}")
+        state = checkpoint.read_state(explicit)
+        begun_from = {"checkpoint": str(explicit.resolve()), "outer_step": state["outer_step"]}
+        warnings += accept_changes(state["settings"], config, settings, f"resume_from_checkpoint={explicit}")
     if before is None:
-        return RunStart(folder, explicit, False, warnings, explicit is not None)
+        return RunStart(folder, explicit, False, warnings, explicit is not None, begun_from)
     if wanted == "never":
         raise UsageError(
             f"output_dir={folder} holds a run, and resume_from_checkpoint=never; choose another output_dir"
@@ -338,9 +382,9 @@ def find_start(config: Config, settings: dict[str, Any], folder: Path | None = N
     changes = accept_changes(before["settings"], config, settings, f"output_dir={folder}")
     warnings += [text for text in changes if text not in warnings]
     accepted = any(text.startswith("accepted") for text in warnings)
-    finished = before.get("finished", False) and explicit is None and not accepted
+    finished = before.get("finished", False) and (explicit is None or begun) and not accepted
     found = explicit or next(reversed(checkpoint.list_complete(folder)), None)
-    return RunStart(folder, found, finished, warnings, explicit is not None)
+    return RunStart(folder, found, finished, warnings, explicit is not None, begun_from)
 
 
 def accept_changes(before: dict[str, Any], config: Config, settings: dict[str, Any], where: str) -> list[str]:
