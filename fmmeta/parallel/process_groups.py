@@ -73,6 +73,7 @@ class World:
         self.store: Any = dist.HashStore()
         self.communicators: list[Communicator] = []
         if launch.world_size > 1:
+            network.raise_file_limit(launch)
             self.store = connect_store(launch)
             self.warnings = network.check_and_choose_interface(self.store, launch, device.type == "cuda")
         self.comm = self._connect("world", launch.global_rank, launch.world_size, torch.device("cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import shutil
 import signal
@@ -13,8 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support import open_files
 from tests.support.fork_server import shared
 from tests.support.launch import ProcessResults, run_ranks, train, train_flags
+from tests.support.messages import check_message
 from tests.support.models import save, save_llama, write_classes, write_pairs
 
 
@@ -458,6 +461,21 @@ def test_an_error_of_one_rank_is_raised_on_all():
     assert "own broken" in outputs[0]
     assert all("peer rank 0 failed while testing: broken" in text for text in outputs[1:])
     assert all("[b'', b'after 1', b'after 2']" in text for text in outputs)
+
+
+def test_a_soft_limit_of_open_files_is_raised_to_what_the_ranks_need():
+    matching = ["-m", "tests.support.scenarios", "matching_values"]
+    outputs = run_ranks(matching, 4, 60, before=open_files.soft).ok().output
+    assert all("[b'', b'after 1', b'after 2', b'after 3']" in text for text in outputs)
+
+
+def test_a_hard_limit_of_open_files_that_is_too_low_ends_all_ranks_with_one_line(tmp_path):
+    ended = run_ranks(["launch/train.py", *train_flags(tmp_path)], 3, 60, before=open_files.hard)
+    assert ended.codes == [2, 2, 2]
+    (line,) = [line for line in ended.output[0].splitlines() if "world_size=3" in line]
+    check_message(
+        line.replace(platform.node(), "HOST"), "world_size=3: rank 0 on HOST may open 200 files", "ulimit -Hn"
+    )
 
 
 def test_a_reduction_finishes_bucket_by_bucket():
