@@ -230,6 +230,27 @@ def test_a_run_of_two_groups_resumes_as_one_group_of_zero3(tmp_path):
     assert relative_difference(model_of(tmp_path / "whole"), model_of(tmp_path / "moved")) < 1e-6
 
 
+@pytest.mark.timeout(300)
+def test_a_stage_that_trains_a_task_initialised_head_alone_resumes(tmp_path):
+    """Adapters are in the first stage only, so that the last one moves no meta-parameter."""
+    settings = {
+        "lora_r": 2,
+        "peft_config": '{"layers_to_transform": [0]}',
+        "group_size": 2,
+        "pipeline_stages": 2,
+        "deepspeed": "ds_configs/zero1.json",
+        "save_steps": 2,
+    }
+    train(tmp_path / "run", 2, **settings).ok()
+    named = tmp_path / "run" / "checkpoint-2"
+    train(tmp_path / "again", 2, **settings, resume_from_checkpoint=named).ok()
+    for file in ("adapter_model.safetensors", "fmmeta.json"):
+        assert len({(tmp_path / run / "model" / file).read_bytes() for run in ("run", "again")}) == 1
+    shards = [load_file(named / f"shard-0000{rank}.safetensors") for rank in range(2)]
+    assert any("lora_" in name for name in shards[0])
+    assert all("/head." in name for name in shards[1])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_resumes_across_pipeline_tensor_and_zero3(tmp_path):
