@@ -510,6 +510,14 @@ def test_a_reduction_finishes_bucket_by_bucket():
         assert means == [f"mean {[1.0] * length} [[1.0, 1.0], [1.0, 1.0]]" for length in (8, 8, 4)]
 
 
+def test_kept_moments_are_not_reduced_in_bf16():
+    for text in scenario("kept_moments", 2):
+        kept, gradient = map(float, re.findall(r"kept (\S+) gradient (\S+)", text)[0])
+        assert kept == pytest.approx(1 - 0.999**300, rel=1e-4)
+        assert gradient != pytest.approx(1 / 3, rel=1e-4)  # which is sent in bf16
+        assert gradient == pytest.approx(1 / 3, rel=1e-2)
+
+
 def test_initial_weights_are_made_equal_and_checked():
     first, second = scenario("equal_start", 2)
     hashes = [re.findall(r"^hash (\S+) ", text, re.MULTILINE) for text in (first, second)]
