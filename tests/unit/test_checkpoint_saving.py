@@ -389,6 +389,27 @@ def test_training_waits_when_memory_is_too_small_for_copies(tmp_path, monkeypatc
     assert_holds(tmp_path / "checkpoint-1", CUT)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory"), MemoryError()])
+def test_training_waits_when_copies_cannot_be_allocated(tmp_path, monkeypatch, error):
+    """Pinned memory may be refused although host memory is free."""
+    real, theta = torch.empty, laid_out(WHOLE, parameters(100))
+
+    def refuse(*size, **given):
+        if "pin_memory" in given and size == (5,):  # the second of three
+            raise error
+        return real(*size, **given)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    saver = Saver(WHOLE, Config(), one_rank(), pytest.fail)
+    vectors = {"theta": theta, "exp_avg": laid_out(WHOLE, parameters(500))}
+    saver.warm(vectors)
+    saver.save(tmp_path / "checkpoint-1", vectors, state_of(1, vectors), {})
+    assert saver.done
+    assert not saver.copies
+    saver.wait()
+    assert_holds(tmp_path / "checkpoint-1", CUT)
+
+
 def test_an_unexpected_error_of_the_save_thread_is_logged(tmp_path, monkeypatch):
     lines = []
     saver = Saver(WHOLE, Config(), one_rank(), lines.append)
