@@ -227,7 +227,7 @@ class Run:
             self.worker.write(self.theta)
             text = f"resumed from {found}, outer step {self.state.outer_step}"
             if self.config.task_schedule == "dynamic" or self.config.max_staleness:
-                text += f"; {promise_of(self.config.as_dict())}"
+                text += f"; {promise_of(self.config.as_dict(), self.ranks.device.type)}"
             self.progress.notice(text)
 
     def forget_tasks(self) -> None:
@@ -485,6 +485,7 @@ class Run:
             self.folder,
             self.inputs.settings(self.config),
             str(self.ranks.layout),
+            self.ranks.device.type,
             begun_from=self.start.begun_from or None,
             **facts,
         )

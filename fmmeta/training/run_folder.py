@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fmmeta import checkpoint
 from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import output_of
@@ -44,7 +46,9 @@ def settings_of(config: Config, fingerprint: str, **resolved: Any) -> dict[str, 
     return as_stored({**config.as_dict(), "dataset_fingerprint": fingerprint, **resolved})
 
 
-def write_run(folder: Path, settings: dict[str, Any], layout: str, **facts: Any) -> None:
+def write_run(
+    folder: Path, settings: dict[str, Any], layout: str, device_type: str = "cpu", **facts: Any
+) -> None:
     """Write run.json: `settings_of` the run, versions, git commit, and `facts`.
 
     Secrets are redacted.
@@ -52,7 +56,7 @@ def write_run(folder: Path, settings: dict[str, Any], layout: str, **facts: Any)
     run = {
         "settings": settings,
         "layout": layout,
-        "promise": promise_of(settings),
+        "promise": promise_of(settings, device_type),
         "versions": {name: version(name) for name in PACKAGES},
         "git_commit": git_commit(),
         **facts,
@@ -60,8 +64,11 @@ def write_run(folder: Path, settings: dict[str, Any], layout: str, **facts: Any)
     publish_text(folder / "run.json", redact(to_json(run, indent=1)) + "\n")
 
 
-def promise_of(settings: Mapping[str, Any]) -> str:
-    """How theta of a repeated or resumed run compares with that of the first."""
+def promise_of(settings: Mapping[str, Any], device_type: str = "cpu") -> str:
+    """How theta of a repeated or resumed run compares with that of the first.
+
+    On GPUs some kernels of torch (index_add_, the backward pass of SDPA) add in an order that varies.
+    """
     if settings["max_staleness"]:
         return f"max_staleness={settings['max_staleness']}: theta depends on how long tasks take"
     causes = {
@@ -71,6 +78,8 @@ def promise_of(settings: Mapping[str, Any]) -> str:
     for cause, holds in causes.items():
         if holds:
             return f"{cause}: theta is the same to rounding, 1e-5 of its distance from the start"
+    if device_type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+        return "cuda without torch.use_deterministic_algorithms: theta is the same to rounding"
     return "theta is the same bit for bit on the same layout"
 
 
