@@ -510,6 +510,13 @@ def test_a_reduction_finishes_bucket_by_bucket():
         assert means == [f"mean {[1.0] * length} [[1.0, 1.0], [1.0, 1.0]]" for length in (8, 8, 4)]
 
 
+def test_ranks_that_share_a_gpu_are_refused_on_all_ranks():
+    lines = {line for text in scenario("shared_gpu", 3) for line in text.splitlines()}
+    (line,) = lines - {"accepted"}
+    assert "accepted" in lines
+    check_message(line.replace(platform.node(), "HOST"), "world_size=3: ranks 0 and 2", "--gpus-per-task=1")
+
+
 def test_kept_moments_are_not_reduced_in_bf16():
     for text in scenario("kept_moments", 2):
         kept, gradient = map(float, re.findall(r"kept (\S+) gradient (\S+)", text)[0])

@@ -70,6 +70,16 @@ def kept_moments(world: World) -> None:
     print("kept", float(kept[0]), "gradient", float(mean.finish("theta")[0]))
 
 
+def shared_gpu(world: World) -> None:
+    """Ranks that have three GPUs, and then two of them the same one."""
+    for gpus in ("abc", "aba"):
+        try:
+            process_groups.refuse_shared_gpus(world.comm, f"GPU-{gpus[world.launch.global_rank]}")
+            print("accepted")
+        except UsageError as error:
+            print(error)
+
+
 def one_group_leaves(world: World) -> None:
     """Of two groups, one leaves tasks of an outer step; in the next step none does."""
     no_signal, no_save = SimpleNamespace(asked=None), SimpleNamespace(folder=None, done=False, failure=None)
