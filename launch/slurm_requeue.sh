@@ -1,5 +1,5 @@
 #!/bin/bash
-# For sbatch files: run a step, hand USR1 on to it, and put the job back into the queue where the same command would go on.
+# For sbatch files: run a step, hand USR1 on to it, and put the job back into the queue, where the same command resumes (with --resume_from_checkpoint PATH too).
 #
 #     source launch/slurm_requeue.sh; run_and_requeue srun COMMAND [ARGUMENTS]
 #

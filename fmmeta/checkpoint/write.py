@@ -257,10 +257,14 @@ class Saver:
                 self.ranks.layout.launch.local_world_size
             ):
                 return False
-            self.copies = {
-                name: torch.empty(piece.numel(), pin_memory=self.ranks.device.type == "cuda").zero_()
-                for name, piece in pieces.items()
-            }
+            try:
+                for name, piece in pieces.items():
+                    self.copies[name] = torch.empty(
+                        piece.numel(), pin_memory=self.ranks.device.type == "cuda"
+                    ).zero_()
+            except (RuntimeError, MemoryError):  # torch's error of a failed allocation, pinned or not
+                self.copies = {}
+                return False
         return True
 
     def close(self) -> None:

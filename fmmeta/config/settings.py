@@ -840,7 +840,8 @@ class RunConfig:
     )
     resume_from_checkpoint: str = setting(
         "latest",
-        "A checkpoint folder; latest: the newest of output_dir, if any; never: start from the beginning",
+        "A checkpoint folder to begin from, once: the same command again resumes from what was saved since;"
+        " latest: the newest of output_dir, if any; never: start from the beginning",
         resume="hidden",
         common=True,
     )

@@ -73,6 +73,8 @@ class OuterOptimizer:
             if name != "head"
             for piece in self.memory.pieces(group)
         ]
+        if not self.pieces:  # a stage that trains a head alone stores the same moments as the others
+            self.pieces = [(slice(0, 0), 0.0)]
         self.moments: dict[str, Tensor] = {}  # by torch's names, [S] on the storage device
         self.rate_moments: dict[str, Tensor] = {}
         self.scalar_state: dict[str, float] = {}  # step counts and the like, equal for every piece

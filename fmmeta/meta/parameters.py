@@ -150,14 +150,18 @@ class MetaGradient:
         """Start the all-reduce of all sums across groups; None if `weight`, that of all groups, is 0.
 
         One reduction of the rank's shard, whatever the number of tasks and inner steps. Add nothing while it
-        is pending. comm_dtype: dtype in which elements are sent. Collective: cross.
+        is pending. comm_dtype: dtype in which gradients are sent; kept moments are sent in fp32, because they
+        are state: with a decay of 0.999, bf16 would round away what a step adds. Collective: cross.
         """
         if weight == 0:
             return None
         return PendingMean(
             self.sums,
             weight,
-            {name: cross.begin_sum_(total, comm_dtype) for name, total in self.sums.items()},
+            {
+                name: cross.begin_sum_(total, None if name in KEPT_MOMENTS else comm_dtype)
+                for name, total in self.sums.items()
+            },
         )
 
     def clear(self) -> None:

@@ -3,6 +3,7 @@
     issues                        problems of the environment, for `fmmeta doctor` and for the start of a run
     check_and_choose_interface    at the start of a launch: choose gloo's interface if it is not set,
                                   and end all ranks if one cannot be reached
+    raise_file_limit              room for a connection to every rank
     agree_on_generation           a fresh key prefix in torch's key-value store
     SharedStore                   signed values in that store
 
@@ -15,6 +16,7 @@ import json
 import os
 import platform
 import random
+import resource
 import socket
 import time
 import uuid
@@ -25,9 +27,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.progress import LOGGER, STDERR
 from fmmeta.common.text import any_of
 from fmmeta.parallel.layout import Launch
 
+FILES, FIRST_FILES = 256, 64  # open files beside connections to other ranks: of a run, and at its start
 LOWEST_PORT, FEWEST_PORTS = 10_000, 1_000  # of unused_port
 INFINIBAND = Path("/sys/class/infiniband")
 NUMBERS = (
@@ -248,6 +252,44 @@ def source_address(host: str, port: int = 1) -> str | None:
         return None
 
 
+def files_needed(launch: Launch) -> int:
+    """Open files of this process: gloo connects every pair of ranks, and each rank has two connections to the
+    store.
+    """
+    return launch.world_size * (3 if hosts_store(launch) else 1) + FILES
+
+
+def hosts_store(launch: Launch) -> bool:
+    """Whether this process is the store host, not torchrun's agent."""
+    return launch.global_rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def raise_file_limit(launch: Launch) -> None:
+    """Raise the soft limit of open files to the hard limit where the ranks need more. Local.
+
+    Logs a warning if even the hard limit leaves no room for the connections through which all ranks would
+    learn of it (`file_issues`).
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < files_needed(launch):
+        soft = files_needed(launch) if hard == resource.RLIM_INFINITY else hard
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if hosts_store(launch) and resource.RLIM_INFINITY != hard < launch.world_size + FIRST_FILES:
+        for issue in file_issues(launch):
+            LOGGER.warning("%s", issue, extra=STDERR)
+
+
+def file_issues(launch: Launch) -> Iterator[NetworkIssue]:
+    """A hard limit of open files that is too low for the connections of this process."""
+    hard, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], files_needed(launch)
+    if resource.RLIM_INFINITY != hard < needed:
+        yield NetworkIssue(
+            f"world_size={launch.world_size}: rank {launch.global_rank} on {platform.node()} may open"
+            f" {hard} files and needs {needed}",
+            f"raise the hard limit there (ulimit -Hn {needed}, or LimitNOFILE of the service that starts it)",
+        )
+
+
 def check_and_choose_interface(store: StoreProtocol, launch: Launch, nccl: bool) -> list[str]:
     """Raise on all ranks if a setting of one rank cannot work; return warnings about other settings.
 
@@ -268,7 +310,7 @@ def check_and_choose_interface(store: StoreProtocol, launch: Launch, nccl: bool)
                 f"GLOO_SOCKET_IFNAME={name}: the name of this host stands for an address that other nodes"
                 " cannot reach"
             )
-    found = list(issues(os.environ, known, nccl))
+    found = [*file_issues(launch), *issues(os.environ, known, nccl)]
     store.set(f"network/{launch.global_rank}", next((str(one) for one in found if one.fatal), ""))
     for issue in store.multi_get([f"network/{rank}" for rank in range(launch.world_size)]):
         if issue:

@@ -11,6 +11,7 @@ With --elastic a launch is one group: `world` contains its ranks, and `cross` co
 leave (elastic/communicator.py). `all_groups` contains all processes of all groups in both cases.
 """
 
+import json
 import os
 import platform
 import time
@@ -73,9 +74,12 @@ class World:
         self.store: Any = dist.HashStore()
         self.communicators: list[Communicator] = []
         if launch.world_size > 1:
+            network.raise_file_limit(launch)
             self.store = connect_store(launch)
             self.warnings = network.check_and_choose_interface(self.store, launch, device.type == "cuda")
         self.comm = self._connect("world", launch.global_rank, launch.world_size, torch.device("cpu"))
+        if launch.world_size > 1 and device.type == "cuda":
+            refuse_shared_gpus(self.comm, str(torch.cuda.get_device_properties(device).uuid))
         self.prepared = 0  # number of calls of run_on_first_rank_of_node
         self.secret = self.comm.gather_bytes(os.urandom(32))[0]  # by gloo, so that it is never in the store
         self.nodes = Nodes.of(self.comm, launch)
@@ -144,12 +148,14 @@ class World:
     def split(self, group_size: int, default_group: bool = True) -> ProcessGroups:
         """Make groups of `group_size`; with `default_group` each becomes the default world of its processes.
 
-        Sets RANK and WORLD_SIZE to the group's values, which DeepSpeed and transformers read. Collective:
-        world.
+        Sets RANK and WORLD_SIZE to the group's values and LOCAL_RANK to the number of the GPU, which
+        DeepSpeed and transformers read. Collective: world.
         """
-        layout = Layout(self.launch, group_size)
+        layout, gpu = Layout(self.launch, group_size), self.device.index
         os.environ.update(
-            RANK=str(layout.group_rank), WORLD_SIZE=str(group_size), LOCAL_RANK=str(self.launch.local_rank)
+            RANK=str(layout.group_rank),
+            WORLD_SIZE=str(group_size),
+            LOCAL_RANK=str(self.launch.local_rank if gpu is None else gpu),
         )
         backend = background = None
         if default_group or group_size > 1:
@@ -186,6 +192,21 @@ class World:
         for communicator in self.communicators:
             communicator.backend = None
         self.store = None
+
+
+def refuse_shared_gpus(comm: Communicator, uuid: str) -> None:
+    """Raise `UsageError` on all ranks if two of them have the GPU `uuid`. NCCL would notice it only where
+    both are in one communicator. Collective: comm (world).
+    """
+    found: dict[str, int] = {}
+    for rank, text in enumerate(comm.gather_bytes(json.dumps([uuid, platform.node()]).encode())):
+        first = found.setdefault(text.decode(), rank)
+        if first != rank:
+            raise UsageError(
+                f"world_size={comm.size}: ranks {first} and {rank} have the same GPU of"
+                f" {json.loads(text)[1]}; start as many ranks per node as it has GPUs, and show each all of"
+                " them or its own one (srun --gpus-per-task=1)"
+            )
 
 
 def subgroup(group: Communicator, ranks: Sequence[int]) -> Communicator | None:
@@ -275,12 +296,15 @@ def backends() -> tuple[bool, bool]:
 def pick_device(launch: Launch, small: bool = False) -> torch.device:
     """The GPU of this local rank, or the CPU with its cores shared out over the ranks of the node.
 
+    A scheduler may show each rank its own GPU alone, which is then number 0 everywhere.
+
     small: a model for which one core is as fast as several. More threads would wait for each other in every
     operation, and for any program that keeps one of their cores busy.
     """
     if torch.cuda.is_available():
-        torch.cuda.set_device(launch.local_rank)
-        return torch.device("cuda", launch.local_rank)
+        gpu = launch.local_rank % torch.cuda.device_count()
+        torch.cuda.set_device(gpu)
+        return torch.device("cuda", gpu)
     if "OMP_NUM_THREADS" not in os.environ:
         cores = 1 if small else (os.cpu_count() or 1) // launch.local_world_size
         torch.set_num_threads(max(1, cores))

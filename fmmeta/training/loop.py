@@ -227,7 +227,7 @@ class Run:
             self.worker.write(self.theta)
             text = f"resumed from {found}, outer step {self.state.outer_step}"
             if self.config.task_schedule == "dynamic" or self.config.max_staleness:
-                text += f"; {promise_of(self.config.as_dict())}"
+                text += f"; {promise_of(self.config.as_dict(), self.ranks.device.type)}"
             self.progress.notice(text)
 
     def forget_tasks(self) -> None:
@@ -482,4 +482,11 @@ class Run:
 
     def write_run(self, **facts: Any) -> None:
         """Write run.json. Local: the first rank's."""
-        write_run(self.folder, self.inputs.settings(self.config), str(self.ranks.layout), **facts)
+        write_run(
+            self.folder,
+            self.inputs.settings(self.config),
+            str(self.ranks.layout),
+            self.ranks.device.type,
+            begun_from=self.start.begun_from or None,
+            **facts,
+        )

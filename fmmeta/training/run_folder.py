@@ -15,9 +15,11 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fmmeta import checkpoint
 from fmmeta.common.errors import UsageError
@@ -44,7 +46,9 @@ def settings_of(config: Config, fingerprint: str, **resolved: Any) -> dict[str, 
     return as_stored({**config.as_dict(), "dataset_fingerprint": fingerprint, **resolved})
 
 
-def write_run(folder: Path, settings: dict[str, Any], layout: str, **facts: Any) -> None:
+def write_run(
+    folder: Path, settings: dict[str, Any], layout: str, device_type: str = "cpu", **facts: Any
+) -> None:
     """Write run.json: `settings_of` the run, versions, git commit, and `facts`.
 
     Secrets are redacted.
@@ -52,7 +56,7 @@ def write_run(folder: Path, settings: dict[str, Any], layout: str, **facts: Any)
     run = {
         "settings": settings,
         "layout": layout,
-        "promise": promise_of(settings),
+        "promise": promise_of(settings, device_type),
         "versions": {name: version(name) for name in PACKAGES},
         "git_commit": git_commit(),
         **facts,
@@ -60,8 +64,11 @@ def write_run(folder: Path, settings: dict[str, Any], layout: str, **facts: Any)
     publish_text(folder / "run.json", redact(to_json(run, indent=1)) + "\n")
 
 
-def promise_of(settings: Mapping[str, Any]) -> str:
-    """How theta of a repeated or resumed run compares with that of the first."""
+def promise_of(settings: Mapping[str, Any], device_type: str = "cpu") -> str:
+    """How theta of a repeated or resumed run compares with that of the first.
+
+    On GPUs some kernels of torch (index_add_, the backward pass of SDPA) add in an order that varies.
+    """
     if settings["max_staleness"]:
         return f"max_staleness={settings['max_staleness']}: theta depends on how long tasks take"
     causes = {
@@ -71,6 +78,8 @@ def promise_of(settings: Mapping[str, Any]) -> str:
     for cause, holds in causes.items():
         if holds:
             return f"{cause}: theta is the same to rounding, 1e-5 of its distance from the start"
+    if device_type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+        return "cuda without torch.use_deterministic_algorithms: theta is the same to rounding"
     return "theta is the same bit for bit on the same layout"
 
 
@@ -106,7 +115,8 @@ def git_commit() -> str | None:
 class RunStart:
     """Where a run begins. finished: nothing is left to do.
 
-    warnings: for the user; explicit: the user named the checkpoint; lock: held by rank 0 while the run lasts.
+    warnings: for the user; explicit: the user named the checkpoint; begun_from: path and outer step of the
+    checkpoint that the user named at this start or an earlier one; lock: held by rank 0 while the run lasts.
     """
 
     folder: Path
@@ -114,6 +124,7 @@ class RunStart:
     finished: bool
     warnings: Sequence[str] = ()
     explicit: bool = False
+    begun_from: dict[str, Any] = field(default_factory=dict)
     lock: "FolderLock | None" = None
 
 
@@ -148,7 +159,14 @@ def open_run(config: Config, settings: dict[str, Any], comm: Communicator) -> Ru
 
 def _of_rank0(start: RunStart, comm: Communicator) -> RunStart:
     """Rank 0's start without its lock, on every rank. Collective: comm."""
-    values = [str(start.folder), str(start.checkpoint or ""), start.finished, start.warnings, start.explicit]
+    values = [
+        str(start.folder),
+        str(start.checkpoint or ""),
+        start.finished,
+        start.warnings,
+        start.explicit,
+        start.begun_from,
+    ]
     folder, newest, *others = json.loads(comm.gather_bytes(json.dumps(values).encode())[0])
     return RunStart(Path(folder), Path(newest) if newest else None, *others)
 
@@ -160,7 +178,9 @@ def _verify(start: RunStart, chosen: Path, config: Config, comm: Communicator) -
     """
     warnings = list[str]()
     if not start.explicit:
-        chosen, warnings = newest_complete(start.folder, comm)
+        # before a named checkpoint there may be those of another run
+        since = start.begun_from.get("outer_step", 0) if named_checkpoint(config) else 0
+        chosen, warnings = newest_complete(start.folder, comm, since)
     elif wrong := checkpoint.find_corruption(chosen, comm):
         raise UsageError(
             f"resume_from_checkpoint={chosen} is not complete: {wrong}; give another one, or latest"
@@ -168,14 +188,15 @@ def _verify(start: RunStart, chosen: Path, config: Config, comm: Communicator) -
     warnings += start.warnings
     with comm.raise_on_all("setting checkpoints aside"):
         if comm.rank == 0 and not config.elastic:
-            for path in newer(chosen, checkpoint.list_complete(start.folder)):
+            for path in newer(chosen, start.folder):
                 aside = checkpoint.rename_aside(path).name
                 warnings.append(f"{path} was renamed to {aside}: the run resumes from an older one")
     return replace(start, checkpoint=chosen, warnings=warnings)
 
 
-def newest_complete(folder: Path, comm: Communicator) -> tuple[Path, list[str]]:
-    """The newest complete checkpoint of a run, and what is wrong with those that are newer.
+def newest_complete(folder: Path, comm: Communicator, since: int = 0) -> tuple[Path, list[str]]:
+    """The newest complete checkpoint of a run at outer step `since` or later, and what is wrong with those
+    that are newer.
 
     In an elastic run another group writes and removes checkpoints meanwhile, so the folder is listed again
     after each one that is refused. Raises `UsageError`.
@@ -187,7 +208,7 @@ def newest_complete(folder: Path, comm: Communicator) -> tuple[Path, list[str]]:
         listed: dict[str, str] = {}
         with comm.raise_on_all("listing checkpoints"):
             if comm.rank == 0:
-                listed = manifests(folder)
+                listed = manifests(folder, since)
         listed = json.loads(comm.gather_bytes(json.dumps(listed).encode())[0])
         refused = {key: text for key, text in refused.items() if key in listed}
         left = [key for key in listed if key not in refused]
@@ -206,25 +227,30 @@ def newest_complete(folder: Path, comm: Communicator) -> tuple[Path, list[str]]:
     )
 
 
-def manifests(folder: Path) -> dict[str, str]:
-    """Checkpoints with a manifest, oldest first, by the manifest's inode: a checkpoint may be replaced by
-    another one of the same name.
+def checkpoints_since(folder: Path, outer_step: int) -> list[Path]:
+    """The complete checkpoints of a run at an outer step or later, oldest first."""
+    return [
+        path
+        for path in checkpoint.list_complete(folder)
+        if int(path.name.removeprefix("checkpoint-")) >= outer_step
+    ]
+
+
+def manifests(folder: Path, since: int = 0) -> dict[str, str]:
+    """Checkpoints at outer step `since` or later, oldest first, by the manifest's inode: a checkpoint may be
+    replaced by another one of the same name.
     """
     found = dict[str, str]()
-    for path in checkpoint.list_complete(folder):
+    for path in checkpoints_since(folder, since):
         with suppress(OSError):  # removed by the group that writes
             found[str((path / checkpoint.MANIFEST).stat().st_ino)] = str(path)
     return found
 
 
-def newer(chosen: Path, found: list[Path]) -> list[Path]:
+def newer(chosen: Path, folder: Path) -> list[Path]:
     """Other checkpoints of the run's folder at the outer step of `chosen` or later."""
     step = checkpoint.read_state(chosen)["outer_step"]
-    return [
-        path
-        for path in found
-        if path.resolve() != chosen.resolve() and int(path.name.removeprefix("checkpoint-")) >= step
-    ]
+    return [path for path in checkpoints_since(folder, step) if path.resolve() != chosen.resolve()]
 
 
 def choose_run_folder(config: Config, settings: dict[str, Any]) -> Path:
@@ -240,9 +266,9 @@ def known_folder(config: Config, settings: dict[str, Any]) -> Path | None:
         return Path(config.output_dir)
     if config.run_name is not None:
         return Path("runs") / config.run_name
-    if config.resume_from_checkpoint == "latest":
+    if config.resume_from_checkpoint != "never":
         for folder in sorted(Path("runs").glob(f"*-{short_name(config)}"), reverse=True):
-            if is_unfinished(folder, settings):
+            if is_unfinished(folder, settings, named_checkpoint(config)):
                 return folder
     return None
 
@@ -276,11 +302,26 @@ def make_new(config: Config) -> list[Path]:
             return [folder, *above]
 
 
-def is_unfinished(folder: Path, settings: dict[str, Any]) -> bool:
-    """Whether a folder holds a stopped run with these settings and a checkpoint, and is not in use."""
+def named_checkpoint(config: Config) -> Path | None:
+    """The checkpoint that --resume_from_checkpoint names, if it does."""
+    wanted = config.resume_from_checkpoint
+    return None if wanted in ("latest", "never") else Path(wanted)
+
+
+def has_begun_from(run: dict[str, Any], named: Path) -> bool:
+    """Whether a run, by its run.json, was the last time begun from the checkpoint `named`."""
+    return (run.get("begun_from") or {}).get("checkpoint") == str(named.resolve())
+
+
+def is_unfinished(folder: Path, settings: dict[str, Any], named: Path | None = None) -> bool:
+    """Whether a folder holds a stopped run with these settings and a checkpoint, begun from the checkpoint
+    `named` if given, and is not in use.
+    """
     with suppress(UsageError, OSError):  # not readable, in use, or another user's
         run = read_run(folder)
         if run is None or run.get("finished") or changed_settings(as_stored(run["settings"]), settings):
+            return False
+        if named is not None and not has_begun_from(run, named):
             return False
         if checkpoint.list_complete(folder):
             lock = lock_folder(folder, 0, quiet=True)
@@ -371,15 +412,27 @@ def is_file(file: Any, path: Path) -> bool:
 
 
 def find_start(config: Config, settings: dict[str, Any], folder: Path | None = None) -> RunStart:
-    """The start by the settings and the names in the folder; the checkpoint is not verified. Local."""
+    """The start by the settings and the names in the folder; the checkpoint is not verified. Local.
+
+    A checkpoint that the user names is where the run begins, once: a repeated command, such as that of a
+    requeued job, resumes from what the run has saved since.
+    """
     folder = folder or choose_run_folder(config, settings)
     wanted, warnings, before = config.resume_from_checkpoint, list[str](), read_run(folder)
-    explicit = None if wanted in ("latest", "never") else Path(wanted)
+    explicit, begun_from = named_checkpoint(config), (before or {}).get("begun_from") or {}
+    begun = explicit is not None and before is not None and has_begun_from(before, explicit)
+    if begun and checkpoints_since(folder, begun_from["outer_step"]):
+        warnings.append(
+            f"resume_from_checkpoint={explicit} is where this run began, and the newest checkpoint since then"
+            " counts; to begin there once more choose another output_dir"
+        )
+        explicit = None
     if explicit is not None:
-        stored = checkpoint.read_state(explicit)["settings"]
-        warnings += accept_changes(stored, config, settings, f"resume_from_checkpoint={explicit}")
+        state = checkpoint.read_state(explicit)
+        begun_from = {"checkpoint": str(explicit.resolve()), "outer_step": state["outer_step"]}
+        warnings += accept_changes(state["settings"], config, settings, f"resume_from_checkpoint={explicit}")
     if before is None:
-        return RunStart(folder, explicit, False, warnings, explicit is not None)
+        return RunStart(folder, explicit, False, warnings, explicit is not None, begun_from)
     if wanted == "never":
         raise UsageError(
             f"output_dir={folder} holds a run, and resume_from_checkpoint=never; choose another output_dir"
@@ -387,9 +440,9 @@ def find_start(config: Config, settings: dict[str, Any], folder: Path | None = N
     changes = accept_changes(before["settings"], config, settings, f"output_dir={folder}")
     warnings += [text for text in changes if text not in warnings]
     accepted = any(text.startswith("accepted") for text in warnings)
-    finished = before.get("finished", False) and explicit is None and not accepted
+    finished = before.get("finished", False) and (explicit is None or begun) and not accepted
     found = explicit or next(reversed(checkpoint.list_complete(folder)), None)
-    return RunStart(folder, found, finished, warnings, explicit is not None)
+    return RunStart(folder, found, finished, warnings, explicit is not None, begun_from)
 
 
 def accept_changes(before: dict[str, Any], config: Config, settings: dict[str, Any], where: str) -> list[str]:

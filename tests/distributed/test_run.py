@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import shutil
 import signal
@@ -13,8 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support import open_files
 from tests.support.fork_server import shared
 from tests.support.launch import ProcessResults, run_ranks, train, train_flags
+from tests.support.messages import check_message
 from tests.support.models import save, save_llama, write_classes, write_pairs
 
 
@@ -225,6 +228,27 @@ def test_a_run_of_two_groups_resumes_as_one_group_of_zero3(tmp_path):
     }
     train(tmp_path / "moved", 2, **moved).ok()
     assert relative_difference(model_of(tmp_path / "whole"), model_of(tmp_path / "moved")) < 1e-6
+
+
+@pytest.mark.timeout(300)
+def test_a_stage_that_trains_a_task_initialised_head_alone_resumes(tmp_path):
+    """Adapters are in the first stage only, so that the last one moves no meta-parameter."""
+    settings = {
+        "lora_r": 2,
+        "peft_config": '{"layers_to_transform": [0]}',
+        "group_size": 2,
+        "pipeline_stages": 2,
+        "deepspeed": "ds_configs/zero1.json",
+        "save_steps": 2,
+    }
+    train(tmp_path / "run", 2, **settings).ok()
+    named = tmp_path / "run" / "checkpoint-2"
+    train(tmp_path / "again", 2, **settings, resume_from_checkpoint=named).ok()
+    for file in ("adapter_model.safetensors", "fmmeta.json"):
+        assert len({(tmp_path / run / "model" / file).read_bytes() for run in ("run", "again")}) == 1
+    shards = [load_file(named / f"shard-0000{rank}.safetensors") for rank in range(2)]
+    assert any("lora_" in name for name in shards[0])
+    assert all("/head." in name for name in shards[1])
 
 
 @pytest.mark.slow
@@ -460,6 +484,21 @@ def test_an_error_of_one_rank_is_raised_on_all():
     assert all("[b'', b'after 1', b'after 2']" in text for text in outputs)
 
 
+def test_a_soft_limit_of_open_files_is_raised_to_what_the_ranks_need():
+    matching = ["-m", "tests.support.scenarios", "matching_values"]
+    outputs = run_ranks(matching, 4, 60, before=open_files.soft).ok().output
+    assert all("[b'', b'after 1', b'after 2', b'after 3']" in text for text in outputs)
+
+
+def test_a_hard_limit_of_open_files_that_is_too_low_ends_all_ranks_with_one_line(tmp_path):
+    ended = run_ranks(["launch/train.py", *train_flags(tmp_path)], 3, 60, before=open_files.hard)
+    assert ended.codes == [2, 2, 2]
+    (line,) = [line for line in ended.output[0].splitlines() if "world_size=3" in line]
+    check_message(
+        line.replace(platform.node(), "HOST"), "world_size=3: rank 0 on HOST may open 200 files", "ulimit -Hn"
+    )
+
+
 def test_a_reduction_finishes_bucket_by_bucket():
     for text in scenario("buckets", 2):
         places = "[(0, 8), (8, 16), (16, 20)]"
@@ -469,6 +508,21 @@ def test_a_reduction_finishes_bucket_by_bucket():
         ]
         means = [line for line in text.splitlines() if line.startswith("mean")]
         assert means == [f"mean {[1.0] * length} [[1.0, 1.0], [1.0, 1.0]]" for length in (8, 8, 4)]
+
+
+def test_ranks_that_share_a_gpu_are_refused_on_all_ranks():
+    lines = {line for text in scenario("shared_gpu", 3) for line in text.splitlines()}
+    (line,) = lines - {"accepted"}
+    assert "accepted" in lines
+    check_message(line.replace(platform.node(), "HOST"), "world_size=3: ranks 0 and 2", "--gpus-per-task=1")
+
+
+def test_kept_moments_are_not_reduced_in_bf16():
+    for text in scenario("kept_moments", 2):
+        kept, gradient = map(float, re.findall(r"kept (\S+) gradient (\S+)", text)[0])
+        assert kept == pytest.approx(1 - 0.999**300, rel=1e-4)
+        assert gradient != pytest.approx(1 / 3, rel=1e-4)  # which is sent in bf16
+        assert gradient == pytest.approx(1 / 3, rel=1e-2)
 
 
 def test_initial_weights_are_made_equal_and_checked():

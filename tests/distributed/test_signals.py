@@ -62,6 +62,26 @@ def test_a_signal_saves_and_ends_every_rank_with_75(
     assert same(run, undisturbed_run)
 
 
+def test_a_repeated_command_that_names_a_checkpoint_resumes_from_its_own(
+    fork_server, flags, undisturbed_run, tmp_path
+):
+    run, begun = tmp_path / "run", undisturbed_run / "checkpoint-10"
+    command = flags(run, **LONG, resume_from_checkpoint=begun)
+    ranks = fork_server.train(command, 2, tmp_path, EPISODE_S="1")
+    until(lambda: steps_of(run) >= 1)
+    os.kill(ranks[1].pid, signal.SIGTERM)
+    assert fork_server.wait(ranks, 30) == [75, 75], ranks[0].text
+    assert f"resumed from {begun}" in ranks[0].text
+    again = fork_server.train(command, 2, tmp_path, EPISODE_S="0")
+    assert fork_server.wait(again, 100) == [0, 0], again[0].text
+    assert f"resumed from {run / 'checkpoint-11'}, outer step 11" in again[0].text
+    assert f"resume_from_checkpoint={begun} is where this run began" in again[0].text
+    assert same(run, undisturbed_run)
+    ended = fork_server.train(command, 2, tmp_path)
+    assert fork_server.wait(ended, 100) == [0, 0]
+    assert f"{run} holds this run, finished" in ended[0].text
+
+
 def test_a_step_is_abandoned_between_two_tasks(fork_server, flags, undisturbed_run, tmp_path):
     """A group runs its tasks when it has all of them; the one that learns of a signal meanwhile does not
     begin.

@@ -58,6 +58,28 @@ def matching_values(world: World) -> None:
     print(gathered)
 
 
+def kept_moments(world: World) -> None:
+    """The second moment that Reptile's inner Adam keeps over outer steps, if gradients are sent in bf16."""
+    kept, gradient = torch.zeros(3), torch.full((3,), 1 / 3)
+    for _ in range(300):
+        into = MetaGradient(gradient, {"exp_avg_sq": kept})
+        into.add(gradient, 1.0, {"exp_avg_sq": 0.999 * kept + 0.001})
+        mean = into.begin_reduce(world.comm, 2.0, torch.bfloat16)
+        assert mean is not None
+        kept = mean.finish("exp_avg_sq").clone()
+    print("kept", float(kept[0]), "gradient", float(mean.finish("theta")[0]))
+
+
+def shared_gpu(world: World) -> None:
+    """Ranks that have three GPUs, and then two of them the same one."""
+    for gpus in ("abc", "aba"):
+        try:
+            process_groups.refuse_shared_gpus(world.comm, f"GPU-{gpus[world.launch.global_rank]}")
+            print("accepted")
+        except UsageError as error:
+            print(error)
+
+
 def one_group_leaves(world: World) -> None:
     """Of two groups, one leaves tasks of an outer step; in the next step none does."""
     no_signal, no_save = SimpleNamespace(asked=None), SimpleNamespace(folder=None, done=False, failure=None)

@@ -139,6 +139,61 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_is_resumed(tmp_path, dam
         assert "aside-checkpoint-8 is not complete: " in message or "other settings" in message
 
 
+def test_a_named_checkpoint_is_where_a_run_begins_once(tmp_path, monkeypatch):
+    """A job that names a checkpoint and is requeued must not lose what it has saved since."""
+    monkeypatch.chdir(tmp_path)
+    run, settings = tmp_path / "run", settings_of(Config(), "f")
+
+    def checkpoint_of(folder, step):
+        vectors = {"theta": laid_out(WHOLE, parameters(100))}
+        path = folder / f"checkpoint-{step}"
+        save(path, vectors, WHOLE, {**state_of(step, vectors), "settings": settings}, 9)
+        return path
+
+    def begin(named, **given):
+        config = Config(**{"output_dir": str(run), "resume_from_checkpoint": str(named), **given})
+        start = open_run(config, settings, one_rank().world)
+        assert start.lock is not None
+        write_run(start.folder, settings, "", begun_from=start.begun_from or None)
+        start.lock.close()
+        return start
+
+    other = checkpoint_of(tmp_path / "other", 6)
+    run.mkdir()
+    write_run(run, settings, "", finished=False)
+    older = checkpoint_of(run, 4)
+    assert begin(other).checkpoint == other
+    assert begin(other).checkpoint == other  # nothing was saved meanwhile
+    saved_since = [checkpoint_of(run, step) for step in (8, 9)]
+    start = begin(other.relative_to(tmp_path))
+    assert (start.checkpoint, start.explicit) == (saved_since[1], False)
+    check_message(start.warnings[0], "resume_from_checkpoint=other/checkpoint-6", "choose another output_dir")
+    assert begin("latest").checkpoint == saved_since[1]
+    shutil.rmtree(other)  # as by --save_total_limit of the other run
+    assert begin(other).checkpoint == saved_since[1]
+
+    assert begin(saved_since[0]).checkpoint == saved_since[0]  # goes back inside the run
+    assert (run / "aside-checkpoint-9").is_dir()
+    saved_since[1] = checkpoint_of(run, 9)
+    assert begin(saved_since[0]).checkpoint == saved_since[1]
+
+    os.truncate(saved_since[1] / "state.json", 7)
+    assert begin(saved_since[0]).checkpoint == saved_since[0]  # the newest complete one since then
+    for path in (saved_since[0], *run.glob("checkpoint-9")):
+        os.truncate(path / "state.json", 7)
+    config = Config(output_dir=str(run), resume_from_checkpoint=str(saved_since[0]))
+    assert "no complete checkpoint" in refusal(open_run, config, settings, one_rank().world)
+    assert older.is_dir()
+
+    write_run(run, settings, "", begun_from=start.begun_from, finished=True)
+    assert find_start(config.but(resume_from_checkpoint=start.begun_from["checkpoint"]), settings).finished
+
+    named = checkpoint_of(tmp_path / "third", 2)  # without --output_dir too
+    first = begin(named, output_dir=None)
+    newest = checkpoint_of(first.folder, 5)
+    assert begin(named, output_dir=None).checkpoint == newest
+
+
 def test_a_checkpoint_removed_by_another_group_is_replaced_by_a_newer_one(tmp_path, monkeypatch):
     """An elastic group chooses while the writer saves: its checkpoint was removed when it is verified, and a
     newer one exists.
@@ -333,6 +388,27 @@ def test_training_waits_when_memory_is_too_small_for_copies(tmp_path, monkeypatc
     saver.save(tmp_path / "checkpoint-1", vectors, state_of(1, vectors), {})
     assert saver.done
     assert not saver.copies
+    assert_holds(tmp_path / "checkpoint-1", CUT)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory"), MemoryError()])
+def test_training_waits_when_copies_cannot_be_allocated(tmp_path, monkeypatch, error):
+    """Pinned memory may be refused although host memory is free."""
+    real, theta = torch.empty, laid_out(WHOLE, parameters(100))
+
+    def refuse(*size, **given):
+        if "pin_memory" in given and size == (5,):  # the second of three
+            raise error
+        return real(*size, **given)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    saver = Saver(WHOLE, Config(), one_rank(), pytest.fail)
+    vectors = {"theta": theta, "exp_avg": laid_out(WHOLE, parameters(500))}
+    saver.warm(vectors)
+    saver.save(tmp_path / "checkpoint-1", vectors, state_of(1, vectors), {})
+    assert saver.done
+    assert not saver.copies
+    saver.wait()
     assert_holds(tmp_path / "checkpoint-1", CUT)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from fmmeta.common import processes
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import GroupCoordinates, Launch, Layout, first_host
 from fmmeta.parallel.network import LOWEST_PORT, listen
-from fmmeta.parallel.process_groups import pick_device
+from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.planning import memory
 from fmmeta.planning.memory import HEADROOM, Sizes, check_group_size, choose_group_size, estimate
 from tests.support.fork_server import ROOT, environment, shared
@@ -438,3 +439,17 @@ def test_threads_of_a_rank_on_cpus(monkeypatch, cores, ranks, small, variable, t
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     assert pick_device(Launch(local_world_size=ranks), small).type == "cpu"
     assert chosen == ([] if threads is None else [threads])
+
+
+@pytest.mark.parametrize(("visible", "gpu"), [(4, 3), (1, 0)])
+def test_a_rank_takes_its_own_gpu_or_the_only_one_that_it_sees(monkeypatch, visible, gpu):
+    """`srun --gpus-per-task=1` shows each rank one GPU, which is number 0 for all of them."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    launch = Launch(local_rank=3, local_world_size=4)
+    device = pick_device(launch)
+    assert (str(device), chosen) == (f"cuda:{gpu}", [gpu])
+    World(launch, device).split(1, default_group=False)
+    assert os.environ["LOCAL_RANK"] == str(gpu)  # DeepSpeed takes this GPU

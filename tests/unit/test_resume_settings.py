@@ -17,7 +17,7 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.train import train
 from fmmeta.training.build import read_inputs
-from fmmeta.training.run_folder import accept_changes, find_start, settings_of
+from fmmeta.training.run_folder import accept_changes, find_start, settings_of, write_run
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
 from tests.support.models import write_classes
@@ -162,6 +162,21 @@ def test_changed_class_weights_in_the_same_file_change_the_settings(tmp_path):
         found.append(made.settings(config)["class_weights_fingerprint"])
     assert found[0] != found[1]
     assert found[2] == ""
+
+
+def test_bits_are_promised_on_cpus_and_with_deterministic_algorithms(tmp_path):
+    def promise(device_type, **given):
+        write_run(tmp_path, settings_of(Config(**given), "f"), "", device_type)
+        return json.loads((tmp_path / "run.json").read_text())["promise"]
+
+    assert promise("cpu").startswith("theta is the same bit for bit")
+    assert "the same to rounding" in promise("cuda")
+    assert promise("cuda", task_schedule="dynamic").startswith("task_schedule=dynamic")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert promise("cuda").startswith("theta is the same bit for bit")
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_setting_that_an_earlier_version_did_not_store_had_its_default():
