@@ -314,12 +314,24 @@ def check_and_choose_interface(store: StoreProtocol, launch: Launch, nccl: bool)
     store.set(f"network/{launch.global_rank}", next((str(one) for one in found if one.fatal), ""))
     for issue in store.multi_get([f"network/{rank}" for rank in range(launch.world_size)]):
         if issue:
+            _wait_for_readers(store, launch)
             raise UsageError(issue.decode())
     return warnings + [str(one) for one in found]
 
 
 PAUSE_S = 0.02
+READ_S = 10.0  # that rank 0 waits until the other ranks have read an issue
 PROOF = 64  # hex digits of an HMAC (`proof`)
+
+
+def _wait_for_readers(store: StoreProtocol, launch: Launch) -> None:
+    """Let rank 0, with which the store may end, be the last to leave. Collective: world, through `store`."""
+    store.set(f"network/read/{launch.global_rank}", "read")
+    deadline = time.monotonic() + READ_S
+    if launch.global_rank == 0:
+        readers = [f"network/read/{rank}" for rank in range(launch.world_size)]
+        while not store.check(readers) and time.monotonic() < deadline:
+            time.sleep(PAUSE_S)
 
 
 def agree_on_generation(store: StoreProtocol, rank: int, size: int, timeout_s: float) -> str:

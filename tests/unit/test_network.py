@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import socket
+import threading
 
 import pytest
 
@@ -142,18 +143,33 @@ class Store(dict):
     def multi_get(self, keys):
         return [self[key] for key in keys]
 
+    def check(self, keys):
+        return all(key in self for key in keys)
+
 
 def test_an_issue_of_one_rank_ends_all_ranks(monkeypatch):
     monkeypatch.setattr(network, "interfaces", lambda: KNOWN)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     issue = "GLOO_SOCKET_IFNAME=x is wrong; use y"
-    store = Store({"network/1": issue.encode()})
+    store = Store({"network/1": issue.encode(), "network/read/1": b"read"})
     assert refusal(check_and_choose_interface, store, Launch(0, 2, 0, 2), False) == issue
     assert store["network/0"] == b""
-    store = Store({"network/1": b""})
+    store = Store({"network/1": b"", "network/read/1": b"read"})
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
     message = refusal(check_and_choose_interface, store, Launch(0, 2, 0, 2), False)
     assert message.startswith("GLOO_SOCKET_IFNAME=eth9 ")
+
+
+def test_rank_0_leaves_after_the_others_have_read_an_issue(monkeypatch):
+    """It may host the store, without which the others would end with a lost connection."""
+    monkeypatch.setattr(network, "interfaces", lambda: KNOWN)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    store, left = Store({"network/1": b""}), []
+    reader = threading.Timer(0.3, lambda: (left.append("rank 1"), store.set("network/read/1", "read")))
+    reader.start()
+    refusal(check_and_choose_interface, store, Launch(0, 2, 0, 2), False)
+    assert left == ["rank 1"]
+    reader.join()
 
 
 def test_a_start_on_several_nodes_logs_the_interface_it_chose(monkeypatch):
