@@ -358,6 +358,7 @@ def test_limits_of_a_process(monkeypatch, tmp_path):
     import psutil
 
     monkeypatch.setattr(processes, "CGROUP", tmp_path)
+    monkeypatch.setattr(processes, "CGROUP_OF_SELF", tmp_path / "cgroup")
     monkeypatch.setattr(processes, "STATUS", tmp_path / "status")
     (tmp_path / "status").write_text("VmSize:\t 900 kB\nVmData:\t 300 kB\n")
     soft = {resource.RLIMIT_DATA: resource.RLIM_INFINITY, resource.RLIMIT_AS: resource.RLIM_INFINITY}
@@ -379,6 +380,33 @@ def test_limits_of_a_process(monkeypatch, tmp_path):
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("5000")
     (tmp_path / "memory" / "memory.usage_in_bytes").write_text("6000")
     assert processes.cgroup_room() == 0
+
+
+@pytest.mark.parametrize(
+    ("controllers", "root", "limit", "usage", "cache"),
+    [
+        ("", "", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ("hugetlb,memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_memory_limit_of_a_slurm_job(monkeypatch, tmp_path, controllers, root, limit, usage, cache):
+    """The limit is on a cgroup above that of the process, and files that the kernel can free are no use."""
+    monkeypatch.setattr(processes, "CGROUP", tmp_path)
+    monkeypatch.setattr(processes, "CGROUP_OF_SELF", tmp_path / "own")
+    (tmp_path / "own").write_text(f"9:cpu:/\n4:{controllers}:/slurm/job_7/step_0/user/task_0\n")
+    job = tmp_path / root / "slurm" / "job_7"
+    task = job / "step_0" / "user" / "task_0"
+    task.mkdir(parents=True)
+    limits = ((tmp_path / root, 2**63 - 4096, 90000), (job, 9000, 7000), (task, 8000, 500))
+    for folder, allowed, used in limits:
+        (folder / limit).write_text(f"{allowed}\n")
+        (folder / usage).write_text(f"{used}\n")
+    assert processes.cgroup_room() == 2000
+    (job / "memory.stat").write_text(f"anon 1000\nfile 6000\n{cache} 4000\n")
+    assert processes.cgroup_room() == 6000
+    (tmp_path / "own").write_text(f"4:{controllers}:/../../elsewhere\n")  # of another cgroup namespace
+    assert processes.cgroup_room() is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU of the rank is taken, and no threads are set")
