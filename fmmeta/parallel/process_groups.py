@@ -77,7 +77,7 @@ class World:
             self.warnings = network.check_and_choose_interface(self.store, launch, device.type == "cuda")
         self.comm = self._connect("world", launch.global_rank, launch.world_size, torch.device("cpu"))
         self.prepared = 0  # number of calls of run_on_first_rank_of_node
-        self.secret = self.comm.gather_bytes(os.urandom(32))[0]  # by gloo, so that it is never in the store
+        self.secret = self.comm.broadcast_bytes(os.urandom(32))  # by gloo, so that it is never in the store
         self.nodes = Nodes.of(self.comm, launch)
 
     def _connect(self, name: str, rank: int, size: int, device: torch.device) -> Communicator:

@@ -144,7 +144,7 @@ def open_run(config: Config, settings: dict[str, Any], comm: Communicator) -> Ru
 def _of_rank0(start: RunStart, comm: Communicator) -> RunStart:
     """Rank 0's start without its lock, on every rank. Collective: comm."""
     values = [str(start.folder), str(start.checkpoint or ""), start.finished, start.warnings, start.explicit]
-    folder, newest, *others = json.loads(comm.gather_bytes(json.dumps(values).encode())[0])
+    folder, newest, *others = json.loads(comm.broadcast_bytes(json.dumps(values).encode()))
     return RunStart(Path(folder), Path(newest) if newest else None, *others)
 
 
@@ -183,7 +183,7 @@ def newest_complete(folder: Path, comm: Communicator) -> tuple[Path, list[str]]:
         with comm.raise_on_all("listing checkpoints"):
             if comm.rank == 0:
                 listed = manifests(folder)
-        listed = json.loads(comm.gather_bytes(json.dumps(listed).encode())[0])
+        listed = json.loads(comm.broadcast_bytes(json.dumps(listed).encode()))
         refused = {key: text for key, text in refused.items() if key in listed}
         left = [key for key in listed if key not in refused]
         if left:

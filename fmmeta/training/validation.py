@@ -176,7 +176,7 @@ class HeldOut:
         if self.ranks.first:
             with suppress(OSError, ValueError):
                 stored = json.loads(self.file.read_bytes())
-        return json.loads(self.ranks.world.gather_bytes(json.dumps(stored).encode())[0])
+        return json.loads(self.ranks.world.broadcast_bytes(json.dumps(stored).encode()))
 
     def _write(self, stored: dict[str, list[dict[str, Any]]]) -> None:
         """Store finished episodes by key, on the first rank; an error of the disk is logged. Local."""

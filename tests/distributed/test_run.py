@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.fake_runs import write_run
 from tests.support.fork_server import shared
 from tests.support.launch import ProcessResults, run_ranks, train, train_flags
 from tests.support.models import save, save_llama, write_classes, write_pairs
@@ -415,8 +416,8 @@ def test_bad_input_is_the_same_error_on_every_rank(tmp_path):
         assert text in line, name
 
 
-def scenario(name: str, ranks: int) -> list[str]:
-    return run_ranks(["-m", "tests.support.scenarios", name], ranks, timeout_s=100).ok().output
+def scenario(name: str, ranks: int, *arguments: str) -> list[str]:
+    return run_ranks(["-m", "tests.support.scenarios", name, *arguments], ranks, timeout_s=100).ok().output
 
 
 def test_replicas_that_differ_by_rounding_take_the_same_steps():
@@ -458,6 +459,17 @@ def test_an_error_of_one_rank_is_raised_on_all():
     assert "own broken" in outputs[0]
     assert all("peer rank 0 failed while testing: broken" in text for text in outputs[1:])
     assert all("[b'', b'after 1', b'after 2']" in text for text in outputs)
+
+
+def test_all_ranks_receive_the_bytes_of_one(tmp_path):
+    """No tensor that is sent is longer than metrics.jsonl of a run, however many ranks receive it."""
+    folder = write_run(tmp_path / "run")
+    size = sum((folder / name).stat().st_size for name in ("metrics.jsonl", "run.json"))
+    for text in scenario("bytes_of_one_rank", 3, str(folder)):
+        assert "[b'0 ', b'1 x', b'2 xx']\nb''\n" in text
+        lines, largest = re.findall(r"lines (\d+) largest (\d+)", text)[0]
+        assert int(lines) == 104
+        assert size / 2 < int(largest) < 1.1 * size
 
 
 def test_a_reduction_finishes_bucket_by_bucket():
