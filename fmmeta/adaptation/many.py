@@ -385,7 +385,7 @@ def learn_share(
                     if ranks.group.rank == 0:
                         write_task(learner, learned, output)
             done += ranks.layout.num_groups
-            progress.line("tasks learned", min(done, total), total)
+            progress.line("tasks learned", min(done, total), total, stride=ranks.layout.num_groups)
     return failed
 
 

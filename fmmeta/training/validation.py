@@ -122,7 +122,6 @@ class HeldOut:
         finished episodes in the run's folder. source: of the tasks, to call the user's metrics (not with
         `each_step`). Raises `UsageError` if one fails. Collective: world.
         """
-        self.progress.start(what)
         self.begin_stage(f"{what}, loading its episodes")
         slots = {task.seed: slot for slot, task in enumerate(tasks)}
         key = self._key(theta, learning, each_step) if keep else ""
