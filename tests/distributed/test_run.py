@@ -402,6 +402,34 @@ def test_bad_input_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
         assert not (tmp_path / "runs" / name).exists()
 
 
+@pytest.mark.parametrize(
+    ("zero", "parts"),
+    [
+        (
+            {"stage": 2, "offload_optimiser": {"device": "cpu"}},
+            (
+                'sets zero_optimization.offload_optimiser={"device": "cpu"}, which DeepSpeed does not know',
+                "did you mean offload_optimizer?",
+            ),
+        ),
+        (
+            {"stage": 3, "overlap_comm": "perhaps"},
+            ('sets zero_optimization.overlap_comm="perhaps", which DeepSpeed refuses', "change or remove it"),
+        ),
+    ],
+    ids=["key", "value"],
+)
+def test_what_deepspeed_refuses_inside_a_block_is_named(tmp_path, zero, parts):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": zero}))
+    flags = train_flags(tmp_path / "run", deepspeed=file, engine="deepspeed")
+    ranks = shared().train(flags, 1, tmp_path / "logs")
+    assert shared().wait(ranks, 100) == [2], ranks[0].text
+    (line,) = [line for line in ranks[0].text.splitlines() if "error" in line]
+    assert all(part in line for part in parts), line
+    assert "Traceback" not in ranks[0].text
+
+
 def test_bad_input_is_the_same_error_on_every_rank(tmp_path):
     inputs = {
         name: case for name, case in bad_inputs(tmp_path).items() if name not in ("unknown flag", "choice")
