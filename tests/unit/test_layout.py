@@ -278,6 +278,8 @@ def test_too_little_memory_is_refused(monkeypatch):
         "4 GiB are free",
         "use a higher ZeRO stage",
     )
+    message = refusal(choose_group_size, world, lambda data: sizes, DeepSpeedSettings(3, False, False))
+    check_message(message, "group_size=auto", "each at ZeRO 3", "use offload, more GPUs or")
 
 
 def test_memory_of_the_host_is_shared_by_its_ranks():
@@ -318,7 +320,46 @@ def test_a_group_size_that_cannot_hold_the_model_is_refused(monkeypatch):
         world, lambda data: sizes, DeepSpeedSettings(3, False, True), 1
     )  # offloaded: only a part is on the device
     message = refusal(check_group_size, world, lambda data: sizes, DeepSpeedSettings(0, False, False), 2)
-    check_message(message, "group_size=2", "4 GiB are free", "use ZeRO 3, --pipeline_stages or more ranks")
+    check_message(
+        message, "group_size=2", "4 GiB are free", "use ZeRO 3, --pipeline_stages, --gradient_check"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "model_ranks", "changes", "advice"),
+    [
+        (DeepSpeedSettings(3, False, False), 1, {}, "--gradient_checkpointing, --lora_r or more ranks"),
+        (DeepSpeedSettings(2, False, False), 1, {"checkpointing": True, "frozen": 9}, "ZeRO 3 or more ranks"),
+        (DeepSpeedSettings(1, True, False), 2, {"frozen": 9}, "more --pipeline_stages, --gradient_check"),
+    ],
+)
+def test_the_advice_is_not_what_is_set_already(monkeypatch, settings, model_ranks, changes, advice):
+    sizes = replace(SIZES, params=2**30, **changes)
+    world = world_of(monkeypatch, 2, 2, 2**20)
+    message = refusal(check_group_size, world, lambda data: sizes, settings, 2, model_ranks)
+    check_message(message, "group_size=2 needs ", f"; use {advice}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "offload_outer", "advice"),
+    [
+        (DeepSpeedSettings(3, True, True, 2**20, 2**20, offload_param=True), False, "group_size 4"),
+        (
+            DeepSpeedSettings(0, True, False),
+            True,
+            "ZeRO 3, --pipeline_stages, no --offload_outer, --lora_r or",
+        ),
+    ],
+)
+def test_a_group_size_that_host_memory_cannot_hold_is_refused(monkeypatch, settings, offload_outer, advice):
+    sizes = replace(SIZES, params=2**30, lazy=False, offload_outer=offload_outer)
+    world = world_of(monkeypatch, 4, 4, 2**38)
+    world.device = torch.device("cuda")
+    monkeypatch.setattr(memory, "host_bytes", lambda local: 10 * 2**30)
+    message = refusal(check_group_size, world, lambda data: sizes, settings, 2)
+    check_message(message, "in host memory) per rank", "(and 10 in host memory)", f"use {advice}")
+    monkeypatch.setattr(memory, "host_bytes", lambda local: 2**38)
+    check_group_size(world, lambda data: sizes, settings, 2)
 
 
 def test_groups_chosen_for_a_pipeline_hold_all_its_stages(monkeypatch):
