@@ -166,7 +166,7 @@ def adapt_many(
                 if launch.global_rank == 0:
                     lock = lock_folder(output, timeout_s=10)
                     payload = find_tasks(settings, supports, output, progress.notice).as_bytes()
-            tasks = FoundTasks.of_bytes(world.comm.gather_bytes(payload)[0])
+            tasks = FoundTasks.of_bytes(world.comm.broadcast_bytes(payload))
             failed = {**tasks.failed, **learn_all(settings, tasks, output, world, progress)}
         finally:
             if lock is not None:
@@ -385,7 +385,7 @@ def learn_share(
                     if ranks.group.rank == 0:
                         write_task(learner, learned, output)
             done += ranks.layout.num_groups
-            progress.line("tasks learned", min(done, total), total)
+            progress.line("tasks learned", min(done, total), total, stride=ranks.layout.num_groups)
     return failed
 
 

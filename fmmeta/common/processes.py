@@ -19,6 +19,7 @@ from pathlib import Path
 AGAIN_S = 1.0  # between exceptions at a time limit, if code catches them
 
 CGROUP = Path("/sys/fs/cgroup")
+CGROUP_OF_SELF = Path("/proc/self/cgroup")
 STATUS = Path("/proc/self/status")
 
 
@@ -50,17 +51,42 @@ def status_bytes(key: str) -> int:
 
 
 def cgroup_room() -> int | None:
-    """Bytes left in the memory cgroup (version 2 or 1); None without a limit."""
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            allowed = int((CGROUP / limit).read_text())
-            return max(0, allowed - int((CGROUP / used).read_text())) if allowed < 2**60 else None
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return None
+    """Bytes left in this process's memory cgroup (version 2 or 1) and all above it; None without a limit.
+
+    Under SLURM the limit is that of the job, above the cgroup of a step's task.
+    """
+    v2 = ("memory.max", "memory.current", "inactive_file")
+    v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    rooms = []
+    for root, controller, names in ((CGROUP, "", v2), (CGROUP / "memory", "memory", v1)):
+        inside = own_cgroup(controller)
+        rooms += [room_of_cgroup(root / part, *names) for part in (inside, *inside.parents)]
+    return min((room for room in rooms if room is not None), default=None)
+
+
+def own_cgroup(controller: str) -> Path:
+    """The cgroup of this process, relative to the root (version 2: controller "")."""
+    with suppress(OSError):
+        for line in CGROUP_OF_SELF.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller in controllers.split(","):
+                return Path(os.path.normpath(path)).relative_to("/")
+    return Path()
+
+
+def room_of_cgroup(folder: Path, limit: str, used: str, cache: str) -> int | None:
+    """Bytes left below the limit of one cgroup; None without a limit.
+
+    cache: the line of memory.stat with the files that the kernel holds in memory and frees on demand.
+    """
+    try:
+        allowed, usage = (int((folder / name).read_text()) for name in (limit, used))
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+    with suppress(OSError):
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        usage -= int(stat.get(cache, 0))
+    return max(0, allowed - usage) if allowed < 2**60 else None
 
 
 def end_with_parent() -> None:

@@ -18,6 +18,9 @@ LOGGER = logging.getLogger("fmmeta")
 LOGGER.addHandler(logging.NullHandler())  # without any handler, logging would print warnings by itself
 
 
+MARKS = 1000  # of the last steps the times are stored
+
+
 class Warn(str):
     """A line that `Progress.notice` logs as a warning."""
 
@@ -86,7 +89,7 @@ class Progress:
         self.has_bars = self.shows and ((sys.stdout.isatty() and has_size) or in_notebook())
         self.every_s = 0.2 if self.has_bars else every_s
         self.printed_at = float("-inf")
-        self.began: dict[str, float] = {}
+        self.marks: dict[str, list[tuple[int, float]]] = {}  # steps done, and when
         self.bars: dict[str, Any] = {}  # open bars of tqdm, the outermost first
 
     def notice(self, *lines: str) -> None:
@@ -95,23 +98,44 @@ class Progress:
             level = logging.WARNING if any(isinstance(line, Warn) for line in lines) else logging.INFO
             LOGGER.log(level, "%s", "\n".join(map(printable, lines)))
 
-    def line(self, what: str, done: int, total: int, text: str = "", first: int = 0) -> None:
-        """Show `done` of `total`. first: done before this process began, for the time left."""
+    def line(self, what: str, done: int, total: int, text: str = "", first: int = 0, stride: int = 1) -> None:
+        """Show `done` of `total`, and the time left once two steps of this process are known.
+
+        first: done before this process began. stride: the most that one step adds to `done`.
+        """
         if not self.shows or (done == 0 and not self.has_bars):
             return
         now = time.monotonic()
-        began = self.began.setdefault(what, now)
+        left = self._seconds_left(what, done, total, now, first, stride)
+        text += f"{'  ' if text else ''}{clock(left)} left" if left is not None else ""
         if first + 1 < done < total and now - self.printed_at < self.every_s:
             return
         self.printed_at = now
         if self.has_bars:
             self._show_bar(what, done, total, text, first)
             return
-        elapsed, steps = now - began, done - first
-        shown = f"{what} {done}/{total}{'  ' + text if text else ''}"
-        if elapsed > 0 and steps > 0 and done < total:
-            shown += f"  {clock(elapsed / steps * (total - done))} left"
-        print(shown, flush=True)
+        print(f"{what} {done}/{total}{'  ' + text if text else ''}", flush=True)
+
+    def _seconds_left(
+        self, what: str, done: int, total: int, now: float, first: int, stride: int
+    ) -> float | None:
+        """Seconds for the rest, at the rate of the later half of the stored steps; None if unknown.
+
+        The first step also starts loader processes and runs checks. Steps that another process took (an
+        elastic group receives the state of the others) have no rate: counting begins again.
+        """
+        marks = self.marks.setdefault(what, [])
+        if marks and not 0 < done - marks[-1][0] <= stride:
+            marks.clear()
+        if done <= first:
+            return None
+        marks.append((done, now))
+        del marks[:-MARKS]
+        if len(marks) < 2 or done >= total:
+            return None
+        half = (marks[0][0] + done) / 2
+        since, began = [mark for mark in marks if mark[0] <= half][-1]
+        return (now - began) / (done - since) * (total - done)
 
     def _show_bar(self, what: str, done: int, total: int, text: str, first: int) -> None:
         """Show a bar below those that were open when it began; bars below it end."""
@@ -122,7 +146,13 @@ class Progress:
         else:
             self._close_bars(after=next(iter(self.bars), ""))  # at most two: an outer step and an evaluation
             self.bars[what] = tqdm(
-                total=total, desc=what, initial=first, file=sys.stdout, dynamic_ncols=True, mininterval=0
+                total=total,
+                desc=what,
+                initial=first,
+                file=sys.stdout,
+                dynamic_ncols=True,
+                mininterval=0,
+                bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
             )
         bar = self.bars[what]
         bar.n = done
@@ -145,10 +175,6 @@ class Progress:
     def close(self) -> None:
         """Close open bars."""
         self._close_bars(after="")
-
-    def start(self, what: str) -> None:
-        """Start the clock of the time left."""
-        self.began[what] = time.monotonic()
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table; the first column is aligned to the left, the others to the right."""

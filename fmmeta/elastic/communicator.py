@@ -152,7 +152,7 @@ class ElasticCommunicator(Communicator):
         super().__init__(None, 0, 1, torch.device("cpu"))
         self.own, self.config_hash, self.secret = own, "", b""
         # a restarted group gets a new name
-        self.name = own.gather_bytes(f"{name}:{uuid.uuid4().hex[:8]}".encode())[0].decode()
+        self.name = own.broadcast_bytes(f"{name}:{uuid.uuid4().hex[:8]}".encode()).decode()
         self.fresh, self.writes, self.connection, self.computed_by = True, False, "", ""
         self.attempt = (0, "")  # step and connection of the last membership
         self.listed: dict[str, tuple[str, bool]] = {}  # its groups: store address, whether they are lost
@@ -190,7 +190,7 @@ class ElasticCommunicator(Communicator):
             else:
                 while float(self.own.broadcast_(torch.zeros(1))):
                     while_waiting()
-        quorum, listed, unknown_groups = json.loads(self.own.gather_bytes(answer)[0])
+        quorum, listed, unknown_groups = json.loads(self.own.broadcast_bytes(answer))
         members = tuple(GroupInfo(**one) for one in listed)
         names = [member.name for member in members]
         if self.name not in names:

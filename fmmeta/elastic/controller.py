@@ -89,7 +89,7 @@ def transfer_state(
         "vectors": kinds(state.vectors),
         "tables": kinds(state.tables),
     }
-    header = json.loads(cross.gather_bytes(json.dumps(header).encode() if sends else b"")[donor])
+    header = json.loads(cross.broadcast_bytes(json.dumps(header).encode() if sends else b"", donor))
     with cross.own.raise_on_all("looking at the state to take over"):
         check_kinds(header["vectors"], meta_params.theta)
         check_kinds(header["tables"], meta_params.rates)

@@ -338,7 +338,6 @@ class EvaluatedModel:
         settings, worker, tokenizer = self.settings, self.parts.worker, self.inputs.tokenizer
         what = f"{k_shot}-shot {method}"
         slots = {task.seed: slot for slot, task in enumerate(episodes.tasks)}
-        self.progress.start(what)
         load = self.parts.load(episodes.source)
         learns, prompts = has_inner_loop(method), has_prompts(method)
         prompt = build.prompt_builder(self.inputs) if prompts else None

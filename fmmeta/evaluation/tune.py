@@ -146,7 +146,7 @@ def tune_before_training(
     with world.comm.raise_on_all("reading the tuned inner loop"):
         if world.comm.rank == 0 and file.is_file():
             text = file.read_text(encoding="utf-8", errors="replace")
-    text = world.comm.gather_bytes(text.encode())[0].decode()
+    text = world.comm.broadcast_bytes(text.encode()).decode()
     if not text:
         tuning = TuneRun(settings, world, progress, signals, ranks)
         try:
@@ -296,8 +296,8 @@ class TuneRun:
                 self.weights = {name: [one.st_size, one.st_mtime_ns] for name, one in states.items()}
             if world.comm.rank == 0 and file.is_file():
                 text = file.read_text(encoding="utf-8", errors="replace")
-        self.weights = json.loads(world.comm.gather_bytes(json.dumps(self.weights).encode())[0])
-        if not (text := world.comm.gather_bytes(text.encode())[0].decode()):
+        self.weights = json.loads(world.comm.broadcast_bytes(json.dumps(self.weights).encode()))
+        if not (text := world.comm.broadcast_bytes(text.encode()).decode()):
             return
         try:
             found = json.loads(text)

@@ -1,4 +1,5 @@
-"""Collectives among a set of ranks: sum, broadcast, gather of bytes, barrier; errors that all ranks raise.
+"""Collectives among a set of ranks: sum, broadcast, gather of tensors and bytes, barrier; errors that all
+ranks raise.
 
 A sum runs in buckets (`Reduction`), so that a caller works on one bucket while later ones are in flight.
 Nothing is pickled: tensors and bytes only.
@@ -115,6 +116,20 @@ class Communicator:
             table[self.rank, : len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         self.sum_(table)
         return [bytes(row[:length].tolist()) for row, length in zip(table, lengths.tolist(), strict=True)]
+
+    def broadcast_bytes(self, payload: bytes, root: int = 0) -> bytes:
+        """Return the byte string of rank `root`; those of other ranks are ignored. Collective: this
+        communicator.
+        """
+        if self.size == 1:
+            return payload
+        length = int(self.broadcast_(torch.tensor(len(payload)), root))
+        if length == 0:
+            return b""
+        if self.rank == root:
+            self.broadcast_(torch.frombuffer(bytearray(payload), dtype=torch.uint8), root)
+            return payload
+        return self.broadcast_(torch.empty(length, dtype=torch.uint8), root).numpy().tobytes()
 
     def set_timeout(self, seconds: float) -> None:
         """Let a collective raise an exception after waiting for another rank for longer than `seconds`."""

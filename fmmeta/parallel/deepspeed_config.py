@@ -3,6 +3,7 @@
 Source of each rule: docs/architecture.md, "What DeepSpeed does by itself".
 """
 
+import difflib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,8 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.install import shipped
+from fmmeta.common.progress import Warn
+from fmmeta.common.text import nearest
 
 # Block -> what to use instead. A block is dropped with a notice if every value in it is "auto".
 OURS = {
@@ -73,6 +76,29 @@ REPLACED = {
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
 }
+# Other keys that DeepSpeed reads.
+OTHERS = {
+    "allgather_size",
+    "compile",
+    "dataloader_drop_last",
+    "datastates_ckpt",
+    "disable_allgather",
+    "disable_python_gc",
+    "expert_parallel",
+    "gradient_allreduce_op",
+    "gradient_predivide_factor",
+    "log_level",
+    "managed_gradient_accumulation",
+    "prescale_gradients",
+    "seq_parallel_communication_data_type",
+    "sparse_gradients",
+    "timers",
+    "use_data_before_expert_parallelism",
+    "vocabulary_size",
+    "weight_quantization",
+}
+KNOWN = sorted({*OURS, *REFUSED, *LAYOUT, *REPLACED, *OTHERS})
+MISSPELT = 0.85  # difflib's ratio to a known key from which an unknown one is refused
 
 
 OFFLOADS = {"offload_optimizer": 1, "offload_param": 3}  # block -> lowest ZeRO stage that it works with
@@ -177,6 +203,11 @@ def check(
     file: dict[str, Any], name: str, bf16: bool, notice: Callable[[str], None] = quiet
 ) -> DeepSpeedSettings:
     """`read` for the contents of a file, which are changed. name: of the file, for messages."""
+    # DeepSpeed ignores them silently
+    for key in [key for key in file if key not in KNOWN and not key.startswith("_")]:
+        if close := difflib.get_close_matches(key, KNOWN, 1, MISSPELT):
+            raise refusal(name, key, file[key], f", which is unknown; write {close[0]}")
+        notice(Warn(f"{name}: {key} is unknown and has no effect{nearest(key, KNOWN)}"))
     for key in [key for key in OURS if key in file]:
         value = file.pop(key)
         if not all_auto(value):
@@ -190,10 +221,12 @@ def check(
             if is_on(value := block.pop(key)):
                 raise refusal(name, key, value, f": {REFUSED[key]}; remove it")
     stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3):
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise refusal(name, "zero_optimization.stage", stage, "; use 0, 1, 2 or 3")
     offload = check_offload(zero, stage, name)
     enabled = block_of(file, "bf16", '{"enabled": true}', name).get("enabled", "auto")
+    if enabled != "auto" and not isinstance(enabled, bool):
+        raise refusal(name, "bf16.enabled", enabled, '; use true, false or "auto"')
     given = {}
     for size, key in SIZES.items():
         if (value := zero.get(key, "auto")) != "auto":
@@ -202,7 +235,7 @@ def check(
             given[size] = int(value)
     if zero.get("reduce_bucket_size") == "auto":
         given["bucket"] = 0
-    bf16 = bf16 if enabled == "auto" else bool(enabled)
+    bf16 = bf16 if enabled == "auto" else enabled
     return DeepSpeedSettings(stage, bf16, offload, offload_param="offload_param" in zero, file=file, **given)
 
 

@@ -81,7 +81,7 @@ class World:
         if launch.world_size > 1 and device.type == "cuda":
             refuse_shared_gpus(self.comm, str(torch.cuda.get_device_properties(device).uuid))
         self.prepared = 0  # number of calls of run_on_first_rank_of_node
-        self.secret = self.comm.gather_bytes(os.urandom(32))[0]  # by gloo, so that it is never in the store
+        self.secret = self.comm.broadcast_bytes(os.urandom(32))  # by gloo, so that it is never in the store
         self.nodes = Nodes.of(self.comm, launch)
 
     def _connect(self, name: str, rank: int, size: int, device: torch.device) -> Communicator:

@@ -13,7 +13,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.meta.costs import second_order_by_autograd
 from fmmeta.models.learner import Learner
-from fmmeta.models.load import describe, empty_learner
+from fmmeta.models.load import describe, empty_learner, fitted
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import differentiates_twice, divisors
@@ -95,13 +95,19 @@ class Strategy:
 def strategies(plan: PlanConfig) -> Iterator[Strategy]:
     """All combinations that differ; a setting that was given keeps its value. Raises `UsageError`."""
     per_node = min(plan.gpus, plan.gpus_per_node)
-    sizes = [size for size in divisors(plan.gpus) if per_node % size == 0 or size % per_node == 0]
+    on_nodes = [size for size in divisors(plan.gpus) if per_node % size == 0 or size % per_node == 0]
+    sizes = on_nodes
     if plan.group_size != "auto":
         sizes = [int(plan.group_size)]
         if plan.gpus % sizes[0]:
             raise UsageError(
                 f"group_size={sizes[0]} does not divide gpus={plan.gpus}; use"
                 f" {', '.join(map(str, divisors(plan.gpus)))}"
+            )
+        if sizes[0] < per_node and per_node % sizes[0]:  # as `Nodes.check`
+            raise UsageError(
+                f"group_size={sizes[0]} fits on a node of gpus_per_node={plan.gpus_per_node}, but some groups"
+                f" would be on two; use {', '.join(map(str, on_nodes))}"
             )
     for size in sizes:
         for stages, tensor in model_splits(plan, size, per_node):
@@ -176,8 +182,10 @@ class Planner:
 
     def __init__(self, plan: PlanConfig, profile: Profile) -> None:
         self.plan, self.profile, self.given = plan, profile, plan.run_settings()
-        self.base = Config(**self.given)
-        self.description = describe(self.base)
+        given = Config(**self.given)
+        self.description = describe(given)
+        self.base = fitted(given, self.description.hf_config)
+        self.given["max_length"] = self.base.max_length
         self.learner = lru_cache(maxsize=4)(self._learner)
         self.counts = lru_cache(maxsize=256)(self._counts)
         self.refused: dict[str, int] = {}  # reasons why strategies were left out, and how many
@@ -226,7 +234,7 @@ class Planner:
     ) -> PlannedLayout:
         """The layout, with its time simulated. The simulation's unit of time is a mean task's."""
         plan, profile, ranks = self.plan, self.profile, min(self.plan.gpus, self.plan.gpus_per_node)
-        size, tokens = strategy.group_size, plan.row_tokens or plan.max_length
+        size, tokens = strategy.group_size, plan.row_tokens or self.base.max_length
         topology = Topology(strategy.data, size, plan.gpus // size, size <= ranks, plan.gpus <= ranks)
         _, matmuls = self.counts(strategy.lora_r, strategy.stages, strategy.tensor)
         _, of_one_rank = self.counts(strategy.lora_r, 1, 1)

@@ -316,23 +316,38 @@ def check_group_size(
 ) -> None:
     """Raise `UsageError` on every rank if groups of `group_size` cannot hold the model. Collective: world.
 
-    model_ranks: pipeline stages x tensor ranks. With offload no size is refused.
+    model_ranks: pipeline stages x tensor ranks. With DeepSpeed's offload only host memory is checked.
     """
-    free, _ = least_free(world)
+    free, host = least_free(world)
+
+    def fits(needed: Estimate, share: float) -> bool:
+        return (settings.offload or needed.total <= share * free) and needed.host <= share * host
+
     needed = needed_at(sizes_at, settings, group_size, model_ranks)
-    if needed.total <= free or settings.offload:
+    if fits(needed, 1.0):
         return
     enough = [
         str(size)
         for size in divisors(world.launch.world_size)
-        if size % model_ranks == 0
-        and needed_at(sizes_at, settings, size, model_ranks).total <= HEADROOM * free
+        if size % model_ranks == 0 and fits(needed_at(sizes_at, settings, size, model_ranks), HEADROOM)
     ]
+    sizes = sizes_at(group_size // model_ranks)
+    others = {
+        "ZeRO 3": settings.zero_stage < 3 and model_ranks == 1,
+        f"{'more ' if model_ranks > 1 else ''}--pipeline_stages": settings.zero_stage < 2,
+        "--gradient_checkpointing": not sizes.checkpointing and needed.host <= host,
+        "no --offload_outer": sizes.offload_outer and needed.host > host,
+        "no offload in the DeepSpeed file": settings.offload,
+        "--lora_r": not sizes.frozen,
+        "more ranks": needed.host <= host,
+        "nodes with more memory": needed.host > host,
+    }
     stage = at_size(settings, group_size, world.device.type == "cpu").zero_stage
-    instead = f"group_size {any_of(enough)}" if enough else "ZeRO 3, --pipeline_stages or more ranks"
+    helpful = f"group_size {any_of(enough)}" if enough else any_of(filter(others.get, others))
+    in_host = f" (and {host / GIB:.3g} in host memory)" if needed.host else ""
     raise UsageError(
         f"group_size={group_size} needs {needed} per rank at ZeRO {stage},"
-        f" and {free / GIB:.3g} GiB are free; use {instead}"
+        f" and {free / GIB:.3g} GiB are free{in_host}; use {helpful}"
     )
 
 
@@ -374,8 +389,9 @@ def choose_group_size(
             reason = f"group_size {size} (auto): {needed}, of {free / GIB:.3g} GiB free per rank"
             return size, reason + unsharded(size, candidates, settings)
     in_host = f" (and {host / GIB:.3g} in host memory)" if needed.host else ""
+    higher = "a higher ZeRO stage, " if settings.zero_stage < 3 else ""
     raise UsageError(
         f"group_size=auto finds no room: {local} ranks of a group need {needed} each at ZeRO"
-        f" {settings.zero_stage}, and {free / GIB:.3g} GiB are free{in_host}; use a higher ZeRO stage,"
-        " offload, more GPUs or a smaller --micro_batch_size"
+        f" {settings.zero_stage}, and {free / GIB:.3g} GiB are free{in_host}; use {higher}"
+        "offload, more GPUs or a smaller --micro_batch_size"
     )

@@ -16,6 +16,7 @@ from fmmeta.config.settings import (
     ParallelConfig,
     TaskConfig,
 )
+from fmmeta.parallel import deepspeed_config
 
 EVERY = " (default: every value is planned)"
 LORA_R = 8  # rank of the adapters that are planned beside training all weights
@@ -117,6 +118,12 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
                     " and offload",
                 ),
                 (
+                    (self.row_tokens or 0) > self.max_length,
+                    f"row_tokens={self.row_tokens} is above max_length={self.max_length}; use"
+                    f" {self.max_length} or less",
+                ),
+                (self.slow_share > 1, f"slow_share={self.slow_share} is above 1; use a share from 0 to 1"),
+                (
                     self.elastic,
                     "elastic=True is a setting of a launch; use --on_failure elastic to plan for groups that"
                     " join and leave",
@@ -132,9 +139,13 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
 
     @property
     def bf16_planned(self) -> bool:
-        if self.bf16 is None:
-            return bool(self.lora_r) or not find(self.algorithm).takes_differences
-        return self.bf16
+        """Whether the weights are in bf16; a DeepSpeed file that names a precision wins. Raises `UsageError`
+        for a bad file.
+        """
+        bf16 = self.bf16
+        if bf16 is None:
+            bf16 = bool(self.lora_r) or not find(self.algorithm).takes_differences
+        return bf16 if self.deepspeed is None else deepspeed_config.read(self.deepspeed, bf16).bf16
 
     @property
     def tasks(self) -> int:

@@ -88,6 +88,7 @@ class WatchdogStage:
 
 
 BEAT_S, TICK_S, GRACE_S = 5.0, 0.5, 3.0
+SUSPENDED_S = 5.0  # between two ticks; less is a busy machine
 
 
 class Heartbeats:
@@ -217,7 +218,7 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def _watch(self) -> None:
-        while not self.closed.wait(TICK_S):
+        while not self._wait_for_tick():
             if self.launcher.has_exited:
                 self.launcher.watched = False
                 self.signals.receive("the end of the launcher", 128 + signal.SIGTERM)
@@ -232,6 +233,19 @@ class Watchdog:
                     self._end()
                     return
                 self.is_ending = False
+
+    def _wait_for_tick(self) -> bool:
+        """Wait for the next look at the stage; whether the watchdog is closed.
+
+        A much longer wait means that this process was suspended: that time is not its stage's. Where one of
+        several ranks is suspended, the others end the job.
+        """
+        before = time.monotonic()
+        closed = self.closed.wait(TICK_S)
+        now = time.monotonic()
+        if now - before > SUSPENDED_S:
+            self.stage.began = min(now, self.stage.began + now - before)
+        return closed
 
     def _end(self) -> None:
         """Log what is known, kill frozen processes of this node, and exit."""
@@ -256,7 +270,8 @@ class Watchdog:
         stage = self.stage
         lines = [
             f"{stage.name} has taken {stage.elapsed_s:.0f} s, and its bound is {stage.bound_s:.0f} s"
-            " (--step_timeout); the job ends, the same command resumes from the last checkpoint"
+            " (--step_timeout); the job ends, the same command resumes from the last checkpoint, or starts"
+            " over if there is none"
         ]
         lines += [
             f"{self._name(rank)} is silent (stopped, frozen or cut off), last heartbeat in"

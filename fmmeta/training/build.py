@@ -241,7 +241,7 @@ def measure_layers(config: Config, inputs: RunInputs, world: World) -> list[floa
                 world.device,
                 inputs.deepspeed.bf16,
             )
-    return json.loads(world.comm.gather_bytes(json.dumps(seconds).encode())[0])
+    return json.loads(world.comm.broadcast_bytes(json.dumps(seconds).encode()))
 
 
 def plan_parallel(config: Config, inputs: RunInputs, world: World, notice: Notice) -> ParallelPlan:

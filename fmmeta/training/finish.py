@@ -62,7 +62,7 @@ def read_result(folder: Path, comm: Communicator) -> Result:
                 "lines": read_lines(folder),
                 "facts": facts.held_out,
             }
-    found = json.loads(comm.gather_bytes(json.dumps(found).encode())[0])
+    found = json.loads(comm.broadcast_bytes(json.dumps(found).encode()))
     held_out = held_out_table(found["facts"])
     means = {row["name"]: row["accuracy"] for row in held_out.get("rows", ())}
     before, after, from_start = (means.get(name) for name in (BEFORE, AFTER, FROM_START))

@@ -438,7 +438,6 @@ class Run:
                 notice(check(rule, self.worker, state.meta_params, episode, precision).text)
         if config.max_staleness:
             self.stale_steps = StaleSteps(self)
-        self.progress.start("outer step")
 
     def should_leave_evaluation(self) -> bool:
         """Whether this group leaves out the remaining episodes of an evaluation. Collective: group."""

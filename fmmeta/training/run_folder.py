@@ -167,7 +167,7 @@ def _of_rank0(start: RunStart, comm: Communicator) -> RunStart:
         start.explicit,
         start.begun_from,
     ]
-    folder, newest, *others = json.loads(comm.gather_bytes(json.dumps(values).encode())[0])
+    folder, newest, *others = json.loads(comm.broadcast_bytes(json.dumps(values).encode()))
     return RunStart(Path(folder), Path(newest) if newest else None, *others)
 
 
@@ -209,7 +209,7 @@ def newest_complete(folder: Path, comm: Communicator, since: int = 0) -> tuple[P
         with comm.raise_on_all("listing checkpoints"):
             if comm.rank == 0:
                 listed = manifests(folder, since)
-        listed = json.loads(comm.gather_bytes(json.dumps(listed).encode())[0])
+        listed = json.loads(comm.broadcast_bytes(json.dumps(listed).encode()))
         refused = {key: text for key, text in refused.items() if key in listed}
         left = [key for key in listed if key not in refused]
         if left:

@@ -122,7 +122,6 @@ class HeldOut:
         finished episodes in the run's folder. source: of the tasks, to call the user's metrics (not with
         `each_step`). Raises `UsageError` if one fails. Collective: world.
         """
-        self.progress.start(what)
         self.begin_stage(f"{what}, loading its episodes")
         slots = {task.seed: slot for slot, task in enumerate(tasks)}
         key = self._key(theta, learning, each_step) if keep else ""
@@ -176,7 +175,7 @@ class HeldOut:
         if self.ranks.first:
             with suppress(OSError, ValueError):
                 stored = json.loads(self.file.read_bytes())
-        return json.loads(self.ranks.world.gather_bytes(json.dumps(stored).encode())[0])
+        return json.loads(self.ranks.world.broadcast_bytes(json.dumps(stored).encode()))
 
     def _write(self, stored: dict[str, list[dict[str, Any]]]) -> None:
         """Store finished episodes by key, on the first rank; an error of the disk is logged. Local."""

@@ -666,6 +666,17 @@ def test_a_live_group_that_is_reported_as_lost_is_in_no_membership(two_groups):
 
 
 @pytest.mark.cluster
+def test_groups_receive_the_bytes_of_one(two_groups):
+    pool, a, b, _ = two_groups
+    for root, wanted in enumerate((b"aa", b"b")):
+        waiting = pool.submit(b.broadcast_bytes, b"b", root)
+        assert a.broadcast_bytes(b"aa", root) == waiting.result(30) == wanted
+    b.disconnect()
+    with pytest.raises(PeerLost, match="a broadcast: "):
+        a.broadcast_bytes(b"aa", 1)
+
+
+@pytest.mark.cluster
 def test_a_group_that_did_a_step_in_another_membership_receives_the_state(two_groups):
     """As if a firewall refused connections to it. Both have the same step, and sums differ by rounding."""
     pool, a, b, refuse = two_groups

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support import open_files
+from tests.support.fake_runs import write_run
 from tests.support.fork_server import shared
 from tests.support.launch import ProcessResults, run_ranks, train, train_flags
 from tests.support.messages import check_message
@@ -425,6 +426,34 @@ def test_bad_input_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
         assert not (tmp_path / "runs" / name).exists()
 
 
+@pytest.mark.parametrize(
+    ("zero", "parts"),
+    [
+        (
+            {"stage": 2, "offload_optimiser": {"device": "cpu"}},
+            (
+                'sets zero_optimization.offload_optimiser={"device": "cpu"}, which DeepSpeed does not know',
+                "did you mean offload_optimizer?",
+            ),
+        ),
+        (
+            {"stage": 3, "overlap_comm": "perhaps"},
+            ('sets zero_optimization.overlap_comm="perhaps", which DeepSpeed refuses', "change or remove it"),
+        ),
+    ],
+    ids=["key", "value"],
+)
+def test_what_deepspeed_refuses_inside_a_block_is_named(tmp_path, zero, parts):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": zero}))
+    flags = train_flags(tmp_path / "run", deepspeed=file, engine="deepspeed")
+    ranks = shared().train(flags, 1, tmp_path / "logs")
+    assert shared().wait(ranks, 100) == [2], ranks[0].text
+    (line,) = [line for line in ranks[0].text.splitlines() if "error" in line]
+    assert all(part in line for part in parts), line
+    assert "Traceback" not in ranks[0].text
+
+
 def test_bad_input_is_the_same_error_on_every_rank(tmp_path):
     inputs = {
         name: case for name, case in bad_inputs(tmp_path).items() if name not in ("unknown flag", "choice")
@@ -439,8 +468,8 @@ def test_bad_input_is_the_same_error_on_every_rank(tmp_path):
         assert text in line, name
 
 
-def scenario(name: str, ranks: int) -> list[str]:
-    return run_ranks(["-m", "tests.support.scenarios", name], ranks, timeout_s=100).ok().output
+def scenario(name: str, ranks: int, *arguments: str) -> list[str]:
+    return run_ranks(["-m", "tests.support.scenarios", name, *arguments], ranks, timeout_s=100).ok().output
 
 
 def test_replicas_that_differ_by_rounding_take_the_same_steps():
@@ -497,6 +526,17 @@ def test_a_hard_limit_of_open_files_that_is_too_low_ends_all_ranks_with_one_line
     check_message(
         line.replace(platform.node(), "HOST"), "world_size=3: rank 0 on HOST may open 200 files", "ulimit -Hn"
     )
+
+
+def test_all_ranks_receive_the_bytes_of_one(tmp_path):
+    """No tensor that is sent is longer than metrics.jsonl of a run, however many ranks receive it."""
+    folder = write_run(tmp_path / "run")
+    size = sum((folder / name).stat().st_size for name in ("metrics.jsonl", "run.json"))
+    for text in scenario("bytes_of_one_rank", 3, str(folder)):
+        assert "[b'0 ', b'1 x', b'2 xx']\nb''\n" in text
+        lines, largest = re.findall(r"lines (\d+) largest (\d+)", text)[0]
+        assert int(lines) == 104
+        assert size / 2 < int(largest) < 1.1 * size
 
 
 def test_a_reduction_finishes_bucket_by_bucket():

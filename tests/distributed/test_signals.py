@@ -173,6 +173,19 @@ def test_the_watchdog_watches_a_single_process(fork_server, flags, tmp_path):
     )
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_suspended_run_continues(fork_server, flags, tmp_path, count):
+    """All ranks are stopped for longer than a step may take, as by a suspended SLURM job."""
+    run = tmp_path / "run"
+    ranks = fork_server.train(flags(run, step_timeout=4, **LONG), count, tmp_path, EPISODE_S="0.2")
+    until(lambda: (run / "checkpoint-5").is_dir())
+    for sent, seconds in ((signal.SIGSTOP, 9), (signal.SIGCONT, 0)):
+        for rank in ranks:
+            os.kill(rank.pid, sent)
+        time.sleep(seconds)
+    assert fork_server.wait(ranks, 60) == [0] * count, ranks[0].text
+
+
 def test_ranks_save_and_end_when_their_launcher_is_killed(flags, undisturbed_run, tmp_path):
     """A launcher that is killed leaves its ranks behind."""
     run = tmp_path / "run"

@@ -33,6 +33,7 @@ from fmmeta.reliability.checks import check_replicas, hash_vector
 from fmmeta.training import build
 from fmmeta.training.callbacks import Callback
 from fmmeta.training.episodes import EpisodeReader
+from fmmeta.training.finish import read_result
 from fmmeta.training.loop import Run, StopAgreement
 from fmmeta.training.run_folder import RunStart
 
@@ -78,6 +79,30 @@ def shared_gpu(world: World) -> None:
             print("accepted")
         except UsageError as error:
             print(error)
+
+
+def bytes_of_one_rank(world: World, folder: str) -> None:
+    """Ranks receive the bytes of one rank, and the result of a run, without a part for every other rank."""
+    rank, comm, largest = world.launch.global_rank, world.comm, 0
+    print([comm.broadcast_bytes(f"{rank} {'x' * rank}".encode(), root) for root in range(comm.size)])
+    print(comm.broadcast_bytes(b"" if rank == 0 else b"ignored"))
+    backend = comm.backend
+
+    class Backend:
+        def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+            return sent(backend.broadcast(tensor, root), tensor)
+
+        def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+            return sent(backend.allreduce(tensors), *tensors)
+
+    def sent(work: Any, *tensors: torch.Tensor) -> Any:
+        nonlocal largest
+        largest = max(largest, *(tensor.numel() for tensor in tensors))
+        return work
+
+    comm.backend = Backend()
+    found = read_result(Path(folder), comm)
+    print(f"lines {len(found.log_history)} largest {largest}")
 
 
 def one_group_leaves(world: World) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from copy import deepcopy
 from pathlib import Path
 
 import pytest
 
+from fmmeta.common.progress import Warn
 from fmmeta.parallel.deepspeed_config import (
+    KNOWN,
     OURS,
     REFUSED,
     DeepSpeedSettings,
@@ -197,6 +200,8 @@ def test_disabled_features_are_dropped(ds_file, key, value):
         (2, "zero_optimization=2", 'write {"stage": 2}'),
         ({"stage": 4}, "zero_optimization.stage=4", "use 0, 1, 2 or 3"),
         ({"stage": "auto"}, 'zero_optimization.stage="auto"', "use 0, 1, 2 or 3"),
+        ({"stage": True}, "zero_optimization.stage=true", "use 0, 1, 2 or 3"),
+        ({"stage": 2.0}, "zero_optimization.stage=2.0", "use 0, 1, 2 or 3"),
         ({"stage": 3, "sub_group_size": ""}, 'zero_optimization.sub_group_size=""', "a number of elements"),
         (
             {"stage": 3, "sub_group_size": None},
@@ -239,6 +244,44 @@ def test_bf16_is_an_object(ds_file):
         "bf16=true",
         'write {"enabled": true}',
     )
+
+
+@pytest.mark.parametrize("value", ["false", 1, None])
+def test_bf16_is_enabled_by_a_boolean(ds_file, value):
+    message = refusal(read, ds_file({"bf16": {"enabled": value}}), False, pytest.fail)
+    check_message(message, f"deepspeed=ds.json sets bf16.enabled={json.dumps(value)}", "true, false or")
+
+
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [
+        ("zero_optimisation", "zero_optimization"),
+        ("activation_checkpoint", "activation_checkpointing"),
+        ("bf_16", "bf16"),
+    ],
+)
+def test_a_misspelt_key_is_refused(ds_file, key, known):
+    message = refusal(read, ds_file({key: {"stage": 3}}), False, pytest.fail)
+    check_message(message, f'deepspeed=ds.json sets {key}={{"stage": 3}}, which is unknown', f"write {known}")
+
+
+def test_an_unknown_key_is_warned_of(ds_file):
+    notices: list[str] = []
+    read(ds_file({"bfloat16": {"enabled": True}, "_comment": "ours"}), False, notices.append)
+    (line,) = notices
+    assert isinstance(line, Warn)
+    check_message(line, "ds.json: bfloat16 is unknown and has no effect; did you mean bf16?")
+
+
+def test_keys_that_deepspeed_reads_are_known():
+    constants = importlib.import_module("deepspeed.runtime.constants")
+    names = (
+        *("TRAIN_BATCH_SIZE", "OPTIMIZER", "SCHEDULER", "BFLOAT16", "FP16", "TORCH_AUTOCAST", "CHECKPOINT"),
+        *("GRADIENT_ALLREDUCE_OP", "PRESCALE_GRADIENTS", "DISABLE_PYTHON_GC", "VOCABULARY_SIZE"),
+        *("MANAGED_GRADIENT_ACCUMULATION", "SEQ_PARALLEL_COMMUNICATION_DATA_TYPE", "LOG_LEVEL"),
+        *("DATALOADER_DROP_LAST", "USE_DATA_BEFORE_EXPERT_PARALLEL", "DUMP_STATE", "DATA_TYPES"),
+    )
+    assert [name for name in names if getattr(constants, name) not in KNOWN] == []
 
 
 def test_offload_is_detected(ds_file):

@@ -161,16 +161,41 @@ def test_group_size_auto_tells_how_to_shard_if_a_zero_stage_has_nothing_to_shard
     assert unsharded(1, [1, 2], SimpleNamespace(zero_stage=0)) == ""  # type: ignore[arg-type]
 
 
-def test_the_first_progress_line_names_no_time_that_is_left(capsys, monkeypatch):
-    monkeypatch.setattr(progress.time, "monotonic", iter([0.0, 10.0, 20.0]).__next__)
+def shown_lines(capsys, monkeypatch, steps: list[tuple[int, float]], total: int, first: int = 0) -> list[str]:
+    """Lines of steps with the times at which they were done; the last gives the time left alone."""
     shown = progress.Progress(True, every_s=0)
-    for done in (1, 2, 3):
-        shown.line("outer step", done, 3)
-    assert capsys.readouterr().out.splitlines() == [
-        "outer step 1/3",
-        "outer step 2/3  0:05 left",
-        "outer step 3/3",
-    ]
+    for done, now in steps:
+        monkeypatch.setattr(progress.time, "monotonic", lambda now=now: now)
+        shown.line("outer step", done, total, "", first)
+    return [line.removeprefix("outer step ") for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_time_left_is_that_of_recent_steps(capsys, monkeypatch):
+    """The first step also starts loader processes."""
+    steps = [(1, 900.0), (2, 910.0), (3, 920.0), (4, 922.0), (5, 924.0), (9, 930.0), (10, 931.0)]
+    shown = shown_lines(capsys, monkeypatch, steps[:5], 9)
+    assert shown == ["1/9", "2/9  1:10 left", "3/9  1:00 left", "4/9  0:30 left", "5/9  0:08 left"]
+    resumed = shown_lines(capsys, monkeypatch, [(5, 60.0), (6, 62.0)], 9, first=4)
+    assert resumed == ["5/9", "6/9  0:06 left"]
+    assert shown_lines(capsys, monkeypatch, [(8, 0.0), (9, 1.0)], 9) == ["8/9", "9/9"]
+
+
+def test_the_time_left_does_not_count_steps_of_other_groups(capsys, monkeypatch):
+    """An elastic group that joins again receives the state of a later step."""
+    steps = [(1, 10.0), (2, 20.0), (52, 30.0), (53, 40.0), (7, 50.0), (8, 52.0)]
+    shown = shown_lines(capsys, monkeypatch, steps, 60)
+    assert shown == ["1/60", "2/60  9:40 left", "52/60", "53/60  1:10 left", "7/60", "8/60  1:44 left"]
+
+
+def test_the_times_of_many_steps_take_bounded_memory(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "MARKS", 4)
+    steps = [(done, 10.0 * done + max(0, done - 90)) for done in range(1, 101)]
+    shown = progress.Progress(True, every_s=0)
+    for done, now in steps:
+        monkeypatch.setattr(progress.time, "monotonic", lambda now=now: now)
+        shown.line("outer step", done, 200)
+        assert len(shown.marks["outer step"]) <= 4
+    assert capsys.readouterr().out.splitlines()[-1] == "outer step 100/200  18:20 left"
 
 
 def test_nearest_prefers_longer_names_with_the_same_start():

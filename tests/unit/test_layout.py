@@ -321,6 +321,8 @@ def test_too_little_memory_is_refused(monkeypatch):
         "4 GiB are free",
         "use a higher ZeRO stage",
     )
+    message = refusal(choose_group_size, world, lambda data: sizes, DeepSpeedSettings(3, False, False))
+    check_message(message, "group_size=auto", "each at ZeRO 3", "use offload, more GPUs or")
 
 
 def test_memory_of_the_host_is_shared_by_its_ranks():
@@ -361,7 +363,46 @@ def test_a_group_size_that_cannot_hold_the_model_is_refused(monkeypatch):
         world, lambda data: sizes, DeepSpeedSettings(3, False, True), 1
     )  # offloaded: only a part is on the device
     message = refusal(check_group_size, world, lambda data: sizes, DeepSpeedSettings(0, False, False), 2)
-    check_message(message, "group_size=2", "4 GiB are free", "use ZeRO 3, --pipeline_stages or more ranks")
+    check_message(
+        message, "group_size=2", "4 GiB are free", "use ZeRO 3, --pipeline_stages, --gradient_check"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "model_ranks", "changes", "advice"),
+    [
+        (DeepSpeedSettings(3, False, False), 1, {}, "--gradient_checkpointing, --lora_r or more ranks"),
+        (DeepSpeedSettings(2, False, False), 1, {"checkpointing": True, "frozen": 9}, "ZeRO 3 or more ranks"),
+        (DeepSpeedSettings(1, True, False), 2, {"frozen": 9}, "more --pipeline_stages, --gradient_check"),
+    ],
+)
+def test_the_advice_is_not_what_is_set_already(monkeypatch, settings, model_ranks, changes, advice):
+    sizes = replace(SIZES, params=2**30, **changes)
+    world = world_of(monkeypatch, 2, 2, 2**20)
+    message = refusal(check_group_size, world, lambda data: sizes, settings, 2, model_ranks)
+    check_message(message, "group_size=2 needs ", f"; use {advice}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "offload_outer", "advice"),
+    [
+        (DeepSpeedSettings(3, True, True, 2**20, 2**20, offload_param=True), False, "group_size 4"),
+        (
+            DeepSpeedSettings(0, True, False),
+            True,
+            "ZeRO 3, --pipeline_stages, no --offload_outer, --lora_r or",
+        ),
+    ],
+)
+def test_a_group_size_that_host_memory_cannot_hold_is_refused(monkeypatch, settings, offload_outer, advice):
+    sizes = replace(SIZES, params=2**30, lazy=False, offload_outer=offload_outer)
+    world = world_of(monkeypatch, 4, 4, 2**38)
+    world.device = torch.device("cuda")
+    monkeypatch.setattr(memory, "host_bytes", lambda local: 10 * 2**30)
+    message = refusal(check_group_size, world, lambda data: sizes, settings, 2)
+    check_message(message, "in host memory) per rank", "(and 10 in host memory)", f"use {advice}")
+    monkeypatch.setattr(memory, "host_bytes", lambda local: 2**38)
+    check_group_size(world, lambda data: sizes, settings, 2)
 
 
 def test_groups_chosen_for_a_pipeline_hold_all_its_stages(monkeypatch):
@@ -401,6 +442,7 @@ def test_limits_of_a_process(monkeypatch, tmp_path):
     import psutil
 
     monkeypatch.setattr(processes, "CGROUP", tmp_path)
+    monkeypatch.setattr(processes, "CGROUP_OF_SELF", tmp_path / "cgroup")
     monkeypatch.setattr(processes, "STATUS", tmp_path / "status")
     (tmp_path / "status").write_text("VmSize:\t 900 kB\nVmData:\t 300 kB\n")
     soft = {resource.RLIMIT_DATA: resource.RLIM_INFINITY, resource.RLIMIT_AS: resource.RLIM_INFINITY}
@@ -422,6 +464,33 @@ def test_limits_of_a_process(monkeypatch, tmp_path):
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("5000")
     (tmp_path / "memory" / "memory.usage_in_bytes").write_text("6000")
     assert processes.cgroup_room() == 0
+
+
+@pytest.mark.parametrize(
+    ("controllers", "root", "limit", "usage", "cache"),
+    [
+        ("", "", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ("hugetlb,memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_memory_limit_of_a_slurm_job(monkeypatch, tmp_path, controllers, root, limit, usage, cache):
+    """The limit is on a cgroup above that of the process, and files that the kernel can free are no use."""
+    monkeypatch.setattr(processes, "CGROUP", tmp_path)
+    monkeypatch.setattr(processes, "CGROUP_OF_SELF", tmp_path / "own")
+    (tmp_path / "own").write_text(f"9:cpu:/\n4:{controllers}:/slurm/job_7/step_0/user/task_0\n")
+    job = tmp_path / root / "slurm" / "job_7"
+    task = job / "step_0" / "user" / "task_0"
+    task.mkdir(parents=True)
+    limits = ((tmp_path / root, 2**63 - 4096, 90000), (job, 9000, 7000), (task, 8000, 500))
+    for folder, allowed, used in limits:
+        (folder / limit).write_text(f"{allowed}\n")
+        (folder / usage).write_text(f"{used}\n")
+    assert processes.cgroup_room() == 2000
+    (job / "memory.stat").write_text(f"anon 1000\nfile 6000\n{cache} 4000\n")
+    assert processes.cgroup_room() == 6000
+    (tmp_path / "own").write_text(f"4:{controllers}:/../../elsewhere\n")  # of another cgroup namespace
+    assert processes.cgroup_room() is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU of the rank is taken, and no threads are set")

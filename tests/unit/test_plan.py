@@ -5,6 +5,7 @@ messages.
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -17,13 +18,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fmmeta import cli
 from fmmeta.cli import parse
+from fmmeta.common.errors import UsageError
 from fmmeta.config.algorithms import OUTER_OPTIMIZERS
 from fmmeta.config.settings import Config
 from fmmeta.meta import costs
 from fmmeta.meta.outer_step import OuterOptimizer
 from fmmeta.meta.parameters import MetaGradient, MetaParameters, PendingMean
-from fmmeta.models.load import describe, empty_learner, load_learner
+from fmmeta.models.load import describe, empty_learner, fitted, load_learner
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings, find
+from fmmeta.parallel.layout import Nodes
 from fmmeta.planning import command, machines
 from fmmeta.planning.command import text as text_of
 from fmmeta.planning.compute import (
@@ -469,6 +472,39 @@ def test_train_accepts_every_printed_command(planned):
     )
 
 
+def test_groups_of_the_plan_are_those_that_the_run_accepts():
+    for gpus, size in ((24, 4), (24, 8), (24, 12), (24, 24), (4, 2)):
+        nodes = Nodes(tuple(rank // 8 for rank in range(gpus)), ("a", "b", "c")[: -(-gpus // 8)])
+        nodes.check(size)
+        assert next(strategies(plan_of(gpus=gpus, gpus_per_node=8, group_size=str(size)))).group_size == size
+    with pytest.raises(UsageError, match="group_size=6 fits on a node"):
+        next(strategies(plan_of(gpus=24, gpus_per_node=8, group_size="6")))
+
+
+def test_rows_are_no_longer_than_the_positions_of_the_model(folders, tmp_path):
+    model = shutil.copytree(folders["bert"], tmp_path / "bert")
+    facts = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 100}
+    (model / "config.json").write_text(json.dumps(facts))
+    message = refusal(Planner, plan_of(model_name_or_path=str(model), max_length=101), PROFILES["h100"])
+    check_message(message.replace(str(model), "bert"), "max_length=101 is above the 100 positions", "use 100")
+    planner = Planner(plan_of(model_name_or_path=str(model)), PROFILES["h100"])
+    layouts = planner.layouts()
+    assert "rows of up to 100 tokens" in command.text(planner, layouts)
+    config = cli.parse(command.flags(planner, layouts[0].strategy))
+    assert fitted(config, planner.description.hf_config).max_length == 100
+
+
+@pytest.mark.parametrize(("enabled", "flag"), [(False, None), (False, True), (True, False), (True, None)])
+def test_the_precision_of_a_deepspeed_file_is_planned(folders, tmp_path, enabled, flag):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"bf16": {"enabled": enabled}, "zero_optimization": {"stage": 2}}))
+    plan = plan_of(model_name_or_path=folders["bert"], deepspeed=str(file), bf16=flag)
+    planner = Planner(plan, PROFILES["h100"])
+    layouts = planner.layouts()
+    assert f"tokens, {'bf16' if enabled else 'fp32'}" in command.text(planner, layouts)
+    assert cli.parse(command.flags(planner, layouts[0].strategy)).bf16 == enabled
+
+
 def test_printed_commands_start_the_module_outside_a_checkout(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("launch").mkdir()
@@ -622,6 +658,18 @@ def test_bars_add_up(planned):
         (
             ["--gpus", "8", "--gpu_memory_gib", "80", "--group_size", "3"],
             ["group_size=3", "gpus=8", "use 1, 2, 4, 8"],
+        ),
+        (
+            ["--gpus", "24", "--gpu_memory_gib", "80", "--group_size", "6"],
+            ["group_size=6 fits on a node of gpus_per_node=8", "use 1, 2, 4, 8, 24"],
+        ),
+        (
+            ["--gpus", "8", "--gpu_memory_gib", "80", "--max_length", "128", "--row_tokens", "129"],
+            ["row_tokens=129 is above max_length=128", "use 128 or less"],
+        ),
+        (
+            ["--gpus", "8", "--gpu_memory_gib", "80", "--slow_share", "1.5"],
+            ["slow_share=1.5 is above 1", "from 0 to 1"],
         ),
         (
             ["--gpus", "8", "--gpu_memory_gib", "80", "--model_name_or_path", "./none"],

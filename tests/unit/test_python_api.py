@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import time
 import warnings
 
 import pytest
@@ -111,11 +112,15 @@ def test_a_terminal_shows_bars_and_messages_above_them(monkeypatch):
         progress.line("outer step", 1, 4, "loss 0.5")
         progress.notice("a message")
         progress.line("validation", 0, 3)
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 50)
+        progress.line("outer step", 2, 4, "loss 0.5")
         progress.line("outer step", 4, 4, "loss 0.4")
     shown = terminal.getvalue()
     assert "outer step:  25%" in shown
     assert "fmmeta: a message\n" in shown
     assert "validation:   0%" in shown
+    assert "loss 0.5  1:40 left]" in shown
     assert "outer step: 100%" in shown
     assert "loss 0.4" in shown
     assert not progress.bars  # a finished bar ends those below it, and itself

@@ -29,7 +29,7 @@ from fmmeta.parallel.tensor_parallel import check_layers, sharing_ranks
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.parallel.workers.pipeline import PipelineWorker, hold_stage
-from fmmeta.parallel.workers.zero import DeepSpeedWorker, restore_linear, shard_while_loading
+from fmmeta.parallel.workers.zero import DeepSpeedWorker, check_config, restore_linear, shard_while_loading
 
 CreatedWorker = tuple[Worker, tuple[str, ...], dict[str, Tensor]]
 """A worker with the checkpoint's weights, the names of its head, and untrained tensors by name.
@@ -41,9 +41,11 @@ The tensors are on the rank that exports them; none with LoRA.
 def create_worker(
     config: Config, description: Description, plan: ParallelPlan, ranks: ProcessGroups
 ) -> CreatedWorker:
-    """Read the weights and start the worker. Collective: world."""
+    """Read the weights and start the worker. Raises `UsageError`. Collective: world."""
     restore_linear()
     filled = plan.deepspeed.complete(getattr(description.hf_config, "hidden_size", 768))
+    if plan.engine == "deepspeed":
+        check_config(config.deepspeed or "the default", filled)
     coordinates = plan.coordinates(ranks.layout.group_rank)
     if plan.stages > 1:
         return create_stage(config, description, plan, filled, ranks, coordinates)

@@ -13,6 +13,7 @@ this module only.
 import sys
 import warnings
 from collections.abc import Callable, Collection
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -22,10 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from fmmeta.common.processes import quiet_logger
+from fmmeta.common.text import nearest
 from fmmeta.models.lazy_weights import LazyModel
 from fmmeta.models.learner import Learner
 from fmmeta.models.pipeline_split import base_model
 from fmmeta.parallel.collectives import Communicator
+from fmmeta.parallel.deepspeed_config import refusal
 from fmmeta.parallel.layout import GroupCoordinates, can_defer_backward, differentiates_twice
 from fmmeta.parallel.param_map import (
     ParamNames,
@@ -336,6 +339,30 @@ def slice_of(whole: tuple[int, ...], part: tuple[int, ...], rank: int) -> Tensor
     """The part of a parameter that a tensor-parallel rank holds, given both shapes; None if it holds all."""
     sizes = enumerate(zip(whole, part, strict=True))
     return next((TensorSlice(dim, rank * own, own) for dim, (size, own) in sizes if own != size), None)
+
+
+def check_config(name: str, config: dict[str, Any]) -> None:
+    """Let DeepSpeed read its configuration. name: of the user's file.
+
+    Raises `UsageError` for a key inside a block that it does not know, or a value that it refuses.
+    """
+    import_deepspeed()
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    try:
+        DeepSpeedConfig(deepcopy(config))
+    except ValidationError as error:
+        found = error.errors()[0]
+        keys = [str(key) for key in found["loc"]]
+        block = [key for key, value in config.items() if isinstance(value, dict) and keys[0] in value][:1]
+        if found["type"] != "extra_forbidden":
+            why = f", which DeepSpeed refuses ({found['msg']}); change or remove it"
+        else:
+            near = nearest(keys[0], DeepSpeedZeroConfig.model_fields) if len(keys) == 1 else ""
+            why = f", which DeepSpeed does not know; remove it{near}"
+        raise refusal(name, ".".join([*block, *keys]), found["input"], why) from None
 
 
 def shard_while_loading(stream: LazyModel, config: dict[str, Any]) -> None:
