@@ -94,7 +94,9 @@ class Chart:
         return {
             "area": AREA,
             "grid": [(self.y(mark), self.form(mark)) for mark in marks],
-            "labels": [(self.x(mark), f"{mark:,.0f}") for mark in marks_between(0, max(1, self.steps), 5)],
+            "labels": [
+                (self.x(mark), f"{mark:,.0f}") for mark in marks_between(0, max(1, self.steps), 5, whole=True)
+            ],
             "lines": [(one.look, self._path(one), self._dots(one)) for one in self.series],
             "spikes": [
                 f"M{self.x(step)} {round(self.y(value) - 1, 1)}l4.5 -8h-9z"
@@ -292,11 +294,12 @@ def span(values: Sequence[float], log: bool) -> tuple[float, float]:
     return (max(0.0, low - margin) if low >= 0 and not log else low - margin), high + margin
 
 
-def marks_between(low: float, high: float, about: int) -> list[float]:
-    """About `about` round numbers from low to high."""
-    rough = (high - low) / about
+def marks_between(low: float, high: float, about: int, whole: bool = False) -> list[float]:
+    """About `about` round numbers from low to high; whole: no fractions, so fewer in a short range."""
+    rough = max((high - low) / about, float(whole))
     power = 10.0 ** math.floor(math.log10(rough))
-    size = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
+    sizes = [power * factor for factor in (1, 2, 2.5, 5, 10)]
+    size = next(size for size in sizes if size >= rough * 0.999 and not (whole and size % 1))
     return [count * size for count in range(math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9) + 1)]
 
 

@@ -340,6 +340,18 @@ def test_axis_ticks_are_round_numbers(low, high, marks):
     assert marks_between(low, high, 5) == pytest.approx(marks)
 
 
+@pytest.mark.parametrize(
+    ("steps", "marks"),
+    [(1, ["0", "1"]), (2, ["0", "1", "2"]), (7, ["0", "2", "4", "6"]), (12, ["0", "5", "10"])],
+)
+def test_steps_on_the_axis_are_whole_and_different(tmp_path, steps, marks):
+    page = page_of(write_run(tmp_path, metrics(steps), outer_steps=steps))
+    charts = page.text.split("<svg ")[1:]
+    labels = [re.findall(r'<text x="[^"]*" y="[^"]*" class="middle">([\d,]+)</text>', one) for one in charts]
+    labels = [one for one in labels if one]
+    assert labels == [marks] * len(labels) != []
+
+
 def luminance(colour: str) -> float:
     """WCAG 2.2, relative luminance."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
