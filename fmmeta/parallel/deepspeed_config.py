@@ -220,6 +220,9 @@ def check(
         for key in [key for key in block if key in REFUSED]:
             if is_on(value := block.pop(key)):
                 raise refusal(name, key, value, f": {REFUSED[key]}; remove it")
+    if (operation := file.get("gradient_allreduce_op", "mean")) != "mean":
+        why = ": the rows of a rank are weighted for a mean, and inner steps would be longer"
+        raise refusal(name, "gradient_allreduce_op", operation, f"{why}; use mean")
     stage = zero.get("stage", 0)
     if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise refusal(name, "zero_optimization.stage", stage, "; use 0, 1, 2 or 3")

@@ -246,6 +246,12 @@ def test_bf16_is_an_object(ds_file):
     )
 
 
+def test_gradients_of_ranks_are_averaged(ds_file):
+    read(ds_file({"gradient_allreduce_op": "mean"}), False, pytest.fail)
+    message = refusal(read, ds_file({"gradient_allreduce_op": "sum"}), False, pytest.fail)
+    check_message(message, 'deepspeed=ds.json sets gradient_allreduce_op="sum"', "use mean")
+
+
 @pytest.mark.parametrize("value", ["false", 1, None])
 def test_bf16_is_enabled_by_a_boolean(ds_file, value):
     message = refusal(read, ds_file({"bf16": {"enabled": value}}), False, pytest.fail)
