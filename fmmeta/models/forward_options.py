@@ -51,11 +51,12 @@ def bf16_slowdown() -> float:
 
     CPUs without bf16 instructions convert every number, and have no fast kernels.
     """
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
+
+    def seconds(dtype: torch.dtype) -> float:
         rows, weights = torch.ones(64, 512, dtype=dtype), torch.ones(2048, 512, dtype=dtype)
-        seconds[dtype] = min(timeit.repeat(lambda: F.linear(rows, weights), number=1, repeat=5))  # noqa: B023
-    return seconds[torch.bfloat16] / seconds[torch.float32]
+        return min(timeit.repeat(lambda: F.linear(rows, weights), number=1, repeat=5))
+
+    return seconds(torch.bfloat16) / seconds(torch.float32)
 
 
 def checkpoint_layers(hf: Any) -> None:

@@ -25,9 +25,8 @@ from fmmeta.common.text import any_of
 from fmmeta.config.settings import Config
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 
-SLURM_TASKS = (
-    "SLURM_STEP_NUM_TASKS"  # SLURM_NTASKS is also set in the shell of a job, whose processes are alone
-)
+# set by srun alone; SLURM_NTASKS is also set in the shell of a batch script, which is one process
+SLURM_TASKS = "SLURM_STEP_NUM_TASKS"
 
 
 @dataclass(frozen=True)
