@@ -17,7 +17,8 @@ show     the table, with differences paired by task (t interval, Wilcoxon test) 
          which is the one with the lowest validation loss; --plot: exact match over shots
 
 Each finished cell is a file in --folder/cells: a run that was stopped goes on, and several processes share
-the work. --json collects them. Base model and adapters in bf16; one thread a process.
+the work. --json collects them. One thread a process. Forward and backward passes are in bf16, or with
+--precision fp32 in fp32, for CPUs without bf16 instructions; cells say which.
 """
 
 from __future__ import annotations
@@ -61,7 +62,6 @@ COMMON: dict[str, Any] = {
     "task_type": "causal_lm",
     "num_query": SHOTS,
     "max_length": 96,
-    "bf16": True,
     "attn_implementation": "eager",  # faster than sdpa for short rows on a CPU
 }
 LORA: dict[str, Any] = {"lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"]}
@@ -161,6 +161,7 @@ class Study:
         self.asked, self.folder = asked, Path(asked.folder)
         self.data = [f"{asked.data}/{suite}" for suite in SUITES]
         self.trained_on = [*self.data, *asked.generated]
+        self.common = {**COMMON, "bf16": asked.precision == "bf16"}
         (self.folder / "cells").mkdir(parents=True, exist_ok=True)
 
     def cells(self) -> dict[str, Any]:
@@ -173,7 +174,8 @@ class Study:
 
     def add(self, name: str, cell: dict[str, Any]) -> None:
         path = self.folder / "cells" / f"{name}.json"
-        path.with_suffix(".part").write_text(json.dumps(cell, indent=1), encoding="utf-8")
+        text = json.dumps({**cell, "precision": self.asked.precision}, indent=1)
+        path.with_suffix(".part").write_text(text, encoding="utf-8")
         path.with_suffix(".part").replace(path)
 
     def model(self, training: str, seed: int) -> str:
@@ -197,7 +199,7 @@ class Study:
                     outer_steps=steps,
                     seed=seed,
                     k_shot=SHOTS,
-                    **{"prompt_template": "plain", **COMMON, **LORA, **OUTER, **of_stage},
+                    **{"prompt_template": "plain", **self.common, **LORA, **OUTER, **of_stage},
                 )
             ).train()
             model = str(folder / "model")
@@ -228,7 +230,7 @@ class Study:
             eval_split="test" if split == "words" else split,
             seed=episodes_seed,
             k_shot=[shots],
-            **{**COMMON, **of_base, **choice, **({"inner_steps": max(at)} if learns else {})},
+            **{**self.common, **of_base, **choice, **({"inner_steps": max(at)} if learns else {})},
         )
         scores = {steps: defaultdict[str, list[Score]](list) for steps in at}
         launch = Launch.from_env(os.environ)
@@ -324,6 +326,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--only", default="", help="cells whose name contains this text")
+    parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs that each training sees")
     parser.add_argument("--generated", nargs="*", default=["words"], help="data sets to train on as well")
     parser.add_argument("--json", default=str(RESULTS))
@@ -479,7 +482,7 @@ def show(cells: dict[str, Any]) -> str:
                     "prompt_template", TRAININGS.get(ROWS[row][0], {}).get("prompt_template", "plain")
                 ),
                 inner,
-                str(len(of_row)),
+                seeds_and_precision(of_row),
                 f"{min(valid[row], default=float('nan')):.3f}",
                 format_interval(mean_ci95(list(loss.values())), ".3f"),
                 format_interval(mean_ci95(list(exact.values())), ".1f", 100),
@@ -493,6 +496,12 @@ def show(cells: dict[str, Any]) -> str:
     if any(name.startswith("words ") for name in cells):
         parts.append(words(cells))
     return "\n\n".join(parts)
+
+
+def seeds_and_precision(cells: list[dict[str, Any]]) -> str:
+    """The number of seeds, and how many of them were trained and scored in fp32."""
+    in_fp32 = sum(cell.get("precision") == "fp32" for cell in cells)
+    return f"{len(cells)}, {in_fp32} in fp32" if in_fp32 else str(len(cells))
 
 
 def words(cells: dict[str, Any]) -> str:

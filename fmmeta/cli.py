@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -218,9 +218,17 @@ def leave(line: str, code: int, is_rank0: bool = True) -> NoReturn:
 
 
 def global_rank() -> int:
-    """Rank of this process in the launch; `World` keeps it when RANK becomes the group's."""
-    names = ("FMMETA_GLOBAL_RANK", "RANK", "SLURM_PROCID")
-    return int(next((os.environ[name] for name in names if name in os.environ), "0"))
+    """Rank of this process in the launch; `World` keeps it when RANK becomes the group's.
+
+    0 where the launcher's variables are wrong: each rank then says so.
+    """
+    from fmmeta.parallel.layout import Launch
+
+    if kept := os.environ.get("FMMETA_GLOBAL_RANK"):
+        return int(kept)
+    with suppress(UsageError):
+        return Launch.from_env(os.environ).global_rank
+    return 0
 
 
 class Parser(argparse.ArgumentParser):

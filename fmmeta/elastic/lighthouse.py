@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -283,6 +283,8 @@ def open_lighthouse(config: LighthouseConfig) -> tuple[Any, str]:
     if not 0 <= config.port < 2**16:
         raise UsageError(f"port={config.port} is not in 0 to {2**16 - 1}; use 0 for any free port, or 29510")
     ft = coordination()
+    if config.host == "::":
+        config = replace(config, host=every_interface())
     try:
         listen(config.host, config.port).close()  # the server would log an error in its own thread only
     except OSError as error:
@@ -304,3 +306,12 @@ def open_lighthouse(config: LighthouseConfig) -> tuple[Any, str]:
             f"port={config.port}: the lighthouse cannot be started ({first_line(error)})"
         ) from None
     return server, address if config.host in ("::", "0.0.0.0") else f"http://{host}:{urlsplit(address).port}"
+
+
+def every_interface() -> str:
+    """The address of all interfaces: ::, which IPv4 reaches too, or 0.0.0.0 on a host without IPv6."""
+    try:
+        listen("::", 0).close()
+    except OSError:
+        return "0.0.0.0"
+    return "::"

@@ -169,9 +169,10 @@ def measure_together(plan: PlanConfig, ranks: Any) -> Profile:
 
     Collective: world.
     """
-    device, bf16, size = ranks.device, plan.bf16_planned, ranks.world.size
-    ranks.world.barrier()
-    found = {"matmul": matmul_rate(plan, size, device, bf16)}
+    device, size, found = ranks.device, ranks.world.size, {}
+    for name, bf16 in (("matmul_bf16", True), ("matmul_fp32", False)):
+        ranks.world.barrier()
+        found[name] = matmul_rate(plan, size, device, bf16)
     ranks.world.barrier()
     found["memory"] = found["host_memory"] = found["host_link"] = vector_rate(device)
     theta = torch.zeros(VECTOR, device=device)
@@ -184,18 +185,15 @@ def measure_together(plan: PlanConfig, ranks: Any) -> Profile:
     found["link"], found["latency"] = link_rates(ranks.group, device)
     gathered = list(map(json.loads, ranks.world.gather_bytes(json.dumps(found).encode())))
     mean = {name: statistics.mean(one[name] for one in gathered) for name in found}
-    matmul, link = mean.pop("matmul"), mean.pop("link")
+    link = mean.pop("link")
     return Profile(
         name="measured",
         device=device.type,
-        matmul_bf16=matmul,
-        matmul_fp32=matmul,
         group_link=link,
         cross_link=link,
         step_overhead=0.0,
         hidden=0.0,
-        source=f"measured on {size} ranks ({device.type}, {'bf16' if bf16 else 'fp32'}); between nodes as"
-        " inside",
+        source=f"measured on {size} ranks ({device.type}); between nodes as inside",
         gpu_memory_gib=memory_gib(device, size),
         **mean,
     )

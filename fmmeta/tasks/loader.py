@@ -37,6 +37,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -458,6 +459,13 @@ class EpisodeLoader:
         # a fork of this process would copy its threads' locks
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["fmmeta.tasks.fork_server"])
+        # SLURM sends it to all processes of a step; the trainer alone stops the run. They inherit this mask
+        signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        try:
+            resource_tracker.ensure_running()
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         # where /dev/shm is full it raises `OSError`; DataLoader's own locks would leave a broken iterator too
         context.Lock()
         return iter(

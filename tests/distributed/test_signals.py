@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -60,6 +61,22 @@ def test_a_signal_saves_and_ends_every_rank_with_75(
     assert fork_server.wait(again, 100) == [0, 0], again[0].text
     assert f"resumed from {folder}" in again[0].text
     assert same(run, undisturbed_run)
+
+
+def test_a_signal_to_every_process_stops_the_run_alone(fork_server, flags, tmp_path):
+    """As SLURM sends it to a step: loader processes, their fork server and Python's resource tracker too."""
+    run = tmp_path / "run"
+    (rank,) = fork_server.train(flags(run, **LONG, num_workers=2), 1, tmp_path)
+    until(lambda: steps_of(run) >= 2)
+    trainer = psutil.Process(rank.pid)
+    others = trainer.children(recursive=True)
+    assert len(others) == 4
+    for process in (*others, trainer):
+        process.send_signal(signal.SIGUSR1)
+    assert fork_server.wait([rank], 60) == [75], rank.text
+    assert "stopped by SIGUSR1 after outer step" in rank.text
+    assert "process died" not in rank.text
+    assert "Traceback" not in rank.text
 
 
 def test_a_repeated_command_that_names_a_checkpoint_resumes_from_its_own(

@@ -223,9 +223,19 @@ def test_other_ranks_exit_without_output(capfd, monkeypatch):
     slept = []
     monkeypatch.setattr(cli.time, "sleep", slept.append)
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", "--n_way", "1"])
     assert (ended.value.code, capfd.readouterr().err, slept) == (2, "", [3])
+
+
+def test_a_rank_without_a_world_size_does_not_hide_the_error(capfd, monkeypatch):
+    """One process, as for `Launch.from_env`."""
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--n_way", "1"])
+    assert ended.value.code == 2
+    check_message(capfd.readouterr().err, "fmmeta: error: n_way=1", "use 2 or more")
 
 
 @pytest.mark.parametrize(

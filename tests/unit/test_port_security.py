@@ -4,12 +4,15 @@ members.
 
 from __future__ import annotations
 
+import errno
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 import torch
 
+from fmmeta.parallel import network
 from tests.support.launch import run_ranks
 
 LISTENERS = """
@@ -65,6 +68,21 @@ def test_a_lighthouse_and_the_stores_of_one_node_listen_on_loopback():
     finally:
         cross.leave()
         server.shutdown()
+
+
+def test_a_lighthouse_for_all_interfaces_starts_on_a_host_without_ipv6(monkeypatch):
+    pytest.importorskip("torchft", reason="elastic groups need torchft")
+    from fmmeta.elastic import lighthouse
+
+    def without_ipv6(host, port):
+        if ":" in host:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return network.listen(host, port)
+
+    monkeypatch.setattr(lighthouse, "listen", without_ipv6)
+    server, address = lighthouse.open_lighthouse(lighthouse.LighthouseConfig(port=0))
+    server.shutdown()
+    assert re.fullmatch(r"http://\S+:\d+", address)
 
 
 def test_members_without_the_secret_are_ignored():
