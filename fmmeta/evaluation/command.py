@@ -40,7 +40,7 @@ from fmmeta.evaluation.results import (
     read_cells,
     results_of,
     show,
-    write_json,
+    write_output,
 )
 from fmmeta.evaluation.settings import EvaluateConfig, has_inner_loop, has_prompts
 from fmmeta.metrics.scores import EpisodeScore, gather_scores
@@ -104,7 +104,7 @@ def evaluate(
         show(results, progress)
         with world.comm.raise_on_all("writing the results"):
             if launch.global_rank == 0 and settings.output:
-                write_json(Path(settings.output), results)
+                write_output(Path(settings.output), results)
         return results
 
 

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import make_folders, publish, remove_empty
-from fmmeta.common.text import to_json
+from fmmeta.common.text import counted, to_json
 from fmmeta.config.fields import refuse_first
 from fmmeta.evaluation.settings import METRICS, EvaluateConfig
 from fmmeta.metrics.scores import EpisodeScore, format_interval, paired, summary
@@ -50,7 +50,7 @@ class EvaluationResults(dict[str, Any]):
             for cell in self["cells"]
         )
         return (
-            f"{type(self).__name__}({self['model']!r}, {self['episodes']} episodes of the"
+            f"{type(self).__name__}({self['model']!r}, {counted(self['episodes'], 'episode')} of the"
             f" {self['eval_split']} split: {', '.join(cells)})"
         )
 
@@ -178,11 +178,12 @@ def show(results: dict[str, Any], progress: Progress) -> None:
         ]
         for cell in results["cells"]
     ]
-    what = f"{results['n_way']}-way episodes" if results["n_way"] else "episodes"
+    way = f"{results['n_way']}-way " if results["n_way"] and not results["n_way_max"] else ""
+    episodes = counted(results["episodes"], f"{way}episode")
     if results["n_way_max"]:
-        what = f"episodes of {results['n_way']} to {results['n_way_max']} classes"
+        episodes += f" of {results['n_way']} to {results['n_way_max']} classes"
     progress.table(
-        f"{results['model']}: {results['episodes']} {what} of the {results['eval_split']} split",
+        f"{results['model']}: {episodes} of the {results['eval_split']} split",
         ["method", "shots", "accuracy %", "loss", "ECE", *extra],
         rows,
     )
@@ -278,7 +279,7 @@ def open_output(path: str | Path, create_folder: bool = False) -> Iterator[TextI
             temporary.unlink()
 
 
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
+def write_output(path: Path, values: Mapping[str, Any]) -> None:
     """Write results or settings as strict JSON; its folder is created. Raises `UsageError`."""
     with open_output(path, create_folder=True) as file:
         file.write(to_json(values, indent=1) + "\n")

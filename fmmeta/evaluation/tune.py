@@ -33,7 +33,7 @@ from fmmeta.config.resume import FREE_ON_RESUME
 from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.command import plan_evaluation, with_local_models
 from fmmeta.evaluation.methods import scores_by_step, with_stored_rates
-from fmmeta.evaluation.results import check_output, write_json
+from fmmeta.evaluation.results import check_output, write_output
 from fmmeta.evaluation.settings import OF_TRAINING, TuneConfig, has_prompts
 from fmmeta.meta.inner_optimizers import inner_optimizer
 from fmmeta.models.files import remembered
@@ -165,7 +165,7 @@ def tune_before_training(
         with world.comm.raise_on_all("storing the tuned inner loop"):
             if world.comm.rank == 0:
                 make_folders(file.parent)
-                write_json(file, json.loads(text))
+                write_output(file, json.loads(text))
     try:
         stored = json.loads(text)
         stored.setdefault("inner_optimizer", config.inner_optimizer)  # older files have none
@@ -342,7 +342,7 @@ class TuneRun:
         )
         if self.trials_file is not None and self.ranks.first:
             trials = [{**vars(one), "loss": str(one.loss)} for one in (*self.tried, choice)]
-            write_json(self.trials_file, {"settings": self.identity, "trials": trials})
+            write_output(self.trials_file, {"settings": self.identity, "trials": trials})
         return choice
 
     def ranked(self) -> list[Choice]:
@@ -369,8 +369,8 @@ class TuneRun:
                 scores = [str(one.inner_steps), f"{one.loss:.{DECIMALS}f}", f"{100 * one.accuracy:.1f}"]
             rows.append([one.head_init, one.inner_optimizer, f"{one.inner_lr:.4g}", *scores])
         self.progress.table(
-            f"{self.settings.episodes} episodes of the {self.settings.eval_split} split: the best number of"
-            " steps for each rate",
+            f"{counted(self.settings.episodes, 'episode')} of the {self.settings.eval_split} split: the best"
+            " number of steps for each rate",
             ["head", "optimizer", "inner_lr", "steps", "loss", "accuracy %"],
             rows,
         )
@@ -425,7 +425,7 @@ class TuneRun:
             }
         elif rates is not None:
             values["inner_rates_scale"] = scale * stored.get("inner_rates_scale", 1.0)
-        write_json(target, values)
+        write_output(target, values)
 
     def choices(self) -> Iterator[Choice]:
         """The best number of steps for each head and rate of the grid, or of Optuna. Collective: world."""

@@ -28,7 +28,7 @@ from fmmeta.evaluation.methods import (
     sinkhorn,
     soft_kmeans,
 )
-from fmmeta.evaluation.results import EvalCell, differences, read_cells, results_of, show, write_json
+from fmmeta.evaluation.results import EvalCell, differences, read_cells, results_of, show, write_output
 from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.metrics.scores import EpisodeScore, calibration_error, episode_score, paired, prediction_stats
 from fmmeta.models.files import hub_answers
@@ -516,7 +516,7 @@ def test_paired_differences_are_over_common_episodes():
 def test_infinite_losses_differ_by_zero_also_from_a_file(tmp_path):
     scores = [EpisodeScore(slot, "t", "s", loss, 0.5) for slot, loss in enumerate([math.inf, 1.0])]
     cell = EvalCell("finetune", 1, "x", scores)
-    write_json(str(tmp_path / "results.json"), {"cells": [cell.as_dict()]})
+    write_output(str(tmp_path / "results.json"), {"cells": [cell.as_dict()]})
     (stored,) = read_cells(str(tmp_path / "results.json"))
     assert paired(scores, stored.scores)["loss_gain"] == 0
 
@@ -632,7 +632,7 @@ def test_unwritable_output_is_refused_first_and_the_table_is_still_shown(
         raise UsageError("output=there.json cannot be written; give another file")
 
     with monkeypatch.context() as full:
-        full.setattr(command, "write_json", break_disk)
+        full.setattr(command, "write_output", break_disk)
         assert refusal(command.evaluate, settings).startswith("output=there.json cannot be written")
     assert "prototype" in capsys.readouterr().out.split("accuracy %")[1]
     monkeypatch.setattr(command, "EvaluatedModel", lambda *_: pytest.fail("computed before the check"))
@@ -742,7 +742,7 @@ def test_comparison_shows_both_models_and_the_verdict(accuracies, row, verdict, 
 def test_diverged_loss_is_read_back_from_results(tmp_path):
     cell = {"method": "knn", "k_shot": 1, "episodes_fingerprint": "x"}
     score = {"slot": 0, "task": "t", "stratum": "s", "loss": float("inf"), "accuracy": 0.5}
-    write_json(tmp_path / "results.json", {"cells": [{**cell, "scores": [score]}]})
+    write_output(tmp_path / "results.json", {"cells": [{**cell, "scores": [score]}]})
     (found,) = read_cells(str(tmp_path / "results.json"))
     assert math.isinf(found.scores[0].loss)
 
