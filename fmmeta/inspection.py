@@ -125,7 +125,7 @@ def opened(source: TaskSource | None) -> tuple[list[OpenedTask], list[str]]:
     elif isinstance(source, FolderSource):
         for file in source.files[:DRAWN]:
             try:
-                found, _ = opened(source.open_task(file))
+                found, _ = opened(source.open_task(file, problems.append))
                 tasks += found
             except (UsageError, OSError) as error:
                 problems.append(str(error))

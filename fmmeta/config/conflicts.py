@@ -173,10 +173,13 @@ def of_data(c: Any) -> Conflicts:
             f"stratify_by={c.stratify_by} and stratum_column={c.stratum_column} both set the strata; leave"
             " one out",
         ),
-        (
-            c.stratify_by is not None and len(c.dataset) > 1,
-            f"stratify_by={c.stratify_by} with {len(c.dataset)} data sets, each of which is a stratum; leave"
-            " it out, or give one data set",
+        *(
+            (
+                getattr(c, name) is not None and len(c.dataset) > 1,
+                f"{name}={getattr(c, name)} with {len(c.dataset)} data sets, each of which is a stratum;"
+                " leave it out, or give one data set",
+            )
+            for name in ("stratify_by", "stratum_column")
         ),
         (
             "digits" in c.dataset and {"letters", "marks", "words"} & {*c.dataset},

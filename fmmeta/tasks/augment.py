@@ -120,13 +120,13 @@ class Transforms:
         ]
         for part, rows in enumerate(sets):
             for index in range(len(rows)):
+                rng = np.random.default_rng((*draw.task.seed, STREAM, part, index))
                 for name, transform in self.example:
-                    rows[index] = transformed(
-                        name, transform, rows[index], (*draw.task.seed, STREAM, part, index)
-                    )
+                    rows[index] = transformed(name, transform, rows[index], rng)
         episode = TextEpisode(draw.task, sets[0], sets[1], draw.classes)
+        rng = np.random.default_rng((*draw.task.seed, STREAM))
         for name, transform in self.episode:
-            episode = transformed(name, transform, episode, (*draw.task.seed, STREAM))
+            episode = transformed(name, transform, episode, rng)
         support, query = (self._encode(rows, len(draw.classes)) for rows in (episode.support, episode.query))
         return EpisodeRows(draw.task, support, query, draw.classes)
 
@@ -156,10 +156,10 @@ def as_example(store: TokenStore, row: int, label: int) -> TextExample | ImageEx
     return ImageExample(decode(store.image(row)), target, label)
 
 
-def transformed(name: str, transform: Callable[..., Any], value: Any, seed: Sequence[int]) -> Any:
+def transformed(name: str, transform: Callable[..., Any], value: Any, rng: np.random.Generator) -> Any:
     """`transform(value, rng)`. Raises `UsageError` if it fails or returns another type or an empty text."""
     try:
-        made = transform(value, np.random.default_rng(seed))
+        made = transform(value, rng)
     except Exception as error:
         raise UsageError(
             f"transform {name} failed with {type(error).__name__}: {error}; fix it or leave it out"

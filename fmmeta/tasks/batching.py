@@ -147,12 +147,14 @@ def sampled_rows(rows: Sequence[T], size: int, steps: int, seed: Sequence[int]) 
 class Episode:
     """An episode as this rank's micro-batches.
 
-    `prompted`: the query with the support set before it, for in-context learning.
+    prompted: the query with the support set before it, for in-context learning. notices: what the log should
+    say about the file that was read for it.
     """
 
     support: list[MicroBatch]
     query: list[MicroBatch]
     prompted: list[MicroBatch] = field(default_factory=list)
+    notices: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def tokens(self) -> int:
@@ -160,8 +162,10 @@ class Episode:
         return sum(batch.tokens for batch in self.prompted or (*self.support, *self.query))
 
     def pin_memory(self) -> "Episode":
-        parts = (self.support, self.query, self.prompted)
-        return Episode(*(each_batch(part, MicroBatch.pin_memory) for part in parts))
+        support, query, prompted = (
+            each_batch(part, MicroBatch.pin_memory) for part in (self.support, self.query, self.prompted)
+        )
+        return Episode(support, query, prompted, notices=self.notices)
 
 
 @dataclass(frozen=True)

@@ -234,6 +234,7 @@ class LoadEpisode:
             self.batcher.split_support(support, task.seed, classes, weights),
             self.batcher.split(query, classes, weights),
             self.batcher.split(self.prompt(support, query)) if self.prompt else [],
+            notices=draw.notices,
         )
 
 
@@ -480,6 +481,7 @@ class EpisodeLoader:
                 timeout=POLL_S if self.load.timeout_s else 0,
                 multiprocessing_context=context,
                 worker_init_fn=serve,
+                generator=torch.Generator(),  # its draw must not advance the trainer's
             )
         )
 

@@ -183,6 +183,10 @@ def test_inner_lr_is_positive(value):
             ("mix_weights=1.0 ", "dataset=a b", "give one positive number for each"),
         ),
         (
+            {"dataset": ["a", "b"], "stratum_column": "topic"},
+            ("stratum_column=topic", "2 data sets", "leave it out"),
+        ),
+        (
             {"dataset": ["a", "b"], "mix_weights": [1.0, 0.0]},
             ("mix_weights=1.0 0.0", "dataset=a b", "give one positive number for each"),
         ),

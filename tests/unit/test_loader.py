@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import current_thread, main_thread
 
 import pytest
+import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fmmeta.common.errors import UsageError
@@ -244,6 +245,19 @@ def test_failed_tasks_leave_the_other_episodes_unchanged(made, tmp_path, failure
     assert len(sleeps) == waits * len(wrong)
     rest = [task for task in tasks if task.item != bad]
     assert same_episodes([one for one in loaded if one.task.item != bad], loader_of(made).fetch(rest))
+
+
+def test_loader_processes_leave_the_random_numbers_of_the_trainer(made):
+    """A rule of one's own may draw from torch's generator; the number of processes must not change it."""
+    torch.manual_seed(0)
+    wanted = torch.rand(1)
+    torch.manual_seed(0)
+    loader = loader_of(made, "1")
+    try:
+        loader.fetch(made[2][:1])
+        assert torch.equal(torch.rand(1), wanted)
+    finally:
+        loader.close()
 
 
 def test_a_killed_process_is_replaced(made, tmp_path, fast_polling):

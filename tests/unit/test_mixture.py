@@ -66,6 +66,7 @@ def test_data_sets_of_a_mixture_are_strata_and_share_no_episode(tmp_path):
     [
         ({"mix_weights": [3.0, 1.0]}, {"first": 300, "second": 100}),
         ({"mix_temperature": float("inf")}, {"first": 200, "second": 200}),
+        ({"mix_temperature": 1e-3}, {"first": 398, "second": 2}),  # a share is never 0
         ({}, {"first": 246, "second": 154}),  # 8 of 13 training classes
     ],
 )
@@ -179,6 +180,23 @@ def test_a_file_too_small_for_an_episode_is_named(tmp_path, rows, parts):
     check_message(refusal(sources.train.draw, tasks_of(config, sources, 1)[0]), f"{path}: ", *parts)
 
 
+def test_what_is_left_out_of_a_file_is_logged(tmp_path):
+    """Rows that cannot be read, and classes with too few; the others of the file are a task."""
+    (tmp_path / "tasks" / "s0").mkdir(parents=True)
+    rows = [{"text": f"x{i}", "label": "ab"[i % 2]} for i in range(8)] + [{"text": "y", "label": "rare"}]
+    path = write_rows(tmp_path / "tasks" / "s0" / "t0.jsonl", rows)
+    with path.open("a") as file:
+        file.write("{broken\n")
+    config, sources = load(tmp_path / "tasks", on_bad_task="skip", max_bad_fraction=0.5)
+    (task,) = tasks_of(config, sources, 1)
+    draw = sources.train.draw(task)
+    assert {*draw.classes} == {"a", "b"}
+    bad, small = draw.notices
+    check_message(bad, "1 of 10 rows cannot be used", f"{path}:10", "left out")
+    check_message(small, f"left out: {path}", "class 'rare'", "has 1")
+    assert sources.train.draw(task).notices == ()
+
+
 def test_two_files_of_one_name_are_refused(tmp_path):
     root = write_folder(tmp_path / "tasks")
     (root / "s0" / "t0.csv").write_text("text,label\na,b\n")
@@ -199,6 +217,8 @@ def test_tokens_of_a_file_are_guessed_from_its_first_line(tmp_path):
     assert size == short.stat().st_size
     assert 20 < tokens < 40
     assert glance(short, 10)[1] == 10
+    table = write_rows(tmp_path / "a.csv", [{"text": "word " * 16, "label": "a"}])
+    assert glance(table, 512)[1] == pytest.approx(tokens, abs=6)  # not those of its header
     packed = tmp_path / "b.jsonl.gz"
     packed.write_bytes(gzip.compress(short.read_bytes()))
     assert glance(packed, 512)[1] == 512

@@ -256,7 +256,8 @@ def test_a_chat_template_is_suggested_where_prompts_are_plain_by_default(llama, 
 def test_rows_that_fill_max_length_are_counted():
     pairs = Config(task_type="causal_lm", max_length=32)
     check_message(full_rows(pairs, [32, 31, 32]), "2 of 3 rows", "max_length=32", "raise --max_length")
-    assert full_rows(pairs, [31]) == full_rows(Config(max_length=32), [32]) == ""
+    check_message(full_rows(Config(max_length=32), [32]), "1 of 1 row", "max_length=32", "lose their end")
+    assert full_rows(pairs, [31]) == full_rows(Config(max_length=32), [31]) == ""
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ real data.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from pathlib import Path
@@ -393,6 +394,13 @@ def test_long_pairs_lose_the_start_of_the_prompt(max_length, label_tokens):
     assert (len(row.input_ids), row.label_tokens) == (max_length, label_tokens)
     assert row.labels[0] == IGNORE  # something precedes the answer
     assert len(encode_texts(TOKENIZER, ["a long question"], max_length)[0]) == max_length
+
+
+def test_long_texts_keep_the_side_that_the_tokenizer_keeps():
+    tokenizer, text = copy.deepcopy(TOKENIZER), "begin" + "x" * 64 * 32 + "end"
+    assert tokenizer.decode(encode_texts(tokenizer, [text], 16)[0], skip_special_tokens=True)[:5] == "begin"
+    tokenizer.truncation_side = "left"
+    assert tokenizer.decode(encode_texts(tokenizer, [text], 16)[0], skip_special_tokens=True)[-3:] == "end"
 
 
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data sets are not at {DATA}")

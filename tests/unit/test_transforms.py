@@ -24,6 +24,10 @@ NOT_A_FUNCTION = 3
 LOCAL = [lambda example, rng: example][0]
 
 
+def add_a_number(example, rng):
+    return replace(example, text=f"{example.text} {rng.integers(100, 1000)}")
+
+
 def upper(example, rng):
     return replace(example, text=example.text.upper(), target=example.target.upper())
 
@@ -76,6 +80,16 @@ def test_examples_are_changed_before_the_tokenizer(tmp_path):
     assert texts(changed.support) == [text.upper() for text in texts(plain.support)]
     assert [row.labels for row in changed.query] == [row.labels for row in plain.query]
     assert changed.classes == plain.classes
+
+
+def test_transforms_of_a_row_have_random_numbers_of_their_own(tmp_path):
+    """The first has those that it has alone."""
+    _, alone = run(tmp_path, example_transforms=[f"{HERE}:add_a_number"])
+    _, twice = run(tmp_path, example_transforms=[f"{HERE}:add_a_number"] * 2)
+    for one, two in zip(texts(alone.support), texts(twice.support), strict=True):
+        first, second = two.split()[-2:]
+        assert two == f"{one} {second}"
+        assert first != second
 
 
 def test_pairs_are_changed_with_their_answers(tmp_path):

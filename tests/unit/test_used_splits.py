@@ -22,7 +22,7 @@ from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.data import splits
 from fmmeta.tasks.data.splits import UsedSplits
 from fmmeta.tasks.sources.load import load_sources
-from tests.support.helpers import refusal
+from tests.support.helpers import refusal, write_rows
 from tests.support.messages import check_message
 from tests.support.models import write_classes, write_pairs
 
@@ -163,6 +163,20 @@ def test_other_splits_that_test_trained_classes_are_named(model, classes, tmp_pa
     for line, count in zip(found, counts, strict=True):
         check_message(line, f"class_splits={file}", count, "dataset=rows.jsonl", "leave class_splits and")
     assert log_lines(model, classes, n_way=3) == [SAME_SPLITS.format("rows.jsonl")]
+
+
+def test_held_out_classes_with_names_that_were_trained_on_with_other_data_are_named(model, classes, tmp_path):
+    """The same data under another name, after a change; names that are numbers say nothing."""
+    trained = sorted(splits_at(classes, 3)["train"])[:2]
+    rows = [
+        {"text": f"{name} {i}", "label": name} for name in [*trained, "7", "new", "other"] for i in range(4)
+    ]
+    other = write_rows(tmp_path / "other.jsonl", rows)
+    file = tmp_path / "splits.json"
+    file.write_text(json.dumps({"train": ["new", "other"], "test": [*trained, "7"]}))
+    (line,) = log_lines(model, other, n_way=2, class_splits=str(file))
+    shown = f"2 of 3 test classes ({', '.join(trained)}) have the names of classes"
+    check_message(line, f"class_splits={file}", shown, "dataset=rows.jsonl", "hold out others")
 
 
 def test_fmmeta_json_is_a_split_file(model, bert, classes):

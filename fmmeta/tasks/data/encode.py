@@ -139,13 +139,16 @@ def read_image(reader: ImageReader, image: EncodedImage) -> Tensor:
 
 
 def full_rows(config: Config, lengths: Sequence[int]) -> str:
-    """A message if pairs have `max_length` tokens, and so have probably lost a part; "" for texts."""
+    """A message if rows have `max_length` tokens, and so have probably lost a part; else ""."""
     full = sum(length >= config.max_length for length in lengths)
-    if config.task_type != "causal_lm" or not full:
+    if not full:
         return ""
+    lost = "longer texts lose their end"
+    if config.task_type == "causal_lm":
+        lost = "longer inputs lose tokens, then answers their end"
     return (
         f"{full} of {counted(len(lengths), 'row')} {'fills' if full == 1 else 'fill'} max_length="
-        f"{config.max_length}; longer inputs lose tokens, then answers their end: raise --max_length"
+        f"{config.max_length}; {lost}: raise --max_length"
     )
 
 
@@ -170,9 +173,13 @@ def answer_without_room(config: Config, tokenizer: Any, outputs: Sequence[str]) 
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str], max_length: int) -> list[list[int]]:
-    """Tokens of each text, with the tokenizer's special tokens, at most `max_length`."""
+    """Tokens of each text, with the tokenizer's special tokens, at most `max_length`, from the side that the
+    tokenizer keeps.
+    """
+    reach = LONGEST_TOKEN * max_length
+    kept = slice(-reach, None) if tokenizer.truncation_side == "left" else slice(reach)
     return tokenizer(
-        [text[: LONGEST_TOKEN * max_length] for text in texts],
+        [text[kept] for text in texts],
         truncation=True,
         max_length=max_length,
         verbose=False,

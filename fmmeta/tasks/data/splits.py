@@ -182,12 +182,25 @@ def few(names: Sequence[str]) -> str:
 
 
 def doubts(trained: Sequence[UsedSplits], config: Config, used: UsedSplits, splits: Splits) -> Iterator[str]:
-    """Warnings about held-out classes or tasks of `splits` (those of `used`) that a model was trained on."""
+    """Warnings about held-out classes or tasks of `splits` (those of `used`) that a model was trained on.
+
+    Of other data sets equal names count, unless they are numbers.
+    """
     settings = [f"{name}={value}" for name in SPLIT_SETTINGS if (value := getattr(config, name))]
     given = settings[0] if settings else f"dataset={used.dataset}"
     setting, nouns = ("class_splits", "classes") if used.noun == "class" else ("task_splits", f"{used.noun}s")
     for before in trained:
-        if used.noun != before.noun or (used.content != before.content and used.dataset != before.dataset):
+        if used.noun != before.noun:
+            continue
+        if used.content != before.content and used.dataset != before.dataset:
+            for split in ("valid", "test"):
+                shared = before.trained_names(used.noun) & set(splits.get(split, ()))
+                if named := sorted(name for name in shared if not name.isdigit()):
+                    yield (
+                        f"{given}: {len(named)} of {len(splits[split])} {split} {nouns} ({few(named)}) have"
+                        f" the names of {nouns} that the model was trained on with dataset={before.dataset};"
+                        f" if they are the same ones, hold out others: give --{setting}"
+                    )
             continue
         advice = f"use the model's splits: leave {setting} and class_split out, or give " + (
             f"its fmmeta.json as --{setting}" if before.splits else "the file that it was trained with"

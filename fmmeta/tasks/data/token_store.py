@@ -171,7 +171,7 @@ def prepare(
         store = TokenStore(path, images)
     for note in store.notes:
         notice(note)
-    if config.task_type == "causal_lm" and (message := full_rows(config, store.lengths().tolist())):
+    if message := full_rows(config, store.lengths().tolist()):
         notice(Warn(f"{name}: {message}"))
     return store
 

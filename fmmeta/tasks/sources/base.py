@@ -102,6 +102,7 @@ class Draw:
     support: list[tuple[int, int]]
     query: list[tuple[int, int]]
     classes: tuple[str, ...] = ()  # name of each label, empty for causal_lm
+    notices: tuple[str, ...] = ()  # of a file that was read for it
 
     def check(self) -> None:
         """Raise `OSError` if a file has changed or cannot be read, `UsageError` for a damaged image."""
@@ -321,7 +322,8 @@ def stratum_shares(config: Config, items: Items) -> np.ndarray | None:
         weights = dict(zip(short_names(config.dataset), config.mix_weights, strict=True))
         wanted = np.array([weights[name] for name in items.strata])
     elif config.mix_temperature != 1:
-        wanted = np.bincount(items.stratum, minlength=len(items.strata)) ** (1 / config.mix_temperature)
+        count = np.bincount(items.stratum, minlength=len(items.strata))
+        wanted = (count / count.max()) ** (1 / config.mix_temperature)
     else:
         return None
     return wanted / wanted.sum()

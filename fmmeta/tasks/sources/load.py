@@ -69,6 +69,8 @@ from fmmeta.tasks.sources.base import (
 from fmmeta.tasks.suites import check_episodes, digits, letters, marks, part_of
 from fmmeta.tasks.word_suite import words
 
+Notice = Callable[[str], None]
+
 
 def strata_of(store: TokenStore) -> dict[str, str]:
     """The stratum of each unit of splits: that of its last row."""
@@ -82,7 +84,7 @@ def make_source(
     units: Sequence[str],
     strata: Mapping[str, str],
     split: str,
-    notice: Callable[[str], None],
+    notice: Notice,
     parts: np.ndarray | None = None,
 ) -> TaskSource:
     """The source of one split with these units (classes or named tasks). `parts`: see ClassSource.
@@ -208,15 +210,17 @@ class FolderSource(TaskSource):
         return {**self.__dict__, "opened": {}}
 
     def draw(self, task: Task) -> Draw:
-        source = self.opened.get(task.item)
+        source, notices = self.opened.get(task.item), list[str]()
         if source is None:
             while len(self.opened) >= OPEN:
                 del self.opened[next(iter(self.opened))]
-            source = self.opened[task.item] = self.open_task(self.files[task.item])
-        return replace(source.draw(replace(task, item=0)), task=task)
+            source = self.opened[task.item] = self.open_task(self.files[task.item], notices.append)
+        return replace(source.draw(replace(task, item=0)), task=task, notices=tuple(notices))
 
-    def open_task(self, file: TaskFile) -> TaskSource:
-        """The source of one file. Raises `OSError` or `UsageError` if it cannot be used."""
+    def open_task(self, file: TaskFile, notice: Notice) -> TaskSource:
+        """The source of one file; it leaves out rows and classes as `make_source` does. Raises `OSError` or
+        `UsageError` if it cannot be used.
+        """
         with file.path.open("rb"):
             pass  # raises an I/O error as `OSError`, so that it is retried
         store = prepare(
@@ -225,31 +229,35 @@ class FolderSource(TaskSource):
             lambda bad: read_file(file.path, bad, self.config.max_file_gib),
             self.config,
             self.tokenizer,
-            lambda text: None,
+            notice,
             one_task=True,
         )
         classes = self.config.task_type == "classification"
         rows = group_rows(store, classes)[""]
-        for _, problem in problems(file.name, rows, self.shape, ""):
-            raise UsageError(f"{file.path}: {problem.split(';')[0]}; fix or remove the file")
+        for name, problem in problems(file.name, rows, self.shape, ""):
+            reason = f"{file.path}: {problem.split(';')[0]}"
+            if name is None or self.config.on_bad_task == "raise":
+                raise UsageError(f"{reason}; fix or remove the file")
+            notice(f"left out: {reason}")
+            del rows[name]
         make = ClassSource if classes else PairSource
         return make(store, {file.name: rows}, {file.name: file.stratum}, self.shape)
 
 
 def glance(path: Path, max_length: int) -> tuple[int, float]:
-    """Size in bytes and tokens of a row (of its first line; `max_length` if it is compressed or binary)."""
+    """Size in bytes and tokens of a row (of the first one; `max_length` if it is compressed or binary)."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            line = file.read(PEEK).split(b"\n")[0]
+            lines = file.read(PEEK).split(b"\n")
     except OSError:
         return -1, max_length  # it is raised again, and handled, when the task is drawn
     if path.suffix not in (".jsonl", ".csv"):
         return size, max_length
-    return size, min(max_length, max(4, len(line) / BYTES_PER_TOKEN))
+    first_row = lines[path.suffix == ".csv" and len(lines) > 1]  # a header precedes it
+    return size, min(max_length, max(4, len(first_row) / BYTES_PER_TOKEN))
 
 
-Notice = Callable[[str], None]
 SUITES = {"letters": letters, "marks": marks, "words": words, "digits": digits}
 
 
