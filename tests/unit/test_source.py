@@ -343,7 +343,11 @@ def test_too_few_classes_are_named_before_too_few_rows(tmp_path):
         ),
         (
             {"train": ["c0", "c1"], "test": ["c1", "c2"]},
-            ["'c1'", "the class 'c1' is in the train", "keep it in one"],
+            ["'c1'", "the class 'c1' is in the train", "list it once"],
+        ),
+        (
+            {"train": ["c0", "c1", "c0"]},
+            ["'c0'", "is twice in the train split", "list it once"],
         ),
         (
             {"train": ["c0", "c1"], "valid": ["c2"]},
@@ -360,6 +364,13 @@ def test_splits_that_do_not_fit_the_data_are_refused(tmp_path, classes, splits, 
     file.write_text(json.dumps(splits))
     message = refusal(load, classes, class_splits=str(file))
     check_message(message, *(part.format(path=classes) for part in parts))
+
+
+def test_classes_of_no_split_are_counted(tmp_path, classes):
+    file, notices = tmp_path / "splits.json", list[str]()
+    file.write_text(json.dumps({"train": ["c0", "c1"]}))
+    load(classes, notices, class_splits=str(file))
+    assert f"{classes.name}: 10 classes of 12 in no split, not used" in notices
 
 
 def test_splits_divide_the_classes(tmp_path, classes):

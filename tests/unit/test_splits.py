@@ -156,7 +156,7 @@ def test_members_must_exist_and_be_in_one_split():
         refusal(check_splits, {"train": ["a", "b"], "test": ["b"]}, strata, "task"),
         "'b'",
         "the task 'b' is in the train",
-        "keep it in one",
+        "list it once",
     )
 
 

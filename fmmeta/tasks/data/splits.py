@@ -111,7 +111,7 @@ def own_splits(strata: Mapping[str, str], least: int, notice: Callable[[str], No
 
 
 def check_splits(splits: Splits, strata: Mapping[str, str], noun: str) -> None:
-    """Raise `UsageError` for a unit that the data set does not have, or that is in two splits."""
+    """Raise `UsageError` for a unit that the data set does not have, or that is listed twice."""
     split_of: dict[str, str] = {}
     for split, units in splits.items():
         for unit in units:
@@ -120,10 +120,12 @@ def check_splits(splits: Splits, strata: Mapping[str, str], noun: str) -> None:
                     f"the {split} split names the {noun} {unit!r}, which the data set does not have; "
                     "fix the split file"
                 )
-            if split_of.setdefault(unit, split) != split:
-                raise UsageError(
-                    f"the {noun} {unit!r} is in the {split_of[unit]} and the {split} split; keep it in one"
-                )
+            if unit in split_of:
+                where = f"in the {split_of[unit]} and the {split} split"
+                if split_of[unit] == split:
+                    where = f"twice in the {split} split"
+                raise UsageError(f"the {noun} {unit!r} is {where}; list it once")
+            split_of[unit] = split
 
 
 MOST_NAMES = 10_000  # stored by name; of more names a digest is stored, and `held_out` of own_splits

@@ -524,6 +524,9 @@ def choose_splits(
     if splits is None:
         splits, held_out = own_splits(strata, least, notice), least
     check_splits(splits, strata, noun)
+    if unused := len(strata) - sum(map(len, splits.values())):
+        nouns = counted(unused, noun, "classes" if noun == "class" else "")
+        notice(f"{label(name)}: {nouns} of {len(strata)} in no split, not used")
     used = UsedSplits.of(name, content, noun, splits, held_out)
     for text in doubts(trained, config, used, splits):
         notice(Warn(text))
