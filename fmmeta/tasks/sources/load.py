@@ -34,6 +34,7 @@ from fmmeta.tasks.data.rows import (
     IN_MEMORY,
     Bad,
     Row,
+    as_json,
     data_files,
     files_of,
     hub_rows,
@@ -430,8 +431,10 @@ def reader_of(
                 f"dataset={IN_MEMORY} stands for rows that were given in Python; use"
                 " MetaTrainer(dataset=...), or name a file"
             )
-        content = json.dumps([row.values for row in rows], sort_keys=True, default=content_of)
-        return digest(content), lambda bad: rows
+        parts = (
+            as_json(row.origin, row.values, json.dumps, sort_keys=True, default=content_of) for row in rows
+        )
+        return digest(f"[{', '.join(parts)}]"), lambda bad: rows
     if images := image_rows(name):
         stats = [(row.values["image"], Path(name, row.values["image"]).stat().st_size) for row in images]
         return digest(stats), lambda bad: images  # the files are not read before an episode needs them
