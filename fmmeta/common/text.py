@@ -47,7 +47,10 @@ def shortened(value: Any) -> str:
 
     Of nested lists, which aliases of YAML can make very long, the first levels are shown.
     """
-    text = " ".join(BRIEF.repr(value).split())
+    try:
+        text = " ".join(BRIEF.repr(value).split())
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        text = f"<{type(value).__name__} with a number of thousands of digits>"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -38,7 +38,7 @@ from fmmeta.tasks.data.images import (
     encoded_image,
     image_folder,
 )
-from fmmeta.tasks.data.rows import image_rows
+from fmmeta.tasks.data.rows import image_rows, rows_in_memory
 from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
@@ -210,6 +210,18 @@ def test_folders_files_bytes_and_data_sets_give_the_same_rows(images, vit, tmp_p
     assert tables[0].keys() == tables[1].keys()
     digests = [sorted((label, content_of(x.numpy())) for label, x in table.values()) for table in tables]
     assert digests[0] == digests[1] == digests[2] == digests[3]
+
+
+def test_paths_given_in_python_are_those_of_the_working_folder(tmp_path, monkeypatch, vit):
+    """The store has absolute paths: rows that are equal in two folders are other images."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    config = config_of(vit, "letters").but(dataset=["in-memory"])
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        write_images(folder / "images")
+        monkeypatch.chdir(folder)
+        names = [(str(path), label) for path, label, _ in image_folder("images")]
+        store = opened(config, rows_in_memory(names, config)).train.store
+        assert Path(store.image(0).where).is_relative_to(folder)
 
 
 def test_a_folder_of_folders_of_images_has_strata(tmp_path, vit):

@@ -14,6 +14,7 @@ import pytest
 from fmmeta.config.settings import Config
 from fmmeta.tasks.data import rows as rows_module
 from fmmeta.tasks.data.rows import Row, tabulate
+from fmmeta.tasks.sources.load import reader_of
 from tests.support.helpers import read_rows, refusal, write_rows
 from tests.support.messages import check_message
 
@@ -197,7 +198,20 @@ def test_hidden_files_are_no_data(tmp_path):
     assert len(read_rows(str(tmp_path))) == 1
 
 
-@pytest.mark.parametrize("value", [np.array([1, 2]), pd.NA, b"x", None, "", float("nan")])
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([1, 2]),
+        pd.NA,
+        b"x",
+        None,
+        "",
+        float("nan"),
+        Decimal("sNaN"),  # cannot be compared
+        pytest.param(10**5000, id="digits"),  # Python writes at most 4,300
+        pytest.param([10**5000], id="list of digits"),
+    ],
+)
 def test_values_that_are_no_texts_are_refused(value):
     rows = [Row({"text": value, "label": "a"}, "here")]
     message = refusal(tabulate, "data", rows, Config(), print)
@@ -224,6 +238,121 @@ def test_the_same_text_in_two_classes_is_noted():
     notes: list[str] = []
     assert len(tabulate("data", rows, Config(), notes.append).input) == 2
     assert "1 input of data in more than one class; correct the labels" in notes
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("a", "a "), ("caf\u00e9", "cafe\u0301"), (1, 1.0), (1, True), ("1", 1.0), ("a", "\u00a0a")],
+)
+def test_labels_that_look_the_same_are_noted(one, other):
+    """They would be two classes, of which one may be in the training split and one in the test split."""
+    labels = [one, other, one, other, "b", "b ", "c"]
+    rows = [Row({"text": f"t{n}", "label": label}, f"d:{n}") for n, label in enumerate(labels)]
+    notes: list[str] = []
+    table = tabulate("d", rows, Config(), notes.append)
+    assert table.target == [str(label) for label in labels]
+    (note,) = notes
+    check_message(
+        note, f"label={str(one)!r} at d:0 and label={str(other)!r} at d:1 differ only in", "write them"
+    )
+    assert "different names (1 more like them)" in note
+
+
+def test_names_of_tasks_that_look_the_same_are_noted():
+    rows = [Row({"text": f"t{n}", "label": "xy"[n % 2], "task": f"a{' ' * n}"}, f"d:{n}") for n in range(2)]
+    notes: list[str] = []
+    tabulate("d", rows, Config(), notes.append)
+    assert "task='a' at d:0 and task='a ' at d:1 differ only in spaces" in notes[0]
+
+
+@pytest.mark.parametrize("labels", [("a", "A"), (1, 2.5), ("1", 1), (True, "True"), (float("inf"), "b")])
+def test_other_labels_are_not_noted(labels):
+    rows = [Row({"text": f"t{n}", "label": label}, "here") for n, label in enumerate(labels)]
+    notes: list[str] = []
+    tabulate("d", rows, Config(), notes.append)
+    assert not notes
+
+
+def parquet_with(path, name: str, column) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = [f"t{n}" for n in range(len(column))]
+    table = pyarrow.Table.from_arrays([pyarrow.array(texts), column], names=["text", name])
+    pyarrow.parquet.write_table(table, path)
+
+
+def test_a_text_of_a_parquet_that_is_no_utf8_is_a_bad_row(tmp_path, monkeypatch):
+    import pyarrow
+
+    monkeypatch.setattr(rows_module, "PARQUET_ROWS", 2)
+    offsets, bytes_of = np.arange(6, dtype=np.int32).tobytes(), b"abc\xffd"
+    column = pyarrow.Array.from_buffers(
+        pyarrow.string(), 5, [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(bytes_of)]
+    )
+    parquet_with(tmp_path / "d.parquet", "label", column)
+    check_message(
+        refusal(read_rows, str(tmp_path / "d.parquet")),
+        "d.parquet:4 has a value in the column 'label' that cannot be read ('utf-8'",
+        "fix it, or remove the column",
+    )
+    bad: list[str] = []
+    rows = rows_module.read_file(tmp_path / "d.parquet", lambda error: bad.append(str(error)))
+    assert [row.values["label"] for row in rows] == ["a", "b", "c", "d"]
+    assert rows[-1].origin.endswith("d.parquet:5")
+    assert len(bad) == 1
+
+
+def test_a_column_of_an_unknown_time_zone_is_named(tmp_path):
+    import pyarrow
+
+    times = pyarrow.array([10**15], pyarrow.timestamp("us", tz="Mars/Base"))
+    parquet_with(tmp_path / "d.parquet", "when", times)
+    message = refusal(read_rows, str(tmp_path / "d.parquet"))
+    assert "d.parquet:1 has a value in the column 'when' that cannot be read (" in message
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    import pyarrow
+
+    (tmp_path / "d.csv").write_text("text,label,label\nx,y,z\n")
+    check_message(
+        refusal(read_rows, str(tmp_path / "d.csv")), "d.csv:1 has 2 columns named 'label'", "rename"
+    )
+    parquet_with(tmp_path / "d.parquet", "text", pyarrow.array(["a"]))
+    check_message(refusal(read_rows, str(tmp_path / "d.parquet")), "has 2 columns named 'text'", "rename all")
+    (tmp_path / "e.csv").write_text("text,label,,\nx,y,,\n")  # as spreadsheets write empty columns
+    assert read_rows(str(tmp_path / "e.csv"))[0].values == {"text": "x", "label": "y", "": ""}
+
+
+def circular() -> list[object]:
+    found: list[object] = []
+    found.append(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param({1: "a", "b": 2}, id="mixed keys"),
+        pytest.param({(1, 2): "a"}, id="tuple as key"),
+        pytest.param(10**5000, id="digits"),
+        pytest.param(circular(), id="circular"),
+    ],
+)
+def test_values_that_json_cannot_hold_are_refused(value):
+    """The digest of rows that were given in Python is one of JSON."""
+    rows = [
+        Row({"text": "a", "label": "b", "more": one}, f"dataset[{n}]") for n, one in enumerate([1, value])
+    ]
+    message = refusal(reader_of, "in-memory", Config(), rows)
+    check_message(message, "dataset[1] has a value that JSON cannot hold (", "whose keys are texts")
+
+
+def test_columns_for_a_collate_function_that_json_cannot_hold_are_refused():
+    rows = [Row({"label": "b", "more": circular()}, "d:1")]
+    message = refusal(tabulate, "d", rows, Config(collate_fn="collating:f"), print)
+    assert message.startswith("d:1 has a value that JSON cannot hold (")
 
 
 def test_hub_rows_without_a_label_have_none(monkeypatch):

@@ -12,13 +12,15 @@ import pickle
 import re
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
+from fmmeta.common.processes import TimedOut
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.data import token_store as stores
 from fmmeta.tasks.data.encode import LONGEST_TOKEN, encode, encode_pairs, encode_texts
-from fmmeta.tasks.data.rows import Row, read_file
+from fmmeta.tasks.data.rows import Row, read_file, tabulate
 from fmmeta.tasks.data.token_store import TokenStore, cache_folder, files_digest, prepare, tokenizer_print
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import EpisodeShape
@@ -124,6 +126,101 @@ def test_a_damaged_store_is_rebuilt(tmp_path, damage):
     else:
         file.write_bytes(b"x" * 100 if damage == "overwrite" else b"")
     assert made(path).input_ids(3) == ids
+
+
+def test_a_store_without_its_last_batch_is_rebuilt(tmp_path, monkeypatch):
+    """At an end of a batch the rest is a valid stream of fewer rows."""
+    monkeypatch.setattr(stores, "CHUNK", 40)
+    store, cut = made(write_classes(tmp_path / "c.jsonl")), tmp_path / "cut.arrow"
+    whole, rows, mark = store.path.read_bytes(), len(store), 8  # bytes of the mark at the end of a stream
+    for size in range(0, len(whole) - mark, 8):
+        cut.write_bytes(whole[:size])
+        assert stores.stored(None, cut) is None
+    cut.write_bytes(whole)
+    assert len(stores.stored(None, cut) or []) == rows
+
+
+def test_batches_are_written_as_they_are_tokenised(tmp_path, cache, monkeypatch):
+    """The memory of a large data set would be that of all its tokens otherwise."""
+    sizes: list[int] = []
+
+    def watched(*arguments):
+        sizes.extend(file.stat().st_size for file in cache.iterdir())
+        return encode(*arguments)
+
+    monkeypatch.setattr(stores, "CHUNK", 7)
+    monkeypatch.setattr(stores, "encode", watched)
+    made(write_classes(tmp_path / "c.jsonl"))
+    assert len(sizes) > 4
+    assert sizes == sorted({*sizes})
+
+
+def test_texts_of_a_batch_may_have_more_than_2_gib(tmp_path):
+    schema = made(write_pairs(tmp_path / "p.jsonl"), task_type="causal_lm").table.schema
+    assert {schema.field(name).type for name in ("unit", "stratum", "task", "input", "target")} == {
+        pa.large_string()
+    }
+    assert schema.field("options").type == pa.list_(pa.large_string())
+
+
+def test_a_store_that_another_process_has_written_meanwhile_stays(tmp_path, cache):
+    path = write_classes(tmp_path / "c.jsonl")
+    store = made(path)
+    number = store.path.stat().st_ino
+    config = Config()
+    stores.write(store.path, tabulate("c", read_file(path), config, print), config, TOKENIZER, [])
+    assert store.path.stat().st_ino == number
+    assert [file.name for file in cache.iterdir()] == [store.path.name]
+
+
+@pytest.mark.parametrize("error", [TimedOut, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["encode", "publish"])
+def test_an_interrupted_write_leaves_no_file(tmp_path, cache, monkeypatch, error, where):
+    def fail(*_, **__):
+        assert list(cache.iterdir()) or where == "encode"
+        raise error
+
+    monkeypatch.setattr(stores, where, fail)
+    with pytest.raises(error):
+        made(write_classes(tmp_path / "c.jsonl"))
+    assert not list(cache.iterdir())
+
+
+def test_notes_of_a_store_are_those_of_its_own_file(tmp_path):
+    first = bad_file(tmp_path, [b"{"])
+    second = tmp_path / "second.jsonl"
+    second.write_bytes(first.read_bytes())
+    for path in (first, second, first):
+        (note,) = made(path, on_bad_task="skip").notes
+        assert note.startswith(f"dataset={path}: 1 of 41 rows cannot be used; the first: {path}:41 is not")
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, cache, monkeypatch, folder):
+    """Its rows would be those of the digest of the earlier content, for every later run."""
+    parent = tmp_path / "d" / "s"
+    parent.mkdir(parents=True)
+    path = write_classes(parent / "t.jsonl")
+    before = path.read_bytes()
+
+    def changed(file, *arguments):
+        file.write_bytes(before.replace(b"text", b"sentence"))
+        return read_file(file, *arguments)
+
+    config = Config(dataset=[str(path)], n_way=2, k_shot=1, num_query=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("fmmeta.tasks.sources.load.read_file", changed)
+        if folder:
+            source = FolderSource(
+                task_files(str(tmp_path / "d"), 128) or [], EpisodeShape.of(config), config, TOKENIZER
+            )
+            message = refusal(source.draw, Schedule(source.items, 1, 0).meta_batch(0)[0])
+        else:
+            message = refusal(load_sources, config, TOKENIZER, print)
+    check_message(message, f"{path} changed while it was read", "start again")
+    assert not cache.exists()
+    path.write_bytes(before)
+    assert load_sources(config, TOKENIZER, print)
 
 
 def test_a_store_truncated_while_open_raises_an_error(tmp_path):

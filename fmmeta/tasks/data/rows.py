@@ -20,6 +20,7 @@ import os
 import re
 import sys
 import time
+import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from fmmeta.config.settings import Config, RowConfig
 from fmmeta.tasks.data.images import EncodedImage, encoded_image, image_folder
 
 ENDINGS = (".jsonl", ".csv", ".parquet")
+PARQUET_ROWS = 1024  # that are in memory as columns at a time
 
 Examples = Sequence[tuple[Any, Any] | Mapping[str, Any]]
 """Pairs of text and class, or of input and output; or rows as a file has them."""
@@ -48,7 +50,7 @@ Bad = Callable[[UsageError], None]
 """Handles an error of a row or a file: raises it, or stores it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """Values by column, their origin (`file:line`), and the folder where relative paths of images begin."""
 
@@ -142,6 +144,7 @@ def jsonl(path: Path, file: io.BufferedReader) -> Iterator[Row | UsageError]:
             yield UsageError(f"{path}:{number} is not a line of JSON ({error}); fix the line")
         else:
             if isinstance(values, dict):
+                values = {sys.intern(name): one for name, one in values.items()}  # rows share the names
                 yield Row(values, f"{path}:{number}", path.parent)
             else:
                 yield UsageError(f'{path}:{number} is no JSON object; write {{"text": ..., "label": ...}}')
@@ -172,6 +175,7 @@ def csv_rows(path: Path, file: io.BufferedReader) -> Iterator[Row | UsageError]:
                 undecodable.clear()
             elif header is None:
                 header = cells
+                refuse_twice(f"{path}:{reader.line_num}", header)
             elif cells and len(cells) != len(header):
                 yield UsageError(
                     f"{path}:{reader.line_num} has another number of fields than the header; fix the line"
@@ -192,12 +196,45 @@ def parquet(path: Path, file: io.BufferedReader, most_gib: float | None) -> Iter
         size = sum(packed.metadata.row_group(number).total_byte_size for number in groups)
         if size > most_bytes(most_gib):
             raise too_large(path, most_gib, f"{size} bytes, ")
-        rows = packed.read().to_pylist()
+        refuse_twice(str(path), packed.schema_arrow.names)
+        done = 0
+        for batch in packed.iter_batches(PARQUET_ROWS):
+            yield from batch_rows(batch, path, done)
+            done += len(batch)
     except pyarrow.ArrowException as error:
-        yield UsageError(f"{path} is not a parquet file ({error}); fix or remove it")
-        return
-    for number, values in enumerate(rows, 1):
-        yield Row(values, f"{path}:{number}", path.parent)
+        raise UsageError(f"{path} is not a parquet file ({one_line(error)}); fix or remove it") from None
+
+
+def batch_rows(batch: Any, path: Path, done: int) -> Iterator[Row | UsageError]:
+    """Rows of a batch of Arrow, an error for each that Python has no values for. done: rows before it."""
+    try:
+        found: list[Any] = batch.to_pylist()
+    except Exception:  # each type has others: texts that are no UTF-8, unknown time zones
+        found = [None] * len(batch)
+    for index, values in enumerate(found):
+        origin = f"{path}:{done + index + 1}"
+        yield Row(values, origin, path.parent) if values else read_cells(batch, index, origin, path)
+
+
+def read_cells(batch: Any, index: int, origin: str, path: Path) -> Row | UsageError:
+    """A row of a batch, read value by value; an error for the first that cannot be read."""
+    values = dict[str, Any]()
+    for column, cells in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            values[column] = cells[index].as_py()
+        except Exception as error:
+            return UsageError(
+                f"{origin} has a value in the column {shortened(column)} that cannot be read"
+                f" ({one_line(error)}); fix it, or remove the column"
+            )
+    return Row(values, origin, path.parent)
+
+
+def refuse_twice(where: str, columns: Sequence[str]) -> None:
+    """Raise `UsageError` if two columns have the same name; columns without a name are not read."""
+    for name, count in Counter(columns).items():
+        if name and count > 1:
+            raise UsageError(f"{where} has {count} columns named {shortened(name)}; rename all but one")
 
 
 @cache
@@ -410,9 +447,10 @@ def tabulate(
             columns["stratum"] = pick(name, config, names, "stratum_column", required=False)
             if config.stratum_column is None:  # rows without a stratum are in that of `all`
                 usual_stratum = columns.pop("stratum")
-    found: dict[Any, dict[str, str]] = {}
-    options: dict[Any, list[str]] = {}
-    encoded: dict[Any, EncodedImage] = {}
+    table, seen = Table([], [], [], [], []), set[Any]()
+    roles = ("task",) if causal else ("task", "target")
+    units = {role: column for role, column in columns.items() if column and role in roles}
+    firsts: dict[str, dict[str, Row]] = {role: {} for role in units}  # of each name, its first row
     wrong, image = 0, columns["input"] if images else None
     if images:
         del columns["input"]
@@ -424,37 +462,63 @@ def tabulate(
             if image:
                 values["input"], data = encoded_image(row.values.get(image), image, row.origin, row.folder)
             if collated:
-                values["values"] = as_json({key: one for key, one in row.values.items() if key != image})
+                shown = {key: one for key, one in row.values.items() if key != image}
+                values["values"] = as_json(row.origin, shown, default=as_plain)
                 values.setdefault("input", hashlib.sha256(values["values"].encode()).hexdigest()[:32])
             choices = options_of(row, values["target"]) if causal else []
         except UsageError as error:
             bad(error)
             wrong += 1
-        else:
-            if stratum_of is not None:
-                values["stratum"] = stratum_of(row)
-            key: Any = (*(values.get(role) for role in ("task", "input", "target", "values")),)
-            key = key if unique else number
-            found.setdefault(key, values)
-            options.setdefault(key, choices)
-            if image:
-                encoded.setdefault(key, data)
-    if duplicates := len(rows) - len(found) - wrong:
+            continue
+        if stratum_of is not None:
+            values["stratum"] = stratum_of(row)
+        for role, rows_of_names in firsts.items():
+            rows_of_names.setdefault(values[role], row)
+        key: Any = (*(values.get(role) for role in ("task", "input", "target", "values")),)
+        key = key if unique else number
+        if key in seen:
+            continue
+        seen.add(key)
+        table.unit.append(values.get("task", values["target"]))
+        table.stratum.append(values.get("stratum", "all"))
+        table.task.append(values.get("task", ""))
+        table.input.append(values["input"])
+        table.target.append(values["target"])
+        table.options.append(choices)
+        if image:
+            table.image.append(data)
+        if collated:
+            table.values.append(values["values"])
+    for role, column in units.items():
+        note_alike(column, firsts[role], notice)
+    if duplicates := len(rows) - len(seen) - wrong:
         notice(f"{duplicates} of {len(rows)} rows repeat another one and are left out")
     if not causal and unique:
-        inputs = Counter((values.get("task"), values["input"]) for values in found.values())
+        inputs = Counter(zip(table.task, table.input, strict=True))
         if several := sum(count > 1 for count in inputs.values()):
             notice(f"{counted(several, 'input')} of {name} in more than one class; correct the labels")
-    return Table(
-        [values.get("task", values["target"]) for values in found.values()],
-        [values.get("stratum", "all") for values in found.values()],
-        [values.get("task", "") for values in found.values()],
-        [values["input"] for values in found.values()],
-        [values["target"] for values in found.values()],
-        [*options.values()],
-        [*encoded.values()],
-        [values["values"] for values in found.values() if collated],
-    )
+    return table
+
+
+def note_alike(column: str, firsts: Mapping[str, Row], notice: Callable[[str], None]) -> None:
+    """Log names of classes or tasks that are read as different ones and look the same.
+
+    They are not merged: they may be meant, and a file of splits has them as they are. firsts: of each name,
+    its first row.
+    """
+    alike: dict[str, list[str]] = {}
+    for name, row in firsts.items():
+        value = row.values[column]
+        whole = isinstance(value, (int, float)) and value % 1 == 0  # 1, 1.0 and true of JSON
+        text = str(int(value)) if whole else unicodedata.normalize("NFC", name).strip()
+        alike.setdefault(text, []).append(name)
+    if several := [names for names in alike.values() if len(names) > 1]:
+        one, other = (f"{column}={shortened(name)} at {firsts[name].origin}" for name in several[0][:2])
+        more = f" ({len(several) - 1} more like them)" if len(several) > 1 else ""
+        notice(
+            f"{one} and {other} differ only in spaces at an end, Unicode form (NFC, NFD) or type of number,"
+            f" and are different names{more}; write them alike if they are the same"
+        )
 
 
 def label_texts(config: RowConfig, classes: Sequence[str]) -> dict[str, str]:
@@ -486,9 +550,23 @@ def with_label_rows(table: Table, labels: Mapping[str, str]) -> Table:
     )
 
 
-def as_json(values: dict[str, Any]) -> str:
-    """The columns of a row; arrays become lists, and other objects their text."""
-    return to_json(values, default=lambda one: one.tolist() if hasattr(one, "tolist") else str(one))
+def as_json(origin: str, values: dict[str, Any], write: Callable[..., str] = to_json, **how: Any) -> str:
+    """The columns of a row as JSON. write, how: a function such as json.dumps, and its options.
+
+    Raises `UsageError`.
+    """
+    try:
+        return write(values, **how)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"{origin} has a value that JSON cannot hold ({one_line(error)}); give texts, numbers of fewer"
+            " digits, lists, and dictionaries whose keys are texts"
+        ) from None
+
+
+def as_plain(value: Any) -> Any:
+    """An array as a list, and another object as its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def input_setting(task_type: str, images: bool) -> str:
@@ -586,7 +664,10 @@ def has_text(row: Row, column: str) -> bool:
 def is_text(value: Any) -> bool:
     """Whether a value is read as a text: numbers and dates are; null, NaN, bytes, lists, objects are not."""
     kinds = (str, bool, numbers.Number, np.bool_, datetime.date, datetime.time, datetime.timedelta)
-    return isinstance(value, kinds) and bool(value == value)
+    try:
+        return isinstance(value, kinds) and bool(value == value) and str(value) is not None
+    except (ValueError, ArithmeticError):  # an integer of thousands of digits, a signalling NaN
+        return False
 
 
 def options_of(row: Row, answer: str) -> list[str]:

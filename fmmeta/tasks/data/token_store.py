@@ -3,7 +3,8 @@
     <datasets cache>/fmmeta/<key>.arrow      an Arrow stream (datasets.Dataset.from_file reads it too)
 
 A file gets its name after it is complete, and the name is a digest of all that its content depends on. So
-processes and runs share files without locks.
+processes and runs share files without locks. Batches are written as they are tokenised; what is known after
+them is in the metadata of the last one, which has no rows.
 """
 
 import contextlib
@@ -12,7 +13,8 @@ import json
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.encode import encode, full_rows
 from fmmeta.tasks.data.images import EncodedImage, ImageReader
 from fmmeta.tasks.data.rows import (
+    IN_MEMORY,
     Bad,
     Row,
     Table,
@@ -40,8 +43,11 @@ from fmmeta.tasks.data.rows import (
 )
 
 # part of every key: raise it when the columns, their meaning or the way texts become tokens change
-FORMAT = 4
+FORMAT = 5
 CHUNK = 8192  # rows of a record batch, and of a call of the tokenizer
+# 64-bit offsets: the texts of a batch may have more than 2 GiB
+TEXT, TOKENS = pa.large_string(), pa.list_(pa.int32())
+KINDS = {"input_ids": TOKENS, "labels": TOKENS, "options": pa.list_(TEXT), "image": pa.large_binary()}
 OF_TOKENIZER = (
     "eos_token_id",
     "special_tokens_map",
@@ -61,8 +67,10 @@ class TokenStore:
 
     def __init__(self, path: Path, images: ImageReader | None = None) -> None:
         self.path, self.bytes, self.images = path, path.stat().st_size, images
-        self.table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-        facts = json.loads((self.table.schema.metadata or {})[b"fmmeta"])
+        stream = pa.ipc.open_stream(pa.memory_map(str(path)))
+        *batches, last = stream.iter_batches_with_custom_metadata()
+        facts = json.loads((last.custom_metadata or {})[b"fmmeta"])
+        self.table = pa.Table.from_batches([one.batch for one in batches])
         self.notes: list[str] = facts["notes"]
         self.fingerprint: str = facts["fingerprint"]
         self.named_tasks = bool(self.text("task", 0))
@@ -144,12 +152,13 @@ def prepare(
     if config.collate_fn is not None:
         settings["collate_fn"] = True
     images = tokenizer if isinstance(tokenizer, ImageReader) else None
-    where = str(Path(name).absolute()) if images and Path(name).exists() else ""  # paths are stored
-    key = digest([FORMAT, content, where, tokenizer_print(tokenizer), settings, one_task])
-    path = cache_folder() / f"{key}.arrow"
-    try:
-        store = TokenStore(path, images)
-    except (pa.ArrowException, OSError, ValueError, KeyError):  # no such file, or a broken one
+    root = Path("" if name == IN_MEMORY else name)  # paths below it are stored as absolute ones
+    where = str(root.absolute()) if images and root.exists() else ""
+    key = [FORMAT, content, where, tokenizer_print(tokenizer), settings, one_task]
+    # notes name files, so that a store with notes is that of one data set
+    path, noted = (cache_folder() / f"{digest(one)}.arrow" for one in (key, [*key, name]))
+    store = stored(images, path, noted)
+    if store is None:
         errors, notes = list[UsageError](), list[str]()
         bad = refuse if config.on_bad_task == "raise" else errors.append
         rows = read(bad)
@@ -165,8 +174,10 @@ def prepare(
                 f" {errors[0]}"
             )
             if not good or len(errors) > config.max_bad_fraction * (len(errors) + good):
-                raise UsageError(f"{found} (max_bad_fraction={config.max_bad_fraction})") from None
+                raise UsageError(f"{found} (max_bad_fraction={config.max_bad_fraction})")
             notes.append(f"{found}; left out")
+        del rows
+        path = noted if notes else path
         write(path, table, config, tokenizer, notes)
         store = TokenStore(path, images)
     for note in store.notes:
@@ -176,12 +187,47 @@ def prepare(
     return store
 
 
+def stored(images: ImageReader | None, *paths: Path) -> TokenStore | None:
+    """The first of these stores that exists and is complete."""
+    for path in paths:
+        with contextlib.suppress(pa.ArrowException, OSError, ValueError, KeyError):
+            return TokenStore(path, images)
+    return None
+
+
 def write(path: Path, table: Table, config: Config, tokenizer: Any, notes: list[str]) -> None:
-    """Tokenise and write a store under a temporary name, then rename it."""
-    causal, tokens = config.task_type == "causal_lm", pa.list_(pa.int32())
-    batches, seen = [], hashlib.sha256(json.dumps([table.unit, table.stratum]).encode())
+    """Tokenise and write a store under a temporary name, then rename it.
+
+    A complete store that another process has written meanwhile stays: others may have mapped it, and on a
+    network file system a file that is replaced takes its bytes with it.
+    """
+    seen = hashlib.sha256(json.dumps([table.unit, table.stratum]).encode())
     names = label_texts(config, sorted(set(table.target)))
-    table = with_label_rows(table, names)
+    batches = record_batches(with_label_rows(table, names), config, tokenizer, seen)
+    temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        first = next(batches)
+        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, first.schema) as stream:
+            for batch in chain([first], batches):
+                stream.write_batch(batch)
+            if isinstance(tokenizer, ImageReader):
+                seen.update(tokenizer.fingerprint.encode())
+            facts = {"notes": notes, "fingerprint": seen.hexdigest(), "label_rows": len(names)}
+            stream.write_batch(first.slice(0, 0), custom_metadata={"fmmeta": json.dumps(facts)})
+        publish(temporary, path, keep=lambda: stored(None, path) is not None)
+    except OSError as error:
+        raise UsageError(
+            f"{path.parent} cannot be written to ({error}); set HF_DATASETS_CACHE to a folder with room"
+        ) from None
+    finally:  # a timeout is no `Exception`
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def record_batches(table: Table, config: Config, tokenizer: Any, seen: Any) -> Iterator[pa.RecordBatch]:
+    """The rows with their tokens, and in the digest `seen` all that a model reads of them."""
+    causal = config.task_type == "causal_lm"
     for begin in range(0, len(table.input), CHUNK):
         columns = {role: column[begin : begin + CHUNK] for role, column in vars(table).items()}
         pairs: list[Any] = [([0], []) for _ in columns["input"]]  # a row that is no text counts as one token
@@ -190,35 +236,20 @@ def write(path: Path, table: Table, config: Config, tokenizer: Any, notes: list[
             pairs = [(example.input_ids, example.labels if causal else []) for example in examples]
         seen.update(repr(pairs).encode())
         add_inputs(columns, seen)
-        ids, labels = (pa.array(column, tokens) for column in zip(*pairs, strict=True))
-        columns["options"] = pa.array(columns["options"], pa.list_(pa.string()))
-        batches.append(pa.record_batch({"input_ids": ids, "labels": labels, **columns}))
+        ids, labels = zip(*pairs, strict=True)
+        columns = {"input_ids": ids, "labels": labels, **columns}
+        yield pa.record_batch(
+            {name: pa.array(column, KINDS.get(name, TEXT)) for name, column in columns.items()}
+        )
     if config.task_type == "classification" and table.task[0]:
         seen.update(json.dumps(table.target).encode())  # classes; without named tasks they are the units
-    if isinstance(tokenizer, ImageReader):
-        seen.update(tokenizer.fingerprint.encode())
-    found = {"notes": notes, "fingerprint": seen.hexdigest(), "label_rows": len(names)}
-    facts = {"fmmeta": json.dumps(found)}
-    schema = batches[0].schema.with_metadata(facts)
-    temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
-            stream.write_table(pa.Table.from_batches(batches).replace_schema_metadata(facts))
-        publish(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise UsageError(
-            f"{path.parent} cannot be written to ({error}); set HF_DATASETS_CACHE to a folder with room"
-        ) from None
 
 
 def add_inputs(columns: dict[str, Any], seen: Any) -> None:
     """Turn images and values into columns of a store, and add what identifies them to the digest `seen`."""
     images, values = columns.pop("image"), columns.pop("values")
     if images:
-        columns["image"] = pa.array([one.content for one in images], pa.large_binary())
+        columns["image"] = [one.content for one in images]
         columns["image_where"] = [one.where for one in images]
         seen.update(json.dumps(columns["input"]).encode())
     if values:

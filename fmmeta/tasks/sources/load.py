@@ -34,6 +34,7 @@ from fmmeta.tasks.data.rows import (
     IN_MEMORY,
     Bad,
     Row,
+    as_json,
     data_files,
     files_of,
     hub_rows,
@@ -223,10 +224,11 @@ class FolderSource(TaskSource):
         """
         with file.path.open("rb"):
             pass  # raises an I/O error as `OSError`, so that it is retried
+        content, read = files_reader(str(file.path), [file.path], self.config)
         store = prepare(
             str(file.path),
-            files_digest([file.path]),
-            lambda bad: read_file(file.path, bad, self.config.max_file_gib),
+            content,
+            read,
             self.config,
             self.tokenizer,
             notice,
@@ -438,18 +440,37 @@ def reader_of(
                 f"dataset={IN_MEMORY} stands for rows that were given in Python; use"
                 " MetaTrainer(dataset=...), or name a file"
             )
-        content = json.dumps([row.values for row in rows], sort_keys=True, default=content_of)
-        return digest(content), lambda bad: rows
+        parts = (
+            as_json(row.origin, row.values, json.dumps, sort_keys=True, default=content_of) for row in rows
+        )
+        return digest(f"[{', '.join(parts)}]"), lambda bad: rows
     if images := image_rows(name):
         stats = [(row.values["image"], Path(name, row.values["image"]).stat().st_size) for row in images]
         return digest(stats), lambda bad: images  # the files are not read before an episode needs them
     if (data := data_files(name)) is not None:
-        return files_digest(data), lambda bad: [
-            row for file in data for row in read_file(file, bad, config.max_file_gib)
-        ]
+        return files_reader(f"dataset={name}", data, config)
     split = config.dataset_split
     part = open_hub(name, config.dataset_config_name, split, config.dataset_revision)
     return digest([part._fingerprint]), lambda bad: hub_rows(name, split, part)
+
+
+def files_reader(
+    what: str, files: Sequence[Path], config: Config
+) -> tuple[str, Callable[[Bad], Sequence[Row]]]:
+    """A digest of files, and a function that reads their rows. what: the files, for messages.
+
+    That function raises `UsageError` for files that no longer have this digest: the rows would be stored
+    under it, and later be read for files with the earlier content.
+    """
+    content = files_digest(files)
+
+    def read(bad: Bad) -> list[Row]:
+        rows = [row for file in files for row in read_file(file, bad, config.max_file_gib)]
+        if files_digest(files) != content:
+            raise UsageError(f"{what} changed while it was read; start again once no program writes to it")
+        return rows
+
+    return content, read
 
 
 def load_suite(name: str, config: Config, tokenizer: Any, notice: Notice, wanted: Sequence[str]) -> Sources:
