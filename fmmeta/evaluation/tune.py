@@ -419,7 +419,9 @@ class TuneRun:
             },
         }
         rates = stored.get("inner_rates")
-        if isinstance(rates, dict):
+        if settings.sets_inner_lr:  # measured without the learned rates
+            values = {name: one for name, one in values.items() if not name.startswith("inner_rates")}
+        elif isinstance(rates, dict):
             values["inner_rates"] = {
                 name: [rate * scale for rate in column] for name, column in rates.items()
             }

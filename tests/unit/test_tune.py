@@ -165,10 +165,12 @@ def test_a_learned_head_is_tried_beside_zeros(tmp_path):
     [
         ({"algorithm": "meta_sgd"}, {"inner_lrs": [0.5]}),
         ({}, {"inner_lrs": [0.01], "inner_optimizer": "adamw", "feature_norm": 2.0}),
+        ({"algorithm": "meta_sgd"}, {"inner_lrs": [0.01], "inner_optimizer": "adamw"}),
+        ({"inner_lr_learned": "layer"}, {"inner_lrs": [0.01], "inner_optimizer": "adamw"}),
     ],
 )
 def test_evaluation_of_the_tuned_model_gives_the_scored_loss(run, flags, tmp_path):
-    """Rates by element are scaled; settings given by flags are stored too."""
+    """Rates by element are scaled, or dropped with another optimizer; settings given by flags are stored."""
     model = trained(tmp_path / "run", **run)
     for _ in range(2):  # again: from what the first one stored
         settings = TuneConfig(
