@@ -17,6 +17,7 @@ from fmmeta.adaptation.model import AdaptedModel
 from fmmeta.adaptation.task_learner import TaskLearner, read_task, support_set
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
+from fmmeta.common.text import counted
 from fmmeta.config.fields import refuse_first
 from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.models.from_gguf import as_folder
@@ -86,7 +87,7 @@ def adapt(
             raise UsageError(learned.failure)
         if learned.left_out is not None:
             progress.notice(
-                f"{learned.steps} inner steps: {100 * learned.left_out:.1f} % right of examples that were"
+                f"{counted(learned.steps, 'inner step')}: {100 * learned.left_out:.1f} % right of examples that were"
                 f" left out, of up to {learner.inner.steps} steps"
             )
         if learned.weights is not None:

@@ -314,16 +314,15 @@ def learn_all(
     if not tasks.to_learn:
         return {}
     ranks = split(settings, world)
-    by_key: dict[int, list[TaskExamples]] = {}
+    by_key: dict[tuple[int, bool], list[TaskExamples]] = {}
     with world.comm.raise_on_all("reading settings"):
-        keys = {
-            classes: head_key(settings, classes) for classes in {len(one.labels) for one in tasks.to_learn}
-        }
+        keys = {labels: head_key(settings, labels) for labels in {one.labels for one in tasks.to_learn}}
     for one in tasks.to_learn:
-        by_key.setdefault(keys[len(one.labels)], []).append(one)
+        by_key.setdefault(keys[one.labels], []).append(one)
     failed, before = dict[str, str](), 0
-    for group in by_key.values():
-        learner = TaskLearner(settings, max(len(one.labels) for one in group), progress, ranks=ranks)
+    for (_, learned), group in by_key.items():
+        classes, labels = max(len(one.labels) for one in group), group[0].labels if learned else ()
+        learner = TaskLearner(settings, classes, progress, labels, ranks)
         if learner.config.lora_r == 0 and world.launch.world_size > 1:
             raise UsageError(
                 f"lora_r=0 with {world.launch.world_size} ranks: whole models are adapted in one process;"

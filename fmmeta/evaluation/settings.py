@@ -5,6 +5,7 @@ then used, so that a model is adapted as it was meta-trained; without one, the d
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from fmmeta.config.settings import (
 from fmmeta.models.files import remembered
 from fmmeta.models.load import describe, fitted
 from fmmeta.tasks.data.rows import ENDINGS, ending
+from fmmeta.tasks.data.splits import few
 
 METHODS = (
     "finetune",
@@ -101,8 +103,11 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
     model_name_or_path: str = setting("tiny", "HF folder, hub id or GGUF file")
     seed: int = setting(42, "Seed of the episodes and of newly initialised weights")
 
-    def run_config(self, **values: Any) -> Config:
-        """The `Config` of a run without training: `values`, then set flags, then what the model stores."""
+    def run_config(self, *, labels: Sequence[str] = (), **values: Any) -> Config:
+        """The `Config` of a run without training: `values`, then set flags, then what the model stores.
+
+        labels: names of the classes of the task, where there is one task only.
+        """
         shared = vars(self).keys() & Config.__dataclass_fields__.keys()
         given = {name: getattr(self, name) for name in shared if getattr(self, name) not in (None, [])}
         memory = remembered(self.model_source)
@@ -118,16 +123,23 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
             replaced |= {"inner_optimizer", *BELONG_TO["inner_optimizer"]}
         stored = {name: memory[name] for name in REMEMBERED if name in memory and name not in replaced}
         config = Config(**{**stored, **given, "algorithm": "none", **values})
-        if "head_init" in stored and self.unusable_head(config):
+        if "head_init" in stored and self.unusable_head(config, labels):
             config = replace(config, head_init="zero")
         return config if config.builtin_model else fitted(config, describe(config).hf_config)
 
-    def unusable_head(self, config: Config) -> str:
-        """A message if the stored learned head is for another number of classes than `config` has."""
+    def unusable_head(self, config: Config, labels: Sequence[str] = ()) -> str:
+        """A message if the stored learned head is for another number of classes than `config` has, or, in a
+        folder that `adapt` wrote, for other classes than `labels`.
+        """
         memory = remembered(self.model_source)
         classes = memory.get("classes", memory.get("n_way"))
         learned = not self.head_init and memory.get("head_init") == "learned"
-        if config.task_type != "classification" or not learned or classes == config.most_classes:
+        if config.task_type != "classification" or not learned:
+            return ""
+        own = memory.get("labels", labels)
+        if list(own) != list(labels):
+            return f"the model's head is for the classes {few(own)}; those of these tasks begin with zeros"
+        if classes == config.most_classes:
             return ""
         return f"the model's head is for {classes} classes; those of {config.most_classes} begin with zeros"
 

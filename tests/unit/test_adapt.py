@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
 import signal
 
@@ -209,6 +210,28 @@ def test_adapting_again_uses_the_stored_inner_steps(bert, tmp_path):
     fmmeta.adapt(tmp_path / "one", PAIRS, output_dir=tmp_path / "two", **flags)
     for name in ("one", "two"):
         assert json.loads((tmp_path / name / "fmmeta.json").read_text())["inner_steps"] == 3
+
+
+@pytest.mark.parametrize("lora_r", [0, 4])
+def test_the_head_of_an_adapted_folder_is_for_its_own_classes_alone(lora_r, bert, classes, tmp_path, capsys):
+    """Other classes begin with zeros, as many as they are; the same ones with the learned head."""
+    adapted = fmmeta.adapt(
+        bert, PAIRS, output_dir=tmp_path / "one", pooling="mean", lora_r=lora_r, inner_steps=3, inner_lr=0.5
+    )
+    tasks = {"same": PAIRS[::-1], "renamed": [(text, f"z{label[-5:]}") for text, label in PAIRS]}
+    many = fmmeta.adapt_many(tmp_path / "one", tasks, output_dir=tmp_path / "many", inner_steps=0)
+    for name, pairs in tasks.items():
+        alone = fmmeta.adapt(tmp_path / "one", pairs, inner_steps=0, quiet=False)
+        line = "the model's head is for the classes class"
+        assert (line in "".join(capsys.readouterr())) == (name == "renamed")
+        wanted = [one.score for one in adapted.predict(TEXTS)] if name == "same" else [1 / 3] * 3
+        for model in (alone, many[name]):
+            assert [one.score for one in model.predict(TEXTS)] == pytest.approx(wanted, abs=1e-5)
+    found = fmmeta.evaluate(
+        tmp_path / "one", classes, n_way=3, k_shot=1, num_query=2, episodes=2, inner_steps=0, quiet=False
+    )
+    assert found["loss"] == pytest.approx(math.log(3))
+    assert line in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(
