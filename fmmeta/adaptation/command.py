@@ -87,8 +87,8 @@ def adapt(
             raise UsageError(learned.failure)
         if learned.left_out is not None:
             progress.notice(
-                f"{counted(learned.steps, 'inner step')}: {100 * learned.left_out:.1f} % right of examples that were"
-                f" left out, of up to {learner.inner.steps} steps"
+                f"{counted(learned.steps, 'inner step')}: {100 * learned.left_out:.1f} % right of examples"
+                f" that were left out, of up to {learner.inner.steps} steps"
             )
         if learned.weights is not None:
             learner.hold(learned.weights)

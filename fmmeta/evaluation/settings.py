@@ -5,7 +5,9 @@ then used, so that a model is adapted as it was meta-trained; without one, the d
 """
 
 import math
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,7 @@ OF_TUNE = ("finetune", "finetune+in_context")
 OF_LANGUAGE_MODELS = (*OF_ADAPT, "zero_shot")
 METRICS = ("rouge_l", "exact_match", "options", "rank")
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0)  # that tune tries with sgd; a hundredth with adamw
+SPLIT_FILES = ("class_splits.json", "task_splits.json")
 EVAL_SPLITS = ("train", "valid", "test")
 OF_TRAINING = (  # no effect on an evaluation
     "mix_weights",
@@ -79,6 +82,26 @@ def has_inner_loop(methods: str) -> bool:
 def has_prompts(methods: str) -> bool:
     """Whether one of the methods puts the support set into the prompt of a query."""
     return "in_context" in methods
+
+
+def refuse_input_as_output(settings: Any) -> None:
+    """Raise `UsageError` if the file `output` is an input: of another setting, or in a folder of data."""
+    output = str(settings.output)
+    if not os.path.isfile(output):
+        return
+
+    def is_output(path: str) -> bool:
+        with suppress(OSError, ValueError):  # of a text that is no path
+            return os.path.samefile(path, output)
+        return False
+
+    file = Path(output).name
+    is_data = ending(Path(file)) is not None or file in SPLIT_FILES
+    for name, values in vars(settings).items():
+        for value in map(str, values if isinstance(values, list) else [values]):
+            in_folder = is_data and name == "dataset" and is_output(os.path.join(value, file))
+            if name != "output" and (is_output(value) or in_folder):
+                raise UsageError(f"output={output} is an input too, of {name}={value}; give another file")
 
 
 def settings_of_training(*names: str) -> Any:
@@ -212,6 +235,7 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
             names = [self.dataset] if isinstance(self.dataset, str) else self.dataset
             self.n_way = "3" if "digits" in names else "5"
         self.n_way = str(self.n_way)
+        refuse_input_as_output(self)  # before texts replace paths of JSON files
         self.label_names = label_texts_of(self.label_names)
         self.method, self.k_shot = list(dict.fromkeys(self.method)), list(dict.fromkeys(self.k_shot))
         check_values(self)
@@ -518,8 +542,9 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
     )
 
     def __post_init__(self) -> None:
-        source, target = Path(self.input), Path(self.output)
         check_values(self)
+        if self.input != "-":
+            refuse_input_as_output(self)
         refuse_first(
             [
                 (
@@ -556,12 +581,8 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
                     f"adapters={self.adapters} is no directory; give the output_dir of fmmeta adapt",
                 ),
                 (
-                    self.input != "-" and not source.is_file(),
+                    self.input != "-" and not Path(self.input).is_file(),
                     f"input={self.input} is not a file; give one, or - for standard input",
-                ),
-                (
-                    self.input != "-" and source.is_file() and target.is_file() and target.samefile(source),
-                    f"output={self.output} is the input too; give another file",
                 ),
             ]
         )

@@ -81,7 +81,11 @@ def results(config: Config, data: Sequence[str], compared: Compared, kind: str =
     """The accuracy and the loss after adaptation, for the metadata of a card."""
     classes = config.task_type == "classification"
     in_prompt = find(config.algorithm).in_prompt
-    learned = "with the support set in the prompt" if in_prompt else f"after {counted(config.inner_steps, 'inner step')}"
+    learned = (
+        "with the support set in the prompt"
+        if in_prompt
+        else f"after {counted(config.inner_steps, 'inner step')}"
+    )
     found = list[EvalResult]()
     accuracy, loss = compared.rows[AFTER]
     kinds = ("accuracy", "accuracy") if classes else ("exact_match", "exact match")

@@ -29,7 +29,7 @@ from fmmeta.evaluation.methods import (
     soft_kmeans,
 )
 from fmmeta.evaluation.results import EvalCell, differences, read_cells, results_of, show, write_output
-from fmmeta.evaluation.settings import EvaluateConfig
+from fmmeta.evaluation.settings import EvaluateConfig, TuneConfig
 from fmmeta.metrics.scores import EpisodeScore, calibration_error, episode_score, paired, prediction_stats
 from fmmeta.models.files import hub_answers
 from fmmeta.models.load import describe, load_tokenizer
@@ -643,6 +643,29 @@ def test_unwritable_output_is_refused_first_and_the_table_is_still_shown(
         message = refusal(fmmeta.evaluate, str(bert), str(classes), **flags, output=str(output))
         check_message(message, f"output={output} ", cause, remedy)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]  # no partial file is left
+
+
+@pytest.mark.parametrize("kind", [EvaluateConfig, TuneConfig])
+@pytest.mark.parametrize("name", ["dataset", "class_splits", "label_names", "compare"])
+def test_an_output_that_is_an_input_is_refused(kind, name, tmp_path):
+    file, link = tmp_path / "input.json", tmp_path / "link.json"
+    file.write_text('{"a": "b"}')
+    link.symlink_to(file)
+    values: dict[str, Any] = {name: [str(file)] if name == "dataset" else str(file)}
+    message = refusal(kind, output=str(link), **values)
+    check_message(message, f"output={link} is an input too, of {name}={file}", "give another file")
+    assert kind(output=str(tmp_path / "other.json"), dataset=[str(tmp_path)]).output
+
+
+@pytest.mark.parametrize("name", ["test.jsonl", "class_splits.json"])
+def test_an_output_that_is_a_file_of_the_data_folder_is_refused(name, tmp_path):
+    (tmp_path / name).write_text("")
+    (tmp_path / "results.json").write_text("")
+    message = refusal(EvaluateConfig, dataset=[str(tmp_path)], output=str(tmp_path / name))
+    check_message(
+        message, f"output={tmp_path / name} is an input too, of dataset={tmp_path}", "give another file"
+    )
+    assert EvaluateConfig(dataset=[str(tmp_path)], output=str(tmp_path / "results.json")).output
 
 
 def test_a_model_to_compare_with_is_checked_first(bert, llama, classes, tmp_path, monkeypatch):
