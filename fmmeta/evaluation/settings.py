@@ -86,7 +86,7 @@ def has_prompts(methods: str) -> bool:
 
 def refuse_input_as_output(settings: Any) -> None:
     """Raise `UsageError` if the file `output` is an input: of another setting, or in a folder of data."""
-    output = str(settings.output)
+    output = settings.output or ""
     if not os.path.isfile(output):
         return
 
@@ -241,6 +241,7 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
         check_values(self)
         refuse_first(
             [
+                (not self.dataset, "dataset=[] names no data set; give one or more"),
                 (not self.k_shot, "k_shot names nothing; give one or more"),
                 *(
                     (

@@ -573,6 +573,7 @@ def test_infinite_losses_differ_by_zero_also_from_a_file(tmp_path):
             {"method": ["prototype"], "inner_lr_groups": ["head=2"]},
             ("inner_lr_groups=['head=2']", "method=prototype", "leave it out, or use finetune"),
         ),
+        ({"dataset": []}, ("dataset=[]", "give one or more")),
         ({"compare": "./nowhere"}, ("compare=./nowhere", "check the path")),
         (
             {"compare": "nowhere.json"},
@@ -581,7 +582,7 @@ def test_infinite_losses_differ_by_zero_also_from_a_file(tmp_path):
     ],
 )
 def test_conflicting_settings_are_refused(flags, parts):
-    check_message(refusal(fmmeta.evaluate, "tiny", "letters", **flags), *parts)
+    check_message(refusal(fmmeta.evaluate, "tiny", **{"dataset": "letters", **flags}), *parts)
 
 
 def test_unreadable_stored_settings_are_refused(tmp_path, bert):
