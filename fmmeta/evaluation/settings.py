@@ -151,15 +151,16 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
         return config if config.builtin_model else fitted(config, describe(config).hf_config)
 
     def unusable_head(self, config: Config, labels: Sequence[str] = ()) -> str:
-        """A message if the stored learned head is for another number of classes than `config` has, or, in a
-        folder that `adapt` wrote, for other classes than `labels`.
+        """See `misfit_of_head`; empty if the model's learned head would not be used."""
+        learned = not self.head_init and remembered(self.model_source).get("head_init") == "learned"
+        return self.misfit_of_head(config, labels) if config.task_type == "classification" and learned else ""
+
+    def misfit_of_head(self, config: Config, labels: Sequence[str] = ()) -> str:
+        """A message if the stored head is for another number of classes than `config` has, or, in a folder
+        that `adapt` wrote, for other classes than `labels`.
         """
         memory = remembered(self.model_source)
-        classes = memory.get("classes", memory.get("n_way"))
-        learned = not self.head_init and memory.get("head_init") == "learned"
-        if config.task_type != "classification" or not learned:
-            return ""
-        own = memory.get("labels", labels)
+        classes, own = memory.get("classes", memory.get("n_way")), memory.get("labels", labels)
         if list(own) != list(labels):
             return f"the model's head is for the classes {few(own)}; those of these tasks begin with zeros"
         if classes == config.most_classes:

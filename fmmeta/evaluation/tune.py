@@ -416,6 +416,7 @@ class TuneRun:
                 "accuracy": best.accuracy,
                 "trials": len(tried),
                 "of": self.total,
+                "head_inits": self.heads,
             },
         }
         rates = stored.get("inner_rates")
@@ -524,14 +525,17 @@ class TuneRun:
 
 
 def heads_of(settings: TuneConfig, config: Config, description: Description) -> list[str]:
-    """The heads to try: those of the settings, or the model's current one, zero, and prototype if usable.
+    """The heads to try: those of the settings, or zero, prototype if usable, and the model's learned one.
 
-    Raises `UsageError` for a head that the model cannot use.
+    The order, in which Optuna numbers them, and a learned head do not depend on the choice of an earlier
+    process, which fmmeta.json stores. Raises `UsageError` for a head that the model cannot use.
     """
     if config.task_type != "classification":
         return [config.head_init]
-    heads = []
-    for head in dict.fromkeys(settings.head_inits or [config.head_init, "zero", "prototype"]):
+    heads, before = [], remembered(settings.model_source).get("tuned")
+    tried = isinstance(before, dict) and "learned" in str(before.get("head_inits"))
+    learned = config.head_init == "learned" or (tried and not settings.misfit_of_head(config))
+    for head in dict.fromkeys(settings.head_inits or ["zero", "prototype", *["learned"] * learned]):
         try:
             empty_learner(replace(config, head_init=head), description)
             heads.append(head)

@@ -18,7 +18,8 @@ import fmmeta
 from fmmeta import Config, MetaTrainer
 from fmmeta.common.progress import Progress
 from fmmeta.evaluation.settings import TuneConfig
-from fmmeta.evaluation.tune import TuneRun, tune
+from fmmeta.evaluation.tune import Choice, TuneRun, tune
+from fmmeta.models.files import remembered
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
 from tests.support.models import write_pairs
@@ -389,6 +390,35 @@ def test_optuna_finds_a_rate(bert, classes, tmp_path):
     )  # the same trials every time, as every rank needs them
 
 
+def test_optuna_finds_the_trials_of_an_interrupted_run(tmp_path, monkeypatch):
+    """The interrupted run has stored another head with the model, which has a learned one."""
+    pytest.importorskip("optuna", reason="optuna is optional")
+    settings = TuneConfig(
+        model_name_or_path=trained(tmp_path / "run", head_init="learned"),
+        dataset=["letters"],
+        tuner="optuna",
+        trials=9,
+        **FLAGS,
+    )
+    scored, most = list[tuple[str, float]](), 3
+
+    def score(_, head, rate, optimizer):
+        if len(scored) == most:
+            raise RuntimeError("the device failed")
+        scored.append((head, rate))
+        return Choice(head, rate, 1, 1.0 + (head == "learned"), 0.5, optimizer)
+
+    monkeypatch.setattr(TuneRun, "score", score)
+    with pytest.raises(RuntimeError, match="the device failed"):
+        tune(settings, progress=Progress(False))
+    assert remembered(settings.model_source)["head_init"] != "learned"
+    most = 9
+    resumed = tune(settings, progress=Progress(False))
+    assert sorted((one.head_init, one.inner_lr) for one in resumed) == sorted(scored)
+    assert len(scored) == 9
+    assert "learned" in {head for head, _ in scored}
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
@@ -539,6 +569,7 @@ def test_a_failure_keeps_the_best_so_far(error, bert, classes, tmp_path, monkeyp
         "accuracy": best.accuracy,
         "trials": 2,
         "of": 3,
+        "head_inits": ["zero"],
     }
     out = capsys.readouterr().out
     assert "2 of 3 trials" in out
