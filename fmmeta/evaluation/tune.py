@@ -249,7 +249,7 @@ class TuneRun:
         config, inputs, chosen = plan_evaluation(
             settings, world, progress.notice, inner_steps=settings.max_steps
         )
-        self.description = inputs.description
+        self.description, self.used = inputs.description, inputs.sources.used
         with world.comm.raise_on_all("choosing heads"):
             self.heads = heads_of(settings, config, inputs.description)
             self.optimizers = {
@@ -417,6 +417,13 @@ class TuneRun:
                 "trials": len(tried),
                 "of": self.total,
                 "head_inits": self.heads,
+                "datasets": [  # with the classes or tasks that were chosen on
+                    replace(
+                        one, splits={settings.eval_split: one.splits.get(settings.eval_split, [])}
+                    ).as_dict()
+                    for one in self.used
+                    if one.splits
+                ],
             },
         }
         rates = stored.get("inner_rates")

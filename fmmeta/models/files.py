@@ -252,5 +252,6 @@ def checked(facts: Any) -> dict[str, Any]:
         isinstance(adapted.get(name) or 0, (int, float)) for name in ("inner_steps", "left_out")
     ):
         raise ValueError("adapted is not an object with numbers")
-    read_used_splits(facts)
+    for memory in (facts, facts.get("tuned", {})):
+        read_used_splits(memory)
     return facts

@@ -557,6 +557,8 @@ def test_a_failure_keeps_the_best_so_far(error, bert, classes, tmp_path, monkeyp
     best = min(scored, key=lambda one: one.loss)
     memory = json.loads((model / "fmmeta.json").read_text())
     assert (memory["inner_lr"], memory["inner_steps"]) == (best.inner_lr, best.inner_steps)
+    (chosen_on,) = memory["tuned"].pop("datasets")
+    assert sorted(chosen_on["splits"]) == ["valid"]
     assert memory["tuned"] == {
         "dataset": [classes.name],
         "eval_split": "valid",
