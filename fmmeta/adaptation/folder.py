@@ -20,7 +20,7 @@ from fmmeta.common.security import make_folders, printable, remove_empty
 from fmmeta.config.fields import default_of
 from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.meta.algorithms.baselines import leading_bos
-from fmmeta.models.files import SETTINGS_FILE, remembered, trained_with
+from fmmeta.models.files import SETTINGS_FILE, remembered, trained_with, weights_state
 from fmmeta.tasks.data.rows import Table
 from fmmeta.tasks.data.token_store import digest
 
@@ -33,8 +33,16 @@ NOT_IDENTIFYING = {
     "deepspeed",
     "group_size",
     "tokens_per_pass",
+    "gradient_checkpointing",
+    "attn_implementation",
+    "trust_remote_code",
+    "text_column",
+    "label_column",
+    "image_column",
+    "input_column",
+    "output_column",
 }
-"""Settings of which an adapted model does not depend, but for rounding."""
+"""Settings on which an adapted model does not depend, but for rounding, or only by way of its examples."""
 
 
 @contextmanager
@@ -97,6 +105,7 @@ def write_folder(adapted: AdaptedModel, folder: Path, learner: TaskLearner, lear
         "left_out": learned.left_out,
         "support": support_digest(table),
         "settings": identifying(settings, learner.method),
+        "weights": weights_state(settings.model_name_or_path),
         **({"prompt_examples": pairs} if pairs else {}),
     }
     for each in model_folders(folder):

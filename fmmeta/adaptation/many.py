@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.adaptation import model
-from fmmeta.adaptation.folder import identifying, support_digest, write_folder
+from fmmeta.adaptation.folder import NOT_IDENTIFYING, identifying, support_digest, write_folder
 from fmmeta.adaptation.model import AdaptedModel, with_labels
 from fmmeta.adaptation.task_learner import (
     Encoded,
@@ -39,7 +39,7 @@ from fmmeta.common.text import shortened
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
-from fmmeta.models.files import BASE_FOLDER, SETTINGS_FILE
+from fmmeta.models.files import BASE_FOLDER, SETTINGS_FILE, weights_state
 from fmmeta.models.load import describe
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch
@@ -291,6 +291,7 @@ def is_complete(folder: Path, table: Table, settings: AdaptConfig, method: str) 
             " output_dir"
         ) from None
     now = json.loads(json.dumps(identifying(settings, method)))
+    before = {name: value for name, value in before.items() if name not in NOT_IDENTIFYING}
     before, now = ({"method": "finetune", **values} for values in (before, now))
     if before != now:
         differ = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
@@ -298,6 +299,13 @@ def is_complete(folder: Path, table: Table, settings: AdaptConfig, method: str) 
         raise ChangedSettings(
             f"output_dir={folder.parent} holds models of a command with other settings"
             f" ({'; '.join(texts)}); use the values before ->, or another output_dir"
+        )
+    weights = weights_state(settings.model_name_or_path)
+    if stored.get("weights", weights) != weights:
+        raise ChangedSettings(
+            f"output_dir={folder.parent}: {folder.name} was learned from other weights than those of"
+            f" model_name_or_path={settings.model_name_or_path} now; remove the folders to learn the tasks"
+            " again, or use another output_dir"
         )
     if digest != support_digest(table):
         raise UsageError(

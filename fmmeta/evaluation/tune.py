@@ -36,7 +36,7 @@ from fmmeta.evaluation.methods import scores_by_step, with_stored_rates
 from fmmeta.evaluation.results import check_output, write_output
 from fmmeta.evaluation.settings import OF_TRAINING, TuneConfig, has_prompts
 from fmmeta.meta.inner_optimizers import inner_optimizer
-from fmmeta.models.files import remembered
+from fmmeta.models.files import remembered, weights_state
 from fmmeta.models.load import Description, empty_learner
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
@@ -244,7 +244,7 @@ class TuneRun:
         self.tried: list[Choice] = []
         self.new = 0  # of them, by this process
         self.trials_file: Path | None = None
-        self.weights: dict[str, list[int]] = {}  # size and time of change of the model's files
+        self.weights: dict[str, list[int]] = {}  # see `weights_state`
         self.stored: dict[tuple[str, float, str], Choice] = {}  # trials of an earlier process
         config, inputs, chosen = plan_evaluation(
             settings, world, progress.notice, inner_steps=settings.max_steps
@@ -291,11 +291,8 @@ class TuneRun:
         text, self.trials_file = "", file
         with world.comm.raise_on_all("reading finished trials"):
             if world.comm.rank == 0:
-                folder = Path(self.settings.model_name_or_path)
-                states = {one.name: one.stat() for one in sorted(folder.glob("*.safetensors"))}
-                self.weights = {name: [one.st_size, one.st_mtime_ns] for name, one in states.items()}
-            if world.comm.rank == 0 and file.is_file():
-                text = file.read_text(encoding="utf-8", errors="replace")
+                self.weights = weights_state(self.settings.model_name_or_path)
+                text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
         self.weights = json.loads(world.comm.broadcast_bytes(json.dumps(self.weights).encode()))
         if not (text := world.comm.broadcast_bytes(text.encode()).decode()):
             return

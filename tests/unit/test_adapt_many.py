@@ -368,6 +368,8 @@ def test_folders_of_other_settings_or_examples_are_not_taken_for_complete(bert, 
         "another output_dir",
     )
     fmmeta.adapt_many(bert, some, output_dir=out, micro_batch_size=7, tokens_per_pass=9, **LORA)
+    same = {"gradient_checkpointing": True, "attn_implementation": "eager", "text_column": "text"}
+    assert len(fmmeta.adapt_many(bert, some, output_dir=out, **same, **LORA)) == 2
     (out / "foreign").mkdir()
     (out / "file").write_text("")
     others = {
@@ -381,6 +383,18 @@ def test_folders_of_other_settings_or_examples_are_not_taken_for_complete(bert, 
     check_message(models.failed["task 0"], "task 0 was learned from other examples", "remove the folder")
     check_message(models.failed["foreign"], "foreign is there", "move it away")
     check_message(models.failed["file"], "file is there", "move it away")
+
+
+def test_folders_learned_from_other_weights_are_not_taken_for_complete(bert, tmp_path):
+    model, some = shutil.copytree(bert, tmp_path / "model"), dict(list(SUPPORTS.items())[:1])
+    fmmeta.adapt_many(model, some, output_dir=tmp_path / "out", **LORA)
+    assert list(fmmeta.adapt_many(model, some, output_dir=tmp_path / "out", **LORA)) == ["task 0"]
+    weights = load_file(model / "model.safetensors")
+    save_file(
+        {name: 0.9 * one for name, one in weights.items()}, model / "model.safetensors", {"format": "pt"}
+    )
+    message = refusal(fmmeta.adapt_many, model, some, output_dir=tmp_path / "out", **LORA)
+    check_message(message, "task 0 was learned from other weights", "another output_dir")
 
 
 def test_folders_learned_with_other_descriptions_are_not_taken_for_complete(bert, tmp_path):
