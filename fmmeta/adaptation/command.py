@@ -102,5 +102,5 @@ def adapt(
         ]
         if folder is not None:
             write_folder(adapted, folder, learner, learned)
-            adapted.output_dir = str(folder)
+            adapted.output_dir = settings.output_dir
     return adapted

@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.adaptation import model
-from fmmeta.adaptation.folder import NOT_IDENTIFYING, identifying, support_digest, write_folder
+from fmmeta.adaptation.folder import (
+    NOT_IDENTIFYING,
+    PARTIAL,
+    identifying,
+    support_digest,
+    with_final_base,
+    write_folder,
+)
 from fmmeta.adaptation.model import AdaptedModel, with_labels
 from fmmeta.adaptation.task_learner import (
     Encoded,
@@ -31,7 +38,6 @@ from fmmeta.adaptation.task_learner import (
     read_task,
     support_set,
 )
-from fmmeta.checkpoint.hf_export import write_json
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import inside, one_line, printable, publish, sync
@@ -39,7 +45,7 @@ from fmmeta.common.text import shortened
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
-from fmmeta.models.files import BASE_FOLDER, SETTINGS_FILE, weights_state
+from fmmeta.models.files import SETTINGS_FILE, weights_state
 from fmmeta.models.load import describe
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch
@@ -51,7 +57,6 @@ from fmmeta.training.build import local_model
 from fmmeta.training.run_folder import lock_folder
 
 LONGEST = 200  # bytes of a task's name; file systems take 255
-PARTIAL = ".partial"  # ending of folders that are being written
 
 
 class AdaptedModels(Mapping[str, AdaptedModel]):
@@ -408,10 +413,7 @@ def write_task(learner: TaskLearner, learned: Learned, output: Path) -> None:
     try:
         adapted = AdaptedModel(task.labels, learned.steps, learned.left_out, own)
         write_folder(adapted, temporary, learner, learned)
-        if (temporary / BASE_FOLDER).is_dir():  # of the built-in model; peft reads its absolute path
-            file = temporary / "adapter_config.json"
-            stored = json.loads(file.read_text(encoding="utf-8"))
-            write_json(file, {**stored, "base_model_name_or_path": os.path.abspath(folder / BASE_FOLDER)})
+        with_final_base(temporary, folder)
         for path in temporary.rglob("*"):
             sync(path)
         publish(temporary, folder)

@@ -603,6 +603,28 @@ def test_unfinished_folder_is_removed(bert, tmp_path, monkeypatch):
     assert list((tmp_path / "empty").iterdir()) == []
 
 
+def test_files_of_another_process_stay_as_they_are(bert, tmp_path, monkeypatch):
+    """They appear while the task is learned, and nothing is written beside them."""
+    out = tmp_path / "out"
+
+    def write_and_fail(*_):
+        (out / "of another process").write_text("")
+        raise KeyboardInterrupt
+
+    flags = {"output_dir": out, "inner_steps": 1, "early_stopping": False}
+    with monkeypatch.context() as failing:
+        failing.setattr("fmmeta.adaptation.folder.write_card", write_and_fail)
+        with pytest.raises(KeyboardInterrupt):
+            fmmeta.adapt(bert, PAIRS, **flags)
+    assert [file.name for file in out.iterdir()] == ["of another process"]
+    (out / "of another process").unlink()
+    monkeypatch.setattr(
+        "fmmeta.adaptation.folder.write_card", lambda *_: (out / "of another process").write_text("")
+    )
+    check_message(refusal(fmmeta.adapt, bert, PAIRS, **flags), f"output_dir={out} is not empty", "choose")
+    assert [file.name for file in out.iterdir()] == ["of another process"]
+
+
 def test_sigterm_during_adaptation_leaves_no_folder(bert, tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", [{"text": text, "label": label} for text, label in PAIRS])
     flags = {
