@@ -524,8 +524,8 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
     adapters_in_memory: int = setting(64, "adapters: most that stay in memory", least=1)
     input: str = setting(
         "-",
-        "File of inputs, or - for standard input: a text or a JSON object with text (input, image) on "
-        "every line, or a .csv or .parquet file (.gz too) with such a column",
+        "File of inputs, or - for standard input: a text or a JSON object with text (input, image) on every"
+        " line, or a .jsonl, .csv or .parquet file (.gz too) with such a column, as adapt reads it",
     )
     output: str = setting("-", "File for the answers, or - for standard output: one JSON object per line")
     text_column: str | None = setting(

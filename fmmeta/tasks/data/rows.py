@@ -38,6 +38,7 @@ from fmmeta.config.settings import Config, RowConfig
 from fmmeta.tasks.data.images import EncodedImage, encoded_image, image_folder
 
 ENDINGS = (".jsonl", ".csv", ".parquet")
+BATCH_ROWS = 1024  # of a parquet file that are Python objects at a time
 
 Examples = Sequence[tuple[Any, Any] | Mapping[str, Any]]
 """Pairs of text and class, or of input and output; or rows as a file has them."""
@@ -95,24 +96,28 @@ def stem(path: Path) -> str:
 
 
 def read_file(path: Path, bad: Bad = refuse, most_gib: float | None = None) -> list[Row]:
-    """Rows of a file. Raises `UsageError`, whatever `bad` does, if the file cannot be read to its end or
-    unpacks to more than `most_gib` (see `most_bytes`).
+    """See `stream_file`."""
+    return list(stream_file(path, bad, most_gib))
+
+
+def stream_file(path: Path, bad: Bad = refuse, most_gib: float | None = None) -> Iterator[Row]:
+    """Rows of a file, as they are read. Raises `UsageError`, whatever `bad` does, if the file cannot be read
+    to its end or unpacks to more than `most_gib` (see `most_bytes`).
     """
     readers = {".jsonl": jsonl, ".csv": csv_rows, ".parquet": partial(parquet, most_gib=most_gib)}
-    rows, empty = list[Row](), True
+    empty = True
     try:
         with unpacked(path, most_gib) if path.suffix == ".gz" else path.open("rb") as file:
             for found in readers[ending(path) or ""](path, file):  # type: ignore[arg-type]
                 empty = False
                 if isinstance(found, Row):
-                    rows.append(found)
+                    yield found
                 else:
                     bad(found)
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"{path} cannot be read: {error}; fix or remove the file") from None
     if empty:
         bad(UsageError(f"{path} is empty; remove it or fill it"))
-    return rows
 
 
 def image_rows(dataset: str) -> list[Row]:
@@ -192,10 +197,11 @@ def parquet(path: Path, file: io.BufferedReader, most_gib: float | None) -> Iter
         size = sum(packed.metadata.row_group(number).total_byte_size for number in groups)
         if size > most_bytes(most_gib):
             raise too_large(path, most_gib, f"{size} bytes, ")
-        rows = packed.read().to_pylist()
+        batches = packed.read().to_batches(max_chunksize=BATCH_ROWS)
     except pyarrow.ArrowException as error:
         yield UsageError(f"{path} is not a parquet file ({error}); fix or remove it")
         return
+    rows = (values for batch in batches for values in batch.to_pylist())
     for number, values in enumerate(rows, 1):
         yield Row(values, f"{path}:{number}", path.parent)
 
