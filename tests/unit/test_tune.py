@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 import fmmeta
-from fmmeta import Config, MetaTrainer
+from fmmeta import Config, MetaTrainer, cli
 from fmmeta.common.progress import Progress
+from fmmeta.evaluation.command import evaluate
 from fmmeta.evaluation.settings import TuneConfig
-from fmmeta.evaluation.tune import Choice, TuneRun, tune
+from fmmeta.evaluation.tune import CHOSEN, Choice, TuneRun, tune
 from fmmeta.models.files import remembered
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
@@ -239,6 +240,23 @@ def test_stored_rates_survive_other_numbers_of_steps_and_an_adaptation(algorithm
     else:
         files = [load_file(Path(folder) / "inner_lr.safetensors") for folder in (model, tmp_path / "one")]
         assert all(files[0][name].equal(files[1][name]) for name in files[0])
+
+
+def test_a_choice_in_a_file_is_a_recipe_of_the_other_commands(bert, classes, tmp_path):
+    file = tmp_path / "choice.json"
+    flags = {"dataset": [str(classes)], "model_name_or_path": str(bert), "output": str(file)}
+    best = tune(TuneConfig(**flags, inner_lrs=[0.5], pooling="mean", **FLAGS), progress=Progress(False))[0]
+    words = ["--config", str(file), "--model_name_or_path", str(bert)]
+    same = {"--dataset": classes, "--n_way": 3, "--k_shot": 2, "--num_query": 3, "--episodes": 4}
+    more = [str(word) for pair in {**same, "--eval_split": "valid"}.items() for word in pair]
+    found = evaluate(cli.parse([*words, *more], "evaluate"), progress=Progress(False))
+    assert found["loss"] == pytest.approx(best.loss, rel=1e-5)
+    adapting = cli.parse([*words, "--support", str(classes), "--output_dir", str(tmp_path / "out")], "adapt")
+    assert [getattr(adapting, name) for name in CHOSEN] == [getattr(best, name) for name in CHOSEN]
+    file.write_text('{"tuned": {}, "method": "finetune+in_context", "task_type": "causal_lm"}')
+    assert cli.parse(words, "evaluate").method == ["finetune+in_context"]
+    file.write_text(json.dumps({**json.loads(file.read_text()), "inner_rates": {"head": [0.1]}}))
+    check_message(refusal(cli.parse, words, "evaluate"), f"config={file}", "learned inner rates", "copy it")
 
 
 def test_language_models_have_rates_and_steps_only(tmp_path):
