@@ -75,10 +75,8 @@ def adapt(
     task = support_set("", table, settings, config, progress.notice)
     labels = task.labels
     if unknown := sorted(set(queries.target) - set(labels)) if labels else []:
-        raise UsageError(
-            f"query={settings.query} has the class {unknown[0]!r}, of which the support set has none; add"
-            " some"
-        )
+        name = "query" if query else f"query={settings.query}"
+        raise UsageError(f"{name} has the class {unknown[0]!r}, of which the support set has none; add some")
     with new_folder(settings.output_dir) as folder:
         learner = TaskLearner(settings, len(labels), progress, labels)
         encoded = learner.encode(task)

@@ -225,8 +225,9 @@ def find_tasks(
         except ChangedSettings:
             raise
         except UsageError as error:
+            if name not in failed:  # of several files
+                notice(failure(name, str(error)))
             failed[name] = str(error)
-            notice(failure(name, str(error)))
     return FoundTasks(to_learn, complete, failed)
 
 

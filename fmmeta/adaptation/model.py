@@ -14,7 +14,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import LOGGER, STDERR, Progress
 from fmmeta.common.security import printable
 from fmmeta.common.text import broken_text, counted, shortened, to_json
-from fmmeta.config.fields import refuse_first
+from fmmeta.config.fields import check_bounds, of_type, refuse_first, rules
 from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.methods import generate, with_equal_classes
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig
@@ -269,6 +269,8 @@ class AdaptedModel:
             raise UsageError(f"texts={shortened(texts)} is one text; give a list of texts")
         if not isinstance(texts, Iterable):
             raise UsageError(f"texts={shortened(texts)} holds no texts; give a list of texts")
+        max_new_tokens = of_type(PredictConfig, "max_new_tokens", max_new_tokens)
+        check_bounds("max_new_tokens", max_new_tokens, rules(PredictConfig)["max_new_tokens"])
         texts, images = list(texts), self.loaded.description.images
         for index, text in enumerate([] if images else texts):
             if not isinstance(text, str):

@@ -76,15 +76,19 @@ def read_task(
         return Table([], [], [], [], [])
     name = source if isinstance(source, str) else task or setting
     rows = read_file(Path(source)) if isinstance(source, str) else rows_of(name, source, config)
-    return tabulate(
-        name,
-        rows,
-        config,
-        lambda text: notice(f"{name}: {text}"),
-        one_task=True,
-        unique=setting == "support",
-        images=images,
-    )
+    try:
+        return tabulate(
+            name,
+            rows,
+            config,
+            lambda text: notice(f"{name}: {text}"),
+            one_task=True,
+            unique=setting == "support",
+            images=images,
+        )
+    except UsageError as error:
+        given = setting if name == setting else f"{setting}={name}"
+        raise UsageError(str(error).replace(f"dataset={name}", given)) from None
 
 
 def support_set(
@@ -97,7 +101,8 @@ def support_set(
     labels = () if config.task_type == "causal_lm" else tuple(sorted(set(table.target)))
     source = name or settings.support
     if len(labels) == 1:
-        raise UsageError(f"support={source} has one class only, {labels[0]!r}; give examples of two or more")
+        given = f"support={source}" if source else "support"
+        raise UsageError(f"{given} has one class only, {labels[0]!r}; give examples of two or more")
     for one in trained_with([settings.model_source]):
         if shared := sorted(one.trained_names("class") & set(labels)):
             notice(

@@ -28,6 +28,7 @@ from fmmeta.config.settings import (
     TaskConfig,
 )
 from fmmeta.models.files import remembered
+from fmmeta.models.from_gguf import is_gguf
 from fmmeta.models.load import describe, fitted
 from fmmeta.tasks.data.rows import ENDINGS, ending
 from fmmeta.tasks.data.splits import few
@@ -275,7 +276,9 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
     @property
     def compare_model(self) -> str | None:
         """The other model of a comparison; None where `compare` is a file of results."""
-        return self.compare if self.compare and not self.compare.endswith(".json") else None
+        compare = self.compare or ""
+        results = compare.endswith(".json") or (os.path.isfile(compare) and not is_gguf(compare))
+        return None if results else self.compare
 
     def run_config(self, **values: Any) -> Config:
         """See `FewShotConfig`. n_way=all counts as 2 until the data are read; k_shot is the largest."""

@@ -395,7 +395,9 @@ def test_adapt_and_predict_commands(bert, tmp_path):
 
 def test_bad_support_and_query_sets_are_refused(bert, tmp_path):
     check_message(
-        refusal(fmmeta.adapt, bert, [("a", "x"), ("b", "x")]), "support=", "give examples of two or more"
+        refusal(fmmeta.adapt, bert, [("a", "x"), ("b", "x")]),
+        "support has one",
+        "give examples of two or more",
     )
     check_message(
         refusal(fmmeta.adapt, bert, tmp_path / "none.jsonl"),
@@ -530,7 +532,7 @@ def test_python_api_accepts_rows_and_paths(bert, tmp_path):
         ),
         (
             [{"words": "a", "label": "x"}],
-            ("dataset=support", "it has label, words", "--text_column"),
+            ("support has none", "it has label, words", "--text_column"),
         ),
     ],
 )
@@ -545,6 +547,19 @@ def test_bad_query_sets_from_python_are_refused():
         "give (text, label) or {'text': ...",
     )
     check_message(refusal(fmmeta.adapt, "tiny", PAIRS, query=[]), "query=[]", "give pairs of text and class")
+    check_message(refusal(fmmeta.adapt, "tiny", PAIRS, query=[("a", "z")]), "query has the class", "add some")
+
+
+@pytest.mark.parametrize("name", ["support", "query"])
+def test_missing_columns_are_of_the_set_that_lacks_them(name, tmp_path):
+    wrong, pairs = [{"words": "a", "class": "b"}], {"support": PAIRS, "query": PAIRS}
+    message = refusal(fmmeta.adapt, "tiny", **{**pairs, name: wrong})
+    check_message(message, f"{name} has none of the columns", "name one with --text_column")
+    file = write_rows(tmp_path / "rows.csv", wrong)
+    message = refusal(fmmeta.adapt, "tiny", **{**pairs, name: file})
+    check_message(message, f"{name}={file} has none of the columns", "name one with --text_column")
+    message = refusal(fmmeta.adapt, "tiny", **{**pairs, name: file}, text_column="title")
+    check_message(message, "text_column=title", f"{name}={file}")
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def test_passes_are_cut_by_tokens_and_by_memory(bert, monkeypatch):
     check_message(refusal(TaskLearner, settings, 4, Progress(enabled=False)), "lora_r=4", "lower --lora_r")
 
 
-def test_bad_tasks_are_named_and_the_others_are_learned(bert, tmp_path, capsys):
+def test_bad_tasks_are_named_and_the_others_are_learned(bert, tmp_path, capsys, terminal):
     tasks = directory_of(tmp_path / "tasks")
     (tasks / "empty.jsonl").write_text("")
     write_rows(tasks / "one class.jsonl", [{"text": "a", "label": "x"}, {"text": "b", "label": "x"}])
@@ -242,6 +242,7 @@ def test_bad_tasks_are_named_and_the_others_are_learned(bert, tmp_path, capsys):
         refusal(many.run, settings), f"support={tasks}: 5 of 9 tasks failed", "run the same command again"
     )
     assert sorted(path.name for path in out.iterdir()) == ["task 1", "task 2", "task 3", "task 4"]
+    assert "".join(capsys.readouterr()).count("task 0 has several files") == 1
     for name in ("empty", "one class", "vanished", f"{'n' * 201}"):
         (tasks / f"{name}.jsonl").unlink()
     (tasks / "task 0.csv").unlink()

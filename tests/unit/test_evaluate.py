@@ -159,7 +159,8 @@ def test_methods_share_episodes_and_a_model_equals_itself(bert, classes, tmp_pat
     ]
     assert json.loads((tmp_path / "deep" / "first.json").read_text())["accuracy"] == first["accuracy"]
     flags: dict[str, Any] = {"method": "finetune", "k_shot": 2, "n_way": "3", "num_query": 3, "episodes": 3}
-    for other in (str(tmp_path / "deep" / "first.json"), str(bert)):
+    renamed = shutil.copy(tmp_path / "deep" / "first.json", tmp_path / "results.txt")
+    for other in (str(tmp_path / "deep" / "first.json"), str(renamed), str(bert)):
         (cell,) = fmmeta.evaluate(str(bert), str(classes), **flags, compare=other)["compare"]["cells"]
         assert (cell["accuracy_gain"], cell["loss_gain"], cell["ci95"], cell["episodes"]) == (0, 0, 0, 3)
         assert cell["other"] == next(

@@ -132,6 +132,20 @@ def test_load_names_a_misspelt_setting(adapted):
     check_message(refusal(fmmeta.load, adapted[0], pooled="mean"), "pooled='mean'", "did you mean pooling?")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("equal_classes", True), ("input", "a.csv"), ("text_column", "words"), ("max_new_tokens", 3)],
+)
+def test_load_refuses_settings_that_it_does_not_use(adapted, name, value):
+    check_message(refusal(fmmeta.load, adapted[0], **{name: value}), f"{name}={value!r}", "leave it out")
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 1.5])
+def test_an_answer_has_one_token_or_more(adapted, tokens):
+    message = refusal(fmmeta.load(adapted[0]).predict, ["a"], tokens)
+    check_message(message, f"max_new_tokens={tokens}")
+
+
 def test_dir_lists_the_public_names():
     assert [name for name in dir(fmmeta) if not name.startswith("_")] == sorted(fmmeta.__all__)
 
