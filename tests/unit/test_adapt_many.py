@@ -563,8 +563,8 @@ def test_a_directory_without_adapters_is_refused(tmp_path):
 def test_rows_without_an_adapter_and_wrong_settings_are_refused(mixed, tmp_path):
     _, error = "", refusal_of(mixed, tmp_path, '{"text": "a"}\n')
     check_message(error.replace(str(tmp_path), "TMP"), "in.jsonl:1 names no adapter", "--adapter_column")
-    error = refusal_of(mixed, tmp_path, "plain\n")
-    check_message(error.replace(str(tmp_path), "TMP"), "in.jsonl:1 names no adapter", "write JSON objects")
+    error = refusal_of(mixed, tmp_path, "plain\n", "in.txt")
+    check_message(error.replace(str(tmp_path), "TMP"), "in.txt:1 names no adapter", "write JSON objects")
     check_message(
         refusal(PredictConfig, "x", adapters=str(mixed)).replace(str(mixed), "DIR"),
         "adapters=",
@@ -573,11 +573,11 @@ def test_rows_without_an_adapter_and_wrong_settings_are_refused(mixed, tmp_path)
     check_message(refusal(PredictConfig, adapters="nowhere"), "adapters=nowhere", "give the output_dir")
 
 
-def refusal_of(folder: Path, tmp_path: Path, text: str) -> str:
-    (tmp_path / "in.jsonl").write_text(text)
+def refusal_of(folder: Path, tmp_path: Path, text: str, name: str = "in.jsonl") -> str:
+    (tmp_path / name).write_text(text)
     return refusal(
         predict.run,
-        PredictConfig(adapters=str(folder), input=str(tmp_path / "in.jsonl"), output=str(tmp_path / "o")),
+        PredictConfig(adapters=str(folder), input=str(tmp_path / name), output=str(tmp_path / "o")),
     )
 
 
