@@ -17,6 +17,7 @@ from fmmeta.adaptation.model import AdaptedModel
 from fmmeta.adaptation.task_learner import TaskLearner, read_task, support_set
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
+from fmmeta.common.text import counted
 from fmmeta.config.fields import refuse_first
 from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.models.from_gguf import as_folder
@@ -74,10 +75,8 @@ def adapt(
     task = support_set("", table, settings, config, progress.notice)
     labels = task.labels
     if unknown := sorted(set(queries.target) - set(labels)) if labels else []:
-        raise UsageError(
-            f"query={settings.query} has the class {unknown[0]!r}, of which the support set has none; add"
-            " some"
-        )
+        name = "query" if query else f"query={settings.query}"
+        raise UsageError(f"{name} has the class {unknown[0]!r}, of which the support set has none; add some")
     with new_folder(settings.output_dir) as folder:
         learner = TaskLearner(settings, len(labels), progress, labels)
         encoded = learner.encode(task)
@@ -86,8 +85,8 @@ def adapt(
             raise UsageError(learned.failure)
         if learned.left_out is not None:
             progress.notice(
-                f"{learned.steps} inner steps: {100 * learned.left_out:.1f} % right of examples that were"
-                f" left out, of up to {learner.inner.steps} steps"
+                f"{counted(learned.steps, 'inner step')}: {100 * learned.left_out:.1f} % right of examples"
+                f" that were left out, of up to {learner.inner.steps} steps"
             )
         if learned.weights is not None:
             learner.hold(learned.weights)
@@ -101,5 +100,5 @@ def adapt(
         ]
         if folder is not None:
             write_folder(adapted, folder, learner, learned)
-            adapted.output_dir = str(folder)
+            adapted.output_dir = settings.output_dir
     return adapted

@@ -1,6 +1,7 @@
 """The folder of an adapted model: weights, fmmeta.json, model card, answers."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +21,12 @@ from fmmeta.common.security import make_folders, printable, remove_empty
 from fmmeta.config.fields import default_of
 from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.meta.algorithms.baselines import leading_bos
-from fmmeta.models.files import SETTINGS_FILE, remembered, trained_with
+from fmmeta.models.files import BASE_FOLDER, SETTINGS_FILE, remembered, trained_with, weights_state
 from fmmeta.tasks.data.rows import Table
+from fmmeta.tasks.data.splits import few
 from fmmeta.tasks.data.token_store import digest
 
+PARTIAL = ".partial"  # ending of folders that are being written
 NOT_IDENTIFYING = {
     "support",
     "query",
@@ -33,35 +36,62 @@ NOT_IDENTIFYING = {
     "deepspeed",
     "group_size",
     "tokens_per_pass",
+    "gradient_checkpointing",
+    "attn_implementation",
+    "trust_remote_code",
+    "text_column",
+    "label_column",
+    "image_column",
+    "input_column",
+    "output_column",
 }
-"""Settings of which an adapted model does not depend, but for rounding."""
+"""Settings on which an adapted model does not depend, but for rounding, or only by way of its examples."""
 
 
 @contextmanager
 def new_folder(output_dir: str | None) -> Iterator[Path | None]:
-    """An empty folder for the block to fill, removed again if the block raises; None without a name.
+    """A folder inside the empty `output_dir` for the block to fill; None without a name.
 
-    Raises `UsageError`.
+    Its content is moved into `output_dir` when the block ends, and removed if the block raises. Files that
+    another process has written to `output_dir` stay as they are. Raises `UsageError`.
     """
     if not output_dir:
         yield None
         return
     folder = Path(output_dir)
+    temporary = folder / PARTIAL
     try:
         created = make_folders(folder)
-        if any(folder.iterdir()):
-            raise UsageError(
-                f"output_dir={folder} is not empty; choose another, so that nothing is overwritten"
-            )
+        refuse_files(folder)
+        temporary.mkdir()
     except OSError as error:
         raise UsageError(f"output_dir={folder} cannot be made: {error.strerror}; choose another") from None
     try:
-        yield folder
-    except BaseException:
-        for inside in folder.iterdir():
-            shutil.rmtree(inside) if inside.is_dir() else inside.unlink()
+        yield temporary
+        refuse_files(folder, PARTIAL)
+        with_final_base(temporary, folder)
+        # last the files without which no program takes the folder for a model
+        for path in sorted(temporary.iterdir(), key=lambda path: path.name.endswith("config.json")):
+            path.rename(folder / path.name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
         remove_empty(created)
-        raise
+
+
+def refuse_files(folder: Path, but: str = "") -> None:
+    """Raise `UsageError` for a folder that holds more than a file or folder named `but`."""
+    if names := sorted({path.name for path in folder.iterdir()} - {but}):
+        raise UsageError(
+            f"output_dir={folder} is not empty ({few(names)}); choose another, so that nothing is overwritten"
+        )
+
+
+def with_final_base(temporary: Path, folder: Path) -> None:
+    """Store where adapters of the built-in model will have their base; peft reads its absolute path."""
+    if (temporary / BASE_FOLDER).is_dir():
+        file = temporary / "adapter_config.json"
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        write_json(file, {**stored, "base_model_name_or_path": os.path.abspath(folder / BASE_FOLDER)})
 
 
 def write_folder(adapted: AdaptedModel, folder: Path, learner: TaskLearner, learned: Learned) -> None:
@@ -97,6 +127,7 @@ def write_folder(adapted: AdaptedModel, folder: Path, learner: TaskLearner, lear
         "left_out": learned.left_out,
         "support": support_digest(table),
         "settings": identifying(settings, learner.method),
+        "weights": weights_state(settings.model_name_or_path),
         **({"prompt_examples": pairs} if pairs else {}),
     }
     for each in model_folders(folder):

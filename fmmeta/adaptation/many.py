@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.adaptation import model
-from fmmeta.adaptation.folder import identifying, support_digest, write_folder
+from fmmeta.adaptation.folder import (
+    NOT_IDENTIFYING,
+    PARTIAL,
+    identifying,
+    support_digest,
+    with_final_base,
+    write_folder,
+)
 from fmmeta.adaptation.model import AdaptedModel, with_labels
 from fmmeta.adaptation.task_learner import (
     Encoded,
@@ -31,7 +38,6 @@ from fmmeta.adaptation.task_learner import (
     read_task,
     support_set,
 )
-from fmmeta.checkpoint.hf_export import write_json
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import inside, one_line, printable, publish, sync
@@ -39,7 +45,7 @@ from fmmeta.common.text import shortened
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
-from fmmeta.models.files import BASE_FOLDER, SETTINGS_FILE
+from fmmeta.models.files import SETTINGS_FILE, weights_state
 from fmmeta.models.load import describe
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch
@@ -51,7 +57,6 @@ from fmmeta.training.build import local_model
 from fmmeta.training.run_folder import lock_folder
 
 LONGEST = 200  # bytes of a task's name; file systems take 255
-PARTIAL = ".partial"  # ending of folders that are being written
 
 
 class AdaptedModels(Mapping[str, AdaptedModel]):
@@ -220,8 +225,9 @@ def find_tasks(
         except ChangedSettings:
             raise
         except UsageError as error:
+            if name not in failed:  # of several files
+                notice(failure(name, str(error)))
             failed[name] = str(error)
-            notice(failure(name, str(error)))
     return FoundTasks(to_learn, complete, failed)
 
 
@@ -291,6 +297,7 @@ def is_complete(folder: Path, table: Table, settings: AdaptConfig, method: str) 
             " output_dir"
         ) from None
     now = json.loads(json.dumps(identifying(settings, method)))
+    before = {name: value for name, value in before.items() if name not in NOT_IDENTIFYING}
     before, now = ({"method": "finetune", **values} for values in (before, now))
     if before != now:
         differ = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
@@ -298,6 +305,13 @@ def is_complete(folder: Path, table: Table, settings: AdaptConfig, method: str) 
         raise ChangedSettings(
             f"output_dir={folder.parent} holds models of a command with other settings"
             f" ({'; '.join(texts)}); use the values before ->, or another output_dir"
+        )
+    weights = weights_state(settings.model_name_or_path)
+    if stored.get("weights", weights) != weights:
+        raise ChangedSettings(
+            f"output_dir={folder.parent}: {folder.name} was learned from other weights than those of"
+            f" model_name_or_path={settings.model_name_or_path} now; remove the folders to learn the tasks"
+            " again, or use another output_dir"
         )
     if digest != support_digest(table):
         raise UsageError(
@@ -314,16 +328,15 @@ def learn_all(
     if not tasks.to_learn:
         return {}
     ranks = split(settings, world)
-    by_key: dict[int, list[TaskExamples]] = {}
+    by_key: dict[tuple[int, bool], list[TaskExamples]] = {}
     with world.comm.raise_on_all("reading settings"):
-        keys = {
-            classes: head_key(settings, classes) for classes in {len(one.labels) for one in tasks.to_learn}
-        }
+        keys = {labels: head_key(settings, labels) for labels in {one.labels for one in tasks.to_learn}}
     for one in tasks.to_learn:
-        by_key.setdefault(keys[len(one.labels)], []).append(one)
+        by_key.setdefault(keys[one.labels], []).append(one)
     failed, before = dict[str, str](), 0
-    for group in by_key.values():
-        learner = TaskLearner(settings, max(len(one.labels) for one in group), progress, ranks=ranks)
+    for (_, learned), group in by_key.items():
+        classes, labels = max(len(one.labels) for one in group), group[0].labels if learned else ()
+        learner = TaskLearner(settings, classes, progress, labels, ranks)
         if learner.config.lora_r == 0 and world.launch.world_size > 1:
             raise UsageError(
                 f"lora_r=0 with {world.launch.world_size} ranks: whole models are adapted in one process;"
@@ -401,10 +414,7 @@ def write_task(learner: TaskLearner, learned: Learned, output: Path) -> None:
     try:
         adapted = AdaptedModel(task.labels, learned.steps, learned.left_out, own)
         write_folder(adapted, temporary, learner, learned)
-        if (temporary / BASE_FOLDER).is_dir():  # of the built-in model; peft reads its absolute path
-            file = temporary / "adapter_config.json"
-            stored = json.loads(file.read_text(encoding="utf-8"))
-            write_json(file, {**stored, "base_model_name_or_path": os.path.abspath(folder / BASE_FOLDER)})
+        with_final_base(temporary, folder)
         for path in temporary.rglob("*"):
             sync(path)
         publish(temporary, folder)

@@ -14,7 +14,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import LOGGER, STDERR, Progress
 from fmmeta.common.security import printable
 from fmmeta.common.text import broken_text, counted, shortened, to_json
-from fmmeta.config.fields import refuse_first
+from fmmeta.config.fields import check_bounds, of_type, refuse_first, rules
 from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.methods import generate, with_equal_classes
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig
@@ -30,6 +30,8 @@ from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import Batcher, Example
 from fmmeta.tasks.data.encode import encode
 from fmmeta.tasks.data.images import encoded_image
+
+PASSES = 16  # forward passes whose rows are encoded together, and sorted by length
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,18 @@ class LoadedModel:
     prompt_examples: Sequence[Example] = ()
 
     def answer(self, inputs: Sequence[Any], max_new_tokens: int) -> list[Answer]:
-        """Answer texts or images, in their order.
+        """Answer texts or images, in their order; of many, some at a time are tokens in memory.
 
         Raises `UsageError` for a text without tokens, an image that cannot be decoded, and for probabilities
         that are not finite.
         """
+        size = PASSES * self.config.micro_batch_size
+        starts = range(0, len(inputs), size)
+        return [one for at in starts for one in self._answer(inputs[at : at + size], at, max_new_tokens)]
+
+    def _answer(self, inputs: Sequence[Any], before: int, max_new_tokens: int) -> list[Answer]:
         config, names = self.config, self.description.hf_config.id2label
-        if not inputs:
-            return []
-        texts, examples, prompts = self.encode_inputs(inputs)
+        texts, examples, prompts = self.encode_inputs(inputs, before)
         if config.task_type == "causal_lm":
             if self.prompt_examples:
                 prompts = self.prompts_of(self.prompt_examples, examples, max_new_tokens)
@@ -106,21 +111,25 @@ class LoadedModel:
             )
         texts, logits, size = list[str](), list[Tensor](), config.micro_batch_size
         for start in range(0, len(inputs), size):
-            some, examples, _ = self.encode_inputs(inputs[start : start + size])
+            some, examples, _ = self.encode_inputs(inputs[start : start + size], start)
             texts += some
             logits += self.class_logits(examples)
         checked = [self.log_probabilities(text, row) for text, row in zip(texts, logits, strict=True)]
         scores = with_equal_classes(torch.stack(checked)).log()
         return [self.choose(text, row, names) for text, row in zip(texts, scores, strict=True)]
 
-    def encode_inputs(self, inputs: Sequence[Any]) -> tuple[list[str], list[Example], list[Sequence[int]]]:
+    def encode_inputs(
+        self, inputs: Sequence[Any], before: int = 0
+    ) -> tuple[list[str], list[Example], list[Sequence[int]]]:
         """Texts, or names of images; examples without answers; and their tokens.
 
-        Raises `UsageError` for a text without tokens, and for an image that cannot be decoded.
+        before: number of inputs before these, for messages. Raises `UsageError` for a text without tokens,
+        and for an image that cannot be decoded.
         """
         config, texts, encodable = self.config, list(inputs), list(inputs)
         if self.description.images:
-            named = [encoded_image(one, "image", f"input {n}", None) for n, one in enumerate(inputs, 1)]
+            numbered = enumerate(inputs, before + 1)
+            named = [encoded_image(one, "image", f"input {number}", None) for number, one in numbered]
             texts, encodable = [name for name, _ in named], [image for _, image in named]
         examples = encode(self.tokenizer, config, encodable, [""] * len(encodable))
         causal = config.task_type == "causal_lm"
@@ -260,6 +269,8 @@ class AdaptedModel:
             raise UsageError(f"texts={shortened(texts)} is one text; give a list of texts")
         if not isinstance(texts, Iterable):
             raise UsageError(f"texts={shortened(texts)} holds no texts; give a list of texts")
+        max_new_tokens = of_type(PredictConfig, "max_new_tokens", max_new_tokens)
+        check_bounds("max_new_tokens", max_new_tokens, rules(PredictConfig)["max_new_tokens"])
         texts, images = list(texts), self.loaded.description.images
         for index, text in enumerate([] if images else texts):
             if not isinstance(text, str):

@@ -32,7 +32,7 @@ from fmmeta.common.text import broken_text, to_json
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.methods import generate
-from fmmeta.evaluation.results import open_output
+from fmmeta.evaluation.results import check_output, open_output
 from fmmeta.evaluation.settings import SHARED_BY_BASE, PredictConfig
 from fmmeta.models.files import (
     ADAPTER_FILE,
@@ -47,17 +47,26 @@ from fmmeta.models.files import (
 from fmmeta.models.load import describe, fitted
 from fmmeta.models.task_axis import StoredAdapter, adapters_of_rows
 from fmmeta.tasks.batching import Example, collate
-from fmmeta.tasks.data.rows import USUAL, ending, input_setting, is_text, read_file, unpacked
+from fmmeta.tasks.data.images import EncodedImage, encoded_image
+from fmmeta.tasks.data.rows import USUAL, Row, ending, input_setting, is_text, stream_file, unpacked
 from fmmeta.tasks.data.splits import few
 from fmmeta.tasks.data.token_store import files_digest
 
 
 @dataclass(frozen=True)
 class Input:
-    """A text to answer, and the folder of its adapter, if there is a directory of them."""
+    """A text to answer, or the name of an image, and the folder of its adapter, if there is a directory of
+    them. image: of a row of a file; None where `text` is its path.
+    """
 
     text: str
     adapter: str = ""
+    image: EncodedImage | None = None
+
+    @property
+    def content(self) -> Any:
+        """What the model answers."""
+        return self.image or self.text
 
 
 def run(settings: PredictConfig) -> None:
@@ -69,22 +78,22 @@ def run(settings: PredictConfig) -> None:
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding != "utf-8":
             stream.reconfigure(encoding="utf-8")
+    if settings.output != "-":
+        check_output(Path(settings.output))
     if settings.adapters:
         answer_by_adapters(settings)
         return
     model = load(settings).loaded
-    inputs = inputs_of(settings, keys_of(settings, model))
-    with open_output(settings.output) as file:
-        if settings.equal_classes:
-            answers: Iterable[Answer] = model.answer_evenly([each.text for each in inputs])
-        else:
-            answers = (
-                answer
-                for batch in batches(inputs, settings)
-                for answer in model.answer([each.text for each in batch], settings.max_new_tokens)
-            )
-        for one in answers:
-            print(one.line(), file=file, flush=True)
+    inputs = inputs_of(settings, keys_of(settings, model), model.description.images)
+    with open_output(settings.output, create_folder=True) as file:
+        for batch in [list(inputs)] if settings.equal_classes else batches(inputs, settings):
+            contents = [one.content for one in batch]
+            if settings.equal_classes:
+                answers = model.answer_evenly(contents)
+            else:
+                answers = model.answer(contents, settings.max_new_tokens)
+            for one, answer in zip(batch, answers, strict=True):
+                print(replace(answer, input=one.text).line(), file=file, flush=True)
 
 
 def batches(inputs: Iterator[Input], settings: PredictConfig) -> Iterator[list[Input]]:
@@ -96,16 +105,16 @@ def batches(inputs: Iterator[Input], settings: PredictConfig) -> Iterator[list[I
 def answer_by_adapters(settings: PredictConfig) -> None:
     """Answer rows that name the folders of their adapters. Raises `UsageError` at the end if some cannot."""
     adapters, total, unanswered = AdapterDirectory(settings), 0, 0
-    keys = keys_of(settings, adapters.model)
-    with open_output(settings.output) as file:
-        for batch in batches(inputs_of(settings, keys), settings):
+    keys, images = keys_of(settings, adapters.model), adapters.model.description.images
+    with open_output(settings.output, create_folder=True) as file:
+        for batch in batches(inputs_of(settings, keys, images), settings):
             for one, answer in zip(batch, adapters.answer(batch), strict=True):
                 total += 1
                 if isinstance(answer, str):
                     unanswered += 1
                     shown = {"text": one.text, "adapter": one.adapter, "error": answer}
                 else:
-                    shown = {**answer.as_dict(), "adapter": one.adapter}
+                    shown = {**replace(answer, input=one.text).as_dict(), "adapter": one.adapter}
                 print(printable(to_json(shown, ensure_ascii=False)), file=file, flush=True)
     if unanswered:
         raise UsageError(
@@ -153,13 +162,15 @@ class AdapterDirectory:
         order = [index for index in order if usable[inputs[index].adapter] is not None]
         if order:
             found = [usable[inputs[index].adapter] for index in order]
-            texts = [inputs[index].text for index in order]
-            for index, answer in zip(order, self._answer(texts, [one for one in found if one]), strict=True):
+            contents = [inputs[index].content for index in order]
+            for index, answer in zip(
+                order, self._answer(contents, [one for one in found if one]), strict=True
+            ):
                 answers[index] = answer
         return answers
 
-    def _answer(self, texts: Sequence[str], adapters: Sequence[LoadedAdapter]) -> Sequence[Answer | str]:
-        """Answers to texts, those of an adapter one after the other. adapters: of each text."""
+    def _answer(self, contents: Sequence[Any], adapters: Sequence[LoadedAdapter]) -> Sequence[Answer | str]:
+        """Answers to texts or images, those of an adapter one after the other. adapters: of each."""
         model, settings = self.model, self.settings
 
         def around(rows: Sequence[int]) -> AbstractContextManager[None]:
@@ -167,7 +178,7 @@ class AdapterDirectory:
             weights = [adapters[run[0]].weights for run in runs]
             return adapters_of_rows(model.worker.learner, weights, [len(run) for run in runs])
 
-        texts, examples, prompts = model.encode_inputs(texts)
+        texts, examples, prompts = model.encode_inputs(contents)
         if model.config.task_type == "causal_lm":
             tokens, size = settings.max_new_tokens, settings.micro_batch_size
             for index, (example, adapter) in enumerate(zip(examples, adapters, strict=True)):
@@ -330,27 +341,29 @@ def keys_of(settings: PredictConfig, model: LoadedModel) -> Sequence[str]:
     return USUAL[input_setting(model.config.task_type, model.description.images)]
 
 
-def inputs_of(settings: PredictConfig, keys: Sequence[str]) -> Iterator[Input]:
-    """The inputs of `--input`: rows of a .csv or .parquet file, lines of any other and of standard input.
+def inputs_of(settings: PredictConfig, keys: Sequence[str], images: bool = False) -> Iterator[Input]:
+    """The inputs of `--input`: rows of a file that `adapt` reads, lines of any other and of standard input.
 
-    keys: see `keys_of`. Raises `UsageError`.
+    keys: see `keys_of`. images: whether the model reads images. Raises `UsageError`.
     """
     path = Path(settings.input)
     if settings.input == "-":
-        yield from read_inputs(sys.stdin, settings, keys)
-    elif ending(path) in (".csv", ".parquet"):
-        for row in read_file(path):
-            yield input_in(row.values, row.origin, settings, keys)
+        yield from read_inputs(sys.stdin, settings, keys, images)
+    elif ending(path):
+        for row in stream_file(path):
+            yield input_in(row, settings, keys, images)
     else:
         try:
             binary = unpacked(path) if path.suffix == ".gz" else path.open("rb")
         except OSError as error:
             raise UsageError(f"input={path} cannot be opened: {error.strerror}; give another file") from None
         with io.TextIOWrapper(binary, encoding="utf-8") as file:
-            yield from read_inputs(file, settings, keys)
+            yield from read_inputs(file, settings, keys, images)
 
 
-def read_inputs(lines: Iterable[str], settings: PredictConfig, keys: Sequence[str]) -> Iterator[Input]:
+def read_inputs(
+    lines: Iterable[str], settings: PredictConfig, keys: Sequence[str], images: bool
+) -> Iterator[Input]:
     """The inputs of plain lines, or of JSON objects. Raises `UsageError` naming the line."""
     number = 0
     try:
@@ -362,7 +375,7 @@ def read_inputs(lines: Iterable[str], settings: PredictConfig, keys: Sequence[st
                     values = json.loads(text)
                 except (ValueError, RecursionError) as error:
                     raise UsageError(f"{origin} is no JSON object ({error}); fix it") from None
-                yield input_in(values, origin, settings, keys)
+                yield input_in(Row(values, origin), settings, keys, images)
             elif wrong := broken_text(text):
                 raise UsageError(f"{origin} has {wrong}; fix it")
             elif text.strip() and settings.adapters:
@@ -372,8 +385,9 @@ def read_inputs(lines: Iterable[str], settings: PredictConfig, keys: Sequence[st
             elif text.strip():
                 yield Input(text)
     except UnicodeDecodeError as error:
+        name = "input" if settings.input == "-" else f"input={settings.input}"
         raise UsageError(
-            f"input is not UTF-8 at line {number + 1} or soon after it ({error.reason}); convert it"
+            f"{name} is not UTF-8 at line {number + 1} or soon after it ({error.reason}); convert it"
         ) from None
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(
@@ -381,15 +395,27 @@ def read_inputs(lines: Iterable[str], settings: PredictConfig, keys: Sequence[st
         ) from None
 
 
-def input_in(values: dict[str, Any], origin: str, settings: PredictConfig, keys: Sequence[str]) -> Input:
-    """The text of a row, and its adapter if the settings have a directory of them. Raises `UsageError`."""
+def input_in(row: Row, settings: PredictConfig, keys: Sequence[str], images: bool) -> Input:
+    """The text or image of a row, and its adapter if the settings have a directory of them.
+
+    Relative paths of images begin at the folder of the row's file. Raises `UsageError`.
+    """
+    values, origin = row.values, row.origin
     key = next((key for key in keys if key in values), keys[0])
-    text = str(values.get(key))
+    value = values.get(key)
+    if isinstance(value, dict) and value.get("bytes") is None and "path" in value:
+        value = value["path"]  # as `datasets` stores an image that is a file
+    text, image = str(value), None
+    if images and isinstance(value, (bytes, dict)):
+        text, image = encoded_image(value, key, origin, None)
+    elif images and row.folder and is_text(value):
+        _, image = encoded_image(row.folder / text, key, origin, None)
     refuse_first(
         [
             (
-                not is_text(values.get(key)),
-                f"{origin} has no text under {', '.join(keys)}; name the key with --text_column",
+                image is None and not is_text(value),
+                f"{origin} has no {'image' if images else 'text'} under {', '.join(keys)}; name the key with"
+                " --text_column",
             ),
             (not text, f"{origin} has no text in {key}, which is empty; fix it"),
         ]
@@ -402,4 +428,4 @@ def input_in(values: dict[str, Any], origin: str, settings: PredictConfig, keys:
         raise UsageError(
             f"{origin} names no adapter under {settings.adapter_column}; name the key with --adapter_column"
         )
-    return Input(text, adapter)
+    return Input(text, adapter, image)

@@ -25,7 +25,7 @@ from fmmeta.config.fields import of_type
 from fmmeta.config.renamed import refuse
 from fmmeta.evaluation import command as evaluate_command
 from fmmeta.evaluation.results import EvaluationResults
-from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig, PredictConfig
+from fmmeta.evaluation.settings import SHARED_BY_PREDICT, AdaptConfig, EvaluateConfig, PredictConfig
 from fmmeta.parallel.layout import Launch
 from fmmeta.tasks.data.rows import Examples, listed
 
@@ -145,7 +145,7 @@ def load(folder: Name, **settings: Any) -> AdaptedModel:
     """Load a model that `fmmeta.adapt` or `fmmeta adapt` has written, in one process.
 
     folder: output_dir of `adapt`, a hub id of such a folder, or any trained classifier or language model.
-    settings: the flags of `fmmeta predict` about the model. Raises `UsageError`.
+    settings: the flags of `fmmeta predict` about the model, and micro_batch_size. Raises `UsageError`.
 
     >>> import fmmeta, tempfile
     >>> pairs = [("red", "colour"), ("blue", "colour"), ("one", "number"), ("two", "number")]
@@ -155,18 +155,20 @@ def load(folder: Name, **settings: Any) -> AdaptedModel:
     (('colour', 'number'), True)
     """
     with restored_process():
-        return models.load(settings_of(PredictConfig, {"model_name_or_path": folder, **settings}))
+        values = {"model_name_or_path": folder, **settings}
+        return models.load(settings_of(PredictConfig, values, SHARED_BY_PREDICT))
 
 
-def settings_of(kind: type[T], values: Mapping[str, Any]) -> T:
+def settings_of(kind: type[T], values: Mapping[str, Any], known: Sequence[str] = ()) -> T:
     """Settings by name, converted as flags are; one value where a list is expected is a list of one.
 
-    Raises `UsageError` for names and types that do not fit.
+    known: the names that are used; default: all. Raises `UsageError` for names and types that do not fit.
     """
-    known = [item.name for item in fields(cast(Any, kind))]
+    every = [item.name for item in fields(cast(Any, kind))]
+    known = known or every
     refuse(values, known)
     for name, value in values.items():
         if name not in known:
-            close = nearest(name, known) or "; leave it out"
-            raise UsageError(f"{name}={shortened(value)} is no setting{close}")
+            close = "" if name in every else nearest(name, known)
+            raise UsageError(f"{name}={shortened(value)} is no setting{close or '; leave it out'}")
     return kind(**{name: of_type(kind, name, value) for name, value in values.items()})

@@ -22,6 +22,7 @@ from fmmeta.adaptation.model import load_model
 from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import host_bytes
 from fmmeta.common.progress import Progress, Warn
+from fmmeta.common.text import counted
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.methods import as_scores, scores_by_step, with_stored_rates
 from fmmeta.evaluation.settings import AdaptConfig, has_inner_loop, has_prompts
@@ -75,15 +76,19 @@ def read_task(
         return Table([], [], [], [], [])
     name = source if isinstance(source, str) else task or setting
     rows = read_file(Path(source)) if isinstance(source, str) else rows_of(name, source, config)
-    return tabulate(
-        name,
-        rows,
-        config,
-        lambda text: notice(f"{name}: {text}"),
-        one_task=True,
-        unique=setting == "support",
-        images=images,
-    )
+    try:
+        return tabulate(
+            name,
+            rows,
+            config,
+            lambda text: notice(f"{name}: {text}"),
+            one_task=True,
+            unique=setting == "support",
+            images=images,
+        )
+    except UsageError as error:
+        given = setting if name == setting else f"{setting}={name}"
+        raise UsageError(str(error).replace(f"dataset={name}", given)) from None
 
 
 def support_set(
@@ -96,7 +101,8 @@ def support_set(
     labels = () if config.task_type == "causal_lm" else tuple(sorted(set(table.target)))
     source = name or settings.support
     if len(labels) == 1:
-        raise UsageError(f"support={source} has one class only, {labels[0]!r}; give examples of two or more")
+        given = f"support={source}" if source else "support"
+        raise UsageError(f"{given} has one class only, {labels[0]!r}; give examples of two or more")
     for one in trained_with([settings.model_source]):
         if shared := sorted(one.trained_names("class") & set(labels)):
             notice(
@@ -162,9 +168,9 @@ class TaskLearner:
         ranks: ProcessGroups | None = None,
     ) -> None:
         self.settings, self.progress = settings, progress
-        self.config = config = settings.run_config(n_way=classes or 2)
+        self.config = config = settings.run_config(labels=labels, n_way=classes or 2)
         self.method = method = settings.method_of(config)
-        if message := settings.unusable_head(config):
+        if message := settings.unusable_head(config, labels):
             progress.notice(Warn(message))
         self.model = model = load_model(config, progress, labels, settings.bf16, ranks)
         suggest_chat(config, model.tokenizer, progress.notice)
@@ -245,7 +251,7 @@ class TaskLearner:
                 yield Learned(
                     one.task,
                     failure=f"inner_lr={self.config.inner_lr}: the loss on the support set is not finite"
-                    f" after {one.steps} inner steps; lower --inner_lr",
+                    f" after {counted(one.steps, 'inner step')}; lower --inner_lr",
                 )
                 continue
             if warning := rising_loss(self.config, passes[0].loss, last.loss, one.steps):
@@ -417,10 +423,11 @@ class TaskLearner:
         return max(1, int(MEMORY * free / of_task))
 
 
-def head_key(settings: AdaptConfig, classes: int) -> int:
-    """Tasks of equal keys can share a model: 0 for every number of classes, or `classes` where the head or
-    the rates are stored for this number, or where the whole model is written.
+def head_key(settings: AdaptConfig, labels: Sequence[str]) -> tuple[int, bool]:
+    """Tasks of equal keys can share a model: 0 for every number of classes, or the number of `labels` where
+    the head or the rates are stored for it, or where the whole model is written; whether the head is learned.
     """
-    config: Config = settings.run_config(n_way=classes or 2)
+    config = settings.run_config(labels=labels, n_way=len(labels) or 2)
     exact = remembered(settings.model_source).get("inner_rates") == RATES_FILE
-    return classes if exact or not config.lora_r or config.head_init == "learned" else 0
+    learned = config.head_init == "learned"
+    return len(labels) if exact or not config.lora_r or learned else 0, learned

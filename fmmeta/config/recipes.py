@@ -18,6 +18,7 @@ from fmmeta.common.text import any_of, as_stored, nearest, shortened
 from fmmeta.config.fields import KINDS, default_of, kind_of, refuse_first, shown
 from fmmeta.config.migration import answer
 from fmmeta.config.renamed import refuse
+from fmmeta.config.settings import REMEMBERED
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 LARGEST_FILE = 2**20  # bytes of a recipe
@@ -88,15 +89,31 @@ def read(what: str, name: str, settings: Any) -> dict[str, Any]:
     """
     where = f"{what}={name}"
     values = mapping(where, find(what, name))
+    if "tuned" in values:
+        values = chosen(values, settings, where)
     check_names(values, settings, where)
     texts = dict[str, Any]()
     for key, value in values.items():
         if key == "tune" and isinstance(value, dict):
             texts[key] = json.dumps(value)
         elif value is not None:
-            nested = isinstance(value, (list, dict))
-            texts[key] = typed(settings, key, value, where) if nested else value
+            listed = isinstance(value, (list, dict)) or kind_of(settings, key)[1]
+            texts[key] = typed(settings, key, value, where) if listed else value
     return texts
+
+
+def chosen(values: Mapping[str, Any], settings: Any, where: str) -> dict[str, Any]:
+    """The settings in a file of `fmmeta tune --output`; the rest of it are facts about model and data.
+
+    Raises `UsageError` for learned rates, which flags would replace.
+    """
+    if values.get("inner_rates") is not None:
+        raise UsageError(
+            f"{where} holds learned inner rates, which no flag gives; copy it into the folder of the model as"
+            " fmmeta.json"
+        )
+    names_ = [name for name in (*REMEMBERED, "pooling", "method") if name in settings.__dataclass_fields__]
+    return {name: values[name] for name in names_ if name in values}
 
 
 def mapping(where: str, path: Path) -> dict[str, Any]:

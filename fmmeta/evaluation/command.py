@@ -11,7 +11,7 @@ evaluated wherever it could be trained.
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
@@ -50,6 +50,7 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.reliability.checks import SupportLosses
 from fmmeta.reliability.signals import Signals
+from fmmeta.tasks.data.splits import UsedSplits, few, read_used_splits
 from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import ClassSource, Draw, Mixture, TaskSource
@@ -211,7 +212,28 @@ def plan_evaluation(
         config = settings.run_config(n_way_max=most, **values)
     if message := settings.unusable_head(config):
         notice(Warn(message))
+    if settings.eval_split == "test":
+        for model in models:
+            for message in tuned_on(model, inputs.sources.used):
+                notice(Warn(message))
     return config, inputs, chosen
+
+
+def tuned_on(model: str, used: Sequence[UsedSplits]) -> Iterator[str]:
+    """Warnings about test classes or tasks that `fmmeta tune` chose the inner loop of a model on."""
+    for before in read_used_splits(remembered(model).get("tuned", {})):
+        names = {name for units in (before.splits or {}).values() for name in units}
+        for now in used:
+            if now.noun != before.noun or (now.content != before.content and now.dataset != before.dataset):
+                continue
+            tested = (now.splits or {}).get("test", ())
+            if shared := sorted(names.intersection(tested)):
+                noun, setting = ("classes", "class") if now.noun == "class" else ("tasks", "task")
+                yield (
+                    f"dataset={now.dataset}: {len(shared)} of {len(tested)} test {noun} ({few(shared)}) were"
+                    f" those on which fmmeta tune chose the inner loop of {model}; give both commands the"
+                    f" same --n_way, or one --{setting}_splits file"
+                )
 
 
 def episodes_of(

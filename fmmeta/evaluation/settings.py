@@ -5,6 +5,9 @@ then used, so that a model is adapted as it was meta-trained; without one, the d
 """
 
 import math
+import os
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +28,10 @@ from fmmeta.config.settings import (
     TaskConfig,
 )
 from fmmeta.models.files import remembered
+from fmmeta.models.from_gguf import is_gguf
 from fmmeta.models.load import describe, fitted
 from fmmeta.tasks.data.rows import ENDINGS, ending
+from fmmeta.tasks.data.splits import few
 
 METHODS = (
     "finetune",
@@ -44,6 +49,7 @@ OF_TUNE = ("finetune", "finetune+in_context")
 OF_LANGUAGE_MODELS = (*OF_ADAPT, "zero_shot")
 METRICS = ("rouge_l", "exact_match", "options", "rank")
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0)  # that tune tries with sgd; a hundredth with adamw
+SPLIT_FILES = ("class_splits.json", "task_splits.json")
 EVAL_SPLITS = ("train", "valid", "test")
 OF_TRAINING = (  # no effect on an evaluation
     "mix_weights",
@@ -79,6 +85,26 @@ def has_prompts(methods: str) -> bool:
     return "in_context" in methods
 
 
+def refuse_input_as_output(settings: Any) -> None:
+    """Raise `UsageError` if the file `output` is an input: of another setting, or in a folder of data."""
+    output = settings.output or ""
+    if not os.path.isfile(output):
+        return
+
+    def is_output(path: str) -> bool:
+        with suppress(OSError, ValueError):  # of a text that is no path
+            return os.path.samefile(path, output)
+        return False
+
+    file = Path(output).name
+    is_data = ending(Path(file)) is not None or file in SPLIT_FILES
+    for name, values in vars(settings).items():
+        for value in map(str, values if isinstance(values, list) else [values]):
+            in_folder = is_data and name == "dataset" and is_output(os.path.join(value, file))
+            if name != "output" and (is_output(value) or in_folder):
+                raise UsageError(f"output={output} is an input too, of {name}={value}; give another file")
+
+
 def settings_of_training(*names: str) -> Any:
     """A dataclass of these settings of `Config`; those that a model stores are None, or empty lists."""
     items = []
@@ -101,8 +127,11 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
     model_name_or_path: str = setting("tiny", "HF folder, hub id or GGUF file")
     seed: int = setting(42, "Seed of the episodes and of newly initialised weights")
 
-    def run_config(self, **values: Any) -> Config:
-        """The `Config` of a run without training: `values`, then set flags, then what the model stores."""
+    def run_config(self, *, labels: Sequence[str] = (), **values: Any) -> Config:
+        """The `Config` of a run without training: `values`, then set flags, then what the model stores.
+
+        labels: names of the classes of the task, where there is one task only.
+        """
         shared = vars(self).keys() & Config.__dataclass_fields__.keys()
         given = {name: getattr(self, name) for name in shared if getattr(self, name) not in (None, [])}
         memory = remembered(self.model_source)
@@ -118,16 +147,24 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
             replaced |= {"inner_optimizer", *BELONG_TO["inner_optimizer"]}
         stored = {name: memory[name] for name in REMEMBERED if name in memory and name not in replaced}
         config = Config(**{**stored, **given, "algorithm": "none", **values})
-        if "head_init" in stored and self.unusable_head(config):
+        if "head_init" in stored and self.unusable_head(config, labels):
             config = replace(config, head_init="zero")
         return config if config.builtin_model else fitted(config, describe(config).hf_config)
 
-    def unusable_head(self, config: Config) -> str:
-        """A message if the stored learned head is for another number of classes than `config` has."""
+    def unusable_head(self, config: Config, labels: Sequence[str] = ()) -> str:
+        """See `misfit_of_head`; empty if the model's learned head would not be used."""
+        learned = not self.head_init and remembered(self.model_source).get("head_init") == "learned"
+        return self.misfit_of_head(config, labels) if config.task_type == "classification" and learned else ""
+
+    def misfit_of_head(self, config: Config, labels: Sequence[str] = ()) -> str:
+        """A message if the stored head is for another number of classes than `config` has, or, in a folder
+        that `adapt` wrote, for other classes than `labels`.
+        """
         memory = remembered(self.model_source)
-        classes = memory.get("classes", memory.get("n_way"))
-        learned = not self.head_init and memory.get("head_init") == "learned"
-        if config.task_type != "classification" or not learned or classes == config.most_classes:
+        classes, own = memory.get("classes", memory.get("n_way")), memory.get("labels", labels)
+        if list(own) != list(labels):
+            return f"the model's head is for the classes {few(own)}; those of these tasks begin with zeros"
+        if classes == config.most_classes:
             return ""
         return f"the model's head is for {classes} classes; those of {config.most_classes} begin with zeros"
 
@@ -200,11 +237,13 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
             names = [self.dataset] if isinstance(self.dataset, str) else self.dataset
             self.n_way = "3" if "digits" in names else "5"
         self.n_way = str(self.n_way)
+        refuse_input_as_output(self)  # before texts replace paths of JSON files
         self.label_names = label_texts_of(self.label_names)
         self.method, self.k_shot = list(dict.fromkeys(self.method)), list(dict.fromkeys(self.k_shot))
         check_values(self)
         refuse_first(
             [
+                (not self.dataset, "dataset=[] names no data set; give one or more"),
                 (not self.k_shot, "k_shot names nothing; give one or more"),
                 *(
                     (
@@ -237,7 +276,9 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
     @property
     def compare_model(self) -> str | None:
         """The other model of a comparison; None where `compare` is a file of results."""
-        return self.compare if self.compare and not self.compare.endswith(".json") else None
+        compare = self.compare or ""
+        results = compare.endswith(".json") or (os.path.isfile(compare) and not is_gguf(compare))
+        return None if results else self.compare
 
     def run_config(self, **values: Any) -> Config:
         """See `FewShotConfig`. n_way=all counts as 2 until the data are read; k_shot is the largest."""
@@ -486,8 +527,8 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
     adapters_in_memory: int = setting(64, "adapters: most that stay in memory", least=1)
     input: str = setting(
         "-",
-        "File of inputs, or - for standard input: a text or a JSON object with text (input, image) on "
-        "every line, or a .csv or .parquet file (.gz too) with such a column",
+        "File of inputs, or - for standard input: a text or a JSON object with text (input, image) on every"
+        " line, or a .jsonl, .csv or .parquet file (.gz too) with such a column, as adapt reads it",
     )
     output: str = setting("-", "File for the answers, or - for standard output: one JSON object per line")
     text_column: str | None = setting(
@@ -506,8 +547,9 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
     )
 
     def __post_init__(self) -> None:
-        source, target = Path(self.input), Path(self.output)
         check_values(self)
+        if self.input != "-":
+            refuse_input_as_output(self)
         refuse_first(
             [
                 (
@@ -544,12 +586,8 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
                     f"adapters={self.adapters} is no directory; give the output_dir of fmmeta adapt",
                 ),
                 (
-                    self.input != "-" and not source.is_file(),
+                    self.input != "-" and not Path(self.input).is_file(),
                     f"input={self.input} is not a file; give one, or - for standard input",
-                ),
-                (
-                    self.input != "-" and source.is_file() and target.is_file() and target.samefile(source),
-                    f"output={self.output} is the input too; give another file",
                 ),
             ]
         )

@@ -36,7 +36,7 @@ from fmmeta.evaluation.methods import scores_by_step, with_stored_rates
 from fmmeta.evaluation.results import check_output, write_output
 from fmmeta.evaluation.settings import OF_TRAINING, TuneConfig, has_prompts
 from fmmeta.meta.inner_optimizers import inner_optimizer
-from fmmeta.models.files import remembered
+from fmmeta.models.files import remembered, weights_state
 from fmmeta.models.load import Description, empty_learner
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
@@ -244,12 +244,12 @@ class TuneRun:
         self.tried: list[Choice] = []
         self.new = 0  # of them, by this process
         self.trials_file: Path | None = None
-        self.weights: dict[str, list[int]] = {}  # size and time of change of the model's files
+        self.weights: dict[str, list[int]] = {}  # see `weights_state`
         self.stored: dict[tuple[str, float, str], Choice] = {}  # trials of an earlier process
         config, inputs, chosen = plan_evaluation(
             settings, world, progress.notice, inner_steps=settings.max_steps
         )
-        self.description = inputs.description
+        self.description, self.used = inputs.description, inputs.sources.used
         with world.comm.raise_on_all("choosing heads"):
             self.heads = heads_of(settings, config, inputs.description)
             self.optimizers = {
@@ -291,11 +291,8 @@ class TuneRun:
         text, self.trials_file = "", file
         with world.comm.raise_on_all("reading finished trials"):
             if world.comm.rank == 0:
-                folder = Path(self.settings.model_name_or_path)
-                states = {one.name: one.stat() for one in sorted(folder.glob("*.safetensors"))}
-                self.weights = {name: [one.st_size, one.st_mtime_ns] for name, one in states.items()}
-            if world.comm.rank == 0 and file.is_file():
-                text = file.read_text(encoding="utf-8", errors="replace")
+                self.weights = weights_state(self.settings.model_name_or_path)
+                text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
         self.weights = json.loads(world.comm.broadcast_bytes(json.dumps(self.weights).encode()))
         if not (text := world.comm.broadcast_bytes(text.encode()).decode()):
             return
@@ -416,10 +413,20 @@ class TuneRun:
                 "accuracy": best.accuracy,
                 "trials": len(tried),
                 "of": self.total,
+                "head_inits": self.heads,
+                "datasets": [  # with the classes or tasks that were chosen on
+                    replace(
+                        one, splits={settings.eval_split: one.splits.get(settings.eval_split, [])}
+                    ).as_dict()
+                    for one in self.used
+                    if one.splits
+                ],
             },
         }
         rates = stored.get("inner_rates")
-        if isinstance(rates, dict):
+        if settings.sets_inner_lr:  # measured without the learned rates
+            values = {name: one for name, one in values.items() if not name.startswith("inner_rates")}
+        elif isinstance(rates, dict):
             values["inner_rates"] = {
                 name: [rate * scale for rate in column] for name, column in rates.items()
             }
@@ -522,14 +529,17 @@ class TuneRun:
 
 
 def heads_of(settings: TuneConfig, config: Config, description: Description) -> list[str]:
-    """The heads to try: those of the settings, or the model's current one, zero, and prototype if usable.
+    """The heads to try: those of the settings, or zero, prototype if usable, and the model's learned one.
 
-    Raises `UsageError` for a head that the model cannot use.
+    The order, in which Optuna numbers them, and a learned head do not depend on the choice of an earlier
+    process, which fmmeta.json stores. Raises `UsageError` for a head that the model cannot use.
     """
     if config.task_type != "classification":
         return [config.head_init]
-    heads = []
-    for head in dict.fromkeys(settings.head_inits or [config.head_init, "zero", "prototype"]):
+    heads, before = [], remembered(settings.model_source).get("tuned")
+    tried = isinstance(before, dict) and "learned" in str(before.get("head_inits"))
+    learned = config.head_init == "learned" or (tried and not settings.misfit_of_head(config))
+    for head in dict.fromkeys(settings.head_inits or ["zero", "prototype", *["learned"] * learned]):
         try:
             empty_learner(replace(config, head_init=head), description)
             heads.append(head)

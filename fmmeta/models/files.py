@@ -219,6 +219,12 @@ def model_digest(model: Any) -> str:
     return seen.hexdigest()[:32]
 
 
+def weights_state(folder: str) -> dict[str, list[int]]:
+    """Size and time of change of each file of weights in a folder, by name; empty for a hub id."""
+    states = {one.name: one.stat() for one in sorted(Path(folder).glob("*.safetensors"))}
+    return {name: [one.st_size, one.st_mtime_ns] for name, one in states.items()}
+
+
 def trained_with(models: Sequence[str]) -> list[UsedSplits]:
     """The splits that these models were trained with. Raises `UsageError`."""
     return [one for model in models for one in read_used_splits(remembered(model))]
@@ -252,5 +258,6 @@ def checked(facts: Any) -> dict[str, Any]:
         isinstance(adapted.get(name) or 0, (int, float)) for name in ("inner_steps", "left_out")
     ):
         raise ValueError("adapted is not an object with numbers")
-    read_used_splits(facts)
+    for memory in (facts, facts.get("tuned", {})):
+        read_used_splits(memory)
     return facts

@@ -9,7 +9,7 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import publish_text, redact
-from fmmeta.common.text import render
+from fmmeta.common.text import counted, render
 from fmmeta.config.settings import setting
 from fmmeta.report import charts
 from fmmeta.report.data import AFTER, BEFORE, FROM_START, Facts, Line, number, read, tasks_per_step
@@ -108,7 +108,7 @@ def summary(facts: Facts) -> str:
     settings = facts.settings
     model = Path(redact(str(settings.get("model_name_or_path")))).name
     tasks, steps = tasks_per_step(settings), settings.get("inner_steps")
-    inner = f"{steps} inner steps at {settings.get('inner_lr')}" if steps else "no inner steps"
+    inner = f"{counted(steps, 'inner step')} at {settings.get('inner_lr')}" if steps else "no inner steps"
     return (
         f"{model}, {shape_of(settings)} tasks, {inner}, {settings.get('outer_steps'):,} outer steps of"
         f" {tasks} tasks; {facts.run.get('layout')}"

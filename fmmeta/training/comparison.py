@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.common.text import strict
+from fmmeta.common.text import counted, strict
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.setup import Setup
@@ -191,7 +191,7 @@ def show(compared: Compared, config: Config, table: Table) -> None:
     ways, head = "", ""
     if config.task_type == "classification":
         ways, head = f"{config.n_way}-way ", f" (head at the start of a task: {config.head_init})"
-    learning = "support set in the prompt" if in_prompt else f"{config.inner_steps} inner steps"
+    learning = "support set in the prompt" if in_prompt else f"{counted(config.inner_steps, 'inner step')}"
     title = f"{compared.episodes} held-out {ways}{config.k_shot}-shot episodes, {learning}"
     table(f"{title}{head}", ["", "accuracy %", "loss"], rows)
     if len(compared.strata) > 1:

@@ -9,7 +9,7 @@ from huggingface_hub import EvalResult
 from fmmeta.checkpoint import model_card
 from fmmeta.checkpoint.model_card import Content, Scores, code, escaped, public_name
 from fmmeta.common.security import printable
-from fmmeta.common.text import strict
+from fmmeta.common.text import counted, strict
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.metrics.scores import format_interval
@@ -81,7 +81,11 @@ def results(config: Config, data: Sequence[str], compared: Compared, kind: str =
     """The accuracy and the loss after adaptation, for the metadata of a card."""
     classes = config.task_type == "classification"
     in_prompt = find(config.algorithm).in_prompt
-    learned = "with the support set in the prompt" if in_prompt else f"after {config.inner_steps} inner steps"
+    learned = (
+        "with the support set in the prompt"
+        if in_prompt
+        else f"after {counted(config.inner_steps, 'inner step')}"
+    )
     found = list[EvalResult]()
     accuracy, loss = compared.rows[AFTER]
     kinds = ("accuracy", "accuracy") if classes else ("exact_match", "exact match")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
 import signal
 
@@ -211,6 +212,28 @@ def test_adapting_again_uses_the_stored_inner_steps(bert, tmp_path):
         assert json.loads((tmp_path / name / "fmmeta.json").read_text())["inner_steps"] == 3
 
 
+@pytest.mark.parametrize("lora_r", [0, 4])
+def test_the_head_of_an_adapted_folder_is_for_its_own_classes_alone(lora_r, bert, classes, tmp_path, capsys):
+    """Other classes begin with zeros, as many as they are; the same ones with the learned head."""
+    adapted = fmmeta.adapt(
+        bert, PAIRS, output_dir=tmp_path / "one", pooling="mean", lora_r=lora_r, inner_steps=3, inner_lr=0.5
+    )
+    tasks = {"same": PAIRS[::-1], "renamed": [(text, f"z{label[-5:]}") for text, label in PAIRS]}
+    many = fmmeta.adapt_many(tmp_path / "one", tasks, output_dir=tmp_path / "many", inner_steps=0)
+    for name, pairs in tasks.items():
+        alone = fmmeta.adapt(tmp_path / "one", pairs, inner_steps=0, quiet=False)
+        line = "the model's head is for the classes class"
+        assert (line in "".join(capsys.readouterr())) == (name == "renamed")
+        wanted = [one.score for one in adapted.predict(TEXTS)] if name == "same" else [1 / 3] * 3
+        for model in (alone, many[name]):
+            assert [one.score for one in model.predict(TEXTS)] == pytest.approx(wanted, abs=1e-5)
+    found = fmmeta.evaluate(
+        tmp_path / "one", classes, n_way=3, k_shot=1, num_query=2, episodes=2, inner_steps=0, quiet=False
+    )
+    assert found["loss"] == pytest.approx(math.log(3))
+    assert line in "".join(capsys.readouterr())
+
+
 @pytest.mark.parametrize(
     ("stored", "row"),
     [
@@ -372,7 +395,9 @@ def test_adapt_and_predict_commands(bert, tmp_path):
 
 def test_bad_support_and_query_sets_are_refused(bert, tmp_path):
     check_message(
-        refusal(fmmeta.adapt, bert, [("a", "x"), ("b", "x")]), "support=", "give examples of two or more"
+        refusal(fmmeta.adapt, bert, [("a", "x"), ("b", "x")]),
+        "support has one",
+        "give examples of two or more",
     )
     check_message(
         refusal(fmmeta.adapt, bert, tmp_path / "none.jsonl"),
@@ -507,7 +532,7 @@ def test_python_api_accepts_rows_and_paths(bert, tmp_path):
         ),
         (
             [{"words": "a", "label": "x"}],
-            ("dataset=support", "it has label, words", "--text_column"),
+            ("support has none", "it has label, words", "--text_column"),
         ),
     ],
 )
@@ -522,6 +547,19 @@ def test_bad_query_sets_from_python_are_refused():
         "give (text, label) or {'text': ...",
     )
     check_message(refusal(fmmeta.adapt, "tiny", PAIRS, query=[]), "query=[]", "give pairs of text and class")
+    check_message(refusal(fmmeta.adapt, "tiny", PAIRS, query=[("a", "z")]), "query has the class", "add some")
+
+
+@pytest.mark.parametrize("name", ["support", "query"])
+def test_missing_columns_are_of_the_set_that_lacks_them(name, tmp_path):
+    wrong, pairs = [{"words": "a", "class": "b"}], {"support": PAIRS, "query": PAIRS}
+    message = refusal(fmmeta.adapt, "tiny", **{**pairs, name: wrong})
+    check_message(message, f"{name} has none of the columns", "name one with --text_column")
+    file = write_rows(tmp_path / "rows.csv", wrong)
+    message = refusal(fmmeta.adapt, "tiny", **{**pairs, name: file})
+    check_message(message, f"{name}={file} has none of the columns", "name one with --text_column")
+    message = refusal(fmmeta.adapt, "tiny", **{**pairs, name: file}, text_column="title")
+    check_message(message, "text_column=title", f"{name}={file}")
 
 
 @pytest.mark.parametrize(
@@ -578,6 +616,28 @@ def test_unfinished_folder_is_removed(bert, tmp_path, monkeypatch):
             fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / name, inner_steps=1, early_stopping=False)
     assert [file.name for file in tmp_path.iterdir()] == ["empty"]
     assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_files_of_another_process_stay_as_they_are(bert, tmp_path, monkeypatch):
+    """They appear while the task is learned, and nothing is written beside them."""
+    out = tmp_path / "out"
+
+    def write_and_fail(*_):
+        (out / "of another process").write_text("")
+        raise KeyboardInterrupt
+
+    flags = {"output_dir": out, "inner_steps": 1, "early_stopping": False}
+    with monkeypatch.context() as failing:
+        failing.setattr("fmmeta.adaptation.folder.write_card", write_and_fail)
+        with pytest.raises(KeyboardInterrupt):
+            fmmeta.adapt(bert, PAIRS, **flags)
+    assert [file.name for file in out.iterdir()] == ["of another process"]
+    (out / "of another process").unlink()
+    monkeypatch.setattr(
+        "fmmeta.adaptation.folder.write_card", lambda *_: (out / "of another process").write_text("")
+    )
+    check_message(refusal(fmmeta.adapt, bert, PAIRS, **flags), f"output_dir={out} is not empty", "choose")
+    assert [file.name for file in out.iterdir()] == ["of another process"]
 
 
 def test_sigterm_during_adaptation_leaves_no_folder(bert, tmp_path):

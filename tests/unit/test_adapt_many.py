@@ -227,7 +227,7 @@ def test_passes_are_cut_by_tokens_and_by_memory(bert, monkeypatch):
     check_message(refusal(TaskLearner, settings, 4, Progress(enabled=False)), "lora_r=4", "lower --lora_r")
 
 
-def test_bad_tasks_are_named_and_the_others_are_learned(bert, tmp_path, capsys):
+def test_bad_tasks_are_named_and_the_others_are_learned(bert, tmp_path, capsys, terminal):
     tasks = directory_of(tmp_path / "tasks")
     (tasks / "empty.jsonl").write_text("")
     write_rows(tasks / "one class.jsonl", [{"text": "a", "label": "x"}, {"text": "b", "label": "x"}])
@@ -242,6 +242,7 @@ def test_bad_tasks_are_named_and_the_others_are_learned(bert, tmp_path, capsys):
         refusal(many.run, settings), f"support={tasks}: 5 of 9 tasks failed", "run the same command again"
     )
     assert sorted(path.name for path in out.iterdir()) == ["task 1", "task 2", "task 3", "task 4"]
+    assert "".join(capsys.readouterr()).count("task 0 has several files") == 1
     for name in ("empty", "one class", "vanished", f"{'n' * 201}"):
         (tasks / f"{name}.jsonl").unlink()
     (tasks / "task 0.csv").unlink()
@@ -368,6 +369,8 @@ def test_folders_of_other_settings_or_examples_are_not_taken_for_complete(bert, 
         "another output_dir",
     )
     fmmeta.adapt_many(bert, some, output_dir=out, micro_batch_size=7, tokens_per_pass=9, **LORA)
+    same = {"gradient_checkpointing": True, "attn_implementation": "eager", "text_column": "text"}
+    assert len(fmmeta.adapt_many(bert, some, output_dir=out, **same, **LORA)) == 2
     (out / "foreign").mkdir()
     (out / "file").write_text("")
     others = {
@@ -381,6 +384,18 @@ def test_folders_of_other_settings_or_examples_are_not_taken_for_complete(bert, 
     check_message(models.failed["task 0"], "task 0 was learned from other examples", "remove the folder")
     check_message(models.failed["foreign"], "foreign is there", "move it away")
     check_message(models.failed["file"], "file is there", "move it away")
+
+
+def test_folders_learned_from_other_weights_are_not_taken_for_complete(bert, tmp_path):
+    model, some = shutil.copytree(bert, tmp_path / "model"), dict(list(SUPPORTS.items())[:1])
+    fmmeta.adapt_many(model, some, output_dir=tmp_path / "out", **LORA)
+    assert list(fmmeta.adapt_many(model, some, output_dir=tmp_path / "out", **LORA)) == ["task 0"]
+    weights = load_file(model / "model.safetensors")
+    save_file(
+        {name: 0.9 * one for name, one in weights.items()}, model / "model.safetensors", {"format": "pt"}
+    )
+    message = refusal(fmmeta.adapt_many, model, some, output_dir=tmp_path / "out", **LORA)
+    check_message(message, "task 0 was learned from other weights", "another output_dir")
 
 
 def test_folders_learned_with_other_descriptions_are_not_taken_for_complete(bert, tmp_path):
@@ -548,8 +563,8 @@ def test_a_directory_without_adapters_is_refused(tmp_path):
 def test_rows_without_an_adapter_and_wrong_settings_are_refused(mixed, tmp_path):
     _, error = "", refusal_of(mixed, tmp_path, '{"text": "a"}\n')
     check_message(error.replace(str(tmp_path), "TMP"), "in.jsonl:1 names no adapter", "--adapter_column")
-    error = refusal_of(mixed, tmp_path, "plain\n")
-    check_message(error.replace(str(tmp_path), "TMP"), "in.jsonl:1 names no adapter", "write JSON objects")
+    error = refusal_of(mixed, tmp_path, "plain\n", "in.txt")
+    check_message(error.replace(str(tmp_path), "TMP"), "in.txt:1 names no adapter", "write JSON objects")
     check_message(
         refusal(PredictConfig, "x", adapters=str(mixed)).replace(str(mixed), "DIR"),
         "adapters=",
@@ -558,11 +573,11 @@ def test_rows_without_an_adapter_and_wrong_settings_are_refused(mixed, tmp_path)
     check_message(refusal(PredictConfig, adapters="nowhere"), "adapters=nowhere", "give the output_dir")
 
 
-def refusal_of(folder: Path, tmp_path: Path, text: str) -> str:
-    (tmp_path / "in.jsonl").write_text(text)
+def refusal_of(folder: Path, tmp_path: Path, text: str, name: str = "in.jsonl") -> str:
+    (tmp_path / name).write_text(text)
     return refusal(
         predict.run,
-        PredictConfig(adapters=str(folder), input=str(tmp_path / "in.jsonl"), output=str(tmp_path / "o")),
+        PredictConfig(adapters=str(folder), input=str(tmp_path / name), output=str(tmp_path / "o")),
     )
 
 

@@ -29,7 +29,7 @@ from fmmeta.evaluation.methods import (
     soft_kmeans,
 )
 from fmmeta.evaluation.results import EvalCell, differences, read_cells, results_of, show, write_output
-from fmmeta.evaluation.settings import EvaluateConfig
+from fmmeta.evaluation.settings import EvaluateConfig, TuneConfig
 from fmmeta.metrics.scores import EpisodeScore, calibration_error, episode_score, paired, prediction_stats
 from fmmeta.models.files import hub_answers
 from fmmeta.models.load import describe, load_tokenizer
@@ -159,7 +159,8 @@ def test_methods_share_episodes_and_a_model_equals_itself(bert, classes, tmp_pat
     ]
     assert json.loads((tmp_path / "deep" / "first.json").read_text())["accuracy"] == first["accuracy"]
     flags: dict[str, Any] = {"method": "finetune", "k_shot": 2, "n_way": "3", "num_query": 3, "episodes": 3}
-    for other in (str(tmp_path / "deep" / "first.json"), str(bert)):
+    renamed = shutil.copy(tmp_path / "deep" / "first.json", tmp_path / "results.txt")
+    for other in (str(tmp_path / "deep" / "first.json"), str(renamed), str(bert)):
         (cell,) = fmmeta.evaluate(str(bert), str(classes), **flags, compare=other)["compare"]["cells"]
         assert (cell["accuracy_gain"], cell["loss_gain"], cell["ci95"], cell["episodes"]) == (0, 0, 0, 3)
         assert cell["other"] == next(
@@ -573,6 +574,7 @@ def test_infinite_losses_differ_by_zero_also_from_a_file(tmp_path):
             {"method": ["prototype"], "inner_lr_groups": ["head=2"]},
             ("inner_lr_groups=['head=2']", "method=prototype", "leave it out, or use finetune"),
         ),
+        ({"dataset": []}, ("dataset=[]", "give one or more")),
         ({"compare": "./nowhere"}, ("compare=./nowhere", "check the path")),
         (
             {"compare": "nowhere.json"},
@@ -581,7 +583,7 @@ def test_infinite_losses_differ_by_zero_also_from_a_file(tmp_path):
     ],
 )
 def test_conflicting_settings_are_refused(flags, parts):
-    check_message(refusal(fmmeta.evaluate, "tiny", "letters", **flags), *parts)
+    check_message(refusal(fmmeta.evaluate, "tiny", **{"dataset": "letters", **flags}), *parts)
 
 
 def test_unreadable_stored_settings_are_refused(tmp_path, bert):
@@ -643,6 +645,29 @@ def test_unwritable_output_is_refused_first_and_the_table_is_still_shown(
         message = refusal(fmmeta.evaluate, str(bert), str(classes), **flags, output=str(output))
         check_message(message, f"output={output} ", cause, remedy)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]  # no partial file is left
+
+
+@pytest.mark.parametrize("kind", [EvaluateConfig, TuneConfig])
+@pytest.mark.parametrize("name", ["dataset", "class_splits", "label_names", "compare"])
+def test_an_output_that_is_an_input_is_refused(kind, name, tmp_path):
+    file, link = tmp_path / "input.json", tmp_path / "link.json"
+    file.write_text('{"a": "b"}')
+    link.symlink_to(file)
+    values: dict[str, Any] = {name: [str(file)] if name == "dataset" else str(file)}
+    message = refusal(kind, output=str(link), **values)
+    check_message(message, f"output={link} is an input too, of {name}={file}", "give another file")
+    assert kind(output=str(tmp_path / "other.json"), dataset=[str(tmp_path)]).output
+
+
+@pytest.mark.parametrize("name", ["test.jsonl", "class_splits.json"])
+def test_an_output_that_is_a_file_of_the_data_folder_is_refused(name, tmp_path):
+    (tmp_path / name).write_text("")
+    (tmp_path / "results.json").write_text("")
+    message = refusal(EvaluateConfig, dataset=[str(tmp_path)], output=str(tmp_path / name))
+    check_message(
+        message, f"output={tmp_path / name} is an input too, of dataset={tmp_path}", "give another file"
+    )
+    assert EvaluateConfig(dataset=[str(tmp_path)], output=str(tmp_path / "results.json")).output
 
 
 def test_a_model_to_compare_with_is_checked_first(bert, llama, classes, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -419,6 +420,30 @@ def test_predict_reads_the_image_of_a_row_with_a_text(vit, images, tmp_path):
         (wanted,) = fmmeta.load(f"{out}/task").predict([path])
         assert (line["text"], line["label"]) == (path, wanted.output)
         assert line["score"] == pytest.approx(wanted.score, abs=1e-5)
+
+
+def test_predict_reads_the_files_of_images_that_adapt_reads(vit, images, tmp_path, monkeypatch):
+    """Paths relative to the file, and the bytes of a parquet file."""
+    names = [f"c{c:02}/{n}.png" for c in range(2) for n in range(3)]
+    images = shutil.copytree(images, tmp_path / "copy")
+    paths = [{"image": name, "label": name[:3]} for name in names]
+    encoded = [
+        {"image": {"bytes": (images / name).read_bytes(), "path": None}, "label": name[:3]} for name in names
+    ]
+    rows = write_rows(images / "rows.jsonl", paths), write_rows(tmp_path / "rows.parquet", encoded)
+    adapted = fmmeta.adapt(
+        vit, rows[0], query=rows[0], output_dir=tmp_path / "out", inner_steps=1, early_stopping=False
+    )
+    monkeypatch.chdir(tmp_path)
+    for source in rows:
+        out = tmp_path / "answers.jsonl"
+        predict.run(PredictConfig(str(tmp_path / "out"), input=str(source), output=str(out)))
+        lines = [json.loads(line) for line in out.read_text().splitlines()]
+        assert [one["label"] for one in lines] == [one.output for one in adapted.predictions]
+        assert [one["score"] for one in lines] == pytest.approx(
+            [one.score for one in adapted.predictions], abs=1e-5
+        )
+        assert [one["text"] for one in lines] == names or source == rows[1]
 
 
 def test_digits_needs_no_pillow(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import fmmeta
+from fmmeta.adaptation import model as models
 from fmmeta.adaptation import predict
 from fmmeta.adaptation.task_learner import read_task
 from fmmeta.cli import parse
@@ -131,6 +132,20 @@ def test_load_names_a_misspelt_setting(adapted):
     check_message(refusal(fmmeta.load, adapted[0], pooled="mean"), "pooled='mean'", "did you mean pooling?")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("equal_classes", True), ("input", "a.csv"), ("text_column", "words"), ("max_new_tokens", 3)],
+)
+def test_load_refuses_settings_that_it_does_not_use(adapted, name, value):
+    check_message(refusal(fmmeta.load, adapted[0], **{name: value}), f"{name}={value!r}", "leave it out")
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 1.5])
+def test_an_answer_has_one_token_or_more(adapted, tokens):
+    message = refusal(fmmeta.load(adapted[0]).predict, ["a"], tokens)
+    check_message(message, f"max_new_tokens={tokens}")
+
+
 def test_dir_lists_the_public_names():
     assert [name for name in dir(fmmeta) if not name.startswith("_")] == sorted(fmmeta.__all__)
 
@@ -156,7 +171,10 @@ def test_dir_lists_the_public_names():
             ["2 has no text under text", "name the key with --text_column"],
         ),
         ("a.csv", b"text,label\nx\n", ["2 has another number of fields", "fix the line"]),
-        ("a.txt", b"x\n\xff\n", ["input is not UTF-8 at line"]),
+        ("a.txt", b"x\n\xff\n", ["a.txt is not UTF-8 at line"]),
+        ("a.jsonl", b'{"text": "a"}\n[1, 2]\n', ["2 is no JSON object", "write"]),
+        ("a.jsonl", b"", ["is empty", "fill it"]),
+        ("a.csv", b"text,label\n", ["is empty", "fill it"]),
         ("a.txt.gz", b"plain", ["'pl'", "cannot be read", "fix it, or give another file"]),
     ],
 )
@@ -192,14 +210,37 @@ def test_answers_never_replace_the_input(tmp_path):
     assert path.read_text() == '{"text": "a"}\n'
 
 
-def test_an_output_that_cannot_be_written_is_refused(adapted, tmp_path):
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_rows_are_read_as_they_are_answered(name, tmp_path):
+    source = write_rows(tmp_path / name, [{"text": "first"}])
+    with source.open("a") as file:
+        file.write('second,"')
+    found = predict.inputs_of(PredictConfig("x", input=str(source)), ["text"])
+    assert next(found).text == "first"
+    check_message(refusal(next, found), f"{source}:", "fix the line")
+
+
+def test_some_inputs_at_a_time_are_encoded(adapted, monkeypatch):
+    texts, sizes, encode = [f"{text} {n}" for n in range(12) for text in TEXTS], [], models.encode
+    loaded = fmmeta.load(adapted[0], micro_batch_size=2)
+    wanted = loaded.predict(texts)
+    monkeypatch.setattr(models, "encode", lambda *args: sizes.append(len(args[2])) or encode(*args))
+    monkeypatch.setattr(models, "PASSES", 2)
+    found = loaded.predict(texts)
+    assert sizes == [4] * (len(texts) // 4)
+    assert [(one.input, one.output) for one in found] == [(one.input, one.output) for one in wanted]
+    assert [one.score for one in found] == pytest.approx([one.score for one in wanted], abs=4e-7)
+
+
+def test_an_output_that_cannot_be_written_is_refused_first(adapted, tmp_path, monkeypatch):
     source = write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
-    for target, reason in (
-        (tmp_path, "Is a directory"),
-        (tmp_path / "none" / "b", "No such file or directory"),
-    ):
+    new = tmp_path / "new" / "folder" / "answers.jsonl"
+    predict.run(PredictConfig(str(adapted[0]), input=str(source), output=str(new)))
+    assert len(new.read_text().splitlines()) == 1
+    monkeypatch.setattr(predict, "load", lambda *_: pytest.fail("loaded before the check"))
+    for target, reason in ((tmp_path, "is a folder"), (source / "b", "is no folder")):
         message = refusal(predict.run, PredictConfig(str(adapted[0]), input=str(source), output=str(target)))
-        check_message(message, f"output={target}", f"{reason}", "give another file")
+        check_message(message, f"output={target}", f"{reason}", "give a")
 
 
 def test_an_untrained_head_is_refused(bert, tmp_path):

@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 import fmmeta
-from fmmeta import Config, MetaTrainer
+from fmmeta import Config, MetaTrainer, cli
 from fmmeta.common.progress import Progress
+from fmmeta.evaluation.command import evaluate
 from fmmeta.evaluation.settings import TuneConfig
-from fmmeta.evaluation.tune import TuneRun, tune
+from fmmeta.evaluation.tune import CHOSEN, Choice, TuneRun, tune
+from fmmeta.models.files import remembered
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
 from tests.support.models import write_pairs
@@ -165,10 +167,12 @@ def test_a_learned_head_is_tried_beside_zeros(tmp_path):
     [
         ({"algorithm": "meta_sgd"}, {"inner_lrs": [0.5]}),
         ({}, {"inner_lrs": [0.01], "inner_optimizer": "adamw", "feature_norm": 2.0}),
+        ({"algorithm": "meta_sgd"}, {"inner_lrs": [0.01], "inner_optimizer": "adamw"}),
+        ({"inner_lr_learned": "layer"}, {"inner_lrs": [0.01], "inner_optimizer": "adamw"}),
     ],
 )
 def test_evaluation_of_the_tuned_model_gives_the_scored_loss(run, flags, tmp_path):
-    """Rates by element are scaled; settings given by flags are stored too."""
+    """Rates by element are scaled, or dropped with another optimizer; settings given by flags are stored."""
     model = trained(tmp_path / "run", **run)
     for _ in range(2):  # again: from what the first one stored
         settings = TuneConfig(
@@ -236,6 +240,23 @@ def test_stored_rates_survive_other_numbers_of_steps_and_an_adaptation(algorithm
     else:
         files = [load_file(Path(folder) / "inner_lr.safetensors") for folder in (model, tmp_path / "one")]
         assert all(files[0][name].equal(files[1][name]) for name in files[0])
+
+
+def test_a_choice_in_a_file_is_a_recipe_of_the_other_commands(bert, classes, tmp_path):
+    file = tmp_path / "choice.json"
+    flags = {"dataset": [str(classes)], "model_name_or_path": str(bert), "output": str(file)}
+    best = tune(TuneConfig(**flags, inner_lrs=[0.5], pooling="mean", **FLAGS), progress=Progress(False))[0]
+    words = ["--config", str(file), "--model_name_or_path", str(bert)]
+    same = {"--dataset": classes, "--n_way": 3, "--k_shot": 2, "--num_query": 3, "--episodes": 4}
+    more = [str(word) for pair in {**same, "--eval_split": "valid"}.items() for word in pair]
+    found = evaluate(cli.parse([*words, *more], "evaluate"), progress=Progress(False))
+    assert found["loss"] == pytest.approx(best.loss, rel=1e-5)
+    adapting = cli.parse([*words, "--support", str(classes), "--output_dir", str(tmp_path / "out")], "adapt")
+    assert [getattr(adapting, name) for name in CHOSEN] == [getattr(best, name) for name in CHOSEN]
+    file.write_text('{"tuned": {}, "method": "finetune+in_context", "task_type": "causal_lm"}')
+    assert cli.parse(words, "evaluate").method == ["finetune+in_context"]
+    file.write_text(json.dumps({**json.loads(file.read_text()), "inner_rates": {"head": [0.1]}}))
+    check_message(refusal(cli.parse, words, "evaluate"), f"config={file}", "learned inner rates", "copy it")
 
 
 def test_language_models_have_rates_and_steps_only(tmp_path):
@@ -387,6 +408,35 @@ def test_optuna_finds_a_rate(bert, classes, tmp_path):
     )  # the same trials every time, as every rank needs them
 
 
+def test_optuna_finds_the_trials_of_an_interrupted_run(tmp_path, monkeypatch):
+    """The interrupted run has stored another head with the model, which has a learned one."""
+    pytest.importorskip("optuna", reason="optuna is optional")
+    settings = TuneConfig(
+        model_name_or_path=trained(tmp_path / "run", head_init="learned"),
+        dataset=["letters"],
+        tuner="optuna",
+        trials=9,
+        **FLAGS,
+    )
+    scored, most = list[tuple[str, float]](), 3
+
+    def score(_, head, rate, optimizer):
+        if len(scored) == most:
+            raise RuntimeError("the device failed")
+        scored.append((head, rate))
+        return Choice(head, rate, 1, 1.0 + (head == "learned"), 0.5, optimizer)
+
+    monkeypatch.setattr(TuneRun, "score", score)
+    with pytest.raises(RuntimeError, match="the device failed"):
+        tune(settings, progress=Progress(False))
+    assert remembered(settings.model_source)["head_init"] != "learned"
+    most = 9
+    resumed = tune(settings, progress=Progress(False))
+    assert sorted((one.head_init, one.inner_lr) for one in resumed) == sorted(scored)
+    assert len(scored) == 9
+    assert "learned" in {head for head, _ in scored}
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
@@ -525,6 +575,8 @@ def test_a_failure_keeps_the_best_so_far(error, bert, classes, tmp_path, monkeyp
     best = min(scored, key=lambda one: one.loss)
     memory = json.loads((model / "fmmeta.json").read_text())
     assert (memory["inner_lr"], memory["inner_steps"]) == (best.inner_lr, best.inner_steps)
+    (chosen_on,) = memory["tuned"].pop("datasets")
+    assert sorted(chosen_on["splits"]) == ["valid"]
     assert memory["tuned"] == {
         "dataset": [classes.name],
         "eval_split": "valid",
@@ -537,6 +589,7 @@ def test_a_failure_keeps_the_best_so_far(error, bert, classes, tmp_path, monkeyp
         "accuracy": best.accuracy,
         "trials": 2,
         "of": 3,
+        "head_inits": ["zero"],
     }
     out = capsys.readouterr().out
     assert "2 of 3 trials" in out

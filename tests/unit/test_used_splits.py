@@ -135,6 +135,27 @@ def test_tune_chooses_on_the_models_own_validation_classes(model, classes, tmp_p
     assert stored_info(folder)["datasets"] == stored_info(model)["datasets"]
 
 
+def test_test_classes_that_were_tuned_on_are_named(bert, classes, tmp_path, capsys):
+    """A plain model has no splits; those by hash depend on n_way."""
+    folder = shutil.copytree(bert, tmp_path / "model")
+    few = {"k_shot": 1, "num_query": 1, "episodes": 2}
+    settings = TuneConfig(
+        model_name_or_path=str(folder),
+        dataset=[str(classes)],
+        n_way="3",
+        inner_lrs=[0.1],
+        max_steps=1,
+        **ASKED,
+    )
+    tune(settings, progress=Progress(False))
+    for n_way, split, shared in ((3, "test", 0), (3, "valid", 0), (5, "test", 2)):
+        capsys.readouterr()
+        fmmeta.evaluate(folder, classes, n_way=n_way, eval_split=split, quiet=False, **few)
+        lines = [line for line in "".join(capsys.readouterr()).splitlines() if "fmmeta tune chose" in line]
+        assert len(lines) == (shared > 0)
+    check_message(lines[0], "dataset=rows.jsonl", f"{shared} of 5 test classes", "--class_splits")
+
+
 def test_both_models_of_a_comparison_get_the_same_held_out_classes(model, bert, classes, capsys):
     settings = {"n_way": "all", "k_shot": 1, "num_query": 1, "episodes": 2}
     for first, second in ((bert, model), (model, bert)):

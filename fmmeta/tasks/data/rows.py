@@ -97,24 +97,28 @@ def stem(path: Path) -> str:
 
 
 def read_file(path: Path, bad: Bad = refuse, most_gib: float | None = None) -> list[Row]:
-    """Rows of a file. Raises `UsageError`, whatever `bad` does, if the file cannot be read to its end or
-    unpacks to more than `most_gib` (see `most_bytes`).
+    """See `stream_file`."""
+    return list(stream_file(path, bad, most_gib))
+
+
+def stream_file(path: Path, bad: Bad = refuse, most_gib: float | None = None) -> Iterator[Row]:
+    """Rows of a file, as they are read. Raises `UsageError`, whatever `bad` does, if the file cannot be read
+    to its end or unpacks to more than `most_gib` (see `most_bytes`).
     """
     readers = {".jsonl": jsonl, ".csv": csv_rows, ".parquet": partial(parquet, most_gib=most_gib)}
-    rows, empty = list[Row](), True
+    empty = True
     try:
         with unpacked(path, most_gib) if path.suffix == ".gz" else path.open("rb") as file:
             for found in readers[ending(path) or ""](path, file):  # type: ignore[arg-type]
                 empty = False
                 if isinstance(found, Row):
-                    rows.append(found)
+                    yield found
                 else:
                     bad(found)
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"{path} cannot be read: {error}; fix or remove the file") from None
     if empty:
         bad(UsageError(f"{path} is empty; remove it or fill it"))
-    return rows
 
 
 def image_rows(dataset: str) -> list[Row]:
