@@ -15,6 +15,7 @@ from fmmeta.common.errors import PeerLost
 from fmmeta.config.settings import Config
 from fmmeta.elastic.controller import share_finished_tasks
 from fmmeta.parallel.collectives import Communicator
+from fmmeta.tasks.batching import Episode
 from fmmeta.tasks.loader import LoadResult
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Schedule
 from fmmeta.training.claims import TaskClaims
@@ -95,14 +96,14 @@ SIZES = [30, 10, 70, 50, 20, 60, 40, 80]
 
 
 def feeds(groups: int = 2, nodes: int = 1) -> list[TrainingEpisodes]:
-    """What provides the episodes of groups over one store; an episode is its task."""
+    """What provides the episodes of groups over one store; an episode holds its task as its only batch."""
     store = dist.HashStore()
     items = Items.of(Item(f"t{number}", "s", size) for number, size in enumerate(SIZES))
     config, ranks = Config(task_schedule="dynamic", num_workers="0"), one_rank()
     return [
         TrainingEpisodes(
             Schedule(items, len(SIZES), 0, nodes=nodes),
-            lambda task: LoadResult(task, task),  # type: ignore[arg-type]
+            lambda task: LoadResult(task, Episode([task], [])),  # type: ignore[list-item]
             0,
             {"seen": 0, "bad": 0},
             replace(ranks, store=store, cross=Communicator(None, group, groups, torch.device("cpu"))),
@@ -114,7 +115,7 @@ def feeds(groups: int = 2, nodes: int = 1) -> list[TrainingEpisodes]:
 
 
 def sizes(some) -> list[int]:
-    return [task.tokens for task in some]
+    return [episode.tokens for episode in some]
 
 
 def test_the_group_that_is_free_gets_the_largest_unclaimed_task():
