@@ -7,6 +7,7 @@ Values are read as the text that a flag has: `class_split: 01` is "01", and `inn
 """
 
 import json
+import math
 from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import fields
@@ -107,13 +108,21 @@ def chosen(values: Mapping[str, Any], settings: Any, where: str) -> dict[str, An
 
     Raises `UsageError` for learned rates, which flags would replace.
     """
-    if values.get("inner_rates") is not None:
+    rates = values.get("inner_rates")
+    if rates is not None and not are_equal(rates, values.get("inner_lr")):
         raise UsageError(
             f"{where} holds learned inner rates, which no flag gives; copy it into the folder of the model as"
             " fmmeta.json"
         )
     names_ = [name for name in (*REMEMBERED, "pooling", "method") if name in settings.__dataclass_fields__]
     return {name: values[name] for name in names_ if name in values}
+
+
+def are_equal(rates: Any, inner_lr: Any) -> bool:
+    """Whether all inner rates of a file, by layer and step, are `inner_lr`, as without learned ones."""
+    with suppress(TypeError, ValueError, AttributeError):
+        return all(math.isclose(float(rate), float(inner_lr)) for column in rates.values() for rate in column)
+    return False
 
 
 def mapping(where: str, path: Path) -> dict[str, Any]:

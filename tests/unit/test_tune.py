@@ -255,7 +255,10 @@ def test_a_choice_in_a_file_is_a_recipe_of_the_other_commands(bert, classes, tmp
     assert [getattr(adapting, name) for name in CHOSEN] == [getattr(best, name) for name in CHOSEN]
     file.write_text('{"tuned": {}, "method": "finetune+in_context", "task_type": "causal_lm"}')
     assert cli.parse(words, "evaluate").method == ["finetune+in_context"]
-    file.write_text(json.dumps({**json.loads(file.read_text()), "inner_rates": {"head": [0.1]}}))
+    plain = {"tuned": {}, "inner_lr": 0.3, "inner_rates": {"head": [0.1 * 3, 0.3], "layers.0": [0.3, 0.3]}}
+    file.write_text(json.dumps(plain))  # of every model that was trained without learned rates
+    assert cli.parse(words, "evaluate").inner_lr == 0.3
+    file.write_text(json.dumps({**plain, "inner_rates": {"head": [0.3], "layers.0": [0]}}))
     check_message(refusal(cli.parse, words, "evaluate"), f"config={file}", "learned inner rates", "copy it")
 
 
