@@ -69,7 +69,7 @@ def new_folder(output_dir: str | None) -> Iterator[Path | None]:
     try:
         yield temporary
         refuse_files(folder, PARTIAL)
-        with_final_base(temporary, folder)
+        store_base_path(temporary, folder)
         # last the files without which no program takes the folder for a model
         for path in sorted(temporary.iterdir(), key=lambda path: path.name.endswith("config.json")):
             path.rename(folder / path.name)
@@ -86,8 +86,10 @@ def refuse_files(folder: Path, but: str = "") -> None:
         )
 
 
-def with_final_base(temporary: Path, folder: Path) -> None:
-    """Store where adapters of the built-in model will have their base; peft reads its absolute path."""
+def store_base_path(temporary: Path, folder: Path) -> None:
+    """Store the absolute path that the base of adapters of the built-in model will have in `folder`: peft
+    reads it.
+    """
     if (temporary / BASE_FOLDER).is_dir():
         file = temporary / "adapter_config.json"
         stored = json.loads(file.read_text(encoding="utf-8"))

@@ -24,8 +24,8 @@ from fmmeta.adaptation.folder import (
     NOT_IDENTIFYING,
     PARTIAL,
     identifying,
+    store_base_path,
     support_digest,
-    with_final_base,
     write_folder,
 )
 from fmmeta.adaptation.model import AdaptedModel, with_labels
@@ -227,7 +227,7 @@ def find_tasks(
         except UsageError as error:
             if name not in failed:  # of several files
                 notice(failure(name, str(error)))
-            failed[name] = str(error)
+            failed.setdefault(name, str(error))
     return FoundTasks(to_learn, complete, failed)
 
 
@@ -414,7 +414,7 @@ def write_task(learner: TaskLearner, learned: Learned, output: Path) -> None:
     try:
         adapted = AdaptedModel(task.labels, learned.steps, learned.left_out, own)
         write_folder(adapted, temporary, learner, learned)
-        with_final_base(temporary, folder)
+        store_base_path(temporary, folder)
         for path in temporary.rglob("*"):
             sync(path)
         publish(temporary, folder)

@@ -76,7 +76,7 @@ class LoadedModel:
     prompt_examples: Sequence[Example] = ()
 
     def answer(self, inputs: Sequence[Any], max_new_tokens: int) -> list[Answer]:
-        """Answer texts or images, in their order; of many, some at a time are tokens in memory.
+        """Answer texts or images, in their order. A limited number of them is tokenised at a time.
 
         Raises `UsageError` for a text without tokens, an image that cannot be decoded, and for probabilities
         that are not finite.

@@ -76,19 +76,16 @@ def read_task(
         return Table([], [], [], [], [])
     name = source if isinstance(source, str) else task or setting
     rows = read_file(Path(source)) if isinstance(source, str) else rows_of(name, source, config)
-    try:
-        return tabulate(
-            name,
-            rows,
-            config,
-            lambda text: notice(f"{name}: {text}"),
-            one_task=True,
-            unique=setting == "support",
-            images=images,
-        )
-    except UsageError as error:
-        given = setting if name == setting else f"{setting}={name}"
-        raise UsageError(str(error).replace(f"dataset={name}", given)) from None
+    return tabulate(
+        name,
+        rows,
+        config,
+        lambda text: notice(f"{name}: {text}"),
+        one_task=True,
+        unique=setting == "support",
+        images=images,
+        setting=setting,
+    )
 
 
 def support_set(

@@ -7,7 +7,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +107,12 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def publish(temporary: Path, path: Path, keep: Callable[[], bool] = bool) -> None:
+def publish(temporary: Path, path: Path) -> None:
     """Rename a written file after its bytes are on the disk, so that `path` is complete or absent.
 
-    keep: whether a file that is at `path` by then stays; `temporary` is left where it is then. Raises
-    `OSError`.
+    Raises `OSError`.
     """
     sync(temporary)
-    if keep():
-        return
     temporary.replace(path)
     sync(path.parent)
 

@@ -109,16 +109,16 @@ def chosen(values: Mapping[str, Any], settings: Any, where: str) -> dict[str, An
     Raises `UsageError` for learned rates, which flags would replace.
     """
     rates = values.get("inner_rates")
-    if rates is not None and not are_equal(rates, values.get("inner_lr")):
+    if rates is not None and not all_are(rates, values.get("inner_lr")):
         raise UsageError(
             f"{where} holds learned inner rates, which no flag gives; copy it into the folder of the model as"
             " fmmeta.json"
         )
-    names_ = [name for name in (*REMEMBERED, "pooling", "method") if name in settings.__dataclass_fields__]
-    return {name: values[name] for name in names_ if name in values}
+    kept = [name for name in (*REMEMBERED, "pooling", "method") if name in settings.__dataclass_fields__]
+    return {name: values[name] for name in kept if name in values}
 
 
-def are_equal(rates: Any, inner_lr: Any) -> bool:
+def all_are(rates: Any, inner_lr: Any) -> bool:
     """Whether all inner rates of a file, by layer and step, are `inner_lr`, as without learned ones."""
     with suppress(TypeError, ValueError, AttributeError):
         return all(math.isclose(float(rate), float(inner_lr)) for column in rates.values() for rate in column)

@@ -224,15 +224,12 @@ def tuned_on(model: str, used: Sequence[UsedSplits]) -> Iterator[str]:
     for before in read_used_splits(remembered(model).get("tuned", {})):
         names = {name for units in (before.splits or {}).values() for name in units}
         for now in used:
-            if now.noun != before.noun or (now.content != before.content and now.dataset != before.dataset):
-                continue
-            tested = (now.splits or {}).get("test", ())
+            tested = (now.splits or {}).get("test", ()) if now.has_data_of(before) else ()
             if shared := sorted(names.intersection(tested)):
-                noun, setting = ("classes", "class") if now.noun == "class" else ("tasks", "task")
                 yield (
-                    f"dataset={now.dataset}: {len(shared)} of {len(tested)} test {noun} ({few(shared)}) were"
-                    f" those on which fmmeta tune chose the inner loop of {model}; give both commands the"
-                    f" same --n_way, or one --{setting}_splits file"
+                    f"dataset={now.dataset}: {len(shared)} of {len(tested)} test {now.nouns} ({few(shared)})"
+                    f" were those on which fmmeta tune chose the inner loop of {model}; give both commands the"
+                    f" same --n_way, or one --{now.setting} file"
                 )
 
 

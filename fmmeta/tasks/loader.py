@@ -460,7 +460,8 @@ class EpisodeLoader:
         # a fork of this process would copy its threads' locks
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["fmmeta.tasks.fork_server"])
-        # SLURM sends it to all processes of a step; the trainer alone stops the run. They inherit this mask
+        # SLURM sends SIGUSR1 to all processes of a step, and the trainer stops the run: the processes that
+        # are started here inherit that the signal is blocked
         signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         try:
             resource_tracker.ensure_running()
@@ -481,7 +482,7 @@ class EpisodeLoader:
                 timeout=POLL_S if self.load.timeout_s else 0,
                 multiprocessing_context=context,
                 worker_init_fn=serve,
-                generator=torch.Generator(),  # its draw must not advance the trainer's
+                generator=torch.Generator(),  # DataLoader draws a seed; not from the trainer's generator
             )
         )
 

@@ -51,7 +51,7 @@ class EpisodeReader:
         self.voting_group = ranks.world  # ranks that decide together
         self.counts = {"seen": 0, "bad": 0}
         self.errors: list[dict[str, Any]] = []  # of this rank, not gathered yet
-        self.said = set[str]()  # notices of episodes: several loader processes may read a file
+        self.logged = set[str]()  # notices of episodes: several loader processes may read a file
 
     def read(self, tasks: Sequence[Task]) -> Episodes:
         """The episodes of `tasks` that every rank of the group has loaded; the group skips the others.
@@ -66,8 +66,8 @@ class EpisodeReader:
         ]
         if self.ranks.group.rank == 0:
             for text in itertools.chain.from_iterable(one.batches.notices for one in loaded if one.batches):
-                if text not in self.said:
-                    self.said.add(text)
+                if text not in self.logged:
+                    self.logged.add(text)
                     LOGGER.warning("%s", text, extra=STDERR)
         missing = (
             self.ranks.group.sum_(torch.tensor([float(one.batches is None) for one in loaded]))

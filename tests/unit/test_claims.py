@@ -15,7 +15,7 @@ from fmmeta.common.errors import PeerLost
 from fmmeta.config.settings import Config
 from fmmeta.elastic.controller import share_finished_tasks
 from fmmeta.parallel.collectives import Communicator
-from fmmeta.tasks.batching import Episode
+from fmmeta.tasks.batching import Episode, MicroBatch
 from fmmeta.tasks.loader import LoadResult
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Schedule
 from fmmeta.training.claims import TaskClaims
@@ -95,15 +95,19 @@ def test_a_store_that_does_not_answer_is_a_lost_group(hangs):
 SIZES = [30, 10, 70, 50, 20, 60, 40, 80]
 
 
+def batch_of(tokens: int) -> MicroBatch:
+    return MicroBatch({}, torch.zeros(1), torch.ones(1), tokens=tokens)
+
+
 def feeds(groups: int = 2, nodes: int = 1) -> list[TrainingEpisodes]:
-    """What provides the episodes of groups over one store; an episode holds its task as its only batch."""
+    """What provides the episodes of groups over one store; an episode has the tokens of its task."""
     store = dist.HashStore()
     items = Items.of(Item(f"t{number}", "s", size) for number, size in enumerate(SIZES))
     config, ranks = Config(task_schedule="dynamic", num_workers="0"), one_rank()
     return [
         TrainingEpisodes(
             Schedule(items, len(SIZES), 0, nodes=nodes),
-            lambda task: LoadResult(task, Episode([task], [])),  # type: ignore[list-item]
+            lambda task: LoadResult(task, Episode([batch_of(task.tokens)], [])),
             0,
             {"seen": 0, "bad": 0},
             replace(ranks, store=store, cross=Communicator(None, group, groups, torch.device("cpu"))),

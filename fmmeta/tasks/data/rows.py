@@ -427,12 +427,15 @@ def tabulate(
     one_task: bool = False,
     unique: bool = True,
     images: bool = False,
+    setting: str = "dataset",
 ) -> Table:
     """Choose the columns of data set `name`, check that every row fills them, and drop duplicate rows.
 
     one_task: the rows are one task; columns of tasks and strata are ignored. unique: False keeps duplicates.
-    images: whether the inputs are images. With --collate_fn, rows need neither a text nor an image.
+    images: whether the inputs are images. setting: that names the data, for messages. With --collate_fn, rows
+    need neither a text nor an image.
     """
+    given = setting if name == setting else f"{setting}={name}"
     if images and config.label_names is not None:
         raise UsageError(
             f"label_names={shortened(config.label_names)} needs texts, and {name} has images; leave it out"
@@ -440,15 +443,15 @@ def tabulate(
     names = sorted({column for row in rows for column in row.values})
     causal, collated = config.task_type == "causal_lm", config.collate_fn is not None
     columns = {
-        "input": pick(name, config, names, input_setting(config.task_type, images), required=not collated),
-        "target": pick(name, config, names, "output_column" if causal else "label_column"),
+        "input": pick(given, config, names, input_setting(config.task_type, images), required=not collated),
+        "target": pick(given, config, names, "output_column" if causal else "label_column"),
     }
     stratum_of = usual_stratum = None
     if not one_task:
-        columns["task"] = pick(name, config, names, "task_column", required=causal)
+        columns["task"] = pick(given, config, names, "task_column", required=causal)
         stratum_of = stratifier(config)
         if stratum_of is None:
-            columns["stratum"] = pick(name, config, names, "stratum_column", required=False)
+            columns["stratum"] = pick(given, config, names, "stratum_column", required=False)
             if config.stratum_column is None:  # rows without a stratum are in that of `all`
                 usual_stratum = columns.pop("stratum")
     table, seen = Table([], [], [], [], []), set[Any]()
@@ -581,19 +584,22 @@ def input_setting(task_type: str, images: bool) -> str:
 
 
 def pick(
-    name: str, config: Config, columns: Sequence[str], setting: str, required: bool = True
+    given: str, config: Config, columns: Sequence[str], setting: str, required: bool = True
 ) -> str | None:
-    """The column that a setting names, else the first usual one, else None unless it is required."""
+    """The column that a setting names, else the first usual one, else None unless it is required.
+
+    given: the setting and the name of the data, for messages.
+    """
     asked = getattr(config, setting)
     if asked is not None and asked not in columns:
-        raise UsageError(f"{setting}={asked} is no column of dataset={name}; it has {', '.join(columns)}")
+        raise UsageError(f"{setting}={asked} is no column of {given}; it has {', '.join(columns)}")
     found = asked or next((column for column in USUAL[setting] if column in columns), None)
     if found is None and required:
         pairs = config.task_type == "classification" and all(
             set(USUAL[one]) & set(columns) for one in ("input_column", "output_column")
         )
         raise UsageError(
-            f"dataset={name} has none of the columns {', '.join(USUAL[setting])}; it has "
+            f"{given} has none of the columns {', '.join(USUAL[setting])}; it has "
             f"{', '.join(columns)}: name one with --{setting}"
             + (", or use --task_type causal_lm for pairs of input and output" if pairs else "")
         )

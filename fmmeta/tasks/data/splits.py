@@ -154,6 +154,19 @@ class UsedSplits:
     def as_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
+    @property
+    def nouns(self) -> str:
+        return "classes" if self.noun == "class" else "tasks"
+
+    @property
+    def setting(self) -> str:
+        """The setting that names a file of such splits."""
+        return f"{self.noun}_splits"
+
+    def has_data_of(self, other: "UsedSplits") -> bool:
+        """Whether both are splits of the same data, by their contents or by the name of the data set."""
+        return self.noun == other.noun and (self.content == other.content or self.dataset == other.dataset)
+
     def trained_names(self, noun: str) -> set[str]:
         """The stored names of classes or tasks trained on."""
         return set((self.splits or {}).get("train", ())) if noun == self.noun else set()
@@ -190,11 +203,11 @@ def doubts(trained: Sequence[UsedSplits], config: Config, used: UsedSplits, spli
     """
     settings = [f"{name}={value}" for name in SPLIT_SETTINGS if (value := getattr(config, name))]
     given = settings[0] if settings else f"dataset={used.dataset}"
-    setting, nouns = ("class_splits", "classes") if used.noun == "class" else ("task_splits", f"{used.noun}s")
+    setting, nouns = used.setting, used.nouns
     for before in trained:
         if used.noun != before.noun:
             continue
-        if used.content != before.content and used.dataset != before.dataset:
+        if not used.has_data_of(before):
             for split in ("valid", "test"):
                 shared = before.trained_names(used.noun) & set(splits.get(split, ()))
                 if named := sorted(name for name in shared if not name.isdigit()):

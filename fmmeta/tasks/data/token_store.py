@@ -215,7 +215,8 @@ def write(path: Path, table: Table, config: Config, tokenizer: Any, notes: list[
                 seen.update(tokenizer.fingerprint.encode())
             facts = {"notes": notes, "fingerprint": seen.hexdigest(), "label_rows": len(names)}
             stream.write_batch(first.slice(0, 0), custom_metadata={"fmmeta": json.dumps(facts)})
-        publish(temporary, path, keep=lambda: stored(None, path) is not None)
+        if stored(None, path) is None:
+            publish(temporary, path)
     except OSError as error:
         raise UsageError(
             f"{path.parent} cannot be written to ({error}); set HF_DATASETS_CACHE to a folder with room"
