@@ -228,8 +228,8 @@ def tuned_on(model: str, used: Sequence[UsedSplits]) -> Iterator[str]:
             if shared := sorted(names.intersection(tested)):
                 yield (
                     f"dataset={now.dataset}: {len(shared)} of {len(tested)} test {now.nouns} ({few(shared)})"
-                    f" were those on which fmmeta tune chose the inner loop of {model}; give both commands the"
-                    f" same --n_way, or one --{now.setting} file"
+                    f" were those on which fmmeta tune chose the inner loop of {model}; give both commands"
+                    f" the same --n_way, or one --{now.setting} file"
                 )
 
 
