@@ -80,7 +80,13 @@ def new_folder(output_dir: str | None) -> Iterator[Path | None]:
 
 def refuse_files(folder: Path, but: str = "") -> None:
     """Raise `UsageError` for a folder that holds more than a file or folder named `but`."""
-    if names := sorted({path.name for path in folder.iterdir()} - {but}):
+    names = sorted({path.name for path in folder.iterdir()} - {but})
+    if names == [PARTIAL]:
+        raise UsageError(
+            f"output_dir={folder} holds {PARTIAL}, which fmmeta adapt writes to while it runs; remove it if no"
+            " such command runs, or choose another output_dir"
+        )
+    if names:
         raise UsageError(
             f"output_dir={folder} is not empty ({few(names)}); choose another, so that nothing is overwritten"
         )

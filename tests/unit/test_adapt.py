@@ -640,6 +640,12 @@ def test_files_of_another_process_stay_as_they_are(bert, tmp_path, monkeypatch):
     assert [file.name for file in out.iterdir()] == ["of another process"]
 
 
+def test_what_a_killed_command_left_is_named(bert, tmp_path):
+    (out := tmp_path / "out" / ".partial").mkdir(parents=True)
+    message = refusal(fmmeta.adapt, bert, PAIRS, output_dir=out.parent)
+    check_message(message, f"output_dir={out.parent} holds .partial", "remove it if no such command runs")
+
+
 def test_sigterm_during_adaptation_leaves_no_folder(bert, tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", [{"text": text, "label": label} for text, label in PAIRS])
     flags = {

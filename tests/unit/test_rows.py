@@ -161,6 +161,12 @@ def test_other_files_and_empty_folders_are_refused(tmp_path):
     check_message(refusal(read_rows, str(other)), f"dataset={other}", f"{kinds}", "convert it to one of them")
 
 
+def test_blank_lines_before_the_header_of_a_csv_are_left_out(tmp_path):
+    (path := tmp_path / "d.csv").write_text("\n\ntext,label\n\na,x\n")
+    (row,) = rows_module.read_file(path)
+    assert row.values == {"text": "a", "label": "x"} and row.origin == f"{path}:5"
+
+
 def test_a_bad_line_of_a_csv_costs_one_row(tmp_path):
     lines = [b"text,label\n", *(b"row %d,a\n" % number for number in range(5))]
     lines[2] = b"\xe9,a\n"

@@ -177,14 +177,16 @@ def csv_rows(path: Path, file: io.BufferedReader) -> Iterator[Row | UsageError]:
             if undecodable:
                 yield undecodable.pop(0)
                 undecodable.clear()
+            elif not cells:
+                pass  # a blank line
             elif header is None:
                 header = cells
                 refuse_twice(f"{path}:{reader.line_num}", header)
-            elif cells and len(cells) != len(header):
+            elif len(cells) != len(header):
                 yield UsageError(
                     f"{path}:{reader.line_num} has another number of fields than the header; fix the line"
                 )
-            elif cells:
+            else:
                 yield Row(dict(zip(header, cells, strict=True)), f"{path}:{reader.line_num}", path.parent)
             done = reader.line_num
     except csv.Error as error:  # the start of the next row is not known
