@@ -75,6 +75,16 @@ LAST: dict[str, Any] = {"eval_episodes": 0, "eval_steps": 0, "load_best_model_at
 # rows that end with +names have the names of classes among the support examples
 BEST: dict[str, Any] = {**METRIC, "outer_lr": 1e-4, "init_interpolation": 0.6, **DROPPED}
 STEPS: dict[str, Any] = {**BEST, **ADAMW, **LAST}
+BY_STEPS: dict[str, dict[str, Any]] = {  # trainings whose inner loop is that of ADAMW
+    "fomaml": {**STEPS, "algorithm": "fomaml"},
+    "reptile": {**STEPS, "algorithm": "reptile", "n_way": 10, "k_shot": 5},
+    "proto_maml": {
+        **STEPS,
+        "algorithm": "proto_maml",
+        "first_order_steps": 10**6,
+        "prototype_gradient": True,
+    },
+}
 ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {  # settings of meta-training, method of the test
     "none+prototype": (None, "prototype"),
     "none+linear": (None, "linear"),
@@ -101,12 +111,8 @@ ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {  # settings of meta-train
     "reptile": ({**INNER, "algorithm": "reptile"}, "finetune"),
     "anil": ({**INNER, "algorithm": "anil"}, "finetune"),
     "none+adamw": (None, "finetune"),
-    "fomaml+adamw": ({**STEPS, "algorithm": "fomaml"}, "finetune"),
-    "reptile+adamw": ({**STEPS, "algorithm": "reptile", "n_way": 10, "k_shot": 5}, "finetune"),
-    "proto_maml+adamw": (
-        {**STEPS, "algorithm": "proto_maml", "first_order_steps": 10**6, "prototype_gradient": True},
-        "finetune",
-    ),
+    **{f"{name}+adamw": (settings, "finetune") for name, settings in BY_STEPS.items()},
+    **{f"{name}+prototype": (settings, "prototype") for name, settings in BY_STEPS.items()},
     "best": (BEST, "prototype"),
     "best+names": ({**BEST, "label_names": "names"}, "prototype"),
 }
