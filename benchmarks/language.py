@@ -81,20 +81,11 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "joint": {"algorithm": "joint"},
     "meta_icl": {"algorithm": "meta_icl"},
     "meta_icl_all": {"algorithm": "meta_icl", "loss_on_support": True},
-    "meta_icl_chat": {"algorithm": "meta_icl", "loss_on_support": True, "prompt_template": "chat"},
     "fomaml": {"algorithm": "fomaml", **LEARNED},
     "reptile": {"algorithm": "reptile", **INNER},
     "maml": {"algorithm": "maml", **LEARNED},
-    "joint_fomaml": {
-        "algorithm": "fomaml",
-        "inner_optimizer": "adamw",
-        "inner_lr": 1e-3,
-        "inner_steps": 5,
-        "outer_lr": 5e-4,
-        "after": "joint",
-    },
 }
-"""Flags of each training. after: the training that it continues; each of the two sees half of the pairs."""
+"""Flags of each training."""
 ROWS = {  # name: training and method
     "zero-shot": ("base", "zero_shot"),
     "in context": ("base", "in_context"),
@@ -106,21 +97,15 @@ ROWS = {  # name: training and method
     "MetaICL": ("meta_icl", "in_context"),
     "MetaICL, all answers": ("meta_icl_all", "in_context"),
     "FOMAML": ("fomaml", "finetune"),
-    "joint, then FOMAML": ("joint_fomaml", "finetune"),
     "Reptile": ("reptile", "finetune"),
     "exact MAML": ("maml", "finetune"),
     "MetaICL, test-time training": ("meta_icl_all", "finetune+in_context"),
-    "MetaICL, chat": ("meta_icl_chat", "in_context"),
-    "MetaICL, chat, test-time training": ("meta_icl_chat", "finetune+in_context"),
 }
 META_TRAINED = (
     "MetaICL",
     "MetaICL, all answers",
     "MetaICL, test-time training",
-    "MetaICL, chat",
-    "MetaICL, chat, test-time training",
     "FOMAML",
-    "joint, then FOMAML",
     "Reptile",
     "exact MAML",
 )
@@ -132,15 +117,12 @@ CURVES = (  # over inner steps
     "joint, LoRA",
     "MetaICL, test-time training",
     "FOMAML",
-    "joint, then FOMAML",
     "exact MAML",
 )
 SHOT_CURVES = ("in context", "LoRA", "MetaICL, all answers", "FOMAML")
 GRID = [("sgd", 0.03), ("sgd", 0.1), ("sgd", 0.3), ("adamw", 1e-3), ("adamw", 3e-3), ("adamw", 1e-2)]
 STEPS = (0, 1, 2, 3, 4, 5, 7, 10, 15, 20, 30)
-STEPS_WITH_PROMPTS = STEPS[
-    :8
-]  # of test-time training: a step costs as many as five, and the loss turns early
+STEPS_WITH_PROMPTS = STEPS[:8]  # a step costs as many as five, and the loss turns early
 TEMPLATES = ("plain", "chat")
 FIRST_SEED = 1  # of the choices, of curves, and of rows that are not trained
 PAIRS = 18_000  # of input and answer, through forward and backward passes
@@ -183,26 +165,20 @@ class Study:
 
     def train(self, training: str, seed: int) -> dict[str, Any]:
         """Train, or go on with a run that was stopped."""
-        settings, output = dict(TRAININGS[training]), self.folder / f"{training}-{seed}"
-        model, before, steps = self.asked.model, settings.pop("after", None), 0
+        settings, output = TRAININGS[training], self.folder / f"{training}-{seed}"
         resumed, began = output.exists(), time.process_time()
-        stages = [(TRAININGS[before], self.folder / f"{training}-{seed}-{before}")] if before else []
-        stages.append((settings, output))
-        for of_stage, folder in stages:
-            pairs = self.asked.pairs // len(stages)
-            steps = pairs // (OUTER["meta_batch_size"] * pairs_per_task(of_stage))
-            MetaTrainer(
-                Config(
-                    model_name_or_path=model,
-                    dataset=self.trained_on,
-                    output_dir=str(folder),
-                    outer_steps=steps,
-                    seed=seed,
-                    k_shot=SHOTS,
-                    **{"prompt_template": "plain", **self.common, **LORA, **OUTER, **of_stage},
-                )
-            ).train()
-            model = str(folder / "model")
+        steps = self.asked.pairs // (OUTER["meta_batch_size"] * pairs_per_task(settings))
+        config = Config(
+            model_name_or_path=self.asked.model,
+            dataset=self.trained_on,
+            output_dir=str(output),
+            outer_steps=steps,
+            seed=seed,
+            k_shot=SHOTS,
+            prompt_template="plain",
+            **{**self.common, **LORA, **OUTER, **settings},
+        )
+        MetaTrainer(config).train()
         minutes = None if resumed else round((time.process_time() - began) / 60, 1)
         return {"outer_steps": steps, "pairs": self.asked.pairs, "cpu_minutes": minutes}
 
@@ -478,9 +454,7 @@ def show(cells: dict[str, Any]) -> str:
         lines.append(
             [
                 row + (" (chosen)" if row == best else ""),
-                choice.get(
-                    "prompt_template", TRAININGS.get(ROWS[row][0], {}).get("prompt_template", "plain")
-                ),
+                choice.get("prompt_template", "plain"),
                 inner,
                 seeds_and_precision(of_row),
                 f"{min(valid[row], default=float('nan')):.3f}",
