@@ -83,8 +83,8 @@ def refuse_files(folder: Path, but: str = "") -> None:
     names = sorted({path.name for path in folder.iterdir()} - {but})
     if names == [PARTIAL]:
         raise UsageError(
-            f"output_dir={folder} holds {PARTIAL}, which fmmeta adapt writes to while it runs; remove it if no"
-            " such command runs, or choose another output_dir"
+            f"output_dir={folder} holds {PARTIAL}, which fmmeta adapt writes to while it runs; remove it if"
+            " no such command runs, or choose another output_dir"
         )
     if names:
         raise UsageError(

@@ -3,11 +3,12 @@
 import contextlib
 import errno
 import importlib
+import inspect
 import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,21 @@ def import_named(setting: str, name: str, what: str) -> Any:
         raise UsageError(
             f"{setting}={name} cannot be imported ({one_line(error)}); write module:name of {what}"
         ) from None
+
+
+def import_function(setting: str, name: str) -> Callable[..., Any]:
+    """The function that the user names as `module:name`; see `import_named`. Raises `UsageError`."""
+    found = import_named(setting, name, "a function")
+    if not callable(found):
+        raise UsageError(
+            f"{setting}={name} is a {type(found).__name__} and cannot be called; name a function"
+        )
+    return found
+
+
+def source_of(found: Any) -> str:
+    """The source text of a function or module of the user; "" if there is none."""
+    try:
+        return inspect.getsource(found)
+    except (OSError, TypeError):
+        return ""

@@ -10,7 +10,6 @@ example's index: augmentation differs between tasks and outer steps, and does no
 loader processes. Held-out episodes are not transformed.
 """
 
-import inspect
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.security import import_named
+from fmmeta.common.security import import_function, source_of
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.encode import encode
@@ -178,20 +177,9 @@ def transformed(name: str, transform: Callable[..., Any], value: Any, rng: np.ra
     return made
 
 
-def source_of(found: Callable[..., Any]) -> str:
-    try:
-        return inspect.getsource(found)
-    except (OSError, TypeError):
-        return ""
-
-
 def find(setting: str, name: str) -> Callable[..., Any]:
-    """The callable `module:name`; modules in the current folder count. Raises `UsageError`."""
-    found = import_named(setting, name, "a function")
-    if not callable(found):
-        raise UsageError(
-            f"{setting}={name} is a {type(found).__name__} and cannot be called; name a function"
-        )
+    """The function `module:name`, which loader processes can receive. Raises `UsageError`."""
+    found = import_function(setting, name)
     try:
         pickle.dumps(found)
     except Exception as error:

@@ -19,10 +19,10 @@ from typing import Any
 from torch import Tensor
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.security import one_line
+from fmmeta.common.security import one_line, source_of
 from fmmeta.common.text import shortened
 from fmmeta.config.settings import Config
-from fmmeta.tasks.augment import find, source_of
+from fmmeta.tasks.augment import find
 from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.token_store import digest
 

@@ -164,7 +164,8 @@ def test_other_files_and_empty_folders_are_refused(tmp_path):
 def test_blank_lines_before_the_header_of_a_csv_are_left_out(tmp_path):
     (path := tmp_path / "d.csv").write_text("\n\ntext,label\n\na,x\n")
     (row,) = rows_module.read_file(path)
-    assert row.values == {"text": "a", "label": "x"} and row.origin == f"{path}:5"
+    assert row.values == {"text": "a", "label": "x"}
+    assert row.origin == f"{path}:5"
 
 
 def test_a_bad_line_of_a_csv_costs_one_row(tmp_path):

@@ -11,7 +11,6 @@ import csv
 import datetime
 import gzip
 import hashlib
-import inspect
 import io
 import json
 import math
@@ -32,7 +31,7 @@ from typing import Any, NoReturn, cast
 import numpy as np
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.security import Bounded, import_named, inside, most_bytes, one_line, too_large
+from fmmeta.common.security import Bounded, import_function, inside, most_bytes, one_line, too_large
 from fmmeta.common.text import broken_text, counted, shortened, to_json
 from fmmeta.config.json_files import NAMES
 from fmmeta.config.settings import Config, RowConfig
@@ -616,11 +615,7 @@ def stratifier(config: Config) -> Callable[[Row], str] | None:
     named = config.stratify_by
     if named is None:
         return None
-    function = import_named("stratify_by", named, "a function of a row")
-    if not callable(function):
-        raise UsageError(
-            f"stratify_by={named} is a {type(function).__name__} and cannot be called; name a function"
-        )
+    function = import_function("stratify_by", named)
 
     def stratum_of(row: Row) -> str:
         try:
@@ -646,14 +641,6 @@ def stratifier(config: Config) -> Callable[[Row], str] | None:
         return text
 
     return stratum_of
-
-
-def module_source(named: str | None) -> str:
-    """The source of the module of `module:name`, which is imported already; "" if it has none."""
-    try:
-        return inspect.getsource(sys.modules[str(named).partition(":")[0]])
-    except (KeyError, OSError, TypeError):
-        return ""
 
 
 def cell(row: Row, column: str) -> str:

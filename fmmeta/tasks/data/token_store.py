@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ import pyarrow as pa
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Warn
-from fmmeta.common.security import publish
+from fmmeta.common.security import publish, source_of
 from fmmeta.config.settings import KEYED, Config
 from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.encode import encode, full_rows
@@ -35,7 +36,6 @@ from fmmeta.tasks.data.rows import (
     Table,
     ending,
     label_texts,
-    module_source,
     refuse,
     stratifier,
     tabulate,
@@ -148,7 +148,8 @@ def prepare(
     if config.prompt_template == "chat":
         settings["chat_template"] = tokenizer.get_chat_template()
     if stratifier(config) is not None and not one_task:
-        settings["stratify_by"] = [config.stratify_by, module_source(config.stratify_by)]
+        module = str(config.stratify_by).partition(":")[0]
+        settings["stratify_by"] = [config.stratify_by, source_of(sys.modules.get(module))]
     if config.collate_fn is not None:
         settings["collate_fn"] = True
     images = tokenizer if isinstance(tokenizer, ImageReader) else None
