@@ -196,6 +196,10 @@ class MetaTrainer:
                         f"callbacks={type(self.callbacks).__name__} is no list; give callbacks=[...]",
                     ),
                     (
+                        not isinstance(self.metrics, (list, tuple)),
+                        f"metrics={type(self.metrics).__name__} is no list; give metrics=[...]",
+                    ),
+                    (
                         model is not None and not config.builtin_model,
                         f"model_name_or_path={config.model_name_or_path} with model=: give one of them",
                     ),

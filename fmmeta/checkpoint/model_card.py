@@ -23,7 +23,7 @@ from huggingface_hub.utils import validate_repo_id
 from fmmeta.common.security import printable
 from fmmeta.common.text import render
 from fmmeta.config.settings import Config
-from fmmeta.models.files import BUILTIN, UNREADABLE, base_model_name, cached_file, is_path
+from fmmeta.models.files import BUILTIN, UNREADABLE, base_model_name, cached_file, is_path, split_source
 from fmmeta.tasks.data.encode import make_prompt
 
 FILE = "README.md"
@@ -114,7 +114,7 @@ def write_card(folder: Path, content: Content) -> None:
 def metadata(content: Content, title: str) -> ModelCardData:
     """The metadata block of a card."""
     library, pipeline = KINDS[content.kind]
-    base = base_model_name(content.base) if content.adapter else origin(content.base)
+    base = base_without_revision(content.base) if content.adapter else origin(content.base)
     known = is_hub_id(base)
     hub_data = [name for name in content.dataset if name not in LOCAL_DATA and is_hub_id(name)]
     return ModelCardData(
@@ -151,9 +151,14 @@ def public_name(name: str) -> str:
     return name if is_hub_id(name) or name == BUILTIN else title_of(Path(name)) or "local files"
 
 
+def base_without_revision(name: str) -> str:
+    """The base model of an adapter folder; any other name unchanged."""
+    return split_source(base_model_name(name))["pretrained_model_name_or_path"]
+
+
 def origin(name: str) -> str:
     """The hub id of the model that `name` was trained from, by the cards of local folders; else `name`."""
-    base = base_model_name(name)
+    base = base_without_revision(name)
     if not is_hub_id(base):
         stored = base_card(name).get("base_model")
         if isinstance(stored, str) and is_hub_id(stored):

@@ -8,6 +8,7 @@ import io
 import os
 import re
 import sys
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -119,13 +120,16 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def publish_text(path: Path, text: str) -> None:
-    """Replace a file of text in one step; a process that ends before leaves the old one, and NAME.tmp.
+    """Replace a file of text in one step; several processes may do so at the same time.
 
-    Raises `OSError`.
+    A process that is killed before leaves the old file, and one that ends with `.tmp`. Raises `OSError`.
     """
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    publish(temporary, path)
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def publish_folder(temporary: Path, path: Path) -> None:

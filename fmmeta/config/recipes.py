@@ -155,7 +155,11 @@ def mapping(where: str, path: Path) -> dict[str, Any]:
             raise UsageError(
                 f"{where} has {size} bytes, and a file of settings has at most {LARGEST_FILE}; give another"
             )
-        values = yaml.load(path.read_text(encoding="utf-8"), AsText)  # JSON is YAML
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":  # YAML reads most of JSON, but no tabs, and no escapes of surrogate pairs
+            with suppress(ValueError):
+                text = json.dumps(json.loads(text), ensure_ascii=False)
+        values = yaml.load(text, AsText)
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UsageError(f"{where} cannot be read: {error.problem}{line}; fix the file") from None

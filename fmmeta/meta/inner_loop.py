@@ -161,9 +161,14 @@ class InnerLoop:
     def variant(
         self, learned: Tensor | None = None, scale: float = 1.0, steps: int | None = None
     ) -> "InnerLoop":
-        """The same loop with other rates (see Rates.variant) and another number of steps."""
+        """The same loop with other rates (see Rates.variant), another number of steps, and a fresh state of
+        the optimizer, as adaptation of the exported model has it.
+        """
         steps = self.steps if steps is None else steps
-        return replace(self, steps=steps, rates=self.rates.variant(learned, scale, steps))
+        optimizer = replace(self.optimizer, kept=None)
+        return replace(
+            self, steps=steps, rates=self.rates.variant(learned, scale, steps), optimizer=optimizer
+        )
 
     def begin(
         self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], tracked: bool = False

@@ -277,7 +277,8 @@ class DelayedUpdate:
         buffer, mean = self.spare_buffer or self._buffer(), None
         if saved["finite"]:
             for name, value in state.tensors(PREFIX).items():
-                buffer.sums[name].copy_(value)
+                if name in buffer.sums and buffer.sums[name].shape == value.shape:  # else of other rates
+                    buffer.sums[name].copy_(value)
             mean = PendingMean(buffer.sums)
         squares = TaskSquares(*saved["squares"]) if saved.get("squares") else None
         self.pending = PendingUpdate(buffer, mean, saved["outer_step"], saved["unread"], squares)

@@ -114,7 +114,7 @@ def is_path(model_name_or_path: str) -> bool:
 
 
 def base_model_name(model_name_or_path: str) -> str:
-    """The base model of an adapter folder; any other name unchanged.
+    """The base model of an adapter folder, with `@revision` where one is stored; any other name unchanged.
 
     Raises `UsageError` for a broken folder.
     """
@@ -126,7 +126,9 @@ def base_model_name(model_name_or_path: str) -> str:
         name = settings["base_model_name_or_path"]
         if not isinstance(name, str):
             raise ValueError("it names no base model")
-        return name
+        revision = settings.get("revision")
+        of_hub = not is_path(name) and not Path(name).exists()
+        return f"{name}@{revision}" if isinstance(revision, str) and revision and of_hub else name
 
     return read_json(model_name_or_path, "adapter_config.json", base) or model_name_or_path
 

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import math
 import mmap
+import os
 import re
 import shutil
 import struct
@@ -32,6 +33,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import hide_download_bars, quiet_logger
 from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import GIB, one_line, publish_folder
+from fmmeta.common.text import shortened
 from fmmeta.config.fields import refuse_first, setting
 
 CONVERTER = 1  # part of every key: raise it when the same file gives another folder
@@ -57,7 +59,7 @@ class ConvertConfig:
 
 def run(settings: ConvertConfig) -> None:
     """`fmmeta convert`: write a folder that transformers and all commands read. Raises `UsageError`."""
-    source, folder = Path(settings.model_name_or_path), Path(settings.output_dir)
+    source, folder = Path(settings.model_name_or_path), Path(os.path.realpath(settings.output_dir))
     refuse_first(
         [
             (not settings.model_name_or_path, "model_name_or_path is missing; give a GGUF file and a folder"),
@@ -307,6 +309,16 @@ def convert(source: Path, header: Header, folder: Path, digest: str, notice: Cal
     quiet_logger("transformers")
     temporary = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
     given = f"model_name_or_path={source}"
+    scaling = {
+        name: header.values[key]
+        for name in ("type", "factor")
+        if (key := f"{header.architecture}.rope.scaling.{name}") in header.values
+    }
+    if scaling.get("type", "none") != "none" or scaling.get("factor", 1) not in (0, 1):
+        raise UsageError(
+            f"{given} scales its rotary positions ({shortened(scaling)}), which transformers does not read"
+            " from GGUF files; give the model's Hugging Face folder"
+        )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         needed = 4 * sum(elements for elements, _ in header.tensors.values())

@@ -254,8 +254,9 @@ class NativeClassifier(Learner):
             return logits
         features = seen[0]
         if features.ndim == 3:  # decoders score every token and keep the last one
-            mask = inputs.get("attention_mask")
-            last = features.shape[1] - 1 if mask is None else mask.sum(1) - 1
+            # of transformers' classifiers: the last one that is no padding, by its id
+            counted = inputs["input_ids"] != self.hf.config.pad_token_id
+            last = (counted * torch.arange(counted.shape[1], device=features.device)).argmax(1)
             features = features[torch.arange(len(features), device=features.device), last]
         return (features, logits) if want == "both" else features
 

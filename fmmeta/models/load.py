@@ -86,7 +86,7 @@ def fitted(config: Config, hf_config: Any) -> Config:
     return replace(config, max_length=most)
 
 
-DROPOUTS = ("dropout", "pdrop", "layerdrop")  # in the names of dropout probabilities
+DROPOUTS = ("dropout", "pdrop", "layerdrop", "drop_path")  # in the names of dropout probabilities
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
 TOKENIZERS = (
     "tokenizer.json",
@@ -149,6 +149,7 @@ def describe(config: Config) -> Description:
     else:
         hf_config = read_hf_config(name, config.trust_remote_code)
     kind, images = hf_config.model_type, reads_images(hf_config)
+    pooling = resolve_pooling(config, images)
     bidirectional = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not (
         getattr(hf_config, "is_decoder", False) or getattr(hf_config, "is_encoder_decoder", False)
     )
@@ -171,6 +172,10 @@ def describe(config: Config) -> Description:
             " --task_type classification",
         ),
         (
+            pooling != "model" and getattr(hf_config, "is_encoder_decoder", False),
+            f"a {kind}, an encoder and a decoder, which has no features to pool; give an encoder alone",
+        ),
+        (
             any((getattr(hf_config, key, None) or 0) > 1 for key in EXPERTS),
             f"a mixture of experts ({kind}), which is not supported yet; use a dense model",
         ),
@@ -184,13 +189,13 @@ def describe(config: Config) -> Description:
     dropouts = {
         key: value
         for key, value in vars(hf_config).items()
-        if isinstance(value, float) and any(part in key for part in DROPOUTS)
+        if any(part in key for part in DROPOUTS)
+        and any(type(one) in (int, float) for one in (value if isinstance(value, list) else [value]))
     }
-    hf_config.update(dict.fromkeys(dropouts, 0.0))
+    hf_config.update({key: [0.0] * len(v) if isinstance(v, list) else 0.0 for key, v in dropouts.items()})
     if not images and getattr(hf_config, "pad_token_id", None) is None:
         eos = getattr(hf_config, "eos_token_id", None)
         hf_config.pad_token_id = (eos[0] if isinstance(eos, (list, tuple)) else eos) or 0
-    pooling = resolve_pooling(config, images)
     normalizes = pooling != "model" and read_json(
         config.model_source,
         "modules.json",
@@ -248,8 +253,9 @@ def resolve_pooling(config: Config, images: bool = False) -> str:
     modes = None if images else read_json(config.model_source, "1_Pooling/config.json", dict)
     if modes is None:
         return "model"
+    chosen = [key for key, value in modes.items() if key.startswith("pooling_mode_") and value is True]
     for pooling, key in (("cls", "pooling_mode_cls_token"), ("mean", "pooling_mode_mean_tokens")):
-        if modes.get(key) or modes.get("pooling_mode") == pooling:
+        if chosen == [key] or (not chosen and modes.get("pooling_mode") == pooling):
             return pooling
     raise UsageError(
         f"pooling=auto: 1_Pooling/config.json of model_name_or_path={config.model_name_or_path} has a pooling"

@@ -25,7 +25,16 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.security import one_line
 from fmmeta.common.text import shortened
 from fmmeta.config.settings import Config
-from fmmeta.models.files import ADAPTER_FILE, BASE_FOLDER, adapter_folder, read_json, read_stored, reading
+from fmmeta.models.files import (
+    ADAPTER_FILE,
+    BASE_FOLDER,
+    adapter_folder,
+    base_model_name,
+    read_json,
+    read_stored,
+    reading,
+    split_source,
+)
 from fmmeta.models.learner import Learner, NativeClassifier, PooledClassifier
 
 PREFIX = "base_model.model."  # of the names in an adapter file
@@ -115,6 +124,7 @@ def lora_config(learner: Learner, config: Config) -> Any:
             type(learner), "CAUSAL_LM"
         ),
         base_model_name_or_path=os.path.abspath(base) if Path(base).exists() else base,
+        revision=split_source(base_model_name(config.model_source)).get("revision"),
         **{"target_modules": "all-linear" if targets == ["all-linear"] else targets, **options},
     )
 

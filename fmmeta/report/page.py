@@ -8,7 +8,7 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Warn
-from fmmeta.common.security import publish_text, redact
+from fmmeta.common.security import one_line, publish_text, redact
 from fmmeta.common.text import counted, render
 from fmmeta.config.settings import setting
 from fmmeta.report import charts
@@ -33,10 +33,17 @@ def run(config: ReportConfig) -> None:
     folder = Path(config.output_dir)
     try:
         print(f"fmmeta: report {write(folder)}", flush=True)
+    except UsageError:
+        raise
     except OSError as error:
         raise UsageError(
             f"output_dir={folder}: {NAME} cannot be written ({error.strerror}); copy the run to a folder that"
             " you can write to"
+        ) from None
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        raise UsageError(
+            f"output_dir={folder}: run.json or metrics.jsonl is not of fmmeta train ({one_line(error)});"
+            " restore them"
         ) from None
 
 

@@ -140,7 +140,7 @@ def regions(run: "Run") -> list[tuple[str, Any, list[str]]]:
         ("data", run.feed, ["read"]),
         ("forward", getattr(model, "module", model), ["forward"]),
         ("forward", worker, ["_loss"]),
-        ("backward", torch.autograd, ["backward"]),
+        ("backward", torch.autograd, ["backward", "grad"]),
         ("backward", worker, ["backward"]),
         ("role switch", worker, ["apply", "read", "write", "gradient", "displacement"]),
         ("outer step", run.state.outer, ["step"]),

@@ -8,6 +8,7 @@ named in the log.
 """
 
 import fcntl
+import glob
 import importlib.metadata
 import json
 import os
@@ -89,7 +90,9 @@ def write_config(folder: Path, config: Config) -> None:
     A file of that name that fmmeta has not written is left alone. Secrets are redacted.
     """
     path = folder / "config.yaml"
-    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(WRITTEN_BY):
+    if path.is_dir() or (
+        path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(WRITTEN_BY)
+    ):
         return
     head = (
         f"{WRITTEN_BY} {version('fmmeta')}: settings that differ from the defaults.\n"
@@ -267,7 +270,7 @@ def known_folder(config: Config, settings: dict[str, Any]) -> Path | None:
     if config.run_name is not None:
         return Path("runs") / config.run_name
     if config.resume_from_checkpoint != "never":
-        for folder in sorted(Path("runs").glob(f"*-{short_name(config)}"), reverse=True):
+        for folder in sorted(Path("runs").glob(f"*-{glob.escape(short_name(config))}"), reverse=True):
             if is_unfinished(folder, settings, named_checkpoint(config)):
                 return folder
     return None

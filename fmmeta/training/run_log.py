@@ -204,7 +204,7 @@ class Metrics:
         if writes and self.file.is_file():
             kept = [
                 (text, line)
-                for text in self.file.read_text(encoding="utf-8").splitlines()
+                for text in self.file.read_text(encoding="utf-8", errors="replace").splitlines()
                 if (line := parse_line(text)) and line["step"] <= outer_step
             ]
             publish_text(self.file, "".join(f"{text}\n" for text, _ in kept))

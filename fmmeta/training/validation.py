@@ -174,7 +174,8 @@ class HeldOut:
         stored = {}
         if self.ranks.first:
             with suppress(OSError, ValueError):
-                stored = json.loads(self.file.read_bytes())
+                found = json.loads(self.file.read_bytes())
+                stored = found if isinstance(found, dict) else {}
         return json.loads(self.ranks.world.broadcast_bytes(json.dumps(stored).encode()))
 
     def _write(self, stored: dict[str, list[dict[str, Any]]]) -> None:

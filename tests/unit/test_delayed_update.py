@@ -147,3 +147,14 @@ def test_the_squares_of_a_pending_step_are_counted_after_a_resume():
     part.flush()
     assert later.noise_scale.state == part.noise_scale.state
     assert later.noise_scale.count == 1
+
+
+def test_a_pending_gradient_of_other_rates_is_left_out():
+    """Settings of rates may change at a resume (--accept_changed_settings)."""
+    updates = updates_of(1)
+    run(updates, 0, 2)
+    updates.add_state(state := StateDict())
+    state.vectors[f"{PREFIX}rates"] = torch.ones(3)
+    resumed = updates_of(1)
+    resumed.load_state(state)
+    assert resumed.pending.outer_step == 1

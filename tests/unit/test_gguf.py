@@ -441,3 +441,18 @@ def test_the_memory_of_a_conversion_is_that_of_a_tensor(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < total / 5
     finally:
         tracemalloc.stop()
+
+
+def test_scaled_positions_are_refused(tmp_path):
+    """transformers reads no scaling from GGUF files: the converted model would be another one."""
+    file = write_gguf(tmp_path / "model.gguf", settings={"rope.scaling.factor": 4.0})
+    check_message(refusal(as_folder, str(file), print), "factor", "rotary positions", "Hugging Face folder")
+    write_gguf(file, settings={"rope.scaling.factor": 1.0})
+    assert Path(as_folder(str(file), print)).is_dir()
+
+
+def test_convert_into_the_current_folder(file, tmp_path, monkeypatch):
+    (folder := tmp_path / "here").mkdir()
+    monkeypatch.chdir(folder)
+    from_gguf.run(ConvertConfig(model_name_or_path=str(file), output_dir="."))
+    assert (folder / "model.safetensors").is_file()

@@ -161,6 +161,9 @@ def test_a_configuration_or_callbacks_of_another_type_are_refused(tmp_path):
     callback: Any = Callback()
     text = refusal(MetaTrainer(Config(output_dir=str(tmp_path / "a")), callbacks=callback).train)
     check_message(text, "callbacks=Callback", "is no list", "give callbacks=[...]")
+    metric: Any = len
+    text = refusal(MetaTrainer(Config(output_dir=str(tmp_path / "a")), metrics=metric).train)
+    check_message(text, "metrics=builtin_function_or_method", "is no list", "give metrics=[...]")
     assert not (tmp_path / "a").exists()
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from fmmeta.config.settings import Config
+from fmmeta.meta.algorithms.unrolled import Unrolled
+from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.inner_optimizers import Layers, Rates, inner_optimizer, layer_of, natural
 from tests.support import learners
 from tests.support.helpers import refusal
@@ -156,3 +159,16 @@ def test_a_pattern_that_fits_no_layer_is_refused():
     config = config_of(learner, inner_lr_groups=["*embeddings*=0", "decoder=2"])
     message = refusal(setup_of, worker_of(learner, config), config)
     check_message(message, "inner_lr_groups=decoder=2", "the layers are head, hf.embeddings.LayerNorm, ")
+
+
+def test_validation_begins_with_a_fresh_state():
+    """Validation, the baseline and tuning adapt as users of the exported model do."""
+    kept = inner_optimizer(Config(algorithm="reptile", inner_optimizer="adamw", inner_optimizer_state="kept"))
+    loop = InnerLoop(1, rates((0.1, 0.1)), kept, cast(Any, None))
+    assert loop.variant().optimizer.kept is None
+    assert loop.optimizer.kept is not None
+
+
+def test_a_first_order_rule_stores_no_weights_for_learned_rates():
+    loop = InnerLoop(3, rates(*[(0.1, 0.1)] * 3), inner_optimizer(Config()), cast(Any, None))
+    assert [Unrolled(loop, order)._first_step for order in (1, 2)] == [3, 0]

@@ -18,7 +18,7 @@ from fmmeta.doctor import EnvConfig, environment, print_environment
 from fmmeta.models.files import cached_file, is_path, split_source
 from fmmeta.models.load import describe
 from fmmeta.planning.memory import unsharded
-from fmmeta.training.run_folder import choose_run_folder
+from fmmeta.training.run_folder import choose_run_folder, new_folder
 from tests.support.helpers import refusal, write_rows
 from tests.support.messages import check_message
 
@@ -152,6 +152,14 @@ def test_a_revision_of_a_folder_is_refused(tmp_path):
 def test_run_name_is_the_folder_of_a_run_without_output_dir(tmp_path):
     assert str(choose_run_folder(Config(run_name="mine"), {})) == "runs/mine"
     assert choose_run_folder(Config(run_name="mine", output_dir=str(tmp_path)), {}) == tmp_path
+
+
+def test_an_unfinished_run_is_found_whatever_the_name_of_its_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = Config(dataset=["data[v2].csv"])
+    (folder := new_folder(config)).mkdir(parents=True)
+    monkeypatch.setattr("fmmeta.training.run_folder.is_unfinished", lambda *_: True)
+    assert choose_run_folder(config, {}) == folder
 
 
 def test_group_size_auto_tells_how_to_shard_if_a_zero_stage_has_nothing_to_shard():

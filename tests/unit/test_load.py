@@ -7,10 +7,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForSequenceClassification, T5Config
 
 from fmmeta.adaptation.model import load_model
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
+from fmmeta.models.files import base_model_name
 from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.learner import NativeClassifier
 from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
@@ -402,3 +404,46 @@ def test_prototypes_need_a_bias(tmp_path):
     check_message(
         message, "head_init=prototype", "LlamaForSequenceClassification", "use --pooling mean or another"
     )
+
+
+@pytest.mark.parametrize("modes", [("cls_token", "mean_tokens"), ("mean_tokens", "max_tokens")])
+def test_combined_pooling_is_refused(tmp_path, bert, modes):
+    (tmp_path / "1_Pooling").mkdir()
+    text = json.dumps({f"pooling_mode_{mode}": True for mode in modes})
+    (tmp_path / "1_Pooling" / "config.json").write_text(text)
+    message = refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert))))
+    check_message(message, "pooling=auto", "choose one with --pooling")
+
+
+def test_an_encoder_decoder_is_not_pooled(tmp_path):
+    T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8).save_pretrained(tmp_path)
+    message = refusal(describe, Config(model_name_or_path=str(tmp_path), pooling="mean"))
+    check_message(message, f"model_name_or_path={tmp_path}", "an encoder and a decoder", "give an encoder")
+
+
+@pytest.mark.parametrize("value", [0.5, 1, [0.0, 0.5]])
+def test_stochastic_depth_is_off_in_training(tmp_path, bert, value):
+    description = describe(Config(model_name_or_path=str(changed(tmp_path, bert, drop_path_rate=value))))
+    assert description.dropouts["drop_path_rate"] == value
+    assert not torch.tensor(description.hf_config.drop_path_rate).any()
+
+
+def test_adapters_keep_the_revision_of_their_base(tmp_path):
+    file = tmp_path / "adapter_config.json"
+    file.write_text('{"base_model_name_or_path": "org/model", "revision": "v1"}')
+    assert base_model_name(str(tmp_path)) == "org/model@v1"
+    file.write_text('{"base_model_name_or_path": "org/model", "revision": null}')
+    assert base_model_name(str(tmp_path)) == "org/model"
+
+
+def test_features_of_a_decoder_are_those_of_its_logits_where_pad_is_eos():
+    """transformers' classifiers leave out tokens with the id of padding, also an eos at the end."""
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    config.num_labels, config.pad_token_id, config.eos_token_id = 3, 2, 2
+    learner = NativeClassifier(LlamaForSequenceClassification(config).eval(), 3)
+    ids = torch.tensor([[5, 6, 7, 2], [8, 9, 2, 2]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    features, logits = learner(want="both", input_ids=ids, attention_mask=mask)
+    assert torch.allclose(features @ learner.hf.score.weight.T, logits, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -216,3 +217,10 @@ def test_config_yaml_of_a_run_starts_it_again(tmp_path, monkeypatch):
     assert Path("second/config.yaml").read_text() == text
     train(parse(["first/config.yaml", "--output_dir=third", "--seed=1"]))
     assert not same(Path("first"), Path("third"))
+
+
+def test_json_is_read_with_tabs_and_characters_outside_the_basic_plane(tmp_path):
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"run_name": "\U0001f600", "outer_lr": 1e-5, "bf16": False}, indent="\t"))
+    config = parse(["--config", str(file)])
+    assert (config.run_name, config.outer_lr, config.bf16) == ("\U0001f600", 1e-5, False)

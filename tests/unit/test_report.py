@@ -382,10 +382,13 @@ def test_the_report_command(run, capsys, tmp_path):
     code, message = ended("--output_dir", str(run))
     assert code == 2
     check_message(message, f"output_dir={run}: report.html", "copy the run to a folder")
-    none = tmp_path / "none"
+    none, strange = tmp_path / "none", tmp_path / "strange"
+    strange.mkdir()
+    (strange / "run.json").write_text('{"settings": {}}')
     (run / "run.json").write_text("{")
     for words, parts in (
         (["--output_dir", str(none)], [f"output_dir={none}", "run.json", "give the folder of a run"]),
+        (["--output_dir", str(strange)], [f"output_dir={strange}", "is not of fmmeta train", "restore"]),
         ([], ["output_dir is not given", "name the folder of a run"]),
         (["--output_dri", "x"], ["--output_dri", "did you mean --output_dir?", "--help lists them"]),
         (["--output_dir", str(run)], [f"{run / 'run.json'}", "correct or remove it"]),

@@ -129,7 +129,7 @@ class Unrolled(SecondOrderRule):
         for k in reversed(range(self.inner.steps)):
             if extra:
                 rates.add_gradient_(extra["rates"], worker, k, v, path.take_direction(k))
-            if self.order > 1 and k >= self._first_step:
+            if k >= self._first_step:
                 bar_u = rates.scale_(k, v.neg(), slice(0, v.numel()))
                 if optimizer.is_linear:
                     v += hessian.times(path.phi(k), w.mul_(optimizer.momentum).add_(bar_u))
@@ -147,7 +147,9 @@ class Unrolled(SecondOrderRule):
 
     @property
     def _first_step(self) -> int:
-        """The first inner step that is differentiated."""
+        """The first inner step that is differentiated: none of a first-order rule."""
+        if self.order == 1:
+            return self.inner.steps
         return 0 if self.truncate_steps is None else max(0, self.inner.steps - self.truncate_steps)
 
 
