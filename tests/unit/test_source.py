@@ -465,7 +465,7 @@ def test_strata_by_a_function_replace_those_of_the_column_and_change_the_fingerp
         assert item.stratum == str(int(item.name[1:]) % 2)
     assert found.fingerprint != load(path).fingerprint
     monkeypatch.setattr("tests.support.loading.label_number", lambda row: "one")
-    monkeypatch.setattr("fmmeta.tasks.data.token_store.module_source", lambda named: "changed")
+    monkeypatch.setattr("fmmeta.tasks.data.token_store.source_of", lambda module: "changed")
     assert load(path, **by).train.items.strata == ["one"]  # not from the store of the other function
 
 
