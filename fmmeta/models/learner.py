@@ -255,8 +255,10 @@ class NativeClassifier(Learner):
         features = seen[0]
         if features.ndim == 3:  # decoders score every token and keep the last one
             # of transformers' classifiers: the last one that is no padding, by its id
-            counted = inputs["input_ids"] != self.hf.config.pad_token_id
-            last = (counted * torch.arange(counted.shape[1], device=features.device)).argmax(1)
+            ids, last = inputs.get("input_ids"), features.shape[1] - 1
+            if ids is not None:
+                places = torch.arange(ids.shape[1], device=ids.device)
+                last = ((ids != self.hf.config.pad_token_id) * places).argmax(1)
             features = features[torch.arange(len(features), device=features.device), last]
         return (features, logits) if want == "both" else features
 
