@@ -24,7 +24,7 @@ from fmmeta.tasks.data.encode import encode, make_prompt
 from fmmeta.tasks.data.splits import SPLITS
 from fmmeta.tasks.data.token_store import TokenStore
 from fmmeta.tasks.schedule.meta_batches import Schedule
-from fmmeta.tasks.sources.base import ClassSource, Mixture, RowsByClass, TaskSource
+from fmmeta.tasks.sources.base import ClassSource, Mixture, RowsByClass, TaskSource, stratum_shares
 from fmmeta.tasks.sources.load import FolderSource, Sources, load_sources
 
 DRAWN = 200  # task files of a split that are opened
@@ -224,7 +224,9 @@ def show_rows(progress: Progress, store: TokenStore) -> None:
 def show_episode(config: Config, tokenizer: Any, source: TaskSource) -> None:
     """The first episode of training: the tokens of its rows with their label, or with the loss mask."""
     try:
-        task = Schedule(source.items, 1, config.seed).meta_batch(0)[0]
+        shares, count = stratum_shares(config, source.items), config.tasks_per_step
+        schedule = Schedule(source.items, count, config.seed, shares=shares, sizes=source.size)
+        task = schedule.meta_batch(0)[0]
         rows = source.draw(task).episode()
     except (UsageError, OSError) as error:
         show_notes([f"no episode: {error}"])

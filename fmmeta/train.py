@@ -112,6 +112,9 @@ class MetaTrainer:
         )
         inputs = build.read_inputs(config, world, notice, given_tokenizer=self.tokenizer, rows=rows)
         suggest_chat(config, inputs.tokenizer, notice)
+        if config.warmup >= config.outer_steps:
+            short = f"warmup_steps={config.warmup_steps:g} with outer_steps={config.outer_steps}"
+            notice(Warn(f"{short}: the run ends before the rate is outer_lr={config.outer_lr}; lower it"))
         plan = ranks = None
         if config.tune is not None:
             plan = build.plan_parallel(config, inputs, world, notice)

@@ -117,6 +117,8 @@ def check_values(c: Any) -> None:
         for value in given if isinstance(given, list) else [given]:
             if value == "" and default_of(item) != "":
                 raise UsageError(f"{name}= is empty; give a value, or leave it out")
+            if isinstance(value, str) and "\0" in value:
+                raise UsageError(f"{name}={value!r} holds a null character; remove it")
             if isinstance(value, str) and value.startswith("~/"):
                 raise UsageError(
                     f"{name}={value} begins with ~, which only a shell replaces; write the whole path"

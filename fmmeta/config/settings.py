@@ -572,8 +572,8 @@ class MetaConfig:
     )
     outer_lr: float = setting(
         None,
-        "Peak outer learning rate (default: SGD 1.0; AdamW 2e-3 for the built-in model, else 2e-4 with LoRA,"
-        " 2e-5 without)",
+        "Peak outer learning rate (default: SGD 1.0; Nesterov 0.7; others 2e-3 for the built-in model, else"
+        " 2e-4 with LoRA, 2e-5 without)",
         positive=POSITIVE,
         synonyms=("learning_rate",),
         common=True,
@@ -608,8 +608,8 @@ class MetaConfig:
     weight_decay: float = setting(0.01, "Decoupled weight decay of theta, except norms and biases", least=0)
     adam_epsilon: float = setting(
         None,
-        "Epsilon of AdamW, which damps rounding noise (default: 1e-3 for the built-in model, 1e-6 for a"
-        " checkpoint)",
+        "Epsilon of outer optimizers that divide by a root of moments, as AdamW; damps rounding noise"
+        " (default: 1e-3 for the built-in model, 1e-6 for a checkpoint)",
         positive=POSITIVE,
         synonyms=("adam_eps",),
     )
@@ -962,7 +962,9 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
     def warmup(self) -> int:
         """Outer steps of linear warm-up."""
         share = self.warmup_steps < 1
-        return math.ceil(self.warmup_steps * self.outer_steps) if share else int(self.warmup_steps)
+        # rounded first: 0.07 * 100 is above 7 in floating point
+        steps = round(self.warmup_steps * self.outer_steps, 6)
+        return math.ceil(steps) if share else int(self.warmup_steps)
 
     @property
     def tasks_per_step(self) -> int:

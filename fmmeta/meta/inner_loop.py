@@ -15,6 +15,8 @@ from fmmeta.meta.inner_optimizers import HEAD, InnerOptimizer, InnerState, Rates
 from fmmeta.parallel.workers.base import PassStats, SavedForward, Worker
 from fmmeta.tasks.batching import Episode, MicroBatch, SupportSet, batches_of_step, each_batch
 
+STATE = "state "  # before the names of the optimizer's vectors, which are the user's choice
+
 
 class Trajectory:
     """What the backward recursion needs of each inner step k = 0 .. K-1, stored without copies.
@@ -40,7 +42,7 @@ class Trajectory:
             self._store(k, "phi", worker.read())
         if self.keeps_states and k >= self.first:
             for name, vector in state.vectors.items():
-                self._store(k, name, vector.clone())
+                self._store(k, STATE + name, vector.clone())
 
     def after_step(self, k: int, direction: Tensor | None) -> None:
         """Store u_k."""
@@ -57,9 +59,8 @@ class Trajectory:
 
     def state(self, k: int) -> dict[str, Tensor]:
         """The optimizer's state before step k on the device of the shards."""
-        return {
-            name: vector.to(self.device) for name, vector in self.steps[k].items() if name not in ("phi", "u")
-        }
+        stored = {name: vector for name, vector in self.steps[k].items() if name.startswith(STATE)}
+        return {name.removeprefix(STATE): vector.to(self.device) for name, vector in stored.items()}
 
     def drop(self, k: int) -> None:
         """Release all that is stored of step k."""

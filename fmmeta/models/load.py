@@ -176,7 +176,7 @@ def describe(config: Config) -> Description:
             f"a {kind}, an encoder and a decoder, which has no features to pool; give an encoder alone",
         ),
         (
-            any((getattr(hf_config, key, None) or 0) > 1 for key in EXPERTS),
+            any(getattr(hf_config, key, None) not in (None, 0, 1) for key in EXPERTS),
             f"a mixture of experts ({kind}), which is not supported yet; use a dense model",
         ),
         (

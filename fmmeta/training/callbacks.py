@@ -182,10 +182,17 @@ class NonfiniteLimit(Callback):
 
 
 class Validation(Callback):
-    """Scores on validation tasks (--eval_steps); a resumed run repeats a validation that a stop cut short."""
+    """Scores on validation tasks (--eval_steps).
 
-    def on_train_begin(self, run: "Run") -> None:
-        """Validate if due. Collective: world."""
+    A resumed run repeats a validation that a stop cut short: the loop calls `run_if_due` once training has
+    begun for every callback.
+    """
+
+    def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
+        self.run_if_due(run)
+
+    def run_if_due(self, run: "Run") -> None:
+        """Validate if it is due. Collective: world."""
         # imports torch, which `fmmeta.Callback` does not need
         from fmmeta.training.validation import VALID, metric_values
 
@@ -207,9 +214,6 @@ class Validation(Callback):
         run.callbacks.on_evaluate(run, {"valid_accuracy": accuracy, "valid_loss": loss, **own})
         if state.best is not None:
             state.best.update(state.meta_params, state.outer_step, accuracy, loss)
-
-    def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
-        self.on_train_begin(run)
 
 
 class Saving(Callback):

@@ -167,7 +167,7 @@ class Run:
             OwnMetrics(metrics, inputs.tokenizer),
             self.stage.begin,
         )
-        self.profiler = Profiler()
+        self.profiler, self.validation = Profiler(), callbacks.Validation()
         self.logger, self.trackers = RunLogger(), Trackers(progress.notice)
         self.callbacks = callbacks.CallbackList(
             (
@@ -177,7 +177,7 @@ class Run:
                 self.trackers,
                 callbacks.ReportPage(),
                 callbacks.NonfiniteLimit(),
-                callbacks.Validation(),
+                self.validation,
             ),
             user_callbacks,
             callbacks.Saving(),
@@ -256,6 +256,7 @@ class Run:
         self._open_episodes()
         try:
             self.callbacks.on_train_begin(self)
+            self.validation.run_if_due(self)
             self._run_steps()
             self.controller.finish(self)
         finally:
@@ -451,11 +452,14 @@ class Run:
         if self.trains:
             self.save(last=True)
         self.stop.signals.end()
-        saved = self.state.saver.last
+        state, what = self.state, "nothing was learned yet"
+        if not self.controller.writes:
+            what = "saved by the group that writes checkpoints"
+        elif state.saver.last:
+            what = f"saved in {state.saver.last}"
         raise Stopped(
-            f"stopped by {self.stop.signals.asked} after outer step {self.state.outer_step},"
-            f" {f'saved in {saved}' if saved else 'nothing was learned yet'}; the same command resumes from"
-            " there"
+            f"stopped by {self.stop.signals.asked} after outer step {state.outer_step}, {what}; the same"
+            " command resumes from there"
         )
 
     def save(self, last: bool = False) -> None:

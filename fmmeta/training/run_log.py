@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import LOGGER, STDERR, Warn
 from fmmeta.common.security import publish_text, redact
 from fmmeta.common.text import to_json
@@ -63,6 +64,11 @@ class StepMetrics:
             "accuracy": task.query.accuracy,
             **task.numbers,
         }
+        if missing := self.sums.keys() - found.keys():
+            raise UsageError(
+                f"TaskResult.numbers has no {min(missing)!r}, which AlgorithmSpec.numbers names; return it"
+                " from the rule, or leave it out of the spec"
+            )
         for name in self.sums:
             self.sums[name] += task.weight * found[name]
 

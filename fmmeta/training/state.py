@@ -51,7 +51,7 @@ class TrainingState:
         self.initial = self.meta_params.snapshot() if keeps_initial else None
         self.outer = OuterOptimizer(self.meta_params, parts.worker, config)
         self.updates = DelayedUpdate(self.outer, ranks.cross, config)
-        self.best = Best() if config.load_best_model_at_end else None
+        self.best = Best(self.meta_params) if config.load_best_model_at_end else None
         self.stateful = [self.meta_params, self.outer, self.updates, *([self.best] if self.best else [])]
         self.spikes = Spikes()
         self.outer_step, self.bad_steps, self.tasks = 0, 0, {"seen": 0, "bad": 0}
@@ -147,9 +147,12 @@ class Best:
     """A copy of the meta-parameters with the highest validation accuracy so far, and their score.
 
     It is kept in host memory and in every checkpoint. Local; every rank decides alike.
+
+    live: the meta-parameters of the run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, live: MetaParameters) -> None:
+        self.live = live
         self.meta_params: MetaParameters | None = None
         self.step, self.accuracy, self.loss = 0, -math.inf, math.inf
 
@@ -176,8 +179,15 @@ class Best:
             state.facts["best"] = {"step": self.step, "accuracy": self.accuracy, "loss": self.loss}
 
     def load_state(self, state: StateDict) -> None:
-        """Restore what `add_state` gave, if there was a copy."""
+        """Restore what `add_state` gave, if there was a copy.
+
+        One with learned rates of another shape than the run's (--accept_changed_settings) is forgotten: its
+        score is that of another inner loop.
+        """
         saved, copy = state.facts["best"], state.tensors(PREFIX)
+        shapes = [None if rates is None else rates.shape for rates in (copy.get("rates"), self.live.rates)]
+        if shapes[0] != shapes[1]:
+            return
         self.meta_params = MetaParameters.from_named(copy).snapshot() if copy else None
         if saved:
             self.step, self.accuracy = saved["step"], saved["accuracy"]

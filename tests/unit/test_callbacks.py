@@ -139,6 +139,20 @@ def test_a_stop_abandons_the_step_and_does_not_count_it(tmp_path, monkeypatch):
     assert seen.hooks[-2:] == ["save checkpoint-1", "close"]
 
 
+def test_a_validation_that_a_stop_cut_short_is_repeated_after_train_begin(tmp_path):
+    class Stopping(Recorder):
+        def on_log(self, run, metrics):
+            run.stop.signals.asked = "SIGTERM"  # the validation of this step follows
+
+    settings = {**SHORT, "eval_episodes": 2, "test_episodes": 0, "eval_steps": 1}
+    first, second = Stopping(), Recorder()
+    with pytest.raises(Stopped, match=r"outer step 1, .*checkpoint-1"):
+        MetaTrainer(Config(**settings, output_dir=str(tmp_path)), Signals(), [first]).train()
+    assert not any(hook.startswith("evaluate") for hook in first.hooks)
+    MetaTrainer(Config(**settings, output_dir=str(tmp_path)), callbacks=[second]).train()
+    assert [hook.split()[0] for hook in second.hooks[:4]] == ["train_begin", "log", "evaluate", "step_begin"]
+
+
 def test_the_stage_of_the_watchdog_names_task_and_pass(tmp_path):
     """A report of a hang names the pass that hangs."""
     stages = []

@@ -79,6 +79,11 @@ def test_flags_become_settings():
             ["--outer_lr", "1e-7", "--lr_scheduler_type", "polynomial"],
             ("outer_lr=1e-07", "ends at 1e-07", "use a higher rate"),
         ),
+        (
+            ["--outer_optimizer", "sgd", "--adam_epsilon", "1e-8"],
+            ("adam_epsilon=1e-08 means nothing for outer_optimizer=sgd", "leave it out"),
+        ),
+        (["--text_column", "a\0b"], ("text_column='a\\x00b' holds a null character", "remove it")),
         (["--run_name", "../up"], ("run_name=../up", "use letters, digits, - and _")),
         (["--help", "modle"], ("help=modle", "did you mean model?", "use model, data, algorithm")),
         (["--n_w", "3"], ("--n_w is not a flag", "did you mean --n_way?")),  # no abbreviations
@@ -380,6 +385,11 @@ def test_every_flag_that_an_answer_names_exists():
 @pytest.mark.parametrize(("given", "steps"), [(0, 0), (7, 7), (0.1, 15), (0.001, 1), (0.5, 75), (1, 1)])
 def test_warmup_steps_below_1_are_a_share_of_outer_steps(given, steps):
     assert Config(warmup_steps=given, outer_steps=150).warmup == steps
+
+
+def test_a_share_of_warmup_is_not_rounded_up_for_a_floating_point_error():
+    assert 0.07 * 100 > 7
+    assert Config(warmup_steps=0.07, outer_steps=100).warmup == 7
 
 
 def test_words_before_the_flags_of_inspect_are_data_sets():

@@ -40,6 +40,16 @@ def test_inspect_shows_splits_lengths_rows_and_an_episode(capsys):
     assert text.endswith("Training would refuse nothing of this.\n")
 
 
+def test_the_first_episode_is_drawn_with_the_weights_of_the_mixture(capsys, tmp_path):
+    files = []
+    for name in ("rare", "common"):
+        rows = [{"text": f"{name} {i}", "label": f"{name} {i % 20}"} for i in range(240)]
+        files.append(str(write_rows(tmp_path / f"{name}.jsonl", rows)))
+    for weights, name in ((["1e-9", "1"], "common"), (["1", "1e-9"], "rare")):
+        inspect(*files, "--mix_weights", *weights, "--num_query", "5")
+        assert f"stratum '{name}" in capsys.readouterr().out
+
+
 def test_inspect_shows_the_loss_mask_and_truncated_answers(capsys, tmp_path):
     rows = [
         {"task": f"t{n}", "input": f"{i} and {n}", "output": "9" * (200 if i == 0 else 1)}

@@ -159,6 +159,7 @@ def test_unsupported_pooling_is_refused(tmp_path, bert):
     ("values", "cause", "remedy"),
     [
         ({"num_experts": 8}, "a mixture of experts (bert)", "use a dense model"),
+        ({"num_experts": "8"}, "a mixture of experts (bert)", "use a dense model"),
         ({"quantization_config": {"quant_method": "gptq"}}, "is quantised", "use the full one"),
     ],
 )

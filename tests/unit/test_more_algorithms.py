@@ -23,7 +23,7 @@ from fmmeta.training import comparison
 from fmmeta.training.run_log import StepMetrics
 from tests.support import learners
 from tests.support.algorithms import LEARNERS, PROTOTYPE, identity, passes_of
-from tests.support.helpers import one_rank
+from tests.support.helpers import one_rank, refusal
 from tests.support.learners import (
     against_oracle,
     batches_of,
@@ -438,6 +438,13 @@ def test_imaml_is_the_derivative_of_the_proximal_minimum():
 
     slope = sum(float((wanted[name] * along[name]).sum()) for name in theta)
     assert slope == pytest.approx((loss(1e-4) - loss(-1e-4)) / 2e-4, rel=1e-3)
+
+
+def test_a_rule_that_does_not_return_a_number_of_its_spec_is_refused():
+    learner = LEARNERS["llama"]
+    result, _ = learners.rule_gradient(learner, config_of(learner, algorithm="fomaml"), episode_of(learner))
+    message = refusal(StepMetrics(("sharpness",)).add, result, 1)
+    check_message(message, "TaskResult.numbers has no 'sharpness'", "leave it out of the spec")
 
 
 def test_imaml_warns_about_negative_curvature():

@@ -14,7 +14,7 @@ import pytest
 from fmmeta.config.settings import Config
 from fmmeta.tasks.data import rows as rows_module
 from fmmeta.tasks.data.rows import Row, tabulate
-from fmmeta.tasks.sources.load import reader_of
+from fmmeta.tasks.sources.load import load_sources, reader_of
 from tests.support.helpers import read_rows, refusal, write_rows
 from tests.support.messages import check_message
 
@@ -415,6 +415,21 @@ def test_an_unreadable_hub_set_is_refused_with_the_reason(monkeypatch, answers, 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     check_message(refusal(read_rows, "owner/set"), *parts)
     assert before == datasets.config.HF_HUB_OFFLINE
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("dataset_split", "validation"), ("dataset_revision", "v2"), ("dataset_config_name", "en")],
+)
+@pytest.mark.parametrize(("local", "kind"), [(True, "a local file or folder"), (False, "generated")])
+def test_settings_of_hub_sets_are_refused_for_other_data(tmp_path, setting, value, local, kind):
+    rows = [{"text": f"{i}", "label": f"c{i % 5}"} for i in range(50)]
+    name = str(write_rows(tmp_path / "rows.jsonl", rows)) if local else "letters"
+    config = Config(dataset=[name], **{setting: value})
+    message = refusal(load_sources, config, None, print)
+    check_message(
+        message, f"{setting}={value} is for data sets of the hub", f"dataset={name} is {kind}", "leave it"
+    )
 
 
 def test_pairs_read_as_texts_are_told_the_task_type():

@@ -61,12 +61,12 @@ def test_a_setting_that_is_infinite_is_no_change(tmp_path, written):
 
 def test_a_nonfinite_loss_is_the_worst_also_after_a_resume():
     live = MetaParameters(torch.zeros(2))
-    best = Best()
+    best = Best(live)
     best.update(live, 1, 0.5, math.nan)
     state = StateDict()
     best.add_state(state)
     stored = strict_json(json.dumps(state.facts["best"]).replace("Infinity", "null").replace("NaN", "null"))
-    resumed = Best()
+    resumed = Best(live)
     resumed.load_state(StateDict({"best theta": torch.zeros(2)}, {}, {"best": stored}))
     for one in (best, resumed):
         one.update(live, 2, 0.5, math.inf)
@@ -76,10 +76,25 @@ def test_a_nonfinite_loss_is_the_worst_also_after_a_resume():
 
 
 def test_of_equal_accuracies_the_lower_loss_is_the_best():
-    best = Best()
+    best = Best(MetaParameters(torch.zeros(2)))
     for step, (accuracy, loss) in enumerate([(0.5, 1.0), (0.5, 2.0), (0.5, 0.9), (0.4, 0.1)], 1):
         best.update(MetaParameters(torch.zeros(2)), step, accuracy, loss)
     assert (best.step, best.loss) == (3, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("rates", "kept"), [(None, False), (torch.ones(3, 1), False), (torch.ones(2, 1), True)]
+)
+def test_the_best_weights_with_rates_of_another_shape_are_forgotten(rates, kept):
+    """The score of a validation with other learned rates is no bound for those to come."""
+    best = Best(MetaParameters(torch.zeros(2), torch.zeros(2, 1)))
+    best.update(best.live, 1, 0.5, 0.1)
+    state = StateDict()
+    best.add_state(state)
+    resumed = Best(MetaParameters(torch.zeros(2), rates))
+    resumed.load_state(state)
+    assert (resumed.meta_params is not None) == kept
+    assert (resumed.accuracy == 0.5) == kept
 
 
 def test_all_files_of_a_run(tmp_path):

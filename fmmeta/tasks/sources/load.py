@@ -260,6 +260,7 @@ def glance(path: Path, max_length: int) -> tuple[int, float]:
     return size, min(max_length, max(4, len(first_row) / BYTES_PER_TOKEN))
 
 
+HUB_SETTINGS = ("dataset_config_name", "dataset_split", "dataset_revision")
 SUITES = {"letters": letters, "marks": marks, "words": words, "digits": digits}
 
 
@@ -396,6 +397,13 @@ def load_one(
     wanted: Sequence[str],
 ) -> Sources:
     """The sources of one data set. Raises `UsageError` if the train split is wanted and empty."""
+    if name in SUITES or Path(name).exists():
+        for setting in HUB_SETTINGS if len(config.dataset) == 1 else ():
+            if (value := getattr(config, setting)) not in (None, "train"):
+                raise UsageError(
+                    f"{setting}={value} is for data sets of the hub, and dataset={name} is"
+                    f" {'generated' if name in SUITES else 'a local file or folder'}; leave it out"
+                )
     if name in SUITES:
         return load_suite(name, config, tokenizer, notice, wanted)
     task_per_file = task_files(name, config.max_length)
