@@ -7,9 +7,10 @@ import inspect
 import io
 import os
 import re
+import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,17 +120,30 @@ def publish(temporary: Path, path: Path) -> None:
     sync(path.parent)
 
 
-def publish_text(path: Path, text: str) -> None:
-    """Replace a file of text in one step; several processes may do so at the same time.
+@contextlib.contextmanager
+def publishing(path: Path) -> Iterator[Path]:
+    """A new name beside `path`; the file or folder that the block writes there becomes `path` at its end.
 
-    A process that is killed before leaves the old file, and one that ends with `.tmp`. Raises `OSError`.
+    Several processes may write one path: a file replaces that of another, a folder that is there meanwhile
+    stays. An error leaves nothing; a process that is killed leaves a name that ends with `.tmp`. A block that
+    removes what it wrote publishes nothing. Raises `OSError`.
     """
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
+        yield temporary
+        if temporary.is_dir():
+            publish_folder(temporary, path)
+        elif temporary.exists():
+            publish(temporary, path)
+    finally:  # a timeout is no `Exception`
+        with contextlib.suppress(OSError):
+            shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink()
+
+
+def publish_text(path: Path, text: str) -> None:
+    """Replace a file of text; see `publishing`. Raises `OSError`."""
+    with publishing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-        publish(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def publish_folder(temporary: Path, path: Path) -> None:

@@ -6,16 +6,15 @@ import json
 import math
 import os
 import sys
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
-from fmmeta.common.security import make_folders, publish, remove_empty
+from fmmeta.common.security import make_folders, publishing, remove_empty
 from fmmeta.common.text import counted, to_json
 from fmmeta.config.fields import refuse_first
 from fmmeta.evaluation.settings import METRICS, EvaluateConfig
@@ -261,22 +260,19 @@ def open_output(path: str | Path, create_folder: bool = False) -> Iterator[TextI
         yield sys.stdout
         return
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     replaceable = not target.exists() or (target.is_file() and os.access(target, os.W_OK))
     try:
         if create_folder:
             target.parent.mkdir(parents=True, exist_ok=True)
-        with (temporary if replaceable else target).open("w", encoding="utf-8") as file:
+        with (
+            publishing(target) if replaceable else nullcontext(target) as name,
+            name.open("w", encoding="utf-8") as file,
+        ):
             yield file
-        if replaceable:
-            publish(temporary, target)
     except BrokenPipeError:
         raise
     except OSError as error:
         raise unwritable(path, error) from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
 
 
 def write_output(path: Path, values: Mapping[str, Any]) -> None:

@@ -5,8 +5,6 @@ Without a network no call waits for the hub.
 
 import hashlib
 import json
-import shutil
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +14,7 @@ from huggingface_hub.constants import HF_HOME
 from safetensors import SafetensorError
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.security import one_line, publish_folder
+from fmmeta.common.security import one_line, publishing
 from fmmeta.config.fields import of_type
 from fmmeta.config.renamed import translated
 from fmmeta.config.settings import REMEMBERED, Config
@@ -156,16 +154,11 @@ def store_model(model: Any) -> str:
     folder = Path(HF_HOME) / "fmmeta" / "models" / model_digest(model)
     if folder.is_dir():
         return str(folder)
-    temporary = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
     try:
-        model.save_pretrained(temporary)
-        publish_folder(temporary, folder)
+        with publishing(folder) as temporary:
+            model.save_pretrained(temporary)
     except OSError as error:
-        raise UsageError(
-            f"{temporary} cannot be written ({error}); set HF_HOME to a folder with room"
-        ) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        raise UsageError(f"{folder} cannot be written ({error}); set HF_HOME to a folder with room") from None
     return str(folder)
 
 

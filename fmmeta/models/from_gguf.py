@@ -16,9 +16,8 @@ import re
 import shutil
 import struct
 import tempfile
-import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +31,7 @@ import fmmeta
 from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import hide_download_bars, quiet_logger
 from fmmeta.common.progress import Progress, Warn
-from fmmeta.common.security import GIB, one_line, publish_folder
+from fmmeta.common.security import GIB, one_line, publishing
 from fmmeta.common.text import shortened
 from fmmeta.config.fields import refuse_first, setting
 
@@ -307,7 +306,6 @@ def convert(source: Path, header: Header, folder: Path, digest: str, notice: Cal
     """Write `folder`, complete or not at all; another process may write the same. Raises `UsageError`."""
     hide_download_bars()
     quiet_logger("transformers")
-    temporary = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
     given = f"model_name_or_path={source}"
     scaling = {
         name: header.values[key]
@@ -328,39 +326,42 @@ def convert(source: Path, header: Header, folder: Path, digest: str, notice: Cal
                 f"{given} takes {needed / GIB:.3g} GiB in fp32, and {folder.parent} has {free / GIB:.3g} GiB;"
                 " set HF_HOME to a folder with room, or use fmmeta convert"
             )
-        temporary.mkdir()
-        with tempfile.TemporaryDirectory() as alone:  # so that no file beside it is read
+        # alone in its folder, so that no file beside it is read
+        with publishing(folder) as temporary, tempfile.TemporaryDirectory() as alone:
+            temporary.mkdir()
             link = Path(alone) / "model.gguf"
             link.symlink_to(source.resolve())
             ignored = write_model(link, header, temporary, given)
             write_tokenizer(link, header, temporary, given)
-        facts = {
-            "file": source.name,
-            "sha256": digest,
-            "bytes": source.stat().st_size,
-            "name": header.values.get("general.name"),
-            "license": header.values.get("general.license"),
-            "architecture": header.architecture,
-            "tensors": dict(Counter(kind for _, kind in header.tensors.values())),
-            "ignored_tensors": ignored,
-            "converter": CONVERTER,
-            "versions": {
-                "fmmeta": fmmeta.__version__,
-                **{name: importlib.metadata.version(name) for name in ("gguf", "transformers")},
-            },
-        }
-        (temporary / PROVENANCE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+            facts = provenance(source, header, digest, ignored)
+            (temporary / PROVENANCE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         if ignored:
             notice(Warn(f"{source}: transformers does not read {', '.join(ignored[:5])}; left out"))
-        publish_folder(temporary, folder)
     except OSError as error:
         where = error.filename or folder
         raise UsageError(
             f"{given} cannot be converted: {where} cannot be written or read ({error.strerror}); set HF_HOME"
             " to a folder with room, or use fmmeta convert"
         ) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def provenance(source: Path, header: Header, digest: str, ignored: Sequence[str]) -> dict[str, Any]:
+    """Where a converted folder comes from. ignored: names of the tensors that were left out."""
+    return {
+        "file": source.name,
+        "sha256": digest,
+        "bytes": source.stat().st_size,
+        "name": header.values.get("general.name"),
+        "license": header.values.get("general.license"),
+        "architecture": header.architecture,
+        "tensors": dict(Counter(kind for _, kind in header.tensors.values())),
+        "ignored_tensors": ignored,
+        "converter": CONVERTER,
+        "versions": {
+            "fmmeta": fmmeta.__version__,
+            **{name: importlib.metadata.version(name) for name in ("gguf", "transformers")},
+        },
+    }
 
 
 def write_model(link: Path, header: Header, folder: Path, given: str) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from fmmeta.common import security
 from fmmeta.common.processes import TimedOut
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
@@ -174,13 +175,13 @@ def test_a_store_that_another_process_has_written_meanwhile_stays(tmp_path, cach
 
 
 @pytest.mark.parametrize("error", [TimedOut, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["encode", "publish"])
+@pytest.mark.parametrize("where", [(stores, "encode"), (security, "publish")], ids=["encode", "publish"])
 def test_an_interrupted_write_leaves_no_file(tmp_path, cache, monkeypatch, error, where):
     def fail(*_, **__):
-        assert list(cache.iterdir()) or where == "encode"
+        assert list(cache.iterdir()) or where == (stores, "encode")
         raise error
 
-    monkeypatch.setattr(stores, where, fail)
+    monkeypatch.setattr(*where, fail)
     with pytest.raises(error):
         made(write_classes(tmp_path / "c.jsonl"))
     assert not list(cache.iterdir())

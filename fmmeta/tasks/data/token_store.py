@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -24,7 +23,7 @@ import pyarrow as pa
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Warn
-from fmmeta.common.security import publish, source_of
+from fmmeta.common.security import publishing, source_of
 from fmmeta.config.settings import KEYED, Config
 from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.encode import encode, full_rows
@@ -205,26 +204,23 @@ def write(path: Path, table: Table, config: Config, tokenizer: Any, notes: list[
     seen = hashlib.sha256(json.dumps([table.unit, table.stratum]).encode())
     names = label_texts(config, sorted(set(table.target)))
     batches = record_batches(with_label_rows(table, names), config, tokenizer, seen)
-    temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         first = next(batches)
-        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, first.schema) as stream:
-            for batch in chain([first], batches):
-                stream.write_batch(batch)
-            if isinstance(tokenizer, ImageReader):
-                seen.update(tokenizer.fingerprint.encode())
-            facts = {"notes": notes, "fingerprint": seen.hexdigest(), "label_rows": len(names)}
-            stream.write_batch(first.slice(0, 0), custom_metadata={"fmmeta": json.dumps(facts)})
-        if stored(None, path) is None:
-            publish(temporary, path)
+        with publishing(path) as temporary:
+            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, first.schema) as stream:
+                for batch in chain([first], batches):
+                    stream.write_batch(batch)
+                if isinstance(tokenizer, ImageReader):
+                    seen.update(tokenizer.fingerprint.encode())
+                facts = {"notes": notes, "fingerprint": seen.hexdigest(), "label_rows": len(names)}
+                stream.write_batch(first.slice(0, 0), custom_metadata={"fmmeta": json.dumps(facts)})
+            if stored(None, path) is not None:
+                temporary.unlink()
     except OSError as error:
         raise UsageError(
             f"{path.parent} cannot be written to ({error}); set HF_DATASETS_CACHE to a folder with room"
         ) from None
-    finally:  # a timeout is no `Exception`
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def record_batches(table: Table, config: Config, tokenizer: Any, seen: Any) -> Iterator[pa.RecordBatch]:
