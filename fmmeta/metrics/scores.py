@@ -90,11 +90,14 @@ def mean_ci95(values: Sequence[float]) -> Interval:
 
 
 def format_interval(interval: tuple[float, float | None], form: str = ".4f", scale: float = 1.0) -> str:
-    """Format as `mean ± half`; - for a number that is None or not finite.
+    """Format as `mean ± half`; - for a number that is None or not finite, 0.0 for one that rounds to -0.0.
 
     >>> format_interval((0.5, 0.025), ".1f", 100)
     '50.0 ± 2.5'
+    >>> format_interval((-0.0004, 0.1), ".1f")
+    '0.0 ± 0.1'
     """
+    form = form.replace(".", "z.")
     forms = form, form.lstrip("+")
     return " ± ".join(
         "-" if value is None or not math.isfinite(value) else format(scale * value, each)
