@@ -453,7 +453,7 @@ class Run:
             self.save(last=True)
         self.stop.signals.end()
         state, what = self.state, "nothing was learned yet"
-        if not self.controller.writes:
+        if state.outer_step and not self.controller.writes:
             what = "saved by the group that writes checkpoints"
         elif state.saver.last:
             what = f"saved in {state.saver.last}"
