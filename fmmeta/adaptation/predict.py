@@ -12,6 +12,7 @@ pass of their base, and an adapter is loaded when a row names it.
 
 import io
 import json
+import os
 import sys
 import zlib
 from collections import OrderedDict, defaultdict
@@ -28,7 +29,7 @@ from fmmeta.adaptation.model import Answer, LoadedModel, load, load_model, store
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import LOGGER, STDERR, Progress
 from fmmeta.common.security import inside, one_line, printable
-from fmmeta.common.text import broken_text, to_json
+from fmmeta.common.text import broken_text, counted, to_json
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.methods import generate
@@ -104,7 +105,7 @@ def batches(inputs: Iterator[Input], settings: PredictConfig) -> Iterator[list[I
 
 def answer_by_adapters(settings: PredictConfig) -> None:
     """Answer rows that name the folders of their adapters. Raises `UsageError` at the end if some cannot."""
-    adapters, total, unanswered = AdapterDirectory(settings), 0, 0
+    adapters, total, unanswered, unusable = AdapterDirectory(settings), 0, 0, set[str]()
     keys, images = keys_of(settings, adapters.model), adapters.model.description.images
     with open_output(settings.output, create_folder=True) as file:
         for batch in batches(inputs_of(settings, keys, images), settings):
@@ -112,6 +113,7 @@ def answer_by_adapters(settings: PredictConfig) -> None:
                 total += 1
                 if isinstance(answer, str):
                     unanswered += 1
+                    unusable.add(one.adapter[:60])
                     shown = {"text": one.text, "adapter": one.adapter, "error": answer}
                 else:
                     shown = {**replace(answer, input=one.text).as_dict(), "adapter": one.adapter}
@@ -119,8 +121,8 @@ def answer_by_adapters(settings: PredictConfig) -> None:
     if unanswered:
         raise UsageError(
             f"adapters={settings.adapters}: {unanswered} of {total} inputs have no answer, since"
-            f" {len(adapters.failed)} adapters cannot be used ({few(sorted(adapters.failed))}); replace them,"
-            " or leave these inputs out"
+            f" {counted(len(unusable), 'adapter')} cannot be used ({few(sorted(unusable))}); replace what is"
+            " named, or leave these inputs out"
         )
 
 
@@ -195,7 +197,7 @@ class AdapterDirectory:
             try:
                 answers.append(model.choose(text, row[: len(adapter.labels)], adapter.labels))
             except UsageError as error:
-                answers.append(str(error))
+                answers.append(f"with this adapter: {error}")
         return answers
 
     def adapter(self, name: str) -> LoadedAdapter | None:
@@ -279,7 +281,8 @@ def read_adapter(root: Path, name: str) -> LoadedAdapter:
     """The adapter in the folder `name` of `root`. Raises `UsageError` for anything else."""
     where = f"adapters={root}: {name[:60]!r}"
     folder = root / name
-    if name in (".", "..") or "/" in name or "\0" in name or not folder.is_dir():
+    # os.path.isdir is False for a name that is too long, where Path.is_dir raises
+    if name in (".", "..") or "/" in name or "\0" in name or not os.path.isdir(folder):
         raise UsageError(f"{where} is no folder in it; name one of those that fmmeta adapt wrote")
     place = str(inside(root, folder))
     settings = read_json(place, "adapter_config.json", dict)

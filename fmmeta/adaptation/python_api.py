@@ -128,6 +128,12 @@ def adapt_many(
         raise UsageError(
             f"supports={shortened(supports)} is no mapping; give {{name: examples}} of each task"
         )
+    for name in ("support", "query"):
+        if settings.get(name) is not None:
+            raise UsageError(
+                f"{name}={shortened(settings[name])} goes with one task, and adapt_many learns those of"
+                " supports; leave it out, or use adapt"
+            )
     sources: dict[str, Any] = {}
     for name, one in supports.items():
         if not isinstance(name, str):

@@ -254,16 +254,21 @@ def check_output(path: Path) -> None:
 def open_output(path: str | Path, create_folder: bool = False) -> Iterator[TextIO]:
     """A text file that appears under its name when the block ends without an error; - is standard output.
 
-    Pipes and devices are written directly. Raises `UsageError` for a file that cannot be written.
+    Pipes, devices and files in a folder that is not writable are written directly. Raises `UsageError` for a
+    file that cannot be written.
     """
     if path == "-":
         yield sys.stdout
         return
-    target = Path(os.path.realpath(path))
-    replaceable = not target.exists() or (target.is_file() and os.access(target, os.W_OK))
+    target, there = Path(os.path.realpath(path)), Path(path).exists()
+    if there and not Path(path).is_file():
+        target = Path(path)  # a pipe has no path that could be resolved
     try:
-        if create_folder:
+        if create_folder and not there:
             target.parent.mkdir(parents=True, exist_ok=True)
+        replaceable = not there or (
+            target.is_file() and os.access(target, os.W_OK) and os.access(target.parent, os.W_OK)
+        )
         with (
             publishing(target) if replaceable else nullcontext(target) as name,
             name.open("w", encoding="utf-8") as file,

@@ -61,6 +61,7 @@ OF_TRAINING = (  # no effect on an evaluation
     "prefetch_factor",
     "lora_merge",
 )
+MAX_NEW_TOKENS = 64
 BELONG_TO = {  # stored settings that are not used with another inner optimizer, or with other adapters
     "inner_optimizer": {
         "inner_lr",
@@ -226,7 +227,7 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
         " options, or of the episode's answers, the likeliest?) and rank (its place among them, from 1)",
         METRICS,
     )
-    max_new_tokens: int = setting(64, "rouge_l, exact_match: longest generated answer", least=1)
+    max_new_tokens: int = setting(MAX_NEW_TOKENS, "rouge_l, exact_match: longest generated answer", least=1)
     compare: str | None = setting(
         None, "Another model, or the results.json of an earlier evaluation: the paired difference"
     )
@@ -323,6 +324,12 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
                     " them out",
                 ),
                 (
+                    self.max_new_tokens != MAX_NEW_TOKENS
+                    and not {"rouge_l", "exact_match"} & {*self.metrics},
+                    f"max_new_tokens={self.max_new_tokens} bounds generated answers, and none are scored;"
+                    " leave it out, or give --metrics exact_match or rouge_l",
+                ),
+                (
                     causal and self.n_way not in ("5", "all") and "digits" not in self.dataset,
                     f"n_way={self.n_way} means nothing for task_type=causal_lm; leave it out",
                 ),
@@ -381,6 +388,16 @@ class TuneConfig(EvaluateConfig):
                         f"{name}={getattr(self, name)} means nothing for tune; leave it out",
                     )
                     for name in unused
+                ),
+                (
+                    self.trials != TuneConfig.trials and self.tuner == "grid",
+                    f"trials={self.trials} means nothing for tuner=grid, which tries every choice; leave it"
+                    " out, or use --tuner optuna",
+                ),
+                (
+                    self.max_new_tokens != MAX_NEW_TOKENS,
+                    f"max_new_tokens={self.max_new_tokens} means nothing for tune, which generates no"
+                    " answers; leave it out",
                 ),
                 (
                     len(self.k_shot) > 1,

@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from fmmeta.common.errors import Stopped, UsageError
 from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import make_folders
 from fmmeta.common.text import any_of, as_stored, counted, nearest, shortened
-from fmmeta.config.fields import refuse_first
+from fmmeta.config.fields import default_of, refuse_first, rules
 from fmmeta.config.recipes import typed
 from fmmeta.config.resume import FREE_ON_RESUME
 from fmmeta.config.settings import REMEMBERED, Config
@@ -81,17 +81,23 @@ def tune(
     Collective: world.
     """
     target = output_file(settings)
+    trials = target.with_name(f"{target.stem}.trials.json")
     launch = Launch.from_env(os.environ)
     progress = progress or Progress(enabled=launch.global_rank == 0)
     with closing(World(launch, pick_device(launch))) as world:
         with world.comm.raise_on_all("reading settings"):
             if launch.global_rank == 0 and settings.output:
+                if target.exists() and not (target.is_file() or target.is_dir()):
+                    raise UsageError(
+                        f"output={target} is no regular file, and tune continues from the trials beside it;"
+                        " give a file"
+                    )
                 check_output(target)
+                check_output(trials)
         settings = with_local_models(settings, world, progress.notice)
         with world.comm.raise_on_all("reading settings"):
             settings = settings.with_method()
         tuning = TuneRun(settings, world, progress, signals)
-        trials = target.with_name(f"{target.stem}.trials.json")
         tuning.read_trials(world, trials)
         try:
             for choice in tuning.choices():
@@ -174,7 +180,19 @@ def tune_before_training(
         raise UsageError(f"{file} holds no choice of an inner loop; remove it to tune again") from None
     values = ", ".join(f"{name} {value}" for name, value in chosen.items())
     progress.notice(f"tuned: {values} ({file}; remove it to tune again)")
-    return replace(config, tune=None, **chosen)
+    return with_optimizer(config, tune=None, **chosen)
+
+
+def with_optimizer(config: Config, inner_optimizer: str, **changes: Any) -> Config:
+    """`config` with an inner optimizer; settings that belong to other ones alone get their defaults."""
+    known = rules(config)
+    unused = {
+        item.name: default_of(item)
+        for item in fields(config)
+        if known[item.name].needs[:1] == ("inner_optimizer",)
+        and inner_optimizer not in known[item.name].needs[1:]
+    }
+    return replace(config, inner_optimizer=inner_optimizer, **unused, **changes)
 
 
 def section_of(config: Config) -> TuneConfig:
@@ -212,7 +230,7 @@ def section_of(config: Config) -> TuneConfig:
     for head in settings.head_inits or [config.head_init]:
         for optimizer in settings.optimizers(config):
             try:
-                replace(config, tune=None, head_init=head, inner_optimizer=optimizer)
+                with_optimizer(config, optimizer, tune=None, head_init=head)
             except UsageError as error:
                 raise UsageError(f"tune={shortened(config.tune)}: {error}") from None
     return settings
@@ -253,8 +271,7 @@ class TuneRun:
         with world.comm.raise_on_all("choosing heads"):
             self.heads = heads_of(settings, config, inputs.description)
             self.optimizers = {
-                name: inner_optimizer(replace(config, inner_optimizer=name))
-                for name in settings.optimizers(config)
+                name: inner_optimizer(with_optimizer(config, name)) for name in settings.optimizers(config)
             }
         self.config = replace(config, head_init="learned") if "learned" in self.heads else config
         if ranks is None:
@@ -265,7 +282,8 @@ class TuneRun:
         self.ranks = ranks
         self.parts = build.build(self.config, inputs, plan, self.ranks)
         (episodes,) = chosen.values()
-        self.fingerprint = episodes.fingerprint()
+        with world.comm.raise_on_all("choosing episodes"):
+            self.fingerprint = episodes.fingerprint()
         load = self.parts.load(episodes.source)
         if has_prompts(settings.method[0]):
             load.prompt_episode = build.episode_prompt_builder(inputs)
@@ -392,9 +410,10 @@ class TuneRun:
         """
         settings, best = self.settings, tried[0]
         stored, scale = remembered(settings.model_source), best.inner_lr / self.config.inner_lr
+        used = with_optimizer(self.config, best.inner_optimizer)
         values = {
             **stored,
-            **{name: getattr(self.config, name) for name in REMEMBERED},
+            **{name: getattr(used, name) for name in REMEMBERED},
             **{name: getattr(best, name) for name in CHOSEN},
             **(
                 {"method": settings.method[0]}
@@ -535,6 +554,9 @@ def heads_of(settings: TuneConfig, config: Config, description: Description) -> 
     process, which fmmeta.json stores. Raises `UsageError` for a head that the model cannot use.
     """
     if config.task_type != "classification":
+        if settings.head_inits:
+            given = " ".join(settings.head_inits)
+            raise UsageError(f"head_inits={given} means nothing for task_type=causal_lm; leave it out")
         return [config.head_init]
     heads, before = [], remembered(settings.model_source).get("tuned")
     tried = isinstance(before, dict) and "learned" in str(before.get("head_inits"))

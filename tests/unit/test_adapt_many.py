@@ -26,6 +26,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
 from fmmeta.meta.multi_task import MultiTaskInnerLoop
+from fmmeta.models.files import ADAPTER_FILE
 from fmmeta.parallel.workers import create
 from fmmeta.tasks.data.rows import Table
 from tests.support.helpers import refusal, write_rows
@@ -592,6 +593,28 @@ def test_a_language_model_answers_rows_of_many_adapters(llama, tmp_path):
     for row, line in zip(rows, lines, strict=True):
         assert line["output"] == models[row["adapter"]].predict([row["input"]], 4)[0].output
     assert len({line["output"] for line in lines}) > 1
+
+
+def test_adapters_that_give_no_answer_are_named(bert, tmp_path):
+    """One whose scores are not finite, and a name that is too long for a folder."""
+    fmmeta.adapt_many(bert, SUPPORTS, output_dir=tmp_path / "out", **LORA)
+    file = tmp_path / "out" / "task 1" / ADAPTER_FILE
+    tensors = load_file(file)
+    head = {name: torch.full_like(one, 3e38) for name, one in tensors.items() if "lora_" not in name}
+    assert head
+    save_file({**tensors, **head}, file)
+    rows = [{"text": TEXTS[0], "adapter": name} for name in ("task 0", "task 1", "b" * 300)]
+    lines, error = answers_of(tmp_path / "out", rows, tmp_path)
+    assert "label" in lines[0]
+    assert lines[1]["error"].startswith("with this adapter: ")
+    assert "is no folder in it" in lines[2]["error"]
+    check_message(error, "2 of 3 inputs have no answer, since 2 adapters cannot be used", "b, task 1)")
+
+
+def test_data_of_one_task_are_refused_beside_many(bert, tmp_path):
+    for name in ("query", "support"):
+        message = refusal(fmmeta.adapt_many, bert, SUPPORTS, output_dir=tmp_path, **{name: "rows.csv"})
+        check_message(message, f"{name}=", "rows.csv", "goes with one task", "use adapt")
 
 
 def test_the_command_reads_a_directory_and_answers(bert, tmp_path):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,15 @@ from fmmeta.evaluation.methods import (
     sinkhorn,
     soft_kmeans,
 )
-from fmmeta.evaluation.results import EvalCell, differences, read_cells, results_of, show, write_output
+from fmmeta.evaluation.results import (
+    EvalCell,
+    check_output,
+    differences,
+    read_cells,
+    results_of,
+    show,
+    write_output,
+)
 from fmmeta.evaluation.settings import EvaluateConfig, TuneConfig
 from fmmeta.metrics.scores import EpisodeScore, calibration_error, episode_score, paired, prediction_stats
 from fmmeta.models.files import hub_answers
@@ -645,6 +655,33 @@ def test_unwritable_output_is_refused_first_and_the_table_is_still_shown(
         message = refusal(fmmeta.evaluate, str(bert), str(classes), **flags, output=str(output))
         check_message(message, f"output={output} ", cause, remedy)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]  # no partial file is left
+
+
+def test_an_output_that_is_a_pipe_gets_the_results():
+    reader, writer = os.pipe()
+    path = Path(f"/dev/fd/{writer}")
+    check_output(path)
+    write_output(path, {"cells": []})
+    os.close(writer)
+    with open(reader, encoding="utf-8") as results:
+        assert json.load(results) == {"cells": []}
+
+
+def test_an_output_in_a_folder_that_is_not_writable_is_written_in_place(tmp_path, monkeypatch):
+    output, access = tmp_path / "results.json", os.access
+    output.write_text("{}")
+    number = output.stat().st_ino
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and access(path, mode))
+    write_output(output, {"cells": []})
+    assert json.loads(output.read_text()) == {"cells": []}
+    assert output.stat().st_ino == number
+
+
+def test_a_bound_on_answers_that_no_metric_reads_is_refused():
+    message = refusal(fmmeta.evaluate, "tiny", "words", task_type="causal_lm", max_new_tokens=5)
+    check_message(
+        message, "max_new_tokens=5 bounds generated answers", "give --metrics exact_match or rouge_l"
+    )
 
 
 @pytest.mark.parametrize("kind", [EvaluateConfig, TuneConfig])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,28 @@ def test_language_models_have_rates_and_steps_only(tmp_path):
     assert not (tmp_path / "deep" / "choice.trials.json").exists()
 
 
+def test_optimizers_are_tried_without_the_stored_settings_of_another(tmp_path):
+    """SGD beside AdamW whose decay is stored; the choice of SGD is stored without it."""
+    pairs, model = write_pairs(tmp_path / "pairs.jsonl"), tmp_path / "model"
+    flags = {"inner_optimizer": "adamw", "inner_beta1": 0.0, "early_stopping": False, "lora_r": 2}
+    fmmeta.adapt("tiny", [("a b", "c"), ("d", "e")], task_type="causal_lm", output_dir=model, **flags)
+    settings = TuneConfig(
+        model_name_or_path=str(model),
+        dataset=[str(pairs)],
+        k_shot=[2],
+        num_query=2,
+        episodes=1,
+        max_steps=1,
+        inner_lrs=[0.1],
+    )
+    tried = tune(settings, progress=Progress(False))
+    assert sorted(one.inner_optimizer for one in tried) == ["adamw", "sgd"]
+    stored = remembered(str(model))
+    assert stored["inner_beta1"] == (0.0 if stored["inner_optimizer"] == "adamw" else 0.9)
+    message = refusal(lambda: tune(replace(settings, head_inits=["zero"]), progress=Progress(False)))
+    check_message(message, "head_inits=zero means nothing for task_type=causal_lm", "leave it out")
+
+
 def test_an_inner_loop_with_prompts_is_tuned_and_becomes_the_default(llama, tmp_path, capsys, terminal):
     """What evaluate and adapt do with the tuned model is what was scored."""
     pairs, model = write_pairs(tmp_path / "pairs.jsonl"), shutil.copytree(llama, tmp_path / "model")
@@ -459,6 +482,9 @@ def test_optuna_finds_the_trials_of_an_interrupted_run(tmp_path, monkeypatch):
         ({"max_steps": 0}, ["max_steps=0", "use 1 or more"]),
         ({"inner_optimizers": ["adam"]}, ["inner_optimizer=adam is unknown", "adamw"]),
         ({"tuner": "luck"}, ["tuner=luck", "use grid or optuna"]),
+        ({"trials": 5}, ["trials=5 means nothing for tuner=grid", "use --tuner optuna"]),
+        ({"max_new_tokens": 5}, ["max_new_tokens=5 means nothing for tune", "leave it out"]),
+        ({"output": "/dev/null"}, ["output=/dev/null is no regular file", "give a file"]),
         (
             {"model_name_or_path": "acme/model"},
             ["model_name_or_path=acme/model", "give --output FILE"],
