@@ -13,7 +13,7 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.common.install import shipped
 from fmmeta.common.text import render, to_json
-from fmmeta.config.fields import default_of
+from fmmeta.config.fields import default_of, shown
 from fmmeta.config.settings import Config
 from fmmeta.models.from_gguf import as_folder
 from fmmeta.planning.compute import Profile
@@ -266,13 +266,14 @@ def lacking(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
     """One line for a model that fits nowhere: the nearest layout, and what it lacks."""
     plan = planner.plan
     if not layouts:
-        return (
-            f"gpus={plan.gpus}: no layout is possible with these settings"
-            f" ({next(iter(planner.refused), 'nothing was left to plan')})"
-        )
+        names = ("group_size", "zero_stage", "offload", "pipeline_stages", "tensor_parallel_size")
+        values = {name: getattr(plan, name) for name in names}
+        given = [f"{name}={shown(one)}" for name, one in values.items() if one not in (None, [], "auto")]
+        contradict = f"{', '.join(given)} contradict each other; leave one out"
+        return f"gpus={plan.gpus}: no layout is possible ({next(iter(planner.refused), contradict)})"
     one, strategy = layouts[0], layouts[0].strategy
     where, has, needs = "gpu", plan.gpu_memory_gib, f"{one.memory} per rank"
-    if one.memory.total <= planner.gpu_bytes:
+    if one.memory.total - planner.gpu_bytes < one.lacking:  # the host lacks more
         where, has = "host", plan.host_memory_gib or 0.0
         needs = f"{one.host_bytes / GIB:.3g} GiB of a node's host"
     nearest = f"group_size {strategy.group_size}, {strategy}, micro_batch_size {strategy.micro_batch_size}"

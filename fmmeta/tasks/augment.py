@@ -64,7 +64,7 @@ def drop_words(example: TextExample, rng: np.random.Generator) -> TextExample:
     """Drop each word with probability 0.1, but not all of them (Wei and Zou 2019, arXiv 1901.11196)."""
     words = example.text.split()
     kept = [word for word, u in zip(words, rng.random(len(words)), strict=True) if u >= 0.1]
-    return replace(example, text=" ".join(kept or words))
+    return replace(example, text=" ".join(kept or words) or example.text)
 
 
 def swap_words(example: TextExample, rng: np.random.Generator) -> TextExample:
@@ -73,7 +73,7 @@ def swap_words(example: TextExample, rng: np.random.Generator) -> TextExample:
     if len(words) > 1:
         at = int(rng.integers(len(words) - 1))
         words[at], words[at + 1] = words[at + 1], words[at]
-    return replace(example, text=" ".join(words))
+    return replace(example, text=" ".join(words) or example.text)
 
 
 def name_classes(episode: TextEpisode, rng: np.random.Generator) -> TextEpisode:

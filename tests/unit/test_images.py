@@ -89,6 +89,20 @@ def first_task(source):
     return Schedule(source.items, 1, 0).meta_batch(0)[0]
 
 
+def test_the_digest_of_a_value_reads_all_of_it():
+    """`repr` of a tensor leaves out digits, and elements of a long one."""
+    long = torch.zeros(2000)
+    other = long.clone()
+    other[1000] = 7
+    assert content_of(long) == content_of(long.clone()) != content_of(other)
+    assert content_of(torch.tensor([0.12345])) != content_of(torch.tensor([0.12349999]))
+    assert content_of(torch.tensor([1])) != content_of(torch.tensor([1.0]))
+    images = [Image.fromarray(np.zeros((2, 2), np.uint8)).convert("P") for _ in range(2)]
+    for image, red in zip(images, (0, 255), strict=True):
+        image.putpalette([red, 0, 0] * 256)
+    assert content_of(images[0]) != content_of(images[1])
+
+
 def test_digits_has_4_3_and_3_classes_and_takes_the_built_in_image_model():
     config = Config(dataset=["digits"])
     assert (config.n_way, config.task_type, config.builtin_images) == (3, "classification", True)

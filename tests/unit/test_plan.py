@@ -737,6 +737,13 @@ def test_settings_without_a_possible_layout_are_refused(capfd, folders):
     assert all(part in error for part in ("no layout", "tensor_parallel_size=2", "model_type=bert"))
 
 
+def test_settings_that_leave_no_layout_are_named(capfd, folders):
+    argv = ["plan", "--model_name_or_path", folders["bert"], *SMALL, "--offload", "true", "--zero_stage", "1"]
+    code, _, error = exit_of(capfd, argv)
+    assert code == 2
+    assert "zero_stage=1, offload=True contradict each other; leave one out" in error
+
+
 def test_memory_of_the_gpus_is_that_of_the_machine(capsys, tmp_path):
     small = ["--gpus", "2", "--model_name_or_path", "tiny", "--top", "1"]
     for machine, gib in ((None, 80), ("a100", 80), ("h200", 141)):

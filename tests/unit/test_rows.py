@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import gzip
+import os
 from decimal import Decimal
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 from fmmeta.config.settings import Config
 from fmmeta.tasks.data import rows as rows_module
 from fmmeta.tasks.data.rows import Row, tabulate
-from fmmeta.tasks.sources.load import load_sources, reader_of
+from fmmeta.tasks.sources.load import load_sources, reader_of, task_files
 from tests.support.helpers import read_rows, refusal, write_rows
 from tests.support.messages import check_message
 
@@ -421,15 +423,23 @@ def test_an_unreadable_hub_set_is_refused_with_the_reason(monkeypatch, answers, 
     ("setting", "value"),
     [("dataset_split", "validation"), ("dataset_revision", "v2"), ("dataset_config_name", "en")],
 )
-@pytest.mark.parametrize(("local", "kind"), [(True, "a local file or folder"), (False, "generated")])
-def test_settings_of_hub_sets_are_refused_for_other_data(tmp_path, setting, value, local, kind):
+@pytest.mark.parametrize("kind", ["local", "generated", "both"])
+def test_settings_of_hub_sets_are_refused_for_other_data(tmp_path, setting, value, kind):
     rows = [{"text": f"{i}", "label": f"c{i % 5}"} for i in range(50)]
-    name = str(write_rows(tmp_path / "rows.jsonl", rows)) if local else "letters"
-    config = Config(dataset=[name], **{setting: value})
+    file = str(write_rows(tmp_path / "rows.jsonl", rows))
+    names = {"local": [file], "generated": ["letters"], "both": ["letters", file]}[kind]
+    config = Config(dataset=names, **{setting: value})
     message = refusal(load_sources, config, None, print)
     check_message(
-        message, f"{setting}={value} is for data sets of the hub", f"dataset={name} is {kind}", "leave it"
+        message, f"{setting}={value} is for data sets of the hub", "is generated or local", "leave it"
     )
+
+
+def test_a_task_file_whose_name_is_not_utf8_is_refused(tmp_path):
+    (tmp_path / "stratum").mkdir()
+    Path(os.fsdecode(os.fsencode(tmp_path / "stratum") + b"/caf\xe9.jsonl")).write_text("{}")
+    message = refusal(task_files, str(tmp_path), 64)
+    check_message(message, f"dataset={tmp_path} has the file", "no name in UTF-8", "rename it")
 
 
 def test_pairs_read_as_texts_are_told_the_task_type():
@@ -454,6 +464,10 @@ CAUSAL = Config(task_type="causal_lm")
         ({"options": {"yes": 1}}, ("options={'yes': 1}", "no list of texts")),
         ({"options": ["yes", 3]}, ("options=['yes', 3]", "no list of texts")),
         ({"options": ["yes", " "]}, ("no list of texts",)),
+        (
+            {"options": ["yes", "\ud800"]},
+            ("has half of a surrogate pair (\\ud800) in options", "fix the row"),
+        ),
         ({"options": ["yes", "yes"]}, ("two or more", "'yes' among them")),
         ({"options": ["no", "maybe"]}, ("'yes' among them", "add it")),
     ],

@@ -120,6 +120,8 @@ def test_built_in_transforms():
     kept = [len(drop_words(example, rng).text.split()) for _ in range(500)]
     assert abs(np.mean(kept) - 9) < 0.2
     assert drop_words(replace(example, text="word"), np.random.default_rng(3)).text == "word"
+    for transform in (drop_words, swap_words):
+        assert transform(replace(example, text="  "), rng).text == "  "
     swapped = swap_words(example, rng).text.split()
     assert sorted(swapped) == sorted(example.text.split())
     assert sum(a != b for a, b in zip(swapped, example.text.split(), strict=True)) == 2

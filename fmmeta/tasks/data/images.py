@@ -106,9 +106,11 @@ def check_array(array: np.ndarray, what: str) -> None:
 
 
 def content_of(value: Any) -> str:
-    """A text that identifies a value of a row, for digests: exact for bytes, arrays and images."""
+    """A text that identifies a value of a row, for digests: exact for bytes, arrays, tensors and images."""
     if hasattr(value, "mode") and hasattr(value, "tobytes") and hasattr(value, "size"):  # an image of Pillow
-        value = np.asarray(value)
+        value = np.asarray(value.convert("RGBA") if value.mode == "P" else value)
+    if hasattr(value, "tolist") and not isinstance(value, (np.ndarray, bytes)):
+        return repr((str(getattr(value, "dtype", "")), value.tolist()))  # repr leaves out digits and elements
     if isinstance(value, np.ndarray):
         value = repr((value.shape, str(value.dtype))).encode() + value.tobytes()
     return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else repr(value)

@@ -686,6 +686,8 @@ def options_of(row: Row, answer: str) -> list[str]:
             f"{row.origin} has {OPTIONS}={shortened(options)}, which is no list of texts; write"
             f' "{OPTIONS}": ["yes", "no"], say, or leave it out'
         )
+    if wrong := next(filter(None, map(broken_text, options)), None):
+        raise UsageError(f"{row.origin} has {wrong} in {OPTIONS}; fix the row")
     if len(set(options)) < 2 or answer not in options:
         raise UsageError(
             f"{row.origin} has {OPTIONS}={shortened(options)}, which are not two or more texts with the"

@@ -26,7 +26,8 @@ import numpy as np
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import inside
-from fmmeta.common.text import counted, nearest, shortened
+from fmmeta.common.text import broken_text, counted, nearest, shortened
+from fmmeta.config.fields import shown
 from fmmeta.config.json_files import read_object
 from fmmeta.config.settings import Config
 from fmmeta.tasks.data.images import ImageReader, content_of
@@ -190,6 +191,8 @@ def task_files(dataset: str, max_length: int) -> list[TaskFile] | None:
     named: dict[str, TaskFile] = {}
     for path in files:
         name = f"{path.parent.name}/{stem(path)}"
+        if broken_text(name):
+            raise UsageError(f"dataset={dataset} has the file {shortened(name)}, no name in UTF-8; rename it")
         if name in named:
             raise UsageError(f"dataset={dataset} has two files for the task {name}; rename one")
         named[name] = TaskFile(name, path.parent.name, path, *glance(path, max_length))
@@ -326,6 +329,13 @@ def load_sources(
     rows: of the data set IN_MEMORY. wanted: splits, the first of which must not be empty; others are not
     checked.
     """
+    if all(name in SUITES or Path(name).exists() for name in config.dataset):
+        for setting in HUB_SETTINGS:
+            if (value := getattr(config, setting)) not in (None, "train"):
+                raise UsageError(
+                    f"{setting}={value} is for data sets of the hub, and dataset={shown(config.dataset)} is"
+                    " generated or local; leave it out"
+                )
     loaded = [load_one(name, config, tokenizer, notice, trained, rows, wanted) for name in config.dataset]
     sources = loaded[0]
     if len(loaded) > 1:
@@ -397,13 +407,6 @@ def load_one(
     wanted: Sequence[str],
 ) -> Sources:
     """The sources of one data set. Raises `UsageError` if the train split is wanted and empty."""
-    if name in SUITES or Path(name).exists():
-        for setting in HUB_SETTINGS if len(config.dataset) == 1 else ():
-            if (value := getattr(config, setting)) not in (None, "train"):
-                raise UsageError(
-                    f"{setting}={value} is for data sets of the hub, and dataset={name} is"
-                    f" {'generated' if name in SUITES else 'a local file or folder'}; leave it out"
-                )
     if name in SUITES:
         return load_suite(name, config, tokenizer, notice, wanted)
     task_per_file = task_files(name, config.max_length)
