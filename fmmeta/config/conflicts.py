@@ -42,7 +42,7 @@ def resolved(c: Any) -> dict[str, Any]:
     adamw = 2e-3 if builtin else 2e-4 if c.lora_r else 2e-5
     open_settings = {
         "outer_lr": {"sgd": 1.0, "nesterov": 0.7}.get(c.outer_optimizer, adamw),
-        "adam_epsilon": epsilon(c),
+        "adam_epsilon": 1e-3 if builtin else 1e-6,
         "test_episodes": c.eval_episodes,
         "lora_alpha": 2.0 * c.lora_r if c.lora_r else None,
         "head_init": "zero",
@@ -53,11 +53,6 @@ def resolved(c: Any) -> dict[str, Any]:
         **find(c.algorithm).defaults,
     }
     return {name: value for name, value in open_settings.items() if getattr(c, name) is None}
-
-
-def epsilon(c: Any) -> float:
-    """The default of adam_epsilon."""
-    return 1e-3 if c.model_name_or_path == "tiny" else 1e-6
 
 
 def inner_rate(c: Any) -> float:
@@ -379,12 +374,6 @@ def of_outer_step(c: Any) -> Conflicts:
     if c.outer_optimizer not in OUTER_OPTIMIZERS:
         check_outer(c)
     return [
-        (
-            c.adam_epsilon != epsilon(c)
-            and "adam_epsilon" not in find_outer(c.outer_optimizer).options.values(),
-            f"adam_epsilon={c.adam_epsilon} means nothing for outer_optimizer={c.outer_optimizer}; leave it"
-            " out",
-        ),
         (
             c.warmup_steps >= 1 and c.warmup_steps % 1,
             f"warmup_steps={c.warmup_steps} is neither a share of outer_steps below 1 nor a whole number; use"

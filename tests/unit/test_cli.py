@@ -79,10 +79,6 @@ def test_flags_become_settings():
             ["--outer_lr", "1e-7", "--lr_scheduler_type", "polynomial"],
             ("outer_lr=1e-07", "ends at 1e-07", "use a higher rate"),
         ),
-        (
-            ["--outer_optimizer", "sgd", "--adam_epsilon", "1e-8"],
-            ("adam_epsilon=1e-08 means nothing for outer_optimizer=sgd", "leave it out"),
-        ),
         (["--text_column", "a\0b"], ("text_column='a\\x00b' holds a null character", "remove it")),
         (["--run_name", "../up"], ("run_name=../up", "use letters, digits, - and _")),
         (["--help", "modle"], ("help=modle", "did you mean model?", "use model, data, algorithm")),
