@@ -153,6 +153,16 @@ def test_a_validation_that_a_stop_cut_short_is_repeated_after_train_begin(tmp_pa
     assert [hook.split()[0] for hook in second.hooks[:4]] == ["train_begin", "log", "evaluate", "step_begin"]
 
 
+def test_a_warm_up_as_long_as_the_run_is_warned_of(tmp_path, capsys, terminal):
+    settings = {**SHORT, "lr_scheduler_type": "linear", "outer_steps": 2, "test_episodes": 0}
+    for steps in (1, 2):
+        MetaTrainer(Config(**settings, warmup_steps=steps, output_dir=str(tmp_path / f"{steps}"))).train()
+        warned = "warmup_steps=2 with outer_steps=2: the run ends before the rate is outer_lr" in (
+            "".join(capsys.readouterr())
+        )
+        assert warned == (steps == 2)
+
+
 def test_the_stage_of_the_watchdog_names_task_and_pass(tmp_path):
     """A report of a hang names the pass that hangs."""
     stages = []
