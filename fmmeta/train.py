@@ -15,7 +15,6 @@ from fmmeta.config.algorithms import find
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.elastic.controller import ElasticController, join, with_other_groups
-from fmmeta.evaluation.tune import section_of, tune_before_training
 from fmmeta.metrics.own import Metric, find_metrics
 from fmmeta.models.files import check_given_tokenizer, store_model
 from fmmeta.models.load import describe, fitted, suggest_chat
@@ -30,6 +29,7 @@ from fmmeta.training.finish import Result, finish, read_result
 from fmmeta.training.loop import Run
 from fmmeta.training.run_folder import open_run
 from fmmeta.training.trackers import check_installed
+from fmmeta.training.tuning import check_section, tune_before_training
 
 
 class MetaTrainer:
@@ -97,7 +97,7 @@ class MetaTrainer:
         closing.callback(progress.close)
         with world.comm.raise_on_all("looking for trackers"):
             if config.tune is not None:
-                section_of(config)
+                check_section(config)
             if world.comm.rank == 0:
                 check_installed(config)
         config, rows = self._read_objects(world)
@@ -119,7 +119,7 @@ class MetaTrainer:
         if config.tune is not None:
             plan = build.plan_parallel(config, inputs, world, notice)
             ranks = world.split(plan.group_size, plan.engine == "deepspeed")
-            config = tune_before_training(config, inputs, world, ranks, progress, self.signals)
+            config = tune_before_training(config, inputs, plan, world, ranks, progress, self.signals)
         start = open_run(config, inputs.settings(config), world.comm)
         if start.lock is not None:
             closing.callback(start.lock.close)

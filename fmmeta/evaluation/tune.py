@@ -25,7 +25,6 @@ import torch
 
 from fmmeta.common.errors import Stopped, UsageError
 from fmmeta.common.progress import Progress, Warn
-from fmmeta.common.security import make_folders
 from fmmeta.common.text import any_of, as_stored, counted, nearest, shortened
 from fmmeta.config.fields import default_of, refuse_first, rules
 from fmmeta.config.recipes import typed
@@ -42,7 +41,6 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.reliability.signals import Signals
 from fmmeta.tasks.data.splits import label
-from fmmeta.tasks.data.token_store import digest
 from fmmeta.training import build
 from fmmeta.training.episodes import EpisodeReader
 
@@ -129,58 +127,20 @@ def tune(
         return tried
 
 
-def tune_before_training(
-    config: Config,
-    inputs: build.RunInputs,
-    world: World,
-    ranks: ProcessGroups,
-    progress: Progress,
-    signals: Signals | None,
-) -> Config:
-    """The settings of a run with the inner loop that its `tune` section chooses, and without the section.
+def tune_inner_loop(
+    config: Config, world: World, ranks: ProcessGroups, progress: Progress, signals: Signals | None
+) -> dict[str, Any]:
+    """The inner loop that a run's `tune` section chooses, with its loss and the number of trials.
 
-    The choice is stored in output_dir (without one, in runs/) under a name that the settings and the data
-    determine; the same command finds it and resumes the same run. Raises `UsageError`, and `Stopped` with
-    nothing stored. Collective: world.
+    Raises `UsageError`, and `Stopped`. Collective: world.
     """
-    settings = section_of(config)
-    fixed = {name: value for name, value in config.as_dict().items() if name not in FREE_ON_RESUME}
-    read = {name: value for name, value in inputs.settings(config).items() if name.endswith("_fingerprint")}
-    fixed.update(read)
-    file = Path(config.output_dir or "runs") / f"tuned-{digest(fixed)[:8]}.json"
-    text = ""
-    with world.comm.raise_on_all("reading the tuned inner loop"):
-        if world.comm.rank == 0 and file.is_file():
-            text = file.read_text(encoding="utf-8", errors="replace")
-    text = world.comm.broadcast_bytes(text.encode()).decode()
-    if not text:
-        tuning = TuneRun(settings, world, progress, signals, ranks)
-        try:
-            tuning.tried.extend(tuning.choices())
-        except Stopped as error:
-            raise Stopped(
-                f"stopped by {error} while the inner loop was tuned; nothing is stored, and the same command"
-                " begins again"
-            ) from None
-        tried = tuning.ranked()
-        tuning.show(tried)
-        refuse_divergence(tried)
-        best = tried[0]
-        chosen = {name: getattr(best, name) for name in CHOSEN}
-        text = json.dumps({**chosen, "loss": best.loss, "trials": len(tried), "of": tuning.total})
-        with world.comm.raise_on_all("storing the tuned inner loop"):
-            if world.comm.rank == 0:
-                make_folders(file.parent)
-                write_output(file, json.loads(text))
-    try:
-        stored = json.loads(text)
-        stored.setdefault("inner_optimizer", config.inner_optimizer)  # older files have none
-        chosen = {name: stored[name] for name in CHOSEN}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise UsageError(f"{file} holds no choice of an inner loop; remove it to tune again") from None
-    values = ", ".join(f"{name} {value}" for name, value in chosen.items())
-    progress.notice(f"tuned: {values} ({file}; remove it to tune again)")
-    return with_optimizer(config, tune=None, **chosen)
+    tuning = TuneRun(section_of(config), world, progress, signals, ranks)
+    tuning.tried.extend(tuning.choices())
+    tried = tuning.ranked()
+    tuning.show(tried)
+    refuse_divergence(tried)
+    chosen = {name: getattr(tried[0], name) for name in CHOSEN}
+    return {**chosen, "loss": tried[0].loss, "trials": len(tried), "of": tuning.total}
 
 
 def with_optimizer(config: Config, inner_optimizer: str, **changes: Any) -> Config:
@@ -195,12 +155,11 @@ def with_optimizer(config: Config, inner_optimizer: str, **changes: Any) -> Conf
     return replace(config, inner_optimizer=inner_optimizer, **unused, **changes)
 
 
-def section_of(config: Config) -> TuneConfig:
-    """Settings of `fmmeta tune` from a run's `tune` section, and the model and tasks of the run.
+OF_SECTION = [name for name in vars(TuneConfig)["__annotations__"] if name not in ("method", "output")]
 
-    Of a classifier the run's own head is tried, unless the section names head_inits. Raises `UsageError`,
-    also for a head or an optimizer that the run cannot use.
-    """
+
+def read_section(config: Config, known: Sequence[str] = OF_SECTION) -> dict[str, Any]:
+    """A run's `tune` section as it is written. known: settings that it may have. Raises `UsageError`."""
     try:
         section = json.loads(str(config.tune))
     except ValueError:
@@ -209,12 +168,21 @@ def section_of(config: Config) -> TuneConfig:
         raise UsageError(
             f'tune={shortened(config.tune)} is no section of settings; write, say, {{"minutes": 5}}'
         )
-    known = [name for name in vars(TuneConfig)["__annotations__"] if name not in ("method", "output")]
     for name in section:
         if name not in known:
             raise UsageError(
                 f"tune sets {name}, which is no setting of it{nearest(name, known)}; use {any_of(known)}"
             )
+    return section
+
+
+def section_of(config: Config) -> TuneConfig:
+    """Settings of `fmmeta tune` from a run's `tune` section, and the model and tasks of the run.
+
+    Of a classifier the run's own head is tried, unless the section names head_inits. Raises `UsageError`,
+    also for a head or an optimizer that the run cannot use.
+    """
+    section = read_section(config)
     unused = {*CHOSEN, *OF_TRAINING} - {"inner_optimizer"}
     shared = (Config.__dataclass_fields__.keys() & TuneConfig.__dataclass_fields__.keys()) - unused
     own = {name: getattr(config, name) for name in shared}

@@ -133,6 +133,7 @@ class Run:
         controller: StaticController | None = None,
         user_callbacks: Sequence[callbacks.Callback] = (),
         metrics: Sequence[tuple[str, Metric]] = (),
+        validation: callbacks.Validation | None = None,
     ) -> None:
         self.config, self.inputs, self.ranks, self.parts = config, inputs, ranks, parts
         self.folder, self.start, self.progress = start.folder, start, progress
@@ -167,7 +168,7 @@ class Run:
             OwnMetrics(metrics, inputs.tokenizer),
             self.stage.begin,
         )
-        self.profiler, self.validation = Profiler(), callbacks.Validation()
+        self.profiler, self.validation = Profiler(), validation or callbacks.Validation()
         self.logger, self.trackers = RunLogger(), Trackers(progress.notice)
         self.callbacks = callbacks.CallbackList(
             (

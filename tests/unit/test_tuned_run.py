@@ -51,7 +51,9 @@ def test_the_choice_is_trained_with_and_config_yaml_holds_it(tmp_path, monkeypat
     assert same(Path("run"), Path("again"))
     for damaged in ("[1", "[]", "{}", "\xff"):
         stored.write_bytes(damaged.encode("latin-1"))
-        assert refusal(train, parse(argv)).startswith(f"{stored} holds no choice of an inner loop; remove it")
+        assert refusal(train, parse(argv)).startswith(
+            f"{stored} holds no choice of this tune section; remove it"
+        )
 
 
 def test_the_section_takes_model_and_tasks_from_the_run(tmp_path):

@@ -12,6 +12,7 @@ Mixture                          several data sets as one source
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -155,6 +156,10 @@ class TaskSource(ABC):
         """Expected tokens of the episode of (item, seed)."""
         return int(self.items.tokens[item])
 
+    def part(self, chosen: np.ndarray) -> "TaskSource":
+        """The source of some items: classes or tasks. chosen: bool [items]."""
+        raise NotImplementedError
+
 
 class ClassSource(TaskSource):
     """N-way episodes over labelled rows, from named tasks or from one set of classes, which has the name "".
@@ -175,7 +180,8 @@ class ClassSource(TaskSource):
         shape: EpisodeShape,
         parts: np.ndarray | None = None,
     ) -> None:
-        self.store, self.tasks, self.shape, self.parts = store, tasks, shape, parts
+        self.store, self.tasks, self.strata = store, tasks, strata
+        self.shape, self.parts = shape, parts
         self.draws: list[tuple[RowsByClass, str | None]] = []  # classes of each item, and its anchor class
         self.row_tokens: list[float] = []  # mean of each item
         items, lengths = list[Item](), store.lengths()
@@ -192,6 +198,19 @@ class ClassSource(TaskSource):
         if self.shape.fixed:
             return super().size(item, seed)
         return round(self.row_tokens[item] * self.shape.rows(seed, len(self.draws[item][0])))
+
+    def part(self, chosen: np.ndarray) -> "ClassSource":
+        """An episode of fewer classes than `n_way` has all of them."""
+        names, shape = (
+            {item.name for item, is_in in zip(self.items, chosen, strict=True) if is_in},
+            self.shape,
+        )
+        if "" in self.tasks:
+            tasks = {"": {name: rows for name, rows in self.tasks[""].items() if name in names}}
+            shape = replace(shape, n_way=min(shape.n_way, len(names)))
+        else:
+            tasks = {task: classes for task, classes in self.tasks.items() if task in names}
+        return type(self)(self.store, tasks, self.strata, shape, self.parts)
 
     def class_keys(self) -> list[ClassKey]:
         return [(task, name) if task else (name,) for task, classes in self.tasks.items() for name in classes]
@@ -248,6 +267,13 @@ class GlobalLabelSource(TaskSource):
     def size(self, item: int, seed: tuple[int, ...]) -> int:
         return self.source.size(item, seed)
 
+    def part(self, chosen: np.ndarray) -> "GlobalLabelSource":
+        """With the labels of all classes."""
+        found = copy(self)
+        found.source = self.source.part(chosen)
+        found.items = found.source.items
+        return found
+
     def draw(self, task: Task) -> Draw:
         draw = self.source.draw(task)
         number = [self.numbers[self.source.class_key(task.item, name)] for name in draw.classes]
@@ -284,6 +310,16 @@ class Mixture(TaskSource):
     def size(self, item: int, seed: tuple[int, ...]) -> int:
         source, own = self._find(item)
         return self.sources[source].size(own, seed)
+
+    def part(self, chosen: np.ndarray) -> "Mixture":
+        parts = np.split(chosen, self.starts[1:-1])
+        return Mixture(
+            {
+                name: source.part(part)
+                for name, source, part in zip(self.names, self.sources, parts, strict=True)
+                if part.any()
+            }
+        )
 
     def class_keys(self) -> list[ClassKey]:
         return [

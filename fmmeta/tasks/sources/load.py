@@ -210,6 +210,10 @@ class FolderSource(TaskSource):
         self.items = Items.of(Item(file.name, file.stratum, round(rows * file.row_tokens)) for file in files)
         self.opened: dict[int, TaskSource] = {}
 
+    def part(self, chosen: np.ndarray) -> "FolderSource":
+        files = [file for file, is_in in zip(self.files, chosen, strict=True) if is_in]
+        return FolderSource(files, self.shape, self.config, self.tokenizer)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "opened": {}}
 

@@ -1,0 +1,481 @@
+"""The `tune` section of a run: chooses settings on validation tasks before training, and stores the choice.
+
+    the inner loop   inner_lrs, max_steps, ...           the weights at the start (evaluation/tune.py)
+    the outer loop   outer_lrs, init_interpolations      a training, a trial, for each rate
+
+A trial is scored at quarters of its outer steps, with each interpolation of the initial and the trained
+weights, so that steps and interpolations cost no training. Where the rate decays, fewer steps are another
+training, and the end alone is scored. Without validation classes (or tasks) the training classes are divided
+into folds; a trial of each fold trains on the others, and a choice is scored on all of them
+(cross-validation).
+"""
+
+import gc
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fmmeta.common.errors import Stopped, UsageError
+from fmmeta.common.progress import Progress, Warn
+from fmmeta.common.text import counted
+from fmmeta.config.algorithms import find
+from fmmeta.config.fields import check_values, refuse_first, setting
+from fmmeta.config.recipes import typed
+from fmmeta.config.resume import FREE_ON_RESUME
+from fmmeta.config.settings import Config
+from fmmeta.evaluation.results import write_output
+from fmmeta.evaluation.tune import (
+    CHOSEN,
+    OF_SECTION,
+    read_section,
+    section_of,
+    tune_inner_loop,
+    with_optimizer,
+)
+from fmmeta.meta.parameters import MetaParameters
+from fmmeta.parallel.layout import ParallelPlan
+from fmmeta.parallel.process_groups import ProcessGroups, World
+from fmmeta.reliability.signals import Signals
+from fmmeta.reliability.watchdog import watching
+from fmmeta.tasks.data.token_store import digest
+from fmmeta.tasks.sources.base import GlobalLabelSource
+from fmmeta.tasks.sources.load import Sources
+from fmmeta.training import build
+from fmmeta.training.callbacks import Outcome, Validation
+from fmmeta.training.loop import Run, StaticController
+from fmmeta.training.run_folder import RunStart
+from fmmeta.training.validation import VALID
+
+POINTS = 4  # of a trial, at which it is scored if its rate is constant
+CONSTANT = ("constant", "constant_with_warmup")
+INTERPOLATIONS = (0.3, 0.6, 0.8, 1.0)
+DECIMALS = 4  # of an accuracy or a loss; what is equal in them ties
+OF_OUTER_LOOP = ("outer_lr", "outer_steps", "init_interpolation")
+
+
+@dataclass
+class OuterTuneConfig:
+    """A `tune` section that chooses the outer loop. Raises `UsageError`."""
+
+    outer_lrs: list[float] = setting([], "Outer rates to try (default: --outer_lr, and three times that)")
+    init_interpolations: list[float] = setting(
+        [], "Values of --init_interpolation to try (default: 0.3, 0.6, 0.8 and 1)"
+    )
+    folds: int = setting(
+        3, "Folds of the training classes or tasks, where there are none for validation", least=2
+    )
+    episodes: int = setting(40, "Validation episodes; the same ones for every choice", least=1)
+    minutes: float | None = setting(
+        None,
+        "Begin no trial that would end after this many minutes; the first is always completed (default: no"
+        " limit)",
+        positive="or leave it out",
+    )
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        refuse_first(
+            [
+                *(
+                    (
+                        not 0 < rate < math.inf,
+                        f"outer_lrs={rate} is no positive number; use some such as 1e-4",
+                    )
+                    for rate in self.outer_lrs
+                ),
+                *(
+                    (
+                        not 0 < alpha <= 1,
+                        f"init_interpolations={alpha} is not in (0, 1]; use some such as 0.6",
+                    )
+                    for alpha in self.init_interpolations
+                ),
+            ]
+        )
+
+
+OF_OUTER_SECTION = [*OuterTuneConfig.__dataclass_fields__]
+
+
+def outer_section(config: Config) -> OuterTuneConfig | None:
+    """The run's `tune` section, if it chooses the outer loop. Raises `UsageError`."""
+    section = read_section(config, [*dict.fromkeys([*OF_SECTION, *OF_OUTER_SECTION])])
+    outer = [name for name in OF_OUTER_SECTION if name in section and name not in OF_SECTION]
+    if not outer:
+        return None
+    if inner := [name for name in section if name not in OF_OUTER_SECTION]:
+        raise UsageError(
+            f"tune sets {inner[0]} and {outer[0]}, of the inner and the outer loop; choose one loop, and set"
+            " the other"
+        )
+    if find(config.algorithm).trains_nothing:
+        raise UsageError(
+            f"tune sets {outer[0]}, and algorithm={config.algorithm} trains nothing; leave the section out"
+        )
+    return OuterTuneConfig(
+        **{name: typed(OuterTuneConfig, name, value, "tune") for name, value in section.items()}
+    )
+
+
+def check_section(config: Config) -> None:
+    """Raise `UsageError` for a `tune` section that cannot be used."""
+    if outer_section(config) is None:
+        section_of(config)
+
+
+def tune_before_training(
+    config: Config,
+    inputs: build.RunInputs,
+    plan: ParallelPlan,
+    world: World,
+    ranks: ProcessGroups,
+    progress: Progress,
+    signals: Signals | None,
+) -> Config:
+    """The settings of a run with what its `tune` section chooses, and without the section.
+
+    The choice is stored in output_dir (without one, in runs/) under a name that the settings and the data
+    determine; the same command finds it and resumes the same run. Raises `UsageError`, and `Stopped` with the
+    finished trials of the outer loop stored, of the inner loop nothing. Collective: world.
+    """
+    outer = outer_section(config)
+    fixed = {name: value for name, value in config.as_dict().items() if name not in FREE_ON_RESUME}
+    read = {name: value for name, value in inputs.settings(config).items() if name.endswith("_fingerprint")}
+    fixed.update(read)
+    file = Path(config.output_dir or "runs") / f"tuned-{digest(fixed)[:8]}.json"
+    found = b""
+    with world.comm.raise_on_all("reading the tuned settings"):
+        if world.comm.rank == 0 and file.is_file():
+            found = file.read_bytes()
+    found = world.comm.broadcast_bytes(found)
+    if outer is not None:
+        tuning = OuterTuning(config, outer, inputs, plan, world, ranks, progress, file)
+        chosen = tuning.choose(parsed(found, OF_OUTER_LOOP, file), signals)
+        tuned = replace(config, tune=None, **chosen)
+    else:
+        values = parsed(found, CHOSEN, file)
+        if not values:
+            try:
+                values = tune_inner_loop(config, world, ranks, progress, signals)
+            except Stopped as error:
+                raise Stopped(
+                    f"stopped by {error} while the inner loop was tuned; nothing is stored, and the same"
+                    " command begins again"
+                ) from None
+            store(file, values, world)
+        chosen = {name: values[name] for name in CHOSEN if name in values}  # older files have no optimizer
+        tuned = with_optimizer(config, **{"inner_optimizer": config.inner_optimizer, **chosen, "tune": None})
+    text = ", ".join(f"{name} {value}" for name, value in chosen.items())
+    progress.notice(f"tuned: {text} ({file}; remove it to tune again)")
+    return tuned
+
+
+def parsed(text: bytes, names: Sequence[str], file: Path) -> dict[str, Any]:
+    """A stored choice, or finished trials; empty without a file. Raises `UsageError` for another file."""
+    try:
+        values = json.loads(text) if text else {}
+        if isinstance(values.get("trials"), list):
+            values["trials"] = [Trial(**one) for one in values["trials"]]
+        if not text or {*names} - {"inner_optimizer"} <= {*values} or {*values} == {"trials"}:
+            return values
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        pass
+    raise UsageError(f"{file} holds no choice of this tune section; remove it to tune again")
+
+
+def store(file: Path, values: dict[str, Any], world: World) -> None:
+    """Collective: world."""
+    with world.comm.raise_on_all("storing the tuned settings"):
+        if world.comm.rank == 0:
+            write_output(file, values)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A training that was scored. scores: lists of outer step, init_interpolation, mean accuracy, mean loss
+    (None if it is not finite).
+    """
+
+    fold: int
+    outer_lr: float
+    seconds: float
+    scores: list[list[Any]]
+
+
+@dataclass(frozen=True)
+class OuterChoice:
+    """Settings of the outer loop with their mean accuracy and loss (nats) over the folds."""
+
+    outer_lr: float
+    outer_steps: int
+    init_interpolation: float
+    accuracy: float
+    loss: float
+
+
+class OuterTuning:
+    """The trials of a run: its rates, on each fold."""
+
+    def __init__(
+        self,
+        config: Config,
+        section: OuterTuneConfig,
+        inputs: build.RunInputs,
+        plan: ParallelPlan,
+        world: World,
+        ranks: ProcessGroups,
+        progress: Progress,
+        file: Path,
+    ) -> None:
+        self.config, self.section, self.inputs, self.plan = config, section, inputs, plan
+        self.world, self.ranks, self.progress, self.file = world, ranks, progress, file
+        self.rates = [*dict.fromkeys(section.outer_lrs or [config.outer_lr, 3 * config.outer_lr])]
+        self.shares = sorted({*(section.init_interpolations or INTERPOLATIONS)})
+        self.folds = folds_of(inputs.sources, section.folds, config)
+        self.done: list[Trial] = []
+
+    def choose(self, stored: dict[str, Any], signals: Signals | None) -> dict[str, Any]:
+        """The chosen settings by name: the stored ones, or after the trials that are left.
+
+        Raises `UsageError`, and `Stopped`. Collective: world.
+        """
+        if "outer_lr" in stored:
+            return {name: stored[name] for name in OF_OUTER_LOOP}
+        self.done = stored.get("trials", [])
+        if self.done:
+            self.progress.notice(f"{counted(len(self.done), 'trial')} of {self.total} from {self.file}")
+        with nullcontext(signals) if signals else Signals() as signals:
+            signals.run()
+            while len(self.done) < self.total and not self.time_is_over:
+                number, rate = divmod(len(self.done), len(self.rates))
+                self.done.append(self.trial(number, self.rates[rate], signals))
+                store(self.file, {"trials": self.stored_trials}, self.world)
+                self.log_trial()
+        ranked = self.ranked()
+        self.show(ranked)
+        (initial,) = (one for one in ranked if not one.outer_steps)
+        ranked.remove(initial)
+        if ranked[0].accuracy <= initial.accuracy:
+            self.progress.notice(
+                Warn(
+                    f"no trial is above the initial weights, {100 * initial.accuracy:.1f} % on these tasks:"
+                    " evaluate them before you use the trained ones"
+                )
+            )
+        chosen = {name: getattr(ranked[0], name) for name in OF_OUTER_LOOP}
+        facts = {"accuracy": ranked[0].accuracy, "loss": ranked[0].loss, "of": self.total}
+        store(self.file, {**chosen, **facts, "trials": self.stored_trials}, self.world)
+        return chosen
+
+    @property
+    def stored_trials(self) -> list[dict[str, Any]]:
+        return [vars(one) for one in self.done]
+
+    @property
+    def total(self) -> int:
+        return len(self.folds) * len(self.rates)
+
+    @property
+    def seconds_left(self) -> float:
+        """Of the trials that are left."""
+        spent = sum(one.seconds for one in self.done)
+        return spent / len(self.done) * (self.total - len(self.done)) if self.done else math.inf
+
+    @property
+    def time_is_over(self) -> bool:
+        """Whether the next trial would end after `minutes`; the same on all ranks."""
+        spent, minutes = sum(one.seconds for one in self.done), self.section.minutes
+        return bool(minutes and self.done and spent * (1 + 1 / len(self.done)) > 60 * minutes)
+
+    def trial(self, number: int, rate: float, signals: Signals) -> Trial:
+        """Train on a fold with a rate, and score it. Raises `Stopped` on all ranks. Collective: world."""
+        began = time.monotonic()
+        config = replace(
+            self.config,
+            tune=None,
+            outer_lr=rate,
+            max_bad_steps=self.config.outer_steps + 1,
+            load_best_model_at_end=False,
+            init_interpolation=1.0,
+            check_meta_gradient=False,
+            profile=False,
+            test_episodes=0,
+            save_steps=0,
+        )
+        inputs = replace(self.inputs, sources=self.folds[number])
+        parts = build.build(config, inputs, self.plan, self.ranks)
+        title = f"trial {len(self.done) + 1} of {self.total}"
+        first = self.rates.index(rate) == 0
+        points = TrialPoints(self, parts.meta_params.snapshot(), title, first)
+        run = Run(
+            config,
+            inputs,
+            self.ranks,
+            parts,
+            RunStart(self.file.parent, None, False),
+            Progress(enabled=False),
+            signals,
+            Unwritten(),
+            validation=points,
+        )
+        try:
+            with watching(run.stage, self.world.shared_store(), self.ranks, signals):
+                run.loop()
+        except Stopped:
+            raise Stopped(
+                f"stopped by {signals.asked} while the outer loop was tuned, after {len(self.done)} of"
+                f" {counted(self.total, 'trial')}; the same command continues"
+            ) from None
+        finally:
+            run.callbacks.close(run)
+            del run, parts
+            gc.collect()  # the weights, before others are read
+        seconds = torch.tensor(time.monotonic() - began, dtype=torch.float64)
+        return Trial(number, rate, round(float(self.world.comm.broadcast_(seconds, 0)), 1), points.scores)
+
+    def log_trial(self) -> None:
+        """Log the last trial, with the time left."""
+        last = self.done[-1]
+        step, _, accuracy, _ = max(last.scores, key=lambda score: score[2] if score[0] else -1)
+        fold = f"fold {last.fold + 1}, " if len(self.folds) > 1 else ""
+        left = 0.0 if self.time_is_over else self.seconds_left
+        self.progress.notice(
+            f"trial {len(self.done)} of {self.total}: {fold}outer_lr {last.outer_lr:.4g}: at best"
+            f" {100 * accuracy:.1f} % after {counted(step, 'outer step')}; about {left / 60:.1f} min left"
+        )
+
+    def ranked(self) -> list[OuterChoice]:
+        """All choices, scored on the complete folds (or on what there is of the first), the best first; and
+        among them the initial weights, with 0 outer steps.
+
+        Of equals the run's own rate comes first, then fewer steps, then more of the initial weights.
+        """
+        whole = max(1, len(self.done) // len(self.rates))
+        scores = defaultdict[tuple[float, int, float], list[tuple[float, float]]](list)
+        for trial in self.done:
+            for step, share, accuracy, loss in trial.scores if trial.fold < whole else ():
+                scores[trial.outer_lr, step, share].append((accuracy, math.inf if loss is None else loss))
+        found = [
+            OuterChoice(*key, *(sum(column) / len(each) for column in zip(*each, strict=True)))
+            for key, each in scores.items()
+        ]
+        own = self.config.outer_lr
+        return sorted(
+            found,
+            key=lambda one: (
+                -round(one.accuracy, DECIMALS),
+                round(one.loss, DECIMALS),
+                one.outer_lr != own,
+                one.outer_steps,
+                one.init_interpolation,
+            ),
+        )
+
+    def show(self, ranked: Sequence[OuterChoice]) -> None:
+        """Print the best interpolation for each rate and number of steps."""
+        first = {(one.outer_lr, one.outer_steps): one for one in reversed(ranked)}
+        rows = [
+            [
+                f"{one.outer_lr:.4g}" if one.outer_steps else "-",
+                *([str(one.outer_steps), f"{one.init_interpolation:g}"] if one.outer_steps else ["0", "-"]),
+                f"{100 * one.accuracy:.1f}",
+                f"{one.loss:.{DECIMALS}f}",
+            ]
+            for one in ranked
+            if first[one.outer_lr, one.outer_steps] is one
+        ]
+        what = "training" if len(self.folds) > 1 else "validation"
+        folds = f" in each of {len(self.folds)} folds" if len(self.folds) > 1 else ""
+        self.progress.table(
+            f"{counted(self.section.episodes, 'episode')} of {what} tasks{folds}: the best interpolations",
+            ["outer_lr", "outer_steps", "init_interpolation", "accuracy %", "loss"],
+            rows,
+        )
+
+
+class Unwritten(StaticController):
+    """Of a trial, which writes no files."""
+
+    writes = False
+
+
+class TrialPoints(Validation):
+    """Scores a trial at some of its outer steps. initial: theta_0. first: the trial is the first of a fold,
+    and scores the initial weights too.
+    """
+
+    def __init__(self, tuning: OuterTuning, initial: MetaParameters, title: str, first: bool) -> None:
+        self.tuning, self.initial, self.title, self.first = tuning, initial, title, first
+        self.scores: list[list[Any]] = []
+        config = tuning.config
+        # with another schedule, or a warm-up that is a share of all steps, fewer steps are another training
+        prefixes = config.lr_scheduler_type in CONSTANT and (
+            config.warmup_steps >= 1 or not config.warmup_steps
+        )
+        points = POINTS if prefixes else 1
+        self.steps = {math.ceil(config.outer_steps * point / points) for point in range(1, points + 1)}
+
+    def on_step_end(self, run: Run, outcome: Outcome) -> None:
+        self.tuning.progress.line(self.title, run.state.outer_step, run.config.outer_steps)
+        self.run_if_due(run)
+
+    def run_if_due(self, run: Run) -> None:
+        """Collective: world."""
+        step, source = run.state.outer_step, run.inputs.sources.valid
+        assert source is not None
+        shares = self.tuning.shares if step in self.steps else [0.0] if self.first and not step else []
+        for share in shares:
+            meta = run.state.meta_params.interpolated(self.initial, 1 - share)
+            scores = run.held_out.scores(
+                source,
+                VALID,
+                f"{self.title}, validation",
+                meta.theta,
+                run.parts.setup.evaluation_method(meta.rates),
+                count=self.tuning.section.episodes,
+            )
+            if run.stop.agree():
+                break  # the scores are incomplete
+            accuracy, loss = (
+                sum(each) / len(scores)
+                for each in ([s.accuracies[-1] for s in scores], [s.losses[-1] for s in scores])
+            )
+            self.scores.append([step, share, accuracy, loss if math.isfinite(loss) else None])
+        if shares:
+            run.worker.write(run.theta)
+
+
+def folds_of(sources: Sources, most: int, config: Config) -> list[Sources]:
+    """The data's own parts, or up to `most` divisions of the training classes or tasks into two.
+
+    Held-out parts are equal in size, by a hash of the names in each stratum, and have at least n_way classes
+    if there are twice as many. Raises `UsageError` for fewer than four classes or tasks.
+    """
+    if sources.valid is not None:
+        return [sources]
+    train = sources.train
+    codes, names = train.items.stratum, train.items.names
+    if len(names) < 4:
+        raise UsageError(
+            f"tune needs validation tasks, or four classes or tasks to train on, and dataset="
+            f"{' '.join(config.dataset)} has {len(names)}; leave the section out"
+        )
+    order = sorted(range(len(names)), key=lambda one: (codes[one], sha256(names[one].encode()).digest()))
+    plain = train.source if isinstance(train, GlobalLabelSource) else train
+    number, found = max(2, min(most, len(names) // max(2, min(config.most_classes, config.n_way)))), []
+    for fold in range(number):
+        held_out = np.zeros(len(names), dtype=bool)
+        held_out[order[fold::number]] = True
+        parts = {"train": train.part(~held_out), "valid": plain.part(held_out)}
+        found.append(replace(sources, of_split=parts))
+    return found
