@@ -821,8 +821,9 @@ class RunConfig:
     )
     tune: str | None = setting(
         None,
-        "Settings of `fmmeta tune` as JSON, in a recipe a section: the inner loop is chosen on validation"
-        " tasks before training, within its minutes",
+        "What is chosen on validation tasks before training, as JSON, in a recipe a section: with settings of"
+        " `fmmeta tune` the inner loop; with outer_lrs or init_interpolations outer_lr, outer_steps and"
+        " init_interpolation, by trial trainings",
     )
     save_steps: int = setting(
         100,
