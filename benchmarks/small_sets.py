@@ -1,10 +1,10 @@
-"""Does the recipe `intents`, unchanged, gain on data sets of 8 to 16 training classes?
+"""Do the recipes `intents` and `intents_tuned`, unchanged, gain on data sets of 8 to 16 training classes?
 
     python -m benchmarks.small_sets --data ../shared/data --model PATH-OF-all-MiniLM-L6-v2 [--sets ...]
 
-Of each data set some classes are written to a file, on which the recipe is trained; episodes of other
-classes, 5-way with 5 queries per class, are classified by class means of the frozen encoder and of the
-trained one. Seeds draw the classes, and the episodes. All classes of the file are trained on.
+Of each data set some classes are written to a file, on which a recipe is trained; episodes of other classes,
+5-way with 5 queries per class, are classified by class means of the frozen encoder and of the trained one.
+Seeds draw the classes, and the episodes. All classes of the file are trained on.
 
 banking77, clinc150   16 and 11 training classes, tested on the test classes of split 01
 fewrel                11 of 16 relations, tested on the other five (names of entities are marked in the texts)
@@ -40,6 +40,7 @@ from fmmeta.tasks.word_suite import BY_CATEGORY
 
 RESULTS = Path(__file__).parent / "results" / "small_sets.json"
 WAYS, QUERIES, EPISODES, SHOTS = 5, 5, 600, (1, 5)
+SUFFIXES = {"intents": "", "intents_tuned": " tuned"}  # of the keys of cells, by recipe
 
 Rows = list[dict[str, str]]
 
@@ -103,7 +104,7 @@ def accuracies(features: Tensor, labels: np.ndarray, shots: int, seed: int) -> l
     return found
 
 
-def cell_of(asked: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
+def cell_of(asked: argparse.Namespace, name: str, seed: int, recipe: str) -> dict[str, Any]:
     train, test = SETS[name](asked.data, random.Random(seed))
     texts, labels = [row["text"] for row in test], np.array([row["label"] for row in test])
     began = time.process_time()
@@ -114,11 +115,13 @@ def cell_of(asked: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
         (data / "train.jsonl").write_text(rows, encoding="utf-8")
         splits = {"train": sorted({row["label"] for row in train}), "valid": [], "test": []}
         (data / "class_splits.json").write_text(json.dumps(splits))
-        trained = train_recipe(asked.model, str(data), f"{folder}/run")
+        trained = train_recipe(asked.model, str(data), f"{folder}/run", recipe)
         minutes = (time.process_time() - began) / 60
+        settings = json.loads(Path(folder, "run", "run.json").read_text())["settings"]
         of_encoder = {"frozen": Encoder(asked.model)(texts), "recipe": Encoder(trained)(texts)}
     return {
         "cpu_minutes": round(minutes, 1),
+        "settings": {one: settings[one] for one in ("outer_lr", "outer_steps", "init_interpolation")},
         "shots": {
             str(shots): {
                 encoder: [round(one, 2) for one in accuracies(features, labels, shots, seed)]
@@ -134,23 +137,24 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
+    parser.add_argument("--recipes", nargs="+", default=list(SUFFIXES), choices=list(SUFFIXES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--json", type=Path, default=RESULTS)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    for seed, name in itertools.product(asked.seeds, asked.sets):
-        if f"{name} {seed}" not in read(asked.json):
-            keep(asked.json, {f"{name} {seed}": cell_of(asked, name, seed)})
+    for seed, name, recipe in itertools.product(asked.seeds, asked.sets, asked.recipes):
+        if (key := f"{name} {seed}{SUFFIXES[recipe]}") not in read(asked.json):
+            keep(asked.json, {key: cell_of(asked, name, seed, recipe)})
             print(show(read(asked.json)), flush=True)
 
 
 def show(cells: dict[str, Any]) -> str:
     lines = []
-    for name in SETS:
-        found = [cell for key, cell in cells.items() if key.split()[0] == name]
+    for name, (recipe, suffix) in itertools.product(SETS, SUFFIXES.items()):
+        found = [cell for key, cell in cells.items() if key.split()[::2] == [name, *suffix.split()]]
         if not found:
             continue
-        line = [name, str(len(found))]
+        line = [name, recipe, str(len(found))]
         for shots in map(str, SHOTS):
             of_seed = [cell["shots"][shots] for cell in found]
             gains = [np.subtract(one["recipe"], one["frozen"]) for one in of_seed]
@@ -161,8 +165,8 @@ def show(cells: dict[str, Any]) -> str:
                 format_interval(mean_ci95([float(one) for one in over]), "+.2f", 100),
             ]
         lines.append([*line, f"{np.mean([cell['cpu_minutes'] for cell in found]):.1f}"])
-    columns = [f"{column}, {shots} shots" for shots in SHOTS for column in ("frozen", "recipe", "gain")]
-    return table(["data set", "seeds", *columns, "CPU min"], lines)
+    columns = [f"{column}, {shots} shots" for shots in SHOTS for column in ("frozen", "trained", "gain")]
+    return table(["data set", "recipe", "seeds", *columns, "CPU min"], lines)
 
 
 if __name__ == "__main__":
