@@ -115,11 +115,12 @@ class MetaTrainer:
         if config.warmup >= config.outer_steps:
             short = f"warmup_steps={config.warmup_steps:g} with outer_steps={config.outer_steps}"
             notice(Warn(f"{short}: the run ends before the rate is outer_lr={config.outer_lr}; lower it"))
-        plan = ranks = None
+        plan, ranks, signals = None, None, self.signals
         if config.tune is not None:
+            signals = signals or closing.enter_context(Signals())
             plan = build.plan_parallel(config, inputs, world, notice)
             ranks = world.split(plan.group_size, plan.engine == "deepspeed")
-            config = tune_before_training(config, inputs, plan, world, ranks, progress, self.signals)
+            config = tune_before_training(config, inputs, plan, world, ranks, progress, signals)
         start = open_run(config, inputs.settings(config), world.comm)
         if start.lock is not None:
             closing.callback(start.lock.close)
@@ -140,7 +141,7 @@ class MetaTrainer:
             plan.deepspeed,
         )
         notice(f"output_dir {start.folder}")
-        with nullcontext(self.signals) if self.signals else Signals() as signals:
+        with nullcontext(signals) if signals else Signals() as signals:
             run = Run(
                 config,
                 inputs,

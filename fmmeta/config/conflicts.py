@@ -127,7 +127,7 @@ def of_run(c: Any) -> Conflicts:
         ),
         (
             c.tune is not None and c.elastic,
-            "tune with elastic=True is not implemented; run fmmeta tune first, and set what it chose",
+            "tune with elastic=True is not implemented; choose without elastic, and set what was chosen",
         ),
         (not c.report_to, "report_to= names no tracker; name each once, or none"),
         (

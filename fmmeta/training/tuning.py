@@ -16,7 +16,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -24,10 +23,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from fmmeta.common.errors import Stopped, UsageError
 from fmmeta.common.progress import Progress, Warn
-from fmmeta.common.text import counted
+from fmmeta.common.text import counted, shortened
 from fmmeta.config.algorithms import find
 from fmmeta.config.fields import check_values, refuse_first, setting
 from fmmeta.config.recipes import typed
@@ -53,7 +53,7 @@ from fmmeta.tasks.sources.load import Sources
 from fmmeta.training import build
 from fmmeta.training.callbacks import Outcome, Validation
 from fmmeta.training.loop import Run, StaticController
-from fmmeta.training.run_folder import RunStart
+from fmmeta.training.run_folder import RunStart, make
 from fmmeta.training.validation import VALID
 
 POINTS = 4  # of a trial, at which it is scored if its rate is constant
@@ -103,6 +103,10 @@ class OuterTuneConfig:
             ]
         )
 
+    def rates(self, config: Config) -> list[float]:
+        """The outer rates to try. config: the run's."""
+        return [*dict.fromkeys(self.outer_lrs or [config.outer_lr, 3 * config.outer_lr])]
+
 
 OF_OUTER_SECTION = [*OuterTuneConfig.__dataclass_fields__]
 
@@ -122,9 +126,15 @@ def outer_section(config: Config) -> OuterTuneConfig | None:
         raise UsageError(
             f"tune sets {outer[0]}, and algorithm={config.algorithm} trains nothing; leave the section out"
         )
-    return OuterTuneConfig(
+    settings = OuterTuneConfig(
         **{name: typed(OuterTuneConfig, name, value, "tune") for name, value in section.items()}
     )
+    for rate in settings.rates(config):
+        try:
+            replace(config, tune=None, outer_lr=rate)
+        except UsageError as error:
+            raise UsageError(f"tune={shortened(config.tune)}: {error}") from None
+    return settings
 
 
 def check_section(config: Config) -> None:
@@ -140,7 +150,7 @@ def tune_before_training(
     world: World,
     ranks: ProcessGroups,
     progress: Progress,
-    signals: Signals | None,
+    signals: Signals,
 ) -> Config:
     """The settings of a run with what its `tune` section chooses, and without the section.
 
@@ -149,9 +159,10 @@ def tune_before_training(
     finished trials of the outer loop stored, of the inner loop nothing. Collective: world.
     """
     outer = outer_section(config)
-    fixed = {name: value for name, value in config.as_dict().items() if name not in FREE_ON_RESUME}
-    read = {name: value for name, value in inputs.settings(config).items() if name.endswith("_fingerprint")}
-    fixed.update(read)
+    section = config.tune if outer is None else {**vars(outer), "minutes": None}
+    fixed = {**config.as_dict(), **inputs.settings(config), "tune": section}
+    free = {*FREE_ON_RESUME, "deepspeed_layout"}
+    fixed = {name: value for name, value in fixed.items() if name not in free}
     file = Path(config.output_dir or "runs") / f"tuned-{digest(fixed)[:8]}.json"
     found = b""
     with world.comm.raise_on_all("reading the tuned settings"):
@@ -160,10 +171,10 @@ def tune_before_training(
     found = world.comm.broadcast_bytes(found)
     if outer is not None:
         tuning = OuterTuning(config, outer, inputs, plan, world, ranks, progress, file)
-        chosen = tuning.choose(parsed(found, OF_OUTER_LOOP, file), signals)
+        chosen = tuning.choose(found, signals)
         tuned = replace(config, tune=None, **chosen)
     else:
-        values = parsed(found, CHOSEN, file)
+        values = stored_choice(found, file)
         if not values:
             try:
                 values = tune_inner_loop(config, world, ranks, progress, signals)
@@ -180,21 +191,23 @@ def tune_before_training(
     return tuned
 
 
-def parsed(text: bytes, names: Sequence[str], file: Path) -> dict[str, Any]:
-    """A stored choice, or finished trials; empty without a file. Raises `UsageError` for another file."""
+def stored_choice(text: bytes, file: Path) -> dict[str, Any]:
+    """The inner loop in a file; empty without one. Raises `UsageError` for another file."""
     try:
         values = json.loads(text) if text else {}
-        if isinstance(values.get("trials"), list):
-            values["trials"] = [Trial(**one) for one in values["trials"]]
-        if not text or {*names} - {"inner_optimizer"} <= {*values} or {*values} == {"trials"}:
+        if not text or {*CHOSEN} - {"inner_optimizer"} <= {*values}:
             return values
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, RecursionError):
         pass
-    raise UsageError(f"{file} holds no choice of this tune section; remove it to tune again")
+    raise no_choice(file)
+
+
+def no_choice(file: Path) -> UsageError:
+    return UsageError(f"{file} holds no choice of this tune section; remove it to tune again")
 
 
 def store(file: Path, values: dict[str, Any], world: World) -> None:
-    """Collective: world."""
+    """Raises `UsageError` where output_dir cannot be written. Collective: world."""
     with world.comm.raise_on_all("storing the tuned settings"):
         if world.comm.rank == 0:
             write_output(file, values)
@@ -211,6 +224,15 @@ class Trial:
     seconds: float
     scores: list[list[Any]]
 
+    @staticmethod
+    def of(values: dict[str, Any]) -> "Trial":
+        """From its fields. Raises `ValueError`, `TypeError` or `KeyError`."""
+        scores = [
+            [int(step), float(share), float(accuracy), None if loss is None else float(loss)]
+            for step, share, accuracy, loss in values["scores"]
+        ]
+        return Trial(int(values["fold"]), float(values["outer_lr"]), float(values["seconds"]), scores)
+
 
 @dataclass(frozen=True)
 class OuterChoice:
@@ -224,7 +246,7 @@ class OuterChoice:
 
 
 class OuterTuning:
-    """The trials of a run: its rates, on each fold."""
+    """The trials of a run: each rate, on the first fold, then each on the next one."""
 
     def __init__(
         self,
@@ -239,57 +261,87 @@ class OuterTuning:
     ) -> None:
         self.config, self.section, self.inputs, self.plan = config, section, inputs, plan
         self.world, self.ranks, self.progress, self.file = world, ranks, progress, file
-        self.rates = [*dict.fromkeys(section.outer_lrs or [config.outer_lr, 3 * config.outer_lr])]
-        self.shares = sorted({*(section.init_interpolations or INTERPOLATIONS)})
+        self.rates = section.rates(config)
+        self.interpolations = sorted({*(section.init_interpolations or INTERPOLATIONS)})
         self.folds = folds_of(inputs.sources, section.folds, config)
+        self.planned = [(fold, rate) for fold in range(len(self.folds)) for rate in self.rates]
         self.done: list[Trial] = []
+        # of runs whose first steps depend on the last one, the end alone is scored
+        constant = config.lr_scheduler_type in CONSTANT and config.warmup_steps in (0, config.warmup)
+        quarters = constant and not config.outer_delay and not config.max_staleness
+        points = POINTS if quarters else 1
+        self.steps = sorted({math.ceil(config.outer_steps * one / points) for one in range(1, points + 1)})
 
-    def choose(self, stored: dict[str, Any], signals: Signals | None) -> dict[str, Any]:
-        """The chosen settings by name: the stored ones, or after the trials that are left.
-
-        Raises `UsageError`, and `Stopped`. Collective: world.
+    def points(self, rate: float) -> list[tuple[int, float]]:
+        """What is scored of a trial: outer steps and interpolations; of the first trial of a fold also the
+        initial weights, as (0, 0).
         """
-        if "outer_lr" in stored:
-            return {name: stored[name] for name in OF_OUTER_LOOP}
-        self.done = stored.get("trials", [])
-        if self.done:
-            self.progress.notice(f"{counted(len(self.done), 'trial')} of {self.total} from {self.file}")
-        with nullcontext(signals) if signals else Signals() as signals:
+        trained = [(step, alpha) for step in self.steps for alpha in self.interpolations]
+        return [(0, 0.0), *trained] if rate == self.rates[0] else trained
+
+    def choose(self, stored: bytes, signals: Signals) -> dict[str, Any]:
+        """The chosen settings by name, after the trials that are not in the stored file.
+
+        Where output_dir holds a run already there are no further trials: the choice would be that of another
+        run. Raises `UsageError`, and `Stopped`. Collective: world.
+        """
+        self.done = self.read(stored)
+        begun = len(self.done)
+        has_run = torch.tensor(float((self.file.parent / "run.json").is_file()))
+        if not self.world.comm.broadcast_(has_run, 0):
+            with self.world.comm.raise_on_all("making the output folder"):
+                if self.world.comm.rank == 0:
+                    make(self.file.parent)
+            if self.done:
+                self.progress.notice(f"{counted(begun, 'trial')} of {len(self.planned)} from {self.file}")
             signals.run()
-            while len(self.done) < self.total and not self.time_is_over:
-                number, rate = divmod(len(self.done), len(self.rates))
-                self.done.append(self.trial(number, self.rates[rate], signals))
-                store(self.file, {"trials": self.stored_trials}, self.world)
+            while len(self.done) < len(self.planned) and not self.time_is_over:
+                self.done.append(self.trial(*self.planned[len(self.done)], signals))
+                self.store()
                 self.log_trial()
+        if not self.done:
+            raise UsageError(
+                f"output_dir={self.file.parent} holds a run, and no trials of this tune section; choose"
+                " another"
+            )
         ranked = self.ranked()
-        self.show(ranked)
-        (initial,) = (one for one in ranked if not one.outer_steps)
-        ranked.remove(initial)
-        if ranked[0].accuracy <= initial.accuracy:
+        best = ranked[0] if ranked[0].outer_steps else ranked[1]
+        if not math.isfinite(best.loss):
+            rates = " ".join(f"{rate:g}" for rate in self.rates)
+            raise UsageError(f"outer_lrs={rates}: the loss diverges with every one of them; try lower ones")
+        if len(self.done) > begun:
+            self.show(ranked)
+        if best is not ranked[0]:
             self.progress.notice(
                 Warn(
-                    f"no trial is above the initial weights, {100 * initial.accuracy:.1f} % on these tasks:"
+                    f"no trial is above the initial weights, {100 * ranked[0].accuracy:.1f} % on these tasks:"
                     " evaluate them before you use the trained ones"
                 )
             )
-        chosen = {name: getattr(ranked[0], name) for name in OF_OUTER_LOOP}
-        facts = {"accuracy": ranked[0].accuracy, "loss": ranked[0].loss, "of": self.total}
-        store(self.file, {**chosen, **facts, "trials": self.stored_trials}, self.world)
-        return chosen
+        return {name: getattr(best, name) for name in OF_OUTER_LOOP}
 
-    @property
-    def stored_trials(self) -> list[dict[str, Any]]:
-        return [vars(one) for one in self.done]
+    def read(self, text: bytes) -> list[Trial]:
+        """The finished trials in a file. Raises `UsageError` for other content."""
+        try:
+            done = [Trial.of(one) for one in json.loads(text)["trials"]] if text else []
+            found = [(one.fold, one.outer_lr, [(*score[:2],) for score in one.scores]) for one in done]
+            wanted = [(fold, rate, self.points(rate)) for fold, rate in self.planned[: len(done)]]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise no_choice(self.file) from None
+        if found != wanted:
+            raise no_choice(self.file)
+        return done
 
-    @property
-    def total(self) -> int:
-        return len(self.folds) * len(self.rates)
+    def store(self) -> None:
+        """Write the finished trials. Collective: world."""
+        store(self.file, {"trials": [vars(one) for one in self.done], "of": len(self.planned)}, self.world)
 
     @property
     def seconds_left(self) -> float:
-        """Of the trials that are left."""
+        """Of the trials that are left, within `minutes`."""
         spent = sum(one.seconds for one in self.done)
-        return spent / len(self.done) * (self.total - len(self.done)) if self.done else math.inf
+        left = spent / len(self.done) * (len(self.planned) - len(self.done))
+        return min(left, max(0.0, 60 * (self.section.minutes or math.inf) - spent))
 
     @property
     def time_is_over(self) -> bool:
@@ -297,9 +349,9 @@ class OuterTuning:
         spent, minutes = sum(one.seconds for one in self.done), self.section.minutes
         return bool(minutes and self.done and spent * (1 + 1 / len(self.done)) > 60 * minutes)
 
-    def trial(self, number: int, rate: float, signals: Signals) -> Trial:
+    def trial(self, fold: int, rate: float, signals: Signals) -> Trial:
         """Train on a fold with a rate, and score it. Raises `Stopped` on all ranks. Collective: world."""
-        began = time.monotonic()
+        began, number = time.monotonic(), len(self.done) + 1
         config = replace(
             self.config,
             tune=None,
@@ -312,36 +364,28 @@ class OuterTuning:
             test_episodes=0,
             save_steps=0,
         )
-        inputs = replace(self.inputs, sources=self.folds[number])
-        parts = build.build(config, inputs, self.plan, self.ranks)
-        title = f"trial {len(self.done) + 1} of {self.total}"
-        first = self.rates.index(rate) == 0
-        points = TrialPoints(self, parts.meta_params.snapshot(), title, first)
-        run = Run(
-            config,
-            inputs,
-            self.ranks,
-            parts,
-            RunStart(self.file.parent, None, False),
-            Progress(enabled=False),
-            signals,
-            Unwritten(),
-            validation=points,
-        )
+        inputs = replace(self.inputs, sources=self.folds[fold])
+        # counters of tasks that groups claim are those of one trial
+        ranks = replace(self.ranks, store=dist.PrefixStore(f"trial-{number}", self.ranks.store))
+        parts = build.build(config, inputs, self.plan, ranks)
+        initial, title = parts.meta_params.snapshot(), f"trial {number} of {len(self.planned)}"
+        scoring = TrialValidation(self, self.points(rate), initial, title)
+        nowhere, silent = RunStart(self.file.parent, None, False), Progress(enabled=False)
+        run = Run(config, inputs, ranks, parts, nowhere, silent, signals, Unwritten(), validation=scoring)
         try:
-            with watching(run.stage, self.world.shared_store(), self.ranks, signals):
+            with watching(run.stage, self.world.shared_store(), ranks, signals):
                 run.loop()
         except Stopped:
             raise Stopped(
                 f"stopped by {signals.asked} while the outer loop was tuned, after {len(self.done)} of"
-                f" {counted(self.total, 'trial')}; the same command continues"
+                f" {counted(len(self.planned), 'trial')}; the same command continues"
             ) from None
         finally:
             run.callbacks.close(run)
             del run, parts
             gc.collect()  # the weights, before others are read
         seconds = torch.tensor(time.monotonic() - began, dtype=torch.float64)
-        return Trial(number, rate, round(float(self.world.comm.broadcast_(seconds, 0)), 1), points.scores)
+        return Trial(fold, rate, round(float(self.world.comm.broadcast_(seconds, 0)), 1), scoring.scores)
 
     def log_trial(self) -> None:
         """Log the last trial, with the time left."""
@@ -350,21 +394,21 @@ class OuterTuning:
         fold = f"fold {last.fold + 1}, " if len(self.folds) > 1 else ""
         left = 0.0 if self.time_is_over else self.seconds_left
         self.progress.notice(
-            f"trial {len(self.done)} of {self.total}: {fold}outer_lr {last.outer_lr:.4g}: at best"
+            f"trial {len(self.done)} of {len(self.planned)}: {fold}outer_lr {last.outer_lr:.4g}: at best"
             f" {100 * accuracy:.1f} % after {counted(step, 'outer step')}; about {left / 60:.1f} min left"
         )
 
     def ranked(self) -> list[OuterChoice]:
-        """All choices, scored on the complete folds (or on what there is of the first), the best first; and
-        among them the initial weights, with 0 outer steps.
+        """All choices and the initial weights (0 outer steps), the best first and those that diverged last;
+        scored on the complete folds, or on what there is of the first.
 
-        Of equals the run's own rate comes first, then fewer steps, then more of the initial weights.
+        Of equals fewer steps come first, then the run's own rate, then more of the initial weights.
         """
         whole = max(1, len(self.done) // len(self.rates))
         scores = defaultdict[tuple[float, int, float], list[tuple[float, float]]](list)
         for trial in self.done:
-            for step, share, accuracy, loss in trial.scores if trial.fold < whole else ():
-                scores[trial.outer_lr, step, share].append((accuracy, math.inf if loss is None else loss))
+            for step, alpha, accuracy, loss in trial.scores if trial.fold < whole else ():
+                scores[trial.outer_lr, step, alpha].append((accuracy, math.inf if loss is None else loss))
         found = [
             OuterChoice(*key, *(sum(column) / len(each) for column in zip(*each, strict=True)))
             for key, each in scores.items()
@@ -373,10 +417,11 @@ class OuterTuning:
         return sorted(
             found,
             key=lambda one: (
+                one.loss == math.inf,
                 -round(one.accuracy, DECIMALS),
                 round(one.loss, DECIMALS),
-                one.outer_lr != own,
                 one.outer_steps,
+                one.outer_lr != own,
                 one.init_interpolation,
             ),
         )
@@ -409,33 +454,26 @@ class Unwritten(StaticController):
     writes = False
 
 
-class TrialPoints(Validation):
-    """Scores a trial at some of its outer steps. initial: theta_0. first: the trial is the first of a fold,
-    and scores the initial weights too.
-    """
+class TrialValidation(Validation):
+    """Scores a trial. points: outer steps and interpolations. initial: theta_0."""
 
-    def __init__(self, tuning: OuterTuning, initial: MetaParameters, title: str, first: bool) -> None:
-        self.tuning, self.initial, self.title, self.first = tuning, initial, title, first
+    def __init__(
+        self, tuning: OuterTuning, points: Sequence[tuple[int, float]], initial: MetaParameters, title: str
+    ) -> None:
+        self.tuning, self.points, self.initial, self.title = tuning, points, initial, title
         self.scores: list[list[Any]] = []
-        config = tuning.config
-        # with another schedule, or a warm-up that is a share of all steps, fewer steps are another training
-        prefixes = config.lr_scheduler_type in CONSTANT and (
-            config.warmup_steps >= 1 or not config.warmup_steps
-        )
-        points = POINTS if prefixes else 1
-        self.steps = {math.ceil(config.outer_steps * point / points) for point in range(1, points + 1)}
 
     def on_step_end(self, run: Run, outcome: Outcome) -> None:
         self.tuning.progress.line(self.title, run.state.outer_step, run.config.outer_steps)
         self.run_if_due(run)
 
     def run_if_due(self, run: Run) -> None:
-        """Collective: world."""
-        step, source = run.state.outer_step, run.inputs.sources.valid
+        """Score what is due at this outer step. Collective: world."""
+        source = run.inputs.sources.valid
+        due = [alpha for step, alpha in self.points if step == run.state.outer_step]
         assert source is not None
-        shares = self.tuning.shares if step in self.steps else [0.0] if self.first and not step else []
-        for share in shares:
-            meta = run.state.meta_params.interpolated(self.initial, 1 - share)
+        for alpha in due:
+            meta = run.state.meta_params.interpolated(self.initial, 1 - alpha)
             scores = run.held_out.scores(
                 source,
                 VALID,
@@ -446,20 +484,18 @@ class TrialPoints(Validation):
             )
             if run.stop.agree():
                 break  # the scores are incomplete
-            accuracy, loss = (
-                sum(each) / len(scores)
-                for each in ([s.accuracies[-1] for s in scores], [s.losses[-1] for s in scores])
-            )
-            self.scores.append([step, share, accuracy, loss if math.isfinite(loss) else None])
-        if shares:
+            accuracy = sum(one.accuracies[-1] for one in scores) / len(scores)
+            loss = sum(one.losses[-1] for one in scores) / len(scores)
+            self.scores.append([run.state.outer_step, alpha, accuracy, loss if math.isfinite(loss) else None])
+        if due:
             run.worker.write(run.theta)
 
 
 def folds_of(sources: Sources, most: int, config: Config) -> list[Sources]:
     """The data's own parts, or up to `most` divisions of the training classes or tasks into two.
 
-    Held-out parts are equal in size, by a hash of the names in each stratum, and have at least n_way classes
-    if there are twice as many. Raises `UsageError` for fewer than four classes or tasks.
+    Held-out parts are equal in size, by a hash of the names in each stratum. Raises `UsageError` for fewer
+    than four classes or tasks.
     """
     if sources.valid is not None:
         return [sources]
@@ -472,7 +508,7 @@ def folds_of(sources: Sources, most: int, config: Config) -> list[Sources]:
         )
     order = sorted(range(len(names)), key=lambda one: (codes[one], sha256(names[one].encode()).digest()))
     plain = train.source if isinstance(train, GlobalLabelSource) else train
-    number, found = max(2, min(most, len(names) // max(2, min(config.most_classes, config.n_way)))), []
+    number, found = train.folds(most), list[Sources]()
     for fold in range(number):
         held_out = np.zeros(len(names), dtype=bool)
         held_out[order[fold::number]] = True

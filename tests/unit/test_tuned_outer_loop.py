@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fmmeta.cli import parse
@@ -40,7 +43,13 @@ def rows(tmp_path_factory):
 
 def config_of(folder, data, section=SECTION, **changes):
     return Config(
-        **{**SHORT, "dataset": [str(data)], "tune": json.dumps(section), "output_dir": str(folder), **changes}
+        **{
+            **SHORT,
+            "dataset": [str(data)],
+            "tune": json.dumps(section),
+            "output_dir": folder and str(folder),
+            **changes,
+        }
     )
 
 
@@ -49,8 +58,10 @@ def choice_in(folder):
     return json.loads(file.read_text())
 
 
-def settings_in(folder):
-    return json.loads(Path(folder, "run.json").read_text())["settings"]
+def chosen_in(folder):
+    settings = json.loads(Path(folder, "run.json").read_text())["settings"]
+    assert settings["tune"] is None
+    return settings["outer_lr"], settings["outer_steps"], settings["init_interpolation"]
 
 
 def test_the_scores_of_trials_are_those_of_whole_runs_and_the_best_one_is_trained(rows, tmp_path, capsys):
@@ -77,10 +88,7 @@ def test_the_scores_of_trials_are_those_of_whole_runs_and_the_best_one_is_traine
         assert found[rate, steps, share] == (line["valid_accuracy"], pytest.approx(line["valid_loss"]))
     trained = {key: score for key, score in found.items() if key[1]}
     best = max(trained, key=lambda key: (round(trained[key][0], 4), -round(trained[key][1], 4)))
-    assert (choice["outer_lr"], choice["outer_steps"], choice["init_interpolation"]) == best
-    settings = settings_in(tmp_path / "run")
-    assert (settings["outer_lr"], settings["outer_steps"], settings["init_interpolation"]) == best
-    assert settings["tune"] is None
+    assert chosen_in(tmp_path / "run") == best
     assert "5 episodes of validation tasks" in capsys.readouterr().out
 
 
@@ -104,15 +112,14 @@ def test_without_validation_classes_every_choice_is_scored_on_all_folds(rows, tm
     assert [(trial["fold"], trial["outer_lr"]) for trial in choice["trials"]] == [
         (fold, rate) for fold in range(3) for rate in RATES
     ]
-    chosen = choice["outer_lr"], choice["outer_steps"], choice["init_interpolation"]
-    accuracies = [
-        accuracy
-        for trial in choice["trials"]
-        for step, share, accuracy, _ in trial["scores"]
-        if (trial["outer_lr"], step, share) == chosen
-    ]
-    assert len(accuracies) == 3
-    assert choice["accuracy"] == pytest.approx(sum(accuracies) / 3)
+    found = defaultdict(list)
+    for trial in choice["trials"]:
+        for step, share, accuracy, loss in trial["scores"]:
+            found[trial["outer_lr"], step, share].append((accuracy, -loss))
+    trained = {key: np.array(scores).mean(0) for key, scores in found.items() if key[1]}
+    assert {len(found[key]) for key in trained} == {3}
+    best = max(trained, key=lambda key: tuple(trained[key].round(4)))
+    assert chosen_in(tmp_path / "run") == best
     assert "in each of 3 folds" in capsys.readouterr().out
 
 
@@ -124,7 +131,8 @@ def units_of(source) -> list[str]:
 def test_folds_divide_the_training_part(tmp_path, kind):
     """Each class or task is held out once; an episode has no class of the other part."""
     settings = {"n_way": 2, "k_shot": 1, "num_query": 1, "max_length": 16}
-    classes = write_classes(tmp_path / "rows.jsonl", classes=7, rows=4, strata=2)
+    (tmp_path / "three").mkdir()
+    classes = write_classes(tmp_path / "rows.jsonl", classes=11, rows=4, strata=2)
     if kind == "tasks":
         data = [write_pairs(tmp_path / "pairs.jsonl", tasks=7)]
         settings = {**settings, "task_type": "causal_lm", "task_column": "task"}
@@ -135,8 +143,9 @@ def test_folds_divide_the_training_part(tmp_path, kind):
             write_classes(folder / f"t{number}.jsonl", classes=3, rows=4)
         data = [tmp_path / "files"]
     else:
+        three = write_classes(tmp_path / "three" / "rows.jsonl", classes=3, rows=4)
         second = write_classes(tmp_path / "more.jsonl", classes=9, rows=4)
-        data = [classes, second] if kind == "two data sets" else [classes]
+        data = [three, second] if kind == "two data sets" else [classes]
     if kind == "joint":
         settings["algorithm"] = "joint"
     config = Config(**settings, dataset=list(map(str, data)))
@@ -145,21 +154,23 @@ def test_folds_divide_the_training_part(tmp_path, kind):
     sources.of_split = {"train": whole}
     folds = folds_of(sources, 3, config)
     held_out = [units_of(fold.valid) for fold in folds]
-    assert len(folds) == 3 or len(whole.items) < 6
-    assert sorted(name for names in held_out for name in names) == sorted(units_of(whole))
-    assert max(map(len, held_out)) - min(map(len, held_out)) <= 1
+    assert len(folds) == (2 if kind == "two data sets" else 3)
+    if kind != "two data sets":
+        assert sorted(name for names in held_out for name in names) == sorted(units_of(whole))
+        assert max(map(len, held_out)) - min(map(len, held_out)) <= 1
     for fold, held in zip(folds, held_out, strict=True):
         assert not {*units_of(fold.train)} & {*held}
-        assert len(fold.train.items) + len(held) == len(whole.items)
         for part in (fold.train, fold.valid):
             here = {name.rpartition("/")[2] for name in units_of(part)}
             for task in Schedule(part.items, len(part.items), 1).meta_batch(0):
                 draw = part.draw(task)
-                data_set = [name for name in units_of(part) if task.stratum == name.partition("/")[0]]
-                few = kind == "tasks" or (kind == "two data sets" and len(data_set) == 1)
-                assert len({label for _, label in draw.support}) == (1 if few else 2)
+                assert len({label for _, label in draw.support}) == (1 if kind == "tasks" else 2)
                 if kind in ("classes", "two data sets"):
                     assert {*draw.classes} <= here
+    if kind == "two data sets":  # three classes of the first: the part of one class has none of it
+        few = {name for name in units_of(whole) if name.startswith("rows/")}
+        assert len(few) == 3
+        assert sorted(len(few & {*held}) for held in held_out) == [0, 2]
     if kind == "joint":
         assert all(fold.train.classes == whole.classes for fold in folds)
 
@@ -177,10 +188,11 @@ def test_few_classes_make_two_folds_of_smaller_episodes(tmp_path):
     check_message(refusal(folds_of, sources, 3, config), "dataset=", "has 3", "leave the section out")
 
 
-@pytest.mark.parametrize(("schedule", "warmup"), [("linear", 2), ("constant_with_warmup", 0.25)])
-def test_where_fewer_steps_are_another_training_the_end_alone_is_scored(rows, tmp_path, schedule, warmup):
+@pytest.mark.parametrize(
+    "changes", [{"lr_scheduler_type": "linear"}, {"warmup_steps": 0.25}, {"outer_delay": 1}], ids=str
+)
+def test_where_fewer_steps_are_another_training_the_end_alone_is_scored(rows, tmp_path, changes):
     section = {"outer_lrs": [0.002], "init_interpolations": [1.0], "episodes": 2}
-    changes = {"lr_scheduler_type": schedule, "warmup_steps": warmup}
     train(config_of(tmp_path / "run", rows, section, **changes))
     (trial,) = choice_in(tmp_path / "run")["trials"]
     assert [step for step, *_ in trial["scores"]] == [0, STEPS]
@@ -190,7 +202,94 @@ def test_no_trial_begins_that_would_end_after_the_minutes(rows, tmp_path):
     train(config_of(tmp_path / "run", rows, {**SECTION, "minutes": 1e-4}))
     choice = choice_in(tmp_path / "run")
     assert (len(choice["trials"]), choice["of"]) == (1, 2)
-    assert choice["outer_lr"] == RATES[0]
+    assert chosen_in(tmp_path / "run")[0] == RATES[0]
+
+
+def test_with_more_minutes_the_trials_continue(rows, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for minutes, name in ((1e-4, "short"), (5, "long")):
+        train(config_of(None, rows, {**SECTION, "minutes": minutes}, run_name=name))
+    out = capsys.readouterr().out
+    assert out.count("trial 1 of 2: outer_lr") == out.count("trial 2 of 2: outer_lr") == 1
+    assert "1 trial of 2 from runs/tuned-" in out
+
+
+def test_groups_claim_the_tasks_of_every_trial(rows, tmp_path):
+    train(config_of(tmp_path / "run", rows, task_schedule="dynamic"))
+    train(config_of(tmp_path / "static", rows))
+    dynamic, static = choice_in(tmp_path / "run"), choice_in(tmp_path / "static")
+    assert [one["scores"] for one in dynamic["trials"]] == [one["scores"] for one in static["trials"]]
+
+
+def test_a_signal_after_the_last_trial_stops_the_run(rows, tmp_path, monkeypatch):
+    real = OuterTuning.store
+
+    def stop_after_the_last(self):
+        real(self)
+        if len(self.done) == len(self.planned):
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(OuterTuning, "store", stop_after_the_last)
+    with pytest.raises(Stopped) as error:
+        train(config_of(tmp_path / "run", rows))
+    check_message(str(error.value), "stopped by SIGTERM", "the same command")
+
+
+def test_other_values_in_a_deepspeed_file_are_tuned_for_again(rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    section = {"outer_lrs": [0.002], "init_interpolations": [1.0], "episodes": 2}
+    for bf16 in (False, True):
+        Path("ds.json").write_text(json.dumps({"bf16": {"enabled": bf16}}))
+        train(config_of(None, rows, section, run_name=f"bf16-{bf16}", deepspeed="ds.json"))
+    assert len([*Path("runs").glob("tuned-*.json")]) == 2
+
+
+SCORES = [[step, share, 0.5, 1.0] for step in (2, 4, 6, 8) for share in SHARES]
+FIRST = {"fold": 0, "outer_lr": RATES[0], "seconds": 1.0, "scores": [[0, 0.0, 0.5, 1.0], *SCORES]}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "{}",
+        '{"trials": 3}',
+        '{"trials": null}',
+        '{"trials": "ab"}',
+        json.dumps({"trials": [{**FIRST, "scores": None}]}),
+        json.dumps({"trials": [{**FIRST, "scores": [[1, 2]]}]}),
+        json.dumps({"trials": [{**FIRST, "scores": SCORES}]}),
+        json.dumps({"trials": [{**FIRST, "fold": 7}]}),
+        json.dumps({"trials": [{**FIRST, "outer_lr": 5.0}]}),
+        json.dumps({"trials": [{**FIRST, "seconds": "x"}]}),
+        json.dumps({"trials": [FIRST] * 3}),
+    ],
+    ids=[f"damage-{number}" for number in range(12)],
+)
+def test_a_damaged_file_of_trials_is_refused(tmp_path, content):
+    tuned = object.__new__(OuterTuning)
+    tuned.rates, tuned.steps, tuned.interpolations = RATES, [2, 4, 6, 8], SHARES
+    tuned.planned, tuned.file = [(0, rate) for rate in RATES], tmp_path / "tuned-1.json"
+    assert tuned.read(b"") == []
+    assert len(tuned.read(json.dumps({"trials": [FIRST]}).encode())) == 1
+    check_message(refusal(tuned.read, content.encode()), "tuned-1.json holds no choice", "remove it")
+
+
+def test_a_folder_that_cannot_be_used_is_refused_before_the_first_trial(rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(OuterTuning, "trial", None)
+    (tmp_path / "file").write_text("")
+    check_message(refusal(train, config_of(tmp_path / "file" / "run", rows)), "output_dir=", "cannot be made")
+    train(config_of(tmp_path / "run", rows, tune=None))
+    check_message(
+        refusal(train, config_of(tmp_path / "run", rows)), "output_dir=", "holds a run, and no trials"
+    )
+
+
+def test_where_every_rate_diverges_nothing_is_trained(rows, tmp_path):
+    section = {"outer_lrs": [1e30], "init_interpolations": [1.0], "episodes": 2}
+    config = config_of(tmp_path / "run", rows, section, algorithm="protonet")
+    check_message(refusal(train, config), "outer_lrs=1e+30", "diverges", "lower ones")
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 def test_an_incomplete_fold_does_not_count(rows, tmp_path):
@@ -204,9 +303,9 @@ def test_an_incomplete_fold_does_not_count(rows, tmp_path):
     first, second, initial = tuned.ranked()
     assert (first.outer_lr, second.outer_lr, initial.outer_steps) == (2.0, 1.0, 0)
     tuned.done.append(Trial(1, 2.0, 1.0, [[4, 1.0, 0.7, None]]))
-    first, second, _ = tuned.ranked()
-    assert (first.outer_lr, first.accuracy, second.accuracy) == (1.0, pytest.approx(0.7), pytest.approx(0.65))
-    assert second.loss == float("inf")
+    first, initial, diverged = tuned.ranked()
+    assert (first.outer_lr, first.accuracy, initial.outer_steps) == (1.0, pytest.approx(0.7), 0)
+    assert (diverged.accuracy, diverged.loss) == (pytest.approx(0.65), float("inf"))
 
 
 def test_a_stop_keeps_finished_trials_and_the_same_command_continues(rows, tmp_path, monkeypatch, capsys):
@@ -250,6 +349,7 @@ def test_trials_that_are_no_better_than_the_initial_weights_are_warned_of(rows, 
         ({"outer_lrs": [0.1], "minutes": 0}, ("minutes=0", "or leave it out")),
         ({"outer_lrs": [0.1], "inner_lrs": [0.1]}, ("tune sets inner_lrs and outer_lrs", "one loop")),
         ({"outer_lrs": [0.1], "max_step": 3}, ("tune sets max_step,", "did you mean max_steps?")),
+        ({"outer_lrs": [1e33, 1e39]}, ("tune=", "outer_lr=1e+39")),
         ({"outer_lrs": "fast"}, ("tune sets outer_lrs=fast", "not a number")),
     ],
 )

@@ -120,7 +120,7 @@ def test_the_inner_loop_is_chosen_again_for_other_data(tmp_path, monkeypatch, ca
 
 def test_tune_with_elastic_is_refused():
     message = refusal(Config, tune="{}", elastic=True, output_dir="x")
-    check_message(message, "tune with elastic=True", "run fmmeta tune first")
+    check_message(message, "tune with elastic=True", "choose without elastic")
 
 
 def test_no_choice_is_tried_after_the_minutes(tmp_path, capsys, terminal):

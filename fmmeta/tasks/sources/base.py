@@ -160,6 +160,10 @@ class TaskSource(ABC):
         """The source of some items: classes or tasks. chosen: bool [items]."""
         raise NotImplementedError
 
+    def folds(self, most: int) -> int:
+        """How many parts to divide the items into: at least two, at most `most`."""
+        return max(2, min(most, len(self.items)))
+
 
 class ClassSource(TaskSource):
     """N-way episodes over labelled rows, from named tasks or from one set of classes, which has the name "".
@@ -198,6 +202,11 @@ class ClassSource(TaskSource):
         if self.shape.fixed:
             return super().size(item, seed)
         return round(self.row_tokens[item] * self.shape.rows(seed, len(self.draws[item][0])))
+
+    def folds(self, most: int) -> int:
+        """Parts of one set of classes have at least n_way of them, if there are twice as many."""
+        of_classes = bool(self.draws[0][1])
+        return super().folds(min(most, len(self.items) // self.shape.n_way) if of_classes else most)
 
     def part(self, chosen: np.ndarray) -> "ClassSource":
         """An episode of fewer classes than `n_way` has all of them."""
@@ -267,6 +276,9 @@ class GlobalLabelSource(TaskSource):
     def size(self, item: int, seed: tuple[int, ...]) -> int:
         return self.source.size(item, seed)
 
+    def folds(self, most: int) -> int:
+        return self.source.folds(most)
+
     def part(self, chosen: np.ndarray) -> "GlobalLabelSource":
         """With the labels of all classes."""
         found = copy(self)
@@ -311,13 +323,17 @@ class Mixture(TaskSource):
         source, own = self._find(item)
         return self.sources[source].size(own, seed)
 
+    def folds(self, most: int) -> int:
+        return min(source.folds(most) for source in self.sources)
+
     def part(self, chosen: np.ndarray) -> "Mixture":
+        """A data set of which a single class is chosen is left out."""
         parts = np.split(chosen, self.starts[1:-1])
         return Mixture(
             {
                 name: source.part(part)
                 for name, source, part in zip(self.names, self.sources, parts, strict=True)
-                if part.any()
+                if part.sum() > (1 if isinstance(source, ClassSource) and source.draws[0][1] else 0)
             }
         )
 
