@@ -182,6 +182,10 @@ def test_few_classes_make_two_folds_of_smaller_episodes(tmp_path):
     assert [(len(fold.train.items), len(fold.valid.items)) for fold in folds] == [(2, 3), (3, 2)]
     draw = folds[0].valid.draw(Schedule(folds[0].valid.items, 1, 1).meta_batch(0)[0])
     assert len(draw.classes) == 3
+    two = [write_classes(tmp_path / f"two-{number}.jsonl", classes=2, rows=4) for number in range(2)]
+    config = Config(n_way=2, k_shot=1, num_query=1, dataset=list(map(str, two)))
+    sources = load_sources(config, byte_tokenizer(), lambda text: None)
+    check_message(refusal(folds_of, sources, 3, config), "dataset=two-0 two-1", "give validation classes")
     few = write_classes(tmp_path / "few.jsonl", classes=3, rows=4)
     config = Config(n_way=2, k_shot=1, num_query=1, dataset=[str(few)])
     sources = load_sources(config, byte_tokenizer(), lambda text: None)

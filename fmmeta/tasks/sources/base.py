@@ -327,15 +327,18 @@ class Mixture(TaskSource):
         return min(source.folds(most) for source in self.sources)
 
     def part(self, chosen: np.ndarray) -> "Mixture":
-        """A data set of which a single class is chosen is left out."""
-        parts = np.split(chosen, self.starts[1:-1])
-        return Mixture(
-            {
-                name: source.part(part)
-                for name, source, part in zip(self.names, self.sources, parts, strict=True)
-                if part.sum() > (1 if isinstance(source, ClassSource) and source.draws[0][1] else 0)
-            }
-        )
+        """A data set of which a single class is chosen is left out. Raises `UsageError` if none remains."""
+        parts, found = np.split(chosen, self.starts[1:-1]), dict[str, TaskSource]()
+        for name, source, part in zip(self.names, self.sources, parts, strict=True):
+            of_classes = isinstance(source, ClassSource) and bool(source.draws[0][1])
+            if part.sum() > of_classes:
+                found[name] = source.part(part)
+        if not found:
+            raise UsageError(
+                f"dataset={' '.join(self.names)}: no data set has two classes in each fold; give validation"
+                " classes, or leave tune out"
+            )
+        return Mixture(found)
 
     def class_keys(self) -> list[ClassKey]:
         return [
