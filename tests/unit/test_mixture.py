@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fmmeta.common.progress import Warn
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
@@ -98,6 +99,27 @@ def test_real_data_sets_mix_with_their_own_splits():
     assert Counter(item.stratum for item in sources.train.items) == {"clinc150": 50, "banking77": 25}
     assert sources.test is not None
     assert Counter(item.stratum for item in sources.test.items) == {"clinc150": 50, "banking77": 27}
+
+
+def test_a_data_set_that_class_split_does_not_fit_is_warned_of(tmp_path):
+    names = [f"c{number}" for number in range(12)]
+    contents = {
+        "named": {"a": {"train": names[6:]}, "b": {"train": names[:6]}},
+        "one": {"train": names},
+        "no": None,
+    }
+    for name, splits in contents.items():
+        (tmp_path / name).mkdir()
+        write_classes(tmp_path / name / "rows.jsonl")
+        if splits:
+            (tmp_path / name / "class_splits.json").write_text(json.dumps(splits))
+    notices: list[str] = []
+    _, sources = load(*(tmp_path / name for name in contents), class_split="b", notices=notices)
+    assert Counter(item.stratum for item in sources.train.items)["named"] == 6
+    warned = [text for text in notices if isinstance(text, Warn)]
+    check_message(warned[0], f"class_split=b is not used for {tmp_path / 'one'}", "holds one split only")
+    check_message(warned[1], f"class_split=b is not used for {tmp_path / 'no'}", "without a file of splits")
+    assert len(warned) == 2
 
 
 def test_a_data_set_without_training_tasks_is_named(tmp_path):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.progress import Warn
 from fmmeta.common.security import inside, redact
 from fmmeta.common.text import any_of, nearest, shortened
 from fmmeta.config.settings import Config
@@ -45,6 +46,10 @@ def read_splits(name: str, config: Config, named_tasks: bool, notice: Callable[[
                 raise UsageError(
                     f"class_split={config.class_split} needs a file of splits; give one with --{setting}"
                 )
+            if config.class_split is not None:
+                notice(
+                    Warn(f"class_split={config.class_split} is not used for {name}, without a file of splits")
+                )
             return None
         path = inside(Path(name), beside)
         notice(f"{setting}: {path}")
@@ -69,6 +74,8 @@ def read_splits(name: str, config: Config, named_tasks: bool, notice: Callable[[
             f"class_split={config.class_split} does not fit: {path} holds one split only; leave --class_split"
             " out"
         )
+    elif config.class_split is not None:
+        notice(Warn(f"class_split={config.class_split} is not used for {name}: {path} holds one split only"))
     if not lists_by_name(splits) or "train" not in splits:
         raise UsageError(
             f'{setting}={path} holds no splits; write {{"train": [...], "valid": [...], "test": [...]}}'
