@@ -185,7 +185,10 @@ def tune_before_training(
                 ) from None
             store(file, values, world)
         chosen = {name: values[name] for name in CHOSEN if name in values}  # older files have no optimizer
-        tuned = with_optimizer(config, **{"inner_optimizer": config.inner_optimizer, **chosen, "tune": None})
+        try:
+            tuned = with_optimizer(config, **{"inner_optimizer": config.inner_optimizer, **chosen}, tune=None)
+        except UsageError:
+            raise no_choice(file) from None
     text = ", ".join(f"{name} {value}" for name, value in chosen.items())
     progress.notice(f"tuned: {text} ({file}; remove it to tune again)")
     return tuned

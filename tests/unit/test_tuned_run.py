@@ -49,7 +49,8 @@ def test_the_choice_is_trained_with_and_config_yaml_holds_it(tmp_path, monkeypat
     assert "holds this run, finished" in out
     train(parse(["run/config.yaml", "--output_dir", "again"]))
     assert same(Path("run"), Path("again"))
-    for damaged in ("[1", "[]", "{}", "\xff"):
+    wrong = json.dumps({**chosen, "inner_lr": "fast"})
+    for damaged in ("[1", "[]", "{}", "\xff", wrong):
         stored.write_bytes(damaged.encode("latin-1"))
         assert refusal(train, parse(argv)).startswith(
             f"{stored} holds no choice of this tune section; remove it"

@@ -210,10 +210,8 @@ class ClassSource(TaskSource):
 
     def part(self, chosen: np.ndarray) -> "ClassSource":
         """An episode of fewer classes than `n_way` has all of them."""
-        names, shape = (
-            {item.name for item, is_in in zip(self.items, chosen, strict=True) if is_in},
-            self.shape,
-        )
+        names = {item.name for item, is_in in zip(self.items, chosen, strict=True) if is_in}
+        shape = self.shape
         if "" in self.tasks:
             tasks = {"": {name: rows for name, rows in self.tasks[""].items() if name in names}}
             shape = replace(shape, n_way=min(shape.n_way, len(names)))
