@@ -5,7 +5,9 @@
 
 A trial is scored at quarters of its outer steps, with each interpolation of the initial and the trained
 weights, so that steps and interpolations cost no training. Where the rate decays, fewer steps are another
-training, and the end alone is scored. Without validation classes (or tasks) the training classes are divided
+training, and the end alone is scored. The run's own settings are kept unless others are better by more than
+one standard error over the episodes (Breiman et al., "Classification and Regression Trees", 1984, section
+3.4.3, for the size of a tree). Without validation classes (or tasks) the training classes are divided
 into folds; a trial of each fold trains on the others, and a choice is scored on all of them
 (cross-validation).
 """
@@ -218,8 +220,8 @@ def store(file: Path, values: dict[str, Any], world: World) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """A training that was scored. scores: lists of outer step, init_interpolation, mean accuracy, mean loss
-    (None if it is not finite).
+    """A training that was scored. scores: lists of outer step, init_interpolation, accuracies by episode,
+    mean loss (None if it is not finite).
     """
 
     fold: int
@@ -231,21 +233,33 @@ class Trial:
     def of(values: dict[str, Any]) -> "Trial":
         """From its fields. Raises `ValueError`, `TypeError` or `KeyError`."""
         scores = [
-            [int(step), float(share), float(accuracy), None if loss is None else float(loss)]
-            for step, share, accuracy, loss in values["scores"]
+            [int(step), float(alpha), list(map(float, accuracies)), None if loss is None else float(loss)]
+            for step, alpha, accuracies, loss in values["scores"]
         ]
         return Trial(int(values["fold"]), float(values["outer_lr"]), float(values["seconds"]), scores)
 
 
 @dataclass(frozen=True)
 class OuterChoice:
-    """Settings of the outer loop with their mean accuracy and loss (nats) over the folds."""
+    """Settings of the outer loop with their accuracy in each episode of all folds, and their mean loss
+    (nats).
+    """
 
     outer_lr: float
     outer_steps: int
     init_interpolation: float
-    accuracy: float
+    accuracies: tuple[float, ...]
     loss: float
+
+    @property
+    def accuracy(self) -> float:
+        return sum(self.accuracies) / len(self.accuracies)
+
+    def is_above(self, other: "OuterChoice") -> bool:
+        """Whether the mean accuracy is higher by more than one standard error of the paired difference."""
+        gains = np.subtract(self.accuracies, other.accuracies)
+        error = gains.std(ddof=1) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
+        return bool(gains.mean() > error)
 
 
 class OuterTuning:
@@ -308,17 +322,26 @@ class OuterTuning:
                 " another"
             )
         ranked = self.ranked()
-        best = ranked[0] if ranked[0].outer_steps else ranked[1]
+        initial = next(one for one in ranked if not one.outer_steps)
+        best = next(one for one in ranked if one.outer_steps)
         if not math.isfinite(best.loss):
             rates = " ".join(f"{rate:g}" for rate in self.rates)
             raise UsageError(f"outer_lrs={rates}: the loss diverges with every one of them; try lower ones")
         if len(self.done) > begun:
             self.show(ranked)
-        if best is not ranked[0]:
+        own = [getattr(self.config, name) for name in OF_OUTER_LOOP]
+        for one in ranked:
+            if [getattr(one, name) for name in OF_OUTER_LOOP] == own and not best.is_above(one):
+                self.progress.notice(
+                    f"the best are not above the run's own settings, {100 * one.accuracy:.1f} %, by more than"
+                    " one standard error over the episodes: these are kept"
+                )
+                best = one
+        if best.accuracy <= initial.accuracy:
             self.progress.notice(
                 Warn(
-                    f"no trial is above the initial weights, {100 * ranked[0].accuracy:.1f} % on these tasks:"
-                    " evaluate them before you use the trained ones"
+                    f"the choice is not above the initial weights, {100 * initial.accuracy:.1f} % on these"
+                    " tasks: evaluate them before you use the trained ones"
                 )
             )
         return {name: getattr(best, name) for name in OF_OUTER_LOOP}
@@ -327,8 +350,15 @@ class OuterTuning:
         """The finished trials in a file. Raises `UsageError` for other content."""
         try:
             done = [Trial.of(one) for one in json.loads(text)["trials"]] if text else []
-            found = [(one.fold, one.outer_lr, [(*score[:2],) for score in one.scores]) for one in done]
-            wanted = [(fold, rate, self.points(rate)) for fold, rate in self.planned[: len(done)]]
+            count = self.section.episodes
+            found = [
+                (one.fold, one.outer_lr, [(step, alpha, len(each)) for step, alpha, each, _ in one.scores])
+                for one in done
+            ]
+            wanted = [
+                (fold, rate, [(*point, count) for point in self.points(rate)])
+                for fold, rate in self.planned[: len(done)]
+            ]
         except (ValueError, TypeError, KeyError, RecursionError):
             raise no_choice(self.file) from None
         if found != wanted:
@@ -393,7 +423,8 @@ class OuterTuning:
     def log_trial(self) -> None:
         """Log the last trial, with the time left."""
         last = self.done[-1]
-        step, _, accuracy, _ = max(last.scores, key=lambda score: score[2] if score[0] else -1)
+        sums = [(sum(each) / len(each), step) for step, _, each, _ in last.scores if step]
+        accuracy, step = max(sums)
         fold = f"fold {last.fold + 1}, " if len(self.folds) > 1 else ""
         left = 0.0 if self.time_is_over else self.seconds_left
         self.progress.notice(
@@ -408,13 +439,15 @@ class OuterTuning:
         Of equals fewer steps come first, then the run's own rate, then more of the initial weights.
         """
         whole = max(1, len(self.done) // len(self.rates))
-        scores = defaultdict[tuple[float, int, float], list[tuple[float, float]]](list)
+        accuracies = defaultdict[tuple[float, int, float], list[float]](list)
+        losses = defaultdict[tuple[float, int, float], list[float]](list)
         for trial in self.done:
-            for step, alpha, accuracy, loss in trial.scores if trial.fold < whole else ():
-                scores[trial.outer_lr, step, alpha].append((accuracy, math.inf if loss is None else loss))
+            for step, alpha, of_episodes, loss in trial.scores if trial.fold < whole else ():
+                accuracies[trial.outer_lr, step, alpha] += of_episodes
+                losses[trial.outer_lr, step, alpha].append(math.inf if loss is None else loss)
         found = [
-            OuterChoice(*key, *(sum(column) / len(each) for column in zip(*each, strict=True)))
-            for key, each in scores.items()
+            OuterChoice(*key, tuple(each), sum(losses[key]) / len(losses[key]))
+            for key, each in accuracies.items()
         ]
         own = self.config.outer_lr
         return sorted(
@@ -487,9 +520,11 @@ class TrialValidation(Validation):
             )
             if run.stop.agree():
                 break  # the scores are incomplete
-            accuracy = sum(one.accuracies[-1] for one in scores) / len(scores)
+            accuracies = [one.accuracies[-1] for one in scores]
             loss = sum(one.losses[-1] for one in scores) / len(scores)
-            self.scores.append([run.state.outer_step, alpha, accuracy, loss if math.isfinite(loss) else None])
+            self.scores.append(
+                [run.state.outer_step, alpha, accuracies, loss if math.isfinite(loss) else None]
+            )
         if due:
             run.worker.write(run.theta)
 

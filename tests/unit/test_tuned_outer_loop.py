@@ -18,7 +18,7 @@ from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.train import train
 from fmmeta.training import tuning
-from fmmeta.training.tuning import OuterTuning, Trial, check_section, folds_of
+from fmmeta.training.tuning import OuterChoice, OuterTuneConfig, OuterTuning, Trial, check_section, folds_of
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
 from tests.support.models import byte_tokenizer, write_classes, write_pairs
@@ -71,8 +71,9 @@ def test_the_scores_of_trials_are_those_of_whole_runs_and_the_best_one_is_traine
     assert [trial["outer_lr"] for trial in choice["trials"]] == RATES
     found = {}
     for trial in choice["trials"]:
-        for step, share, accuracy, loss in trial["scores"]:
-            found[trial["outer_lr"], step, share] = accuracy, loss
+        for step, share, accuracies, loss in trial["scores"]:
+            assert len(accuracies) == 5
+            found[trial["outer_lr"], step, share] = sum(accuracies) / 5, loss
     assert {step for _, step, _ in found} == {0, 2, 4, 6, 8}
     for rate, share, steps in [
         (rate, share, steps) for rate in RATES for share in SHARES for steps in (4, 8)
@@ -85,7 +86,7 @@ def test_the_scores_of_trials_are_those_of_whole_runs_and_the_best_one_is_traine
             for text in (folder / "metrics.jsonl").read_text().splitlines()
             if "valid_loss" in (line := json.loads(text))
         )
-        assert found[rate, steps, share] == (line["valid_accuracy"], pytest.approx(line["valid_loss"]))
+        assert found[rate, steps, share] == pytest.approx((line["valid_accuracy"], line["valid_loss"]))
     trained = {key: score for key, score in found.items() if key[1]}
     best = max(trained, key=lambda key: (round(trained[key][0], 4), -round(trained[key][1], 4)))
     assert chosen_in(tmp_path / "run") == best
@@ -114,8 +115,8 @@ def test_without_validation_classes_every_choice_is_scored_on_all_folds(rows, tm
     ]
     found = defaultdict(list)
     for trial in choice["trials"]:
-        for step, share, accuracy, loss in trial["scores"]:
-            found[trial["outer_lr"], step, share].append((accuracy, -loss))
+        for step, share, accuracies, loss in trial["scores"]:
+            found[trial["outer_lr"], step, share].append((np.mean(accuracies), -loss))
     trained = {key: np.array(scores).mean(0) for key, scores in found.items() if key[1]}
     assert {len(found[key]) for key in trained} == {3}
     best = max(trained, key=lambda key: tuple(trained[key].round(4)))
@@ -248,8 +249,8 @@ def test_other_values_in_a_deepspeed_file_are_tuned_for_again(rows, tmp_path, mo
     assert len([*Path("runs").glob("tuned-*.json")]) == 2
 
 
-SCORES = [[step, share, 0.5, 1.0] for step in (2, 4, 6, 8) for share in SHARES]
-FIRST = {"fold": 0, "outer_lr": RATES[0], "seconds": 1.0, "scores": [[0, 0.0, 0.5, 1.0], *SCORES]}
+SCORES = [[step, share, [0.5] * 5, 1.0] for step in (2, 4, 6, 8) for share in SHARES]
+FIRST = {"fold": 0, "outer_lr": RATES[0], "seconds": 1.0, "scores": [[0, 0.0, [0.5] * 5, 1.0], *SCORES]}
 
 
 @pytest.mark.parametrize(
@@ -267,12 +268,16 @@ FIRST = {"fold": 0, "outer_lr": RATES[0], "seconds": 1.0, "scores": [[0, 0.0, 0.
         json.dumps({"trials": [{**FIRST, "outer_lr": 5.0}]}),
         json.dumps({"trials": [{**FIRST, "seconds": "x"}]}),
         json.dumps({"trials": [FIRST] * 3}),
+        json.dumps(
+            {"trials": [{**FIRST, "scores": [[step, share, [], 1.0] for step, share, *_ in FIRST["scores"]]}]}
+        ),
     ],
-    ids=[f"damage-{number}" for number in range(12)],
+    ids=[f"damage-{number}" for number in range(13)],
 )
 def test_a_damaged_file_of_trials_is_refused(tmp_path, content):
     tuned = object.__new__(OuterTuning)
     tuned.rates, tuned.steps, tuned.interpolations = RATES, [2, 4, 6, 8], SHARES
+    tuned.section = OuterTuneConfig(episodes=5)
     tuned.planned, tuned.file = [(0, rate) for rate in RATES], tmp_path / "tuned-1.json"
     assert tuned.read(b"") == []
     assert len(tuned.read(json.dumps({"trials": [FIRST]}).encode())) == 1
@@ -296,20 +301,42 @@ def test_where_every_rate_diverges_nothing_is_trained(rows, tmp_path):
     assert not (tmp_path / "run" / "run.json").exists()
 
 
-def test_an_incomplete_fold_does_not_count(rows, tmp_path):
+def test_an_incomplete_fold_does_not_count():
     tuned = object.__new__(OuterTuning)
     tuned.rates, tuned.config = [1.0, 2.0], Config()
     tuned.done = [
-        Trial(0, 1.0, 1.0, [[0, 0.0, 0.2, 1.0], [4, 1.0, 0.5, 1.0]]),
-        Trial(0, 2.0, 1.0, [[4, 1.0, 0.6, 1.0]]),
-        Trial(1, 1.0, 1.0, [[0, 0.0, 0.2, 1.0], [4, 1.0, 0.9, 1.0]]),
+        Trial(0, 1.0, 1.0, [[0, 0.0, [0.2], 1.0], [4, 1.0, [0.5], 1.0]]),
+        Trial(0, 2.0, 1.0, [[4, 1.0, [0.6], 1.0]]),
+        Trial(1, 1.0, 1.0, [[0, 0.0, [0.2], 1.0], [4, 1.0, [0.9], 1.0]]),
     ]
     first, second, initial = tuned.ranked()
     assert (first.outer_lr, second.outer_lr, initial.outer_steps) == (2.0, 1.0, 0)
-    tuned.done.append(Trial(1, 2.0, 1.0, [[4, 1.0, 0.7, None]]))
+    tuned.done.append(Trial(1, 2.0, 1.0, [[4, 1.0, [0.7], None]]))
     first, initial, diverged = tuned.ranked()
-    assert (first.outer_lr, first.accuracy, initial.outer_steps) == (1.0, pytest.approx(0.7), 0)
+    assert (first.outer_lr, first.accuracies, initial.outer_steps) == (1.0, (0.5, 0.9), 0)
     assert (diverged.accuracy, diverged.loss) == (pytest.approx(0.65), float("inf"))
+
+
+@pytest.mark.parametrize(("gains", "is_above"), [([1, 1, 0, 0], True), ([1, 0, 0, 0], False), ([1], True)])
+def test_the_own_settings_are_kept_within_one_standard_error(gains, is_above):
+    """One standard error: 0.29 of a mean of 0.5; 0.25 of a mean of 0.25."""
+    own = OuterChoice(0.1, 4, 1.0, (0.0,) * len(gains), 1.0)
+    assert OuterChoice(0.2, 4, 1.0, tuple(map(float, gains)), 1.0).is_above(own) == is_above
+
+
+@pytest.mark.parametrize(("others", "kept"), [([1.0, 1.0, 1.0, 0.0], False), ([1.0, 0.0, 0.0, 0.0], True)])
+def test_the_own_settings_stay_unless_others_are_clearly_better(
+    rows, tmp_path, monkeypatch, capsys, others, kept
+):
+    def trial(self, fold, rate, signals):
+        accuracies = others if rate == RATES[1] else [0.0] * 4
+        return Trial(fold, rate, 1.0, [[*point, accuracies, 1.0] for point in self.points(rate)])
+
+    monkeypatch.setattr(OuterTuning, "trial", trial)
+    section = {"outer_lrs": RATES, "init_interpolations": [1.0], "episodes": 4}
+    train(config_of(tmp_path / "run", rows, section, outer_lr=RATES[0]))
+    assert ("these are kept" in capsys.readouterr().out) == kept
+    assert chosen_in(tmp_path / "run") == ((RATES[0], STEPS, 1.0) if kept else (RATES[1], 2, 1.0))
 
 
 def test_a_stop_keeps_finished_trials_and_the_same_command_continues(rows, tmp_path, monkeypatch, capsys):
@@ -339,7 +366,7 @@ def test_a_stop_keeps_finished_trials_and_the_same_command_continues(rows, tmp_p
 def test_trials_that_are_no_better_than_the_initial_weights_are_warned_of(rows, tmp_path, capsys):
     section = {"outer_lrs": [1e-12], "init_interpolations": [1.0], "episodes": 3}
     train(config_of(tmp_path / "run", rows, section))
-    assert "no trial is above the initial weights" in capsys.readouterr().out
+    assert "the choice is not above the initial weights" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
