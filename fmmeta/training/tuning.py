@@ -5,9 +5,8 @@
 
 A trial is scored at quarters of its outer steps, with each interpolation of the initial and the trained
 weights, so that steps and interpolations cost no training. Where the rate decays, fewer steps are another
-training, and the end alone is scored. The run's own settings are kept unless others are better by more than
-one standard error over the episodes (Breiman et al., "Classification and Regression Trees", 1984, section
-3.4.3, for the size of a tree). Without validation classes (or tasks) the training classes are divided
+training, and the end alone is scored. The run's own settings are kept unless the 95 % interval of the gain of
+others over them excludes zero. Without validation classes (or tasks) the training classes are divided
 into folds; a trial of each fold trains on the others, and a choice is scored on all of them
 (cross-validation).
 """
@@ -45,6 +44,7 @@ from fmmeta.evaluation.tune import (
     with_optimizer,
 )
 from fmmeta.meta.parameters import MetaParameters
+from fmmeta.metrics.scores import mean_ci95
 from fmmeta.parallel.layout import ParallelPlan
 from fmmeta.parallel.process_groups import ProcessGroups, World
 from fmmeta.reliability.signals import Signals
@@ -256,10 +256,9 @@ class OuterChoice:
         return sum(self.accuracies) / len(self.accuracies)
 
     def is_above(self, other: "OuterChoice") -> bool:
-        """Whether the mean accuracy is higher by more than one standard error of the paired difference."""
-        gains = np.subtract(self.accuracies, other.accuracies)
-        error = gains.std(ddof=1) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
-        return bool(gains.mean() > error)
+        """Whether the 95 % interval of the paired difference over the episodes is above 0."""
+        mean, half = mean_ci95(np.subtract(self.accuracies, other.accuracies).tolist())
+        return mean > half
 
 
 class OuterTuning:
@@ -333,8 +332,8 @@ class OuterTuning:
         for one in ranked:
             if [getattr(one, name) for name in OF_OUTER_LOOP] == own and not best.is_above(one):
                 self.progress.notice(
-                    f"the best are not above the run's own settings, {100 * one.accuracy:.1f} %, by more than"
-                    " one standard error over the episodes: these are kept"
+                    f"none is significantly above the run's own settings, {100 * one.accuracy:.1f} %:"
+                    " these are kept"
                 )
                 best = one
         if best.accuracy <= initial.accuracy:

@@ -204,9 +204,9 @@ class ClassSource(TaskSource):
         return round(self.row_tokens[item] * self.shape.rows(seed, len(self.draws[item][0])))
 
     def folds(self, most: int) -> int:
-        """Parts of one set of classes have at least n_way of them, if there are twice as many."""
+        """Parts of one set of classes have at least two of them, if there are four."""
         of_classes = bool(self.draws[0][1])
-        return super().folds(min(most, len(self.items) // self.shape.n_way) if of_classes else most)
+        return super().folds(min(most, len(self.items) // 2) if of_classes else most)
 
     def part(self, chosen: np.ndarray) -> "ClassSource":
         """An episode of fewer classes than `n_way` has all of them."""
