@@ -28,10 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import keep, read, table
-from benchmarks.full_way import train_recipe
 from fmmeta import Config, MetaTrainer, evaluate
 from fmmeta.metrics.scores import mean_ci95
-from fmmeta.training.tuning import OF_OUTER_LOOP
 
 RESULTS = Path(__file__).parent / "results" / "intents.json"
 SPLITS = ("01", "02", "03", "04", "05")
@@ -87,9 +85,7 @@ BY_STEPS: dict[str, dict[str, Any]] = {  # trainings whose inner loop is that of
         "prototype_gradient": True,
     },
 }
-# settings of meta-training, method of the test; `tuned` is the recipe intents_tuned, which chooses on the
-# validation classes of each split
-ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {
+ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {  # settings of meta-training, method of the test
     "none+prototype": (None, "prototype"),
     "none+linear": (None, "linear"),
     "none+soft_kmeans": (None, "soft_kmeans"),
@@ -117,7 +113,6 @@ ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {
     "none+adamw": (None, "finetune"),
     **{f"{name}+adamw": (settings, "finetune") for name, settings in BY_STEPS.items()},
     **{f"{name}+prototype": (settings, "prototype") for name, settings in BY_STEPS.items()},
-    "tuned": (None, "prototype"),
     "best": (BEST, "prototype"),
     "best+names": ({**BEST, "label_names": "names"}, "prototype"),
 }
@@ -178,11 +173,7 @@ def run(row: str, name: str, split: str, asked: argparse.Namespace) -> dict[str,
     data, began = f"{asked.data}/{name}", time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         model, facts = asked.model, dict[str, Any]()
-        if row == "tuned":
-            model = train_recipe(model, data, f"{folder}/run", "intents_tuned", class_split=split)
-            chosen = json.loads(Path(folder, "run", "run.json").read_text(encoding="utf-8"))["settings"]
-            facts["settings"] = {one: chosen[one] for one in OF_OUTER_LOOP}
-        elif settings is not None:
+        if settings is not None:
             model, facts["validation"] = trained(
                 settings, BUDGETS.get(row, BUDGET), asked.model, data, split, folder
             )

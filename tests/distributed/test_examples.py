@@ -86,7 +86,6 @@ PAIRS = (
 RUNS = {  # recipe: ranks, model, data, and what makes it small
     "intents": (1, save_bert, INTENTS, ""),
     "intents_fomaml": (1, save_bert, INTENTS, ""),
-    "intents_tuned": (1, save_bert, INTENTS, '--tune={"outer_lrs":[1e-4],"episodes":2}'),
     "language_lora": (1, save_llama, PAIRS, '--tune={"episodes":2,"inner_lrs":[0.1],"max_steps":2}'),
     "language_in_context": (1, save_llama, PAIRS, ""),
     "8b_zero3": (2, save_llama, PAIRS, f"--deepspeed {ROOT}/ds_configs/zero3.json --group_size 2"),

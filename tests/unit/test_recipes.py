@@ -46,7 +46,6 @@ def test_the_recipes_of_the_issue_are_packaged():
         "elastic",
         "intents",
         "intents_fomaml",
-        "intents_tuned",
         "language_in_context",
         "language_lora",
         "pipeline",
