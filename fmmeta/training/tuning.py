@@ -71,7 +71,7 @@ class OuterTuneConfig:
 
     outer_lrs: list[float] = setting([], "Outer rates to try (default: --outer_lr, and three times that)")
     init_interpolations: list[float] = setting(
-        [], "Values of --init_interpolation to try (default: 0.3, 0.6, 0.8 and 1)"
+        [], "Values of --init_interpolation to try (default: that of the run, and 0.3, 0.6, 0.8 and 1)"
     )
     folds: int = setting(
         3, "Folds of the training classes or tasks, where there are none for validation", least=2
@@ -278,7 +278,8 @@ class OuterTuning:
         self.config, self.section, self.inputs, self.plan = config, section, inputs, plan
         self.world, self.ranks, self.progress, self.file = world, ranks, progress, file
         self.rates = section.rates(config)
-        self.interpolations = sorted({*(section.init_interpolations or INTERPOLATIONS)})
+        default = (*INTERPOLATIONS, config.init_interpolation)
+        self.interpolations = sorted({*(section.init_interpolations or default)})
         self.folds = folds_of(inputs.sources, section.folds, config)
         self.planned = [(fold, rate) for fold in range(len(self.folds)) for rate in self.rates]
         self.done: list[Trial] = []
