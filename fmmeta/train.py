@@ -15,6 +15,7 @@ from fmmeta.config.algorithms import find
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.elastic.controller import ElasticController, join, with_other_groups
+from fmmeta.evaluation.tune_outer_loop import check_section, tune_before_training
 from fmmeta.metrics.own import Metric, find_metrics
 from fmmeta.models.files import check_given_tokenizer, store_model
 from fmmeta.models.load import describe, fitted, suggest_chat
@@ -29,7 +30,6 @@ from fmmeta.training.finish import Result, finish, read_result
 from fmmeta.training.loop import Run
 from fmmeta.training.run_folder import open_run
 from fmmeta.training.trackers import check_installed
-from fmmeta.training.tuning import check_section, tune_before_training
 
 
 class MetaTrainer:

@@ -17,7 +17,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -61,6 +61,10 @@ class ProcessGroups:
     def first(self) -> bool:
         """Whether this process logs and writes for all."""
         return self.layout.launch.global_rank == 0
+
+    def with_keys_under(self, name: str) -> "ProcessGroups":
+        """The same communicators, and the store under a prefix. Local."""
+        return replace(self, store=dist.PrefixStore(name, self.store))
 
 
 class World:

@@ -13,12 +13,19 @@ import pytest
 from fmmeta.cli import parse
 from fmmeta.common.errors import Stopped
 from fmmeta.config.settings import Config
+from fmmeta.evaluation import tune_outer_loop
+from fmmeta.evaluation.tune_outer_loop import (
+    OuterChoice,
+    OuterTuneConfig,
+    OuterTuning,
+    Trial,
+    check_section,
+    folds_of,
+)
 from fmmeta.reliability.signals import Signals
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.train import train
-from fmmeta.training import tuning
-from fmmeta.training.tuning import OuterChoice, OuterTuneConfig, OuterTuning, Trial, check_section, folds_of
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
 from tests.support.models import byte_tokenizer, write_classes, write_pairs
@@ -344,17 +351,17 @@ def test_the_own_settings_stay_unless_others_are_clearly_better(
 def test_a_stop_keeps_finished_trials_and_the_same_command_continues(rows, tmp_path, monkeypatch, capsys):
     signals, whole = Signals(leave=lambda code: None), tmp_path / "whole"
     train(config_of(whole, rows))
-    real = tuning.store
+    real = tune_outer_loop.store
 
     def stop_after_the_first(file, values, world):
         real(file, values, world)
         signals.adopt("SIGTERM")
 
-    monkeypatch.setattr(tuning, "store", stop_after_the_first)
+    monkeypatch.setattr(tune_outer_loop, "store", stop_after_the_first)
     with pytest.raises(Stopped) as error:
         train(config_of(tmp_path / "run", rows), signals)
     check_message(str(error.value), "stopped by SIGTERM", "after 1 of 2 trials", "the same command")
-    monkeypatch.setattr(tuning, "store", real)
+    monkeypatch.setattr(tune_outer_loop, "store", real)
     capsys.readouterr()
     train(config_of(tmp_path / "run", rows))
     out = capsys.readouterr().out

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from fmmeta.common.errors import Stopped, UsageError
 from fmmeta.common.progress import Progress, Warn
@@ -398,8 +397,7 @@ class OuterTuning:
             save_steps=0,
         )
         inputs = replace(self.inputs, sources=self.folds[fold])
-        # counters of tasks that groups claim are those of one trial
-        ranks = replace(self.ranks, store=dist.PrefixStore(f"trial-{number}", self.ranks.store))
+        ranks = self.ranks.with_keys_under(f"trial-{number}")  # the counters of tasks that groups claim
         parts = build.build(config, inputs, self.plan, ranks)
         initial, title = parts.meta_params.snapshot(), f"trial {number} of {len(self.planned)}"
         scoring = TrialValidation(self, self.points(rate), initial, title)
