@@ -81,21 +81,25 @@ def start(fork_server, flags):
 
 
 def test_a_stopped_run_begins_the_tasks_again_that_are_not_in_theta(fork_server, start, tmp_path):
-    ranks = start(tmp_path)
-    until(lambda: steps_of(tmp_path / "run") >= 3)
-    for rank in ranks:
-        os.kill(rank.pid, signal.SIGTERM)
-    assert fork_server.wait(ranks, 60) == [75, 75], ranks[0].text + ranks[1].text
-    newest = max(int(path.name[11:]) for path in (tmp_path / "run").glob("checkpoint-*"))
-    state = json.loads((tmp_path / "run" / f"checkpoint-{newest}" / "state.json").read_text())
-    queue = state["queue"]
-    assert queue["claimed"] == 3 * newest + len(queue["again"])
+    for attempt in range(3):  # a stop may come when each group has just finished a task
+        folder = tmp_path / str(attempt)
+        ranks = start(folder)
+        until(lambda run=folder / "run": steps_of(run) >= 3)
+        for rank in ranks:
+            os.kill(rank.pid, signal.SIGTERM)
+        assert fork_server.wait(ranks, 60) == [75, 75], ranks[0].text + ranks[1].text
+        newest = max(int(path.name[11:]) for path in (folder / "run").glob("checkpoint-*"))
+        state = json.loads((folder / "run" / f"checkpoint-{newest}" / "state.json").read_text())
+        queue = state["queue"]
+        assert queue["claimed"] == 3 * newest + len(queue["again"])
+        if queue["again"]:
+            break
     assert queue["again"]
-    ranks = start(tmp_path)
+    ranks = start(folder)
     assert fork_server.wait(ranks, 100) == [0, 0], ranks[0].text
     assert "theta depends on how long tasks take" in ranks[0].text
-    assert [line["step"] for line in lines_of(tmp_path)] == list(range(1, 9))
-    assert sum(line["skipped_tasks"] for line in lines_of(tmp_path)) == 0
+    assert [line["step"] for line in lines_of(folder)] == list(range(1, 9))
+    assert sum(line["skipped_tasks"] for line in lines_of(folder)) == 0
 
 
 def test_old_gradients_are_dropped_by_stratum(fork_server, start, tmp_path):
