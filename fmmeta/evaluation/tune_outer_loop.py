@@ -330,7 +330,8 @@ class OuterTuning:
             self.show(ranked)
         own = [getattr(self.config, name) for name in OF_OUTER_LOOP]
         for one in ranked:
-            if [getattr(one, name) for name in OF_OUTER_LOOP] == own and not best.is_above(one):
+            is_own = one is not best and [getattr(one, name) for name in OF_OUTER_LOOP] == own
+            if is_own and not best.is_above(one):
                 self.progress.notice(
                     f"none is significantly above the run's own settings, {100 * one.accuracy:.1f} %:"
                     " these are kept"
