@@ -45,7 +45,14 @@ from tests.support.models import write_classes
 TOKENIZER = byte_tokenizer()
 
 
-class FailingSource(TaskSource):
+class WrappedSource(TaskSource):
+    """A source that draws from another one."""
+
+    def part(self, chosen):
+        return self.source.part(chosen)
+
+
+class FailingSource(WrappedSource):
     """A source that fails for some items.
 
     failures: item -> the kind of failure and how often it happens (a file counts); ("wait", other) draws the
@@ -79,7 +86,7 @@ class FailingSource(TaskSource):
         return self.source.draw(task)
 
 
-class KillingSource(TaskSource):
+class KillingSource(WrappedSource):
     """A source that kills the loader process that receives it."""
 
     def __init__(self, source: TaskSource) -> None:
@@ -440,7 +447,7 @@ def test_a_time_limit_ends_code_that_catches_errors_and_leaves_the_caller_its_ti
         signal.signal(signal.SIGALRM, before)
 
 
-class SleepingSource(TaskSource):
+class SleepingSource(WrappedSource):
     """A source whose tasks of item `bad` never load."""
 
     def __init__(self, source: TaskSource, bad: int) -> None:

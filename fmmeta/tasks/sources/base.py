@@ -156,9 +156,9 @@ class TaskSource(ABC):
         """Expected tokens of the episode of (item, seed)."""
         return int(self.items.tokens[item])
 
+    @abstractmethod
     def part(self, chosen: np.ndarray) -> "TaskSource":
         """The source of some items: classes or tasks. chosen: bool [items]."""
-        raise NotImplementedError
 
     def folds(self, most: int) -> int:
         """How many parts to divide the items into: at least two, at most `most`."""
@@ -203,10 +203,14 @@ class ClassSource(TaskSource):
             return super().size(item, seed)
         return round(self.row_tokens[item] * self.shape.rows(seed, len(self.draws[item][0])))
 
+    @property
+    def has_classes_as_items(self) -> bool:
+        """Whether an item is a class of one set, not a named task."""
+        return bool(self.draws[0][1])
+
     def folds(self, most: int) -> int:
         """Parts of one set of classes have at least two of them, if there are four."""
-        of_classes = bool(self.draws[0][1])
-        return super().folds(min(most, len(self.items) // 2) if of_classes else most)
+        return super().folds(min(most, len(self.items) // 2) if self.has_classes_as_items else most)
 
     def part(self, chosen: np.ndarray) -> "ClassSource":
         """An episode of fewer classes than `n_way` has all of them."""
@@ -328,8 +332,8 @@ class Mixture(TaskSource):
         """A data set of which a single class is chosen is left out. Raises `UsageError` if none remains."""
         parts, found = np.split(chosen, self.starts[1:-1]), dict[str, TaskSource]()
         for name, source, part in zip(self.names, self.sources, parts, strict=True):
-            of_classes = isinstance(source, ClassSource) and bool(source.draws[0][1])
-            if part.sum() > of_classes:
+            needs_two = isinstance(source, ClassSource) and source.has_classes_as_items
+            if part.sum() > needs_two:
                 found[name] = source.part(part)
         if not found:
             raise UsageError(
