@@ -41,7 +41,8 @@ ADAPTED = {1: 60, 5: 60}  # the same for loops of AdamW from the class means
 COSINE = 10**0.5  # feature length at which prototypes have the temperature 0.05
 
 BUDGET = 4000  # rows of text that go forward and backward in the meta-training of a cell
-BUDGETS = {"best": 8000, "best+names": 8000}  # chosen with the rest of that recipe (choose.py)
+# chosen with the rest of that recipe (choose.py)
+BUDGETS = {"best": 8000, "best+names": 8000, "best+tuned": 8000}
 
 COMMON: dict[str, Any] = {
     "num_query": 1,
@@ -74,6 +75,12 @@ ADAMW: dict[str, Any] = {  # the loop that was best on validation classes withou
 LAST: dict[str, Any] = {"eval_episodes": 0, "eval_steps": 0, "load_best_model_at_end": False}
 # rows that end with +names have the names of classes among the support examples
 BEST: dict[str, Any] = {**METRIC, "outer_lr": 1e-4, "init_interpolation": 0.6, **DROPPED}
+# Rate and interpolation are chosen on the validation classes of the split. The default rate is not among
+# those that are tried, so that the highest accuracy decides.
+TUNED: dict[str, Any] = {
+    **METRIC,
+    "tune": '{"outer_lrs": [1e-4, 3e-4], "init_interpolations": [0.4, 0.6, 0.8, 1.0], "episodes": 50}',
+}
 STEPS: dict[str, Any] = {**BEST, **ADAMW, **LAST}
 BY_STEPS: dict[str, dict[str, Any]] = {  # trainings whose inner loop is that of ADAMW
     "fomaml": {**STEPS, "algorithm": "fomaml"},
@@ -114,6 +121,7 @@ ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {  # settings of meta-train
     **{f"{name}+adamw": (settings, "finetune") for name, settings in BY_STEPS.items()},
     **{f"{name}+prototype": (settings, "prototype") for name, settings in BY_STEPS.items()},
     "best": (BEST, "prototype"),
+    "best+tuned": (TUNED, "prototype"),
     "best+names": ({**BEST, "label_names": "names"}, "prototype"),
 }
 TESTED_WITH = {"none+adamw": ADAMW}  # other rows with an inner loop: the settings of their training
@@ -177,6 +185,9 @@ def run(row: str, name: str, split: str, asked: argparse.Namespace) -> dict[str,
             model, facts["validation"] = trained(
                 settings, BUDGETS.get(row, BUDGET), asked.model, data, split, folder
             )
+            if "tune" in settings:
+                used = json.loads(Path(folder, "run.json").read_text(encoding="utf-8"))["settings"]
+                facts["chosen"] = {one: used[one] for one in ("outer_lr", "init_interpolation")}
         methods = [ROWS[one][1] for one in FREE] if row in FREE else [method]
         found = []
         for shots in SHOTS:
