@@ -151,6 +151,7 @@ BACK_OFF_S = (0.1, 0.5, 2.0)  # waits before I/O is tried again
 # a task that ends so many loader processes is given up; so are loader processes that fail so often without
 # one
 DEATHS = 3
+SHORT_MIB = 64  # free shared memory that may be the cause where loader processes fail
 POLL_S = 1.0  # between looks at loader processes that prepare a task for too long
 GRACE_S = 2.0  # after load_timeout, in which a loader process ends the task itself
 WAIT_SHARE = 0.01  # of an outer step: `auto` starts loader processes if loading takes more
@@ -516,8 +517,11 @@ def exit_codes(stream: Any) -> dict[int, int]:
 
 
 def remedy() -> str:
-    """What to do where loader processes cannot work."""
+    """What to do where loader processes cannot work; about shared memory only if it is short."""
+    free = shutil.disk_usage(root()).free // 2**20
+    if free >= SHORT_MIB:
+        return "use --num_workers 0"
     return (
-        f"{root()} has {shutil.disk_usage(root()).free // 2**20} MiB free: free room there, start the"
-        " container with --shm-size=8g, or use --num_workers 0"
+        f"{root()} has {free} MiB free: free room there, start the container with --shm-size=8g, or use"
+        " --num_workers 0"
     )

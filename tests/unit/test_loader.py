@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import re
@@ -13,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import current_thread, main_thread
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -358,6 +360,23 @@ def test_loader_error_becomes_a_result(made):
     (found,) = loader.fetch(made[2][:1])
     assert (found.batches, found.crash) == (None, True)
     assert found.error == "RuntimeError: Too many open files. Please increase the limit"
+
+
+def test_shared_memory_is_blamed_only_if_it_is_short(made, monkeypatch):
+    def failing(task):
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    for free_mib, blamed in ((8192, False), (1, True)):
+        free = SimpleNamespace(free=free_mib * 2**20)
+        monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: free)
+        loader = loader_of(made, "1")
+        loader._start = failing
+        (found,) = loader.fetch(made[2][:1])
+        assert found.batches is not None
+        (warning,) = loader.warnings
+        check_message(warning, "num_workers=1", "failed 3 times in a row", "Resource temporarily unavailable")
+        assert warning.endswith("use --num_workers 0")
+        assert ("--shm-size" in warning) == blamed
 
 
 @pytest.mark.parametrize("full", ["from the start", "later"])
