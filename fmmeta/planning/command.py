@@ -17,7 +17,7 @@ from fmmeta.config.fields import default_of, shown
 from fmmeta.config.settings import Config
 from fmmeta.models.from_gguf import as_folder
 from fmmeta.planning.compute import Profile
-from fmmeta.planning.layouts import PlannedLayout, Planner, Strategy
+from fmmeta.planning.layouts import PlannedLayout, Planner, Strategy, base_of
 from fmmeta.planning.machines import find, measure, write
 from fmmeta.planning.memory import GIB, Estimate
 from fmmeta.planning.settings import PlanConfig
@@ -57,6 +57,7 @@ def run(plan: PlanConfig) -> None:
 def profile_of(plan: PlanConfig) -> Profile:
     if not plan.calibrate:
         return find(plan.machine or "h100")
+    base_of(plan)  # refuses settings before the minutes of a measurement
     profile = measure(plan)
     if plan.save_profile is not None:
         write(plan.save_profile, "save_profile", to_json(asdict(profile), indent=1) + "\n")

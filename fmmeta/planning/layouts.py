@@ -13,7 +13,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.meta.costs import second_order_by_autograd
 from fmmeta.models.learner import Learner
-from fmmeta.models.load import describe, empty_learner, fitted
+from fmmeta.models.load import Description, describe, empty_learner, fitted
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import differentiates_twice, divisors
@@ -177,15 +177,20 @@ class PlannedLayout:
     useful: dict[str, float]  # by task_schedule: share of the time between failures without waiting
 
 
+def base_of(plan: PlanConfig) -> tuple[Description, Config]:
+    """The model, and the settings that all strategies share. Raises `UsageError` if they do not fit it."""
+    given = Config(**plan.run_settings())
+    description = describe(given)
+    return description, fitted(given, description.hf_config)
+
+
 class Planner:
     """Plans for one PlanConfig. Builds the model without storage, once with adapters and once without."""
 
     def __init__(self, plan: PlanConfig, profile: Profile) -> None:
-        self.plan, self.profile, self.given = plan, profile, plan.run_settings()
-        given = Config(**self.given)
-        self.description = describe(given)
-        self.base = fitted(given, self.description.hf_config)
-        self.given["max_length"] = self.base.max_length
+        self.plan, self.profile = plan, profile
+        self.description, self.base = base_of(plan)
+        self.given = {**plan.run_settings(), "max_length": self.base.max_length}
         self.learner = lru_cache(maxsize=4)(self._learner)
         self.counts = lru_cache(maxsize=256)(self._counts)
         self.refused: dict[str, int] = {}  # reasons why strategies were left out, and how many

@@ -481,12 +481,15 @@ def test_groups_of_the_plan_are_those_that_the_run_accepts():
         next(strategies(plan_of(gpus=24, gpus_per_node=8, group_size="6")))
 
 
-def test_rows_are_no_longer_than_the_positions_of_the_model(folders, tmp_path):
+def test_rows_are_no_longer_than_the_positions_of_the_model(folders, tmp_path, monkeypatch):
     model = shutil.copytree(folders["bert"], tmp_path / "bert")
     facts = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 100}
     (model / "config.json").write_text(json.dumps(facts))
     message = refusal(Planner, plan_of(model_name_or_path=str(model), max_length=101), PROFILES["h100"])
     check_message(message.replace(str(model), "bert"), "max_length=101 is above the 100 positions", "use 100")
+    monkeypatch.setattr(command, "measure", lambda plan: pytest.fail("measured before the refusal"))
+    calibrated = plan_of(model_name_or_path=str(model), max_length=101, calibrate=True)
+    assert refusal(command.run, calibrated) == message
     planner = Planner(plan_of(model_name_or_path=str(model)), PROFILES["h100"])
     layouts = planner.layouts()
     assert "rows of up to 100 tokens" in command.text(planner, layouts)
