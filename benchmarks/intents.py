@@ -5,14 +5,14 @@ row by row.
         [--rows ...] [--minutes M]
 
 Five class-disjoint splits, 5-way, 5 queries per class; 600 test episodes where classifiers look at frozen
-features, the first 40 (1 shot) or 20 (5 shots) of them where an inner loop of SGD runs in each, and the first
-60 where it is of AdamW. Every row is meta-trained on BUDGET rows of text through forward and backward passes,
-at one example per class, and the checkpoint is the one best on validation classes (with AdamW: the last). A
-cell is a row on one split of a data set, at 1 and 5 shots. Finished cells lie in
-benchmarks/results/intents.json; what is there is not computed again, so that it can be stopped at any time,
-and several may run beside each other. The last lines are the table: mean over the splits, gain over frozen
-prototypes in the same episodes, 95 % intervals (Student's t, over splits where a row has three or more, else
-over episodes), and processor minutes per cell.
+features, the first 40 (1 shot) or 20 (5 shots) of them where an inner loop of SGD runs in each, the first 60
+where it is of AdamW, and the first 200 where that moves the head alone. Every row is meta-trained on BUDGET
+rows of text through forward and backward passes, at one example per class, and the checkpoint is the one best
+on validation classes (with AdamW: the last). A cell is a row on one split of a data set, at 1 and 5 shots.
+Finished cells lie in benchmarks/results/intents.json; what is there is not computed again, so that it can be
+stopped at any time, and several may run beside each other. The last lines are the table: mean over the
+splits, gain over frozen prototypes in the same episodes, 95 % intervals (Student's t, over splits where a row
+has three or more, else over episodes), and processor minutes per cell.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ SHOTS = (1, 5)
 WAYS, QUERIES, EPISODES = 5, 5, 600  # of the test
 FINETUNED = {1: 40, 5: 20}  # episodes, by shots, where an inner loop runs in each: the first of the others
 ADAPTED = {1: 60, 5: 60}  # the same for loops of AdamW from the class means
+HEADS = {1: 200, 5: 200}  # the same for loops that move the head alone
 COSINE = 10**0.5  # feature length at which prototypes have the temperature 0.05
 
 BUDGET = 4000  # rows of text that go forward and backward in the meta-training of a cell
@@ -72,6 +73,8 @@ ADAMW: dict[str, Any] = {  # the loop that was best on validation classes withou
     "head_init": "prototype",
     "feature_norm": COSINE,
 }
+# of the head alone, chosen in the same way, at five shots
+HEAD: dict[str, Any] = {**ADAMW, "inner_lr": 0.01, "inner_steps": 5}
 LAST: dict[str, Any] = {"eval_episodes": 0, "eval_steps": 0, "load_best_model_at_end": False}
 # rows that end with +names have the names of classes among the support examples
 BEST: dict[str, Any] = {**METRIC, "outer_lr": 1e-4, "init_interpolation": 0.6, **DROPPED}
@@ -91,6 +94,7 @@ BY_STEPS: dict[str, dict[str, Any]] = {  # trainings whose inner loop is that of
         "first_order_steps": 10**6,
         "prototype_gradient": True,
     },
+    "anil": {**STEPS, **HEAD, "algorithm": "anil", "prototype_gradient": True},
 }
 ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {  # settings of meta-training, method of the test
     "none+prototype": (None, "prototype"),
@@ -118,13 +122,18 @@ ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {  # settings of meta-train
     "reptile": ({**INNER, "algorithm": "reptile"}, "finetune"),
     "anil": ({**INNER, "algorithm": "anil"}, "finetune"),
     "none+adamw": (None, "finetune"),
+    "none+head": (None, "finetune"),
     **{f"{name}+adamw": (settings, "finetune") for name, settings in BY_STEPS.items()},
     **{f"{name}+prototype": (settings, "prototype") for name, settings in BY_STEPS.items()},
     "best": (BEST, "prototype"),
     "best+tuned": (TUNED, "prototype"),
     "best+names": ({**BEST, "label_names": "names"}, "prototype"),
 }
-TESTED_WITH = {"none+adamw": ADAMW}  # other rows with an inner loop: the settings of their training
+TESTED_WITH = {  # other rows with an inner loop: the settings of their training
+    "none+adamw": ADAMW,
+    "none+head": {**HEAD, "inner_lr_groups": ["head=1", "*=0"]},
+}
+OF_HEADS = ("none+head", "anil+adamw")
 FREE = ("none+prototype", "none+linear", "none+soft_kmeans", "none+sinkhorn")  # of one pass over the rows
 
 
@@ -192,7 +201,7 @@ def run(row: str, name: str, split: str, asked: argparse.Namespace) -> dict[str,
         found = []
         for shots in SHOTS:
             inner = method == "finetune"
-            counts = ADAPTED if row.endswith("+adamw") else FINETUNED
+            counts = HEADS if row in OF_HEADS else ADAPTED if row.endswith("+adamw") else FINETUNED
             episodes, size = (counts[shots], 32) if inner else (EPISODES, 64)
             found += evaluate(
                 model,
