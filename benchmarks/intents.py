@@ -95,6 +95,14 @@ BY_STEPS: dict[str, dict[str, Any]] = {  # trainings whose inner loop is that of
         "prototype_gradient": True,
     },
     "anil": {**STEPS, **HEAD, "algorithm": "anil", "prototype_gradient": True},
+    "maml": {
+        **STEPS,
+        "algorithm": "maml",
+        "prototype_gradient": True,
+        "lora_r": 8,
+        "inner_lr": 3e-4,
+        "outer_lr": 1e-3,
+    },
 }
 ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {  # settings of meta-training, method of the test
     "none+prototype": (None, "prototype"),
