@@ -157,7 +157,7 @@ def main() -> None:
                 "tokens/s",
                 "quartiles",
                 "first episode",
-                "x the model",
+                "times training",
             ],
             [
                 [

@@ -142,7 +142,7 @@ def test_the_readme_has_the_exact_matches_of_the_language_recipe():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     names = {
         "base": "SmolLM2-135M-Instruct",
-        "meta-trained": "after `fmmeta train language_in_context` (16 minutes of one core)",
+        "meta-trained": "after `fmmeta train language_in_context --bf16` (16 minutes of one core)",
     }
     for model, name in names.items():
         prompt, loops = (
@@ -161,7 +161,6 @@ def test_the_readme_names_the_exact_matches_of_language_models():
     )
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert (
-        f"answers {chosen} exactly after MetaICL and test-time training, and {alone} without MetaICL"
-        in readme
-    )
-    assert f"(joint training and LoRA: {joint}, LoRA alone: {lora}, in context: {prompt})" in readme
+        f"answers {prompt} exactly in context, {lora} with LoRA, {alone} with both (test-time training),"
+        f" {chosen} with both after MetaICL, {joint} with LoRA after joint training"
+    ) in readme
