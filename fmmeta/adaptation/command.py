@@ -7,6 +7,7 @@ The inner loop has the settings of meta-training (stored in fmmeta.json) unless 
 one process. A directory of support files is adapted to task by task (many.py).
 """
 
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from fmmeta.config.fields import refuse_first
 from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.models.from_gguf import as_folder
 from fmmeta.models.load import describe
+from fmmeta.parallel.layout import Launch
 from fmmeta.tasks.data.rows import Examples
 
 
@@ -34,6 +36,11 @@ def run(settings: AdaptConfig) -> None:
     if Path(settings.support).is_dir():
         many.run(settings)
         return
+    if (ranks := Launch.from_env(os.environ).world_size) > 1:
+        raise UsageError(
+            f"support={settings.support} is one task, which one process adapts to, and {ranks} were started;"
+            " start one, or give a directory of support files"
+        )
     progress = Progress(enabled=True)
     adapted = adapt(settings, progress)
     if adapted.accuracy is not None:

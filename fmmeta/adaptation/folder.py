@@ -22,6 +22,7 @@ from fmmeta.config.fields import default_of
 from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.meta.algorithms.baselines import leading_bos
 from fmmeta.models.files import BASE_FOLDER, SETTINGS_FILE, remembered, trained_with, weights_state
+from fmmeta.tasks.data.images import content_digest
 from fmmeta.tasks.data.rows import Table
 from fmmeta.tasks.data.splits import few
 from fmmeta.tasks.data.token_store import digest
@@ -156,8 +157,8 @@ def model_folders(folder: Path) -> list[Path]:
 
 
 def support_digest(table: Table) -> str:
-    """Digest of the examples of a task."""
-    return digest([table.input, table.target])
+    """Digest of the examples of a task, with the content of image files."""
+    return digest([table.input, table.target, *map(content_digest, table.image)])
 
 
 def identifying(settings: AdaptConfig, method: str) -> dict[str, Any]:

@@ -430,6 +430,11 @@ def refuse_untrained_head(config: Config, description: Description, stored: dict
                 f" with {expected}; use --pooling {expected}",
             ),
             (
+                adapted and config.feature_norm != stored.get("feature_norm", 0.0),
+                f"feature_norm={config.feature_norm} does not fit the head of model_name_or_path={name},"
+                f" which was trained with {stored.get('feature_norm', 0.0)}; leave it out",
+            ),
+            (
                 adapted and not trained,
                 f"model_name_or_path={name} holds no {HEAD_FILE}, where its classes are; fetch it again",
             ),

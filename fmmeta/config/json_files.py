@@ -11,6 +11,7 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import broken_text, shortened
 
+PEFT_EXAMPLE = '{"r": 8}'
 NAMES = "names"  # of --label_names, instead of a file
 
 
@@ -29,6 +30,11 @@ def read_object(setting: str, source: str, example: str) -> tuple[str, dict[str,
     if not isinstance(found, dict):
         raise UsageError(f"{given} holds no object of JSON; write {example}, say")
     return given, found
+
+
+def text_of(setting: str, source: str | None, example: str) -> str | None:
+    """The JSON object of a file as text. Raises `UsageError`."""
+    return source and json.dumps(read_object(setting, source, example)[1], sort_keys=True)
 
 
 def label_texts_of(source: str | None) -> str | None:

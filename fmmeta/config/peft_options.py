@@ -11,7 +11,7 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of, nearest, shortened
 from fmmeta.config.fields import default_of, of_type, shown
-from fmmeta.config.json_files import read_object
+from fmmeta.config.json_files import PEFT_EXAMPLE, read_object
 
 FLAGS = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_target_modules"}
 OPTIONS: dict[str, tuple[type, ...]] = {  # beside FLAGS
@@ -47,7 +47,7 @@ WHY = {
 
 def apply_peft_options(config: Any) -> None:
     """Set the fields of a configuration that its `peft_config` decides. Raises `UsageError`."""
-    given, found = read_object("peft_config", config.peft_config, '{"r": 8}')
+    given, found = read_object("peft_config", config.peft_config, PEFT_EXAMPLE)
     options = {name: value for name, value in found.items() if value not in (None, [], {}, "")}
     if wrong := next(problems(options), None):
         raise UsageError(f"{given}: {wrong}")

@@ -322,7 +322,10 @@ def classifier_score(method: str, slot: int, task: Task, draw: Draw, features: F
         for rows in (draw.support, draw.query)
     )
     labels, truth = (torch.tensor([label for _, label in rows]) for rows in (draw.support, draw.query))
-    log_probabilities = CLASSIFIERS[method](support, labels, query, len(draw.classes))
+    finite = query.isfinite().all(1) & support.isfinite().all()  # [Q]; others count as wrong
+    log_probabilities = torch.full((len(query), len(draw.classes)), math.nan)
+    if finite.any():
+        log_probabilities[finite] = CLASSIFIERS[method](support, labels, query[finite], len(draw.classes))
     return episode_score(slot, task.name, task.stratum, prediction_stats(log_probabilities, truth))
 
 

@@ -9,14 +9,16 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, make_dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.security import is_inside
 from fmmeta.common.text import any_of
 from fmmeta.config.algorithms import INNER_OPTIMIZERS, find_inner
 from fmmeta.config.fields import check_values, default_of, hints_of, refuse_first, setting, shown
-from fmmeta.config.json_files import label_texts_of
+from fmmeta.config.json_files import PEFT_EXAMPLE, label_texts_of, text_of
 from fmmeta.config.settings import (
     HEAD_INITS,
     REMEMBERED,
@@ -27,9 +29,10 @@ from fmmeta.config.settings import (
     RowConfig,
     TaskConfig,
 )
-from fmmeta.models.files import remembered
+from fmmeta.models.files import SETTINGS_FILE, remembered
 from fmmeta.models.from_gguf import is_gguf
 from fmmeta.models.load import describe, fitted
+from fmmeta.tasks.data.images import IMAGE_ENDINGS
 from fmmeta.tasks.data.rows import ENDINGS, ending
 from fmmeta.tasks.data.splits import few
 
@@ -49,6 +52,17 @@ OF_TUNE = ("finetune", "finetune+in_context")
 OF_LANGUAGE_MODELS = (*OF_ADAPT, "zero_shot")
 METRICS = ("rouge_l", "exact_match", "options", "rank")
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0)  # that tune tries with sgd; a hundredth with adamw
+MODEL_FILES = (  # that an output may not replace in a model's folder
+    "*.safetensors",
+    "*.gguf",
+    "*config.json",
+    "*.jinja",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "README.md",
+)
 SPLIT_FILES = ("class_splits.json", "task_splits.json")
 EVAL_SPLITS = ("train", "valid", "test")
 OF_TRAINING = (  # no effect on an evaluation
@@ -87,7 +101,9 @@ def has_prompts(methods: str) -> bool:
 
 
 def refuse_input_as_output(settings: Any) -> None:
-    """Raise `UsageError` if the file `output` is an input: of another setting, or in a folder of data."""
+    """Raise `UsageError` if the file `output` is an input: of another setting, or in a folder of data or of a
+    model.
+    """
     output = settings.output or ""
     if not os.path.isfile(output):
         return
@@ -98,10 +114,16 @@ def refuse_input_as_output(settings: Any) -> None:
         return False
 
     file = Path(output).name
-    is_data = ending(Path(file)) is not None or file in SPLIT_FILES
+    is_data = ending(Path(file)) is not None or file in SPLIT_FILES or file.lower().endswith(IMAGE_ENDINGS)
+    of_model = MODEL_FILES if isinstance(settings, TuneConfig) else (*MODEL_FILES, SETTINGS_FILE)
+    is_of_model = any(fnmatch(file, pattern) for pattern in of_model)
+    in_folders = {
+        "dataset": is_data,
+        **dict.fromkeys(("model_name_or_path", "adapters", "compare"), is_of_model),
+    }
     for name, values in vars(settings).items():
         for value in map(str, values if isinstance(values, list) else [values]):
-            in_folder = is_data and name == "dataset" and is_output(os.path.join(value, file))
+            in_folder = in_folders.get(name) and os.path.isdir(value) and is_inside(Path(value), Path(output))
             if name != "output" and (is_output(value) or in_folder):
                 raise UsageError(f"output={output} is an input too, of {name}={value}; give another file")
 
@@ -181,6 +203,11 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
         method = vars(self)["method"] or [self.stored_method]
         return any(map(has_inner_loop, [method] if isinstance(method, str) else method))
 
+    def read_json_files(self) -> None:
+        """Replace paths by texts: what is stored beside a result identifies it. Raises `UsageError`."""
+        self.label_names = label_texts_of(self.label_names)
+        self.peft_config = text_of("peft_config", self.peft_config, PEFT_EXAMPLE)
+
     def refuse_loop_settings(self, methods: str) -> None:
         """Raise `UsageError` for a setting of the inner loop if none of the methods has one."""
         refuse_first(
@@ -238,8 +265,8 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
             names = [self.dataset] if isinstance(self.dataset, str) else self.dataset
             self.n_way = "3" if "digits" in names else "5"
         self.n_way = str(self.n_way)
-        refuse_input_as_output(self)  # before texts replace paths of JSON files
-        self.label_names = label_texts_of(self.label_names)
+        refuse_input_as_output(self)
+        self.read_json_files()
         self.method, self.k_shot = list(dict.fromkeys(self.method)), list(dict.fromkeys(self.k_shot))
         check_values(self)
         refuse_first(
@@ -460,7 +487,7 @@ class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
     )
     micro_batch_size: int = setting(32, "Most examples of one forward pass", least=1)
     bf16: bool = setting(False, "bf16 weights and activations over fp32 master weights")
-    max_new_tokens: int = setting(64, "causal_lm: longest generated answer to a query", least=1)
+    max_new_tokens: int = setting(MAX_NEW_TOKENS, "causal_lm: longest generated answer to a query", least=1)
     tokens_per_pass: int = setting(
         4096,
         "Support directory with LoRA: most tokens, with padding, of a forward pass in which several tasks are"
@@ -487,11 +514,29 @@ class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
                 " use finetune"
             )
         self.refuse_loop_settings(method)
+        refuse_first(
+            [
+                (
+                    not causal and self.max_new_tokens != MAX_NEW_TOKENS,
+                    f"max_new_tokens={self.max_new_tokens} bounds generated answers, and a classifier gives"
+                    " classes; leave it out",
+                ),
+                (
+                    not has_inner_loop(method) and not self.early_stopping,
+                    f"early_stopping=False is of the inner loop, and method={method} has none; leave it out",
+                ),
+                (
+                    not has_inner_loop(method) and bool(self.lora_r),
+                    f"lora_r={self.lora_r} adapters are trained by an inner loop, and method={method} has"
+                    " none; leave it out, or use finetune+in_context",
+                ),
+            ]
+        )
         return method
 
     def __post_init__(self) -> None:
         files = {"query": self.query}
-        self.label_names = label_texts_of(self.label_names)
+        self.read_json_files()
         if Path(self.support).is_dir() and self.support:
             check_values(self)
             if self.query:
@@ -565,8 +610,7 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
 
     def __post_init__(self) -> None:
         check_values(self)
-        if self.input != "-":
-            refuse_input_as_output(self)
+        refuse_input_as_output(self)
         refuse_first(
             [
                 (

@@ -236,6 +236,7 @@ class TuneRun:
             settings, world, progress.notice, inner_steps=settings.max_steps
         )
         self.description, self.used = inputs.description, inputs.sources.used
+        self.class_weights = inputs.sources.class_weights
         with world.comm.raise_on_all("choosing heads"):
             self.heads = heads_of(settings, config, inputs.description)
             self.optimizers = {
@@ -304,6 +305,7 @@ class TuneRun:
         """The settings that trials depend on, as JSON."""
         free = {*FREE_ON_RESUME, "minutes", "trials", "output"}
         values = {name: value for name, value in vars(self.settings).items() if name not in free}
+        values["class_weights"] = self.class_weights  # not the file's name
         return as_stored({**values, "episodes_fingerprint": self.fingerprint, "weights": self.weights})
 
     def finish_trial(self, choice: Choice) -> Choice:
@@ -388,6 +390,7 @@ class TuneRun:
                 if self.config.task_type == "causal_lm"
                 else {"pooling": self.description.pooling}
             ),
+            **({"classes": self.config.most_classes} if best.head_init == "learned" else {}),
             "tuned": {
                 "dataset": [*map(label, settings.dataset)],
                 "eval_split": settings.eval_split,

@@ -232,3 +232,17 @@ def test_what_means_nothing_is_refused(llama, tmp_path):
         stored["adapted"]["prompt_examples"] = wrong
         file.write_text(json.dumps(stored))
         check_message(refusal(fmmeta.load, tmp_path / "out"), "prompt_examples", "no pair", "adapt the model")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "cause"),
+    [("lora_r", 4, "trained by an inner loop"), ("early_stopping", False, "is of the inner loop")],
+)
+def test_settings_without_effect_on_prompts_are_refused(name, value, cause, llama):
+    message = refusal(fmmeta.adapt, llama, PAIRS, method="in_context", **{**SETTINGS, name: value})
+    check_message(message, f"{name}={value}", cause, "method=in_context has none", "leave it out")
+
+
+def test_a_bound_on_answers_of_a_classifier_is_refused():
+    message = refusal(fmmeta.adapt, "tiny", [("a", "b"), ("c", "d")], max_new_tokens=7)
+    check_message(message, "max_new_tokens=7", "a classifier gives classes", "leave it out")

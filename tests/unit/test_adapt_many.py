@@ -19,7 +19,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fmmeta
+from fmmeta.adaptation import command as adapt_command
 from fmmeta.adaptation import many, predict, task_learner
+from fmmeta.adaptation.folder import support_digest
 from fmmeta.adaptation.many import PARTIAL
 from fmmeta.adaptation.task_learner import TaskExamples, TaskLearner
 from fmmeta.common.errors import UsageError
@@ -28,6 +30,7 @@ from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
 from fmmeta.meta.multi_task import MultiTaskInnerLoop
 from fmmeta.models.files import ADAPTER_FILE
 from fmmeta.parallel.workers import create
+from fmmeta.tasks.data.images import EncodedImage
 from fmmeta.tasks.data.rows import Table
 from tests.support.helpers import refusal, write_rows
 from tests.support.launch import environment, python
@@ -409,6 +412,38 @@ def test_folders_learned_with_other_descriptions_are_not_taken_for_complete(bert
     file.write_text(json.dumps({label: f"not {label}" for label in labels}))
     message = refusal(fmmeta.adapt_many, bert, some, **given)
     check_message(message.replace(str(tmp_path), "DIR"), "label_names", '"not class', "another output_dir")
+
+
+def test_folders_learned_with_other_options_of_adapters_are_not_taken_for_complete(bert, tmp_path):
+    file, some = tmp_path / "peft.json", dict(list(SUPPORTS.items())[:1])
+    given = {**LORA, "output_dir": tmp_path / "out", "peft_config": str(file), "lora_r": None}
+    file.write_text('{"r": 2}')
+    fmmeta.adapt_many(bert, some, **given)
+    assert list(fmmeta.adapt_many(bert, some, **given)) == ["task 0"]  # complete
+    file.write_text('{"r": 3}')
+    message = refusal(fmmeta.adapt_many, bert, some, **given)
+    check_message(message.replace(str(tmp_path), "DIR"), "peft_config", '"r": 2', "another output_dir")
+
+
+def test_other_content_of_an_image_file_is_another_example(tmp_path):
+    file = tmp_path / "0.png"
+    table = Table(["c"], [""], [""], ["0.png"], ["c"], image=[EncodedImage(str(file))])
+    digests = set()
+    for content in (b"one", b"other"):
+        file.write_bytes(content)
+        digests.add(support_digest(table))
+    file.unlink()
+    assert len({*digests, support_digest(table)}) == 3
+
+
+def test_one_task_is_not_adapted_to_by_several_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    file = write_rows(tmp_path / "s.jsonl", [{"text": "a", "label": "b"}])
+    settings = AdaptConfig(support=str(file), output_dir=str(tmp_path / "out"))
+    message = refusal(adapt_command.run, settings)
+    check_message(message, f"support={file} is one task", "2 were started", "start one, or give a directory")
+    assert not (tmp_path / "out").exists()
 
 
 def test_wrong_arguments_are_refused(bert, tmp_path):

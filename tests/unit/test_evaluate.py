@@ -23,6 +23,7 @@ from fmmeta.evaluation import command
 from fmmeta.evaluation.command import episodes_of
 from fmmeta.evaluation.methods import (
     LanguageMetrics,
+    classifier_score,
     knn,
     linear,
     longest_common,
@@ -39,11 +40,12 @@ from fmmeta.evaluation.results import (
     show,
     write_output,
 )
-from fmmeta.evaluation.settings import EvaluateConfig, TuneConfig
+from fmmeta.evaluation.settings import EvaluateConfig, PredictConfig, TuneConfig
 from fmmeta.metrics.scores import EpisodeScore, calibration_error, episode_score, paired, prediction_stats
 from fmmeta.models.files import hub_answers
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.training.episodes import EpisodeReader
 from tests.support.helpers import refusal, write_rows
@@ -707,6 +709,26 @@ def test_an_output_that_is_a_file_of_the_data_folder_is_refused(name, tmp_path):
     assert EvaluateConfig(dataset=[str(tmp_path)], output=str(tmp_path / "results.json")).output
 
 
+@pytest.mark.parametrize("name", ["strata/a/tasks.csv", "class/0.png"])
+def test_an_output_that_is_a_file_deep_in_the_data_is_refused(name, tmp_path):
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text("")
+    message = refusal(EvaluateConfig, dataset=[str(tmp_path)], output=str(tmp_path / name))
+    assert message.startswith(f"output={tmp_path / name} is an input too, of dataset={tmp_path}")
+
+
+@pytest.mark.parametrize("kind", [EvaluateConfig, TuneConfig, PredictConfig])
+def test_an_output_that_is_a_file_of_a_model_is_refused(kind, tmp_path):
+    for name in ("model.safetensors", "config.json", "fmmeta.json", "results.json"):
+        (tmp_path / name).write_text("{}")
+        given = {"model_name_or_path": str(tmp_path), "output": str(tmp_path / name)}
+        if name == "results.json" or (name == "fmmeta.json" and kind is TuneConfig):  # that of tune is there
+            assert kind(**given).output
+            continue
+        message = refusal(kind, **given)
+        check_message(message, f"is an input too, of model_name_or_path={tmp_path}", "give another file")
+
+
 def test_a_model_to_compare_with_is_checked_first(bert, llama, classes, tmp_path, monkeypatch):
     other = shutil.copytree(llama, tmp_path / "other")
     (other / "fmmeta.json").write_text('{"task_type": "causal_lm"}')
@@ -900,6 +922,30 @@ def test_nan_scores_count_as_wrong():
     assert (score.bins[0][0], score.bins[1][0], score.bins[2][0]) == (0, 0, 1)
     assert calibration_error([score]) == pytest.approx(0.25 / 2)
     assert paired([score], [score])["loss_gain"] == 0
+
+
+@pytest.mark.parametrize("method", ["prototype", "linear", "knn", "soft_kmeans", "sinkhorn"])
+@pytest.mark.parametrize("bad", ["query", "support"])
+def test_features_that_are_not_finite_count_as_wrong(method, bad, classes, monkeypatch):
+    """Of a query that row alone; of a support example the whole episode."""
+    source = load_sources(
+        Config(dataset=[str(classes)], n_way=2, k_shot=2, num_query=3, max_length=16),
+        byte_tokenizer(),
+        print,
+    ).train
+    (task,) = Schedule(source.items, 1, 0).meta_batch(0)
+    draw = source.draw(task)
+    rows = {"support": draw.support, "query": draw.query}
+    place = {"support": 0, "query": 4}[bad]
+    features = {
+        (draw.store.path, row): torch.eye(2)[label] + 0.01 * number
+        for part in rows.values()
+        for number, (row, label) in enumerate(part)
+    }
+    features[draw.store.path, rows[bad][place][0]] = torch.tensor([math.nan, 1.0])
+    score = classifier_score(method, 0, task, draw, features)
+    assert score.accuracy == (0 if bad == "support" else pytest.approx(5 / 6))
+    assert score.loss == math.inf
 
 
 @pytest.mark.parametrize("model", ["bert", "llama"])

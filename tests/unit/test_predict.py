@@ -285,6 +285,16 @@ def test_a_head_trained_with_other_pooling_is_refused(bert, adapted, tmp_path):
     )
 
 
+def test_another_length_of_features_is_refused_for_a_trained_head(bert, tmp_path):
+    settings = {"pooling": "mean", "feature_norm": 3.0, "inner_steps": 1, "early_stopping": False}
+    fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / "model", **settings)
+    message = refusal(predict.load, PredictConfig(str(tmp_path / "model"), feature_norm=30.0))
+    check_message(message, "feature_norm=30.0 does not fit", "was trained with 3.0", "leave it out")
+    assert (
+        predict.load(PredictConfig(str(tmp_path / "model"), feature_norm=3.0)).loaded.config.feature_norm == 3
+    )
+
+
 def test_a_classifier_not_made_by_fmmeta_answers(bert):
     from transformers import AutoModelForSequenceClassification
 

@@ -372,6 +372,16 @@ def test_hub_rows_without_a_label_have_none(monkeypatch):
     assert [row.values["label"] for row in rows_module.hub_rows("d", "test", part)] == ["no", None, None]
 
 
+@pytest.mark.parametrize("kind", [None, "pandas", "arrow", "numpy", "torch"])
+def test_rows_of_a_data_set_with_a_format_and_recordings(kind):
+    """The format counts for others; recordings are not decoded, which needs another package."""
+    columns = {"text": ["a", "b"], "label": [0, 1], "audio": [{"path": None, "bytes": b"RIFF"}] * 2}
+    part = datasets.Dataset.from_dict(columns).cast_column("audio", datasets.Audio()).with_format(kind)
+    rows = rows_module.hub_rows("d", "train", part)
+    assert [(row.values["text"], row.values["label"]) for row in rows] == [("a", 0), ("b", 1)]
+    assert rows[0].values["audio"]["bytes"] == b"RIFF"
+
+
 def test_hub_rows_carry_class_names(monkeypatch):
     import datasets
 

@@ -478,8 +478,23 @@ def test_a_folder_of_task_files_takes_neither_strata_by_a_function_nor_class_wei
     for setting, value, why in (
         ("stratify_by", "tests.support.loading:label_number", "whose folders are the strata"),
         ("class_weights", str(weights), "put the tasks into one file"),
+        ("task_column", "name", "names and folders are the tasks and strata"),
+        ("stratum_column", "kind", "names and folders are the tasks and strata"),
     ):
         check_message(refusal(load, tmp_path / "tasks", **{setting: value}), f"{setting}={value}", why)
+
+
+@pytest.mark.parametrize("weight", ["1e300", "1e-60", f"1{400 * '0'}"])
+def test_class_weights_whose_sums_overflow_are_refused(weight, tmp_path):
+    weights = tmp_path / "weights.json"
+    weights.write_text(f'{{"c0": {weight}}}')
+    message = refusal(load, write_classes(tmp_path / "classes.jsonl"), class_weights=str(weights))
+    check_message(message, f"class_weights={weights}", "class 'c0'", "write a number from 1e-06 to 1e+06")
+
+
+def test_a_column_that_the_model_does_not_read_is_refused(tmp_path):
+    message = refusal(load, write_classes(tmp_path / "classes.jsonl"), image_column="picture")
+    check_message(message, "image_column=picture", "the model reads texts", "leave it out")
 
 
 def test_class_weights_of_joint_training_have_the_names_of_its_labels(tmp_path):

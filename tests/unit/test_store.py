@@ -295,6 +295,16 @@ def test_too_many_bad_rows_stop(tmp_path):
     assert len(made(path, on_bad_task="skip", max_bad_fraction=0.2)) == 40
 
 
+def test_rows_that_repeat_another_one_count_as_rows(tmp_path):
+    """10 of 410 rows are bad, although 40 different ones are left."""
+    path = bad_file(tmp_path, [b"{"] * 10)
+    path.write_bytes(path.read_bytes() + b"".join(path.read_bytes().splitlines(True)[:40]) * 9)
+    store = made(path, on_bad_task="skip", max_bad_fraction=0.03)
+    assert len(store) == 40
+    assert any("10 of 410 rows" in note for note in store.notes)
+    assert "10 of 410 rows" in refusal(made, path, on_bad_task="skip", max_bad_fraction=0.02)
+
+
 def test_a_line_of_ten_megabytes_is_read_up_to_max_length(tmp_path):
     long = "word " * 2_000_000
     path = write_rows(tmp_path / "long.jsonl", [{"text": long, "label": "a"}, {"text": "b", "label": "b"}])

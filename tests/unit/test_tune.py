@@ -379,6 +379,44 @@ def test_trials_are_logged_as_they_finish_and_resumed_with_the_same_settings(
     check_message(message.replace(str(tmp_path), "."), "holds no trials", "remove it")
 
 
+def test_trials_with_other_content_of_a_file_are_refused(bert, classes, tmp_path):
+    weights, options = tmp_path / "weights.json", tmp_path / "peft.json"
+    settings = {
+        "model_name_or_path": str(shutil.copytree(bert, tmp_path / "model")),
+        "dataset": [str(classes)],
+        **FLAGS,
+        "max_steps": 1,
+        "head_inits": ["zero"],
+        "inner_lrs": [0.1, 0.2],
+        "minutes": 1e-9,
+    }
+    for name, file, before, now in (
+        ("class_weights", weights, '{"c0": 2.0}', '{"c0": 3.0}'),
+        ("peft_config", options, '{"r": 2}', '{"r": 4}'),
+    ):
+        file.write_text(before)
+        given = {**settings, name: str(file), "output": str(tmp_path / f"{name}.json")}
+        tune(TuneConfig(**given), progress=Progress(False))
+        file.write_text(now)
+        message = refusal(lambda given=given: tune(TuneConfig(**given), progress=Progress(False)))
+        check_message(message, f"{name}=", "holds 1 trial", "remove it to begin again")
+
+
+def test_a_learned_head_that_was_chosen_is_used(bert, classes, tmp_path):
+    """Also of a classifier that fmmeta has not written."""
+    model = shutil.copytree(bert, tmp_path / "model")
+    settings = TuneConfig(
+        model_name_or_path=str(model),
+        dataset=[str(classes)],
+        head_inits=["learned"],
+        inner_lrs=[0.1],
+        **FLAGS,
+    )
+    best = tune(settings, progress=Progress(False))[0]
+    assert json.loads((model / "fmmeta.json").read_text())["classes"] == 3
+    assert fmmeta.evaluate(str(model), str(classes), **SAME)["loss"] == pytest.approx(best.loss, rel=1e-5)
+
+
 def test_trials_of_other_weights_are_refused(bert, classes, tmp_path):
     model = shutil.copytree(bert, tmp_path / "model")
     settings = TuneConfig(

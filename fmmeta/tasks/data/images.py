@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,6 +115,14 @@ def content_of(value: Any) -> str:
     if isinstance(value, np.ndarray):
         value = repr((value.shape, str(value.dtype))).encode() + value.tobytes()
     return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else repr(value)
+
+
+def content_digest(image: EncodedImage) -> str:
+    """Of its bytes; empty for a file that cannot be read, which `decode` reports."""
+    with suppress(OSError):
+        content = Path(image.where).read_bytes() if image.content is None else image.content
+        return hashlib.sha256(content).hexdigest()
+    return ""
 
 
 def decode(image: EncodedImage) -> np.ndarray:

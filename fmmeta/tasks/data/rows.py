@@ -297,12 +297,13 @@ def open_hub(dataset: str, config_name: str | None, split: str = "train", revisi
 
 
 def hub_rows(dataset: str, split: str, part: Any) -> list[Row]:
-    """Rows of a split; class ids become names, and images stay encoded."""
+    """Rows of a split; class ids become names, and images (audio, video) stay encoded."""
     import datasets
 
+    part = part.with_format(None)
     for column, feature in part.features.items():
-        if isinstance(feature, datasets.Image):
-            part = part.cast_column(column, datasets.Image(decode=False))
+        if getattr(feature, "decode", False):
+            part = part.cast_column(column, replace(feature, decode=False))
     names = {
         column: feature.names
         for column, feature in part.features.items()
@@ -441,6 +442,10 @@ def tabulate(
         raise UsageError(
             f"label_names={shortened(config.label_names)} needs texts, and {name} has images; leave it out"
         )
+    unread = "text_column" if images else "image_column"
+    if (value := getattr(config, unread)) is not None and config.collate_fn is None:
+        kind = "images" if images else "texts"
+        raise UsageError(f"{unread}={value}: the model reads {kind}, not this column; leave it out")
     names = sorted({column for row in rows for column in row.values})
     causal, collated = config.task_type == "causal_lm", config.collate_fn is not None
     columns = {

@@ -162,13 +162,14 @@ def prepare(
         errors, notes = list[UsageError](), list[str]()
         bad = refuse if config.on_bad_task == "raise" else errors.append
         rows = read(bad)
+        unread = len(errors)
         table = (
             tabulate(name, rows, config, notes.append, bad, one_task, images=images is not None)
             if rows or not errors
             else Table([], [], [], [], [])
         )
         if errors:
-            good = len(table.input)
+            good = len(rows) + unread - len(errors)  # those that repeat another one are rows too
             found = (
                 f"dataset={name}: {len(errors)} of {len(errors) + good} rows cannot be used; the first:"
                 f" {errors[0]}"

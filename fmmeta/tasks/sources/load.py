@@ -14,7 +14,6 @@ files of its tasks only, when they are drawn, and a bad file is one bad task.
 
 import hashlib
 import json
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -267,6 +266,7 @@ def glance(path: Path, max_length: int) -> tuple[int, float]:
     return size, min(max_length, max(4, len(first_row) / BYTES_PER_TOKEN))
 
 
+LEAST_WEIGHT = 1e-6  # of a class; the largest is 1 / LEAST_WEIGHT, so that sums in fp32 are finite
 HUB_SETTINGS = ("dataset_config_name", "dataset_split", "dataset_revision")
 SUITES = {"letters": letters, "marks": marks, "words": words, "digits": digits}
 
@@ -375,10 +375,11 @@ def read_class_weights(config: Config, sources: Sources, complete: bool, notice:
         return {}
     given, weights = read_object("class_weights", config.class_weights, '{"rare": 3.0}')
     for name, weight in weights.items():
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+        number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if not number or not LEAST_WEIGHT <= weight <= 1 / LEAST_WEIGHT:
             raise UsageError(
-                f"{given} gives class {shortened(name)} the weight {shortened(weight)}, which is no positive"
-                " number; write one, or leave the class out for weight 1"
+                f"{given} gives class {shortened(name)} the weight {shortened(weight)}; write a number from"
+                f" {LEAST_WEIGHT:g} to {1 / LEAST_WEIGHT:g}, or leave the class out for weight 1"
             )
     try:
         keys = [key for source in sources.of_split.values() for key in source.class_keys()]
@@ -420,6 +421,12 @@ def load_one(
                 f"stratify_by={config.stratify_by} is a function of rows, and dataset={name} is a folder of"
                 " task files, whose folders are the strata; leave it out"
             )
+        for setting in ("task_column", "stratum_column") if len(config.dataset) == 1 else ():
+            if (value := getattr(config, setting)) is not None:
+                raise UsageError(
+                    f"{setting}={value} is a column, and dataset={name} is a folder of task files, whose"
+                    " names and folders are the tasks and strata; leave it out"
+                )
         files = {file.name: file for file in task_per_file}
         strata = {file.name: file.stratum for file in task_per_file}
         content = digest([(file.name, file.size) for file in task_per_file])  # the files are not read
