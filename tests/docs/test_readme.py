@@ -249,7 +249,7 @@ def test_numbers_beside_other_projects_are_those_of_the_benchmarks():
         ("frozen, logistic regression", "none+linear"),
         ("frozen, names of classes as examples", "none+names"),
         ("joint training", "joint"),
-        ("FOMAML, class means", "fomaml+prototype"),
+        ("ANIL, class means", "anil+prototype"),
         ("recipe `intents`, 20-way", "best"),
     ):
         wanted = []
