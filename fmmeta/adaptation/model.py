@@ -7,6 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -271,7 +272,10 @@ class AdaptedModel:
             raise UsageError(f"texts={shortened(texts)} holds no texts; give a list of texts")
         max_new_tokens = of_type(PredictConfig, "max_new_tokens", max_new_tokens)
         check_bounds("max_new_tokens", max_new_tokens, rules(PredictConfig)["max_new_tokens"])
-        texts, images = list(texts), self.loaded.description.images
+        images = self.loaded.description.images
+        if images and isinstance(texts, np.ndarray) and (texts.ndim < 3 or texts.shape[2:] in ((1,), (3,))):
+            raise UsageError(f"texts of the shape {list(texts.shape)} are one image; give a list of images")
+        texts = list(texts)
         for index, text in enumerate([] if images else texts):
             if not isinstance(text, str):
                 raise UsageError(f"texts[{index}]={shortened(text)} is no text; give strings")

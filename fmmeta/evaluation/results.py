@@ -83,6 +83,10 @@ def read_cells(path: str) -> list[EvalCell]:
     """The cells of an earlier results.json. Raises `UsageError`."""
     try:
         cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
+        for cell in cells:
+            scores, k_shot = cell["scores"], cell["k_shot"]
+            if not scores or type(k_shot) is not int or any(score["accuracy"] is None for score in scores):
+                raise ValueError("a cell without scores")
         return [
             EvalCell(
                 cell["method"],

@@ -709,6 +709,26 @@ def test_an_output_that_is_a_file_of_the_data_folder_is_refused(name, tmp_path):
     assert EvaluateConfig(dataset=[str(tmp_path)], output=str(tmp_path / "results.json")).output
 
 
+@pytest.mark.parametrize("damage", [{"scores": []}, {"k_shot": [1]}, {"scores": [{"accuracy": None}]}])
+def test_damaged_results_to_compare_with_are_refused_first(damage, classes, tmp_path, monkeypatch):
+    file = tmp_path / "results.json"
+    flags: dict[str, Any] = {"n_way": 2, "k_shot": [1], "num_query": 1, "episodes": 1, "inner_steps": 1}
+    fmmeta.evaluate("tiny", classes, **flags, output=str(file))
+    stored = json.loads(file.read_text())
+    changed = {
+        **damage,
+        **(
+            {"scores": [{**stored["cells"][0]["scores"][0], "accuracy": None}]}
+            if damage.get("scores")
+            else {}
+        ),
+    }
+    file.write_text(json.dumps({"cells": [{**stored["cells"][0], **changed}]}))
+    monkeypatch.setattr(command, "EvaluatedModel", lambda *_: pytest.fail("computed before the check"))
+    message = refusal(fmmeta.evaluate, "tiny", classes, **flags, compare=str(file))
+    check_message(message, f"compare={file} holds no results", "a cell without scores", "give such a file")
+
+
 @pytest.mark.parametrize("name", ["strata/a/tasks.csv", "class/0.png"])
 def test_an_output_that_is_a_file_deep_in_the_data_is_refused(name, tmp_path):
     (tmp_path / name).parent.mkdir(parents=True)

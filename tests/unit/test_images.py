@@ -340,6 +340,7 @@ def test_the_commands_work_on_images(vit, images, tmp_path):
     assert adapted.accuracy is None
     with pytest.raises(UsageError, match="no image"):
         adapted.predict(["", 3])
+    check_message(refusal(adapted.predict, pixels(0, 7)), "are one image", "give a list of images")
     lines = tmp_path / "images.txt"
     lines.write_text("".join(f"{images}/c{c:02}/7.png\n" for c in range(3)))
     out = tmp_path / "answers.jsonl"

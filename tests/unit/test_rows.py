@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+import fmmeta
 from fmmeta.config.settings import Config
 from fmmeta.tasks.data import rows as rows_module
 from fmmeta.tasks.data.rows import Row, tabulate
@@ -380,6 +381,15 @@ def test_rows_of_a_data_set_with_a_format_and_recordings(kind):
     rows = rows_module.hub_rows("d", "train", part)
     assert [(row.values["text"], row.values["label"]) for row in rows] == [("a", 0), ("b", 1)]
     assert rows[0].values["audio"]["bytes"] == b"RIFF"
+
+
+def test_examples_of_a_data_set_have_class_names():
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
+    )
+    part = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
+    adapted = fmmeta.adapt("tiny", part, inner_steps=1, early_stopping=False)
+    assert adapted.labels == ("no", "yes")
 
 
 def test_hub_rows_carry_class_names(monkeypatch):

@@ -338,7 +338,10 @@ def rows_of(setting: str, examples: Examples, config: Config) -> list[Row]:
 
 
 def listed(name: str, examples: Any) -> Examples:
-    """Examples as a list. Raises `UsageError` if there are none."""
+    """Examples as a list, of a `datasets.Dataset` with names of classes. Raises `UsageError` for none."""
+    datasets = sys.modules.get("datasets")
+    if datasets and isinstance(examples, datasets.Dataset):
+        examples = [row.values for row in hub_rows(name, "rows", examples)]
     if isinstance(examples, Mapping) or not isinstance(examples, Iterable):
         raise UsageError(
             f"{name}={shortened(examples)} is neither a file nor pairs; give [(text, class), ...]"
