@@ -99,10 +99,10 @@ def weights_file(tmp_path: Path, content: str) -> str:
         ),
         (
             {"class_weights": '{"c1": -2}'},
-            ("class_weights=", "class 'c1'", "-2", "no positive number", "write one"),
+            ("class_weights=", "class 'c1'", "-2", "write a number from 1e-06 to 1e+06"),
         ),
-        ({"class_weights": '{"c1": "2"}'}, ("class_weights=", "'2'", "no positive number", "write one")),
-        ({"class_weights": '{"c1": NaN}'}, ("class_weights=", "nan", "no positive number", "write one")),
+        ({"class_weights": '{"c1": "2"}'}, ("class_weights=", "'2'", "write a number from 1e-06 to 1e+06")),
+        ({"class_weights": '{"c1": NaN}'}, ("class_weights=", "nan", "write a number from 1e-06 to 1e+06")),
         ({"class_weights": "[1, 2]"}, ("class_weights=", "holds no object", 'write {"rare": 3.0}')),
         ({"class_weights": "{"}, ("class_weights=", "is not JSON", "fix it")),
         (
