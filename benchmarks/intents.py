@@ -141,7 +141,10 @@ TESTED_WITH = {  # other rows with an inner loop: the settings of their training
     "none+adamw": ADAMW,
     "none+head": {**HEAD, "inner_lr_groups": ["head=1", "*=0"]},
 }
-OF_HEADS = ("none+head", "anil+adamw")
+EPISODES_BY_ROW = {  # of rows with an inner loop; the others have FINETUNED
+    **{row: ADAPTED for row in ROWS if row.endswith("+adamw")},
+    **dict.fromkeys(("none+head", "anil+adamw"), HEADS),
+}
 FREE = ("none+prototype", "none+linear", "none+soft_kmeans", "none+sinkhorn")  # of one pass over the rows
 
 
@@ -209,7 +212,7 @@ def run(row: str, name: str, split: str, asked: argparse.Namespace) -> dict[str,
         found = []
         for shots in SHOTS:
             inner = method == "finetune"
-            counts = HEADS if row in OF_HEADS else ADAPTED if row.endswith("+adamw") else FINETUNED
+            counts = EPISODES_BY_ROW.get(row, FINETUNED)
             episodes, size = (counts[shots], 32) if inner else (EPISODES, 64)
             found += evaluate(
                 model,

@@ -503,8 +503,8 @@ class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
     def method_of(self, config: Config) -> str:
         """The method of the command, or that of the model if it has one for `adapt`. config: of the run.
 
-        Raises `UsageError` for examples in the prompts of a classifier, and for settings of an inner loop
-        that the method has not.
+        Raises `UsageError` for examples in the prompts of a classifier, and for settings without an effect on
+        the method or the kind of task.
         """
         causal, stored = config.task_type == "causal_lm", self.stored_method
         method = self.method or (stored if causal and stored in OF_ADAPT else "finetune")

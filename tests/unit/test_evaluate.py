@@ -709,21 +709,17 @@ def test_an_output_that_is_a_file_of_the_data_folder_is_refused(name, tmp_path):
     assert EvaluateConfig(dataset=[str(tmp_path)], output=str(tmp_path / "results.json")).output
 
 
-@pytest.mark.parametrize("damage", [{"scores": []}, {"k_shot": [1]}, {"scores": [{"accuracy": None}]}])
+@pytest.mark.parametrize("damage", ["no scores", "two shots", "no accuracy"])
 def test_damaged_results_to_compare_with_are_refused_first(damage, classes, tmp_path, monkeypatch):
     file = tmp_path / "results.json"
     flags: dict[str, Any] = {"n_way": 2, "k_shot": [1], "num_query": 1, "episodes": 1, "inner_steps": 1}
     fmmeta.evaluate("tiny", classes, **flags, output=str(file))
-    stored = json.loads(file.read_text())
-    changed = {
-        **damage,
-        **(
-            {"scores": [{**stored["cells"][0]["scores"][0], "accuracy": None}]}
-            if damage.get("scores")
-            else {}
-        ),
-    }
-    file.write_text(json.dumps({"cells": [{**stored["cells"][0], **changed}]}))
+    (cell,) = json.loads(file.read_text())["cells"]
+    if damage == "no accuracy":
+        cell["scores"][0]["accuracy"] = None
+    else:
+        cell |= {"no scores": {"scores": []}, "two shots": {"k_shot": [1, 5]}}[damage]
+    file.write_text(json.dumps({"cells": [cell]}))
     monkeypatch.setattr(command, "EvaluatedModel", lambda *_: pytest.fail("computed before the check"))
     message = refusal(fmmeta.evaluate, "tiny", classes, **flags, compare=str(file))
     check_message(message, f"compare={file} holds no results", "a cell without scores", "give such a file")
@@ -946,7 +942,7 @@ def test_nan_scores_count_as_wrong():
 
 @pytest.mark.parametrize("method", ["prototype", "linear", "knn", "soft_kmeans", "sinkhorn"])
 @pytest.mark.parametrize("bad", ["query", "support"])
-def test_features_that_are_not_finite_count_as_wrong(method, bad, classes, monkeypatch):
+def test_features_that_are_not_finite_count_as_wrong(method, bad, classes):
     """Of a query that row alone; of a support example the whole episode."""
     source = load_sources(
         Config(dataset=[str(classes)], n_way=2, k_shot=2, num_query=3, max_length=16),

@@ -120,8 +120,7 @@ def content_of(value: Any) -> str:
 def content_digest(image: EncodedImage) -> str:
     """Of its bytes; empty for a file that cannot be read, which `decode` reports."""
     with suppress(OSError):
-        content = Path(image.where).read_bytes() if image.content is None else image.content
-        return hashlib.sha256(content).hexdigest()
+        return content_of(Path(image.where).read_bytes() if image.content is None else image.content)
     return ""
 
 
