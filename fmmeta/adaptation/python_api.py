@@ -43,7 +43,7 @@ def evaluate(
     True passes messages to handlers of the logger "fmmeta" only. settings: the flags of `fmmeta evaluate`.
 
     Returns the content of results.json: `accuracy` (0 to 1) and `loss` (nats) of the first method and k_shot,
-    each with half its 95 % interval over episodes (`ci95`, `loss_ci95`; NaN for one episode), `ece` (0 to 1),
+    each with half its 95 % interval (`ci95`, `loss_ci95`; NaN for one episode), `ece` (0 to 1),
     `per_stratum`, and in `cells` the same for each method and k_shot with the scores of single episodes.
     Raises `UsageError`. Collective: world.
 

@@ -42,6 +42,11 @@ def counted(count: int, one: str, more: str = "") -> str:
     return f"{count} {one if count == 1 else more or one + 's'}"
 
 
+def units_of(count: int, kind: str) -> str:
+    """`count` classes or tasks as text. kind: `class` or `task`."""
+    return counted(count, kind, "classes" if kind == "class" else "")
+
+
 def shortened(value: Any) -> str:
     """A value for a message: its repr on one line, of 60 characters at most.
 

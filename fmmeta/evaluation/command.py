@@ -88,7 +88,8 @@ def evaluate(
         model = EvaluatedModel(settings, world, progress, notice, models, others)
         suggest_chat(model.config, model.inputs.tokenizer, progress.notice)
         cells, ranks = model.cells(), model.ranks
-        results = results_of(given, cells, model.config.task_type)
+        task_type = model.config.task_type
+        results = results_of(given, cells, task_type, model.kind)
         del model  # frees the weights before another model is loaded
         if settings.compare is not None:
             if others is None:
@@ -99,7 +100,8 @@ def evaluate(
                         f" {settings.model_name_or_path}"
                     )
                 others = EvaluatedModel(with_other, world, progress, notice, models, cells, ranks).cells()
-            results["compare"] = {"with": given.compare, "cells": differences(cells, others)}
+            compared = differences(cells, others, task_type)
+            results["compare"] = {"with": given.compare, "cells": compared}
         if signals:
             signals.run()
         show(results, progress)
@@ -323,6 +325,7 @@ class EvaluatedModel:
                 f"{self.ranks.layout.group_size}; use --group_size 1, or leave them out"
             )
         self.parts = build.build(self.config, self.inputs, plan, self.ranks)
+        self.kind = self.inputs.sources.first.kind
 
     def cells(self) -> list[EvalCell]:
         """The scores of every method and k_shot. Collective: world."""

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.progress import Progress
+from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import make_folders, publishing, remove_empty
-from fmmeta.common.text import counted, to_json
+from fmmeta.common.text import counted, to_json, units_of
 from fmmeta.config.fields import refuse_first
 from fmmeta.evaluation.settings import METRICS, EvaluateConfig
-from fmmeta.metrics.scores import EpisodeScore, format_interval, paired, summary
+from fmmeta.metrics.scores import EpisodeScore, few, format_interval, paired, summary, verdict
 
 
 @dataclass
@@ -54,10 +54,13 @@ class EvaluationResults(dict[str, Any]):
         )
 
 
-def results_of(settings: EvaluateConfig, cells: Sequence[EvalCell], task_type: str) -> EvaluationResults:
+def results_of(
+    settings: EvaluateConfig, cells: Sequence[EvalCell], task_type: str, kind: str = "task"
+) -> EvaluationResults:
     """The content of results.json: settings and the numbers of the first cell, then all cells.
 
-    `task_type`: of the run, whether from a flag or from the model.
+    `task_type`: of the run, whether from a flag or from the model. kind: `class` or `task`, over which the
+    intervals are.
     """
     listed = [cell.as_dict() for cell in cells]
     return EvaluationResults(
@@ -69,6 +72,7 @@ def results_of(settings: EvaluateConfig, cells: Sequence[EvalCell], task_type: s
             "n_way_max": settings.n_way_max,
             "k_shot_max": settings.k_shot_max,
             "seed": settings.seed,
+            "kind": kind,
             **{
                 name: value
                 for name, value in listed[0].items()
@@ -134,8 +138,14 @@ def check_comparable(
     )
 
 
-def differences(cells: Sequence[EvalCell], others: Sequence[EvalCell]) -> list[dict[str, Any]]:
-    """Paired differences of the cells that both models have, with a verdict and the other model's scores."""
+def differences(
+    cells: Sequence[EvalCell], others: Sequence[EvalCell], task_type: str = "classification"
+) -> list[dict[str, Any]]:
+    """Paired differences of the cells that both models have, with a verdict and the other model's scores.
+
+    The verdict is by accuracy, for language models by loss.
+    """
+    gain_of = ("loss_gain", "loss_ci95") if task_type == "causal_lm" else ("accuracy_gain", "ci95")
     by_name = {(other.method, other.k_shot): other for other in others}
     compared = [
         (cell, other, paired(cell.scores, other.scores))
@@ -147,20 +157,11 @@ def differences(cells: Sequence[EvalCell], others: Sequence[EvalCell]) -> list[d
             "method": cell.method,
             "k_shot": cell.k_shot,
             **gain,
-            "verdict": verdict(gain["accuracy_gain"], gain["ci95"]),
+            "verdict": verdict((gain[gain_of[0]], gain[gain_of[1]])),
             "other": other.as_dict(),
         }
         for cell, other, gain in compared
     ]
-
-
-def verdict(gain: float, half: float) -> str | None:
-    """Whether the 95 % interval of a gain is above, below or around zero; None without an interval."""
-    if not math.isfinite(gain) or not math.isfinite(half):
-        return None
-    if gain > half:
-        return "better"
-    return "worse" if gain < -half else "no significant difference"
 
 
 def show(results: dict[str, Any], progress: Progress) -> None:
@@ -185,8 +186,9 @@ def show(results: dict[str, Any], progress: Progress) -> None:
     episodes = counted(results["episodes"], f"{way}episode")
     if results["n_way_max"]:
         episodes += f" of {results['n_way']} to {results['n_way_max']} classes"
+    over = units_of(results["units"], results["kind"])
     progress.table(
-        f"{results['model']}: {episodes} of the {results['eval_split']} split",
+        f"{results['model']}: {episodes} of the {results['eval_split']} split, intervals over {over}",
         ["method", "shots", "accuracy %", "loss", "ECE", *extra],
         rows,
     )
@@ -214,7 +216,7 @@ def show(results: dict[str, Any], progress: Progress) -> None:
         ]
         progress.table(
             f"{results['model']} (A) against {results['compare']['with']} (B): differences are paired by"
-            " episode",
+            f" episode, intervals over {over}",
             [
                 "method",
                 "shots",
@@ -224,10 +226,12 @@ def show(results: dict[str, Any], progress: Progress) -> None:
                 "A: loss",
                 "B: loss",
                 "B - A",
-                "by accuracy A is",
+                f"by {'accuracy' if results['n_way'] else 'loss'} A is",
             ],
             rows,
         )
+        if doubt := few(results["units"], results["kind"]):
+            progress.notice(Warn(doubt))
 
 
 def percent(mean: float, half: float, sign: str = "") -> str:

@@ -5,10 +5,11 @@
 
 A trial is scored at quarters of its outer steps, with each interpolation of the initial and the trained
 weights, so that steps and interpolations cost no training. Where the rate decays, fewer steps are another
-training, and the end alone is scored. The run's own settings are kept unless the 95 % interval of the gain of
-others over them excludes zero. Without validation classes (or tasks) the training classes are divided
-into folds; a trial of each fold trains on the others, and a choice is scored on all of them
-(cross-validation).
+training, and the end alone is scored. The run's own settings are kept unless the interval of the gain of
+others over them is above zero after Bonferroni's correction for the number of choices: the probability that
+equally good settings replace them is 2.5 % at most, however many are tried. Without validation classes (or
+tasks) the training classes are divided into folds; a trial of each fold trains on the others, and a choice is
+scored on all of them (cross-validation).
 """
 
 import gc
@@ -254,9 +255,11 @@ class OuterChoice:
     def accuracy(self) -> float:
         return sum(self.accuracies) / len(self.accuracies)
 
-    def is_above(self, other: "OuterChoice") -> bool:
-        """Whether the 95 % interval of the paired difference over the episodes is above 0."""
-        mean, half = mean_ci95(np.subtract(self.accuracies, other.accuracies).tolist())
+    def is_above(self, other: "OuterChoice", comparisons: int) -> bool:
+        """Whether the interval of the paired difference over the episodes is above 0, with an error rate of
+        2.5 % over all `comparisons` of which this is the best.
+        """
+        mean, half = mean_ci95(np.subtract(self.accuracies, other.accuracies).tolist(), None, comparisons)
         return mean > half
 
 
@@ -331,7 +334,7 @@ class OuterTuning:
         own = [getattr(self.config, name) for name in OF_OUTER_LOOP]
         for one in ranked:
             is_own = one is not best and [getattr(one, name) for name in OF_OUTER_LOOP] == own
-            if is_own and not best.is_above(one):
+            if is_own and not best.is_above(one, len(ranked) - 2):
                 self.progress.notice(
                     f"none is significantly above the run's own settings, {100 * one.accuracy:.1f} %:"
                     " these are kept"

@@ -1,8 +1,8 @@
-"""Scores of episodes, and their means with intervals over episodes.
+"""Scores of episodes, and their means with intervals over the classes or tasks of the episodes.
 
     one episode     loss (mean negative log-likelihood), accuracy, number of rows by bin of confidence
     over episodes   mean and 95 % interval (Student's t), also by stratum; expected calibration error;
-                    paired differences
+                    paired differences, and what they say about two models (`verdict`)
 
 Expected calibration error: sum over bins of (rows in the bin / all rows) |accuracy - mean confidence| (Guo et
 al. 2017, arXiv 1706.04599, equation 3), BINS bins of equal width, rows of all episodes together.
@@ -22,9 +22,11 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
+from fmmeta.common.text import units_of
 from fmmeta.parallel.process_groups import ProcessGroups
 
 BINS = 10
+FEW = 15  # classes or tasks below which an interval over them is doubtful
 STATS = 2 + 3 * BINS  # summed loss, rows, then the bins: sum of confidences, correct rows, rows
 S = TypeVar("S")
 Interval = tuple[float, float]
@@ -72,21 +74,49 @@ def episode_score(slot: int, task: str, stratum: str, stats: Tensor) -> EpisodeS
     return EpisodeScore(slot, task, stratum, loss / rows, float(bins[1].sum()) / rows, bins.tolist())
 
 
-def mean_ci95(values: Sequence[float]) -> Interval:
+def mean_ci95(values: Sequence[float], units: Sequence[str] | None = None, comparisons: int = 1) -> Interval:
     """Mean of n values, and half the width of its 95 % interval, t_{n-1, 0.975} s / sqrt(n), NaN for n = 1.
 
     s: standard deviation with n - 1 in the denominator; t: quantile of Student's distribution (Student 1908,
     "The probable error of a mean"), 12.7 for n = 2, 2.78 for 5, 1.96 for 600. Mean and half are infinite if a
     value is.
+    units: of each value, such as the class or the task of an episode, of which the values are repetitions.
+    The half is then at least that over the m units, t_{m-1, 0.975} sqrt(m / (m - 1) sum_u d_u^2) / n, d_u the
+    summed deviations of a unit's values from the mean (Liang and Zeger 1986, "Longitudinal data analysis
+    using generalized linear models"), and NaN for m = 1.
+    comparisons: of which this is one; all their intervals hold their means with a probability of 95 %
+    (Bonferroni's correction: 1 - 0.025 / comparisons in place of 0.975).
     """
     n = len(values)
     mean = sum(values) / n
     if math.isinf(mean):
         return mean, math.inf
-    if n < 2:
-        return mean, math.nan
-    variance = sum((value - mean) ** 2 for value in values) / (n - 1)
-    return mean, float(stdtrit(n - 1, 0.975)) * math.sqrt(variance / n)
+    sums = defaultdict[Any, float](float)
+    for unit, value in zip(units or range(n), values, strict=True):
+        sums[unit] += value - mean
+    halves = list[float]()
+    for deviations in ([value - mean for value in values], list(sums.values())):
+        m = len(deviations)
+        if m < 2:
+            return mean, math.nan
+        spread = math.sqrt(m / (m - 1) * sum(one**2 for one in deviations))
+        halves.append(float(stdtrit(m - 1, 1 - 0.025 / comparisons)) * spread / n)
+    return mean, max(halves)
+
+
+def verdict(gain: Interval) -> str | None:
+    """Whether the 95 % interval of a gain is above, below or around zero; None without an interval."""
+    mean, half = gain
+    if not math.isfinite(mean) or not math.isfinite(half):
+        return None
+    if mean > half:
+        return "better"
+    return "worse" if mean < -half else "no significant difference"
+
+
+def few(count: int, kind: str) -> str:
+    """What an interval over few classes or tasks does not say; empty from FEW on."""
+    return "" if count >= FEW else f"{units_of(count, kind)} say little about others; hold out {FEW} or more"
 
 
 def format_interval(interval: tuple[float, float | None], form: str = ".4f", scale: float = 1.0) -> str:
@@ -126,15 +156,17 @@ def calibration_error(scores: Sequence[EpisodeScore]) -> float | None:
 
 def summary(scores: Sequence[EpisodeScore]) -> dict[str, Any]:
     """Means over episodes, as in results.json: shares between 0 and 1, losses in nats."""
-    accuracy, loss = mean_ci95([s.accuracy for s in scores]), mean_ci95([s.loss for s in scores])
+    units = [score.task for score in scores]
+    accuracy, loss = (mean_ci95([getattr(s, of) for s in scores], units) for of in ("accuracy", "loss"))
     strata: dict[str, list[float]] = defaultdict(list)
     for score in scores:
         strata[score.stratum].append(score.accuracy)
-    metrics = {name: mean_ci95([s.metrics[name] for s in scores]) for name in scores[0].metrics}
+    metrics = {name: mean_ci95([s.metrics[name] for s in scores], units) for name in scores[0].metrics}
     return {
         "accuracy": accuracy[0],
         "ci95": accuracy[1],
         "episodes": len(scores),
+        "units": len({*units}),
         "loss": loss[0],
         "loss_ci95": loss[1],
         "ece": calibration_error(scores),
@@ -147,14 +179,16 @@ def paired(scores: Sequence[EpisodeScore], others: Sequence[EpisodeScore]) -> di
     """Mean differences, `scores` minus `others`, over the episodes that both have."""
     by_slot = {other.slot: other for other in others}
     pairs = [(score, by_slot[score.slot]) for score in scores if score.slot in by_slot]
-    gain = mean_ci95([a.accuracy - b.accuracy for a, b in pairs])
-    loss = mean_ci95([fall(b.loss, a.loss) for a, b in pairs])
+    units = [score.task for score, _ in pairs]
+    gain = mean_ci95([a.accuracy - b.accuracy for a, b in pairs], units)
+    loss = mean_ci95([fall(b.loss, a.loss) for a, b in pairs], units)
     return {
         "accuracy_gain": gain[0],
         "ci95": gain[1],
         "loss_gain": loss[0],
         "loss_ci95": loss[1],
         "episodes": len(pairs),
+        "units": len({*units}),
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import one_line, publish_text, redact
-from fmmeta.common.text import counted, render
+from fmmeta.common.text import counted, render, units_of
 from fmmeta.config.settings import setting
 from fmmeta.report import charts
 from fmmeta.report.data import AFTER, BEFORE, FROM_START, Facts, Line, number, read, tasks_per_step
@@ -82,6 +82,8 @@ def page(facts: Facts, written: str) -> str:
         training=charts.training(facts),
         time=timing(facts),
         confusion=confusion(facts),
+        verdict=facts.held_out.get("verdict") or {},
+        over=units_of(facts.held_out.get("units", 0), facts.held_out.get("kind", "task")),
         about=[
             ("Settings", texts(facts.settings)),
             (

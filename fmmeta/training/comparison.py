@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.common.text import counted, strict
+from fmmeta.common.text import counted, strict, units_of
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop
 from fmmeta.meta.parameters import MetaParameters
-from fmmeta.metrics.scores import Interval, fall, format_interval, mean_ci95
+from fmmeta.metrics.scores import FEW, Interval, fall, few, format_interval, mean_ci95, verdict
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.report.data import AFTER, BEFORE, FROM_START
 from fmmeta.tasks.sources.base import TaskSource
@@ -42,12 +42,16 @@ class BaselineLoop:
 
 @dataclass(frozen=True)
 class Compared:
-    """Intervals of accuracy and loss by row; gains are paired, and positive where the loss falls."""
+    """Intervals of accuracy and loss by row, over the classes or tasks that the episodes are drawn for; gains
+    are paired, and positive where the loss falls.
+    """
 
     rows: dict[str, tuple[Interval, Interval]]
     gain: tuple[Interval, Interval]
     strata: dict[str, tuple[float, float]]  # accuracy after adaptation: from the start, meta-trained
     episodes: int
+    units: int  # classes or tasks of the episodes
+    kind: str  # of these: `class` or `task`
     loop: BaselineLoop  # of the baseline
     metrics: dict[str, dict[str, Interval]] = field(default_factory=dict)  # of the user, by name and row
 
@@ -66,6 +70,8 @@ class Compared:
                 "per_stratum": {name: trained for name, (_, trained) in self.strata.items()},
                 "per_stratum_at_start": {name: started for name, (started, _) in self.strata.items()},
                 "episodes": self.episodes,
+                "units": self.units,
+                "kind": self.kind,
                 "baseline_inner_loop": asdict(self.loop),
                 **({"metrics": self.metrics} if self.metrics else {}),
             }
@@ -103,7 +109,7 @@ def against_start(
             sources.test, TEST, "held-out tasks, weights at the start", initial.theta, learning
         )
         between()
-    compared = compare(scores, started, loop)
+    compared = compare(scores, started, loop, sources.test.kind)
     return compared, {**compared.facts(), "confusion": confused}
 
 
@@ -141,8 +147,10 @@ def choose_loop(
     return BaselineLoop(scale, step, len(scores))
 
 
-def compare(trained: Sequence[HeldOutScore], started: Sequence[HeldOutScore], loop: BaselineLoop) -> Compared:
-    """Summarise scores from theta (`trained`) and from the initial weights (`started`).
+def compare(
+    trained: Sequence[HeldOutScore], started: Sequence[HeldOutScore], loop: BaselineLoop, kind: str
+) -> Compared:
+    """Summarise scores from theta (`trained`) and from the initial weights (`started`). kind: see Compared.
 
     Episodes that have failed to load in one of the passes do not count.
     """
@@ -157,8 +165,12 @@ def compare(trained: Sequence[HeldOutScore], started: Sequence[HeldOutScore], lo
             for new, old in pairs
         ],
     }
+    units = [new.task for new, _ in pairs]
     intervals = {
-        name: (mean_ci95([accuracy for accuracy, _ in row]), mean_ci95([loss for _, loss in row]))
+        name: (
+            mean_ci95([accuracy for accuracy, _ in row], units),
+            mean_ci95([loss for _, loss in row], units),
+        )
         for name, row in values.items()
     }
     gain = intervals.pop("gain")
@@ -174,8 +186,65 @@ def compare(trained: Sequence[HeldOutScore], started: Sequence[HeldOutScore], lo
         gain,
         {name: (at_start[name], accuracy) for name, accuracy in after.items()},
         len(pairs),
+        len({*units}),
+        kind,
         loop,
         metrics,
+    )
+
+
+AS_BEFORE = "use the weights at the start"
+ADVICE = {
+    "better": "use the exported weights",
+    "no significant difference": f"{AS_BEFORE}, or train on more {{nouns}}",
+    "worse": f"{AS_BEFORE}, or train with fewer --outer_steps or on more {{nouns}}",
+}
+
+
+def verdict_of(compared: Compared | None, config: Config, sources: Sources) -> dict[str, str]:
+    """What a run has gained, for the log, the report and the card. By accuracy, for language models by loss.
+
+    compared: None without a table. Returns `name`, that of `verdict`, or empty where the weights cannot be
+    compared, and `text`: the gain, over what it was measured, and what to do.
+    """
+    kind, causal = sources.train.kind, config.task_type == "causal_lm"
+    nouns = "classes" if kind == "class" else "tasks"
+    gain = compared.gain[causal] if compared else (math.nan, math.nan)
+    name = verdict(gain)
+    if why := incomparable(compared, name, config, len(sources.train.items), nouns):
+        return {"name": "", "text": f"no comparison with the weights at the start: {why}"}
+    assert compared is not None
+    assert name is not None
+    said = f"{name} than" if name in ("better", "worse") else "not distinguishable from"
+    shots = counted(config.k_shot, "shot")
+    if config.most_shots > config.k_shot:
+        shots = f"{config.k_shot} to {config.most_shots} shots"
+    size = f"{format_interval(gain, '+.4f')} nats" if causal else f"{percent(gain, '+')} points"
+    over = f"{units_of(compared.units, kind)}, {counted(compared.episodes, 'episode')}"
+    text = f"{said} the weights at the start at {shots}: {size} (over {over})"
+    doubts = [ADVICE[name].format(nouns=nouns), few(compared.units, kind)]
+    return {"name": name, "text": "; ".join([text, *filter(None, doubts)])}
+
+
+def incomparable(
+    compared: Compared | None, name: str | None, config: Config, trained: int, nouns: str
+) -> str:
+    """Why a run has no verdict, and what to do; empty if it has one. trained: number of classes or tasks."""
+    if find(config.algorithm).trains_nothing:
+        return f"algorithm={config.algorithm} trains nothing; fmmeta evaluate --compare compares models"
+    if not config.init_interpolation:
+        return "init_interpolation=0 exports the weights at the start; use them as they are"
+    if compared is not None and compared.units == 1:
+        return f"the episodes are of one of the {nouns}, which has no interval; hold out {FEW} or more"
+    if compared is not None:
+        return "" if name else "a loss is not finite; use lower rates"
+    if not config.test_episodes:
+        return "test_episodes=0; give 100, say"
+    least = 3 * (config.n_way if nouns == "classes" else 1)
+    lower = ", or a lower --n_way" if nouns == "classes" else ""
+    return (
+        f"all {trained} {nouns} are trained on and none is held out; give {least} {nouns} or more{lower}, or"
+        " a file of splits"
     )
 
 
@@ -208,8 +277,8 @@ def show(compared: Compared, config: Config, table: Table) -> None:
         )
 
 
-def percent(interval: Interval) -> str:
-    return format_interval(interval, ".1f", 100)
+def percent(interval: Interval, sign: str = "") -> str:
+    return format_interval(interval, f"{sign}.1f", 100)
 
 
 def confusion(

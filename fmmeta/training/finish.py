@@ -11,7 +11,7 @@ from typing import Any
 from fmmeta.checkpoint.hf_export import export
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.report.data import AFTER, BEFORE, FROM_START, read, read_lines
-from fmmeta.training.comparison import against_start, show
+from fmmeta.training.comparison import against_start, show, verdict_of
 from fmmeta.training.loop import Run
 from fmmeta.training.run_card import write_cards
 
@@ -22,7 +22,8 @@ class Result:
 
     before, after, after_from_start: mean accuracies on the held-out episodes, between 0 and 1: before and
     after adaptation of the meta-trained model, and after adaptation of the initial weights. log_history: the
-    lines of metrics.jsonl. held_out: the table on held-out tasks, empty without them:
+    lines of metrics.jsonl. verdict: what meta-training has gained, over what it was measured, and what to do.
+    held_out: the table on held-out tasks, empty without them:
 
         rows         [{"name", "accuracy", "ci95", "loss", "loss_ci95"}, ...], the paired gain last
         per_stratum  [{"stratum", "after_from_start", "after"}, ...], mean accuracies
@@ -36,6 +37,7 @@ class Result:
     after: float | None = None
     after_from_start: float | None = None
     log_history: list[dict[str, Any]] = field(default_factory=list)
+    verdict: str = ""
     held_out: dict[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -66,7 +68,8 @@ def read_result(folder: Path, comm: Communicator) -> Result:
     held_out = held_out_table(found["facts"])
     means = {row["name"]: row["accuracy"] for row in held_out.get("rows", ())}
     before, after, from_start = (means.get(name) for name in (BEFORE, AFTER, FROM_START))
-    return Result(folder, found["steps"], before, after, from_start, found["lines"], held_out)
+    verdict = found["facts"].get("verdict", {}).get("text", "")
+    return Result(folder, found["steps"], before, after, from_start, found["lines"], verdict, held_out)
 
 
 def held_out_table(facts: dict[str, Any]) -> dict[str, Any]:
@@ -130,9 +133,7 @@ def _finish(run: Run) -> None:
         trained=[*run.inputs.trained, *(run.inputs.sources.used if run.trains else ())],
     )
     gains, facts = None, dict[str, Any]()
-    if test is None:
-        run.progress.notice("no held-out tasks: nothing to compare")
-    elif config.test_episodes:
+    if test is not None and config.test_episodes:
         gains, facts = against_start(
             run.held_out,
             run.inputs.sources,
@@ -143,10 +144,13 @@ def _finish(run: Run) -> None:
         )
         show(gains, config, run.progress.table)
         run.callbacks.on_log(run, {"step": state.outer_step, "held_out_accuracy": gains.accuracies})
+    verdict = verdict_of(gains, config, run.inputs.sources)
+    run.progress.notice(f"verdict: {verdict['text']}")
     profile = run.profiler.show(run.progress.table)
     with run.ranks.world.raise_on_all("closing the run"):
         if run.ranks.first:
-            write_cards(run.folder, config, state.outer_step, run.inputs.description, gains)
+            write_cards(run.folder, config, state.outer_step, run.inputs.description, gains, verdict["text"])
+            facts = {**facts, "verdict": verdict}
             run.write_run(finished=True, outer_steps=state.outer_step, held_out=facts, **profile)
             run.held_out.clear()
     run.progress.notice(f"model {run.folder / 'model'}")

@@ -167,6 +167,7 @@ class Run:
             self.should_leave_evaluation,
             OwnMetrics(metrics, inputs.tokenizer),
             self.stage.begin,
+            inputs.settings(config),
         )
         self.profiler, self.validation = Profiler(), validation or callbacks.Validation()
         self.logger, self.trackers = RunLogger(), Trackers(progress.notice)

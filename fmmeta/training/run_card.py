@@ -9,7 +9,7 @@ from huggingface_hub import EvalResult
 from fmmeta.checkpoint import model_card
 from fmmeta.checkpoint.model_card import Content, Scores, code, escaped, public_name
 from fmmeta.common.security import printable
-from fmmeta.common.text import counted, strict
+from fmmeta.common.text import counted, strict, units_of
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.metrics.scores import format_interval
@@ -19,22 +19,33 @@ from fmmeta.training.comparison import Compared, percent
 
 
 def write_cards(
-    folder: Path, config: Config, outer_steps: int, description: Description, compared: Compared | None
+    folder: Path,
+    config: Config,
+    outer_steps: int,
+    description: Description,
+    compared: Compared | None,
+    verdict: str,
 ) -> None:
     """Write the cards of model/ and merged/. outer_steps: how many were done. compared: None if nothing was
-    measured.
+    measured. verdict: its text.
     """
     for each in (folder / "model", folder / "merged"):
         if each.is_dir():
             adapter = bool(config.lora_r) and each.name == "model"
-            model_card.write_card(each, card_content(config, outer_steps, description, compared, adapter))
+            content = card_content(config, outer_steps, description, compared, verdict, adapter)
+            model_card.write_card(each, content)
 
 
 def card_content(
-    config: Config, outer_steps: int, description: Description, compared: Compared | None, adapter: bool
+    config: Config,
+    outer_steps: int,
+    description: Description,
+    compared: Compared | None,
+    verdict: str,
+    adapter: bool,
 ) -> Content:
-    """The card of a meta-trained model. outer_steps: how many were done. adapter: its folder holds adapters
-    and not a whole model.
+    """The card of a meta-trained model. outer_steps: how many were done. verdict: its text. adapter: its
+    folder holds adapters and not a whole model.
     """
     spec, classes = find(config.algorithm), config.task_type == "classification"
     kind = "image" if description.images else "text"
@@ -57,6 +68,7 @@ def card_content(
         "outer loop": f"{outer_steps} steps of {config.outer_optimizer} over {tasks} tasks each,"
         f" outer_lr {config.outer_lr * config.outer_lr_factor:g}, seed {config.seed}",
         "trained weights": f"LoRA adapters of rank {config.lora_r}{merged}" if config.lora_r else "",
+        "verdict": escaped(verdict),
         "sentence vector": f"{description.pooling} pooling" if description.pooling != "model" else "",
     }
     if spec.in_prompt:
@@ -124,8 +136,8 @@ def scores(compared: Compared, episodes: str, trained: bool, in_prompt: bool = F
         base = " The base model gets the same prompts, which hold the support set."
     names = {BEFORE: "before adaptation", FROM_START: "base model, adapted", AFTER: "this model, adapted"}
     return Scores(
-        f"Mean and 95 % interval over {compared.episodes} episodes of held-out tasks ({episodes})."
-        + (base if trained else ""),
+        f"Mean of {compared.episodes} {episodes} episodes and 95 % interval over their"
+        f" {units_of(compared.units, compared.kind)}, which were held out." + (base if trained else ""),
         ("accuracy %", "loss (nats)"),
         [
             (names.get(name, name), percent(accuracy), format_interval(loss))

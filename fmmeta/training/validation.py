@@ -6,7 +6,7 @@ weights are passed in; the worker holds them afterwards.
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -41,10 +41,12 @@ FINISHED = "held_out.json"  # finished episodes of a final evaluation that was s
 @dataclass(frozen=True)
 class HeldOutScore:
     """One episode: losses and accuracies on its query set, at theta and at phi, or after 0, 1, ... K inner
-    steps. metrics: numbers of the user's metrics at phi.
+    steps. task: the class or the task that the episode is drawn for. metrics: numbers of the user's metrics
+    at phi.
     """
 
     slot: int
+    task: str
     stratum: str
     losses: list[float]
     accuracies: list[float]
@@ -57,7 +59,7 @@ class HeldOut:
     load: from a source to its `LoadEpisode`. folder: of the run, where finished episodes of the TEST stream
     are stored. should_stop: called between episodes; if it returns True, this group leaves out the rest of
     the pass, and the scores are incomplete. begin_stage: begins a stage of the watchdog. own: the user's
-    metrics.
+    metrics. identity: all that identifies the run, its data included (default: the flags).
     """
 
     def __init__(
@@ -71,10 +73,11 @@ class HeldOut:
         should_stop: Callable[[], bool] = lambda: False,
         own: OwnMetrics | None = None,
         begin_stage: Callable[[str], None] = lambda name: None,
+        identity: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.worker, self.load, self.ranks, self.progress = config, worker, load, ranks, progress
         self.file, self.should_stop, self.own = folder / FINISHED, should_stop, own or OwnMetrics()
-        self.begin_stage = begin_stage
+        self.begin_stage, self.identity = begin_stage, identity or config.as_dict()
 
     def scores(
         self,
@@ -141,7 +144,9 @@ class HeldOut:
             numbers = dict[str, float]()
             if own.metrics and source is not None:
                 numbers, failed = own.of(self.worker, episode.query, partial(class_names, source, task))
-            scores.append(HeldOutScore(slots[task.seed], task.stratum, losses, accuracies, numbers))
+            scores.append(
+                HeldOutScore(slots[task.seed], task.name, task.stratum, losses, accuracies, numbers)
+            )
             self.worker.write(theta)
             if own.metrics and float(self.ranks.group.sum_(torch.tensor([float(bool(failed))]))):
                 break
@@ -163,9 +168,7 @@ class HeldOut:
             rates = learning.rates
             here += [learning.steps, rates.table.tolist()]
             here += [] if rates.element is None else [hash_vector(rates.element)]
-        settings = {
-            name: value for name, value in self.config.as_dict().items() if name not in HIDDEN_ON_RESUME
-        }
+        settings = {name: value for name, value in self.identity.items() if name not in HIDDEN_ON_RESUME}
         everyone = [part.decode() for part in self.ranks.world.gather_bytes(json.dumps(here).encode())]
         return sha256(json.dumps([each_step, everyone, settings], sort_keys=True).encode()).hexdigest()
 

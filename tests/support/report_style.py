@@ -11,5 +11,5 @@ SHEET = Path(fmmeta.report.__file__).with_name("report.css").read_text(encoding=
 LIGHT, DARK = (
     dict(re.findall(r"--(\w+):\s*(#\w{6});", block)) for block in re.findall(r":root\s*{(.*?)}", SHEET, re.S)
 )
-TEXTS = [(ink, on) for ink in ("ink", "quiet", "a", "b", "c", "d") for on in ("page", "card")]
+TEXTS = [(ink, on) for ink in ("ink", "quiet", "a", "b", "c", "d", "bad") for on in ("page", "card")]
 TEXTS += [("a", "pill"), ("ink", "pill"), *((f"n{level}", f"m{level}") for level in range(6))]

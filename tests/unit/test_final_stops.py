@@ -104,6 +104,23 @@ def test_stop_in_the_final_evaluation_keeps_the_trained_model(tmp_path, monkeypa
         assert not (tmp_path / name / validation.FINISHED).exists()
 
 
+def test_finished_episodes_of_other_data_are_not_used(tmp_path, monkeypatch):
+    """The rows of the same classes change between the stop and the second run."""
+    with monkeypatch.context() as patch:
+        whole = StopAt(patch, 10**9)
+        MetaTrainer(config_of(tmp_path, "whole")).train()
+    with monkeypatch.context() as patch:
+        stop = StopAt(patch, whole.scored)
+        with pytest.raises(Stopped):
+            MetaTrainer(config_of(tmp_path, "run"), stop.signals).train()
+    data = tmp_path / "rows.jsonl"
+    data.write_text(data.read_text().replace('"text": "', '"text": "another '))
+    with monkeypatch.context() as patch:
+        again = StopAt(patch, 10**9)
+        MetaTrainer(config_of(tmp_path, "run", accept_changed_settings=["dataset_fingerprint"])).train()
+    assert again.scored == whole.scored
+
+
 def test_stop_in_a_validation_repeats_the_validation(tmp_path, monkeypatch):
     """The best weights then equal those of an undisturbed run."""
     settings = {"load_best_model_at_end": True, "eval_steps": 1, "test_episodes": 0, "eval_episodes": 4}
@@ -204,7 +221,7 @@ def test_best_inner_loop_has_the_highest_accuracy_then_the_lowest_loss():
             }
             return [
                 validation.HeldOutScore(
-                    0, "", [loss for _, loss in table[inner]], [accuracy for accuracy, _ in table[inner]]
+                    0, "", "", [loss for _, loss in table[inner]], [accuracy for accuracy, _ in table[inner]]
                 )
             ]
 

@@ -644,14 +644,15 @@ def test_evaluation_scores_before_and_after_adaptation_and_restores_theta(tmp_pa
 
 
 def test_gains_are_paired_over_common_episodes():
-    trained = [
-        HeldOutScore(slot, "s", [0, 1.0], [0, accuracy]) for slot, accuracy in [(0, 0.9), (1, 0.8), (3, 1.0)]
-    ]
-    started = [
-        HeldOutScore(slot, "s", [0, 1.5], [0, accuracy]) for slot, accuracy in [(1, 0.5), (2, 0.0), (3, 0.6)]
-    ]
-    compared = compare(trained, started, BaselineLoop(1.0, 0))
-    assert compared.episodes == 2
+    trained, started = (
+        [HeldOutScore(slot, f"t{slot}", "s", [0, loss], [0, accuracy]) for slot, accuracy in accuracies]
+        for loss, accuracies in (
+            (1.0, [(0, 0.9), (1, 0.8), (3, 1.0)]),
+            (1.5, [(1, 0.5), (2, 0.0), (3, 0.6)]),
+        )
+    )
+    compared = compare(trained, started, BaselineLoop(1.0, 0), "task")
+    assert (compared.episodes, compared.units) == (2, 2)
     assert compared.gain[0][0] == pytest.approx((0.3 + 0.4) / 2)
     assert compared.accuracies == pytest.approx({"before": 0, "after": 0.9, "after_from_start": 0.55})
 
@@ -670,6 +671,18 @@ def test_summaries_of_scores():
         assert half == pytest.approx(quantile * statistics.stdev(values) / math.sqrt(len(values)), rel=2e-4)
     assert mean_ci95([1.0])[0] == 1.0
     assert math.isnan(mean_ci95([1.0])[1])
+
+
+def test_an_interval_over_units_counts_their_values_as_repetitions():
+    """By hand: deviations -1.5, -1.5, 0.5, 2.5 of two units sum to -3 and 3; sqrt(2 / 1 * 18) / 4 = 1.5."""
+    values = [1.0, 1.0, 3.0, 5.0]
+    assert mean_ci95(values, ["a", "a", "b", "b"]) == pytest.approx((2.5, 12.706 * 1.5), rel=1e-4)
+    assert mean_ci95(values, ["a", "b", "a", "b"]) == mean_ci95(values)  # over episodes it is wider
+    assert mean_ci95(values, ["a", "b", "c", "d"]) == mean_ci95(values)
+    assert math.isnan(mean_ci95(values, ["a"] * 4)[1])
+    # quantiles of t with 3 degrees of freedom, two-sided 5 % and 0.5 %, from a printed table
+    ratio = mean_ci95(values, comparisons=10)[1] / mean_ci95(values)[1]
+    assert ratio == pytest.approx(7.453 / 3.182, rel=2e-4)
     scores = [
         HeldOutScore(i, stratum, [0, 0], [0, accuracy])
         for i, (stratum, accuracy) in enumerate([("b", 0.5), ("a", 1.0), ("b", 1.0)])

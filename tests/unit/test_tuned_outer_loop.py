@@ -325,12 +325,20 @@ def test_an_incomplete_fold_does_not_count():
 
 
 @pytest.mark.parametrize(
-    ("gains", "is_above"), [([1, 1, 1, 0], False), ([1, 1, 1, 1, 0], True), ([0, 0], False)]
+    ("gains", "comparisons", "is_above"),
+    [
+        ([1, 1, 1, 0], 1, False),
+        ([1, 1, 1, 1, 0], 1, True),
+        ([1, 1, 1, 1, 0], 5, False),
+        ([0, 0], 1, False),
+    ],
 )
-def test_others_are_above_the_own_settings_if_the_interval_excludes_zero(gains, is_above):
-    """0.75 with an interval of 3.18 x 0.25 = 0.80; 0.8 with one of 2.78 x 0.2 = 0.56."""
+def test_others_are_above_the_own_settings_if_the_interval_excludes_zero(gains, comparisons, is_above):
+    """0.75 with an interval of 3.18 x 0.25 = 0.80; 0.8 with one of 2.78 x 0.2 = 0.56, and as the best of five
+    of 4.60 x 0.2 = 0.92.
+    """
     own = OuterChoice(0.1, 4, 1.0, (0.0,) * len(gains), 1.0)
-    assert OuterChoice(0.2, 4, 1.0, tuple(map(float, gains)), 1.0).is_above(own) == is_above
+    assert OuterChoice(0.2, 4, 1.0, tuple(map(float, gains)), 1.0).is_above(own, comparisons) == is_above
 
 
 @pytest.mark.parametrize(("others", "kept"), [([1.0, 1.0, 1.0, 0.9], False), ([1.0, 1.0, 1.0, 0.0], True)])

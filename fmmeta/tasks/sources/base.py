@@ -132,6 +132,7 @@ class TaskSource(ABC):
     """Tasks of one split."""
 
     items: Items
+    kind = "task"  # what an item is: `class`, of one set, or a named `task`
     classes: tuple[str, ...] = ()  # names of the labels if all episodes share one numbering of classes
 
     def __repr__(self) -> str:
@@ -197,20 +198,16 @@ class ClassSource(TaskSource):
                 self.draws.append((classes, anchor))
                 self.row_tokens.append(mean)
         self.items = Items.of(items)
+        self.kind = "class" if any(anchor for _, anchor in self.draws) else "task"
 
     def size(self, item: int, seed: tuple[int, ...]) -> int:
         if self.shape.fixed:
             return super().size(item, seed)
         return round(self.row_tokens[item] * self.shape.rows(seed, len(self.draws[item][0])))
 
-    @property
-    def has_classes_as_items(self) -> bool:
-        """Whether an item is a class of one set, not a named task."""
-        return bool(self.draws[0][1])
-
     def folds(self, most: int) -> int:
         """Parts of one set of classes have at least two of them, if there are four."""
-        return super().folds(min(most, len(self.items) // 2) if self.has_classes_as_items else most)
+        return super().folds(min(most, len(self.items) // 2) if self.kind == "class" else most)
 
     def part(self, chosen: np.ndarray) -> "ClassSource":
         """An episode of fewer classes than `n_way` has all of them."""
@@ -271,7 +268,7 @@ class GlobalLabelSource(TaskSource):
     """
 
     def __init__(self, source: TaskSource) -> None:
-        self.source, self.items = source, source.items
+        self.source, self.items, self.kind = source, source.items, source.kind
         self.numbers = {key: number for number, key in enumerate(source.class_keys())}
         self.classes = tuple("/".join(key) for key in self.numbers)
 
@@ -319,6 +316,7 @@ class Mixture(TaskSource):
             for name, source in sources.items()
             for item in source.items
         )
+        self.kind = "class" if {one.kind for one in self.sources} == {"class"} else "task"
         self.starts = np.cumsum([0, *(len(source.items) for source in self.sources)])
 
     def size(self, item: int, seed: tuple[int, ...]) -> int:
@@ -332,7 +330,7 @@ class Mixture(TaskSource):
         """A data set of which a single class is chosen is left out. Raises `UsageError` if none remains."""
         parts, found = np.split(chosen, self.starts[1:-1]), dict[str, TaskSource]()
         for name, source, part in zip(self.names, self.sources, parts, strict=True):
-            needs_two = isinstance(source, ClassSource) and source.has_classes_as_items
+            needs_two = source.kind == "class"
             if part.sum() > needs_two:
                 found[name] = source.part(part)
         if not found:
