@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +105,16 @@ def test_finetuning_equals_a_plain_loop(bert, classes):
     assert [score["loss"] for score in results["cells"][0]["scores"]] == pytest.approx(losses, rel=1e-4)
     assert [score["accuracy"] for score in results["cells"][0]["scores"]] == pytest.approx(right)
     assert results["accuracy"] == pytest.approx(np.mean(right))
+    deviations = defaultdict[str, float](float)
+    for score in results["cells"][0]["scores"]:
+        deviations[score["task"]] += score["accuracy"] - np.mean(right)
+    assert (results["units"], results["kind"]) == (3, "class")
     assert results["ci95"] == pytest.approx(
-        3.1824463 * np.std(right, ddof=1) / 2
-    )  # Student's t, 3 degrees of freedom
+        max(
+            3.1824463 * np.std(right, ddof=1) / 2,  # Student's t, 3 degrees of freedom
+            4.3026527 * (1.5 * sum(np.square([*deviations.values()]))) ** 0.5 / 4,  # 2: three classes
+        )
+    )
     assert results["episodes"] == 4
     assert set(results["per_stratum"]) <= {"s0", "s1", "s2"}
 
@@ -515,8 +523,10 @@ def test_calibration_error_by_hand():
 
 
 def test_paired_differences_are_over_common_episodes():
-    ours = [EpisodeScore(slot, "t", "s", 1.0, accuracy) for slot, accuracy in enumerate([0.5, 0.7, 0.9])]
-    theirs = [EpisodeScore(slot, "t", "s", 1.5, 0.4) for slot in (1, 2)]
+    ours = [
+        EpisodeScore(slot, f"t{slot}", "s", 1.0, accuracy) for slot, accuracy in enumerate([0.5, 0.7, 0.9])
+    ]
+    theirs = [EpisodeScore(slot, f"t{slot}", "s", 1.5, 0.4) for slot in (1, 2)]
     found = paired(ours, theirs)
     assert found["episodes"] == 2
     assert found["accuracy_gain"] == pytest.approx(0.4)
@@ -822,7 +832,10 @@ def test_one_episode_has_no_interval_and_results_are_json(bert, classes, tmp_pat
 def test_comparison_shows_both_models_and_the_verdict(accuracies, row, verdict, capsys):
     def cell(values, loss):
         return EvalCell(
-            "knn", 1, "x", [EpisodeScore(slot, "t", "s", loss, value) for slot, value in enumerate(values)]
+            "knn",
+            1,
+            "x",
+            [EpisodeScore(slot, f"t{slot}", "s", loss, value) for slot, value in enumerate(values)],
         )
 
     settings = EvaluateConfig(model_name_or_path="mine", compare="theirs", method=["knn"], k_shot=[1])

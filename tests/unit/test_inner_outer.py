@@ -677,14 +677,15 @@ def test_an_interval_over_units_counts_their_values_as_repetitions():
     """By hand: deviations -1.5, -1.5, 0.5, 2.5 of two units sum to -3 and 3; sqrt(2 / 1 * 18) / 4 = 1.5."""
     values = [1.0, 1.0, 3.0, 5.0]
     assert mean_ci95(values, ["a", "a", "b", "b"]) == pytest.approx((2.5, 12.706 * 1.5), rel=1e-4)
-    assert mean_ci95(values, ["a", "b", "a", "b"]) == mean_ci95(values)  # over episodes it is wider
+    alike = [1.0, 3.0, 1.0, 3.0]
+    assert mean_ci95(alike, ["a", "a", "b", "b"]) == mean_ci95(alike)  # not zero: over episodes it is wider
     assert mean_ci95(values, ["a", "b", "c", "d"]) == mean_ci95(values)
     assert math.isnan(mean_ci95(values, ["a"] * 4)[1])
     # quantiles of t with 3 degrees of freedom, two-sided 5 % and 0.5 %, from a printed table
     ratio = mean_ci95(values, comparisons=10)[1] / mean_ci95(values)[1]
     assert ratio == pytest.approx(7.453 / 3.182, rel=2e-4)
     scores = [
-        HeldOutScore(i, stratum, [0, 0], [0, accuracy])
+        HeldOutScore(i, f"t{i}", stratum, [0, 0], [0, accuracy])
         for i, (stratum, accuracy) in enumerate([("b", 0.5), ("a", 1.0), ("b", 1.0)])
     ]
     assert per_stratum(scores) == {"a": 1.0, "b": 0.75}
@@ -693,9 +694,10 @@ def test_an_interval_over_units_counts_their_values_as_repetitions():
 def test_one_held_out_episode_has_no_interval():
     shown: list[Sequence[str]] = []
     compared = compare(
-        [HeldOutScore(0, "a", [1.0, 0.5], [0.2, 0.6])],
-        [HeldOutScore(0, "a", [1.5, 0.75], [0.1, 0.4])],
+        [HeldOutScore(0, "t", "a", [1.0, 0.5], [0.2, 0.6])],
+        [HeldOutScore(0, "t", "a", [1.5, 0.75], [0.1, 0.4])],
         BaselineLoop(1.0, 0),
+        "class",
     )
     show(compared, Config(), lambda title, header, rows: shown.extend(rows))
     assert [row[1:] for row in shown] == [

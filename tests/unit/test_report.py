@@ -365,7 +365,7 @@ def test_text_contrast_meets_wcag(colours):
         light, dark = sorted((luminance(colours[ink]), luminance(colours[on])), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 4.5, (ink, on)
     assert LIGHT.keys() == DARK.keys()
-    assert len(LIGHT) == 23
+    assert len(LIGHT) == 24
 
 
 def test_the_report_command(run, capsys, tmp_path):
