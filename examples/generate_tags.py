@@ -2,8 +2,8 @@
 
     python examples/generate_tags.py
 
-80 shops write tags for the things that they sell: their sign, and the colour of the thing. Every shop is a task
-of 20 pairs. How to find a colour is the same for all, which meta-training learns; the sign is what has to be
+80 shops write tags for the things that they sell: their sign, and the colour of the thing. Every shop is a
+task of 20 pairs. How to find a colour is the same for all, which meta-training learns; the sign has to be
 learned of a new shop. The file depends on this script alone, and has the licence of the repository.
 """
 

@@ -68,6 +68,17 @@ def test_tutorial_on_classification(tmp_path):
     assert [line.split()[0] for line in out.splitlines()[-2:]] == ["rental", "tour"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_tutorial_on_language_models(tmp_path):
+    out = follow("tutorial_language_model", "tags.jsonl", tmp_path)
+    for by in ("loss", "accuracy"):
+        gained(tmp_path / "runs/tags", tmp_path / "results.json", by)
+    predicted = [json.loads(line)["output"] for line in out.splitlines() if line.startswith('{"input"')]
+    assert predicted == ["hy-red", "hy-green", "hy-blue"]
+    assert out.splitlines()[-2:] == ["hy-red", "hy-blue"]
+
+
 @pytest.mark.parametrize("name", ["requests", "tags"])
 def test_the_data_are_those_of_their_script(name, tmp_path, monkeypatch):
     """Other content of the committed file would be no file that the script documents."""
