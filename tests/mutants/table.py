@@ -447,8 +447,8 @@ MUTANTS = (
     Mutant(
         "an interval over the wrong count",
         "metrics/scores.py",
-        "math.sqrt(variance / n)",
-        "math.sqrt(variance / (n + 1))",
+        "* spread / n)",
+        "* spread / (n + 1))",
         "intervals are too narrow",
         SCORES,
     ),
