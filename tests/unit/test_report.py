@@ -78,6 +78,25 @@ def page_of(folder) -> Page:
     return Page(write(folder).read_text(encoding="utf-8"))
 
 
+@pytest.mark.parametrize(
+    ("name", "look"),
+    [
+        ("better", "better"),
+        ("worse", "worse"),
+        ("no significant difference", "same"),
+        ("", "same"),
+    ],
+)
+def test_the_colour_follows_the_verdict(run, name, look):
+    stored = json.loads((run / "run.json").read_text())
+    stored["held_out"] |= {"verdict": {"name": name, "text": "the <verdict>"}, "units": 5, "kind": "class"}
+    (run / "run.json").write_text(json.dumps(stored))
+    text = write(run).read_text(encoding="utf-8")
+    assert f'<p class="verdict {look}">Verdict: the &lt;verdict&gt;.</p>' in text
+    assert re.findall(r'<div class="hero (\w+)">', text) == ["a", "b", look]
+    assert "over their 5 classes" in text
+
+
 def test_the_table_is_that_of_run_json(run):
     page, stored = page_of(run), held_out()
     expected = []
