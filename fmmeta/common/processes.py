@@ -113,12 +113,15 @@ _undo: list[Callable[[], object]] = []
 
 @contextmanager
 def restored_process() -> Iterator[None]:
-    """Restore environment variables, warning filters and the verbosity of other libraries after the block."""
-    environment, done = dict(os.environ), len(_undo)
+    """Restore environment variables, warning filters, the verbosity of other libraries and the hook for
+    errors, to which torch adds a prefix with every default process group, after the block.
+    """
+    environment, done, hook = dict(os.environ), len(_undo), sys.excepthook
     try:
         with warnings.catch_warnings():
             yield
     finally:
+        sys.excepthook = hook
         while len(_undo) > done:
             _undo.pop()()
         for name in set(os.environ) - set(environment):
@@ -128,10 +131,15 @@ def restored_process() -> Iterator[None]:
         )
 
 
+def undo_later(call: Callable[[], object]) -> None:
+    """Let `restored_process` make this call at its end."""
+    _undo.append(call)
+
+
 def quiet_logger(name: str) -> None:
     """Let a logger of another library pass errors only, until `restored_process` ends."""
     logger = logging.getLogger(name)
-    _undo.append(partial(logger.setLevel, logger.level))
+    undo_later(partial(logger.setLevel, logger.level))
     logger.setLevel(logging.ERROR)
 
 
@@ -140,7 +148,7 @@ def hide_download_bars() -> None:
     from transformers.utils import logging as transformers_log
 
     if transformers_log.is_progress_bar_enabled():
-        _undo.append(transformers_log.enable_progress_bar)
+        undo_later(transformers_log.enable_progress_bar)
         transformers_log.disable_progress_bar()
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.support.launch import ROOT, environment, python, run_ranks
 from tests.support.messages import check_message
+from tests.support.models import save_llama, write_classes
 
 TRAIN = """
 with open("runs.txt", "a") as file:
@@ -164,3 +167,77 @@ train(example_transforms=["script:keep"])
         '`if __name__ == "__main__":`',
     )
     assert ran(tmp_path) == ["__main__", "script"]
+
+
+LOOP = """
+import json, sys, torch, fmmeta
+linear, hook = torch.nn.functional.linear, sys.excepthook
+shared, runs = json.load(open("runs.json"))
+data = {key: shared[key] for key in ("model_name_or_path", "dataset", "pooling", "n_way", "k_shot")}
+for number, settings in enumerate(runs):
+    if settings is None:
+        print(fmmeta.evaluate(**data, episodes=2, inner_steps=1, num_query=1)["loss"])
+    else:
+        fmmeta.MetaTrainer(fmmeta.Config(**shared, **settings, output_dir=f"out{number}")).train()
+    assert (torch.nn.functional.linear, sys.excepthook) == (linear, hook)
+"""
+
+
+def one_process(folder: Path, ranks: int, kinds: dict[str, dict], order: list[str]) -> None:
+    """Train in one process per rank, run after run ("evaluate" scores): a kind of run ends every time at the
+    same bits, and near the first run.
+    """
+    shared = {
+        "model_name_or_path": str(save_llama(folder / "llama")),
+        "dataset": [str(write_classes(folder / "rows.jsonl", classes=15))],
+        "pooling": "mean",
+        "n_way": 3,
+        "k_shot": 1,
+        "num_query": 1,
+        "meta_batch_size": 2,
+        "inner_steps": 1,
+        "inner_lr": 0.3,
+        "outer_steps": 1,
+        "outer_optimizer": "sgd",
+        "outer_lr": 0.5,
+        "eval_episodes": 0,
+        "save_steps": 0,
+        "num_workers": "0",
+    }
+    (folder / "runs.json").write_text(json.dumps([shared, [kinds.get(kind) for kind in order]]))
+    (folder / "loop.py").write_text(LOOP)
+    ended = run_ranks([str(folder / "loop.py")], ranks, cwd=folder).ok()
+    scores = [float(line) for line in ended.output[0].splitlines() if re.fullmatch(r"\d\.\d+", line)]
+    assert (len(scores), len(set(scores))) == (order.count("evaluate"), 1)
+    first, start = dict[str, dict](), load_file(folder / "llama" / "model.safetensors")
+    for number, kind in enumerate(order):
+        if kind != "evaluate":
+            files = (folder / f"out{number}" / "model").glob("*.safetensors")
+            theta = {name: value for file in files for name, value in load_file(file).items()}
+            seen, reference = first.setdefault(kind, theta), next(iter(first.values()))
+            assert all(theta[name].equal(value) for name, value in seen.items()), (number, kind)
+            off = max(float((theta[name] - value).abs().max()) for name, value in reference.items())
+            moved = max(float((value - start[f"model.{name}"]).abs().max()) for name, value in theta.items())
+            assert off < 1e-5 < 1e-2 < moved, (number, kind)
+
+
+STAGES = {f"zero{stage}": {"engine": "deepspeed", "deepspeed": f"zero{stage}"} for stage in range(4)}
+
+
+@pytest.mark.slow
+def test_a_notebook_trains_with_one_stage_of_deepspeed_after_another(tmp_path):
+    order = ["evaluate", "zero3", "zero2", "plain", "zero3", "evaluate"]
+    one_process(tmp_path, 1, {"plain": {}, **STAGES}, order)
+
+
+@pytest.mark.slow
+def test_ranks_train_with_one_layout_after_another(tmp_path):
+    """Every layout after every layout and after itself."""
+    kinds = {"plain": {"group_size": "1"}}
+    kinds |= {name: {**settings, "group_size": "2"} for name, settings in STAGES.items()}
+    kinds |= {"tensor": {"group_size": "2", "tensor_parallel_size": 2}}
+    kinds |= {"pipeline": {"group_size": "2", "pipeline_stages": 2}}
+    names, order = list(kinds), []
+    for number, name in enumerate(names):  # a cycle in which each pair of neighbours occurs once
+        order += [name, *(one for later in names[number + 1 :] for one in (name, later))]
+    one_process(tmp_path, 2, kinds, [*order, names[0], "evaluate", names[0], "evaluate"])

@@ -519,7 +519,7 @@ MUTANTS = (
     Mutant(
         "the linear layer of ZeRO 3 outlives its run",
         "parallel/workers/create.py",
-        "    restore_linear()\n",
+        "    forget_zero_3()\n",
         "",
         "a second run of the same process rounds biases in bf16 otherwise",
         ("distributed/test_parity.py",),

@@ -383,15 +383,17 @@ def shard_while_loading(stream: LazyModel, config: dict[str, Any]) -> None:
     stream.materialize([name for name, _ in stream.learner.named_parameters()], shard)
 
 
-def restore_linear() -> None:
-    """Give torch back the linear layer that ZeRO 3 has replaced for the whole process, if it has.
+def forget_zero_3() -> None:
+    """Undo what a ZeRO 3 worker has changed for the whole process; the next one changes it again.
 
-    The replacement adds the bias after rounding the product to bf16, so that the next run of the same process
-    would end elsewhere. Its gradients are those of torch's layer; a ZeRO 3 worker replaces it again.
+    Its linear layer adds the bias after rounding the product to bf16, so that the next run of the process, or
+    the user's own code, would end elsewhere. The parameters that it does not shard count against one limit
+    (stage3_model_persistence_threshold) over all models of a process.
     """
     loaded = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
-    original = loaded and getattr(loaded.InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
-    if original:
+    if loaded:
+        loaded.Init.num_persisted_parameters = loaded.Init.num_persisted_elements = 0
+        original = getattr(loaded.InsertPostInitMethodToModuleSubClasses, "linear_bk", nn.functional.linear)
         nn.functional.linear = original
 
 
