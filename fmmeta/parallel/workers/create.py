@@ -92,7 +92,7 @@ def load_sharded(
         mark = fingerprint((name, check_finite(config, name, value, True)) for name, value in read)
     frozen = copies_to_export(config, ranks, tensors, ranks.first, mark)
     del tensors  # an engine gives the frozen weights other storage
-    shard_while_loading(model, filled)
+    shard_while_loading(model, filled, ranks.device)
     return learner, frozen, model.read
 
 
