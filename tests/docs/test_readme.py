@@ -168,6 +168,7 @@ def test_every_launcher_is_started_by_a_command():
     assert without_launcher("deepspeed launch/train.py") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
 def test_python_runs(code, tmp_path):
     """The last line prints what its comment says."""
