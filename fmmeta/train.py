@@ -8,7 +8,7 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.install import warn_untested
-from fmmeta.common.processes import restored_process
+from fmmeta.common.processes import refuse_while_importing, restored_process
 from fmmeta.common.progress import Progress, Warn, terminal_log
 from fmmeta.common.text import shortened
 from fmmeta.config.algorithms import find
@@ -24,6 +24,7 @@ from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.reliability.signals import Signals
 from fmmeta.reliability.watchdog import watching
 from fmmeta.tasks.data.rows import IN_MEMORY, Row, rows_in_memory
+from fmmeta.tasks.loader import check_sent
 from fmmeta.training import build
 from fmmeta.training.callbacks import Callback
 from fmmeta.training.finish import Result, finish, read_result
@@ -85,6 +86,7 @@ class MetaTrainer:
         """
         if not isinstance(self.config, Config):
             raise UsageError(f"config={shortened(self.config)} is no Config; give fmmeta.Config(...)")
+        refuse_while_importing("MetaTrainer.train()")
         with restored_process(), terminal_log(self.config.log_level), ExitStack() as closing:
             return self._train(Launch.from_env(os.environ), closing)
 
@@ -111,6 +113,9 @@ class MetaTrainer:
             config.prepare_timeout,
         )
         inputs = build.read_inputs(config, world, notice, given_tokenizer=self.tokenizer, rows=rows)
+        with world.comm.raise_on_all("looking at what loader processes receive"):
+            if config.num_workers != "0":
+                check_sent((inputs.sources.train, inputs.transforms, inputs.collate), config.num_workers)
         suggest_chat(config, inputs.tokenizer, notice)
         if config.warmup >= config.outer_steps:
             short = f"warmup_steps={config.warmup_steps:g} with outer_steps={config.outer_steps}"

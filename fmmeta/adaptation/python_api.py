@@ -18,7 +18,7 @@ from fmmeta.adaptation import model as models
 from fmmeta.adaptation.many import AdaptedModels
 from fmmeta.adaptation.model import AdaptedModel
 from fmmeta.common.errors import UsageError
-from fmmeta.common.processes import restored_process
+from fmmeta.common.processes import refuse_while_importing, restored_process
 from fmmeta.common.progress import Progress, terminal_log
 from fmmeta.common.text import nearest, shortened
 from fmmeta.config.fields import of_type
@@ -52,6 +52,7 @@ def evaluate(
     >>> [(cell["method"], cell["k_shot"], len(cell["scores"])) for cell in results["cells"]]
     [('finetune', 1, 3), ('prototype', 1, 3)]
     """
+    refuse_while_importing("fmmeta.evaluate")
     values = {"model_name_or_path": model_name_or_path, "dataset": dataset, **settings}
     with restored_process(), nullcontext() if quiet else terminal_log():
         first = Launch.from_env(os.environ).global_rank == 0
@@ -124,6 +125,7 @@ def adapt_many(
     >>> sorted(models), models.failed, models["numbers"].labels
     (['colours', 'numbers'], {}, ('even', 'odd'))
     """
+    refuse_while_importing("fmmeta.adapt_many")
     if not isinstance(supports, Mapping):
         raise UsageError(
             f"supports={shortened(supports)} is no mapping; give {{name: examples}} of each task"

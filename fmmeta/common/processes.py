@@ -1,5 +1,6 @@
 """This process: the host memory that it may still allocate, its end with the process that started it, a limit
-on the time of a call, and the state of other libraries that a run changes.
+on the time of a call, the state of other libraries that a run changes, and whether its main module is run by
+the processes that it starts.
 """
 
 import ctypes
@@ -8,6 +9,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -15,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+
+from fmmeta.common.errors import UsageError
 
 AGAIN_S = 1.0  # between exceptions at a time limit, if code catches them
 
@@ -109,12 +113,15 @@ _undo: list[Callable[[], object]] = []
 
 @contextmanager
 def restored_process() -> Iterator[None]:
-    """Restore environment variables, warning filters and the verbosity of other libraries after the block."""
-    environment, done = dict(os.environ), len(_undo)
+    """Restore environment variables, warning filters, the verbosity of other libraries and the hook for
+    errors, to which torch adds a prefix with every default process group, after the block.
+    """
+    environment, done, hook = dict(os.environ), len(_undo), sys.excepthook
     try:
         with warnings.catch_warnings():
             yield
     finally:
+        sys.excepthook = hook
         while len(_undo) > done:
             _undo.pop()()
         for name in set(os.environ) - set(environment):
@@ -124,10 +131,15 @@ def restored_process() -> Iterator[None]:
         )
 
 
+def undo_later(call: Callable[[], object]) -> None:
+    """Let `restored_process` make this call at its end."""
+    _undo.append(call)
+
+
 def quiet_logger(name: str) -> None:
     """Let a logger of another library pass errors only, until `restored_process` ends."""
     logger = logging.getLogger(name)
-    _undo.append(partial(logger.setLevel, logger.level))
+    undo_later(partial(logger.setLevel, logger.level))
     logger.setLevel(logging.ERROR)
 
 
@@ -136,8 +148,54 @@ def hide_download_bars() -> None:
     from transformers.utils import logging as transformers_log
 
     if transformers_log.is_progress_bar_enabled():
-        _undo.append(transformers_log.enable_progress_bar)
+        undo_later(transformers_log.enable_progress_bar)
         transformers_log.disable_progress_bar()
+
+
+MAIN = ("__main__", "__mp_main__")
+"""Names of the main module: in its own process, and in processes of multiprocessing that have imported it."""
+_imported: list[str] = []
+"""Modules of the user that are being imported because a setting names them."""
+
+
+@contextmanager
+def hidden_main_module() -> Iterator[None]:
+    """Processes that multiprocessing starts in the block (spawn, forkserver) do not import the main module.
+
+    A script without `if __name__ == "__main__":` would run once more in each of them.
+    """
+    main = vars(sys.modules["__main__"])
+    shown = {name: main[name] for name in ("__spec__", "__file__") if name in main}
+    main.update(__spec__=None, __file__=None)
+    try:
+        yield
+    finally:
+        del main["__spec__"], main["__file__"]
+        main.update(shown)
+
+
+@contextmanager
+def importing(module: str) -> Iterator[None]:
+    """`refuse_while_importing` refuses in the block."""
+    _imported.append(module)
+    try:
+        yield
+    finally:
+        _imported.pop()
+
+
+def refuse_while_importing(call: str) -> None:
+    """Raise `UsageError` if `call` is made by a module that is only imported, in this process or, as the main
+    module, in one that multiprocessing starts: the caller's own run would start a second time.
+    """
+    main = sys.modules.get("__mp_main__")  # an alias, but where multiprocessing has imported the main module
+    is_starting = getattr(main, "__name__", "") == "__mp_main__" and main is not sys.modules["__main__"]
+    by = f"module {_imported[-1]}" if _imported else "a process that starts"
+    if _imported or is_starting:
+        raise UsageError(
+            f"{call} is called while {by} imports the code of the call; put the call below"
+            ' `if __name__ == "__main__":`'
+        )
 
 
 class TimedOut(BaseException):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.processes import importing
 
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY")
 TOKENS = (  # no match contains a quote, so that redacted JSON stays JSON
@@ -206,7 +207,8 @@ def import_named(setting: str, name: str, what: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        return getattr(importlib.import_module(module), attribute)
+        with importing(module):
+            return getattr(importlib.import_module(module), attribute)
     except Exception as error:  # importing runs the user's code, which may raise anything
         raise UsageError(
             f"{setting}={name} cannot be imported ({one_line(error)}); write module:name of {what}"

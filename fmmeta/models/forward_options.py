@@ -11,6 +11,7 @@ import os
 import shutil
 import timeit
 from collections.abc import Callable
+from time import process_time
 from typing import Any
 
 import torch
@@ -46,15 +47,15 @@ def check_attention(config: Config, bf16: bool, device: str) -> None:
 
 @functools.cache
 def bf16_slowdown() -> float:
-    """How many times as long a matrix product takes in bf16 as in fp32 on this CPU: the fastest of five each,
-    about 0.1 s in all.
+    """How many times as long a matrix product takes in bf16 as in fp32 on this CPU, in seconds of this
+    process, whatever else runs: the fastest of five each, about 0.1 s in all.
 
     CPUs without bf16 instructions convert every number, and have no fast kernels.
     """
 
     def seconds(dtype: torch.dtype) -> float:
         rows, weights = torch.ones(64, 512, dtype=dtype), torch.ones(2048, 512, dtype=dtype)
-        return min(timeit.repeat(lambda: F.linear(rows, weights), number=1, repeat=5))
+        return min(timeit.repeat(lambda: F.linear(rows, weights), timer=process_time, number=1, repeat=5))
 
     return seconds(torch.bfloat16) / seconds(torch.float32)
 

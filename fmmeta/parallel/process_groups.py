@@ -14,6 +14,7 @@ leave (elastic/communicator.py). `all_groups` contains all processes of all grou
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -189,10 +190,12 @@ class World:
         """Close the process groups of this process. Local, so that it also serves after a failure.
 
         Their threads end here: threads that live until the interpreter exits can abort the process (exit code
-        134).
+        134). DeepSpeed's own call also clears the module globals in which it keeps groups and `mpu`.
         """
+        deepspeed = sys.modules.get("deepspeed.comm")
+        owner: Any = deepspeed if deepspeed and deepspeed.is_initialized() else dist
         if dist.is_initialized():
-            dist.destroy_process_group()
+            owner.destroy_process_group()
         for communicator in self.communicators:
             communicator.backend = None
         self.store = None
@@ -221,11 +224,25 @@ def subgroup(group: Communicator, ranks: Sequence[int]) -> Communicator | None:
     return Communicator(backend, list(ranks).index(group.rank), len(ranks), group.device)
 
 
+_stores: dict[Launch, dist.Store] = {}
+"""Kept for the next run of this process: the rank that hosts the store may be in its earlier run still."""
+
+
 def connect_store(launch: Launch) -> dist.Store:
-    """The key-value store of a launch of several ranks, under a prefix that no earlier attempt has used.
+    """The key-value store of a launch of several ranks, under a prefix that no earlier attempt or run has
+    used.
 
     Raises `UsageError`. Collective: world.
     """
+    store = _stores[launch] = _stores.get(launch) or open_store(launch)
+    generation = agree_on_generation(
+        cast(Any, store), launch.global_rank, launch.world_size, TIMEOUT.total_seconds()
+    )
+    return dist.PrefixStore(generation, store)
+
+
+def open_store(launch: Launch) -> dist.Store:
+    """Host or join the store of a launch. Raises `UsageError`. Collective: world."""
     os.environ.update(
         MASTER_ADDR=launch.master_addr,
         MASTER_PORT=str(launch.master_port),
@@ -239,7 +256,7 @@ def connect_store(launch: Launch) -> dist.Store:
             # torch's own store listens on all interfaces; where the port is in use, torch raises below
             with suppress(OSError):
                 store = listening_store(launch.master_addr, launch.master_port)
-        store = store or next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
+        return store or next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -247,12 +264,6 @@ def connect_store(launch: Launch) -> dist.Store:
             f"master_port={launch.master_port} is in use on {platform.node()}; give the launch"
             f" another, such as {launch.choose_port(launch.master_port + 1)}"
         ) from None
-    if not has_agent_store:
-        return store
-    generation = agree_on_generation(
-        cast(Any, store), launch.global_rank, launch.world_size, TIMEOUT.total_seconds()
-    )
-    return dist.PrefixStore(generation, store)
 
 
 def listening_store(host: str, port: int) -> dist.TCPStore:

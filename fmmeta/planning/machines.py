@@ -33,7 +33,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.processes import end_with_parent, host_bytes
+from fmmeta.common.processes import end_with_parent, hidden_main_module, host_bytes
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.meta.costs import rows_of
@@ -140,7 +140,8 @@ def measure(plan: PlanConfig) -> Profile:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "profile.json"
         try:
-            spawn(run_rank, (count, unused_port(), asdict(plan), out), nprocs=count, daemon=True)
+            with hidden_main_module():
+                spawn(run_rank, (count, unused_port(), asdict(plan), out), nprocs=count, daemon=True)
         except ProcessException as error:
             raise UsageError(
                 f"calibrate=True: a rank failed, or was not done after {TIMEOUT_S} s"

@@ -10,7 +10,6 @@ example's index: augmentation differs between tasks and outer steps, and does no
 loader processes. Held-out episodes are not transformed.
 """
 
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -98,10 +97,10 @@ class Transforms:
     def of(cls, config: Config, tokenizer: Any) -> "Transforms | None":
         """The transforms that the settings name; None if there are none.
 
-        Raises `UsageError` for one that cannot be imported or sent to a loader process.
+        Raises `UsageError` for one that cannot be imported.
         """
         example, episode = (
-            tuple((name, find(setting, name)) for name in getattr(config, setting))
+            tuple((name, import_function(setting, name)) for name in getattr(config, setting))
             for setting in ("example_transforms", "episode_transforms")
         )
         return cls(example, episode, config, tokenizer) if example or episode else None
@@ -175,15 +174,3 @@ def transformed(name: str, transform: Callable[..., Any], value: Any, rng: np.ra
     if not all(isinstance(example.text, str) and example.text for example in texts):
         raise UsageError(f"transform {name} left an example without text; return it as it was instead")
     return made
-
-
-def find(setting: str, name: str) -> Callable[..., Any]:
-    """The function `module:name`, which loader processes can receive. Raises `UsageError`."""
-    found = import_function(setting, name)
-    try:
-        pickle.dumps(found)
-    except Exception as error:
-        raise UsageError(
-            f"{setting}={name} cannot be sent to a loader process ({error}); name a function of a module"
-        ) from None
-    return found

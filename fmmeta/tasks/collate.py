@@ -19,10 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.security import one_line, source_of
+from fmmeta.common.security import import_function, one_line, source_of
 from fmmeta.common.text import shortened
 from fmmeta.config.settings import Config
-from fmmeta.tasks.augment import find
 from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.token_store import digest
 
@@ -39,7 +38,7 @@ class Collate:
     def of(cls, config: Config) -> "Collate | None":
         """The function that the setting names; None without one. Raises `UsageError`."""
         name = config.collate_fn
-        return None if name is None else cls(name, find("collate_fn", name))
+        return None if name is None else cls(name, import_function("collate_fn", name))
 
     @property
     def fingerprint(self) -> str:

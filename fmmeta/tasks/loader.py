@@ -22,11 +22,13 @@ folder until it ends, so that a folder with a free lock is left over, in every P
 """
 
 import fcntl
+import io
 import itertools
 import math
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import tempfile
@@ -45,7 +47,7 @@ import torch.utils.data
 from torch.utils.data import Sampler
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.processes import TimedOut, time_limit
+from fmmeta.common.processes import MAIN, TimedOut, hidden_main_module, time_limit
 from fmmeta.common.security import one_line
 from fmmeta.tasks.batching import Batcher, Episode, Example
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task, claim_order
@@ -471,21 +473,50 @@ class EpisodeLoader:
             signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         # where /dev/shm is full it raises `OSError`; DataLoader's own locks would leave a broken iterator too
         context.Lock()
-        return iter(
-            torch.utils.data.DataLoader(
-                Tasks(self.load, self.folder),
-                batch_size=None,
-                sampler=self._stream_from(task),  # type: ignore[arg-type]
-                num_workers=self.num_workers,
-                prefetch_factor=self.prefetch_factor,
-                persistent_workers=True,
-                pin_memory=self.pin,
-                timeout=POLL_S if self.load.timeout_s else 0,
-                multiprocessing_context=context,
-                worker_init_fn=serve,
-                generator=torch.Generator(),  # DataLoader draws a seed; not from the trainer's generator
-            )
+        loader = torch.utils.data.DataLoader(
+            Tasks(self.load, self.folder),
+            batch_size=None,
+            sampler=self._stream_from(task),  # type: ignore[arg-type]
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch_factor,
+            persistent_workers=True,
+            pin_memory=self.pin,
+            timeout=POLL_S if self.load.timeout_s else 0,
+            multiprocessing_context=context,
+            worker_init_fn=serve,
+            generator=torch.Generator(),  # DataLoader draws a seed; not from the trainer's generator
         )
+        with hidden_main_module():
+            return iter(loader)
+
+
+ADDRESS = re.compile(r" at 0x\w+")  # in the text of an object
+
+
+class Sent(pickle.Pickler):
+    """Refuses objects of the main module, which loader processes do not import."""
+
+    def reducer_override(self, found: Any) -> Any:
+        if getattr(found, "__module__", None) in MAIN:
+            name = getattr(found, "__qualname__", type(found).__qualname__)
+            raise UsageError(
+                f"{name} of the main module, which they do not import; move it to another module"
+            )
+        return NotImplemented
+
+
+def check_sent(parts: Sequence[Any], num_workers: str) -> None:
+    """Raise `UsageError` if loader processes could not receive the parts of a `LoadEpisode` with code or
+    objects of the user.
+    """
+    try:
+        Sent(io.BytesIO()).dump(parts)
+    except Exception as error:  # pickling runs code of the object
+        own = isinstance(error, UsageError)
+        text = str(error) if own else f"an object ({ADDRESS.sub('', one_line(error))}); define it in a module"
+        raise UsageError(
+            f"num_workers={num_workers}: loader processes cannot receive {text}, or use num_workers=0"
+        ) from None
 
 
 def serve(worker: int) -> None:

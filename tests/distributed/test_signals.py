@@ -47,13 +47,11 @@ def test_a_signal_saves_and_ends_every_rank_with_75(
     time.sleep(random.random() * 0.3)
     for rank in whom:
         os.kill(ranks[rank].pid, number)
-    asked = time.monotonic()
+    asked = steps_of(run)
     assert fork_server.wait(ranks, 60) == [75, 75], ranks[0].text + ranks[1].text
-    assert (
-        max(rank.ended for rank in ranks) - asked < 20
-    )  # a task, the agreement, the save, and the others' three seconds
     (folder,) = (path for path in run.glob("checkpoint-*") if path.name != "checkpoint-5")
     step = folder.name.removeprefix("checkpoint-")
+    assert int(step) <= asked + 2  # the outer step that ran, and one whose line was not written yet
     message = f"stopped by {number.name} after outer step {step}, saved in {folder}"
     assert message in ranks[0].text
     assert "Traceback" not in ranks[0].text + ranks[1].text

@@ -519,10 +519,26 @@ MUTANTS = (
     Mutant(
         "the linear layer of ZeRO 3 outlives its run",
         "parallel/workers/create.py",
-        "    restore_linear()\n",
+        "    forget_zero_3()\n",
         "",
         "a second run of the same process rounds biases in bf16 otherwise",
         ("distributed/test_parity.py",),
+    ),
+    Mutant(
+        "tasks that a second stop leaves are lost",
+        "training/bounded_staleness.py",
+        "sorted(begun.union(self.again[claimed:]))",
+        "sorted(begun)",
+        "tasks of an earlier process that were not begun again are never learned (--max_staleness)",
+        ("unit/test_bounded_staleness.py",),
+    ),
+    Mutant(
+        "a sum of gradients keeps the task before",
+        "training/bounded_staleness.py",
+        "        self.into.clear()\n",
+        "",
+        "an outer step counts tasks several times (--max_staleness)",
+        ("unit/test_bounded_staleness.py",),
     ),
     # adapters of many tasks, predictions, GGUF files
     Mutant(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,13 +19,18 @@ if __name__ == "__main__":
     loader, expected = (
         EpisodeLoader(load, lambda task: tasks[tasks.index(task) :], number) for number in "10"
     )
-    found = [] if full == "from the start" else loader.fetch(tasks[:2])
-    with Path("/dev/shm/ballast").open("wb", buffering=0) as ballast:
-        for task in tasks[len(found) :]:
-            with suppress(OSError):
-                while ballast.write(bytes(4096)):  # what the last episode has freed, too
-                    pass
-            found += loader.fetch([task])
+    found, held = [], []
+    if full == "later":
+        found = loader.fetch(tasks[:2])
+        while len(held := list(Path("/dev/shm").glob("fmmeta-loader-*/[!_]*"))) < loader.prefetch_factor or (
+            any("_" in file.name for file in held)
+        ):
+            time.sleep(0.01)  # until the loader process has prepared all that it may
+    held = [file.open("rb") for file in held]  # reading them frees no room
+    with Path("/dev/shm/ballast").open("wb", buffering=0) as ballast, suppress(OSError):
+        while ballast.write(bytes(4096)):
+            pass
+    found += loader.fetch(tasks[len(found) :])
     print("same episodes" if same_episodes(found, expected.fetch(tasks)) else "other episodes")
     print("\n".join(loader.warnings))
     loader.close()

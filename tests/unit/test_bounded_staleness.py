@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import heapq
+import json
+import os
+import signal
 from collections import Counter
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch.distributed import HashStore
 from transformers import BertConfig
 
-from fmmeta.config.settings import Config
+from fmmeta import Config, MetaTrainer
+from fmmeta.common.errors import Stopped
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.planning.memory import estimate, rank_sizes
-from fmmeta.training.bounded_staleness import Bound, Ledger, SharedLedger
+from fmmeta.training.bounded_staleness import Bound, Ledger, SharedLedger, StaleSteps
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
+from tests.support.models import save_bert, write_classes
 
 
 def simulated(bound: Bound, seconds: list[list[float]]) -> tuple[list[list[int]], int]:
@@ -98,6 +105,50 @@ def test_equal_changes_of_two_groups_are_both_made():
 
     assert second.change(claim_after_another) == 1
     assert second.read() == Ledger(2, 4, Counter({2: 2}))
+
+
+def test_one_group_stopped_twice_ends_where_a_synchronous_run_ends(tmp_path, monkeypatch):
+    """Each stop comes in a task of the second outer step: the third one, then the first that begins again."""
+    settings = {
+        "model_name_or_path": str(save_bert(tmp_path / "bert")),
+        "dataset": [str(write_classes(tmp_path / "rows.jsonl", classes=15))],
+        "n_way": 2,
+        "k_shot": 1,
+        "num_query": 1,
+        "meta_batch_size": 4,
+        "inner_steps": 2,
+        "inner_lr": 0.1,
+        "outer_steps": 3,
+        "outer_optimizer": "sgd",
+        "outer_lr": 0.5,
+        "eval_episodes": 0,
+        "num_workers": "0",
+    }
+    whole = MetaTrainer(Config(**settings, output_dir=str(tmp_path / "whole"))).train()
+    left, run_task = [7, 1], StaleSteps._run_task
+
+    def run_or_stop(self, number):
+        if left:
+            left[0] -= 1
+            if not left[0]:
+                left.pop(0)
+                os.kill(os.getpid(), signal.SIGTERM)
+        run_task(self, number)
+
+    monkeypatch.setattr(StaleSteps, "_run_task", run_or_stop)
+    again = []
+    for _ in range(2):
+        trainer = MetaTrainer(Config(**settings, max_staleness=1, output_dir=str(tmp_path / "run")))
+        with pytest.raises(Stopped):
+            trainer.train()
+        (file,) = (tmp_path / "run").glob("checkpoint-*/state.json")
+        again.append(json.loads(file.read_text())["queue"]["again"])
+    assert again == [[4, 5, 6], [4, 5, 6]]
+    resumed = trainer.train()
+    theta, wanted = (
+        load_file(result.output_dir / "model" / "model.safetensors") for result in (resumed, whole)
+    )
+    assert max(float((theta[name] - value).abs().max()) for name, value in wanted.items()) < 1e-6
 
 
 def test_plan_counts_a_copy_of_theta_and_the_gradient_of_the_task():

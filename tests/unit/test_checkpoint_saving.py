@@ -427,10 +427,10 @@ def test_a_locked_folder_is_refused_after_a_wait(tmp_path):
     assert refusal(lock_folder, tmp_path, 0.3).startswith(
         f"output_dir={tmp_path} is in use by process {os.getpid()} on "
     )
-    threading.Timer(0.4, held.close).start()
     began = time.monotonic()
+    threading.Timer(0.4, held.close).start()
     lock_folder(tmp_path, 10).close()
-    assert 0.3 < time.monotonic() - began < 5
+    assert time.monotonic() - began > 0.3
 
 
 def test_a_file_system_without_locks_is_warned_of_and_no_folder_is_chosen_there(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -75,11 +74,9 @@ def test_which_lost_groups_are_reported(monkeypatch, listed, gone, min_groups, r
 def test_a_member_that_ends_while_the_others_connect_is_noticed_at_once():
     cross, over = object.__new__(ElasticCommunicator), threading.Event()
     cross.others = [("b", f"127.0.0.1:{free_port()}")]
-    began = time.monotonic()
     try:
         with pytest.raises(RuntimeError, match="group b has ended"):
-            cross._unless_lost(over.wait)
-        assert time.monotonic() - began < 5
+            cross._unless_lost(over.wait)  # which does not return
     finally:
         over.set()
     assert cross._unless_lost(lambda: 7) == 7

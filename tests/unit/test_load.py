@@ -16,6 +16,7 @@ from fmmeta.models.files import base_model_name
 from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.learner import NativeClassifier
 from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
+from fmmeta.parallel.workers.zero import move_buffers
 from fmmeta.tasks.batching import Example
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
@@ -448,3 +449,16 @@ def test_features_of_a_decoder_are_those_of_its_logits_where_pad_is_eos():
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
     features, logits = learner(want="both", input_ids=ids, attention_mask=mask)
     assert torch.allclose(features @ learner.hf.score.weight.T, logits, atol=1e-6)
+
+
+@pytest.mark.parametrize("save_model", [save_bert, save_llama])
+def test_buffers_move_to_the_device_of_a_model_that_is_sharded_while_loading(tmp_path, save_model):
+    """On the meta device; the state dict has the same names."""
+    config = Config(model_name_or_path=str(save_model(tmp_path)))
+    learner = open_lazy_model(config, describe(config)).learner
+    before, names = dict(learner.named_buffers()), list(learner.state_dict())
+    assert {buffer.device.type for buffer in before.values()} == {"cpu"}
+    move_buffers(learner, torch.device("meta"))
+    after = dict(learner.named_buffers())
+    assert {buffer.device.type for buffer in after.values()} == {"meta"}
+    assert (list(after), list(learner.state_dict())) == (list(before), names)

@@ -86,9 +86,7 @@ def test_a_signal_during_the_start_ends_all_groups(tmp_path, place, monkeypatch)
         return process
 
     monkeypatch.setattr(supervisor, place, stopping)
-    began = time.monotonic()
     assert supervisor.run() != 0
-    assert time.monotonic() - began < 30
     assert len(pids) == (place == "spawn")  # the second group is not started
 
 

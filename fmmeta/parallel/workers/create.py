@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.processes import undo_later
 from fmmeta.config.settings import Config
 from fmmeta.models.forward_options import check_packing, compile_model
 from fmmeta.models.lazy_weights import open_lazy_model
@@ -29,7 +30,7 @@ from fmmeta.parallel.tensor_parallel import check_layers, sharing_ranks
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.parallel.workers.pipeline import PipelineWorker, hold_stage
-from fmmeta.parallel.workers.zero import DeepSpeedWorker, check_config, restore_linear, shard_while_loading
+from fmmeta.parallel.workers.zero import DeepSpeedWorker, check_config, forget_zero_3, shard_while_loading
 
 CreatedWorker = tuple[Worker, tuple[str, ...], dict[str, Tensor]]
 """A worker with the checkpoint's weights, the names of its head, and untrained tensors by name.
@@ -42,7 +43,8 @@ def create_worker(
     config: Config, description: Description, plan: ParallelPlan, ranks: ProcessGroups
 ) -> CreatedWorker:
     """Read the weights and start the worker. Raises `UsageError`. Collective: world."""
-    restore_linear()
+    forget_zero_3()
+    undo_later(forget_zero_3)
     filled = plan.deepspeed.complete(getattr(description.hf_config, "hidden_size", 768))
     if plan.engine == "deepspeed":
         check_config(config.deepspeed or "the default", filled)
@@ -90,7 +92,7 @@ def load_sharded(
         mark = fingerprint((name, check_finite(config, name, value, True)) for name, value in read)
     frozen = copies_to_export(config, ranks, tensors, ranks.first, mark)
     del tensors  # an engine gives the frozen weights other storage
-    shard_while_loading(model, filled)
+    shard_while_loading(model, filled, ranks.device)
     return learner, frozen, model.read
 
 

@@ -365,10 +365,17 @@ def check_config(name: str, config: dict[str, Any]) -> None:
         raise refusal(name, ".".join([*block, *keys]), found["input"], why) from None
 
 
-def shard_while_loading(stream: LazyModel, config: dict[str, Any]) -> None:
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move what `.to(device)` moves beside parameters; what is in the state dict stays in it."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def shard_while_loading(stream: LazyModel, config: dict[str, Any], device: torch.device) -> None:
     """Load the parameters of a model one by one, and shard each over the group before the next (ZeRO 3).
 
-    Collective: group.
+    Its buffers move to `device`: the engine does not move a model with sharded parameters. Collective: group.
     """
     # DeepSpeed's context is for constructors, and here the module exists already. With a module it also gives
     # torch a linear layer that does not keep the gathered weight for the backward pass: without that every
@@ -381,17 +388,20 @@ def shard_while_loading(stream: LazyModel, config: dict[str, Any]) -> None:
         context._convert_to_zero_parameters([param])
 
     stream.materialize([name for name, _ in stream.learner.named_parameters()], shard)
+    move_buffers(stream.learner, device)
 
 
-def restore_linear() -> None:
-    """Give torch back the linear layer that ZeRO 3 has replaced for the whole process, if it has.
+def forget_zero_3() -> None:
+    """Undo what a ZeRO 3 worker has changed for the whole process; the next one changes it again.
 
-    The replacement adds the bias after rounding the product to bf16, so that the next run of the same process
-    would end elsewhere. Its gradients are those of torch's layer; a ZeRO 3 worker replaces it again.
+    Its linear layer adds the bias after rounding the product to bf16, so that the next run of the process, or
+    the user's own code, would end elsewhere. The parameters that it does not shard count against one limit
+    (stage3_model_persistence_threshold) over all models of a process.
     """
     loaded = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
-    original = loaded and getattr(loaded.InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
-    if original:
+    if loaded:
+        loaded.Init.num_persisted_parameters = loaded.Init.num_persisted_elements = 0
+        original = getattr(loaded.InsertPostInitMethodToModuleSubClasses, "linear_bk", nn.functional.linear)
         nn.functional.linear = original
 
 
