@@ -28,6 +28,7 @@ BASE_FOLDER = (
 HEAD_FILE = "head.safetensors"  # the head of an encoder with fmmeta's pooling
 ADAPTER_FILE = "adapter_model.safetensors"
 SETTINGS_FILE = "fmmeta.json"
+GENERATION_FILE = "generation_config.json"
 UNREADABLE = (
     OSError,
     ValueError,

@@ -26,6 +26,7 @@ from fmmeta.common.security import one_line
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.models.files import (
+    GENERATION_FILE,
     HEAD_FILE,
     adapter_folder,
     base_model_name,
@@ -105,7 +106,8 @@ class Description:
     pooling: model, mean or cls. dropouts: probabilities of the checkpoint; training sets them to 0, export
     restores them. normalizes: whether sentence-transformers scales the folder's vectors to length 1.
     labels: names of the classes of a model that is adapted to one task. classes: of all training tasks, where
-    one head serves them; 0: the head has the classes of an episode. images: whether it reads images.
+    one head serves them; 0: the head has the classes of an episode. images: whether it reads images. ends: the
+    tokens that end a text of the checkpoint, by its generation configuration.
     """
 
     hf_config: Any
@@ -115,6 +117,7 @@ class Description:
     labels: tuple[str, ...] = ()
     classes: int = 0
     images: bool = False
+    ends: tuple[int, ...] = ()
 
     @property
     def pad_token_id(self) -> int:
@@ -201,7 +204,26 @@ def describe(config: Config) -> Description:
         "modules.json",
         lambda modules: any("Normalize" in module["type"] for module in modules),
     )
-    return Description(hf_config, pooling, dropouts, bool(normalizes), images=images)
+    return Description(
+        hf_config, pooling, dropouts, bool(normalizes), images=images, ends=stored_ends(config, hf_config)
+    )
+
+
+def generation_settings(config: Config) -> dict[str, Any] | None:
+    """The content of the checkpoint's generation_config.json, or of its base's; None without one.
+
+    Raises `UsageError`.
+    """
+    places = dict.fromkeys((config.model_source, base_model_name(config.model_source)))
+    return next(filter(None, (read_json(place, GENERATION_FILE, dict) for place in places)), None)
+
+
+def stored_ends(config: Config, hf_config: Any) -> tuple[int, ...]:
+    """The end tokens in the checkpoint's generation_config.json; without that file, in its configuration."""
+    stored = generation_settings(config)
+    found = getattr(hf_config, "eos_token_id", None) if stored is None else stored.get("eos_token_id")
+    ends = found if isinstance(found, (list, tuple)) else [found]
+    return tuple(one for one in dict.fromkeys(ends) if type(one) is int and one >= 0)
 
 
 def reads_images(hf_config: Any) -> bool:
@@ -292,6 +314,8 @@ def load_tokenizer(
                 f"model_name_or_path={name} has no tokenizer, and its vocab_size={hf_config.vocab_size} is"
                 f" below the byte tokenizer's {len(tokenizer)}; add a tokenizer"
             )
+    if tokenizer.eos_token_id is None and description.ends:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(description.ends[0])
     pad = tokenizer.pad_token_id
     if pad is not None and pad < getattr(hf_config, "vocab_size", math.inf):
         hf_config.pad_token_id = pad

@@ -166,7 +166,7 @@ def test_generated_answers_behind_a_shared_prefix_are_those_of_single_prompts(fa
     single, model = load_model(settings, Progress(False)), model_of(families(family))
     prompts = [row.ids for row in some_rows()[:5]]
     with counted(single.worker.model.hf) as seen:
-        texts = generate(single.worker, single.tokenizer, prompts, 6, 3)
+        texts = generate(single.worker, single.reader, prompts, 6, 3)
     for prompt, text in zip(prompts, texts, strict=True):
         answer = plain_greedy(model, prompt, 6, single.tokenizer.eos_token_id)
         assert text == single.tokenizer.decode(answer, skip_special_tokens=True).strip()

@@ -49,10 +49,10 @@ CHATS = {
         CHATML,
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n",
         "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
-        "<|im_end|>",
+        "4<|im_end|>",
     ),
-    "brackets": (BRACKETS, "<bos>[SYSTEM]It is 2024-07-26.[/SYSTEM][INST] ", " [/INST] ", "<eos>"),
-    "ended": (ENDED, "<|user|>", "<|end|><|assistant|>", "<|end|><eos>"),
+    "brackets": (BRACKETS, "<bos>[SYSTEM]It is 2024-07-26.[/SYSTEM][INST] ", " [/INST]", " 4<eos>"),
+    "ended": (ENDED, "<|user|>", "<|end|><|assistant|>", "4<|end|><eos>"),
 }
 
 
@@ -101,10 +101,10 @@ def test_braces_in_data_are_plain_text():
 
 @pytest.mark.parametrize("name", CHATS)
 def test_chat_prompts_equal_the_rendered_template(name):
-    template, head, middle, end = CHATS[name]
+    template, head, middle, answer = CHATS[name]
     tokenizer = chat_tokenizer(template)
     (row,) = encode_pairs(tokenizer, ["2 + 2"], ["4"], 200, "chat")
-    assert parts(tokenizer, row) == (f"{head}2 + 2{middle}", f"4{end}")
+    assert parts(tokenizer, row) == (f"{head}2 + 2{middle}", answer)
     turns = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
     today = datetime.now().strftime("%Y-%m-%d")  # a template's own clock runs on
     whole = tokenizer.apply_chat_template(turns, tokenize=False).replace(today, "2024-07-26").rstrip()
@@ -116,10 +116,8 @@ def test_chat_prompts_equal_the_rendered_template(name):
         assert list(row.input_ids[: len(prompt)]) == prompt
 
 
-def test_the_answer_is_tokenised_with_its_prompt():
-    """A template's own tokens stay whole, and a vocabulary that joins across the seam does so as it does for
-    the whole text.
-    """
+def test_the_prompt_has_the_tokens_that_it_has_without_an_answer():
+    """A vocabulary that joins across the seam would give a prompt that no model gets."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -131,7 +129,7 @@ def test_the_answer_is_tokenised_with_its_prompt():
         "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}:{% else %}>{% endif %}{% endfor %}"
     )
     (row,) = encode_pairs(fast, ["b"], ["a"], 9, "chat")
-    assert (list(row.input_ids), list(row.labels)) == ([2, 5, 0], [IGNORE, 5, 0])
+    assert (list(row.input_ids), list(row.labels)) == ([2, 4, 1, 0, 6], [IGNORE, IGNORE, 1, 0, 6])
 
 
 @pytest.mark.parametrize("max_length", [25, 27, 30, 45])
