@@ -99,8 +99,8 @@ def written_end(tokenizer: Any, after: str) -> int | None:
     """The first special token in the text after an answer, else the first added one that is no white space;
     None without either.
     """
-    added = tokenizer.added_tokens_decoder
-    ids = [one for one in plain_tokens(tokenizer, after) if one in added and one != tokenizer.unk_token_id]
+    added = {one: token for one, token in tokenizer.added_tokens_decoder.items() if token.content in after}
+    ids = [one for one in plain_tokens(tokenizer, after) if one in added]
     found = [one for one in ids if added[one].special or one == tokenizer.eos_token_id]
     return next(iter(found or [one for one in ids if added[one].content.strip()]), None)
 
@@ -169,25 +169,22 @@ class AnswerReader:
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of an answer, without spaces around it."""
-        lead, tail = map(self._text, (self._tokens(self.prompt.lead), self._tokens(self.prompt.after)))
+        lead = self._decode(plain_tokens(self.tokenizer, self.prompt.lead))
+        tail = self._decode(self._until_end(plain_tokens(self.tokenizer, self.prompt.after)), True)
         answer, skipped, rest = self._until_end(ids), 0, ""
-        for count in range(1, min(len(answer), len(lead)) + 1):
-            begin = self._text(answer[:count])
+        for count in range(1, min(len(answer), len(lead)) + 1):  # the lead may have special tokens
+            begin = self._decode(answer[:count])
             if begin.startswith(lead):
                 skipped, rest = count, begin[len(lead) :]
                 break
         text = rest + self.tokenizer.decode(answer[skipped:], skip_special_tokens=True)
         return text.strip().removesuffix(tail).strip()
 
-    def _tokens(self, text: str) -> list[int]:
-        return self._until_end(plain_tokens(self.tokenizer, text))
-
     def _until_end(self, ids: Sequence[int]) -> list[int]:
         return list(takewhile(lambda one: one not in self.ends, ids))
 
-    def _text(self, ids: Sequence[int]) -> str:
-        """Special tokens included."""
-        return self.tokenizer.decode(ids).strip()
+    def _decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens).strip()
 
 
 def answer_reader(tokenizer: Any, template: str, stored: Sequence[int]) -> AnswerReader:
@@ -197,13 +194,16 @@ def answer_reader(tokenizer: Any, template: str, stored: Sequence[int]) -> Answe
 
 def end_tokens(tokenizer: Any, template: str, stored: Sequence[int]) -> list[int]:
     """The tokens that end an answer of a model: those of its checkpoint (`stored`) and of its tokenizer, that
-    of the prompt, and that of its chat template, whatever the prompt is. Raises `UsageError`.
+    of the prompt, and that of its chat template, whatever the prompt is; none that the prompt writes before
+    an answer. Raises `UsageError`.
     """
-    ends = [*stored, tokenizer.eos_token_id, make_prompt(template, tokenizer).end]
+    prompt = make_prompt(template, tokenizer)
+    ends = [*stored, tokenizer.eos_token_id, prompt.end]
     if getattr(tokenizer, "chat_template", None):
         with suppress(UsageError):  # a template that the prompt does not use
             ends.append(make_prompt("chat", tokenizer).end)
-    return [one for one in dict.fromkeys(ends) if one is not None]
+    lead = {None, *plain_tokens(tokenizer, prompt.lead)}
+    return [one for one in dict.fromkeys(ends) if one not in lead]
 
 
 LONGEST_TOKEN = 64  # characters: texts are cut to max_length of these before they are tokenised
