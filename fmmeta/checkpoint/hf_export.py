@@ -285,8 +285,8 @@ def write_metadata(
     rates: Rates | None,
     trained: Sequence[UsedSplits],
 ) -> None:
-    """Write the files beside the weights: tokenizer or image processor, pooling, fmmeta.json, and those of the
-    checkpoint that other programs read.
+    """Write the files beside the weights: tokenizer or image processor, pooling, fmmeta.json, and files of
+    the checkpoint.
     """
     tokenizer.save_pretrained(folder)
     carry_files(folder, config, description, tokenizer)
@@ -330,9 +330,7 @@ def carry_files(folder: Path, config: Config, description: Description, tokenize
         if path is not None and not (folder / name).exists():
             shutil.copyfile(path, folder / name)
     if config.task_type == "causal_lm":
-        stored = generation_settings(config) or {
-            name: getattr(description.hf_config, name, None) for name in ("bos_token_id", "pad_token_id")
-        }
+        stored = generation_settings(config, description.hf_config)
         ends = end_tokens(tokenizer, config.prompt_template, description.ends)
         stored["eos_token_id"] = ends if len(ends) > 1 else ends[0]
         stored.pop("_from_model_config", None)  # older versions of transformers then read config.json

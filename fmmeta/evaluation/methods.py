@@ -486,7 +486,7 @@ def generate(
     batch_size: int,
     around: Callable[[Sequence[int]], AbstractContextManager[None]] | None = None,
 ) -> list[str]:
-    """Greedy answers to prompts of tokens, in their order; an answer ends before an end token of `reader`, and
+    """Greedy answers to prompts of tokens, in their order; an answer ends at an end token of `reader`, and
     where the model's positions end.
 
     Prompts of similar length are a batch, and share the computation of a common prefix. around: context of

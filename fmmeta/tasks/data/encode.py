@@ -75,8 +75,11 @@ def make_prompt(template: str, tokenizer: Any) -> Prompt:
     for the texts of a format string alone.
     """
     prompt = chat_prompt(tokenizer) if template == "chat" else text_prompt(template)
-    if tokenizer is None or (end := written_end(tokenizer, prompt.after)) is not None:
-        return prompt if tokenizer is None else replace(prompt, end=end)
+    if tokenizer is None:
+        return prompt
+    end = written_end(tokenizer, prompt.after)
+    if end is not None:
+        return replace(prompt, end=end)
     if tokenizer.eos_token_id is None:
         raise UsageError(
             f"prompt_template={shortened(template)}: no token ends an answer, since the tokenizer has no"
@@ -142,14 +145,13 @@ def chat_prompt(tokenizer: Any) -> Prompt:
             " plain or a format string"
         )
     head, after = whole.split(MARK)
-    question = asked.removeprefix(alone) if asked.startswith(alone) else ""
-    before, lead = partial(render, ask=True), ""
-    if head.startswith(asked):
-        lead = head[len(asked) :]
-    elif question in head:  # the text of a turn depends on what follows it
-        lead = head.rpartition(question)[2] if question else lead
+    before, follows = partial(render, ask=True), head.startswith(asked)
+    lead = head[len(asked) :] if follows else ""
+    if not follows and asked != alone and asked.startswith(alone):  # a turn depends on what follows it
+        behind = head.rpartition(asked[len(alone) :])
+        lead = behind[2] if behind[1] else ""
     ends = {tokenizer.eos_token_id, written_end(tokenizer, after)}
-    if not head.startswith(asked) and asked == alone or ends & {*plain_tokens(tokenizer, lead)}:
+    if (not follows and asked == alone) or ends & {*plain_tokens(tokenizer, lead)}:
         before, lead = (lambda text: render(text, MARK).split(MARK)[0]), ""
     strips = f" {MARK} " not in render(INPUT, f" {MARK} ")
     return Prompt(before, lead, after.rstrip(), False, strips)
