@@ -108,13 +108,14 @@ def fitted(config: Config, hf_config: Any) -> Config:
     return replace(config, max_length=most)
 
 
-CHANGING_GREEDY = (
-    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "num_beams"),
-    *("min_length", "min_new_tokens", "forced_bos_token_id", "forced_eos_token_id", "stop_strings"),
-    *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "guidance_scale"),
-    "exponential_decay_length_penalty",
-)
-"""Generation settings, beside sampling, that would change greedy answers."""
+CHANGING_GREEDY = {
+    **{"repetition_penalty": 1, "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0},
+    **{"num_beams": 1, "guidance_scale": 1, "min_length": 0, "min_new_tokens": 0, "stop_strings": []},
+    **{"forced_bos_token_id": None, "forced_eos_token_id": None, "suppress_tokens": []},
+    **{"begin_suppress_tokens": [], "bad_words_ids": [], "sequence_bias": {}},
+    "exponential_decay_length_penalty": None,
+}
+"""Generation settings, beside sampling, that would change greedy answers, with the value that does not."""
 DROPOUTS = ("dropout", "pdrop", "layerdrop", "drop_path")  # in the names of dropout probabilities
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
 TOKENIZERS = (
@@ -354,7 +355,8 @@ def load_tokenizer(
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(description.ends[0])
     if config.task_type == "causal_lm":
         stored = generation_settings(config, hf_config)
-        if unused := [name for name in CHANGING_GREEDY if stored.get(name) not in (None, False, 0, 1, [])]:
+        unused = [key for key, no in CHANGING_GREEDY.items() if stored.get(key) not in (None, no)]
+        if unused:
             notice(
                 f"answers are greedy and end at tokens alone: {GENERATION_FILE} of {name} has"
                 f" {', '.join(unused)}, which exports keep"

@@ -50,6 +50,7 @@ KINDS = {"input_ids": TOKENS, "labels": TOKENS, "options": pa.list_(TEXT), "imag
 OF_TOKENIZER = (
     "eos_token_id",
     "special_tokens_map",
+    "added_tokens_decoder",
     "split_special_tokens",
     "clean_up_tokenization_spaces",
     "truncation_side",
