@@ -30,6 +30,7 @@ from fmmeta.models.files import (
     SETTINGS_FILE,
     base_model_name,
     cached_file,
+    read_json,
 )
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.models.load import Description, empty_learner, generation_settings, load_hf
@@ -48,9 +49,10 @@ WEIGHTS = (
     "adapter_model.safetensors",
     "adapter_config.json",
 )
+ADDED_TOKENS = "added_tokens.json"
 CARRIED = (
     GENERATION_FILE,
-    "added_tokens.json",
+    ADDED_TOKENS,
     "chat_template.json",
     "config_sentence_transformers.json",
     "preprocessor_config.json",
@@ -329,6 +331,9 @@ def carry_files(folder: Path, config: Config, description: Description, tokenize
         path = next(filter(None, (cached_file(place, name) for place in places)), None)
         if path is not None and not (folder / name).exists():
             shutil.copyfile(path, folder / name)
+    added = read_json(str(folder), ADDED_TOKENS, dict) or {}
+    if not description.images and not added.items() <= tokenizer.get_vocab().items():
+        (folder / ADDED_TOKENS).unlink()  # of another tokenizer than the one that was given in Python
     if config.task_type == "causal_lm":
         stored = generation_settings(config, description.hf_config)
         ends = end_tokens(tokenizer, config.prompt_template, description.ends)

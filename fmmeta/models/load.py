@@ -352,7 +352,8 @@ def load_tokenizer(
                 f" below the byte tokenizer's {len(tokenizer)}; add a tokenizer"
             )
     if tokenizer.eos_token_id is None and description.ends:
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(description.ends[0])
+        known = filter(None, tokenizer.convert_ids_to_tokens([*description.ends]))
+        tokenizer.eos_token = next(known, None)
     if config.task_type == "causal_lm":
         stored = generation_settings(config, hf_config)
         unused = [key for key, no in CHANGING_GREEDY.items() if stored.get(key) not in (None, no)]
