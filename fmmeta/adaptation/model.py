@@ -29,7 +29,7 @@ from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.parallel.workers.create import create_worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import Batcher, Example
-from fmmeta.tasks.data.encode import encode
+from fmmeta.tasks.data.encode import AnswerReader, answer_reader, encode
 from fmmeta.tasks.data.images import encoded_image
 
 PASSES = 16  # forward passes whose rows are encoded together, and sorted by length
@@ -92,7 +92,7 @@ class LoadedModel:
         if config.task_type == "causal_lm":
             if self.prompt_examples:
                 prompts = self.prompts_of(self.prompt_examples, examples, max_new_tokens)
-            outputs = generate(self.worker, self.tokenizer, prompts, max_new_tokens, config.micro_batch_size)
+            outputs = generate(self.worker, self.reader, prompts, max_new_tokens, config.micro_batch_size)
             return list(map(Answer, texts, outputs))
         scores = self.class_logits(examples)
         return [self.choose(text, row, names) for text, row in zip(texts, scores, strict=True)]
@@ -177,6 +177,11 @@ class LoadedModel:
             f"{max(fit, 0)} of {counted(len(support), 'example')} fit into the {self.positions} positions of"
             f" the model before an input of {longest} tokens; the first ones are left out there"
         )
+
+    @property
+    def reader(self) -> AnswerReader:
+        """Reads the generated answers of a language model."""
+        return answer_reader(self.tokenizer, self.config.prompt_template, self.description.ends)
 
     @property
     def positions(self) -> int | None:

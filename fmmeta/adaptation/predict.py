@@ -186,9 +186,8 @@ class AdapterDirectory:
             for index, (example, adapter) in enumerate(zip(examples, adapters, strict=True)):
                 if adapter.prompt_examples:
                     (prompts[index],) = model.prompts_of(adapter.prompt_examples, [example], tokens)
-            return list(
-                map(Answer, texts, generate(model.worker, model.tokenizer, prompts, tokens, size, around))
-            )
+            outputs = generate(model.worker, model.reader, prompts, tokens, size, around)
+            return list(map(Answer, texts, outputs))
         rows = [replace(example, labels=0) for example in examples]
         with around(range(len(rows))):
             (logits,) = model.worker.logits([collate(rows, 1.0, model.batcher.pad_token_id)])

@@ -7,6 +7,7 @@ an ordinary model in another folder.
 """
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,18 +16,28 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from fmmeta.common.text import to_json
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import REMEMBERED, Config, InnerConfig
 from fmmeta.meta.inner_optimizers import RATES_FILE, Rates
-from fmmeta.models.files import BASE_FOLDER, HEAD_FILE, SETTINGS_FILE, base_model_name
+from fmmeta.models.files import (
+    BASE_FOLDER,
+    GENERATION_FILE,
+    HEAD_FILE,
+    SETTINGS_FILE,
+    base_model_name,
+    cached_file,
+    read_json,
+)
 from fmmeta.models.learner import PooledClassifier
-from fmmeta.models.load import Description, empty_learner, load_hf
+from fmmeta.models.load import Description, empty_learner, generation_settings, load_hf
 from fmmeta.models.lora import merged, save_adapter
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
+from fmmeta.tasks.data.encode import end_tokens
 from fmmeta.tasks.data.splits import UsedSplits
 
 FILE_BYTES = (2**26, 2**30)  # smallest and largest safetensors file of a model of several files
@@ -38,6 +49,18 @@ WEIGHTS = (
     "adapter_model.safetensors",
     "adapter_config.json",
 )
+ADDED_TOKENS = "added_tokens.json"
+CARRIED = (
+    GENERATION_FILE,
+    ADDED_TOKENS,
+    "chat_template.json",
+    "config_sentence_transformers.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+"""Files of a checkpoint that its exports hold too, where `save_pretrained` of model and tokenizer writes none
+of that name. It writes chat templates (all of them), special and added tokens.
+"""
 Files = dict[str, tuple[int, list[str]]]
 """By file name, the rank of the group that writes it (`worker.writer_rank`), and the names of its tensors."""
 
@@ -250,6 +273,8 @@ def save_model(
     for key, value in description.dropouts.items():
         setattr(hf.config, key, value)
     hf.config.dtype = torch.float32
+    # `carry_files` writes the checkpoint's; transformers refuses to save some that it loads
+    hf.generation_config = GenerationConfig(eos_token_id=[*description.ends] or None)
     hf.save_pretrained(folder, state_dict=weights)
 
 
@@ -262,8 +287,11 @@ def write_metadata(
     rates: Rates | None,
     trained: Sequence[UsedSplits],
 ) -> None:
-    """Write the files beside the weights: tokenizer or image processor, pooling, fmmeta.json."""
+    """Write the files beside the weights: tokenizer or image processor, pooling, fmmeta.json, and files of
+    the checkpoint.
+    """
     tokenizer.save_pretrained(folder)
+    carry_files(folder, config, description, tokenizer)
     if isinstance(skeleton, PooledClassifier) and not description.images:
         sentence_transformers(folder, config, description)
     spec = find(config.algorithm)
@@ -292,6 +320,26 @@ def write_metadata(
         distinct = dict.fromkeys(json.dumps(one.as_dict()) for one in trained)
         stored["datasets"] = [json.loads(one) for one in distinct]
     write_json(folder / SETTINGS_FILE, stored)
+
+
+def carry_files(folder: Path, config: Config, description: Description, tokenizer: Any) -> None:
+    """Copy the files in `CARRIED` that the checkpoint has and the export lacks. Of a language model, write
+    generation_config.json with all tokens that end an answer (`end_tokens`).
+    """
+    places = [*dict.fromkeys((config.model_source, base_model_name(config.model_source)))]
+    for name in CARRIED:
+        path = next(filter(None, (cached_file(place, name) for place in places)), None)
+        if path is not None and not (folder / name).exists():
+            shutil.copyfile(path, folder / name)
+    added = read_json(str(folder), ADDED_TOKENS, dict) or {}
+    if not description.images and not added.items() <= tokenizer.get_vocab().items():
+        (folder / ADDED_TOKENS).unlink()  # of another tokenizer than the one that was given in Python
+    if config.task_type == "causal_lm":
+        stored = generation_settings(config, description.hf_config)
+        ends = end_tokens(tokenizer, config.prompt_template, description.ends)
+        stored["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+        stored.pop("_from_model_config", None)  # older versions of transformers then read config.json
+        write_json(folder / GENERATION_FILE, stored, indent=2)
 
 
 def write_json(file: Path, value: Any, indent: int = 1) -> None:

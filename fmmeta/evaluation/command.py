@@ -50,6 +50,7 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.reliability.checks import SupportLosses
 from fmmeta.reliability.signals import Signals
+from fmmeta.tasks.data.encode import answer_reader
 from fmmeta.tasks.data.splits import UsedSplits, few, read_used_splits
 from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
@@ -357,7 +358,7 @@ class EvaluatedModel:
 
         Collective: world.
         """
-        settings, worker, tokenizer = self.settings, self.parts.worker, self.inputs.tokenizer
+        settings, worker = self.settings, self.parts.worker
         what = f"{k_shot}-shot {method}"
         slots = {task.seed: slot for slot, task in enumerate(episodes.tasks)}
         load = self.parts.load(episodes.source)
@@ -370,15 +371,18 @@ class EvaluatedModel:
         reader = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice)
         groups = self.ranks.layout.num_groups
         inner = with_stored_rates(settings, self.config, self.parts.setup.inner, worker)
-        metrics = LanguageMetrics(
-            settings.metrics,
-            worker,
-            tokenizer,
-            self.config,
-            self.parts.batcher,
-            settings.max_new_tokens,
-            prompt,
-        )
+        metrics = None
+        if settings.metrics:
+            ends = self.inputs.description.ends
+            metrics = LanguageMetrics(
+                settings.metrics,
+                worker,
+                answer_reader(self.inputs.tokenizer, self.config.prompt_template, ends),
+                self.config,
+                self.parts.batcher,
+                settings.max_new_tokens,
+                prompt,
+            )
         scores, losses = [], SupportLosses(self.config)
         tasks, size = episodes.tasks, IN_MEMORY * groups
         parts = (reader.read_share(tasks[begin : begin + size]) for begin in range(0, len(tasks), size))
@@ -389,7 +393,7 @@ class EvaluatedModel:
                 losses.add(worker, learned, episode.support)
             query = episode.prompted or episode.query
             score = query_score(worker, slots[task.seed], task, query, bool(inner.head.names) and not prompts)
-            if settings.metrics:
+            if metrics:
                 score.metrics.update(metrics.of(episodes.source.draw(task)))
             if learns:
                 worker.write(self.parts.meta_params.theta)

@@ -63,7 +63,7 @@ from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Episode, Example, MicroBatch
-from fmmeta.tasks.data.encode import encode, labelled
+from fmmeta.tasks.data.encode import AnswerReader, encode, labelled
 from fmmeta.tasks.data.token_store import TokenStore
 from fmmeta.tasks.loader import Prompted
 from fmmeta.tasks.schedule.meta_batches import Task
@@ -359,7 +359,7 @@ class LanguageMetrics:
         self,
         names: Sequence[str],
         worker: Any,
-        tokenizer: Any,
+        reader: AnswerReader,
         config: Config,
         batcher: Batcher,
         max_new_tokens: int,
@@ -367,7 +367,7 @@ class LanguageMetrics:
     ) -> None:
         """prompt: puts the support set before rows, for in-context learning."""
         self.prompt = prompt
-        self.names, self.worker, self.tokenizer, self.config = names, worker, tokenizer, config
+        self.names, self.worker, self.reader, self.config = names, worker, reader, config
         self.batcher, self.max_new_tokens = replace(batcher, pack=None), max_new_tokens  # a row per sequence
 
     def of(self, draw: Draw) -> dict[str, float]:
@@ -391,7 +391,7 @@ class LanguageMetrics:
             query = self.prompt(draw.episode().support, query)
         return generate(
             self.worker,
-            self.tokenizer,
+            self.reader,
             [row.prompt for row in query],
             self.max_new_tokens,
             self.batcher.micro_batch_size,
@@ -406,7 +406,7 @@ class LanguageMetrics:
         answers = list(dict.fromkeys(store.text("target", row) for row, _ in (*draw.support, *draw.query)))
         options = [store.options(row) or answers for row, _ in draw.query]
         examples = encode(
-            self.tokenizer,
+            self.reader.tokenizer,
             self.config,
             [
                 store.text("input", row)
@@ -465,8 +465,8 @@ class LanguageMetrics:
 
 @contextmanager
 def greedy(hf: Any) -> Iterator[None]:
-    """Leaves out what the model's generation_config.json asks for, such as a repetition penalty, which would
-    count the tokens of the prompt.
+    """Leaves out what the model's generation_config.json asks for beside end tokens, such as a repetition
+    penalty, which would count the tokens of the prompt.
     """
     from transformers import GenerationConfig
 
@@ -480,13 +480,14 @@ def greedy(hf: Any) -> Iterator[None]:
 @torch.no_grad()
 def generate(
     worker: FullModelWorker,
-    tokenizer: Any,
+    reader: AnswerReader,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     batch_size: int,
     around: Callable[[Sequence[int]], AbstractContextManager[None]] | None = None,
 ) -> list[str]:
-    """Greedy answers to prompts of tokens, in their order; an answer ends where the model's positions end.
+    """Greedy answers to prompts of tokens, in their order; an answer ends at an end token of `reader`, and
+    where the model's positions end.
 
     Prompts of similar length are a batch, and share the computation of a common prefix. around: context of
     the pass over some prompts, by their numbers, which ascend; it may change the model by the prompt, so that
@@ -525,10 +526,9 @@ def generate(
                     do_sample=False,
                     num_beams=1,
                     pad_token_id=pad,
-                    eos_token_id=tokenizer.eos_token_id,
+                    eos_token_id=[*reader.ends],
                     **({"past_key_values": cache} if cache else {}),
                 )
-            texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
-            for index, text in zip(batch, texts, strict=True):
-                answers[index] = text.strip()
+            for index, answer in zip(batch, out[:, ids.shape[1] :].tolist(), strict=True):
+                answers[index] = reader.text(answer)
     return answers

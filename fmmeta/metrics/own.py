@@ -19,13 +19,14 @@ from fmmeta.common.text import shortened
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, MicroBatch
+from fmmeta.tasks.data.encode import AnswerReader
 
 Metric = Callable[[list[str], list[str]], Mapping[str, float]]
 """(predictions, references) of an episode's query set after adaptation -> numbers by name.
 
-classification: names of classes. causal_lm: texts of the answers' tokens; each predicted token is the most
-likely one after the input and the right tokens before it (teacher forcing), so both have equally many tokens.
-The pairs are sorted by reference, then by prediction.
+classification: names of classes. causal_lm: texts of answers up to their end; each predicted token is the most
+likely one after the input and the right tokens before it (teacher forcing). The pairs are sorted by
+reference, then by prediction.
 """
 
 TAKEN = ("accuracy", "loss")
@@ -62,10 +63,10 @@ def answers(batch: MicroBatch, logits: Tensor) -> Iterator[tuple[list[int], list
 
 @dataclass(frozen=True)
 class OwnMetrics:
-    """Calls the metrics. tokenizer: decodes tokens where the answers are no classes."""
+    """Calls the metrics. reader: reads the texts of answers that are no classes."""
 
     metrics: Sequence[tuple[str, Metric]] = ()
-    tokenizer: Any = None
+    reader: AnswerReader | None = None
 
     @property
     def names(self) -> list[str]:
@@ -105,9 +106,9 @@ class OwnMetrics:
 
     def _text(self, answer: Sequence[int], names: Sequence[str]) -> str:
         known = [one for one in answer if one >= 0]
-        if names:
-            return names[known[0]] if known else ""
-        return self.tokenizer.decode(known, skip_special_tokens=True).strip()
+        if self.reader is not None:
+            return self.reader.text(known)
+        return names[known[0]] if known else ""
 
 
 def checked(name: str, found: Any, taken: Iterable[str]) -> dict[str, float]:

@@ -28,6 +28,7 @@ BASE_FOLDER = (
 HEAD_FILE = "head.safetensors"  # the head of an encoder with fmmeta's pooling
 ADAPTER_FILE = "adapter_model.safetensors"
 SETTINGS_FILE = "fmmeta.json"
+GENERATION_FILE = "generation_config.json"
 UNREADABLE = (
     OSError,
     ValueError,
@@ -159,6 +160,11 @@ def store_model(model: Any) -> str:
             model.save_pretrained(temporary)
     except OSError as error:
         raise UsageError(f"{folder} cannot be written ({error}); set HF_HOME to a folder with room") from None
+    except ValueError as error:
+        raise UsageError(
+            f"model={type(model).__name__} cannot be saved by transformers ({one_line(error)}); correct its"
+            " config or generation_config"
+        ) from None
     return str(folder)
 
 
@@ -202,11 +208,12 @@ def check_given_tokenizer(tokenizer: Any) -> None:
 
 
 def model_digest(model: Any) -> str:
-    """A digest of a model's class, configuration and weights."""
+    """A digest of a model's class, configuration, generation settings and weights."""
     import torch
 
     config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
-    facts = [type(model).__name__, config]
+    generation = getattr(model, "generation_config", None)
+    facts = [type(model).__name__, config, generation and generation.to_dict()]
     seen = hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode())
     for name, tensor in model.state_dict().items():
         seen.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())

@@ -34,8 +34,10 @@ from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import GIB, one_line, publishing
 from fmmeta.common.text import shortened
 from fmmeta.config.fields import refuse_first, setting
+from fmmeta.models.files import GENERATION_FILE
 
-CONVERTER = 1  # part of every key: raise it when the same file gives another folder
+TEMPLATE = "tokenizer.chat_template"
+CONVERTER = 2  # part of every key: raise it when the same file gives another folder
 PROVENANCE = "gguf.json"
 MOST_VALUES = 2**22  # values of all arrays of a header; each takes about 400 bytes in the gguf package
 MOST_NAME, MOST_TOKEN, MOST_TEXT = 2**8, 2**16, 2**24  # bytes of a name, of a text in a list, of another text
@@ -460,13 +462,22 @@ def write_safetensors(
 
 
 def write_tokenizer(link: Path, header: Header, folder: Path, given: str) -> None:
-    """Write the tokenizer; nothing for a file without one."""
+    """Write the tokenizer with all chat templates, and the tokens that end a text; nothing for a file without
+    a tokenizer.
+    """
     from transformers import AutoTokenizer
 
     if "tokenizer.ggml.tokens" not in header.values:
         return
     try:
         tokenizer = AutoTokenizer.from_pretrained(link.parent, gguf_file=link.name)
+        templates = {
+            key[len(TEMPLATE) + 1 :] or "default": value
+            for key, value in header.values.items()
+            if f"{key}.".startswith(f"{TEMPLATE}.") and isinstance(value, str)
+        }
+        if templates.keys() - {"default"}:
+            tokenizer.chat_template = templates
         tokenizer.save_pretrained(folder)
         file = folder / "tokenizer_config.json"
         # the classes of some families would replace parts of tokenizer.json by their own
@@ -474,6 +485,10 @@ def write_tokenizer(link: Path, header: Header, folder: Path, given: str) -> Non
         file.write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", "utf-8")
         if AutoTokenizer.from_pretrained(folder)(SAMPLE)["input_ids"] != tokenizer(SAMPLE)["input_ids"]:
             raise ValueError("stored as tokenizer.json, it gives other tokens")
+        ids = [header.values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+        ends = [one for one in dict.fromkeys(ids) if type(one) is int and 0 <= one < len(tokenizer)]
+        facts = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ends or None}
+        (folder / GENERATION_FILE).write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
     except Exception as error:
         raise unreadable(given, "its tokenizer", error) from None
 

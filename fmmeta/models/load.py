@@ -26,6 +26,7 @@ from fmmeta.common.security import one_line
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.models.files import (
+    GENERATION_FILE,
     HEAD_FILE,
     adapter_folder,
     base_model_name,
@@ -63,11 +64,31 @@ AFTER_PADDING = {
 
 
 def max_positions(hf_config: Any) -> int | None:
-    """Largest number of tokens of a text; None if the configuration sets no limit."""
+    """Largest number of tokens of a text; None if the configuration sets no limit.
+
+    A text longer than `rotary_positions` would change the results of those beside it.
+    """
     most = getattr(hf_config, "max_position_embeddings", None)
     if not isinstance(most, int) or most <= 0:
         return None
+    most = min(most, rotary_positions(hf_config) or most)
     return most - (hf_config.pad_token_id + 1 if hf_config.model_type in AFTER_PADDING else 0)
+
+
+def rotary_positions(hf_config: Any) -> int | None:
+    """Number of positions beyond which all rows of a pass get another rotary table if the longest of them
+    does (longrope, as in Phi-3); None for other tables. That of dynamic NTK changes beyond
+    max_position_embeddings.
+    """
+    stored = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    tables = [one for one in (stored, *stored.values()) if isinstance(one, dict)]  # or one per type of layer
+    name = "original_max_position_embeddings"
+    found = [
+        one.get(name, getattr(hf_config, name, None))
+        for one in tables
+        if one.get("rope_type", one.get("type")) in ("longrope", "su")
+    ]
+    return min((one for one in found if one and one < hf_config.max_position_embeddings), default=None)
 
 
 def fitted(config: Config, hf_config: Any) -> Config:
@@ -79,13 +100,22 @@ def fitted(config: Config, hf_config: Any) -> Config:
     if most is None or config.max_length <= most:
         return config
     if config.max_length != DEFAULT_LENGTH:
+        why = " with one rotary table for rows of all lengths" if rotary_positions(hf_config) else ""
         raise UsageError(
             f"max_length={config.max_length} is above the {most} positions of model_name_or_path="
-            f"{config.model_name_or_path}; use {most} or less"
+            f"{config.model_name_or_path}{why}; use {most} or less"
         )
     return replace(config, max_length=most)
 
 
+CHANGING_GREEDY = {
+    **{"repetition_penalty": 1, "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0},
+    **{"num_beams": 1, "guidance_scale": 1, "min_length": 0, "min_new_tokens": 0, "stop_strings": []},
+    **{"forced_bos_token_id": None, "forced_eos_token_id": None, "suppress_tokens": []},
+    **{"begin_suppress_tokens": [], "bad_words_ids": [], "sequence_bias": {}},
+    "exponential_decay_length_penalty": None,
+}
+"""Generation settings, beside sampling, that would change greedy answers, with the value that does not."""
 DROPOUTS = ("dropout", "pdrop", "layerdrop", "drop_path")  # in the names of dropout probabilities
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
 TOKENIZERS = (
@@ -105,7 +135,8 @@ class Description:
     pooling: model, mean or cls. dropouts: probabilities of the checkpoint; training sets them to 0, export
     restores them. normalizes: whether sentence-transformers scales the folder's vectors to length 1.
     labels: names of the classes of a model that is adapted to one task. classes: of all training tasks, where
-    one head serves them; 0: the head has the classes of an episode. images: whether it reads images.
+    one head serves them; 0: the head has the classes of an episode. images: whether it reads images. ends: of
+    a language model, the tokens that end a text by its generation settings.
     """
 
     hf_config: Any
@@ -115,6 +146,7 @@ class Description:
     labels: tuple[str, ...] = ()
     classes: int = 0
     images: bool = False
+    ends: tuple[int, ...] = ()
 
     @property
     def pad_token_id(self) -> int:
@@ -201,7 +233,29 @@ def describe(config: Config) -> Description:
         "modules.json",
         lambda modules: any("Normalize" in module["type"] for module in modules),
     )
-    return Description(hf_config, pooling, dropouts, bool(normalizes), images=images)
+    ends = stored_ends(config, hf_config) if config.task_type == "causal_lm" else ()
+    return Description(hf_config, pooling, dropouts, bool(normalizes), images=images, ends=ends)
+
+
+def generation_settings(config: Config, hf_config: Any) -> dict[str, Any]:
+    """The content of the checkpoint's generation_config.json, or of its base's; without that file, the
+    settings in its configuration, as transformers reads them. Raises `UsageError`.
+    """
+    from transformers import GenerationConfig
+
+    base = base_model_name(config.model_source)
+    for place in dict.fromkeys((config.model_source, base)):
+        if stored := read_json(place, GENERATION_FILE, dict):
+            return stored
+    stored, known = read_json(base, "config.json", dict) or hf_config.to_dict(), vars(GenerationConfig())
+    return {name: value for name, value in stored.items() if name in known}
+
+
+def stored_ends(config: Config, hf_config: Any) -> tuple[int, ...]:
+    """The end tokens of the checkpoint by its generation settings: a number or a list there."""
+    found = generation_settings(config, hf_config).get("eos_token_id")
+    ends = found if isinstance(found, (list, tuple)) else [found]
+    return tuple(one for one in dict.fromkeys(ends) if type(one) is int and one >= 0)
 
 
 def reads_images(hf_config: Any) -> bool:
@@ -277,6 +331,11 @@ def load_tokenizer(
     name, hf_config = config.model_source, description.hf_config
     if config.max_length < DEFAULT_LENGTH and config.max_length == max_positions(hf_config):
         notice(f"max_length {config.max_length}: {name} has no more positions")
+    if most := rotary_positions(hf_config):
+        notice(
+            f"{name} is used up to {most} positions: beyond them its rotary table (longrope) depends on the"
+            " longest row of a pass"
+        )
     tokenizer = read_tokenizer(config) if given is None else copy.deepcopy(given)
     if given is not None and len(tokenizer) > hf_config.vocab_size:
         raise UsageError(
@@ -291,6 +350,17 @@ def load_tokenizer(
             raise UsageError(
                 f"model_name_or_path={name} has no tokenizer, and its vocab_size={hf_config.vocab_size} is"
                 f" below the byte tokenizer's {len(tokenizer)}; add a tokenizer"
+            )
+    if tokenizer.eos_token_id is None and description.ends:
+        known = filter(None, tokenizer.convert_ids_to_tokens([*description.ends]))
+        tokenizer.eos_token = next(known, None)
+    if config.task_type == "causal_lm":
+        stored = generation_settings(config, hf_config)
+        unused = [key for key, no in CHANGING_GREEDY.items() if stored.get(key) not in (None, no)]
+        if unused:
+            notice(
+                f"answers are greedy and end at tokens alone: {GENERATION_FILE} of {name} has"
+                f" {', '.join(unused)}, which exports keep"
             )
     pad = tokenizer.pad_token_id
     if pad is not None and pad < getattr(hf_config, "vocab_size", math.inf):

@@ -26,6 +26,7 @@ from fmmeta.reliability.checks import OutlierBounds, SupportLosses, check_replic
 from fmmeta.reliability.signals import Signals
 from fmmeta.reliability.watchdog import WatchdogStage
 from fmmeta.tasks.batching import Episode
+from fmmeta.tasks.data.encode import answer_reader
 from fmmeta.training import build, callbacks
 from fmmeta.training.bounded_staleness import StaleSteps
 from fmmeta.training.callbacks import Outcome
@@ -157,6 +158,9 @@ class Run:
         self.stale_steps: StaleSteps | None = None  # with --max_staleness
         # of the tasks that this group has finished in this outer step; kept if another group is lost
         self.kept_metrics: StepMetrics | None = None
+        reader = None
+        if config.task_type == "causal_lm":
+            reader = answer_reader(inputs.tokenizer, config.prompt_template, inputs.description.ends)
         self.held_out = HeldOut(
             config,
             self.worker,
@@ -165,7 +169,7 @@ class Run:
             progress,
             self.folder,
             self.should_leave_evaluation,
-            OwnMetrics(metrics, inputs.tokenizer),
+            OwnMetrics(metrics, reader),
             self.stage.begin,
             inputs.settings(config),
         )

@@ -127,6 +127,7 @@ def write_gguf(
         writer.add_eos_token_id(VOCABULARY - 1)
         writer.add_bos_token_id(VOCABULARY - 2)
         writer.add_chat_template(TEMPLATE)
+        writer.add_eot_token_id(VOCABULARY - 3)
     else:
         writer.add_uint32(f"{architecture}.vocab_size", VOCABULARY)
     for name, value in (tensors or tensors_of(architecture)).items():

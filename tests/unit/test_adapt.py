@@ -195,6 +195,34 @@ def test_merged_model_is_in_the_folder_of_its_adapters(bert, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "one"]
 
 
+def test_exports_carry_the_files_of_their_checkpoint(llama, tmp_path):
+    """All chat templates too; from adapters that are adapted again; not the tokens of another tokenizer."""
+    from transformers import AutoTokenizer
+
+    model = shutil.copytree(llama, tmp_path / "model")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": "a", "tool_use": "b"}
+    tokenizer.add_tokens(["<eot>"])
+    tokenizer.save_pretrained(model)
+    carried = {"added_tokens.json": {"<eot>": len(tokenizer) - 1}, "chat_template.json": {}}
+    carried |= {"preprocessor_config.json": {"a": 1}, "processor_config.json": {}}
+    carried |= {"config_sentence_transformers.json": {"prompts": {"query": "q: "}}}
+    for name, content in carried.items():
+        (model / name).write_text(json.dumps(content))
+    flags = {"task_type": "causal_lm", "lora_r": 2, "lora_merge": True, "inner_steps": 1}
+    for source, name in ((model, "one"), (tmp_path / "one", "two")):
+        pairs = [("a", "b"), ("c", "d")]
+        fmmeta.adapt(source, pairs, output_dir=tmp_path / name, early_stopping=False, **flags)
+        for folder in (tmp_path / name, tmp_path / name / "merged"):
+            assert {one: json.loads((folder / one).read_text()) for one in carried} == carried
+            loaded = AutoTokenizer.from_pretrained(folder)
+            assert loaded.chat_template == tokenizer.chat_template
+            assert loaded.added_tokens_decoder == tokenizer.added_tokens_decoder
+    (model / "added_tokens.json").write_text('{"<other>": 5}')
+    fmmeta.adapt(model, pairs, output_dir=tmp_path / "three", early_stopping=False, **flags)
+    assert not (tmp_path / "three" / "added_tokens.json").exists()
+
+
 def test_adapters_of_the_builtin_model_can_be_moved(tmp_path):
     adapted = fmmeta.adapt(
         "tiny", PAIRS, output_dir=tmp_path / "out", lora_r=4, inner_steps=1, early_stopping=False

@@ -203,7 +203,7 @@ def test_the_card_of_a_chat_model_has_the_prompt_in_use(llama, tmp_path):
         method="in_context",
         **{**SETTINGS, "prompt_template": "chat"},
     )
-    assert prompt_in(tmp_path / "out") == "<u>river<a>r<u>stone<a>s<u>5 + 1<a>"
+    assert prompt_in(tmp_path / "out") == "<u>river<a>r<eos><u>stone<a>s<eos><u>5 + 1<a>"
     loaded = adapted.loaded
     _, examples, _ = loaded.encode_inputs(["5 + 1"])
     (ids,) = loaded.prompts_of(loaded.prompt_examples, examples, 1)

@@ -10,10 +10,14 @@ import torch.nn.functional as F
 import fmmeta
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
+from fmmeta.meta.algorithms.baselines import prompted
 from fmmeta.models import answers
 from fmmeta.models.answers import AnswerRow, Answers
 from fmmeta.models.learner import CausalLearner
-from fmmeta.tasks.batching import IGNORE
+from fmmeta.models.load import fitted, max_positions
+from fmmeta.tasks.batching import IGNORE, Example
+from tests.support.helpers import refusal
+from tests.support.messages import check_message
 from tests.support.models import save_family, write_pairs
 
 
@@ -156,6 +160,38 @@ def test_a_model_that_ignores_the_positions_behind_a_cache_computes_complete_row
     assert found.losses(rows, 5)[0].tolist() == pytest.approx(plain_losses(model, rows)[0], abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_prompts_end_below_the_length_at_which_the_rotary_table_changes(kind):
+    """Beyond it a shared prefix and the other rows of a pass would change the results of a row."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        **{"vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 4, "initializer_range": 0.5, "pad_token_id": 0},
+    }
+    if kind == "longrope":
+        factors = {"short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0]}
+        scaling = {"rope_scaling": {"type": kind, **factors}, "original_max_position_embeddings": 32}
+        config: Any = Phi3Config(max_position_embeddings=128, **scaling, **sizes)
+    else:
+        scaling = {"rope_scaling": {"type": kind, "factor": 4.0}}
+        config = LlamaConfig(max_position_embeddings=32, **scaling, **sizes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    pairs = [Example(row.ids[-8:], [IGNORE] * 4 + row.ids[-4:]) for row in some_rows()[:3]]
+    query = [
+        Example(row.ids[:length], [IGNORE] * (length - 2) + row.ids[length - 2 : length])
+        for row, length in zip(some_rows(), (3, 9, 20, 30), strict=False)
+    ]
+    prompts = prompted(pairs, query, None, max_positions(config))
+    rows = [AnswerRow.of(row.input_ids, row.token_labels) for row in prompts]
+    assert max(len(row.ids) for row in rows) > 24
+    losses, _ = Answers(CausalLearner(model), 0).losses(rows, 5)
+    assert losses.tolist() == pytest.approx(plain_losses(model, rows)[0], abs=1e-4)
+    message = refusal(fitted, Config(max_length=64), config)
+    check_message(message, "max_length=64", "32 positions", "use 32 or less")
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
 def test_generated_answers_behind_a_shared_prefix_are_those_of_single_prompts(families, family, monkeypatch):
     from fmmeta.adaptation.model import load_model
@@ -166,7 +202,7 @@ def test_generated_answers_behind_a_shared_prefix_are_those_of_single_prompts(fa
     single, model = load_model(settings, Progress(False)), model_of(families(family))
     prompts = [row.ids for row in some_rows()[:5]]
     with counted(single.worker.model.hf) as seen:
-        texts = generate(single.worker, single.tokenizer, prompts, 6, 3)
+        texts = generate(single.worker, single.reader, prompts, 6, 3)
     for prompt, text in zip(prompts, texts, strict=True):
         answer = plain_greedy(model, prompt, 6, single.tokenizer.eos_token_id)
         assert text == single.tokenizer.decode(answer, skip_special_tokens=True).strip()

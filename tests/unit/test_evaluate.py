@@ -444,7 +444,7 @@ def test_greedy_generation_equals_transformers(llama):
         Config(model_name_or_path=str(llama), task_type="causal_lm", algorithm="none"), Progress(False)
     )
     prompts = [single.tokenizer(text)["input_ids"] for text in ("river", "a longer prompt", "x")]
-    ours = generate(single.worker, single.tokenizer, prompts, 6, 2)
+    ours = generate(single.worker, single.reader, prompts, 6, 2)
     model = AutoModelForCausalLM.from_pretrained(llama).eval()
     for prompt, text in zip(prompts, ours, strict=True):
         ids = list(prompt)
@@ -468,18 +468,18 @@ def test_generation_stops_at_the_last_position(tmp_path):
     )
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), single.tokenizer
     prompts = [tokenizer("river " * 30)["input_ids"][:length] for length in (125, 7, 127, 120)]
-    answers = generate(single.worker, tokenizer, prompts, 6, 4)
+    answers = generate(single.worker, single.reader, prompts, 6, 4)
     for prompt, text in zip(prompts, answers, strict=True):
         ids = list(prompt)
         while len(ids) < min(128, len(prompt) + 6) and ids[-1] != tokenizer.eos_token_id:
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
         assert text == tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True).strip()
     single.worker.model.hf.generation_config.repetition_penalty = 5.0
-    assert generate(single.worker, tokenizer, prompts, 6, 4) == answers
+    assert generate(single.worker, single.reader, prompts, 6, 4) == answers
     assert single.worker.model.hf.generation_config.repetition_penalty == 5.0
-    message = refusal(generate, single.worker, tokenizer, [prompts[0] + [5] * 3], 6, 4)
+    message = refusal(generate, single.worker, single.reader, [prompts[0] + [5] * 3], 6, 4)
     check_message(message, "max_new_tokens=6", "128 tokens", "128 positions", "lower --max_length")
-    assert generate(single.worker, tokenizer, [], 6, 4) == []
+    assert generate(single.worker, single.reader, [], 6, 4) == []
 
 
 def test_rouge_l():

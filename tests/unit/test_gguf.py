@@ -22,6 +22,7 @@ import fmmeta
 from fmmeta import Config, MetaTrainer, UsageError, cli
 from fmmeta.models import from_gguf
 from fmmeta.models.from_gguf import ConvertConfig, as_folder, read_header
+from tests.support import gguf_files
 from tests.support.gguf_files import (
     LLAMA,
     SMOLLM2,
@@ -118,6 +119,16 @@ def test_a_file_is_converted_once_for_its_content(file, cache, tmp_path, monkeyp
     assert as_folder(str(file), print) != folder
     assert "is converted once" in notes[0]
     assert "was converted before" in notes[1]
+
+
+def test_all_chat_templates_and_end_tokens_are_converted(tmp_path, monkeypatch):
+    both = {"default": "a", "tool_use": "b"}
+    named = [{"name": name, "template": template} for name, template in both.items()]
+    monkeypatch.setattr(gguf_files, "TEMPLATE", named)
+    folder = Path(as_folder(str(write_gguf(tmp_path / "model.gguf")), print))
+    assert AutoTokenizer.from_pretrained(folder).chat_template == both
+    ends = AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id
+    assert ends == [VOCABULARY - 1, VOCABULARY - 3]
 
 
 def test_other_names_of_models_stay_as_they_are(tmp_path):

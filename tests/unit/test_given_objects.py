@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import datasets
 import pandas
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fmmeta import Callback, Config, MetaTrainer
 from fmmeta.models import files
@@ -165,6 +166,18 @@ def test_a_configuration_or_callbacks_of_another_type_are_refused(tmp_path):
     text = refusal(MetaTrainer(Config(output_dir=str(tmp_path / "a")), metrics=metric).train)
     check_message(text, "metrics=builtin_function_or_method", "is no list", "give metrics=[...]")
     assert not (tmp_path / "a").exists()
+
+
+def test_generation_settings_of_a_given_model_are_stored_or_refused(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "HF_HOME", str(tmp_path))
+    model, folders = AutoModelForCausalLM.from_pretrained(llama), []
+    for ends in (2, [2, 5]):
+        model.generation_config.eos_token_id = ends
+        folders.append(Path(store_model(model)))
+        assert json.loads((folders[-1] / "generation_config.json").read_text())["eos_token_id"] == ends
+    assert folders[0] != folders[1]
+    model.generation_config.update(do_sample=False, temperature=0.5)  # transformers does not save them
+    check_message(refusal(store_model, model), "model=LlamaForCausalLM", "generation_config")
 
 
 def test_a_model_that_another_process_stores_meanwhile_is_used(bert, tmp_path, monkeypatch):

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AddedToken
 
 from fmmeta import Config, MetaTrainer
 from fmmeta.checkpoint.model_card import Content, write_card
-from fmmeta.models.load import suggest_chat
+from fmmeta.metrics.own import OwnMetrics
+from fmmeta.models.load import describe, load_tokenizer, suggest_chat
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batching import IGNORE, Example
-from fmmeta.tasks.data.encode import encode_pairs, full_rows
+from fmmeta.tasks.data.encode import answer_reader, encode_pairs, end_tokens, full_rows, make_prompt
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
 from tests.support.models import save_llama, write_pairs
@@ -49,10 +51,10 @@ CHATS = {
         CHATML,
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n",
         "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
-        "<|im_end|>",
+        "4<|im_end|>",
     ),
-    "brackets": (BRACKETS, "<bos>[SYSTEM]It is 2024-07-26.[/SYSTEM][INST] ", " [/INST] ", "<eos>"),
-    "ended": (ENDED, "<|user|>", "<|end|><|assistant|>", "<|end|><eos>"),
+    "brackets": (BRACKETS, "<bos>[SYSTEM]It is 2024-07-26.[/SYSTEM][INST] ", " [/INST]", " 4<eos>"),
+    "ended": (ENDED, "<|user|>", "<|end|><|assistant|>", "4<|end|><eos>"),
 }
 
 
@@ -93,6 +95,106 @@ def test_text_prompts(template, prompt, answer):
     assert parts(tokenizer, row) == (f"<bos>{prompt}", f"{answer}<eos>")
 
 
+def test_a_format_string_may_write_the_end():
+    """No second end follows; texts around an answer are no part of what is read from the learned tokens."""
+    tokenizer = byte_tokenizer()
+    for template, learned in (("A: {output}!\tdone", " 4!\tdone<eos>"), ("A: {output} .<eos>", " 4 .<eos>")):
+        (row,) = encode_pairs(tokenizer, ["2 + 2"], ["4"], 64, f"Q: {{input}}\n{template}")
+        assert parts(tokenizer, row)[1] == learned
+        assert answer_reader(tokenizer, template, ()).text(row.input_ids[len(row.prompt) :]) == "4"
+
+
+def turn(before: str, after: str, ask: str, trim: str = "") -> str:
+    """A template whose assistant turns are `before`, the answer, `after`; `ask` is its generation prompt."""
+    return (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '<u>' + m.content + '\n' }}{% else %}"
+        f"{{{{ {before!r} + m.content{trim} + {after!r} }}}}{{% endif %}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{{{{ {ask!r} }}}}{{% endif %}}"
+    )
+
+
+# by name: the template, further tokens (those with ~ are not special), and what is learned of the answer " 4"
+FORMS: dict[str, tuple[str, list[str], str]] = {
+    "llama 3": (turn("<h>a</h>\n\n", "<eot>", "<h>a</h>\n\n", " | trim"), ["<h>", "</h>", "<eot>"], "4<eot>"),
+    "gemma": (turn("<t>model\n", "<end>\n", "<t>model\n", " | trim"), ["<t>", "<end>"], "4<end>"),
+    "end that is not special": (turn("<a>", "<eot>\n", "<a>"), ["~<eot>"], " 4<eot>"),
+    "end of no single token": (turn("<a>", "<|im_off|>\n", "<a>"), [], " 4<|im_off|><eos>"),
+    "alpaca": (turn("### Response:\n", "\n\n", "### Response:\n"), [], " 4<eos>"),
+    "space": (turn("A: ", "<eos>", "A:", " | trim"), [], " 4<eos>"),
+    "nothing": (turn("", "", ""), [], " 4<eos>"),
+    "harmony": (
+        turn("<s>assistant<c>final<m>", "<return>", "<s>assistant"),
+        ["<s>", "<c>", "<m>", "<return>"],
+        "<c>final<m> 4<return>",
+    ),
+    "thinking": (
+        turn("<a><think>\n\n</think>\n\n", "<eot>\n", "<a>"),
+        ["<a>", "<eot>", "~<think>", "~</think>"],
+        "<think>\n\n</think>\n\n 4<eot>",
+    ),
+    "thinking in the prompt": (turn("<a>", "<eot>", "<a><think>\n"), ["<eot>", "~<think>"], " 4<eot>"),
+    "no generation prompt": (turn("<a>\n", "<eot>", ""), ["<a>", "<eot>"], "<a>\n 4<eot>"),
+    "end of the user's turn": (turn("<eot><a>", "<eot>", ""), ["<a>", "<eot>"], " 4<eot>"),
+    "last turn": (
+        turn("<a>\n", "<eot>", "<a>").replace(
+            "m.content +", "m.content + (' /quick' if loop.last else '') +", 1
+        ),
+        ["<a>", "<eot>"],
+        "\n 4<eot>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_answer_is_learned_as_rendered_and_read_without_what_surrounds_it(name):
+    template, more, learned = FORMS[name]
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(
+        [AddedToken(one.lstrip("~"), special=one[0] != "~", normalized=False) for one in more]
+    )
+    tokenizer.chat_template = template
+    (row,) = encode_pairs(tokenizer, ["2 + 2"], [" 4"], 200, "chat")
+    (asked,) = encode_pairs(tokenizer, ["2 + 2"], [""], 200, "chat")
+    assert parts(tokenizer, row)[1] == learned
+    assert row.prompt == asked.prompt
+    if name != "end of the user's turn":  # an answer cannot follow its generation prompt
+        turns = [{"role": "user", "content": "2 + 2"}]
+        prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        assert row.prompt == prompt
+    reader = answer_reader(tokenizer, "chat", ())
+    ids = list(row.input_ids)[len(row.prompt) :]
+    assert ids[-1] in reader.ends
+    assert reader.text(ids) == reader.text([*ids, 7, 8]) == "4"
+    assert OwnMetrics((), reader)._text(ids, ()) == "4"
+
+
+def test_end_tokens_are_those_of_checkpoint_tokenizer_and_template():
+    tokenizer = byte_tokenizer()
+    assert end_tokens(tokenizer, "plain", ()) == [2]
+    tokenizer.add_tokens(["<eot>", "<a>"])
+    tokenizer.chat_template = turn("<a>", "<eot>", "")
+    eot, a = tokenizer.convert_tokens_to_ids(["<eot>", "<a>"])
+    assert end_tokens(tokenizer, "plain", (9, 2)) == end_tokens(tokenizer, "chat", (9, 2, a)) == [9, 2, eot]
+    tokenizer.chat_template = "{{ raise_exception('no') }}"  # which plain prompts do not use
+    assert end_tokens(tokenizer, "plain", ()) == [2]
+    tokenizer.eos_token = None
+    check_message(refusal(make_prompt, "plain", tokenizer), "prompt_template='plain'", "eos_token")
+
+
+@pytest.mark.parametrize(("stored", "ends"), [(5, [5]), ([5, 6, -1, None], [5, 6]), (None, None)])
+def test_a_tokenizer_without_an_end_has_that_of_the_checkpoint(stored, ends, llama, tmp_path):
+    model = shutil.copytree(llama, tmp_path / "model")
+    config, tokenizer = Config(model_name_or_path=str(model), task_type="causal_lm"), byte_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(model)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": stored, "min_length": 9}))
+    description, said = describe(config), list[str]()
+    found = load_tokenizer(config, description, said.append)
+    assert [*description.ends] == (ends or [])
+    assert found.eos_token_id == (ends and ends[0])
+    check_message(said.pop(), "answers are greedy", "generation_config.json", "min_length")
+
+
 def test_braces_in_data_are_plain_text():
     tokenizer = byte_tokenizer()
     (row,) = encode_pairs(tokenizer, ["{output} {input} {}"], ["{input}"], 64, "Q: {input} A: {output}")
@@ -101,10 +203,10 @@ def test_braces_in_data_are_plain_text():
 
 @pytest.mark.parametrize("name", CHATS)
 def test_chat_prompts_equal_the_rendered_template(name):
-    template, head, middle, end = CHATS[name]
+    template, head, middle, answer = CHATS[name]
     tokenizer = chat_tokenizer(template)
     (row,) = encode_pairs(tokenizer, ["2 + 2"], ["4"], 200, "chat")
-    assert parts(tokenizer, row) == (f"{head}2 + 2{middle}", f"4{end}")
+    assert parts(tokenizer, row) == (f"{head}2 + 2{middle}", answer)
     turns = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
     today = datetime.now().strftime("%Y-%m-%d")  # a template's own clock runs on
     whole = tokenizer.apply_chat_template(turns, tokenize=False).replace(today, "2024-07-26").rstrip()
@@ -116,10 +218,8 @@ def test_chat_prompts_equal_the_rendered_template(name):
         assert list(row.input_ids[: len(prompt)]) == prompt
 
 
-def test_the_answer_is_tokenised_with_its_prompt():
-    """A template's own tokens stay whole, and a vocabulary that joins across the seam does so as it does for
-    the whole text.
-    """
+def test_the_prompt_has_the_tokens_that_it_has_without_an_answer():
+    """A vocabulary that joins across the seam would give a prompt that no model gets."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -131,7 +231,7 @@ def test_the_answer_is_tokenised_with_its_prompt():
         "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}:{% else %}>{% endif %}{% endfor %}"
     )
     (row,) = encode_pairs(fast, ["b"], ["a"], 9, "chat")
-    assert (list(row.input_ids), list(row.labels)) == ([2, 5, 0], [IGNORE, 5, 0])
+    assert (list(row.input_ids), list(row.labels)) == ([2, 4, 1, 0, 6], [IGNORE, IGNORE, 1, 0, 6])
 
 
 @pytest.mark.parametrize("max_length", [25, 27, 30, 45])

@@ -6,12 +6,15 @@ The prompt of a pair, `--prompt_template`:
     chat      the tokenizer's chat template, {input} as the user's turn and {output} as the assistant's
     other     a format string with {input}, and {output} unless it is at the end
 
-The prompt of an example is exactly the text that a model gets after training: for chat it ends with the
-template's generation prompt. The template's text after the answer (the end of the turn) is learned with it.
+The prompt of an example has exactly the tokens that a model gets after training: for chat they end with the
+template's generation prompt. What the template writes from there to the end of the turn is learned with the
+answer, and is no part of the text of a generated answer (`AnswerReader`). An answer ends with the first end
+token that the prompt writes behind it, or with the tokenizer's end of text.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -25,7 +28,7 @@ from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.images import EncodedImage, ImageReader
 
 PLAIN = "Input: {input}\nOutput: {output}"
-MARK = "<<the answer>>"  # stands for an answer while a chat template is analysed
+INPUT, MARK = "<<the input>>", "<<the answer>>"  # stand for texts while a chat template is analysed
 # Some templates print the date. An example must not depend on the day of the run, so a macro of the same name
 # replaces the clock.
 TODAY = {
@@ -46,26 +49,47 @@ STOPPED_CLOCK = "{%- macro strftime_now(format) -%}{{ format" + REPLACED + " }}{
 class Prompt:
     """Texts around an input and its answer.
 
-    `specials`: whether the tokenizer adds its own tokens (BOS, EOS) around them.
+    before: an input to the text that precedes what is learned. lead, after: texts around an output that are
+    learned with it. specials: whether the tokenizer adds its own tokens (BOS, EOS) around the prompt. strips:
+    whether spaces around an output are left out. end: the token that ends an answer. added: it, where `after`
+    does not write it. Both are unknown without a tokenizer.
     """
 
-    before: Callable[[str], str]  # input -> the text up to the answer
-    # text between them, learned with the answer: usually a space, which is one token with the next word
+    before: Callable[[str], str]
     lead: str
     after: str
     specials: bool
+    strips: bool = False
+    end: int | None = None
+    added: tuple[int, ...] = ()
 
     def answer(self, output: str) -> str:
-        return f"{self.lead}{output}{self.after}"
+        return f"{self.lead}{output.strip() if self.strips else output}{self.after}"
 
 
 def make_prompt(template: str, tokenizer: Any) -> Prompt:
-    """The prompt of `--prompt_template`. Raises `UsageError` if the tokenizer has no usable chat template.
+    """The prompt of `--prompt_template`. Raises `UsageError` if the tokenizer has no usable chat template, or
+    neither it nor the prompt has a token that ends an answer.
 
-    A format string may have the escapes `\\n` and `\\t`. Braces in inputs are plain text.
+    A format string may have the escapes `\\n` and `\\t`. Braces in inputs are plain text. tokenizer: None
+    for the texts of a format string alone.
     """
-    if template == "chat":
-        return chat_prompt(tokenizer)
+    prompt = chat_prompt(tokenizer) if template == "chat" else text_prompt(template)
+    if tokenizer is None:
+        return prompt
+    end = written_end(tokenizer, prompt.after)
+    if end is not None:
+        return replace(prompt, end=end)
+    if tokenizer.eos_token_id is None:
+        raise UsageError(
+            f"prompt_template={shortened(template)}: no token ends an answer, since the tokenizer has no"
+            " eos_token and the checkpoint names no eos_token_id; set eos_token in tokenizer_config.json"
+        )
+    return replace(prompt, end=tokenizer.eos_token_id, added=(tokenizer.eos_token_id,))
+
+
+def text_prompt(template: str) -> Prompt:
+    """The prompt of a format string, or of `plain`."""
     template = PLAIN if template == "plain" else template.replace("\\n", "\n").replace("\\t", "\t")
     if "{output}" not in template:
         template += "{output}" if template[-1:].isspace() else " {output}"
@@ -74,10 +98,21 @@ def make_prompt(template: str, tokenizer: Any) -> Prompt:
     return Prompt(lambda text: stem.replace("{input}", text), before[len(stem) :], after, specials=True)
 
 
+def written_end(tokenizer: Any, after: str) -> int | None:
+    """The first special token in the text after an answer, else the first added one that is no white space;
+    None without either.
+    """
+    added = {one: token for one, token in tokenizer.added_tokens_decoder.items() if token.content in after}
+    ids = [one for one in plain_tokens(tokenizer, after) if one in added]
+    found = [one for one in ids if added[one].special or one == tokenizer.eos_token_id]
+    return next(iter(found or [one for one in ids if added[one].content.strip()]), None)
+
+
 def chat_prompt(tokenizer: Any) -> Prompt:
     """The prompt of the tokenizer's chat template, with thinking turned off if the template supports it.
 
-    It ends with the generation prompt; for a template without one, with the text before the answer.
+    It is what `apply_chat_template` gives with a generation prompt, or the text before the answer where an
+    answer cannot follow that.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(
@@ -103,17 +138,74 @@ def chat_prompt(tokenizer: Any) -> Prompt:
                 " use plain or a format string"
             ) from None
 
-    whole = render("", MARK)
+    whole, asked, alone = render(INPUT, MARK), render(INPUT, ask=True), render(INPUT)
     if whole.count(MARK) != 1:
         raise UsageError(
             "prompt_template=chat: the tokenizer's chat template does not show an assistant's answer; use"
             " plain or a format string"
         )
-    has_generation_prompt = render("", ask=True) != render("")
-    before = (
-        partial(render, ask=True) if has_generation_prompt else lambda text: render(text, MARK).split(MARK)[0]
-    )
-    return Prompt(before, "", whole.split(MARK)[1].rstrip(), specials=False)
+    head, after = whole.split(MARK)
+    before, follows = partial(render, ask=True), head.startswith(asked)
+    lead = head[len(asked) :] if follows else ""
+    if not follows and asked != alone and asked.startswith(alone):  # a turn depends on what follows it
+        behind = head.rpartition(asked[len(alone) :])
+        lead = behind[2] if behind[1] else ""
+    ends = {tokenizer.eos_token_id, written_end(tokenizer, after)}
+    if (not follows and asked == alone) or ends & {*plain_tokens(tokenizer, lead)}:
+        before, lead = (lambda text: render(text, MARK).split(MARK)[0]), ""
+    strips = f" {MARK} " not in render(INPUT, f" {MARK} ")
+    return Prompt(before, lead, after.rstrip(), False, strips)
+
+
+@dataclass(frozen=True)
+class AnswerReader:
+    """Reads the text of an answer from the tokens that a model generates.
+
+    The first of the tokens `ends` and what follows it, and the texts that the prompt has around an answer,
+    are no part of it.
+    """
+
+    tokenizer: Any
+    prompt: Prompt
+    ends: Sequence[int]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of an answer, without spaces around it."""
+        lead = self._decode(plain_tokens(self.tokenizer, self.prompt.lead))
+        tail = self._decode(self._until_end(plain_tokens(self.tokenizer, self.prompt.after)), True)
+        answer, skipped, rest = self._until_end(ids), 0, ""
+        for count in range(1, min(len(answer), len(lead)) + 1):  # the lead may have special tokens
+            begin = self._decode(answer[:count])
+            if begin.startswith(lead):
+                skipped, rest = count, begin[len(lead) :]
+                break
+        text = rest + self.tokenizer.decode(answer[skipped:], skip_special_tokens=True)
+        return text.strip().removesuffix(tail).strip()
+
+    def _until_end(self, ids: Sequence[int]) -> list[int]:
+        return list(takewhile(lambda one: one not in self.ends, ids))
+
+    def _decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens).strip()
+
+
+def answer_reader(tokenizer: Any, template: str, stored: Sequence[int]) -> AnswerReader:
+    """stored: the end tokens of the checkpoint."""
+    return AnswerReader(tokenizer, make_prompt(template, tokenizer), end_tokens(tokenizer, template, stored))
+
+
+def end_tokens(tokenizer: Any, template: str, stored: Sequence[int]) -> list[int]:
+    """The tokens that end an answer of a model: those of its checkpoint (`stored`) and of its tokenizer, that
+    of the prompt, and that of its chat template, whatever the prompt is; none that the prompt writes before
+    an answer. Raises `UsageError`.
+    """
+    prompt = make_prompt(template, tokenizer)
+    ends = [*stored, tokenizer.eos_token_id, prompt.end]
+    if getattr(tokenizer, "chat_template", None):
+        with suppress(UsageError):  # a template that the prompt does not use
+            ends.append(make_prompt("chat", tokenizer).end)
+    lead = {None, *plain_tokens(tokenizer, prompt.lead)}
+    return [one for one in dict.fromkeys(ends) if one not in lead]
 
 
 LONGEST_TOKEN = 64  # characters: texts are cut to max_length of these before they are tokenised
@@ -161,9 +253,9 @@ def answer_without_room(config: Config, tokenizer: Any, outputs: Sequence[str]) 
         return ""
     prompt, most = make_prompt(config.prompt_template, tokenizer), config.max_length
     frame = 1 if prompt.specials else len(plain_tokens(tokenizer, prompt.before("")))
-    end = int(prompt.specials and tokenizer.eos_token_id is not None)
     for output in outputs:
-        size = len(plain_tokens(tokenizer, prompt.answer(output[: LONGEST_TOKEN * most]))) + end
+        size = len(plain_tokens(tokenizer, prompt.answer(output[: LONGEST_TOKEN * most])))
+        size += len(prompt.added)
         if size > most - frame:
             return (
                 f"the answer {shortened(output)} has {counted(size, 'token')} with its end, and max_length="
@@ -211,31 +303,32 @@ def encode_pairs(
     answers = tokenizer([prompt.answer(text) for text in outputs], add_special_tokens=False, verbose=False)[
         "input_ids"
     ]
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     examples = []
     for before, answer in zip(prompts, answers, strict=True):
-        if end and before[-1:] == end:  # some tokenizers end every text
+        if before[-1:] == [tokenizer.eos_token_id]:  # some tokenizers end every text
             before = before[:-1]
-        answer = (answer + end)[: max_length - 1]
+        answer = [*answer, *prompt.added][: max_length - 1]
         before = before[max(0, len(before) + len(answer) - max_length) :]
         examples.append(labelled(before + answer, len(before)))
     return examples
 
 
 def encode_chat(tokenizer: Any, prompt: Prompt, text: str, output: str, max_length: int) -> Example:
-    """One turn of a chat, tokenised as a whole; the labels begin at its first token that differs from the
-    prompt's tokens.
+    """One turn of a chat. The answer is tokenised with its prompt where that leaves the prompt's tokens as
+    they are, since some tokenizers begin every text with a space.
     """
     while True:
-        before = plain_tokens(tokenizer, prompt.before(text))
-        ids = plain_tokens(tokenizer, prompt.before(text) + prompt.answer(output))
-        over = len(ids) - max_length
+        before, answer = prompt.before(text), prompt.answer(output)
+        ids = plain_tokens(tokenizer, before)
+        whole = plain_tokens(tokenizer, before + answer)
+        learned = whole[len(ids) :] if whole[: len(ids)] == ids else plain_tokens(tokenizer, answer)
+        learned += prompt.added
+        over = len(ids) + len(learned) - max_length
         if over <= 0 or not text:
             break
         shorter = tokenizer.decode(plain_tokens(tokenizer, text)[over:])
         text = shorter if len(shorter) < len(text) else text[1:]
-    common = takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False))
-    return labelled(ids[:max_length], len(list(common)))
+    return labelled((ids + learned)[:max_length], len(ids))
 
 
 def plain_tokens(tokenizer: Any, text: str) -> list[int]:
