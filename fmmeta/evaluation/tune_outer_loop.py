@@ -5,8 +5,8 @@
 
 With validation classes (or tasks) the interpolation is chosen on them at the end of the run. Without them the
 training classes are divided into folds before training; a trial for each fold trains on the others with half
-of the outer steps, and is scored on the fold. The run's own `init_interpolation` is kept unless another one
-is significantly above it, and unless the initial weights are above that choice (`choose`).
+of the outer steps, and is scored on the fold. The run's own `init_interpolation` is kept unless another
+value, which may be 0, is significantly above it (`choose`).
 
 Class means of features are scored at one and at five examples, in episodes that are drawn from the features
 of the held-out classes: these are computed once. Other methods are scored in episodes of the run's shape.
@@ -193,23 +193,20 @@ the same ones for every interpolation."""
 
 
 def choose(scores: Scores, own: float, section: InterpolationConfig, where: str, progress: Progress) -> float:
-    """The interpolation to export.
+    """The interpolation to export: the run's own, unless the best of the section's is above it by more than
+    the 95 % interval of the paired difference.
 
-    It is the run's own, unless the best of the others is above it by more than the 95 % interval of the
-    paired difference, and unless the initial weights have a higher mean accuracy than that choice. where:
-    what was scored, for the log. Local; every rank chooses alike.
+    where: what was scored, for the log. Local; every rank chooses alike.
     """
-    means = {alpha: float(np.mean(each)) for alpha, each in scores.items()}
-    best = max((alpha for alpha in means if alpha), key=lambda alpha: (round(means[alpha], 6), -alpha))
+    means = {alpha: round(float(np.mean(each)), 6) for alpha, each in scores.items()}
+    best = max(sorted({own, *section.init_interpolations}), key=lambda alpha: (means[alpha], alpha == own))
     gain, half = mean_ci95(np.subtract(scores[best], scores[own]).tolist())
-    chosen, why = (best, "significantly above the run's own") if gain > half else (own, "the run's own")
-    below = means[0.0] > means[chosen]
-    if below and 0.0 in section.init_interpolations:
-        chosen, why = 0.0, "nothing is above the initial weights, which are kept"
+    chosen, why = (best, "significantly above") if gain > half else (own, "none is significantly above")
+    why += f" the run's own {own:g}" if chosen != own else " it"
     progress.notice(f"init_interpolation {chosen:g}, {why}; accuracy on {where}: {shown(scores)}")
-    if below and chosen:
+    if means[0.0] > means[chosen]:
         progress.notice(
-            Warn("the choice is below the initial weights; evaluate them before you use the trained ones")
+            Warn("the weights at the start are above that; compare both before you use the trained ones")
         )
     return chosen
 

@@ -111,9 +111,11 @@ def _finish(run: Run) -> None:
         run.save(last=True)
     if state.best is not None:
         run.progress.notice(state.best.text)
-    alpha = choose_at_the_end(run) if run.trains else 1.0
-    final = state.interpolate_with_initial(state.trained, alpha)
-    if alpha < 1:
+    final, alpha = state.meta_params, config.init_interpolation
+    if run.trains:
+        alpha = choose_at_the_end(run)
+        final = state.interpolate_with_initial(state.trained, alpha)
+    if run.trains and alpha < 1:
         run.progress.notice(
             f"init_interpolation={alpha:g}: the exported weights are {1 - alpha:g} * initial + {alpha:g} *"
             " trained"
