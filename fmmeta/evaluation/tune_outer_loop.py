@@ -245,6 +245,7 @@ def choose_by_folds(
 ) -> dict[str, Any]:
     """The choice, and the scores of all folds. Raises `UsageError`, and `Stopped`. Collective: world."""
     folds, scores = folds_of(inputs.sources, section.folds, config), defaultdict[float, list[float]](list)
+    noun = "classes" if config.task_type == "classification" else "tasks"
     nowhere, silent = RunStart(Path(config.output_dir or "runs"), None, False), Progress(enabled=False)
     signals.run()
     for number, sources in enumerate(folds, 1):
@@ -279,9 +280,7 @@ def choose_by_folds(
         for alpha, each in found.items():
             scores[alpha] += each
         held_out, steps = len(sources.of_split["valid"].items), counted(trial.outer_steps, "outer step")
-        progress.notice(
-            f"{title}: {steps} without {held_out} of the classes; accuracy on them: {shown(found)}"
-        )
+        progress.notice(f"{title}: {steps} without {held_out} {noun}; accuracy on them: {shown(found)}")
     chosen = choose(scores, config.init_interpolation, section, f"{len(folds)} folds", progress)
     return {"init_interpolation": chosen, "scores": [[alpha, each] for alpha, each in scores.items()]}
 

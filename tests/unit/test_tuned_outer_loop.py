@@ -94,7 +94,7 @@ def test_without_validation_classes_folds_are_scored_before_training(rows, all_t
     """The run after the trials is the run of the chosen settings, and the same command finds the choice."""
     train(config_of(tmp_path / "run", rows, class_splits=all_trained))
     out = capsys.readouterr().out
-    assert "fold 1 of 2: 3 outer steps without 6 of the classes" in out
+    assert "fold 1 of 2: 3 outer steps without 6 classes; accuracy on them: " in out
     assert "fold 2 of 2: " in out
     (file,) = (tmp_path / "run").glob("tuned-*.json")
     choice = json.loads(file.read_text())
