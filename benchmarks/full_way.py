@@ -124,11 +124,11 @@ class Encoder:
         return found
 
 
-def train_recipe(model: str, data: str, folder: str, **more: str) -> str:
-    """The recipe `intents` on a data set, with more flags; the folder of its model."""
-    flags = {"model_name_or_path": model, "dataset": data, "output_dir": folder, "eval_episodes": "0", **more}
+def train_recipe(model: str, data: str, folder: str, recipe: str = "intents") -> str:
+    """A recipe on a data set; the folder of its model."""
+    flags = {"model_name_or_path": model, "dataset": data, "output_dir": folder, "eval_episodes": "0"}
     words = [word for flag, value in flags.items() for word in (f"--{flag}", value)]
-    MetaTrainer(parse(["intents", *words])).train()
+    MetaTrainer(parse([recipe, *words])).train()
     return f"{folder}/model"
 
 

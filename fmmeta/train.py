@@ -117,6 +117,8 @@ class MetaTrainer:
             if config.num_workers != "0":
                 check_sent((inputs.sources.train, inputs.transforms, inputs.collate), config.num_workers)
         suggest_chat(config, inputs.tokenizer, notice)
+        with world.comm.raise_on_all("counting the outer steps"):
+            config = build.with_outer_epochs(config, inputs.sources.train, notice)
         if config.warmup >= config.outer_steps:
             short = f"warmup_steps={config.warmup_steps:g} with outer_steps={config.outer_steps}"
             notice(Warn(f"{short}: the run ends before the rate is outer_lr={config.outer_lr}; lower it"))

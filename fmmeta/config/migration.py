@@ -8,7 +8,7 @@ from fmmeta.config.settings import Config
 
 OUTER = "--outer_optimizer, --outer_lr, --weight_decay and --adam_epsilon set the outer optimizer"
 PRECISION = "use --bf16; fp16 underflows in the differences that meta-gradients are made of"
-LENGTH = "fmmeta counts outer steps; use --outer_steps"
+LENGTH = "fmmeta counts outer steps; use --outer_steps, or --outer_epochs for as many as the rows need"
 TASKS = "the batch of meta-training is a number of tasks; use --meta_batch_size"
 SIZES = "of tasks per outer step; --micro_batch_size bounds the rows of a forward pass"
 FIXED = "fmmeta always does this"

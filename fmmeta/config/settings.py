@@ -643,6 +643,12 @@ class MetaConfig:
         synonyms=("max_steps",),
         common=True,
     )
+    outer_epochs: float = setting(
+        None,
+        "Outer steps by the data, at most outer_steps: as many as draw each training row this often, in the"
+        " mean (default: outer_steps)",
+        positive="or leave it out",
+    )
     warmup_steps: float = setting(
         0,
         "Outer steps of linear warm-up; below 1: their share of outer_steps",
@@ -676,9 +682,9 @@ class MetaConfig:
     )
     init_interpolation: float = setting(
         1.0,
-        "alpha of WiSE-FT in (0, 1]: export and validate the weights (1 - alpha) * initial + alpha * trained;"
-        " 1: the trained weights (0.6 is start_share 0.4 of fmmeta 0.1)",
-        positive="such as 0.6, to mix the initial weights in",
+        "alpha of WiSE-FT in [0, 1]: export and validate the weights (1 - alpha) * initial + alpha * trained;"
+        " 1: the trained weights; 0: nothing is trained (0.6 is start_share 0.4 of fmmeta 0.1)",
+        least=0,
         most=1,
     )
     seed: int = setting(
@@ -822,8 +828,7 @@ class RunConfig:
     tune: str | None = setting(
         None,
         "What is chosen on validation tasks before training, as JSON, in a recipe a section: with settings of"
-        " `fmmeta tune` the inner loop; with outer_lrs or init_interpolations outer_lr, outer_steps and"
-        " init_interpolation, by trial trainings",
+        " `fmmeta tune` the inner loop; with init_interpolations the interpolation to export",
     )
     save_steps: int = setting(
         100,

@@ -168,6 +168,28 @@ def read_inputs(
     return inputs
 
 
+COUNTED = 200  # tasks whose rows are counted
+
+
+def with_outer_epochs(config: Config, train: TaskSource, notice: Notice) -> Config:
+    """The settings with the outer steps that --outer_epochs gives for the training tasks; logs them.
+
+    Raises `UsageError`. Local.
+    """
+    if config.outer_epochs is None:
+        return config
+    rows, tasks = train.num_rows(), Schedule(train.items, COUNTED, config.seed).meta_batch(0)
+    sizes = [len(draw.support) + len(draw.query) for draw in map(train.draw, tasks)]
+    each = config.tasks_per_step * sum(sizes) / len(sizes)
+    steps = max(1, min(config.outer_steps, round(config.outer_epochs * rows / each)))
+    epochs = f"{steps * each / rows:.1f} epochs of {counted(rows, 'training row')}, {each:.0f} of them a step"
+    notice(
+        f"outer_steps {steps}: {epochs} (outer_epochs={config.outer_epochs:g}, at most {config.outer_steps}"
+        " steps)"
+    )
+    return config.but(outer_steps=steps)
+
+
 def tried_transforms(config: Config, tokenizer: Any, source: TaskSource) -> Transforms | None:
     """The transforms of the run, after a trial on one episode; None if there are none.
 

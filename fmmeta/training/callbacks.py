@@ -200,7 +200,7 @@ class Validation(Callback):
         due = every and state.outer_step > state.validated and state.outer_step % every == 0
         if source is None or not run.trains or not due:
             return
-        meta = state.interpolate_with_initial(state.meta_params)
+        meta = state.interpolate_with_initial(state.meta_params, run.config.init_interpolation)
         learning = run.parts.setup.evaluation_method(meta.rates)
         scores = run.held_out.scores(source, VALID, "validation", meta.theta, learning)
         if meta is not state.meta_params:

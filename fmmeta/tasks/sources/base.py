@@ -153,6 +153,13 @@ class TaskSource(ABC):
         """The key of class `name` in the episodes of an item, which is a named task."""
         return self.items.names[item], name
 
+    def num_rows(self) -> int:
+        """All rows. Raises `UsageError` if the source has to read data to count them."""
+        raise UsageError(
+            "outer_epochs needs the number of rows, and those of a folder of task files are not known before"
+            " each is drawn; give outer_steps, or put the tasks into one file with a task column"
+        )
+
     def size(self, item: int, seed: tuple[int, ...]) -> int:
         """Expected tokens of the episode of (item, seed)."""
         return int(self.items.tokens[item])
@@ -220,6 +227,9 @@ class ClassSource(TaskSource):
             tasks = {task: classes for task, classes in self.tasks.items() if task in names}
         return type(self)(self.store, tasks, self.strata, shape, self.parts)
 
+    def num_rows(self) -> int:
+        return sum(len(rows) for classes in self.tasks.values() for rows in classes.values())
+
     def class_keys(self) -> list[ClassKey]:
         return [(task, name) if task else (name,) for task, classes in self.tasks.items() for name in classes]
 
@@ -275,6 +285,9 @@ class GlobalLabelSource(TaskSource):
     def size(self, item: int, seed: tuple[int, ...]) -> int:
         return self.source.size(item, seed)
 
+    def num_rows(self) -> int:
+        return self.source.num_rows()
+
     def folds(self, most: int) -> int:
         return self.source.folds(most)
 
@@ -322,6 +335,9 @@ class Mixture(TaskSource):
     def size(self, item: int, seed: tuple[int, ...]) -> int:
         source, own = self._find(item)
         return self.sources[source].size(own, seed)
+
+    def num_rows(self) -> int:
+        return sum(source.num_rows() for source in self.sources)
 
     def folds(self, most: int) -> int:
         return min(source.folds(most) for source in self.sources)
