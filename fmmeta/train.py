@@ -15,7 +15,7 @@ from fmmeta.config.algorithms import find
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.elastic.controller import ElasticController, join, with_other_groups
-from fmmeta.evaluation.tune_outer_loop import check_section, tune_before_training
+from fmmeta.evaluation.tune_outer_loop import check_section, choose_at_the_end, tune_before_training
 from fmmeta.metrics.own import Metric, find_metrics
 from fmmeta.models.files import check_given_tokenizer, store_model
 from fmmeta.models.load import describe, fitted, suggest_chat
@@ -166,7 +166,7 @@ class MetaTrainer:
             with watching(run.stage, world.shared_store(), ranks, signals):
                 try:
                     run.loop()
-                    return finish(run)
+                    return finish(run, choose_at_the_end)
                 finally:
                     run.callbacks.close(run)
                     run.controller.close()

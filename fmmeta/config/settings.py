@@ -683,7 +683,7 @@ class MetaConfig:
     init_interpolation: float = setting(
         1.0,
         "alpha of WiSE-FT in [0, 1]: export and validate the weights (1 - alpha) * initial + alpha * trained;"
-        " 1: the trained weights; 0: nothing is trained (0.6 is start_share 0.4 of fmmeta 0.1)",
+        " 1: the trained weights; 0: nothing is trained",
         least=0,
         most=1,
     )

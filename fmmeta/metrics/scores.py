@@ -74,7 +74,7 @@ def episode_score(slot: int, task: str, stratum: str, stats: Tensor) -> EpisodeS
     return EpisodeScore(slot, task, stratum, loss / rows, float(bins[1].sum()) / rows, bins.tolist())
 
 
-def mean_ci95(values: Sequence[float], units: Sequence[str] | None = None, comparisons: int = 1) -> Interval:
+def mean_ci95(values: Sequence[float], units: Sequence[str] | None = None) -> Interval:
     """Mean of n values, and half the width of its 95 % interval, t_{n-1, 0.975} s / sqrt(n), NaN for n = 1.
 
     s: standard deviation with n - 1 in the denominator; t: quantile of Student's distribution (Student 1908,
@@ -84,8 +84,6 @@ def mean_ci95(values: Sequence[float], units: Sequence[str] | None = None, compa
     The half is then at least that over the m units, t_{m-1, 0.975} sqrt(m / (m - 1) sum_u d_u^2) / n, d_u the
     summed deviations of a unit's values from the mean (Liang and Zeger 1986, "Longitudinal data analysis
     using generalized linear models"), and NaN for m = 1.
-    comparisons: of which this is one; all their intervals hold their means with a probability of 95 %
-    (Bonferroni's correction: 1 - 0.025 / comparisons in place of 0.975).
     """
     n = len(values)
     mean = sum(values) / n
@@ -100,7 +98,7 @@ def mean_ci95(values: Sequence[float], units: Sequence[str] | None = None, compa
         if m < 2:
             return mean, math.nan
         spread = math.sqrt(m / (m - 1) * sum(one**2 for one in deviations))
-        halves.append(float(stdtrit(m - 1, 1 - 0.025 / comparisons)) * spread / n)
+        halves.append(float(stdtrit(m - 1, 0.975)) * spread / n)
     return mean, max(halves)
 
 

@@ -4,12 +4,12 @@ table, close run.json.
 
 import json
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fmmeta.checkpoint.hf_export import export
-from fmmeta.evaluation.tune_outer_loop import choose_at_the_end
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.report.data import AFTER, BEFORE, FROM_START, read, read_lines
 from fmmeta.training.comparison import against_start, show, verdict_of
@@ -95,11 +95,14 @@ def held_out_table(facts: dict[str, Any]) -> dict[str, Any]:
     return {**found, "metrics": own} if own else found
 
 
-def finish(run: Run) -> Result:
-    """Export, evaluate, show, close run.json; then `on_train_end`. Collective: world."""
+def finish(run: Run, choose_interpolation: Callable[[Run], float]) -> Result:
+    """Export, evaluate, show, close run.json; then `on_train_end`.
+
+    choose_interpolation: gives the `init_interpolation` of the exported weights. Collective: world.
+    """
     result = Result(run.folder, run.state.outer_step)
     if run.controller.writes:
-        _finish(run)
+        _finish(run, choose_interpolation)
         result = read_result(run.folder, run.ranks.world)
     else:
         run.progress.notice("another group writes the model")
@@ -107,7 +110,7 @@ def finish(run: Run) -> Result:
     return result
 
 
-def _finish(run: Run) -> None:
+def _finish(run: Run, choose_interpolation: Callable[[Run], float]) -> None:
     """Collective: world."""
     config, state, test = run.config, run.state, run.inputs.sources.test
     if config.save_steps and run.trains:
@@ -116,7 +119,8 @@ def _finish(run: Run) -> None:
         run.progress.notice(state.best.text)
     final, alpha = state.meta_params, config.init_interpolation
     if run.trains:
-        alpha = choose_at_the_end(run)
+        alpha = choose_interpolation(run)
+        config = replace(config, init_interpolation=alpha)
         final = state.interpolate_with_initial(state.trained, alpha)
     if run.trains and alpha < 1:
         run.progress.notice(
