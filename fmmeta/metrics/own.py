@@ -24,8 +24,8 @@ from fmmeta.tasks.data.encode import AnswerReader
 Metric = Callable[[list[str], list[str]], Mapping[str, float]]
 """(predictions, references) of an episode's query set after adaptation -> numbers by name.
 
-classification: names of classes. causal_lm: texts of answers up to their end; each predicted token is
-the most likely one after the input and the right tokens before it (teacher forcing). The pairs are sorted by
+classification: names of classes. causal_lm: texts of answers; each predicted token is the most
+likely one after the input and the right tokens before it (teacher forcing). The pairs are sorted by
 reference, then by prediction.
 """
 
