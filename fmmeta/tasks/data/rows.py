@@ -105,13 +105,13 @@ def stream_file(path: Path, bad: Bad = refuse, most_gib: float | None = None) ->
     to its end or unpacks to more than `most_gib` (see `most_bytes`).
     """
     readers = {".jsonl": jsonl, ".csv": csv_rows, ".parquet": partial(parquet, most_gib=most_gib)}
-    empty = True
+    empty, names = True, card_names(path.parent)
     try:
         with unpacked(path, most_gib) if path.suffix == ".gz" else path.open("rb") as file:
             for found in readers[ending(path) or ""](path, file):  # type: ignore[arg-type]
                 empty = False
                 if isinstance(found, Row):
-                    yield found
+                    yield named(found, names, ending(path) == ".csv")
                 else:
                     bad(found)
     except (OSError, EOFError, zlib.error) as error:
@@ -202,9 +202,10 @@ def parquet(path: Path, file: io.BufferedReader, most_gib: float | None) -> Iter
         if size > most_bytes(most_gib):
             raise too_large(path, most_gib, f"{size} bytes, ")
         refuse_twice(str(path), packed.schema_arrow.names)
-        done = 0
+        names, done = schema_names(path, packed.schema_arrow), 0  # those of a card are the same
         for batch in packed.iter_batches(PARQUET_ROWS):
-            yield from batch_rows(batch, path, done)
+            for found in batch_rows(batch, path, done):
+                yield named(found, names) if isinstance(found, Row) else found
             done += len(batch)
     except pyarrow.ArrowException as error:
         raise UsageError(f"{path} is not a parquet file ({one_line(error)}); fix or remove it") from None
@@ -233,6 +234,79 @@ def read_cells(batch: Any, index: int, origin: str, path: Path) -> Row | UsageEr
                 f" ({one_line(error)}); fix it, or remove the column"
             )
     return Row(values, origin, path.parent)
+
+
+ClassNames = Mapping[str, Sequence[str]]
+"""Names of the classes whose numbers a column holds, by column."""
+
+
+def class_names(features: Mapping[str, Any]) -> ClassNames:
+    """Those of the columns that are a `datasets.ClassLabel`."""
+    import datasets
+
+    labels = {name: one for name, one in features.items() if isinstance(one, datasets.ClassLabel)}
+    return {name: one.names for name, one in labels.items() if one.names}
+
+
+def schema_names(path: Path, schema: Any) -> ClassNames:
+    """Those in the metadata that `datasets` writes into a parquet file. Raises `UsageError`."""
+    if b"huggingface" not in (schema.metadata or {}):
+        return {}
+    import datasets
+
+    try:
+        return class_names(datasets.Features.from_arrow_schema(schema))
+    except Exception as error:  # metadata of a newer version, or damaged
+        raise UsageError(
+            f"{path} has metadata of datasets that cannot be read ({one_line(error)}); write the file again"
+        ) from None
+
+
+def cards_of(folder: Path) -> list[Path]:
+    """The files of a folder's data set card that name classes."""
+    cards = [folder / name for name in ("README.md", "dataset_infos.json")]
+    return [card for card in cards if card.is_file() and re.search(rb"(?i)class_?label", card.read_bytes())]
+
+
+def card_names(folder: Path) -> ClassNames:
+    """Those in the data set card of a folder, as `datasets` reads it for a hub id. Raises `UsageError`.
+
+    Columns that its configurations name differently are refused: local files do not say which one they are.
+    """
+    if not cards_of(folder):
+        return {}
+    from datasets.info import DatasetInfosDict
+
+    found: dict[str, Sequence[str]] = {}
+    try:
+        infos = DatasetInfosDict.from_directory(str(folder))
+    except Exception as error:  # YAML, JSON or features that cannot be read
+        raise UsageError(
+            f"{folder} has a data set card that cannot be read ({one_line(error)}); fix it"
+        ) from None
+    for info in infos.values():
+        for column, names in class_names(info.features or {}).items():
+            if found.setdefault(column, names) != names:
+                raise UsageError(
+                    f"{folder} has a data set card whose configurations name the classes of {column}"
+                    " differently; keep the one of these files"
+                )
+    return found
+
+
+def named(row: Row, names: ClassNames, of_csv: bool = False) -> Row:
+    """The row with names in place of the numbers of classes; None for what is no class, as -1 is in rows
+    without a label. of_csv: digits are numbers, also where a class is called so.
+    """
+    for column in names.keys() & row.values.keys():
+        classes, value = names[column], row.values[column]
+        if isinstance(value, str) and value.strip().isdecimal() and (of_csv or value not in classes):
+            value = int(value)
+        if isinstance(value, (int, float)):
+            is_class = 0 <= value < len(classes) and value % 1 == 0
+            value = classes[int(value)] if is_class else None
+        row.values[column] = next((one for one in (value, str(value).strip()) if one in classes), None)
+    return row
 
 
 def refuse_twice(where: str, columns: Sequence[str]) -> None:
@@ -298,25 +372,12 @@ def open_hub(dataset: str, config_name: str | None, split: str = "train", revisi
 
 def hub_rows(dataset: str, split: str, part: Any) -> list[Row]:
     """Rows of a split; class ids become names, and images (audio, video) stay encoded."""
-    import datasets
-
     part = part.with_format(None)
     for column, feature in part.features.items():
         if getattr(feature, "decode", False):
             part = part.cast_column(column, replace(feature, decode=False))
-    names = {
-        column: feature.names
-        for column, feature in part.features.items()
-        if isinstance(feature, datasets.ClassLabel)
-    }
-    rows = []
-    for number, values in enumerate(cast("Iterable[dict[str, Any]]", part), 1):
-        for column, classes in names.items():
-            label = values[column]
-            # -1: a row without a label
-            values[column] = None if label is None or not 0 <= label < len(classes) else classes[label]
-        rows.append(Row(values, f"{dataset}[{split}]:{number}"))
-    return rows
+    names, numbered = class_names(part.features), enumerate(cast("Iterable[dict[str, Any]]", part), 1)
+    return [named(Row(values, f"{dataset}[{split}]:{number}"), names) for number, values in numbered]
 
 
 def rows_of(setting: str, examples: Examples, config: Config) -> list[Row]:
@@ -509,6 +570,14 @@ def tabulate(
         note_alike(column, firsts[role], notice)
     if duplicates := len(rows) - len(seen) - wrong:
         notice(f"{duplicates} of {len(rows)} rows repeat another one and are left out")
+    if config.label_names == NAMES and not causal:
+        classes = set(table.target)
+        if nameless := sorted(name for name in classes if not any(map(str.isalpha, name))):
+            notice(
+                f"label_names=names: {len(nameless)} of {counted(len(classes), 'class', 'classes')} of {name}"
+                f" have no word as a name ({', '.join(nameless[:5])}), and it becomes an example; give the"
+                " texts of the classes in a JSON file, or leave --label_names out"
+            )
     if not causal and unique:
         inputs = Counter(zip(table.task, table.input, strict=True))
         if several := sum(count > 1 for count in inputs.values()):
@@ -655,7 +724,8 @@ def cell(row: Row, column: str) -> str:
     """The text of a row in a column. Raises `UsageError`."""
     value = row.values.get(column)
     if not has_text(row, column):
-        raise UsageError(f"{row.origin} has {column}={shortened(value)}, which is no text; fix the row")
+        why = " (missing, null, or the number of no class, such as -1)" if value is None else ""
+        raise UsageError(f"{row.origin} has {column}={shortened(value)}, which is no text{why}; fix the row")
     text = str(value)
     if wrong := broken_text(text):
         raise UsageError(f"{row.origin} has {wrong} in {column}; fix the row")

@@ -42,7 +42,7 @@ from fmmeta.tasks.data.rows import (
 )
 
 # part of every key: raise it when the columns, their meaning or the way texts become tokens change
-FORMAT = 5
+FORMAT = 6
 CHUNK = 8192  # rows of a record batch, and of a call of the tokenizer
 # 64-bit offsets: the texts of a batch may have more than 2 GiB
 TEXT, TOKENS = pa.large_string(), pa.list_(pa.int32())

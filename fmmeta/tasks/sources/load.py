@@ -35,6 +35,7 @@ from fmmeta.tasks.data.rows import (
     Bad,
     Row,
     as_json,
+    cards_of,
     data_files,
     files_of,
     hub_rows,
@@ -484,11 +485,12 @@ def files_reader(
     That function raises `UsageError` for files that no longer have this digest: the rows would be stored
     under it, and later be read for files with the earlier content.
     """
-    content = files_digest(files)
+    cards = [card for folder in dict.fromkeys(file.parent for file in files) for card in cards_of(folder)]
+    content = files_digest([*files, *cards])
 
     def read(bad: Bad) -> list[Row]:
         rows = [row for file in files for row in read_file(file, bad, config.max_file_gib)]
-        if files_digest(files) != content:
+        if files_digest([*files, *cards]) != content:
             raise UsageError(f"{what} changed while it was read; start again once no program writes to it")
         return rows
 
