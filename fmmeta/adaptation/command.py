@@ -100,7 +100,7 @@ def adapt(
         if learner.prompts:
             learner.model.prompt_examples = encoded.examples
         adapted = AdaptedModel(labels, learned.steps, learned.left_out, learner.model)
-        answers = adapted.predict(queries.encodable, settings.max_new_tokens)
+        answers = adapted.loaded.answer(queries.encodable, settings.max_new_tokens)
         adapted.predictions = [
             replace(answer, input=name, truth=truth)
             for answer, name, truth in zip(answers, queries.input, queries.target, strict=True)

@@ -22,7 +22,7 @@ import time
 import unicodedata
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -32,7 +32,7 @@ import numpy as np
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import Bounded, import_function, inside, most_bytes, one_line, too_large
-from fmmeta.common.text import broken_text, counted, shortened, to_json
+from fmmeta.common.text import PromptTemplate, broken_text, counted, shortened, to_json
 from fmmeta.config.json_files import NAMES
 from fmmeta.config.settings import Config, RowConfig
 from fmmeta.tasks.data.images import EncodedImage, encoded_image, image_folder
@@ -452,6 +452,7 @@ def rows_in_memory(data: Any, config: Config) -> list[Row]:
     return rows_of("dataset", rows, config)
 
 
+INSTRUCTION = "instruction"  # is joined with an `input`
 TEXT, LABEL = ("text", "sentence", "utterance"), ("label", "intent", "class")
 USUAL = {  # names that are recognised
     "text_column": TEXT,
@@ -459,7 +460,7 @@ USUAL = {  # names that are recognised
     "label_column": LABEL,
     "stratum_column": ("stratum", "category", "domain"),
     "task_column": ("task",),
-    "input_column": ("input", "prompt", "question", *TEXT),
+    "input_column": ("input", "prompt", "question", INSTRUCTION, *TEXT),
     "output_column": ("output", "answer", "target", *LABEL),
 }
 OPTIONS = "options"  # column of the answers to choose from, for causal_lm
@@ -512,8 +513,11 @@ def tabulate(
         raise UsageError(f"{unread}={value}: the model reads {kind}, not this column; leave it out")
     names = sorted({column for row in rows for column in row.values})
     causal, collated = config.task_type == "causal_lm", config.collate_fn is not None
+    of_input = input_setting(config.task_type, images)
+    placed = template_columns(config) if causal and config.input_column is None else []
+    others = [column for column in names if column not in placed]
     columns = {
-        "input": pick(given, config, names, input_setting(config.task_type, images), required=not collated),
+        "input": pick(given, config, others, of_input, required=not collated),
         "target": pick(given, config, names, "output_column" if causal else "label_column"),
     }
     stratum_of = usual_stratum = None
@@ -524,6 +528,15 @@ def tabulate(
             columns["stratum"] = pick(given, config, names, "stratum_column", required=False)
             if config.stratum_column is None:  # rows without a stratum are in that of `all`
                 usual_stratum = columns.pop("stratum")
+    pair = None
+    if causal and columns["input"]:
+        pair = PairInput.of(config, columns["input"], names, given, config.input_column is None)
+        if columns["target"] in pair.columns:
+            raise UsageError(
+                f"prompt_template={config.prompt_template} names {{{columns['target']}}}, the column of the"
+                " answer; write {output}, after all other names"
+            )
+        del columns["input"]
     table, seen = Table([], [], [], [], []), set[Any]()
     roles = ("task",) if causal else ("task", "target")
     units = {role: column for role, column in columns.items() if column and role in roles}
@@ -534,6 +547,8 @@ def tabulate(
     for number, row in enumerate(rows):
         try:
             values = {role: cell(row, column) for role, column in columns.items() if column}
+            if pair:
+                values["input"] = pair.read(row)
             if usual_stratum and has_text(row, usual_stratum):
                 values["stratum"] = cell(row, usual_stratum)
             if image:
@@ -568,6 +583,25 @@ def tabulate(
             table.values.append(values["values"])
     for role, column in units.items():
         note_alike(column, firsts[role], notice)
+    if not collated:
+        known = {
+            *columns.values(),
+            *(pair.columns if pair else ()),
+            image,
+            usual_stratum,
+            OPTIONS if causal else "",
+        }
+        unread = [column for column in names if column not in known and holds_text(rows, column)]
+        if unread:
+            notice(
+                f"the {'column' if len(unread) == 1 else 'columns'} {', '.join(unread)} of {name}"
+                f" {'holds' if len(unread) == 1 else 'hold'} texts that are not read; "
+                + (
+                    f"--prompt_template 'Q: {{{unread[0]}}} {{input}}\\nA:', say, puts them into the prompt"
+                    if causal
+                    else f"--{of_input} names another one as the input"
+                )
+            )
     if duplicates := len(rows) - len(seen) - wrong:
         notice(f"{duplicates} of {len(rows)} rows repeat another one and are left out")
     if config.label_names == NAMES and not causal:
@@ -583,6 +617,86 @@ def tabulate(
         if several := sum(count > 1 for count in inputs.values()):
             notice(f"{counted(several, 'input')} of {name} in more than one class; correct the labels")
     return table
+
+
+@dataclass(frozen=True)
+class PairInput:
+    """The columns of a pair's input: one, `instruction` and `input`, which a line break joins, or those that
+    --prompt_template names. Of several, some may be empty.
+
+    template: None unless it names other columns than that of {input} (`picked`); then the input of a pair is
+    its whole prompt.
+    """
+
+    columns: tuple[str, ...]
+    template: PromptTemplate | None = None
+    picked: str = ""
+
+    @classmethod
+    def of(
+        cls, config: RowConfig, picked: str, columns: Collection[str], where: str, joins: bool
+    ) -> "PairInput":
+        """picked: the column of {input}. columns: those of the data `where`. joins: whether `instruction` may
+        precede it. Raises `UsageError`.
+        """
+        if named := template_columns(config):
+            if missing := [name for name in named if name not in columns]:
+                raise UsageError(
+                    f"prompt_template={config.prompt_template} names {{{missing[0]}}}, which is no column of"
+                    f" {where}; it has {', '.join(columns)}"
+                )
+            return cls((*named, picked), PromptTemplate.of(config.prompt_template), picked)
+        joined = joins and picked == "input" and INSTRUCTION in columns
+        return cls((INSTRUCTION, picked) if joined else (picked,))
+
+    def read(self, row: Row) -> str:
+        """Raises `UsageError`."""
+        texts = {
+            column: "" if len(self.columns) > 1 and is_missing(row.values.get(column)) else cell(row, column)
+            for column in self.columns
+        }
+        parts = list(filter(None, texts.values()))
+        if not parts:
+            raise UsageError(f"{row.origin} has no text in {', '.join(self.columns)}; fix the row")
+        if self.template is None:
+            return "\n".join(parts)
+        return self.template.fill({**texts, "input": texts[self.picked]})
+
+
+def input_of_pair(config: RowConfig, row: Row, keys: Sequence[str]) -> str:
+    """The input of a row by itself. keys: usual names of the column of {input}, the first of which counts, or
+    the one that was given.
+
+    Raises `UsageError`.
+    """
+    free = [key for key in keys if key in row.values and key not in template_columns(config)]
+    return PairInput.of(config, [*free, *keys][0], row.values, row.origin, len(keys) > 1).read(row)
+
+
+def refuse_text_alone(config: Config, where: str) -> None:
+    """Raise `UsageError` for an input `where` that is one text, if the prompt needs other columns too."""
+    if config.task_type == "causal_lm" and template_columns(config):
+        raise UsageError(
+            f"{where} is one text, and prompt_template={config.prompt_template} names columns; give"
+            " objects with them"
+        )
+
+
+def template_columns(config: RowConfig) -> list[str]:
+    """The columns that --prompt_template names, {input} aside."""
+    return [] if config.prompt_template == "chat" else PromptTemplate.of(config.prompt_template).columns
+
+
+def holds_text(rows: Sequence[Row], column: str) -> bool:
+    """Whether a column has a text that is no number."""
+    values = (row.values.get(column) for row in rows)
+    return any(isinstance(value, str) and any(map(str.isalpha, value)) for value in values)
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a value is null, NaN as in a table, or an empty text or list."""
+    empty = isinstance(value, (str, list, tuple)) and not value
+    return value is None or empty or (isinstance(value, float) and math.isnan(value))
 
 
 def note_alike(column: str, firsts: Mapping[str, Row], notice: Callable[[str], None]) -> None:
@@ -755,7 +869,7 @@ def options_of(row: Row, answer: str) -> list[str]:
     if not answer.strip():
         raise UsageError(f"{row.origin} has the answer {answer!r}, which is empty; fix the row")
     options = row.values.get(OPTIONS)
-    if options is None or (isinstance(options, float) and math.isnan(options)):  # missing in a table
+    if is_missing(options):
         return []
     if isinstance(options, tuple):
         options = list(options)
