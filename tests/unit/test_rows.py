@@ -611,9 +611,11 @@ def test_options_are_read_from_files(tmp_path, ending):
     given = [
         {"input": "q", "output": "yes", "options": ["no", "yes", "no"]},
         {"input": "r", "output": "a", "options": ["a", "b"]},
+        {"input": "s", "output": "free", "options": []},  # as MetaICL writes tasks without options
+        {"input": "t", "output": "free", "options": None},
     ]
     path = write_rows(tmp_path / f"d{ending}", given)
     table = tabulate("d", read_rows(str(path)), CAUSAL, print, one_task=True)
-    assert table.options == [["no", "yes"], ["a", "b"]]
+    assert table.options == [["no", "yes"], ["a", "b"], [], []]
     rows = [Row({"input": "q", "output": "yes"}, "d.jsonl:1")]
     assert tabulate("d", rows, CAUSAL, print, one_task=True).options == [[]]

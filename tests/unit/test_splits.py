@@ -8,10 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fmmeta.common.progress import Warn
 from fmmeta.config.settings import Config
+from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.data.splits import check_splits, own_splits, read_splits
+from fmmeta.tasks.sources.load import load_sources
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
+from tests.support.models import write_classes
 
 FIVE = {
     "01": {"train": ["a"], "valid": ["b"], "test": ["c"]},
@@ -177,3 +181,31 @@ def test_hash_splits_assign_every_member(names, least):
         assert [len(splits[name]) for name in ("train", "valid", "test")] == [trained, validated, tested]
         assert f"{trained} train, {validated} valid, {tested} test" in notices[0]
         assert trained >= tested + validated
+
+
+@pytest.mark.parametrize(
+    ("settings", "splits", "parts"),
+    [
+        ({"n_way": 12}, None, ("20 classes", "n_way=12 to 6 or less", "more classes")),
+        (
+            {"n_way": 2},
+            {"train": [f"c{i}" for i in range(20)], "test": []},
+            ("give more classes", "file of splits"),
+        ),
+        ({"n_way": 12, "test_episodes": 0}, None, ()),
+        ({"n_way": 6}, None, ()),
+    ],
+)
+def test_a_run_that_will_have_no_table_is_warned_before(tmp_path, settings, splits, parts):
+    data = write_classes(tmp_path / "rows.jsonl", classes=20)
+    if splits:
+        (tmp_path / "splits.json").write_text(json.dumps(splits))
+        settings = {**settings, "class_splits": str(tmp_path / "splits.json")}
+    said: list[str] = []
+    load_sources(
+        Config(dataset=[str(data)], k_shot=1, num_query=1, **settings), byte_tokenizer(), said.append
+    )
+    found = [line for line in said if isinstance(line, Warn) and "without a table" in line]
+    assert len(found) == bool(parts)
+    for line in found:
+        check_message(line, f"dataset={data}", *parts)

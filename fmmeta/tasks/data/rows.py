@@ -21,7 +21,7 @@ import sys
 import time
 import unicodedata
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -35,7 +35,7 @@ from fmmeta.common.security import Bounded, import_function, inside, most_bytes,
 from fmmeta.common.text import PromptTemplate, broken_text, counted, shortened, to_json
 from fmmeta.config.json_files import NAMES
 from fmmeta.config.settings import Config, RowConfig
-from fmmeta.tasks.data.images import EncodedImage, encoded_image, image_folder
+from fmmeta.tasks.data.images import EncodedImage, encoded_image, image_folder, pixels_digest
 
 ENDINGS = (".jsonl", ".csv", ".parquet")
 PARQUET_ROWS = 1024  # that are in memory as columns at a time
@@ -478,11 +478,37 @@ class Table:
     options: list[list[str]] = field(default_factory=list)  # causal_lm: answers to choose from; [] without
     image: list[EncodedImage] = field(default_factory=list)  # of image models; `input` has their names
     values: list[str] = field(default_factory=list)  # with --collate_fn: all columns of a row, as JSON
+    content: list[int] = field(default_factory=list)  # what identifies a row in any data: `content_key`
+
+    @property
+    def contents(self) -> dict[str, np.ndarray]:
+        """The content of the rows of each unit, uint64."""
+        found = defaultdict[str, list[int]](list)
+        for unit, key in zip(self.unit, self.content, strict=True):
+            found[unit].append(key)
+        return {unit: np.array(keys, np.uint64) for unit, keys in found.items()}
 
     @property
     def encodable(self) -> Sequence[Any]:
         """What a model reads: texts, or images."""
         return self.image or self.input
+
+
+MOST_IMAGES = 5000  # of a data set that are decoded to compare them
+
+
+def content_key(*parts: str | EncodedImage) -> int:
+    """64 bits that identify a text, a pair or an image in all data sets, whatever the form and the names.
+
+    Texts are equal apart from white space and Unicode form (NFKC), images if their pixels are. Other near
+    duplicates, such as another case, wording or size, are other rows.
+    """
+    seen = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        is_text = isinstance(part, str)
+        text = " ".join(unicodedata.normalize("NFKC", part).split()) if is_text else pixels_digest(part)
+        seen.update(text.encode() + b"\0")
+    return int.from_bytes(seen.digest(), "little")
 
 
 def tabulate(
@@ -542,13 +568,16 @@ def tabulate(
     units = {role: column for role, column in columns.items() if column and role in roles}
     firsts: dict[str, dict[str, Row]] = {role: {} for role in units}  # of each name, its first row
     wrong, image = 0, columns["input"] if images else None
+    decoded, of_content = len(rows) <= MOST_IMAGES, ""
     if images:
         del columns["input"]
+    if image and not decoded:
+        notice(f"{len(rows)} images of {name} are compared with others by their names: above {MOST_IMAGES}")
     for number, row in enumerate(rows):
         try:
             values = {role: cell(row, column) for role, column in columns.items() if column}
             if pair:
-                values["input"] = pair.read(row)
+                values["input"], of_content = pair.read(row)
             if usual_stratum and has_text(row, usual_stratum):
                 values["stratum"] = cell(row, usual_stratum)
             if image:
@@ -556,7 +585,9 @@ def tabulate(
             if collated:
                 shown = {key: one for key, one in row.values.items() if key != image}
                 values["values"] = as_json(row.origin, shown, default=as_plain)
-                values.setdefault("input", hashlib.sha256(values["values"].encode()).hexdigest()[:32])
+                inputs = {key: one for key, one in shown.items() if key not in columns.values()}
+                inputs = as_json(row.origin, inputs, default=as_plain, sort_keys=True)
+                values.setdefault("input", hashlib.sha256(inputs.encode()).hexdigest()[:32])
             choices = options_of(row, values["target"]) if causal else []
         except UsageError as error:
             bad(error)
@@ -566,7 +597,10 @@ def tabulate(
             values["stratum"] = stratum_of(row)
         for role, rows_of_names in firsts.items():
             rows_of_names.setdefault(values[role], row)
-        key: Any = (*(values.get(role) for role in ("task", "input", "target", "values")),)
+        parts = (data if image and decoded else values["input"],)
+        content = content_key(*((of_content, values["target"]) if pair else parts))
+        input_ = content if image else values["input"]
+        key: Any = (input_, *(values.get(role) for role in ("task", "target", "values")))
         key = key if unique else number
         if key in seen:
             continue
@@ -577,6 +611,7 @@ def tabulate(
         table.input.append(values["input"])
         table.target.append(values["target"])
         table.options.append(choices)
+        table.content.append(content)
         if image:
             table.image.append(data)
         if collated:
@@ -613,7 +648,7 @@ def tabulate(
                 " texts of the classes in a JSON file, or leave --label_names out"
             )
     if not causal and unique:
-        inputs = Counter(zip(table.task, table.input, strict=True))
+        inputs = Counter(zip(table.task, table.content, strict=True))
         if several := sum(count > 1 for count in inputs.values()):
             notice(f"{counted(several, 'input')} of {name} in more than one class; correct the labels")
     return table
@@ -649,8 +684,8 @@ class PairInput:
         joined = joins and picked == "input" and INSTRUCTION in columns
         return cls((INSTRUCTION, picked) if joined else (picked,))
 
-    def read(self, row: Row) -> str:
-        """Raises `UsageError`."""
+    def read(self, row: Row) -> tuple[str, str]:
+        """The input, and the texts of its columns alone. Raises `UsageError`."""
         texts = {
             column: "" if len(self.columns) > 1 and is_missing(row.values.get(column)) else cell(row, column)
             for column in self.columns
@@ -658,9 +693,10 @@ class PairInput:
         parts = list(filter(None, texts.values()))
         if not parts:
             raise UsageError(f"{row.origin} has no text in {', '.join(self.columns)}; fix the row")
+        joined = "\n".join(parts)
         if self.template is None:
-            return "\n".join(parts)
-        return self.template.fill({**texts, "input": texts[self.picked]})
+            return joined, joined
+        return self.template.fill({**texts, "input": texts[self.picked]}), joined
 
 
 def input_of_pair(config: RowConfig, row: Row, keys: Sequence[str]) -> str:
@@ -670,7 +706,7 @@ def input_of_pair(config: RowConfig, row: Row, keys: Sequence[str]) -> str:
     Raises `UsageError`.
     """
     free = [key for key in keys if key in row.values and key not in template_columns(config)]
-    return PairInput.of(config, [*free, *keys][0], row.values, row.origin, len(keys) > 1).read(row)
+    return PairInput.of(config, [*free, *keys][0], row.values, row.origin, len(keys) > 1).read(row)[0]
 
 
 def refuse_text_alone(config: Config, where: str) -> None:
@@ -746,6 +782,7 @@ def with_label_rows(table: Table, labels: Mapping[str, str]) -> Table:
         input=[*table.input, *labels.values()],
         target=[*table.target, *labels],
         options=table.options + [[] for _ in labels],
+        content=table.content + [0] * len(labels),
     )
 
 
