@@ -261,7 +261,7 @@ def test_a_template_is_filled_from_columns_which_may_be_empty(tmp_path):
     assert shown[1][0] == "<bos>ADD 5; {}\nADD 5 ="
     (unread,) = [note for note in notes if "not read" in note]
     check_message(
-        unread, "the column instruction of", "rows.jsonl holds texts that are not read", "--prompt_template"
+        unread, "texts in instruction of", "rows.jsonl are not read", "--prompt_template 'Q: {instruction}"
     )
 
 

@@ -362,9 +362,9 @@ def test_trained_rows_are_found_by_their_contents_in_every_form(tmp_path, monkey
     else:
         write_rows(dataset[0], rows)
     sources, said = loaded(dataset, trained, given)
-    before = {row["text"] for row in ROWS if row["label"] in trained[0].splits["train"]}
+    before = {row["text"] for row in ROWS if row["label"] in trained[0].trained_names("class")}
     for split, line in zip(("valid", "test"), said, strict=True):
-        names = sources.used[0].splits[split]
+        names = (sources.used[0].splits or {})[split]
         here = [row for row in RENAMED if row["label"] in names]
         known = sum(row["text"] in before for row in here)
         assert f"{split} split: {known} of {len(here)} rows" in line
@@ -429,10 +429,11 @@ def bmp(pixels) -> bytes:
 def test_a_sample_of_very_many_trained_rows_is_stored(tmp_path, monkeypatch):
     monkeypatch.setattr(splits, "MOST_ROWS", 8)
     trained = loaded([write_rows(tmp_path / "first.jsonl", ROWS)])[0].used
-    assert len(trained[0].rows) == 88  # base64 of 64 bytes
-    found = [re.search(r"(\d+) of (\d+) rows?", line) for line in loaded(["in-memory"], trained, RENAMED)[1]]
+    assert len(str(trained[0].rows)) == 88  # base64 of 64 bytes
+    said = " ".join(loaded([IN_MEMORY], trained, RENAMED)[1])
+    found = [(int(known), int(count)) for known, count in re.findall(r"(\d+) of (\d+) rows?", said)]
     assert found
-    assert all(1 <= int(one[1]) <= int(one[2]) <= 8 for one in found)
+    assert all(1 <= known <= count < 8 for known, count in found)
 
 
 def test_adapt_names_rows_that_it_was_trained_on_or_that_it_is_asked_again(

@@ -265,7 +265,8 @@ def schema_names(path: Path, schema: Any) -> ClassNames:
 def cards_of(folder: Path) -> list[Path]:
     """The files of a folder's data set card that name classes."""
     cards = [folder / name for name in ("README.md", "dataset_infos.json")]
-    return [card for card in cards if card.is_file() and re.search(rb"(?i)class_?label", card.read_bytes())]
+    naming = re.compile(rb'(?s)dataset_info:.*class_label:|"ClassLabel"')
+    return [card for card in cards if card.is_file() and naming.search(card.read_bytes())]
 
 
 def card_names(folder: Path) -> ClassNames:
@@ -597,8 +598,8 @@ def tabulate(
             values["stratum"] = stratum_of(row)
         for role, rows_of_names in firsts.items():
             rows_of_names.setdefault(values[role], row)
-        parts = (data if image and decoded else values["input"],)
-        content = content_key(*((of_content, values["target"]) if pair else parts))
+        alone = data if image and decoded else values["input"]
+        content = content_key(*((of_content, values["target"]) if pair else (alone,)))
         input_ = content if image else values["input"]
         key: Any = (input_, *(values.get(role) for role in ("task", "target", "values")))
         key = key if unique else number
@@ -628,15 +629,14 @@ def tabulate(
         }
         unread = [column for column in names if column not in known and holds_text(rows, column)]
         if unread:
-            notice(
-                f"the {'column' if len(unread) == 1 else 'columns'} {', '.join(unread)} of {name}"
-                f" {'holds' if len(unread) == 1 else 'hold'} texts that are not read; "
-                + (
+            advice = f"--{of_input} names another input"
+            if "input" in unread and causal:
+                advice = "leave --input_column out to read it"
+            elif causal:
+                advice = (
                     f"--prompt_template 'Q: {{{unread[0]}}} {{input}}\\nA:', say, puts them into the prompt"
-                    if causal
-                    else f"--{of_input} names another one as the input"
                 )
-            )
+            notice(f"texts in {', '.join(unread)} of {name} are not read; {advice}")
     if duplicates := len(rows) - len(seen) - wrong:
         notice(f"{duplicates} of {len(rows)} rows repeat another one and are left out")
     if config.label_names == NAMES and not causal:

@@ -34,6 +34,7 @@ from fmmeta.config.settings import Config
 from fmmeta.tasks.data.images import ImageReader, content_of
 from fmmeta.tasks.data.rows import (
     IN_MEMORY,
+    MOST_IMAGES,
     Bad,
     Row,
     as_json,
@@ -208,11 +209,13 @@ MOST_BYTES = 2**25  # of task files whose rows are compared at the start
 
 
 def contents_of(files: Sequence[TaskFile], config: Config, images: bool) -> Contents:
-    """Of task files; empty for more than MOST_BYTES. Files that cannot be read are left out."""
+    """Of task files that can be read; empty for more than MOST_BYTES or MOST_IMAGES."""
     found: dict[str, np.ndarray] = {}
     for file in files if sum(file.size for file in files) <= MOST_BYTES else []:
         with suppress(UsageError, OSError):
             rows = read_file(file.path, lambda error: None, config.max_file_gib)
+            if images and len(rows) + sum(map(len, found.values())) > MOST_IMAGES:
+                return {}
             table = tabulate(
                 str(file.path), rows, config, lambda text: None, lambda error: None, True, images=images
             )
