@@ -13,9 +13,8 @@ from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.data.splits import check_splits, own_splits, read_splits
 from fmmeta.tasks.sources.load import load_sources
-from tests.support.helpers import refusal
+from tests.support.helpers import refusal, write_rows
 from tests.support.messages import check_message
-from tests.support.models import write_classes
 
 FIVE = {
     "01": {"train": ["a"], "valid": ["b"], "test": ["c"]},
@@ -197,7 +196,8 @@ def test_hash_splits_assign_every_member(names, least):
     ],
 )
 def test_a_run_that_will_have_no_table_is_warned_before(tmp_path, settings, splits, parts):
-    data = write_classes(tmp_path / "rows.jsonl", classes=20)
+    rows = [{"text": f"text {i}", "label": f"c{i % 20}"} for i in range(60)]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
     if splits:
         (tmp_path / "splits.json").write_text(json.dumps(splits))
         settings = {**settings, "class_splits": str(tmp_path / "splits.json")}
