@@ -485,6 +485,13 @@ def test_numbers_as_names_of_classes_do_not_become_examples_in_silence():
     check_message(line, "label_names=names", "2 of 2 classes of d have no word as a name (0, 1)", "JSON file")
 
 
+def test_rows_that_differ_in_spaces_alone_are_noted():
+    rows = [Row({"text": text, "label": "a"}, "d:1") for text in ("caf\u00e9 x", "cafe\u0301  x\r\n", "b")]
+    assert notices(rows, Config()) == [
+        "1 of 3 rows equal another one but for spaces or Unicode form; remove them"
+    ]
+
+
 def notices(rows, config) -> list[str]:
     found: list[str] = []
     rows_module.tabulate("d", rows, config, found.append)

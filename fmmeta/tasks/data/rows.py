@@ -639,6 +639,9 @@ def tabulate(
             notice(f"texts in {', '.join(unread)} of {name} are not read; {advice}")
     if duplicates := len(rows) - len(seen) - wrong:
         notice(f"{duplicates} of {len(rows)} rows repeat another one and are left out")
+    alike = len(table.unit) - len({*zip(table.unit, table.target, table.content, strict=True)})
+    if unique and alike and not collated:
+        notice(f"{alike} of {len(rows)} rows equal another one but for spaces or Unicode form; remove them")
     if config.label_names == NAMES and not causal:
         classes = set(table.target)
         if nameless := sorted(name for name in classes if not any(map(str.isalpha, name))):
