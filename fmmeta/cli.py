@@ -52,7 +52,7 @@ COMMANDS = {
         "tasks, classes, lengths, rows and one episode of data sets, and what training would refuse",
         "fmmeta.inspection:InspectConfig",
         "fmmeta.inspection:run",
-        "DATA... [--flags of the data and the model]",
+        "[RECIPE or FILE.yaml] DATA... [--flags of the data and the model]",
         "dataset",
     ),
     "evaluate": Command(
@@ -259,8 +259,10 @@ def parse(argv: list[str], command: str = "train") -> Any:
     print_help(argv, command, settings)
     from transformers import HfArgumentParser
 
-    if len(words) == 1 and argv and not argv[0].startswith("-"):
-        argv = [f"--{words[0]}", *argv]
+    if len(words) == 1:
+        at = int(bool(argv) and recipes.is_recipe(argv[0]))
+        if argv[at:] and not argv[at].startswith("-"):
+            argv = [*argv[:at], f"--{words[0]}", *argv[at:]]
     elif words:
         given = list(takewhile(lambda word: not word.startswith("-"), argv[: len(words)]))
         named = [word for pair in zip(words, given, strict=False) for word in (f"--{pair[0]}", pair[1])]
@@ -274,9 +276,10 @@ def parse(argv: list[str], command: str = "train") -> Any:
         action.choices = None  # the settings check them, with a suggestion
     parser.add_argument("--config", help="A recipe, by its name or its YAML or JSON file; flags win")
     values, unknown = parser.parse_known_args(argv)
-    accepts = issubclass(settings, Config)
-    if recipe := recipes.choose(values.config, unknown if accepts else []):
-        parser.set_defaults(**recipes.read(*recipe, settings))
+    of_run = command in ("train", "inspect")
+    if recipe := recipes.choose(values.config, unknown if of_run else []):
+        found = recipes.read(*recipe, Config if of_run else settings)  # inspect has some of these
+        parser.set_defaults(**{name: one for name, one in found.items() if name in vars(values)})
         cast(Any, parser).recipe = f"{'='.join(recipe)} sets "
         values = parser.parse_known_args(argv)[0]
     for flag in unknown:

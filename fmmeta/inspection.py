@@ -52,8 +52,9 @@ def run(settings: InspectConfig) -> None:
     show_notes([sources.summary, *notes])
     tasks = dict[str, list[OpenedTask]]()
     for split in SPLITS:
-        tasks[split], problems = opened(getattr(sources, split))
-        show_notes(problems)
+        of_files = dict[str, None]()
+        tasks[split], problems = opened(getattr(sources, split), of_files)
+        show_notes([*problems, *of_files])
         refused = refused or next((UsageError(text) for text in problems), None)
     if refused and not tasks["train"]:
         raise refused
@@ -115,17 +116,20 @@ class OpenedTask:
     rows: RowsByClass
 
 
-def opened(source: TaskSource | None) -> tuple[list[OpenedTask], list[str]]:
-    """The tasks of a split, of a folder of task files `DRAWN` of them, and the errors of these files."""
+def opened(source: TaskSource | None, notes: dict[str, None]) -> tuple[list[OpenedTask], list[str]]:
+    """The tasks of a split, of a folder of task files `DRAWN` of them, and the errors of these files.
+
+    notes: gets what the loader says about these files.
+    """
     tasks, problems = list[OpenedTask](), list[str]()
     if isinstance(source, Mixture):
         for one in source.sources:
-            found, errors = opened(one)
+            found, errors = opened(one, notes)
             tasks, problems = tasks + found, problems + errors
     elif isinstance(source, FolderSource):
         for file in source.files[:DRAWN]:
             try:
-                found, _ = opened(source.open_task(file, problems.append))
+                found, _ = opened(source.open_task(file, lambda text: notes.update({text: None})), notes)
                 tasks += found
             except (UsageError, OSError) as error:
                 problems.append(str(error))

@@ -17,14 +17,16 @@ from fmmeta.adaptation.folder import new_folder, write_folder
 from fmmeta.adaptation.model import AdaptedModel
 from fmmeta.adaptation.task_learner import TaskLearner, read_task, support_set
 from fmmeta.common.errors import UsageError
-from fmmeta.common.progress import Progress
+from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.text import counted
 from fmmeta.config.fields import refuse_first
 from fmmeta.evaluation.settings import AdaptConfig
+from fmmeta.models.files import trained_with
 from fmmeta.models.from_gguf import as_folder
 from fmmeta.models.load import describe
 from fmmeta.parallel.layout import Launch
 from fmmeta.tasks.data.rows import Examples
+from fmmeta.tasks.data.splits import known_rows
 
 
 def run(settings: AdaptConfig) -> None:
@@ -84,6 +86,16 @@ def adapt(
     if unknown := sorted(set(queries.target) - set(labels)) if labels else []:
         name = "query" if query else f"query={settings.query}"
         raise UsageError(f"{name} has the class {unknown[0]!r}, of which the support set has none; add some")
+    name, trained = settings.query or "query", trained_with([settings.model_source])
+    for text in known_rows(trained, name, "class", queries.contents):
+        progress.notice(Warn(text))
+    if shared := len(set(queries.content) & set(table.content)):
+        progress.notice(
+            Warn(
+                f"{name}: {counted(shared, 'row')} of {len(set(queries.content))} are in the support set too,"
+                " by their contents; the accuracy on them is not that on new rows: leave them out"
+            )
+        )
     with new_folder(settings.output_dir) as folder:
         learner = TaskLearner(settings, len(labels), progress, labels)
         encoded = learner.encode(task)
@@ -100,7 +112,7 @@ def adapt(
         if learner.prompts:
             learner.model.prompt_examples = encoded.examples
         adapted = AdaptedModel(labels, learned.steps, learned.left_out, learner.model)
-        answers = adapted.predict(queries.encodable, settings.max_new_tokens)
+        answers = adapted.loaded.answer(queries.encodable, settings.max_new_tokens)
         adapted.predictions = [
             replace(answer, input=name, truth=truth)
             for answer, name, truth in zip(answers, queries.input, queries.target, strict=True)

@@ -22,6 +22,7 @@ from fmmeta.config.fields import default_of
 from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.meta.algorithms.baselines import leading_bos
 from fmmeta.models.files import BASE_FOLDER, SETTINGS_FILE, remembered, trained_with, weights_state
+from fmmeta.tasks.data.encode import example_input
 from fmmeta.tasks.data.images import content_digest
 from fmmeta.tasks.data.rows import Table
 from fmmeta.tasks.data.splits import few
@@ -225,7 +226,7 @@ def write_card(
 
 def prompt_text(model: LoadedModel, pairs: Sequence[tuple[str, str]]) -> str:
     """The text of an input with pairs before it, as far as there are positions, without a leading `bos`."""
-    _, examples, _ = model.encode_inputs([INPUT])
+    _, examples, _ = model.encode_inputs([example_input(model.config.prompt_template, INPUT)])
     (ids,) = model.prompts_of(model.encode_pairs(pairs), examples, 1)
     begin = leading_bos(ids, model.tokenizer.bos_token_id)
     return model.tokenizer.decode(ids[begin:], clean_up_tokenization_spaces=False)

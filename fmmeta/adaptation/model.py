@@ -31,6 +31,7 @@ from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import Batcher, Example
 from fmmeta.tasks.data.encode import AnswerReader, answer_reader, encode
 from fmmeta.tasks.data.images import encoded_image
+from fmmeta.tasks.data.rows import USUAL, Row, input_of_pair, refuse_text_alone
 
 PASSES = 16  # forward passes whose rows are encoded together, and sorted by length
 
@@ -259,7 +260,8 @@ class AdaptedModel:
     ) -> list[Answer]:
         """Answer new inputs.
 
-        texts: non-empty strings, or, for a model of images, paths, encoded bytes, arrays uint8 [H, W, 3] or
+        texts: non-empty strings; for a language model also rows as dictionaries, which a prompt_template with
+        names of columns needs; for a model of images, paths, encoded bytes, arrays uint8 [H, W, 3] or
         images of Pillow; max_new_tokens: longest answer of a language model. equal_classes: every class has
         equally many of the inputs. Returns an `Answer` for each, in their order: `output` is a class with its
         probability as `score`, or a generated text. Raises `UsageError` for an input that is not a text, and
@@ -280,8 +282,13 @@ class AdaptedModel:
         images = self.loaded.description.images
         if images and isinstance(texts, np.ndarray) and (texts.ndim < 3 or texts.shape[2:] in ((1,), (3,))):
             raise UsageError(f"texts of the shape {list(texts.shape)} are one image; give a list of images")
-        texts = list(texts)
+        texts, config = list(texts), self.loaded.config
         for index, text in enumerate([] if images else texts):
+            if config.task_type == "causal_lm" and isinstance(text, Mapping):
+                row = Row(dict(text), f"texts[{index}]")
+                texts[index] = text = input_of_pair(config, row, USUAL["input_column"])
+            else:
+                refuse_text_alone(config, f"texts[{index}]")
             if not isinstance(text, str):
                 raise UsageError(f"texts[{index}]={shortened(text)} is no text; give strings")
             if not text:

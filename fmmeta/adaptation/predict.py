@@ -49,7 +49,17 @@ from fmmeta.models.load import describe, fitted
 from fmmeta.models.task_axis import StoredAdapter, adapters_of_rows
 from fmmeta.tasks.batching import Example, collate
 from fmmeta.tasks.data.images import EncodedImage, encoded_image
-from fmmeta.tasks.data.rows import USUAL, Row, ending, input_setting, is_text, stream_file, unpacked
+from fmmeta.tasks.data.rows import (
+    USUAL,
+    Row,
+    ending,
+    input_of_pair,
+    input_setting,
+    is_text,
+    refuse_text_alone,
+    stream_file,
+    unpacked,
+)
 from fmmeta.tasks.data.splits import few
 from fmmeta.tasks.data.token_store import files_digest
 
@@ -85,7 +95,7 @@ def run(settings: PredictConfig) -> None:
         answer_by_adapters(settings)
         return
     model = load(settings).loaded
-    inputs = inputs_of(settings, keys_of(settings, model), model.description.images)
+    inputs = inputs_of(settings, model)
     with open_output(settings.output, create_folder=True) as file:
         for batch in [list(inputs)] if settings.equal_classes else batches(inputs, settings):
             contents = [one.content for one in batch]
@@ -106,9 +116,8 @@ def batches(inputs: Iterator[Input], settings: PredictConfig) -> Iterator[list[I
 def answer_by_adapters(settings: PredictConfig) -> None:
     """Answer rows that name the folders of their adapters. Raises `UsageError` at the end if some cannot."""
     adapters, total, unanswered, unusable = AdapterDirectory(settings), 0, 0, set[str]()
-    keys, images = keys_of(settings, adapters.model), adapters.model.description.images
     with open_output(settings.output, create_folder=True) as file:
-        for batch in batches(inputs_of(settings, keys, images), settings):
+        for batch in batches(inputs_of(settings, adapters.model), settings):
             for one, answer in zip(batch, adapters.answer(batch), strict=True):
                 total += 1
                 if isinstance(answer, str):
@@ -343,29 +352,27 @@ def keys_of(settings: PredictConfig, model: LoadedModel) -> Sequence[str]:
     return USUAL[input_setting(model.config.task_type, model.description.images)]
 
 
-def inputs_of(settings: PredictConfig, keys: Sequence[str], images: bool = False) -> Iterator[Input]:
+def inputs_of(settings: PredictConfig, model: LoadedModel) -> Iterator[Input]:
     """The inputs of `--input`: rows of a file that `adapt` reads, lines of any other and of standard input.
 
-    keys: see `keys_of`. images: whether the model reads images. Raises `UsageError`.
+    Raises `UsageError`.
     """
     path = Path(settings.input)
     if settings.input == "-":
-        yield from read_inputs(sys.stdin, settings, keys, images)
+        yield from read_inputs(sys.stdin, settings, model)
     elif ending(path):
         for row in stream_file(path):
-            yield input_in(row, settings, keys, images)
+            yield input_in(row, settings, model)
     else:
         try:
             binary = unpacked(path) if path.suffix == ".gz" else path.open("rb")
         except OSError as error:
             raise UsageError(f"input={path} cannot be opened: {error.strerror}; give another file") from None
         with io.TextIOWrapper(binary, encoding="utf-8") as file:
-            yield from read_inputs(file, settings, keys, images)
+            yield from read_inputs(file, settings, model)
 
 
-def read_inputs(
-    lines: Iterable[str], settings: PredictConfig, keys: Sequence[str], images: bool
-) -> Iterator[Input]:
+def read_inputs(lines: Iterable[str], settings: PredictConfig, model: LoadedModel) -> Iterator[Input]:
     """The inputs of plain lines, or of JSON objects. Raises `UsageError` naming the line."""
     number = 0
     try:
@@ -377,7 +384,7 @@ def read_inputs(
                     values = json.loads(text)
                 except (ValueError, RecursionError) as error:
                     raise UsageError(f"{origin} is no JSON object ({error}); fix it") from None
-                yield input_in(Row(values, origin), settings, keys, images)
+                yield input_in(Row(values, origin), settings, model)
             elif wrong := broken_text(text):
                 raise UsageError(f"{origin} has {wrong}; fix it")
             elif text.strip() and settings.adapters:
@@ -385,6 +392,7 @@ def read_inputs(
                     f"{origin} names no adapter; write JSON objects with {settings.adapter_column} and a text"
                 )
             elif text.strip():
+                refuse_text_alone(model.config, origin)
                 yield Input(text)
     except UnicodeDecodeError as error:
         name = "input" if settings.input == "-" else f"input={settings.input}"
@@ -397,14 +405,16 @@ def read_inputs(
         ) from None
 
 
-def input_in(row: Row, settings: PredictConfig, keys: Sequence[str], images: bool) -> Input:
+def input_in(row: Row, settings: PredictConfig, model: LoadedModel) -> Input:
     """The text or image of a row, and its adapter if the settings have a directory of them.
 
     Relative paths of images begin at the folder of the row's file. Raises `UsageError`.
     """
-    values, origin = row.values, row.origin
+    values, origin, keys, images = row.values, row.origin, keys_of(settings, model), model.description.images
     key = next((key for key in keys if key in values), keys[0])
     value = values.get(key)
+    if model.config.task_type == "causal_lm" and key in values:
+        value = input_of_pair(model.config, row, keys)
     if isinstance(value, dict) and value.get("bytes") is None and "path" in value:
         value = value["path"]  # as `datasets` stores an image that is a file
     text, image = str(value), None

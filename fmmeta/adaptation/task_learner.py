@@ -39,7 +39,7 @@ from fmmeta.reliability.checks import rising_loss
 from fmmeta.tasks.batching import Episode, Example, MicroBatch, batches_of_step
 from fmmeta.tasks.data.encode import answer_without_room, encode, full_rows
 from fmmeta.tasks.data.rows import Examples, Table, label_texts, read_file, rows_of, tabulate
-from fmmeta.tasks.data.splits import few
+from fmmeta.tasks.data.splits import few, known_rows
 
 FOLDS = 2  # at most; each costs an inner loop
 MEMORY = 0.5  # share of the free memory that the adapters of a pass may take
@@ -100,7 +100,10 @@ def support_set(
     if len(labels) == 1:
         given = f"support={source}" if source else "support"
         raise UsageError(f"{given} has one class only, {labels[0]!r}; give examples of two or more")
-    for one in trained_with([settings.model_source]):
+    trained = trained_with([settings.model_source])
+    for text in known_rows(trained, source or "support", "class", table.contents):
+        notice(Warn(text))
+    for one in trained:
         if shared := sorted(one.trained_names("class") & set(labels)):
             notice(
                 Warn(

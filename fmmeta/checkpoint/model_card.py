@@ -24,7 +24,7 @@ from fmmeta.common.security import printable
 from fmmeta.common.text import render
 from fmmeta.config.settings import Config
 from fmmeta.models.files import BUILTIN, UNREADABLE, base_model_name, cached_file, is_path, split_source
-from fmmeta.tasks.data.encode import make_prompt
+from fmmeta.tasks.data.encode import example_input, make_prompt
 
 FILE = "README.md"
 INPUT = "5 + 1"  # of a language model, in the examples of a card
@@ -199,7 +199,7 @@ def prompt_of(template: str) -> str:
     """An input in the prompt of `--prompt_template`, as Python code."""
     prompt: Any = [{"role": "user", "content": INPUT}]
     if template != "chat":
-        prompt = make_prompt(template, None).before(INPUT)
+        prompt = make_prompt(template, None).before(example_input(template, INPUT))
     return python_text(prompt)
 
 

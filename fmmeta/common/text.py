@@ -5,8 +5,10 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 BRIEF = reprlib.Repr()
@@ -101,6 +103,56 @@ def render(template: Path, **values: Any) -> str:
         .get_template(template.name)
         .render(values)
     )
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """`--prompt_template`: texts, each followed by a field of the prompt (`fields`), the `end` of the prompt,
+    spaces (`lead`), the answer, and the text `after` it.
+    """
+
+    texts: tuple[str, ...]
+    fields: tuple[str, ...]
+    end: str
+    lead: str
+    after: str
+
+    @classmethod
+    def of(cls, template: str) -> "PromptTemplate":
+        """Parse a format string: names in braces, `{{` and `}}` for braces, `\\n` and `\\t` for escapes.
+
+        Raises `ValueError` for more than a name in braces, and unless {input} is before an only {output}.
+
+        >>> PromptTemplate.of("{{Q}} {question} {input}").fill({"question": "is it?", "input": "A"})
+        '{Q} is it? A'
+        """
+        template = "Input: {input}\nOutput: {output}" if template == "plain" else template
+        texts, fields = [""], list[str]()
+        for text, name, spec, how in Formatter().parse(template.replace("\\n", "\n").replace("\\t", "\t")):
+            texts[-1] += text
+            if name is not None:
+                if spec or how or not name:
+                    raise ValueError(f"{{{name}}} is more than a name")
+                fields.append(name)
+                texts.append("")
+        if "output" not in fields:
+            fields.append("output")
+            texts = [*texts[:-1], texts[-1] if texts[-1][-1:].isspace() else f"{texts[-1]} ", ""]
+        *others, last, after = texts
+        if "input" not in fields or fields.index("output") != len(others):
+            raise ValueError("{input} is not before an only {output}")
+        end = last.rstrip(" ")
+        return cls(tuple(others), tuple(fields[:-1]), end, last[len(end) :], after)
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that it names, {input} aside."""
+        return [name for name in dict.fromkeys(self.fields) if name != "input"]
+
+    def fill(self, values: Mapping[str, str]) -> str:
+        """The prompt. values: of each field."""
+        filled = (text + values[name] for text, name in zip(self.texts, self.fields, strict=True))
+        return "".join(filled) + self.end
 
 
 def broken_text(text: str) -> str | None:

@@ -7,10 +7,12 @@ nor other processes; `settings.py` calls it and raises. Conflicts of one algorit
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from fmmeta.common.text import PromptTemplate
 from fmmeta.config.algorithms import (
     INNER_OPTIMIZERS,
     OUTER_OPTIMIZERS,
@@ -155,8 +157,6 @@ def is_file_name(name: str) -> bool:
 def of_data(c: Any) -> Conflicts:
     names, weights = shown(c.dataset), c.mix_weights
     fits = len(weights) == len(c.dataset) and all(0 < weight < math.inf for weight in weights)
-    before, output, after = c.prompt_template.partition("{output}")
-    is_format = "{input}" in before and not (output and ("{input}" in after or "{output}" in after))
     return [
         (not c.dataset, "dataset= names no data set; name each once"),
         (len(set(c.dataset)) < len(c.dataset), f"dataset={names} names a data set twice; name each once"),
@@ -217,11 +217,18 @@ def of_data(c: Any) -> Conflicts:
             for name in ("n_way", "k_shot")
         ),
         (
-            c.prompt_template not in ("plain", "chat") and not is_format,
+            c.prompt_template != "chat" and not is_prompt(c.prompt_template),
             f"prompt_template={c.prompt_template} is neither plain nor chat, and no format string with"
-            " {input} before an only {output}; write one such as 'Q: {input}\\nA: {output}'",
+            " {input} before an only {output}, the last name; write one such as"
+            " 'Q: {input}\\nA: {output}', names of other columns in single braces, and {{ and }} for braces",
         ),
     ]
+
+
+def is_prompt(template: str) -> bool:
+    with suppress(ValueError):
+        return bool(PromptTemplate.of(template))
+    return False
 
 
 def of_parallelism(c: Any) -> Conflicts:

@@ -69,6 +69,11 @@ def choose(config: str | None, words: list[str]) -> tuple[str, str] | None:
     return given[0] if given else None
 
 
+def is_recipe(word: str) -> bool:
+    """Whether a word before names of data is a recipe: a packaged one, or a YAML file."""
+    return word in names() or Path(word).suffix in (".yaml", ".yml")
+
+
 def find(what: str, name: str) -> Path:
     """The file of a recipe; a packaged name comes before a file of that name. Raises `UsageError`."""
     packaged, path = names(), Path(name)

@@ -160,7 +160,8 @@ class RowConfig:
     )
     input_column: str | None = setting(
         None,
-        "causal_lm: column of the input (default: input, prompt or question)",
+        "causal_lm: column of the input (default: instruction and input, a line break between them, or one of"
+        " input, prompt, question and instruction)",
         keyed=True,
         task_type=CAUSAL_LM,
         common=True,
@@ -175,7 +176,7 @@ class RowConfig:
     prompt_template: str = setting(
         "plain",
         "causal_lm: plain (Input: ... Output: ...), chat (the tokenizer's chat template), or a format string"
-        " with {input}, and {output} unless it is the end",
+        " with {input}, names of other columns in braces, and {output} unless it is the end",
         remembered=True,
         keyed=True,
         task_type=CAUSAL_LM,

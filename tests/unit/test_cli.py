@@ -393,6 +393,22 @@ def test_words_before_the_flags_of_inspect_are_data_sets():
     assert (config.dataset, config.n_way) == (["letters", "marks"], 3)
 
 
+@pytest.mark.parametrize("name", recipes.names())
+def test_inspect_reads_data_as_the_recipe_of_a_run_does(name, tmp_path):
+    of_run = parse([name, "--output_dir", "x"], "train")
+    for words in ([name, "a.csv", "b.csv"], ["--config", name, "--dataset", "a.csv", "b.csv"]):
+        config = parse([*words, "--k_shot", "3"], "inspect")
+        assert (config.dataset, config.k_shot) == (["a.csv", "b.csv"], 3)
+        same = recipes.read("recipe", name, Config).keys() & vars(config).keys() - {"dataset", "k_shot"}
+        assert {one: getattr(config, one) for one in same} == {one: getattr(of_run, one) for one in same}
+    assert parse([name], "inspect").dataset == of_run.dataset
+    path = tmp_path / "run.yaml"
+    path.write_text("n_way: 3\nouter_lr: 0.1\n")
+    assert parse([str(path), "a.csv"], "inspect").n_way == 3
+    path.write_text("outer_rate: 0.1\n")
+    assert "sets outer_rate, which is no setting" in refusal(parse, [str(path), "a.csv"], "inspect")
+
+
 def test_the_flag_that_the_deepspeed_launcher_puts_before_the_command_is_dropped(monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["fmmeta", "--local_rank=1", "train", "--k_shot", "0"])
     with pytest.raises(SystemExit) as left:

@@ -211,11 +211,11 @@ def test_answers_never_replace_the_input(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
-def test_rows_are_read_as_they_are_answered(name, tmp_path):
+def test_rows_are_read_as_they_are_answered(name, adapted, tmp_path):
     source = write_rows(tmp_path / name, [{"text": "first"}])
     with source.open("a") as file:
         file.write('second,"')
-    found = predict.inputs_of(PredictConfig("x", input=str(source)), ["text"])
+    found = predict.inputs_of(PredictConfig("x", input=str(source)), fmmeta.load(adapted[0]).loaded)
     assert next(found).text == "first"
     check_message(refusal(next, found), f"{source}:", "fix the line")
 

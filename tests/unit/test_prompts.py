@@ -13,14 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AddedToken
 
+import fmmeta
 from fmmeta import Config, MetaTrainer
+from fmmeta.adaptation import predict
 from fmmeta.checkpoint.model_card import Content, write_card
+from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.metrics.own import OwnMetrics
 from fmmeta.models.load import describe, load_tokenizer, suggest_chat
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.encode import answer_reader, encode_pairs, end_tokens, full_rows, make_prompt
-from tests.support.helpers import refusal
+from fmmeta.tasks.data.token_store import TokenStore
+from fmmeta.tasks.sources.load import load_sources
+from tests.support.helpers import refusal, write_rows
 from tests.support.messages import check_message
 from tests.support.models import save_llama, write_pairs
 
@@ -86,7 +91,7 @@ def parts(tokenizer, row: Example) -> tuple[str, str]:
         ("Q: {input}\nA: {output}", "Q: 2 + 2\nA:", " 4"),
         ("### {input}\\n\\n", "### 2 + 2\n\n", "4"),
         ("{input} -> {input} ={output}!\\tdone", "2 + 2 -> 2 + 2 =", "4!\tdone"),
-        ("{curly} {0} {input}", "{curly} {0} 2 + 2", " 4"),
+        ("{{curly}} {{0}} {input}", "{curly} {0} 2 + 2", " 4"),
     ],
 )
 def test_text_prompts(template, prompt, answer):
@@ -295,7 +300,21 @@ def test_a_template_longer_than_max_length_is_refused():
 
 @pytest.mark.parametrize(
     "template",
-    ["text", "{output} {input}", "{input} {output} {output}", "{output}", "{input} {output} {input}"],
+    [
+        "text",
+        "{output} {input}",
+        "{input} {output} {output}",
+        "{output}",
+        "{input} {output} {input}",
+        "{input} {output} {context}",
+        "{{input}}",
+        "{{ input }} {{ output }}",
+        "{input!r}",
+        "{input:>9}",
+        "{} {input}",
+        '{"q": "{input}"}',
+        "{input} }",
+    ],
 )
 def test_format_strings_are_checked(template):
     check_message(
@@ -303,6 +322,91 @@ def test_format_strings_are_checked(template):
         f"prompt_template={template}",
         "write one such as 'Q: {input}\\nA",
     )
+
+
+ROWS = [
+    {"task": f"t{i % 2}", "instruction": f"add {i}", "input": f"{i} {{x}}" if i < 4 else "", "output": f"{i}"}
+    for i in range(8)
+]
+
+
+def stored(tmp_path, rows=ROWS, **settings) -> tuple[TokenStore, list[str]]:
+    """The store of a training run on a file of pairs, and what it says."""
+    config = Config(
+        task_type="causal_lm",
+        dataset=[str(write_rows(tmp_path / "rows.jsonl", rows))],
+        k_shot=1,
+        num_query=1,
+        **settings,
+    )
+    notes: list[str] = []
+    source = load_sources(config, byte_tokenizer(), notes.append).train
+    return source.store, notes
+
+
+@pytest.mark.parametrize("template", ["plain", "Q: {input}\\nA:"])
+def test_an_instruction_precedes_its_input_which_may_be_empty(tmp_path, template):
+    store, notes = stored(tmp_path, prompt_template=template)
+    assert [store.text("input", row) for row in (0, 5)] == ["add 0\n0 {x}", "add 5"]
+    prompt, _ = parts(byte_tokenizer(), store.example(5))
+    assert prompt == ("<bos>Input: add 5\nOutput:" if template == "plain" else "<bos>Q: add 5\nA:")
+    assert not any("not read" in note for note in notes)
+
+
+def test_a_template_is_filled_from_columns_which_may_be_empty(tmp_path):
+    rows = [{**row, "context": row["instruction"].upper()} for row in ROWS]
+    store, notes = stored(tmp_path, rows, prompt_template="{context}; {input}{{}}\\n{context} ={output}.")
+    shown = [parts(byte_tokenizer(), store.example(row)) for row in (1, 5)]
+    assert shown[0] == ("<bos>ADD 1; 1 {x}{}\nADD 1 =", "1.<eos>")
+    assert shown[1][0] == "<bos>ADD 5; {}\nADD 5 ="
+    (unread,) = [note for note in notes if "not read" in note]
+    check_message(
+        unread, "texts in instruction of", "rows.jsonl are not read", "--prompt_template 'Q: {instruction}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [
+        (
+            "{Instruction} {input}",
+            ("names {Instruction}", "is no column", "it has input, instruction, output, task"),
+        ),
+        ("{instruction} {0} {input}", ("names {0}", "is no column")),
+        ("{input.upper} {input}", ("names {input.upper}", "is no column")),
+        ("{input} {target}", ("names {target}, the column of the answer", "write {output}")),
+    ],
+)
+def test_names_in_a_template_that_are_no_columns_are_refused(tmp_path, template, parts):
+    rows = [{**row, "target": row["output"]} for row in ROWS]
+    settings = {"prompt_template": template, "output_column": "target" if "target" in template else None}
+    check_message(refusal(stored, tmp_path, rows if settings["output_column"] else ROWS, **settings), *parts)
+
+
+def test_an_adapted_model_answers_rows_with_the_columns_of_its_template(llama, tmp_path, capsys):
+    """The template is stored with the model; a text alone, or a row without a column, is refused."""
+    template, folder = "{instruction}|{input}\\n", tmp_path / "adapted"
+    settings = {
+        "task_type": "causal_lm",
+        "prompt_template": template,
+        "inner_steps": 1,
+        "early_stopping": False,
+    }
+    support = write_rows(tmp_path / "support.jsonl", ROWS[:4])
+    adapted = fmmeta.adapt(str(llama), str(support), query=ROWS[4:], output_dir=folder, **settings)
+    assert [one.input for one in adapted.predictions] == [f"add {i}|\n" for i in range(4, 8)]
+    loaded, row = fmmeta.load(folder), {"instruction": "add 5", "input": ""}
+    (answer,) = loaded.predict([row], max_new_tokens=1)
+    assert answer.input == "add 5|\n"
+    for one, part in (("add 5", "names columns; give objects"), ({"input": "5"}, "no column of texts[0]")):
+        check_message(refusal(loaded.predict, [one]), "texts[0]", part)
+    file = write_rows(tmp_path / "new.csv", [row])
+    predict.run(PredictConfig(str(folder), input=str(file), max_new_tokens=1))
+    assert json.loads(capsys.readouterr().out)["input"] == "add 5|\n"
+    (tmp_path / "new.txt").write_text("add 5\n")
+    message = refusal(predict.run, PredictConfig(str(folder), input=str(tmp_path / "new.txt")))
+    check_message(message, "new.txt:1", "names columns; give objects")
+    assert "5 + 1|5 + 1" in (folder / "README.md").read_text()
 
 
 def test_classification_has_no_prompt():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gzip
+import io
 import os
 from decimal import Decimal
 from pathlib import Path
@@ -383,6 +384,120 @@ def test_rows_of_a_data_set_with_a_format_and_recordings(kind):
     assert rows[0].values["audio"]["bytes"] == b"RIFF"
 
 
+CARD = """---
+dataset_info:
+  features:
+  - name: text
+    dtype: string
+  - name: label
+    dtype:
+      class_label:
+        names: {'0': 'no', '1': 'yes', '2': '0'}
+  - name: image
+    dtype: string
+---
+"""
+LABELS = [0, 1, 2, -1, None, 1]
+
+
+@pytest.mark.parametrize("form", ["parquet", "csv", "jsonl", "images"])
+def test_the_same_data_by_file_hub_id_and_object_give_the_same_rows(tmp_path, monkeypatch, form):
+    """Classes have the names in the metadata of a parquet file, or in the card of a folder; -1 and null are
+    none, and bad rows.
+    """
+    classes = {"label": datasets.ClassLabel(names=["no", "yes", "0"])}
+    features = datasets.Features(
+        {"text": datasets.Value("string"), **classes, "image": datasets.Value("string")}
+    )
+    rows = [{"text": f"text {i}", "label": label, "image": "12"} for i, label in enumerate(LABELS)]
+    if form == "images":
+        features["image"] = datasets.Image()
+        rows = [{**row, "image": {"bytes": png(i), "path": None}} for i, row in enumerate(rows)]
+    made = datasets.Dataset.from_list(rows, features=features)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    if form in ("parquet", "images"):
+        made.to_parquet(folder / "train.parquet")
+    else:
+        write_rows(folder / f"train.{form}", rows)
+        (folder / "README.md").write_text(CARD)
+    monkeypatch.setattr(rows_module, "hub_answers", lambda: True)
+    hub = rows_module.open_hub(str(folder), None)
+    found = [
+        (tabulated(given, bad := [], images=form == "images"), len(bad))
+        for given in (read_rows(str(folder)), rows_module.hub_rows("d", "train", hub), made)
+    ]
+    assert found[0] == found[1] == found[2]
+    (inputs, targets), bad = found[0]
+    assert (targets, bad, len(set(inputs))) == (["no", "yes", "0", "yes"], 2, 4)
+
+
+def png(shade: int) -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (2, 2), (shade, 0, 0)).save(file, "PNG")
+    return file.getvalue()
+
+
+def tabulated(given, bad, images) -> tuple[list[str], list[str]]:
+    rows = given if isinstance(given, list) else rows_module.rows_in_memory(given, Config())
+    table = rows_module.tabulate("d", rows, Config(), lambda text: None, bad.append, images=images)
+    return table.input, table.target
+
+
+@pytest.mark.parametrize(
+    ("card", "parts"),
+    [
+        (CARD.replace("names:", "names: ["), ("has a data set card that cannot be read", "fix it")),
+        (
+            "---\ndataset_info:\n"
+            + "".join(
+                f"- config_name: {name}\n  features:\n  - name: label\n    dtype:\n      class_label:\n"
+                f"        names: {{'0': {name}}}\n"
+                for name in ("a", "b")
+            )
+            + "---\n",
+            ("name the classes of label differently", "keep the one of these files"),
+        ),
+    ],
+)
+def test_a_card_that_does_not_say_the_names_of_classes_is_refused(tmp_path, card, parts):
+    (tmp_path / "README.md").write_text(card)
+    write_rows(tmp_path / "rows.csv", [{"text": "a", "label": 0}])
+    check_message(refusal(read_rows, str(tmp_path)), str(tmp_path), *parts)
+
+
+def test_metadata_of_a_parquet_file_that_cannot_be_read_is_refused(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"text": ["a"]}).replace_schema_metadata({"huggingface": "{"})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    check_message(
+        refusal(read_rows, str(tmp_path)), "rows.parquet has metadata of datasets", "write the file again"
+    )
+
+
+def test_numbers_as_names_of_classes_do_not_become_examples_in_silence():
+    rows = [Row({"text": f"t{i}", "label": i % 2}, f"d:{i}") for i in range(4)]
+    (line,) = notices(rows, Config(label_names="names"))
+    check_message(line, "label_names=names", "2 of 2 classes of d have no word as a name (0, 1)", "JSON file")
+
+
+def test_rows_that_differ_in_spaces_alone_are_noted():
+    rows = [Row({"text": text, "label": "a"}, "d:1") for text in ("caf\u00e9 x", "cafe\u0301  x\r\n", "b")]
+    assert notices(rows, Config()) == [
+        "1 of 3 rows equal another one but for spaces or Unicode form; remove them"
+    ]
+
+
+def notices(rows, config) -> list[str]:
+    found: list[str] = []
+    rows_module.tabulate("d", rows, config, found.append)
+    return found
+
+
 def test_examples_of_a_data_set_have_class_names():
     features = datasets.Features(
         {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
@@ -503,9 +618,11 @@ def test_options_are_read_from_files(tmp_path, ending):
     given = [
         {"input": "q", "output": "yes", "options": ["no", "yes", "no"]},
         {"input": "r", "output": "a", "options": ["a", "b"]},
+        {"input": "s", "output": "free", "options": []},  # as MetaICL writes tasks without options
+        {"input": "t", "output": "free", "options": None},
     ]
     path = write_rows(tmp_path / f"d{ending}", given)
     table = tabulate("d", read_rows(str(path)), CAUSAL, print, one_task=True)
-    assert table.options == [["no", "yes"], ["a", "b"]]
+    assert table.options == [["no", "yes"], ["a", "b"], [], []]
     rows = [Row({"input": "q", "output": "yes"}, "d.jsonl:1")]
     assert tabulate("d", rows, CAUSAL, print, one_task=True).options == [[]]

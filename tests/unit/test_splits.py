@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fmmeta.common.progress import Warn
 from fmmeta.config.settings import Config
+from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.data.splits import check_splits, own_splits, read_splits
-from tests.support.helpers import refusal
+from fmmeta.tasks.sources.load import load_sources
+from tests.support.helpers import refusal, write_rows
 from tests.support.messages import check_message
 
 FIVE = {
@@ -177,3 +180,32 @@ def test_hash_splits_assign_every_member(names, least):
         assert [len(splits[name]) for name in ("train", "valid", "test")] == [trained, validated, tested]
         assert f"{trained} train, {validated} valid, {tested} test" in notices[0]
         assert trained >= tested + validated
+
+
+@pytest.mark.parametrize(
+    ("settings", "splits", "parts"),
+    [
+        ({"n_way": 12}, None, ("20 classes", "n_way=12 to 6 or less", "more classes")),
+        (
+            {"n_way": 2},
+            {"train": [f"c{i}" for i in range(20)], "test": []},
+            ("give more classes", "file of splits"),
+        ),
+        ({"n_way": 12, "test_episodes": 0}, None, ()),
+        ({"n_way": 6}, None, ()),
+    ],
+)
+def test_a_run_that_will_have_no_table_is_warned_before(tmp_path, settings, splits, parts):
+    rows = [{"text": f"text {i}", "label": f"c{i % 20}"} for i in range(60)]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    if splits:
+        (tmp_path / "splits.json").write_text(json.dumps(splits))
+        settings = {**settings, "class_splits": str(tmp_path / "splits.json")}
+    said: list[str] = []
+    load_sources(
+        Config(dataset=[str(data)], k_shot=1, num_query=1, **settings), byte_tokenizer(), said.append
+    )
+    found = [line for line in said if isinstance(line, Warn) and "without a table" in line]
+    assert len(found) == bool(parts)
+    for line in found:
+        check_message(line, f"dataset={data}", *parts)

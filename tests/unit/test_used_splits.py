@@ -4,11 +4,17 @@ unnoticed.
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
+import unicodedata
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import datasets
+import numpy as np
 import pytest
 
 import fmmeta
@@ -20,11 +26,13 @@ from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig, TuneConfig
 from fmmeta.evaluation.tune import tune
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.data import splits
+from fmmeta.tasks.data.images import ImageReader
+from fmmeta.tasks.data.rows import IN_MEMORY, rows_in_memory
 from fmmeta.tasks.data.splits import UsedSplits
-from fmmeta.tasks.sources.load import load_sources
+from fmmeta.tasks.sources.load import Sources, load_sources
 from tests.support.helpers import refusal, write_rows
 from tests.support.messages import check_message
-from tests.support.models import write_classes, write_pairs
+from tests.support.models import WORDS, write_classes, write_pairs
 
 QUICK = {
     "k_shot": 1,
@@ -308,16 +316,159 @@ def test_adapt_names_the_classes_that_were_trained_on(model, classes, tmp_path, 
     assert "were trained on" not in capsys.readouterr().out
 
 
+TEXTS = [f"caf\u00e9 {word}\nand {number}" for word in WORDS[:12] for number in range(4)]
+ROWS = [{"id": i, "text": text, "label": f"c{i // 4}"} for i, text in enumerate(TEXTS)]
+RENAMED = [{**row, "id": f"n{row['id']}", "label": f"new {row['label']}"} for row in reversed(ROWS)]
+
+
+def loaded(dataset, trained=(), given=None, **settings) -> tuple[Sources, list[str]]:
+    """The sources of a run, and what it says about rows that it has in two splits or was trained on."""
+    config = Config(dataset=list(map(str, dataset)), **{"n_way": 2, "k_shot": 1, "num_query": 1, **settings})
+    tokenizer = ImageReader({}) if "image_column" in settings else byte_tokenizer()
+    rows = None if given is None else rows_in_memory(given, config)
+    said: list[str] = []
+    sources = load_sources(config, tokenizer, said.append, read_back(trained), rows)
+    return sources, [line for line in said if "by their contents" in line]
+
+
+def read_back(used) -> list[UsedSplits]:
+    """As a later command reads them."""
+    return splits.read_used_splits(json.loads(json.dumps({"datasets": [one.as_dict() for one in used]})))
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet", "crlf", "nfd", "spaces", "hub", "rows", "pairs", "tasks"])
+def test_trained_rows_are_found_by_their_contents_in_every_form(tmp_path, monkeypatch, form):
+    """Under other names of classes and ids, in another file and order: of 8 trained classes, those that the
+    other names put into held-out splits.
+    """
+    trained = loaded([write_rows(tmp_path / "first.jsonl", ROWS)])[0].used
+    change = {
+        "crlf": lambda text: text.replace("\n", "\r\n"),
+        "nfd": lambda text: unicodedata.normalize("NFD", text),
+        "spaces": lambda text: f"\u00a0 {text}\t ",
+    }.get(form, str)
+    rows, given = [{**row, "text": change(row["text"])} for row in RENAMED], None
+    dataset = [tmp_path / f"other.{form if form in ('csv', 'parquet') else 'jsonl'}"]
+    if form == "tasks":  # of two classes each
+        rows = [{**row, "label": "ab"[i % 2], "task": row["label"]} for i, row in enumerate(rows)]
+    if form in ("rows", "pairs"):
+        dataset, given = (
+            [IN_MEMORY],
+            rows if form == "rows" else [(row["text"], row["label"]) for row in rows],
+        )
+    elif form == "hub":
+        part = datasets.Dataset.from_list(rows)
+        monkeypatch.setattr("fmmeta.tasks.sources.load.open_hub", lambda *_: part)
+        dataset = ["acme/other"]
+    else:
+        write_rows(dataset[0], rows)
+    sources, said = loaded(dataset, trained, given)
+    before, found = {row["text"] for row in ROWS if row["label"] in trained[0].trained_names("class")}, []
+    for split in ("valid", "test"):
+        here = [row for row in RENAMED if row["label"] in (sources.used[0].splits or {})[split]]
+        if known := sum(row["text"] in before for row in here):
+            found.append(f"{split} split: {known} of {len(here)} rows")
+    assert found
+    assert [one for one, line in zip(found, said, strict=True) if one in line] == found
+
+
+def test_the_same_data_in_another_form_keep_the_splits_of_the_model(tmp_path):
+    first, _ = loaded([write_rows(tmp_path / "first.jsonl", ROWS)], n_way=3)
+    other = write_rows(tmp_path / "other.csv", [{**row, "id": -1} for row in reversed(ROWS)])
+    again, said = loaded([other], first.used, n_way=2)
+    assert (again.used[0].splits, said) == (first.used[0].splits, [])
+
+
+def test_rows_of_two_splits_of_one_run_are_found(tmp_path):
+    """In one data set, in another one of a mixture, and in task files."""
+    names = sorted({row["label"] for row in ROWS})
+    file, own = tmp_path / "splits.json", {"train": names[:8], "valid": names[8:10], "test": names[10:]}
+    file.write_text(json.dumps(own))
+    again = [
+        {"id": 0, "text": f" {ROWS[row]['text']}", "label": name} for row, name in ((0, "c9"), (36, "c8"))
+    ]
+    (line,) = loaded([write_rows(tmp_path / "one.jsonl", ROWS + again)], class_splits=str(file))[1]
+    check_message(line, "dataset=one.jsonl: 1 of 9 rows of the test split (c9)", "leave them out of one")
+    both = [write_rows(tmp_path / f"{name}.jsonl", rows) for name, rows in (("a", ROWS), ("b", RENAMED))]
+    assert {line.split(":")[0] for line in loaded(both)[1]} == {"dataset=a.jsonl", "dataset=b.jsonl"}
+    pairs = [{"input": row["text"], "output": row["label"]} for row in ROWS[:4]]
+    (tmp_path / "tasks" / "s").mkdir(parents=True)
+    for number in range(5):
+        write_rows(tmp_path / "tasks" / "s" / f"t{number}.csv", pairs[::-1] if number % 2 else pairs)
+    said = loaded([tmp_path / "tasks"], task_type="causal_lm")[1]
+    assert [line.partition(": ")[2].split("/")[0] for line in said] == [
+        f"4 of 4 rows of the {split} split (s" for split in ("valid", "test")
+    ]
+    other = [{**pair, "output": "no"} for pair in pairs]  # another answer is another pair
+    for number in range(5):
+        rows = [{**row, "input": f"{row['input']} {number}"} for row in other]
+        write_rows(tmp_path / "tasks" / "s" / f"t{number}.csv", rows)
+    assert loaded([tmp_path / "tasks"], task_type="causal_lm")[1] == []
+
+
+def test_images_are_found_by_their_pixels(tmp_path):
+    """A path, the bytes of a file of another format, and an array."""
+    from PIL import Image
+
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 4, 4, 3), np.uint8)
+    for number, one in enumerate(pixels):
+        Image.fromarray(one).save(tmp_path / f"{number}.png")
+    rows = [{"image": f"{number}.png", "label": f"c{number // 4}"} for number in range(24)]
+    settings: dict[str, Any] = {"image_column": "image", "class_splits": str(tmp_path / "splits.json")}
+    (tmp_path / "splits.json").write_text(json.dumps({"train": ["c4", "c5"]}))
+    trained = loaded([write_rows(tmp_path / "first.csv", rows)], **settings)[0].used
+    names = {"train": ["new 0", "new 1"], "valid": ["new 2", "new 3"], "test": ["new 4", "new 5"]}
+    (tmp_path / "splits.json").write_text(json.dumps(names))
+    for form in (np.asarray, bmp, Image.fromarray):
+        given = [{"image": form(one), "label": f"new {number // 4}"} for number, one in enumerate(pixels)]
+        (line,) = loaded([IN_MEMORY], trained, given, **settings)[1]
+        assert "test split: 8 of 8 rows (new 4, new 5)" in line, form
+
+
+def bmp(pixels) -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "BMP")
+    return file.getvalue()
+
+
+def test_a_sample_of_very_many_trained_rows_is_stored(tmp_path, monkeypatch):
+    monkeypatch.setattr(splits, "MOST_ROWS", 16)
+    trained = loaded([write_rows(tmp_path / "first.jsonl", ROWS)])[0].used
+    assert len(str(trained[0].rows)) == 172  # base64 of 128 bytes
+    said = " ".join(loaded([IN_MEMORY], trained, RENAMED)[1])
+    found = [(int(known), int(count)) for known, count in re.findall(r"(\d+) of (\d+) rows?", said)]
+    assert found
+    assert all(1 <= known <= count < 8 for known, count in found)
+
+
+def test_adapt_names_rows_that_it_was_trained_on_or_that_it_is_asked_again(
+    model, classes, tmp_path, capsys, terminal
+):
+    trained = splits_at(classes, 3)["train"][:2]
+    rows = [json.loads(line) for line in classes.read_text().splitlines()]
+    pairs = [(row["text"], f"new {row['label']}") for row in rows if row["label"] in trained]
+    settings = AdaptConfig(model_name_or_path=str(model), early_stopping=False)
+    adapt(settings, Progress(True), pairs, [(f"{text} ", label) for text, label in pairs[:2]])
+    said = [line for line in capsys.readouterr().out.splitlines() if "by their contents" in line]
+    assert [line.split(":")[1] for line in said] == [" query", " query", " support"]
+    check_message(said[1], "2 rows of 2 are in the support set too", "leave them out")
+    check_message(
+        said[2], f"support: {len(pairs)} of {len(pairs)} rows", "dataset=rows.jsonl", "leave them out"
+    )
+
+
 def test_of_very_many_names_a_digest_and_the_rule_are_stored(classes, tmp_path, monkeypatch):
     monkeypatch.setattr(splits, "MOST_NAMES", 14)
     strata = {f"c{i}": "s" for i in range(15)}
     own = {"train": [f"c{i}" for i in range(9)], "valid": ["c9", "c10", "c11"], "test": ["c12", "c13", "c14"]}
-    of_file = UsedSplits.of(str(classes), "digest", "class", own, None)
+    of_file = UsedSplits.of(str(classes), "digest", "class", own, None, {})
     assert of_file.splits is None
     assert of_file.restored("digest", "rows.jsonl", "class", strata) is None
     settings = {"dataset": [str(classes)], "k_shot": 1, "num_query": 1}
     first = load_sources(Config(**settings, n_way=3), byte_tokenizer(), lambda text: None)
-    assert "c1" not in json.dumps([one.as_dict() for one in first.used])
+    assert '"c1"' not in json.dumps([one.as_dict() for one in first.used])
     later = load_sources(Config(**settings, n_way=2), byte_tokenizer(), lambda text: None, first.used)
     assert later.used == first.used
     file, messages = tmp_path / "splits.json", list[str]()
@@ -325,7 +476,8 @@ def test_of_very_many_names_a_digest_and_the_rule_are_stored(classes, tmp_path, 
     load_sources(
         Config(**settings, n_way=2, class_splits=str(file)), byte_tokenizer(), messages.append, first.used
     )
-    (line,) = messages
+    line, rows = messages[-1], messages[:-1]
+    assert all("are rows that the model was trained on" in one for one in rows)
     check_message(line, f"class_splits={file}", "9 classes of dataset=rows.jsonl", "leave class_splits")
 
 

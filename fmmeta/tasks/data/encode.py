@@ -4,7 +4,9 @@ The prompt of a pair, `--prompt_template`:
 
     plain     Input: {input}\\nOutput: {output}
     chat      the tokenizer's chat template, {input} as the user's turn and {output} as the assistant's
-    other     a format string with {input}, and {output} unless it is at the end
+    other     a format string with {input}, names of other columns, and {output} unless it is at the end
+
+Of a format string with other columns the inputs are whole prompts, which rows.py fills.
 
 The prompt of an example has exactly the tokens that a model gets after training: for chat they end with the
 template's generation prompt. What the template writes from there to the end of the turn is learned with the
@@ -22,12 +24,11 @@ from typing import Any
 from torch import Tensor
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.text import counted, shortened
+from fmmeta.common.text import PromptTemplate, counted, shortened
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.images import EncodedImage, ImageReader
 
-PLAIN = "Input: {input}\nOutput: {output}"
 INPUT, MARK = "<<the input>>", "<<the answer>>"  # stand for texts while a chat template is analysed
 # Some templates print the date. An example must not depend on the day of the run, so a macro of the same name
 # replaces the clock.
@@ -71,8 +72,7 @@ def make_prompt(template: str, tokenizer: Any) -> Prompt:
     """The prompt of `--prompt_template`. Raises `UsageError` if the tokenizer has no usable chat template, or
     neither it nor the prompt has a token that ends an answer.
 
-    A format string may have the escapes `\\n` and `\\t`. Braces in inputs are plain text. tokenizer: None
-    for the texts of a format string alone.
+    Braces in inputs are plain text. tokenizer: None for the texts of a format string alone.
     """
     prompt = chat_prompt(tokenizer) if template == "chat" else text_prompt(template)
     if tokenizer is None:
@@ -90,12 +90,15 @@ def make_prompt(template: str, tokenizer: Any) -> Prompt:
 
 def text_prompt(template: str) -> Prompt:
     """The prompt of a format string, or of `plain`."""
-    template = PLAIN if template == "plain" else template.replace("\\n", "\n").replace("\\t", "\t")
-    if "{output}" not in template:
-        template += "{output}" if template[-1:].isspace() else " {output}"
-    before, after = template.split("{output}", 1)
-    stem = before.rstrip(" ")
-    return Prompt(lambda text: stem.replace("{input}", text), before[len(stem) :], after, specials=True)
+    parsed = PromptTemplate.of(template)
+    before = str if parsed.columns else lambda text: parsed.fill({"input": text})
+    return Prompt(before, parsed.lead, parsed.after, specials=True)
+
+
+def example_input(template: str, text: str) -> str:
+    """An input as `encode` takes it, with a text in every column of the template."""
+    parsed = PromptTemplate.of("plain" if template == "chat" else template)
+    return parsed.fill(dict.fromkeys(parsed.fields, text)) if parsed.columns else text
 
 
 def written_end(tokenizer: Any, after: str) -> int | None:

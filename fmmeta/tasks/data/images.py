@@ -124,6 +124,13 @@ def content_digest(image: EncodedImage) -> str:
     return ""
 
 
+def pixels_digest(image: EncodedImage) -> str:
+    """Of the pixels that a model reads; of its bytes or its path if it cannot be decoded."""
+    with suppress(OSError, UsageError):
+        return content_of(np.ascontiguousarray(decode(image)))
+    return content_of(image.content or image.where)
+
+
 def decode(image: EncodedImage) -> np.ndarray:
     """The pixels, uint8 [H, W, 3]. Raises `UsageError`, and `OSError` for a file that cannot be read."""
     name = image.where

@@ -21,8 +21,8 @@ import sys
 import time
 import unicodedata
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -32,10 +32,10 @@ import numpy as np
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import Bounded, import_function, inside, most_bytes, one_line, too_large
-from fmmeta.common.text import broken_text, counted, shortened, to_json
+from fmmeta.common.text import PromptTemplate, broken_text, counted, shortened, to_json
 from fmmeta.config.json_files import NAMES
 from fmmeta.config.settings import Config, RowConfig
-from fmmeta.tasks.data.images import EncodedImage, encoded_image, image_folder
+from fmmeta.tasks.data.images import EncodedImage, encoded_image, image_folder, pixels_digest
 
 ENDINGS = (".jsonl", ".csv", ".parquet")
 PARQUET_ROWS = 1024  # that are in memory as columns at a time
@@ -105,13 +105,13 @@ def stream_file(path: Path, bad: Bad = refuse, most_gib: float | None = None) ->
     to its end or unpacks to more than `most_gib` (see `most_bytes`).
     """
     readers = {".jsonl": jsonl, ".csv": csv_rows, ".parquet": partial(parquet, most_gib=most_gib)}
-    empty = True
+    empty, names = True, card_names(path.parent)
     try:
         with unpacked(path, most_gib) if path.suffix == ".gz" else path.open("rb") as file:
             for found in readers[ending(path) or ""](path, file):  # type: ignore[arg-type]
                 empty = False
                 if isinstance(found, Row):
-                    yield found
+                    yield named(found, names, ending(path) == ".csv")
                 else:
                     bad(found)
     except (OSError, EOFError, zlib.error) as error:
@@ -202,9 +202,10 @@ def parquet(path: Path, file: io.BufferedReader, most_gib: float | None) -> Iter
         if size > most_bytes(most_gib):
             raise too_large(path, most_gib, f"{size} bytes, ")
         refuse_twice(str(path), packed.schema_arrow.names)
-        done = 0
+        names, done = schema_names(path, packed.schema_arrow), 0  # those of a card are the same
         for batch in packed.iter_batches(PARQUET_ROWS):
-            yield from batch_rows(batch, path, done)
+            for found in batch_rows(batch, path, done):
+                yield named(found, names) if isinstance(found, Row) else found
             done += len(batch)
     except pyarrow.ArrowException as error:
         raise UsageError(f"{path} is not a parquet file ({one_line(error)}); fix or remove it") from None
@@ -233,6 +234,80 @@ def read_cells(batch: Any, index: int, origin: str, path: Path) -> Row | UsageEr
                 f" ({one_line(error)}); fix it, or remove the column"
             )
     return Row(values, origin, path.parent)
+
+
+ClassNames = Mapping[str, Sequence[str]]
+"""Names of the classes whose numbers a column holds, by column."""
+
+
+def class_names(features: Mapping[str, Any]) -> ClassNames:
+    """Those of the columns that are a `datasets.ClassLabel`."""
+    import datasets
+
+    labels = {name: one for name, one in features.items() if isinstance(one, datasets.ClassLabel)}
+    return {name: one.names for name, one in labels.items() if one.names}
+
+
+def schema_names(path: Path, schema: Any) -> ClassNames:
+    """Those in the metadata that `datasets` writes into a parquet file. Raises `UsageError`."""
+    if b"huggingface" not in (schema.metadata or {}):
+        return {}
+    import datasets
+
+    try:
+        return class_names(datasets.Features.from_arrow_schema(schema))
+    except Exception as error:  # metadata of a newer version, or damaged
+        raise UsageError(
+            f"{path} has metadata of datasets that cannot be read ({one_line(error)}); write the file again"
+        ) from None
+
+
+def cards_of(folder: Path) -> list[Path]:
+    """The files of a folder's data set card that name classes."""
+    cards = [folder / name for name in ("README.md", "dataset_infos.json")]
+    naming = re.compile(rb'(?s)dataset_info:.*class_label:|"ClassLabel"')
+    return [card for card in cards if card.is_file() and naming.search(card.read_bytes())]
+
+
+def card_names(folder: Path) -> ClassNames:
+    """Those in the data set card of a folder, as `datasets` reads it for a hub id. Raises `UsageError`.
+
+    Columns that its configurations name differently are refused: local files do not say which one they are.
+    """
+    if not cards_of(folder):
+        return {}
+    from datasets.info import DatasetInfosDict
+
+    found: dict[str, Sequence[str]] = {}
+    try:
+        infos = DatasetInfosDict.from_directory(str(folder))
+    except Exception as error:  # YAML, JSON or features that cannot be read
+        raise UsageError(
+            f"{folder} has a data set card that cannot be read ({one_line(error)}); fix it"
+        ) from None
+    for info in infos.values():
+        for column, names in class_names(info.features or {}).items():
+            if found.setdefault(column, names) != names:
+                raise UsageError(
+                    f"{folder} has a data set card whose configurations name the classes of {column}"
+                    " differently; keep the one of these files"
+                )
+    return found
+
+
+def named(row: Row, names: ClassNames, of_csv: bool = False) -> Row:
+    """The row with names in place of the numbers of classes; None for what is no class, as -1 is in rows
+    without a label. of_csv: digits are numbers, also where a class is called so.
+    """
+    for column in names.keys() & row.values.keys():
+        classes, value = names[column], row.values[column]
+        if isinstance(value, str) and value.strip().isdecimal() and (of_csv or value not in classes):
+            value = int(value)
+        if isinstance(value, (int, float)):
+            is_class = 0 <= value < len(classes) and value % 1 == 0
+            value = classes[int(value)] if is_class else None
+        row.values[column] = next((one for one in (value, str(value).strip()) if one in classes), None)
+    return row
 
 
 def refuse_twice(where: str, columns: Sequence[str]) -> None:
@@ -298,25 +373,12 @@ def open_hub(dataset: str, config_name: str | None, split: str = "train", revisi
 
 def hub_rows(dataset: str, split: str, part: Any) -> list[Row]:
     """Rows of a split; class ids become names, and images (audio, video) stay encoded."""
-    import datasets
-
     part = part.with_format(None)
     for column, feature in part.features.items():
         if getattr(feature, "decode", False):
             part = part.cast_column(column, replace(feature, decode=False))
-    names = {
-        column: feature.names
-        for column, feature in part.features.items()
-        if isinstance(feature, datasets.ClassLabel)
-    }
-    rows = []
-    for number, values in enumerate(cast("Iterable[dict[str, Any]]", part), 1):
-        for column, classes in names.items():
-            label = values[column]
-            # -1: a row without a label
-            values[column] = None if label is None or not 0 <= label < len(classes) else classes[label]
-        rows.append(Row(values, f"{dataset}[{split}]:{number}"))
-    return rows
+    names, numbered = class_names(part.features), enumerate(cast("Iterable[dict[str, Any]]", part), 1)
+    return [named(Row(values, f"{dataset}[{split}]:{number}"), names) for number, values in numbered]
 
 
 def rows_of(setting: str, examples: Examples, config: Config) -> list[Row]:
@@ -391,6 +453,7 @@ def rows_in_memory(data: Any, config: Config) -> list[Row]:
     return rows_of("dataset", rows, config)
 
 
+INSTRUCTION = "instruction"  # is joined with an `input`
 TEXT, LABEL = ("text", "sentence", "utterance"), ("label", "intent", "class")
 USUAL = {  # names that are recognised
     "text_column": TEXT,
@@ -398,7 +461,7 @@ USUAL = {  # names that are recognised
     "label_column": LABEL,
     "stratum_column": ("stratum", "category", "domain"),
     "task_column": ("task",),
-    "input_column": ("input", "prompt", "question", *TEXT),
+    "input_column": ("input", "prompt", "question", INSTRUCTION, *TEXT),
     "output_column": ("output", "answer", "target", *LABEL),
 }
 OPTIONS = "options"  # column of the answers to choose from, for causal_lm
@@ -416,11 +479,37 @@ class Table:
     options: list[list[str]] = field(default_factory=list)  # causal_lm: answers to choose from; [] without
     image: list[EncodedImage] = field(default_factory=list)  # of image models; `input` has their names
     values: list[str] = field(default_factory=list)  # with --collate_fn: all columns of a row, as JSON
+    content: list[int] = field(default_factory=list)  # what identifies a row in any data: `content_key`
+
+    @property
+    def contents(self) -> dict[str, np.ndarray]:
+        """The content of the rows of each unit, uint64."""
+        found = defaultdict[str, list[int]](list)
+        for unit, key in zip(self.unit, self.content, strict=True):
+            found[unit].append(key)
+        return {unit: np.array(keys, np.uint64) for unit, keys in found.items()}
 
     @property
     def encodable(self) -> Sequence[Any]:
         """What a model reads: texts, or images."""
         return self.image or self.input
+
+
+MOST_IMAGES = 5000  # of a data set that are decoded to compare them
+
+
+def content_key(*parts: str | EncodedImage) -> int:
+    """64 bits that identify a text, a pair or an image in all data sets, whatever the form and the names.
+
+    Texts are equal apart from white space and Unicode form (NFKC), images if their pixels are. Other near
+    duplicates, such as another case, wording or size, are other rows.
+    """
+    seen = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        is_text = isinstance(part, str)
+        text = " ".join(unicodedata.normalize("NFKC", part).split()) if is_text else pixels_digest(part)
+        seen.update(text.encode() + b"\0")
+    return int.from_bytes(seen.digest(), "little")
 
 
 def tabulate(
@@ -451,8 +540,11 @@ def tabulate(
         raise UsageError(f"{unread}={value}: the model reads {kind}, not this column; leave it out")
     names = sorted({column for row in rows for column in row.values})
     causal, collated = config.task_type == "causal_lm", config.collate_fn is not None
+    of_input = input_setting(config.task_type, images)
+    placed = template_columns(config) if causal and config.input_column is None else []
+    others = [column for column in names if column not in placed]
     columns = {
-        "input": pick(given, config, names, input_setting(config.task_type, images), required=not collated),
+        "input": pick(given, config, others, of_input, required=not collated),
         "target": pick(given, config, names, "output_column" if causal else "label_column"),
     }
     stratum_of = usual_stratum = None
@@ -463,16 +555,30 @@ def tabulate(
             columns["stratum"] = pick(given, config, names, "stratum_column", required=False)
             if config.stratum_column is None:  # rows without a stratum are in that of `all`
                 usual_stratum = columns.pop("stratum")
+    pair = None
+    if causal and columns["input"]:
+        pair = PairInput.of(config, columns["input"], names, given, config.input_column is None)
+        if columns["target"] in pair.columns:
+            raise UsageError(
+                f"prompt_template={config.prompt_template} names {{{columns['target']}}}, the column of the"
+                " answer; write {output}, after all other names"
+            )
+        del columns["input"]
     table, seen = Table([], [], [], [], []), set[Any]()
     roles = ("task",) if causal else ("task", "target")
     units = {role: column for role, column in columns.items() if column and role in roles}
     firsts: dict[str, dict[str, Row]] = {role: {} for role in units}  # of each name, its first row
     wrong, image = 0, columns["input"] if images else None
+    decoded, of_content = len(rows) <= MOST_IMAGES, ""
     if images:
         del columns["input"]
+    if image and not decoded:
+        notice(f"{len(rows)} images of {name} are compared with others by their names: above {MOST_IMAGES}")
     for number, row in enumerate(rows):
         try:
             values = {role: cell(row, column) for role, column in columns.items() if column}
+            if pair:
+                values["input"], of_content = pair.read(row)
             if usual_stratum and has_text(row, usual_stratum):
                 values["stratum"] = cell(row, usual_stratum)
             if image:
@@ -480,7 +586,9 @@ def tabulate(
             if collated:
                 shown = {key: one for key, one in row.values.items() if key != image}
                 values["values"] = as_json(row.origin, shown, default=as_plain)
-                values.setdefault("input", hashlib.sha256(values["values"].encode()).hexdigest()[:32])
+                inputs = {key: one for key, one in shown.items() if key not in columns.values()}
+                inputs = as_json(row.origin, inputs, default=as_plain, sort_keys=True)
+                values.setdefault("input", hashlib.sha256(inputs.encode()).hexdigest()[:32])
             choices = options_of(row, values["target"]) if causal else []
         except UsageError as error:
             bad(error)
@@ -490,7 +598,10 @@ def tabulate(
             values["stratum"] = stratum_of(row)
         for role, rows_of_names in firsts.items():
             rows_of_names.setdefault(values[role], row)
-        key: Any = (*(values.get(role) for role in ("task", "input", "target", "values")),)
+        alone = data if image and decoded else values["input"]
+        content = content_key(*((of_content, values["target"]) if pair else (alone,)))
+        input_ = content if image else values["input"]
+        key: Any = (input_, *(values.get(role) for role in ("task", "target", "values")))
         key = key if unique else number
         if key in seen:
             continue
@@ -501,19 +612,130 @@ def tabulate(
         table.input.append(values["input"])
         table.target.append(values["target"])
         table.options.append(choices)
+        table.content.append(content)
         if image:
             table.image.append(data)
         if collated:
             table.values.append(values["values"])
     for role, column in units.items():
         note_alike(column, firsts[role], notice)
+    if not collated:
+        known = {
+            *columns.values(),
+            *(pair.columns if pair else ()),
+            image,
+            usual_stratum,
+            OPTIONS if causal else "",
+        }
+        unread = [column for column in names if column not in known and holds_text(rows, column)]
+        if unread:
+            advice = f"--{of_input} names another input"
+            if "input" in unread and causal:
+                advice = "leave --input_column out to read it"
+            elif causal:
+                advice = (
+                    f"--prompt_template 'Q: {{{unread[0]}}} {{input}}\\nA:', say, puts them into the prompt"
+                )
+            notice(f"texts in {', '.join(unread)} of {name} are not read; {advice}")
     if duplicates := len(rows) - len(seen) - wrong:
         notice(f"{duplicates} of {len(rows)} rows repeat another one and are left out")
+    alike = len(table.unit) - len({*zip(table.unit, table.target, table.content, strict=True)})
+    if unique and alike and not collated:
+        notice(f"{alike} of {len(rows)} rows equal another one but for spaces or Unicode form; remove them")
+    if config.label_names == NAMES and not causal:
+        classes = set(table.target)
+        if nameless := sorted(name for name in classes if not any(map(str.isalpha, name))):
+            notice(
+                f"label_names=names: {len(nameless)} of {counted(len(classes), 'class', 'classes')} of {name}"
+                f" have no word as a name ({', '.join(nameless[:5])}), and it becomes an example; give the"
+                " texts of the classes in a JSON file, or leave --label_names out"
+            )
     if not causal and unique:
-        inputs = Counter(zip(table.task, table.input, strict=True))
+        inputs = Counter(zip(table.task, table.content, strict=True))
         if several := sum(count > 1 for count in inputs.values()):
             notice(f"{counted(several, 'input')} of {name} in more than one class; correct the labels")
     return table
+
+
+@dataclass(frozen=True)
+class PairInput:
+    """The columns of a pair's input: one, `instruction` and `input`, which a line break joins, or those that
+    --prompt_template names. Of several, some may be empty.
+
+    template: None unless it names other columns than that of {input} (`picked`); then the input of a pair is
+    its whole prompt.
+    """
+
+    columns: tuple[str, ...]
+    template: PromptTemplate | None = None
+    picked: str = ""
+
+    @classmethod
+    def of(
+        cls, config: RowConfig, picked: str, columns: Collection[str], where: str, joins: bool
+    ) -> "PairInput":
+        """picked: the column of {input}. columns: those of the data `where`. joins: whether `instruction` may
+        precede it. Raises `UsageError`.
+        """
+        if named := template_columns(config):
+            if missing := [name for name in named if name not in columns]:
+                raise UsageError(
+                    f"prompt_template={config.prompt_template} names {{{missing[0]}}}, which is no column of"
+                    f" {where}; it has {', '.join(columns)}"
+                )
+            return cls((*named, picked), PromptTemplate.of(config.prompt_template), picked)
+        joined = joins and picked == "input" and INSTRUCTION in columns
+        return cls((INSTRUCTION, picked) if joined else (picked,))
+
+    def read(self, row: Row) -> tuple[str, str]:
+        """The input, and the texts of its columns alone. Raises `UsageError`."""
+        texts = {
+            column: "" if len(self.columns) > 1 and is_missing(row.values.get(column)) else cell(row, column)
+            for column in self.columns
+        }
+        parts = list(filter(None, texts.values()))
+        if not parts:
+            raise UsageError(f"{row.origin} has no text in {', '.join(self.columns)}; fix the row")
+        joined = "\n".join(parts)
+        if self.template is None:
+            return joined, joined
+        return self.template.fill({**texts, "input": texts[self.picked]}), joined
+
+
+def input_of_pair(config: RowConfig, row: Row, keys: Sequence[str]) -> str:
+    """The input of a row by itself. keys: usual names of the column of {input}, the first of which counts, or
+    the one that was given.
+
+    Raises `UsageError`.
+    """
+    free = [key for key in keys if key in row.values and key not in template_columns(config)]
+    return PairInput.of(config, [*free, *keys][0], row.values, row.origin, len(keys) > 1).read(row)[0]
+
+
+def refuse_text_alone(config: Config, where: str) -> None:
+    """Raise `UsageError` for an input `where` that is one text, if the prompt needs other columns too."""
+    if config.task_type == "causal_lm" and template_columns(config):
+        raise UsageError(
+            f"{where} is one text, and prompt_template={config.prompt_template} names columns; give"
+            " objects with them"
+        )
+
+
+def template_columns(config: RowConfig) -> list[str]:
+    """The columns that --prompt_template names, {input} aside."""
+    return [] if config.prompt_template == "chat" else PromptTemplate.of(config.prompt_template).columns
+
+
+def holds_text(rows: Sequence[Row], column: str) -> bool:
+    """Whether a column has a text that is no number."""
+    values = (row.values.get(column) for row in rows)
+    return any(isinstance(value, str) and any(map(str.isalpha, value)) for value in values)
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a value is null, NaN as in a table, or an empty text or list."""
+    empty = isinstance(value, (str, list, tuple)) and not value
+    return value is None or empty or (isinstance(value, float) and math.isnan(value))
 
 
 def note_alike(column: str, firsts: Mapping[str, Row], notice: Callable[[str], None]) -> None:
@@ -563,6 +785,7 @@ def with_label_rows(table: Table, labels: Mapping[str, str]) -> Table:
         input=[*table.input, *labels.values()],
         target=[*table.target, *labels],
         options=table.options + [[] for _ in labels],
+        content=table.content + [0] * len(labels),
     )
 
 
@@ -655,7 +878,8 @@ def cell(row: Row, column: str) -> str:
     """The text of a row in a column. Raises `UsageError`."""
     value = row.values.get(column)
     if not has_text(row, column):
-        raise UsageError(f"{row.origin} has {column}={shortened(value)}, which is no text; fix the row")
+        why = " (missing, null, or the number of no class, such as -1)" if value is None else ""
+        raise UsageError(f"{row.origin} has {column}={shortened(value)}, which is no text{why}; fix the row")
     text = str(value)
     if wrong := broken_text(text):
         raise UsageError(f"{row.origin} has {wrong} in {column}; fix the row")
@@ -685,7 +909,7 @@ def options_of(row: Row, answer: str) -> list[str]:
     if not answer.strip():
         raise UsageError(f"{row.origin} has the answer {answer!r}, which is empty; fix the row")
     options = row.values.get(OPTIONS)
-    if options is None or (isinstance(options, float) and math.isnan(options)):  # missing in a table
+    if is_missing(options):
         return []
     if isinstance(options, tuple):
         options = list(options)

@@ -4,22 +4,29 @@ A unit is what a split lists: a class, or a named task. A model stores the split
 its fmmeta.json as `datasets`. A later command on the same data keeps these splits, unless a setting names
 others; it then prints which trained classes it tests on. Data are the same if their contents are equal, or if
 a data set of the same name has the same classes.
+
+Rows are identified by their contents (`rows.content_key`), whatever the names of their classes, their files
+and their order: those of a held-out split that are trained on are named, in one run and against earlier ones.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import inside, redact
-from fmmeta.common.text import any_of, nearest, shortened
+from fmmeta.common.text import any_of, counted, nearest, shortened
 from fmmeta.config.settings import Config
-from fmmeta.tasks.data.token_store import digest
+from fmmeta.tasks.data.token_store import Contents, digest
 
 SPLITS = ("train", "valid", "test")
 SPLIT_SETTINGS = ("class_splits", "task_splits", "class_split")
@@ -137,6 +144,13 @@ def check_splits(splits: Splits, strata: Mapping[str, str], noun: str) -> None:
 
 MOST_NAMES = 10_000  # stored by name; of more names a digest is stored, and `held_out` of own_splits
 SHOWN = 5  # names in a message
+MOST_ROWS = 4096  # trained rows that are stored, those with the least keys
+
+
+def keys_of(contents: Contents, units: Iterable[str]) -> np.ndarray:
+    """The keys of the rows of some units, uint64, ascending, each once."""
+    found = [contents[unit] for unit in units if unit in contents]
+    return np.unique(np.concatenate(found)) if found else np.empty(0, np.uint64)
 
 
 @dataclass(frozen=True)
@@ -150,13 +164,31 @@ class UsedSplits:
     trained: int  # number of names trained on
     held_out: int | None = None  # `least` of `own_splits`, if the splits come from it
     splits: Splits | None = None  # None for more than MOST_NAMES names
+    rows: str | None = None  # keys of trained rows, at most MOST_ROWS: base64 of little-endian uint64
 
     @staticmethod
-    def of(name: str, content: str, noun: str, splits: Splits, held_out: int | None) -> "UsedSplits":
-        trained, stored = len(splits.get("train", ())), sum(map(len, splits.values())) <= MOST_NAMES
+    def of(
+        name: str, content: str, noun: str, splits: Splits, held_out: int | None, contents: Contents
+    ) -> "UsedSplits":
+        trained, stored = splits.get("train", ()), sum(map(len, splits.values())) <= MOST_NAMES
+        keys = keys_of(contents, trained)[:MOST_ROWS].astype("<u8")
         return UsedSplits(
-            label(name), content, noun, digest(splits), trained, held_out, splits if stored else None
+            label(name),
+            content,
+            noun,
+            digest(splits),
+            len(trained),
+            held_out,
+            splits if stored else None,
+            b64encode(keys.tobytes()).decode(),
         )
+
+    def trained_rows(self, keys: np.ndarray) -> tuple[int, int]:
+        """How many of these rows were trained on, and of how many that is known."""
+        mine = np.frombuffer(b64decode(self.rows or ""), "<u8")
+        if len(mine) == MOST_ROWS:
+            keys = keys[keys <= mine[-1]]
+        return int(np.isin(keys, mine).sum()), len(keys)
 
     def as_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -203,15 +235,54 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def doubts(trained: Sequence[UsedSplits], config: Config, used: UsedSplits, splits: Splits) -> Iterator[str]:
+def known_rows(trained: Iterable[UsedSplits], where: str, noun: str, contents: Contents) -> Iterator[str]:
+    """Warnings about rows `where` that a model was trained on in classes or tasks (`noun`) of other names."""
+    for before in trained:
+        names = before.trained_names(noun)
+        others = [unit for unit in contents if unit not in names]
+        found, count = before.trained_rows(keys_of(contents, others))
+        if found:
+            units = [unit for unit in others if before.trained_rows(contents[unit])[0]]
+            yield (
+                f"{where}: {found} of {counted(count, 'row')} ({few(units)}) are rows that the model was"
+                f" trained on with dataset={before.dataset}, by their contents; scores on them are not those"
+                " on new rows: leave them out"
+            )
+
+
+def leaks(named: Mapping[str, Mapping[str, Contents]], wanted: Iterable[str]) -> Iterator[str]:
+    """Warnings about rows of a held-out split that are in another one too. named: by data set and split."""
+    before, splits = np.empty(0, np.uint64), list[str]()
+    for split in SPLITS:
+        here = [(name, of_split[split]) for name, of_split in named.items()]
+        for name, contents in here if before.size and split in wanted else []:
+            keys = keys_of(contents, contents)
+            if found := int(np.isin(keys, before).sum()):
+                units = [unit for unit, some in contents.items() if np.isin(some, before).any()]
+                yield (
+                    f"dataset={label(name)}: {found} of {counted(len(keys), 'row')} of the {split} split"
+                    f" ({few(units)}) are in the {any_of(splits)} split too, by their contents; scores on"
+                    " them are not those on new rows: leave them out of one"
+                )
+        before = np.concatenate([before, *(keys_of(contents, contents) for _, contents in here)])
+        splits.append(split)
+
+
+def doubts(
+    trained: Sequence[UsedSplits], config: Config, used: UsedSplits, splits: Splits, contents: Contents
+) -> Iterator[str]:
     """Warnings about held-out classes or tasks of `splits` (those of `used`) that a model was trained on.
 
-    Of other data sets equal names count, unless they are numbers.
+    Of other data sets equal names count, unless they are numbers; of all data sets, equal rows of units that
+    are not named so. contents: of the data of `used`.
     """
     settings = [f"{name}={value}" for name in SPLIT_SETTINGS if (value := getattr(config, name))]
     given = settings[0] if settings else f"dataset={used.dataset}"
     setting, nouns = used.setting, used.nouns
     for before in trained:
+        for split in ("valid", "test"):
+            held_out = {unit: contents[unit] for unit in splits.get(split, ()) if unit in contents}
+            yield from known_rows([before], f"{given}, {split} split", used.noun, held_out)
         if used.noun != before.noun:
             continue
         if not used.has_data_of(before):
@@ -240,6 +311,13 @@ def doubts(trained: Sequence[UsedSplits], config: Config, used: UsedSplits, spli
                 )
 
 
+def is_keys(value: Any) -> bool:
+    """Whether a value is base64 of 64-bit numbers."""
+    with suppress(ValueError):
+        return isinstance(value, str) and len(b64decode(value, validate=True)) % 8 == 0
+    return False
+
+
 def read_used_splits(memory: Mapping[str, Any]) -> list[UsedSplits]:
     """`datasets` of an fmmeta.json; empty for those of 0.1.0. Raises `ValueError`."""
     listed = memory.get("datasets", [])
@@ -248,6 +326,7 @@ def read_used_splits(memory: Mapping[str, Any]) -> list[UsedSplits]:
         isinstance(one, dict)
         and all(isinstance(one.get(name), kind) for name, kind in kinds.items())
         and isinstance(one.get("held_out", 1), int)
+        and is_keys(one.get("rows", ""))
         and lists_by_name(one.get("splits", {}))
         and all(isinstance(unit, str) for units in one.get("splits", {}).values() for unit in units)
         for one in listed

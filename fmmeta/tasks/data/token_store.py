@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,15 @@ FORMAT = 6
 CHUNK = 8192  # rows of a record batch, and of a call of the tokenizer
 # 64-bit offsets: the texts of a batch may have more than 2 GiB
 TEXT, TOKENS = pa.large_string(), pa.list_(pa.int32())
-KINDS = {"input_ids": TOKENS, "labels": TOKENS, "options": pa.list_(TEXT), "image": pa.large_binary()}
+KINDS = {
+    "input_ids": TOKENS,
+    "labels": TOKENS,
+    "options": pa.list_(TEXT),
+    "image": pa.large_binary(),
+    "content": pa.uint64(),
+}
+Contents = Mapping[str, np.ndarray]
+"""What identifies the rows of each unit of splits: `rows.content_key`, uint64."""
 OF_TOKENIZER = (
     "eos_token_id",
     "special_tokens_map",
@@ -124,6 +132,12 @@ class TokenStore:
             values["pixel_values"] = self.images.read(self.image(row))
         labels = self.labels(row) if label is None else label
         return Example(self.input_ids(row), labels, values=values)
+
+    def contents(self) -> Contents:
+        """See `Contents`."""
+        found = self.of_data.group_by("unit", use_threads=False).aggregate([("content", "list")])
+        units = zip(found["unit"].to_pylist(), found["content_list"], strict=True)
+        return {unit: keys.values.to_numpy() for unit, keys in units}
 
     def lengths(self) -> np.ndarray:
         """Tokens of every row, those with the text of a class included."""

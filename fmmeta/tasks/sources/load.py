@@ -16,8 +16,10 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,9 +34,11 @@ from fmmeta.config.settings import Config
 from fmmeta.tasks.data.images import ImageReader, content_of
 from fmmeta.tasks.data.rows import (
     IN_MEMORY,
+    MOST_IMAGES,
     Bad,
     Row,
     as_json,
+    cards_of,
     data_files,
     files_of,
     hub_rows,
@@ -42,6 +46,7 @@ from fmmeta.tasks.data.rows import (
     open_hub,
     read_file,
     stem,
+    tabulate,
 )
 from fmmeta.tasks.data.splits import (
     SPLIT_SETTINGS,
@@ -50,11 +55,13 @@ from fmmeta.tasks.data.splits import (
     UsedSplits,
     check_splits,
     doubts,
+    keys_of,
     label,
+    leaks,
     own_splits,
     read_splits,
 )
-from fmmeta.tasks.data.token_store import TokenStore, digest, files_digest, prepare
+from fmmeta.tasks.data.token_store import Contents, TokenStore, digest, files_digest, prepare
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
 from fmmeta.tasks.sources.base import (
     ClassSource,
@@ -198,6 +205,24 @@ def task_files(dataset: str, max_length: int) -> list[TaskFile] | None:
     return list(named.values()) or None
 
 
+MOST_BYTES = 2**25  # of task files whose rows are compared at the start
+
+
+def contents_of(files: Sequence[TaskFile], config: Config, images: bool) -> Contents:
+    """Of task files that can be read; empty for more than MOST_BYTES or MOST_IMAGES."""
+    found: dict[str, np.ndarray] = {}
+    for file in files if sum(file.size for file in files) <= MOST_BYTES else []:
+        with suppress(UsageError, OSError):
+            rows = read_file(file.path, lambda error: None, config.max_file_gib)
+            if images and len(rows) + sum(map(len, found.values())) > MOST_IMAGES:
+                return {}
+            table = tabulate(
+                str(file.path), rows, config, lambda text: None, lambda error: None, True, images=images
+            )
+            found[file.name] = np.array(table.content, np.uint64)
+    return found
+
+
 class FolderSource(TaskSource):
     """Tasks that are files."""
 
@@ -280,6 +305,7 @@ class Sources:
     summary: str
     used: list[UsedSplits]  # of each data set that is not a suite
     class_weights: dict[str, float] = field(default_factory=dict)  # in the loss, by class; others have 1
+    contents: Mapping[str, Contents] = field(default_factory=dict)  # of the rows of one data set, by split
 
     @classmethod
     def of(
@@ -291,15 +317,22 @@ class Sources:
         what: str,
         used: list[UsedSplits],
         wanted: Sequence[str],
+        contents: Contents,
     ) -> "Sources":
-        """The sources of data set `name`. what: its size, for the summary. Raises `UsageError`."""
+        """The sources of data set `name`. what: its size, for the summary. contents: of its rows; none for a
+        suite. Raises `UsageError`.
+        """
         if "train" in wanted and not splits.get("train"):
             raise UsageError(
                 f"dataset={name} has nothing to train on: its train split is empty; fix the split file"
             )
         of_split = {split: source_of(split) for split in wanted if splits.get(split)}
         sizes = ", ".join(f"{len(splits.get(split, []))} {split}" for split in SPLITS)
-        return cls(of_split, fingerprint, f"{name}: {what}: {sizes}", used)
+        by_split = {
+            split: {unit: contents[unit] for unit in splits.get(split, ()) if unit in contents}
+            for split in SPLITS
+        }
+        return cls(of_split, fingerprint, f"{name}: {what}: {sizes}", used, contents=by_split)
 
     @property
     def train(self) -> TaskSource:
@@ -341,6 +374,9 @@ def load_sources(
                     " generated or local; leave it out"
                 )
     loaded = [load_one(name, config, tokenizer, notice, trained, rows, wanted) for name in config.dataset]
+    by_name = zip(config.dataset, (one.contents for one in loaded), strict=True)
+    for text in leaks(dict(by_name), wanted):
+        notice(Warn(text))
     sources = loaded[0]
     if len(loaded) > 1:
         of_split: dict[str, TaskSource] = {}
@@ -359,10 +395,25 @@ def load_sources(
             f"eval_split={wanted[0]} of dataset={' '.join(config.dataset)} is empty; give another"
             " --eval_split, or a file of splits"
         )
+    if {*SPLITS} <= {*wanted} and sources.test is None and config.test_episodes:
+        notice(Warn(no_table(config, sources.used)))
     sources.class_weights = read_class_weights(config, sources, {*SPLITS} <= {*wanted}, notice)
     if config.joint_head:
         sources.of_split["train"] = GlobalLabelSource(sources.train)
     return sources
+
+
+def no_table(config: Config, used: Sequence[UsedSplits]) -> str:
+    """A message that nothing is held out for the table at the end of a run, and what to do."""
+    names, most = shown(config.dataset), max((one.trained // 3 for one in used if one.held_out), default=0)
+    classes = any(one.noun == "class" for one in used)
+    nouns = "classes" if classes else "tasks"
+    have = " and ".join(f"{one.trained} {one.nouns}" for one in used)
+    lower = f"lower n_way={config.n_way} to {most} or less, " if classes and 1 < most < config.n_way else ""
+    return (
+        f"dataset={names}: no {nouns} are held out of {have}, so this run ends without a table of scores on"
+        f" new {nouns}; {lower}{'or ' if lower else ''}give more {nouns}, or test {nouns} in a file of splits"
+    )
 
 
 def read_class_weights(config: Config, sources: Sources, complete: bool, notice: Notice) -> dict[str, float]:
@@ -430,7 +481,10 @@ def load_one(
         files = {file.name: file for file in task_per_file}
         strata = {file.name: file.stratum for file in task_per_file}
         content = digest([(file.name, file.size) for file in task_per_file])  # the files are not read
-        splits, used = choose_splits(name, content, config, strata, True, notice, trained)
+        contents = contents_of(task_per_file, config, isinstance(tokenizer, ImageReader))
+        if not contents:
+            notice(f"{label(name)}: {counted(len(files), 'task file')} are too many to compare their rows")
+        splits, used = choose_splits(name, content, config, strata, True, notice, trained, contents)
         return Sources.of(
             name,
             splits,
@@ -442,11 +496,16 @@ def load_one(
             f" {counted(len(set(strata.values())), 'stratum', 'strata')}; tasks",
             [used],
             wanted,
+            contents,
         )
     content, read = reader_of(name, config, rows)
     store = prepare(name, content, read, config, tokenizer, notice)
-    splits, used = choose_splits(name, content, config, strata_of(store), store.named_tasks, notice, trained)
-    return from_store(name, store, splits, config, notice, [used], wanted)
+    contents = store.contents()
+    content = digest(keys_of(contents, contents).tolist())  # of the rows, in whatever form
+    splits, used = choose_splits(
+        name, content, config, strata_of(store), store.named_tasks, notice, trained, contents
+    )
+    return from_store(name, store, splits, config, notice, [used], wanted, contents=contents)
 
 
 def reader_of(
@@ -484,11 +543,12 @@ def files_reader(
     That function raises `UsageError` for files that no longer have this digest: the rows would be stored
     under it, and later be read for files with the earlier content.
     """
-    content = files_digest(files)
+    cards = [card for folder in dict.fromkeys(file.parent for file in files) for card in cards_of(folder)]
+    content = files_digest([*files, *cards])
 
     def read(bad: Bad) -> list[Row]:
         rows = [row for file in files for row in read_file(file, bad, config.max_file_gib)]
-        if files_digest(files) != content:
+        if files_digest([*files, *cards]) != content:
             raise UsageError(f"{what} changed while it was read; start again once no program writes to it")
         return rows
 
@@ -525,8 +585,9 @@ def from_store(
     used: list[UsedSplits],
     wanted: Sequence[str],
     parts: np.ndarray | None = None,
+    contents: Contents = MappingProxyType({}),
 ) -> Sources:
-    """Sources over the rows of a store. `parts`: see ClassSource."""
+    """Sources over the rows of a store. `parts`: see ClassSource. contents: as of `Sources.of`."""
     strata = strata_of(store)
     return Sources.of(
         name,
@@ -537,6 +598,7 @@ def from_store(
         f" {'tasks' if store.named_tasks else 'classes'}",
         used,
         wanted,
+        contents,
     )
 
 
@@ -548,11 +610,13 @@ def choose_splits(
     named_tasks: bool,
     notice: Notice,
     trained: Sequence[UsedSplits],
+    contents: Contents,
 ) -> tuple[Splits, UsedSplits]:
     """The first available of: the splits that a setting names, those that the model was trained with, those
     stored beside the data, splits by a hash of the names.
 
-    content: digest of the data. Prints the held-out classes that the model was trained on.
+    content: digest of the data. contents: of its rows. Prints the held-out classes and rows that the model
+    was trained on.
     """
     noun, least = ("task", 1) if named_tasks else ("class", config.n_way)
     splits, held_out = None, None
@@ -570,7 +634,7 @@ def choose_splits(
     if unused := len(strata) - sum(map(len, splits.values())):
         nouns = counted(unused, noun, "classes" if noun == "class" else "")
         notice(f"{label(name)}: {nouns} of {len(strata)} in no split, not used")
-    used = UsedSplits.of(name, content, noun, splits, held_out)
-    for text in doubts(trained, config, used, splits):
+    used = UsedSplits.of(name, content, noun, splits, held_out, contents)
+    for text in doubts(trained, config, used, splits, contents):
         notice(Warn(text))
     return splits, used
