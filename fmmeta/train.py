@@ -17,7 +17,7 @@ from fmmeta.config.settings import Config
 from fmmeta.elastic.controller import ElasticController, join, with_other_groups
 from fmmeta.evaluation.tune_outer_loop import check_section, choose_at_the_end, tune_before_training
 from fmmeta.metrics.own import Metric, find_metrics
-from fmmeta.models.files import check_given_tokenizer, store_model
+from fmmeta.models.files import check_given_model, check_given_tokenizer, store_model
 from fmmeta.models.load import describe, fitted, suggest_chat
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
@@ -215,16 +215,18 @@ class MetaTrainer:
                         f"model_name_or_path={config.model_name_or_path} with model=: give one of them",
                     ),
                     (
-                        model is not None and tokenizer is None,
-                        f"model={type(model).__name__} has no tokenizer; give"
-                        " tokenizer=AutoTokenizer.from_pretrained(...)",
-                    ),
-                    (
                         self.dataset is not None and config.dataset != Config().dataset,
                         f"dataset={' '.join(config.dataset)} in the settings, and dataset=; give one of them",
                     ),
                 ]
             )
+            if model is not None:
+                check_given_model(model)
+                if tokenizer is None:
+                    raise UsageError(
+                        f"model={type(model).__name__} has no tokenizer; give"
+                        " tokenizer=AutoTokenizer.from_pretrained(...)"
+                    )
             if tokenizer is not None:
                 check_given_tokenizer(tokenizer)
             if self.dataset is not None:

@@ -20,9 +20,9 @@ from fmmeta.adaptation.model import AdaptedModel
 from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import refuse_while_importing, restored_process
 from fmmeta.common.progress import Progress, terminal_log
-from fmmeta.common.text import nearest, shortened
+from fmmeta.common.text import shortened
 from fmmeta.config.fields import of_type
-from fmmeta.config.renamed import refuse
+from fmmeta.config.renamed import refuse_unknown
 from fmmeta.evaluation import command as evaluate_command
 from fmmeta.evaluation.results import EvaluationResults
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, AdaptConfig, EvaluateConfig, PredictConfig
@@ -174,9 +174,5 @@ def settings_of(kind: type[T], values: Mapping[str, Any], known: Sequence[str] =
     """
     every = [item.name for item in fields(cast(Any, kind))]
     known = known or every
-    refuse(values, known)
-    for name, value in values.items():
-        if name not in known:
-            close = "" if name in every else nearest(name, known)
-            raise UsageError(f"{name}={shortened(value)} is no setting{close or '; leave it out'}")
+    refuse_unknown(values, known, every)
     return kind(**{name: of_type(kind, name, value) for name, value in values.items()})

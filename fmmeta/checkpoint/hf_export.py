@@ -34,7 +34,7 @@ from fmmeta.models.files import (
 )
 from fmmeta.models.learner import PooledClassifier
 from fmmeta.models.load import Description, empty_learner, generation_settings, load_hf
-from fmmeta.models.lora import merged, save_adapter
+from fmmeta.models.lora import merge, save_adapter
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.data.encode import end_tokens
@@ -189,7 +189,9 @@ def write_adapters(
     if config.lora_merge:
         folders.append(merge_into or folder.with_name("merged"))
         clear(folders[1])
-        save_model(folders[1], merged(load_hf(config, description), folder, config), description)
+        hf = load_hf(config, description)
+        merge(hf, folder, config)
+        save_model(folders[1], hf, description)
     for each in folders:
         write_metadata(each, skeleton, config, description, tokenizer, rates, trained)
         if isinstance(skeleton, PooledClassifier) and config.head_init == "learned":

@@ -4,10 +4,11 @@ flags, --config files, keyword arguments       refuse: one line with the new nam
 run.json, state.json, fmmeta.json              translated: old folders are read as before
 """
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from typing import Any
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.text import nearest, shortened
 
 RENAMED = {
     "split": "class_split",
@@ -44,10 +45,26 @@ def translated(stored: Mapping[str, Any], known: Container[str]) -> dict[str, An
     return found
 
 
-class RefusesOldNames:
+def refuse_unknown(given: Mapping[str, Any], known: Collection[str], every: Container[str]) -> None:
+    """Raise `UsageError` for an old name and for one that is no setting.
+
+    known: names of the settings that a call reads; every: of all of its kind.
+    """
+    from fmmeta.config.migration import answer
+
+    refuse(given, known)
+    for name, value in given.items():
+        if name not in known:
+            there = answer(name)
+            close = f": {there}" if there else "" if name in every else nearest(name, known)
+            raise UsageError(f"{name}={shortened(value)} is no setting{close or '; leave it out'}")
+
+
+class RefusesUnknownNames:
     """Base of dataclasses of settings."""
 
     def __new__(cls, *_: Any, **given: Any):
-        """Raises `UsageError` for a keyword that was renamed."""
-        refuse(given, getattr(cls, "__dataclass_fields__", {}))
+        """Raises `UsageError` for a keyword that is no setting, which would be a `TypeError`."""
+        names = getattr(cls, "__dataclass_fields__", {})
+        refuse_unknown(given, names, names)
         return super().__new__(cls)

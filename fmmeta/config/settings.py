@@ -13,7 +13,7 @@ from fmmeta.config.algorithms import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 from fmmeta.config.fields import check_values, names_where, of_type, setting
 from fmmeta.config.json_files import label_texts_of
 from fmmeta.config.peft_options import apply_peft_options
-from fmmeta.config.renamed import RefusesOldNames
+from fmmeta.config.renamed import RefusesUnknownNames
 
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
 TRACKERS = (
@@ -35,7 +35,7 @@ CLASSIFICATION, CAUSAL_LM = "classification", "causal_lm"
 
 
 @dataclass
-class ModelConfig(RefusesOldNames):
+class ModelConfig(RefusesUnknownNames):
     model_name_or_path: str = setting(
         "tiny",
         "HF folder, hub id or GGUF file; tiny: the built-in model, trained from scratch",

@@ -38,6 +38,12 @@ UNREADABLE = (
     RecursionError,
     SafetensorError,
 )
+CLEAR = (OSError, ValueError, RuntimeError, ImportError, SafetensorError)  # their text is enough in a message
+SENTENCE_FILES = [  # settings of the encoder of a sentence-transformers folder
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+]
+MOST_SHOWN = 300  # characters of a library's error
 T = TypeVar("T")
 
 
@@ -47,6 +53,49 @@ def split_source(source: str) -> dict[str, str]:
     if not revision or is_path(source) or Path(source).exists():
         return {"pretrained_model_name_or_path": source}
     return {"pretrained_model_name_or_path": name, "revision": revision}
+
+
+def encoder_source(source: str) -> dict[str, str]:
+    """`split_source`, with the subfolder in which a sentence-transformers folder has its encoder, if any.
+
+    Raises `UsageError` for a broken modules.json.
+    """
+    folder = encoder_folder(source)
+    return split_source(source) | ({"subfolder": folder} if folder else {})
+
+
+def encoder_folder(source: str) -> str:
+    """The subfolder of the encoder: that of the first module; "" where the model is in no subfolder."""
+    return next((path for _, path in sentence_modules(source)), "")
+
+
+def encoder_file(source: str, name: str) -> str | None:
+    """`cached_file` beside the configuration of the model."""
+    return cached_file(source, f"{encoder_folder(source)}/{name}".removeprefix("/"))
+
+
+def sentence_modules(source: str) -> list[tuple[str, str]]:
+    """Kind and folder of each module of a sentence-transformers folder, in their order; empty for others.
+
+    Raises `UsageError`.
+    """
+
+    def parse(modules: Any) -> list[tuple[str, str]]:
+        found = [(one["type"].rpartition(".")[2], one.get("path") or "") for one in modules]
+        if any(Path(path).is_absolute() or ".." in Path(path).parts for _, path in found):
+            raise ValueError("a path leads out of the folder")
+        return found
+
+    return read_json(source, "modules.json", parse) or []
+
+
+def sentence_settings(source: str) -> dict[str, Any]:
+    """The settings of a sentence-transformers folder for the texts of its encoder: max_seq_length,
+    do_lower_case; empty for others. Raises `UsageError`.
+    """
+    folder = encoder_folder(source)
+    names = [f"{folder}/{name}".removeprefix("/") for name in SENTENCE_FILES]
+    return next(filter(None, (read_json(source, name, dict) for name in names)), {})
 
 
 def cached_file(model_name_or_path: str, name: str) -> str | None:
@@ -72,13 +121,19 @@ def cached_file(model_name_or_path: str, name: str) -> str | None:
 
 @contextmanager
 def reading(model_name_or_path: str, name: str) -> Iterator[None]:
-    """Raise a `UsageError` that names the file `name` of a model if the block cannot read or use it."""
+    """Raise a `UsageError` that names the file or part `name` of a model if the block cannot read or use it.
+
+    Libraries raise errors of every type for damaged files.
+    """
     try:
         yield
-    except UNREADABLE as error:
+    except (UsageError, MemoryError):
+        raise
+    except Exception as error:
+        kind = "" if isinstance(error, CLEAR) else f"{type(error).__name__}: "
         raise UsageError(
-            f"model_name_or_path={model_name_or_path}: {name} cannot be read ({one_line(error)}); fix or"
-            " replace it"
+            f"model_name_or_path={model_name_or_path}: {name} cannot be read"
+            f" ({kind}{one_line(error)[:MOST_SHOWN]}); fix or replace it"
         ) from None
 
 
@@ -176,7 +231,8 @@ def check_given_model(model: Any) -> None:
     if not isinstance(model, PreTrainedModel):
         raise UsageError(
             f"{name} is no PreTrainedModel of transformers; give the model itself, before a wrapper of"
-            " DeepSpeed, accelerate or torch, and adapters by Config(lora_r=...)"
+            " DeepSpeed, accelerate or torch, adapters by Config(lora_r=...), and a SentenceTransformer by"
+            " the folder that it saves"
         )
     parameters = list(model.parameters())
     quantised = getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None)
@@ -223,7 +279,8 @@ def model_digest(model: Any) -> str:
 
 def weights_state(folder: str) -> dict[str, list[int]]:
     """Size and time of change of each file of weights in a folder, by name; empty for a hub id."""
-    states = {one.name: one.stat() for one in sorted(Path(folder).glob("*.safetensors"))}
+    where = Path(folder, encoder_folder(folder))
+    states = {one.name: one.stat() for one in sorted(where.glob("*.safetensors"))}
     return {name: [one.st_size, one.st_mtime_ns] for name, one in states.items()}
 
 

@@ -5,6 +5,7 @@ checkpoint lacks (a new classifier, adapters) are drawn on every rank as transfo
 the same random stream. Never reads pickles.
 """
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torch.utils import swap_tensors
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
-from fmmeta.models.files import base_model_name, cached_file, read_json, reading
+from fmmeta.models.files import base_model_name, encoder_file, encoder_folder, read_json, reading
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import (
     Description,
@@ -25,6 +26,7 @@ from fmmeta.models.load import (
     empty_hf,
     initialize_head,
     load_learner,
+    refuse_other_layers,
     wrap,
 )
 
@@ -160,7 +162,7 @@ def find_tensors(hf: Any, config: Config, description: Description) -> dict[str,
             f"model_name_or_path={name} ({type(hf).__name__}) stores its tensors in"
             " another form than it computes with, so that they cannot be read one by one; use ZeRO 0 to 2"
         )
-    wanted, shapes = hf.state_dict(), dict[str, list[int]]()
+    wanted, shapes, unused = hf.state_dict(), dict[str, list[int]](), list[str]()
     found: dict[str, StoredTensor] = {}
     for path in checkpoint_files(name):
         with reading(name, path), safe_open(path, "pt") as file:
@@ -169,6 +171,8 @@ def find_tensors(hf: Any, config: Config, description: Description) -> dict[str,
                 if renamed in wanted:
                     found[renamed] = StoredTensor(path, key)
                     shapes[renamed] = list(file.get_slice(key).get_shape())
+                elif not any(re.search(one, key) for one in hf._keys_to_ignore_on_load_unexpected or ()):
+                    unused.append(renamed)
     others = {key: shape for key, shape in shapes.items() if shape != list(wanted[key].shape)}
     found = {key: tensor for key, tensor in found.items() if key not in others}
     names: dict[nn.Parameter, str] = {}
@@ -177,6 +181,7 @@ def find_tensors(hf: Any, config: Config, description: Description) -> dict[str,
         if alias in found and not found.setdefault(name, found[alias]).equals(found[alias]):
             raise different_tied(config, name, alias)
     check_complete(hf, config, description, wanted.keys() - found.keys(), others)
+    refuse_other_layers(hf, config, unused)
     return found
 
 
@@ -187,15 +192,16 @@ def checkpoint_files(name: str) -> list[str]:
             f"model_name_or_path={name} holds adapters, which are read together with a whole model; give a"
             " merged/ folder that --lora_merge wrote, or use ZeRO 0 to 2"
         )
-    single = cached_file(name, "model.safetensors")
+    single = encoder_file(name, "model.safetensors")
     if single:
         return [single]
-    files = read_json(name, INDEX, lambda index: sorted(set(index["weight_map"].values())))
+    index = f"{encoder_folder(name)}/{INDEX}".removeprefix("/")
+    files = read_json(name, index, lambda found: sorted(set(found["weight_map"].values())))
     if files is None:
         raise UsageError(
             f"model_name_or_path={name} has no model.safetensors; convert its weights to safetensors"
         )
-    paths = {file: cached_file(name, file) for file in files}
+    paths = {file: encoder_file(name, file) for file in files}
     for missing in [file for file, path in paths.items() if path is None]:
         raise UsageError(f"model_name_or_path={name} lacks {missing}, which its index names; fetch it again")
     return list(map(str, paths.values()))

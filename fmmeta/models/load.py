@@ -9,12 +9,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils import swap_tensors
@@ -22,7 +22,7 @@ from torch.utils import swap_tensors
 from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import hide_download_bars, quiet_logger
 from fmmeta.common.progress import Warn
-from fmmeta.common.security import one_line
+from fmmeta.common.text import shortened
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.models.files import (
@@ -30,17 +30,21 @@ from fmmeta.models.files import (
     HEAD_FILE,
     adapter_folder,
     base_model_name,
-    cached_file,
+    encoder_file,
+    encoder_source,
     is_path,
     reachable,
     read_json,
     read_stored,
+    reading,
     remembered,
+    sentence_modules,
+    sentence_settings,
     split_source,
 )
 from fmmeta.models.forward_options import check_packing, checkpoint_layers
 from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
-from fmmeta.models.lora import import_peft, inject, merged, restore_adapters
+from fmmeta.models.lora import import_peft, inject, merge, restore_adapters
 from fmmeta.models.tiny import byte_tokenizer, image_settings, tiny_config, tiny_vit_config
 from fmmeta.tasks.data.images import PROCESSOR_FILE, ImageReader
 
@@ -59,6 +63,7 @@ AFTER_PADDING = {
     "xmod",
     "luke",
     "layoutlmv3",
+    "markuplm",
 }
 """Model types that count positions from pad_token_id + 1."""
 
@@ -92,11 +97,15 @@ def rotary_positions(hf_config: Any) -> int | None:
 
 
 def fitted(config: Config, hf_config: Any) -> Config:
-    """The settings with the default max_length lowered to the model's positions.
+    """The settings with the default max_length lowered to the model's positions, or to the longest text of a
+    sentence-transformers folder.
 
-    Raises `UsageError` if a given max_length is larger.
+    Raises `UsageError` if a given max_length is above the positions.
     """
     most = max_positions(hf_config)
+    longest = sentence_settings(config.model_source).get("max_seq_length")
+    if config.max_length == DEFAULT_LENGTH and isinstance(longest, int) and 0 < longest < (most or math.inf):
+        most = longest
     if most is None or config.max_length <= most:
         return config
     if config.max_length != DEFAULT_LENGTH:
@@ -118,14 +127,30 @@ CHANGING_GREEDY = {
 """Generation settings, beside sampling, that would change greedy answers, with the value that does not."""
 DROPOUTS = ("dropout", "pdrop", "layerdrop", "drop_path")  # in the names of dropout probabilities
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
-TOKENIZERS = (
+TOKENIZERS = (  # files, one of which is beside every tokenizer that is not made by code alone
     "tokenizer.json",
     "tokenizer_config.json",
     "vocab.txt",
     "vocab.json",
+    "vocab.bpe",
+    "merges.txt",
+    "bpe.codes",
+    "dict.txt",
     "tokenizer.model",
     "spiece.model",
+    "spm.model",
+    "sentencepiece.model",
+    "sentencepiece.bpe.model",
+    "source.spm",
+    "tiktoken.model",
+    "qwen.tiktoken",
+    "tekken.json",
 )
+FEWEST = 64  # tokens of a tokenizer beside its special ones, for a model of more rows than bytes
+IDS = ("pad", "bos", "eos", "unk", "sep", "cls", "mask", "decoder_start")  # NAME_token_id in configurations
+READ = ("pad", "decoder_start")  # of these, those that are put before the model
+NUMBER = re.compile(r"\.\d+\.")  # of a layer, in the name of a weight
+MOST_BYTES = 260  # rows of an embedding whose tokens may be bytes
 
 
 @dataclass(frozen=True)
@@ -225,16 +250,17 @@ def describe(config: Config) -> Description:
         and any(type(one) in (int, float) for one in (value if isinstance(value, list) else [value]))
     }
     hf_config.update({key: [0.0] * len(v) if isinstance(v, list) else 0.0 for key, v in dropouts.items()})
+    for key in [f"{one}_token_id" for one in IDS]:
+        if getattr(hf_config, key, None) == -1:  # how LLaMA 1 says that there is none
+            setattr(hf_config, key, None)
     if not images and getattr(hf_config, "pad_token_id", None) is None:
         eos = getattr(hf_config, "eos_token_id", None)
         hf_config.pad_token_id = (eos[0] if isinstance(eos, (list, tuple)) else eos) or 0
-    normalizes = pooling != "model" and read_json(
-        config.model_source,
-        "modules.json",
-        lambda modules: any("Normalize" in module["type"] for module in modules),
+    normalizes = pooling != "model" and any(
+        kind == "Normalize" for kind, _ in sentence_modules(config.model_source)
     )
     ends = stored_ends(config, hf_config) if config.task_type == "causal_lm" else ()
-    return Description(hf_config, pooling, dropouts, bool(normalizes), images=images, ends=ends)
+    return Description(hf_config, pooling, dropouts, normalizes, images=images, ends=ends)
 
 
 def generation_settings(config: Config, hf_config: Any) -> dict[str, Any]:
@@ -271,29 +297,54 @@ def read_hf_config(name: str, trust_remote_code: bool) -> Any:
     """transformers' configuration of a folder or hub id. Raises `UsageError`."""
     from transformers import AutoConfig
 
-    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-        raise UsageError(
-            f"model_name_or_path={name} holds no config.json; give a Hugging Face folder or hub id"
-        )
     if not Path(name).exists() and is_path(name):
         raise UsageError(f"model_name_or_path={name} is not a folder; check the path")
-    try:
-        return AutoConfig.from_pretrained(
-            **split_source(name), trust_remote_code=trust_remote_code, local_files_only=not reachable(name)
+    kind, folder = next(iter(sentence_modules(name)), ("Transformer", ""))
+    if kind != "Transformer":
+        raise UsageError(
+            f"model_name_or_path={name} begins with the sentence-transformers module {kind}, and only models"
+            " of transformers can be trained; give one that begins with Transformer"
         )
-    except Exception as error:  # transformers raises many types
-        why = f" cannot be read: {one_line(error)}"
-        if not reachable(name) and cached_file(name, "config.json") is None:
-            why = (
-                " is no folder, and the hub cannot be reached for a model of that name; check the path, or"
-                " the network"
-            )
-        raise UsageError(f"model_name_or_path={name}{why}") from None
+    if Path(name).is_dir() and not Path(name, folder, "config.json").is_file():
+        raise UsageError(
+            f"model_name_or_path={name} holds no {folder}{'/' * bool(folder)}config.json; give a Hugging Face"
+            " folder or hub id"
+        )
+    if not reachable(name) and encoder_file(name, "config.json") is None:
+        raise UsageError(
+            f"model_name_or_path={name} is no folder, and the hub cannot be reached for a model of that name;"
+            " check the path, or the network"
+        )
+    with reading(name, "its configuration"):
+        return AutoConfig.from_pretrained(
+            **encoder_source(name), trust_remote_code=trust_remote_code, local_files_only=not reachable(name)
+        )
+
+
+def not_computed(source: str) -> str:
+    """What changes the vectors of a sentence-transformers folder and is not computed here; "" if nothing is.
+
+    Raises `UsageError` for broken files.
+    """
+    parts = [
+        f"the module {kind} ({path or 'no folder'})"
+        for kind, path in sentence_modules(source)
+        if kind not in ("Transformer", "Pooling", "Normalize", "Dropout")  # the last one trains alone
+    ]
+
+    def default_prompt(settings: dict[str, Any]) -> str:
+        return settings.get("prompts", {}).get(settings.get("default_prompt_name"), "")
+
+    if prompt := read_json(source, "config_sentence_transformers.json", default_prompt):
+        parts.append(f"the default prompt {shortened(prompt)}")
+    return " and ".join(parts)
 
 
 def resolve_pooling(config: Config, images: bool = False) -> str:
-    """`auto` follows fmmeta.json, or for texts a sentence-transformers folder's 1_Pooling/config.json;
-    without one it is the model's pooling.
+    """`auto` follows fmmeta.json, or for texts the pooling of a sentence-transformers folder; without one it
+    is the model's pooling.
+
+    Raises `UsageError` for a folder with another pooling, or whose vectors are not those of its pooling.
     """
     if config.task_type != "classification":
         return "model"
@@ -304,7 +355,16 @@ def resolve_pooling(config: Config, images: bool = False) -> str:
     stored = remembered(config.model_source).get("pooling")
     if stored in ("mean", "cls", "model"):
         return stored
-    modes = None if images else read_json(config.model_source, "1_Pooling/config.json", dict)
+    if images:
+        return "model"
+    if parts := not_computed(config.model_source):
+        raise UsageError(
+            f"pooling=auto: the vectors of model_name_or_path={config.model_name_or_path} need {parts}, which"
+            " fmmeta does not compute; choose --pooling mean or cls to train the encoder without"
+        )
+    modules = dict(sentence_modules(config.model_source))
+    file = f"{modules.get('Pooling', '1_Pooling')}/config.json"
+    modes = read_json(config.model_source, file, dict)
     if modes is None:
         return "model"
     chosen = [key for key, value in modes.items() if key.startswith("pooling_mode_") and value is True]
@@ -312,7 +372,7 @@ def resolve_pooling(config: Config, images: bool = False) -> str:
         if chosen == [key] or (not chosen and modes.get("pooling_mode") == pooling):
             return pooling
     raise UsageError(
-        f"pooling=auto: 1_Pooling/config.json of model_name_or_path={config.model_name_or_path} has a pooling"
+        f"pooling=auto: {file} of model_name_or_path={config.model_name_or_path} has a pooling"
         " that is not mean or cls; choose one with --pooling"
     )
 
@@ -320,15 +380,16 @@ def resolve_pooling(config: Config, images: bool = False) -> str:
 def load_tokenizer(
     config: Config, description: Description, notice: Callable[[str], None], given: Any = None
 ) -> Any:
-    """The `given` tokenizer, else the checkpoint's; bytes for the built-in model and for checkpoints without
-    a tokenizer.
+    """The `given` tokenizer, else the checkpoint's; bytes for the built-in model and for checkpoints with
+    neither a tokenizer nor more rows than bytes.
 
-    Its padding token becomes the model's: sequence classifiers and RoBERTa look for it among the ids. Of an
-    image model, its `ImageReader`.
+    Its padding token becomes the model's: sequence classifiers look for it among the ids. Of an image model,
+    its `ImageReader`. Raises `UsageError` for a tokenizer or a configuration with tokens that the model has
+    no rows for.
     """
     if description.images:
         return load_image_reader(config, given)
-    name, hf_config = config.model_source, description.hf_config
+    name, hf_config, bytes_ = config.model_source, description.hf_config, byte_tokenizer()
     if config.max_length < DEFAULT_LENGTH and config.max_length == max_positions(hf_config):
         notice(f"max_length {config.max_length}: {name} has no more positions")
     if most := rotary_positions(hf_config):
@@ -336,21 +397,26 @@ def load_tokenizer(
             f"{name} is used up to {most} positions: beyond them its rotary table (longrope) depends on the"
             " longest row of a pass"
         )
+    if config.pooling != "auto" and description.pooling != "model" and (parts := not_computed(name)):
+        notice(Warn(f"pooling={config.pooling}: {name} is trained and exported without {parts}"))
+    if description.normalizes and not config.feature_norm:
+        notice(
+            f"{name} scales its vectors to length 1, and the classifier sees them as they are;"
+            " --feature_norm 3.16 scales them to that length"
+        )
+    rows = embedding_rows(config, description)
     tokenizer = read_tokenizer(config) if given is None else copy.deepcopy(given)
-    if given is not None and len(tokenizer) > hf_config.vocab_size:
+    if rows is not None and (
+        is_empty(tokenizer) if rows > MOST_BYTES else tokenizer is None and rows < len(bytes_)
+    ):
         raise UsageError(
-            f"tokenizer={type(given).__name__} has {len(tokenizer)} tokens, and the model"
-            f" vocab_size={hf_config.vocab_size}; call model.resize_token_embeddings(len(tokenizer))"
+            f"model_name_or_path={name} has {rows} rows in its embedding, and no tokenizer with a vocabulary"
+            " beside it; add its tokenizer (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         )
     if tokenizer is None:
         if not config.builtin_model:
             notice(Warn(f"{name} has no tokenizer: texts are read as bytes"))
-        tokenizer = byte_tokenizer()
-        if getattr(hf_config, "vocab_size", math.inf) < len(tokenizer):
-            raise UsageError(
-                f"model_name_or_path={name} has no tokenizer, and its vocab_size={hf_config.vocab_size} is"
-                f" below the byte tokenizer's {len(tokenizer)}; add a tokenizer"
-            )
+        tokenizer = bytes_
     if tokenizer.eos_token_id is None and description.ends:
         known = filter(None, tokenizer.convert_ids_to_tokens([*description.ends]))
         tokenizer.eos_token = next(known, None)
@@ -362,10 +428,68 @@ def load_tokenizer(
                 f"answers are greedy and end at tokens alone: {GENERATION_FILE} of {name} has"
                 f" {', '.join(unused)}, which exports keep"
             )
-    pad = tokenizer.pad_token_id
-    if pad is not None and pad < getattr(hf_config, "vocab_size", math.inf):
-        hf_config.pad_token_id = pad
+    if rows is not None:
+        refuse_without_row(config, hf_config, tokenizer, rows, notice)
+    if hf_config.model_type not in AFTER_PADDING and tokenizer.pad_token_id is not None:
+        hf_config.pad_token_id = tokenizer.pad_token_id
+    if given is None and sentence_settings(name).get("do_lower_case"):
+        lower_case(name, tokenizer)
     return tokenizer
+
+
+def lower_case(name: str, tokenizer: Any) -> None:
+    """Lower the case of every text, as sentence-transformers does for do_lower_case. Raises `UsageError`."""
+    from tokenizers import normalizers
+
+    with reading(name, "do_lower_case"):
+        backend = tokenizer.backend_tokenizer
+        before = [backend.normalizer] if backend.normalizer else []
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])
+
+
+def is_empty(tokenizer: Any) -> bool:
+    """Whether there is no tokenizer, or one of special tokens: transformers makes one without any file."""
+    if tokenizer is None:
+        return True
+    special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    return len(tokenizer.get_vocab().keys() - special) < FEWEST
+
+
+def embedding_rows(config: Config, description: Description) -> int | None:
+    """Rows of the input embedding, or of a language model's output layer if it has fewer; None without."""
+    hf_config = copy.deepcopy(description.hf_config)
+    hf_config.pad_token_id = 0  # torch makes no embedding for one beyond its rows
+    hf = empty_hf(config, replace(description, hf_config=hf_config))
+    layers = [hf.get_input_embeddings(), hf.get_output_embeddings()]
+    return min((layer.weight.shape[0] for layer in layers if hasattr(layer, "weight")), default=None)
+
+
+def refuse_without_row(
+    config: Config, hf_config: Any, tokenizer: Any, rows: int, notice: Callable[[str], None]
+) -> None:
+    """Raise `UsageError` for a tokenizer or ids of the configuration beyond the rows of the embedding.
+
+    Every token counts, as each can be in a text. An id that the model never reads is named in a notice.
+    """
+    where = f"model_name_or_path={config.model_source}"
+    with reading(config.model_source, "its tokenizer"):
+        most = max([*tokenizer.get_vocab().values(), *tokenizer("a")["input_ids"]])
+    if most >= rows:
+        raise UsageError(
+            f"{where}: the tokenizer has {most + 1} tokens, and the embedding of the model {rows} rows; call"
+            " model.resize_token_embeddings(len(tokenizer)) and save both, or remove the added tokens"
+        )
+    for one in IDS:
+        found = getattr(hf_config, f"{one}_token_id", None)
+        for number in found if isinstance(found, (list, tuple)) else [found]:
+            if number is not None and not 0 <= number < rows:
+                text = (
+                    f"{where}: {one}_token_id={number} of config.json is not among the {rows} rows of its"
+                    " embedding"
+                )
+                if one in READ or number < 0:
+                    raise UsageError(f"{text}; use the id of a token, or null")
+                notice(Warn(f"{text}, and is not used"))
 
 
 def load_image_reader(config: Config, given: Any = None) -> ImageReader:
@@ -392,14 +516,10 @@ def load_image_reader(config: Config, given: Any = None) -> ImageReader:
         return ImageReader(settings, ViTImageProcessorPil(**settings))
     from transformers import AutoImageProcessor
 
-    try:  # the same numbers with and without torchvision
+    with reading(place, "its image processor"):  # the same numbers with and without torchvision
         processor = AutoImageProcessor.from_pretrained(
             **split_source(place), backend="pil", local_files_only=not reachable(place)
         )
-    except Exception as error:
-        raise UsageError(
-            f"model_name_or_path={place}: its image processor cannot be read: {one_line(error)}"
-        ) from None
     return ImageReader(settings, processor)
 
 
@@ -418,22 +538,26 @@ def suggest_chat(config: Config, tokenizer: Any, notice: Callable[[str], None]) 
 
 
 def read_tokenizer(config: Config) -> Any:
-    """The tokenizer of the checkpoint, or of its base model where peft saved none; None if there is none."""
+    """The tokenizer of the checkpoint, of its base model where peft saved none, or the one that the code of
+    its family makes without a file; None if there is none. Raises `UsageError`.
+    """
     from transformers import AutoTokenizer
 
-    for place in (config.model_source, base_model_name(config.model_source)):
-        if any(cached_file(place, name) for name in TOKENIZERS):
-            try:
-                return AutoTokenizer.from_pretrained(
-                    **split_source(place),
-                    trust_remote_code=config.trust_remote_code,
-                    local_files_only=not reachable(place),
-                )
-            except Exception as error:
-                raise UsageError(
-                    f"model_name_or_path={place}: its tokenizer cannot be read: {one_line(error)}"
-                ) from None
-    return None
+    def read(place: str) -> Any:
+        return AutoTokenizer.from_pretrained(
+            **encoder_source(place),
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=not reachable(place),
+        )
+
+    base = base_model_name(config.model_source)
+    for place in dict.fromkeys((config.model_source, base)):
+        if any(encoder_file(place, name) for name in TOKENIZERS):
+            with reading(place, "its tokenizer"):
+                return read(place)
+    with suppress(Exception):
+        made = None if config.builtin_model else read(base)
+        return None if is_empty(made) else made
 
 
 def load_learner(config: Config, description: Description) -> Learner:
@@ -480,11 +604,11 @@ def load_hf(config: Config, description: Description) -> Any:
     base = base_model_name(name)
     local = {"local_files_only": not reachable(base)}
     torch.manual_seed(config.seed)
-    try:
-        if config.builtin_model:
-            return auto.from_config(description.hf_config)
+    if config.builtin_model:
+        return auto.from_config(description.hf_config)
+    with reading(name, "the model"):
         loaded = auto.from_pretrained(
-            **split_source(base),
+            **encoder_source(base),
             config=description.hf_config,
             dtype=torch.float32,
             use_safetensors=True,
@@ -499,17 +623,15 @@ def load_hf(config: Config, description: Description) -> Any:
             hf, info = loaded
             shapes = {key: stored for key, stored, _ in info["mismatched_keys"]}
             check_complete(hf, config, description, info["missing_keys"], shapes)
+            refuse_other_layers(hf, config, info["unexpected_keys"])
         params = dict(hf.named_parameters(remove_duplicate=False))
         for second, first in hf.get_expanded_tied_weights_keys(all_submodels=True).items():
             if params.get(first) is not params.get(second):  # transformers has untied them
                 raise different_tied(config, first, second)
-        if base == name or config.lora_r:  # adapters that are trained further are not merged
-            return hf
-        return merged(hf, adapter_folder(name), config).requires_grad_(True)  # peft had frozen the base
-    except UsageError:
-        raise
-    except (OSError, ValueError, LookupError, ImportError, RuntimeError, SafetensorError) as error:
-        raise UsageError(f"model_name_or_path={name} cannot be loaded: {one_line(error)}") from None
+        if base != name and not config.lora_r:  # adapters that are trained further are not merged
+            merge(hf, adapter_folder(name), config)
+            hf.requires_grad_(True)  # peft had frozen the base
+        return hf
 
 
 def check_complete(
@@ -556,6 +678,19 @@ def check_complete(
         )
 
 
+def refuse_other_layers(hf: Any, config: Config, unused: Collection[str]) -> None:
+    """Raise `UsageError` for weights of layers that the configuration does not count. unused: names."""
+    known, layers = {NUMBER.sub(".N.", name) for name in hf.state_dict() if NUMBER.search(name)}, []
+    for name in sorted(unused):
+        if NUMBER.search(name) and (NUMBER.sub(".N.", name) in known or not known):
+            layers.append(name)
+    if layers:
+        raise UsageError(
+            f"model_name_or_path={base_model_name(config.model_source)} holds {len(layers)} weights of layers"
+            f" that its configuration does not count ({first_three(layers)}); fix config.json"
+        )
+
+
 def different_tied(config: Config, first: str, second: str) -> UsageError:
     """For weights that are tied by the configuration, and stored twice with different values.
 
@@ -575,19 +710,20 @@ def first_three(parts: Sequence[str]) -> str:
 
 def empty_hf(config: Config, description: Description) -> Any:
     """The HF model on the meta device."""
+    name, attention = config.model_name_or_path, config.attn_implementation
     try:
-        with torch.device("meta"):
+        with reading(name, "its configuration"), torch.device("meta"):
             return auto_class(config, description).from_config(
                 description.hf_config, trust_remote_code=config.trust_remote_code
             )
-    except (OSError, ValueError, ImportError) as error:
-        name, why = f"model_name_or_path={config.model_name_or_path}", one_line(error).split(". ")[0]
-        if config.attn_implementation:
-            raise UsageError(
-                f"attn_implementation={config.attn_implementation} does not work with {name} here ({why});"
-                " use eager, or leave it out"
-            ) from None
-        raise UsageError(f"{name} cannot be built ({why}); use another model") from None
+    except UsageError as error:
+        if not attention:
+            raise
+        why = str(error).partition("(")[2].rpartition(")")[0].split(". ")[0]
+        raise UsageError(
+            f"attn_implementation={attention} does not work with model_name_or_path={name} here ({why}); use"
+            " eager, or leave it out"
+        ) from None
 
 
 def empty_learner(config: Config, description: Description) -> Learner:

@@ -312,13 +312,67 @@ def file_name(name: str) -> str:
     return f"{PREFIX}{name.removeprefix('hf.').replace(f'.{ADAPTER}.', '.')}"
 
 
-def merged(hf: Any, folder: Path, config: Config) -> Any:
-    """`hf`, the base as it was loaded, with the adapters of `folder` added to its weights:
+def merge(hf: Any, folder: Path, config: Config) -> None:
+    """Add the adapters of `folder` to the weights of `hf`, the base as it was loaded: for LoRA
     W + (alpha / r) B A.
+
+    They may be those of another class of the same base: adapters of a language model go into the base of a
+    classifier, without those above it. Raises `UsageError`.
     """
     peft = import_peft(config)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return peft.PeftModel.from_pretrained(
-            hf, str(folder), ignore_mismatched_sizes=config.task_type == "classification"
-        ).merge_and_unload()
+    with reading(config.model_source, "its adapters"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of old names in transformers, and of what is checked here
+        settings = peft.PeftConfig.from_pretrained(str(folder))
+        refuse_unmergeable(settings, config)
+        stored = load_file(folder / ADAPTER_FILE)
+        settings.task_type, settings.inference_mode = None, True  # peft's class for a task needs its methods
+        model = peft.PeftModel(root_of(hf, stored), settings)
+        inner = {name for name, _ in hf.base_model.named_children()} | {hf.base_model_prefix}
+
+        def is_head(name: str) -> bool:
+            return config.task_type == "classification" and first_part(name) not in inner
+
+        wanted = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+        for name, value in wanted.items():
+            if is_head(name) and (name not in stored or stored[name].shape != value.shape):
+                stored[name] = value  # a head of other classes
+        unused = peft.set_peft_model_state_dict(model, stored).unexpected_keys
+        if wrong := {*wanted} - {*stored} | {name for name in unused if not is_head(name)}:
+            raise ValueError(f"{', '.join(sorted(wrong)[:3])} does not fit {type(hf).__name__}")
+        model.merge_and_unload()
+
+
+def first_part(name: str) -> str:
+    """Of a name in an adapter file: the child of the model."""
+    return name.removeprefix(PREFIX).split(".")[0]
+
+
+def refuse_unmergeable(settings: Any, config: Config) -> None:
+    """Raise `UsageError` for adapters that are no change of weights. settings: of peft."""
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+    tuner, activated = PEFT_TYPE_TO_TUNER_MAPPING[settings.peft_type], "alora_invocation_tokens"
+    if (
+        settings.is_prompt_learning
+        or not hasattr(tuner, "merge_and_unload")
+        or getattr(settings, activated, 0)
+    ):
+        option = f" with {activated}" if getattr(settings, activated, 0) else ""
+        raise UsageError(
+            f"model_name_or_path={config.model_source} holds adapters of"
+            f" peft_type={settings.peft_type.value}{option}, which cannot be merged into a model's weights;"
+            " give LoRA adapters, or a whole model"
+        )
+
+
+def root_of(hf: Any, stored: Mapping[str, Any]) -> Any:
+    """The module whose layers have the names of these adapters: `hf`, its base, or one around it."""
+    base, prefix, parts = hf.base_model, hf.base_model_prefix, {first_part(name) for name in stored}
+    if prefix not in parts:
+        return base if parts & {name for name, _ in base.named_children()} else hf
+    if base is not hf:
+        return hf
+    around = nn.Module()
+    around.add_module(prefix, hf)
+    around.config = hf.config
+    return around

@@ -103,6 +103,10 @@ def test_models_that_cannot_be_trained_are_refused(bert):
 def test_arguments_that_contradict_the_settings_are_refused(bert, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(bert)
     check_message(refusal(train, tmp_path, "a", model=model), "has no tokenizer", "give tokenizer=")
+    module = torch.nn.Linear(1, 1)
+    check_message(refusal(train, tmp_path, "a", model=module), "model=Linear is no PreTrainedModel")
+    for name, advice in (("inner_step", "did you mean inner_steps?"), ("learning_rate", "--outer_lr")):
+        check_message(refusal(Config, **{name: 3}), f"{name}=3 is no setting", advice)
     both = {"model_name_or_path": str(bert)}
     text = refusal(train, tmp_path, "a", both, model=model, tokenizer=byte_tokenizer())
     assert "with model=: give one of them" in text

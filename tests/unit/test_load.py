@@ -174,7 +174,7 @@ def test_models_that_cannot_be_trained_are_refused(tmp_path, bert, values, cause
 )
 def test_configurations_that_transformers_refuses(tmp_path, bert, values):
     message = refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert, **values))))
-    assert message.startswith(f"model_name_or_path={tmp_path} cannot be read: ")
+    assert message.startswith(f"model_name_or_path={tmp_path}: its configuration cannot be read (")
 
 
 def test_models_without_a_padding_token(tmp_path):
@@ -208,7 +208,7 @@ def test_folders_without_a_model_are_refused(tmp_path):
 def test_missing_weights_are_refused(tmp_path, bert):
     config = Config(model_name_or_path=str(changed(tmp_path, bert)))
     assert refusal(load_learner, config, describe(config)).startswith(
-        f"model_name_or_path={tmp_path} cannot be loaded: "
+        f"model_name_or_path={tmp_path}: the model cannot be read ("
     )
 
 
@@ -314,7 +314,7 @@ def test_truncated_weights_are_refused(tmp_path, bert):
     file.write_bytes((bert / "model.safetensors").read_bytes()[:-100])
     config = Config(model_name_or_path=str(tmp_path))
     assert refusal(load_learner, config, describe(config)).startswith(
-        f"model_name_or_path={tmp_path} cannot be loaded: "
+        f"model_name_or_path={tmp_path}: the model cannot be read ("
     )
     assert refusal(open_lazy_model, config, describe(config)).startswith(
         f"model_name_or_path={tmp_path}: {file} cannot be read ("
@@ -323,7 +323,7 @@ def test_truncated_weights_are_refused(tmp_path, bert):
     for text in ("{", "{}"):
         (tmp_path / "model.safetensors.index.json").write_text(text)
         assert refusal(load_learner, config, describe(config)).startswith(
-            f"model_name_or_path={tmp_path} cannot be loaded: "
+            f"model_name_or_path={tmp_path}: the model cannot be read ("
         )
         message = refusal(open_lazy_model, config, describe(config))
         assert message.startswith(f"model_name_or_path={tmp_path}: ")
@@ -351,8 +351,8 @@ def test_a_checkpoint_without_tokenizer_reads_bytes(tmp_path, bert):
     check_message(
         refusal(load_tokenizer, config, describe(config), notices.append),
         f"model_name_or_path={tmp_path}",
-        "vocab_size=100",
-        "add a tokenizer",
+        "100 rows in its embedding",
+        "add its tokenizer",
     )
 
 

@@ -590,9 +590,10 @@ def test_the_tokenizer_of_a_folder_that_peft_saved_is_that_of_its_base(tmp_path,
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_tokens(["river"])
     tokenizer.save_pretrained(base)
-    peft.get_peft_model(AutoModel.from_pretrained(base), peft.LoraConfig(r=2)).save_pretrained(
-        tmp_path / "adapters"
-    )
+    model = AutoModel.from_pretrained(base)
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(base)
+    peft.get_peft_model(model, peft.LoraConfig(r=2)).save_pretrained(tmp_path / "adapters")
     config = Config(model_name_or_path=str(tmp_path / "adapters"), pooling="mean")
     found = load_tokenizer(config, describe(config), pytest.fail)
     assert found("river")["input_ids"] == tokenizer("river")["input_ids"]

@@ -1,0 +1,386 @@
+"""Checkpoints of others in `../shared/cases`, and their relatives: used as they are meant, or refused in one
+line.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fmmeta import Config, MetaTrainer
+from fmmeta.common.errors import UsageError
+from fmmeta.models.files import weights_state
+from fmmeta.models.lazy_weights import open_lazy_model
+from fmmeta.models.load import describe, embedding_rows, fitted, load_learner, load_tokenizer
+from fmmeta.train import train
+from tests.support.helpers import ROOT, refusal
+from tests.support.messages import check_message
+
+CASES = ROOT.parent / "shared" / "cases"
+pytestmark = pytest.mark.skipif(not CASES.is_dir(), reason=f"{CASES} does not exist")
+SHORT = {"k_shot": 2, "num_query": 2, "outer_steps": 2, "eval_episodes": 0, "num_workers": "0"}
+CLASSES = {"dataset": [str(CASES / "rows.jsonl")], "n_way": 2, **SHORT}
+PAIRS = {"dataset": [str(CASES / "pairs.jsonl")], "task_type": "causal_lm", "max_length": 48, **SHORT}
+CAUSAL, MEAN, MODEL = {"task_type": "causal_lm"}, {"pooling": "mean"}, {"pooling": "model"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The checkpoints of the cases: a folder for each case, with those that its make.py writes as M*."""
+    pytest.importorskip("sentence_transformers")
+    root, argv, path = tmp_path_factory.mktemp("cases"), sys.argv, [*sys.path]
+    for case in (
+        "adapters-not-lora",
+        "causal-adapter-as-classifier",
+        "pad-minus-one",
+        "sentence-transformers-modules",
+        "tokens-beyond-embeddings",
+    ):
+        (root / case).mkdir()
+        sys.argv = ["make.py", str(root / case / "M")]
+        try:
+            runpy.run_path(str(CASES / case / "make.py"))
+        finally:
+            sys.argv, sys.path[:] = argv, path
+    return root
+
+
+def read(folder, **settings):
+    """Configuration, tokenizer, learner and the notices of a model."""
+    config, notices = Config(model_name_or_path=str(folder), n_way=2, **settings), list[str]()
+    description = describe(config)
+    config = fitted(config, description.hf_config)
+    tokenizer = load_tokenizer(config, description, notices.append)
+    return config, tokenizer, load_learner(config, description), [str(one) for one in notices]
+
+
+def changed(folder: Path, source: Path, name: str = "config.json", **values) -> Path:
+    """A copy of a checkpoint with other values in one of its JSON files; None removes a value."""
+    shutil.copytree(source, folder)
+    facts = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+    kept = {key: value for key, value in {**facts, **values}.items() if value is not None}
+    (folder / name).write_text(json.dumps(kept))
+    return folder
+
+
+def test_the_commands_of_the_cases(made, tmp_path):
+    """Two train; the others are refused in one line."""
+
+    def run(case, **settings):
+        out = str(tmp_path / case.replace("/", "-"))
+        return train(Config(model_name_or_path=str(made / case), output_dir=out, **settings))
+
+    for case, settings in (
+        ("sentence-transformers-modules/M-old", CLASSES),
+        ("pad-minus-one/M", PAIRS),
+        ("causal-adapter-as-classifier/M", CLASSES),
+    ):
+        assert (Path(run(case, **settings).output_dir) / "model" / "config.json").is_file()
+    for case, settings, parts in (
+        ("sentence-transformers-modules/M", CLASSES, ("the module Dense (2_Dense)", "choose --pooling mean")),
+        (
+            "tokens-beyond-embeddings/M",
+            {**PAIRS, "prompt_template": "chat", "max_length": 64},
+            ("the tokenizer has 371 tokens", "368 rows", "resize_token_embeddings"),
+        ),
+        ("pad-minus-one/M-big", PAIRS, ("pad_token_id=32000", "512 rows", "use the id of a token")),
+        ("adapters-not-lora/M-prefix", PAIRS, ("peft_type=PREFIX_TUNING", "give LoRA adapters")),
+        ("adapters-not-lora/M-prompt", PAIRS, ("peft_type=PROMPT_TUNING", "give LoRA adapters")),
+    ):
+        check_message(refusal(run, case, **settings), f"model_name_or_path={made / case}", *parts)
+
+
+def test_vectors_are_those_of_sentence_transformers(made, tmp_path):
+    """From the root and from 0_Transformer, read at once and one by one, and with do_lower_case."""
+    from sentence_transformers import SentenceTransformer
+
+    case, texts = made / "sentence-transformers-modules", ["Where IS my card", "help"]
+    lower = changed(
+        tmp_path / "lower",
+        case / "M-old",
+        "0_Transformer/sentence_bert_config.json",
+        do_lower_case=True,
+        max_seq_length=5,
+    )
+    for folder, length in ((case / "M-old", 128), (lower, 5)):
+        config, tokenizer, learner, notices = read(folder)
+        assert config.max_length == length
+        assert not notices
+        inputs = tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt")
+        expected = torch.tensor(SentenceTransformer(str(folder)).encode(texts))
+        for one in (learner, open_lazy(config)):
+            with torch.no_grad():
+                found = one(want="features", **{key: inputs[key] for key in ("input_ids", "attention_mask")})
+            torch.testing.assert_close(found, expected)
+    assert weights_state(str(lower))
+
+
+def open_lazy(config):
+    model = open_lazy_model(config, describe(config))
+    model.materialize([name for name, _ in model.learner.named_parameters()])
+    return model.learner
+
+
+def test_what_sentence_transformers_computes_more_is_refused_or_named(made, tmp_path):
+    case = made / "sentence-transformers-modules"
+    assert any("without the module Dense (2_Dense)" in one for one in read(case / "M", **MEAN)[-1])
+    prompted = changed(
+        tmp_path / "prompted",
+        case / "M-old",
+        "config_sentence_transformers.json",
+        prompts={"query": "query: ", "document": ""},
+        default_prompt_name="query",
+    )
+    text = refusal(describe, Config(model_name_or_path=str(prompted)))
+    check_message(text, "pooling=auto", "the default prompt 'query: '", "choose --pooling")
+    assert any("without the default prompt" in one for one in read(prompted, **MEAN)[-1])
+    changed(tmp_path / "no", prompted, "config_sentence_transformers.json", default_prompt_name="document")
+    assert not read(tmp_path / "no")[-1]
+    for kind, part in (
+        ("Normalize", "--feature_norm"),
+        ("LayerNorm", "the module LayerNorm"),
+        ("Router", "begins with the sentence-transformers module Router"),
+    ):
+        folder = tmp_path / kind
+        shutil.copytree(case / "M-old", folder)
+        modules = json.loads((folder / "modules.json").read_text())
+        added = {"idx": 2, "name": "2", "path": "2", "type": f"sentence_transformers.models.{kind}"}
+        modules = [*modules, added] if kind != "Router" else [{**modules[0], "type": "Router"}, modules[1]]
+        (folder / "modules.json").write_text(json.dumps(modules))
+        try:
+            (text,) = read(folder)[-1]
+        except UsageError as error:
+            text = str(error)
+        assert part in text
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder", "classifier"])
+def test_a_vocabulary_without_a_tokenizer_is_never_read_as_bytes(made, tmp_path, kind):
+    """transformers makes a tokenizer of special tokens alone for some families without a file."""
+    source = made / ("sentence-transformers-modules/M-bert" if kind == "encoder" else "pad-minus-one/M-base")
+    source = source if source.is_dir() else made / "causal-adapter-as-classifier" / "M-base"
+    settings = CAUSAL if kind == "decoder" else MEAN if kind == "encoder" else MODEL
+    for number, kept in enumerate(((), ("tokenizer_config.json",))):
+        folder = tmp_path / str(number)
+        shutil.copytree(source, folder)
+        for file in folder.glob("*token*"):
+            if file.name not in kept:
+                file.unlink()
+        message = refusal(read, folder, **settings)
+        assert message.startswith(f"model_name_or_path={folder}")
+        assert "tokenizer" in message
+
+
+@pytest.mark.parametrize(
+    "name", ["spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "tekken.json"]
+)
+def test_a_tokenizer_that_cannot_be_read_is_refused(made, tmp_path, name):
+    folder = tmp_path / "model"
+    shutil.copytree(made / "causal-adapter-as-classifier" / "M-base", folder)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    (folder / name).write_bytes(b"\x00\x01")
+    message = refusal(read, folder, **CAUSAL)
+    assert message.startswith(f"model_name_or_path={folder}")
+    assert "tokenizer" in message
+
+
+@pytest.mark.parametrize("settings", [CAUSAL, MEAN, MODEL], ids=str)
+@pytest.mark.parametrize(
+    ("name", "value", "part"),
+    [
+        ("pad_token_id", 512, "pad_token_id=512"),
+        ("pad_token_id", -2, "pad_token_id=-2"),
+        ("eos_token_id", [1, -3], "eos_token_id=-3"),
+        ("eos_token_id", [1, 900], None),
+        ("bos_token_id", -1, None),
+    ],
+)
+def test_ids_of_a_configuration_are_rows_of_the_embedding(made, tmp_path, settings, name, value, part):
+    """-1 is none. One that the model never reads is named in a notice."""
+    source = made / "causal-adapter-as-classifier" / "M-base"
+    folder = changed(tmp_path / "model", source, **{name: value})
+    if part:
+        assert f"{part} of config.json is not among the 512 rows" in refusal(read, folder, **settings)
+        return
+    notices = read(folder, **settings)[-1]
+    assert [f"{name}=900" in one for one in notices] == [True] * (value != -1)
+
+
+def test_tokens_that_the_model_has_no_row_for_are_refused(made, tmp_path):
+    """A token that only the template of special tokens writes; added ones of a tokenizer in Python."""
+    from transformers import AutoModel, AutoTokenizer
+
+    source = made / "sentence-transformers-modules" / "M-bert"
+    folder = tmp_path / "template"
+    shutil.copytree(source, folder)
+    tokens = json.loads((folder / "tokenizer.json").read_text())
+    tokens["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"[CLS]": {"id": "[CLS]", "ids": [600], "tokens": ["[CLS]"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    assert "the tokenizer has 601 tokens" in refusal(read, folder, **MEAN)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.add_tokens([f"word{number}" for number in range(200)])
+    given = MetaTrainer(
+        Config(**CLASSES, **MEAN, output_dir=str(tmp_path / "run")),
+        model=AutoModel.from_pretrained(source),
+        tokenizer=tokenizer,
+    )
+    check_message(refusal(given.train), f"{len(tokenizer)} tokens", "512 rows", "resize_token_embeddings")
+
+
+def test_positions_that_begin_after_padding_keep_the_padding_of_the_checkpoint(made, tmp_path):
+    """Another padding token in the tokenizer would move every position, and the last one out of the table."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(made / "sentence-transformers-modules" / "M-bert")
+    hf_config = transformers.RobertaConfig(
+        vocab_size=512,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=32,
+        max_position_embeddings=20,
+        pad_token_id=1,
+    )
+    transformers.RobertaModel(hf_config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert tokenizer.pad_token_id != 1
+    config, _, learner, _ = read(tmp_path, **MEAN)
+    assert (config.max_length, learner.hf.config.pad_token_id) == (18, 1)
+    ids = torch.full((1, 18), 7)
+    learner(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+
+@pytest.mark.parametrize("settings", [MODEL, MEAN, CAUSAL], ids=str)
+@pytest.mark.parametrize("trained", ["CausalLM", "Model"])
+def test_adapters_of_one_class_are_merged_into_another(made, tmp_path, settings, trained):
+    """LoRA with patterns, whose keys are parts of names, and a type whose adapters multiply."""
+    import peft
+    import transformers
+
+    source = str(made / "causal-adapter-as-classifier" / "M-base")
+    auto = getattr(transformers, f"Auto{'ModelForCausalLM' if trained == 'CausalLM' else 'Model'}")
+    task_type = "CAUSAL_LM" if trained == "CausalLM" else "FEATURE_EXTRACTION"
+    lora = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
+    first = "model.layers.0.self_attn.q_proj" if trained == "CausalLM" else "layers.0.self_attn.q_proj"
+    for number, options in enumerate(
+        (
+            peft.LoraConfig(**lora, alpha_pattern={f"^{first}": 32}, task_type=task_type),
+            peft.LoraConfig(**lora, use_dora=True, task_type=task_type),
+            peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type=task_type),
+        )
+    ):
+        folder = tmp_path / str(number)
+        model = peft.get_peft_model(auto.from_pretrained(source), options)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.requires_grad:
+                    param.add_(torch.randn_like(param) / 10)
+        model.save_pretrained(folder)
+        expected = {
+            name.removeprefix("model."): value
+            for name, value in model.merge_and_unload().state_dict().items()
+            if "layers." in name
+        }
+        found = {name: value for name, value in read(folder, **settings)[2].hf.state_dict().items()}
+        base = load_file(f"{source}/model.safetensors")
+        assert any(not torch.equal(base[f"model.{name}"], value) for name, value in expected.items())
+        for name, value in expected.items():
+            key = name if name in found else f"model.{name}"
+            torch.testing.assert_close(found[key], value, msg=f"{folder} {name}")
+
+
+def test_adapters_that_do_not_fit_are_refused(made, tmp_path):
+    """Another rank, layers that the base lacks, weights that are missing: peft leaves them random."""
+    source = made / "causal-adapter-as-classifier" / "M"
+    for number, (values, settings) in enumerate(
+        (
+            ({"r": 2}, MODEL),
+            ({"layers_to_transform": [0]}, MEAN),
+            ({"target_modules": ["q_proj", "v_proj", "k_proj"]}, CAUSAL),
+            ({"alora_invocation_tokens": [1]}, CAUSAL),
+        )
+    ):
+        folder = changed(tmp_path / str(number), source, "adapter_config.json", **values)
+        message = refusal(read, folder, **settings)
+        assert message.startswith(f"model_name_or_path={folder}")
+        assert "adapters" in message
+
+
+@pytest.mark.parametrize("load", [load_learner, open_lazy_model])
+@pytest.mark.parametrize("layers", [1, 0])
+def test_layers_that_the_configuration_does_not_count_are_refused(made, tmp_path, load, layers):
+    folder = changed(
+        tmp_path / "model", made / "causal-adapter-as-classifier" / "M-base", num_hidden_layers=layers
+    )
+    config = Config(model_name_or_path=str(folder), **CAUSAL)
+    message = refusal(load, config, describe(config))
+    assert f"holds {9 * (2 - layers)} weights of layers" in message
+
+
+VALUES = (None, -1, 0, 3, 2**40, 0.5, "x", "", [], {}, [1], {"a": 1}, True, "../..")
+
+
+def damage(text: str, draw: random.Random) -> str:
+    """A JSON text that is cut, or in which a value is replaced or removed."""
+    if draw.random() < 0.1:
+        return text[: draw.randrange(len(text))]
+    whole = json.loads(text)
+    inside, key = whole, draw.choice([*whole] if isinstance(whole, dict) else range(len(whole)))
+    while isinstance(inside[key], (dict, list)) and inside[key] and draw.random() < 0.7:
+        inside = inside[key]
+        key = draw.choice([*inside] if isinstance(inside, dict) else range(len(inside)))
+    if draw.random() < 0.25:
+        del inside[key]
+    else:
+        inside[key] = draw.choice(VALUES)
+    return json.dumps(whole)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("case", "file", "settings"),
+    [
+        ("causal-adapter-as-classifier/M", "adapter_config.json", CAUSAL),
+        ("causal-adapter-as-classifier/M", "adapter_config.json", MODEL),
+        ("causal-adapter-as-classifier/M-base", "config.json", CAUSAL),
+        ("causal-adapter-as-classifier/M-base", "tokenizer.json", CAUSAL),
+        ("causal-adapter-as-classifier/M-base", "tokenizer_config.json", CAUSAL),
+        ("sentence-transformers-modules/M-old", "0_Transformer/config.json", {}),
+        ("sentence-transformers-modules/M-old", "modules.json", {}),
+    ],
+)
+def test_a_damaged_file_is_used_or_refused_in_one_line(made, tmp_path, case, file, settings, seed):
+    draw = random.Random(seed)
+    for number in range(4):
+        folder = tmp_path / str(number)
+        shutil.copytree(made / case, folder)
+        (folder / file).write_text(damage((folder / file).read_text(), draw))
+        try:
+            _, tokenizer, learner, _ = read(folder, **settings)
+            ids = torch.tensor([tokenizer("where is my card")["input_ids"]])
+            learner(input_ids=ids, attention_mask=torch.ones_like(ids))
+            message = str(folder)
+        except UsageError as error:
+            message = str(error)
+        assert str(folder) in message
+        assert "\n" not in message
+
+
+def test_rows_of_an_embedding_are_counted_where_no_configuration_has_them(made):
+    config = Config(model_name_or_path=str(made / "causal-adapter-as-classifier" / "M-base"), **CAUSAL)
+    assert embedding_rows(config, describe(config)) == 512
