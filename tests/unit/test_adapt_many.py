@@ -105,6 +105,7 @@ def test_every_task_equals_the_single_adaptation(bert, tmp_path, settings):
         alone = fmmeta.adapt(bert, support, output_dir=tmp_path / name, **flags)
         assert apart(tmp_path / "many" / name, tmp_path / name) < 1e-5
         assert names_in(tmp_path / "many" / name) == names_in(tmp_path / name)
+        assert f"\n# {name}\n" in (tmp_path / "many" / name / "README.md").read_text()
         together = models[name]
         assert (together.inner_steps, together.left_out, together.labels) == (
             alone.inner_steps,
