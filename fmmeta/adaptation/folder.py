@@ -53,8 +53,9 @@ NOT_IDENTIFYING = {
 def new_folder(output_dir: str | None) -> Iterator[Path | None]:
     """A folder inside the empty `output_dir` for the block to fill; None without a name.
 
-    It has the name of `output_dir`, as the card's title. Its content is moved into `output_dir` when the block ends, and removed if the block raises. Files that
-    another process has written to `output_dir` stay as they are. Raises `UsageError`.
+    It has the name of `output_dir`, which becomes the card's title. Its content is moved into `output_dir`
+    when the block ends, and removed if the block raises. Files that another process has written to
+    `output_dir` stay as they are. Raises `UsageError`.
     """
     if not output_dir:
         yield None
