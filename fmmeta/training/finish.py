@@ -148,5 +148,5 @@ def _finish(run: Run) -> None:
         if run.ranks.first:
             write_cards(run.folder, config, state.outer_step, run.inputs.description, gains)
             run.write_run(finished=True, outer_steps=state.outer_step, held_out=facts, **profile)
-            run.held_out.clear()
+            run.held_out.finished.clear()
     run.progress.notice(f"model {run.folder / 'model'}")
