@@ -202,9 +202,9 @@ def listening(command: str) -> AbstractContextManager[Signals | None]:
 
 
 def leave_at_once(code: int) -> None:
-    """Exit from a thread; with EXIT_STOPPED nothing has been written yet."""
+    """Exit from a thread; with EXIT_STOPPED the output has not been written yet."""
     if code == EXIT_STOPPED and global_rank() == 0:
-        print("fmmeta: stopped by a signal; nothing was written", file=sys.stderr, flush=True)
+        print("fmmeta: stopped by a signal before the output was written", file=sys.stderr, flush=True)
     os._exit(code)
 
 

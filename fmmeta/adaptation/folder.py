@@ -54,18 +54,19 @@ NOT_IDENTIFYING = {
 def new_folder(output_dir: str | None) -> Iterator[Path | None]:
     """A folder inside the empty `output_dir` for the block to fill; None without a name.
 
-    Its content is moved into `output_dir` when the block ends, and removed if the block raises. Files that
-    another process has written to `output_dir` stay as they are. Raises `UsageError`.
+    It has the name of `output_dir`, which becomes the card's title. Its content is moved into `output_dir`
+    when the block ends, and removed if the block raises. Files that another process has written to
+    `output_dir` stay as they are. Raises `UsageError`.
     """
     if not output_dir:
         yield None
         return
     folder = Path(output_dir)
-    temporary = folder / PARTIAL
+    temporary = folder / PARTIAL / Path(os.path.abspath(folder)).name
     try:
         created = make_folders(folder)
         refuse_files(folder)
-        temporary.mkdir()
+        temporary.mkdir(parents=True)
     except OSError as error:
         raise UsageError(f"output_dir={folder} cannot be made: {error.strerror}; choose another") from None
     try:
@@ -76,7 +77,7 @@ def new_folder(output_dir: str | None) -> Iterator[Path | None]:
         for path in sorted(temporary.iterdir(), key=lambda path: path.name.endswith("config.json")):
             path.rename(folder / path.name)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary.parent, ignore_errors=True)
         remove_empty(created)
 
 

@@ -408,9 +408,10 @@ def write_task(learner: TaskLearner, learned: Learned, output: Path) -> None:
     own = replace(model, description=with_labels(model.description, task.labels)) if task.labels else model
     if task.labels:
         own = replace(own, config=replace(model.config, n_way=len(task.labels)))
-    folder, temporary = output / task.name, output / f".{task.name}{PARTIAL}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    folder, partial = output / task.name, output / f".{task.name}{PARTIAL}"
+    shutil.rmtree(partial, ignore_errors=True)
+    temporary = partial / task.name  # the card's title
+    temporary.mkdir(parents=True)
     try:
         adapted = AdaptedModel(task.labels, learned.steps, learned.left_out, own)
         write_folder(adapted, temporary, learner, learned)
@@ -419,4 +420,4 @@ def write_task(learner: TaskLearner, learned: Learned, output: Path) -> None:
             sync(path)
         publish(temporary, folder)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)

@@ -88,7 +88,7 @@ class LoadedModel:
         return [one for at in starts for one in self._answer(inputs[at : at + size], at, max_new_tokens)]
 
     def _answer(self, inputs: Sequence[Any], before: int, max_new_tokens: int) -> list[Answer]:
-        config, names = self.config, self.description.hf_config.id2label
+        config, names = self.config, self.description.labels
         texts, examples, prompts = self.encode_inputs(inputs, before)
         if config.task_type == "causal_lm":
             if self.prompt_examples:
@@ -103,7 +103,7 @@ class LoadedModel:
 
         Raises `UsageError` as `answer` does, for a language model, and for fewer inputs than classes.
         """
-        config, names = self.config, self.description.hf_config.id2label
+        config, names = self.config, self.description.labels
         if config.task_type == "causal_lm":
             raise UsageError("equal_classes=True means nothing for a language model; leave it out")
         if len(inputs) < len(names):
@@ -340,10 +340,17 @@ def load_model(
 
 
 def with_labels(description: Description, labels: Sequence[str]) -> Description:
-    """The description of the same model with a head for these classes; the configuration is a copy."""
+    """The description of the same model with a head for these classes; the configuration is a copy.
+
+    It names the classes only where transformers serves them, so that no other program answers at random.
+    """
     hf_config = copy.deepcopy(description.hf_config)
-    hf_config.id2label = dict(enumerate(labels))
-    hf_config.label2id = {label: number for number, label in enumerate(labels)}
+    # transformers does not read the head of a pooled encoder, and would put a random one on it: none of its
+    # classifiers is made for no class
+    served = labels if description.pooling == "model" else ()
+    hf_config.id2label = dict(enumerate(served))
+    hf_config.label2id = {label: number for number, label in enumerate(served)}
+    hf_config.problem_type = "single_label_classification" if served else None  # a pipeline takes softmax
     return replace(description, hf_config=hf_config, labels=tuple(labels))
 
 

@@ -8,20 +8,23 @@ With one model, or with the adapters of a directory: each row names its folder, 
 pass of their base, and an adapter is loaded when a row names it.
 
     {"text": ..., "adapter": ...}  -->  the same with "adapter", or with "error" in place of the answer
+
+A .csv file gets them as rows of a table.
 """
 
+import csv
 import io
 import json
 import os
 import sys
 import zlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from safetensors.torch import load_file
 
@@ -44,6 +47,7 @@ from fmmeta.models.files import (
     read_json,
     read_stored,
     remembered,
+    weights_state,
 )
 from fmmeta.models.load import describe, fitted
 from fmmeta.models.task_axis import StoredAdapter, adapters_of_rows
@@ -97,6 +101,7 @@ def run(settings: PredictConfig) -> None:
     model = load(settings).loaded
     inputs = inputs_of(settings, model)
     with open_output(settings.output, create_folder=True) as file:
+        write = writer(file, settings, model)
         for batch in [list(inputs)] if settings.equal_classes else batches(inputs, settings):
             contents = [one.content for one in batch]
             if settings.equal_classes:
@@ -104,7 +109,18 @@ def run(settings: PredictConfig) -> None:
             else:
                 answers = model.answer(contents, settings.max_new_tokens)
             for one, answer in zip(batch, answers, strict=True):
-                print(replace(answer, input=one.text).line(), file=file, flush=True)
+                write(replace(answer, input=one.text).as_dict())
+
+
+def writer(file: TextIO, settings: PredictConfig, model: LoadedModel) -> Callable[[dict[str, Any]], None]:
+    """A function that writes an answer to the output."""
+    if not settings.output.lower().endswith(".csv"):
+        return lambda row: print(printable(to_json(row, ensure_ascii=False)), file=file, flush=True)
+    causal = model.config.task_type == "causal_lm"
+    names = ["input", "output"] if causal else ["text", "label", "score"]
+    table = csv.DictWriter(file, [*names, *(["adapter", "error"] if settings.adapters else [])])
+    table.writeheader()
+    return table.writerow
 
 
 def batches(inputs: Iterator[Input], settings: PredictConfig) -> Iterator[list[Input]]:
@@ -116,17 +132,19 @@ def batches(inputs: Iterator[Input], settings: PredictConfig) -> Iterator[list[I
 def answer_by_adapters(settings: PredictConfig) -> None:
     """Answer rows that name the folders of their adapters. Raises `UsageError` at the end if some cannot."""
     adapters, total, unanswered, unusable = AdapterDirectory(settings), 0, 0, set[str]()
+    key = "input" if adapters.model.config.task_type == "causal_lm" else "text"
     with open_output(settings.output, create_folder=True) as file:
+        write = writer(file, settings, adapters.model)
         for batch in batches(inputs_of(settings, adapters.model), settings):
             for one, answer in zip(batch, adapters.answer(batch), strict=True):
                 total += 1
                 if isinstance(answer, str):
                     unanswered += 1
                     unusable.add(one.adapter[:60])
-                    shown = {"text": one.text, "adapter": one.adapter, "error": answer}
+                    shown = {key: one.text, "adapter": one.adapter, "error": answer}
                 else:
                     shown = {**replace(answer, input=one.text).as_dict(), "adapter": one.adapter}
-                print(printable(to_json(shown, ensure_ascii=False)), file=file, flush=True)
+                write(shown)
     if unanswered:
         raise UsageError(
             f"adapters={settings.adapters}: {unanswered} of {total} inputs have no answer, since"
@@ -139,11 +157,13 @@ def answer_by_adapters(settings: PredictConfig) -> None:
 class LoadedAdapter:
     """An adapter and the names of its classes. base: what it has in common with adapters that share a pass
     with it, by name. pairs, prompt_examples: causal_lm: those before every input, as texts and as tokens.
+    state: of its files when they were read (`state_of`).
     """
 
     weights: StoredAdapter
     labels: tuple[str, ...]
     base: dict[str, Any]
+    state: dict[str, list[int]]
     pairs: Sequence[tuple[str, str]] = ()
     prompt_examples: Sequence[Example] = ()
 
@@ -151,8 +171,9 @@ class LoadedAdapter:
 class AdapterDirectory:
     """The adapters in the folders of a directory, on one base: that of most folders.
 
-    The last `adapters_in_memory` adapters stay in memory. failed: why adapters cannot be used, by name. base:
-    what all usable adapters have in common. Raises `UsageError` if no folder has adapters.
+    The last `adapters_in_memory` adapters stay in memory until their files change. failed: why adapters could
+    not be used, by name; the next row that names one tries again. base: what all usable adapters have in
+    common. Raises `UsageError` if no folder has adapters.
     """
 
     def __init__(self, settings: PredictConfig) -> None:
@@ -210,14 +231,16 @@ class AdapterDirectory:
 
     def adapter(self, name: str) -> LoadedAdapter | None:
         """The adapter of a folder; None if it cannot be used, with the reason in `failed` and in the log."""
-        if name in self.failed:
-            return None
+        if name in self.loaded and self.loaded[name].state != state_of(self.folder / name):
+            del self.loaded[name]
         if name not in self.loaded:
             try:
                 self.loaded[name] = self._load(name)
+                self.failed.pop(name, None)
             except UsageError as error:
+                if self.failed.get(name) != str(error):
+                    LOGGER.warning("%s", printable(f"adapter {name}: {error}"), extra=STDERR)
                 self.failed[name] = str(error)
-                LOGGER.warning("%s", printable(f"adapter {name}: {error}"), extra=STDERR)
                 return None
         self.loaded.move_to_end(name)
         found = self.loaded[name]
@@ -244,6 +267,14 @@ class AdapterDirectory:
             )
         examples = self.model.encode_pairs(adapter.pairs)
         return replace(adapter, weights=weights, prompt_examples=examples)
+
+
+def state_of(folder: Path) -> dict[str, list[int]]:
+    """See `weights_state`; empty while another process replaces the files."""
+    try:
+        return weights_state(str(folder))
+    except OSError:
+        return {}
 
 
 BASE = "base model"
@@ -292,7 +323,7 @@ def read_adapter(root: Path, name: str) -> LoadedAdapter:
     # os.path.isdir is False for a name that is too long, where Path.is_dir raises
     if name in (".", "..") or "/" in name or "\0" in name or not os.path.isdir(folder):
         raise UsageError(f"{where} is no folder in it; name one of those that fmmeta adapt wrote")
-    place = str(inside(root, folder))
+    place, state = str(inside(root, folder)), state_of(folder)
     settings = read_json(place, "adapter_config.json", dict)
     tensors = read_stored(place, ADAPTER_FILE, load_file)
     stored = remembered(place)
@@ -321,7 +352,7 @@ def read_adapter(root: Path, name: str) -> LoadedAdapter:
         weights = StoredAdapter.of(tensors, head, settings)
     except (*UNREADABLE, ArithmeticError) as error:
         raise UsageError(f"{where} cannot be read ({one_line(error)}); adapt the model again") from None
-    return LoadedAdapter(weights, labels, shared_by_base(folder), stored_examples(where, stored))
+    return LoadedAdapter(weights, labels, shared_by_base(folder), state, stored_examples(where, stored))
 
 
 OTHER_KINDS = ("use_dora", "lora_bias", "use_qalora", "layer_replication", "target_parameters")

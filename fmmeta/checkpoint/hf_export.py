@@ -84,6 +84,10 @@ def export(
     rates. merge_into: folder of the merged model (default: merged/ beside `folder`). trained: splits of the
     data that theta has learned from. Collective: world.
     """
+    if not description.labels:  # the head is for no task: names of the model's earlier classes would mislead
+        hf_config = description.hf_config
+        hf_config.id2label = {number: f"LABEL_{number}" for number in range(hf_config.num_labels)}
+        hf_config.label2id = {name: number for number, name in hf_config.id2label.items()}
     skeleton = empty_learner(config, replace(description, classes=0))
     shapes = {name: tuple(param.shape) for name, param in skeleton.named_parameters() if param.requires_grad}
     # a head for the classes of all training tasks is not exported; tasks start with zeros

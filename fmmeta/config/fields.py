@@ -13,6 +13,10 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of, nearest, shortened
 
 LARGEST = 3.4e38  # what fp32 holds
+FORMS = (  # endings that promise a format
+    *(".json", ".jsonl", ".yaml", ".yml", ".csv", ".tsv", ".xls", ".xlsx", ".ods", ".parquet", ".arrow"),
+    *(".html", ".md", ".svg", ".png", ".jpg", ".pdf", ".gz", ".bz2", ".xz", ".zst", ".zip", ".safetensors"),
+)
 KINDS: dict[type, tuple[str, Any]] = {  # what a message calls a type, and the types that are converted to it
     bool: ("True or False", bool),
     str: ("a text", (str, os.PathLike, int)),
@@ -71,6 +75,7 @@ class SettingRule:
     per_algorithm: bool = False  # only algorithms read it that name it in AlgorithmSpec.supports
     resume: Literal["fixed", "free", "hidden"] = "fixed"  # free: may change; hidden: changes are not named
     remembered: bool = False  # stored in an exported model's fmmeta.json
+    writes: tuple[str, ...] = ()  # a file that is written: its endings; those of other formats are refused
     keyed: bool = False  # changes how rows become tokens
     synonyms: tuple[str, ...] = ()  # names of the transformers Trainer, for the hint at an unknown flag
     common: bool = False  # shown by --help; --help-all shows all
@@ -113,7 +118,13 @@ def check_values(c: Any) -> None:
             if choices and value is not None and value not in choices:
                 close = nearest(str(value), choices)
                 raise UsageError(f"{name}={value} is unknown{close}; use {any_of(choices)}")
-        check_bounds(name, given, item.metadata["help"].rule)
+        rule: SettingRule = item.metadata["help"].rule
+        check_bounds(name, given, rule)
+        ending = os.path.splitext(str(given))[1].lower()
+        if rule.writes and ending in FORMS and ending not in rule.writes:
+            raise UsageError(
+                f"{name}={given} ends with {ending}, and {any_of(rule.writes)} is written; change the ending"
+            )
         for value in given if isinstance(given, list) else [given]:
             if value == "" and default_of(item) != "":
                 raise UsageError(f"{name}= is empty; give a value, or leave it out")

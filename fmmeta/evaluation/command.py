@@ -3,6 +3,9 @@
     settings --> episodes of each k_shot (by seed, never by model)
              --> one score per episode, method and shot --> results
 
+Methods that are finished are stored beside the output until all are, so that the same command continues after
+a stop.
+
 The scores do not depend on the number of groups: an episode is scored by one group, and frozen features are
 computed in batches that the rows alone determine. Ranks join groups as in training, so that a model is
 evaluated wherever it could be trained.
@@ -12,7 +15,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -22,6 +25,8 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import one_line
+from fmmeta.common.text import strict
+from fmmeta.config.resume import HIDDEN_ON_RESUME
 from fmmeta.config.settings import REMEMBERED, Config, InnerConfig
 from fmmeta.evaluation.methods import (
     CLASSIFIERS,
@@ -34,17 +39,19 @@ from fmmeta.evaluation.methods import (
 from fmmeta.evaluation.results import (
     EvalCell,
     EvaluationResults,
+    cell_of,
     check_comparable,
     check_output,
     differences,
+    percent,
     read_cells,
     results_of,
     show,
     write_output,
 )
 from fmmeta.evaluation.settings import EvaluateConfig, has_inner_loop, has_prompts
-from fmmeta.metrics.scores import EpisodeScore, gather_scores
-from fmmeta.models.files import remembered, trained_with
+from fmmeta.metrics.scores import EpisodeScore, gather_scores, mean_ci95
+from fmmeta.models.files import base_model_name, remembered, trained_with, weights_state
 from fmmeta.models.load import describe, empty_learner, suggest_chat
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
@@ -58,6 +65,7 @@ from fmmeta.tasks.sources.base import ClassSource, Draw, Mixture, TaskSource
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.training import build
 from fmmeta.training.episodes import LEAST_SEEN, EpisodeReader
+from fmmeta.training.validation import FinishedScores
 
 IN_MEMORY = 16  # episodes of a group: one of images may take 30 MiB
 
@@ -74,12 +82,16 @@ def evaluate(
     launch = Launch.from_env(os.environ)
     progress = progress or Progress(enabled=launch.global_rank == 0)
     with closing(World(launch, pick_device(launch))) as world:
-        others, given = None, settings
+        others, given, finished_file = None, settings, None
         settings = with_local_models(settings, world, progress.notice)
         with world.comm.raise_on_all("reading settings"):
             settings = settings.with_method()
-            if launch.global_rank == 0 and settings.output:
-                check_output(Path(settings.output))
+            if settings.output:
+                target = Path(settings.output)
+                if launch.global_rank == 0:
+                    check_output(target)
+                if target.is_file() or not target.exists():  # no pipe or device
+                    finished_file = target.with_name(f"{target.stem}.finished.json")
             if settings.compare is not None and settings.compare_model is None:
                 others = read_cells(settings.compare)
             elif settings.compare_model is not None and launch.global_rank == 0:
@@ -88,7 +100,8 @@ def evaluate(
         notice = cache(progress.notice)  # two models that read the same data: each line about it once
         model = EvaluatedModel(settings, world, progress, notice, models, others)
         suggest_chat(model.config, model.inputs.tokenizer, progress.notice)
-        cells, ranks = model.cells(), model.ranks
+        finished = FinishedScores(finished_file, model.ranks, progress.notice)
+        cells, ranks = model.cells(finished), model.ranks
         task_type = model.config.task_type
         results = results_of(given, cells, task_type, model.kind)
         del model  # frees the weights before another model is loaded
@@ -100,7 +113,8 @@ def evaluate(
                         f"compare={settings.compare} stores no settings; it learns with those of"
                         f" {settings.model_name_or_path}"
                     )
-                others = EvaluatedModel(with_other, world, progress, notice, models, cells, ranks).cells()
+                other = EvaluatedModel(with_other, world, progress, notice, models, cells, ranks)
+                others = other.cells(finished)
             compared = differences(cells, others, task_type)
             results["compare"] = {"with": given.compare, "cells": compared}
         if signals:
@@ -109,6 +123,7 @@ def evaluate(
         with world.comm.raise_on_all("writing the results"):
             if launch.global_rank == 0 and settings.output:
                 write_output(Path(settings.output), results)
+                finished.clear()
         return results
 
 
@@ -328,10 +343,20 @@ class EvaluatedModel:
         self.parts = build.build(self.config, self.inputs, plan, self.ranks)
         self.kind = self.inputs.sources.first.kind
 
-    def cells(self) -> list[EvalCell]:
-        """The scores of every method and k_shot. Collective: world."""
-        parts, classifiers, cells = self.parts, CLASSIFIERS.keys() & self.settings.method, []
-        if classifiers:
+    def cells(self, finished: FinishedScores) -> list[EvalCell]:
+        """The scores of every method and k_shot, which are stored one by one in `finished` until all are
+        there. Collective: world.
+        """
+        parts, known, features = self.parts, dict[tuple[int, str], EvalCell](), None
+        stored, facts = finished.read(), self.facts()
+        wanted = [(k, method) for k in self.episodes for method in self.settings.method]
+        for k, method in wanted:
+            with suppress(ValueError, KeyError, TypeError):
+                known[k, method] = cell_of(stored[f"{k}-shot {method} {facts}"])
+        if known:
+            self.progress.notice(f"{len(known)} of {len(wanted)} methods and k_shot are in {finished.file}")
+        todo = [where for where in wanted if where not in known]
+        if any(method in CLASSIFIERS for _, method in todo):
             features = embed(
                 parts.worker,
                 [draw for episodes in self.episodes.values() for draw in episodes.draws()],
@@ -340,18 +365,32 @@ class EvaluatedModel:
                 self.progress,
             )
         share = slice(self.ranks.layout.group_index, None, self.ranks.layout.num_groups)
-        for k, episodes in self.episodes.items():
-            for method in self.settings.method:
-                if method in classifiers:
-                    scores = [
-                        classifier_score(method, slot, task, episodes.source.draw(task), features)
-                        for slot, task in list(enumerate(episodes.tasks))[share]
-                    ]
-                else:
-                    scores = self.scores_of_share(method, k, episodes)
-                scores = gather_scores(self.ranks, scores, EpisodeScore)
-                cells.append(EvalCell(method, k, self.prints[k], scores))
-        return cells
+        for k, method in todo:
+            episodes = self.episodes[k]
+            if features is not None and method in CLASSIFIERS:
+                scores = [
+                    classifier_score(method, slot, task, episodes.source.draw(task), features)
+                    for slot, task in list(enumerate(episodes.tasks))[share]
+                ]
+            else:
+                scores = self.scores_of_share(method, k, episodes)
+            cell = EvalCell(method, k, self.prints[k], gather_scores(self.ranks, scores, EpisodeScore))
+            known[k, method], stored[f"{k}-shot {method} {facts}"] = cell, strict(cell.as_dict())
+            finished.write(stored)
+            if len(wanted) > 1:
+                mean, half = mean_ci95([one.accuracy for one in cell.scores])
+                where = f" (kept in {finished.file})" if finished.file else ""
+                self.progress.notice(f"{k}-shot {method}: accuracy {percent(mean, half)} %{where}")
+        return [known[where] for where in wanted]
+
+    def facts(self) -> str:
+        """Digest of all that determines the scores beside method and k_shot. Collective: world."""
+        settings, model = self.settings, self.settings.model_source
+        config = {name: one for name, one in self.config.as_dict().items() if name not in HIDDEN_ON_RESUME}
+        facts = [settings.metrics, settings.max_new_tokens, settings.k_shot, config, remembered(model)]
+        facts += [self.inputs.sources.class_weights, list(self.prints.values())]
+        facts += [weights_state(folder) for folder in (model, base_model_name(model))]
+        return self.ranks.world.broadcast_bytes(digest(facts).encode()).decode()
 
     def scores_of_share(self, method: str, k_shot: int, episodes: Episodes) -> list[EpisodeScore]:
         """This group's scores by the inner loop, with the support set in the prompt, or without it.

@@ -86,27 +86,25 @@ def results_of(
 def read_cells(path: str) -> list[EvalCell]:
     """The cells of an earlier results.json. Raises `UsageError`."""
     try:
-        cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
-        for cell in cells:
-            scores, k_shot = cell["scores"], cell["k_shot"]
-            if not scores or type(k_shot) is not int or any(score["accuracy"] is None for score in scores):
-                raise ValueError("a cell without scores")
-        return [
-            EvalCell(
-                cell["method"],
-                cell["k_shot"],
-                cell["episodes_fingerprint"],
-                [
-                    EpisodeScore(**{**score, "loss": math.inf if score["loss"] is None else score["loss"]})
-                    for score in cell["scores"]
-                ],
-            )
-            for cell in cells
-        ]
+        return [cell_of(one) for one in json.loads(Path(path).read_text(encoding="utf-8"))["cells"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(
             f"compare={path} holds no results of fmmeta evaluate ({error}); give such a file, or a model"
         ) from None
+
+
+def cell_of(stored: dict[str, Any]) -> EvalCell:
+    """A cell from its JSON. Raises `ValueError`, `KeyError` or `TypeError` for something else."""
+    scores, k_shot = stored["scores"], stored["k_shot"]
+    if not scores or type(k_shot) is not int or any(score["accuracy"] is None for score in scores):
+        raise ValueError("a cell without scores")
+    losses = [math.inf if score["loss"] is None else score["loss"] for score in scores]
+    return EvalCell(
+        stored["method"],
+        k_shot,
+        stored["episodes_fingerprint"],
+        [EpisodeScore(**{**score, "loss": loss}) for score, loss in zip(scores, losses, strict=True)],
+    )
 
 
 def check_comparable(

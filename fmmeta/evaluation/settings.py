@@ -258,7 +258,7 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
     compare: str | None = setting(
         None, "Another model, or the results.json of an earlier evaluation: the paired difference"
     )
-    output: str | None = setting(None, "JSON file for the results")
+    output: str | None = setting(None, "JSON file for the results", writes=(".json",))
 
     def __post_init__(self) -> None:
         if self.n_way is None:
@@ -402,7 +402,9 @@ class TuneConfig(EvaluateConfig):
         " continues with the others (default: no limit)",
         positive="or leave it out",
     )
-    output: str | None = setting(None, "JSON file for the choice (default: the model's own fmmeta.json)")
+    output: str | None = setting(
+        None, "JSON file for the choice (default: the model's own fmmeta.json)", writes=(".json",)
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -592,7 +594,12 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
         "File of inputs, or - for standard input: a text or a JSON object with text (input, image) on every"
         " line, or a .jsonl, .csv or .parquet file (.gz too) with such a column, as adapt reads it",
     )
-    output: str = setting("-", "File for the answers, or - for standard output: one JSON object per line")
+    output: str = setting(
+        "-",
+        "File for the answers: a table in a .csv file, in others one JSON object per line; - is standard"
+        " output",
+        writes=(".jsonl", ".json", ".csv"),
+    )
     text_column: str | None = setting(
         None,
         "Key or column of the input (default: the one that adapt reads: text, sentence or utterance; input,"
@@ -609,8 +616,8 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
     )
 
     def __post_init__(self) -> None:
-        check_values(self)
         refuse_input_as_output(self)
+        check_values(self)
         refuse_first(
             [
                 (

@@ -58,7 +58,9 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
     calibrate: bool = setting(
         False, "Measure this machine instead, with one rank per GPU (two on a machine without GPUs)"
     )
-    save_profile: str = setting(None, "FILE.json for the profile that --calibrate measures")
+    save_profile: str = setting(
+        None, "FILE.json for the profile that --calibrate measures", writes=(".json",)
+    )
     row_tokens: int = setting(
         None,
         "Tokens of a mean row, for the time (default: --max_length, which memory always counts with)",
@@ -84,7 +86,9 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
     simulate_steps: int = setting(50, "Outer steps to simulate for the efficiency", least=1)
     top: int = setting(10, "Layouts to show", least=1)
     json: bool = setting(False, "Print JSON: every layout, and the missing bytes of those that do not fit")
-    picture: str = setting(None, "FILE.svg for a chart of the memory by kind of the layouts shown")
+    picture: str = setting(
+        None, "FILE.svg for a chart of the memory by kind of the layouts shown", writes=(".svg",)
+    )
     seed: int = setting(42, "Seed of the simulation")
 
     def __post_init__(self) -> None:

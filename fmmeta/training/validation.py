@@ -53,6 +53,42 @@ class HeldOutScore:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+class FinishedScores:
+    """Scores that a stopped evaluation had finished, as JSON by the hash of all that determines them.
+
+    file: where they are until the evaluation is complete; None stores none.
+    """
+
+    def __init__(self, file: Path | None, ranks: ProcessGroups, notice: Callable[[str], None]) -> None:
+        self.file, self.ranks, self.notice = file, ranks, notice
+
+    def read(self) -> dict[str, Any]:
+        """The stored scores; empty if the file is missing or broken. Collective: world."""
+        stored = {}
+        if self.ranks.first and self.file is not None:
+            with suppress(OSError, ValueError):
+                found = json.loads(self.file.read_bytes())
+                stored = found if isinstance(found, dict) else {}
+        return json.loads(self.ranks.world.broadcast_bytes(json.dumps(stored).encode()))
+
+    def write(self, stored: dict[str, Any]) -> None:
+        """Store scores, on the first rank; an error of the disk is logged. Local."""
+        if self.ranks.first and self.file is not None:
+            try:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                publish_text(self.file, json.dumps(stored, allow_nan=False))
+            except OSError as error:
+                text = (
+                    f"{self.file} cannot be written ({error.strerror}); a stopped evaluation would start over"
+                )
+                self.notice(Warn(text))
+
+    def clear(self) -> None:
+        """Remove them; the evaluation is complete. Local."""
+        if self.ranks.first and self.file is not None:
+            self.file.unlink(missing_ok=True)
+
+
 class HeldOut:
     """Scores the held-out episodes of a source.
 
@@ -76,7 +112,8 @@ class HeldOut:
         identity: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.worker, self.load, self.ranks, self.progress = config, worker, load, ranks, progress
-        self.file, self.should_stop, self.own = folder / FINISHED, should_stop, own or OwnMetrics()
+        self.finished = FinishedScores(folder / FINISHED, ranks, progress.notice)
+        self.should_stop, self.own = should_stop, own or OwnMetrics()
         self.begin_stage, self.identity = begin_stage, identity or config.as_dict()
 
     def scores(
@@ -104,10 +141,6 @@ class HeldOut:
     def reader(self, source: TaskSource) -> EpisodeReader:
         return EpisodeReader.of(self.load(source), self.ranks, self.config, self.progress.notice)
 
-    def clear(self) -> None:
-        """Remove the stored episodes, on the first rank; the evaluation is complete. Local."""
-        self.file.unlink(missing_ok=True)
-
     def score_tasks(
         self,
         tasks: Sequence[Task],
@@ -128,7 +161,7 @@ class HeldOut:
         self.begin_stage(f"{what}, loading its episodes")
         slots = {task.seed: slot for slot, task in enumerate(tasks)}
         key = self._key(theta, learning, each_step) if keep else ""
-        stored = self._read() if keep else {}
+        stored = self.finished.read() if keep else {}
         known = {score["slot"]: HeldOutScore(**score) for score in stored.get(key, [])}
         todo = [task for task in tasks if slots[task.seed] not in known]
         self.worker.write(theta)
@@ -158,7 +191,7 @@ class HeldOut:
         if keep and todo:
             finished = [asdict(one) for one in known.values()]
             # JSON cannot hold numbers that are not finite
-            self._write({**stored, key: [one for one in finished if strict(one) == one]})
+            self.finished.write({**stored, key: [one for one in finished if strict(one) == one]})
         return [known[slot] for slot in sorted(known)]
 
     def _key(self, theta: Tensor, learning: Any, each_step: bool) -> str:
@@ -171,26 +204,6 @@ class HeldOut:
         settings = {name: value for name, value in self.identity.items() if name not in HIDDEN_ON_RESUME}
         everyone = [part.decode() for part in self.ranks.world.gather_bytes(json.dumps(here).encode())]
         return sha256(json.dumps([each_step, everyone, settings], sort_keys=True).encode()).hexdigest()
-
-    def _read(self) -> dict[str, list[dict[str, Any]]]:
-        """The stored episodes by key; empty if the file is missing or broken. Collective: world."""
-        stored = {}
-        if self.ranks.first:
-            with suppress(OSError, ValueError):
-                found = json.loads(self.file.read_bytes())
-                stored = found if isinstance(found, dict) else {}
-        return json.loads(self.ranks.world.broadcast_bytes(json.dumps(stored).encode()))
-
-    def _write(self, stored: dict[str, list[dict[str, Any]]]) -> None:
-        """Store finished episodes by key, on the first rank; an error of the disk is logged. Local."""
-        if self.ranks.first:
-            try:
-                publish_text(self.file, json.dumps(stored, allow_nan=False))
-            except OSError as error:
-                text = (
-                    f"{self.file} cannot be written ({error.strerror}); a stopped evaluation would start over"
-                )
-                self.progress.notice(Warn(text))
 
 
 def class_names(source: TaskSource, task: Task) -> tuple[str, ...]:

@@ -186,7 +186,7 @@ def test_a_stopped_command_keeps_complete_results(command, tmp_path):
     assert ended.codes == [75, 75], ended.output
     assert [file.name for file in tmp_path.iterdir() if file.name.endswith("tmp")] == []
     if command == "evaluate":
-        assert ended.output[0].strip().endswith("stopped by a signal; nothing was written")
+        assert ended.output[0].strip().endswith("stopped by a signal before the output was written")
         assert not (tmp_path / "out.json").exists()
         return
     stored = json.loads((tmp_path / "out.json").read_text())

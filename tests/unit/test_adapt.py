@@ -26,7 +26,7 @@ from tests.support.fork_server import shared
 from tests.support.helpers import refusal, write_rows
 from tests.support.launch import environment, python
 from tests.support.messages import check_message
-from tests.support.models import WORDS
+from tests.support.models import WORDS, save_bert
 from tests.support.short_runs import until
 
 PAIRS = [(f"{word} {other}", f"class {word}") for word in WORDS[:3] for other in WORDS[5:9]]
@@ -94,6 +94,41 @@ def test_pooled_encoder_stores_its_head_in_a_separate_file(bert, tmp_path):
         "pipeline_tag" not in card
     )  # transformers would give it a random head under the names of the classes
     assert "`fmmeta predict` loads them" in card
+
+
+@pytest.mark.parametrize("pooling", ["model", "mean", "cls"])
+@pytest.mark.parametrize("base", ["bert", "roberta", "llama"])
+def test_a_pipeline_of_transformers_gives_our_answers_or_none(base, pooling, bert, llama, tmp_path):
+    """Not those of a random head, nor under the names of another task."""
+    from transformers import pipeline
+
+    source = shutil.copytree(
+        {"bert": bert, "llama": llama}.get(base) or save_bert(tmp_path / base), tmp_path / "base"
+    )
+    config = json.loads((source / "config.json").read_text())
+    config |= {
+        "id2label": {0: "NEGATIVE", 1: "POSITIVE", 2: "NEUTRAL"},
+        "problem_type": "multi_label_classification",
+    }
+    (source / "config.json").write_text(json.dumps(config))
+    lora = {"lora_r": 2, "lora_merge": True} if pooling == "mean" else {}
+    flags = {"inner_steps": 3, "inner_lr": 0.5, "early_stopping": False, "pooling": pooling, **lora}
+    adapted = fmmeta.adapt(source, PAIRS, output_dir=tmp_path / "out", **flags)
+    folder = tmp_path / "out" / "merged" if lora else tmp_path / "out"
+    answers, pipe = adapted.predict(TEXTS), pipeline("text-classification", str(folder))
+    if pooling == "model":
+        found = pipe(TEXTS)
+        assert [one["label"] for one in found] == [one.output for one in answers]
+        assert [one["score"] for one in found] == pytest.approx([one.score for one in answers], abs=1e-5)
+    else:
+        assert pipe(TEXTS, top_k=None) == [[], [], []]
+        with pytest.raises(ValueError, match="empty sequence"):
+            pipe(TEXTS)
+    assert fmmeta.load(folder).predict(TEXTS) == answers or lora  # merged weights are rounded
+    title = "out (merged)" if lora else "out"
+    assert f"\n# {title}\n" in (folder / "README.md").read_text().replace("\\", "")
+    texts = [path.read_text() for path in (tmp_path / "out").rglob("*") if path.suffix in (".md", ".json")]
+    assert not any("partial" in text for text in texts)
 
 
 def test_early_stopping_chooses_steps_by_cross_validation(bert):

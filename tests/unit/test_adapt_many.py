@@ -105,6 +105,7 @@ def test_every_task_equals_the_single_adaptation(bert, tmp_path, settings):
         alone = fmmeta.adapt(bert, support, output_dir=tmp_path / name, **flags)
         assert apart(tmp_path / "many" / name, tmp_path / name) < 1e-5
         assert names_in(tmp_path / "many" / name) == names_in(tmp_path / name)
+        assert f"\n# {name}\n" in (tmp_path / "many" / name / "README.md").read_text()
         together = models[name]
         assert (together.inner_steps, together.left_out, together.labels) == (
             alone.inner_steps,
@@ -531,6 +532,26 @@ def test_the_adapter_that_was_used_longest_ago_leaves_the_memory(mixed, tmp_path
     rows = [{"text": TEXTS[0], "adapter": name} for name in names]
     answers_of(mixed, rows, tmp_path, micro_batch_size=1, adapters_in_memory=2)
     assert calls == ["task 0", "task 1", "task 2", "task 1"]
+
+
+def test_adapters_are_read_again_when_their_files_change(mixed, tmp_path, capsys, terminal):
+    """Those that could not be used are tried again; an adapter that was learned again answers anew."""
+    folder = tmp_path / "adapters"
+    shutil.copytree(mixed / "task 0", folder / "task 0")
+    shutil.copytree(mixed / "task 0", folder / "later")
+    (folder / "later" / ADAPTER_FILE).unlink()
+    adapters = predict.AdapterDirectory(PredictConfig(adapters=str(folder)))
+    row = predict.Input(TEXTS[0], "later")
+    assert [isinstance(adapters.answer([row])[0], str) for _ in range(2)] == [True, True]
+    assert capsys.readouterr().err.count("adapter later: ") == 1
+    shutil.copy(mixed / "task 0" / ADAPTER_FILE, folder / "later")
+    (answer,), (wanted,) = adapters.answer([row]), fmmeta.load(mixed / "task 0").predict([row.text])
+    assert answer == replace(wanted, score=answer.score)
+    shutil.rmtree(folder / "later")
+    shutil.copytree(mixed / "task 1", folder / "later")
+    (answer,), (wanted,) = adapters.answer([row]), fmmeta.load(mixed / "task 1").predict([row.text])
+    assert answer == replace(wanted, score=answer.score)
+    assert answer.score == pytest.approx(wanted.score, abs=1e-5)
 
 
 def test_one_pass_answers_rows_of_many_adapters(mixed, tmp_path, monkeypatch):

@@ -206,12 +206,16 @@ def bert(tmp_path_factory):
 def test_export_of_a_sequence_classifier(tmp_path, bert):
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    _, worker = exported(bert, tmp_path, pooling="model", head_init="learned")
+    source, tmp_path = shutil.copytree(bert, tmp_path / "source"), tmp_path / "out"
+    stored = json.loads((source / "config.json").read_text())
+    stored["id2label"] = {0: "NEGATIVE", 1: "POSITIVE", 2: "NEUTRAL"}
+    (source / "config.json").write_text(json.dumps(stored))
+    _, worker = exported(source, tmp_path, pooling="model", head_init="learned")
     batch = inputs(tmp_path)
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     with torch.no_grad():
         assert_same_logits(plain(**batch).logits, worker.model(**batch), batch["attention_mask"])
-    assert plain.config.num_labels == 3
+    assert plain.config.id2label == {number: f"LABEL_{number}" for number in range(3)}  # of no task
     assert plain.config.hidden_dropout_prob == AutoConfig.from_pretrained(bert).hidden_dropout_prob == 0.1
     assert plain.config.attention_probs_dropout_prob == 0.1
 

@@ -637,6 +637,51 @@ def test_feature_norm_gives_cosine_prototypes(bert, classes):
     check_message(message, "feature_norm=3", "use --pooling mean or cls, or leave it out")
 
 
+def test_a_stopped_evaluation_keeps_the_methods_that_have_finished(
+    bert, classes, tmp_path, monkeypatch, capsys, terminal
+):
+    original, computed, stop_at = command.EvaluatedModel.scores_of_share, [], [-1]
+
+    def counted(model, method, k_shot, episodes):
+        if len(computed) == stop_at[0]:
+            raise RuntimeError("the device failed")
+        computed.append((Path(model.config.model_name_or_path).name, method, k_shot))
+        return original(model, method, k_shot, episodes)
+
+    monkeypatch.setattr(command.EvaluatedModel, "scores_of_share", counted)
+    model, other = (shutil.copytree(bert, tmp_path / name) for name in ("model", "other"))
+    flags: dict[str, Any] = {"n_way": "3", "num_query": 3, "episodes": 3, "k_shot": [1, 2]}
+    flags |= {"method": ["prototype", "finetune"], "compare": str(other)}
+
+    def run(output, **more):
+        return fmmeta.evaluate(str(model), str(classes), **{**flags, **more}, output=output)
+
+    whole = run(str(tmp_path / "whole.json"))
+    names = [(name, "finetune", k) for name in ("model", "other") for k in (1, 2)]
+    assert computed == names
+    computed.clear()
+    output, finished = str(tmp_path / "out.json"), tmp_path / "out.finished.json"
+    for stop_at[0] in (1, 3):  # the second continues from the first
+        with pytest.raises(RuntimeError, match="the device failed"):
+            run(output)
+    assert not Path(output).exists()
+    assert "2-shot prototype: accuracy " in capsys.readouterr().out
+    stop_at[0] = -1
+    kept = finished.read_bytes()
+    assert run(output) == whole == json.loads(Path(output).read_text())
+    assert computed == names
+    assert not finished.exists()
+    for change in ("seed", "weights", "damage"):  # what was scored with others is not taken
+        computed.clear()
+        finished.write_bytes(kept)
+        if change == "weights":
+            os.utime(model / "model.safetensors")
+        if change == "damage":
+            finished.write_text(kept.decode().replace('"accuracy"', '"no"'))
+        run(output, **({"seed": 7} if change == "seed" else {}))
+        assert computed[:2] == names[:2]
+
+
 def test_unwritable_output_is_refused_first_and_the_table_is_still_shown(
     bert, classes, tmp_path, monkeypatch, capsys
 ):
@@ -666,7 +711,8 @@ def test_unwritable_output_is_refused_first_and_the_table_is_still_shown(
     ):
         message = refusal(fmmeta.evaluate, str(bert), str(classes), **flags, output=str(output))
         check_message(message, f"output={output} ", cause, remedy)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]  # no partial file is left
+    # no partial file is left, and the scores are kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there.finished.json"]
 
 
 def test_an_output_that_is_a_pipe_gets_the_results():

@@ -315,6 +315,8 @@ def test_transforms_change_the_pixels_of_training_episodes(images, vit):
 
 
 def test_the_commands_work_on_images(vit, images, tmp_path):
+    from transformers import pipeline
+
     config = config_of(vit, images, algorithm="protonet", pooling="mean", output_dir=str(tmp_path / "run"))
     model = str(fmmeta.MetaTrainer(config).train().output_dir / "model")
     assert describe(config_of(model, images)).pooling == "mean"
@@ -350,7 +352,14 @@ def test_the_commands_work_on_images(vit, images, tmp_path):
         )
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["label"] for line in written] == [one.output for one in answers]
-    assert "image-classification" in (tmp_path / "task" / "README.md").read_text()
+    queries = [Image.fromarray(one) for one in queries]
+    with pytest.raises(KeyError):  # no class, rather than those of a random head
+        pipeline("image-classification", str(tmp_path / "task"))(queries)
+    served = fmmeta.adapt(vit, support, inner_steps=3, inner_lr=0.1, output_dir=str(tmp_path / "served"))
+    best = [found[0] for found in pipeline("image-classification", str(tmp_path / "served"))(queries)]
+    wanted = served.predict(queries)
+    assert [one["label"] for one in best] == [one.output for one in wanted]
+    assert [one["score"] for one in best] == pytest.approx([one.score for one in wanted], abs=1e-4)
 
 
 def test_an_image_classifier_not_made_by_fmmeta_answers(vit):

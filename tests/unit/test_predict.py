@@ -4,6 +4,7 @@ cannot answer.
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import json
@@ -22,8 +23,9 @@ from fmmeta.adaptation.task_learner import read_task
 from fmmeta.cli import parse
 from fmmeta.common import security
 from fmmeta.config.settings import Config
-from fmmeta.evaluation.settings import PredictConfig
+from fmmeta.evaluation.settings import EvaluateConfig, PredictConfig, TuneConfig
 from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.planning.settings import PlanConfig
 from tests.support.fork_server import shared
 from tests.support.helpers import refusal, write_rows
 from tests.support.launch import environment
@@ -408,6 +410,33 @@ def test_a_language_model_answers_a_table(tmp_path):
         save_llama(tmp_path / "llama"), source, tmp_path, task_type="causal_lm", max_new_tokens=2
     )
     assert one["input"] == "stone"
+
+
+def test_answers_are_a_table_in_a_csv_file(adapted, tmp_path):
+    source = write_rows(tmp_path / "a.jsonl", [{"text": 'say "river,\nstone"'}, {"text": "stone"}])
+    flags = {"model_name_or_path": str(adapted[0]), "input": str(source)}
+    predict.run(PredictConfig(**flags, output=str(tmp_path / "b.CSV")))
+    predict.run(PredictConfig(**flags, output=str(tmp_path / "b.jsonl")))
+    with (tmp_path / "b.CSV").open(newline="") as file:
+        found = [{**row, "score": float(row["score"])} for row in csv.DictReader(file)]
+    assert found == [json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines()]
+    assert list(found[0]) == ["text", "label", "score"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "file", "written"),
+    [
+        (PredictConfig, "output", "b.tsv", ".jsonl, .json or .csv"),
+        (PredictConfig, "output", "b.jsonl.gz", ".jsonl, .json or .csv"),
+        (EvaluateConfig, "output", "b.csv", ".json"),
+        (TuneConfig, "output", "b.yaml", ".json"),
+        (PlanConfig, "picture", "b.png", ".svg"),
+    ],
+)
+def test_an_output_whose_ending_promises_another_format_is_refused(kind, name, file, written):
+    given = {PredictConfig: {"model_name_or_path": "m"}, PlanConfig: {"gpus": 1, "model_name_or_path": "m"}}
+    message = refusal(kind, **given.get(kind, {"dataset": ["letters"]}), **{name: file})
+    check_message(message, f"{name}={file} ends with", f"{written} is written", "change the ending")
 
 
 @pytest.mark.parametrize("task_type", ["classification", "causal_lm"])
