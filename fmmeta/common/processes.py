@@ -1,13 +1,15 @@
-"""This process: the host memory that it may still allocate, its end with the process that started it, a limit
-on the time of a call, and the state of other libraries that a run changes.
+"""This process: the host memory that it may still allocate, its end with the process that started it, output
+that is lost, a limit on the time of a call, and the state of other libraries that a run changes.
 """
 
 import ctypes
+import io
 import logging
 import os
 import resource
 import signal
 import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 AGAIN_S = 1.0  # between exceptions at a time limit, if code catches them
 
@@ -107,10 +110,59 @@ _undo: list[Callable[[], object]] = []
 """Calls that restore other libraries, in the order of the changes."""
 
 
+class LastingFile(io.FileIO):
+    """A standard stream that may lose its reader, its terminal or the room on its disk: what cannot be
+    written is dropped, and the first time standard error says so.
+    """
+
+    lost = False
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not self.lost and self.fileno() == 1 and sys.stderr:
+                print(
+                    f"fmmeta: standard output: {error.strerror}; the command continues without it",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self.lost = True
+            return len(data)
+
+
+def keep_output(*names: str) -> None:
+    """Make these of `stdout` and `stderr` streams that may be lost, until `restored_process` ends.
+
+    Streams of an application (notebooks, redirect_stdout) stay. One that was closed at the start of the
+    process discards its text.
+    """
+    for name in ("stdout", "stderr"):
+        stream: Any = getattr(sys, name)
+        if stream is None:
+            while os.open(os.devnull, os.O_RDWR) < 2:  # no file of the command gets the number of a stream
+                pass
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif name in names and type(stream) is io.TextIOWrapper and stream.fileno() in (1, 2):
+            raw = LastingFile(stream.fileno(), "w", closefd=False)
+            lasting = io.TextIOWrapper(
+                cast(Any, raw if stream.write_through else io.BufferedWriter(raw)),
+                stream.encoding,
+                stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, lasting)
+            _undo.extend([partial(setattr, sys, name, stream), lasting.flush])
+
+
 @contextmanager
 def restored_process() -> Iterator[None]:
-    """Restore environment variables, warning filters and the verbosity of other libraries after the block."""
+    """Restore environment variables, warning filters, standard streams and the verbosity of other libraries
+    after the block, in which these streams may be lost.
+    """
     environment, done = dict(os.environ), len(_undo)
+    keep_output("stdout", "stderr")
     try:
         with warnings.catch_warnings():
             yield
