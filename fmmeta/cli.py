@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import fmmeta
 from fmmeta.common.errors import EXIT_STOPPED, MachineFault, PeerError, Stopped, UsageError
 from fmmeta.common.install import warn_untested
+from fmmeta.common.processes import keep_output
 from fmmeta.common.progress import terminal_log
 from fmmeta.common.security import printable, redact
 from fmmeta.common.text import nearest
@@ -121,11 +122,13 @@ COMMANDS = {
 }
 
 LAUNCHED = ("train", "evaluate", "tune", "adapt")  # commands that launchers start on several ranks
+PRINTING = ("predict", "inspect", "plan", "doctor", "env")  # without --output they only print
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Console script `fmmeta COMMAND [--flags]`; the same on every rank of a launch."""
     argv = sys.argv[1:] if argv is None else argv
+    keep_output("stderr")
     if not argv or argv[0] in ("-h", "--help"):
         listed = "\n".join(f"  {name:10} {one.text}" for name, one in COMMANDS.items())
         end = "`fmmeta COMMAND --help` lists the flags, `fmmeta --version` the version."
@@ -146,6 +149,8 @@ def run(command: str, argv: list[str]) -> NoReturn:
     with listening(command) as signals:
         try:
             settings = parse(argv, command)
+            if command not in PRINTING or getattr(settings, "output", "-") != "-":
+                keep_output("stdout")
             with terminal_log(getattr(settings, "log_level", "info")):
                 pkgutil.resolve_name(COMMANDS[command].run)(settings, *([signals] if signals else []))
             sys.stdout.flush()
@@ -159,8 +164,6 @@ def run(command: str, argv: list[str]) -> NoReturn:
                     EXIT_STOPPED,
                 )
         except BrokenPipeError:
-            if command == "train":
-                raise
             code = discard_output()
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:

@@ -1,9 +1,10 @@
-"""This process: the host memory that it may still allocate, its end with the process that started it, a limit
-on the time of a call, the state of other libraries that a run changes, and whether its main module is run by
-the processes that it starts.
+"""This process: the host memory that it may still allocate, its end with the process that started it, output
+that is lost, a limit on the time of a call, the state of other libraries that a run changes, and whether its
+main module is run by the processes that it starts.
 """
 
 import ctypes
+import io
 import logging
 import os
 import resource
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 from fmmeta.common.errors import UsageError
 
@@ -111,12 +113,60 @@ _undo: list[Callable[[], object]] = []
 """Calls that restore other libraries, in the order of the changes."""
 
 
+class LastingFile(io.FileIO):
+    """A standard stream that may lose its reader, its terminal or the room on its disk: what cannot be
+    written is dropped, and the first time standard error says so.
+    """
+
+    lost = False
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not self.lost and self.fileno() == 1 and sys.stderr:
+                print(
+                    f"fmmeta: standard output: {error.strerror}; the command continues without it",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self.lost = True
+            return len(data)
+
+
+def keep_output(*names: str) -> None:
+    """Make these of `stdout` and `stderr` streams that may be lost, until `restored_process` ends.
+
+    Streams of an application (notebooks, redirect_stdout) stay. One that was closed at the start of the
+    process discards its text.
+    """
+    for name in ("stdout", "stderr"):
+        stream: Any = getattr(sys, name)
+        if stream is None:
+            while os.open(os.devnull, os.O_RDWR) < 2:  # no file of the command gets the number of a stream
+                pass
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif name in names and type(stream) is io.TextIOWrapper and stream.fileno() in (1, 2):
+            raw = LastingFile(stream.fileno(), "w", closefd=False)
+            lasting = io.TextIOWrapper(
+                cast(Any, raw if stream.write_through else io.BufferedWriter(raw)),
+                stream.encoding,
+                stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, lasting)
+            _undo.extend([partial(setattr, sys, name, stream), lasting.flush])
+
+
 @contextmanager
 def restored_process() -> Iterator[None]:
-    """Restore environment variables, warning filters, the verbosity of other libraries and the hook for
-    errors, to which torch adds a prefix with every default process group, after the block.
+    """Restore environment variables, warning filters, standard streams, the verbosity of other libraries and
+    the hook for errors, to which torch adds a prefix with every default process group, after the block. The
+    streams may be lost in the block.
     """
     environment, done, hook = dict(os.environ), len(_undo), sys.excepthook
+    keep_output("stdout", "stderr")
     try:
         with warnings.catch_warnings():
             yield

@@ -41,7 +41,7 @@ class TerminalHandler(logging.Handler):
                 print(text, file=stream)
             stream.flush()
         except BrokenPipeError:
-            raise  # the command line handles it
+            raise  # a command whose product is its output ends
         except Exception:
             self.handleError(record)
 

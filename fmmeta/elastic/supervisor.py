@@ -24,6 +24,7 @@ import torch
 from fmmeta.common.errors import EXIT_FAULT, EXIT_STOPPED, UsageError
 from fmmeta.config.settings import Config, setting
 from fmmeta.elastic.lighthouse import LighthouseConfig, coordination, open_lighthouse
+from fmmeta.parallel.layout import without_ranks
 from fmmeta.parallel.network import unused_port
 from fmmeta.report.data import read_run
 from fmmeta.training.run_folder import lock_folder
@@ -193,7 +194,7 @@ class Supervisor:
         size = self.config.ranks_per_group
         command = [sys.executable, "-m", "fmmeta", "train", "--config", self.file, "--group_name", group.name]
         env = {
-            **os.environ,
+            **without_ranks(os.environ),
             **self.devices(self.groups.index(group)),
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),

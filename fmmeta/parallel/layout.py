@@ -1,5 +1,6 @@
 """Assigns ranks to groups and nodes, and decides how a run is spread over them. Arithmetic only.
 
+    LAUNCHERS          the variables that launchers set
     Launch             what a launcher put into the environment
     Layout             groups of consecutive ranks
     GroupCoordinates   pipeline stage, tensor rank and data rank inside a group
@@ -16,24 +17,87 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of
 from fmmeta.config.settings import Config
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 
-# set by srun alone; SLURM_NTASKS is also set in the shell of a batch script, which is one process
-SLURM_TASKS = "SLURM_STEP_NUM_TASKS"
+
+class RankVariables(NamedTuple):
+    """The environment variables by which a launcher tells each process its place.
+
+    Of local_rank, local_size and node the first that is set counts; nodes: the number of nodes. given: how
+    the user gives all ranks a variable.
+    """
+
+    launcher: str
+    rank: str
+    size: str
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...] = ()
+    node: tuple[str, ...] = ()
+    nodes: str = ""
+    given: str = "export {name}={value}"
+
+    @classmethod
+    def of_prefix(cls, launcher: str, prefix: str, given: str = "export {name}={value}") -> "RankVariables":
+        """Names such as PREFIX_RANK and PREFIX_LOCAL_SIZE."""
+        names = [f"{prefix}_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+        return cls(launcher, *names[:2], names[2:3], names[3:], given=given)  # type: ignore[arg-type]
+
+
+DIRECT = RankVariables(
+    "torchrun, deepspeed or accelerate launch",
+    "RANK",
+    "WORLD_SIZE",
+    ("LOCAL_RANK",),
+    ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+    ("GROUP_RANK", "CROSS_RANK"),  # of torchrun, of deepspeed
+    given="--{flag} {value}",
+)
+SRUN = RankVariables(
+    "srun",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",  # SLURM_NTASKS is also set in the shell of a batch script, which is one process
+    ("SLURM_LOCALID",),
+    ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+    ("SLURM_NODEID",),
+)
+LAUNCHERS = (  # the first that is complete counts: a launcher that another one starts is listed before it
+    DIRECT,
+    RankVariables.of_prefix("Open MPI", "OMPI_COMM_WORLD", "mpirun -x {name}={value}"),
+    RankVariables.of_prefix("MVAPICH", "MV2_COMM_WORLD"),
+    RankVariables.of_prefix("MVAPICH", "MVP_COMM_WORLD"),
+    RankVariables.of_prefix("jsrun", "JSM_NAMESPACE"),
+    RankVariables.of_prefix("horovodrun", "HOROVOD"),
+    RankVariables(
+        "Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", ("FLUX_TASK_LOCAL_ID",), nodes="FLUX_JOB_NNODES"
+    ),
+    RankVariables(
+        "PALS", "PALS_RANKID", "PMI_SIZE", ("PALS_LOCAL_RANKID",), ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE")
+    ),
+    RankVariables(
+        "MPICH or Intel MPI",
+        "PMI_RANK",
+        "PMI_SIZE",
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        given="mpiexec -genv {name} {value}",
+    ),
+    SRUN,
+    RankVariables.of_prefix("PMIx", "PMIX"),
+)
 
 
 @dataclass(frozen=True)
 class Launch:
     """The rank of this process among all processes and on its node, as the launcher set it.
 
-    node: the launcher's number of the node; empty if it gives none. srun: whether srun is the launcher.
+    node: the launcher's number of the node; empty if it gives none. variables: from which it was read.
     """
 
     global_rank: int = 0
@@ -43,66 +107,122 @@ class Launch:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     node: str = ""
-    srun: bool = False
+    variables: RankVariables = DIRECT
 
-    def choose_port(self, port: int) -> str:
-        """How the user gives the launch another port."""
-        return f"export MASTER_PORT={port}" if self.srun else f"--master_port {port}"
+    def how_to_give(self, name: str, value: object) -> str:
+        """How the user gives all ranks MASTER_ADDR or MASTER_PORT."""
+        return self.variables.given.format(name=name, flag=name.lower(), value=value)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "Launch":
-        """Read the variables of deepspeed, torchrun and accelerate, else those of srun, else one process.
+        """Read the variables of the launcher that has started this process; one process if there is none.
 
-        RANK without any LOCAL_ variable is that of a pod of one rank. Raises `UsageError`.
+        Raises `UsageError` for a rank of a launch of unknown size, and where two launchers contradict each
+        other: each process would train the whole run.
         """
-        launch = cls()
-        if "RANK" in env and "WORLD_SIZE" in env:
-            world_size = number(env, "WORLD_SIZE")
-            on_this_node = world_size if env.get("LOCAL_RANK") else 1
-            launch = cls(
-                number(env, "RANK"),
-                world_size,
-                number(env, "LOCAL_RANK", default=0),
-                number(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=on_this_node),
-                env.get("MASTER_ADDR", "127.0.0.1"),
-                number(env, "MASTER_PORT", default=29500),
-                env.get("GROUP_RANK") or env.get("CROSS_RANK") or "",  # of torchrun, of deepspeed
-            )
-        elif "SLURM_PROCID" in env and number(env, SLURM_TASKS, default=1) > 1:
-            launch = cls.from_slurm(env)
-        if not 0 <= launch.global_rank < launch.world_size:
-            raise UsageError(
-                f"RANK={launch.global_rank} is not below WORLD_SIZE={launch.world_size}; check the launcher"
-            )
+        complete = [one for one in LAUNCHERS if one.rank in env and env.get(one.size)]
+        if not complete:
+            refuse_half(env)
+            return cls()
+        launch = cls._of(complete[0], env)
+        for other in complete[1:]:
+            refuse_contradiction(launch, other, env)
         return launch
 
     @classmethod
-    def from_slurm(cls, env: Mapping[str, str]) -> "Launch":
-        """One process per task of `srun`. Without MASTER_ADDR the first node of the step hosts the store, at
-        a port below those that the kernel gives to connections.
+    def _of(cls, names: RankVariables, env: Mapping[str, str]) -> "Launch":
+        """The launch by the variables of one launcher; RANK without any LOCAL_ variable is that of a pod of
+        one rank. Raises `UsageError`.
         """
-        world_size = number(env, SLURM_TASKS)
-        tasks = re.match(
-            r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
+        rank, size = number(env, names.rank), number(env, names.size)
+        if not 0 <= rank < size:
+            raise UsageError(f"{names.rank}={rank} is not below {names.size}={size}; check the launcher")
+        launch = cls(rank, size, number(env, *names.local_rank, default=0), variables=names)
+        if size == 1:
+            return launch
+        if names is SRUN and "SLURM_PTY_PORT" in env and os.isatty(0):
+            raise UsageError(
+                f"{names.size}={size} in a shell of `srun --pty`, whose other {size - 1} tasks start nothing;"
+                f" run `srun -n {size} fmmeta ...` in it, or `env -u SLURM_PROCID fmmeta ...` for one process"
+            )
+        on_this_node = size if names is DIRECT and env.get("LOCAL_RANK") else 1
+        if names.nodes and env.get(names.nodes):
+            on_this_node = -(-size // max(1, number(env, names.nodes)))
+        # SLURM: 4(x2),3 are the tasks of each node
+        per_node = {name: re.split("[(,]", env.get(name, ""))[0] for name in names.local_size}
+        launch = replace(
+            launch,
+            local_world_size=number(per_node, *names.local_size, default=on_this_node),
+            node=next(filter(None, map(env.get, names.node)), ""),
         )
+        return replace(launch, master_addr=launch._address(env), master_port=launch._port(env))
+
+    def _address(self, env: Mapping[str, str]) -> str:
+        """The host of the store: with SLURM, by default, the first node of the step. Raises `UsageError`."""
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
-        return cls(
-            global_rank=number(env, "SLURM_PROCID"),
-            world_size=world_size,
-            local_rank=number(env, "SLURM_LOCALID", default=0),
-            local_world_size=int(tasks[0]) if tasks else world_size,
-            master_addr=env.get("MASTER_ADDR") or (first_host(nodes) if nodes else "127.0.0.1"),
-            master_port=number(
-                env, "MASTER_PORT", default=10000 + number(env, "SLURM_JOB_ID", default=0) % 20000
-            ),
-            node=env.get("SLURM_NODEID", ""),
-            srun=True,
+        if address := env.get("MASTER_ADDR"):
+            return address
+        if self.variables is SRUN and nodes:
+            return first_host(nodes)
+        if self.local_world_size == self.world_size:
+            return "127.0.0.1"
+        raise UsageError(
+            f"MASTER_ADDR is not set, and not all {self.world_size} ranks of {self.variables.launcher} are"
+            f" known to be on this node; give it the name of rank 0's node, such as"
+            f" `{self.how_to_give('MASTER_ADDR', platform.node())}`"
         )
+
+    def _port(self, env: Mapping[str, str]) -> int:
+        """MASTER_PORT; without it torch's, and with SLURM one for each job below those that the kernel gives
+        to connections.
+        """
+        job = number(env, "SLURM_JOB_ID", default=0)
+        return number(env, "MASTER_PORT", default=10000 + job % 20000 if self.variables is SRUN else 29500)
+
+
+def refuse_half(env: Mapping[str, str]) -> None:
+    """Raise `UsageError` for a process that knows its rank or the number of ranks alone."""
+    for names in LAUNCHERS:
+        rank, size = env.get(names.rank), env.get(names.size)
+        alone = names is SRUN or (rank is None and (names is not DIRECT or size in (None, "", "1")))
+        if not alone:
+            known, missing = (names.rank, names.size) if rank is not None else (names.size, names.rank)
+            raise UsageError(
+                f"{known}={env[known]} without {missing}: which of how many ranks of {names.launcher} this"
+                f" process is cannot be known; set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR in each, or"
+                f" unset {known} for one process"
+            )
+
+
+def refuse_contradiction(launch: Launch, other: RankVariables, env: Mapping[str, str]) -> None:
+    """Raise `UsageError` where another launcher has started more processes than `launch` has ranks, or given
+    them other ranks.
+    """
+    names, rank, size = launch.variables, number(env, other.rank), number(env, other.size)
+    # a launcher of its own on each node, such as torchrun, numbers the ranks in its own order
+    same = (
+        names is not DIRECT
+        or any(map(env.get, ("TORCHELASTIC_RUN_ID", *DIRECT.node)))
+        or rank == launch.global_rank
+    )
+    if size > launch.world_size or (size == launch.world_size and not same):
+        raise UsageError(
+            f"{names.rank}={launch.global_rank} of {names.size}={launch.world_size} contradicts"
+            f" {other.rank}={rank} of {other.size}={size}: processes of {other.launcher} would repeat the"
+            f" work of others; unset {names.rank} and {names.size} for one run of {size} ranks, or"
+            f" {other.rank} for separate runs"
+        )
+
+
+def without_ranks(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the variables of launchers, for processes that get ranks of their own."""
+    names = {name for one in LAUNCHERS for name in (one.rank, one.size, *one.local_rank, *one.local_size)}
+    return {name: value for name, value in env.items() if name not in names}
 
 
 def number(env: Mapping[str, str], *names: str, default: int | None = None) -> int:
     """The first of these variables that is set, else `default`. Raises `UsageError`."""
-    name = next(filter(env.get, names), names[-1])
+    name = next(filter(env.get, names), "".join(names[-1:]))
     value = env.get(name) or default
     if value is None or not re.fullmatch(r"\s*[+-]?\d+\s*", str(value)):
         raise UsageError(f"environment variable {name}={env.get(name)} is not a number; check the launcher")

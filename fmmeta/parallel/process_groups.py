@@ -262,7 +262,7 @@ def open_store(launch: Launch) -> dist.Store:
             raise
         raise UsageError(
             f"master_port={launch.master_port} is in use on {platform.node()}; give the launch"
-            f" another, such as {launch.choose_port(launch.master_port + 1)}"
+            f" another, such as {launch.how_to_give('MASTER_PORT', launch.master_port + 1)}"
         ) from None
 
 

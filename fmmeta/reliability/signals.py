@@ -22,7 +22,7 @@ from typing import Any
 
 from fmmeta.common.errors import EXIT_STOPPED
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SAME_S = 5.0  # a repeat within this time counts as the same signal
 SHELLS = (
     "ash",
@@ -39,6 +39,12 @@ SHELLS = (
     "systemd",
     "tmux: server",
 )
+
+
+def heard() -> list[int]:
+    """The stop signals of this process; `nohup` lets it ignore the one of a lost terminal."""
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in STOPPING if not (nohup and number == signal.SIGHUP)]
 
 
 class Signals:
@@ -62,7 +68,7 @@ class Signals:
             self.reader, self.writer = socket.socketpair()
             self.writer.setblocking(False)
             self.wakeup = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
-            self.handlers = {number: signal.signal(number, lambda *_: None) for number in STOPPING}
+            self.handlers = {number: signal.signal(number, lambda *_: None) for number in heard()}
             threading.Thread(target=self._listen, name="signals", daemon=True).start()
         return self
 
@@ -116,8 +122,8 @@ class Signals:
 
 @contextmanager
 def interrupting() -> Iterator[None]:
-    """While the block runs, SIGTERM and SIGUSR1 raise `KeyboardInterrupt` with their name; SIGINT raises it
-    without one.
+    """While the block runs, stop signals raise `KeyboardInterrupt` with their name; SIGINT raises it without
+    one.
 
     For commands of one process, which remove their unfinished outputs. Signals after the first are ignored.
     """
@@ -127,7 +133,7 @@ def interrupting() -> Iterator[None]:
             signal.signal(other, signal.SIG_IGN)
         raise KeyboardInterrupt(signal.Signals(number).name)
 
-    handlers = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {number: signal.signal(number, stop) for number in heard() if number != signal.SIGINT}
     try:
         yield
     finally:

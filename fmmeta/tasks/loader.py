@@ -47,7 +47,7 @@ import torch.utils.data
 from torch.utils.data import Sampler
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.processes import MAIN, TimedOut, hidden_main_module, time_limit
+from fmmeta.common.processes import MAIN, TimedOut, hidden_main_module, keep_output, time_limit
 from fmmeta.common.security import one_line
 from fmmeta.tasks.batching import Batcher, Episode, Example
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task, claim_order
@@ -463,9 +463,9 @@ class EpisodeLoader:
         # a fork of this process would copy its threads' locks
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["fmmeta.tasks.fork_server"])
-        # SLURM sends SIGUSR1 to all processes of a step, and the trainer stops the run: the processes that
-        # are started here inherit that the signal is blocked
-        signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        # SLURM sends SIGUSR1 to all processes of a step, a terminal that is lost SIGHUP; the trainer stops
+        # the run, and the processes that are started here inherit that these signals are blocked
+        signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGHUP})
         try:
             resource_tracker.ensure_running()
             forkserver.ensure_running()
@@ -520,8 +520,9 @@ def check_sent(parts: Sequence[Any], num_workers: str) -> None:
 
 
 def serve(worker: int) -> None:
-    """Set up a loader process: ignore Ctrl-C, use one thread, and end when the trainer ends."""
+    """Set up a loader process: ignore Ctrl-C and lost output, use one thread, end when the trainer ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    keep_output("stdout", "stderr")
     torch.set_num_threads(1)
     threading.Thread(target=end_with_trainer, daemon=True).start()
 

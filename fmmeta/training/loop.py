@@ -399,7 +399,7 @@ class Run:
             raise MachineFault(
                 f"{metrics.tasks} tasks were claimed in an outer step of {self.schedule.tasks_per_step}:"
                 " another program has changed the counters in the store of the launch; give it a port that"
-                f" no other program uses, such as {launch.choose_port(launch.master_port + 1)}"
+                f" no other program uses, such as {launch.how_to_give('MASTER_PORT', launch.master_port + 1)}"
             )
 
     def check_inner_loop(self, episode: Episode) -> None:

@@ -33,7 +33,8 @@ def undisturbed_run(fork_server, flags, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("number", "whom"), [(signal.SIGTERM, [0, 1]), (signal.SIGINT, [0, 0, 1]), (signal.SIGUSR1, [1])]
+    ("number", "whom"),
+    [(signal.SIGTERM, [0, 1]), (signal.SIGINT, [0, 0, 1]), (signal.SIGUSR1, [1]), (signal.SIGHUP, [0])],
 )
 def test_a_signal_saves_and_ends_every_rank_with_75(
     fork_server, flags, undisturbed_run, tmp_path, number, whom

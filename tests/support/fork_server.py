@@ -35,20 +35,12 @@ from functools import cache
 from pathlib import Path
 
 from fmmeta.parallel import network
+from fmmeta.parallel.layout import without_ranks
 from tests.support.fork_server_process import read_line
 
 ROOT = Path(__file__).parents[2]
 SERVERS = 2
-DROPPED = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "LOCAL_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "FMMETA_GLOBAL_RANK",
-)
+DROPPED = ("MASTER_ADDR", "MASTER_PORT", "FMMETA_GLOBAL_RANK")
 
 
 SESSION_FOLDER = "FMMETA_TEST_SESSION"
@@ -59,7 +51,7 @@ SESSION_ENVIRONMENT: dict[str, str] = {}
 
 def environment(**extra: str) -> dict[str, str]:
     """The parent's environment without a launcher's variables."""
-    kept = {key: value for key, value in os.environ.items() if key not in DROPPED}
+    kept = {key: value for key, value in without_ranks(os.environ).items() if key not in DROPPED}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **extra}
 
 

@@ -36,6 +36,12 @@ def slow_episode(episode, rng):
     return episode
 
 
+def noisy_episode(episode, rng):
+    """A transform: it prints, in a loader process."""
+    print("noise", flush=True)
+    return episode
+
+
 def slow_rank(episode, rng):
     """A transform: episodes take EPISODE_S seconds on the rank SLOW_RANK; each is noted in the folder TASKS.
 

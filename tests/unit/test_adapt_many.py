@@ -438,8 +438,8 @@ def test_other_content_of_an_image_file_is_another_example(tmp_path):
 
 
 def test_one_task_is_not_adapted_to_by_several_processes(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     file = write_rows(tmp_path / "s.jsonl", [{"text": "a", "label": "b"}])
     settings = AdaptConfig(support=str(file), output_dir=str(tmp_path / "out"))
     message = refusal(adapt_command.run, settings)

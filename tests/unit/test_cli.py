@@ -224,6 +224,7 @@ def test_other_ranks_exit_without_output(capfd, monkeypatch):
     slept = []
     monkeypatch.setattr(cli.time, "sleep", slept.append)
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", "--n_way", "1"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from fmmeta.common import processes
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from fmmeta.parallel.layout import GroupCoordinates, Launch, Layout, first_host
+from fmmeta.parallel.layout import LAUNCHERS, SRUN, GroupCoordinates, Launch, Layout, first_host
 from fmmeta.parallel.network import LOWEST_PORT, listen
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.planning import memory
@@ -55,6 +57,16 @@ BATCH_SHELL = {  # a line of a batch script without srun
 }
 
 
+BY = {one.rank: one for one in LAUNCHERS}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_RANK": "5",
+}
+
+
 @pytest.mark.parametrize(
     ("env", "launch"),
     [
@@ -63,13 +75,21 @@ BATCH_SHELL = {  # a line of a batch script without srun
         (DEEPSPEED, Launch(5, 8, 1, 2, "n0", 1234)),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, Launch(1, 2, 1, 2, "127.0.0.1", 29500)),
         ({"RANK": "3", "WORLD_SIZE": "64", "MASTER_ADDR": "m-0"}, Launch(3, 64, 0, 1, "m-0", 29500)),  # a pod
-        (SLURM, Launch(6, 8, 2, 4, "gpu03", 10000 + 41234 % 20000, srun=True)),
-        ({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "7"}, Launch(6, 8, 2, 4, "head", 7, srun=True)),
-        ({**SLURM, **TORCHRUN}, Launch(5, 8, 1, 4, "n0", 1234)),  # torchrun under srun
+        (SLURM, Launch(6, 8, 2, 4, "gpu03", 10000 + 41234 % 20000, variables=SRUN)),
+        ({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "7"}, Launch(6, 8, 2, 4, "head", 7, variables=SRUN)),
+        (
+            {**SLURM, **TORCHRUN, "TORCHELASTIC_RUN_ID": "x"},
+            Launch(5, 8, 1, 4, "n0", 1234),
+        ),  # torchrun under srun
+        (
+            {**SLURM, "PMI_RANK": "6", "PMI_SIZE": "8", "PMIX_RANK": "6", "MASTER_ADDR": "h"},
+            Launch(6, 8, 0, 1, "h", 29500, variables=BY["PMI_RANK"]),
+        ),
+        ({"WORLD_SIZE": "1", "PMI_SIZE": "4"}, Launch()),
         (BATCH_SHELL, Launch(0, 1, 0, 1)),
         (
-            {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
-            Launch(0, 1, 0, 1),
+            {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+            Launch(0, 1, 0, 1, variables=SRUN),
         ),  # srun -n1 in a larger job
     ],
 )
@@ -122,6 +142,57 @@ def test_a_port_in_use_is_refused_with_the_setting_of_the_launcher(env, remedy, 
 )
 def test_bad_launcher_variables_are_refused(env, parts):
     check_message(refusal(Launch.from_env, env), *parts)
+
+
+@pytest.mark.parametrize(
+    ("env", "parts"),
+    [
+        ({"PMIX_RANK": "1"}, ("PMIX_RANK=1 without PMIX_SIZE", "unset PMIX_RANK for one process")),
+        ({"RANK": "0"}, ("RANK=0 without WORLD_SIZE", "set RANK, WORLD_SIZE, LOCAL_RANK")),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, ("WORLD_SIZE=2 without RANK", "unset WORLD_SIZE")),
+        (
+            {**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "1"},
+            ("RANK=0 of WORLD_SIZE=1", "OMPI_COMM_WORLD_RANK=5 of OMPI_COMM_WORLD_SIZE=8", "unset RANK"),
+        ),
+        (
+            {**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "h"},
+            ("RANK=0 of WORLD_SIZE=8", "OMPI_COMM_WORLD_RANK=5", "unset RANK"),
+        ),
+        (OPEN_MPI, ("MASTER_ADDR is not set", "8 ranks of Open MPI", "mpirun -x MASTER_ADDR=")),
+        (
+            {"RANK": "3", "WORLD_SIZE": "64"},
+            ("MASTER_ADDR is not set", "64 ranks", "--master_addr "),
+        ),
+    ],
+)
+def test_a_launch_that_is_known_in_part_is_refused(env, parts):
+    """Each of these processes would train the whole run, or wait for ranks that never come."""
+    message = refusal(Launch.from_env, env).replace(platform.node(), "HOST")
+    check_message(message, *parts)
+
+
+def test_a_shell_of_srun_with_other_tasks_is_refused():
+    """Its `fmmeta train` would wait for them; standard input of a rank that srun starts is no terminal."""
+    env = environment(**{**SLURM, "SLURM_PROCID": "0", "SLURM_PTY_PORT": "4242"})
+    words = [
+        sys.executable,
+        "-c",
+        "import os; from fmmeta.parallel.layout import Launch; Launch.from_env(os.environ)",
+    ]
+    controller, terminal = os.openpty()
+    shell = subprocess.run(words, env=env, stdin=terminal, capture_output=True, text=True, check=False)
+    rank = subprocess.run(
+        words, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    os.close(terminal)
+    os.close(controller)
+    assert rank.returncode == 0, rank.stderr
+    check_message(
+        shell.stderr.strip().splitlines()[-1],
+        "SLURM_STEP_NUM_TASKS=8",
+        "srun -n 8 fmmeta",
+        "env -u SLURM_PROCID",
+    )
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_nodes_are_counted_by_their_first_ranks():
     ],
 )
 def test_launchers_number_the_nodes(env, node):
-    launch = Launch.from_env(env)
+    launch = Launch.from_env({**env, "MASTER_ADDR": "n0"})
     assert launch.node == node
     assert identity(launch) == f"node {node}" if node else identity(launch).startswith(f"{platform.node()}/")
 

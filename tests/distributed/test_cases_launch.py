@@ -1,0 +1,122 @@
+"""Launchers, lost terminals and killed ranks, with the inputs of ../shared/cases that are about them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fmmeta.parallel.layout import LAUNCHERS
+from tests.support.fork_server import environment, free_port, shared
+from tests.support.launch import ROOT, python, run_ranks, train_flags
+from tests.support.short_runs import QUICK
+
+CASES = ROOT.parent / "shared" / "cases"
+MEET = """
+import os, torch
+from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.process_groups import World
+world = World(Launch.from_env(os.environ), torch.device("cpu"))
+print(world.comm.gather_bytes(str(world.launch.local_rank).encode()), world.launch.local_world_size)
+world.close()
+"""
+
+
+def case(name: str) -> Path:
+    """The folder of a case; a checkout alone has none."""
+    if not (CASES / name).is_dir():
+        pytest.skip(f"{CASES / name} is not there")
+    return CASES / name
+
+
+@pytest.mark.parametrize("names", LAUNCHERS, ids=lambda names: names.rank)
+def test_the_ranks_of_a_launcher_are_one_world(names, tmp_path):
+    """Each launcher in its own variables, of all of which only the place of the rank is given."""
+    port, ranks = str(free_port()), []
+    for rank in range(2):
+        place = {names.rank: rank, names.size: 2, names.local_rank[0]: rank}
+        place |= dict.fromkeys(
+            [*names.local_size[:1], *filter(None, [names.nodes])], 2 if names.local_size else 1
+        )
+        env = environment(**{name: str(value) for name, value in place.items()}, MASTER_PORT=port)
+        ranks.append(shared().start(["-c", MEET], tmp_path / f"{rank}.log", env))
+    assert shared().wait(ranks, 60) == [0, 0], ranks[0].text + ranks[1].text
+    assert [rank.text.split("\n")[0] for rank in ranks] == ["[b'0', b'1'] 2"] * 2
+
+
+def test_two_processes_of_mpirun_train_one_run(tmp_path):
+    env = environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    words = ["bash", case("mpirun") / "run.sh"]
+    subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, timeout=200, check=True)
+    logs = [(tmp_path / f"mpirun-{rank}.log").read_text() for rank in range(2)]
+    assert "2 groups of 1 rank on cpu" in logs[0], logs[0]
+    assert logs[1].strip() == "", logs[1]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [next((tmp_path / "runs").iterdir()).name]
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [("mpirun.openmpi", ["--allow-run-as-root", "--oversubscribe"]), ("mpiexec.hydra", [])],
+)
+def test_a_real_mpirun(command, flags, tmp_path):
+    if not shutil.which(command):
+        pytest.skip(f"{command} is not installed")
+    env = environment(MASTER_PORT=str(free_port()))
+    words = [command, *flags, "-n", "2", sys.executable, "-c", MEET]
+    ended = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.stdout.split("\n")[:2] == ["[b'0', b'1'] 2"] * 2, ended.stdout + ended.stderr
+
+
+LOST = {  # what becomes of standard output before the command writes to it
+    "reader": "r, w = os.pipe(); os.dup2(w, 1); os.close(r); os.close(w)",
+    "disk": "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)",
+    "closed": "os.close(1); sys.stdout = None",
+    "both": "r, w = os.pipe(); os.dup2(w, 1); os.dup2(w, 2); os.close(r); os.close(w)",
+}
+RUN = "import os, sys; {}; from fmmeta.cli import main; main(sys.argv[1:])"
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_a_run_goes_on_without_its_output(lost, tmp_path):
+    """Two ranks, both of which lose theirs; loader processes and callbacks print too."""
+    run = tmp_path / "run"
+    settings = QUICK | {"num_workers": 1, "eval_episodes": 2, "eval_steps": 1}
+    flags = train_flags(run, **settings, episode_transforms="tests.support.short_runs:noisy_episode")
+    ended = run_ranks(["-c", RUN.format(LOST[lost]), "train", *flags], 2).ok()
+    assert (run / "model" / "model.safetensors").is_file()
+    assert len((run / "metrics.jsonl").read_text().splitlines()) >= 4
+    line = {"reader": "Broken pipe", "disk": "No space left on device"}.get(lost)
+    expected = f"fmmeta: standard output: {line}; the command continues without it\n" if line else ""
+    assert set(ended.output[0].splitlines()) == set(expected.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["evaluate", "--episodes", "2"], 0),
+        (["inspect", "letters"], 141),
+        (["plan", "--gpus", "1"], 141),
+        (["env"], 141),
+        (["train", "--help"], 141),
+        (["predict", "--help"], 141),
+    ],
+)
+def test_a_command_whose_reader_has_exited(words, code, tmp_path):
+    ended = python(["-c", RUN.format(LOST["reader"]), *words], tmp_path)
+    assert ended.returncode == code, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "Broken" not in ended.stderr or code == 0
+
+
+def test_a_trainer_of_a_script_goes_on_without_its_output(tmp_path):
+    code = (
+        f"import os, sys; {LOST['reader']}\nfrom fmmeta import Config, MetaTrainer\n"
+        f"result = MetaTrainer(Config(outer_steps=2, eval_episodes=0, inner_steps=1, num_workers='0',"
+        f" output_dir={str(tmp_path / 'run')!r})).train()\nprint(result.outer_steps, file=sys.stderr)"
+    )
+    ended = python(["-c", code], tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.splitlines()[-1] == "2"
