@@ -7,6 +7,8 @@ import json
 import os
 import signal
 from collections import Counter
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.planning.memory import estimate, rank_sizes
 from fmmeta.training.bounded_staleness import Bound, Ledger, SharedLedger, StaleSteps
-from tests.support.helpers import refusal
+from tests.support.helpers import one_rank, refusal
 from tests.support.messages import check_message
 from tests.support.models import save_bert, write_classes
 
@@ -107,8 +109,8 @@ def test_equal_changes_of_two_groups_are_both_made():
     assert second.read() == Ledger(2, 4, Counter({2: 2}))
 
 
-def test_one_group_stopped_twice_ends_where_a_synchronous_run_ends(tmp_path, monkeypatch):
-    """Each stop comes in a task of the second outer step: the third one, then the first that begins again."""
+def test_one_group_that_was_stopped_in_a_task_ends_where_a_synchronous_run_ends(tmp_path, monkeypatch):
+    """The three tasks of the open outer step begin again."""
     settings = {
         "model_name_or_path": str(save_bert(tmp_path / "bert")),
         "dataset": [str(write_classes(tmp_path / "rows.jsonl", classes=15))],
@@ -125,30 +127,51 @@ def test_one_group_stopped_twice_ends_where_a_synchronous_run_ends(tmp_path, mon
         "num_workers": "0",
     }
     whole = MetaTrainer(Config(**settings, output_dir=str(tmp_path / "whole"))).train()
-    left, run_task = [7, 1], StaleSteps._run_task
+    begun, run_task = [], StaleSteps._run_task
 
     def run_or_stop(self, number):
-        if left:
-            left[0] -= 1
-            if not left[0]:
-                left.pop(0)
-                os.kill(os.getpid(), signal.SIGTERM)
+        begun.append(number)
+        if len(begun) == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
         run_task(self, number)
 
     monkeypatch.setattr(StaleSteps, "_run_task", run_or_stop)
-    again = []
-    for _ in range(2):
-        trainer = MetaTrainer(Config(**settings, max_staleness=1, output_dir=str(tmp_path / "run")))
-        with pytest.raises(Stopped):
-            trainer.train()
-        (file,) = (tmp_path / "run").glob("checkpoint-*/state.json")
-        again.append(json.loads(file.read_text())["queue"]["again"])
-    assert again == [[4, 5, 6], [4, 5, 6]]
+    trainer = MetaTrainer(Config(**settings, max_staleness=1, output_dir=str(tmp_path / "run")))
+    with pytest.raises(Stopped):
+        trainer.train()
+    queue = json.loads((tmp_path / "run" / "checkpoint-1" / "state.json").read_text())["queue"]
+    assert (queue["claimed"], queue["again"]) == (7, [4, 5, 6])
     resumed = trainer.train()
+    assert begun == [*range(7), *range(8)]
     theta, wanted = (
         load_file(result.output_dir / "model" / "model.safetensors") for result in (resumed, whole)
     )
     assert max(float((theta[name] - value).abs().max()) for name, value in wanted.items()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("begun", "in_sum", "current", "claimed", "again"),
+    [
+        (0, [], None, 9, [3, 6, 8]),
+        (1, [], 3, 9, [3, 6, 8]),
+        (2, [], 6, 9, [6, 8]),  # the first is in theta
+        (2, [6], None, 9, [6, 8]),
+        (3, [], None, 9, []),
+        (5, [8, 9], 10, 11, [8, 9, 10]),  # two that no process began before
+    ],
+)
+def test_a_second_stop_leaves_the_tasks_that_were_not_begun_again(begun, in_sum, current, claimed, again):
+    steps, ranks = object.__new__(StaleSteps), one_rank()
+    steps.run = SimpleNamespace(ranks=ranks)  # type: ignore[assignment]
+    steps.ledger = SharedLedger(HashStore(), ranks.group, 0)
+    steps.ledger.begin(Ledger())
+    for number in range(begun):
+        assert steps.ledger.change(partial(Bound(9, 1, 9).claim, version=0)) == number
+    steps.again, steps.claimed_before = [3, 6, 8], 9
+    steps.in_sum, steps.current = [(position, 0) for position in in_sum], current
+    steps.counted, steps.dropped = Counter(), Counter()
+    left = steps.unfinished()
+    assert (left["claimed"], left["again"]) == (claimed, again)
 
 
 def test_plan_counts_a_copy_of_theta_and_the_gradient_of_the_task():
