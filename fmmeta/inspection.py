@@ -50,14 +50,14 @@ def run(settings: InspectConfig) -> None:
         suggest_chat(config, tokenizer, print)
     sources, notes, refused = read_all(config, tokenizer)
     show_notes([sources.summary, *notes])
-    tasks = dict[str, list[OpenedTask]]()
+    tasks, of_files = dict[str, list[OpenedTask]](), dict[str, None]()
     for split in SPLITS:
-        of_files = dict[str, None]()
         tasks[split], problems = opened(getattr(sources, split), of_files)
-        show_notes([*problems, *of_files])
+        show_notes(problems)
         refused = refused or next((UsageError(text) for text in problems), None)
     if refused and not tasks["train"]:
         raise refused
+    show_notes([*of_files])
     progress = Progress(True)
     show_splits(progress, config, tasks)
     stores = {one.store.path: one.store for found in tasks.values() for one in found}

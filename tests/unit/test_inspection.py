@@ -219,3 +219,14 @@ def test_the_times_of_many_steps_take_bounded_memory(capsys, monkeypatch):
 def test_nearest_prefers_longer_names_with_the_same_start():
     assert nearest("adam", ["nadam", "adamw", "radam"]) == "; did you mean adamw?"
     assert nearest("x", ["adamw"]) == ""
+
+
+def test_inspect_names_unread_columns_of_task_files_once_and_refuses_nothing(capsys, tmp_path):
+    (tmp_path / "s").mkdir()
+    for task in range(5):
+        rows = [{"input": f"{i}", "output": f"{i * task}", "source": "web"} for i in range(4)]
+        write_rows(tmp_path / "s" / f"t{task}.jsonl", rows)
+    inspect(str(tmp_path), "--task_type", "causal_lm", "--k_shot", "1", "--num_query", "1")
+    shown = capsys.readouterr().out
+    assert shown.count("texts in source are not read") == 1
+    assert "Training would refuse nothing" in shown

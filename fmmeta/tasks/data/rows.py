@@ -636,7 +636,8 @@ def tabulate(
                 advice = (
                     f"--prompt_template 'Q: {{{unread[0]}}} {{input}}\\nA:', say, puts them into the prompt"
                 )
-            notice(f"texts in {', '.join(unread)} of {name} are not read; {advice}")
+            of_data = "" if one_task else f" of {name}"  # one line for all files that are tasks
+            notice(f"texts in {', '.join(unread)}{of_data} are not read; {advice}")
     if duplicates := len(rows) - len(seen) - wrong:
         notice(f"{duplicates} of {len(rows)} rows repeat another one and are left out")
     alike = len(table.unit) - len({*zip(table.unit, table.target, table.content, strict=True)})
