@@ -456,8 +456,8 @@ class InnerConfig:
     )
     inner_lr_groups: list[str] = setting(
         [],
-        "Factors of inner_lr by parameter name, PATTERN=FACTOR with shell wildcards; the first pattern that"
-        " matches counts: head=10 '*embed*=0'",
+        "Factors of inner_lr by layer, PATTERN=FACTOR with shell wildcards in the layer's name; the first"
+        " pattern that matches counts: head=10 '*embed*=0'",
         remembered=True,
     )
 

@@ -390,8 +390,11 @@ def load_tokenizer(
     if description.images:
         return load_image_reader(config, given)
     name, hf_config, bytes_ = config.model_source, description.hf_config, byte_tokenizer()
+    settings = sentence_settings(name)
     if config.max_length < DEFAULT_LENGTH and config.max_length == max_positions(hf_config):
         notice(f"max_length {config.max_length}: {name} has no more positions")
+    elif config.max_length < DEFAULT_LENGTH and config.max_length == settings.get("max_seq_length"):
+        notice(f"max_length {config.max_length}: {name} reads no longer texts (max_seq_length)")
     if most := rotary_positions(hf_config):
         notice(
             f"{name} is used up to {most} positions: beyond them its rotary table (longrope) depends on the"
@@ -402,13 +405,12 @@ def load_tokenizer(
     if description.normalizes and not config.feature_norm:
         notice(
             f"{name} scales its vectors to length 1, and the classifier sees them as they are;"
-            " --feature_norm 3.16 scales them to that length"
+            " --feature_norm scales them"
         )
     rows = embedding_rows(config, description)
     tokenizer = read_tokenizer(config) if given is None else copy.deepcopy(given)
-    if rows is not None and (
-        is_empty(tokenizer) if rows > MOST_BYTES else tokenizer is None and rows < len(bytes_)
-    ):
+    missing = tokenizer is None or (given is None and (rows or 0) > MOST_BYTES and is_empty(tokenizer))
+    if missing and rows is not None and not len(bytes_) <= rows <= MOST_BYTES:
         raise UsageError(
             f"model_name_or_path={name} has {rows} rows in its embedding, and no tokenizer with a vocabulary"
             " beside it; add its tokenizer (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
@@ -429,10 +431,13 @@ def load_tokenizer(
                 f" {', '.join(unused)}, which exports keep"
             )
     if rows is not None:
-        refuse_without_row(config, hf_config, tokenizer, rows, notice)
+        if given is None and (dropped := drop_unused(tokenizer, rows)):
+            notice(Warn(f"{name}: {' '.join(dropped)} have no row in its embedding, and are read as text"))
+        where = f"model_name_or_path={name}" if given is None else f"tokenizer={type(tokenizer).__name__}"
+        refuse_without_row(where, hf_config, tokenizer, rows, notice)
     if hf_config.model_type not in AFTER_PADDING and tokenizer.pad_token_id is not None:
         hf_config.pad_token_id = tokenizer.pad_token_id
-    if given is None and sentence_settings(name).get("do_lower_case"):
+    if given is None and settings.get("do_lower_case"):
         lower_case(name, tokenizer)
     return tokenizer
 
@@ -456,28 +461,69 @@ def is_empty(tokenizer: Any) -> bool:
 
 
 def embedding_rows(config: Config, description: Description) -> int | None:
-    """Rows of the input embedding, or of a language model's output layer if it has fewer; None without."""
+    """Rows of the input embedding, or of a language model's output layer if it has fewer; None if the model
+    does not say.
+    """
     hf_config = copy.deepcopy(description.hf_config)
     hf_config.pad_token_id = 0  # torch makes no embedding for one beyond its rows
-    hf = empty_hf(config, replace(description, hf_config=hf_config))
-    layers = [hf.get_input_embeddings(), hf.get_output_embeddings()]
-    return min((layer.weight.shape[0] for layer in layers if hasattr(layer, "weight")), default=None)
+    given = replace(config, attn_implementation=None)  # refused where the model is made
+    hf, rows = empty_hf(given, replace(description, hf_config=hf_config)), list[int]()
+    try:
+        layers = [hf.get_input_embeddings(), hf.get_output_embeddings()]
+        rows = [layer.weight.shape[0] for layer in layers if hasattr(layer, "weight")]
+    except NotImplementedError:
+        if config.task_type == "causal_lm":  # answers are scored with the size of the vocabulary
+            raise UsageError(
+                f"model_name_or_path={config.model_name_or_path} ({type(hf).__name__}) does not say which layer"
+                " its embedding is; define get_input_embeddings in its class"
+            ) from None
+    return min(rows, default=getattr(hf_config, "vocab_size", None))
+
+
+def drop_unused(tokenizer: Any, rows: int) -> list[str]:
+    """Remove special tokens beyond `rows` that neither the tokenizer nor its chat template writes; return them.
+
+    transformers adds those of its classes to a vocabulary without them, and a padding token is often added.
+    """
+    from tokenizers import Tokenizer
+
+    written = {getattr(tokenizer, f"{one}_token", None) for one in ("bos", "eos", "unk", "sep", "cls")}
+    template = str(getattr(tokenizer, "chat_template", ""))
+    added = tokenizer.added_tokens_decoder.items()
+    found = [
+        token.content
+        for number, token in added
+        if number >= rows and token.special and token.content not in written and token.content not in template
+    ]
+    if not found or not tokenizer.is_fast:
+        return []
+    facts = json.loads(tokenizer.backend_tokenizer.to_str())
+    facts["added_tokens"] = [one for one in facts["added_tokens"] if one["content"] not in found]
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(facts))
+    for one in ("pad", "mask"):
+        if getattr(tokenizer, f"{one}_token", None) in found:
+            setattr(tokenizer, f"{one}_token", None)
+    return found
 
 
 def refuse_without_row(
-    config: Config, hf_config: Any, tokenizer: Any, rows: int, notice: Callable[[str], None]
+    where: str, hf_config: Any, tokenizer: Any, rows: int, notice: Callable[[str], None]
 ) -> None:
     """Raise `UsageError` for a tokenizer or ids of the configuration beyond the rows of the embedding.
 
-    Every token counts, as each can be in a text. An id that the model never reads is named in a notice.
+    Every token counts, as a text may contain it. An id that the model never reads is named in a notice.
     """
-    where = f"model_name_or_path={config.model_source}"
-    with reading(config.model_source, "its tokenizer"):
+    with reading(hf_config.name_or_path, "its tokenizer"):
         most = max([*tokenizer.get_vocab().values(), *tokenizer("a")["input_ids"]])
     if most >= rows:
         raise UsageError(
             f"{where}: the tokenizer has {most + 1} tokens, and the embedding of the model {rows} rows; call"
             " model.resize_token_embeddings(len(tokenizer)) and save both, or remove the added tokens"
+        )
+    starts = getattr(hf_config, "decoder_start_token_id", None)
+    if getattr(hf_config, "is_encoder_decoder", False) and starts is None:
+        raise UsageError(
+            f"{where}: config.json has no decoder_start_token_id, with which its decoder begins; add it"
         )
     for one in IDS:
         found = getattr(hf_config, f"{one}_token_id", None)
@@ -680,14 +726,16 @@ def check_complete(
 
 def refuse_other_layers(hf: Any, config: Config, unused: Collection[str]) -> None:
     """Raise `UsageError` for weights of layers that the configuration does not count. unused: names."""
-    known, layers = {NUMBER.sub(".N.", name) for name in hf.state_dict() if NUMBER.search(name)}, []
-    for name in sorted(unused):
-        if NUMBER.search(name) and (NUMBER.sub(".N.", name) in known or not known):
-            layers.append(name)
+
+    def of_any_layer(name: str) -> str:
+        return NUMBER.sub(".N.", name.removeprefix(f"{hf.base_model_prefix}."))
+
+    known = {of_any_layer(name) for name in hf.state_dict() if NUMBER.search(name)}
+    layers = [name for name in unused if NUMBER.search(name) and (of_any_layer(name) in known or not known)]
     if layers:
         raise UsageError(
             f"model_name_or_path={base_model_name(config.model_source)} holds {len(layers)} weights of layers"
-            f" that its configuration does not count ({first_three(layers)}); fix config.json"
+            f" that its configuration does not count ({first_three(sorted(layers))}); fix config.json"
         )
 
 

@@ -113,7 +113,7 @@ def test_vectors_are_those_of_sentence_transformers(made, tmp_path):
     for folder, length in ((case / "M-old", 128), (lower, 5)):
         config, tokenizer, learner, notices = read(folder)
         assert config.max_length == length
-        assert not notices
+        assert [f"max_length {length}" in one for one in notices] == [True] * (length == 5)
         inputs = tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt")
         expected = torch.tensor(SentenceTransformer(str(folder)).encode(texts))
         for one in (learner, open_lazy(config)):
@@ -241,6 +241,26 @@ def test_tokens_that_the_model_has_no_row_for_are_refused(made, tmp_path):
     check_message(refusal(given.train), f"{len(tokenizer)} tokens", "512 rows", "resize_token_embeddings")
 
 
+def test_special_tokens_without_a_row_that_nothing_writes_are_text(made, tmp_path):
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "model"
+    shutil.copytree(made / "causal-adapter-as-classifier" / "M-base", folder)
+    hf_config = json.loads((folder / "config.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"word{number}" for number in range(hf_config["vocab_size"] - len(tokenizer))])
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(folder)
+    _, found, _, notices = read(folder, **CAUSAL)
+    assert any("[PAD] have no row" in one for one in notices)
+    assert max(found("a [PAD] b")["input_ids"]) < hf_config["vocab_size"] <= tokenizer.pad_token_id
+    found.save_pretrained(tmp_path / "saved")
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "saved")) == hf_config["vocab_size"]
+    tokenizer.chat_template = "{{'[PAD]'}}{% for m in messages %}{{m['content']}}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    assert "the tokenizer has 513 tokens" in refusal(read, folder, **CAUSAL)
+
+
 def test_positions_that_begin_after_padding_keep_the_padding_of_the_checkpoint(made, tmp_path):
     """Another padding token in the tokenizer would move every position, and the last one out of the table."""
     import transformers
@@ -323,11 +343,12 @@ def test_adapters_that_do_not_fit_are_refused(made, tmp_path):
 
 @pytest.mark.parametrize("load", [load_learner, open_lazy_model])
 @pytest.mark.parametrize("layers", [1, 0])
-def test_layers_that_the_configuration_does_not_count_are_refused(made, tmp_path, load, layers):
+@pytest.mark.parametrize("settings", [MODEL, MEAN, CAUSAL], ids=str)
+def test_layers_that_the_configuration_does_not_count_are_refused(made, tmp_path, load, layers, settings):
     folder = changed(
         tmp_path / "model", made / "causal-adapter-as-classifier" / "M-base", num_hidden_layers=layers
     )
-    config = Config(model_name_or_path=str(folder), **CAUSAL)
+    config = Config(model_name_or_path=str(folder), **settings)
     message = refusal(load, config, describe(config))
     assert f"holds {9 * (2 - layers)} weights of layers" in message
 

@@ -261,7 +261,7 @@ def test_exported_encoder_is_loaded_with_its_pooling(tmp_path, bert):
     listed.write_text(
         json.dumps([*json.loads(listed.read_text()), {"path": "2_Normalize", "type": "models.Normalize"}])
     )
-    exported(tmp_path / "one", tmp_path / "two")
+    exported(tmp_path / "one", tmp_path / "two", feature_norm=1.0)
     modules = json.loads((tmp_path / "two" / "modules.json").read_text())
     assert [module["path"] for module in modules] == ["", "1_Pooling", "2_Normalize"]
 

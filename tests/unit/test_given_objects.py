@@ -10,7 +10,14 @@ import datasets
 import pandas
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutput
 
 from fmmeta import Callback, Config, MetaTrainer
 from fmmeta.models import files
@@ -98,6 +105,46 @@ def test_models_that_cannot_be_trained_are_refused(bert):
     check_message(refusal(check_given_model, model), "already sharded by DeepSpeed", "load it without")
     del parameter.ds_id  # type: ignore[attr-defined]
     check_message(refusal(check_given_model, model.to("meta")), "has no weights", "load them")
+
+
+class WordsConfig(PreTrainedConfig):
+    """Of a model of a user: no vocab_size."""
+
+    model_type = "words-of-a-user"
+
+    def __init__(self, words: int = 259, **others) -> None:
+        super().__init__(**others)
+        self.words = words
+
+
+class WordsModel(PreTrainedModel):
+    config_class = WordsConfig
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.table, self.out = torch.nn.Embedding(config.words, 8), torch.nn.Linear(8, config.words)
+        self.post_init()
+
+    def forward(self, input_ids=None, **_):
+        return CausalLMOutput(logits=self.out(self.table(input_ids).cumsum(1)))
+
+    def get_input_embeddings(self):
+        return self.table
+
+
+def test_a_model_of_a_user_without_a_vocab_size(tmp_path, monkeypatch):
+    """The rows of its embedding are counted; a language model has to name its embedding."""
+    AutoConfig.register(WordsConfig.model_type, WordsConfig, exist_ok=True)
+    AutoModelForCausalLM.register(WordsConfig, WordsModel, exist_ok=True)
+    pairs = [{"task": f"t{one}", "input": word, "output": word} for one in "ab" for word in WORDS]
+    settings = {"task_type": "causal_lm", "n_way": 5, "outer_steps": 1}
+    given = {"dataset": pairs, "tokenizer": byte_tokenizer()}
+    train(tmp_path, "run", settings, model=WordsModel(WordsConfig()), **given)
+    text = refusal(train, tmp_path, "small", settings, model=WordsModel(WordsConfig(200)), **given)
+    check_message(text, "259 tokens", "200 rows")
+    monkeypatch.delattr(WordsModel, "get_input_embeddings")
+    text = refusal(train, tmp_path, "none", settings, model=WordsModel(WordsConfig()), **given)
+    assert "(WordsModel) does not say which layer its embedding is; define get_input_embeddings" in text
 
 
 def test_arguments_that_contradict_the_settings_are_refused(bert, tmp_path):
