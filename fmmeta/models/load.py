@@ -474,14 +474,15 @@ def embedding_rows(config: Config, description: Description) -> int | None:
     except NotImplementedError:
         if config.task_type == "causal_lm":  # answers are scored with the size of the vocabulary
             raise UsageError(
-                f"model_name_or_path={config.model_name_or_path} ({type(hf).__name__}) does not say which layer"
-                " its embedding is; define get_input_embeddings in its class"
+                f"model_name_or_path={config.model_name_or_path} ({type(hf).__name__}) does not say which"
+                " layer its embedding is; define get_input_embeddings in its class"
             ) from None
     return min(rows, default=getattr(hf_config, "vocab_size", None))
 
 
 def drop_unused(tokenizer: Any, rows: int) -> list[str]:
-    """Remove special tokens beyond `rows` that neither the tokenizer nor its chat template writes; return them.
+    """Remove special tokens beyond `rows` that neither the tokenizer nor its chat template writes, and return
+    them.
 
     transformers adds those of its classes to a vocabulary without them, and a padding token is often added.
     """
