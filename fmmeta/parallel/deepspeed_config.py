@@ -24,6 +24,12 @@ OURS = {
     "train_micro_batch_size_per_gpu": "--micro_batch_size",
     "gradient_accumulation_steps": "--micro_batch_size; the support set decides how many passes there are",
 }
+# Values beside "auto" that choose nothing: the class, a start at the first step, kernels.
+SAYS_NOTHING: dict[str, list[Any]] = {
+    "last_batch_iteration": [-1],
+    "torch_adam": [True, False],
+    "adam_w_mode": [True],
+}
 # Block -> why it is refused whenever it is enabled.
 REFUSED = {
     "fp16": "loss scaling skips inner steps; use bf16 or fp32",
@@ -166,7 +172,8 @@ def quiet(text: str) -> None:
 
 
 def read(path: str | None, bf16: bool, notice: Callable[[str], None] = quiet) -> DeepSpeedSettings:
-    """Read and check a DeepSpeed file, or the shipped file of this name; no file means ZeRO 0.
+    """Read and check a DeepSpeed file, or the shipped file of this name; no file means ZeRO 0. As DeepSpeed
+    reads it, it may hold comments and commas at the end.
 
     bf16: the precision if the file leaves it open. notice: gets a line per dropped block. Raises `UsageError`
     naming the key, its value and what to use.
@@ -174,8 +181,10 @@ def read(path: str | None, bf16: bool, notice: Callable[[str], None] = quiet) ->
     if not path:
         return check({}, "the default", bf16, notice)
     found = find(path)
+    import hjson
+
     try:
-        file = json.loads(found.read_text(encoding="utf-8"))
+        file = hjson.loads(found.read_text(encoding="utf-8"), object_pairs_hook=without_repeats)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"deepspeed={path} is not JSON ({error}); fix the file") from None
     if not isinstance(file, dict):
@@ -184,6 +193,16 @@ def read(path: str | None, bf16: bool, notice: Callable[[str], None] = quiet) ->
             ' {"zero_optimization": {"stage": 2}}'
         )
     return check(file, found.name, bf16, notice)
+
+
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of the file. Raises `ValueError` for a key that is in it twice."""
+    block = dict[str, Any]()
+    for key, value in pairs:
+        if key in block:
+            raise ValueError(f"{key} is in one block twice")
+        block[key] = value
+    return block
 
 
 def find(path: str) -> Path:
@@ -302,9 +321,10 @@ def refusal(name: str, key: str, value: Any, why: str) -> UsageError:
 
 
 def all_auto(value: Any) -> bool:
-    """Whether a value is "auto", or a block with at least one "auto" and nothing else but its type."""
+    """Whether a value is "auto", or a block with at least one "auto" and otherwise values of SAYS_NOTHING."""
     if isinstance(value, dict):
-        return "auto" in json.dumps(value) and all(all_auto(value[key]) for key in value if key != "type")
+        asked = [one for key, one in value.items() if key != "type" and one not in SAYS_NOTHING.get(key, [])]
+        return "auto" in json.dumps(value) and all(all_auto(one) for one in asked)
     return value == "auto"
 
 

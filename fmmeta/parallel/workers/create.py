@@ -30,7 +30,13 @@ from fmmeta.parallel.tensor_parallel import check_layers, sharing_ranks
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.parallel.workers.pipeline import PipelineWorker, hold_stage
-from fmmeta.parallel.workers.zero import DeepSpeedWorker, check_config, forget_zero_3, shard_while_loading
+from fmmeta.parallel.workers.zero import (
+    DeepSpeedWorker,
+    check_config,
+    forget_zero_3,
+    refusals,
+    shard_while_loading,
+)
 
 CreatedWorker = tuple[Worker, tuple[str, ...], dict[str, Tensor]]
 """A worker with the checkpoint's weights, the names of its head, and untrained tensors by name.
@@ -46,11 +52,24 @@ def create_worker(
     forget_zero_3()
     undo_later(forget_zero_3)
     filled = plan.deepspeed.complete(getattr(description.hf_config, "hidden_size", 768))
-    if plan.engine == "deepspeed":
-        check_config(config.deepspeed or "the default", filled)
-    coordinates = plan.coordinates(ranks.layout.group_rank)
+    coordinates, create = plan.coordinates(ranks.layout.group_rank), create_full
     if plan.stages > 1:
-        return create_stage(config, description, plan, filled, ranks, coordinates)
+        create = create_stage
+    with refusals(config.deepspeed, filled):
+        if plan.engine == "deepspeed":
+            check_config(config.deepspeed or "the default", filled)
+        return create(config, description, plan, filled, ranks, coordinates)
+
+
+def create_full(
+    config: Config,
+    description: Description,
+    plan: ParallelPlan,
+    filled: dict[str, Any],
+    ranks: ProcessGroups,
+    coordinates: GroupCoordinates,
+) -> CreatedWorker:
+    """A worker whose ranks run the whole model. Collective: world."""
     read = None
     if plan.deepspeed.zero_stage == 3 and plan.group_size > 1 and not config.packing:
         learner, frozen, read = load_sharded(config, description, filled, ranks)

@@ -10,9 +10,13 @@ and the call that refreshes the working weights after a shard was written. DeepS
 this module only.
 """
 
+import importlib.util
+import os
 import sys
+import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -22,13 +26,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fmmeta.common.errors import PeerError, UsageError
 from fmmeta.common.processes import quiet_logger
+from fmmeta.common.security import one_line
 from fmmeta.common.text import nearest
 from fmmeta.models.lazy_weights import LazyModel
 from fmmeta.models.learner import Learner
 from fmmeta.models.pipeline_split import base_model
 from fmmeta.parallel.collectives import Communicator
-from fmmeta.parallel.deepspeed_config import refusal
+from fmmeta.parallel.deepspeed_config import is_on, refusal
 from fmmeta.parallel.layout import GroupCoordinates, can_defer_backward, differentiates_twice
 from fmmeta.parallel.param_map import (
     ParamNames,
@@ -342,27 +348,67 @@ def slice_of(whole: tuple[int, ...], part: tuple[int, ...], rank: int) -> Tensor
 
 
 def check_config(name: str, config: dict[str, Any]) -> None:
-    """Let DeepSpeed read its configuration. name: of the user's file.
+    """Let DeepSpeed read its configuration, inside `refusals`. name: of the user's file.
 
-    Raises `UsageError` for a key inside a block that it does not know, or a value that it refuses.
+    Raises `UsageError` for a monitor without its package, for which DeepSpeed looks on rank 0 alone.
     """
     import_deepspeed()
     from deepspeed.runtime.config import DeepSpeedConfig
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    DeepSpeedConfig(deepcopy(config))
+    for key, package in MONITORS.items():
+        if is_on(config.get(key)) and importlib.util.find_spec(package) is None:
+            why = f": {package} is not installed; pip install {package}, or remove it (--report_to logs more)"
+            raise refusal(name, key, config[key], why)
+
+
+MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # block -> package
+
+
+@contextmanager
+def refusals(name: str | None, config: dict[str, Any]) -> Iterator[None]:
+    """Raise `UsageError` for what DeepSpeed raises where it reads the user's file or starts with it: a key
+    that it does not know, a value that it refuses, values that do not work together, a package that is not
+    installed.
+
+    name: of the file; without one the error is not the user's. Memory, disks and communication have their own
+    errors. config: the completed file.
+    """
     from pydantic import ValidationError
 
     try:
-        DeepSpeedConfig(deepcopy(config))
-    except ValidationError as error:
-        found = error.errors()[0]
-        keys = [str(key) for key in found["loc"]]
-        block = [key for key, value in config.items() if isinstance(value, dict) and keys[0] in value][:1]
-        if found["type"] != "extra_forbidden":
-            why = f", which DeepSpeed refuses ({found['msg']}); change or remove it"
-        else:
-            near = nearest(keys[0], DeepSpeedZeroConfig.model_fields) if len(keys) == 1 else ""
-            why = f", which DeepSpeed does not know; remove it{near}"
-        raise refusal(name, ".".join([*block, *keys]), found["input"], why) from None
+        yield
+    except (UsageError, OSError, MemoryError, PeerError):
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        inside = [frame for frame in frames if f"{os.sep}deepspeed{os.sep}" in frame.filename]
+        of_run = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
+        if name is None or not inside or of_run:
+            raise
+        if isinstance(error, ValidationError):
+            raise wrong_value(name, config, error.errors()[0]) from None
+        file = os.path.basename(inside[-1].filename)
+        what = f"{type(error).__name__} in {file}: {one_line(error) or inside[-1].line}"
+        raise UsageError(
+            f"deepspeed={name} is refused by DeepSpeed ({what}); change or remove what this names"
+        ) from None
+
+
+def wrong_value(name: str, config: dict[str, Any], found: Any) -> UsageError:
+    """The error for a value of a block. found: the first error of pydantic."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    keys = [str(key) for key in found["loc"]]
+    block = [
+        key for key, value in config.items() if isinstance(value, dict) and keys[:1] and keys[0] in value
+    ][:1]
+    if found["type"] != "extra_forbidden":
+        why = f", which DeepSpeed refuses ({found['msg']}); change or remove it"
+    else:
+        near = nearest(keys[0], DeepSpeedZeroConfig.model_fields) if len(keys) == 1 else ""
+        why = f", which DeepSpeed does not know; remove it{near}"
+    return refusal(name, ".".join([*block, *keys]), found["input"], why)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
