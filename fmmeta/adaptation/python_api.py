@@ -175,6 +175,6 @@ def settings_of(kind: type[T], values: Mapping[str, Any], known: Sequence[str] =
     refuse(values, known)
     for name, value in values.items():
         if name not in known:
-            close = "" if name in every else nearest(name, known)
-            raise UsageError(f"{name}={shortened(value)} is no setting{close or '; leave it out'}")
+            advice = nearest(name, () if name in every else known, "; leave it out")
+            raise UsageError(f"{name}={shortened(value)} is no setting{advice}")
     return kind(**{name: of_type(kind, name, value) for name, value in values.items()})
