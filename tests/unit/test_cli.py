@@ -309,6 +309,7 @@ def flags_in(lines: list[str]) -> list[str]:
 def test_help_of_train_shows_the_common_flags_in_groups_on_at_most_120_lines(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     lines = help_of(capsys, "train", "--help")
+    assert "Recipes: 8b_zero3, elastic, intents, " in "\n".join(lines[:5])
     assert lines[0] == "usage: fmmeta train [RECIPE or FILE.yaml] [--flags]"
     assert len(lines) <= 120
     assert max(map(len, lines)) <= 100
