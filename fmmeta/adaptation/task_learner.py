@@ -254,9 +254,27 @@ class TaskLearner:
                     f" after {counted(one.steps, 'inner step')}; lower --inner_lr",
                 )
                 continue
-            if warning := rising_loss(self.config, passes[0].loss, last.loss, one.steps):
-                self.progress.notice(Warn(f"{one.task.name}: {warning}" if one.task.name else warning))
+            if has_inner_loop(self.method):
+                self._log_support(one, passes[0], last)
             yield Learned(one.task, one.steps, one.left_out, weights)
+
+    def _log_support(self, one: Encoded, before: PassStats, after: PassStats) -> None:
+        """Log what the model of a task makes of its examples, and warn where it has not learned them.
+
+        before, after: passes over the rows of the first inner step.
+        """
+        right = f"{int(after.num_correct)} of {int(after.num_rows)} right"
+        if not one.task.name:
+            losses = f"{before.loss:.3g} before, " * (one.steps > 0) + f"{after.loss:.3g} after"
+            self.progress.notice(f"support set: loss {losses} {counted(one.steps, 'inner step')}; {right}")
+        warning = rising_loss(self.config, before.loss, after.loss, one.steps)
+        chance = 1 / len(one.task.labels) if one.task.labels else 0.0
+        fell = one.steps > 0 and after.loss < before.loss / 2
+        if not warning and after.accuracy < (1 + chance) / 2 and not fell:  # halfway from chance to all
+            more = f"more --inner_steps than {one.steps}, or another --inner_lr than {self.config.inner_lr:g}"
+            warning = f"the examples were not learned: {right} after the inner loop; try {more}"
+        if warning:
+            self.progress.notice(Warn(f"{one.task.name}: {warning}" if one.task.name else warning))
 
     def _choose_steps(self, tasks: Sequence[Encoded]) -> Iterator[Encoded | Learned]:
         """Each task with the number of steps (1 or more) that has the lowest loss on examples left out, and

@@ -47,6 +47,7 @@ class PushConfig:
     revision: str | None = setting(
         None, "Branch that gets the commit, created if it does not exist (default: main)"
     )
+    dry_run: bool = setting(False, "List the files and upload nothing; needs no token and no network")
 
 
 def run(settings: PushConfig) -> None:
@@ -58,7 +59,7 @@ def run(settings: PushConfig) -> None:
     folder = model_folder(Path(settings.folder))
     files, left_out = choose_files(folder)
     card = pushed_card(folder, settings.repo_id)
-    token = usable_token(settings.repo_id)
+    token = "" if settings.dry_run else usable_token(settings.repo_id)
     sizes = {name: (folder / name).stat().st_size for name in files}
     print(
         f"{folder}: {len(files)} files, {tqdm.format_sizeof(sum(sizes.values()), 'B')}, to {settings.repo_id}"
@@ -67,6 +68,8 @@ def run(settings: PushConfig) -> None:
         print(f"  {tqdm.format_sizeof(size, 'B'):>9}  {printable(name)}")
     for name, why in left_out.items():
         print(f"  left out: {printable(name)} ({why})")
+    if settings.dry_run:
+        return
     api = huggingface_hub.HfApi(token=token)
     with hub_errors(settings.repo_id):
         api.create_repo(settings.repo_id, private=settings.private or None, exist_ok=True)
@@ -170,8 +173,8 @@ def choose_files(folder: Path) -> tuple[list[str], dict[str, str]]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         top = name.parts[0]
-        if top.endswith(".trials.json"):
-            left_out[top] = "unfinished trials of fmmeta tune"
+        if top.endswith((".trials.json", ".finished.json")):
+            left_out[top] = "of an unfinished fmmeta tune or evaluate"
             continue
         if top in LEFT_OUT or any(part.startswith(".") for part in name.parts):
             left_out[top] = LEFT_OUT.get(top, "hidden")

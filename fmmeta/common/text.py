@@ -23,16 +23,16 @@ def any_of(choices: Iterable[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A suggestion for a misspelt name or value, to be appended to a message; empty if none is near.
+def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """A suggestion for a misspelt name or value, to be appended to a message; `otherwise` if none is near.
 
-    >>> nearest("fomalm", ["fomaml", "reptile"])
-    '; did you mean fomaml?'
+    >>> nearest("fomalm", ["fomaml", "reptile"], "; remove it"), nearest("x", ["fomaml"], "; remove it")
+    ('; did you mean fomaml?', '; remove it')
     """
     names = list(known)
     longer = sorted((one for one in names if len(name) > 2 and one.startswith(name)), key=len)
     close = longer or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f"; did you mean {close[0]}?" if close else otherwise
 
 
 def counted(count: int, one: str, more: str = "") -> str:

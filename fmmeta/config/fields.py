@@ -68,7 +68,8 @@ class SettingRule:
     least: float | None = None
     most: float = LARGEST
     below: float | None = None  # values from 0 to below this one
-    positive: str = ""  # above 0; what to use instead
+    positive: str | bool = False  # above 0; what to use instead, or True: a number such as the example
+    example: str = ""  # a number to use: by default the setting's own default
     or_auto: int | None = None  # a text: auto, or a whole number from this one
     needs: tuple[str, ...] = ()  # another setting, and its values (none: any but 0 and False)
     task_type: str = ""  # the only one that reads it
@@ -90,7 +91,8 @@ class Help(str):
 def setting(default: Any, text: str, choices: tuple[str, ...] | None = None, **rule: Any) -> Any:
     """A dataclass field. rule: fields of `SettingRule`."""
     described = Help(text.replace("%", "%%"))
-    described.rule = SettingRule(**rule)
+    is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
+    described.rule = SettingRule(**{"example": f"{default:g}" if is_number else "", **rule})
     metadata = {"help": described, **({"choices": list(choices)} if choices else {})}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -141,6 +143,7 @@ def check_bounds(name: str, value: Any, rule: SettingRule) -> None:
     if value is None or (rule.or_auto is not None and value == "auto"):
         return
     given, limited = f"{name}={value}", rule.least is not None or rule.positive
+    instead = f"such as {rule.example}" if rule.positive is True else rule.positive
     above = "no number to compute with" if rule.most == LARGEST else f"above {rule.most}"
     least = "one" if rule.least is None else f"{rule.least} or more,"
     refuse_first(
@@ -151,13 +154,13 @@ def check_bounds(name: str, value: Any, rule: SettingRule) -> None:
             ),
             (
                 rule.below is not None and not 0 <= value < rule.below,
-                f"{given} is not in [0, {rule.below}); use 0.9, say",
+                f"{given} is not in [0, {rule.below}); use {rule.example}, say",
             ),
             (
                 rule.least is not None and value < rule.least,
                 f"{given} is below {rule.least}; use {rule.least} or more",
             ),
-            (rule.positive and not value > 0, f"{given} is no positive number; use one, {rule.positive}"),
+            (rule.positive and not value > 0, f"{given} is no positive number; use one, {instead}"),
             (limited and not value <= rule.most, f"{given} is {above}; use {least} up to {rule.most}"),
         ]
     )

@@ -55,6 +55,8 @@ def help_text(
     total = sum(len(items) for _, items in groups.values())
     shortened = asked is None and not everything and total > FEW
     lines = [f"usage: fmmeta {command} {usage}", "", *textwrap.wrap(about, width)]
+    if issubclass(settings, Config):
+        lines += textwrap.wrap(f"Recipes: {', '.join(recipes.names())}.", width)
     for group, (title, items) in groups.items():
         shown_here = [item for item in items if not shortened or is_common(item)]
         if shown_here and asked in (None, group):
@@ -64,8 +66,7 @@ def help_text(
         flag, text = "--config FILE", "YAML or JSON file with the same names; flags win"
         if issubclass(settings, Config):
             flag = "--config RECIPE|FILE"
-            packaged = ", ".join(recipes.names())
-            text = f"Packaged recipe ({packaged}), or a {text}; the flag's name can be left out"
+            text = f"Packaged recipe, or a {text}; the flag's name can be left out"
         lines += ["", *row(flag, text, width)]
     if shortened:
         end = (

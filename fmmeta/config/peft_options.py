@@ -89,8 +89,8 @@ def problems(options: dict[str, Any]) -> Iterator[str]:
         )
     for name, value in options.items():
         if name not in known and name != "peft_type" and value not in (False, 0, "none"):
-            why = f" ({WHY[name]})" if name in WHY else nearest(name, known)
-            yield f"{name} {shortened(value)} is not supported{why}; leave it out"
+            why = f" ({WHY[name]}); leave it out" if name in WHY else nearest(name, known, "; leave it out")
+            yield f"{name} {shortened(value)} is not supported{why}"
         if name in OPTIONS and type(value) not in OPTIONS[name]:
             yield f"{name} {shortened(value)} is not what peft's LoraConfig takes; fix it"
         elif isinstance(value, dict) and not all(map(is_rank_or_alpha, value.values())):

@@ -182,8 +182,8 @@ def check_names(values: Mapping[str, Any], settings: Any, where: str) -> None:
     for name in values:
         if name not in known:
             known_as = answer(str(name))
-            advice = f": {known_as}" if known_as else nearest(str(name), known)
-            raise UsageError(f"{where} sets {name}, which is no setting{advice}; remove it")
+            advice = f": {known_as}" if known_as else nearest(str(name), known, "; remove it")
+            raise UsageError(f"{where} sets {name}, which is no setting{advice}")
 
 
 def typed(settings: Any, name: str, value: Any, where: str) -> Any:

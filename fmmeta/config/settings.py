@@ -29,7 +29,6 @@ TRACKERS = (
 )
 """The trackers of accelerate, by its names."""
 HEAD_INITS = ("zero", "learned", "prototype")
-POSITIVE = "such as 0.1 for inner SGD"
 NO_LIMIT = "or leave it out"
 CLASSIFICATION, CAUSAL_LM = "classification", "causal_lm"
 
@@ -394,7 +393,7 @@ class InnerConfig:
         None,
         "Learning rate of the inner optimizer (default: 0.1; causal_lm: 0.003 with adamw; a hundredth of it"
         " for all weights of a causal_lm checkpoint)",
-        positive=POSITIVE,
+        positive="such as 0.1 for inner SGD",
         remembered=True,
         common=True,
     )
@@ -437,7 +436,7 @@ class InnerConfig:
     inner_epsilon: float = setting(
         1e-8,
         "Epsilon of inner_optimizer=adamw",
-        positive=POSITIVE,
+        positive=True,
         remembered=True,
         needs=("inner_optimizer", "adamw"),
     )
@@ -486,7 +485,7 @@ class MetaConfig:
     proximal_weight: float = setting(
         2.0,
         "imaml: weight of |phi - theta|^2 / 2 in the inner loss",
-        positive=POSITIVE,
+        positive=True,
         per_algorithm=True,
     )
     loss_on_support: bool = setting(
@@ -523,7 +522,7 @@ class MetaConfig:
     inner_lr_outer_lr: float = setting(
         1e-3,
         "Outer learning rate of learned inner rates; schedule and optimizer are those of theta",
-        positive=POSITIVE,
+        positive=True,
         needs=("inner_lr_learned", "layer", "element"),
     )
     first_order_steps: int = setting(
@@ -575,7 +574,7 @@ class MetaConfig:
         None,
         "Peak outer learning rate (default: SGD 1.0; Nesterov 0.7; others 2e-3 for the built-in model, else"
         " 2e-4 with LoRA, 2e-5 without)",
-        positive=POSITIVE,
+        positive="such as 2e-5 for all weights of a checkpoint",
         synonyms=("learning_rate",),
         common=True,
     )
@@ -611,7 +610,7 @@ class MetaConfig:
         None,
         "Epsilon of outer optimizers that divide by a root of moments, as AdamW; damps rounding noise"
         " (default: 1e-3 for the built-in model, 1e-6 for a checkpoint)",
-        positive=POSITIVE,
+        positive="such as 1e-6 for a checkpoint",
         synonyms=("adam_eps",),
     )
     outer_delay: int = setting(

@@ -257,12 +257,12 @@ class LighthouseConfig:
     )
     port: int = setting(29510, "Port to listen on; 0: any")
     heartbeat_timeout: float = setting(
-        5.0, "Seconds without a heartbeat after which a group is dropped", positive="such as 5"
+        5.0, "Seconds without a heartbeat after which a group is dropped", positive=True
     )
     join_timeout: float = setting(
         60.0,
         "Seconds that groups wait for a group that sends heartbeats and no request",
-        positive="such as 60",
+        positive=True,
     )
     min_groups: int = setting(1, "Minimum number of groups of a step", least=1)
 

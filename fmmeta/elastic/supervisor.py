@@ -44,7 +44,7 @@ class ElasticConfig(Config):
     )
     max_restarts: int = setting(100, "Maximum number of restarts of each group", least=0)
     heartbeat_timeout: float = setting(
-        5.0, "Of the lighthouse that is started if no --lighthouse is given", positive="such as 5"
+        5.0, "Of the lighthouse that is started if no --lighthouse is given", positive=True
     )
 
     def __post_init__(self) -> None:

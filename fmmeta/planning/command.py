@@ -12,7 +12,7 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.install import shipped
-from fmmeta.common.text import render, to_json
+from fmmeta.common.text import counted, render, to_json
 from fmmeta.config.fields import default_of, shown
 from fmmeta.config.settings import Config
 from fmmeta.models.from_gguf import as_folder
@@ -131,6 +131,13 @@ def schedules_line(plan: PlanConfig, fastest: PlannedLayout) -> str:
     )
     if not (plan.task_spread or plan.task_noise or plan.slow_share):
         text += " (equal tasks and groups; give --task_spread, --task_noise or --slow_share)"
+    if fastest.idle:
+        busy = plan.tasks * fastest.strategy.group_size
+        text += (
+            f"\ngroups without a task: {fastest.idle} of {fastest.groups}; {busy} GPUs are as fast with"
+            f" {counted(plan.tasks, 'task')} an outer step: give --gpus {busy}, --meta_batch_size"
+            f" {fastest.groups} or more, or a larger --group_size"
+        )
     return text
 
 
@@ -138,7 +145,7 @@ def table(shown: Sequence[PlannedLayout]) -> list[str]:
     rows = [
         {
             "group": str(one.strategy.group_size),
-            "groups": str(one.groups),
+            "groups": str(one.groups) + (f" ({one.idle} idle)" if one.idle else ""),
             "layout": str(one.strategy),
             "rows": str(one.rows),
             "GiB": f"{one.memory.total / GIB:.1f}",
@@ -248,6 +255,7 @@ def layout_json(planner: Planner, one: PlannedLayout) -> dict[str, Any]:
         **strategy.settings(planner.plan.bf16_planned),
         "group_size": strategy.group_size,
         "num_groups": one.groups,
+        "idle_groups": one.idle,
         "rows": one.rows,
         "zero_stage": strategy.zero_stage,
         "offload": strategy.offload,

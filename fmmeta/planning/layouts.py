@@ -165,6 +165,7 @@ class PlannedLayout:
 
     strategy: Strategy
     groups: int
+    idle: int  # of them, those without a task in an outer step
     rows: int  # of the largest micro-batch
     memory: Estimate
     lacking: float  # bytes; 0 if it fits
@@ -198,10 +199,12 @@ class Planner:
         self.host_bytes = HEADROOM * GIB * (inf if plan.host_memory_gib is None else plan.host_memory_gib)
 
     def layouts(self) -> list[PlannedLayout]:
-        """All layouts: those that fit first, the fastest first; then those that lack least."""
+        """All layouts: those that fit first, the fastest first, of equals those with the fewest idle groups;
+        then those that lack least.
+        """
         return sorted(
             filter(None, map(self.largest, strategies(self.plan))),
-            key=lambda one: (one.lacking, 0 if one.lacking else one.step_seconds, one.memory.total),
+            key=lambda one: (one.lacking, 0 if one.lacking else one.step_seconds, one.idle, one.memory.total),
         )
 
     def largest(self, strategy: Strategy) -> PlannedLayout | None:
@@ -269,6 +272,7 @@ class Planner:
         return PlannedLayout(
             strategy,
             topology.groups,
+            max(0, topology.groups - plan.tasks),
             sizes.rows,
             memory,
             lacking,

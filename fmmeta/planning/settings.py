@@ -21,7 +21,6 @@ from fmmeta.parallel import deepspeed_config
 EVERY = " (default: every value is planned)"
 LORA_R = 8  # rank of the adapters that are planned beside training all weights
 ROWS = (32, 16, 8, 4, 2, 1)  # micro-batch sizes, of which the largest that fits is planned
-POSITIVE = "such as 80"
 
 
 @dataclass
@@ -30,13 +29,13 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
 
     gpus: int = setting(None, "GPUs of all nodes together, one rank each", least=1)
     gpu_memory_gib: float = setting(
-        None, "Memory of each GPU in GiB (default: that of the machine's profile)", positive=POSITIVE
+        None, "Memory of each GPU in GiB (default: that of the machine's profile)", positive="such as 80"
     )
     gpus_per_node: int = setting(8, "GPUs of a node", least=1)
     host_memory_gib: float = setting(
         None,
         "Host memory of a node in GiB, for what is offloaded (default: not checked)",
-        positive=POSITIVE,
+        positive="such as 512",
     )
     zero_stage: list[int] = setting([], "ZeRO stages, one or more of 0 1 2 3" + EVERY)
     pipeline_stages: int = setting(None, "Pipeline stages of a group" + EVERY)
@@ -71,12 +70,12 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
         0.0, "Standard deviation of the logarithm of a task's time / its expected time", least=0
     )
     slow_share: float = setting(0.0, "Share of outer steps in which a group is slow", least=0)
-    slow_by: float = setting(1.5, "Time of a slow group / its usual time", positive=POSITIVE)
+    slow_by: float = setting(1.5, "Time of a slow group / its usual time", positive=True)
     failures_per_gpu_year: float = setting(0.0, "Failures per GPU and year", least=0)
     restart_minutes: float = setting(
         10.0,
         "Minutes from a failure to the next outer step; checkpoints are 30 minutes apart",
-        positive=POSITIVE,
+        positive=True,
     )
     on_failure: str = setting(
         "restart",

@@ -228,9 +228,18 @@ class StaleSteps:
         outer_step, index = divmod(self.current, self.bound.tasks)
         task = self.queue(outer_step)[index]
         run.feed.note_claim(self.current)
+        before = len(run.feed.errors)
         found = run.feed.read([task])
         if not found:
-            self._count(task, began, lambda: self.metrics.count_missing(1, len(run.feed.errors), 0.0))
+            # a step that closes before this task is counted must not gather its error
+            errors, run.feed.errors[before:] = run.feed.errors[before:], []
+
+            def add(tasks: int = 1) -> None:
+                run.feed.errors += errors
+                self.metrics.count_missing(tasks, len(run.feed.errors), 0.0)
+
+            if self._count(task, began, add) < 0:
+                add(tasks=0)
             return
         episode = found[0][1]
         if began == 0 and not self.in_sum:
@@ -257,8 +266,9 @@ class StaleSteps:
             run.state.updates.meta.merge(self.into)
         self.metrics.add(result, episode.tokens if run.worker.counts_rows else 0, exploded)
 
-    def _count(self, task: Task, began: int, add: Callable[[], None]) -> None:
-        """Count a task that has ended, and `add` it in the outer step in which it counts.
+    def _count(self, task: Task, began: int, add: Callable[[], None]) -> int:
+        """Count a task that has ended, and `add` it in the outer step in which it counts; return that step,
+        or -1 if it is dropped.
 
         Collective: group; all groups where a step has closed.
         """
@@ -278,6 +288,7 @@ class StaleSteps:
             counts[f"counted {task.stratum}"] += 1
             add()
         self.current = None
+        return step
 
     def _between_passes(self) -> None:
         self.run.stage.count_pass()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.test_data_faults import write_tasks
 from tests.support.matrix import Case, ParityFixture, fast_and_slow_cases, tolerance
 from tests.support.short_runs import steps_of, until
 
@@ -100,6 +101,31 @@ def test_a_stopped_run_begins_the_tasks_again_that_are_not_in_theta(fork_server,
     assert "theta depends on how long tasks take" in ranks[0].text
     assert [line["step"] for line in lines_of(folder)] == list(range(1, 9))
     assert sum(line["skipped_tasks"] for line in lines_of(folder)) == 0
+
+
+def test_a_bad_task_is_named_in_the_step_in_which_it_counts(fork_server, start, tmp_path):
+    root = write_tasks(tmp_path / "tasks")
+    for file in sorted(root.glob("s*/*.jsonl"))[::2]:
+        file.write_bytes(b"\0")
+    ranks = start(
+        tmp_path,
+        dataset=root,
+        n_way=2,
+        k_shot=1,
+        num_query=1,
+        on_bad_task="skip",
+        max_bad_fraction=1,
+        max_staleness=1,
+        meta_batch_size=2,
+        outer_steps=30,
+        inner_steps=1,
+        save_steps=0,
+        algorithm="fomaml",
+    )
+    assert fork_server.wait(ranks, 100) == [0, 0], ranks[0].text + ranks[1].text
+    counts = [(len(line.get("bad_tasks", ())), line["skipped_tasks"]) for line in lines_of(tmp_path)]
+    assert [bad for bad, _ in counts] == [skipped for _, skipped in counts]
+    assert sum(bad for bad, _ in counts) > 10
 
 
 def test_old_gradients_are_dropped_by_stratum(fork_server, start, tmp_path):

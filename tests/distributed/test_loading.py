@@ -95,7 +95,7 @@ def weights_file(tmp_path: Path, content: str) -> str:
         ),
         (
             {"class_weights": '{"c1": 2, "d2": 1}'},
-            ("class_weights=", "class 'd2'", "12 classes", "correct it or leave it out"),
+            ("class_weights=", "class 'd2'", "12 classes", "did you mean c2?"),
         ),
         (
             {"class_weights": '{"c1": -2}'},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import shutil
 import signal
 
@@ -534,6 +535,24 @@ def test_rising_support_loss_is_logged(bert, capsys):
             assert line.startswith(f"fmmeta: inner_lr={rate:g}: ")
             assert "rises from 1.1 to " in line  # ln 3
             assert line.endswith(f"(2 steps of sgd); try --inner_lr {rate / 10:g}")
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_the_support_loss_and_examples_that_were_not_learned_are_logged(bert, tmp_path, capsys, learned):
+    pairs = PAIRS if learned else [(text, f"class {place % 3}") for place, (text, _) in enumerate(PAIRS)]
+    flags = {"inner_lr": 0.1, "inner_steps": 5, "early_stopping": False, "quiet": False}
+    adapted = fmmeta.adapt(bert, pairs, **flags)
+    fmmeta.adapt_many(bert, {"one": pairs}, output_dir=tmp_path, lora_r=2, **flags)
+    answers = adapted.predict([text for text, _ in pairs])
+    right = sum(one.output == label for one, (_, label) in zip(answers, pairs, strict=True))
+    assert (right > 8) == learned
+    lines = [line for line in capsys.readouterr().out.splitlines() if " right" in line]
+    log = rf"fmmeta: support set: loss 1\.1 before, [0-9.e-]+ after 5 inner steps; {right} of 12 right"
+    assert re.fullmatch(log, lines[0])
+    starts = [] if learned else ["fmmeta: the examples were not", "fmmeta: one: the examples were not"]
+    assert [line.split(" learned: ")[0] for line in lines[1:]] == starts
+    for line in lines[1:]:
+        assert line.endswith("; try more --inner_steps than 5, or another --inner_lr than 0.1")
 
 
 def test_every_query_row_is_predicted_and_repeated_support_rows_are_dropped(bert, tmp_path, capsys):

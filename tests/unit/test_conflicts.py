@@ -138,6 +138,9 @@ ADAM = {"inner_optimizer": "adamw"}
         ),
         ({"inner_momentum": 1.0}, ("inner_momentum=1.0", "[0, 1)", "use 0.9, say")),
         ({"outer_momentum": -0.1}, ("outer_momentum=-0.1", "[0, 1)", "use 0.9, say")),
+        ({"inner_beta2": 1.0}, ("inner_beta2=1.0", "[0, 1)", "use 0.999, say")),
+        ({"outer_lr": 0.0}, ("outer_lr=0.0", "use one, such as 2e-5 for all weights of a checkpoint")),
+        ({"inner_epsilon": 0.0}, ("inner_epsilon=0.0", "use one, such as 1e-08")),
     ],
 )
 def test_conflicts_are_refused_with_the_reason(settings, parts):

@@ -449,7 +449,7 @@ def test_training_continues_from_adapters_of_a_peft_config(tmp_path, sources):
         ({"r": 4, "use_dora": True}, ("use_dora True", "not linear", "leave it out")),
         ({"r": 4, "lora_dropout": 0.1}, ("lora_dropout 0.1", "no dropout", "leave it out")),
         ({"r": 4, "bias": "all"}, ("bias 'all'", "leave it out")),
-        ({"r": 4, "rank_patern": {"query": 2}}, ("rank_patern", "leave it out")),
+        ({"r": 4, "rank_patern": {"query": 2}}, ("rank_patern", "did you mean rank_pattern?")),
         ({"r": 4, "init_lora_weights": "pissa"}, ("init_lora_weights 'pissa'", "use true, false")),
         ({"r": 4, "peft_type": "IA3"}, ("peft_type 'IA3'", "use LORA")),
         ({"r": "4"}, ("lora_r='4' is not a whole number", "give one")),

@@ -40,6 +40,18 @@ def test_every_stored_message_belongs_to_a_test():
     assert not stale, f"run: python -m pytest --update-messages, with the files of {', '.join(stale)}"
 
 
+def test_a_suggestion_is_the_only_remedy():
+    """No message says to remove what it suggests another name for."""
+    stored = json.loads(messages.SNAPSHOT.read_text(encoding="utf-8"))
+    both = [
+        text
+        for texts in stored.values()
+        for text in texts
+        if "did you mean" in text and ("remove it" in text or "leave it out" in text)
+    ]
+    assert not both
+
+
 def test_an_update_drops_the_messages_of_removed_tests(tmp_path):
     """A run of one file of three: what is not collected, or no longer checked, is dropped there alone."""
     folder = tmp_path / "tests"

@@ -587,6 +587,19 @@ def test_the_command_prints_table_bars_and_commands(capfd, folders, tmp_path):
     assert "8 GiB" in "".join(picture.itertext())
 
 
+def test_groups_without_a_task_are_named(capfd, folders):
+    argv = ["plan", "--model_name_or_path", folders["bert"], "--gpus", "16", "--gpu_memory_gib", "8"]
+    argv += ["--group_size", "2", "--zero_stage", "3", "--meta_batch_size"]
+    code, text, _ = exit_of(capfd, [*argv, "3"])
+    assert code == 0
+    assert "8 (5 idle)" in text
+    assert "groups without a task: 5 of 8; 6 GPUs are as fast with 3 tasks" in text
+    assert "give --gpus 6, --meta_batch_size 8 or more" in text
+    assert "idle" not in (exit_of(capfd, [*argv, "8"])[1])
+    _, text, _ = exit_of(capfd, [*argv, "3", "--json"])
+    assert {one["idle_groups"] for one in json.loads(text)["layouts"]} == {5}
+
+
 def test_json_holds_profile_and_layouts(capfd, folders):
     argv = ["plan", "--model_name_or_path", folders["bert"], *SMALL, "--json", "--machine", "a100"]
     code, text, error = exit_of(capfd, argv)

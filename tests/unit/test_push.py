@@ -76,11 +76,21 @@ def refused(capsys, *words: str) -> str:
     return line
 
 
-def test_unfinished_trials_are_not_uploaded(run):
-    (run / "model" / "fmmeta.trials.json").write_text("{}")
+@pytest.mark.parametrize("name", ["fmmeta.trials.json", "results.finished.json"])
+def test_unfinished_results_are_not_uploaded(name, run):
+    (run / "model" / name).write_text("{}")
     chosen, left_out = choose_files(run / "model")
     assert "fmmeta.json" in chosen
-    assert left_out["fmmeta.trials.json"] == "unfinished trials of fmmeta tune"
+    assert left_out[name] == "of an unfinished fmmeta tune or evaluate"
+
+
+def test_a_dry_run_lists_the_files_and_asks_the_hub_nothing(hub: StandIn, run, capsys, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "")
+    assert push("--repo_id", "acme/intents", "--folder", str(run), "--dry_run") == 0
+    assert hub.paths() == []
+    text = capsys.readouterr().out
+    assert all(name in text for name in choose_files(run / "model")[0])
+    assert "uploaded" not in text
 
 
 def test_the_listed_files_are_uploaded_in_one_commit(hub: StandIn, run, capsys):

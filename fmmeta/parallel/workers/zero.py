@@ -406,8 +406,8 @@ def wrong_value(name: str, config: dict[str, Any], found: Any) -> UsageError:
     if found["type"] != "extra_forbidden":
         why = f", which DeepSpeed refuses ({found['msg']}); change or remove it"
     else:
-        near = nearest(keys[0], DeepSpeedZeroConfig.model_fields) if len(keys) == 1 else ""
-        why = f", which DeepSpeed does not know; remove it{near}"
+        known = DeepSpeedZeroConfig.model_fields if len(keys) == 1 else ()
+        why = f", which DeepSpeed does not know{nearest(keys[0], known, '; remove it')}"
     return refusal(name, ".".join([*block, *keys]), found["input"], why)
 
 

@@ -447,7 +447,7 @@ def read_class_weights(config: Config, sources: Sources, complete: bool, notice:
     elif unknown:
         raise UsageError(
             f"{given} names class {shortened(unknown[0])}, which is none of the {len(known)} classes of"
-            f" dataset={' '.join(config.dataset)}{nearest(unknown[0], known)}; correct it or leave it out"
+            f" dataset={' '.join(config.dataset)}{nearest(unknown[0], known, '; leave it out')}"
         )
     labels = {"/".join(key): weights[key[-1]] for key in keys if config.joint_head and key[-1] in weights}
     return {**labels, **weights}
