@@ -55,7 +55,7 @@ from fmmeta.tasks.sources.base import ClassKey, GlobalLabelSource
 from fmmeta.tasks.sources.load import Sources
 from fmmeta.training import build
 from fmmeta.training.loop import Run, StaticController
-from fmmeta.training.run_folder import RunStart
+from fmmeta.training.run_folder import RunStart, make
 from fmmeta.training.validation import VALID
 
 SHOTS = (1, 5)  # examples of a class at which class means are scored
@@ -146,6 +146,9 @@ def tune_before_training(
     names = CHOSEN if section is None else ("init_interpolation",)
     values = stored_choice(world.comm.broadcast_bytes(found), file, names)
     if not values:
+        with world.comm.raise_on_all("making the output folder"):
+            if world.comm.rank == 0:
+                make(file.parent)
         try:
             if section is None:
                 values = tune_inner_loop(config, world, ranks, progress, signals)
@@ -273,6 +276,8 @@ def choose_by_folds(
             with watching(run.stage, world.shared_store(), keys, signals):
                 run.loop()
                 found = score(run, initial, config, section, title)
+        except Stopped:
+            raise Stopped(signals.asked) from None  # what stopped it, as the inner loop's choice says
         finally:
             run.callbacks.close(run)
             del run, parts

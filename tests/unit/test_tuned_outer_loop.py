@@ -174,8 +174,17 @@ def test_a_stop_in_a_fold_ends_the_run_with_nothing_stored(rows, all_trained, tm
     monkeypatch.setattr(tune_outer_loop, "score", stop_after_the_first)
     with pytest.raises(Stopped) as error:
         train(config_of(tmp_path / "run", rows, class_splits=all_trained))
-    check_message(str(error.value), "stopped by", "SIGTERM", "the same command begins again")
+    check_message(str(error.value), "stopped by SIGTERM while settings", "the same command begins again")
     assert not [*(tmp_path / "run").glob("tuned-*.json")]
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_first_fold(
+    rows, all_trained, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tune_outer_loop, "score", None)
+    (tmp_path / "file").write_text("")
+    config = config_of(tmp_path / "file" / "run", rows, class_splits=all_trained)
+    check_message(refusal(train, config), "output_dir=", "cannot be made")
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "3", '"a"', '{"scores": []}', "{", "[" * 10**5])
