@@ -12,6 +12,7 @@ import pytest
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.augment import TextExample, Transforms, drop_words, name_classes, swap_words
+from fmmeta.tasks.loader import check_sent
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.helpers import refusal
@@ -175,9 +176,10 @@ def test_failing_transforms_are_named(tmp_path, settings, parts):
 
 
 def test_transforms_that_cannot_be_pickled_are_named():
-    message = refusal(Transforms.of, Config(example_transforms=[f"{HERE}:LOCAL"]), TOKENIZER)
-    assert message.startswith(f"example_transforms={HERE}:LOCAL ")
-    assert message.endswith("; name a function of a module")
+    transforms = Transforms.of(Config(example_transforms=[f"{HERE}:LOCAL"]), TOKENIZER)
+    message = refusal(check_sent, [transforms], "auto")
+    assert message.startswith("num_workers=auto: loader processes cannot receive an object ")
+    assert message.endswith("; define it in a module, or use num_workers=0")
 
 
 def test_modules_of_the_working_folder_are_found(tmp_path, monkeypatch):
