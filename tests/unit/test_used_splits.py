@@ -452,10 +452,10 @@ def test_adapt_names_rows_that_it_was_trained_on_or_that_it_is_asked_again(
     settings = AdaptConfig(model_name_or_path=str(model), early_stopping=False)
     adapt(settings, Progress(True), pairs, [(f"{text} ", label) for text, label in pairs[:2]])
     said = [line for line in capsys.readouterr().out.splitlines() if "by their contents" in line]
-    assert [line.split(":")[1] for line in said] == [" query", " query", " support"]
-    check_message(said[1], "2 rows of 2 are in the support set too", "leave them out")
+    assert [line.split(":")[1] for line in said] == [" support", " query", " query"]
+    check_message(said[2], "2 rows of 2 are in the support set too", "leave them out")
     check_message(
-        said[2], f"support: {len(pairs)} of {len(pairs)} rows", "dataset=rows.jsonl", "leave them out"
+        said[0], f"support: {len(pairs)} of {len(pairs)} rows", "dataset=rows.jsonl", "leave them out"
     )
 
 

@@ -640,7 +640,8 @@ def tabulate(
             notice(f"texts in {', '.join(unread)}{of_data} are not read; {advice}")
     if duplicates := len(rows) - len(seen) - wrong:
         notice(f"{duplicates} of {len(rows)} rows repeat another one and are left out")
-    alike = len(table.unit) - len({*zip(table.unit, table.target, table.content, strict=True)})
+    distinct = {*zip(table.task, table.target, table.content, strict=True)}
+    alike = len(table.unit) - len(distinct)
     if unique and alike and not collated:
         notice(f"{alike} of {len(rows)} rows equal another one but for spaces or Unicode form; remove them")
     if config.label_names == NAMES and not causal:
@@ -652,7 +653,7 @@ def tabulate(
                 " texts of the classes in a JSON file, or leave --label_names out"
             )
     if not causal and unique:
-        inputs = Counter(zip(table.task, table.content, strict=True))
+        inputs = Counter((task, content) for task, _, content in distinct)
         if several := sum(count > 1 for count in inputs.values()):
             notice(f"{counted(several, 'input')} of {name} in more than one class; correct the labels")
     return table
