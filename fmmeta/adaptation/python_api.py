@@ -22,7 +22,6 @@ from fmmeta.common.processes import restored_process
 from fmmeta.common.progress import Progress, terminal_log
 from fmmeta.common.text import nearest, shortened
 from fmmeta.config.fields import of_type
-from fmmeta.config.renamed import refuse
 from fmmeta.evaluation import command as evaluate_command
 from fmmeta.evaluation.results import EvaluationResults
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, AdaptConfig, EvaluateConfig, PredictConfig
@@ -172,7 +171,6 @@ def settings_of(kind: type[T], values: Mapping[str, Any], known: Sequence[str] =
     """
     every = [item.name for item in fields(cast(Any, kind))]
     known = known or every
-    refuse(values, known)
     for name, value in values.items():
         if name not in known:
             close = "" if name in every else nearest(name, known)

@@ -72,7 +72,6 @@ class SettingRule:
     resume: Literal["fixed", "free", "hidden"] = "fixed"  # free: may change; hidden: changes are not named
     remembered: bool = False  # stored in an exported model's fmmeta.json
     keyed: bool = False  # changes how rows become tokens
-    synonyms: tuple[str, ...] = ()  # names of the transformers Trainer, for the hint at an unknown flag
     common: bool = False  # shown by --help; --help-all shows all
 
 

@@ -13,7 +13,6 @@ from fmmeta.config.algorithms import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 from fmmeta.config.fields import check_values, names_where, of_type, setting
 from fmmeta.config.json_files import label_texts_of
 from fmmeta.config.peft_options import apply_peft_options
-from fmmeta.config.renamed import RefusesOldNames
 
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
 TRACKERS = (
@@ -35,7 +34,7 @@ CLASSIFICATION, CAUSAL_LM = "classification", "causal_lm"
 
 
 @dataclass
-class ModelConfig(RefusesOldNames):
+class ModelConfig:
     model_name_or_path: str = setting(
         "tiny",
         "HF folder, hub id or GGUF file; tiny: the built-in model, trained from scratch",
@@ -88,7 +87,6 @@ class ModelConfig(RefusesOldNames):
         "Rank of LoRA adapters, which are trained instead of the base's weights; 0: train all weights",
         least=0,
         remembered=True,
-        synonyms=("lora_rank",),
         common=True,
     )
     lora_alpha: float = setting(
@@ -187,7 +185,6 @@ class RowConfig:
         least=4,
         remembered=True,
         keyed=True,
-        synonyms=("max_seq_length", "model_max_length"),
         common=True,
     )
 
@@ -209,7 +206,6 @@ class TaskConfig(RowConfig):
         " images), a .jsonl/.csv/.parquet file (.gz too), a folder of such files, a folder of folders of them"
         " (each file is a task, read when it is drawn; its folder is the stratum), a folder of a folder of"
         " images per class, or a hub id. Each of several data sets is a stratum",
-        synonyms=("dataset_name", "train_file"),
         common=True,
     )
     mix_weights: list[float] = setting(
@@ -330,14 +326,12 @@ class TaskConfig(RowConfig):
         "Loader processes per rank; auto: as many as the measured loading time needs, possibly none",
         or_auto=0,
         resume="free",
-        synonyms=("dataloader_num_workers",),
     )
     prefetch_factor: int = setting(
         4,
         "Episodes that each loader process prefetches",
         least=1,
         resume="free",
-        synonyms=("dataloader_prefetch_factor",),
     )
     on_bad_task: str = setting(
         "raise",
@@ -473,14 +467,12 @@ class MetaConfig:
         4,
         "Tasks per meta-batch over all groups",
         least=1,
-        synonyms=("train_batch_size",),
         common=True,
     )
     meta_accumulation_steps: int = setting(
         1,
         "Meta-batches per outer step, with one reduction across groups",
         least=1,
-        synonyms=("gradient_accumulation_steps",),
     )
     proximal_weight: float = setting(
         2.0,
@@ -575,7 +567,6 @@ class MetaConfig:
         "Peak outer learning rate (default: SGD 1.0; Nesterov 0.7; others 2e-3 for the built-in model, else"
         " 2e-4 with LoRA, 2e-5 without)",
         positive=POSITIVE,
-        synonyms=("learning_rate",),
         common=True,
     )
     scale_outer_lr: str = setting(
@@ -600,7 +591,6 @@ class MetaConfig:
     outer_optimizer: str = setting(
         "adamw",
         f"Optimizer of theta: {', '.join(OUTER_OPTIMIZERS)}, or module:name (docs/custom_rules.md)",
-        synonyms=("optim",),
     )
     outer_momentum: float = setting(
         0.9, "Momentum of outer_optimizer=nesterov", below=1, needs=("outer_optimizer", "nesterov")
@@ -611,7 +601,6 @@ class MetaConfig:
         "Epsilon of outer optimizers that divide by a root of moments, as AdamW; damps rounding noise"
         " (default: 1e-3 for the built-in model, 1e-6 for a checkpoint)",
         positive=POSITIVE,
-        synonyms=("adam_eps",),
     )
     outer_delay: int = setting(
         0,
@@ -640,14 +629,12 @@ class MetaConfig:
         150,
         "Outer steps of the run",
         least=1,
-        synonyms=("max_steps",),
         common=True,
     )
     warmup_steps: float = setting(
         0,
         "Outer steps of linear warm-up; below 1: their share of outer_steps",
         least=0,
-        synonyms=("warmup_ratio",),
         common=True,
     )
     lr_scheduler_type: str = setting(
@@ -724,14 +711,12 @@ class ParallelConfig:
         "Split the weight matrices of each layer over this many ranks of a group (of each pipeline stage)",
         least=1,
         resume="free",
-        synonyms=("tp_size",),
     )
     micro_batch_size: int = setting(
         32,
         "Examples of one forward pass on one rank at most",
         least=1,
         resume="free",
-        synonyms=("per_device_train_batch_size", "per_device_eval_batch_size"),
         common=True,
     )
     max_tokens_per_micro_batch: int = setting(
@@ -784,7 +769,6 @@ class ParallelConfig:
         False,
         "Compile the model with torch.compile for rows of any length; needs a group of one without DeepSpeed",
         resume="free",
-        synonyms=("torch_compile",),
     )
     bf16: bool = setting(
         False,

@@ -91,7 +91,7 @@ class TrainingState:
         for part in self.stateful:
             part.load_state(state)
         self.outer_step, self.bad_steps, self.tasks = facts["outer_step"], facts["bad_steps"], facts["tasks"]
-        self.validated = facts.get("validated", self.outer_step)  # absent in checkpoints of 0.1.0
+        self.validated = facts["validated"]
         self.ends_early = facts.get("ended_early_of") == self.config.outer_steps
         self.spikes, self.queue = Spikes(facts.get("losses")), facts.get("queue")
 

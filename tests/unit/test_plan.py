@@ -754,7 +754,7 @@ def test_memory_of_the_gpus_is_that_of_the_machine(capsys, tmp_path):
         assert f"2 GPUs of {gib} GiB" in capsys.readouterr().out
     path = tmp_path / "mine.json"
     values = asdict(PROFILES["a100"])
-    del values["gpu_memory_gib"]  # as profiles of fmmeta 0.1.0
+    del values["gpu_memory_gib"]
     path.write_text(json.dumps(values))
     check_message(
         refusal(command.run, parse([*small, "--machine", str(path)], "plan")),
