@@ -602,13 +602,6 @@ class MetaConfig:
         " (default: 1e-3 for the built-in model, 1e-6 for a checkpoint)",
         positive=POSITIVE,
     )
-    outer_delay: int = setting(
-        0,
-        "1: reduce across groups during the inner loops of the next outer step, and update theta after them"
-        " (docs/delay.md)",
-        least=0,
-        most=1,
-    )
     max_staleness: int = setting(
         0,
         "Outer steps that a gradient may be behind theta: groups do not wait for slower ones; 0: each outer"

@@ -284,7 +284,7 @@ class OuterTuning:
         self.done: list[Trial] = []
         # of runs whose first steps depend on the last one, the end alone is scored
         constant = config.lr_scheduler_type in CONSTANT and config.warmup_steps in (0, config.warmup)
-        quarters = constant and not config.outer_delay and not config.max_staleness
+        quarters = constant and not config.max_staleness
         points = POINTS if quarters else 1
         self.steps = sorted({math.ceil(config.outer_steps * one / points) for one in range(1, points + 1)})
 

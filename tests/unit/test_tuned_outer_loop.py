@@ -200,9 +200,7 @@ def test_few_classes_make_two_folds_of_smaller_episodes(tmp_path):
     check_message(refusal(folds_of, sources, 3, config), "dataset=", "has 3", "leave the section out")
 
 
-@pytest.mark.parametrize(
-    "changes", [{"lr_scheduler_type": "linear"}, {"warmup_steps": 0.25}, {"outer_delay": 1}], ids=str
-)
+@pytest.mark.parametrize("changes", [{"lr_scheduler_type": "linear"}, {"warmup_steps": 0.25}], ids=str)
 def test_where_fewer_steps_are_another_training_the_end_alone_is_scored(rows, tmp_path, changes):
     section = {"outer_lrs": [0.002], "init_interpolations": [1.0], "episodes": 2}
     train(config_of(tmp_path / "run", rows, section, **changes))
