@@ -15,18 +15,8 @@ from fmmeta.config.json_files import label_texts_of
 from fmmeta.config.peft_options import apply_peft_options
 
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
-TRACKERS = (
-    "tensorboard",
-    "wandb",
-    "mlflow",
-    "trackio",
-    "comet_ml",
-    "aim",
-    "clearml",
-    "dvclive",
-    "swanlab",
-)
-"""The trackers of accelerate, by its names."""
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+"""By accelerate's names; an extra of fmmeta for each. Other services take a callback."""
 HEAD_INITS = ("zero", "learned", "prototype")
 POSITIVE = "such as 0.1 for inner SGD"
 NO_LIMIT = "or leave it out"
@@ -888,8 +878,8 @@ class RunConfig:
     )
     report_to: list[str] = setting(
         ["none"],
-        "One or more trackers of accelerate that log the lines of metrics.jsonl, all (that are installed), or"
-        " none: " + ", ".join(TRACKERS),
+        "One or more trackers that log the lines of metrics.jsonl, all (that are installed), or none: "
+        + ", ".join(TRACKERS),
         ("none", "all", *TRACKERS),
         resume="free",
         common=True,
