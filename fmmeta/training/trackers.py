@@ -34,7 +34,8 @@ def check_installed(config: Config) -> None:
     for name in names_of(config):
         if not is_installed(name):
             raise UsageError(
-                f"report_to={name} needs the package {name}, which is not installed; pip install 'fmmeta[{name}]'"
+                f"report_to={name} needs the package {name}, which is not installed; pip install"
+                f" 'fmmeta[{name}]'"
             )
 
 
