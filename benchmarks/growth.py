@@ -53,8 +53,8 @@ def outer_step(prepared: Prepared, sizes: dict[str, int], number: int) -> None:
     for _ in range(sizes["tasks"]):
         sets = [random_set(sizes["rows"], sizes["length"], vocabulary, draw) for _ in range(2)]
         rule.task_gradient(run.worker, run.state.meta_params, Episode(*sets), updates.meta)
-    moved = updates.step(updates.meta.weight, 0, False, True)
-    if moved is not None and moved.applied:
+    moved = updates.step(updates.meta.weight, 0, False)
+    if moved.applied:
         run.worker.write(run.theta)
 
 

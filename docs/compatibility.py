@@ -46,7 +46,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "batches of the support set": {"support_batch_size": 4},
     "several tasks in a pass": {"tasks_per_pass": "2"},
     "several tasks in a pass, LoRA": {"tasks_per_pass": "2", "lora_r": 4},
-    "delayed outer steps": {"outer_delay": 1},
     "bounded staleness": {"max_staleness": 2},
     "gradient noise scale": {"gradient_noise_scale": True},
     "dynamic schedule": {"task_schedule": "dynamic"},
@@ -63,7 +62,7 @@ ELSEWHERE = {
     ("in_context", "plain"): "tests/unit/test_evaluate.py",
     ("none", "plain"): "tests/unit/test_joint.py",
 }
-MODULES = ("delay", "bounded_staleness", "multi_task", "noise_scale", "support_batches")
+MODULES = ("bounded_staleness", "multi_task", "noise_scale", "support_batches")
 
 
 def accepted(settings: dict[str, Any], whole: bool) -> bool:

@@ -68,17 +68,15 @@ def command_page(command):
 
 
 def described(settings, item):
-    """An entry of a definition list: flag, values and default, help text, names in transformers."""
+    """An entry of a definition list: flag, values and default, help text."""
     text, default = item.metadata["help"], default_of(item)
     rule = text.rule
     parts = [f"`--{item.name}`{{ #{item.name} }}", values_of(settings, item)]
     if default not in (None, [], ""):
         parts.append(f"default `{shown(default)}`")
-    known = ", ".join(f"`{name}`" for name in rule.synonyms)
-    also = f" In transformers: {known}." if known else ""
     resume = "" if rule.resume == "fixed" or settings is not Config else " May change on resume."
     body = escaped(text.replace("%%", "%")).rstrip(".") + "."
-    return f"{parts[0]} <small>{' · '.join(parts[1:])}</small>\n:   {body}{also}{resume}\n"
+    return f"{parts[0]} <small>{' · '.join(parts[1:])}</small>\n:   {body}{resume}\n"
 
 
 def values_of(settings, item):

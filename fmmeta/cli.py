@@ -24,8 +24,6 @@ from fmmeta.common.security import printable, redact
 from fmmeta.common.text import nearest
 from fmmeta.config import recipes
 from fmmeta.config.fields import KINDS
-from fmmeta.config.migration import answer
-from fmmeta.config.renamed import refuse
 from fmmeta.config.settings import Config
 from fmmeta.reliability.signals import Signals, interrupting
 
@@ -289,9 +287,6 @@ def parse(argv: list[str], command: str = "train") -> Any:
         name = flag.split("=")[0]
         close = ""
         if name.startswith("--"):
-            refuse([name[2:].replace("-", "_")], settings.__dataclass_fields__, dashes="--")
-            if there := answer(name):
-                raise UsageError(f"{name} is not a flag: {there}; --help lists the flags")
             close = nearest(name, [option for action in parser._actions for option in action.option_strings])
         raise UsageError(f"{name} is not a flag{close}; --help lists them")
     return settings(**{name: value for name, value in vars(values).items() if name != "config"})

@@ -21,8 +21,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import refuse_while_importing, restored_process
 from fmmeta.common.progress import Progress, terminal_log
 from fmmeta.common.text import shortened
-from fmmeta.config.fields import of_type
-from fmmeta.config.renamed import refuse_unknown
+from fmmeta.config.fields import of_type, refuse_unknown
 from fmmeta.evaluation import command as evaluate_command
 from fmmeta.evaluation.results import EvaluationResults
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, AdaptConfig, EvaluateConfig, PredictConfig

@@ -19,8 +19,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fmmeta.common.errors import UsageError
-from fmmeta.config.renamed import translated
-from fmmeta.config.settings import Config
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import Fragment, ParamMap
 
@@ -110,7 +108,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise UsageError(
             f"resume_from_checkpoint={folder} is no checkpoint ({error}); give a checkpoint-N folder"
         ) from None
-    return {**state, "settings": translated(state["settings"], Config.__dataclass_fields__)}
+    return state
 
 
 def undo_partial_save(output_dir: Path) -> None:

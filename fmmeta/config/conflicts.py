@@ -284,7 +284,6 @@ def of_algorithm(c: Any) -> Conflicts:
                 " leave it out",
             )
             for setting, unset in {
-                "outer_delay": 0,
                 "max_staleness": 0,
                 "reduce_dtype": "fp32",
                 "elastic": False,
@@ -377,7 +376,6 @@ def factor_of(item: str) -> float:
 
 
 def of_outer_step(c: Any) -> Conflicts:
-    delay = c.outer_delay
     if c.outer_optimizer not in OUTER_OPTIMIZERS:
         check_outer(c)
     return [
@@ -412,23 +410,12 @@ def of_outer_step(c: Any) -> Conflicts:
             " leave it out",
         ),
         *of_staleness(c),
-        (
-            delay and c.offload_outer,
-            f"outer_delay={delay} with offload_outer=True: a sum in host memory is reduced piece by piece,"
-            " and none of it would overlap; leave one out",
-        ),
-        (
-            delay and c.inner_optimizer_state == "kept",
-            f"outer_delay={delay} with inner_optimizer_state=kept: an inner loop would begin with the moments"
-            " of two outer steps before; use reset, or no delay",
-        ),
     ]
 
 
 def of_staleness(c: Any) -> Conflicts:
     """Outer steps that close without waiting."""
     excluded = {  # setting: its only value, and why
-        "outer_delay": (0, "gradients would be older than the bound"),
         "elastic": (False, "a lost group would take its gradients with it"),
         "inner_optimizer_state": ("reset", "tasks would begin with moments of different outer steps"),
         "task_sharding": ("global", "there is one queue of tasks for all groups"),
@@ -456,7 +443,6 @@ def of_staleness(c: Any) -> Conflicts:
 def of_elastic(c: Any) -> Conflicts:
     """Groups that join and leave."""
     excluded = {  # setting: its only value, and why
-        "outer_delay": (0, "a lost group would take its pending meta-gradient with it"),
         "task_sharding": ("global", "its meta-batches depend on the number of nodes"),
         "pipeline_stages": (1, "stages are not tested with groups that rejoin"),
         "tensor_parallel_size": (1, "tensor ranks are not tested with groups that rejoin"),

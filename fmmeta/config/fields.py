@@ -3,7 +3,7 @@ converted to its type and checked by its rules.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from numbers import Integral, Real
@@ -78,7 +78,6 @@ class SettingRule:
     remembered: bool = False  # stored in an exported model's fmmeta.json
     writes: tuple[str, ...] = ()  # a file that is written: its endings; those of other formats are refused
     keyed: bool = False  # changes how rows become tokens
-    synonyms: tuple[str, ...] = ()  # names of the transformers Trainer, for the hint at an unknown flag
     common: bool = False  # shown by --help; --help-all shows all
 
 
@@ -164,6 +163,27 @@ def check_bounds(name: str, value: Any, rule: SettingRule) -> None:
             (limited and not value <= rule.most, f"{given} is {above}; use {least} up to {rule.most}"),
         ]
     )
+
+
+def refuse_unknown(given: Mapping[str, Any], known: Collection[str], every: Container[str]) -> None:
+    """Raise `UsageError` for a name that is no setting.
+
+    known: names of the settings that a call reads; every: of all of its kind.
+    """
+    for name, value in given.items():
+        if name not in known:
+            close = nearest(name, () if name in every else known, "; leave it out")
+            raise UsageError(f"{name}={shortened(value)} is no setting{close}")
+
+
+class RefusesUnknownNames:
+    """Base of dataclasses of settings."""
+
+    def __new__(cls, *_: Any, **given: Any):
+        """Raises `UsageError` for a keyword that is no setting, which would be a `TypeError`."""
+        names = getattr(cls, "__dataclass_fields__", {})
+        refuse_unknown(given, names, names)
+        return super().__new__(cls)
 
 
 def refuse_first(problems: Iterable[tuple[Any, str]]) -> None:

@@ -17,8 +17,6 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of, as_stored, nearest, shortened
 from fmmeta.config.fields import KINDS, default_of, kind_of, refuse_first, shown
-from fmmeta.config.migration import answer
-from fmmeta.config.renamed import refuse
 from fmmeta.config.settings import REMEMBERED
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -178,12 +176,10 @@ def mapping(where: str, path: Path) -> dict[str, Any]:
 def check_names(values: Mapping[str, Any], settings: Any, where: str) -> None:
     """Raise `UsageError` for a name that is no setting of the dataclass `settings`."""
     known = settings.__dataclass_fields__
-    refuse(values, known, f"{where}: ")
     for name in values:
         if name not in known:
-            known_as = answer(str(name))
-            advice = f": {known_as}" if known_as else nearest(str(name), known, "; remove it")
-            raise UsageError(f"{where} sets {name}, which is no setting{advice}")
+            close = nearest(str(name), known, "; remove it")
+            raise UsageError(f"{where} sets {name}, which is no setting{close}")
 
 
 def typed(settings: Any, name: str, value: Any, where: str) -> Any:

@@ -10,24 +10,13 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.config import algorithms, conflicts
 from fmmeta.config.algorithms import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
-from fmmeta.config.fields import check_values, names_where, of_type, setting
+from fmmeta.config.fields import RefusesUnknownNames, check_values, names_where, of_type, setting
 from fmmeta.config.json_files import label_texts_of
 from fmmeta.config.peft_options import apply_peft_options
-from fmmeta.config.renamed import RefusesUnknownNames
 
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
-TRACKERS = (
-    "tensorboard",
-    "wandb",
-    "mlflow",
-    "trackio",
-    "comet_ml",
-    "aim",
-    "clearml",
-    "dvclive",
-    "swanlab",
-)
-"""The trackers of accelerate, by its names."""
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+"""By accelerate's names; an extra of fmmeta for each. Other services take a callback."""
 HEAD_INITS = ("zero", "learned", "prototype")
 NO_LIMIT = "or leave it out"
 CLASSIFICATION, CAUSAL_LM = "classification", "causal_lm"
@@ -87,7 +76,6 @@ class ModelConfig(RefusesUnknownNames):
         "Rank of LoRA adapters, which are trained instead of the base's weights; 0: train all weights",
         least=0,
         remembered=True,
-        synonyms=("lora_rank",),
         common=True,
     )
     lora_alpha: float = setting(
@@ -187,7 +175,6 @@ class RowConfig:
         least=4,
         remembered=True,
         keyed=True,
-        synonyms=("max_seq_length", "model_max_length"),
         common=True,
     )
 
@@ -209,7 +196,6 @@ class TaskConfig(RowConfig):
         " images), a .jsonl/.csv/.parquet file (.gz too), a folder of such files, a folder of folders of them"
         " (each file is a task, read when it is drawn; its folder is the stratum), a folder of a folder of"
         " images per class, or a hub id. Each of several data sets is a stratum",
-        synonyms=("dataset_name", "train_file"),
         common=True,
     )
     mix_weights: list[float] = setting(
@@ -330,14 +316,12 @@ class TaskConfig(RowConfig):
         "Loader processes per rank; auto: as many as the measured loading time needs, possibly none",
         or_auto=0,
         resume="free",
-        synonyms=("dataloader_num_workers",),
     )
     prefetch_factor: int = setting(
         4,
         "Episodes that each loader process prefetches",
         least=1,
         resume="free",
-        synonyms=("dataloader_prefetch_factor",),
     )
     on_bad_task: str = setting(
         "raise",
@@ -473,14 +457,12 @@ class MetaConfig:
         4,
         "Tasks per meta-batch over all groups",
         least=1,
-        synonyms=("train_batch_size",),
         common=True,
     )
     meta_accumulation_steps: int = setting(
         1,
         "Meta-batches per outer step, with one reduction across groups",
         least=1,
-        synonyms=("gradient_accumulation_steps",),
     )
     proximal_weight: float = setting(
         2.0,
@@ -575,7 +557,6 @@ class MetaConfig:
         "Peak outer learning rate (default: SGD 1.0; Nesterov 0.7; others 2e-3 for the built-in model, else"
         " 2e-4 with LoRA, 2e-5 without)",
         positive="such as 2e-5 for all weights of a checkpoint",
-        synonyms=("learning_rate",),
         common=True,
     )
     scale_outer_lr: str = setting(
@@ -600,7 +581,6 @@ class MetaConfig:
     outer_optimizer: str = setting(
         "adamw",
         f"Optimizer of theta: {', '.join(OUTER_OPTIMIZERS)}, or module:name (docs/custom_rules.md)",
-        synonyms=("optim",),
     )
     outer_momentum: float = setting(
         0.9, "Momentum of outer_optimizer=nesterov", below=1, needs=("outer_optimizer", "nesterov")
@@ -611,14 +591,6 @@ class MetaConfig:
         "Epsilon of outer optimizers that divide by a root of moments, as AdamW; damps rounding noise"
         " (default: 1e-3 for the built-in model, 1e-6 for a checkpoint)",
         positive="such as 1e-6 for a checkpoint",
-        synonyms=("adam_eps",),
-    )
-    outer_delay: int = setting(
-        0,
-        "1: reduce across groups during the inner loops of the next outer step, and update theta after them"
-        " (docs/delay.md)",
-        least=0,
-        most=1,
     )
     max_staleness: int = setting(
         0,
@@ -640,7 +612,6 @@ class MetaConfig:
         150,
         "Outer steps of the run",
         least=1,
-        synonyms=("max_steps",),
         common=True,
     )
     outer_epochs: float = setting(
@@ -653,7 +624,6 @@ class MetaConfig:
         0,
         "Outer steps of linear warm-up; below 1: their share of outer_steps",
         least=0,
-        synonyms=("warmup_ratio",),
         common=True,
     )
     lr_scheduler_type: str = setting(
@@ -730,14 +700,12 @@ class ParallelConfig:
         "Split the weight matrices of each layer over this many ranks of a group (of each pipeline stage)",
         least=1,
         resume="free",
-        synonyms=("tp_size",),
     )
     micro_batch_size: int = setting(
         32,
         "Examples of one forward pass on one rank at most",
         least=1,
         resume="free",
-        synonyms=("per_device_train_batch_size", "per_device_eval_batch_size"),
         common=True,
     )
     max_tokens_per_micro_batch: int = setting(
@@ -790,7 +758,6 @@ class ParallelConfig:
         False,
         "Compile the model with torch.compile for rows of any length; needs a group of one without DeepSpeed",
         resume="free",
-        synonyms=("torch_compile",),
     )
     bf16: bool = setting(
         False,
@@ -916,8 +883,8 @@ class RunConfig:
     )
     report_to: list[str] = setting(
         ["none"],
-        "One or more trackers of accelerate that log the lines of metrics.jsonl, all (that are installed), or"
-        " none: " + ", ".join(TRACKERS),
+        "One or more trackers that log the lines of metrics.jsonl, all (that are installed), or none: "
+        + ", ".join(TRACKERS),
         ("none", "all", *TRACKERS),
         resume="free",
         common=True,

@@ -7,19 +7,6 @@ optimizer must act element by element (config/algorithms.py). Learned inner rate
 too (not clipped, not decayed, with the rate `inner_lr_outer_lr`); kept inner moments are replaced by their
 mean over the tasks. With --offload_outer everything but the learned rates is in host memory
 (parallel/param_map.py) and is copied to the device in pieces, once per outer step.
-
-A meta-gradient is applied at once, or (--outer_delay 1) after the inner loops of the next outer step:
-
-    at once    theta_{t+1} = U(theta_t, G_t(theta_t); lr_t)
-    delayed    theta_1 = theta_0;   theta_{t+1} = U(theta_t, G_{t-1}(theta_{t-1}); lr_{t-1})
-               after the last outer step, the last meta-gradient is applied as well
-
-G_t: the mean meta-gradient of meta-batch t; U: clipping, optimizer, weight decay. With a delay the reduction
-of G_t across the groups runs during the inner loops of step t + 1; the price is a gradient that is one update
-old, as in pipelined and asynchronous SGD (Langford, Smola, Zinkevich 2009, arXiv 0911.0491). One reduction is
-pending at any time, every rank starts it at the same place between two steps, and nothing else uses the cross
-communicator meanwhile. A pending meta-gradient is part of the state of a run: a checkpoint stores it, summed.
-A save never changes later steps.
 """
 
 import math
@@ -185,100 +172,34 @@ class OuterOptimizer:
             self.rate_moments = {name: value.to(rates.device, copy=True) for name, value in saved.items()}
 
 
-PREFIX = "pending "  # of the names of vectors and tables in a checkpoint
-
-
-@dataclass
-class PendingUpdate:
-    """The meta-gradient of an outer step that has not been applied. buffer: its sums; mean: None if no task
-    was finite; no_data: all tasks of its step failed to load; squares: of its tasks' gradients, if measured.
-    """
-
-    buffer: MetaGradient
-    mean: PendingMean | None
-    outer_step: int
-    no_data: bool
-    squares: TaskSquares | None = None
-
-
-class DelayedUpdate:
-    """Collects the meta-gradients of an outer step in `meta` and applies them, now or a step later."""
+class OuterUpdate:
+    """Collects the meta-gradients of an outer step in `meta` and applies their mean."""
 
     def __init__(self, outer: OuterOptimizer, cross: Communicator, config: Config) -> None:
-        self.outer, self.cross, self.delay = outer, cross, config.outer_delay
+        self.outer, self.cross = outer, cross
         self.comm_dtype = torch.bfloat16 if config.reduce_dtype == "bf16" else torch.float32
-        self.meta = self._buffer()
-        self.spare_buffer = self._buffer() if self.delay else None
-        self.pending: PendingUpdate | None = None
+        self.meta = MetaGradient(outer.meta_params.theta, outer.meta_params.extra)
         self.noise_scale = NoiseScale()
 
-    def _buffer(self) -> MetaGradient:
-        return MetaGradient(self.outer.meta_params.theta, self.outer.meta_params.extra)
-
     def step(
-        self, weight: float, outer_step: int, no_data: bool, last: bool, squares: TaskSquares | None = None
-    ) -> OuterStep | None:
-        """Reduce what is in `meta`, which is empty afterwards, and apply it or the pending meta-gradient.
+        self, weight: float, outer_step: int, no_data: bool, squares: TaskSquares | None = None
+    ) -> OuterStep:
+        """Reduce what is in `meta`, which is empty afterwards, and apply it.
 
-        weight: of the finite tasks of all groups; no_data: all tasks failed to load; last: of the run, so
-        that nothing may stay pending; squares: of these tasks, for the noise scale. Returns the update, None
-        if there was none. If `last` applies two, it is the second, and `applied` says whether one of them
-        moved theta. Collective: cross, group.
+        weight: of the finite tasks of all groups; no_data: all tasks failed to load; squares: of the tasks'
+        gradients, for the noise scale. Collective: cross, group.
         """
-        update = self.flush()
         mean = self.meta.begin_reduce(self.cross, weight, self.comm_dtype)
-        pending = PendingUpdate(self.meta, mean, outer_step, no_data, squares)
-        if self.spare_buffer is None or last:
-            final = self._apply(pending)
-            moved = update is not None and update.applied  # by the pending meta-gradient
-            return replace(final, applied=final.applied or moved)
-        self.pending, self.meta, self.spare_buffer = pending, self.spare_buffer, self.meta
-        return update
-
-    def flush(self) -> OuterStep | None:
-        """Apply the pending meta-gradient, if there is one. Collective: cross, group."""
-        pending, self.pending = self.pending, None
-        return pending and self._apply(pending)
-
-    def _apply(self, pending: PendingUpdate) -> OuterStep:
-        update = self.outer.step(pending.mean, pending.outer_step)
-        pending.buffer.clear()
-        if pending.squares is not None:
-            self.noise_scale.add(pending.squares, update.grad_norm)
-        return replace(update, no_data=pending.no_data)
+        update = self.outer.step(mean, outer_step)
+        self.meta.clear()
+        if squares is not None:
+            self.noise_scale.add(squares, update.grad_norm)
+        return replace(update, no_data=no_data)
 
     def add_state(self, state: StateDict) -> None:
-        """Add the pending meta-gradient, reduced, to what a checkpoint holds. Collective: cross."""
-        state.facts["pending"], state.facts["noise_scale"] = None, self.noise_scale.state
-        if self.pending is not None:
-            mean, step, no_data = self.pending.mean, self.pending.outer_step, self.pending.no_data
-            if mean is not None:
-                self.pending.mean = PendingMean({name: mean.finish(name) for name in mean.sums})
-                state.add(PREFIX, mean.sums)
-            squares = self.pending.squares
-            state.facts["pending"] = {
-                "outer_step": step,
-                "unread": no_data,
-                "finite": mean is not None,
-                **({} if squares is None else {"squares": list(squares)}),
-            }
-
-    def vectors_to_save(self) -> dict[str, Tensor]:
-        """Vectors of the sizes that `add_state` may add, to allocate buffers."""
-        sums = self.meta.sums if self.delay else {}
-        return {PREFIX + name: vector for name, vector in sums.items() if vector.ndim == 1}
+        """Add what later noise scales need to what a checkpoint holds."""
+        state.facts["noise_scale"] = self.noise_scale.state
 
     def load_state(self, state: StateDict) -> None:
-        """Restore the pending meta-gradient that `add_state` gave, if there is one."""
-        self.noise_scale = NoiseScale(state.facts.get("noise_scale"))  # absent in checkpoints of 0.1.0
-        saved = state.facts.get("pending")
-        if saved is None:
-            return
-        buffer, mean = self.spare_buffer or self._buffer(), None
-        if saved["finite"]:
-            for name, value in state.tensors(PREFIX).items():
-                if name in buffer.sums and buffer.sums[name].shape == value.shape:  # else of other rates
-                    buffer.sums[name].copy_(value)
-            mean = PendingMean(buffer.sums)
-        squares = TaskSquares(*saved["squares"]) if saved.get("squares") else None
-        self.pending = PendingUpdate(buffer, mean, saved["outer_step"], saved["unread"], squares)
+        """Restore what `add_state` gave."""
+        self.noise_scale = NoiseScale(state.facts["noise_scale"])

@@ -86,7 +86,6 @@ def reference_run(
     optimizer = outer_optimizer(meta_params, rates, config)
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup, config.outer_steps)
     thetas, memory = [], None
-    pending: list[tuple[Weights, Weights]] = []  # mean meta-gradients that are not yet applied to theta
     history: list[tuple[Weights, Weights]] = []  # theta and rates of every version
     for outer_step, episodes in enumerate(steps):
         history.append((copies_of(theta), copies_of(rates)))
@@ -96,25 +95,23 @@ def reference_run(
             start, alpha = history[version]
             tasks.append(reference_gradient(learner, start, episode, config, bf16, alpha, version, memory))
         if tasks:
-            gradients, of_rates, memories = zip(*tasks, strict=True)
-            of_theta = {name: g for name, g in mean_of(gradients).items() if name in meta_params}
-            pending.append((of_theta, mean_of(of_rates)))
+            gradients, rate_gradients, memories = zip(*tasks, strict=True)
+            mean = {name: g for name, g in mean_of(gradients).items() if name in meta_params}
+            of_rates = mean_of(rate_gradients)
             if config.inner_optimizer_state == "kept":
                 first, second = mean_of([m.first for m in memories]), mean_of([m.second for m in memories])
                 memory = Memory(first, second, memories[0].count)
         else:
-            pending.append(({}, {}))  # no finite task: theta is unchanged, the schedule continues
-        while len(pending) > (0 if outer_step + 1 == len(steps) else config.outer_delay):
-            mean, of_rates = pending.pop(0)
-            if mean:
-                norm = torch.stack([g.double().norm() for g in mean.values()]).norm()
-                clip = config.max_grad_norm / norm if 0 < config.max_grad_norm < norm else 1.0
-                for name, param in meta_params.items():
-                    param.grad = mean[name] * clip
-                for name, rate in rates.items():
-                    rate.grad = of_rates.get(name)
-                optimizer.step()
-            scheduler.step()
+            mean, of_rates = {}, {}  # no finite task: theta is unchanged, the schedule continues
+        if mean:
+            norm = torch.stack([g.double().norm() for g in mean.values()]).norm()
+            clip = config.max_grad_norm / norm if 0 < config.max_grad_norm < norm else 1.0
+            for name, param in meta_params.items():
+                param.grad = mean[name] * clip
+            for name, rate in rates.items():
+                rate.grad = of_rates.get(name)
+            optimizer.step()
+        scheduler.step()
         thetas.append({name: param.detach().clone() for name, param in theta.items()})
     return Reference(thetas, {name: rate.detach() for name, rate in rates.items()})
 

@@ -16,7 +16,6 @@ from safetensors import SafetensorError
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import one_line, publishing
 from fmmeta.config.fields import of_type
-from fmmeta.config.renamed import translated
 from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.tasks.data.rows import hub_answers
 from fmmeta.tasks.data.splits import UsedSplits, read_used_splits
@@ -301,7 +300,6 @@ def checked(facts: Any) -> dict[str, Any]:
     """
     if not isinstance(facts, dict):
         raise ValueError("it holds no settings")
-    facts = translated(facts, Config.__dataclass_fields__)
     facts = {name: value for name, value in facts.items() if value is not None and value == value}
     for name in {*REMEMBERED, "n_way"} & set(facts):
         facts[name] = of_type(Config, name, facts[name])

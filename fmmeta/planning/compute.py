@@ -375,8 +375,6 @@ def step_seconds(
         )
         if on_host or outer_on_host:
             cross += 8 * shard / profile.host_link
-    if sizes.sums > 1 and not on_host:  # --outer_delay: behind the inner loops of the next outer step
-        cross = max(0.0, cross - tasks * one.compute)
     outer = OUTER * shard / (profile.host_memory if on_host else profile.memory)
     outer += (OUTER_ALLOCATED * shard + GATHERED_COPIES[precision.zero_stage] * new.gather) * profile.page_in
     if sizes.offload_outer:

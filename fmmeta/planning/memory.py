@@ -66,7 +66,6 @@ class Sizes:
     offload_outer: bool = False  # from a device to host memory
     in_flight: int = 1  # micro-batches whose activations a rank stores
     moments: int = 2  # shards of the outer optimizer
-    sums: int = 1  # meta-gradients: a second, pending one with --outer_delay
     crossing: int = 4  # bytes of an element in the reduction across groups
     directions: int = 0  # of a task, beside the sum: 0 if it is accumulated directly
     kept: int = 0  # shards that algorithm and inner optimizer store while a task runs
@@ -100,7 +99,6 @@ def rank_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: b
         offload_outer=config.offload_outer and not lazy,
         in_flight=depth,
         moments=len(find_outer(config.outer_optimizer).moments),
-        sums=1 + config.outer_delay,
         crossing=2 if config.reduce_dtype == "bf16" else 4,
         directions=costs.task_vectors(config),
         kept=shards.work,
@@ -207,7 +205,7 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
         "gradients": (gradients, away),
         "master": (0 if stage == 0 and not settings.bf16 else shard, away),
         "theta": (shard, outer),
-        "meta_gradient": (sizes.sums * shard, outer),
+        "meta_gradient": (shard, outer),
         "direction": ((sizes.directions if agreeing else 1) * shard, away),
         "moments": (sizes.moments * shard, outer),
         "kept": ((sizes.kept + near) * shard, away),

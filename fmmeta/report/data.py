@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.common.errors import UsageError
-from fmmeta.config.renamed import translated
-from fmmeta.config.settings import Config
 
 BEFORE, FROM_START, AFTER = (  # rows of the table on held-out tasks
     "before adaptation, meta-trained",
@@ -56,7 +54,7 @@ def read_run(folder: Path) -> dict[str, Any] | None:
         run = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(run["settings"], dict):
             return None
-        return {**run, "settings": translated(run["settings"], Config.__dataclass_fields__)}
+        return run
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise UsageError(
             f"{file} cannot be read; correct or remove it, or choose another output_dir"

@@ -26,19 +26,15 @@ if TYPE_CHECKING:
 
 
 class Outcome(enum.Enum):
-    """What an outer step did to theta; with --outer_delay 1, what the update applied in this step did."""
+    """What an outer step did to theta."""
 
     APPLIED = "theta moved"
     SKIPPED_NONFINITE = "no task was finite, or the meta-gradient was not"
     NO_DATA = "no task was loaded"
-    PENDING = "the first update of a delayed run is not due yet"
     STOP = "the step was abandoned, or the run is finished"
 
     @staticmethod
-    def of(update: "OuterStep | None") -> "Outcome":
-        """update: None where none was due."""
-        if update is None:
-            return Outcome.PENDING
+    def of(update: "OuterStep") -> "Outcome":
         if update.applied:
             return Outcome.APPLIED
         return Outcome.NO_DATA if update.no_data else Outcome.SKIPPED_NONFINITE
@@ -50,10 +46,10 @@ class Callback:
     Hooks run on all ranks of the launch at the same place (with --elastic: of each group). A hook may use
     collectives only if all ranks take part. It must not change theta or the settings. `run` has `config`,
     `folder`, `ranks`, `worker`, `theta` (this rank's fp32 shard [S]) and `state` (`state.outer_step`: outer
-    steps done). `run.ends_early = True`, set on all ranks alike, makes this outer step the last one (with
-    --outer_delay 1 without its update); the model is then exported as usual. A run that is stopped meanwhile
-    and resumed does the same, unless it was set in `on_save`, when the checkpoint has been begun. If a hook
-    of a user's callback raises on any rank, the run ends on all of them with one line, exit code 2.
+    steps done). `run.ends_early = True`, set on all ranks alike, makes this outer step the last one;
+    the model is then exported as usual. A run that is stopped meanwhile and resumed does the same, unless it
+    was set in `on_save`, when the checkpoint has been begun. If a hook of a user's callback raises on any
+    rank, the run ends on all of them with one line, exit code 2.
 
     >>> from fmmeta import Callback
     >>> class PrintAccuracy(Callback):

@@ -3,9 +3,10 @@
 Files belong to state.py and run_log.py, sharding to parallel/, actions after a step to callbacks.py.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,7 +155,7 @@ class Run:
         self.stop = StopAgreement(ranks, signals or Signals())
         self.stage = WatchdogStage(config.step_timeout, (ranks.cross, ranks.world))
         self.outlier_bounds = OutlierBounds(config, parts.worker)
-        self.metrics, self.update = StepMetrics(), cast("OuterStep | None", None)  # of the last outer step
+        self.metrics, self.update = StepMetrics(), OuterStep(math.nan, math.nan, False)  # of the last one
         self.stale_steps: StaleSteps | None = None  # with --max_staleness
         # of the tasks that this group has finished in this outer step; kept if another group is lost
         self.kept_metrics: StepMetrics | None = None
@@ -347,9 +348,8 @@ class Run:
         describe(metrics)
         no_data = self._apply_bad_task_policy(metrics)
         squares = metrics.squares if self.config.gradient_noise_scale else None
-        update = state.updates.step(weight, step, no_data, step + 1 == self.config.outer_steps, squares)
-        applied = update is not None and update.applied
-        if applied or self.stale_steps is not None:  # a task may be interrupted, and the worker hold its phi
+        update = state.updates.step(weight, step, no_data, squares)
+        if update.applied or self.stale_steps is not None:  # the worker may hold phi of an interrupted task
             self.worker.write(self.theta)
         stage.record_step()
         self.metrics, self.update = metrics, update

@@ -4,7 +4,6 @@
     outer step, tasks seen, steps that failed      what was counted
     whether a callback has ended the run           no outer step follows, unless outer_steps is changed
     the best validated weights, recent losses      what later decisions need
-    a pending meta-gradient (--outer_delay)        what has not been applied to theta yet
     tasks that groups run (--max_staleness)        what a resumed run begins again
 
 What is validated and exported may be an interpolation (--init_interpolation alpha): (1 - alpha) theta_0 +
@@ -24,7 +23,7 @@ from typing import Any
 from fmmeta import checkpoint
 from fmmeta.checkpoint.write import Saver
 from fmmeta.config.settings import Config
-from fmmeta.meta.outer_step import DelayedUpdate, OuterOptimizer
+from fmmeta.meta.outer_step import OuterOptimizer, OuterUpdate
 from fmmeta.meta.parameters import MetaParameters, StateDict
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.checks import Spikes
@@ -50,7 +49,7 @@ class TrainingState:
         keeps_initial = config.test_episodes or config.init_interpolation < 1 or config.tune is not None
         self.initial = self.meta_params.snapshot() if keeps_initial else None
         self.outer = OuterOptimizer(self.meta_params, parts.worker, config)
-        self.updates = DelayedUpdate(self.outer, ranks.cross, config)
+        self.updates = OuterUpdate(self.outer, ranks.cross, config)
         self.best = Best(self.meta_params) if config.load_best_model_at_end else None
         self.stateful = [self.meta_params, self.outer, self.updates, *([self.best] if self.best else [])]
         self.spikes = Spikes()
@@ -74,7 +73,7 @@ class TrainingState:
             self.saver.last = self.folder / found.name
 
     def state_dict(self) -> StateDict:
-        """All of it, uncopied. Collective: cross."""
+        """All of it, uncopied. Local."""
         counts = {"outer_step": self.outer_step, "validated": self.validated, "bad_steps": self.bad_steps}
         facts = {"tasks": self.tasks, "losses": self.spikes.state, "best": {}, "queue": self.queue}
         if self.ends_early:
@@ -91,7 +90,7 @@ class TrainingState:
         for part in self.stateful:
             part.load_state(state)
         self.outer_step, self.bad_steps, self.tasks = facts["outer_step"], facts["bad_steps"], facts["tasks"]
-        self.validated = facts.get("validated", self.outer_step)  # absent in checkpoints of 0.1.0
+        self.validated = facts["validated"]
         self.ends_early = facts.get("ended_early_of") == self.config.outer_steps
         self.spikes, self.queue = Spikes(facts.get("losses")), facts.get("queue")
 
@@ -122,7 +121,7 @@ class TrainingState:
         state = StateDict()
         self.meta_params.add_state(state)
         self.outer.add_state(state)
-        self.saver.warm({**state.vectors, **self.updates.vectors_to_save()})
+        self.saver.warm(state.vectors)
 
     def is_saved(self) -> bool:
         """Whether there is nothing to save: no step yet, or checkpoint-N exists or is being written."""

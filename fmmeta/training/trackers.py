@@ -1,5 +1,5 @@
-"""Logs the numbers of a run to the trackers of accelerate (TensorBoard, W&B, MLflow, trackio, ...), by its
-tracker classes, on the first rank.
+"""Logs the numbers of a run to TensorBoard, W&B, MLflow and trackio, by accelerate's tracker classes, on the
+first rank.
 
 Accelerate's `PartialState` is not used: it would create a second process group, or wait for ranks that never
 call it. Accelerate's trackers need it to find the main process and to log; `make` replaces both. A tracker
@@ -25,7 +25,6 @@ from fmmeta.training.callbacks import Callback
 if TYPE_CHECKING:
     from fmmeta.training.loop import Run
 
-EXTRAS = ("tensorboard", "wandb", "mlflow", "trackio")  # of fmmeta
 FILE = "trackers.json"  # in the run's folder: ids of the run in the services, so that it resumes there
 SECRET_NAME = re.compile(r"(^|_)(token|secret|password|api_?key|credentials?)$")
 
@@ -34,9 +33,9 @@ def check_installed(config: Config) -> None:
     """Refuse trackers whose package is not installed. Raises `UsageError`."""
     for name in names_of(config):
         if not is_installed(name):
-            extra = f"'fmmeta[{name}]'" if name in EXTRAS else name.replace("_", "-")
             raise UsageError(
-                f"report_to={name} needs the package {name}, which is not installed; pip install {extra}"
+                f"report_to={name} needs the package {name}, which is not installed; pip install"
+                f" 'fmmeta[{name}]'"
             )
 
 
@@ -119,18 +118,8 @@ def make(name: str, folder: Path, outer_step: int, known: str | None, run_name: 
         tracker = tracking.WandBTracker(project, name=run, dir=str(folder), id=known, resume="allow")
     elif name == "mlflow":
         tracker = tracking.MLflowTracker(experiment_name="fmmeta", run_name=run, run_id=known)
-    elif name == "trackio":
-        tracker = tracking.TrackioTracker(project, name=run, resume="allow")
-    elif name == "aim":
-        tracker = tracking.AimTracker(run, logging_dir=str(folder), experiment=project)
-    elif name == "clearml":
-        tracker = tracking.ClearMLTracker(project, task_name=run)
-    elif name == "dvclive":
-        tracker = tracking.DVCLiveTracker(project, dir=str(folder / "dvclive"), resume=outer_step > 0)
-    elif name == "comet_ml":
-        tracker = tracking.CometMLTracker(project, experiment_key=known)
     else:
-        tracker = tracking.SwanLabTracker(project, experiment_name=run, logdir=str(folder))
+        tracker = tracking.TrackioTracker(project, name=run, resume="allow")
     tracker.main_process_only = False  # only the first rank has it
     return tracker
 
@@ -139,8 +128,6 @@ def id_of(name: str, tracker: Any) -> str | None:
     """The id of a run in its service, if it is needed to continue the run."""
     if name == "wandb":
         return str(tracker.tracker.id)
-    if name == "comet_ml":
-        return str(tracker.writer.get_key())
     return str(tracker.tracker.info.run_id) if name == "mlflow" else None
 
 

@@ -136,17 +136,16 @@ def test_bad_tasks_and_outlier_bounds_are_those_of_assigned_tasks(fork_server, s
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("also", [{}, {"outer_delay": 1}])
-def test_groups_of_two_ranks_claim_together(fork_server, start, static_run, tmp_path, also):
-    runs = {"static": static_run} if not also else {}
-    for schedule in ("static", "dynamic") if also else ("dynamic",):
-        folder = tmp_path / schedule
-        ranks = start(
-            folder, 4, {"SLOW_RANK": "3", "EPISODE_S": "1"}, task_schedule=schedule, group_size=2, **also
-        )
-        assert fork_server.wait(ranks, PATIENCE_S) == [0] * 4, ranks[0].text
-        runs.setdefault(schedule, (folder / "run", static_run[1]))
+def test_groups_of_two_ranks_claim_together(fork_server, start, static_run, tmp_path):
+    ranks = start(
+        tmp_path / "dynamic",
+        4,
+        {"SLOW_RANK": "3", "EPISODE_S": "1"},
+        task_schedule="dynamic",
+        group_size=2,
+    )
+    assert fork_server.wait(ranks, PATIENCE_S) == [0] * 4, ranks[0].text
     first, second, third, fourth = tasks_of(tmp_path / "dynamic")
     assert (first, third) == (second, fourth)
     assert sorted([*first, *third]) == ALL
-    assert error_of(tmp_path / "dynamic/run", runs["static"]) < 1e-5
+    assert error_of(tmp_path / "dynamic/run", static_run) < 1e-5

@@ -20,7 +20,6 @@ import yaml
 
 import fmmeta
 from fmmeta.cli import COMMANDS
-from fmmeta.config.migration import answer
 from fmmeta.config.settings import Config
 from tests.support.launch import ROOT
 
@@ -108,17 +107,6 @@ def test_names_in_the_migration_tables_exist():
     assert not {name for name in names if name not in known}
     assert all(len(row) == 3 and (row[1] == "-" or "`" in row[1]) for row in rows)
     assert all(row[2] for row in rows if row[1] == "-")
-
-
-def test_an_unknown_flag_is_answered_as_the_migration_tables_say():
-    answered = 0
-    for known, here, note in tables(PAGES["migration.md"]):
-        flags = set(re.findall(r"--\w+", here + note))
-        for name in re.findall(r"`(\w+)`", known):
-            if text := answer(name):
-                answered += 1
-                assert flags & set(re.findall(r"--\w+", text)) or here == "-", (name, text)
-    assert answered >= 20
 
 
 def test_messages_in_the_faq_are_messages_of_the_tests():

@@ -218,22 +218,6 @@ MUTANTS = (
         ("distributed/test_parity.py",),
     ),
     Mutant(
-        "the delayed meta-gradient is applied twice",
-        "meta/outer_step.py",
-        "        pending, self.pending = self.pending, None\n",
-        "        pending = self.pending\n",
-        "with --outer_delay the last meta-gradient is applied again",
-        ("unit/test_delayed_update.py",),
-    ),
-    Mutant(
-        "delay off by one at the end",
-        "meta/outer_step.py",
-        "if self.spare_buffer is None or last:",
-        "if self.spare_buffer is None:",
-        "the last meta-gradient of a delayed run is lost",
-        ("unit/test_delayed_update.py",),
-    ),
-    Mutant(
         "vectors in host memory are passed to NCCL",
         "parallel/collectives.py",
         "staging = part.to(self.device, comm_dtype)",
@@ -713,7 +697,7 @@ MUTANTS = (
         "gradient.mul_(self.config.max_grad_norm / norm)",
         "gradient.mul_(1 / norm).mul_(self.config.max_grad_norm)",
         "nothing",
-        ("unit/test_inner_outer.py", "unit/test_delayed_update.py"),
+        ("unit/test_inner_outer.py", "unit/test_outer_update.py"),
         equivalent=True,
     ),
 )

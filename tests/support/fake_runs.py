@@ -84,7 +84,7 @@ def write_run(
     run = {
         "settings": {**Config(outer_steps=100).as_dict(), "dataset_fingerprint": "f00", **settings},
         "layout": "2 groups of 1 rank",
-        "versions": {"fmmeta": "0.1.0", "torch": "2.13.0"},
+        "versions": {"fmmeta": "0.2.0", "torch": "2.13.0"},
         "git_commit": "c0ffee",
         "finished": finished,
         **({"held_out": held_out()} if finished else {}),

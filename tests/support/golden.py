@@ -4,8 +4,7 @@
 
 Each commit is checked out into a temporary folder. A run's result is a hash of all weights in `model/`
 and the table on held-out tasks; both must be the same bit for bit. Runs: each algorithm once; plain, ZeRO 1,
-2 and 3, pipeline, tensor; 1x1, 2x1, 1x2 and 2x2 (groups x ranks of a group); LoRA; a delayed outer step; a
-resumed run.
+2 and 3, pipeline, tensor; 1x1, 2x1, 1x2 and 2x2 (groups x ranks of a group); LoRA; a resumed run.
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, flags
     "pipeline 1x2": (2, zero(1, group_size=2, pipeline_stages=2)),
     "tensor 1x2": (2, zero(0, group_size=2, tensor_parallel_size=2, **PAIRS)),
     "LoRA 2x1": (2, {"lora_r": 2}),
-    "delay 2x1": (2, {"outer_delay": 1}),
     "adapters ZeRO 3 1x2": (2, zero(3, group_size=2, lora_r=2)),
     "resumed": (1, {"save_steps": 2, "algorithm": "maml"}),
 }

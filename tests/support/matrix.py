@@ -89,13 +89,10 @@ ALSO: dict[str, dict[str, Any]] = {
     "pooled": {"tasks_per_pass": "2"},
     "both": {"lora_r": 4, "gradient_checkpointing": True},
     "sampled": {"support_batch_size": 4, "inner_steps": 4},  # of 5 or 15 rows; two epochs of the 5
-    "delay": {"outer_delay": 1},  # test_delay.py has its cases
     "stale": {"max_staleness": 2},  # test_bounded_staleness.py has its cases
     "wire": {"reduce_dtype": "bf16"},
-    "delay-wire": {"outer_delay": 1, "reduce_dtype": "bf16"},
     "scaled": {"scale_outer_lr": "sqrt", "base_meta_batch_size": 12},  # of 3 tasks: half the rate
     "measured": {"gradient_noise_scale": True},  # test_noise_scale.py has the cases of these
-    "measured-delay": {"gradient_noise_scale": True, "outer_delay": 1},
     "measured-tasks": {"gradient_noise_scale": True, "lora_r": 4, "tasks_per_pass": "2"},
     "lora-linear": {"lora_r": 4, "lora_target_modules": ["all-linear"]},
     "lora-first": {

@@ -145,7 +145,6 @@ def main(cases_file: str, out: str) -> None:
                 "gradient_checkpointing": bool(layers),
                 "packing": parts.batcher.pack is not None,
                 "offload_outer": run.state.outer.memory.offload,
-                "outer_delay": run.state.updates.delay,
                 "reduce_dtype": {torch.float32: "", torch.bfloat16: "bf16"}[run.state.updates.comm_dtype],
                 "lora_r": max(adapters, default=0),
             }

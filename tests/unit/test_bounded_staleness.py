@@ -190,7 +190,6 @@ def test_plan_counts_a_copy_of_theta_and_the_gradient_of_the_task():
 def test_what_does_not_go_with_it():
     for setting, value, parts in (
         ("algorithm", "maml", ("algorithm=maml", "first-order", "fomaml or reptile")),
-        ("outer_delay", 1, ("outer_delay=1", "outer_delay=0")),
         ("elastic", True, ("elastic=True", "elastic=False")),
         ("tasks_per_pass", "auto", ("tasks_per_pass=auto", "tasks_per_pass=1")),
         ("task_sharding", "node", ("task_sharding=node", "task_sharding=global")),

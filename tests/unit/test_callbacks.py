@@ -112,7 +112,6 @@ def test_hooks_run_in_the_documented_order(tmp_path):
             ["APPLIED", "NO_DATA"],
             [True, False],
         ),
-        ({"outer_delay": 1, "outer_steps": 3}, ["PENDING", "APPLIED", "APPLIED"], [False, True, True]),
     ],
 )
 def test_outcome_matches_the_change_of_theta(tmp_path, settings, outcomes, moved):

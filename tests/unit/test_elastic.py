@@ -198,10 +198,6 @@ OUT = {"elastic": True, "output_dir": "x"}
             ("elastic=True needs output_dir", "give one on a disk that all of them see"),
         ),
         (
-            {**OUT, "outer_delay": 1},
-            ("elastic=True", "outer_delay=1", "leave outer_delay out"),
-        ),
-        (
             {**OUT, "pipeline_stages": 2},
             ("elastic=True", "pipeline_stages=2", "leave pipeline_stages out"),
         ),
@@ -238,35 +234,13 @@ OUT = {"elastic": True, "output_dir": "x"}
             ("group_name=a", "elastic=False", "leave it out, or give --elastic"),
         ),
         (
-            {"outer_delay": 2},
-            ("outer_delay=2", "use 0 or more, up to 1"),
-        ),
-        ({"outer_delay": -1}, ("outer_delay=-1", "use 0 or more")),
-        (
-            {"outer_delay": 1, "offload_outer": True},
-            ("outer_delay=1", "offload_outer=True", "leave one out"),
-        ),
-        (
-            {
-                "outer_delay": 1,
-                "algorithm": "reptile",
-                "inner_optimizer": "adamw",
-                "inner_optimizer_state": "kept",
-            },
-            ("outer_delay=1", "inner_optimizer_state=kept", "use reset, or no delay"),
-        ),
-        (
-            {"outer_delay": 1, "algorithm": "none"},
-            ("outer_delay=1", "algorithm=none", "leave it out"),
-        ),
-        (
             {"reduce_dtype": "bf16", "algorithm": "none"},
             ("reduce_dtype=bf16", "algorithm=none", "leave it out"),
         ),
         ({"reduce_dtype": "fp16"}, ("reduce_dtype=fp16", "use fp32 or bf16")),
     ],
 )
-def test_elastic_and_delay_conflicts_are_refused(settings, parts):
+def test_conflicts_are_refused(settings, parts):
     check_message(refusal(lambda: Config(**settings)), *parts)
 
 

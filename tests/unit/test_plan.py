@@ -284,9 +284,6 @@ def test_communication_time_is_bytes_over_bandwidth(folders):
     assert step.cross == pytest.approx(2 * 7 / 8 * 4 * (sizes.params // 4) / 5e8)  # once, between nodes
     half = seconds_of(replace(config, reduce_dtype="bf16"), 2, 4, groups=8)[2]
     assert half.cross == pytest.approx(step.cross / 2)
-    late, one, behind = seconds_of(replace(config, outer_delay=1), 2, 4, groups=8)
-    assert behind.cross == pytest.approx(max(0.0, step.cross - one.compute))
-    assert late.sums == 2
 
 
 @pytest.mark.parametrize(("stage", "copies", "gathers"), [(0, 1, 0), (1, 2, 1), (2, 2, 1), (3, 2, 2)])
@@ -767,7 +764,7 @@ def test_memory_of_the_gpus_is_that_of_the_machine(capsys, tmp_path):
         assert f"2 GPUs of {gib} GiB" in capsys.readouterr().out
     path = tmp_path / "mine.json"
     values = asdict(PROFILES["a100"])
-    del values["gpu_memory_gib"]  # as profiles of fmmeta 0.1.0
+    del values["gpu_memory_gib"]
     path.write_text(json.dumps(values))
     check_message(
         refusal(command.run, parse([*small, "--machine", str(path)], "plan")),

@@ -11,25 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from fmmeta.checkpoint import read_state
 from fmmeta.config.settings import Config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.train import train
 from fmmeta.training.build import read_inputs
-from fmmeta.training.run_folder import accept_changes, find_start, settings_of, write_run
+from fmmeta.training.run_folder import settings_of, write_run
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
 from tests.support.models import write_classes
 
-STORED = (
-    "precision",
-    "float32_matmul_precision",
-    "deepspeed_values",
-    "deepspeed_layout",
-    "transforms_fingerprint",
-    "class_weights_fingerprint",
-)
 TRANSFORM = """
 from dataclasses import replace
 
@@ -120,24 +111,6 @@ def test_a_changed_float32_matmul_precision_is_refused(config):
     assert "(float32_matmul_precision: highest -> high);" in message
 
 
-def test_a_run_of_0_1_0_is_continued(config, ds, tmp_path):
-    """It has none of the entries, in run.json and in checkpoints."""
-    file, stored = tmp_path / "run" / "run.json", read_state(tmp_path / "run" / "checkpoint-1")["settings"]
-    settings = json.loads(file.read_text())["settings"]
-    assert set(STORED) <= settings.keys()
-    assert stored == settings
-    edit(ds, {"bf16": {"enabled": True}})
-    settings = {name: value for name, value in settings.items() if name not in STORED}
-    edit(file, {"settings": settings})
-    now = {"precision": "bf16", "deepspeed_values": {}, "deepspeed_layout": {}}
-    now = settings_of(config(), settings["dataset_fingerprint"], **now)
-    assert accept_changes(settings, config(), now, "here") == []
-    assert find_start(config(), now).checkpoint == tmp_path / "run" / "checkpoint-1"
-    assert "bf16: False -> True" in refusal(train, config(bf16=True))
-    train(config())
-    assert json.loads(file.read_text())["settings"]["precision"] == "bf16"
-
-
 def test_changed_code_of_a_transform_changes_the_fingerprint(tmp_path, monkeypatch):
     """Under the same name; a file that is only imported afterwards stands for another process."""
     monkeypatch.chdir(tmp_path)
@@ -177,14 +150,3 @@ def test_bits_are_promised_on_cpus_and_with_deterministic_algorithms(tmp_path):
         assert promise("cuda").startswith("theta is the same bit for bit")
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_a_setting_that_an_earlier_version_did_not_store_had_its_default():
-    from fmmeta.config.resume import changed_settings
-
-    now = Config().as_dict()
-    before = {name: value for name, value in now.items() if name != "support_batch_size"}
-    assert changed_settings(before, now) == {}
-    assert changed_settings(before, {**now, "support_batch_size": 16}) == {
-        "support_batch_size": "support_batch_size: 0 -> 16"
-    }

@@ -260,15 +260,6 @@ def test_changed_data_are_recognized_by_name(model, classes, tmp_path):
     assert any("were trained on with dataset=rows.jsonl" in text for text in messages)
 
 
-def test_a_folder_of_0_1_0_is_read_as_before(model, classes, tmp_path):
-    old = shutil.copytree(model, tmp_path / "old")
-    facts = stored_info(old)
-    del facts["datasets"]
-    (old / "fmmeta.json").write_text(json.dumps(facts))
-    settings = EvaluateConfig(model_name_or_path=str(old), dataset=[str(classes)], n_way="5", **ASKED)
-    assert drawn(settings) <= set(splits_at(classes, 5)["test"])
-
-
 NOTHING = {"dataset": "x", "content": "", "noun": "class", "digest": "", "trained": 1}
 
 

@@ -319,7 +319,7 @@ def is_keys(value: Any) -> bool:
 
 
 def read_used_splits(memory: Mapping[str, Any]) -> list[UsedSplits]:
-    """`datasets` of an fmmeta.json; empty for those of 0.1.0. Raises `ValueError`."""
+    """`datasets` of an fmmeta.json; empty where it has none. Raises `ValueError`."""
     listed = memory.get("datasets", [])
     kinds = {"dataset": str, "content": str, "noun": str, "digest": str, "trained": int}
     if not isinstance(listed, list) or not all(
