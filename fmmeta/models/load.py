@@ -481,30 +481,28 @@ def embedding_rows(config: Config, description: Description) -> int | None:
 
 
 def drop_unused(tokenizer: Any, rows: int) -> list[str]:
-    """Remove special tokens beyond `rows` that neither the tokenizer nor its chat template writes, and return
-    them.
+    """Remove special tokens beyond `rows` that neither the tokenizer nor its chat template writes.
 
     transformers adds those of its classes to a vocabulary without them, and a padding token is often added.
     """
     from tokenizers import Tokenizer
 
     written = {getattr(tokenizer, f"{one}_token", None) for one in ("bos", "eos", "unk", "sep", "cls")}
-    template = str(getattr(tokenizer, "chat_template", ""))
-    added = tokenizer.added_tokens_decoder.items()
-    found = [
-        token.content
-        for number, token in added
-        if number >= rows and token.special and token.content not in written and token.content not in template
-    ]
-    if not found or not tokenizer.is_fast:
+    template, added = str(getattr(tokenizer, "chat_template", "")), tokenizer.added_tokens_decoder
+    beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= rows}
+    for token, number in beyond.items():
+        special = number in added and added[number].special
+        if not special or token in written or token in template or not tokenizer.is_fast:
+            return []  # the tokenizer is refused
+    if not beyond:
         return []
     facts = json.loads(tokenizer.backend_tokenizer.to_str())
-    facts["added_tokens"] = [one for one in facts["added_tokens"] if one["content"] not in found]
+    facts["added_tokens"] = [one for one in facts["added_tokens"] if one["content"] not in beyond]
     tokenizer._tokenizer = Tokenizer.from_str(json.dumps(facts))
     for one in ("pad", "mask"):
-        if getattr(tokenizer, f"{one}_token", None) in found:
+        if getattr(tokenizer, f"{one}_token", None) in beyond:
             setattr(tokenizer, f"{one}_token", None)
-    return found
+    return sorted(beyond)
 
 
 def refuse_without_row(

@@ -46,8 +46,8 @@ class RankVariables(NamedTuple):
     @classmethod
     def of_prefix(cls, launcher: str, prefix: str, given: str = "export {name}={value}") -> "RankVariables":
         """Names such as PREFIX_RANK and PREFIX_LOCAL_SIZE."""
-        names = [f"{prefix}_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-        return cls(launcher, *names[:2], names[2:3], names[3:], given=given)  # type: ignore[arg-type]
+        rank, size, local = f"{prefix}_RANK", f"{prefix}_SIZE", f"{prefix}_LOCAL"
+        return cls(launcher, rank, size, (f"{local}_RANK",), (f"{local}_SIZE",), given=given)
 
 
 DIRECT = RankVariables(
