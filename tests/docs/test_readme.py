@@ -253,7 +253,7 @@ def test_numbers_beside_other_projects_are_those_of_the_benchmarks():
         ("frozen, names of classes as examples", "none+names"),
         ("joint training", "joint"),
         ("ANIL, class means", "anil+prototype"),
-        ("recipe `intents`, 20-way", "best"),
+        ("ProtoNet, 20-way", "best"),
     ):
         wanted = []
         for data, shots in itertools.product(("banking77", "clinc150"), ("1", "5")):
