@@ -487,7 +487,9 @@ def drop_unused(tokenizer: Any, rows: int) -> list[str]:
     """
     from tokenizers import Tokenizer
 
-    written = {getattr(tokenizer, f"{one}_token", None) for one in ("bos", "eos", "unk", "sep", "cls")}
+    model = getattr(getattr(tokenizer, "_tokenizer", None), "model", None)
+    written = {getattr(tokenizer, f"{one}_token", None) for one in ("bos", "eos", "sep", "cls")}
+    written.add(getattr(model, "unk_token", None))  # one that the vocabulary does not need is not written
     template, added = str(getattr(tokenizer, "chat_template", "")), tokenizer.added_tokens_decoder
     beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= rows}
     for token, number in beyond.items():
@@ -499,7 +501,7 @@ def drop_unused(tokenizer: Any, rows: int) -> list[str]:
     facts = json.loads(tokenizer.backend_tokenizer.to_str())
     facts["added_tokens"] = [one for one in facts["added_tokens"] if one["content"] not in beyond]
     tokenizer._tokenizer = Tokenizer.from_str(json.dumps(facts))
-    for one in ("pad", "mask"):
+    for one in ("pad", "mask", "unk"):
         if getattr(tokenizer, f"{one}_token", None) in beyond:
             setattr(tokenizer, f"{one}_token", None)
     return sorted(beyond)

@@ -184,7 +184,11 @@ def read(path: str | None, bf16: bool, notice: Callable[[str], None] = quiet) ->
     import hjson
 
     try:
-        file = hjson.loads(found.read_text(encoding="utf-8"), object_pairs_hook=without_repeats)
+        text = found.read_text(encoding="utf-8")
+        try:
+            file = json.loads(text, object_pairs_hook=without_repeats)
+        except json.JSONDecodeError:  # comments and trailing commas, as DeepSpeed reads them
+            file = hjson.loads(text, object_pairs_hook=without_repeats)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"deepspeed={path} is not JSON ({error}); fix the file") from None
     if not isinstance(file, dict):

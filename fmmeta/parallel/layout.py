@@ -199,7 +199,7 @@ def refuse_contradiction(launch: Launch, other: RankVariables, env: Mapping[str,
     them other ranks.
     """
     names, rank, size = launch.variables, number(env, other.rank), number(env, other.size)
-    # a launcher of its own on each node, such as torchrun, numbers the ranks in its own order
+    # a separate launcher on each node, such as torchrun, numbers the ranks in its own order
     same = (
         names is not DIRECT
         or any(map(env.get, ("TORCHELASTIC_RUN_ID", *DIRECT.node)))
@@ -215,7 +215,7 @@ def refuse_contradiction(launch: Launch, other: RankVariables, env: Mapping[str,
 
 
 def without_ranks(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables of launchers, for processes that get ranks of their own."""
+    """The environment without the variables of launchers, for processes that get other ranks."""
     names = {name for one in LAUNCHERS for name in (one.rank, one.size, *one.local_rank, *one.local_size)}
     return {name: value for name, value in env.items() if name not in names}
 

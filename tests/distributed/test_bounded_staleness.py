@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_data_faults import write_tasks
 from tests.support.matrix import Case, ParityFixture, fast_and_slow_cases, tolerance
+from tests.support.models import write_tasks
 from tests.support.short_runs import steps_of, until
 
 ROWS = [  # layout, stage, algorithm, model, dtype, outer, head, pipeline stages

@@ -18,7 +18,7 @@ from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.launch import ProcessResults, run_ranks
 from tests.support.messages import check_message
-from tests.support.models import WORDS
+from tests.support.models import write_tasks
 
 STEPS, HARM_AT, SAFE = (
     16,
@@ -38,19 +38,6 @@ FLAGS = {
     "prefetch_factor": 1,
     "episode_transforms": "tests.support.damage:harm",
 }
-
-
-def write_tasks(root: Path) -> Path:
-    """Two strata of 24 files, each a task with two classes."""
-    for s in range(2):
-        (root / f"s{s}").mkdir(parents=True)
-        for f in range(24):
-            rows = [{"text": f"{WORDS[f % 15]} {WORDS[i]}", "label": "ab"[i % 2]} for i in range(8)]
-            (root / f"s{s}" / f"t{f:02}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (root / "task_splits.json").write_text(
-        json.dumps({"train": [f"s{s}/t{f:02}" for s in range(2) for f in range(24)]})
-    )
-    return root
 
 
 def schedule_of(root: Path) -> list[list[Task]]:

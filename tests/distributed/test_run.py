@@ -349,7 +349,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
     (folder / "fp16.json").write_text('{"fp16": {"enabled": true}}')
     (folder / "clip.json").write_text('{"gradient_clipping": 1.0}')
     (folder / "electra").mkdir()
-    (folder / "electra" / "config.json").write_text('{"model_type": "electra", "vocab_size": 300}')
+    (folder / "electra" / "config.json").write_text('{"model_type": "electra", "vocab_size": 260}')
     (folder / "moe").mkdir()
     (folder / "moe" / "config.json").write_text('{"model_type": "mixtral", "num_local_experts": 8}')
     return {

@@ -196,3 +196,16 @@ def write_pairs(path: Path, tasks: int = 9, rows: int = 12, strata: int = 3) -> 
                 }
                 file.write(json.dumps(row) + "\n")
     return path
+
+
+def write_tasks(root: Path) -> Path:
+    """Two strata of 24 files, each a task with two classes."""
+    for s in range(2):
+        (root / f"s{s}").mkdir(parents=True)
+        for f in range(24):
+            rows = [{"text": f"{WORDS[f % 15]} {WORDS[i]}", "label": "ab"[i % 2]} for i in range(8)]
+            (root / f"s{s}" / f"t{f:02}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "task_splits.json").write_text(
+        json.dumps({"train": [f"s{s}/t{f:02}" for s in range(2) for f in range(24)]})
+    )
+    return root

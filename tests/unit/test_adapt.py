@@ -233,13 +233,16 @@ def test_merged_model_is_in_the_folder_of_its_adapters(bert, tmp_path):
 
 def test_exports_carry_the_files_of_their_checkpoint(llama, tmp_path):
     """All chat templates too; from adapters that are adapted again; not the tokens of another tokenizer."""
-    from transformers import AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = shutil.copytree(llama, tmp_path / "model")
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = {"default": "a", "tool_use": "b"}
     tokenizer.add_tokens(["<eot>"])
     tokenizer.save_pretrained(model)
+    hf = AutoModelForCausalLM.from_pretrained(model)
+    hf.resize_token_embeddings(len(tokenizer))
+    hf.save_pretrained(model)
     carried = {"added_tokens.json": {"<eot>": len(tokenizer) - 1}, "chat_template.json": {}}
     carried |= {"preprocessor_config.json": {"a": 1}, "processor_config.json": {}}
     carried |= {"config_sentence_transformers.json": {"prompts": {"query": "q: "}}}

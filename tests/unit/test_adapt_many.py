@@ -535,7 +535,7 @@ def test_the_adapter_that_was_used_longest_ago_leaves_the_memory(mixed, tmp_path
 
 
 def test_adapters_are_read_again_when_their_files_change(mixed, tmp_path, capsys, terminal):
-    """Those that could not be used are tried again; an adapter that was learned again answers anew."""
+    """Those that could not be used are tried again, and changed weights are read."""
     folder = tmp_path / "adapters"
     shutil.copytree(mixed / "task 0", folder / "task 0")
     shutil.copytree(mixed / "task 0", folder / "later")

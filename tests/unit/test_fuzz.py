@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -199,9 +201,11 @@ def test_support_files(rows, raw, name, task_type, work_folder):
 def test_lines_to_predict(content, column, work_folder):
     file = work_folder / "lines"
     file.write_bytes(content)
+    description = SimpleNamespace(images=False)
+    model: Any = SimpleNamespace(config=Config(), description=description)
     with one_line_at_most():
         settings = PredictConfig(model_name_or_path="x", input=str(file), text_column=column)
-        assert all(isinstance(one.text, str) for one in inputs_of(settings, [column or "text"]))
+        assert all(isinstance(one.text, str) for one in inputs_of(settings, model))
     assert files_in(work_folder) == {file}
 
 

@@ -152,7 +152,7 @@ def test_arguments_that_contradict_the_settings_are_refused(bert, tmp_path):
     check_message(refusal(train, tmp_path, "a", model=model), "has no tokenizer", "give tokenizer=")
     module = torch.nn.Linear(1, 1)
     check_message(refusal(train, tmp_path, "a", model=module), "model=Linear is no PreTrainedModel")
-    for name, advice in (("inner_step", "did you mean inner_steps?"), ("learning_rate", "--outer_lr")):
+    for name, advice in (("inner_step", "did you mean inner_steps?"), ("qqq", "leave it out")):
         check_message(refusal(Config, **{name: 3}), f"{name}=3 is no setting", advice)
     both = {"model_name_or_path": str(bert)}
     text = refusal(train, tmp_path, "a", both, model=model, tokenizer=byte_tokenizer())

@@ -106,7 +106,10 @@ def test_a_format_string_may_write_the_end():
     for template, learned in (("A: {output}!\tdone", " 4!\tdone<eos>"), ("A: {output} .<eos>", " 4 .<eos>")):
         (row,) = encode_pairs(tokenizer, ["2 + 2"], ["4"], 64, f"Q: {{input}}\n{template}")
         assert parts(tokenizer, row)[1] == learned
-        assert answer_reader(tokenizer, template, ()).text(row.input_ids[len(row.prompt) :]) == "4"
+        assert (
+            answer_reader(tokenizer, f"Q: {{input}}\n{template}", ()).text(row.input_ids[len(row.prompt) :])
+            == "4"
+        )
 
 
 def turn(before: str, after: str, ask: str, trim: str = "") -> str:

@@ -35,6 +35,7 @@ def test_runs_that_begin_in_the_same_second_have_different_folders(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda form: "20260101-000000")
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits for a lock"))
+    monkeypatch.setattr("fmmeta.training.run_folder.git_commit", lambda: None)  # may sleep in subprocess
     settings, world = [settings_of(Config(seed=seed), "f") for seed in range(3)], one_rank().world
     starts = [open_run(Config(seed=seed), settings[seed], world) for seed in range(3)]
     names = [f"20260101-000000{number}-fomaml-letters" for number in ("", "-2", "-3")]
