@@ -241,7 +241,7 @@ def test_exports_carry_the_files_of_their_checkpoint(llama, tmp_path):
     tokenizer.add_tokens(["<eot>"])
     tokenizer.save_pretrained(model)
     hf = AutoModelForCausalLM.from_pretrained(model)
-    hf.resize_token_embeddings(len(tokenizer))
+    hf.resize_token_embeddings(len(tokenizer) + 1)
     hf.save_pretrained(model)
     carried = {"added_tokens.json": {"<eot>": len(tokenizer) - 1}, "chat_template.json": {}}
     carried |= {"preprocessor_config.json": {"a": 1}, "processor_config.json": {}}
