@@ -277,9 +277,11 @@ def parse(argv: list[str], command: str = "train") -> Any:
         action.choices = None  # the settings check them, with a suggestion
     parser.add_argument("--config", help="A recipe, by its name or its YAML or JSON file; flags win")
     values, unknown = parser.parse_known_args(argv)
-    of_run = command in ("train", "inspect")
-    if recipe := recipes.choose(values.config, unknown if of_run else []):
-        found = recipes.read(*recipe, Config if of_run else settings)  # inspect has some of these
+    takes_recipe = command == "inspect" or issubclass(settings, Config)
+    if recipe := recipes.choose(values.config, unknown if takes_recipe else []):
+        found = recipes.read(
+            *recipe, Config if command == "inspect" else settings
+        )  # inspect has some of these
         parser.set_defaults(**{name: one for name, one in found.items() if name in vars(values)})
         cast(Any, parser).recipe = f"{'='.join(recipe)} sets "
         values = parser.parse_known_args(argv)[0]
