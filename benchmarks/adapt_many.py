@@ -45,7 +45,8 @@ from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.data.encode import encode
-from fmmeta.tasks.data.rows import Table, data_files, read_file
+from fmmeta.tasks.data.files import data_files, read_file
+from fmmeta.tasks.data.rows import Table
 
 WAYS = 5
 Pairs = list[tuple[str, str]]

@@ -18,9 +18,8 @@ from typing import Any
 from benchmarks.common import spread, table, write_json
 from benchmarks.floor import SETTINGS
 from benchmarks.stepping import Cost, alone, find_data, find_model, prepare
-from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.meta.multi_task import adapter_multi_task_rule
+from fmmeta.meta.multi_task import multi_task_rule
 from fmmeta.meta.parameters import MetaGradient
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -33,11 +32,8 @@ ROWS: dict[str, dict[str, Any]] = {
 def measure(config: Config, tasks: int, repeats: int, world: Any, ranks: Any) -> tuple[dict[str, Any], Any]:
     prepared, ranks = prepare(config, world, ranks)
     run = prepared.run
-    rule: Any = find(config.algorithm).rule(run.parts.setup, 0)
-    several: Any = (
-        adapter_multi_task_rule(replace(config, tasks_per_pass=str(tasks)), run.worker, run.parts.setup.inner)
-        or rule
-    )
+    together = replace(config, tasks_per_pass=str(tasks))
+    several: Any = multi_task_rule(together, run.worker, run.parts.setup.inner)
     load = run.parts.load(prepared.inputs.sources.train)
     costs: dict[str, list[Cost]] = {"alone": [], "together": []}
     apart = 0.0
@@ -45,12 +41,8 @@ def measure(config: Config, tasks: int, repeats: int, world: Any, ranks: Any) ->
         found = [load(task).batches for task in run.schedule.meta_batch(number)]
         episodes = [episode for episode in found if episode is not None]
         ways: dict[str, Callable[[MetaGradient], list[Any]]] = {
-            "alone": lambda into, all_=episodes: [
-                rule.task_gradient(run.worker, run.state.meta_params, one, into) for one in all_
-            ],
-            "together": lambda into, all_=episodes: list(
-                several.task_gradients(run.worker, run.state.meta_params, all_, into)
-            ),
+            "alone": lambda into, all_=episodes: [run.rule(run.task_run(one, into)) for one in all_],
+            "together": lambda into, all_=episodes: list(several([run.task_run(one, into) for one in all_])),
         }
         sums = []
         for name, way in ways.items():

@@ -39,8 +39,10 @@ def cpu_name() -> str:
     )
 
 
-def start_ranks(module: str, count: int, number: int = 0, **env: str) -> list[subprocess.Popen[bytes]]:
-    """`python -m MODULE`, with the arguments of this process, as ranks of a launch.
+def start_ranks(
+    module: str, count: int, words: Sequence[str] | None = None, number: int = 0, **env: str
+) -> list[subprocess.Popen[bytes]]:
+    """`python -m MODULE WORDS` as ranks of a launch; words: default those of this process.
 
     number: of the launch, so that each has a separate port.
     """
@@ -55,7 +57,7 @@ def start_ranks(module: str, count: int, number: int = 0, **env: str) -> list[su
     }
     return [
         subprocess.Popen(
-            [sys.executable, "-m", module, *sys.argv[1:]],
+            [sys.executable, "-m", module, *(sys.argv[1:] if words is None else words)],
             env={**launch, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(count)

@@ -1,5 +1,4 @@
-"""Draw the tables of docs/performance.md and docs/few-shot-classification.md from benchmarks/results/*.json:
-nothing is measured.
+"""Draw the tables of docs/explanation/memory-and-time.md from benchmarks/results/*.json: nothing is measured.
 
 python -m benchmarks.draw
 """
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import plot
-from benchmarks.intents import ROWS, SETS, by_split, estimate, gains
 
 ROOT = Path(__file__).parent.parent
 
@@ -89,31 +87,6 @@ def growth(axes: Any, found: dict[str, Any]) -> None:
     axes.legend()
 
 
-def intents(axes: Any, found: dict[str, Any]) -> None:
-    rows = list(reversed([row for row in ROWS if row != "none+prototype"]))
-    for above, name in zip((0.15, -0.15), SETS, strict=True):
-        there = [
-            (row, *estimate(gains(ours, frozen, "1")))
-            for set_, row, ours, frozen in by_split(found["cells"])
-            if set_ == name and row in rows
-        ]
-        axes.errorbar(
-            [mean for _, mean, _ in there],
-            [rows.index(row) + above for row, *_ in there],
-            xerr=[half or 0 for *_, half in there],
-            fmt="o",
-            capsize=3,
-            label=name,
-        )
-    axes.axvline(0, color="black", linewidth=1, linestyle="--")
-    axes.set_yticks(range(len(rows)), rows)
-    axes.set(
-        xlabel="points over frozen prototypes, same episodes",
-        title="New intents from one example each, 5-way, 95 %",
-    )
-    axes.legend()
-
-
 def second_order(axes: Any, found: dict[str, Any]) -> None:
     """Memory over K of every library, model and choice of adapters."""
     lines: dict[str, dict[int, float]] = {}
@@ -135,20 +108,6 @@ def second_order(axes: Any, found: dict[str, Any]) -> None:
     axes.legend(fontsize=7)
 
 
-def asynchrony(axes: Any, found: dict[str, Any]) -> None:
-    for name, style in (("letters", "-"), ("intents", "--")):
-        for mode, run in found.get(name, {}).get("runs", {}).items():
-            seconds = [point[1] for point in run["points"]]
-            losses = [sum(point[2]) / len(point[2]) for point in run["points"]]
-            axes.plot(seconds, losses, style, marker="o", markersize=3, label=f"{name}, {mode}")
-    axes.set(
-        xlabel="seconds of training",
-        ylabel="held-out loss",
-        title="Three groups, one of them four times slower",
-    )
-    axes.legend(fontsize=7)
-
-
 DRAWN: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "floor": floor,
     "peers": peers,
@@ -156,9 +115,7 @@ DRAWN: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "start": start,
     "weak": weak,
     "growth": growth,
-    "intents": intents,
     "second_order": second_order,
-    "asynchrony": asynchrony,
 }
 
 
@@ -173,8 +130,9 @@ def main() -> None:
         file = given.results / f"{name}.json"
         if file.is_file():
             found = json.loads(file.read_text())
-            plot(str(given.docs / f"{name}.svg"), lambda axes, draw=draw, found=found: draw(axes, found))
-            print(f"docs/{name}.svg")
+            image = given.docs / f"{name}.svg"
+            plot(str(image), lambda axes, draw=draw, found=found: draw(axes, found))
+            print(image)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ and what the run took longer than without kills, divided by their number. `--min
 is killed at first, and each attempt that is repeated meanwhile is a false alarm. `--busy`: busy loops beside
 the groups. `--task_seconds` stands for the computation of a larger model: every task also sleeps. When all
 kills are done, it sleeps no more. Groups are real processes, forked from one that has imported everything
-(tests/support/fork_server.py): Python starts in a fraction of a second.
+(harness/fork_server.py): Python starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -41,184 +41,30 @@ import json
 import math
 import os
 import random
-import re
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-
 from benchmarks.common import machine, spread, write_json
-from fmmeta import Config, MetaTrainer
-from fmmeta.elastic.supervisor import ElasticConfig as Elastic
-from fmmeta.elastic.supervisor import Group, Supervisor
-from fmmeta.models.load import describe, load_learner
-from fmmeta.tasks.augment import TextEpisode
-from tests.support.fork_server import Rank, shared
+from fmmeta import MetaTrainer
+from harness.elastic import Trial, alone, lines_of, parity
 
-SLEEP = "FMMETA_TASK_SECONDS"  # a file with a number; none: do not sleep
 PARITY = 1e-5  # fp32, AdamW
 LEARNED: dict[str, Any] = {"inner_lr_learned": "layer", "save_steps": 1, "save_total_limit": 1}
-ROLL = re.compile(r"outer step (\d+): \d+ groups? \((.*)\)")
-
-
-def slowly(episode: TextEpisode, rng: object) -> TextEpisode:
-    """A transform that changes nothing and takes its time."""
-    file = Path(os.environ.get(SLEEP, "/nonexistent"))
-    if file.is_file():
-        time.sleep(float(file.read_text() or 0))
-    return episode
-
-
-class Born:
-    """A rank from the fork_server, as subprocess would have it."""
-
-    lock = threading.Lock()  # of the fork_server
-
-    def __init__(self, rank: Rank) -> None:
-        self.rank, self.pid = rank, rank.pid
-
-    @classmethod
-    def of(cls, words: Sequence[str], log: Path, env: Mapping[str, str], before: str = "") -> Born:
-        with cls.lock:
-            return cls(shared().start(words, log, env, before=before))
-
-    def poll(self) -> int | None:
-        with self.lock:
-            shared().poll()
-        return self.rank.code
-
-    def wait(self) -> int:
-        while (code := self.poll()) is None:
-            time.sleep(0.02)
-        return code
-
-    def send_signal(self, sig: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, sig)
-
-    def lines(self) -> Iterator[str]:
-        """What it prints, line by line, until it has ended."""
-        while not self.rank.log.exists() and self.poll() is None:
-            time.sleep(0.05)  # the rank opens it itself
-        with self.rank.log.open() as log:
-            text, over = "", False
-            while not over:
-                over = self.rank.code is not None
-                text += log.read()
-                *whole, text = text.split("\n")
-                yield from whole
-                time.sleep(0.05)
-
-
-class Trial:
-    """A run with kills. `log`: every line that its groups print."""
-
-    def __init__(self, settings: dict[str, Any], task_seconds: float) -> None:
-        self.folder, self.log = Path(settings["output_dir"]), list[str]()
-        self.rolls: list[tuple[float, set[str]]] = [(0.0, set())]  # when, and who takes part, as logged
-        self.file = self.folder.with_suffix(".seconds")
-        self.file.write_text(str(task_seconds))
-        os.environ[SLEEP] = str(self.file)
-        self.supervisor = Supervisor(Elastic(**settings), self.hear)
-        self.supervisor.spawn = self.spawn
-        self.code: int | None = None
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.kills: list[dict[str, Any]] = []
-        self.before = "os:setsid"  # called first in every rank
-
-    def _run(self) -> None:
-        self.code = self.supervisor.run()
-
-    def spawn(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Born:
-        log = self.folder.with_name(f"{name}-{time.monotonic_ns()}.log")
-        born = Born.of(command[1:], log, env, before=self.before)
-        threading.Thread(target=self.supervisor.log_output, args=(name, born.lines()), daemon=True).start()
-        return born
-
-    def hear(self, line: str) -> None:
-        self.log.append(line)
-        if found := ROLL.search(line):
-            self.rolls.append((time.monotonic(), {name.strip() for name in found[2].split(",")}))
-
-    def start(self) -> float:
-        self.began = time.monotonic()
-        self.thread.start()
-        return self.began
-
-    @property
-    def taking_part(self) -> set[str]:
-        """Groups of the last roll that have not been killed since."""
-        since, named = self.rolls[-1]
-        return named - {kill["group"] for kill in self.kills if kill["at"] >= since}
-
-    def wait_for(self, enough: int, timeout_s: float) -> None:
-        """Until so many groups take part. Raises `TimeoutError`."""
-        deadline = time.monotonic() + timeout_s
-        while len(self.taking_part) < enough:
-            if time.monotonic() > deadline or not self.thread.is_alive():
-                raise TimeoutError(
-                    f"{self.taking_part} take part after {timeout_s} s\n" + "\n".join(self.log[-40:])
-                )
-            time.sleep(0.05)
-
-    def kill(self, group: Group) -> None:
-        self.kills.append({"group": group.name, "at": time.monotonic(), "left": len(self.taking_part) - 1})
-        group.kill()
-
-    def wait_for_step(self, groups: int, timeout_s: float) -> None:
-        """Until so many groups have taken part in an outer step to its end. Raises `TimeoutError`."""
-        deadline = time.monotonic() + timeout_s
-        while all(line["groups"] != groups for line in lines_of(self.folder)):
-            if time.monotonic() > deadline or not self.thread.is_alive():
-                raise TimeoutError(
-                    f"no outer step of {groups} groups after {timeout_s} s\n" + "\n".join(self.log[-40:])
-                )
-            time.sleep(0.05)
-
-    def hurry(self) -> None:
-        self.file.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """End whatever is left."""
-        self.supervisor.config.max_restarts, self.supervisor.stop_signal = 0, signal.SIGTERM
-        for group in self.supervisor.groups:
-            group.kill()
-        if self.thread.is_alive():
-            self.thread.join(30)
-
-    def end(self, timeout_s: float) -> float:
-        """Wait for the end of the run; seconds that it took."""
-        self.thread.join(timeout_s)
-        if self.thread.is_alive():
-            self.close()
-            raise TimeoutError(f"the run goes on after {timeout_s} s\n" + "\n".join(self.log[-60:]))
-        return time.monotonic() - self.began
 
 
 def at_random(trial: Trial, kills: int, mean_s: float, rng: random.Random) -> None:
     """Kill any group that takes part at any time, but not the last one."""
-    by_name = {group.name: group for group in trial.supervisor.groups}
     while len(trial.kills) < kills:
         trial.wait_for(2, 600)
         time.sleep(rng.expovariate(1 / mean_s))
         if len(trial.taking_part) > 1:
-            trial.kill(by_name[rng.choice(sorted(trial.taking_part))])
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of a run's metrics; none before there is a file."""
-    file = folder / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+            trial.kill(rng.choice(sorted(trial.taking_part)))
 
 
 def is_finished(folder: Path) -> bool:
@@ -227,42 +73,6 @@ def is_finished(folder: Path) -> bool:
         json.loads((folder / "run.json").read_text())["finished"]
         and (folder / "model/model.safetensors").is_file()
     )
-
-
-def theta_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """theta out of the files of a checkpoint, by parameter."""
-    parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    for file in sorted(checkpoint.glob("shard-*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            for key in opened.keys():  # noqa: SIM118
-                if key.startswith("theta/"):
-                    name, _, offset = key.removeprefix("theta/").partition("@")
-                    parts.setdefault(name, []).append((int(offset), opened.get_tensor(key)))
-    return {
-        name: torch.cat([part for _, part in sorted(found, key=lambda one: one[0])])
-        for name, found in sorted(parts.items())
-    }
-
-
-def parity(config: Config, folder: Path, other: Path) -> float:
-    """|theta - other's| / |other's - theta_0|, at the last outer step of both."""
-    mine, wanted = (theta_of(one / f"checkpoint-{config.outer_steps}") for one in (folder, other))
-    assert list(mine) == list(wanted)
-    begun = dict(load_learner(config, describe(config)).named_parameters())
-    off = sum(float((mine[name] - wanted[name]).double().square().sum()) for name in wanted)
-    far = sum(
-        float((begun[name].detach().flatten() - wanted[name]).double().square().sum()) for name in wanted
-    )
-    return (off / far) ** 0.5
-
-
-def alone(settings: dict[str, Any], folder: Path) -> Config:
-    """The same run for one process: no groups, no lighthouse."""
-    own = ("groups", "ranks_per_group", "heartbeat_timeout", "max_restarts", "deepspeed")
-    kept: dict[str, Any] = {name: value for name, value in settings.items() if name not in own} | {
-        "output_dir": str(folder)
-    }
-    return Config(**kept)
 
 
 def main() -> None:
@@ -303,9 +113,8 @@ def main() -> None:
             "num_query": 2,
             "inner_steps": 1,
             "num_workers": "0",
-            "episode_transforms": ["benchmarks.elastic:slowly"],
+            "episode_transforms": ["harness.elastic:slowly"],
             "heartbeat_timeout": args.heartbeat_timeout,
-            "max_restarts": 10 * args.kills,
             **(LEARNED if args.learned else {}),
         }
         if not args.compare:
@@ -396,15 +205,12 @@ def measure_kills(trial: Trial, args: argparse.Namespace) -> dict[str, Any]:
     ]
     return {
         "exit_code": trial.code,
-        "no_group_lost": all(group.ended == 0 for group in trial.supervisor.groups),
+        "no_group_lost": all(group.ended == 0 for group in trial.groups.values()),
         "exit_code_is_that_of_the_record": (trial.code == 0) == is_finished(trial.folder),
-        "restarts_without_a_kill": (
-            sum(group.starts - 1 for group in trial.supervisor.groups) - len(trial.kills)
-        ),
         "no_false_alarm": not any(line["retries"] for line in lines[start:before]),
         "steps_before_kills": before - start,
         "killed": [{**kill, "at": round(kill["at"] - began, 2)} for kill in trial.kills],
-        "restarts": {group.name: group.starts - 1 for group in trial.supervisor.groups},
+        "restarts": {group.name: group.starts - 1 for group in trial.groups.values()},
         "heals": sum("state received from" in line for line in trial.log),
         "load": load,
         "seconds_of_a_step": step,

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common import machine, spread, table, write_json
-from benchmarks.namespaces import NAMES, Hosts
+from harness.namespaces import NAMES, Hosts
 
 ROOT = Path(__file__).parent.parent
 GROUPS, VALUES = (2, 8, 64, 512), (10**8, 10**9, 10**10)

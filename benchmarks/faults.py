@@ -11,7 +11,7 @@ command, has to end with its theta, bit for bit; after a stop signal with all fi
 table on held-out tasks.
 
 Stops after --minutes; the next call goes on from the counts in the JSON file. Ranks are forked from
-a process that has imported everything (tests/support/fork_server.py), and they are killed for real.
+a process that has imported everything (harness/fork_server.py), and they are killed for real.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import table, write_json
-from tests.support.fork_server import ForkServer, Rank
+from harness.fork_server import ForkServer, Rank
 
 WORDS = [
     "river",

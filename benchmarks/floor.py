@@ -45,25 +45,35 @@ SETTINGS = {
 class Floor:
     """FOMAML as one would write it for one model and one device: autograd, foreach updates, fused AdamW.
 
-    Zero head per task.
+    Zero head per task. In bf16 the model computes with a copy of the fp32 weights that are trained.
     """
 
     def __init__(self, model: Any, config: Config) -> None:
         self.model, self.config = model, config
-        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.used = [p for p in model.parameters() if p.requires_grad]
         head = set(model.head.parameters())
-        self.body = [p for p in self.params if p not in head]
+        for p in head:
+            nn.init.zeros_(p)
+        self.params: list[Any] = self.used
+        if config.bf16:
+            self.params = [nn.Parameter(p.detach().float().clone()) for p in self.used]
+            for p in model.parameters():
+                p.data = p.data.to(torch.bfloat16)
+        self.body = [p for p, used in zip(self.params, self.used, strict=True) if used not in head]
         decayed = [p for p in self.body if p.ndim > 1]
         plain = [p for p in self.body if p.ndim < 2]
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain}]
         self.optimizer = torch.optim.AdamW(
             groups, lr=config.outer_lr, eps=config.adam_epsilon, weight_decay=0.0, fused=True
         )
-        for p in head:
-            nn.init.zeros_(p)
 
-    def loss(self, batch: MicroBatch) -> Tensor:
-        return F.cross_entropy(self.model(**batch.inputs), batch.labels)
+    def refresh(self) -> None:
+        if self.used is not self.params:
+            torch._foreach_copy_([p.data for p in self.used], [p.data for p in self.params])
+
+    def gradient(self, batch: MicroBatch) -> list[Tensor]:
+        loss = F.cross_entropy(self.model(**batch.inputs)[1].float(), batch.targets["labels"])
+        return [grad.float() for grad in torch.autograd.grad(loss, self.used)]
 
     def step(self, episodes: list[Episode]) -> None:
         """One outer step on tasks whose sets are one batch each."""
@@ -72,10 +82,11 @@ class Floor:
         for episode in episodes:
             (support,), (query,) = episode.support, episode.query
             for _ in range(self.config.inner_steps):
-                grads = torch.autograd.grad(self.loss(support), self.params)
+                grads = self.gradient(support)
                 with torch.no_grad():
-                    torch._foreach_sub_(self.params, list(grads), alpha=self.config.inner_lr)
-            grads = list(torch.autograd.grad(self.loss(query), self.params))
+                    torch._foreach_sub_(self.params, grads, alpha=self.config.inner_lr)
+                self.refresh()
+            grads = self.gradient(query)
             with torch.no_grad():
                 torch._foreach_copy_(self.params, theta)
             if total:
@@ -88,6 +99,7 @@ class Floor:
             p.grad = by_param[p]
         torch.nn.utils.clip_grad_norm_(self.body, self.config.max_grad_norm)
         self.optimizer.step()
+        self.refresh()
         for p in self.body:
             p.grad = None
 

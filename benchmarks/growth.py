@@ -24,7 +24,6 @@ import torch
 from benchmarks.common import plot, spread, table, write_json
 from benchmarks.memory import resident
 from benchmarks.stepping import QUIET, Cost, Prepared, alone, find_model, prepare
-from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import Episode, MicroBatch
 
@@ -37,7 +36,7 @@ def random_set(rows: int, length: int, vocabulary: int, draw: torch.Generator) -
     return [
         MicroBatch(
             {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
-            torch.arange(rows) % 5,
+            {"labels": torch.arange(rows) % 5},
             torch.full((rows,), 1 / rows),
         )
     ]
@@ -49,11 +48,11 @@ def outer_step(prepared: Prepared, sizes: dict[str, int], number: int) -> None:
     draw = torch.Generator().manual_seed(number)
     vocabulary = prepared.inputs.description.hf_config.vocab_size
     setup = replace(parts.setup, inner=replace(parts.setup.inner, steps=sizes["inner_steps"]))
-    rule, updates = find("fomaml").rule(setup, 0), run.state.updates
+    rule, updates = run.rule, run.state.updates
     for _ in range(sizes["tasks"]):
         sets = [random_set(sizes["rows"], sizes["length"], vocabulary, draw) for _ in range(2)]
-        rule.task_gradient(run.worker, run.state.meta_params, Episode(*sets), updates.meta)
-    moved = updates.step(updates.meta.weight, 0, False)
+        rule(replace(run.task_run(Episode(*sets), updates.meta), setup=setup))
+    moved = updates.step(updates.meta.weight, 0)
     if moved.applied:
         run.worker.write(run.theta)
 

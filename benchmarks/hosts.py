@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import plot, table, write_json
-from benchmarks.namespaces import ADDRESSES, NAMES, Hosts
+from harness.namespaces import ADDRESSES, NAMES, Hosts
 
 ROOT = Path(__file__).parent.parent
 LEAST_S = 10.0

@@ -2,7 +2,7 @@
 the model eats.
 
     python -m benchmarks.loader --model_name_or_path M --dataset D --json benchmarks/results/loader.json \
-        --plot docs/loader.svg
+        --plot docs/how-to/loader.svg
 
 The floor is the model: tokens per second of FOMAML outer steps on this machine, measured in the same run by
 two ranks that train for real. The last line is the ratio of the slowest loader to the two ranks together.

@@ -95,8 +95,8 @@ def run(folder: str, flags: list[str]) -> None:
     from fmmeta.cli import parse
     from fmmeta.common.progress import Progress
     from fmmeta.parallel.layout import Launch
+    from fmmeta.parallel.memory import estimate
     from fmmeta.parallel.process_groups import World, pick_device
-    from fmmeta.planning.memory import estimate
     from fmmeta.training import build
     from fmmeta.training.loop import Run
     from fmmeta.training.run_folder import RunStart
@@ -241,9 +241,7 @@ def staged(folder: str) -> None:
     task = build.training_schedule(config, inputs, ranks.layout).meta_batch(0)[0]
     coordinates = plan.coordinates(ranks.layout.group_rank)
     batches = (
-        LoadEpisode(inputs.sources.train, build.batcher(config, inputs, coordinates), None, 0)
-        .batches(task)
-        .support
+        LoadEpisode(inputs.sources.train, build.batcher(config, inputs, coordinates)).batches(task).support
     )
     for _ in range(4):
         worker.engine.train_batch(worker._begin(batches, "logits"))

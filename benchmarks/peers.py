@@ -40,6 +40,7 @@ from benchmarks.stepping import Cost, Prepared, alone, find_data, find_model, pr
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.parameters import MetaGradient
+from fmmeta.meta.task import TaskRun
 from fmmeta.models.load import load_learner
 from fmmeta.tasks.batching import Episode, MicroBatch
 
@@ -48,7 +49,7 @@ PADDED = 64
 
 
 def loss_of(model: Any, batch: MicroBatch) -> Tensor:
-    return F.cross_entropy(model(**batch.inputs), batch.labels)
+    return F.cross_entropy(model(**batch.inputs)[1], batch.targets["labels"])
 
 
 def by_learn2learn(model: nn.Module, episode: Episode, steps: int, lr: float) -> Grads:
@@ -90,8 +91,8 @@ def by_torchopt(model: nn.Module, episode: Episode, steps: int, lr: float) -> Gr
     state = optimizer.init(params)
 
     def loss_at(params: tuple[Tensor, ...], batch: MicroBatch) -> Tensor:
-        logits = torch.func.functional_call(model, dict(zip(names, params, strict=True)), (), batch.inputs)
-        return F.cross_entropy(logits, batch.labels)
+        outputs = torch.func.functional_call(model, dict(zip(names, params, strict=True)), (), batch.inputs)
+        return F.cross_entropy(outputs[1], batch.targets["labels"])
 
     for _ in range(steps):
         found = torch.autograd.grad(loss_at(params, episode.support[0]), params)
@@ -110,11 +111,11 @@ def anil_by_learn2learn(model: Any, episode: Episode, steps: int, lr: float) -> 
     head = MAML(model.head, lr=lr).clone()
     sets = (episode.support[0].inputs, episode.query[0].inputs)
     both = {name: torch.cat([inputs[name] for inputs in sets]) for name in sets[0]}
-    support, query = model(**both, want="features").split(len(episode.support[0].labels))
+    support, query = model(**both)[0].split(len(episode.support[0].weights))
     for _ in range(steps):
-        head.adapt(F.cross_entropy(head(support), episode.support[0].labels))
+        head.adapt(F.cross_entropy(head(support), episode.support[0].targets["labels"]))
     model.zero_grad()
-    F.cross_entropy(head(query), episode.query[0].labels).backward()
+    F.cross_entropy(head(query), episode.query[0].targets["labels"]).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -130,7 +131,7 @@ class Ours:
     def __init__(self, prepared: Prepared) -> None:
         run = prepared.run
         self.worker, self.theta, self.setup = run.worker, run.theta, run.parts.setup
-        self.rule = find(prepared.config.algorithm).rule(self.setup, 0)
+        self.rule: Any = find(prepared.config.algorithm).rule
         self.load = run.parts.load(prepared.inputs.sources.train)
         self.tasks = [task for step in range(100) for task in run.schedule.meta_batch(step)]
         self.shapes = {f.name: f.shape for f in self.worker.params.fragments}
@@ -143,7 +144,7 @@ class Ours:
 
     def gradient(self, episode: Episode) -> Tensor:
         """Added to `into`, which is zero before."""
-        self.rule.task_gradient(self.worker, self.meta, episode, self.into)
+        self.rule(TaskRun(self.setup, self.worker, self.meta, episode, self.into))
         return self.into.sum
 
     def named(self, vector: Tensor) -> Grads:
@@ -159,7 +160,7 @@ def as_users_read(texts: tuple[list[str], list[str]], episode: Episode, tokenize
             for text in lines
         ]
         inputs = {name: torch.cat([row[name] for row in rows]) for name in batch.inputs}
-        sets.append([MicroBatch(inputs, batch.labels, batch.weights)])
+        sets.append([MicroBatch(inputs, batch.targets, batch.weights)])
     return Episode(*sets)
 
 

@@ -20,6 +20,7 @@ import torch
 
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
+from fmmeta.meta.task import TaskRun
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.tasks.batching import Episode
@@ -80,15 +81,11 @@ class Prepared:
         `between` runs after every one.
         """
         run, costs, used, marks = self.run, [], [], []
-        rule_at = run.rule_at
+        rule = run.rule
 
-        class Noting:
-            def __init__(self, rule: Any) -> None:
-                self.rule = rule
-
-            def task_gradient(self, worker: Any, meta: Any, episode: Episode, *rest: Any) -> Any:
-                used.append(episode)
-                return self.rule.task_gradient(worker, meta, episode, *rest)
+        def noting(task: TaskRun) -> Any:
+            used.append(task.episode)
+            return rule(task)
 
         class Stopwatch(Callback):
             def on_step_end(self, run: Run, outcome: Any) -> None:
@@ -97,7 +94,7 @@ class Prepared:
                 used.clear()
                 marks[:] = [time.perf_counter(), time.process_time()]
 
-        run.rule_at = lambda step: Noting(rule_at(step))  # type: ignore[assignment]
+        run.rule = noting
         run.callbacks.built_in = [*run.callbacks.built_in, Stopwatch()]  # no agreement is timed
         marks[:] = [time.perf_counter(), time.process_time()]
         run.loop()

@@ -32,8 +32,8 @@ from benchmarks.stepping import find_data, find_model
 from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, empty_learner
 from fmmeta.parallel.layout import Launch
+from fmmeta.parallel.memory import largest_part, rank_sizes
 from fmmeta.parallel.process_groups import World, pick_device
-from fmmeta.planning.memory import largest_part, rank_sizes
 
 ROOT = Path(__file__).parent.parent
 REDUCTIONS = 5

@@ -1,5 +1,5 @@
-"""Writes docs/compatibility.md: what goes together, by the conflicts in the code and the parity cases of the
-tests.
+"""Writes the tables of what goes together in docs/reference/what-works.md, by the conflicts in the code and
+the parity cases of the tests.
 
 python docs/compatibility.py
 
@@ -42,7 +42,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "multi-step loss": {"multi_step_loss_steps": 4},
     "gradients through prototypes": {"head_init": "prototype", "prototype_gradient": True},
     "inner AdamW": {"inner_optimizer": "adamw"},
-    "kept inner moments": {"inner_optimizer": "adamw", "inner_optimizer_state": "kept"},
     "batches of the support set": {"support_batch_size": 4},
     "several tasks in a pass": {"tasks_per_pass": "2"},
     "several tasks in a pass, LoRA": {"tasks_per_pass": "2", "lora_r": 4},
@@ -71,7 +70,7 @@ def accepted(settings: dict[str, Any], whole: bool) -> bool:
     """
     from fmmeta.common.errors import UsageError
     from fmmeta.config.settings import Config
-    from fmmeta.meta.costs import second_order_by_autograd
+    from fmmeta.parallel.costs import second_order_by_autograd
 
     for task in ({}, CAUSAL):
         try:
@@ -159,9 +158,9 @@ def content() -> str:
     layouts = [by_layout(name, {"algorithm": name}) for name in ALGORITHMS]
     options = [by_layout(name, settings) for name, settings in OPTIONS.items()]
     return (
-        "\n## Layouts\n\n"
+        "\n### Layouts\n\n"
         + table(["", *LAYOUTS], [*layouts, *options])
-        + "\n## Algorithms and options\n\n"
+        + "\n### Algorithms and options\n\n"
         + table(["", *ALGORITHMS], [by_algorithm(option) for option in OPTIONS])
     )
 
@@ -174,5 +173,5 @@ def page(text: str) -> str:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    file = ROOT / "docs" / "compatibility.md"
+    file = ROOT / "docs" / "reference" / "what-works.md"
     file.write_text(page(file.read_text(encoding="utf-8")), encoding="utf-8")

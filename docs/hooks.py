@@ -24,7 +24,7 @@ def on_config(config):
     """Put the pages of the commands into the navigation."""
     reference = next(entry["Reference"] for entry in config.nav if "Reference" in entry)
     next(entry for entry in reference if "Command line" in entry)["Command line"] += [
-        {f"fmmeta {name}": f"command_line/{name}.md"} for name in COMMANDS
+        {f"fmmeta {name}": f"reference/commands/{name}.md"} for name in COMMANDS
     ]
     return config
 
@@ -32,7 +32,7 @@ def on_config(config):
 def on_files(files, config):
     """Add the generated pages."""
     for name in COMMANDS:
-        files.append(File.generated(config, f"command_line/{name}.md", content=command_page(name)))
+        files.append(File.generated(config, f"reference/commands/{name}.md", content=command_page(name)))
     return files
 
 
@@ -42,7 +42,9 @@ def on_page_markdown(markdown, page, config, files):
     markdown = markdown.replace("<!-- public names -->", "\n\n".join(map(api_entry, fmmeta.__all__)))
     if page.file.generated_by:
         return markdown
-    return re.sub(r"\]\(\.\./([^)]+)\)", rf"]({config.extra['repository']}/blob/main/\1)", markdown)
+    out = "../" * (page.file.src_uri.count("/") + 1)  # from the page to the repository
+    home = f"{config.extra['repository']}/blob/main/"
+    return re.sub(rf"\]\({re.escape(out)}([^)]+)\)", rf"]({home}\1)", markdown)
 
 
 def on_page_content(html, page, config, files):
@@ -52,7 +54,7 @@ def on_page_content(html, page, config, files):
 
 def commands_table():
     listed = "\n".join(
-        f"| [fmmeta {name}](command_line/{name}.md) | {one.text} |" for name, one in COMMANDS.items()
+        f"| [fmmeta {name}](commands/{name}.md) | {one.text} |" for name, one in COMMANDS.items()
     )
     return f"| command | what it does |\n|---|---|\n{listed}\n"
 

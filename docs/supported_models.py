@@ -1,4 +1,4 @@
-"""Writes the tables of docs/supported_models.md and README.md from the tables of the code.
+"""Writes the tables of docs/reference/what-works.md and README.md from the tables of the code.
 
 python docs/supported_models.py
 """
@@ -44,8 +44,8 @@ def rows() -> list[tuple[str, ...]]:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
-    from fmmeta.models.learner import MODELS
     from fmmeta.models.pipeline_split import family_of
+    from fmmeta.models.unpadded import MODELS
     from fmmeta.parallel.tensor_parallel import plan_of
 
     found = []
@@ -96,7 +96,7 @@ def page(text: str, content: str) -> str:
 def pages() -> dict[str, str]:
     """The table of each page."""
     short = table(("model family", *COLUMNS[2:-1]), short_rows())
-    return {"docs/supported_models.md": table(COLUMNS, rows()), "README.md": short}
+    return {"docs/reference/what-works.md": table(COLUMNS, rows()), "README.md": short}
 
 
 if __name__ == "__main__":

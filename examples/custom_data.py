@@ -3,8 +3,8 @@
     python examples/custom_data.py
 
 A row is a text and its label; a task is to tell n_way classes apart. For a language model a row has task,
-input and output (data/pairs.jsonl). docs/data.md has the other forms: folders of files, strata, files of
-splits.
+input and output (data/pairs.jsonl). docs/how-to/data.md has the other forms: folders of files, strata, files
+of splits.
 """
 
 import os

@@ -80,9 +80,9 @@ COMMANDS = {
         "fmmeta.checkpoint.push:run",
     ),
     "elastic": Command(
-        "start the groups of a run on this node, and restart groups that die (docs/elastic.md)",
-        "fmmeta.elastic.supervisor:ElasticConfig",
-        "fmmeta.elastic.supervisor:run",
+        "start the groups of a run on this node (docs/how-to/elastic.md)",
+        "fmmeta.elastic.starter:ElasticConfig",
+        "fmmeta.elastic.starter:run",
     ),
     "lighthouse": Command(
         "serve the list of groups to an elastic run",
@@ -125,7 +125,8 @@ PRINTING = ("predict", "inspect", "plan", "doctor", "env")  # without --output t
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Console script `fmmeta COMMAND [--flags]`; the same on every rank of a launch."""
-    argv = sys.argv[1:] if argv is None else argv
+    # the deepspeed launcher gives this flag, before a command too; it sets LOCAL_RANK as well
+    argv = [word for word in (sys.argv[1:] if argv is None else argv) if not word.startswith("--local_rank=")]
     keep_output("stderr")
     if not argv or argv[0] in ("-h", "--help"):
         listed = "\n".join(f"  {name:10} {one.text}" for name, one in COMMANDS.items())
@@ -279,9 +280,11 @@ def parse(argv: list[str], command: str = "train") -> Any:
     values, unknown = parser.parse_known_args(argv)
     takes_recipe = command == "inspect" or issubclass(settings, Config)
     if recipe := recipes.choose(values.config, unknown if takes_recipe else []):
-        found = recipes.read(
-            *recipe, Config if command == "inspect" else settings
-        )  # inspect has some of these
+        # inspect has some of the settings of a run
+        found = recipes.read(*recipe, Config if command == "inspect" else settings)
+        elastic = command == "elastic" or getattr(values, "elastic", False)
+        if elastic and values.tune is None and found.pop("tune", None) and global_rank() == 0:
+            print(f"fmmeta: {recipe[1]} without its tune, which elastic runs do not have", flush=True)
         parser.set_defaults(**{name: one for name, one in found.items() if name in vars(values)})
         cast(Any, parser).recipe = f"{'='.join(recipe)} sets "
         values = parser.parse_known_args(argv)[0]

@@ -16,13 +16,15 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import fmmeta
+from fmmeta.common.errors import one_line
 from fmmeta.common.install import TESTED, is_tested, requirement
-from fmmeta.common.processes import output_of
-from fmmeta.common.security import GIB, SECRET, one_line, printable, redact
+from fmmeta.common.processes import host_bytes, output_of
+from fmmeta.common.security import GIB, SECRET, printable, redact
 
 SHM_GIB, DISK_GIB, FILES = 1.0, 5.0, 4096
 OLD_LOCK_S = 600.0
@@ -80,19 +82,15 @@ def print_environment(config: EnvConfig) -> None:
 
 def environment() -> dict[str, str]:
     """Versions, installation, machine, GPUs and launcher of this process, by name."""
-    import torch
     import torch.cuda.nccl
 
-    from fmmeta.common.processes import host_bytes
     from fmmeta.parallel.process_groups import backends
     from fmmeta.training.run_folder import PACKAGES, version
 
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     named = {f"{one.name}, {one.total_memory / GIB:.1f} GiB" for one in gpus}
-    driver = ""
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = output_of(query).split("\n")[0]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = output_of(query).split("\n")[0]
     _, nccl = backends()
     launcher = {name: os.environ[name] for name in sorted(os.environ) if LAUNCHER.match(name)}
     return {
@@ -106,8 +104,7 @@ def environment() -> dict[str, str]:
         "CUDA": f"{torch.version.cuda or 'not in this torch'}{f', driver {driver}' if driver else ''}",
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if nccl else "not in this torch",
         "launcher": " ".join(
-            f"{name}={'***' if SECRET.search(name) else one_line_of(value)}"
-            for name, value in launcher.items()
+            f"{name}={'***' if SECRET.search(name) else one_line(value)}" for name, value in launcher.items()
         )
         or "no variables set",
     }
@@ -116,26 +113,18 @@ def environment() -> dict[str, str]:
 def installation() -> str:
     """How fmmeta was installed: from a wheel, editable, or used in a checkout; the commit of a checkout."""
     folder, how = Path(fmmeta.__file__).parents[1], "checkout"
-    try:
+    in_git = (folder / ".git").exists()
+    with suppress(importlib.metadata.PackageNotFoundError, ValueError):
         found = importlib.metadata.distribution("fmmeta")
-        if folder == Path(str(found.locate_file(""))).resolve():
+        # a build may have left metadata in the checkout
+        if not in_git and folder == Path(str(found.locate_file(""))).resolve():
             how = "wheel"
         source = json.loads(found.read_text("direct_url.json") or "{}")
         if source.get("dir_info", {}).get("editable") and source["url"].endswith(folder.as_posix()):
             how = "editable install"
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        pass
-    commit = output_of(["git", "-C", str(folder), "rev-parse", "HEAD"]) if (folder / ".git").exists() else ""
-    changed = commit and output_of(["git", "-C", str(folder), "status", "--porcelain", "-uno"])
-    if (folder / ".git").exists() and how == "wheel":
-        how = "checkout"  # a build has left metadata in the checkout
-    return f"{how} in {folder}" + (
-        f", commit {commit[:12]}{', changed' if changed else ''}" if commit else ""
-    )
-
-
-def one_line_of(value: str) -> str:
-    return " ".join(value.split())
+    describe = ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=, changed"]
+    commit = output_of(["git", "-C", str(folder), *describe]) if in_git else ""
+    return f"{how} in {folder}{', commit ' if commit else ''}{commit}"
 
 
 def findings_of(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
@@ -154,16 +143,6 @@ def findings_of(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
         ]
 
 
-def python() -> Iterator[Finding]:
-    """Python's version."""
-    yield Finding(
-        "python",
-        sys.version_info[:2] <= (3, 13),
-        platform.python_version(),
-        "tested are 3.11 to 3.13",
-    )
-
-
 def versions() -> Iterator[Finding]:
     """Versions of packages against those that are tested."""
     for package in TESTED:
@@ -178,7 +157,6 @@ def versions() -> Iterator[Finding]:
 
 def accelerator() -> Iterator[Finding]:
     """GPUs with their memory, and the communication backends of torch."""
-    import torch
     import torch.cuda.nccl
 
     from fmmeta.parallel.process_groups import backends
@@ -213,17 +191,6 @@ def accelerator() -> Iterator[Finding]:
         )
     version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "is missing"
     yield Finding("nccl", nccl, version, official, "problem")
-
-
-def compilers() -> Iterator[Finding]:
-    """fmmeta compiles nothing; DeepSpeed's offload to CPUs and fused optimizers are compiled."""
-    missing = [name for name in ("c++", "ninja") if shutil.which(name) is None]
-    yield Finding(
-        "compilers",
-        not missing,
-        f"{' and '.join(missing)} not found" if missing else "c++ and ninja",
-        "only the ops of DeepSpeed need them",
-    )
 
 
 def build_locks() -> Iterator[Finding]:
@@ -296,24 +263,16 @@ def shared_memory() -> Iterator[Finding]:
 def limits() -> Iterator[Finding]:
     """Resource limits of this shell."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = soft == resource.RLIM_INFINITY or soft >= FILES
     yield Finding(
         "open files",
-        enough,
+        soft == resource.RLIM_INFINITY or soft >= FILES,
         f"{soft} allowed",
         f"ulimit -n {min(FILES, hard) if hard > 0 else FILES}",
     )
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if locked != resource.RLIM_INFINITY:
-        yield Finding(
-            "locked memory", False, f"{locked // 1024} KiB allowed", "InfiniBand needs `ulimit -l unlimited`"
-        )
 
 
 def memory() -> Iterator[Finding]:
     """Memory that a process may allocate."""
-    from fmmeta.common.processes import host_bytes
-
     free = host_bytes(1) / GIB
     yield Finding(
         "host memory",
@@ -344,16 +303,14 @@ def loopback() -> Iterator[Finding]:
 
 
 def network() -> Iterator[Finding]:
-    """Interfaces, timeouts and the flight recorder as the environment sets them; this host's address."""
-    import torch
-
-    from fmmeta.parallel.network import interfaces, is_loopback, issues, own_addresses
+    """The interfaces named in GLOO_SOCKET_IFNAME, and this host's address."""
+    from fmmeta.parallel.network import interfaces, is_loopback, issues, not_loopback, own_addresses
 
     known = interfaces()
-    wrong = list(issues(os.environ, known, torch.cuda.is_available()))
-    for one in wrong:
-        yield Finding("network", False, one.text, one.fix, "problem" if one.fatal else "warning")
-    up = [one.name for one in known if one.up and one.addresses and not any(map(is_loopback, one.addresses))]
+    wrong = [text.split("; ") for text in issues(os.environ, known)]
+    for text, fix in wrong:
+        yield Finding("network", False, text, fix, "problem")
+    up = [one.name for one in not_loopback(known) if one.addresses]
     if not wrong:
         yield Finding("network", True, f"{', '.join(up) or 'no interface but loopback'} up")
     if not os.environ.get("GLOO_SOCKET_IFNAME") and all(map(is_loopback, own_addresses())):
@@ -366,10 +323,8 @@ def network() -> Iterator[Finding]:
 
 
 CHECKS = (
-    python,
     versions,
     accelerator,
-    compilers,
     build_locks,
     disk,
     shared_memory,

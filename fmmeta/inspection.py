@@ -68,7 +68,7 @@ def run(settings: InspectConfig) -> None:
     if refused:
         print("\nTraining would be refused:", flush=True)
         raise refused
-    print("\nTraining would refuse nothing of this.")
+    print("\nTraining would accept this.")
 
 
 def read_all(config: Config, tokenizer: Any) -> tuple[Sources, list[str], UsageError | None]:
@@ -159,14 +159,13 @@ def show_splits(progress: Progress, config: Config, tasks: Mapping[str, Sequence
         named = str(len(found)) if found[0].name else "sets of classes"
         table.append([split, str(len(strata)), named, *numbers])
     unit = "class" if classes else "task"
-    header = ["split", "strata", "tasks", f"rows per {unit}: least / median / most", "rows"]
-    if classes:
-        header.insert(3, "classes")
-    needed = config.k_shot + config.num_query
+    of_classes = ["classes"] if classes else []
+    header = ["split", "strata", "tasks", *of_classes, f"rows per {unit}: least / median / most", "rows"]
     ways = f" of {config.n_way} classes" if classes else ""
     title = (
-        f"episodes{ways}: {config.k_shot} support and {config.num_query} query rows per {unit}, so {needed}"
-        f" rows at least{'; the name of each class is a support row too' if config.label_names else ''}"
+        f"episodes{ways}: {config.k_shot} support and {config.num_query} query rows per {unit}, so"
+        f" {config.k_shot + config.num_query} rows at least"
+        f"{'; the name of each class is a support row too' if config.label_names else ''}"
     )
     progress.table(title, header, table)
     files = max(map(len, tasks.values()))
@@ -256,11 +255,10 @@ def inputs_of(example: Example) -> str:
 def as_tokens(tokenizer: Any, example: Example) -> str:
     """The tokens of an example, separated by |; those that count in the loss in brackets."""
     labels = example.labels if isinstance(example.labels, list) else [IGNORE] * len(example.input_ids)
-    words = list[str]()
-    for token, label in zip(example.input_ids, labels, strict=True):
-        word = tokenizer.decode([token]).replace("\n", "\\n")
-        words.append(f"{word}|" if label == IGNORE else f"[{word}]")
+    words = [tokenizer.decode([token]).replace("\n", "\\n") for token in example.input_ids]
+    words = [
+        f"{word}|" if label == IGNORE else f"[{word}]" for word, label in zip(words, labels, strict=True)
+    ]
     if len(words) > TOKENS:
-        left_out = len(words) - TOKENS
-        words[TOKENS // 2 : -TOKENS // 2] = [f" ... {counted(left_out, 'token')} ... "]
+        words[TOKENS // 2 : -TOKENS // 2] = [f" ... {counted(len(words) - TOKENS, 'token')} ... "]
     return "".join(words)

@@ -11,11 +11,10 @@ from fmmeta.common.install import warn_untested
 from fmmeta.common.processes import refuse_while_importing, restored_process
 from fmmeta.common.progress import Progress, Warn, terminal_log
 from fmmeta.common.text import shortened
-from fmmeta.config.algorithms import find
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.elastic.controller import ElasticController, join, with_other_groups
-from fmmeta.evaluation.tune_outer_loop import check_section, choose_at_the_end, tune_before_training
+from fmmeta.evaluation.tune import choose_at_the_end, section_of, tune_before_training
 from fmmeta.metrics.own import Metric, find_metrics
 from fmmeta.models.files import check_given_model, check_given_tokenizer, store_model
 from fmmeta.models.load import describe, fitted, suggest_chat
@@ -23,7 +22,7 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.reliability.signals import Signals
 from fmmeta.reliability.watchdog import watching
-from fmmeta.tasks.data.rows import IN_MEMORY, Row, rows_in_memory
+from fmmeta.tasks.data.rows import IN_MEMORY, rows_in_memory
 from fmmeta.tasks.loader import check_sent
 from fmmeta.training import build
 from fmmeta.training.callbacks import Callback
@@ -99,13 +98,14 @@ class MetaTrainer:
         closing.callback(progress.close)
         with world.comm.raise_on_all("looking for trackers"):
             if config.tune is not None:
-                check_section(config)
+                section_of(config)
             if world.comm.rank == 0:
                 check_installed(config)
         config, rows = self._read_objects(world)
         model = build.local_model(config.model_name_or_path, world, notice, config.prepare_timeout)
         config = config.but(model_name_or_path=model)
-        metrics = self._find_metrics(world)
+        with world.comm.raise_on_all("looking for metrics"):
+            metrics = find_metrics(config, config.metrics, self.metrics)
         cross = join(config, world.comm)
         config = world.run_on_first_rank_of_node(
             f"model_name_or_path={config.model_name_or_path} is being read",
@@ -168,32 +168,11 @@ class MetaTrainer:
                     run.loop()
                     return finish(run, choose_at_the_end)
                 finally:
+                    run.stage.begin("ending")  # the ranks end one by one
                     run.callbacks.close(run)
                     run.controller.close()
 
-    def _find_metrics(self, world: World) -> list[tuple[str, Metric]]:
-        """The metrics of the flag and those given. Raises `UsageError`. Collective: world."""
-        config = self.config
-        with world.comm.raise_on_all("looking for metrics"):
-            found = find_metrics(config.metrics, self.metrics)
-            names, prompted = " ".join(name for name, _ in found), find(config.algorithm).in_prompt
-            refuse_first(
-                [
-                    (
-                        found and config.pipeline_stages > 1,
-                        f"metrics={names} with pipeline_stages={config.pipeline_stages}: only the last stage"
-                        " has the model's answers; leave one out",
-                    ),
-                    (
-                        found and prompted,
-                        f"metrics={names} with algorithm={config.algorithm} are not implemented; leave them"
-                        " out",
-                    ),
-                ]
-            )
-        return found
-
-    def _read_objects(self, world: World) -> tuple[Config, list[Row] | None]:
+    def _read_objects(self, world: World) -> tuple[Config, list[Any] | None]:
         """The settings with the names of the given objects, and the rows of the given data set.
 
         Raises `UsageError`. Collective: world.

@@ -1,7 +1,5 @@
 """Options and fixtures of all tests; prepared data goes into a temporary folder, not the user's cache."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import fork_server, messages
+from harness import fork_server
 
 FOLDER = pytest.StashKey[Path]()  # of the session; its processes inherit the variables that name it
 MANY_FILES = 20  # with so many the servers are needed: they import while the first tests run
@@ -18,15 +16,11 @@ MANY_FILES = 20  # with so many the servers are needed: they import while the fi
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--update-messages", action="store_true", help="store error messages in tests/messages.json"
-    )
-    parser.addoption(
         "--shuffle", metavar="SEED", help="run the files, and the tests of a file, in random order"
     )
 
 
 def pytest_configure(config):
-    messages.update = config.getoption("--update-messages")
     if not is_worker(config):
         config.stash[FOLDER] = fork_server.begin_session()
         os.environ["HF_DATASETS_CACHE"] = str(config.stash[FOLDER] / "datasets")
@@ -45,8 +39,7 @@ def is_worker(config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Before tests are deselected: which stored messages have a test, and the order of the tests."""
-    messages.set_collected([item.nodeid for item in items], config.args)
+    """The order of the tests."""
     if seed := config.getoption("--shuffle"):
         rng = random.Random(seed)
         files = {item.path: rng.random() for item in items}  # a file's fixtures are made once
@@ -68,8 +61,3 @@ def same_environment():
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
-
-
-def pytest_runtest_setup(item):
-    if messages.update:
-        messages.store(item.nodeid, [])

@@ -1,10 +1,8 @@
-"""The folder of an adapted model: weights, fmmeta.json, model card, answers."""
+"""The folder of an adapted model: weights, fmmeta.json, model card, answers; whether it is complete."""
 
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,13 @@ from typing import Any
 from huggingface_hub import EvalResult
 
 from fmmeta.adaptation.model import AdaptedModel, LoadedModel
-from fmmeta.adaptation.task_learner import Learned, TaskExamples, TaskLearner
+from fmmeta.adaptation.task_learner import Encoded, TaskExamples, TaskLearner
 from fmmeta.checkpoint import model_card
 from fmmeta.checkpoint.hf_export import export, export_adapters, write_json
-from fmmeta.checkpoint.model_card import INPUT, Content, code, escaped, public_name
-from fmmeta.common.errors import UsageError
-from fmmeta.common.security import make_folders, printable, remove_empty
+from fmmeta.checkpoint.model_card import INPUT, Content, code, escaped, inner_loop, public_name
+from fmmeta.common.errors import UsageError, usage_errors
+from fmmeta.common.security import printable, publish, sync
+from fmmeta.common.text import counted, units_of
 from fmmeta.config.fields import default_of
 from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.meta.algorithms.baselines import leading_bos
@@ -27,6 +26,7 @@ from fmmeta.tasks.data.images import content_digest
 from fmmeta.tasks.data.rows import Table
 from fmmeta.tasks.data.splits import few
 from fmmeta.tasks.data.token_store import digest
+from fmmeta.training.run_folder import LOCK
 
 PARTIAL = ".partial"  # ending of folders that are being written
 NOT_IDENTIFYING = {
@@ -50,49 +50,96 @@ NOT_IDENTIFYING = {
 """Settings on which an adapted model does not depend, but for rounding, or only by way of its examples."""
 
 
-@contextmanager
-def new_folder(output_dir: str | None) -> Iterator[Path | None]:
-    """A folder inside the empty `output_dir` for the block to fill; None without a name.
+class ChangedSettings(UsageError):
+    """The folders are of a command with other settings."""
 
-    It has the name of `output_dir`, which becomes the card's title. Its content is moved into `output_dir`
-    when the block ends, and removed if the block raises. Files that another process has written to
-    `output_dir` stay as they are. Raises `UsageError`.
+
+def is_complete(folder: Path, table: Table, settings: AdaptConfig, method: str) -> bool:
+    """Whether the folder holds the model of this task. method: the one in use.
+
+    Raises `UsageError` for a folder of something else.
     """
-    if not output_dir:
-        yield None
-        return
-    folder = Path(output_dir)
-    temporary = folder / PARTIAL / Path(os.path.abspath(folder)).name
-    try:
-        created = make_folders(folder)
-        refuse_files(folder)
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        raise UsageError(f"output_dir={folder} cannot be made: {error.strerror}; choose another") from None
-    try:
-        yield temporary
-        refuse_files(folder, PARTIAL)
-        store_base_path(temporary, folder)
-        # last the files without which no program takes the folder for a model
-        for path in sorted(temporary.iterdir(), key=lambda path: path.name.endswith("config.json")):
-            path.rename(folder / path.name)
-    finally:
-        shutil.rmtree(temporary.parent, ignore_errors=True)
-        remove_empty(created)
-
-
-def refuse_files(folder: Path, but: str = "") -> None:
-    """Raise `UsageError` for a folder that holds more than a file or folder named `but`."""
-    names = sorted({path.name for path in folder.iterdir()} - {but})
-    if names == [PARTIAL]:
-        raise UsageError(
-            f"output_dir={folder} holds {PARTIAL}, which fmmeta adapt writes to while it runs; remove it if"
-            " no such command runs, or choose another output_dir"
+    if not folder.exists() and not folder.is_symlink():
+        return False
+    where = f"output_dir={folder.parent}"
+    with usage_errors(
+        f"{where}: {folder.name} is there, and its {SETTINGS_FILE} is not of fmmeta adapt",
+        "move it away, or choose another output_dir",
+    ):
+        stored = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))["adapted"]
+        before, digest = dict(stored["settings"]), stored["support"]
+    now = json.loads(json.dumps(identifying(settings, method)))
+    before = {name: value for name, value in before.items() if name not in NOT_IDENTIFYING}
+    before, now = ({"method": "finetune", **values} for values in (before, now))
+    differ = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    if texts := [f"{name} {before.get(name)} -> {now.get(name)}" for name in differ]:
+        raise ChangedSettings(
+            f"{where} holds models of a command with other settings ({'; '.join(texts)}); use the values"
+            " before ->, or another output_dir"
         )
+    weights = weights_state(settings.model_name_or_path)
+    if stored.get("weights", weights) != weights:
+        raise ChangedSettings(
+            f"{where}: {folder.name} was learned from other weights than those of"
+            f" model_name_or_path={settings.model_name_or_path} now; remove the folders to learn the tasks"
+            " again, or use another output_dir"
+        )
+    if digest != support_digest(table):
+        raise UsageError(
+            f"{where}: {folder.name} was learned from other examples; remove the folder to learn the task"
+            " again, or choose another output_dir"
+        )
+    return True
+
+
+def partial_folder(output: Path, name: str | None) -> Path:
+    """The folder in which that of a task is written."""
+    return output / f".{name or Path(os.path.abspath(output)).name}{PARTIAL}"
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what an interrupted command has left of a task. Raises `UsageError` for a file or link."""
+    if os.path.lexists(folder):
+        if folder.is_symlink() or not folder.is_dir():
+            raise UsageError(
+                f"output_dir={folder.parent}: {folder.name} is no folder, and the task is first written under"
+                " this name; move it away"
+            )
+        shutil.rmtree(folder)
+
+
+def refuse_files(output: Path) -> None:
+    """Raise `UsageError` for the folder of the only task that holds more than this command writes there."""
+    names = sorted({path.name for path in output.iterdir()} - {LOCK, partial_folder(output, None).name})
     if names:
         raise UsageError(
-            f"output_dir={folder} is not empty ({few(names)}); choose another, so that nothing is overwritten"
+            f"output_dir={output} is not empty ({few(names)}); choose another, so that nothing is overwritten"
         )
+
+
+def write_task(adapted: AdaptedModel, learner: TaskLearner, learned: Encoded) -> None:
+    """Write the folder of a task, complete or not at all; that of the only task is `output_dir` itself.
+
+    Files that another process has written there stay as they are. Raises `UsageError`.
+    """
+    output, name = Path(str(learner.settings.output_dir)), learned.task.name
+    partial, folder = partial_folder(output, name), output / (name or "")
+    temporary = partial / Path(os.path.abspath(folder)).name  # the card's title
+    temporary.mkdir(parents=True)
+    try:
+        write_folder(adapted, temporary, learner, learned)
+        store_base_path(temporary, folder)
+        for path in temporary.rglob("*"):
+            sync(path)
+        finished = [temporary]
+        if name is None:
+            refuse_files(output)
+            # last the files without which no program takes the folder for a model
+            finished = sorted(temporary.iterdir(), key=lambda path: path.name.endswith("config.json"))
+        for path in finished:
+            publish(path, output / path.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def store_base_path(temporary: Path, folder: Path) -> None:
@@ -105,7 +152,7 @@ def store_base_path(temporary: Path, folder: Path) -> None:
         write_json(file, {**stored, "base_model_name_or_path": os.path.abspath(folder / BASE_FOLDER)})
 
 
-def write_folder(adapted: AdaptedModel, folder: Path, learner: TaskLearner, learned: Learned) -> None:
+def write_folder(adapted: AdaptedModel, folder: Path, learner: TaskLearner, learned: Encoded) -> None:
     """Write the adapted model: weights, head, card, answers.
 
     fmmeta.json stores the inner_steps of the settings, and under `adapted` the number of steps that this task
@@ -146,7 +193,7 @@ def write_folder(adapted: AdaptedModel, folder: Path, learner: TaskLearner, lear
         if learner.config.task_type == "causal_lm":
             stored["method"] = learner.method
         write_json(each / SETTINGS_FILE, {**stored, "adapted": facts})
-    write_card(adapted, folder, settings, learned.task, pairs)
+    write_card(adapted, folder, settings, learned.task)
     if adapted.predictions:
         (folder / "predictions.jsonl").write_text(
             "".join(f"{one.line()}\n" for one in adapted.predictions), encoding="utf-8"
@@ -173,39 +220,30 @@ def identifying(settings: AdaptConfig, method: str) -> dict[str, Any]:
     }
 
 
-def write_card(
-    adapted: AdaptedModel,
-    folder: Path,
-    settings: AdaptConfig,
-    task: TaskExamples,
-    pairs: Sequence[tuple[str, str]],
-) -> None:
-    """Write README.md into the adapted model's folder, and into merged/ inside it. pairs: those that precede
-    every input.
-    """
+def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, task: TaskExamples) -> None:
+    """Write README.md into the adapted model's folder, and into merged/ inside it."""
     config, base, labels = adapted.loaded.config, settings.model_name_or_path, adapted.labels
     source = code(task.name or Path(settings.support).name) if settings.support else "given in Python"
-    examples, query = len(task.table.input), Path(settings.query).name if settings.query else "query"
+    examples = counted(len(task.table.input), "example")
+    query = Path(settings.query).name if settings.query else "query"
     left_out, accuracy = adapted.left_out, adapted.accuracy
+    prompt = prompt_text(adapted.loaded) if adapted.loaded.prompt_examples else ""
     facts = {
         "base model": code(public_name(base)),
         "meta-training": meta_training(base),
-        "support": f"{source}: {examples} examples" + (f" of {len(labels)} classes" if labels else ""),
-        "prompt": "the examples precede every input" if pairs else "",
-        "inner loop": ""
-        if not adapted.inner_steps
-        else f"{adapted.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}"
-        + (f", LoRA of rank {config.lora_r}" if config.lora_r else ""),
+        "support": f"{source}: {examples}" + (f" of {units_of(len(labels), 'class')}" if labels else ""),
+        "prompt": "the examples precede every input" if prompt else "",
+        "inner loop": inner_loop(config, adapted.inner_steps),
+        "trained weights": f"LoRA adapters of rank {config.lora_r}" if config.lora_r else "",
         "accuracy on examples left out": ""
         if left_out is None
         else f"{100 * left_out:.1f} %; the steps were chosen on them",
         f"accuracy on {code(query)}": ""
         if accuracy is None
-        else f"{100 * accuracy:.1f} % of {len(adapted.predictions)} examples",
+        else f"{100 * accuracy:.1f} % of {counted(len(adapted.predictions), 'example')}",
     }
     inputs = "an image" if adapted.loaded.description.images else "a text"
     kind = f"{inputs} classification task" if labels else "a text generation task"
-    prompt = prompt_text(adapted.loaded, pairs) if pairs else ""
     for each in model_folders(folder):
         model_card.write_card(
             each,
@@ -215,7 +253,7 @@ def write_card(
                 pooling=adapted.loaded.description.pooling,
                 images=adapted.loaded.description.images,
                 adapter=bool(config.lora_r) and each == folder,
-                summary=f"This model was adapted to {kind} from {examples} examples with fmmeta.",
+                summary=f"This model was adapted to {kind} from {examples} with fmmeta.",
                 facts=facts,
                 adapted=True,
                 classes=labels,
@@ -225,10 +263,12 @@ def write_card(
         )
 
 
-def prompt_text(model: LoadedModel, pairs: Sequence[tuple[str, str]]) -> str:
-    """The text of an input with pairs before it, as far as there are positions, without a leading `bos`."""
-    _, examples, _ = model.encode_inputs([example_input(model.config.prompt_template, INPUT)])
-    (ids,) = model.prompts_of(model.encode_pairs(pairs), examples, 1)
+def prompt_text(model: LoadedModel) -> str:
+    """The text of an input with the model's pairs before it, as far as there are positions, without a leading
+    `bos`.
+    """
+    examples = model.encode_inputs([example_input(model.config.prompt_template, INPUT)])
+    (ids,) = model.prompts_of(model.prompt_examples, examples, 1)
     begin = leading_bos(ids, model.tokenizer.bos_token_id)
     return model.tokenizer.decode(ids[begin:], clean_up_tokenization_spaces=False)
 
@@ -257,7 +297,7 @@ def meta_training(base: str) -> str:
     stored: dict[str, Any] = remembered(base)
     if stored.get("algorithm", "none") == "none":  # `tune` writes fmmeta.json too
         return "none"
-    text = f"{escaped(stored['algorithm'])}, {escaped(stored.get('k_shot'))} shots"
+    text = f"{escaped(stored['algorithm'])}, {escaped(stored.get('k_shot'))}-shot"
     try:
         run = json.loads((Path(base).parent / "run.json").read_text(encoding="utf-8"))["settings"]
         return (

@@ -1,8 +1,10 @@
 """A model on a worker, in one process unless a launch has groups: it learns tasks and answers texts."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,10 @@ from fmmeta.common.security import printable
 from fmmeta.common.text import broken_text, counted, shortened, to_json
 from fmmeta.config.fields import check_bounds, of_type, refuse_first, rules
 from fmmeta.config.settings import REMEMBERED, Config
-from fmmeta.evaluation.methods import generate, with_equal_classes
+from fmmeta.evaluation.methods import with_equal_classes
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig
 from fmmeta.meta.algorithms.baselines import in_context_rows, prompted
+from fmmeta.metrics.language import generate
 from fmmeta.models.files import HEAD_FILE, SETTINGS_FILE, base_model_name, cached_file, is_path, remembered
 from fmmeta.models.from_gguf import as_folder
 from fmmeta.models.load import Description, describe, fitted, load_tokenizer, max_positions
@@ -28,10 +31,10 @@ from fmmeta.parallel.layout import Launch, ParallelPlan
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.parallel.workers.create import create_worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
-from fmmeta.tasks.batching import Batcher, Example
+from fmmeta.tasks.batching import Batcher, Example, collate
+from fmmeta.tasks.data.columns import USUAL, Row, input_of, input_setting, usual
 from fmmeta.tasks.data.encode import AnswerReader, answer_reader, encode
-from fmmeta.tasks.data.images import encoded_image
-from fmmeta.tasks.data.rows import USUAL, Row, input_of_pair, refuse_text_alone
+from fmmeta.tasks.data.images import EncodedImage, encoded_image
 
 PASSES = 16  # forward passes whose rows are encoded together, and sorted by length
 
@@ -60,6 +63,17 @@ class Answer:
         return printable(to_json(self.as_dict(), ensure_ascii=False))
 
 
+@dataclass(frozen=True)
+class Input:
+    """A text to answer, or the name of an image. content: what the model reads: the text, or the image.
+    adapter: the folder of its adapter, if there is a directory of them.
+    """
+
+    text: str
+    content: Any
+    adapter: str = ""
+
+
 @dataclass
 class LoadedModel:
     """A model on a worker, with its tokenizer and batcher.
@@ -77,72 +91,103 @@ class LoadedModel:
     batcher: Batcher
     prompt_examples: Sequence[Example] = ()
 
-    def answer(self, inputs: Sequence[Any], max_new_tokens: int) -> list[Answer]:
-        """Answer texts or images, in their order. A limited number of them is tokenised at a time.
+    @property
+    def columns(self) -> Sequence[str]:
+        """Usual keys or columns of an input, as in the files of `adapt`; the first one of a row counts."""
+        return USUAL[input_setting(self.config.task_type, self.description.images)]
 
-        Raises `UsageError` for a text without tokens, an image that cannot be decoded, and for probabilities
-        that are not finite.
+    def read(self, row: Row, column: str | None = None) -> Input:
+        """The input of a row. column: the one to read. Paths of images begin at the folder of the row's file.
+
+        Raises `UsageError`.
         """
-        size = PASSES * self.config.micro_batch_size
-        starts = range(0, len(inputs), size)
-        return [one for at in starts for one in self._answer(inputs[at : at + size], at, max_new_tokens)]
-
-    def _answer(self, inputs: Sequence[Any], before: int, max_new_tokens: int) -> list[Answer]:
-        config, names = self.config, self.description.labels
-        texts, examples, prompts = self.encode_inputs(inputs, before)
-        if config.task_type == "causal_lm":
-            if self.prompt_examples:
-                prompts = self.prompts_of(self.prompt_examples, examples, max_new_tokens)
-            outputs = generate(self.worker, self.reader, prompts, max_new_tokens, config.micro_batch_size)
-            return list(map(Answer, texts, outputs))
-        scores = self.class_logits(examples)
-        return [self.choose(text, row, names) for text, row in zip(texts, scores, strict=True)]
-
-    def answer_evenly(self, inputs: Sequence[Any]) -> list[Answer]:
-        """Answer texts or images of which every class has equally many, in their order.
-
-        Raises `UsageError` as `answer` does, for a language model, and for fewer inputs than classes.
-        """
-        config, names = self.config, self.description.labels
-        if config.task_type == "causal_lm":
-            raise UsageError("equal_classes=True means nothing for a language model; leave it out")
-        if len(inputs) < len(names):
+        keys = [column] if column else self.columns
+        key = usual(keys, row.values)
+        if key is None:
             raise UsageError(
-                f"equal_classes=True with {len(inputs)} inputs, but there are {len(names)} classes; give all"
-                " inputs at once, or leave it out"
+                f"{row.origin} has none of the columns {', '.join(keys)}; name one with --text_column"
             )
-        texts, logits, size = list[str](), list[Tensor](), config.micro_batch_size
-        for start in range(0, len(inputs), size):
-            some, examples, _ = self.encode_inputs(inputs[start : start + size], start)
-            texts += some
-            logits += self.class_logits(examples)
-        checked = [self.log_probabilities(text, row) for text, row in zip(texts, logits, strict=True)]
-        scores = with_equal_classes(torch.stack(checked)).log()
-        return [self.choose(text, row, names) for text, row in zip(texts, scores, strict=True)]
+        if not self.description.images:
+            text = input_of(self.config, row, keys)
+            return Input(text, text)
+        value = row.values[key]
+        if isinstance(value, dict) and value.get("bytes") is None:
+            value = value.get("path")  # as `datasets` stores an image that is a file
+        name, image = encoded_image(value, key, row.origin, None)
+        if row.folder and isinstance(value, str):
+            image = EncodedImage(str(Path(row.folder, value).absolute()))
+        return Input(name, image)
 
-    def encode_inputs(
-        self, inputs: Sequence[Any], before: int = 0
-    ) -> tuple[list[str], list[Example], list[Sequence[int]]]:
-        """Texts, or names of images; examples without answers; and their tokens.
+    def answer(
+        self, inputs: Sequence[Input], max_new_tokens: int, equal_classes: bool = False
+    ) -> list[Answer]:
+        """Answer inputs, in their order. A limited number of them is tokenised at a time.
 
-        before: number of inputs before these, for messages. Raises `UsageError` for a text without tokens,
-        and for an image that cannot be decoded.
+        equal_classes: every class has equally many of them. Raises `UsageError` for a text without tokens, an
+        image that cannot be decoded, and for probabilities that are not finite; with equal_classes for a
+        language model, and for fewer inputs than classes.
         """
-        config, texts, encodable = self.config, list(inputs), list(inputs)
-        if self.description.images:
-            numbered = enumerate(inputs, before + 1)
-            named = [encoded_image(one, "image", f"input {number}", None) for number, one in numbered]
-            texts, encodable = [name for name, _ in named], [image for _, image in named]
-        examples = encode(self.tokenizer, config, encodable, [""] * len(encodable))
-        causal = config.task_type == "causal_lm"
-        prompts = [row.prompt if causal else row.input_ids for row in examples]
-        for text, ids in zip(texts, prompts, strict=True):
-            if not ids:  # some tokenizers drop white space
+        names, size = self.description.labels, PASSES * self.config.micro_batch_size
+        refuse_first(
+            [
+                (
+                    equal_classes and not names,
+                    "equal_classes=True means nothing for a language model; leave it out",
+                ),
+                (
+                    equal_classes and len(inputs) < len(names),
+                    f"equal_classes=True with {len(inputs)} inputs, but there are {len(names)} classes; give"
+                    " all inputs at once, or leave it out",
+                ),
+            ]
+        )
+        found: list[Any] = []
+        for start in range(0, len(inputs), size):
+            some = inputs[start : start + size]
+            found += self.outputs(some, max_new_tokens, [self.prompt_examples] * len(some))
+        if equal_classes:
+            scores = [self.log_probabilities(one.text, row) for one, row in zip(inputs, found, strict=True)]
+            found = [*with_equal_classes(torch.stack(scores)).log()]
+        return [self.choose(one.text, output, names) for one, output in zip(inputs, found, strict=True)]
+
+    def outputs(
+        self,
+        inputs: Sequence[Input],
+        max_new_tokens: int,
+        before: Sequence[Sequence[Example]],
+        around: Callable[[Sequence[int]], AbstractContextManager[None]] | None = None,
+    ) -> Sequence[str | Tensor]:
+        """The generated text, or the logits of the classes, of each input.
+
+        before: causal_lm: the pairs before each input. around: see `generate`; then one pass has all inputs.
+        Raises `UsageError` for a text without tokens, and for an image that cannot be decoded.
+        """
+        examples = self.encode_inputs([one.content for one in inputs])
+        if self.config.task_type == "causal_lm":
+            rows, size = zip(before, examples, strict=True), self.config.micro_batch_size
+            prompts = [self.prompts_of(pairs, [row], max_new_tokens)[0] for pairs, row in rows]
+            return generate(self.worker, self.reader, prompts, max_new_tokens, size, around)
+        if around is None:
+            return [*self.class_logits(examples)]
+        rows = [replace(example, labels=0) for example in examples]
+        with around(range(len(rows))):
+            (logits,) = self.worker.logits([collate(rows, 1.0, self.batcher.pad_token_id)])
+        return [*logits.cpu()]
+
+    def encode_inputs(self, contents: Sequence[Any]) -> list[Example]:
+        """Texts or images as examples without answers.
+
+        Raises `UsageError` for a text without tokens, and for an image that cannot be decoded.
+        """
+        examples = encode(self.tokenizer, self.config, contents, [""] * len(contents))
+        causal = self.config.task_type == "causal_lm"
+        for text, row in zip(contents, examples, strict=True):
+            if not (row.prompt if causal else row.input_ids):  # some tokenizers drop white space
                 raise UsageError(
                     f"text={shortened(text)} has no tokens for"
-                    f" model_name_or_path={config.model_name_or_path}; fix or remove it"
+                    f" model_name_or_path={self.config.model_name_or_path}; fix or remove it"
                 )
-        return texts, examples, prompts
+        return examples
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Example]:
         """Pairs of input and output as tokens."""
@@ -157,9 +202,13 @@ class LoadedModel:
     def prompts_of(
         self, support: Sequence[Example], examples: Sequence[Example], max_new_tokens: int
     ) -> list[Sequence[int]]:
-        """The tokens of inputs with as many of the last pairs before them as leave room for an answer."""
-        room = self.room(support, max_new_tokens)
-        return [row.prompt for row in prompted(support, examples, self.tokenizer.bos_token_id, room)]
+        """The tokens of inputs with as many of the last pairs before them, if any, as leave room for an
+        answer.
+        """
+        if support:
+            room = self.room(support, max_new_tokens)
+            examples = prompted(support, examples, self.tokenizer.bos_token_id, room)
+        return [row.prompt for row in examples]
 
     def room(self, support: Sequence[Example], max_new_tokens: int) -> int | None:
         """Positions for a prompt; None: no limit. An answer may be as long as the longest of the pairs."""
@@ -189,9 +238,14 @@ class LoadedModel:
         """The number of positions of a language model; None: no limit."""
         return max_positions(self.description.hf_config)
 
-    def choose(self, text: str, logits: Tensor, names: Mapping[int, str] | Sequence[str]) -> Answer:
-        """The likeliest class by logits [C]. Raises `UsageError` for probabilities that are not numbers."""
-        score, label = self.log_probabilities(text, logits).exp().max(0)
+    def choose(self, text: str, output: str | Tensor, names: Mapping[int, str] | Sequence[str]) -> Answer:
+        """The answer to an input: the likeliest of the first classes by logits [C], or a generated text.
+
+        Raises `UsageError` for probabilities that are not numbers.
+        """
+        if isinstance(output, str):
+            return Answer(text, output)
+        score, label = self.log_probabilities(text, output[: len(names)]).exp().max(0)
         return Answer(text, names[int(label)], float(score))
 
     def log_probabilities(self, text: str, logits: Tensor) -> Tensor:
@@ -210,7 +264,7 @@ class LoadedModel:
             [replace(example, labels=index) for index, example in enumerate(examples)]
         )
         logits = torch.cat([rows.cpu() for rows in self.worker.logits(batches)])
-        return logits[torch.cat([batch.labels for batch in batches]).argsort()]
+        return logits[torch.cat([batch.targets["labels"] for batch in batches]).argsort()]
 
 
 @dataclass(repr=False)
@@ -273,31 +327,19 @@ class AdaptedModel:
         >>> adapted.labels, [answer.output in adapted.labels for answer in adapted.predict(["green", "six"])]
         (('colour', 'number'), [True, True])
         """
-        if isinstance(texts, str):
-            raise UsageError(f"texts={shortened(texts)} is one text; give a list of texts")
-        if not isinstance(texts, Iterable):
-            raise UsageError(f"texts={shortened(texts)} holds no texts; give a list of texts")
-        max_new_tokens = of_type(PredictConfig, "max_new_tokens", max_new_tokens)
-        check_bounds("max_new_tokens", max_new_tokens, rules(PredictConfig)["max_new_tokens"])
-        images = self.loaded.description.images
+        loaded, causal = self.loaded, self.loaded.config.task_type == "causal_lm"
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            raise UsageError(f"texts={shortened(texts)} is no list; give a list of texts")
+        images = loaded.description.images
         if images and isinstance(texts, np.ndarray) and (texts.ndim < 3 or texts.shape[2:] in ((1,), (3,))):
             raise UsageError(f"texts of the shape {list(texts.shape)} are one image; give a list of images")
-        texts, config = list(texts), self.loaded.config
-        for index, text in enumerate([] if images else texts):
-            if config.task_type == "causal_lm" and isinstance(text, Mapping):
-                row = Row(dict(text), f"texts[{index}]")
-                texts[index] = text = input_of_pair(config, row, USUAL["input_column"])
-            else:
-                refuse_text_alone(config, f"texts[{index}]")
-            if not isinstance(text, str):
-                raise UsageError(f"texts[{index}]={shortened(text)} is no text; give strings")
-            if not text:
-                raise UsageError(f"texts[{index}] is empty; fix it")
-            if wrong := broken_text(text):
-                raise UsageError(f"texts[{index}] has {wrong}; fix it")
-        if equal_classes:
-            return self.loaded.answer_evenly(texts)
-        return self.loaded.answer(texts, max_new_tokens)
+        max_new_tokens = of_type(PredictConfig, "max_new_tokens", max_new_tokens)
+        check_bounds("max_new_tokens", max_new_tokens, rules(PredictConfig)["max_new_tokens"])
+        rows = (
+            dict(one) if causal and isinstance(one, Mapping) else {loaded.columns[0]: one} for one in texts
+        )
+        inputs = [loaded.read(Row(values, f"texts[{index}]")) for index, values in enumerate(rows)]
+        return loaded.answer(inputs, max_new_tokens, equal_classes)
 
 
 def load_model(
@@ -356,37 +398,43 @@ def with_labels(description: Description, labels: Sequence[str]) -> Description:
 
 def load(settings: PredictConfig) -> AdaptedModel:
     """Load a model with the classes that it has learned. Raises `UsageError`."""
-    settings = replace(settings, model_name_or_path=as_folder(settings.model_name_or_path, log_aside))
-    refuse_no_model(settings.model_name_or_path)
-    stored = remembered(settings.model_name_or_path)
-    values = {name: getattr(settings, name) for name in SHARED_BY_PREDICT}
-    values |= {
-        name: stored.get(name) for name in SHARED_BY_PREDICT if values[name] is None and name in REMEMBERED
-    }
-    config = Config(**{name: one for name, one in values.items() if one is not None}, algorithm="none")
-    description = describe(config)
-    labels: tuple[str, ...] = ()
+    aside = partial(LOGGER.info, "%s", extra=STDERR)  # answers are written to standard output
+    name = as_folder(settings.model_name_or_path, aside)
+    refuse_no_model(name)
+    stored, labels = remembered(name), tuple[str, ...]()
+    config, description = config_of(settings, name, stored, settings.pooling)
     if config.task_type == "classification":
         refuse_untrained_head(config, description, stored)
         names = description.hf_config.id2label
         labels = tuple(stored.get("labels") or (names[number] for number in sorted(names)))
         if len(labels) < 2:
             raise UsageError(
-                f"model_name_or_path={settings.model_name_or_path} names fewer than two classes; adapt it"
-                " first (fmmeta adapt)"
+                f"model_name_or_path={name} names fewer than two classes; adapt it first (fmmeta adapt)"
             )
         config = replace(config, n_way=len(labels), head_init="learned")
-    pairs = stored_examples(f"model_name_or_path={settings.model_name_or_path}", stored)
-    loaded = load_model(fitted(config, description.hf_config), Progress(enabled=False), labels)
-    facts = stored.get("adapted") or {}
+    pairs, facts = stored_examples(f"model_name_or_path={name}", stored), stored.get("adapted") or {}
+    loaded = load_model(config, Progress(enabled=False), labels)
     loaded.prompt_examples = loaded.encode_pairs(pairs)
-    return AdaptedModel(
-        labels,
-        facts.get("inner_steps"),
-        facts.get("left_out"),
-        loaded,
-        output_dir=settings.model_name_or_path,
-    )
+    return AdaptedModel(labels, facts.get("inner_steps"), facts.get("left_out"), loaded, output_dir=name)
+
+
+def config_of(
+    settings: PredictConfig, name: str, stored: dict[str, Any], pooling: str
+) -> tuple[Config, Description]:
+    """The `Config` of a model that answers: set flags, then `stored`, the content of an fmmeta.json.
+
+    Raises `UsageError`.
+    """
+    values = {
+        key: stored.get(key)
+        if getattr(settings, key) is None and key in REMEMBERED
+        else getattr(settings, key)
+        for key in SHARED_BY_PREDICT
+    }
+    given = {key: one for key, one in values.items() if one is not None}
+    config = Config(**{**given, "model_name_or_path": name, "pooling": pooling, "algorithm": "none"})
+    description = describe(config)
+    return fitted(config, description.hf_config), description
 
 
 def stored_examples(where: str, stored: dict[str, Any]) -> list[tuple[str, str]]:
@@ -395,11 +443,10 @@ def stored_examples(where: str, stored: dict[str, Any]) -> list[tuple[str, str]]
     where: the setting that names the model, with its value. Raises `UsageError`.
     """
     facts = stored.get("adapted")
-    found = facts.get("prompt_examples") or [] if isinstance(facts, dict) else []
-    if stored.get("task_type") != "causal_lm":
+    if stored.get("task_type") != "causal_lm" or not isinstance(facts, dict):
         return []
-    pairs = found if isinstance(found, list) else [found]
-    for pair in pairs:
+    pairs = facts.get("prompt_examples") or []
+    for pair in pairs if isinstance(pairs, list) else [pairs]:
         texts = pair if isinstance(pair, list) and len(pair) == 2 else [None]
         if not all(isinstance(text, str) and not broken_text(text) for text in texts):
             raise UsageError(
@@ -407,11 +454,6 @@ def stored_examples(where: str, stored: dict[str, Any]) -> list[tuple[str, str]]
                 " adapt the model again"
             )
     return [(before, after) for before, after in pairs]
-
-
-def log_aside(text: str) -> None:
-    """Log a line on standard error: answers are written to standard output."""
-    LOGGER.info("%s", text, extra=STDERR)
 
 
 def refuse_no_model(name: str) -> None:

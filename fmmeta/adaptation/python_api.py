@@ -13,9 +13,8 @@ from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 from fmmeta.adaptation import command as adapt_command
-from fmmeta.adaptation import many
 from fmmeta.adaptation import model as models
-from fmmeta.adaptation.many import AdaptedModels
+from fmmeta.adaptation.command import AdaptedModels
 from fmmeta.adaptation.model import AdaptedModel
 from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import refuse_while_importing, restored_process
@@ -26,7 +25,7 @@ from fmmeta.evaluation import command as evaluate_command
 from fmmeta.evaluation.results import EvaluationResults
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, AdaptConfig, EvaluateConfig, PredictConfig
 from fmmeta.parallel.layout import Launch
-from fmmeta.tasks.data.rows import Examples, listed
+from fmmeta.tasks.data.rows import Examples
 
 Name = str | os.PathLike[str]
 T = TypeVar("T")
@@ -37,8 +36,8 @@ def evaluate(
 ) -> EvaluationResults:
     """Few-shot scores of a model on episodes of held-out tasks.
 
-    model_name_or_path: HF folder, hub id, or "tiny". dataset: one or more files, folders, hub ids, "letters"
-    or "marks". quiet: False shows messages, progress and tables;
+    model_name_or_path: HF folder, hub id, or "tiny". dataset: one or more files, folders, hub ids, or
+    "letters". quiet: False shows messages, progress and tables;
     True passes messages to handlers of the logger "fmmeta" only. settings: the flags of `fmmeta evaluate`.
 
     Returns the content of results.json: `accuracy` (0 to 1) and `loss` (nats) of the first method and k_shot,
@@ -84,7 +83,7 @@ def adapt(
     """
     sets: dict[str, Any] = {"support": support, "query": query}
     files = {name: one for name, one in sets.items() if one is None or isinstance(one, (str, os.PathLike))}
-    examples = {name: listed(name, one) for name, one in sets.items() if name not in files}
+    examples = {name: one for name, one in sets.items() if name not in files}
     if "support" in files and not support:
         raise UsageError(f"support={shortened(support)} names no file; give one, or pairs of text and class")
     values = {"model_name_or_path": model_name_or_path, "output_dir": output_dir or None, **files, **settings}
@@ -135,15 +134,16 @@ def adapt_many(
                 f"{name}={shortened(settings[name])} goes with one task, and adapt_many learns those of"
                 " supports; leave it out, or use adapt"
             )
-    sources: dict[str, Any] = {}
-    for name, one in supports.items():
+    for name in supports:
         if not isinstance(name, str):
             raise UsageError(f"supports: the name {shortened(name)} is no text; give a text")
-        sources[name] = os.fspath(one) if isinstance(one, (str, os.PathLike)) else one
+    sources: dict[str, Any] = {
+        name: os.fspath(one) if isinstance(one, os.PathLike) else one for name, one in supports.items()
+    }
     values = {"model_name_or_path": model_name_or_path, "output_dir": output_dir or None, **settings}
     with restored_process(), nullcontext() if quiet else terminal_log():
         first = Launch.from_env(os.environ).global_rank == 0
-        return many.adapt_many(
+        return adapt_command.adapt_many(
             settings_of(AdaptConfig, values), Progress(enabled=first, quiet=quiet), sources
         )
 

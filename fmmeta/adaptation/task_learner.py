@@ -24,21 +24,22 @@ from fmmeta.common.processes import host_bytes
 from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.text import counted
 from fmmeta.config.settings import Config
-from fmmeta.evaluation.methods import as_scores, scores_by_step, with_stored_rates
+from fmmeta.evaluation.methods import with_stored_rates
 from fmmeta.evaluation.settings import AdaptConfig, has_inner_loop, has_prompts
 from fmmeta.meta.algorithms import setup as rules
-from fmmeta.meta.inner_optimizers import RATES_FILE, Rates
+from fmmeta.meta.inner_optimizers import RATES_FILE
 from fmmeta.meta.multi_task import MultiTaskInnerLoop
 from fmmeta.models.files import remembered, trained_with
 from fmmeta.models.load import suggest_chat
 from fmmeta.models.task_axis import TaskAxis
 from fmmeta.parallel.layout import size_of
 from fmmeta.parallel.process_groups import ProcessGroups
-from fmmeta.parallel.workers.base import PassStats
+from fmmeta.parallel.workers.base import PassStats, all_finite
 from fmmeta.reliability.checks import rising_loss
 from fmmeta.tasks.batching import Episode, Example, MicroBatch, batches_of_step
 from fmmeta.tasks.data.encode import answer_without_room, encode, full_rows
-from fmmeta.tasks.data.rows import Examples, Table, label_texts, read_file, rows_of, tabulate
+from fmmeta.tasks.data.files import read_file
+from fmmeta.tasks.data.rows import Examples, Table, label_texts, rows_in_memory, tabulate
 from fmmeta.tasks.data.splits import few, known_rows
 
 FOLDS = 2  # at most; each costs an inner loop
@@ -48,15 +49,13 @@ ROUND = 4  # passes whose tasks are learned together, so that those with as many
 
 @dataclass(frozen=True)
 class TaskExamples:
-    """The examples of a task. labels: names of its classes, sorted; none for causal_lm."""
+    """The examples of a task. name: None for the only task of a command. labels: names of its classes,
+    sorted; none for causal_lm.
+    """
 
-    name: str
+    name: str | None
     table: Table
     labels: tuple[str, ...] = ()
-
-    @property
-    def folds(self) -> list[list[int]]:
-        return leave_out(self.table, self.labels)
 
 
 def read_task(
@@ -64,19 +63,19 @@ def read_task(
     source: str | Examples | None,
     config: Config,
     notice: Callable[[str], None],
-    task: str = "",
+    task: str | None = None,
     images: bool = False,
 ) -> Table:
     """The rows of a file, or examples, as one task; no rows without a source.
 
     task: its name, for messages. images: whether the model reads images. Duplicates in the support set are
-    dropped. Raises `UsageError`.
+    dropped. Logs rows that the model was trained on in classes of other names. Raises `UsageError`.
     """
-    if not source:
-        return Table([], [], [], [], [])
+    if source is None:
+        return Table()
     name = source if isinstance(source, str) else task or setting
-    rows = read_file(Path(source)) if isinstance(source, str) else rows_of(name, source, config)
-    return tabulate(
+    rows = read_file(Path(name)) if isinstance(source, str) else rows_in_memory(source, config, name)
+    table = tabulate(
         name,
         rows,
         config,
@@ -86,12 +85,15 @@ def read_task(
         images=images,
         setting=setting,
     )
+    for text in known_rows(trained_with([config.model_source]), name, "class", table.contents):
+        notice(Warn(text))
+    return table
 
 
 def support_set(
-    name: str, table: Table, settings: AdaptConfig, config: Config, notice: Callable[[str], None]
+    name: str | None, table: Table, settings: AdaptConfig, config: Config, notice: Callable[[str], None]
 ) -> TaskExamples:
-    """The task of these examples. name: empty for the task of `settings.support`.
+    """The task of these examples. name: None for the task of `settings.support`.
 
     Logs classes that the model was trained on. Raises `UsageError` for a single class.
     """
@@ -100,10 +102,7 @@ def support_set(
     if len(labels) == 1:
         given = f"support={source}" if source else "support"
         raise UsageError(f"{given} has one class only, {labels[0]!r}; give examples of two or more")
-    trained = trained_with([settings.model_source])
-    for text in known_rows(trained, source or "support", "class", table.contents):
-        notice(Warn(text))
-    for one in trained:
+    for one in trained_with([settings.model_source]):
         if shared := sorted(one.trained_names("class") & set(labels)):
             notice(
                 Warn(
@@ -126,37 +125,28 @@ def leave_out(table: Table, labels: Sequence[str]) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Learned:
-    """What came of a task.
+class Encoded:
+    """A task as tokens, and what came of it.
 
-    steps: that were taken. left_out: accuracy on the examples that were left out to choose them, None if none
-    were. weights: complete trained parameters by name, with LoRA; without it the worker holds them until the
-    next task. failure: why the task was not learned; then nothing else is set.
+    folds: indices of the examples that are left out in turn. steps: that it takes. left_out: accuracy on
+    those examples, None without them. weights: complete trained parameters by name, with LoRA; without it the
+    worker holds them until the next task. failure: why the task was not learned.
     """
 
     task: TaskExamples
-    steps: int = 0
+    examples: list[Example]
+    steps: int
+    folds: list[list[int]] = field(default_factory=list)
     left_out: float | None = None
     weights: dict[str, Tensor] | None = None
     failure: str = ""
 
 
-@dataclass
-class Encoded:
-    """A task as tokens: its examples, the steps that it takes, and the accuracy where they were chosen."""
-
-    task: TaskExamples
-    examples: list[Example]
-    steps: int
-    left_out: float | None = None
-    folds: list[list[int]] = field(default_factory=list)
-
-
 class TaskLearner:
     """A model and the inner loop of `settings` for tasks of up to `classes` classes (0: causal_lm).
 
-    labels: of the only task, so that the model can answer as it is. ranks: groups of a launch (default: this
-    process alone). Raises `UsageError`. Collective: world.
+    labels: of all tasks, where the head of the model is the one learned for them. ranks: groups of a launch
+    (default: this process alone). Raises `UsageError`. Collective: world.
     """
 
     def __init__(
@@ -178,8 +168,7 @@ class TaskLearner:
         self.prompts, learns = has_prompts(method), has_inner_loop(method)
         self.learns_prompts = self.prompts and learns
         self.steps = config.inner_steps if learns else 0
-        constant = config.inner_lr_schedule == "constant"
-        self.chooses = settings.early_stopping and constant and self.steps > 0
+        self.chooses = settings.early_stopping and self.steps > 0
         if self.learns_prompts:  # rows of all examples: of many, a few fill a pass
             model.batcher = replace(model.batcher, max_tokens=settings.tokens_per_pass)
         longest = replace(config, inner_steps=config.inner_steps * (2 if self.chooses else 1))
@@ -191,17 +180,13 @@ class TaskLearner:
         if config.lora_r and not one_by_one:
             with suppress(UsageError):  # other layers than linear ones are trained: a task at a time
                 self.loop = MultiTaskInnerLoop(self.inner, TaskAxis(model.worker.learner))
-        rates = self.rates_to_store
+        has_rates = "inner_rates" in remembered(settings.model_source)
+        # for an exported folder, where they are those of the model
+        self.rates_to_store = rates = self.inner.rates if has_rates and not settings.sets_inner_lr else None
         self.element_rates: dict[str, Tensor] = {}  # by parameter, where the model stores such rates
         if config.lora_r and rates is not None and rates.element is not None:
             self.element_rates = self._by_name(rates.scale_layers(0, rates.element.clone()))
         self.most_tasks = self._tasks_in_memory() if self.loop else 1
-
-    @property
-    def rates_to_store(self) -> Rates | None:
-        """The inner rates for an exported folder, where they are those of the model."""
-        has_rates = remembered(self.settings.model_source).get("inner_rates") is not None
-        return self.inner.rates if has_rates and not self.settings.sets_inner_lr else None
 
     def hold(self, weights: dict[str, Tensor]) -> None:
         """Write a task's weights into the worker. Collective: group."""
@@ -226,10 +211,9 @@ class TaskLearner:
         if names := label_texts(self.config, task.labels):  # after the others: no fold leaves them out
             more = encode(self.tokenizer, self.config, [*names.values()], [*names])
             examples += [replace(row, labels=label) for label, row in enumerate(more)]
-        folds = task.folds if self.chooses else []
         if self.prompts and (message := self.model.dropped_examples(examples, self.settings.max_new_tokens)):
             self.progress.notice(Warn(f"{name}: {message}"))
-        return Encoded(task, examples, self.steps, folds=folds)
+        return Encoded(task, examples, self.steps, leave_out(task.table, task.labels) if self.chooses else [])
 
     def rounds(self, tasks: Iterable[Encoded]) -> list[list[Encoded]]:
         """Tasks of similar sizes, the largest first, as many as fit into a few passes."""
@@ -237,36 +221,37 @@ class TaskLearner:
         passes = self._passes([one.examples for one in tasks], ROUND if self.loop else 1)
         return [[tasks[number] for number in numbers] for numbers in passes]
 
-    def learn(self, tasks: Sequence[Encoded]) -> Iterator[Learned]:
-        """Learn tasks, in any order. The worker holds theta before and after. Collective: group."""
-        learnable = []
-        for one in self._choose_steps(tasks):
-            if isinstance(one, Learned):
-                yield one
-            else:
-                learnable.append(one)
-        for one, passes, weights in self._adapt(learnable):
+    def learn(self, tasks: Sequence[Encoded]) -> Iterator[Encoded]:
+        """Learn tasks, in any order. The worker holds theta afterwards, or the weights of the last task.
+
+        Collective: group.
+        """
+        self.model.worker.write(self.theta)
+        chosen = [*self._choose_steps(tasks)]
+        yield from (one for one in chosen if one.failure)
+        for one, passes in self._adapt([one for one in chosen if not one.failure]):
             *steps, last = passes
-            if not (all([each.finite for each in steps]) and math.isfinite(last.loss)):
-                yield Learned(
-                    one.task,
-                    failure=f"inner_lr={self.config.inner_lr}: the loss on the support set is not finite"
-                    f" after {counted(one.steps, 'inner step')}; lower --inner_lr",
+            if not (all_finite(steps) and math.isfinite(last.loss)):
+                failure = (
+                    f"inner_lr={self.config.inner_lr}: the loss on the support set is not finite after"
+                    f" {counted(one.steps, 'inner step')}; lower --inner_lr"
                 )
-                continue
-            if has_inner_loop(self.method):
+                one = replace(one, failure=failure)
+            elif has_inner_loop(self.method):
                 self._log_support(one, passes[0], last)
-            yield Learned(one.task, one.steps, one.left_out, weights)
+            yield one
 
     def _log_support(self, one: Encoded, before: PassStats, after: PassStats) -> None:
         """Log what the model of a task makes of its examples, and warn where it has not learned them.
 
         before, after: passes over the rows of the first inner step.
         """
-        right = f"{int(after.num_correct)} of {int(after.num_rows)} right"
+        right = f"{int(after.numbers[1])} of {int(after.numbers[2])} right"
         if not one.task.name:
-            losses = f"{before.loss:.3g} before, " * (one.steps > 0) + f"{after.loss:.3g} after"
-            self.progress.notice(f"support set: loss {losses} {counted(one.steps, 'inner step')}; {right}")
+            loss = f"{after.loss:.3g}"
+            if one.steps:
+                loss = f"{before.loss:.3g} before, {loss} after {counted(one.steps, 'inner step')}"
+            self.progress.notice(f"support set: loss {loss}; {right}")
         warning = rising_loss(self.config, before.loss, after.loss, one.steps)
         chance = 1 / len(one.task.labels) if one.task.labels else 0.0
         fell = one.steps > 0 and after.loss < before.loss / 2
@@ -275,8 +260,13 @@ class TaskLearner:
             warning = f"the examples were not learned: {right} after the inner loop; try {more}"
         if warning:
             self.progress.notice(Warn(f"{one.task.name}: {warning}" if one.task.name else warning))
+        if one.left_out is not None and not one.task.name:
+            self.progress.notice(
+                f"{counted(one.steps, 'inner step')}: {100 * one.left_out:.1f} % right of examples that were"
+                f" left out, of up to {self.inner.steps} steps"
+            )
 
-    def _choose_steps(self, tasks: Sequence[Encoded]) -> Iterator[Encoded | Learned]:
+    def _choose_steps(self, tasks: Sequence[Encoded]) -> Iterator[Encoded]:
         """Each task with the number of steps (1 or more) that has the lowest loss on examples left out, and
         the accuracy there; or its failure, if no loss is finite.
         """
@@ -286,19 +276,17 @@ class TaskLearner:
         for place, score in self._scores([tasks[number] for number in owners], episodes):
             scores[owners[place]].append(score)
         for number, one in enumerate(tasks):
-            if not one.folds:
-                yield one
-                continue
-            loss, accuracy = torch.stack(scores[number]).mean(0).tolist()
-            best = min(range(1, self.inner.steps + 1), key=lambda step: loss[step])
-            if math.isfinite(loss[best]):
-                yield replace(one, steps=best, left_out=accuracy[best])
-            else:
-                yield Learned(
-                    one.task,
-                    failure=f"inner_lr={self.config.inner_lr}: the loss on examples left out is not finite"
-                    f" after any of {self.inner.steps} inner steps; lower --inner_lr",
-                )
+            if one.folds:
+                loss, accuracy = torch.stack(scores[number]).mean(0).tolist()
+                best = min(range(1, self.inner.steps + 1), key=lambda step: loss[step])
+                one = replace(one, steps=best, left_out=accuracy[best])
+                if not math.isfinite(loss[best]):
+                    failure = (
+                        f"inner_lr={self.config.inner_lr}: the loss on examples left out is not finite after"
+                        f" any of {self.inner.steps} inner steps; lower --inner_lr"
+                    )
+                    one = replace(one, failure=failure)
+            yield one
 
     def _folds(self, one: Encoded) -> Iterator[tuple[list[Example], list[Example]]]:
         """Support and query examples of each fold."""
@@ -318,57 +306,41 @@ class TaskLearner:
         """The number of each fold, with its scores after 0 to K steps [2, K + 1]."""
         worker = self.model.worker
         for numbers in self._passes([support for support, _ in folds]):
-            here = [owners[number] for number in numbers]
             episodes = [
                 Episode(*map(self._split, [owners[number]] * 2, self._rows(*folds[number]), (True, False)))
                 for number in numbers
             ]
-            if self.loop is None:
-                scores = [scores_by_step(self.inner, worker, self.theta, one) for one in episodes]
+            if self.loop is None:  # one fold
+                passes = [self.inner.scores_after_each_step(worker, self.theta, episodes[0])]
+                worker.write(self.theta)
             else:
-                passes = self.loop.scores_after_each_step(worker, self.theta, episodes, self._classes(here))
-                scores = list(map(as_scores, passes))
-            yield from zip(numbers, scores, strict=True)
+                passes = self.loop.scores_after_each_step(worker, self.theta, episodes)
+            yield from zip(numbers, map(as_scores, passes), strict=True)
 
-    def _adapt(
-        self, tasks: Sequence[Encoded]
-    ) -> Iterator[tuple[Encoded, list[PassStats], dict[str, Tensor] | None]]:
-        """Each task with the statistics of the rows of each of its K steps, those of the first step's rows
-        after all steps, and its weights.
+    def _adapt(self, tasks: Sequence[Encoded]) -> Iterator[tuple[Encoded, list[PassStats]]]:
+        """Each task with its weights, and the statistics of the rows of each of its K steps and of the first
+        step's rows after all steps.
         """
         worker, tasks = self.model.worker, sorted(tasks, key=lambda one: one.steps)
         for numbers in self._passes([one.examples for one in tasks], in_order=True):
             here = [tasks[number] for number in numbers]
             sets = [self._split(one, self._rows(one.examples, [])[0], support=True) for one in here]
-            if self.loop is None:
-                for one, support in zip(here, sets, strict=True):
-                    inner = replace(self.inner, steps=one.steps)
-                    passes = inner.adapt(worker, self.theta, support).passes
-                    passes.append(worker.forward(batches_of_step(support, 0)))
-                    named = self._by_name(worker.read()) if self.config.lora_r else None
-                    yield one, passes, named and self._own_classes(one, named)
-                    worker.write(self.theta)
-                continue
             steps = [one.steps for one in here]
-            results = self.loop.adapt(worker, self.theta, sets, steps, self._classes(here))
+            if self.loop is None:  # one task
+                worker.write(self.theta)
+                passes = replace(self.inner, steps=steps[0]).adapt(worker, self.theta, sets[0]).passes
+                passes.append(worker.forward(batches_of_step(sets[0], 0)))
+                results = [(passes, self._by_name(worker.read()) if self.config.lora_r else None)]
+            else:
+                results = self.loop.adapt(worker, self.theta, sets, steps)
             for one, (passes, named) in zip(here, results, strict=True):
-                yield one, passes, self._own_classes(one, named)
+                yield replace(one, weights=named and self._own_classes(one, named)), passes
 
     def _split(self, one: Encoded, examples: Sequence[Example], support: bool) -> list[MicroBatch]:
-        batcher, beyond = self.model.batcher, self._beyond(one)
+        batcher, classes = self.model.batcher, len(one.task.labels)
         if support:
-            return batcher.split_support(examples, (self.config.seed,), beyond)
-        return batcher.split(examples, beyond)
-
-    def _beyond(self, one: Encoded) -> int:
-        """Classes of a task whose head has more; else 0."""
-        return len(one.task.labels) if len(one.task.labels) < self.inner.head.classes else 0
-
-    def _classes(self, tasks: Sequence[Encoded]) -> list[int] | None:
-        """Classes of each task for `TaskBatch`; None if the head has no more."""
-        if not any(map(self._beyond, tasks)):
-            return None
-        return [len(one.task.labels) for one in tasks]
+            return batcher.split_support(examples, (self.config.seed,), classes)
+        return batcher.split(examples, classes)
 
     def _own_classes(self, one: Encoded, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """The weights with a head of the task's own classes alone."""
@@ -380,8 +352,9 @@ class TaskLearner:
 
     def _by_name(self, vector: Tensor) -> dict[str, Tensor]:
         """The complete parameters of a vector. Collective: group."""
-        complete = self.model.worker.complete_params(vector)
-        return {name: value.cpu().clone() for name, value in complete.items()}
+        return {
+            name: value.cpu().clone() for name, value in self.model.worker.complete_params(vector).items()
+        }
 
     def _passes(
         self, sets: Sequence[Sequence[Example]], times: int = 1, in_order: bool = False
@@ -391,26 +364,20 @@ class TaskLearner:
         times: passes that count as one.
         """
         batcher, passes = self.model.batcher, list[list[int]]()
+        most, tokens = times * self.most_tasks, times * self.settings.tokens_per_pass
         sizes = [
-            (
-                min(batcher.micro_batch_size, -(-len(examples) // batcher.group_size)),
-                self._longest(examples),
-            )
-            for examples in sets
+            (min(batcher.micro_batch_size, -(-len(rows) // batcher.group_size)), self._longest(rows))
+            for rows in sets
         ]
-        order = (
-            range(len(sets)) if in_order else sorted(range(len(sets)), key=sizes.__getitem__, reverse=True)
-        )
-        rows = tokens = 0
-        for number in order:
-            count = len(passes[-1]) + 1 if passes else 1
-            rows, tokens = max(rows, sizes[number][0]), max(tokens, sizes[number][1])
-            most = min(times * self.settings.tokens_per_pass // (rows * tokens), times * self.most_tasks)
-            if not passes or count > most or self.loop is None:
-                passes.append([number])
-                rows, tokens = sizes[number]
+        order = range(len(sets))
+        for number in order if in_order else sorted(order, key=sizes.__getitem__, reverse=True):
+            together = [*passes[-1], number] if passes else [number]
+            rows, longest = (max(sizes[one][part] for one in together) for part in (0, 1))
+            fits = len(together) <= most and len(together) * rows * longest <= tokens
+            if passes and self.loop and fits:
+                passes[-1] = together
             else:
-                passes[-1].append(number)
+                passes.append([number])
         return passes
 
     def _longest(self, examples: Sequence[Example]) -> int:
@@ -449,3 +416,11 @@ def head_key(settings: AdaptConfig, labels: Sequence[str]) -> tuple[int, bool]:
     exact = remembered(settings.model_source).get("inner_rates") == RATES_FILE
     learned = config.head_init == "learned"
     return len(labels) if exact or not config.lora_r or learned else 0, learned
+
+
+def as_scores(passes: Sequence[PassStats]) -> Tensor:
+    """Loss (inf if not finite) and accuracy of P passes, float64 [2, P]."""
+    return torch.tensor(
+        [[one.loss if one.finite else math.inf for one in passes], [one.accuracy for one in passes]],
+        dtype=torch.float64,
+    )

@@ -8,7 +8,7 @@ an ordinary model in another folder.
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,12 @@ from fmmeta.models.files import (
     BASE_FOLDER,
     GENERATION_FILE,
     HEAD_FILE,
+    SENTENCE_PROMPTS,
     SETTINGS_FILE,
     base_model_name,
     cached_file,
     read_json,
 )
-from fmmeta.models.learner import PooledClassifier
 from fmmeta.models.load import Description, empty_learner, generation_settings, load_hf
 from fmmeta.models.lora import merge, save_adapter
 from fmmeta.parallel.process_groups import ProcessGroups
@@ -54,7 +54,7 @@ CARRIED = (
     GENERATION_FILE,
     ADDED_TOKENS,
     "chat_template.json",
-    "config_sentence_transformers.json",
+    SENTENCE_PROMPTS,
     "preprocessor_config.json",
     "processor_config.json",
 )
@@ -92,8 +92,9 @@ def export(
     shapes = {name: tuple(param.shape) for name, param in skeleton.named_parameters() if param.requires_grad}
     # a head for the classes of all training tasks is not exported; tasks start with zeros
     heads = {name: torch.zeros(shapes.pop(name)) for name in skeleton.head_names} if config.joint_head else {}
+    here = shapes if ranks.layout.group_index == 0 else {}  # the first group writes
     if config.lora_r:
-        weights = gather_parameters(theta, worker, shapes, ranks) | heads
+        weights = gather(theta, worker, here, here, {}) | heads
         with ranks.world.raise_on_all("exporting the adapters"):
             if ranks.first:
                 write_adapters(
@@ -114,7 +115,7 @@ def export(
             if ranks.first and len(files) > 1:
                 write_index(folder, skeleton.hf, files)
     if rates is not None and rates.element is not None:
-        named = gather_parameters(rates.scale_layers(0, rates.element.clone()), worker, shapes, ranks)
+        named = gather(rates.scale_layers(0, rates.element.clone()), worker, here, here, {})
         with ranks.world.raise_on_all("exporting the inner rates"):
             if ranks.first:
                 save_tensors(named, folder / RATES_FILE)
@@ -150,17 +151,24 @@ def clear(folder: Path, base: str | None = None) -> None:
                 file.unlink()
 
 
-def gather_parameters(
-    vector: Tensor, worker: Worker, shapes: dict[str, tuple[int, ...]], ranks: ProcessGroups
+def gather(
+    vector: Tensor,
+    worker: Worker,
+    names: Iterable[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    frozen: Mapping[str, Tensor],
+    writer: int = 0,
 ) -> dict[str, Tensor]:
-    """The parameters of a vector [S], by name, on the first rank; none elsewhere. Collective: first group."""
-    parameters = {}
-    if ranks.layout.group_index == 0:
-        for name, shape in shapes.items():
-            parameter = worker.gather_param(vector, name, shape)
-            if ranks.first:
-                parameters[name] = parameter.cpu()
-    return parameters
+    """Tensors by name on the rank `writer` of the group; none elsewhere. One is complete at a time.
+
+    They are parameters of a vector [S], those in `shapes`, and the `frozen` ones there. Collective: group.
+    """
+    found = dict[str, Tensor]()
+    for name in names:
+        whole = worker.gather_param(vector, name, shapes[name]) if name in shapes else frozen.get(name)
+        if worker.group.rank == writer and whole is not None:
+            found[name] = whole.cpu()
+    return found
 
 
 def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
@@ -198,7 +206,7 @@ def write_adapters(
         save_model(folders[1], hf, description)
     for each in folders:
         write_metadata(each, skeleton, config, description, tokenizer, rates, trained)
-        if isinstance(skeleton, PooledClassifier) and config.head_init == "learned":
+        if skeleton.own_head and config.head_init == "learned":
             save_tensors({name: weights[name] for name in skeleton.head_names}, each / HEAD_FILE)
 
 
@@ -218,14 +226,13 @@ def write_weights(
     one, since the other ranks of the group continue with the next parameter. Collective: group.
     """
     failures: list[Exception] = []
-    if isinstance(skeleton, PooledClassifier) and config.head_init == "learned":
+    if skeleton.own_head and config.head_init == "learned":
         files = {HEAD_FILE: (0, list(skeleton.head_names)), **files}
     for path, (writer, names) in files.items():
-        tensors: dict[str, Tensor] = {}
-        for name in names:
-            value = worker.gather_param(theta, name, trained[name]) if name in trained else frozen.get(name)
-            if worker.group.rank == writer and value is not None:
-                tensors[name.removeprefix("hf.")] = value.cpu().contiguous()
+        tensors = {
+            name.removeprefix("hf."): value
+            for name, value in gather(theta, worker, names, trained, frozen, writer).items()
+        }
         if worker.group.rank == writer:
             try:
                 stored = tensors if path == HEAD_FILE else revert_weight_conversion(skeleton.hf, tensors)
@@ -298,7 +305,7 @@ def write_metadata(
     """
     tokenizer.save_pretrained(folder)
     carry_files(folder, config, description, tokenizer)
-    if isinstance(skeleton, PooledClassifier) and not description.images:
+    if skeleton.own_head and not description.images:
         sentence_transformers(folder, config, description)
     spec = find(config.algorithm)
     unused = InnerConfig.__dataclass_fields__ if spec.in_prompt else ()
@@ -323,20 +330,23 @@ def write_metadata(
     if description.labels:
         stored["labels"] = list(description.labels)
     if trained:
-        distinct = dict.fromkeys(json.dumps(one.as_dict()) for one in trained)
-        stored["datasets"] = [json.loads(one) for one in distinct]
+        stored["datasets"] = list({json.dumps(one.as_dict()): one.as_dict() for one in trained}.values())
     write_json(folder / SETTINGS_FILE, stored)
 
 
 def carry_files(folder: Path, config: Config, description: Description, tokenizer: Any) -> None:
-    """Copy the files in `CARRIED` that the checkpoint has and the export lacks. Of a language model, write
-    generation_config.json with all tokens that end an answer (`end_tokens`).
+    """Copy the files in `CARRIED` that the checkpoint has and the export lacks, without a default prompt: it
+    is trained without. Of a language model, write generation_config.json with all tokens that end an answer
+    (`end_tokens`).
     """
     places = [*dict.fromkeys((config.model_source, base_model_name(config.model_source)))]
     for name in CARRIED:
         path = next(filter(None, (cached_file(place, name) for place in places)), None)
         if path is not None and not (folder / name).exists():
             shutil.copyfile(path, folder / name)
+    prompts = read_json(str(folder), SENTENCE_PROMPTS, dict) or {}
+    if prompts.pop("default_prompt_name", None):
+        write_json(folder / SENTENCE_PROMPTS, prompts, indent=2)
     added = read_json(str(folder), ADDED_TOKENS, dict) or {}
     if not description.images and not added.items() <= tokenizer.get_vocab().items():
         (folder / ADDED_TOKENS).unlink()  # of another tokenizer than the one that was given in Python

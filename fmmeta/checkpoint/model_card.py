@@ -21,7 +21,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from fmmeta.common.security import printable
-from fmmeta.common.text import render
+from fmmeta.common.text import counted, render
 from fmmeta.config.settings import Config
 from fmmeta.models.files import BUILTIN, UNREADABLE, base_model_name, cached_file, is_path, split_source
 from fmmeta.tasks.data.encode import example_input, make_prompt
@@ -31,7 +31,7 @@ INPUT = "5 + 1"  # of a language model, in the examples of a card
 PLACEHOLDER = "USER/MODEL"  # in the commands of a card; `fmmeta push` writes the id of the repository instead
 LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]+)*|code|multilingual")
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
-LOCAL_DATA = ("letters", "marks", "words", "digits")  # built-in data sets
+LOCAL_DATA = ("letters", "words", "digits")  # built-in data sets
 
 
 @dataclass(frozen=True)
@@ -168,20 +168,16 @@ def origin(name: str) -> str:
 
 def stored_license(name: str) -> dict[str, Any]:
     """License and language of a model, where its card names valid ones."""
-    card = base_card(name)
-    found = dict[str, Any]()
+    card, keys = base_card(name), ("license", "license_name", "license_link")
+    found: dict[str, Any] = {key: printable(card[key]) for key in keys if isinstance(card.get(key), str)}
+    if not LICENSE.fullmatch(found.get("license", "")):
+        found = {}
     languages = card.get("language")
     languages = [languages] if isinstance(languages, str) else languages
     if isinstance(languages, list) and all(
         isinstance(one, str) and LANGUAGE.fullmatch(one) for one in languages
     ):
         found["language"] = languages or None
-    license_ = card.get("license")
-    if isinstance(license_, str) and LICENSE.fullmatch(license_):
-        found["license"] = license_
-        for key in ("license_name", "license_link"):
-            if isinstance(card.get(key), str):
-                found[key] = printable(card[key])
     return found
 
 
@@ -206,6 +202,13 @@ def prompt_of(template: str) -> str:
 def python_text(value: Any) -> str:
     """A text, or a list of messages, as Python code."""
     return printable(json.dumps(value, ensure_ascii=False))
+
+
+def inner_loop(config: Config, steps: int | None) -> str:
+    """What the card says of an inner loop; empty without steps."""
+    return (
+        f"{counted(steps, 'step')} of {config.inner_optimizer}, inner_lr {config.inner_lr:g}" if steps else ""
+    )
 
 
 def code(text: str) -> str:

@@ -12,22 +12,28 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-import yaml
+import huggingface_hub
+from huggingface_hub import ModelCard, constants
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from tqdm import tqdm
 
 from fmmeta.checkpoint.model_card import FILE, PLACEHOLDER, is_hub_id
 from fmmeta.checkpoint.read import MANIFEST
-from fmmeta.common.errors import UsageError
-from fmmeta.common.security import inside, one_line, printable, redact
+from fmmeta.common.errors import UsageError, one_line, usage_errors
+from fmmeta.common.security import inside, printable, redact
 from fmmeta.config.fields import refuse_first, setting
-from fmmeta.models.files import ADAPTER_FILE, UNREADABLE, hub_answers, read_json
+from fmmeta.models.files import ADAPTER_FILE, hub_answers, read_json
 
 SUFFIXES = (".safetensors", ".json", ".txt", ".md", ".jinja")
 TOKENIZERS = ("*.model", "*.bpe.codes", "*.vocab")  # files of tokenizers with other endings
 LEFT_OUT = {
     "predictions.jsonl": "texts of the query set",
     "merged": "another model; push it by its folder",
+    "*.trials.json": "of an unfinished fmmeta tune or evaluate",
+    "*.finished.json": "of an unfinished fmmeta tune or evaluate",
 }
-"""What `fmmeta adapt` writes beside a model, and why it is not uploaded."""
+"""What commands write beside a model, and why it is not uploaded."""
 ANSWERS = {
     401: "the hub does not accept the token; log in again with `hf auth login`, or set HF_TOKEN",
     403: "the token may not write there; use a token with write access, and your own user or organisation",
@@ -52,9 +58,6 @@ class PushConfig:
 
 def run(settings: PushConfig) -> None:
     """List the files and upload them. Raises `UsageError` in one line."""
-    import huggingface_hub
-    from tqdm import tqdm
-
     check_repo_id(settings.repo_id)
     folder = model_folder(Path(settings.folder))
     files, left_out = choose_files(folder)
@@ -90,9 +93,6 @@ def run(settings: PushConfig) -> None:
 
 def check_repo_id(repo_id: str) -> None:
     """Raise `UsageError` if this is not USER/NAME."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
     named = False
     with suppress(HFValidationError):
         validate_repo_id(repo_id)
@@ -111,9 +111,7 @@ def check_repo_id(repo_id: str) -> None:
 
 def usable_token(repo_id: str) -> str:
     """The user's token. Raises `UsageError` without a token or a network."""
-    from huggingface_hub import constants, get_token
-
-    given, token = f"repo_id={repo_id}", get_token()
+    given, token = f"repo_id={repo_id}", huggingface_hub.get_token()
     refuse_first(
         [
             (
@@ -173,11 +171,9 @@ def choose_files(folder: Path) -> tuple[list[str], dict[str, str]]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         top = name.parts[0]
-        if top.endswith((".trials.json", ".finished.json")):
-            left_out[top] = "of an unfinished fmmeta tune or evaluate"
-            continue
-        if top in LEFT_OUT or any(part.startswith(".") for part in name.parts):
-            left_out[top] = LEFT_OUT.get(top, "hidden")
+        why = next((why for kind, why in LEFT_OUT.items() if fnmatch(top, kind)), "")
+        if why or any(part.startswith(".") for part in name.parts):
+            left_out[top] = why or "hidden"
             continue
         inside(folder, path)
         if path.is_dir():
@@ -206,27 +202,19 @@ def pushed_card(folder: Path, repo_id: str) -> bytes | None:
 
     Raises `UsageError` for a card whose metadata cannot be read.
     """
-    from huggingface_hub import ModelCard
-
     if not (folder / FILE).is_file():
         return None
-    try:
+    with usage_errors(f"folder={folder}: the metadata of {FILE} cannot be read", "fix or remove it"):
         card = ModelCard.load(folder / FILE)
         if card.data.get("eval_results"):
             card.data["model_name"] = repo_id
         card.text = card.text.replace(PLACEHOLDER, repo_id)
         return str(card).encode()
-    except (*UNREADABLE, yaml.YAMLError) as error:
-        raise UsageError(
-            f"folder={folder}: the metadata of {FILE} cannot be read ({one_line(error)}); fix or remove it"
-        ) from None
 
 
 @contextmanager
 def hub_errors(repo_id: str) -> Iterator[None]:
     """Raise a `UsageError` of one line for an error of the hub or of the network."""
-    from huggingface_hub.errors import HfHubHTTPError
-
     try:
         yield
     except HfHubHTTPError as error:

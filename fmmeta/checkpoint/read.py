@@ -10,15 +10,16 @@ import os
 import re
 import shutil
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import Fragment, ParamMap
 
@@ -61,37 +62,35 @@ def find_corruption(folder: Path, comm: Communicator) -> str:
         files = read_manifest(folder)
         for name in sorted(files)[comm.rank :: comm.size]:
             message = message or find_file_corruption(folder / name, files[name])
-    except UsageError as error:
+    except OSError as error:
+        message = f"{error.filename or folder} cannot be read: {error.strerror}"
+    except ValueError as error:
         message = str(error)
     return next((text.decode() for text in comm.gather_bytes(message.encode()) if text), "")
 
 
 def read_manifest(folder: Path) -> dict[str, Entry]:
-    """The files of a checkpoint, by name. Raises `UsageError` for a damaged manifest."""
-    try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+    """The files of a checkpoint, by name. Raises `OSError`, and `ValueError` for a damaged manifest."""
+    text = (folder / MANIFEST).read_bytes()
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        files = json.loads(text)["files"]
         if STATE in files and all(
             FILES.fullmatch(name) and {"bytes", "sha256"} <= set(files[name]) for name in files
         ):
             return files
-    except OSError as error:
-        raise UsageError(f"{MANIFEST} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
-    raise UsageError(f"{MANIFEST} is damaged")
+    raise ValueError(f"{MANIFEST} is damaged")
 
 
 def find_file_corruption(file: Path, entry: Entry) -> str:
-    """How a file differs from its entry in the manifest, as a message; "" if it does not."""
-    try:
-        size, checksum = file.stat().st_size, hashlib.sha256()
-        if size != entry["bytes"]:
-            return f"{file.name} has {size} bytes instead of {entry['bytes']}"
-        with file.open("rb") as opened:
-            while part := opened.read(2**24):
-                checksum.update(part)
-    except OSError as error:
-        return f"{file.name} cannot be read: {error.strerror}"
+    """How a file differs from its entry in the manifest, as a message; "" if it does not.
+
+    Raises `OSError`.
+    """
+    size = file.stat().st_size
+    if size != entry["bytes"]:
+        return f"{file.name} has {size} bytes instead of {entry['bytes']}"
+    with file.open("rb") as opened:
+        checksum = hashlib.file_digest(opened, "sha256")
     if checksum.hexdigest() != entry["sha256"]:
         return f"{file.name} has another sha256 than {MANIFEST}"
     return ""
@@ -99,15 +98,11 @@ def find_file_corruption(file: Path, entry: Entry) -> str:
 
 def read_state(folder: Path) -> dict[str, Any]:
     """The content of state.json. Raises `UsageError` if no run can resume from it."""
-    try:
+    with usage_errors(f"resume_from_checkpoint={folder} is no checkpoint", "give a checkpoint-N folder"):
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         for name, kind in NEEDED.items():
             if not isinstance(state, dict) or not isinstance(state.get(name), kind):
                 raise ValueError(f"{STATE} has no {name}")
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"resume_from_checkpoint={folder} is no checkpoint ({error}); give a checkpoint-N folder"
-        ) from None
     return state
 
 
@@ -169,12 +164,8 @@ def load_tables(folder: Path) -> dict[str, Tensor]:
 
     Raises `UsageError`, also if the checkpoint is removed while it is read.
     """
-    if TABLES not in read_manifest(folder):
-        return {}
-    try:
-        return load_file(folder / TABLES)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise UsageError(f"{folder / TABLES} cannot be read ({error}); give an older checkpoint") from None
+    with usage_errors(f"{folder}: {TABLES} cannot be read", "give an older checkpoint"):
+        return load_file(folder / TABLES) if TABLES in read_manifest(folder) else {}
 
 
 class Stored(NamedTuple):
@@ -191,7 +182,7 @@ def index(folder: Path) -> tuple[dict[str, list[Stored]], dict[str, list[int]]]:
     """The tensors of all shards by `vector/parameter`, and the shapes of parameters. Raises `UsageError`."""
     where: dict[str, list[Stored]] = defaultdict(list)
     shapes: dict[str, list[int]] = {}
-    try:
+    with usage_errors(f"{folder} cannot be read", "give an older checkpoint"):
         for name in sorted(name for name in read_manifest(folder) if name.startswith("shard-")):
             file = safe_open(folder / name, "pt")
             shapes |= json.loads((file.metadata() or {}).get("shapes", "{}"))
@@ -201,8 +192,6 @@ def index(folder: Path) -> tuple[dict[str, list[Stored]], dict[str, list[int]]]:
                 (length,) = file.get_slice(key).get_shape()
                 part = tuple(map(int, cut.split(":"))) if cut else None
                 where[path].append(Stored(int(offset), int(offset) + length, file, key, part))
-    except (OSError, RuntimeError, SafetensorError, ValueError, TypeError, UsageError) as error:
-        raise UsageError(f"{folder} cannot be read ({error}); give an older checkpoint") from None
     return where, shapes
 
 

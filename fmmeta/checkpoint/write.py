@@ -25,8 +25,9 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.checkpoint.read import MANIFEST, STATE, TABLES, Entry, list_complete
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.processes import host_bytes
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import sync
@@ -45,6 +46,7 @@ from fmmeta.parallel.param_map import Fragment, ParamMap
 from fmmeta.parallel.process_groups import Communicator, ProcessGroups
 
 EXIT_WAIT_S = 60.0  # for a pending write, when a run fails
+MOST_FAILED = 3  # checkpoints in a row that could not be written
 MEMORY_SHARE = 0.5  # of the free host memory, which the copies may take
 
 
@@ -90,17 +92,18 @@ def write(
     `UsageError` for a disk error. Collective: comm.
     """
     temporary, entries = folder.with_name(f"tmp-{folder.name}"), {}
+    disk_errors = partial(usage_errors, f"{folder} could not be written", "free space or fix it")
     try:
-        with comm.raise_on_all("preparing a checkpoint"), disk_errors(folder):
+        with comm.raise_on_all("preparing a checkpoint"), disk_errors():
             if comm.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
-        with comm.raise_on_all("writing a checkpoint"), disk_errors(folder):
+        with comm.raise_on_all("writing a checkpoint"), disk_errors():
             if shard:
                 name = f"shard-{comm.rank:05d}.safetensors"
                 entries[name] = write_tensors(temporary / name, shard, {"shapes": json.dumps(shapes)})
         gathered = comm.gather_bytes(json.dumps(entries).encode())
-        with comm.raise_on_all("finishing a checkpoint"), disk_errors(folder):
+        with comm.raise_on_all("finishing a checkpoint"), disk_errors():
             if comm.rank == 0:
                 entries = {name: entry for part in gathered for name, entry in json.loads(part).items()}
                 if tables:
@@ -135,17 +138,6 @@ def remove(folder: Path) -> None:
     with suppress(OSError):
         os.rename(folder, unnamed)
     shutil.rmtree(unnamed, ignore_errors=True)
-
-
-@contextmanager
-def disk_errors(folder: Path) -> Iterator[None]:
-    """Raise `UsageError` for a disk error of the block."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(
-            f"{folder} could not be written: {error.strerror or error}; free space or fix it"
-        ) from None
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> Entry:
@@ -216,7 +208,7 @@ class Saver:
         if self.warming is not None:
             self.warming.join()
         pieces = rank_slices(vectors, self.params, self.ranks)
-        copies = self.config.save_async and not last and self.allocate(pieces)
+        copies = not last and self.allocate(pieces)
         if copies:
             for name, piece in pieces.items():
                 self.copies[name].copy_(piece)
@@ -238,7 +230,7 @@ class Saver:
 
     def warm(self, vectors: Mapping[str, Tensor]) -> None:
         """Allocate the copies before the first save, in a thread."""
-        if self.config.save_async and self.warming is None:
+        if self.warming is None:
             self.warming = threading.Thread(
                 target=self.allocate,
                 args=(rank_slices(vectors, self.params, self.ranks),),
@@ -296,7 +288,7 @@ class Saver:
         self.failed += 1
         newest = f"the last complete one is {self.last}" if self.last else "there is no complete one"
         failure = self.failure or f"{folder} could not be written"
-        if last or self.failed >= self.config.max_failed_saves:
+        if last or self.failed >= MOST_FAILED:
             raise UsageError(f"{failure}; {self.failed} in a row, {newest}")
         self.notice(Warn(f"{failure}; training continues, {newest}"))
 

@@ -1,6 +1,11 @@
 """Exceptions that end a command with one line on rank 0, and its exit code on every rank."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 EXIT_FAULT, EXIT_STOPPED = 70, 75
+CLEAR = (OSError, ValueError, RuntimeError, ImportError)  # their text is enough in a message
+MOST_SHOWN = 300  # characters of a library's error
 
 
 class UsageError(ValueError):
@@ -42,3 +47,29 @@ class Stopped(Exception):
 
 class PeerLost(RuntimeError):
     """A group has died or cannot be reached (--elastic): a sum in which it took part is void."""
+
+
+def one_line(text: object) -> str:
+    """A text, or that of an error, on one line."""
+    return " ".join(str(text).split())
+
+
+@contextmanager
+def usage_errors(broken: str, fix: str) -> Iterator[None]:
+    """Raise a `UsageError`, `{broken} ({error}); {fix}`, if the block fails.
+
+    It is for reading files, and for the user's code. Libraries raise errors of every type for damaged files.
+
+    >>> with usage_errors("splits=a.json is not JSON", "fix the file"):
+    ...     {"a": 1}["b"]
+    Traceback (most recent call last):
+    fmmeta.common.errors.UsageError: splits=a.json is not JSON (KeyError: 'b'); fix the file
+    """
+    try:
+        yield
+    except (UsageError, Stopped, PeerError, MemoryError):
+        raise
+    except Exception as error:
+        text = (getattr(error, "strerror", None) or one_line(error))[:MOST_SHOWN]
+        kind = "" if text and isinstance(error, CLEAR) else f"{type(error).__name__}: "
+        raise UsageError(f"{broken} ({kind}{text}); {fix}") from error

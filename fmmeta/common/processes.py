@@ -240,11 +240,10 @@ def refuse_while_importing(call: str) -> None:
     """
     main = sys.modules.get("__mp_main__")  # an alias, but where multiprocessing has imported the main module
     is_starting = getattr(main, "__name__", "") == "__mp_main__" and main is not sys.modules["__main__"]
-    by = f"module {_imported[-1]}" if _imported else "a process that starts"
     if _imported or is_starting:
+        when = f"module {_imported[-1]} is imported" if _imported else "multiprocessing imports this script"
         raise UsageError(
-            f"{call} is called while {by} imports the code of the call; put the call below"
-            ' `if __name__ == "__main__":`'
+            f'{call} runs while {when}, and would start again; put it below `if __name__ == "__main__":`'
         )
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 from fmmeta.common.security import printable
@@ -19,6 +20,7 @@ LOGGER.addHandler(logging.NullHandler())  # without any handler, logging would p
 
 
 MARKS = 1000  # of the last steps the times are stored
+LEAST, MANY = 3, 10  # intervals for an estimate, and for one that counts the longest too
 
 
 class Warn(str):
@@ -99,7 +101,7 @@ class Progress:
             LOGGER.log(level, "%s", "\n".join(map(printable, lines)))
 
     def line(self, what: str, done: int, total: int, text: str = "", first: int = 0, stride: int = 1) -> None:
-        """Show `done` of `total`, and the time left once two steps of this process are known.
+        """Show `done` of `total`, and the time left once some steps of this process are known.
 
         first: done before this process began. stride: the most that one step adds to `done`.
         """
@@ -121,8 +123,9 @@ class Progress:
     ) -> float | None:
         """Seconds for the rest, at the rate of the later half of the stored steps; None if unknown.
 
-        The first step also starts loader processes and runs checks. Steps that another process took (an
-        elastic group receives the state of the others) have no rate: counting begins again.
+        The first steps also start loader processes, compile and run checks: among few steps the longest does
+        not count. Steps that another process took (an elastic group receives the state of the others) have no
+        rate: counting begins again.
         """
         marks = self.marks.setdefault(what, [])
         if marks and not 0 < done - marks[-1][0] <= stride:
@@ -131,11 +134,14 @@ class Progress:
             return None
         marks.append((done, now))
         del marks[:-MARKS]
-        if len(marks) < 2 or done >= total:
-            return None
         half = (marks[0][0] + done) / 2
-        since, began = [mark for mark in marks if mark[0] <= half][-1]
-        return (now - began) / (done - since) * (total - done)
+        since = [mark[0] for mark in marks if mark[0] <= half][-1]
+        recent = [mark for mark in marks if mark[0] >= since]
+        intervals = sorted((after - before, b - a) for (a, before), (b, after) in pairwise(recent))
+        if len(intervals) < LEAST or done >= total:
+            return None
+        seconds, steps = zip(*intervals[: -1 if len(intervals) < MANY else None], strict=True)
+        return sum(seconds) / sum(steps) * (total - done)
 
     def _show_bar(self, what: str, done: int, total: int, text: str, first: int) -> None:
         """Show a bar below those that were open when it began; bars below it end."""

@@ -2,19 +2,24 @@
 
 import contextlib
 import errno
+import hashlib
 import importlib
 import inspect
 import io
 import os
+import platform
 import re
 import shutil
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fmmeta.common.errors import UsageError
+import psutil
+
+from fmmeta.common.errors import UsageError, one_line
 from fmmeta.common.processes import importing
 
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY")
@@ -27,6 +32,9 @@ TOKENS = (  # no match contains a quote, so that redacted JSON stays JSON
 LEAST = 8  # characters of a secret; shorter ones are words
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO}
 GIB = 2**30
+OLD_S = 86400.0  # no write of a file takes so long
+TEMPORARY = re.compile(r"\..+\.(?P<host>[0-9a-f]{8})-(?P<process>\d+)-[0-9a-f]{8}\.tmp", re.DOTALL)
+_swept = set[Path]()  # folders in which this process has looked for names that killed ones left
 MOST_GIB = 16.0  # bound on the unpacked size of a file, for commands without max_file_gib
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -79,11 +87,6 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def one_line(error: BaseException) -> str:
-    """The text of an error on one line."""
-    return " ".join(str(error).split())
-
-
 def is_inside(root: Path, path: Path) -> bool:
     """Whether the target of `path` is inside `root`, or in the blobs of the hub cache that holds `root`."""
     there, home = Path(os.path.realpath(path)), root.resolve()
@@ -126,10 +129,16 @@ def publishing(path: Path) -> Iterator[Path]:
     """A new name beside `path`; the file or folder that the block writes there becomes `path` at its end.
 
     Several processes may write one path: a file replaces that of another, a folder that is there meanwhile
-    stays. An error leaves nothing; a process that is killed leaves a name that ends with `.tmp`. A block that
+    stays. An error leaves nothing; what a process that was killed has left is removed here. A block that
     removes what it wrote publishes nothing. Raises `OSError`.
     """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    if path.parent not in _swept:  # once: a folder may get thousands of files
+        _swept.add(path.parent)
+        for one in path.parent.glob(".*.tmp"):
+            with contextlib.suppress(OSError):  # another process removes it too
+                if is_left(one):
+                    remove(one)
+    temporary = path.with_name(f".{path.name}.{host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     try:
         yield temporary
         if temporary.is_dir():
@@ -138,7 +147,30 @@ def publishing(path: Path) -> Iterator[Path]:
             publish(temporary, path)
     finally:  # a timeout is no `Exception`
         with contextlib.suppress(OSError):
-            shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink()
+            remove(temporary)
+
+
+def host() -> str:
+    """A short name of this host and, in a container, of its process numbers; equal in all processes there."""
+    namespace = Path("/proc/self/ns/pid")
+    numbers = os.readlink(namespace) if namespace.exists() else ""
+    return hashlib.sha256(f"{platform.node()} {numbers}".encode()).hexdigest()[:8]
+
+
+def is_left(temporary: Path) -> bool:
+    """Whether a name is one of `publishing` whose process has ended; of another host, one that is old.
+
+    Raises `OSError`.
+    """
+    found = TEMPORARY.fullmatch(temporary.name)
+    if found and found["host"] == host():
+        return not psutil.pid_exists(int(found["process"]))
+    return bool(found) and time.time() - temporary.stat().st_mtime > OLD_S
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder. Raises `OSError`."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def publish_text(path: Path, text: str) -> None:
@@ -209,10 +241,10 @@ def import_named(setting: str, name: str, what: str) -> Any:
     try:
         with importing(module):
             return getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # importing runs the user's code, which may raise anything
+    except Exception as error:  # importing runs the user's code, which may raise a UsageError too
         raise UsageError(
             f"{setting}={name} cannot be imported ({one_line(error)}); write module:name of {what}"
-        ) from None
+        ) from error
 
 
 def import_function(setting: str, name: str) -> Callable[..., Any]:

@@ -18,8 +18,8 @@ from importlib.metadata import EntryPoint, entry_points
 from inspect import signature
 from typing import Any
 
-from fmmeta.common.errors import UsageError
-from fmmeta.common.security import import_named, one_line
+from fmmeta.common.errors import UsageError, usage_errors
+from fmmeta.common.security import import_named
 from fmmeta.common.text import any_of, nearest
 
 
@@ -27,17 +27,19 @@ from fmmeta.common.text import any_of, nearest
 class AlgorithmSpec:
     """An algorithm: its rule, its conflicts, its costs.
 
-    rule: (Setup, outer step) -> Rule (fmmeta/meta/rule.py); None: a baseline that trains nothing.
+    rule: a Rule (fmmeta/meta/task.py), TaskRun -> TaskResult; None: a baseline that trains nothing.
+    several: a MultiTaskRule for --tasks_per_pass, where tasks share passes of a frozen body.
     reference: the rule in plain PyTorch, (ReferenceTask) -> Gradients (fmmeta/meta/reference.py); the parity
     tests compare the rule with it.
     """
 
     name: str
-    rule: Any = None
+    rule: Callable[[Any], Any] | None = None
     reference: Callable[[Any], Any] | None = None
     order: int = 1  # derivatives of the inner loop that the meta-gradient takes, 1 or 2
     adapts: str = "all"  # what the inner loop changes: all, body or head
     frozen_body: bool = False  # a task does not change the body: features are computed once
+    several: Callable[[Any], Any] | None = None
     multi_task: str | None = None  # several tasks in a pass over adapters, by gradient: query or displacement
     task_type: str | None = None  # the only one that it works with
     all_classes: bool = False  # one head is trained over the classes of all training tasks
@@ -109,13 +111,11 @@ def find(name: str) -> AlgorithmSpec:
     if ":" in name:
         found = import_named("algorithm", name, "an AlgorithmSpec")
     elif name in installed():
-        try:
+        with usage_errors(
+            f"algorithm={name} cannot be imported from {installed()[name].value}",
+            "correct or remove the package that installs it",
+        ):
             found = installed()[name].load()
-        except Exception as error:  # importing runs the package's code, which may raise anything
-            raise UsageError(
-                f"algorithm={name} cannot be imported from {installed()[name].value} ({one_line(error)});"
-                " correct or remove the package that installs it"
-            ) from None
     else:
         names = (*BUILT_IN, *installed())
         raise UsageError(
@@ -232,7 +232,7 @@ def find_outer(name: str) -> OuterOptimizerSpec:
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         raise UsageError(
             f"{given} is a {type(found).__name__}, neither an OuterOptimizerSpec nor a subclass of"
-            " torch.optim.Optimizer; name one (docs/custom_rules.md)"
+            " torch.optim.Optimizer; name one (docs/how-to/own-rule.md)"
         )
     return OuterOptimizerSpec(found, _moments(found), {})
 
@@ -262,7 +262,10 @@ def check_outer(c: Any) -> None:
     start, *grads = (torch.randn(8, generator=random) for _ in range(4))
     whole, halves = start.clone(), [part.clone() for part in start.split(4)]
     moments, numbers = [dict[str, Any](), dict[str, Any]()], dict[str, Any]()
-    try:
+    with usage_errors(
+        f"{given} cannot take a step on a vector",
+        "use an optimizer that takes lr and acts element by element",
+    ):
         kept = spec.make([whole], 0.1, c)
         for grad in grads:
             whole.grad = grad.clone()
@@ -271,11 +274,6 @@ def check_outer(c: Any) -> None:
             for i, part in enumerate(halves):
                 state = {**{name: torch.tensor(x) for name, x in before.items()}, **moments[i]}
                 moments[i], numbers = spec.step(part, grad.split(4)[i].clone(), state, 0.1, c)
-    except Exception as error:  # the user's code may raise anything
-        raise UsageError(
-            f"{given} cannot take a step on a vector ({type(error).__name__}: {one_line(error)}); use an"
-            " optimizer that takes lr and acts element by element"
-        ) from None
     other = [name for name in moments[0] if name not in spec.moments or moments[0][name].shape != (4,)]
     if other:
         raise UsageError(
@@ -305,18 +303,20 @@ def find_inner(name: str) -> Any:
         raise UsageError(f"{given} is unknown{nearest(name, INNER_OPTIMIZERS)}; use {known}, or module:name")
     found = import_named("inner_optimizer", name, "an InnerOptimizer")
     kind = pkgutil.resolve_name("fmmeta.meta.inner_optimizers:InnerOptimizer")
-    if not isinstance(found, kind) or found.momentum or found.kept is not None:
+    if not isinstance(found, kind) or found.momentum:
         raise UsageError(
             f"{given} is a {type(found).__name__}, no InnerOptimizer(state_names, direction) without"
-            " momentum= and kept=; name one (docs/custom_rules.md)"
+            " momentum=; name one (docs/how-to/own-rule.md)"
         )
     import torch
 
     random = torch.Generator().manual_seed(0)
     phi, *grads = (torch.randn(8, generator=random) for _ in range(4))
-    one, two = (found.initial_state(8, phi.device).vectors for _ in range(2))
+    one, two = (found.zero_state(8, phi.device).vectors for _ in range(2))
     whole, halves, apart = phi, phi, 0.0
-    try:
+    with usage_errors(
+        f"{given} cannot update a vector", "give a direction (gradient, phi, state, step number) -> u"
+    ):
         for count, grad in enumerate(grads, 1):
             if found.differentiable is not None:
                 before = {key: x.clone() for key, x in one.items()}
@@ -331,11 +331,6 @@ def find_inner(name: str) -> Any:
             if found.differentiable is not None:
                 apart = max(apart, float((same - u).abs().max() / u.abs().max()))
             whole, halves = whole - 0.1 * u, halves - 0.1 * torch.cat(parts)
-    except Exception as error:  # the user's code may raise anything
-        raise UsageError(
-            f"{given} cannot update a vector ({type(error).__name__}: {one_line(error)}); give a direction"
-            " (gradient, phi, state, step number) -> u"
-        ) from None
     if not torch.allclose(whole, halves, rtol=1e-4, atol=1e-6):
         raise UsageError(
             f"{given} does not act element by element, with vectors changed in place as its only state: a"

@@ -59,7 +59,8 @@ def resolved(c: Any) -> dict[str, Any]:
 
 def inner_rate(c: Any) -> float:
     """The default of inner_lr. For language models one with which five steps lower the support loss, of
-    SmolLM2-135M and of the built-in model, of adapters and of all weights (docs/fewshot.md).
+    SmolLM2-135M and of the built-in model, of adapters and of all weights
+    (docs/how-to/evaluate-and-adapt.md).
     """
     if c.task_type != "causal_lm":
         return 0.1
@@ -85,6 +86,12 @@ def without_effect(c: Any) -> Iterator[str]:
             if not (found in values if values else found):
                 use = f"use --{other} {' or '.join(values)}" if values else f"give --{other}"
                 yield f"{given} means nothing for {other}={found}; leave it out, or {use}"
+        for name_or_value, why in rule.excludes.items():
+            other, _, excluded = name_or_value.partition("=")
+            found = getattr(c, other)
+            accepted = (default_of(type(c).__dataclass_fields__[other]), None)
+            if str(found) == excluded or not (excluded or found in accepted):
+                yield f"{given} with {other}={shown(found)}: {why}; leave one out"
         if rule.per_algorithm and value != "no" and name not in supports:
             yield (
                 f"{given} is not supported by algorithm={c.algorithm}; leave it out, or use"
@@ -101,14 +108,11 @@ def problems(c: Any) -> Iterator[str]:
     for conflicts in (
         of_run(c),
         of_data(c),
-        of_parallelism(c),
         of_algorithm(c),
         [(True, text) for text in find(c.algorithm).conflicts(c)],
         of_inner_loop(c),
         of_outer_step(c),
-        of_elastic(c) if c.elastic else [],
         of_several_tasks(c) if c.tasks_per_pass != "1" else [],
-        of_compile(c),
     ):
         yield from (text for is_there, text in conflicts if is_there)
 
@@ -116,20 +120,21 @@ def problems(c: Any) -> Iterator[str]:
 def of_run(c: Any) -> Conflicts:
     known = {*type(c).__dataclass_fields__, "dataset_fingerprint", *RESOLVED}
     return [
+        (
+            c.elastic and c.output_dir is None,
+            "elastic=True needs output_dir: every group must find the same folder; give one on a disk that"
+            " all of them see",
+        ),
+        (
+            c.pipeline_balance == "time" and c.pipeline_stages == 1,
+            "pipeline_balance=time means nothing for pipeline_stages=1; leave it out",
+        ),
         *(
             (
                 name not in known,
                 f"accept_changed_settings={name} is no setting; name those that the refusal names",
             )
             for name in c.accept_changed_settings
-        ),
-        (
-            c.load_best_model_at_end and not (c.eval_steps and c.eval_episodes),
-            "load_best_model_at_end=True needs validation scores; give --eval_steps and --eval_episodes",
-        ),
-        (
-            c.tune is not None and c.elastic,
-            "tune with elastic=True is not implemented; choose without elastic, and set what was chosen",
         ),
         (not c.report_to, "report_to= names no tracker; name each once, or none"),
         (
@@ -168,11 +173,6 @@ def of_data(c: Any) -> Conflicts:
             )
             for name in ("class_splits", "task_splits")
         ),
-        (
-            c.stratify_by is not None and c.stratum_column is not None,
-            f"stratify_by={c.stratify_by} and stratum_column={c.stratum_column} both set the strata; leave"
-            " one out",
-        ),
         *(
             (
                 getattr(c, name) is not None and len(c.dataset) > 1,
@@ -182,31 +182,12 @@ def of_data(c: Any) -> Conflicts:
             for name in ("stratify_by", "stratum_column")
         ),
         (
-            "digits" in c.dataset and {"letters", "marks", "words"} & {*c.dataset},
+            "digits" in c.dataset and {"letters", "words"} & {*c.dataset},
             f"dataset={names} mixes images and texts, and a model reads one kind; train two runs",
-        ),
-        *(
-            (
-                c.collate_fn is not None and getattr(c, setting) != only,
-                f"collate_fn={c.collate_fn} with {setting}={shown(getattr(c, setting))}: {why}; leave one"
-                " out",
-            )
-            for setting, only, why in (
-                ("pipeline_stages", 1, "stages pass token ids and masks"),
-                ("tensor_parallel_size", 1, "tensor ranks are not tested with other inputs"),
-                ("tasks_per_pass", "1", "inputs of several tasks are not joined"),
-                ("example_transforms", [], "the function gets rows and can change them itself"),
-                ("episode_transforms", [], "the function gets rows and can change them itself"),
-                ("label_names", None, "the text of a class is no row of the data"),
-            )
         ),
         (
             weights and not fits,
             f"mix_weights={shown(weights)} does not fit dataset={names}; give one positive number for each",
-        ),
-        (
-            weights and c.mix_temperature != 1,
-            f"mix_temperature={c.mix_temperature} and mix_weights both set the shares; leave one out",
         ),
         *(
             (
@@ -229,22 +210,6 @@ def is_prompt(template: str) -> bool:
     with suppress(ValueError):
         return bool(PromptTemplate.of(template))
     return False
-
-
-def of_parallelism(c: Any) -> Conflicts:
-    """Data parallelism and ZeRO 3 work with every setting; pipeline stages and tensor ranks do not."""
-    stages, tensor = c.pipeline_stages, c.tensor_parallel_size
-    return [
-        (
-            c.pipeline_balance == "time" and stages == 1,
-            "pipeline_balance=time means nothing for pipeline_stages=1; leave it out",
-        ),
-        (
-            c.engine == "plain" and stages * tensor > 1,
-            "engine=plain holds a whole model on one rank; leave out pipeline_stages and"
-            " tensor_parallel_size",
-        ),
-    ]
 
 
 def of_algorithm(c: Any) -> Conflicts:
@@ -288,6 +253,7 @@ def of_algorithm(c: Any) -> Conflicts:
                 "reduce_dtype": "fp32",
                 "elastic": False,
                 "task_schedule": "static",
+                "gradient_noise_scale": False,
             }.items()
         ),
     ]
@@ -298,17 +264,17 @@ def of_inner_loop(c: Any) -> Conflicts:
     own, attention = inner not in INNER_OPTIMIZERS, c.attn_implementation or ""
     has_derivative = not own or find_inner(inner).differentiable is not None
     second_order = spec.order > 1 and c.first_order_steps < c.outer_steps
-    keeps = inner == "adamw" and "inner_optimizer_state" in spec.supports
-    sampled = f"support_batch_size={c.support_batch_size} with"
     return [
         (
             c.support_batch_size and (spec.order > 1 or spec.frozen_body or spec.in_prompt),
-            f"{sampled} algorithm={name}: inner steps on samples of the support set are implemented for"
-            " first-order rules that change all weights; use fomaml or reptile, or leave it out",
+            f"support_batch_size={c.support_batch_size} with algorithm={name}: inner steps on samples of the"
+            " support set are implemented for first-order rules that change all weights; use fomaml or"
+            " reptile, or leave it out",
         ),
         (
-            c.support_batch_size and c.tasks_per_pass != "1",
-            f"{sampled} tasks_per_pass={c.tasks_per_pass} is not implemented; leave one out",
+            c.check_meta_gradient and inner not in ("sgd", "momentum"),
+            f"check_meta_gradient=True with inner_optimizer={inner}: differences do not give the derivative"
+            " of its state, so that there is nothing to compare with; check with sgd",
         ),
         (
             second_order and not has_derivative,
@@ -326,29 +292,9 @@ def of_inner_loop(c: Any) -> Conflicts:
             " momentum",
         ),
         (
-            c.check_meta_gradient and inner not in ("sgd", "momentum"),
-            f"check_meta_gradient=True with inner_optimizer={inner}: differences do not give the derivative"
-            " of its state, so that there is nothing to compare with; check with sgd",
-        ),
-        (
-            c.second_order == "autograd" and c.compile,
-            "second_order=autograd with compile=True: compiled layers have no second derivative; leave one"
-            " out",
-        ),
-        (
             c.second_order == "autograd" and attention not in ("", "sdpa", "eager"),
             f"second_order=autograd with attn_implementation={attention}, which has no second derivative; use"
             " sdpa or eager",
-        ),
-        (
-            c.inner_optimizer_state == "kept" and not keeps,
-            f"inner_optimizer_state=kept keeps Reptile's Adam moments, and here are algorithm={name} and"
-            f" inner_optimizer={inner}; use reset",
-        ),
-        (
-            c.inner_lr_learned == "element" and c.inner_lr_schedule != "constant",
-            f"inner_lr_schedule={c.inner_lr_schedule} with inner_lr_learned=element: one rate per element"
-            " serves all steps; use constant, or inner_lr_learned=layer",
         ),
         *(
             (
@@ -395,77 +341,14 @@ def of_outer_step(c: Any) -> Conflicts:
             " a higher rate, or linear",
         ),
         (
-            c.scale_outer_lr is not None and c.base_meta_batch_size is None,
-            f"scale_outer_lr={c.scale_outer_lr} needs the number of tasks for which outer_lr was chosen; give"
-            " --base_meta_batch_size",
-        ),
-        (
             c.gradient_noise_scale and c.tasks_per_step == 1,
             "gradient_noise_scale=True compares the tasks of an outer step, and there is one"
             " (meta_batch_size=1); use --meta_batch_size 2 or more",
         ),
         (
-            c.gradient_noise_scale and find(c.algorithm).trains_nothing,
-            f"gradient_noise_scale=True means nothing for algorithm={c.algorithm}, which trains nothing;"
-            " leave it out",
-        ),
-        *of_staleness(c),
-    ]
-
-
-def of_staleness(c: Any) -> Conflicts:
-    """Outer steps that close without waiting."""
-    excluded = {  # setting: its only value, and why
-        "elastic": (False, "a lost group would take its gradients with it"),
-        "inner_optimizer_state": ("reset", "tasks would begin with moments of different outer steps"),
-        "task_sharding": ("global", "there is one queue of tasks for all groups"),
-        "tasks_per_pass": ("1", "a task is claimed and counted alone"),
-        "tensor_parallel_size": (1, "tensor ranks are not tested with it"),
-        "gradient_noise_scale": (False, "the gradients of an outer step are not of one theta"),
-    }
-    return [
-        (
             c.max_staleness and find(c.algorithm).order > 1,
             f"max_staleness={c.max_staleness} with algorithm={c.algorithm} is implemented for first-order"
             " rules; use fomaml or reptile, or leave it out",
-        ),
-        *(
-            (
-                c.max_staleness and getattr(c, setting) != only,
-                f"max_staleness={c.max_staleness} with {setting}={getattr(c, setting)}: {why}; use"
-                f" {setting}={only}, or leave max_staleness out",
-            )
-            for setting, (only, why) in excluded.items()
-        ),
-    ]
-
-
-def of_elastic(c: Any) -> Conflicts:
-    """Groups that join and leave."""
-    excluded = {  # setting: its only value, and why
-        "task_sharding": ("global", "its meta-batches depend on the number of nodes"),
-        "pipeline_stages": (1, "stages are not tested with groups that rejoin"),
-        "tensor_parallel_size": (1, "tensor ranks are not tested with groups that rejoin"),
-        "load_best_model_at_end": (False, "the best weights are not in the state that a group receives"),
-        "accept_changed_settings": ([], "groups that are running cannot change theirs"),
-    }
-    return [
-        (
-            c.output_dir is None,
-            "elastic=True needs output_dir: every group must find the same folder; give one on a disk that"
-            " all of them see",
-        ),
-        *(
-            (
-                getattr(c, name) != only,
-                f"elastic=True with {name}={getattr(c, name)}: {why}; leave {name} out",
-            )
-            for name, (only, why) in excluded.items()
-        ),
-        (
-            c.resume_from_checkpoint != "latest",
-            f"elastic=True with resume_from_checkpoint={c.resume_from_checkpoint}: a group that rejoins takes"
-            " the newest state; leave it out",
         ),
     ]
 
@@ -475,14 +358,6 @@ def of_several_tasks(c: Any) -> Conflicts:
     spec = find(c.algorithm)
     if spec.frozen_body:
         excluded: Conflicts = [
-            (
-                c.max_task_norm is not None,
-                f"max_task_norm={c.max_task_norm}, which looks at each task's direction",
-            ),
-            (
-                c.max_task_loss is not None,
-                f"max_task_loss={c.max_task_loss}, which may drop a task of several",
-            ),
             (
                 c.gradient_noise_scale,
                 "gradient_noise_scale=True, which needs the gradient of each task alone",
@@ -499,36 +374,14 @@ def of_several_tasks(c: Any) -> Conflicts:
                 f"n_way_max={c.n_way_max}, where tasks have heads of different sizes",
             ),
             (c.packing, "packing=True"),
-            (c.inner_optimizer_state != "reset", f"inner_optimizer_state={c.inner_optimizer_state}"),
             (c.inner_lr_learned != "no", f"inner_lr_learned={c.inner_lr_learned}"),
             (c.inner_lr_groups, f"inner_lr_groups={shown(c.inner_lr_groups)}"),
             (c.multi_step_loss_steps, f"multi_step_loss_steps={c.multi_step_loss_steps}"),
             (c.prototype_gradient, "prototype_gradient=True"),
             (c.offload_outer, "offload_outer=True"),
+            (c.compile, "compile=True, as tasks replace layers in each pass"),
         ]
     given = f"tasks_per_pass={c.tasks_per_pass} is not implemented with"
     return [
         (is_there, f"{given} {what}; leave it out, or use --tasks_per_pass 1") for is_there, what in excluded
-    ]
-
-
-def of_compile(c: Any) -> Conflicts:
-    """A compiled model is one graph, without hooks and modules that change from pass to pass."""
-    excluded: Conflicts = [
-        (c.pipeline_stages > 1, f"pipeline_stages={c.pipeline_stages}, whose stages are no whole model"),
-        (
-            c.tensor_parallel_size > 1,
-            f"tensor_parallel_size={c.tensor_parallel_size}, whose layers communicate",
-        ),
-        (c.engine == "deepspeed", "engine=deepspeed, which hooks into modules"),
-        (
-            c.tasks_per_pass != "1" and not find(c.algorithm).frozen_body,
-            f"tasks_per_pass={c.tasks_per_pass}, whose tasks replace layers in each pass",
-        ),
-        (c.gradient_checkpointing, "gradient_checkpointing=True, which computes layers again"),
-        (c.packing, "packing=True"),
-    ]
-    return [
-        (c.compile and is_there, f"compile=True does not go with {what}; leave one out")
-        for is_there, what in excluded
     ]

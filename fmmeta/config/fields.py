@@ -72,6 +72,8 @@ class SettingRule:
     example: str = ""  # a number to use: by default the setting's own default
     or_auto: int | None = None  # a text: auto, or a whole number from this one
     needs: tuple[str, ...] = ()  # another setting, and its values (none: any but 0 and False)
+    # why this setting does not go with another one, by name=value, or by name for all values but the default
+    excludes: Mapping[str, str] = field(default_factory=dict)
     task_type: str = ""  # the only one that reads it
     per_algorithm: bool = False  # only algorithms read it that name it in AlgorithmSpec.supports
     resume: Literal["fixed", "free", "hidden"] = "fixed"  # free: may change; hidden: changes are not named

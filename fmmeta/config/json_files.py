@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.text import broken_text, shortened
 
 PEFT_EXAMPLE = '{"r": 8}'
@@ -19,14 +19,10 @@ def read_object(setting: str, source: str, example: str) -> tuple[str, dict[str,
     """How messages name a file or text, and the JSON object in it. Raises `UsageError`."""
     is_text = source.lstrip().startswith("{")
     given = f"{setting}={shortened(source) if is_text else source}"
-    try:
+    with usage_errors(f"{given} cannot be read as JSON", "fix it, or give a JSON file"):
         if not is_text and Path(source).exists() and not Path(source).is_file():
             raise OSError(None, "it is no file")  # a device would be read for ever
         found = json.loads(source if is_text else Path(source).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{given} cannot be read ({error.strerror}); give a JSON file") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{given} is not JSON ({error}); fix it") from None
     if not isinstance(found, dict):
         raise UsageError(f"{given} holds no object of JSON; write {example}, say")
     return given, found

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from fmmeta.config import conflicts
 from fmmeta.config.fields import names_where
 from fmmeta.config.settings import Config
 
@@ -14,14 +13,10 @@ HIDDEN_ON_RESUME = {*names_where(Config, lambda rule: rule.resume == "hidden")}
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any], free: bool = False) -> dict[str, str]:
     """Settings that may not change on resume and did, by name, as `name: before -> now`; with `free`, those
-    that may and did.
-
-    RESOLVED settings are compared only if both sides have them.
+    that may and did. `precision` is compared in place of `bf16`.
     """
-    known = {name for name in conflicts.RESOLVED if name in before and name in now}
-    unbound = FREE_ON_RESUME | {"deepspeed_layout"} | ({"bf16"} if "precision" in known else set())
-    keys = (unbound - HIDDEN_ON_RESUME) & set(before) if free else (set(before) | set(now)) - unbound
-    keys -= set(conflicts.RESOLVED) - known
+    unbound = FREE_ON_RESUME | {"deepspeed_layout", "bf16"}
+    keys = unbound - HIDDEN_ON_RESUME if free else (set(before) | set(now)) - unbound
     return {
         key: f"{key}: {before.get(key)} -> {now.get(key)}"
         for key in sorted(keys)

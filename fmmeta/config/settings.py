@@ -19,6 +19,9 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 """By accelerate's names; an extra of fmmeta for each. Other services take a callback."""
 HEAD_INITS = ("zero", "learned", "prototype")
 NO_LIMIT = "or leave it out"
+GENERATED = ("rouge_l", "exact_match")  # metrics of generated answers
+METRICS = (*GENERATED, "options", "rank")
+MAX_NEW_TOKENS = 64  # of a generated answer
 CLASSIFICATION, CAUSAL_LM = "classification", "causal_lm"
 
 
@@ -127,7 +130,7 @@ class RowConfig:
 
     text_column: str | None = setting(
         None,
-        "Column of the text (default: text, sentence or utterance)",
+        "Column of the text (default: text, sentence, utterance, or sentence1 with sentence2)",
         keyed=True,
         task_type=CLASSIFICATION,
         common=True,
@@ -148,14 +151,15 @@ class RowConfig:
     input_column: str | None = setting(
         None,
         "causal_lm: column of the input (default: instruction and input, a line break between them, or one of"
-        " input, prompt, question and instruction)",
+        " input, prompt, question, instruction, messages and conversations)",
         keyed=True,
         task_type=CAUSAL_LM,
         common=True,
     )
     output_column: str | None = setting(
         None,
-        "causal_lm: column of the answer (default: output, answer or target)",
+        "causal_lm: column of the answer (default: output, answer, target, answers or completion, or the last"
+        " turn of messages or conversations)",
         keyed=True,
         task_type=CAUSAL_LM,
         common=True,
@@ -192,10 +196,10 @@ class RowConfig:
 class TaskConfig(RowConfig):
     dataset: list[str] = setting(
         ["letters"],
-        "One or more of: letters and marks (built-in suites), words (one for causal_lm), digits (one of"
-        " images), a .jsonl/.csv/.parquet file (.gz too), a folder of such files, a folder of folders of them"
-        " (each file is a task, read when it is drawn; its folder is the stratum), a folder of a folder of"
-        " images per class, or a hub id. Each of several data sets is a stratum",
+        "One or more of: letters (a built-in suite), words (one for causal_lm), digits (one of"
+        " images), a .jsonl/.json/.csv/.tsv/.parquet file (.gz too), a folder of such files, a folder of"
+        " folders of them (each file is a task, read when it is drawn; its folder is the stratum), a folder"
+        " of a folder of images per class, or a hub id. Each of several data sets is a stratum",
         common=True,
     )
     mix_weights: list[float] = setting(
@@ -209,6 +213,7 @@ class TaskConfig(RowConfig):
         " more often; inf: all strata equally often",
         positive="such as 1, or more to draw small strata more often",
         most=math.inf,
+        excludes={"mix_weights": "both set the shares"},
     )
     task_sharding: str = setting(
         "global",
@@ -238,6 +243,7 @@ class TaskConfig(RowConfig):
         None,
         "Function module:name from a row (a dictionary of its columns) to the category that meta-batches are"
         " balanced by; instead of --stratum_column",
+        excludes={"stratum_column": "both set the strata"},
     )
     task_column: str | None = setting(
         None,
@@ -310,6 +316,14 @@ class TaskConfig(RowConfig):
         " model's inputs: a dictionary of tensors, or of dictionaries and lists of them, whose first"
         " dimension is the rows; called in loader processes",
         task_type=CLASSIFICATION,
+        excludes={
+            "pipeline_stages": "stages pass token ids and masks",
+            "tensor_parallel_size": "tensor ranks are not tested with other inputs",
+            "tasks_per_pass": "inputs of several tasks are not joined",
+            "example_transforms": "the function gets rows and can change them itself",
+            "episode_transforms": "the function gets rows and can change them itself",
+            "label_names": "the text of a class is no row of the data",
+        },
     )
     num_workers: str = setting(
         "auto",
@@ -384,7 +398,7 @@ class InnerConfig:
     inner_optimizer: str = setting(
         "sgd",
         f"Optimizer of the inner loop: {', '.join(INNER_OPTIMIZERS)}, or module:name; every task"
-        " starts with zero moments (--inner_optimizer_state)",
+        " starts with zero moments",
         remembered=True,
         common=True,
     )
@@ -395,6 +409,7 @@ class InnerConfig:
         least=0,
         remembered=True,
         common=True,
+        excludes={"tasks_per_pass": "this is not implemented"},
     )
     inner_momentum: float = setting(
         0.9,
@@ -402,20 +417,6 @@ class InnerConfig:
         below=1,
         remembered=True,
         needs=("inner_optimizer", "momentum"),
-    )
-    inner_beta1: float = setting(
-        0.9,
-        "Decay of the first moment of inner_optimizer=adamw (Reptile's authors use 0)",
-        below=1,
-        remembered=True,
-        needs=("inner_optimizer", "adamw"),
-    )
-    inner_beta2: float = setting(
-        0.999,
-        "Decay of the second moment of inner_optimizer=adamw",
-        below=1,
-        remembered=True,
-        needs=("inner_optimizer", "adamw"),
     )
     inner_epsilon: float = setting(
         1e-8,
@@ -431,12 +432,6 @@ class InnerConfig:
         remembered=True,
         needs=("inner_optimizer", "adamw"),
     )
-    inner_lr_schedule: str = setting(
-        "constant",
-        "Factor of inner_lr in inner step k of K: 1, 1 - k/K, or a half cosine",
-        ("constant", "linear", "cosine"),
-        remembered=True,
-    )
     inner_lr_groups: list[str] = setting(
         [],
         "Factors of inner_lr by layer, PATTERN=FACTOR with shell wildcards in the layer's name; the first"
@@ -450,7 +445,7 @@ class MetaConfig:
     algorithm: str = setting(
         "fomaml",
         f"Meta-gradient rule, or a baseline: {', '.join(algorithms.BUILT_IN)}; or module:spec of your rule"
-        " (docs/algorithms.md)",
+        " (docs/how-to/choose-an-algorithm.md)",
         common=True,
     )
     meta_batch_size: int = setting(
@@ -481,18 +476,6 @@ class MetaConfig:
         "imaml: steps of conjugate gradients, each a Hessian-vector product",
         least=1,
         per_algorithm=True,
-    )
-    cg_damping: float = setting(
-        0.0,
-        "imaml: added to the identity of the linear system; more is stabler and less exact",
-        least=0,
-        per_algorithm=True,
-    )
-    inner_optimizer_state: str = setting(
-        "reset",
-        "Adam's moments at the start of a task. reset: zeros; kept: those of the last outer step, as in"
-        " Reptile's code (the mean over its tasks, so that they do not depend on the groups)",
-        ("reset", "kept"),
     )
     inner_lr_learned: str = setting(
         None,
@@ -565,6 +548,7 @@ class MetaConfig:
         " tasks of an outer step over base_meta_batch_size. --warmup_steps begins at 0 and ends at the"
         " multiplied rate (default: no scaling)",
         ("linear", "sqrt"),
+        needs=("base_meta_batch_size",),
     )
     base_meta_batch_size: int = setting(
         None,
@@ -575,12 +559,13 @@ class MetaConfig:
     gradient_noise_scale: bool = setting(
         False,
         "Estimate the noise scale of the meta-gradient, and so a meta_batch_size, from the norms of the"
-        " gradients of tasks and of their mean (docs/batch_size.md); takes one more vector of the shard",
+        " gradients of tasks and of their mean (docs/how-to/choose-an-algorithm.md); takes one more vector of"
+        " the shard",
         resume="free",
     )
     outer_optimizer: str = setting(
         "adamw",
-        f"Optimizer of theta: {', '.join(OUTER_OPTIMIZERS)}, or module:name (docs/custom_rules.md)",
+        f"Optimizer of theta: {', '.join(OUTER_OPTIMIZERS)}, or module:name (docs/how-to/own-rule.md)",
     )
     outer_momentum: float = setting(
         0.9, "Momentum of outer_optimizer=nesterov", below=1, needs=("outer_optimizer", "nesterov")
@@ -595,8 +580,15 @@ class MetaConfig:
     max_staleness: int = setting(
         0,
         "Outer steps that a gradient may be behind theta: groups do not wait for slower ones; 0: each outer"
-        " step waits for all of its tasks (docs/asynchrony.md)",
+        " step waits for all of its tasks (docs/explanation/waiting.md)",
         least=0,
+        excludes={
+            "elastic": "a lost group would take its gradients with it",
+            "task_sharding": "there is one queue of tasks for all groups",
+            "tasks_per_pass": "a task is claimed and counted alone",
+            "tensor_parallel_size": "tensor ranks are not tested with it",
+            "gradient_noise_scale": "the gradients of an outer step are not of one theta",
+        },
     )
     drop_stale: bool = setting(
         False,
@@ -638,18 +630,6 @@ class MetaConfig:
     max_bad_steps: int = setting(
         3, "Stop after this many outer steps in a row without a finite task", least=1, resume="free"
     )
-    max_task_loss: float = setting(
-        None,
-        "Drop a task whose support or query loss is above this value, as if it were not finite (default: no"
-        " limit)",
-        positive=NO_LIMIT,
-    )
-    max_task_norm: float = setting(
-        None,
-        "Drop a task whose meta-gradient has an L2 norm above this value, as if it were not finite (default:"
-        " no limit)",
-        positive=NO_LIMIT,
-    )
     init_interpolation: float = setting(
         1.0,
         "alpha of WiSE-FT in [0, 1]: export and validate the weights (1 - alpha) * initial + alpha * trained;"
@@ -688,6 +668,7 @@ class ParallelConfig:
         least=1,
         resume="free",
         common=True,
+        excludes={"engine=plain": "it holds a whole model on one rank"},
     )
     pipeline_balance: str = setting(
         "parameters",
@@ -700,6 +681,7 @@ class ParallelConfig:
         "Split the weight matrices of each layer over this many ranks of a group (of each pipeline stage)",
         least=1,
         resume="free",
+        excludes={"engine=plain": "it holds a whole model on one rank"},
     )
     micro_batch_size: int = setting(
         32,
@@ -725,15 +707,25 @@ class ParallelConfig:
     task_schedule: str = setting(
         "static",
         "Which group runs a task of a meta-batch. static: assigned by expected size before the outer step;"
-        " dynamic: a group that is free takes the largest task that no group has taken (docs/scaling.md)",
+        " dynamic: a group that is free takes the largest task that no group has taken"
+        " (docs/explanation/waiting.md)",
         ("static", "dynamic"),
         resume="free",
     )
     elastic: bool = setting(
         False,
         "This launch is one group of a run whose groups join and leave (`fmmeta elastic` starts them;"
-        " docs/elastic.md)",
+        " docs/how-to/elastic.md)",
         resume="free",
+        excludes={
+            "task_sharding": "its meta-batches depend on the number of nodes",
+            "pipeline_stages": "stages are not tested with groups that rejoin",
+            "tensor_parallel_size": "tensor ranks are not tested with groups that rejoin",
+            "load_best_model_at_end": "the best weights are not in the state that a group receives",
+            "accept_changed_settings": "groups that are running cannot change theirs",
+            "resume_from_checkpoint": "a group that rejoins takes the newest state",
+            "tune": "this is not implemented, so choose without elastic, and set what was chosen",
+        },
     )
     lighthouse: str | None = setting(
         None,
@@ -758,6 +750,14 @@ class ParallelConfig:
         False,
         "Compile the model with torch.compile for rows of any length; needs a group of one without DeepSpeed",
         resume="free",
+        excludes={
+            "pipeline_stages": "a stage is no whole model",
+            "tensor_parallel_size": "tensor ranks communicate inside layers",
+            "engine=deepspeed": "it hooks into modules",
+            "gradient_checkpointing": "it computes layers again",
+            "packing": "this is not implemented",
+            "second_order=autograd": "compiled layers have no second derivative",
+        },
     )
     bf16: bool = setting(
         False,
@@ -775,7 +775,6 @@ class ParallelConfig:
         "Log at the start on which node each rank of each group is, and what each link carries",
         resume="free",
     )
-    local_rank: int = setting(-1, "Set by launchers; do not set it", resume="hidden")
 
 
 @dataclass
@@ -805,12 +804,6 @@ class RunConfig:
         common=True,
     )
     save_total_limit: int = setting(2, "Checkpoints to keep", least=1, resume="free")
-    save_async: bool = setting(
-        True, "Write checkpoints from a copy in host memory while training continues", resume="free"
-    )
-    max_failed_saves: int = setting(
-        3, "Stop after this many checkpoints in a row that could not be written", least=1, resume="free"
-    )
     resume_from_checkpoint: str = setting(
         "latest",
         "A checkpoint folder to begin from, once: the same command again resumes from what was saved since;"
@@ -846,8 +839,9 @@ class RunConfig:
     )
     metrics: list[str] = setting(
         [],
-        "Metrics of validation and held-out episodes, module:name of functions (predictions, references)"
-        " -> numbers by name (docs/custom_rules.md)",
+        "Metrics of validation and held-out episodes, as of fmmeta evaluate: module:name of functions"
+        " (predictions, references) -> numbers by name (docs/how-to/own-rule.md); causal_lm: also"
+        f" {', '.join(METRICS)}",
         resume="free",
         needs=("eval_episodes",),
     )
@@ -855,6 +849,7 @@ class RunConfig:
         False,
         "Export the weights with the highest validation accuracy (at a tie, the lowest loss) instead of the"
         " last ones",
+        needs=("eval_steps",),
     )
     eval_episodes: int = setting(
         100,

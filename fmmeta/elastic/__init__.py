@@ -1,1 +1,1 @@
-"""Elastic runs: groups that join and leave (lighthouse, membership, communicator, supervisor)."""
+"""Elastic runs: groups that join and leave (lighthouse, membership, communicator, starter)."""

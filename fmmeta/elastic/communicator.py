@@ -46,13 +46,12 @@ until their heartbeats time out, once.
 """
 
 import json
-import queue
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import itemgetter
@@ -62,11 +61,17 @@ import torch
 from torch import Tensor
 
 from fmmeta.common.errors import PeerLost
-from fmmeta.elastic.lighthouse import WAIT_S, LighthouseClient, coordination, first_line, reachable_as
+from fmmeta.elastic.lighthouse import (
+    WAIT_S,
+    LighthouseClient,
+    coordination,
+    first_line,
+    in_thread,
+    reachable_as,
+)
 from fmmeta.parallel.collectives import Communicator, Reduction
 from fmmeta.parallel.network import is_proof, proof
 from fmmeta.parallel.process_groups import connect_gloo, connect_to_store, listening_store
-from fmmeta.training.claims import CounterStore
 
 
 @dataclass(frozen=True)
@@ -134,10 +139,8 @@ def refuses(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), REFUSE_S).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return False
 
 
@@ -279,16 +282,13 @@ class ElasticCommunicator(Communicator):
         new = [name for name in gone if name not in reported]
         if not new or client.min_groups is None or len(set(live) - set(gone)) < client.min_groups:
             return
-        elsewhere = [name for name in live if name in gone and not self._is_here(self.listed[name][0])]
+        hosts = {name: self.listed[name][0].rpartition(":")[0] for name in live if name in gone}
+        elsewhere = [name for name, host in hosts.items() if host != self.host]  # over a network
         if 2 * len(elsewhere) > len(live) or (2 * len(elsewhere) == len(live) and live[0] in elsewhere):
             return  # perhaps the network is cut, and they report this side
         for name in new:
             reported.add(name)
             client.report_lost(name, **self._signed(name, self.listed[name][0], step, {"lost": True}))
-
-    def _is_here(self, address: str) -> bool:
-        """Whether an address is one of this machine, so that no network is between it and this process."""
-        return address.rpartition(":")[0] == self.host
 
     def _verified(self, one: Any) -> dict[str, Any] | None:
         """The fields of a member; None if it does not know the secret of the run."""
@@ -322,7 +322,7 @@ class ElasticCommunicator(Communicator):
         self._unless_lost(lambda: self._wait_for_all(met))
         self.backend = backend
 
-    def _wait_for_all(self, met: CounterStore) -> None:
+    def _wait_for_all(self, met: Any) -> None:
         """Wait until all members are connected. Raises `RuntimeError` if one of them is not.
 
         A member that gives up cannot close what gloo has connected so far: others would wait for its part of
@@ -340,24 +340,12 @@ class ElasticCommunicator(Communicator):
         """The result of `work` with the other members. Raises `RuntimeError` when one of them has ended: gloo
         and its store would wait for `CONNECT_S`, up to four times.
         """
-        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                results.put(work())
-            except Exception as error:
-                results.put(error)
-
-        threading.Thread(target=run, daemon=True).start()
-        while True:
-            with suppress(queue.Empty):
-                found = results.get(timeout=WAIT_S)
-                if isinstance(found, Exception):
-                    raise found
-                return found
+        result = in_thread(work)
+        while not wait([result], WAIT_S).done:
             for label, address in self.others:
                 if refuses(address):
                     raise RuntimeError(f"group {label} has ended")
+        return result.result()
 
     def counters(self) -> Any:
         """A store that all members share, on the first rank of a group; it ends with the first member.

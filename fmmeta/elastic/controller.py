@@ -34,11 +34,11 @@ import torch
 from torch import Tensor
 
 from fmmeta import checkpoint
-from fmmeta.common.errors import MachineFault, PeerLost, UsageError
+from fmmeta.common.errors import MachineFault, PeerLost, UsageError, usage_errors
 from fmmeta.config.resume import changed_settings
 from fmmeta.config.settings import Config
 from fmmeta.elastic.communicator import AllGroups, ElasticCommunicator, Membership
-from fmmeta.elastic.lighthouse import LIGHTHOUSE_S
+from fmmeta.elastic.lighthouse import LIGHTHOUSE_S, in_thread
 from fmmeta.meta.parameters import StateDict
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
@@ -61,7 +61,7 @@ def share_finished_tasks(run: Run, cross: ElasticCommunicator, log: Callable[[st
     Collective: all groups.
     """
     feed, taken = run.feed, set[int]()
-    feed.claims = TaskClaims(cross.own, cross.counters(), CLAIM_S)
+    feed.claims = TaskClaims(cross.own, cross.counters(), lambda ask: in_thread(ask).result(CLAIM_S))
     for group, gathered in enumerate(cross.gather_bytes(json.dumps(feed.finished).encode())):
         slots = json.loads(gathered)
         if taken.isdisjoint(slots):
@@ -173,7 +173,9 @@ def run_secret(folder: Path) -> bytes:
     group. Raises `UsageError`.
     """
     file, deadline = folder / SECRET, time.monotonic() + 10
-    try:
+    with usage_errors(
+        f"output_dir={folder}: {SECRET} cannot be read", "start all groups of a run as one user"
+    ):
         with (
             suppress(FileExistsError),
             os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened,
@@ -181,11 +183,6 @@ def run_secret(folder: Path) -> bytes:
             opened.write(token_hex(PROOF // 2).encode())
         while len(found := file.read_bytes()) < PROOF and time.monotonic() < deadline:
             time.sleep(0.05)  # another group is writing it
-    except OSError as error:
-        raise UsageError(
-            f"output_dir={folder}: {SECRET} cannot be read ({error.strerror}); start all groups of a run as"
-            " one user"
-        ) from None
     if len(found) < PROOF:
         raise UsageError(
             f"output_dir={folder}: {SECRET} has {len(found)} bytes instead of {PROOF}; remove it, no group"
@@ -282,13 +279,13 @@ class ElasticController(StaticController):
         if run.kept_metrics is None:  # else the sum of finished tasks is complete, and is kept
             run.forget_tasks()
 
-    def check_task_count(self, tasks: int, expected: int) -> None:
+    def check_task_count(self, run: Run, tasks: int) -> None:
         """The tasks of all groups must be the meta-batch. Raises `MachineFault`."""
         self.tasks = tasks
-        if tasks != expected:
+        if tasks != run.schedule.tasks_per_step:
             raise MachineFault(
-                f"{tasks} tasks were learned from in an outer step of {expected}: the groups disagree which"
-                " groups take part"
+                f"{tasks} tasks were learned from in an outer step of {run.schedule.tasks_per_step}: the"
+                " groups disagree which groups take part"
             )
 
     def metrics(self) -> dict[str, Any]:

@@ -15,22 +15,24 @@ torchft's lighthouse has no authentication: any client that reaches it is listed
 Members that do not know the secret of the run are left out by the groups themselves (communicator.py).
 """
 
-import http.client
 import importlib
 import os
-import queue
 import re
 import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
+from http.client import HTTPException
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, build_opener
 
-from fmmeta.common.errors import MachineFault, UsageError
+from fmmeta.common.errors import MachineFault, UsageError, usage_errors
 from fmmeta.common.progress import LOGGER, STDERR
 from fmmeta.config.fields import check_values
 from fmmeta.config.settings import setting
@@ -50,6 +52,20 @@ LIGHTHOUSE_S = 120.0  # timeout of a lighthouse that does not answer
 STATUS_TIMEOUT, QUORUM_TIMEOUT = timedelta(seconds=5), timedelta(days=1)
 LOST_TIMEOUT = timedelta(minutes=1)  # of a request in the name of a lost group, if no quorum is formed
 T = TypeVar("T")
+
+
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """The result of `work`, which may never return: its thread does not keep the process."""
+    result = Future[T]()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result
 
 
 class LighthouseClient:
@@ -72,14 +88,10 @@ class LighthouseClient:
         """
         if self.min_groups is not None:
             return
-        there = urlsplit(self.address)
-        connection = http.client.HTTPConnection(str(there.hostname), there.port, timeout=STATUS_S)
-        with suppress(OSError, http.client.HTTPException):
-            connection.request("GET", "/status")
-            page = connection.getresponse().read().decode(errors="replace")
-            found = re.search(r"need min_replicas (\d+)", page)
+        direct, status = build_opener(ProxyHandler({})), f"http://{urlsplit(self.address).netloc}/status"
+        with suppress(OSError, HTTPException), direct.open(status, timeout=STATUS_S) as page:
+            found = re.search(rb"need min_replicas (\d+)", page.read())
             self.min_groups = int(found[1]) if found else None
-        connection.close()
 
     def start_heartbeats(self, store_address: str, size: int) -> None:
         """Send heartbeats in threads; from now on the other groups wait for this one."""
@@ -111,45 +123,28 @@ class LighthouseClient:
         """
         answered = time.monotonic()
         while True:
-            answers = self._send_request(arguments)
-            found, asked, wait_s = None, time.monotonic(), FIRST_WAIT_S
-            while found is None:
-                try:
-                    found = answers.get(timeout=wait_s)
-                except queue.Empty:
-                    wait_s = min(WAIT_S, STATUS_S)
-                    while_waiting()
-                    if time.monotonic() - asked >= STATUS_S:
-                        found, asked = self._status_error(), time.monotonic()
-                        if found is None:  # the lighthouse waits for groups that are at work
-                            answered = asked
-            if not isinstance(found, Exception):
-                return found
+            request = in_thread(partial(self.client.quorum, self.name, QUORUM_TIMEOUT, **arguments))
+            failure, asked, wait_s = None, time.monotonic(), FIRST_WAIT_S
+            while failure is None and not wait([request], wait_s).done:
+                wait_s = min(WAIT_S, STATUS_S)
+                while_waiting()
+                if time.monotonic() - asked >= STATUS_S:
+                    failure, asked = self._status_error(), time.monotonic()
+                    if failure is None:  # the lighthouse waits for groups that are at work
+                        answered = asked
+            failure = failure or request.exception()
+            if failure is None:
+                return request.result()
             if time.monotonic() - answered > timeout_s:
                 raise MachineFault(
-                    f"lighthouse={self.address} has been silent for {timeout_s:.0f} s ({first_line(found)});"
-                    " look whether it runs; the last checkpoint is whole"
+                    f"lighthouse={self.address} has been silent for {timeout_s:.0f} s"
+                    f" ({first_line(failure)}); look whether it runs; the last checkpoint is whole"
                 ) from None
             time.sleep(0.1)
 
     def report_lost(self, name: str, **arguments: Any) -> None:
         """Request the next quorum in the name of a group that has ended. arguments: as `request_quorum`."""
-        self._send_request(arguments, name, LOST_TIMEOUT)
-
-    def _send_request(
-        self, arguments: dict[str, Any], name: str = "", timeout: timedelta = QUORUM_TIMEOUT
-    ) -> queue.SimpleQueue[Any]:
-        """Send a request in a thread; the answer or exception is put into the returned queue."""
-        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-        def send() -> None:
-            try:
-                answers.put(self.client.quorum(name or self.name, timeout, **arguments))
-            except Exception as error:
-                answers.put(error)
-
-        threading.Thread(target=send, daemon=True).start()
-        return answers
+        in_thread(partial(self.client.quorum, name, LOST_TIMEOUT, **arguments))
 
     def _status_error(self) -> Exception | None:
         """The error of a status request; None if the lighthouse answers it.
@@ -168,12 +163,8 @@ class LighthouseClient:
 def coordination() -> Any:
     """torchft's low-level interface. Raises `UsageError` if it is not installed."""
     os.environ.setdefault("RUST_LOG", "warn")  # it logs every request otherwise
-    try:
+    with usage_errors("elastic groups need torchft", "pip install 'fmmeta[elastic]'"):
         return importlib.import_module("torchft.coordination")
-    except ImportError as error:
-        raise UsageError(
-            f"elastic groups need torchft ({first_line(error)}); pip install 'fmmeta[elastic]'"
-        ) from None
 
 
 def wait_for(lighthouse: str, work: Callable[[], T]) -> T:
@@ -213,16 +204,13 @@ def reachable_as(lighthouse: str) -> str:
     Raises `UsageError` if `lighthouse` is no address, and `MachineFault` if there is no route for
     `LIGHTHOUSE_S`.
     """
-    try:
+    with usage_errors(
+        f"lighthouse={lighthouse} is no address", "give http://HOST:PORT as `fmmeta lighthouse` prints it"
+    ):
         there = urlsplit(lighthouse)
         host, port = there.hostname, there.port
         if there.scheme != "http" or not host or not port:
             raise ValueError("no http://HOST:PORT")
-    except ValueError as error:
-        raise UsageError(
-            f"lighthouse={lighthouse} is no address ({error}); give http://HOST:PORT as `fmmeta lighthouse`"
-            " prints it"
-        ) from None
 
     def own_address() -> str:
         found = source_address(host, port)
@@ -285,14 +273,10 @@ def open_lighthouse(config: LighthouseConfig) -> tuple[Any, str]:
     ft = coordination()
     if config.host == "::":
         config = replace(config, host=every_interface())
-    try:
+    with usage_errors(f"host={config.host}, port={config.port} cannot be opened", "give others"):
         listen(config.host, config.port).close()  # the server would log an error in its own thread only
-    except OSError as error:
-        raise UsageError(
-            f"host={config.host}, port={config.port} cannot be opened ({error.strerror}); give others"
-        ) from None
     host = f"[{config.host}]" if ":" in config.host else config.host
-    try:
+    with usage_errors(f"port={config.port}: the lighthouse cannot be started", "give another"):
         server = ft.LighthouseServer(
             bind=f"{host}:{config.port}",
             min_replicas=config.min_groups,
@@ -301,10 +285,6 @@ def open_lighthouse(config: LighthouseConfig) -> tuple[Any, str]:
             heartbeat_timeout_ms=round(1000 * config.heartbeat_timeout),
         )
         address = server.address()  # by the name of this machine
-    except Exception as error:
-        raise UsageError(
-            f"port={config.port}: the lighthouse cannot be started ({first_line(error)})"
-        ) from None
     return server, address if config.host in ("::", "0.0.0.0") else f"http://{host}:{urlsplit(address).port}"
 
 

@@ -12,25 +12,22 @@ evaluated wherever it could be trained.
 """
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import chain
+from functools import cache, cached_property, partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import UsageError, one_line
 from fmmeta.common.progress import Progress, Warn
-from fmmeta.common.security import one_line
-from fmmeta.common.text import strict
 from fmmeta.config.resume import HIDDEN_ON_RESUME
 from fmmeta.config.settings import REMEMBERED, Config, InnerConfig
 from fmmeta.evaluation.methods import (
     CLASSIFIERS,
-    LanguageMetrics,
+    Features,
     classifier_score,
     embed,
     query_score,
@@ -39,10 +36,10 @@ from fmmeta.evaluation.methods import (
 from fmmeta.evaluation.results import (
     EvalCell,
     EvaluationResults,
-    cell_of,
     check_comparable,
     check_output,
     differences,
+    file_beside,
     percent,
     read_cells,
     results_of,
@@ -50,23 +47,25 @@ from fmmeta.evaluation.results import (
     write_output,
 )
 from fmmeta.evaluation.settings import EvaluateConfig, has_inner_loop, has_prompts
-from fmmeta.metrics.scores import EpisodeScore, gather_scores, mean_ci95
+from fmmeta.metrics.own import find_metrics
+from fmmeta.metrics.scores import EpisodeScore, summary
 from fmmeta.models.files import base_model_name, remembered, trained_with, weights_state
 from fmmeta.models.load import describe, empty_learner, suggest_chat
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.reliability.checks import SupportLosses
 from fmmeta.reliability.signals import Signals
-from fmmeta.tasks.data.encode import answer_reader
+from fmmeta.tasks.batching import Episode
 from fmmeta.tasks.data.splits import UsedSplits, few, read_used_splits
 from fmmeta.tasks.data.token_store import digest
-from fmmeta.tasks.schedule.meta_batches import Schedule, Task
+from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.base import ClassSource, Draw, Mixture, TaskSource
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.training import build
 from fmmeta.training.episodes import LEAST_SEEN, EpisodeReader
-from fmmeta.training.validation import FinishedScores
+from fmmeta.training.scoring import TEST, Scoring, metrics_of, tasks_of
 
+S = TypeVar("S", bound=EvaluateConfig)
 IN_MEMORY = 16  # episodes of a group: one of images may take 30 MiB
 
 
@@ -79,31 +78,20 @@ def evaluate(
     default prints on rank 0.
     Collective: world.
     """
-    launch = Launch.from_env(os.environ)
-    progress = progress or Progress(enabled=launch.global_rank == 0)
-    with closing(World(launch, pick_device(launch))) as world:
-        others, given, finished_file = None, settings, None
-        settings = with_local_models(settings, world, progress.notice)
+    given, others, output = settings, None, Path(settings.output) if settings.output else None
+    with prepared(settings, progress, output, "finished") as (settings, world, progress, finished):
         with world.comm.raise_on_all("reading settings"):
-            settings = settings.with_method()
-            if settings.output:
-                target = Path(settings.output)
-                if launch.global_rank == 0:
-                    check_output(target)
-                if target.is_file() or not target.exists():  # no pipe or device
-                    finished_file = target.with_name(f"{target.stem}.finished.json")
             if settings.compare is not None and settings.compare_model is None:
                 others = read_cells(settings.compare)
-            elif settings.compare_model is not None and launch.global_rank == 0:
+            elif settings.compare_model is not None and world.launch.global_rank == 0:
                 check_compare_model(settings, settings.compare_model)
         models = list(filter(None, [settings.model_name_or_path, settings.compare_model]))
         notice = cache(progress.notice)  # two models that read the same data: each line about it once
         model = EvaluatedModel(settings, world, progress, notice, models, others)
         suggest_chat(model.config, model.inputs.tokenizer, progress.notice)
-        finished = FinishedScores(finished_file, model.ranks, progress.notice)
         cells, ranks = model.cells(finished), model.ranks
         task_type = model.config.task_type
-        results = results_of(given, cells, task_type, model.kind)
+        results = results_of(given, cells, task_type, model.inputs.sources.first.kind)
         del model  # frees the weights before another model is loaded
         if settings.compare is not None:
             if others is None:
@@ -115,19 +103,39 @@ def evaluate(
                     )
                 other = EvaluatedModel(with_other, world, progress, notice, models, cells, ranks)
                 others = other.cells(finished)
-            compared = differences(cells, others, task_type)
-            results["compare"] = {"with": given.compare, "cells": compared}
+            results["compare"] = {"with": given.compare, "cells": differences(cells, others, task_type)}
         if signals:
             signals.run()
         show(results, progress)
         with world.comm.raise_on_all("writing the results"):
-            if launch.global_rank == 0 and settings.output:
-                write_output(Path(settings.output), results)
-                finished.clear()
+            if world.launch.global_rank == 0 and output:
+                write_output(output, results)
+                if finished:
+                    finished.unlink(missing_ok=True)
         return results
 
 
-def with_local_models(settings: EvaluateConfig, world: World, notice: Callable[..., None]) -> EvaluateConfig:
+@contextmanager
+def prepared(
+    settings: S, progress: Progress | None, output: Path | None, what: str
+) -> Iterator[tuple[S, World, Progress, Path | None]]:
+    """The settings of a command with local models and a method, the ranks of its launch, where it logs, and
+    the file beside `output` of what is finished.
+
+    Raises `UsageError`, also for an output that cannot be written. Collective: world.
+    """
+    launch = Launch.from_env(os.environ)
+    progress = progress or Progress(enabled=launch.global_rank == 0)
+    with closing(World(launch, pick_device(launch))) as world:
+        settings = with_local_models(settings, world, progress.notice)
+        with world.comm.raise_on_all("reading settings"):
+            settings = cast(S, settings.with_method())
+            if launch.global_rank == 0 and settings.output:
+                check_output(Path(settings.output))
+        yield settings, world, progress, file_beside(output, what) if output else None
+
+
+def with_local_models(settings: S, world: World, notice: Callable[..., None]) -> S:
     """The settings with the converted folders of models that are GGUF files. Collective: world."""
     names = {"model_name_or_path": settings.model_name_or_path, "compare": settings.compare_model}
     found = {
@@ -144,14 +152,12 @@ def with_model(settings: EvaluateConfig, model: str) -> EvaluateConfig:
     A language model that stores no settings, such as the base, learns with those of the first model.
     """
     values: dict[str, Any] = {}
-    if not remembered(model) and remembered(settings.model_source).get("task_type") == "causal_lm":
+    stored = remembered(settings.model_source).get("task_type")
+    if not remembered(model) and stored == "causal_lm" and settings.task_type in (None, stored):
+        names = ["task_type", "prompt_template", "max_length", "peft_config", "lora_r", "lora_alpha"]
+        names += ["lora_target_modules", *(InnerConfig.__dataclass_fields__ if settings.finetunes else ())]
         first = settings.run_config()
-        names = ["task_type", "prompt_template", "max_length", "peft_config"]
-        names += ["lora_r", "lora_alpha", "lora_target_modules"]
-        if settings.finetunes:
-            names += InnerConfig.__dataclass_fields__
-        if first.task_type == "causal_lm":
-            values = {name: getattr(first, name) for name in names if name in REMEMBERED}
+        values = {name: getattr(first, name) for name in names if name in REMEMBERED}
     return replace(settings, **values, model_name_or_path=model, model_revision=None, compare=None)
 
 
@@ -160,9 +166,8 @@ def check_compare_model(settings: EvaluateConfig, model: str) -> None:
     first = settings.run_config()
     try:
         second = with_model(settings, model).run_config()
-        description = describe(second)
         if second.task_type == first.task_type:
-            empty_learner(second, description)
+            empty_learner(second, describe(second))
             return
     except UsageError as error:
         raise UsageError(str(error).replace("model_name_or_path=", "compare=")) from None
@@ -171,9 +176,6 @@ def check_compare_model(settings: EvaluateConfig, model: str) -> None:
         f" model_name_or_path={settings.model_name_or_path} one for task_type={first.task_type}; give"
         " another model, or --task_type"
     )
-
-
-STREAM = 2  # of the schedule; training is 0, validation 1
 
 
 @dataclass(frozen=True)
@@ -228,20 +230,17 @@ def plan_evaluation(
     most = max(episodes.most_classes for episodes in chosen.values())
     if most > config.most_classes:
         config = settings.run_config(n_way_max=most, **values)
-    if message := settings.unusable_head(config):
+    tuned = [] if settings.eval_split != "test" else tuned_on(models, inputs.sources.used)
+    for message in filter(None, [settings.unusable_head(config), *tuned]):
         notice(Warn(message))
-    if settings.eval_split == "test":
-        for model in models:
-            for message in tuned_on(model, inputs.sources.used):
-                notice(Warn(message))
     return config, inputs, chosen
 
 
-def tuned_on(model: str, used: Sequence[UsedSplits]) -> Iterator[str]:
+def tuned_on(models: Sequence[str], used: Sequence[UsedSplits]) -> Iterator[str]:
     """Warnings about test classes or tasks that `fmmeta tune` chose the inner loop of a model on."""
-    for before in read_used_splits(remembered(model).get("tuned", {})):
-        names = {name for units in (before.splits or {}).values() for name in units}
-        for now in used:
+    for model in models:
+        for before, now in product(read_used_splits(remembered(model).get("tuned", {})), used):
+            names = {name for units in (before.splits or {}).values() for name in units}
             tested = (now.splits or {}).get("test", ()) if now.has_data_of(before) else ()
             if shared := sorted(names.intersection(tested)):
                 yield (
@@ -257,15 +256,11 @@ def episodes_of(
     """Read the data from the prepared store and choose the episodes. Raises `UsageError`."""
     config = settings.run_config(k_shot=k_shot)
     trained = trained_with(models or [settings.model_source])
-    wanted = [settings.eval_split]
-    source = load_sources(config, tokenizer, lambda text: None, trained, wanted=wanted).first
+    source = load_sources(config, tokenizer, lambda text: None, trained, wanted=[settings.eval_split]).first
     most = config.most_classes
     if settings.n_way == "all" and config.task_type == "classification":
         most = use_every_class(source)
-    schedule = Schedule(
-        source.items, settings.episodes, config.seed, STREAM, shuffle=False, sizes=source.size
-    )
-    return Episodes(source, schedule.meta_batch(0), most)
+    return Episodes(source, tasks_of(source, settings.episodes, config.seed, TEST), most)
 
 
 def use_every_class(source: TaskSource) -> int:
@@ -306,6 +301,18 @@ def drop_unreadable(
     return replace(episodes, tasks=[one for index, one in enumerate(episodes.tasks) if index not in errors])
 
 
+def build_on(
+    config: Config, inputs: build.RunInputs, world: World, notice: build.Notice, ranks: ProcessGroups | None
+) -> tuple[ProcessGroups, build.Runtime]:
+    """Build the runtime on given groups, or on those that the settings ask for. Collective: world."""
+    if ranks is None:
+        plan = build.plan_parallel(config, inputs, world, notice)
+        ranks = world.split(plan.group_size, plan.engine == "deepspeed")
+    else:
+        plan = inputs.parallel_plan(config, ranks.layout.group_size, world.device.type)
+    return ranks, build.build(config, inputs, plan, ranks)
+
+
 class EvaluatedModel:
     """A model on the ranks of a launch, with the episodes that it is scored on.
 
@@ -325,118 +332,109 @@ class EvaluatedModel:
         ranks: ProcessGroups | None = None,
     ) -> None:
         self.settings, self.progress = settings, progress
+        with world.comm.raise_on_all("looking for metrics"):
+            self.metrics = find_metrics(settings.run_config(), settings.metrics)
         self.config, self.inputs, self.episodes = plan_evaluation(settings, world, notice, models)
         with world.comm.raise_on_all("comparing episodes"):
             self.prints = {k: episodes.fingerprint() for k, episodes in self.episodes.items()}
             check_comparable(settings, self.prints, others)
-        if ranks is None:
-            plan = build.plan_parallel(self.config, self.inputs, world, notice)
-            ranks = world.split(plan.group_size, plan.engine == "deepspeed")
-        else:
-            plan = self.inputs.parallel_plan(self.config, ranks.layout.group_size, world.device.type)
-        self.ranks = ranks
-        if settings.metrics and self.ranks.layout.group_size > 1:
-            raise UsageError(
-                f"metrics={' '.join(settings.metrics)} need the whole model on one rank, and group_size="
-                f"{self.ranks.layout.group_size}; use --group_size 1, or leave them out"
-            )
-        self.parts = build.build(self.config, self.inputs, plan, self.ranks)
-        self.kind = self.inputs.sources.first.kind
+        self.ranks, self.parts = build_on(self.config, self.inputs, world, notice, ranks)
 
-    def cells(self, finished: FinishedScores) -> list[EvalCell]:
-        """The scores of every method and k_shot, which are stored one by one in `finished` until all are
-        there. Collective: world.
+    def cells(self, finished: Path | None) -> list[EvalCell]:
+        """The scores of every method and k_shot. finished: file of those that are finished.
+
+        Collective: world.
         """
-        parts, known, features = self.parts, dict[tuple[int, str], EvalCell](), None
-        stored, facts = finished.read(), self.facts()
-        wanted = [(k, method) for k in self.episodes for method in self.settings.method]
-        for k, method in wanted:
-            with suppress(ValueError, KeyError, TypeError):
-                known[k, method] = cell_of(stored[f"{k}-shot {method} {facts}"])
+        scoring = Scoring(self.parts.worker, self.ranks, self.progress, finished, in_memory=IN_MEMORY)
+        facts, stored, cells = self.facts(), scoring.counts(), list[EvalCell]()
+        keys = {
+            (k, method): f"{k}-shot {method} {facts}"
+            for k in self.episodes
+            for method in self.settings.method
+        }
+        known = [
+            where for where, key in keys.items() if stored.get(key) == len(self.episodes[where[0]].tasks)
+        ]
         if known:
-            self.progress.notice(f"{len(known)} of {len(wanted)} methods and k_shot are in {finished.file}")
-        todo = [where for where in wanted if where not in known]
-        if any(method in CLASSIFIERS for _, method in todo):
-            features = embed(
-                parts.worker,
-                [draw for episodes in self.episodes.values() for draw in episodes.draws()],
-                parts.batcher,
-                self.ranks,
-                self.progress,
-            )
-        share = slice(self.ranks.layout.group_index, None, self.ranks.layout.num_groups)
-        for k, method in todo:
-            episodes = self.episodes[k]
-            if features is not None and method in CLASSIFIERS:
-                scores = [
-                    classifier_score(method, slot, task, episodes.source.draw(task), features)
-                    for slot, task in list(enumerate(episodes.tasks))[share]
-                ]
-            else:
-                scores = self.scores_of_share(method, k, episodes)
-            cell = EvalCell(method, k, self.prints[k], gather_scores(self.ranks, scores, EpisodeScore))
-            known[k, method], stored[f"{k}-shot {method} {facts}"] = cell, strict(cell.as_dict())
-            finished.write(stored)
-            if len(wanted) > 1:
-                mean, half = mean_ci95([one.accuracy for one in cell.scores])
-                where = f" (kept in {finished.file})" if finished.file else ""
-                self.progress.notice(f"{k}-shot {method}: accuracy {percent(mean, half)} %{where}")
-        return [known[where] for where in wanted]
+            self.progress.notice(f"{len(known)} of {len(keys)} methods and k_shot are in {finished}")
+        for (k, method), key in keys.items():
+            cell = EvalCell(method, k, self.prints[k], self.scores(scoring, method, k, key))
+            cells.append(cell)
+            if len(keys) > 1 and (k, method) not in known:
+                mean = summary(cell.scores)
+                where = f" (kept in {finished})" if finished else ""
+                self.progress.notice(
+                    f"{k}-shot {method}: accuracy {percent(mean['accuracy'], mean['ci95'])} %{where}"
+                )
+        return cells
 
     def facts(self) -> str:
         """Digest of all that determines the scores beside method and k_shot. Collective: world."""
         settings, model = self.settings, self.settings.model_source
         config = {name: one for name, one in self.config.as_dict().items() if name not in HIDDEN_ON_RESUME}
-        facts = [settings.metrics, settings.max_new_tokens, settings.k_shot, config, remembered(model)]
-        facts += [self.inputs.sources.class_weights, list(self.prints.values())]
-        facts += [weights_state(folder) for folder in (model, base_model_name(model))]
+        facts = [
+            settings.metrics,
+            settings.max_new_tokens,
+            settings.k_shot,
+            config,
+            remembered(model),
+            self.inputs.sources.class_weights,
+            list(self.prints.values()),
+            *(weights_state(folder) for folder in (model, base_model_name(model))),
+        ]
         return self.ranks.world.broadcast_bytes(digest(facts).encode()).decode()
 
-    def scores_of_share(self, method: str, k_shot: int, episodes: Episodes) -> list[EpisodeScore]:
-        """This group's scores by the inner loop, with the support set in the prompt, or without it.
-
-        Collective: world.
+    def scores(self, scoring: Scoring, method: str, k_shot: int, key: str) -> list[EpisodeScore]:
+        """The scores of a method: by the inner loop, with the support set in the prompt, without it, or by
+        frozen features. key: of finished scores. Collective: world.
         """
-        settings, worker = self.settings, self.parts.worker
-        what = f"{k_shot}-shot {method}"
-        slots = {task.seed: slot for slot, task in enumerate(episodes.tasks)}
-        load = self.parts.load(episodes.source)
+        settings, worker, episodes = self.settings, self.parts.worker, self.episodes[k_shot]
+        what, theta = f"{k_shot}-shot {method}", self.parts.meta_params.theta
         learns, prompts = has_inner_loop(method), has_prompts(method)
         prompt = build.prompt_builder(self.inputs) if prompts else None
+        metrics = metrics_of(
+            self.metrics, self.config, self.inputs, self.parts, prompt, settings.max_new_tokens
+        )
+        if method in CLASSIFIERS:
+            read, classify = (
+                partial(self.draws_of_share, episodes.source),
+                partial(classifier_score, method, metrics),
+            )
+            return scoring.scores(episodes.tasks, read, classify, what, key=key)
+        load = self.parts.load(episodes.source)
         if learns and prompts:
             load.prompt_episode = build.episode_prompt_builder(self.inputs)
         else:
             load.prompt = prompt
         reader = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice)
-        groups = self.ranks.layout.num_groups
         inner = with_stored_rates(settings, self.config, self.parts.setup.inner, worker)
-        metrics = None
-        if settings.metrics:
-            ends = self.inputs.description.ends
-            metrics = LanguageMetrics(
-                settings.metrics,
-                worker,
-                answer_reader(self.inputs.tokenizer, self.config.prompt_template, ends),
-                self.config,
-                self.parts.batcher,
-                settings.max_new_tokens,
-                prompt,
-            )
-        scores, losses = [], SupportLosses(self.config)
-        tasks, size = episodes.tasks, IN_MEMORY * groups
-        parts = (reader.read_share(tasks[begin : begin + size]) for begin in range(0, len(tasks), size))
-        for done, (task, episode) in enumerate(chain.from_iterable(parts)):
-            self.progress.line(what, done, math.ceil(len(tasks) / groups))
+        has_classes, losses = bool(inner.head.names) and not prompts, SupportLosses(self.config)
+
+        def score(slot: int, task: Task, episode: Episode) -> EpisodeScore:
             if learns:
-                learned = inner.adapt(worker, self.parts.meta_params.theta, episode.support)
-                losses.add(worker, learned, episode.support)
+                losses.add(worker, inner.adapt(worker, theta, episode.support), episode.support)
             query = episode.prompted or episode.query
-            score = query_score(worker, slots[task.seed], task, query, bool(inner.head.names) and not prompts)
-            if metrics:
-                score.metrics.update(metrics.of(episodes.source.draw(task)))
-            if learns:
-                worker.write(self.parts.meta_params.theta)
-            scores.append(score)
+            found = query_score(worker, slot, task, query, has_classes)
+            return replace(found, metrics=metrics.of(worker, query, partial(episodes.source.draw, task)))
+
+        scores = scoring.scores(
+            episodes.tasks, reader.read_share, score, what, theta if learns else None, key
+        )
         if warning := losses.warning():
-            self.progress.notice(Warn(f"{what} of {self.settings.model_name_or_path}: {warning}"))
+            self.progress.notice(Warn(f"{what} of {settings.model_name_or_path}: {warning}"))
         return scores
+
+    def draws_of_share(
+        self, source: TaskSource, tasks: Sequence[Task]
+    ) -> list[tuple[Task, tuple[Draw, Features]]]:
+        """This group's share of tasks, and the features of all rows. Collective: world."""
+        features, layout = self.features, self.ranks.layout
+        return [
+            (task, (source.draw(task), features)) for task in tasks[layout.group_index :: layout.num_groups]
+        ]
+
+    @cached_property
+    def features(self) -> Features:
+        """Features of the rows of all episodes. Collective: world."""
+        draws = [draw for episodes in self.episodes.values() for draw in episodes.draws()]
+        return embed(self.parts.worker, draws, self.parts.batcher, self.ranks, self.progress)

@@ -3,22 +3,22 @@ output files of the commands, checked before the work, complete or absent after 
 """
 
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import make_folders, publishing, remove_empty
 from fmmeta.common.text import counted, to_json, units_of
 from fmmeta.config.fields import refuse_first
-from fmmeta.evaluation.settings import METRICS, EvaluateConfig
-from fmmeta.metrics.scores import EpisodeScore, few, format_interval, paired, summary, verdict
+from fmmeta.config.settings import METRICS
+from fmmeta.evaluation.settings import EvaluateConfig
+from fmmeta.metrics.scores import EpisodeScore, format_interval, paired, summary, verdict, warning_of_few
 
 
 @dataclass
@@ -36,7 +36,7 @@ class EvalCell:
             "k_shot": self.k_shot,
             **summary(self.scores),
             "episodes_fingerprint": self.episodes,
-            "scores": [asdict(score) for score in self.scores],
+            "scores": [score.as_result() for score in self.scores],
         }
 
 
@@ -85,12 +85,8 @@ def results_of(
 
 def read_cells(path: str) -> list[EvalCell]:
     """The cells of an earlier results.json. Raises `UsageError`."""
-    try:
+    with usage_errors(f"compare={path} holds no results of fmmeta evaluate", "give such a file, or a model"):
         return [cell_of(one) for one in json.loads(Path(path).read_text(encoding="utf-8"))["cells"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(
-            f"compare={path} holds no results of fmmeta evaluate ({error}); give such a file, or a model"
-        ) from None
 
 
 def cell_of(stored: dict[str, Any]) -> EvalCell:
@@ -98,13 +94,8 @@ def cell_of(stored: dict[str, Any]) -> EvalCell:
     scores, k_shot = stored["scores"], stored["k_shot"]
     if not scores or type(k_shot) is not int or any(score["accuracy"] is None for score in scores):
         raise ValueError("a cell without scores")
-    losses = [math.inf if score["loss"] is None else score["loss"] for score in scores]
-    return EvalCell(
-        stored["method"],
-        k_shot,
-        stored["episodes_fingerprint"],
-        [EpisodeScore(**{**score, "loss": loss}) for score, loss in zip(scores, losses, strict=True)],
-    )
+    found = [EpisodeScore.of(**score) for score in scores]
+    return EvalCell(stored["method"], k_shot, stored["episodes_fingerprint"], found)
 
 
 def check_comparable(
@@ -114,13 +105,11 @@ def check_comparable(
 
     prints: fingerprint of the episodes by k_shot. others: None where nothing is compared.
     """
-    if others is None:
-        return
-    common = [cell for cell in others if cell.method in settings.method and cell.k_shot in prints]
+    common = [cell for cell in others or () if cell.method in settings.method and cell.k_shot in prints]
     refuse_first(
         [
             (
-                not common,
+                others is not None and not common,
                 f"compare={settings.compare}: the other results have none of these methods and k_shot;"
                 " evaluate the same ones",
             ),
@@ -164,7 +153,8 @@ def differences(
 
 def show(results: dict[str, Any], progress: Progress) -> None:
     """Print the scores of all cells, then accuracy by stratum, then the comparison with another model."""
-    extra = [name for name in METRICS if name in results]
+    scores = (score for cell in results["cells"] for score in cell["scores"])
+    extra = [*dict.fromkeys(name for score in scores for name in score["metrics"])]
     most = f" to {results['k_shot_max']}" if results["k_shot_max"] else ""  # only with one k_shot
     rows = [
         [
@@ -173,10 +163,7 @@ def show(results: dict[str, Any], progress: Progress) -> None:
             percent(cell["accuracy"], cell["ci95"]),
             f"{cell['loss']:.4f}",
             "-" if cell["ece"] is None else f"{100 * cell['ece']:.1f}",
-            *(
-                f"{cell[name]['mean']:.2f}" if name == "rank" else f"{100 * cell[name]['mean']:.1f}"
-                for name in extra
-            ),
+            *(shown_metric(name, cell) for name in extra),
         ]
         for cell in results["cells"]
     ]
@@ -228,8 +215,18 @@ def show(results: dict[str, Any], progress: Progress) -> None:
             ],
             rows,
         )
-        if doubt := few(results["units"], results["kind"]):
+        if doubt := warning_of_few(results["units"], results["kind"]):
             progress.notice(Warn(doubt))
+
+
+def shown_metric(name: str, cell: dict[str, Any]) -> str:
+    """The mean of a metric: a share in percent, a place, or a number of the user's function."""
+    if name not in cell:
+        return "-"
+    mean = cell[name]["mean"]
+    if name in METRICS and name != "rank":
+        return f"{100 * mean:.1f}"
+    return f"{mean:.2f}" if name == "rank" else f"{mean:.4f}"
 
 
 def percent(mean: float, half: float, sign: str = "") -> str:
@@ -256,12 +253,17 @@ def check_output(path: Path) -> None:
         raise unwritable(path, error) from None
 
 
+def file_beside(output: Path, what: str) -> Path | None:
+    """The file of what is finished before an output; None for a pipe or a device."""
+    return output.with_name(f"{output.stem}.{what}.json") if output.is_file() or not output.exists() else None
+
+
 @contextmanager
-def open_output(path: str | Path, create_folder: bool = False) -> Iterator[TextIO]:
+def open_output(path: str | Path) -> Iterator[TextIO]:
     """A text file that appears under its name when the block ends without an error; - is standard output.
 
-    Pipes, devices and files in a folder that is not writable are written directly. Raises `UsageError` for a
-    file that cannot be written.
+    Its folder is created. Pipes, devices and files in a folder that is not writable are written directly.
+    Raises `UsageError` for a file that cannot be written.
     """
     if path == "-":
         yield sys.stdout
@@ -270,8 +272,7 @@ def open_output(path: str | Path, create_folder: bool = False) -> Iterator[TextI
     if there and not Path(path).is_file():
         target = Path(path)  # a pipe has no path that could be resolved
     try:
-        if create_folder and not there:
-            target.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         replaceable = not there or (
             target.is_file() and os.access(target, os.W_OK) and os.access(target.parent, os.W_OK)
         )
@@ -288,7 +289,7 @@ def open_output(path: str | Path, create_folder: bool = False) -> Iterator[TextI
 
 def write_output(path: Path, values: Mapping[str, Any]) -> None:
     """Write results or settings as strict JSON; its folder is created. Raises `UsageError`."""
-    with open_output(path, create_folder=True) as file:
+    with open_output(path) as file:
         file.write(to_json(values, indent=1) + "\n")
 
 

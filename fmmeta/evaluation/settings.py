@@ -20,7 +20,9 @@ from fmmeta.config.algorithms import INNER_OPTIMIZERS, find_inner
 from fmmeta.config.fields import check_values, default_of, hints_of, refuse_first, setting, shown
 from fmmeta.config.json_files import PEFT_EXAMPLE, label_texts_of, text_of
 from fmmeta.config.settings import (
+    GENERATED,
     HEAD_INITS,
+    MAX_NEW_TOKENS,
     REMEMBERED,
     Config,
     InnerConfig,
@@ -32,8 +34,8 @@ from fmmeta.config.settings import (
 from fmmeta.models.files import SETTINGS_FILE, remembered
 from fmmeta.models.from_gguf import is_gguf
 from fmmeta.models.load import describe, fitted
+from fmmeta.tasks.data.files import ENDINGS, ending
 from fmmeta.tasks.data.images import IMAGE_ENDINGS
-from fmmeta.tasks.data.rows import ENDINGS, ending
 from fmmeta.tasks.data.splits import few
 
 METHODS = (
@@ -50,7 +52,6 @@ METHODS = (
 OF_ADAPT = ("finetune", "in_context", "finetune+in_context")
 OF_TUNE = ("finetune", "finetune+in_context")
 OF_LANGUAGE_MODELS = (*OF_ADAPT, "zero_shot")
-METRICS = ("rouge_l", "exact_match", "options", "rank")
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0)  # that tune tries with sgd; a hundredth with adamw
 MODEL_FILES = (  # that an output may not replace in a model's folder
     "*.safetensors",
@@ -75,13 +76,10 @@ OF_TRAINING = (  # no effect on an evaluation
     "prefetch_factor",
     "lora_merge",
 )
-MAX_NEW_TOKENS = 64
 BELONG_TO = {  # stored settings that are not used with another inner optimizer, or with other adapters
     "inner_optimizer": {
         "inner_lr",
         "inner_momentum",
-        "inner_beta1",
-        "inner_beta2",
         "inner_epsilon",
         "inner_weight_decay",
     },
@@ -114,7 +112,11 @@ def refuse_input_as_output(settings: Any) -> None:
         return False
 
     file = Path(output).name
-    is_data = ending(Path(file)) is not None or file in SPLIT_FILES or file.lower().endswith(IMAGE_ENDINGS)
+    is_data = (
+        ending(Path(file)) not in (None, ".json")
+        or file in SPLIT_FILES
+        or file.lower().endswith(IMAGE_ENDINGS)
+    )
     of_model = MODEL_FILES if isinstance(settings, TuneConfig) else (*MODEL_FILES, SETTINGS_FILE)
     is_of_model = any(fnmatch(file, pattern) for pattern in of_model)
     in_folders = {
@@ -208,15 +210,30 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
         self.label_names = label_texts_of(self.label_names)
         self.peft_config = text_of("peft_config", self.peft_config, PEFT_EXAMPLE)
 
-    def refuse_loop_settings(self, methods: str) -> None:
-        """Raise `UsageError` for a setting of the inner loop if none of the methods has one."""
+    def refuse_methods(self, methods: Sequence[str], task_type: str) -> None:
+        """Raise `UsageError` for a prompt of a classifier, and for a setting of the inner loop if none of the
+        methods has one.
+        """
+        named = " ".join(methods)
         refuse_first(
-            (
-                not has_inner_loop(methods) and getattr(self, name) not in (None, []),
-                f"{name}={getattr(self, name)} is of the inner loop, and method={methods} has none; leave it"
-                " out, or use finetune",
-            )
-            for name in ("head_init", *InnerConfig.__dataclass_fields__)
+            [
+                *(
+                    (
+                        has_prompts(method) and task_type == "classification",
+                        f"method={method} puts the support set into the prompt, and task_type=classification"
+                        " has none; use finetune",
+                    )
+                    for method in methods
+                ),
+                *(
+                    (
+                        methods and not has_inner_loop(named) and getattr(self, name) not in (None, []),
+                        f"{name}={getattr(self, name)} is of the inner loop, and method={named} has none;"
+                        " leave it out, or use finetune",
+                    )
+                    for name in ("head_init", *InnerConfig.__dataclass_fields__)
+                ),
+            ]
         )
 
     @property
@@ -250,9 +267,9 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
     eval_split: str = setting("test", "Which of the train, valid and test splits", EVAL_SPLITS)
     metrics: list[str] = setting(
         [],
-        "causal_lm: also rouge_l and exact_match (of greedy answers), options (is the right one of the row's"
-        " options, or of the episode's answers, the likeliest?) and rank (its place among them, from 1)",
-        METRICS,
+        "module:name of functions (predictions, references) -> numbers by name, as in training; causal_lm:"
+        " also rouge_l and exact_match (of greedy answers), options (is the right one of the row's options,"
+        " or of the episode's answers, the likeliest?) and rank (its place among them, from 1)",
     )
     max_new_tokens: int = setting(MAX_NEW_TOKENS, "rouge_l, exact_match: longest generated answer", least=1)
     compare: str | None = setting(
@@ -316,10 +333,7 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
     def check_run(self, config: Config) -> None:
         """Raise `UsageError` for settings that have no effect on these methods or this kind of task."""
         causal = config.task_type == "causal_lm"
-        prompt = next(filter(has_prompts, self.method), "")
-        metrics = " ".join(self.metrics)
-        if self.method:
-            self.refuse_loop_settings(" ".join(self.method))
+        self.refuse_methods(self.method, config.task_type)
         refuse_first(
             [
                 *(
@@ -329,11 +343,6 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
                         f" {any_of(OF_LANGUAGE_MODELS)}",
                     )
                     for method in self.method
-                ),
-                (
-                    bool(prompt) and not causal,
-                    f"method={prompt} puts the support set into the prompt, and task_type=classification"
-                    " has none; use finetune",
                 ),
                 (
                     "zero_shot" in self.method and not causal,
@@ -346,13 +355,7 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
                     f" method={' '.join(self.method)} has none; leave it out, or use finetune",
                 ),
                 (
-                    bool(metrics) and not causal,
-                    f"metrics={metrics} score generated answers, and task_type=classification has none; leave"
-                    " them out",
-                ),
-                (
-                    self.max_new_tokens != MAX_NEW_TOKENS
-                    and not {"rouge_l", "exact_match"} & {*self.metrics},
+                    self.max_new_tokens != MAX_NEW_TOKENS and not {*GENERATED} & {*self.metrics},
                     f"max_new_tokens={self.max_new_tokens} bounds generated answers, and none are scored;"
                     " leave it out, or give --metrics exact_match or rouge_l",
                 ),
@@ -440,10 +443,12 @@ class TuneConfig(EvaluateConfig):
                     )
                     for rate in self.inner_lrs
                 ),
+                (
+                    len(self.method) > 1,
+                    f"method={' '.join(self.method)}: tune chooses for one method; give one",
+                ),
             ]
         )
-        if len(self.method) > 1:
-            raise UsageError(f"method={' '.join(self.method)}: tune chooses for one method; give one")
         for name in self.inner_optimizers:
             if ":" not in name and name not in INNER_OPTIMIZERS:
                 find_inner(name)
@@ -469,8 +474,8 @@ class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
 
     support: str = setting(
         "",
-        "File of the examples to learn from: .jsonl, .csv or .parquet (.gz too); or a directory of such"
-        " files, each the examples of a task with the file's name",
+        "File of the examples to learn from: .jsonl, .json, .csv, .tsv, .parquet (.gz too); or a directory of"
+        " such files, each the examples of a task with the file's name",
     )
     query: str | None = setting(None, "File of labelled examples to test the adapted model on")
     output_dir: str | None = setting(
@@ -510,12 +515,7 @@ class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
         """
         causal, stored = config.task_type == "causal_lm", self.stored_method
         method = self.method or (stored if causal and stored in OF_ADAPT else "finetune")
-        if has_prompts(method) and not causal:
-            raise UsageError(
-                f"method={method} puts the examples into the prompt, and task_type=classification has none;"
-                " use finetune"
-            )
-        self.refuse_loop_settings(method)
+        self.refuse_methods([method], config.task_type)
         refuse_first(
             [
                 (
@@ -537,23 +537,15 @@ class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
         return method
 
     def __post_init__(self) -> None:
-        files = {"query": self.query}
         self.read_json_files()
-        if Path(self.support).is_dir() and self.support:
-            check_values(self)
-            if self.query:
-                raise UsageError(
-                    f"query={self.query} goes with one support file, and support={self.support} is a"
-                    " directory; leave it out, and answer with fmmeta predict --adapters"
-                )
-        else:
-            files["support"] = self.support
-        for name, path in sorted(files.items(), reverse=True):
+        is_folder = bool(self.support) and Path(self.support).is_dir()
+        files = {} if is_folder else {"support": self.support, "query": self.query}
+        for name, path in files.items():
             refuse_first(
                 [
                     (
                         bool(path) and not Path(str(path)).is_file(),
-                        f"{name}={path} is not a file; give a .jsonl, .csv or .parquet file",
+                        f"{name}={path} is not a file; give a {', '.join(ENDINGS)} file",
                     ),
                     (
                         bool(path) and not ending(Path(str(path))),
@@ -562,6 +554,11 @@ class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
                 ]
             )
         check_values(self)
+        if is_folder and self.query:
+            raise UsageError(
+                f"query={self.query} goes with one support file, and support={self.support} is a"
+                " directory; leave it out, and answer with fmmeta predict --adapters"
+            )
 
 
 SHARED_BY_BASE = ("task_type", "pooling", "feature_norm", "max_length", "prompt_template")
@@ -592,7 +589,7 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
     input: str = setting(
         "-",
         "File of inputs, or - for standard input: a text or a JSON object with text (input, image) on every"
-        " line, or a .jsonl, .csv or .parquet file (.gz too) with such a column, as adapt reads it",
+        " line, or a .jsonl, .json, .csv, .tsv or .parquet file (.gz too) with such a column, as for adapt",
     )
     output: str = setting(
         "-",

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fmmeta.models.classification import of_episode
 from fmmeta.parallel.workers.base import PassStats, VjpInput, Worker
 from fmmeta.tasks.batching import MicroBatch
 
@@ -103,7 +104,8 @@ class HeadInit:
         )
         of_mean = (2 * of_weight - 2 * means.means * of_bias[:, None]) / means.counts
         cotangents = [
-            of_mean[batch.labels.to(of_mean.device)] * row_mask(batch, of_mean) for batch in support
+            of_mean[batch.targets["labels"].to(of_mean.device)] * row_mask(batch, of_mean)
+            for batch in support
         ]
         worker.write(theta)
         return [worker.vjp([VjpInput(support, lambda: lambda number, _: cotangents[number])], v)]
@@ -137,7 +139,7 @@ def class_means(
     sums = torch.zeros(classes, features[0].shape[1] + 1, device=worker.device)
     for batch, rows in zip(support, features, strict=True):
         with_ones = torch.cat([rows, torch.ones_like(rows[:, :1])], 1) * row_mask(batch, rows)
-        sums.index_add_(0, batch.labels.to(rows.device), with_ones)
+        sums.index_add_(0, batch.targets["labels"].to(rows.device), with_ones)
     worker.group.sum_(sums if worker.counts_rows else sums.zero_())
     counts = sums[:, -1:].clamp(min=1)
     return ClassMeans(sums[:, :-1] / counts, counts)
@@ -152,18 +154,18 @@ class FeatureRows:
     """Features [N, D], labels [N] and weights in the loss [N] of a set's rows over the whole group, fp64.
 
     local: per micro-batch of this rank, the number of each of its rows [B], -1 for rows that only fill it.
-    classes: of the episode, if the head has more; else 0.
+    classes: of the episode; None: all of the head.
     """
 
     features: Tensor
     labels: Tensor
     weights: Tensor
     local: list[Tensor]
-    classes: int = 0
+    classes: int | None = None
 
     def loss(self, head: Head) -> tuple[Tensor, PassStats]:
         """The weighted mean loss, with its graph, and statistics without those of passes through the body."""
-        logits = F.linear(self.features, *head)[:, : self.classes or None]
+        logits = F.linear(self.features, *head)[:, : self.classes]
         loss = F.cross_entropy(logits, self.labels, reduction="none") @ self.weights
         correct, nonfinite = logits.argmax(1) == self.labels, ~torch.isfinite(loss.detach())
         numbers = [loss.detach(), correct.sum(), loss.new_tensor(len(self.labels)), nonfinite]
@@ -193,13 +195,15 @@ def all_gather_features(
     for batch, found, mask in zip(batches, features, masks, strict=True):
         numbers = torch.where(mask, at + torch.cumsum(mask, 0) - 1, -1)
         if worker.counts_rows:
-            more = torch.stack([batch.labels, batch.weights], 1).to(found.device)
+            more = torch.stack([batch.targets["labels"], batch.weights], 1).to(found.device)
             table[numbers[mask]] = torch.cat([found, more], 1).double()[mask]
         local.append(numbers)
         at += int(mask.sum())
     worker.group.sum_(table)
     labels, weights = table[:, -2].long(), table[:, -1]
-    return FeatureRows(table[:, :-2].contiguous(), labels, weights, local, batches[0].classes)
+    classes = batches[0].targets.get("classes")
+    known = None if classes is None else int(classes[0])
+    return FeatureRows(table[:, :-2].contiguous(), labels, weights, local, known)
 
 
 class QueryLoss:
@@ -217,12 +221,12 @@ class QueryLoss:
 
     def __call__(self, number: int, features: Tensor) -> Tensor:
         batch = self.batches[number].to(features.device)
-        leaf, mask = features.double().requires_grad_(), batch.weights > 0
+        leaf, mask, labels = features.double().requires_grad_(), batch.weights > 0, batch.targets["labels"]
         with torch.enable_grad():
-            logits = F.linear(leaf, *self.head)[:, : batch.classes or None]
-            loss = (F.cross_entropy(logits, batch.labels, reduction="none") * batch.weights).sum()
+            logits = of_episode(F.linear(leaf, *self.head), batch)
+            loss = (F.cross_entropy(logits, labels, reduction="none") * batch.weights).sum()
             cotangent, *of_head = torch.autograd.grad(loss, [leaf, *self.head])
-        correct, finite = (logits.argmax(1) == batch.labels) & mask, torch.isfinite(loss.detach())
+        correct, finite = (logits.argmax(1) == labels) & mask, torch.isfinite(loss.detach())
         if self.worker.counts_rows:
             numbers = [loss.detach(), correct.sum(), mask.sum(), ~finite]
             self.stats += torch.stack([number.double() for number in numbers])

@@ -10,33 +10,25 @@ From differences (`DifferenceHessian`):
 
 The error is h^2 |third derivative| from truncation plus (rounding of g) / h. The step is therefore chosen by
 what it does to the gradient: h such that |H h d| is a fixed share `change` of |g|. On three models
-(docs/algorithms.md) the error is smallest, 4e-5 to 2e-4, at a share of 0.004 in fp32 for every direction
-tried, where a step of 3e-5 |phi| / |d| errs by up to 0.1.
+(docs/explanation/meta-gradients.md) the error is smallest, 4e-5 to 2e-4, at a share of 0.004 in fp32 for
+every direction tried, where a step of 3e-5 |phi| / |d| errs by up to 0.1.
 
 The share needs |H d|. The first product of a task measures it with a probe step; each later one takes it from
 its predecessor. So h is a function of the task alone: not of the layout or of earlier tasks.
-
-`check` compares the meta-gradient of a task with that at half the step: truncation falls to a quarter,
-rounding doubles, and if neither matters the two agree. It measures the error of the differences; the tests
-compare the formula with autograd. Products by autograd are compared with differences, which shows a wrong
-second derivative of an operation of the model.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from fmmeta.meta.inner_loop import InnerResult
-from fmmeta.meta.parameters import MetaGradient, MetaParameters
-from fmmeta.meta.rule import InnerLoop, TaskResult, no_poll
+from fmmeta.meta.inner_loop import no_poll
 from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
-from fmmeta.tasks.batching import Episode, MicroBatch
+from fmmeta.tasks.batching import MicroBatch
 
 CHANGE = {"fp32": 0.004, "bf16": 0.2}  # cube root of a gradient's relative rounding error: 3e-7, 1e-2
 PROBE_STEP = {"fp32": 3e-5, "bf16": 3e-2}  # share of |phi|: step of the first product
@@ -123,113 +115,3 @@ class DifferenceHessian(Hessian):
 
     def _norm(self, vector: Tensor) -> float:
         return math.sqrt(self.worker.dot(vector, vector))
-
-
-TRUSTED = 0.02  # relative difference above which a meta-gradient is called inexact
-
-
-@dataclass(frozen=True)
-class SecondOrderRule(ABC):
-    """A `Rule` that takes Hessian-vector products. hvp: how."""
-
-    inner: InnerLoop
-    hvp: HvpOptions = field(default_factory=HvpOptions, kw_only=True)
-
-    @abstractmethod
-    def task_gradient(
-        self,
-        worker: Worker,
-        meta: MetaParameters,
-        episode: Episode,
-        into: MetaGradient,
-        between_passes: Callable[[], None] = no_poll,
-    ) -> TaskResult:
-        """See Rule."""
-
-    def to_check(self) -> tuple[Self, Self]:
-        """Two rules whose meta-gradients agree if the products are exact: by autograd and from differences,
-        or from differences at two steps.
-        """
-        other = replace(self.hvp, by_autograd=False, scale=1.0 if self.hvp.by_autograd else 0.5)
-        return self, replace(self, hvp=other)
-
-    def finish_task(
-        self,
-        hessian: Hessian,
-        meta: MetaParameters,
-        episode: Episode,
-        adapted: InnerResult,
-        query: PassStats,
-        v: Tensor,
-        into: MetaGradient,
-        extra: dict[str, Tensor] | None = None,
-    ) -> TaskResult:
-        """Take v = dL/dphi_0 [S] through the initial head, restore theta, add the task if all its passes and
-        v are finite. Collective: group.
-        """
-        worker = hessian.worker
-        hessian.between_passes()
-        head = self.inner.head.backward(worker, v, meta.theta, episode.support, adapted.means)
-        worker.write(meta.theta)
-        finite = all([one.finite for one in [*adapted.passes, query, *hessian.passes, *head]])
-        finite = finite and math.isfinite(worker.dot(v, v))  # v may overflow between finite passes
-        if finite:
-            into.add(v, extra=extra)
-        return TaskResult(1.0, finite, adapted.passes[0], query)
-
-
-@dataclass(frozen=True)
-class Check:
-    """cosine and |g - g_half| / |g| over the meta-parameters; both NaN if a pass was not finite."""
-
-    cosine: float
-    relative: float
-    precision: str
-    by_autograd: bool = False
-
-    @property
-    def text(self) -> str:
-        """The result in one line, with advice if the products are inexact."""
-        compared = "with second_order=differences" if self.by_autograd else "at half the difference step"
-        line = (
-            f"check_meta_gradient: {compared} the meta-gradient of the first task differs by"
-            f" {self.relative:.1e} of its length (cosine {self.cosine:.6f})"
-        )
-        if self.relative <= TRUSTED:
-            return f"{line}; {'autograd' if self.by_autograd else 'the differences'} can be trusted"
-        if self.by_autograd:
-            return (
-                f"{line}; WARNING: in bf16 and for a sharply bent loss this is expected of differences; else"
-                " an operation of the model has a wrong second derivative: compare once more in fp32 with a"
-                " lower --inner_lr"
-            )
-        if self.precision == "bf16":
-            return (
-                f"{line}; WARNING: gradients rounded to bf16 make these differences meaningless; set bf16 to"
-                " false (--bf16 false, and in the DeepSpeed file), or use --algorithm fomaml"
-            )
-        return (
-            f"{line}; WARNING: the loss bends too sharply or its gradient is too noisy for differences; lower"
-            " --inner_lr or --inner_steps, or use --algorithm fomaml"
-        )
-
-
-def check(
-    rule: SecondOrderRule, worker: Worker, meta: MetaParameters, episode: Episode, precision: str
-) -> Check:
-    """Run `rule` on one task twice. Collective: group."""
-    sums = []
-    for one in rule.to_check():
-        into = MetaGradient(meta.theta)
-        if not one.task_gradient(worker, meta, episode, into).finite:
-            return Check(math.nan, math.nan, precision, rule.hvp.by_autograd)
-        if "head" in worker.params.groups:
-            into.sum[worker.params.groups["head"]] = 0
-        sums.append(into.sum)
-    a, b = sums
-    size = math.sqrt(worker.dot(a, a))
-    if not size:
-        return Check(math.nan, math.nan, precision, rule.hvp.by_autograd)
-    cosine = worker.dot(a, b) / (size * math.sqrt(worker.dot(b, b)))
-    a.sub_(b)
-    return Check(cosine, math.sqrt(worker.dot(a, a)) / size, precision, rule.hvp.by_autograd)

@@ -85,16 +85,24 @@ class EvaluationMethod(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class InContext:
+    """Scores the query set without and with the support set in the prompt; see `EvaluationMethod`."""
+
+    def score(self, worker: Worker, theta: Tensor, episode: Episode) -> tuple[PassStats, PassStats]:
+        """Collective: group."""
+        return worker.forward(episode.query), worker.forward(episode.prompted)
+
+
 def no_poll() -> None:
     """`between_passes` of a caller that has nothing to do between passes."""
 
 
 @dataclass(frozen=True)
 class InnerResult:
-    """A finished inner loop, the worker at phi_K: class means, the optimizer's state, a pass per step."""
+    """A finished inner loop, the worker at phi_K: class means, a pass per step."""
 
     means: ClassMeans | None
-    state: InnerState
     passes: list[PassStats]
 
 
@@ -130,7 +138,7 @@ class InnerLoop:
     @property
     def changes_head_only(self) -> bool:
         """Whether the steps need the body's features only, and no state by element of theta."""
-        return self.steps > 0 and self.rates.only_head and not self.proximal and self.optimizer.kept is None
+        return self.steps > 0 and self.rates.only_head and not self.proximal
 
     def adapt(
         self,
@@ -162,14 +170,9 @@ class InnerLoop:
     def variant(
         self, learned: Tensor | None = None, scale: float = 1.0, steps: int | None = None
     ) -> "InnerLoop":
-        """The same loop with other rates (see Rates.variant), another number of steps, and a fresh state of
-        the optimizer, as adaptation of the exported model has it.
-        """
+        """The same loop with other rates (see Rates.variant) and another number of steps."""
         steps = self.steps if steps is None else steps
-        optimizer = replace(self.optimizer, kept=None)
-        return replace(
-            self, steps=steps, rates=self.rates.variant(learned, scale, steps), optimizer=optimizer
-        )
+        return replace(self, steps=steps, rates=self.rates.variant(learned, scale, steps))
 
     def begin(
         self, worker: Worker, theta: Tensor, support: Sequence[MicroBatch], tracked: bool = False
@@ -203,7 +206,7 @@ class InnerLoop:
             return self._run_head(worker, start, start.rows, after_step)
         phi0, device = start.phi0, worker.storage_device
         support = each_batch(support, lambda batch: batch.to(worker.device))  # once, and not in every step
-        state = self.optimizer.initial_state(phi0.numel(), device)
+        state = self.optimizer.zero_state(phi0.numel(), device)
         anchor, passes = phi0.to(device) if self.proximal else None, []
         for k in range(self.steps):
             if path is not None:
@@ -215,7 +218,7 @@ class InnerLoop:
             if path is not None:
                 path.after_step(k, direction)
             after_step([])
-        return InnerResult(start.means, state, passes)
+        return InnerResult(start.means, passes)
 
     def _run_head(
         self, worker: Worker, start: InnerStart, rows: FeatureRows, after_step: Callable[[Head], Any]
@@ -227,7 +230,7 @@ class InnerLoop:
         for name, part in zip(self.head.names, head, strict=True):
             worker.params.put(phi, name, part.float())
         worker.write(phi)
-        return InnerResult(start.means, InnerState({}), passes)
+        return InnerResult(start.means, passes)
 
     def learn_head(
         self,

@@ -23,7 +23,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -163,27 +163,18 @@ class InnerOptimizer:
 
     state_names: of the vectors that it stores. direction: (g, phi, state vectors, step number from 1) -> u,
     element by element, on stretches of a vector; the state is changed in place, g and phi are not.
-    kept: the state that every task starts with, changed by the outer step alone; None: every task starts with
-    zeros. differentiable: the same direction for meta-gradients of second order; None: there are none.
+    differentiable: the same direction for meta-gradients of second order; None: there are none.
     is_linear: u is momentum u + g, whose derivative needs neither g nor the state.
     """
 
     state_names: tuple[str, ...]
     direction: Callable[[Tensor, Tensor, dict[str, Tensor], int], Tensor]
     momentum: float = 0.0
-    kept: InnerState | None = field(default=None, compare=False)
     differentiable: Differentiable | None = None
     is_linear: bool = False
 
-    def initial_state(self, numel: int, device: torch.device) -> InnerState:
-        """The state that a task starts with."""
-        if self.kept is not None and self.kept.vectors:
-            vectors = {name: v.to(device, copy=True) for name, v in self.kept.vectors.items()}
-            return InnerState(vectors, self.kept.count)
-        return self.zero_state(numel, device)
-
     def zero_state(self, numel: int, device: torch.device) -> InnerState:
-        """A state of zeros; also that of the derivatives at the end of the inner loop."""
+        """What a task starts with; also the derivatives by it at the end of the inner loop."""
         return InnerState({name: torch.zeros(numel, device=device) for name in self.state_names})
 
     def new_state(
@@ -257,7 +248,7 @@ class InnerOptimizer:
 
 
 def inner_optimizer(config: Config) -> InnerOptimizer:
-    """The optimizer of the settings inner_optimizer, inner_momentum, inner_beta1, ..."""
+    """The optimizer of the settings inner_optimizer, inner_momentum, inner_epsilon, ..."""
     if config.inner_optimizer == "sgd":
         return InnerOptimizer(
             (),
@@ -283,7 +274,7 @@ def inner_optimizer(config: Config) -> InnerOptimizer:
         )
     if config.inner_optimizer != "adamw":
         return find_inner(config.inner_optimizer)
-    b1, b2, decay = config.inner_beta1, config.inner_beta2, config.inner_weight_decay
+    b1, b2, decay = 0.9, 0.999, config.inner_weight_decay
 
     def adamw(grad: Tensor, shard: Tensor, state: dict[str, Tensor], count: int) -> Tensor:
         first = state["exp_avg"].mul_(b1).add_(grad, alpha=1 - b1)
@@ -301,9 +292,4 @@ def inner_optimizer(config: Config) -> InnerOptimizer:
         u = torch.where(seen, first / (1 - b1**count) / (root + config.inner_epsilon), 0.0)
         return u + decay * phi, {"exp_avg": first, "exp_avg_sq": second}
 
-    return InnerOptimizer(
-        ("exp_avg", "exp_avg_sq"),
-        adamw,
-        kept=InnerState({}) if config.inner_optimizer_state == "kept" else None,
-        differentiable=differentiable,
-    )
+    return InnerOptimizer(("exp_avg", "exp_avg_sq"), adamw, differentiable=differentiable)

@@ -16,13 +16,12 @@ from torch import Tensor
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.classifier_head import class_means, nearest_mean_head
-from fmmeta.meta.costs import rows_of
+from fmmeta.meta.inner_loop import InnerLoop, no_poll
 from fmmeta.meta.inner_optimizers import Layers, Rates, layer_of
-from fmmeta.meta.parameters import MetaGradient, MetaParameters
-from fmmeta.meta.rule import InnerLoop, TaskResult, no_poll
-from fmmeta.models.learner import Learner
+from fmmeta.meta.task import MultiTaskRule, TaskResult, TaskRun
 from fmmeta.models.task_axis import TaskAxis
-from fmmeta.parallel.workers.base import PassStats, Worker
+from fmmeta.parallel.costs import rows_of
+from fmmeta.parallel.workers.base import PassStats, Worker, all_finite
 from fmmeta.parallel.workers.full_model import FullModelWorker, TaskBatch
 from fmmeta.tasks.batching import Episode, Sets, merge_task_batches
 
@@ -34,11 +33,9 @@ class MultiTaskInnerLoop:
     inner: InnerLoop
     axis: TaskAxis
 
-    def begin(
-        self, worker: FullModelWorker, theta: Tensor, sets: Sets, classes: Sequence[int] | None = None
-    ) -> TaskBatch:
-        """Every task at phi_0 of its support set. classes: see `TaskBatch`. Collective: group."""
-        batch = TaskBatch(worker, self.axis, theta, len(sets), classes)
+    def begin(self, worker: FullModelWorker, theta: Tensor, sets: Sets) -> TaskBatch:
+        """Every task at phi_0 of its support set. Collective: group."""
+        batch = TaskBatch(worker, self.axis, theta, len(sets))
         if self.inner.head.uses_support_features:
             self._set_heads(worker, batch, sets)
         return batch
@@ -51,7 +48,7 @@ class MultiTaskInnerLoop:
         Collective: group.
         """
         optimizer, rates, passes = self.inner.optimizer, self._rates(batch), list[list[PassStats]]()
-        state = optimizer.initial_state(batch.phi.numel(), batch.phi.device)
+        state = optimizer.zero_state(batch.phi.numel(), batch.phi.device)
         for k in range(steps):
             passes.append(batch.step(sets, optimizer.update(k, state, rates)))
             after_step()
@@ -63,12 +60,11 @@ class MultiTaskInnerLoop:
         theta: Tensor,
         sets: Sets,
         steps: Sequence[int],
-        classes: Sequence[int] | None = None,
     ) -> list[tuple[list[PassStats], dict[str, Tensor]]]:
         """Take task t to phi_K, K = steps[t]: statistics of its support set after 0 to K steps, and its
         weights by name. Collective: group.
         """
-        batch = self.begin(worker, theta, sets, classes)
+        batch = self.begin(worker, theta, sets)
         weights, done = dict[int, dict[str, Tensor]](), count()
 
         def keep() -> None:
@@ -85,11 +81,10 @@ class MultiTaskInnerLoop:
         worker: FullModelWorker,
         theta: Tensor,
         episodes: Sequence[Episode],
-        classes: Sequence[int] | None = None,
     ) -> list[list[PassStats]]:
         """Statistics of every task's query set after 0 to K steps. Collective: group."""
         support, query = [one.support for one in episodes], [one.query for one in episodes]
-        batch = self.begin(worker, theta, support, classes)
+        batch = self.begin(worker, theta, support)
         passes = [batch.forward(query)]
         self.run(batch, support, self.inner.steps, lambda: passes.append(batch.forward(query)))
         return [[each[task] for each in passes] for task in range(len(episodes))]
@@ -127,33 +122,24 @@ class AdapterMultiTaskRule:
     axis: TaskAxis
     displacement: bool = False
 
-    def task_gradients(
-        self,
-        worker: Worker,
-        meta: MetaParameters,
-        episodes: Sequence[Episode],
-        into: MetaGradient,
-        between_passes: Callable[[], None] = no_poll,
-    ) -> Iterator[TaskResult]:
-        """Add the meta-gradients of several tasks; yields the result of each when its gradient is added.
-
-        Collective: group.
-        """
+    def __call__(self, tasks: Sequence[TaskRun]) -> Iterator[TaskResult]:
+        """Yields the result of each task when its gradient is added. Collective: group."""
+        worker, into, theta = tasks[0].worker, tasks[0].into, tasks[0].theta
         assert isinstance(worker, FullModelWorker)
-        theta, loop = meta.theta, MultiTaskInnerLoop(self.inner, self.axis)
-        support, query = [episode.support for episode in episodes], [episode.query for episode in episodes]
+        loop, between_passes = MultiTaskInnerLoop(self.inner, self.axis), tasks[0].between_passes
+        support, query = [task.support for task in tasks], [task.query for task in tasks]
         batch = loop.begin(worker, theta, support)
         if self.inner.head.uses_support_features:
             between_passes()
         passes = loop.run(batch, support, self.inner.steps, between_passes)
         passes.append(batch.forward(query) if self.displacement else batch.gradient(query))
-        for task in range(len(episodes)):
-            own = [each[task] for each in passes]
-            finite = all([each.finite for each in own])
+        for number in range(len(tasks)):
+            own = [each[number] for each in passes]
+            finite = all_finite(own)
             if finite and self.displacement:
-                into.add(theta.to(worker.storage_device) - batch.vector(batch.phi, task))
+                into.add(theta.to(worker.storage_device) - batch.vector(batch.phi, number))
             elif finite:
-                into.add(batch.vector(batch.grad, task))
+                into.add(batch.vector(batch.grad, number))
             yield TaskResult(1.0, finite, own[0], own[-1])
 
 
@@ -168,13 +154,15 @@ def tasks_per_pass(config: Config) -> int:
     return max(1, config.micro_batch_size // (support + query if frozen_body else support))
 
 
-def adapter_multi_task_rule(config: Config, worker: Worker, inner: InnerLoop) -> AdapterMultiTaskRule | None:
-    """The rule over adapters; None for one task at a time, and for rules that take several themselves.
+def multi_task_rule(config: Config, worker: Worker, inner: InnerLoop) -> MultiTaskRule | None:
+    """The rule for several tasks in a pass, the algorithm's own or one over adapters; None for one task.
 
     Raises `UsageError` for a model without such adapters.
     """
     spec = find(config.algorithm)
-    if tasks_per_pass(config) == 1 or spec.frozen_body or not isinstance(worker, FullModelWorker):
+    if tasks_per_pass(config) == 1:
         return None
-    assert isinstance(worker.learner, Learner)
+    if spec.several is not None:
+        return spec.several
+    assert isinstance(worker, FullModelWorker)
     return AdapterMultiTaskRule(inner, TaskAxis(worker.learner), spec.multi_task == "displacement")

@@ -78,6 +78,20 @@ class NoiseScale:
         """The noise scale in tasks; NaN before the first estimate and where noise hides the mean gradient."""
         return max(0.0, self.noise) / self.signal if self.signal > 0 else math.nan
 
+    def advice(self, used: int) -> str:
+        """One sentence: the meta-batch size that the noise scale suggests. used: tasks of an outer step."""
+        if math.isnan(self.tasks):
+            return (
+                f"noise scale unknown: the noise of {used} tasks per outer step hides the mean gradient; use"
+                " more tasks, or measure over more outer steps"
+            )
+        share = 100 * used / (used + self.tasks)
+        return (
+            f"noise scale {self.tasks:.3g} tasks, which is the suggested meta-batch: an outer step of"
+            f" {used} tasks makes {share:.0f} % of the progress of one over all tasks, one of the noise scale"
+            " 50 %"
+        )
+
     @property
     def values(self) -> dict[str, float]:
         """For metrics.jsonl: estimates of the last outer step, and the smoothed noise scale."""

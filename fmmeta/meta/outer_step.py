@@ -11,7 +11,7 @@ mean over the tasks. With --offload_outer everything but the learned rates is in
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from fmmeta.config.algorithms import find_outer
 from fmmeta.config.settings import Config
 from fmmeta.meta.noise_scale import NoiseScale, TaskSquares
-from fmmeta.meta.parameters import KEPT_MOMENTS, MetaGradient, MetaParameters, PendingMean, StateDict
+from fmmeta.meta.parameters import MetaGradient, MetaParameters, PendingMean, StateDict
 from fmmeta.parallel.collectives import Communicator, Reduction
 from fmmeta.parallel.param_map import OuterMemory, overlap
 from fmmeta.parallel.workers.base import Worker, add_local_dot, over_group
@@ -28,14 +28,11 @@ from fmmeta.parallel.workers.base import Worker, add_local_dot, over_group
 
 @dataclass(frozen=True)
 class OuterStep:
-    """Result of an outer step. grad_norm: before clipping; applied: whether the meta-parameters moved;
-    no_data: they did not, because all tasks failed to load.
-    """
+    """Result of an outer step. grad_norm: before clipping; applied: whether the meta-parameters moved."""
 
     grad_norm: float
     lr: float
     applied: bool
-    no_data: bool = False
 
 
 class OuterOptimizer:
@@ -108,9 +105,6 @@ class OuterOptimizer:
             rates_lr = self.config.inner_lr_outer_lr * self.config.outer_lr_factor * self.factor(outer_step)
             grad = extra["rates"].clone()
             self.rate_moments = self._update(meta.rates, grad, scalars, self.rate_moments, rates_lr, 0.0)
-        if meta.kept is not None:
-            meta.kept.vectors = {name: extra[name].clone() for name in KEPT_MOMENTS}
-            meta.kept.count += self.config.inner_steps
         return OuterStep(norm, lr, applied=True)
 
     def _finish_theta(self, mean: PendingMean) -> float:
@@ -167,7 +161,7 @@ class OuterOptimizer:
             self.moments, self.rate_moments, self.scalar_state = {}, {}, {}
             return
         self.moments = {name: self.memory.store(vector.clone()) for name, vector in stored.items()}
-        self.scalar_state = {name: x for name, x in state.numbers.items() if name != "kept.count"}
+        self.scalar_state = dict(state.numbers)
         if rates is not None:
             self.rate_moments = {name: value.to(rates.device, copy=True) for name, value in saved.items()}
 
@@ -181,20 +175,18 @@ class OuterUpdate:
         self.meta = MetaGradient(outer.meta_params.theta, outer.meta_params.extra)
         self.noise_scale = NoiseScale()
 
-    def step(
-        self, weight: float, outer_step: int, no_data: bool, squares: TaskSquares | None = None
-    ) -> OuterStep:
+    def step(self, weight: float, outer_step: int, squares: TaskSquares | None = None) -> OuterStep:
         """Reduce what is in `meta`, which is empty afterwards, and apply it.
 
-        weight: of the finite tasks of all groups; no_data: all tasks failed to load; squares: of the tasks'
-        gradients, for the noise scale. Collective: cross, group.
+        weight: of the finite tasks of all groups; squares: of the tasks' gradients, for the noise scale.
+        Collective: cross, group.
         """
         mean = self.meta.begin_reduce(self.cross, weight, self.comm_dtype)
         update = self.outer.step(mean, outer_step)
         self.meta.clear()
         if squares is not None:
             self.noise_scale.add(squares, update.grad_norm)
-        return replace(update, no_data=no_data)
+        return update
 
     def add_state(self, state: StateDict) -> None:
         """Add what later noise scales need to what a checkpoint holds."""

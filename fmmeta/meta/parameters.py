@@ -16,27 +16,22 @@ import torch
 from torch import Tensor
 
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.meta.inner_optimizers import InnerState
 from fmmeta.parallel.collectives import Communicator, Reduction
-
-KEPT_MOMENTS: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # of inner AdamW
 
 
 @dataclass(frozen=True)
 class MetaParameters:
     """theta: fp32 [S], this rank's part of the model. rates: learned inner rates, float64 [K, L] by layer or
-    fp32 [S] by element; None where they are fixed. kept: the moments that every inner loop starts with; None
-    where it starts with zeros, and in copies.
+    fp32 [S] by element; None where they are fixed.
     """
 
     theta: Tensor
     rates: Tensor | None = None
-    kept: InnerState | None = None
 
     @classmethod
     def of(cls, theta: Tensor, inner: InnerLoop) -> "MetaParameters":
-        """Those of a run. The inner loop reads the same rates and moments, and never changes them."""
-        return cls(theta, inner.rates.meta_parameter, inner.optimizer.kept)
+        """Those of a run. The inner loop reads the same rates, and never changes them."""
+        return cls(theta, inner.rates.meta_parameter)
 
     @classmethod
     def from_named(cls, tensors: Mapping[str, Tensor]) -> "MetaParameters":
@@ -44,13 +39,12 @@ class MetaParameters:
 
     def named(self) -> dict[str, Tensor]:
         """theta and learned rates by field name; no entry for fixed rates."""
-        return {"theta": self.theta} | ({} if self.rates is None else {"rates": self.rates})
+        return {"theta": self.theta, **self.extra}
 
     @property
     def extra(self) -> dict[str, Tensor]:
         """What is summed over tasks besides theta: tensors of these shapes, by name."""
-        kept = {} if self.kept is None else dict.fromkeys(KEPT_MOMENTS, self.theta)
-        return kept if self.rates is None else {"rates": self.rates, **kept}
+        return {} if self.rates is None else {"rates": self.rates}
 
     def snapshot(self) -> "MetaParameters":
         """A copy in host memory."""
@@ -61,11 +55,8 @@ class MetaParameters:
         return MetaParameters(self.theta.to("cpu", copy=True).lerp_(initial.theta.cpu(), share), self.rates)
 
     def add_state(self, state: "StateDict") -> None:
-        """Add theta, rates and kept moments, uncopied, to what a checkpoint holds."""
+        """Add theta and rates, uncopied, to what a checkpoint holds."""
         state.add("", self.named())
-        if self.kept is not None:
-            state.add("kept.", self.kept.vectors)
-            state.numbers["kept.count"] = self.kept.count
 
     def load_state(self, state: "StateDict") -> None:
         """Set the values that `add_state` gave, in place, on any layout and device.
@@ -77,10 +68,6 @@ class MetaParameters:
             saved = state.tensors(name)
             if name == "theta" or (saved and saved[""].shape == value.shape):
                 value.copy_(saved[""])
-        if self.kept is not None:
-            saved = state.tensors("kept.")
-            self.kept.vectors = {name: v.to(self.theta.device, copy=True) for name, v in saved.items()}
-            self.kept.count = int(state.numbers.get("kept.count", 0))
 
 
 @dataclass
@@ -93,7 +80,7 @@ class StateDict:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The facts that the outer optimizer and the kept moments share."""
+        """Scalars of the outer optimizer."""
         return self.facts.setdefault("numbers", {})
 
     def add(self, prefix: str, tensors: Mapping[str, Tensor]) -> None:
@@ -110,8 +97,8 @@ class StateDict:
 class MetaGradient:
     """Weighted sums over the tasks of this group, then over those of all groups.
 
-    sum: of meta-gradients, fp32 [S], on the device of theta. extra: of the other results of tasks (gradients
-    of learned rates, kept inner moments), by name. weight: of the tasks.
+    sum: of meta-gradients, fp32 [S], on the device of theta. extra: of gradients of learned rates, by name.
+    weight: of the tasks.
     """
 
     def __init__(self, theta: Tensor, extra: Mapping[str, Tensor] | None = None) -> None:
@@ -150,18 +137,14 @@ class MetaGradient:
         """Start the all-reduce of all sums across groups; None if `weight`, that of all groups, is 0.
 
         One reduction of the rank's shard, whatever the number of tasks and inner steps. Add nothing while it
-        is pending. comm_dtype: dtype in which gradients are sent; kept moments are sent in fp32, because they
-        are state: with a decay of 0.999, bf16 would round away what a step adds. Collective: cross.
+        is pending. comm_dtype: dtype in which gradients are sent. Collective: cross.
         """
         if weight == 0:
             return None
         return PendingMean(
             self.sums,
             weight,
-            {
-                name: cross.begin_sum_(total, None if name in KEPT_MOMENTS else comm_dtype)
-                for name, total in self.sums.items()
-            },
+            {name: cross.begin_sum_(total, comm_dtype) for name, total in self.sums.items()},
         )
 
     def clear(self) -> None:

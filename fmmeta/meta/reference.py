@@ -8,7 +8,7 @@ masters are updated.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fmmeta.config.algorithms import find, find_inner, find_outer
 from fmmeta.config.settings import Config
-from fmmeta.tasks.batching import IGNORE, Example
+from fmmeta.tasks.batching import IGNORE, Example, map_tensors
 from fmmeta.tasks.sources.base import EpisodeRows
 
 Weights = dict[str, Tensor]  # by parameter name
@@ -55,10 +55,9 @@ class ReferenceTask:
     bf16: bool
     rates: Weights
     outer_step: int
-    memory: Memory
 
 
-Gradients = tuple[Weights, Weights, Memory]  # of theta, of learned rates; inner moments afterwards
+Gradients = tuple[Weights, Weights]  # of theta, of learned rates
 
 
 def reference_run(
@@ -85,7 +84,7 @@ def reference_run(
     rates = starting_rates(learner, theta, config)
     optimizer = outer_optimizer(meta_params, rates, config)
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup, config.outer_steps)
-    thetas, memory = [], None
+    thetas = []
     history: list[tuple[Weights, Weights]] = []  # theta and rates of every version
     for outer_step, episodes in enumerate(steps):
         history.append((copies_of(theta), copies_of(rates)))
@@ -93,14 +92,11 @@ def reference_run(
         tasks = []
         for episode, version in zip(episodes, begun, strict=True):
             start, alpha = history[version]
-            tasks.append(reference_gradient(learner, start, episode, config, bf16, alpha, version, memory))
+            tasks.append(reference_gradient(learner, start, episode, config, bf16, alpha, version))
         if tasks:
-            gradients, rate_gradients, memories = zip(*tasks, strict=True)
+            gradients, rate_gradients = zip(*tasks, strict=True)
             mean = {name: g for name, g in mean_of(gradients).items() if name in meta_params}
             of_rates = mean_of(rate_gradients)
-            if config.inner_optimizer_state == "kept":
-                first, second = mean_of([m.first for m in memories]), mean_of([m.second for m in memories])
-                memory = Memory(first, second, memories[0].count)
         else:
             mean, of_rates = {}, {}  # no finite task: theta is unchanged, the schedule continues
         if mean:
@@ -157,11 +153,6 @@ def starting_rates(learner: Any, names: Iterable[str], config: Config) -> Weight
     """
     rates, layers, adapts = {}, {}, find(config.algorithm).adapts
     patterns = [item.rsplit("=", 1) for item in config.inner_lr_groups]
-    shape = {
-        "constant": lambda d: 1.0,
-        "linear": lambda d: 1 - d,
-        "cosine": lambda d: (1 + math.cos(math.pi * d)) / 2,
-    }[config.inner_lr_schedule]
     for name in names:
         param, head = learner.get_parameter(name), name in learner.head_names
         layer = "head" if head else layer_name(name)
@@ -171,8 +162,7 @@ def starting_rates(learner: Any, names: Iterable[str], config: Config) -> Weight
         if config.inner_lr_learned == "element":
             rates[name] = torch.full_like(param, config.inner_lr * factor).detach().requires_grad_()
         else:
-            done = [k / config.inner_steps for k in range(config.inner_steps)]
-            steps = torch.tensor([config.inner_lr * factor * shape(d) for d in done], dtype=param.dtype)
+            steps = torch.tensor([config.inner_lr * factor] * config.inner_steps, dtype=param.dtype)
             rates[name] = layers.setdefault(layer, steps.requires_grad_(config.inner_lr_learned == "layer"))
     return rates
 
@@ -191,14 +181,12 @@ def reference_gradient(
     bf16: bool,
     rates: Weights | None = None,
     outer_step: int = 0,
-    memory: Memory | None = None,
 ) -> Gradients:
-    """The meta-gradient of one task, that of the rates, and the inner optimizer's moments afterwards."""
+    """The meta-gradient of one task, and that of the rates."""
     rates = starting_rates(learner, theta, config) if rates is None else rates
-    zeros = {name: torch.zeros_like(value) for name, value in theta.items()}
-    memory, reference = memory or Memory(zeros, zeros), find(config.algorithm).reference
+    reference = find(config.algorithm).reference
     assert reference is not None, f"{config.algorithm} has no reference"
-    return reference(ReferenceTask(learner, theta, episode, config, bf16, rates, outer_step, memory))
+    return reference(ReferenceTask(learner, theta, episode, config, bf16, rates, outer_step))
 
 
 def joint(task: ReferenceTask) -> Gradients:
@@ -207,7 +195,7 @@ def joint(task: ReferenceTask) -> Gradients:
         set_gradient(task.learner, task.theta, rows, task.bf16, classes=len(task.episode.classes))
         for rows in (task.episode.support, task.episode.query)
     )
-    return {name: (support[name] + query[name]) / 2 for name in task.theta}, {}, task.memory
+    return {name: (support[name] + query[name]) / 2 for name in task.theta}, {}
 
 
 def in_prompt(task: ReferenceTask) -> Gradients:
@@ -234,13 +222,13 @@ def in_prompt(task: ReferenceTask) -> Gradients:
         rows.append(Example(ids, labels))
         if task.config.loss_on_support:
             support.append(support.pop(0))
-    return set_gradient(task.learner, task.theta, rows, task.bf16), {}, task.memory
+    return set_gradient(task.learner, task.theta, rows, task.bf16), {}
 
 
 def displacement(task: ReferenceTask) -> Gradients:
     """Reptile: theta - phi_K."""
-    phis, memory = inner_loop(task, task.theta, order=1)
-    return {name: (theta - phis[-1][name]).detach() for name, theta in task.theta.items()}, {}, memory
+    phis = inner_loop(task, task.theta, order=1)
+    return {name: (theta - phis[-1][name]).detach() for name, theta in task.theta.items()}, {}
 
 
 def unrolled(
@@ -254,7 +242,7 @@ def unrolled(
     if task.outer_step < config.first_order_steps:
         order = 1
     leaf = {name: value.detach().clone().requires_grad_() for name, value in task.theta.items()}
-    phis, memory = inner_loop(task, leaf, order, steps, through_means)
+    phis = inner_loop(task, leaf, order, steps, through_means)
     left = max(0.0, 1 - task.outer_step / config.multi_step_loss_steps) if config.multi_step_loss_steps else 0
     early = [left / steps] * (steps - 1) if steps else []
     weights = [*early, 1 - sum(early)]
@@ -266,7 +254,7 @@ def unrolled(
     learned = {name: rate for name, rate in task.rates.items() if rate.requires_grad}
     inputs = [*leaf.values(), *learned.values()]
     found = torch.autograd.grad(torch.stack(losses).sum(), inputs, materialize_grads=True)
-    return dict(zip(leaf, found, strict=False)), dict(zip(learned, found[len(leaf) :], strict=True)), memory
+    return dict(zip(leaf, found, strict=False)), dict(zip(learned, found[len(leaf) :], strict=True))
 
 
 def inner_loop(
@@ -276,9 +264,10 @@ def inner_loop(
     steps: int | None = None,
     through_means: bool | None = None,
     proximal: float = 0.0,
-) -> tuple[list[Weights], Memory]:
+) -> list[Weights]:
     """phi_0 to phi_K from `theta`, with their graph. proximal: weight of |phi - phi_0|^2 / 2."""
-    config, rates, memory = task.config, task.rates, replace(task.memory, own={})
+    config, rates, zeros = task.config, task.rates, {n: torch.zeros_like(v) for n, v in theta.items()}
+    memory = Memory(zeros, zeros)
     phi = phi0 = initial_weights(task, theta, through_means)
     phis, steps = [phi], config.inner_steps if steps is None else steps
     last = steps if config.truncate_steps is None else config.truncate_steps
@@ -292,7 +281,7 @@ def inner_loop(
         rate = rates if config.inner_lr_learned == "element" else {name: rates[name][k] for name in phi}
         phi = {name: phi[name] - rate[name] * u[name] for name in phi}
         phis.append(phi)
-    return phis, memory
+    return phis
 
 
 def support_of_step(task: ReferenceTask, k: int) -> Sequence[Example]:
@@ -324,7 +313,7 @@ def inner_update(gradient: Weights, phi: Weights, memory: Memory, config: Config
             for name, g in grads.items()
         }
     if config.inner_optimizer == "adamw":
-        b1, b2, t = config.inner_beta1, config.inner_beta2, memory.count
+        b1, b2, t = 0.9, 0.999, memory.count
         memory.first = {name: b1 * memory.first[name] + (1 - b1) * g for name, g in gradient.items()}
         memory.second = {name: b2 * memory.second[name] + (1 - b2) * g * g for name, g in gradient.items()}
         u = {}
@@ -346,7 +335,7 @@ def initial_weights(task: ReferenceTask, theta: Weights, through_means: bool | N
     phi = {name: value.clone() for name, value in theta.items()}  # a head of means is no path to the body
     if config.head_init == "prototype" and learner.head_names:
         rows = task.episode.support
-        features = torch.cat([forward(learner, theta, row, task.bf16, want="features") for row in rows])
+        features = torch.cat([forward(learner, theta, row, task.bf16)[0] for row in rows])
         labels = torch.tensor([row.labels for row in rows])
         means = torch.stack(  # 0 for classes of other episodes
             [features[labels == c].mean(0).nan_to_num() for c in range(config.most_classes)]
@@ -388,34 +377,34 @@ def set_loss(learner: Any, weights: Weights, rows: Sequence[Example], bf16: bool
     total = sum(1 if isinstance(row.labels, int) else sum(x != IGNORE for x in row.labels) for row in rows)
     losses = []
     for row in rows:
-        logits = forward(learner, weights, row, bf16)
+        found = forward(learner, weights, row, bf16)
         if isinstance(row.labels, int):
-            logits, labels = logits[:, :known], torch.tensor([row.labels])
+            logits, labels = found[1][:, :known], torch.tensor([row.labels])
         else:
-            logits, labels = logits[0, :-1], torch.tensor(row.labels)[1:]
+            logits, labels = found[0, :-1], torch.tensor(row.labels)[1:]
         losses.append(F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum"))
     return torch.stack(losses).sum() / total
 
 
-def forward(learner: Any, weights: Weights, row: Example, bf16: bool, want: str = "logits") -> Tensor:
-    """The model with these weights, differentiable twice."""
+def forward(learner: Any, weights: Weights, row: Example, bf16: bool) -> Any:
+    """The outputs of the model with these weights, differentiable twice."""
     ids = torch.tensor([list(row.input_ids)])
     if bf16:
         frozen = {name: p for name, p in learner.named_parameters() if name not in weights}
         weights = {name: value.bfloat16() for name, value in {**weights, **frozen}.items()}
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "want": want}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     with sdpa_kernel(SDPBackend.MATH):
         found = torch.func.functional_call(learner, weights, (), inputs)
-    return found.float() if bf16 else found
+    return map_tensors(found, Tensor.float) if bf16 else found
 
 
 def implicit(task: ReferenceTask) -> Gradients:
-    """iMAML: ((1 + damping) I + H / weight)^-1 grad L_query at the end of a proximal inner loop, by conjugate
+    """iMAML: (I + H / weight)^-1 grad L_query at the end of a proximal inner loop, by conjugate
     gradients in which autograd multiplies by the Hessian.
     """
     learner, episode, config, bf16 = task.learner, task.episode, task.config, task.bf16
     leaf = {name: value.detach().clone().requires_grad_() for name, value in task.theta.items()}
-    phis, memory = inner_loop(task, leaf, order=1, proximal=config.proximal_weight)
+    phis = inner_loop(task, leaf, order=1, proximal=config.proximal_weight)
     phi = {name: value.detach().requires_grad_() for name, value in phis[-1].items()}
     weights = list(phi.values())
     loss = set_loss(learner, phi, episode.support, bf16)
@@ -424,14 +413,14 @@ def implicit(task: ReferenceTask) -> Gradients:
     solution, search = torch.zeros_like(residual), residual
     for _ in range(config.cg_steps):
         product = torch.autograd.grad(gradient @ search, weights, retain_graph=True, materialize_grads=True)
-        image = (1 + config.cg_damping) * search + flat(product) / config.proximal_weight
+        image = search + flat(product) / config.proximal_weight
         size = residual @ residual
         step = size / (search @ image)
         solution, residual = solution + step * search, residual - step * image
         search = residual + residual @ residual / size * search
     start = flat(phis[0].values())
     back = torch.autograd.grad(start @ solution, list(leaf.values()), materialize_grads=True)
-    return dict(zip(leaf, back, strict=True)), {}, memory
+    return dict(zip(leaf, back, strict=True)), {}
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:

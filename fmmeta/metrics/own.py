@@ -5,21 +5,22 @@ order that does not depend on the layout --> metric(predictions, references) -> 
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.security import import_named
-from fmmeta.common.text import shortened
+from fmmeta.common.text import any_of, nearest, shortened
+from fmmeta.config.fields import refuse_first
+from fmmeta.config.settings import METRICS, Config
+from fmmeta.metrics.language import LanguageMetrics
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
-from fmmeta.tasks.batching import IGNORE, MicroBatch
+from fmmeta.tasks.batching import MicroBatch
 from fmmeta.tasks.data.encode import AnswerReader
+from fmmeta.tasks.sources.base import Draw
 
 Metric = Callable[[list[str], list[str]], Mapping[str, float]]
 """(predictions, references) of an episode's query set after adaptation -> numbers by name.
@@ -29,80 +30,110 @@ likely one after the input and the right tokens before it (teacher forcing). The
 reference, then by prediction.
 """
 
-TAKEN = ("accuracy", "loss")
+TAKEN = (  # by what is stored beside the numbers, in results.json too
+    *("accuracy", "ci95", "loss", "loss_ci95", "ece", "episodes", "units", "kind", "per_stratum", "scores"),
+    *("model", "dataset", "eval_split", "n_way", "n_way_max", "k_shot", "k_shot_max", "seed", "method"),
+    *("episodes_fingerprint", "cells", "compare"),
+)
 
 
-def find_metrics(names: Sequence[str], given: Sequence[Metric]) -> list[tuple[str, Metric]]:
-    """Metrics with their names for messages. names: `module:name`, of the flag. Raises `UsageError`."""
-    found = [(name, import_named("metrics", name, "a function")) for name in names]
+def find_metrics(
+    config: Config, names: Sequence[str], given: Sequence[Metric] = ()
+) -> list[tuple[str, Metric | None]]:
+    """The functions of metrics by name, None for those of METRICS.
+
+    names: of the flag. Raises `UsageError` for names that mean nothing or cannot be used in such a run.
+    """
+    found: list[tuple[str, Metric | None]] = []
+    for name in names:
+        if name not in METRICS and ":" not in name:
+            known = any_of([*METRICS, "module:name of a function"])
+            raise UsageError(f"metrics={name} is unknown{nearest(name, METRICS)}; use {known}")
+        found.append((name, None if name in METRICS else import_named("metrics", name, "a function")))
     found += [(getattr(one, "__name__", type(one).__name__), one) for one in given]
     for name, metric in found:
-        if not callable(metric):
+        if metric is not None and not callable(metric):
             raise UsageError(
                 f"metrics={name} is a {type(metric).__name__} and cannot be called; give a function of"
                 " (predictions, references)"
             )
+    every = " ".join(name for name, _ in found)
+    of_language = " ".join(name for name, metric in found if metric is None)
+    refuse_first(
+        [
+            (
+                bool(of_language) and config.task_type != "causal_lm",
+                f"metrics={of_language} score generated answers, and task_type={config.task_type} has none;"
+                " leave them out",
+            ),
+            (
+                bool(found) and config.pipeline_stages > 1,
+                f"metrics={every} with pipeline_stages={config.pipeline_stages}: only the last stage has the"
+                " model's answers; leave one out",
+            ),
+        ]
+    )
     return found
 
 
-def answers(batch: MicroBatch, logits: Tensor) -> Iterator[tuple[list[int], list[int]]]:
-    """(prediction, reference) of each row of a micro-batch as classes or tokens; -1 where logits are NaN."""
-    guess = logits.argmax(-1).masked_fill_(logits.isnan().any(-1), -1).cpu()
-    labels, real = batch.labels.cpu(), (batch.weights > 0).tolist()
-    if logits.ndim == 2:
-        yield from (([int(p)], [int(r)]) for p, r, counts in zip(guess, labels, real, strict=True) if counts)
-        return
-    single = torch.arange(labels.shape[1]).expand_as(labels)
-    rows = (batch.inputs.get("position_ids", single).cpu() == 0).cumsum(1)  # of packed sequences
-    for i in (i for i, counts in enumerate(real) if counts):
-        here, target = rows[i, 1:], labels[i, 1:]
-        for row in here.unique():
-            where = (here == row) & (target != IGNORE)
-            yield guess[i, :-1][where].tolist(), target[where].tolist()
+Answered = tuple[list[int], list[int]]
+"""Prediction and reference of a row, as classes or tokens."""
+
+
+def answers_of_group(worker: Worker, query: Sequence[MicroBatch]) -> list[Answered]:
+    """The answers of all ranks of the group to a query set. Collective: group."""
+    assert isinstance(worker, FullModelWorker), "pipelines are refused"
+    mine = list[Answered]()
+    for batch in query:  # one at a time: the logits of all would take much memory
+        found = worker.answers(batch)
+        mine += found if worker.counts_rows else []
+    parts = worker.group.gather_bytes(json.dumps(mine).encode())
+    return [(prediction, reference) for part in parts for prediction, reference in json.loads(part)]
 
 
 @dataclass(frozen=True)
-class OwnMetrics:
-    """Calls the metrics. reader: reads the texts of answers that are no classes."""
+class EpisodeMetrics:
+    """The metrics of an episode: `language`, those that fmmeta has, and `own`, functions by name.
 
-    metrics: Sequence[tuple[str, Metric]] = ()
+    reader: reads the texts of answers that are no classes.
+    """
+
+    own: Sequence[tuple[str, Metric]] = ()
+    language: LanguageMetrics | None = None
     reader: AnswerReader | None = None
 
     @property
     def names(self) -> list[str]:
-        return [name for name, _ in self.metrics]
+        return [*(self.language.names if self.language else ()), *(name for name, _ in self.own)]
 
-    def of(
-        self, worker: Worker, query: Sequence[MicroBatch], classes: Callable[[], Sequence[str]]
-    ) -> tuple[dict[str, float], str]:
-        """The numbers of an episode from the weights of the worker, and a line if a metric fails; both are
-        empty on all ranks of the group but the first.
+    def of(self, worker: Worker, query: Sequence[MicroBatch], draw: Callable[[], Draw]) -> dict[str, float]:
+        """The numbers of an episode from the weights of the worker, on the first rank of the group; others
+        return none.
 
-        classes: returns the names of the labels, none for causal_lm. Collective: group.
+        query: as the model sees it. Raises `UsageError` on the first rank if a metric fails. Collective:
+        group.
         """
-        assert isinstance(worker, FullModelWorker), "pipelines are refused"
-        mine = list[tuple[list[int], list[int]]]()
-        for batch in query:  # one at a time: the logits of all would take much memory
-            (logits,) = worker.logits([batch])
-            if worker.counts_rows:
-                mine += answers(batch, logits[:, : batch.classes or None] if logits.ndim == 2 else logits)
-        parts = worker.group.gather_bytes(json.dumps(mine).encode())
-        if worker.group.rank:
-            return {}, ""
-        numbers, name = dict[str, float](), " ".join(self.names)
-        try:
-            names = classes()
-            texts = [[self._text(one, names) for one in pair] for part in parts for pair in json.loads(part)]
-            pairs = sorted((reference, prediction) for prediction, reference in texts)
-            for name, metric in self.metrics:
+        numbers = self.language.of(draw()) if self.language else {}
+        if self.own:
+            found = answers_of_group(worker, query)
+            numbers |= self.of_answers(found, lambda: draw().classes) if worker.group.rank == 0 else {}
+        return numbers
+
+    def of_answers(
+        self, answered: Sequence[Answered], classes: Callable[[], Sequence[str]]
+    ) -> dict[str, float]:
+        """The numbers of own metrics. classes: returns the names of the labels, none for causal_lm.
+
+        Raises `UsageError`. Local.
+        """
+        numbers, names = dict[str, float](), classes()
+        texts = [[self._text(one, names) for one in pair] for pair in answered]
+        pairs = sorted((reference, prediction) for prediction, reference in texts)
+        for name, metric in self.own:
+            with usage_errors(f"metrics={name} failed", "correct the metric, or leave it out"):
                 found = metric([prediction for _, prediction in pairs], [reference for reference, _ in pairs])
-                numbers |= checked(name, found, (*numbers, *TAKEN))
-        except UsageError as error:
-            return {}, str(error)
-        except Exception as error:  # the user's code may raise anything
-            text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            return {}, f"metrics={name} raised {text}; correct the metric, or leave it out"
-        return numbers, ""
+            numbers |= checked(name, found, (*numbers, *TAKEN, *METRICS))
+        return numbers
 
     def _text(self, answer: Sequence[int], names: Sequence[str]) -> str:
         known = [one for one in answer if one >= 0]

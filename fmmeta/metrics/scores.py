@@ -10,43 +10,61 @@ al. 2017, arXiv 1706.04599, equation 3), BINS bins of equal width, rows of all e
 Q query rows, C classes.
 """
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from operator import itemgetter
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
 from fmmeta.common.text import units_of
-from fmmeta.parallel.process_groups import ProcessGroups
 
 BINS = 10
 FEW = 15  # classes or tasks below which an interval over them is doubtful
 STATS = 2 + 3 * BINS  # summed loss, rows, then the bins: sum of confidences, correct rows, rows
-S = TypeVar("S")
 Interval = tuple[float, float]
 """Mean of n values and half its 95 % interval; NaN for n = 1, which has no interval."""
 
 
 @dataclass(frozen=True)
 class EpisodeScore:
-    """The score of one episode: loss (nats), accuracy, metrics by name.
+    """The score of an episode's query set.
 
-    bins [3][BINS]: sum of confidences, correct rows, rows; empty without probabilities of classes.
+    task: the class or the task that the episode is drawn for. losses (nats), accuracies: by how much was
+    learned: before and after adaptation, after 0, 1, ... K inner steps, or once. bins [3][BINS]: sum of
+    confidences, correct rows, rows; empty without probabilities of classes. metrics: numbers by name.
     """
 
     slot: int
     task: str
     stratum: str
-    loss: float
-    accuracy: float
+    losses: list[float]
+    accuracies: list[float]
     bins: list[list[float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float:
+        return self.losses[-1]
+
+    @property
+    def accuracy(self) -> float:
+        return self.accuracies[-1]
+
+    @classmethod
+    def of(
+        cls, slot: int, task: str, stratum: str, loss: float | None, accuracy: float, **more: Any
+    ) -> "EpisodeScore":
+        """A score after adaptation, as results.json has it. loss: None if it is not finite."""
+        return cls(slot, task, stratum, [math.inf if loss is None else loss], [accuracy], **more)
+
+    def as_result(self) -> dict[str, Any]:
+        """The values of `of`, for results.json."""
+        names = ("slot", "task", "stratum", "loss", "accuracy", "bins", "metrics")
+        return {name: getattr(self, name) for name in names}
 
 
 def prediction_stats(log_probabilities: Tensor, labels: Tensor) -> Tensor:
@@ -71,7 +89,7 @@ def prediction_stats(log_probabilities: Tensor, labels: Tensor) -> Tensor:
 def episode_score(slot: int, task: str, stratum: str, stats: Tensor) -> EpisodeScore:
     """The score of an episode from the `prediction_stats` of its whole query set."""
     loss, rows, bins = float(stats[0]), float(stats[1]), stats[2:].view(3, BINS)
-    return EpisodeScore(slot, task, stratum, loss / rows, float(bins[1].sum()) / rows, bins.tolist())
+    return EpisodeScore(slot, task, stratum, [loss / rows], [float(bins[1].sum()) / rows], bins.tolist())
 
 
 def mean_ci95(values: Sequence[float], units: Sequence[str] | None = None) -> Interval:
@@ -112,7 +130,7 @@ def verdict(gain: Interval) -> str | None:
     return "worse" if mean < -half else "no significant difference"
 
 
-def few(count: int, kind: str) -> str:
+def warning_of_few(count: int, kind: str) -> str:
     """What an interval over few classes or tasks does not say; empty from FEW on."""
     return "" if count >= FEW else f"{units_of(count, kind)} say little about others; hold out {FEW} or more"
 
@@ -133,17 +151,6 @@ def format_interval(interval: tuple[float, float | None], form: str = ".4f", sca
     )
 
 
-def gather_scores(ranks: ProcessGroups, scores: Sequence[S], kind: type[S]) -> list[S]:
-    """The scores of all groups, sorted by slot. `kind`: their dataclass, with a field `slot`.
-
-    Collective: world.
-    """
-    local = scores if ranks.layout.group_rank == 0 else ()  # all ranks of a group have the same scores
-    parts = ranks.world.gather_bytes(json.dumps([asdict(cast(Any, score)) for score in local]).encode())
-    gathered = [score for part in parts for score in json.loads(part)]
-    return [kind(**score) for score in sorted(gathered, key=itemgetter("slot"))]
-
-
 def calibration_error(scores: Sequence[EpisodeScore]) -> float | None:
     """Expected calibration error over the rows of all episodes; None without probabilities."""
     if not scores or not all(score.bins for score in scores):
@@ -156,10 +163,6 @@ def summary(scores: Sequence[EpisodeScore]) -> dict[str, Any]:
     """Means over episodes, as in results.json: shares between 0 and 1, losses in nats."""
     units = [score.task for score in scores]
     accuracy, loss = (mean_ci95([getattr(s, of) for s in scores], units) for of in ("accuracy", "loss"))
-    strata: dict[str, list[float]] = defaultdict(list)
-    for score in scores:
-        strata[score.stratum].append(score.accuracy)
-    metrics = {name: mean_ci95([s.metrics[name] for s in scores], units) for name in scores[0].metrics}
     return {
         "accuracy": accuracy[0],
         "ci95": accuracy[1],
@@ -168,15 +171,52 @@ def summary(scores: Sequence[EpisodeScore]) -> dict[str, Any]:
         "loss": loss[0],
         "loss_ci95": loss[1],
         "ece": calibration_error(scores),
-        **{name: {"mean": mean, "ci95": half} for name, (mean, half) in metrics.items()},
-        "per_stratum": {name: mean_ci95(values)[0] for name, values in sorted(strata.items())},
+        **{name: {"mean": mean, "ci95": half} for name, (mean, half) in metric_means(scores).items()},
+        "per_stratum": per_stratum(scores),
     }
+
+
+def metric_means(scores: Sequence[EpisodeScore]) -> dict[str, Interval]:
+    """The mean of each metric over the episodes that have it."""
+    found = defaultdict[str, list[EpisodeScore]](list)
+    for score in scores:
+        for name in score.metrics:
+            found[name].append(score)
+    return {
+        name: mean_ci95([one.metrics[name] for one in each], [one.task for one in each])
+        for name, each in found.items()
+    }
+
+
+def per_stratum(scores: Sequence[EpisodeScore]) -> dict[str, float]:
+    """Mean accuracy by stratum."""
+    found = defaultdict[str, list[float]](list)
+    for score in scores:
+        found[score.stratum].append(score.accuracy)
+    return {name: mean_ci95(values)[0] for name, values in sorted(found.items())}
+
+
+def means_by_step(scores: Sequence[EpisodeScore]) -> list[tuple[float, float]]:
+    """Mean loss and mean accuracy by what was learned; see EpisodeScore."""
+    losses = zip(*(score.losses for score in scores), strict=True)
+    accuracies = zip(*(score.accuracies for score in scores), strict=True)
+    return [
+        (sum(loss) / len(scores), sum(accuracy) / len(scores))
+        for loss, accuracy in zip(losses, accuracies, strict=True)
+    ]
+
+
+def common(
+    scores: Sequence[EpisodeScore], others: Sequence[EpisodeScore]
+) -> list[tuple[EpisodeScore, EpisodeScore]]:
+    """The episodes that both have, in pairs."""
+    by_slot = {other.slot: other for other in others}
+    return [(score, by_slot[score.slot]) for score in scores if score.slot in by_slot]
 
 
 def paired(scores: Sequence[EpisodeScore], others: Sequence[EpisodeScore]) -> dict[str, Any]:
     """Mean differences, `scores` minus `others`, over the episodes that both have."""
-    by_slot = {other.slot: other for other in others}
-    pairs = [(score, by_slot[score.slot]) for score in scores if score.slot in by_slot]
+    pairs = common(scores, others)
     units = [score.task for score, _ in pairs]
     gain = mean_ci95([a.accuracy - b.accuracy for a, b in pairs], units)
     loss = mean_ci95([fall(b.loss, a.loss) for a, b in pairs], units)

@@ -16,7 +16,7 @@ window, compute complete rows; so do compiled models, with all logits.
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -25,8 +25,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from fmmeta.models.learner import CausalLearner, at_least_fp32
+from fmmeta.models.learner import Learner, at_least_fp32
 from fmmeta.tasks.batching import IGNORE, MicroBatch, pad_right
 
 LEAST_SAVED = {"cpu": 64}
@@ -62,7 +63,7 @@ def rows_of(batches: Sequence[MicroBatch]) -> list[AnswerRow]:
     for batch in batches:
         lengths = batch.inputs["attention_mask"].sum(1).tolist()
         for ids, labels, length in zip(
-            batch.inputs["input_ids"].tolist(), batch.labels.tolist(), lengths, strict=True
+            batch.inputs["input_ids"].tolist(), batch.targets["labels"].tolist(), lengths, strict=True
         ):
             rows.append(AnswerRow.of(ids[:length], labels[:length]))
     return rows
@@ -81,10 +82,9 @@ def common_prefix(rows: Sequence[Sequence[int]]) -> int:
 
 @dataclass(frozen=True)
 class Answers:
-    """Scores and prefixes of a causal language model. least_saved: see LEAST_SAVED; None: by device."""
+    """Scores and prefixes of a causal language model."""
 
-    learner: CausalLearner
-    least_saved: int | None = None
+    learner: Learner
 
     def can_score(self, batches: Sequence[MicroBatch]) -> bool:
         """Whether `losses` holds for these micro-batches: those of packed rows have no attention mask."""
@@ -96,13 +96,11 @@ class Answers:
 
         Two short rows go through the model with and without a shared prefix.
         """
-        from transformers.cache_utils import DynamicLayer
-
         hf = self.learner.hf
         if self._compiled or getattr(hf, "_is_stateful", False):
             return False
-        vocabulary = hf.get_input_embeddings().weight.shape[0]
-        ids = torch.randint(vocabulary, (2, 9), generator=torch.Generator().manual_seed(0))
+        weight = hf.get_input_embeddings().weight
+        ids = torch.randint(weight.shape[0], (2, 9), generator=torch.Generator().manual_seed(0))
         ids[1, :5] = ids[0, :5]
         rows = [
             AnswerRow(row, list(range(5, length)), [])
@@ -115,8 +113,7 @@ class Answers:
             shared, plain = (self._logits(rows, *behind) for behind in ((5, cache), (0, None)))
         except (AttributeError, NotImplementedError, TypeError, ValueError):  # it has another cache, or none
             return False
-        dtype = hf.get_input_embeddings().weight.dtype
-        allowed = AGREEMENT.get(dtype, AGREEMENT_LOW_PRECISION)
+        allowed = AGREEMENT.get(weight.dtype, AGREEMENT_LOW_PRECISION)
         return bool((shared - plain).abs().max() <= allowed * plain.std())
 
     @torch.no_grad()
@@ -158,8 +155,6 @@ class Answers:
     @torch.no_grad()
     def extended(self, cache: Any, ids: Sequence[int]) -> Any:
         """A cache of one row with `ids` behind the tokens of `cache`, which does not change."""
-        from transformers import DynamicCache
-
         hf = self.learner.hf
         cache = DynamicCache(config=hf.config) if cache is None else expanded(cache, 1)
         length = cache.get_seq_length() + len(ids)
@@ -201,7 +196,6 @@ class Answers:
     def _pays(self, tokens: int, rows: int) -> bool:
         """Whether a pass for `tokens` that so many rows share takes less time than computing them in each."""
         least = LEAST_SAVED.get(self._device.type, LEAST_SAVED_ELSEWHERE)
-        least = least if self.least_saved is None else self.least_saved
         return tokens > 0 and rows > 1 and tokens * (rows - 1) >= least and self.can_share
 
     @torch.no_grad()
@@ -224,22 +218,16 @@ class Answers:
             logits = logits[lines, places][None]
         return at_least_fp32(logits[0])
 
-    @contextmanager
-    def _head_at(self, lines: Sequence[int], places: Sequence[int]) -> Iterator[None]:
+    def _head_at(self, lines: Sequence[int], places: Sequence[int]) -> AbstractContextManager[Any]:
         """In the block the output embeddings see the hidden states at `places` of rows `lines` only, as
         [1, N, H].
         """
         head = self.learner.hf.get_output_embeddings()
         if head is None:
-            yield
-            return
-        handle = head.register_forward_pre_hook(
+            return nullcontext()
+        return head.register_forward_pre_hook(
             lambda _, args: (args[0][lines, places][None], *args[1:]) if args else None
         )
-        try:
-            yield
-        finally:
-            handle.remove()
 
     @property
     def _compiled(self) -> bool:

@@ -5,19 +5,19 @@ Without a network no call waits for the hub.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from huggingface_hub.constants import HF_HOME
 from safetensors import SafetensorError
 
-from fmmeta.common.errors import UsageError
-from fmmeta.common.security import one_line, publishing
-from fmmeta.config.fields import of_type
+from fmmeta.common.errors import UsageError, one_line, usage_errors
+from fmmeta.common.security import publishing
+from fmmeta.config.fields import of_type, refuse_first
 from fmmeta.config.settings import REMEMBERED, Config
-from fmmeta.tasks.data.rows import hub_answers
+from fmmeta.tasks.data.hub import hub_answers
 from fmmeta.tasks.data.splits import UsedSplits, read_used_splits
 
 BUILTIN = "tiny"
@@ -37,12 +37,11 @@ UNREADABLE = (
     RecursionError,
     SafetensorError,
 )
-CLEAR = (OSError, ValueError, RuntimeError, ImportError, SafetensorError)  # their text is enough in a message
 SENTENCE_FILES = [  # settings of the encoder of a sentence-transformers folder
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 ]
-MOST_SHOWN = 300  # characters of a library's error
+SENTENCE_PROMPTS = "config_sentence_transformers.json"
 T = TypeVar("T")
 
 
@@ -54,13 +53,15 @@ def split_source(source: str) -> dict[str, str]:
     return {"pretrained_model_name_or_path": name, "revision": revision}
 
 
-def encoder_source(source: str) -> dict[str, str]:
-    """`split_source`, with the subfolder in which a sentence-transformers folder has its encoder, if any.
+def encoder_source(source: str) -> dict[str, Any]:
+    """`split_source`, whether to use local files only, and the subfolder in which a sentence-transformers
+    folder has its encoder, if any.
 
     Raises `UsageError` for a broken modules.json.
     """
     folder = encoder_folder(source)
-    return split_source(source) | ({"subfolder": folder} if folder else {})
+    found = {**split_source(source), "local_files_only": not reachable(source)}
+    return found | ({"subfolder": folder} if folder else {})
 
 
 def encoder_folder(source: str) -> str:
@@ -68,9 +69,14 @@ def encoder_folder(source: str) -> str:
     return next((path for _, path in sentence_modules(source)), "")
 
 
+def beside_encoder(source: str, name: str) -> str:
+    """The path of a file beside the configuration of the model, in its folder or repository."""
+    return str(PurePosixPath(encoder_folder(source), name))
+
+
 def encoder_file(source: str, name: str) -> str | None:
     """`cached_file` beside the configuration of the model."""
-    return cached_file(source, f"{encoder_folder(source)}/{name}".removeprefix("/"))
+    return cached_file(source, beside_encoder(source, name))
 
 
 def sentence_modules(source: str) -> list[tuple[str, str]]:
@@ -92,9 +98,8 @@ def sentence_settings(source: str) -> dict[str, Any]:
     """The settings of a sentence-transformers folder for the texts of its encoder: max_seq_length,
     do_lower_case; empty for others. Raises `UsageError`.
     """
-    folder = encoder_folder(source)
-    names = [f"{folder}/{name}".removeprefix("/") for name in SENTENCE_FILES]
-    return next(filter(None, (read_json(source, name, dict) for name in names)), {})
+    found = (read_json(source, beside_encoder(source, name), dict) for name in SENTENCE_FILES)
+    return next(filter(None, found), {})
 
 
 def cached_file(model_name_or_path: str, name: str) -> str | None:
@@ -118,22 +123,13 @@ def cached_file(model_name_or_path: str, name: str) -> str | None:
         return None
 
 
-@contextmanager
-def reading(model_name_or_path: str, name: str) -> Iterator[None]:
-    """Raise a `UsageError` that names the file or part `name` of a model if the block cannot read or use it.
-
-    Libraries raise errors of every type for damaged files.
+def reading(model_name_or_path: str, name: str) -> AbstractContextManager[None]:
+    """Raise a `UsageError` that names the file or part `name` of a model if the block cannot read or use
+    it.
     """
-    try:
-        yield
-    except (UsageError, MemoryError):
-        raise
-    except Exception as error:
-        kind = "" if isinstance(error, CLEAR) else f"{type(error).__name__}: "
-        raise UsageError(
-            f"model_name_or_path={model_name_or_path}: {name} cannot be read"
-            f" ({kind}{one_line(error)[:MOST_SHOWN]}); fix or replace it"
-        ) from None
+    return usage_errors(
+        f"model_name_or_path={model_name_or_path}: {name} cannot be read", "fix or replace it"
+    )
 
 
 def read_stored(model_name_or_path: str, name: str, read: Callable[[str], T]) -> T | None:
@@ -235,7 +231,7 @@ def check_given_model(model: Any) -> None:
         )
     parameters = list(model.parameters())
     quantised = getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None)
-    for refused, why in (
+    reasons = (
         (quantised, "is quantised, and its weights cannot be trained; give the full one"),
         (
             any(hasattr(one, "ds_id") for one in parameters),
@@ -246,9 +242,8 @@ def check_given_model(model: Any) -> None:
             getattr(model, "_hf_peft_config_loaded", False),
             "has adapters; give the model without them, and Config(lora_r=...)",
         ),
-    ):
-        if refused:
-            raise UsageError(f"{name} {why}")
+    )
+    refuse_first((holds, f"{name} {why}") for holds, why in reasons)
 
 
 def check_given_tokenizer(tokenizer: Any) -> None:
@@ -278,8 +273,8 @@ def model_digest(model: Any) -> str:
 
 def weights_state(folder: str) -> dict[str, list[int]]:
     """Size and time of change of each file of weights in a folder, by name; empty for a hub id."""
-    where = Path(folder, encoder_folder(folder))
-    states = {one.name: one.stat() for one in sorted(where.glob("*.safetensors"))}
+    files = sorted(Path(folder, encoder_folder(folder)).glob("*.safetensors"))
+    states = {one.name: one.stat() for one in files}
     return {name: [one.st_size, one.st_mtime_ns] for name, one in states.items()}
 
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmmeta.common.errors import UsageError
+from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.models.learner import Learner
 
@@ -29,7 +30,7 @@ def check_attention(config: Config, bf16: bool, device: str) -> None:
     Whether the model has it is checked when it is built (load.empty_hf).
     """
     name = config.attn_implementation or ""
-    for refused, why in (
+    reasons = (
         (name.startswith("paged|"), "needs the cache of a generation server; use sdpa or eager"),
         ("flash" in name and device == "cpu", "needs a GPU; use sdpa or eager"),
         (
@@ -40,9 +41,8 @@ def check_attention(config: Config, bf16: bool, device: str) -> None:
             name == "flex_attention" and device == "cpu",
             "has no backward pass on CPUs; use sdpa or eager",
         ),
-    ):
-        if refused:
-            raise UsageError(f"attn_implementation={name} {why}")
+    )
+    refuse_first((holds, f"attn_implementation={name} {why}") for holds, why in reasons)
 
 
 @functools.cache

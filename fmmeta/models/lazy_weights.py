@@ -17,7 +17,7 @@ from torch.utils import swap_tensors
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
-from fmmeta.models.files import base_model_name, encoder_file, encoder_folder, read_json, reading
+from fmmeta.models.files import base_model_name, beside_encoder, encoder_file, read_json, reading
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import (
     Description,
@@ -195,8 +195,9 @@ def checkpoint_files(name: str) -> list[str]:
     single = encoder_file(name, "model.safetensors")
     if single:
         return [single]
-    index = f"{encoder_folder(name)}/{INDEX}".removeprefix("/")
-    files = read_json(name, index, lambda found: sorted(set(found["weight_map"].values())))
+    files = read_json(
+        name, beside_encoder(name, INDEX), lambda found: sorted(set(found["weight_map"].values()))
+    )
     if files is None:
         raise UsageError(
             f"model_name_or_path={name} has no model.safetensors; convert its weights to safetensors"

@@ -15,19 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, normalizers
 from torch import nn
 from torch.utils import swap_tensors
+from transformers.utils import is_vision_available
 
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import CLEAR, UsageError, one_line
 from fmmeta.common.processes import hide_download_bars, quiet_logger
 from fmmeta.common.progress import Warn
 from fmmeta.common.text import shortened
 from fmmeta.config.algorithms import find
+from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
+from fmmeta.models.causal_lm import CausalLearner
+from fmmeta.models.classification import NativeClassifier, PooledClassifier
 from fmmeta.models.files import (
     GENERATION_FILE,
     HEAD_FILE,
+    SENTENCE_PROMPTS,
     adapter_folder,
     base_model_name,
     encoder_file,
@@ -43,7 +50,7 @@ from fmmeta.models.files import (
     split_source,
 )
 from fmmeta.models.forward_options import check_packing, checkpoint_layers
-from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
+from fmmeta.models.learner import Learner
 from fmmeta.models.lora import import_peft, inject, merge, restore_adapters
 from fmmeta.models.tiny import byte_tokenizer, image_settings, tiny_config, tiny_vit_config
 from fmmeta.tasks.data.images import PROCESSOR_FILE, ImageReader
@@ -185,7 +192,7 @@ class Description:
 
 def describe(config: Config) -> Description:
     """Read and check a model's configuration. Raises `UsageError` for models that cannot be meta-trained."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto as known
 
     hide_download_bars()  # one per rank and file otherwise
     quiet_logger("transformers")
@@ -205,14 +212,18 @@ def describe(config: Config) -> Description:
         hf_config = tiny_config(config.task_type, max(512, config.max_length))
     else:
         hf_config = read_hf_config(name, config.trust_remote_code)
-    kind, images = hf_config.model_type, reads_images(hf_config)
+    kind, alone = hf_config.model_type, hf_config.get_text_config() is hf_config
+    of_pixels = (
+        hasattr(hf_config, "num_channels") or kind in known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+    )
+    images = alone and of_pixels and not hasattr(hf_config, "vocab_size")
     pooling = resolve_pooling(config, images)
-    bidirectional = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not (
+    bidirectional = kind in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not (
         getattr(hf_config, "is_decoder", False) or getattr(hf_config, "is_encoder_decoder", False)
     )
-    for refused, why in (
+    reasons = (
         (
-            not hasattr(hf_config, "pad_token_id") and hf_config.get_text_config() is not hf_config,
+            not hasattr(hf_config, "pad_token_id") and not alone,
             f"a {kind}, a text model with others around it; give a text model alone",
         ),
         (
@@ -240,9 +251,8 @@ def describe(config: Config) -> Description:
             getattr(hf_config, "quantization_config", None) is not None,
             "quantised, and its weights cannot be trained; use the full one",
         ),
-    ):
-        if refused:
-            raise UsageError(f"model_name_or_path={name} is {why}")
+    )
+    refuse_first((holds, f"model_name_or_path={name} is {why}") for holds, why in reasons)
     dropouts = {
         key: value
         for key, value in vars(hf_config).items()
@@ -259,21 +269,26 @@ def describe(config: Config) -> Description:
     normalizes = pooling != "model" and any(
         kind == "Normalize" for kind, _ in sentence_modules(config.model_source)
     )
-    ends = stored_ends(config, hf_config) if config.task_type == "causal_lm" else ()
-    return Description(hf_config, pooling, dropouts, normalizes, images=images, ends=ends)
+    return Description(
+        hf_config,
+        pooling,
+        dropouts,
+        normalizes,
+        images=images,
+        ends=stored_ends(config, hf_config) if config.task_type == "causal_lm" else (),
+    )
 
 
 def generation_settings(config: Config, hf_config: Any) -> dict[str, Any]:
     """The content of the checkpoint's generation_config.json, or of its base's; without that file, the
     settings in its configuration, as transformers reads them. Raises `UsageError`.
     """
-    from transformers import GenerationConfig
-
     base = base_model_name(config.model_source)
     for place in dict.fromkeys((config.model_source, base)):
         if stored := read_json(place, GENERATION_FILE, dict):
             return stored
-    stored, known = read_json(base, "config.json", dict) or hf_config.to_dict(), vars(GenerationConfig())
+    stored = read_json(base, "config.json", dict) or hf_config.to_dict()
+    known = vars(transformers.GenerationConfig())
     return {name: value for name, value in stored.items() if name in known}
 
 
@@ -284,40 +299,32 @@ def stored_ends(config: Config, hf_config: Any) -> tuple[int, ...]:
     return tuple(one for one in dict.fromkeys(ends) if type(one) is int and one >= 0)
 
 
-def reads_images(hf_config: Any) -> bool:
-    """Whether a model's inputs are pixels and no tokens."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as names
-
-    of_pixels = hasattr(hf_config, "num_channels") or hf_config.model_type in names
-    alone = hf_config.get_text_config() is hf_config
-    return alone and of_pixels and not hasattr(hf_config, "vocab_size")
-
-
 def read_hf_config(name: str, trust_remote_code: bool) -> Any:
     """transformers' configuration of a folder or hub id. Raises `UsageError`."""
-    from transformers import AutoConfig
-
-    if not Path(name).exists() and is_path(name):
-        raise UsageError(f"model_name_or_path={name} is not a folder; check the path")
+    given = f"model_name_or_path={name}"
     kind, folder = next(iter(sentence_modules(name)), ("Transformer", ""))
-    if kind != "Transformer":
-        raise UsageError(
-            f"model_name_or_path={name} begins with the sentence-transformers module {kind}, and only models"
-            " of transformers can be trained; give one that begins with Transformer"
-        )
-    if Path(name).is_dir() and not Path(name, folder, "config.json").is_file():
-        raise UsageError(
-            f"model_name_or_path={name} holds no {folder}{'/' * bool(folder)}config.json; give a Hugging Face"
-            " folder or hub id"
-        )
-    if not reachable(name) and encoder_file(name, "config.json") is None:
-        raise UsageError(
-            f"model_name_or_path={name} is no folder, and the hub cannot be reached for a model of that name;"
-            " check the path, or the network"
-        )
+    refuse_first(
+        [
+            (not Path(name).exists() and is_path(name), f"{given} is not a folder; check the path"),
+            (
+                kind != "Transformer",
+                f"{given} begins with the sentence-transformers module {kind}, and only models of"
+                " transformers can be trained; give one that begins with Transformer",
+            ),
+            (
+                Path(name).is_dir() and not Path(name, folder, "config.json").is_file(),
+                f"{given} holds no {Path(folder, 'config.json')}; give a Hugging Face folder or hub id",
+            ),
+            (
+                not reachable(name) and encoder_file(name, "config.json") is None,
+                f"{given} is no folder, and the hub cannot be reached for a model of that name; check the"
+                " path, or the network",
+            ),
+        ]
+    )
     with reading(name, "its configuration"):
-        return AutoConfig.from_pretrained(
-            **encoder_source(name), trust_remote_code=trust_remote_code, local_files_only=not reachable(name)
+        return transformers.AutoConfig.from_pretrained(
+            **encoder_source(name), trust_remote_code=trust_remote_code
         )
 
 
@@ -331,11 +338,10 @@ def not_computed(source: str) -> str:
         for kind, path in sentence_modules(source)
         if kind not in ("Transformer", "Pooling", "Normalize", "Dropout")  # the last one trains alone
     ]
-
-    def default_prompt(settings: dict[str, Any]) -> str:
-        return settings.get("prompts", {}).get(settings.get("default_prompt_name"), "")
-
-    if prompt := read_json(source, "config_sentence_transformers.json", default_prompt):
+    prompt = read_json(
+        source, SENTENCE_PROMPTS, lambda one: one.get("prompts", {}).get(one.get("default_prompt_name"))
+    )
+    if prompt:
         parts.append(f"the default prompt {shortened(prompt)}")
     return " and ".join(parts)
 
@@ -362,8 +368,7 @@ def resolve_pooling(config: Config, images: bool = False) -> str:
             f"pooling=auto: the vectors of model_name_or_path={config.model_name_or_path} need {parts}, which"
             " fmmeta does not compute; choose --pooling mean or cls to train the encoder without"
         )
-    modules = dict(sentence_modules(config.model_source))
-    file = f"{modules.get('Pooling', '1_Pooling')}/config.json"
+    file = f"{dict(sentence_modules(config.model_source)).get('Pooling', '1_Pooling')}/config.json"
     modes = read_json(config.model_source, file, dict)
     if modes is None:
         return "model"
@@ -394,7 +399,7 @@ def load_tokenizer(
     if config.max_length < DEFAULT_LENGTH and config.max_length == max_positions(hf_config):
         notice(f"max_length {config.max_length}: {name} has no more positions")
     elif config.max_length < DEFAULT_LENGTH and config.max_length == settings.get("max_seq_length"):
-        notice(f"max_length {config.max_length}: {name} reads no longer texts (max_seq_length)")
+        notice(f"max_length {config.max_length}, the max_seq_length of {name}")
     if most := rotary_positions(hf_config):
         notice(
             f"{name} is used up to {most} positions: beyond them its rotary table (longrope) depends on the"
@@ -420,8 +425,7 @@ def load_tokenizer(
             notice(Warn(f"{name} has no tokenizer: texts are read as bytes"))
         tokenizer = bytes_
     if tokenizer.eos_token_id is None and description.ends:
-        known = filter(None, tokenizer.convert_ids_to_tokens([*description.ends]))
-        tokenizer.eos_token = next(known, None)
+        tokenizer.eos_token = next(filter(None, tokenizer.convert_ids_to_tokens([*description.ends])), None)
     if config.task_type == "causal_lm":
         stored = generation_settings(config, hf_config)
         unused = [key for key, no in CHANGING_GREEDY.items() if stored.get(key) not in (None, no)]
@@ -444,8 +448,6 @@ def load_tokenizer(
 
 def lower_case(name: str, tokenizer: Any) -> None:
     """Lower the case of every text, as sentence-transformers does for do_lower_case. Raises `UsageError`."""
-    from tokenizers import normalizers
-
     with reading(name, "do_lower_case"):
         backend = tokenizer.backend_tokenizer
         before = [backend.normalizer] if backend.normalizer else []
@@ -485,18 +487,17 @@ def drop_unused(tokenizer: Any, rows: int) -> list[str]:
 
     transformers adds those of its classes to a vocabulary without them, and a padding token is often added.
     """
-    from tokenizers import Tokenizer
-
     model = getattr(getattr(tokenizer, "_tokenizer", None), "model", None)
     written = {getattr(tokenizer, f"{one}_token", None) for one in ("bos", "eos", "sep", "cls")}
     written.add(getattr(model, "unk_token", None))  # one that the vocabulary does not need is not written
     template, added = str(getattr(tokenizer, "chat_template", "")), tokenizer.added_tokens_decoder
     beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= rows}
-    for token, number in beyond.items():
-        special = number in added and added[number].special
-        if not special or token in written or token in template or not tokenizer.is_fast:
-            return []  # the tokenizer is refused
-    if not beyond:
+    needed = [
+        token
+        for token, number in beyond.items()
+        if token in written or token in template or number not in added or not added[number].special
+    ]
+    if not beyond or needed or not tokenizer.is_fast:  # where one is needed the tokenizer is refused
         return []
     facts = json.loads(tokenizer.backend_tokenizer.to_str())
     facts["added_tokens"] = [one for one in facts["added_tokens"] if one["content"] not in beyond]
@@ -544,8 +545,6 @@ def load_image_reader(config: Config, given: Any = None) -> ImageReader:
 
     Raises `UsageError`.
     """
-    from transformers.utils import is_vision_available
-
     if given is not None:
         return ImageReader(json.loads(given.to_json_string()), given)
     place = base_model_name(config.model_source)
@@ -558,13 +557,9 @@ def load_image_reader(config: Config, given: Any = None) -> ImageReader:
     if not is_vision_available():
         return ImageReader(settings)
     if config.builtin_model:
-        from transformers import ViTImageProcessorPil
-
-        return ImageReader(settings, ViTImageProcessorPil(**settings))
-    from transformers import AutoImageProcessor
-
+        return ImageReader(settings, transformers.ViTImageProcessorPil(**settings))
     with reading(place, "its image processor"):  # the same numbers with and without torchvision
-        processor = AutoImageProcessor.from_pretrained(
+        processor = transformers.AutoImageProcessor.from_pretrained(
             **split_source(place), backend="pil", local_files_only=not reachable(place)
         )
     return ImageReader(settings, processor)
@@ -588,13 +583,10 @@ def read_tokenizer(config: Config) -> Any:
     """The tokenizer of the checkpoint, of its base model where peft saved none, or the one that the code of
     its family makes without a file; None if there is none. Raises `UsageError`.
     """
-    from transformers import AutoTokenizer
 
     def read(place: str) -> Any:
-        return AutoTokenizer.from_pretrained(
-            **encoder_source(place),
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=not reachable(place),
+        return transformers.AutoTokenizer.from_pretrained(
+            **encoder_source(place), trust_remote_code=config.trust_remote_code
         )
 
     base = base_model_name(config.model_source)
@@ -629,8 +621,7 @@ def initialize_head(learner: Learner, config: Config) -> None:
             param = learner.get_parameter(name)  # without storage in a LazyModel
             swap_tensors(param, nn.Parameter(torch.zeros(param.shape), param.requires_grad))
         return
-    pooled = isinstance(learner, PooledClassifier)
-    stored = read_stored(config.model_source, HEAD_FILE, load_file) if pooled else None
+    stored = read_stored(config.model_source, HEAD_FILE, load_file) if learner.own_head else None
     if stored is None:
         return
     for name in learner.head_names:
@@ -649,19 +640,17 @@ def load_hf(config: Config, description: Description) -> Any:
     """The HF model before anything is trained, in fp32."""
     auto, name = auto_class(config, description), config.model_source
     base = base_model_name(name)
-    local = {"local_files_only": not reachable(base)}
     torch.manual_seed(config.seed)
     if config.builtin_model:
         return auto.from_config(description.hf_config)
     with reading(name, "the model"):
         loaded = auto.from_pretrained(
             **encoder_source(base),
+            adapter_kwargs={"local_files_only": not reachable(base)},
             config=description.hf_config,
             dtype=torch.float32,
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
-            **local,
-            adapter_kwargs=dict(local),
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
@@ -694,9 +683,9 @@ def check_complete(
     A classifier may lack its pooler, and with transformers' pooling all that is beside the base model.
     missing: names of weights. shapes: stored shapes that differ from those of `hf`, by name.
     """
-    classifier, new = config.task_type == "classification", set[str]()
-    if classifier and description.pooling == "model":
-        new = {name for name, _ in hf.named_children()} - {hf.base_model_prefix}
+    classifier = config.task_type == "classification"
+    above = {name for name, _ in hf.named_children()} - {hf.base_model_prefix}
+    new = above if classifier and description.pooling == "model" else ()
     ignored = hf._keys_to_ignore_on_load_missing or ()
 
     def needed(name: str) -> bool:
@@ -760,19 +749,18 @@ def first_three(parts: Sequence[str]) -> str:
 def empty_hf(config: Config, description: Description) -> Any:
     """The HF model on the meta device."""
     name, attention = config.model_name_or_path, config.attn_implementation
-    try:
-        with reading(name, "its configuration"), torch.device("meta"):
+    with reading(name, "its configuration"), torch.device("meta"):
+        try:
             return auto_class(config, description).from_config(
                 description.hf_config, trust_remote_code=config.trust_remote_code
             )
-    except UsageError as error:
-        if not attention:
-            raise
-        why = str(error).partition("(")[2].rpartition(")")[0].split(". ")[0]
-        raise UsageError(
-            f"attn_implementation={attention} does not work with model_name_or_path={name} here ({why}); use"
-            " eager, or leave it out"
-        ) from None
+        except CLEAR as error:
+            if not attention:
+                raise
+            raise UsageError(
+                f"attn_implementation={attention} does not work with model_name_or_path={name} here"
+                f" ({one_line(error).split('. ')[0]}); use eager, or leave it out"
+            ) from None
 
 
 def empty_learner(config: Config, description: Description) -> Learner:
@@ -784,21 +772,18 @@ def empty_learner(config: Config, description: Description) -> Learner:
 
 def auto_class(config: Config, description: Description) -> Any:
     """transformers' class for the task; number of classes and attention go into the configuration."""
-    from transformers import (
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForImageClassification,
-        AutoModelForSequenceClassification,
-    )
-
     if config.attn_implementation:
         description.hf_config._attn_implementation = config.attn_implementation
     if config.task_type == "causal_lm":
-        return AutoModelForCausalLM
+        return transformers.AutoModelForCausalLM
     if description.pooling != "model":
-        return AutoModel
+        return transformers.AutoModel
     description.hf_config.num_labels = description.outputs(config)
-    return AutoModelForImageClassification if description.images else AutoModelForSequenceClassification
+    return (
+        transformers.AutoModelForImageClassification
+        if description.images
+        else transformers.AutoModelForSequenceClassification
+    )
 
 
 def refuse_running_statistics(hf: Any, config: Config) -> None:

@@ -21,8 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fmmeta.common.errors import UsageError
-from fmmeta.common.security import one_line
+from fmmeta.common.errors import UsageError, one_line
 from fmmeta.common.text import shortened
 from fmmeta.config.settings import Config
 from fmmeta.models.files import (
@@ -35,7 +34,7 @@ from fmmeta.models.files import (
     reading,
     split_source,
 )
-from fmmeta.models.learner import Learner, NativeClassifier, PooledClassifier
+from fmmeta.models.learner import Learner
 
 PREFIX = "base_model.model."  # of the names in an adapter file
 ADAPTER = "default"  # peft's name of a single adapter; names in its files lack it
@@ -120,9 +119,7 @@ def lora_config(learner: Learner, config: Config) -> Any:
         lora_alpha=config.lora_alpha,
         lora_dropout=0.0,
         exclude_modules=excluded or None,
-        task_type={NativeClassifier: "SEQ_CLS", PooledClassifier: "FEATURE_EXTRACTION"}.get(
-            type(learner), "CAUSAL_LM"
-        ),
+        task_type=learner.peft_task,
         base_model_name_or_path=os.path.abspath(base) if Path(base).exists() else base,
         revision=split_source(base_model_name(config.model_source)).get("revision"),
         **{"target_modules": "all-linear" if targets == ["all-linear"] else targets, **options},
@@ -131,7 +128,7 @@ def lora_config(learner: Learner, config: Config) -> Any:
 
 def layers_below_top(learner: Learner) -> dict[str, nn.Module]:
     """Modules of the HF model that can get adapters: not the fully trained ones, nor an unused pooler."""
-    without = learner.top if isinstance(learner, NativeClassifier) else "hf.pooler."
+    without = (*learner.top, "hf.pooler.")
     return {
         name: module for name, module in learner.hf.named_modules() if not f"hf.{name}.".startswith(without)
     }
@@ -153,6 +150,7 @@ def refuse_unknown(learner: Learner, config: Config) -> None:
         )
     excluded = options.get("exclude_modules", [])
     leaves = [name for name, module in learner.hf.named_modules() if not any(module.children())]
+    leaves += [f"{learner.hf.base_model_prefix}.{name}" for name in leaves]  # see `save_adapter`
     for one in [excluded] if isinstance(excluded, str) else excluded:
         fits = partial(re.fullmatch, one) if isinstance(excluded, str) else partial(has_suffix, suffix=one)
         if not any(map(fits, leaves)):
@@ -184,11 +182,9 @@ def refuse_shared(learner: Learner, config: Config) -> None:
     """Raise `UsageError` for an adapter on a layer that shares its weight with an embedding: merging would
     make them different.
     """
-    from peft.tuners.lora import LoraLayer
-
     shared = {id(module.weight) for module in learner.hf.modules() if isinstance(module, nn.Embedding)}
     for name, module in learner.hf.named_modules():
-        if isinstance(module, LoraLayer) and id(module.get_base_layer().weight) in shared:
+        if id(getattr(getattr(module, "base_layer", None), "weight", None)) in shared:
             raise UsageError(
                 f"lora_target_modules={' '.join(config.lora_target_modules)}: {name} holds the weight of an "
                 "embedding; name linear layers that share nothing"
@@ -260,6 +256,12 @@ def save_adapter(folder: Path, learner: Learner, weights: dict[str, Tensor], con
         exact = {exactly(name): pattern[key] for name, key in of_layer.items() if key in pattern}
         pattern.clear()
         pattern.update(exact)  # the file has its keys in another order, and the first that fits counts
+    if learner.own_head and (above := learner.hf.base_model_prefix):
+        # in a classifier of transformers, which would have a random head, the layers have this prefix: peft
+        # refuses to load adapters without a layer
+        known = settings.exclude_modules or ()
+        others = [known] if isinstance(known, str) else [rf"(?:.*\.)?{re.escape(one)}" for one in known]
+        settings.exclude_modules = "|".join(f"(?:{one})" for one in (rf"{above}\..*", *sorted(others)))
     for name in ("target_modules", "exclude_modules"):
         if isinstance(getattr(settings, name), set):
             setattr(settings, name, sorted(getattr(settings, name)))

@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from fmmeta.common.errors import UsageError
-from fmmeta.models.learner import ARGUMENT, Learner, objective
-from fmmeta.tasks.batching import MicroBatch
+from fmmeta.models.learner import Learner
+from fmmeta.models.unpadded import ARGUMENT
+from fmmeta.tasks.batching import MicroBatch, map_tensors
 
 
 @dataclass(frozen=True)
@@ -89,22 +90,26 @@ class Stage(nn.Module):
         super().__init__()
         self.body: nn.Module = learner if last else base_model(learner)
         self.inlet, self.last = inlet, last
-        self.want = "logits"
         # DeepSpeed needs a trained parameter, and a gradient to send back, on a stage without adapters too
         trains = any(param.requires_grad for param in self.body.parameters())
         self.idle = None if trains else nn.Parameter(torch.zeros(1))
 
     @property
+    def learner(self) -> Any:
+        """Of the last stage."""
+        return self.body
+
+    @property
     def base(self) -> Any:
         """The transformer without heads, of which this stage has some layers."""
-        return base_model(self.body) if isinstance(self.body, Learner) else self.body
+        return base_model(self.learner) if self.last else self.body
 
     def forward(self, tensors: Sequence[Tensor]) -> Any:
         if self.inlet is not None:
             self.inlet.hidden, *tensors = tensors
         inputs = dict(zip(self.input_names, tensors, strict=True))
         if self.last:
-            return self._busy(self.body(**inputs, want=self.want))
+            return self._busy(self.body(**inputs))
         return self._busy(self.body(**inputs, use_cache=False).last_hidden_state), *tensors
 
     def alone(self, inputs: dict[str, Tensor]) -> Tensor:
@@ -114,8 +119,9 @@ class Stage(nn.Module):
         output = self((*(received if self.inlet is not None else ()), *inputs.values()))
         return output if self.last else output[0]
 
-    def _busy(self, output: Tensor) -> Tensor:
-        return output if self.idle is None else output + 0 * self.idle
+    def _busy(self, output: Any) -> Any:
+        idle = self.idle
+        return output if idle is None else map_tensors(output, lambda tensor: tensor + 0 * idle)
 
 
 def base_model(learner: Learner) -> Any:
@@ -285,9 +291,9 @@ def layer_seconds(learner: Learner, rows: int, tokens: int, device: torch.device
     ids = torch.randint(
         learner.hf.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0)
     )
-    labels = ids if not learner.head_names else torch.zeros(rows, dtype=torch.long)
+    targets = {"labels": torch.zeros(rows, dtype=torch.long) if learner.head_names else ids}
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    batch = MicroBatch(inputs, labels, torch.full((rows,), 1 / rows)).to(device)
+    batch = MicroBatch(inputs, targets, torch.full((rows,), 1 / rows)).to(device)
 
     def seconds(*bounds: int, stage: int = 1) -> float:
         made = take_stage(copy.deepcopy(learner), StagePartition(bounds, {}, (), (), None), stage)
@@ -329,7 +335,7 @@ def time_stage(stage: Stage, batch: MicroBatch, width: int) -> float:
         began = now(hidden)
         output = stage((*([hidden] if stage.inlet is not None else []), *batch.inputs.values()))
         if stage.last:
-            objective(output, batch)[0].backward()
+            stage.learner.losses(output, batch).weighted(batch.weights).loss.sum().backward()
         elif output[0].requires_grad:
             output[0].backward(torch.ones_like(output[0]))
         times.append(now(hidden) - began)

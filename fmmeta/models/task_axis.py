@@ -12,8 +12,8 @@ per pass for all tasks, through the modules that an engine has hooks on, so that
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -87,20 +87,28 @@ class TaskAxis:
                 " of one; use --tasks_per_pass 1"
             )
 
-    @contextmanager
-    def of(self, values: Values) -> Iterator[None]:
+    def of(self, values: Values) -> AbstractContextManager[None]:
         """Inside, the learner computes with `values`.
 
         Backward passes with recomputation belong inside, too.
         """
         counts = partial(self.unpadded.counts, tasks=len(next(iter(values.values()))))
-        for layer, names, forward in self.layers:
-            layer.forward = partial(forward, layer, names, values, counts)
-        try:
-            yield
-        finally:
-            for layer, _, _ in self.layers:
-                del layer.forward
+        return computing(
+            (layer, partial(forward, layer, names, values, counts)) for layer, names, forward in self.layers
+        )
+
+
+@contextmanager
+def computing(forwards: Iterable[tuple[Any, Callable[..., Tensor]]]) -> Iterator[None]:
+    """Inside, each of these modules computes by the function beside it."""
+    found = list(forwards)
+    for module, forward in found:
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, _ in found:
+            del module.forward
 
 
 @dataclass(frozen=True)
@@ -172,28 +180,21 @@ class StoredAdapter:
         return "" if all(one is None or bool(one.isfinite().all()) for one in tensors) else "it has NaNs"
 
 
-@contextmanager
 def adapters_of_rows(
     learner: Learner, adapters: Sequence[StoredAdapter], runs: Sequence[int]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Inside, the first runs[0] rows of an input use adapters[0], the next runs[1] rows adapters[1], ...
 
     The learner has no adapters itself, so that these may have any ranks and layers. A head with fewer classes
     than another one gives -inf for the classes that it lacks. Without gradients.
     """
     counts = partial(learner.unpadded.counts, tasks=len(runs), runs=runs)
-    replaced = list[Any]()
-    try:
-        for kind, forward in (("pairs", forward_pairs), ("layers", forward_layers)):
-            for name in dict.fromkeys(name for one in adapters for name in getattr(one, kind)):
-                module: Any = learner.get_submodule(name)
-                own = [getattr(one, kind).get(name) for one in adapters]
-                module.forward = partial(forward, module, own, lambda x: counts(x), runs)
-                replaced.append(module)
-        yield
-    finally:
-        for module in replaced:
-            del module.forward
+    forwards = list[tuple[Any, Callable[..., Tensor]]]()
+    for kind, forward in (("pairs", forward_pairs), ("layers", forward_layers)):
+        for name in dict.fromkeys(name for one in adapters for name in getattr(one, kind)):
+            module, own = learner.get_submodule(name), [getattr(one, kind).get(name) for one in adapters]
+            forwards.append((module, partial(forward, module, own, counts, runs)))
+    return computing(forwards)
 
 
 def forward_pairs(

@@ -6,6 +6,9 @@ ViT for the images of the suite `digits`.
 
 from typing import Any
 
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
 BYTES = 256
 HIDDEN, LAYERS, HEADS = 64, 2, 4
 
@@ -14,9 +17,6 @@ def byte_tokenizer(max_length: int = 512) -> Any:
     """A tokenizer of UTF-8 bytes with <pad>, <bos> and <eos>; an ordinary fast tokenizer that saves and loads
     as such.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
     specials = ["<pad>", "<bos>", "<eos>"]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*specials, *letters])}
@@ -27,7 +27,7 @@ def byte_tokenizer(max_length: int = 512) -> Any:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", vocabulary["<bos>"])]
     )
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         bos_token="<bos>",
@@ -42,9 +42,7 @@ IMAGE_SIZE, PATCH_SIZE = 8, 4  # pixels
 
 def tiny_vit_config() -> Any:
     """Configuration of the built-in model of images."""
-    from transformers import ViTConfig
-
-    return ViTConfig(
+    return transformers.ViTConfig(
         image_size=IMAGE_SIZE,
         patch_size=PATCH_SIZE,
         hidden_size=HIDDEN,
@@ -71,8 +69,6 @@ def image_settings() -> dict[str, Any]:
 
 def tiny_config(task_type: str, max_length: int) -> Any:
     """Configuration of the built-in model."""
-    from transformers import BertConfig, LlamaConfig
-
     shared: dict[str, Any] = {
         "hidden_size": HIDDEN,
         "num_hidden_layers": LAYERS,
@@ -82,7 +78,7 @@ def tiny_config(task_type: str, max_length: int) -> Any:
         "max_position_embeddings": max_length,
     }
     if task_type == "classification":
-        return BertConfig(intermediate_size=4 * HIDDEN, type_vocab_size=1, **shared)
-    return LlamaConfig(
+        return transformers.BertConfig(intermediate_size=4 * HIDDEN, type_vocab_size=1, **shared)
+    return transformers.LlamaConfig(
         intermediate_size=3 * HIDDEN, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True, **shared
     )

@@ -1,6 +1,6 @@
 """Reads the user's DeepSpeed JSON, refuses what breaks meta-training, fills in "auto" and sets fmmeta's keys.
 
-Source of each rule: docs/architecture.md, "What DeepSpeed does by itself".
+Source of each rule: docs/explanation/architecture.md, "What DeepSpeed does by itself".
 """
 
 import difflib
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.install import shipped
 from fmmeta.common.progress import Warn
 from fmmeta.common.text import nearest
@@ -141,6 +141,20 @@ class DeepSpeedSettings:
             "deepspeed_layout": {key: value for key, value in kept.items() if key in LAYOUT},
         }
 
+    def with_zero(self, **more: Any) -> "DeepSpeedSettings":
+        """The same with other values in the block of ZeRO."""
+        zero = {**self.file.get("zero_optimization", {}), **more}
+        return replace(self, file={**self.file, "zero_optimization": zero})
+
+    def of_engine(self) -> "DeepSpeedSettings":
+        """The settings that DeepSpeed gets: in bf16, ZeRO 0 runs as ZeRO 1.
+
+        ZeRO 0 accumulates gradients in bf16, and waits for the device once per parameter.
+        """
+        if self.zero_stage or not self.bf16:
+            return self
+        return replace(self.with_zero(stage=1), zero_stage=1)
+
     def complete(self, hidden_size: int) -> dict[str, Any]:
         """The file for DeepSpeed: "auto" filled in (buckets as in transformers), fmmeta's keys set."""
         sizes = {
@@ -183,14 +197,12 @@ def read(path: str | None, bf16: bool, notice: Callable[[str], None] = quiet) ->
     found = find(path)
     import hjson
 
-    try:
+    with usage_errors(f"deepspeed={path} is not JSON", "fix the file"):
         text = found.read_text(encoding="utf-8")
         try:
             file = json.loads(text, object_pairs_hook=without_repeats)
         except json.JSONDecodeError:  # comments and trailing commas, as DeepSpeed reads them
             file = hjson.loads(text, object_pairs_hook=without_repeats)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"deepspeed={path} is not JSON ({error}); fix the file") from None
     if not isinstance(file, dict):
         raise UsageError(
             f"deepspeed={path} holds no JSON object; write one, such as"
@@ -265,15 +277,12 @@ def check(
     return DeepSpeedSettings(stage, bf16, offload, offload_param="offload_param" in zero, file=file, **given)
 
 
-def with_model_ranks(
-    settings: DeepSpeedSettings, stages: int, tensor: int, notice: Callable[[str], None] = quiet
-) -> DeepSpeedSettings:
+def with_model_ranks(settings: DeepSpeedSettings, stages: int, tensor: int) -> DeepSpeedSettings:
     """The settings inside pipeline stages or tensor ranks. Raises `UsageError` for what does not work there.
 
-    In a pipeline ZeRO 0 in bf16 becomes ZeRO 1: DeepSpeed uses one wrapper (BF16_Optimizer) for both, and
-    accumulates gradients in fp32 in ZeRO 1 only. In fp32, ZeRO 1 computes no gradient norm: it would take one
-    reduction over the stages per parameter group, and since only the last stage has a head, stages with
-    different numbers of groups would wait for each other forever.
+    In a pipeline, ZeRO 1 in fp32 computes no gradient norm: it would take one reduction over the stages per
+    parameter group, and since only the last stage has a head, stages with different numbers of groups would
+    wait for each other forever.
     """
     if stages * tensor == 1:
         return settings
@@ -284,15 +293,9 @@ def with_model_ranks(
             f"{flag}={size} does not work with {what}; use a DeepSpeed file with"
             f" zero_optimization.stage 0 or 1 and no offload, or leave {flag} out"
         )
-    if stages == 1:
-        return settings
-    zero = settings.file["zero_optimization"]
-    if settings.bf16 and settings.zero_stage == 0:
-        notice("ZeRO 0 in bf16 runs as ZeRO 1 in a pipeline, which accumulates gradients in fp32")
-        settings, zero = replace(settings, zero_stage=1), {**zero, "stage": 1}
-    elif settings.zero_stage == 1 and not settings.bf16:
-        zero = {**zero, "compute_grad_norm": False}
-    return replace(settings, file={**settings.file, "zero_optimization": zero})
+    if stages > 1 and settings.zero_stage == 1 and not settings.bf16:
+        return settings.with_zero(compute_grad_norm=False)
+    return settings
 
 
 def check_offload(zero: dict[str, Any], stage: int, name: str) -> bool:

@@ -1,6 +1,7 @@
 """Assigns ranks to groups and nodes, and decides how a run is spread over them. Arithmetic only.
 
     LAUNCHERS          the variables that launchers set
+    UNREAD             settings of `accelerate launch` that fmmeta does not read
     Launch             what a launcher put into the environment
     Layout             groups of consecutive ranks
     GroupCoordinates   pipeline stage, tensor rank and data rank inside a group
@@ -15,14 +16,14 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fmmeta.common.errors import UsageError
-from fmmeta.common.text import any_of
+from fmmeta.common.text import any_of, counted
 from fmmeta.config.settings import Config
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 
@@ -93,6 +94,43 @@ LAUNCHERS = (  # the first that is complete counts: a launcher that another one 
 )
 
 
+NOTHING = "nothing: a group does not split sequences over ranks"
+UNREAD = {  # accelerate/utils/launch.py; torchrun and deepspeed pass on no settings of the training
+    # variable: the value that chooses nothing, the flag that is given instead, what to use
+    "ACCELERATE_MIXED_PRECISION": ("no", "bf16", "--bf16, the only lower precision"),
+    "ACCELERATE_DYNAMO_BACKEND": ("no", "compile", "--compile"),
+    "ACCELERATE_USE_DEEPSPEED": ("false", "deepspeed", "--deepspeed FILE"),
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": ("none", "deepspeed", "--deepspeed {}"),
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": ("0", "deepspeed", "--deepspeed zero{}"),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ("none", "deepspeed", "--deepspeed zero3_offload"),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("none", "deepspeed", "--deepspeed zero3_offload"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "micro_batch_size", "--micro_batch_size"),
+    "ACCELERATE_GRADIENT_CLIPPING": ("1.0", "max_grad_norm", "--max_grad_norm {}"),
+    "ACCELERATE_USE_FSDP": ("false", "deepspeed", "--deepspeed zero3 and --group_size (for FSDP_* too)"),
+    "ACCELERATE_USE_MEGATRON_LM": (
+        "false",
+        "tensor_parallel_size",
+        "--tensor_parallel_size and --pipeline_stages",
+    ),
+    "ACCELERATE_CPU_AFFINITY": ("0", "", "`deepspeed --bind_cores_to_rank` or `srun --cpu-bind`"),
+    "ACCELERATE_USE_CPU": ("false", "", "CUDA_VISIBLE_DEVICES="),
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": ("1", "group_size", "--group_size"),
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": ("1", "group_size", "--group_size {}"),
+    "PARALLELISM_CONFIG_TP_SIZE": ("1", "tensor_parallel_size", "--tensor_parallel_size {}"),
+    "PARALLELISM_CONFIG_CP_SIZE": ("1", "", NOTHING),
+    "PARALLELISM_CONFIG_SP_SIZE": ("1", "", NOTHING),
+}
+
+
+def unread_settings(env: Mapping[str, str], config: Config, on_gpu: bool) -> Iterator[str]:
+    """A line for each setting of the launcher that is not read, and for which the user gives no flag."""
+    for name, (quiet, flag, instead) in UNREAD.items():
+        value = env.get(name, "")
+        says_nothing = value.lower() in ("", quiet) or (name == "ACCELERATE_USE_CPU" and not on_gpu)
+        if not says_nothing and not (flag and getattr(config, flag) != getattr(Config, flag)):
+            yield f"{name}={value} (accelerate launch) is not read; use {instead.format(value)}"
+
+
 @dataclass(frozen=True)
 class Launch:
     """The rank of this process among all processes and on its node, as the launcher set it.
@@ -155,7 +193,11 @@ class Launch:
             local_world_size=number(per_node, *names.local_size, default=on_this_node),
             node=next(filter(None, map(env.get, names.node)), ""),
         )
-        return replace(launch, master_addr=launch._address(env), master_port=launch._port(env))
+        # torch's port; with SLURM one for each job, below those that the kernel gives to connections
+        port = 10000 + number(env, "SLURM_JOB_ID", default=0) % 20000 if names is SRUN else 29500
+        return replace(
+            launch, master_addr=launch._address(env), master_port=number(env, "MASTER_PORT", default=port)
+        )
 
     def _address(self, env: Mapping[str, str]) -> str:
         """The host of the store: with SLURM, by default, the first node of the step. Raises `UsageError`."""
@@ -171,13 +213,6 @@ class Launch:
             f" known to be on this node; give it the name of rank 0's node, such as"
             f" `{self.how_to_give('MASTER_ADDR', platform.node())}`"
         )
-
-    def _port(self, env: Mapping[str, str]) -> int:
-        """MASTER_PORT; without it torch's, and with SLURM one for each job below those that the kernel gives
-        to connections.
-        """
-        job = number(env, "SLURM_JOB_ID", default=0)
-        return number(env, "MASTER_PORT", default=10000 + job % 20000 if self.variables is SRUN else 29500)
 
 
 def refuse_half(env: Mapping[str, str]) -> None:
@@ -276,10 +311,7 @@ class Layout:
         return self.launch.global_rank % self.group_size
 
     def __str__(self) -> str:
-        groups = "group" if self.num_groups == 1 else "groups"
-        return (
-            f"{self.num_groups} {groups} of {self.group_size} {'rank' if self.group_size == 1 else 'ranks'}"
-        )
+        return f"{counted(self.num_groups, 'group')} of {counted(self.group_size, 'rank')}"
 
 
 @dataclass(frozen=True)
@@ -364,7 +396,8 @@ class ParallelPlan:
                 "compile=True compiles a model that one rank holds in plain PyTorch, and DeepSpeed runs this"
                 f" group of {group_size}: it hooks into modules; leave it out, or use --group_size 1"
             )
-        plan = cls(group_size, engine, deepspeed, stages, tensor, layer_costs, reason)
+        used = deepspeed.of_engine() if engine == "deepspeed" else deepspeed
+        plan = cls(group_size, engine, used, stages, tensor, layer_costs, reason)
         plan.coordinates(0)
         return plan
 
@@ -432,8 +465,10 @@ class Nodes:
 
     def nodes_of_groups(self, group_size: int) -> list[list[int]]:
         """The nodes of each group."""
-        groups = range(0, len(self.node), group_size)
-        return [list(dict.fromkeys(self.node[start : start + group_size])) for start in groups]
+        return [
+            list(dict.fromkeys(self.node[start : start + group_size]))
+            for start in range(0, len(self.node), group_size)
+        ]
 
     def are_groups_on_nodes(self, group_size: int) -> bool:
         """Whether every group is on one node."""

@@ -1,14 +1,11 @@
 """Network settings of this host, checked before any collective, and what processes agree on through a store.
 
-    issues                        problems of the environment, for `fmmeta doctor` and for the start of a run
-    check_and_choose_interface    at the start of a launch: choose gloo's interface if it is not set,
-                                  and end all ranks if one cannot be reached
-    raise_file_limit              room for a connection to every rank
-    agree_on_generation           a fresh key prefix in torch's key-value store
-    SharedStore                   signed values in that store
-
-gloo takes the names of GLOO_SOCKET_IFNAME as they are; NCCL takes prefixes of names, `=` before a list asks
-for exact names and `^` excludes (NCCL's documentation of NCCL_SOCKET_IFNAME and NCCL_IB_HCA).
+issues                        interfaces that cannot work, for `fmmeta doctor` and for the start of a run
+check_and_choose_interface    at the start of a launch: choose gloo's interface if it is not set,
+                              and end all ranks if one cannot be reached
+raise_file_limit              room for a connection to every rank
+agree_on_generation           a fresh key prefix in torch's key-value store
+SharedStore                   signed values in that store
 """
 
 import hmac
@@ -23,8 +20,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import LOGGER, STDERR
@@ -32,33 +28,11 @@ from fmmeta.common.text import any_of
 from fmmeta.parallel.layout import Launch
 
 FILES, FIRST_FILES = 256, 64  # open files beside connections to other ranks: of a run, and at its start
-LOWEST_PORT, FEWEST_PORTS = 10_000, 1_000  # of unused_port
-INFINIBAND = Path("/sys/class/infiniband")
-NUMBERS = (
-    "NCCL_IB_TIMEOUT",
-    "NCCL_IB_RETRY_CNT",
-    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE",
-    "TORCH_FR_BUFFER_SIZE",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
-)
-RECORDERS = (  # number of collectives that the flight recorder keeps, and the prefix of its files
-    ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"),
-    ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
-)
-SLOW = {
-    "NCCL_P2P_DISABLE": "GPUs of a node talk through host memory",
-    "NCCL_SHM_DISABLE": "GPUs of a node talk through sockets",
-    "NCCL_IB_DISABLE": "nodes talk through sockets instead of InfiniBand or RoCE",
-}
+PORTS = (10_000, 32_768)  # of unused_port, and of SLURM jobs
 
 
-class StoreProtocol(Protocol):
-    """The methods of torch's stores that are used here."""
-
-    def set(self, key: str, value: str, /) -> object: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+Store = Any
+"""A store of torch: its methods set, check and multi_get are used."""
 
 
 @dataclass(frozen=True)
@@ -70,96 +44,32 @@ class Interface:
     addresses: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class NetworkIssue:
-    """A setting that cannot work (fatal) or that costs something, and what to do."""
-
-    text: str
-    fix: str
-    fatal: bool = True
-
-    def __str__(self) -> str:
-        return f"{self.text}; {self.fix}"
-
-
 def interfaces() -> list[Interface]:
     import psutil
 
     stats = psutil.net_if_stats()
-    internet = (socket.AF_INET, socket.AF_INET6)
     return [
         Interface(
-            name, stats[name].isup, tuple(a.address.split("%")[0] for a in addresses if a.family in internet)
+            name,
+            stats[name].isup,
+            tuple(
+                a.address.split("%")[0] for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6)
+            ),
         )
         for name, addresses in psutil.net_if_addrs().items()
         if name in stats
     ]
 
 
-def issues(env: Mapping[str, str], known: Sequence[Interface], nccl: bool) -> Iterator[NetworkIssue]:
-    """Settings of this host that cannot work or that cost something. nccl: whether NCCL will be used."""
+def issues(env: Mapping[str, str], known: Sequence[Interface]) -> Iterator[str]:
+    """Interfaces in GLOO_SOCKET_IFNAME through which this host reaches no other, and what to do."""
     host, usable = platform.node(), [one.name for one in known if one.up and one.addresses]
-    use = f"use {any_of(usable) if usable else 'another host'}"
     for name in filter(None, env.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        found = next((one for one in known if one.name == name), None)
-        if found is None:
-            yield NetworkIssue(f"GLOO_SOCKET_IFNAME={name} is no interface of {host}", use)
-        elif name not in usable:
-            yield NetworkIssue(
-                f"GLOO_SOCKET_IFNAME={name} {'has no address' if found.up else 'is down'} on {host}", use
+        if name not in usable:
+            yield (
+                f"GLOO_SOCKET_IFNAME={name} is no interface of {host} that is up and has an address; use"
+                f" {any_of(usable) if usable else 'another host'}"
             )
-    for name in NUMBERS:
-        if name in env and not env[name].strip().isdigit():
-            yield NetworkIssue(f"{name}={env[name]} is not a number", "use one, or leave it out")
-    for size, file in RECORDERS:
-        entries, folder = env.get(size, "").strip(), Path(env.get(file, "/tmp/nccl_trace_rank_")).parent
-        if file in env and entries in ("", "0"):
-            yield NetworkIssue(
-                f"{file}={env[file]} names a file, and nothing is recorded for it",
-                f"set {size}=2000",
-                fatal=False,
-            )
-        elif entries.isdigit() and int(entries) and not os.access(folder, os.W_OK):
-            yield NetworkIssue(
-                f"{file}={env.get(file, '')} is in {folder}, which cannot be written to",
-                "choose another folder",
-            )
-    if env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
-        yield NetworkIssue(
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING=0 leaves ranks waiting in NCCL when another one fails",
-            "leave it out, or rely on the watchdog (--step_timeout)",
-            fatal=False,
-        )
-    if nccl:
-        yield from _nccl_issues(env, usable, use)
-
-
-def _nccl_issues(env: Mapping[str, str], usable: Sequence[str], use: str) -> Iterator[NetworkIssue]:
-    host, wanted = platform.node(), env.get("NCCL_SOCKET_IFNAME", "")
-    if not chosen(wanted, usable):
-        yield NetworkIssue(
-            f"NCCL_SOCKET_IFNAME={wanted} leaves no interface of {host} that is up",
-            f"{use}, or a beginning of it",
-        )
-    adapters = sorted(path.name for path in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
-    wanted = env.get("NCCL_IB_HCA", "")
-    if wanted and not chosen(",".join(part.split(":")[0] for part in wanted.split(",")), adapters):
-        fix = f"use {any_of(adapters)}" if adapters else "there is none: leave it out"
-        yield NetworkIssue(f"NCCL_IB_HCA={wanted} leaves no adapter of {host}", fix)
-    for name, cost in SLOW.items():
-        if env.get(name, "0") not in ("", "0"):
-            yield NetworkIssue(
-                f"{name}={env[name]}: {cost}", "leave it out where the hardware works", fatal=False
-            )
-
-
-def chosen(wanted: str, names: Sequence[str]) -> list[str]:
-    """The names that a setting of NCCL selects: prefixes, `=` exact names, `^` all others; empty: all."""
-    if not wanted:
-        return list(names)
-    listed = tuple(filter(None, wanted.lstrip("^=").split(",")))
-    fits = [name for name in names if (name in listed if "=" in wanted[:2] else name.startswith(listed))]
-    return [name for name in names if name not in fits] if "^" in wanted[:2] else fits
 
 
 def gloo_interface(launch: Launch, known: Sequence[Interface]) -> str | None:
@@ -221,24 +131,13 @@ def listen(host: str, port: int) -> socket.socket:
 def unused_port() -> int:
     """A free port for a process that starts now and binds it in some seconds.
 
-    Where there are enough, it is none of those that the kernel gives to connections and to sockets bound to
-    port 0, which may be taken by then.
+    It is below those that Linux gives to connections, which may be taken by then.
     """
-    first, last = ephemeral_ports()
-    ports = [*range(LOWEST_PORT, first), *range(last + 1, 2**16)]
-    for port in random.SystemRandom().sample(ports, len(ports)) if len(ports) >= FEWEST_PORTS else ():
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
+    while True:
+        port = random.SystemRandom().randrange(*PORTS)
+        with suppress(OSError):
+            listen("0.0.0.0", port).close()
             return port
-    with listen("127.0.0.1", 0) as probe:
-        return int(probe.getsockname()[1])
-
-
-def ephemeral_ports() -> tuple[int, int]:
-    """The first and the last of the ports that the kernel gives away; IANA's where Linux names none."""
-    file = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    first, last = file.read_text().split() if file.exists() else ("49152", "65535")
-    return int(first), int(last)
 
 
 def source_address(host: str, port: int = 1) -> str | None:
@@ -279,44 +178,43 @@ def raise_file_limit(launch: Launch) -> None:
             LOGGER.warning("%s", issue, extra=STDERR)
 
 
-def file_issues(launch: Launch) -> Iterator[NetworkIssue]:
+def file_issues(launch: Launch) -> Iterator[str]:
     """A hard limit of open files that is too low for the connections of this process."""
     hard, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], files_needed(launch)
     if resource.RLIM_INFINITY != hard < needed:
-        yield NetworkIssue(
-            f"world_size={launch.world_size}: rank {launch.global_rank} on {platform.node()} may open"
-            f" {hard} files and needs {needed}",
-            f"raise the hard limit there (ulimit -Hn {needed}, or LimitNOFILE of the service that starts it)",
+        yield (
+            f"world_size={launch.world_size}: rank {launch.global_rank} on {platform.node()} may open {hard}"
+            f" files and needs {needed}; raise the hard limit there (ulimit -Hn {needed}, or LimitNOFILE of"
+            " the service that starts it)"
         )
 
 
-def check_and_choose_interface(store: StoreProtocol, launch: Launch, nccl: bool) -> list[str]:
-    """Raise on all ranks if a setting of one rank cannot work; return warnings about other settings.
+def check_and_choose_interface(store: Store, launch: Launch) -> list[str]:
+    """Raise on all ranks if a setting of one rank cannot work; return what was chosen, as a warning.
 
     Sets GLOO_SOCKET_IFNAME where gloo's own choice would not work. Raises `UsageError`. Collective: world,
     through `store`.
     """
-    known, warnings = interfaces(), list[str]()
+    known, here, name = interfaces(), launch.local_world_size == launch.world_size, None
     if not os.environ.get("GLOO_SOCKET_IFNAME"):
-        name = None
-        if launch.local_world_size < launch.world_size:
+        if not here:
             name = gloo_interface(launch, known)
         elif is_loopback(launch.master_addr):
-            name = loopback_interface()  # all ranks are on this host
-        if name is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-        if name is not None and launch.local_world_size < launch.world_size:
-            warnings.append(
-                f"GLOO_SOCKET_IFNAME={name}: the name of this host stands for an address that other nodes"
-                " cannot reach"
-            )
-    found = [*file_issues(launch), *issues(os.environ, known, nccl)]
-    store.set(f"network/{launch.global_rank}", next((str(one) for one in found if one.fatal), ""))
+            name = loopback_interface()
+    if name is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+    found = [*file_issues(launch), *issues(os.environ, known)]
+    store.set(f"network/{launch.global_rank}", "".join(found[:1]))
     for issue in store.multi_get([f"network/{rank}" for rank in range(launch.world_size)]):
         if issue:
             _wait_for_readers(store, launch)
             raise UsageError(issue.decode())
-    return warnings + [str(one) for one in found]
+    if here or name is None:
+        return []
+    return [
+        f"GLOO_SOCKET_IFNAME={name}: the name of this host stands for an address that other nodes cannot"
+        " reach"
+    ]
 
 
 PAUSE_S = 0.02
@@ -324,7 +222,7 @@ READ_S = 10.0  # that rank 0 waits until the other ranks have read an issue
 PROOF = 64  # hex digits of an HMAC (`proof`)
 
 
-def _wait_for_readers(store: StoreProtocol, launch: Launch) -> None:
+def _wait_for_readers(store: Store, launch: Launch) -> None:
     """Let rank 0, with which the store may end, be the last to leave. Collective: world, through `store`."""
     store.set(f"network/read/{launch.global_rank}", "read")
     deadline = time.monotonic() + READ_S
@@ -334,7 +232,7 @@ def _wait_for_readers(store: StoreProtocol, launch: Launch) -> None:
             time.sleep(PAUSE_S)
 
 
-def agree_on_generation(store: StoreProtocol, rank: int, size: int, timeout_s: float) -> str:
+def agree_on_generation(store: Store, rank: int, size: int, timeout_s: float) -> str:
     """Return a name that is new and the same on all ranks.
 
     torchrun's agent keeps its store over `--max-restarts` when the rendezvous is static (torch's comment says
@@ -376,7 +274,7 @@ def agree_on_generation(store: StoreProtocol, rank: int, size: int, timeout_s: f
     raise TimeoutError(f"rank {rank} has not met the other {size - 1} ranks within {timeout_s:g} s")
 
 
-def read(store: StoreProtocol, keys: Sequence[str]) -> list[str]:
+def read(store: Store, keys: Sequence[str]) -> list[str]:
     """The values of these keys; an empty list if one of them does not exist yet."""
     if not store.check(list(keys)):
         return []
@@ -391,7 +289,7 @@ class SharedStore:
     store host is stopped every call blocks: call from a thread that may wait, and use one object per thread.
     """
 
-    def __init__(self, store: StoreProtocol, secret: bytes) -> None:
+    def __init__(self, store: Store, secret: bytes) -> None:
         self.store, self.secret = store, secret
 
     def set(self, key: str, text: str) -> None:

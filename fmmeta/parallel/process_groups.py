@@ -1,7 +1,7 @@
 """Process groups; the only module that imports torch.distributed.
 
 Each worker group is its own default world, so that DeepSpeed and transformers see only the ranks that share
-its model (docs/design.md). There are three communicators (collectives.py):
+its model (docs/explanation/design.md). There are three communicators (collectives.py):
 
     world   all processes; gloo; control only: agreement, small byte strings, barriers
     group   the ranks that hold one model; the default process group of each of them
@@ -81,7 +81,7 @@ class World:
         if launch.world_size > 1:
             network.raise_file_limit(launch)
             self.store = connect_store(launch)
-            self.warnings = network.check_and_choose_interface(self.store, launch, device.type == "cuda")
+            self.warnings = network.check_and_choose_interface(self.store, launch)
         self.comm = self._connect("world", launch.global_rank, launch.world_size, torch.device("cpu"))
         if launch.world_size > 1 and device.type == "cuda":
             refuse_shared_gpus(self.comm, str(torch.cuda.get_device_properties(device).uuid))
@@ -235,9 +235,7 @@ def connect_store(launch: Launch) -> dist.Store:
     Raises `UsageError`. Collective: world.
     """
     store = _stores[launch] = _stores.get(launch) or open_store(launch)
-    generation = agree_on_generation(
-        cast(Any, store), launch.global_rank, launch.world_size, TIMEOUT.total_seconds()
-    )
+    generation = agree_on_generation(store, launch.global_rank, launch.world_size, TIMEOUT.total_seconds())
     return dist.PrefixStore(generation, store)
 
 

@@ -13,13 +13,13 @@ configuration):
 All other weights are complete on every rank, and so are their gradients. Of a layer with LoRA,
 y = W x + B A x, B is split as W where W is split by rows, and A where W is split by columns.
 
-The four autograd functions below are each other's derivatives:
+The four functions that autograd sees are each other's derivatives (`Exchange`):
 
-              forward                 backward
-    Copy      x                       sum over the ranks
-    Sum       sum over the ranks      g
-    Gather    concatenated parts      the part of this rank
-    Split     the part of this rank   concatenated parts
+                forward                 backward
+    copied      x                       sum over the ranks
+    summed      sum over the ranks      g
+    gathered    concatenated parts      the part of this rank
+    part_taken  the part of this rank   concatenated parts
 """
 
 import re
@@ -40,69 +40,54 @@ from fmmeta.parallel.process_groups import subgroup
 COLUMN, ROW = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")
 PARTIAL = "replicated_with_grad_allreduce"
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+OfRanks = Callable[[Tensor, Communicator], Tensor]
 
 
-class Copy(torch.autograd.Function):
+class Exchange(torch.autograd.Function):
+    """One of the four functions of a tensor and the tensor ranks; its gradient is that of DERIVATIVE."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Communicator, function: OfRanks) -> Tensor:
+        ctx.ranks, ctx.function = ranks, function
+        return function(x, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return Exchange.apply(gradients[0], ctx.ranks, DERIVATIVE[ctx.function]), None, None
+
+
+def copied(x: Tensor, ranks: Communicator) -> Tensor:
     """A complete input of layers that hold parts."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
-        ctx.ranks = ranks
-        return x.data  # a view would refer to x, which refers to its copy (`copy_of`): neither would be freed
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return Sum.apply(gradients[0], ctx.ranks), None
+    return x.data  # a view would refer to x, which refers to its copy (`copy_of`): neither would be freed
 
 
-class Sum(torch.autograd.Function):
+def summed(x: Tensor, ranks: Communicator) -> Tensor:
     """The complete output of which each rank has a summand. Collective: the tensor ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.sum_(x.clone(memory_format=torch.contiguous_format))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return Copy.apply(gradients[0], ctx.ranks), None
+    return ranks.sum_(x.clone(memory_format=torch.contiguous_format))
 
 
-class Gather(torch.autograd.Function):
+def gathered(x: Tensor, ranks: Communicator) -> Tensor:
     """The complete features of which each rank has a part. Collective: the tensor ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
-        ctx.ranks = ranks
-        return torch.cat(ranks.all_gather(x), -1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return Split.apply(gradients[0], ctx.ranks), None
+    return torch.cat(ranks.all_gather(x), -1)
 
 
-class Split(torch.autograd.Function):
+def part_taken(x: Tensor, ranks: Communicator) -> Tensor:
     """This rank's part of complete features."""
+    return part_of(x, -1, ranks).contiguous()
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
-        ctx.ranks = ranks
-        return part_of(x, -1, ranks).contiguous()
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return Gather.apply(gradients[0], ctx.ranks), None
+DERIVATIVE = {copied: summed, summed: copied, gathered: part_taken, part_taken: gathered}
 
 
 def copy_of(x: Any, ranks: Communicator) -> Tensor:
-    """`Copy` of a layer's input, one for all layers that read it: the gradients of queries, keys and values
+    """`copied` of a layer's input, one for all layers that read it: the gradients of queries, keys and values
     are added before one sum over the ranks.
     """
     made, needs_gradient = getattr(x, "tensor_copy", None), x.requires_grad and torch.is_grad_enabled()
     if x.is_leaf and needs_gradient:  # the graph of the copy would refer to x
-        return Copy.apply(x, ranks)
+        return Exchange.apply(x, ranks, copied)
     if made is None or made.requires_grad != needs_gradient:
-        made = x.tensor_copy = Copy.apply(x, ranks)
+        made = x.tensor_copy = Exchange.apply(x, ranks, copied)
     return made
 
 
@@ -126,13 +111,12 @@ class SplitLinear(nn.Linear):
         self.out_features, self.in_features = self.weight.shape
 
     def forward(self, input: Tensor) -> Tensor:
-        x: Any = input
         if self.kind in COLUMN:
-            y = F.linear(copy_of(x, self.ranks), self.weight, self.bias)
-            return Gather.apply(y, self.ranks) if self.kind == "colwise_gather_output" else y
+            y = F.linear(copy_of(input, self.ranks), self.weight, self.bias)
+            return Exchange.apply(y, self.ranks, gathered) if self.kind == "colwise_gather_output" else y
         if self.kind == "rowwise_split_input":
-            x = Split.apply(x, self.ranks)
-        y = Sum.apply(F.linear(x, self.weight), self.ranks)
+            input = Exchange.apply(input, self.ranks, part_taken)
+        y = Exchange.apply(F.linear(input, self.weight), self.ranks, summed)
         return y if self.bias is None else y + self.bias
 
 
@@ -234,7 +218,7 @@ def regex_of(pattern: str) -> str:
 def planned_layers(base: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
     """Name, module and kind of each layer of `base` that the plan names."""
     kinds = [(re.compile(regex_of(pattern)), kind) for pattern, kind in plan.items()]
-    for name, module in list(base.named_modules()):
+    for name, module in base.named_modules():
         for pattern, kind in kinds:
             if pattern.fullmatch(name):
                 yield name, module, kind
@@ -245,12 +229,11 @@ def split_layers(base: nn.Module, ranks: Communicator) -> None:
 
     Parameters stay the same objects, with less data. base: one that `check_layers` accepts.
     """
-    config: Any = base.config
-    for name, module, kind in list(planned_layers(base, plan_of(config, ranks.size))):
+    for name, module, kind in list(planned_layers(base, plan_of(base.config, ranks.size))):
         if kind == PARTIAL:
             for param in module.parameters():
                 if param.requires_grad:
-                    param.register_hook(lambda gradient: Sum.apply(gradient, ranks))
+                    param.register_hook(lambda gradient: Exchange.apply(gradient, ranks, summed))
             continue
         parts = [name]
         if hasattr(module, "base_layer"):

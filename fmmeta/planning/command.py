@@ -1,5 +1,5 @@
 """`fmmeta plan`: from a config.json and a number of GPUs to the layouts that fit, and the command that runs
-the best one; as text, JSON and SVG.
+the best one; as text and JSON.
 """
 
 import shlex
@@ -12,14 +12,13 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.install import shipped
-from fmmeta.common.text import counted, render, to_json
+from fmmeta.common.text import counted, to_json
 from fmmeta.config.fields import default_of, shown
 from fmmeta.config.settings import Config
 from fmmeta.models.from_gguf import as_folder
-from fmmeta.planning.compute import Profile
-from fmmeta.planning.layouts import PlannedLayout, Planner, Strategy, base_of
-from fmmeta.planning.machines import find, measure, write
-from fmmeta.planning.memory import GIB, Estimate
+from fmmeta.parallel.memory import GIB
+from fmmeta.planning.layouts import PlannedLayout, Planner, Strategy
+from fmmeta.planning.machines import find
 from fmmeta.planning.settings import PlanConfig
 
 
@@ -28,7 +27,7 @@ def run(plan: PlanConfig) -> None:
     plan = replace(
         plan, model_name_or_path=as_folder(plan.model_name_or_path, partial(print, file=sys.stderr))
     )
-    profile = profile_of(plan)
+    profile = find(plan.machine)
     if plan.gpu_memory_gib is None:
         if not profile.gpu_memory_gib:
             raise UsageError(
@@ -43,39 +42,8 @@ def run(plan: PlanConfig) -> None:
         print(to_json(as_json(planner, layouts), indent=1))
     elif fits:
         print(text(planner, layouts))
-    if plan.picture is not None and layouts:
-        drawn = [one for ways in best(layouts).values() for one in ways[: plan.top]] or layouts[: plan.top]
-        write(
-            plan.picture,
-            "picture",
-            svg(drawn, plan.gpu_memory_gib, f"Memory of {plan.model_name_or_path} by layout"),
-        )
     if not fits:
         raise UsageError(lacking(planner, layouts))
-
-
-def profile_of(plan: PlanConfig) -> Profile:
-    if not plan.calibrate:
-        return find(plan.machine or "h100")
-    base_of(plan)  # refuses settings before the minutes of a measurement
-    profile = measure(plan)
-    if plan.save_profile is not None:
-        write(plan.save_profile, "save_profile", to_json(asdict(profile), indent=1) + "\n")
-    return profile
-
-
-KINDS = {  # parts of a bar: letter, colour (Okabe and Ito 2008), kinds of the estimate
-    "weights": ("W", "#0072b2", ("weights", "gathered")),
-    "masters": ("M", "#56b4e9", ("master",)),
-    "theta": ("T", "#009e73", ("theta",)),
-    "meta-gradient": ("D", "#7fcab5", ("meta_gradient", "direction")),
-    "moments": ("O", "#e69f00", ("moments",)),
-    "kept": ("K", "#b88a1e", ("kept",)),
-    "gradients": ("G", "#d55e00", ("gradients",)),
-    "activations": ("A", "#cc79a7", ("activations", "logits")),
-    "buffers": ("B", "#8c8c8c", ("buffers", "staging")),
-}
-BAR, BARS = 60, 5  # letters of a GPU's memory; bars of each kind of training
 
 
 def best(layouts: Sequence[PlannedLayout]) -> dict[str, list[PlannedLayout]]:
@@ -87,11 +55,6 @@ def best(layouts: Sequence[PlannedLayout]) -> dict[str, list[PlannedLayout]]:
             trained = "adapters (LoRA)" if way.lora_r else "all weights"
             found[trained].setdefault((way.group_size, way.zero_stage, way.stages, way.tensor), one)
     return {trained: list(ways.values()) for trained, ways in found.items() if ways}
-
-
-def bar_of(memory: Estimate) -> dict[str, int]:
-    """Bytes at the peak by the parts of a bar."""
-    return {name: sum(memory.peak.get(kind, 0) for kind in kinds) for name, (*_, kinds) in KINDS.items()}
 
 
 def text(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
@@ -112,33 +75,25 @@ def text(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
     for trained, ways in found.items():
         lines += ["", trained, *table(ways[: plan.top])]
     if found:
-        lines += [schedules_line(plan, next(iter(found.values()))[0])]
-        lines += ["", "memory of a rank, GiB: " + ", ".join(f"{KINDS[name][0]} {name}" for name in KINDS)]
-        lines += [bar(one, plan.gpu_memory_gib) for ways in found.values() for one in ways[:BARS]] + [""]
+        fastest = next(iter(found.values()))[0]
+        if fastest.idle:
+            busy = plan.tasks * fastest.strategy.group_size
+            lines += [
+                "",
+                f"groups without a task: {fastest.idle} of {fastest.groups}; {busy} GPUs are as fast with"
+                f" {counted(plan.tasks, 'task')} an outer step: give --gpus {busy}, --meta_batch_size"
+                f" {fastest.groups} or more, or a larger --group_size",
+            ]
+        lines += [
+            "",
+            *(f"memory of a rank, {trained}: {ways[0].memory}" for trained, ways in found.items()),
+            "",
+        ]
         where = "; run on each node, with HEAD set to the name of the first" if nodes else ""
         lines += [
             f"# {trained}{where}\n{run_command(planner, ways[0].strategy)}" for trained, ways in found.items()
         ]
     return "\n".join(lines)
-
-
-def schedules_line(plan: PlanConfig, fastest: PlannedLayout) -> str:
-    """What claimed tasks change in the fastest layout, simulated."""
-    static, dynamic = (100 * fastest.useful[name] for name in ("static", "dynamic"))
-    text = (
-        f"\n{fastest.groups} groups, {plan.tasks} tasks: {static:.1f} % of the groups' time is not waiting"
-        f" with --task_schedule static, {dynamic:.1f} % with dynamic"
-    )
-    if not (plan.task_spread or plan.task_noise or plan.slow_share):
-        text += " (equal tasks and groups; give --task_spread, --task_noise or --slow_share)"
-    if fastest.idle:
-        busy = plan.tasks * fastest.strategy.group_size
-        text += (
-            f"\ngroups without a task: {fastest.idle} of {fastest.groups}; {busy} GPUs are as fast with"
-            f" {counted(plan.tasks, 'task')} an outer step: give --gpus {busy}, --meta_batch_size"
-            f" {fastest.groups} or more, or a larger --group_size"
-        )
-    return text
 
 
 def table(shown: Sequence[PlannedLayout]) -> list[str]:
@@ -150,7 +105,7 @@ def table(shown: Sequence[PlannedLayout]) -> list[str]:
             "rows": str(one.rows),
             "GiB": f"{one.memory.total / GIB:.1f}",
             "host GiB": f"{one.host_bytes / GIB:.0f}",
-            "step s": number(one.step_seconds),
+            "step s": number(one.step.total),
             "efficiency": f"{100 * one.efficiency:.0f} %",
             "GB in group": number(one.wire.total / 1e9),
             "GB across": number(one.cross_bytes / 1e9),
@@ -168,35 +123,6 @@ def table(shown: Sequence[PlannedLayout]) -> list[str]:
 def number(value: float) -> str:
     """Three digits, without powers of ten."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def bar(one: PlannedLayout, gpu_memory_gib: float) -> str:
-    """A line of letters, as long as the share of the GPU that each kind takes."""
-    drawn, end = "", 0.0
-    for name, size in bar_of(one.memory).items():
-        end += BAR * size / (gpu_memory_gib * GIB)
-        drawn += KINDS[name][0] * (round(end) - len(drawn))
-    return (
-        f"|{drawn.ljust(BAR)}| {one.memory.total / GIB:5.1f}  group of {one.strategy.group_size},"
-        f" {one.strategy}"
-    )
-
-
-def svg(layouts: Sequence[PlannedLayout], gpu_memory_gib: float, title: str) -> str:
-    """A bar of memory for each layout, and the line of what a GPU has."""
-    return render(
-        Path(__file__).with_name("memory.svg.j2"),
-        colours={name: colour for name, (_, colour, _) in KINDS.items()},
-        gpu_memory_gib=gpu_memory_gib,
-        bars={
-            f"{one.groups} x {one.strategy.group_size}: {one.strategy}": [
-                (KINDS[name][1], size / GIB) for name, size in bar_of(one.memory).items() if size
-            ]
-            for one in layouts
-        },
-        most=max([gpu_memory_gib, *(one.memory.total / GIB for one in layouts)]),
-        title=title,
-    )
 
 
 def run_command(planner: Planner, strategy: Strategy) -> str:
@@ -263,10 +189,9 @@ def layout_json(planner: Planner, one: PlannedLayout) -> dict[str, Any]:
         "lacking_bytes": round(one.lacking),
         "host_bytes_per_node": one.host_bytes,
         "bytes_per_outer_step": {**wire, "cross": one.cross_bytes},
-        "step_seconds": one.step_seconds,
+        "step_seconds": one.step.total,
         "seconds": asdict(one.step),
         "efficiency": one.efficiency,
-        "useful_by_task_schedule": one.useful,
         "command": run_command(planner, strategy),
     }
 
@@ -276,8 +201,8 @@ def lacking(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
     plan = planner.plan
     if not layouts:
         names = ("group_size", "zero_stage", "offload", "pipeline_stages", "tensor_parallel_size")
-        values = {name: getattr(plan, name) for name in names}
-        given = [f"{name}={shown(one)}" for name, one in values.items() if one not in (None, [], "auto")]
+        values = [(name, getattr(plan, name)) for name in names]
+        given = [f"{name}={shown(one)}" for name, one in values if one not in (None, [], "auto")]
         contradict = f"{', '.join(given)} contradict each other; leave one out"
         return f"gpus={plan.gpus}: no layout is possible ({next(iter(planner.refused), contradict)})"
     one, strategy = layouts[0], layouts[0].strategy

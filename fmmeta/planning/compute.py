@@ -1,8 +1,8 @@
 """Counts the work of one task on one rank (flops, bytes on the wire, bytes of vector arithmetic), and turns
 it into seconds of an outer step on a machine.
 
-Passes are those of meta/costs.py, micro-batches those of tasks/batching.py. Bytes on the wire are the payload
-that a rank passes to a collective or sends, as `comm_bytes` in metrics.jsonl:
+Passes are those of parallel/costs.py, micro-batches those of tasks/batching.py. Bytes on the wire are the
+payload that a rank passes to a collective or sends, as `comm_bytes` in metrics.jsonl:
 
     gather     ZeRO 3: parameters, for each forward pass and each backward pass after they were released;
                ZeRO 1 and 2: updated parameters
@@ -12,11 +12,11 @@ that a rank passes to a collective or sends, as `comm_bytes` in metrics.jsonl:
     send       hidden states to the next stage with ids and mask, their gradients to the one before
     cross      one reduction of the shard per outer step
 
-benchmarks/plan.py counts the same in real engines (tests/distributed/test_plan.py).
+tests/distributed/test_plan.py counts the same in real engines.
 
     step = tasks of the fullest group x task + outer step + cross
     task = sum over passes (flops / matmul + wire / link + offloaded weights / PCIe
-                            + shard arithmetic / memory + allocated * page_in)
+                            + shard arithmetic / memory)
 
 A ring all-reduce of n bytes over M ranks sends 2 (M - 1) / M n per rank; gather and scatter send half of it.
 Computing hides the profile's share of ZeRO 3's communication, and nothing else. Not counted: Python, kernels
@@ -31,13 +31,14 @@ from dataclasses import astuple, dataclass
 from torch import nn
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.costs import passes, query_tokens, rows_of
 from fmmeta.models.learner import Learner
 from fmmeta.models.pipeline_split import plan_stages
+from fmmeta.parallel.costs import Passes, passes, query_tokens, rows_of
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import can_defer_backward, differentiates_twice
+from fmmeta.parallel.memory import Sizes, micro_batch_rows, micro_batches
 from fmmeta.parallel.tensor_parallel import sharing_ranks
-from fmmeta.planning.memory import Sizes, micro_batch_rows, micro_batches
+from fmmeta.planning.machines import Profile
 
 COLUMNS = 2  # inputs of column-split products in a layer: of attention and of the MLP (tensor_parallel.py)
 
@@ -132,13 +133,12 @@ class TaskCost:
     """All passes of one task."""
 
     passes: Sequence[tuple[int, PassCost]]  # how often, and its cost
-    updates: int
-    writes: int  # complete vectors that are written to the worker besides
-    refresh: Wire  # of each of these writes
+    many: Passes
+    refresh: Wire  # of each complete vector that is written to the worker besides
 
     @property
     def wire(self) -> Wire:
-        return sum((one.wire * times for times, one in self.passes), self.refresh * self.writes)
+        return sum((one.wire * times for times, one in self.passes), self.refresh * self.many.writes)
 
 
 def task_work(
@@ -157,22 +157,12 @@ def task_work(
         keeps=can_defer_backward(stage, stages),
         twice=differentiates_twice(stage, stages, config.tensor_parallel_size),
     )
-    support, query = rows_of(config)
-    of_query = query_tokens(config, row_tokens, sizes.tokens)
-    kinds = [
-        (many.support + 2 * many.second_order, support, row_tokens, True),
-        (many.query, query, of_query, True),
-        (many.support_forwards, support, row_tokens, False),
-        (many.query_forwards, query, of_query, False),
-    ]
     return TaskCost(
         [
             (times, one_pass(config, precision, sizes, matmuls, data, rows, tokens, back))
-            for times, rows, tokens, back in kinds
-            if times
+            for times, rows, tokens, back in passes_by_set(config, many, row_tokens, sizes.tokens)
         ],
-        many.training,
-        many.writes,
+        many,
         refresh(precision, sizes, data),
     )
 
@@ -181,19 +171,26 @@ def needed_flops(config: Config, matmuls: MatmulCounts, tokens: int, most: int) 
     """Flops of one task on one rank that keeps all activations: the least of all layouts. most: tokens of
     the longest row.
     """
-    many = passes(config)
+    return sum(
+        times * rows * length * matmuls.flops(length, backward, False)
+        for times, rows, length, backward in passes_by_set(config, passes(config), tokens, most)
+    )
+
+
+def passes_by_set(config: Config, many: Passes, tokens: int, most: int) -> list[tuple[int, int, int, bool]]:
+    """How often a set goes through the model in a task, its rows, their tokens, and whether backward too.
+
+    most: tokens of the longest row.
+    """
     support, query = rows_of(config)
     of_query = query_tokens(config, tokens, most)
-
-    def flops(rows: int, length: int, backward: bool) -> float:
-        return rows * length * matmuls.flops(length, backward, False)
-
-    return (
-        flops((many.support + 2 * many.second_order) * support, tokens, True)
-        + flops(many.query * query, of_query, True)
-        + flops(many.support_forwards * support, tokens, False)
-        + flops(many.query_forwards * query, of_query, False)
+    kinds = (
+        (many.support + 2 * many.second_order, support, tokens, True),
+        (many.query, query, of_query, True),
+        (many.support_forwards, support, tokens, False),
+        (many.query_forwards, query, of_query, False),
     )
+    return [one for one in kinds if one[0]]
 
 
 def one_pass(
@@ -252,52 +249,8 @@ def refresh(precision: DeepSpeedSettings, sizes: Sizes, data: int) -> Wire:
 # copy, restore, added to the sum. REDUCED, all gradients: flattened, divided, copied back.
 UPDATE, CAPTURED, REDUCED, WRITTEN = 24, 28, 24, 8
 PLACED = {0: 0, 1: 16, 2: 16, 3: 24}  # of the shard: into the partition, flattened, into the weights
-# OUTER: mean, norm in fp64, AdamW's dozen reads and writes, write, zeros; and the part that AdamW allocates
-OUTER, OUTER_ALLOCATED = 140, 8
-# How often the payload of a collective is allocated (counted as page faults, docs/scaling.md). A gather: by
-# gloo, and by ZeRO 3 as the parameters. A reduction: as the flattened copy, and from ZeRO 1 on as the bucket.
-GATHERED_COPIES = {0: 0, 1: 1, 2: 1, 3: 2}
-REDUCED_COPIES = {0: 1, 1: 2, 2: 2, 3: 2}
-
-
-@dataclass(frozen=True)
-class Profile:
-    """Rates of one rank while all ranks of its node work: flop/s, bytes/s, seconds.
-
-    matmul_bf16, matmul_fp32: through the layers of a model. memory: read and written by vector arithmetic on
-    the device; host_memory: the same by a rank's share of the host. group_link: to another rank of the node;
-    cross_link: to another node; host_link: between device and host. latency: of a collective; step_overhead:
-    of a pass with an update, beside its work. hidden: share of ZeRO 3's gathers that computing hides.
-    page_in: seconds per byte of newly allocated memory, besides writing to it: page faults of a CPU;
-    0 for an allocator that reuses freed memory, as on GPUs. device: cuda, or cpu, where untouched memory
-    costs nothing and gloo implements a reduce-scatter as an all-reduce.
-    """
-
-    name: str
-    device: str
-    matmul_bf16: float
-    matmul_fp32: float
-    memory: float
-    group_link: float
-    cross_link: float
-    host_link: float
-    host_memory: float = 20e9
-    latency: float = 30e-6
-    step_overhead: float = 5e-3
-    hidden: float = 0.5
-    page_in: float = 0.0
-    source: str = "from data sheets"
-    gpu_memory_gib: float = 0.0  # of a rank; 0: not known
-
-    def matmul(self, bf16: bool) -> float:
-        return self.matmul_bf16 if bf16 else self.matmul_fp32
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name}: {self.matmul_bf16 / 1e12:.3g} Tflop/s bf16, {self.matmul_fp32 / 1e12:.3g} fp32,"
-            f" memory {self.memory / 1e9:.3g} GB/s, links {self.group_link / 1e9:.3g} GB/s in a node,"
-            f" {self.cross_link / 1e9:.3g} between nodes, {self.latency * 1e6:.3g} us; {self.source}"
-        )
+# OUTER: mean, norm in fp64, AdamW's dozen reads and writes, write, zeros
+OUTER = 140
 
 
 @dataclass(frozen=True)
@@ -330,8 +283,8 @@ def task_seconds(
 ) -> Seconds:
     """Seconds of one task."""
     stage, on_host = precision.zero_stage, precision.offload and not sizes.lazy
-    compute = 0.0
-    group = task.writes * wire_seconds(task.refresh, stage, topology, profile)
+    compute, updates, writes = 0.0, task.many.training, task.many.writes
+    group = writes * wire_seconds(task.refresh, stage, topology, profile)
     for times, one in task.passes:
         took = one.flops / profile.matmul(precision.bf16)
         wire = wire_seconds(one.wire, stage, topology, profile)
@@ -342,18 +295,15 @@ def task_seconds(
         compute += times * (took + (profile.step_overhead if one.update else 0.0))
         group += times * wire
     shard = shard_of(sizes, precision, topology)
-    moved = (task.updates * UPDATE + CAPTURED + task.writes * WRITTEN) * shard
+    moved = (updates * UPDATE + CAPTURED + writes * WRITTEN) * shard
     if topology.size > 1 or precision.offload:
-        moved += task.updates * ((REDUCED * sizes.params if topology.data > 1 else 0) + PLACED[stage] * shard)
+        moved += updates * ((REDUCED * sizes.params if topology.data > 1 else 0) + PLACED[stage] * shard)
     offloaded = 0.0  # bytes between device and host
     if on_host:  # gradients and weights of each update
-        offloaded = task.updates * (4 + (2 if precision.bf16 else 4)) * shard
+        offloaded = updates * (4 + (2 if precision.bf16 else 4)) * shard
     elif sizes.offload_outer and not sizes.lazy:  # theta, to restore it, and the direction
         offloaded = 8.0 * shard
-    allocated = GATHERED_COPIES[stage] * task.wire.gather + REDUCED_COPIES[stage] * task.wire.reduce
-    shards = moved / (profile.host_memory if on_host else profile.memory) + (
-        offloaded / profile.host_link + allocated * profile.page_in
-    )
+    shards = moved / (profile.host_memory if on_host else profile.memory) + offloaded / profile.host_link
     return Seconds(compute, group, shards, 0.0)
 
 
@@ -376,7 +326,6 @@ def step_seconds(
         if on_host or outer_on_host:
             cross += 8 * shard / profile.host_link
     outer = OUTER * shard / (profile.host_memory if on_host else profile.memory)
-    outer += (OUTER_ALLOCATED * shard + GATHERED_COPIES[precision.zero_stage] * new.gather) * profile.page_in
     if sizes.offload_outer:
         outer += 2 * 4 * (2 + sizes.moments) * shard / profile.host_link
     return Seconds(

@@ -11,13 +11,13 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
-from fmmeta.meta.costs import second_order_by_autograd
 from fmmeta.models.learner import Learner
-from fmmeta.models.load import Description, describe, empty_learner, fitted
+from fmmeta.models.load import describe, empty_learner, fitted
 from fmmeta.parallel import deepspeed_config
+from fmmeta.parallel.costs import second_order_by_autograd
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import differentiates_twice, divisors
-from fmmeta.parallel.tensor_parallel import plan_of
+from fmmeta.parallel.memory import GIB, HEADROOM, Estimate, at_size, estimate, largest_part, rank_sizes
 from fmmeta.planning.compute import (
     MatmulCounts,
     Profile,
@@ -32,9 +32,7 @@ from fmmeta.planning.compute import (
     task_seconds,
     task_work,
 )
-from fmmeta.planning.memory import GIB, HEADROOM, Estimate, Sizes, at_size, estimate, largest_part, rank_sizes
 from fmmeta.planning.settings import LORA_R, ROWS, PlanConfig
-from fmmeta.planning.simulate import SimulatedCluster, simulate
 
 
 @dataclass(frozen=True)
@@ -65,13 +63,6 @@ class Strategy:
             "gradient_checkpointing": self.checkpointing,
             "micro_batch_size": self.micro_batch_size,
             "bf16": bf16,
-        }
-
-    def deepspeed(self) -> dict[str, Any]:
-        """The contents of `deepspeed_file`."""
-        moved = ("offload_optimizer", "offload_param") if self.offload else ()
-        return {
-            "zero_optimization": {"stage": self.zero_stage, **{part: {"device": "cpu"} for part in moved}}
         }
 
     @property
@@ -156,9 +147,6 @@ def zero_options(plan: PlanConfig, size: int, model_ranks: int) -> Iterator[tupl
             yield stage, True
 
 
-YEAR_S, INTERVAL_S = 365.25 * 86400, 1800  # a year; between checkpoints, where failures are simulated
-
-
 @dataclass(frozen=True)
 class PlannedLayout:
     """A strategy on the GPUs that are planned for, with its memory and time."""
@@ -172,25 +160,21 @@ class PlannedLayout:
     host_bytes: int  # of a node
     wire: Wire  # of a rank and outer step, inside the group
     cross_bytes: int  # the same across groups
-    step: Seconds  # of an outer step of equal tasks, without stragglers and failures
-    step_seconds: float  # with stragglers and failures
+    step: Seconds  # of an outer step of equal tasks
     efficiency: float  # seconds of the needed flops at the profile's rate / seconds of all GPUs
-    useful: dict[str, float]  # by task_schedule: share of the time between failures without waiting
-
-
-def base_of(plan: PlanConfig) -> tuple[Description, Config]:
-    """The model, and the settings that all strategies share. Raises `UsageError` if they do not fit it."""
-    given = Config(**plan.run_settings())
-    description = describe(given)
-    return description, fitted(given, description.hf_config)
 
 
 class Planner:
-    """Plans for one PlanConfig. Builds the model without storage, once with adapters and once without."""
+    """Plans for one PlanConfig. Builds the model without storage, once with adapters and once without.
+
+    base: the settings that all strategies share. Raises `UsageError` if they do not fit the model.
+    """
 
     def __init__(self, plan: PlanConfig, profile: Profile) -> None:
         self.plan, self.profile = plan, profile
-        self.description, self.base = base_of(plan)
+        given = Config(**plan.run_settings())
+        self.description = describe(given)
+        self.base = fitted(given, self.description.hf_config)
         self.given = {**plan.run_settings(), "max_length": self.base.max_length}
         self.learner = lru_cache(maxsize=4)(self._learner)
         self.counts = lru_cache(maxsize=256)(self._counts)
@@ -204,16 +188,18 @@ class Planner:
         """
         return sorted(
             filter(None, map(self.largest, strategies(self.plan))),
-            key=lambda one: (one.lacking, 0 if one.lacking else one.step_seconds, one.idle, one.memory.total),
+            key=lambda one: (one.lacking, 0 if one.lacking else one.step.total, one.idle, one.memory.total),
         )
 
     def largest(self, strategy: Strategy) -> PlannedLayout | None:
-        """The layout with the most rows of a micro-batch that fit; None if the settings are refused."""
-        plan, ranks = self.plan, min(self.plan.gpus, self.plan.gpus_per_node)
+        """The layout with the most rows of a micro-batch that fit, and its time; None if the settings are
+        refused.
+        """
+        plan, profile, ranks = self.plan, self.profile, min(self.plan.gpus, self.plan.gpus_per_node)
         try:
             config = self.config_of(**strategy.settings(plan.bf16_planned))
             precision = self.deepspeed_of(strategy)
-            counted, _ = self.counts(strategy.lora_r, strategy.stages, strategy.tensor)
+            counted, matmuls = self.counts(strategy.lora_r, strategy.stages, strategy.tensor)
             second_order_by_autograd(
                 config, differentiates_twice(precision.zero_stage, strategy.stages, strategy.tensor)
             )
@@ -223,54 +209,21 @@ class Planner:
         for rows in given_or_all(plan.micro_batch_size, ROWS):
             config.micro_batch_size = rows
             sizes = rank_sizes(
-                config, self.description.hf_config, counted, self.profile.device == "cpu", strategy.data
+                config, self.description.hf_config, counted, profile.device == "cpu", strategy.data
             )
             memory = estimate(sizes, precision, strategy.data)
             lacking = max(0.0, memory.total - self.gpu_bytes, memory.host * ranks - self.host_bytes)
             if not lacking:
                 break
-        return self.timed(replace(strategy, micro_batch_size=rows), config, precision, sizes, memory, lacking)
-
-    def timed(
-        self,
-        strategy: Strategy,
-        config: Config,
-        precision: DeepSpeedSettings,
-        sizes: Sizes,
-        memory: Estimate,
-        lacking: float,
-    ) -> PlannedLayout:
-        """The layout, with its time simulated. The simulation's unit of time is a mean task's."""
-        plan, profile, ranks = self.plan, self.profile, min(self.plan.gpus, self.plan.gpus_per_node)
         size, tokens = strategy.group_size, plan.row_tokens or self.base.max_length
         topology = Topology(strategy.data, size, plan.gpus // size, size <= ranks, plan.gpus <= ranks)
-        _, matmuls = self.counts(strategy.lora_r, strategy.stages, strategy.tensor)
         _, of_one_rank = self.counts(strategy.lora_r, 1, 1)
         work = task_work(config, precision, sizes, matmuls, strategy.data, tokens)
         task = task_seconds(work, sizes, precision, topology, profile)
         most = -(-plan.tasks // topology.groups)  # tasks of the fullest group
         step = step_seconds(task, most, sizes, precision, topology, profile)
-        cluster = SimulatedCluster(
-            topology.groups,
-            plan.tasks,
-            plan.task_spread,
-            plan.task_noise,
-            plan.slow_share,
-            plan.slow_by,
-            fixed=(step.total - most * task.total) / task.total,
-            failure_rate=plan.failures_per_gpu_year * size * task.total / YEAR_S,
-            elastic=plan.on_failure == "elastic",
-            away=60 * plan.restart_minutes / task.total,
-            interval=INTERVAL_S / task.total,
-        )
-        of_schedules = {
-            schedule: simulate(replace(cluster, claimed=claimed), plan.simulate_steps, plan.seed)
-            for schedule, claimed in (("static", False), ("dynamic", True))
-        }
-        simulated = of_schedules[plan.task_schedule]
-        seconds = simulated.step * task.total / (1 - simulated.failing)
         return PlannedLayout(
-            strategy,
+            replace(strategy, micro_batch_size=rows),
             topology.groups,
             max(0, topology.groups - plan.tasks),
             sizes.rows,
@@ -280,32 +233,23 @@ class Planner:
             wire=work.wire * most + refresh(precision, sizes, strategy.data),  # the last: of the outer step
             cross_bytes=sizes.crossing * shard_of(sizes, precision, topology) if topology.groups > 1 else 0,
             step=step,
-            step_seconds=seconds,
             efficiency=plan.tasks
             * needed_flops(config, of_one_rank, tokens, sizes.tokens)
             / profile.matmul(precision.bf16)
-            / (plan.gpus * seconds),
-            useful={name: 1 - one.waiting / (1 - one.failing) for name, one in of_schedules.items()},
+            / (plan.gpus * step.total),
         )
 
     def config_of(self, **changes: Any) -> Config:
         """The run's settings, with changes. Raises `UsageError` if they contradict each other."""
         given = {**self.given, **changes}
         if not given.get("lora_r"):  # settings of adapters are refused without them
-            of_adapters = ("lora_", "peft_")
-            given = {name: value for name, value in given.items() if not name.startswith(of_adapters)}
+            given = {name: value for name, value in given.items() if not name.startswith(("lora_", "peft_"))}
         return Config(**given)
 
     def deepspeed_of(self, strategy: Strategy) -> DeepSpeedSettings:
         """The DeepSpeed settings of the run. Raises `UsageError`."""
-        file, bf16 = self.plan.deepspeed, self.plan.bf16_planned
-        read = (
-            deepspeed_config.check(strategy.deepspeed(), "the plan's file", bf16)
-            if file is None
-            else deepspeed_config.read(file, bf16)
-        )
-        if strategy.tensor > 1:
-            plan_of(self.description.hf_config, strategy.tensor)
+        file = self.plan.deepspeed or strategy.deepspeed_file
+        read = deepspeed_config.read(file, self.plan.bf16_planned)
         return at_size(
             deepspeed_config.with_model_ranks(read, strategy.stages, strategy.tensor),
             strategy.group_size,

@@ -2,7 +2,7 @@
 planned with every value.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fmmeta.config.algorithms import find
@@ -53,42 +53,17 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
         None,
         "bf16 weights over fp32 shards (default: yes, except for algorithms with finite differences)",
     )
-    machine: str = setting(None, "Profile of the GPUs: a100, h100, h200 or FILE.json (default: h100)")
-    calibrate: bool = setting(
-        False, "Measure this machine instead, with one rank per GPU (two on a machine without GPUs)"
-    )
-    save_profile: str = setting(
-        None, "FILE.json for the profile that --calibrate measures", writes=(".json",)
+    machine: str = setting(
+        "h100",
+        "Profile of the GPUs: a100, h100, h200, or FILE.json with rates that differ from those of h100",
     )
     row_tokens: int = setting(
         None,
         "Tokens of a mean row, for the time (default: --max_length, which memory always counts with)",
         least=1,
     )
-    task_spread: float = setting(0.0, "Standard deviation of the logarithm of the tasks' sizes", least=0)
-    task_noise: float = setting(
-        0.0, "Standard deviation of the logarithm of a task's time / its expected time", least=0
-    )
-    slow_share: float = setting(0.0, "Share of outer steps in which a group is slow", least=0)
-    slow_by: float = setting(1.5, "Time of a slow group / its usual time", positive=True)
-    failures_per_gpu_year: float = setting(0.0, "Failures per GPU and year", least=0)
-    restart_minutes: float = setting(
-        10.0,
-        "Minutes from a failure to the next outer step; checkpoints are 30 minutes apart",
-        positive=True,
-    )
-    on_failure: str = setting(
-        "restart",
-        "restart: all groups restart from a checkpoint; elastic: the others continue (fmmeta elastic)",
-        ("restart", "elastic"),
-    )
-    simulate_steps: int = setting(50, "Outer steps to simulate for the efficiency", least=1)
     top: int = setting(10, "Layouts to show", least=1)
     json: bool = setting(False, "Print JSON: every layout, and the missing bytes of those that do not fit")
-    picture: str = setting(
-        None, "FILE.svg for a chart of the memory by kind of the layouts shown", writes=(".svg",)
-    )
-    seed: int = setting(42, "Seed of the simulation")
 
     def __post_init__(self) -> None:
         self.dataset = [self.dataset] if isinstance(self.dataset, str) else self.dataset
@@ -108,14 +83,6 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
                     " nodes",
                 ),
                 (
-                    self.calibrate and self.machine is not None,
-                    f"machine={self.machine} and calibrate=True both choose the profile; leave one out",
-                ),
-                (
-                    self.save_profile is not None and not self.calibrate,
-                    f"save_profile={self.save_profile} needs a measurement; add --calibrate, or leave it out",
-                ),
-                (
                     self.deepspeed is not None and (self.zero_stage or self.offload is not None),
                     f"deepspeed={self.deepspeed} sets the ZeRO stage and the offload; leave out zero_stage"
                     " and offload",
@@ -125,12 +92,7 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
                     f"row_tokens={self.row_tokens} is above max_length={self.max_length}; use"
                     f" {self.max_length} or less",
                 ),
-                (self.slow_share > 1, f"slow_share={self.slow_share} is above 1; use a share from 0 to 1"),
-                (
-                    self.elastic,
-                    "elastic=True is a setting of a launch; use --on_failure elastic to plan for groups that"
-                    " join and leave",
-                ),
+                (self.elastic, "elastic=True is a setting of a launch; leave it out"),
                 (
                     find(self.algorithm).trains_nothing,
                     f"algorithm={self.algorithm} trains nothing, so that there is no outer step to plan;"
@@ -157,5 +119,5 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
 
     def run_settings(self) -> dict[str, Any]:
         """Settings of the run that were given."""
-        names = {item.name for item in fields(Config)}
-        return {name: value for name, value in asdict(self).items() if name in names and value is not None}
+        run = Config.__dataclass_fields__
+        return {name: value for name, value in asdict(self).items() if name in run and value is not None}

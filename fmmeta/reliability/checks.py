@@ -1,6 +1,4 @@
-"""Checks of training: equal replicas, tasks beyond --max_task_loss or --max_task_norm, spikes of the loss,
-and inner loops that raise the loss.
-"""
+"""Checks of training: equal replicas, spikes of the loss, and inner loops that raise the loss."""
 
 import math
 from collections import Counter
@@ -13,10 +11,8 @@ from fmmeta.common.errors import MachineFault
 from fmmeta.common.text import counted
 from fmmeta.config.settings import Config
 from fmmeta.meta.inner_loop import InnerResult
-from fmmeta.meta.noise_scale import local_square
-from fmmeta.meta.rule import TaskResult
 from fmmeta.parallel.process_groups import ProcessGroups
-from fmmeta.parallel.workers.base import Worker, over_group
+from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import MicroBatch, batches_of_step
 
 
@@ -50,31 +46,6 @@ def check_replicas(ranks: ProcessGroups, theta: Tensor, when: str) -> None:
             f"theta is not the same in all groups {when} (ranks {', '.join(map(str, sorted(odd)))} differ);"
             " nothing of it is saved; check their machines, then run the same command again"
         )
-
-
-class OutlierBounds:
-    """The bounds --max_task_loss and --max_task_norm; without them every finite task gradient counts."""
-
-    def __init__(self, config: Config, worker: Worker) -> None:
-        self.max_loss, self.max_norm, self.worker = config.max_task_loss, config.max_task_norm, worker
-
-    def __bool__(self) -> bool:
-        """Whether there is a bound."""
-        return self.max_loss is not None or self.max_norm is not None
-
-    def exceeded_by(self, task: TaskResult, gradient: Tensor) -> bool:
-        """Whether a finite task's loss or the norm of its gradient [S] exceeds a bound.
-
-        A head that every task initialises has no part in the norm. Collective: group.
-        """
-        if not task.finite:
-            return False
-        most = math.inf if self.max_loss is None else self.max_loss
-        exceeded = task.support.loss > most or task.query.loss > most  # a rule may have no support loss
-        if self.max_norm is not None:  # every rank of the group takes part
-            square = torch.tensor(local_square(self.worker, gradient), dtype=torch.float64)
-            exceeded = exceeded or not math.sqrt(float(over_group(self.worker, square))) <= self.max_norm
-        return exceeded
 
 
 LEAST_RISE = 1e-3  # of a loss, that is warned of

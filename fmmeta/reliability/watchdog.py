@@ -8,28 +8,38 @@ with its bound. When the stage takes longer:
     -> frozen processes of the node are killed -> every rank exits with code 70
 
 The threads need no answer from the ranks they watch, and this module's thread none from the store.
+
+They also end the job when a process of this node has died, or a communicator has lost its connection to a
+rank: no collective can end then. A rank that fails by itself tells the others first, as of a stop signal.
 """
 
 import json
 import os
 import platform
+import re
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from fmmeta.common.errors import EXIT_FAULT
+from fmmeta.common.errors import EXIT_FAULT, MachineFault, PeerError, PeerLost, Stopped, UsageError
 from fmmeta.parallel.layout import link_of
 from fmmeta.parallel.process_groups import Communicator, ProcessGroups, SharedStore
 from fmmeta.reliability.signals import Launcher, Signals, process_stat
 
 FIRST_S, FLOOR_S, TIMES = 1800.0, 300.0, 10.0
 MARGIN_S = 60.0  # that communicators wait longer than the watchdog
+LOST_S = 10.0  # in which the main thread finds out by itself that a rank has died
+FAILURE = "the failure of rank "
+LOST = re.compile(
+    "onnection (was likely )?(closed|reset)|Broken pipe|remote process exited|failed to recv, got 0"
+)
+"""In errors of gloo, of torch's store and of NCCL, where another process has died."""
 
 
 class WatchdogStage:
@@ -39,10 +49,16 @@ class WatchdogStage:
     An outer step may take `step_timeout` seconds; without it TIMES the slowest so far, FLOOR_S at least, and
     FIRST_S before one was measured. Any other stage may take FIRST_S, TIMES the slowest step or step_timeout,
     whichever is longest. communicators: those that wait for other groups; they wait MARGIN_S longer.
+    checkpoints: lists those that are complete, the newest last.
     """
 
-    def __init__(self, step_timeout: float | None, communicators: Sequence[Communicator] = ()) -> None:
-        self.step_timeout, self.communicators = step_timeout, communicators
+    def __init__(
+        self,
+        step_timeout: float | None,
+        communicators: Sequence[Communicator] = (),
+        checkpoints: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        self.step_timeout, self.communicators, self.checkpoints = step_timeout, communicators, checkpoints
         self.slowest_step_s = 0.0
         self.began = time.monotonic()
         self.name, self.phase, self.passes, self.is_step = "starting", "", 0, False
@@ -107,7 +123,9 @@ class Heartbeats:
         size: int,
         signals: Signals,
         closed: threading.Event,
+        host_runs: Callable[[], bool] = lambda: True,
     ) -> None:
+        self.host_runs = host_runs
         self.stage, self.store, self.rank, self.size, self.signals = stage, store, rank, size, signals
         self.gathering, self.closed = threading.Event(), closed
         self.latest: list[dict[str, Any]] = []  # empty until the store has answered
@@ -140,7 +158,7 @@ class Heartbeats:
         passed_on = False
         # an error: the host of the store has exited; communicators raise in all ranks that wait for it
         with suppress(Exception):
-            while not self.closed.wait(TICK_S):
+            while not self.closed.wait(TICK_S) and self.host_runs():  # torch logs a stack if it does not
                 passed_on = passed_on or self._pass_on_stop_signal()
                 if self.gathering.is_set() or time.monotonic() - self.written_at >= self.every_s:
                     self._write()
@@ -192,16 +210,25 @@ def watching(
     ranks.world.barrier()
     try:
         yield
-    except Exception:
-        if watchdog.is_ending:  # other ranks have exited: this one exits with the same code
+    except Exception as error:
+        is_lost = isinstance(error, PeerLost) or LOST.search(str(error))
+        watchdog.is_cut_off = bool(store and is_lost)
+        if watchdog.is_ending or watchdog.is_cut_off:  # this rank exits with the same code as the others
             time.sleep(MARGIN_S)
+        of_all = isinstance(error, (UsageError, PeerError, MachineFault, Stopped))
+        if store and not of_all and signals.state == "running":
+            signals.adopt(f"{FAILURE}{watchdog.rank}")
+            time.sleep(4 * TICK_S)  # until the other ranks have read it
         raise
     finally:
         watchdog.closed.set()
 
 
 class Watchdog:
-    """Ends this process when its stage exceeds its bound. processes: `this_process()` of every rank."""
+    """Ends this process when its stage exceeds its bound, or when another rank has died.
+
+    processes: `this_process()` of every rank. is_cut_off: a communicator has lost its connection to a rank.
+    """
 
     def __init__(
         self,
@@ -213,8 +240,18 @@ class Watchdog:
     ) -> None:
         self.stage, self.processes, self.rank = stage, processes, rank
         self.signals, self.launcher = signals, Launcher(len(processes) > 1)
-        self.closed, self.is_ending = threading.Event(), False
-        self.heartbeats = store and Heartbeats(stage, store, rank, len(processes), signals, self.closed)
+        self.closed, self.is_ending, self.is_cut_off = threading.Event(), False, False
+        self.visible = [other for other in range(len(processes)) if other != rank and self._runs(other)]
+        self.lost, self.lost_at = list[int](), 0.0  # the first ranks that died, and when one was missed
+        self.heartbeats = store and Heartbeats(
+            stage,
+            store,
+            rank,
+            len(processes),
+            signals,
+            self.closed,
+            lambda: 0 not in self.visible or self._runs(0),
+        )
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def _watch(self) -> None:
@@ -222,6 +259,8 @@ class Watchdog:
             if self.launcher.has_exited:
                 self.launcher.watched = False
                 self.signals.receive("the end of the launcher", 128 + signal.SIGTERM)
+            if self._has_lost_a_rank():
+                self._end_without_it()
             if self.stage.is_overdue:
                 self.is_ending = True
                 if self.heartbeats:  # learn which ranks are silent; the stage may end meanwhile
@@ -246,6 +285,40 @@ class Watchdog:
         if now - before > SUSPENDED_S:
             self.stage.began = min(now, self.stage.began + now - before)
         return closed
+
+    def _runs(self, rank: int) -> bool:
+        """Whether the process of a rank can be seen running; False on other nodes, and without /proc."""
+        return identity_of(self.processes[rank]["pid"]) == (self.processes[rank]["identity"] or None)
+
+    def _has_lost_a_rank(self) -> bool:
+        """Whether the job cannot continue because a rank has died.
+
+        It waits for the main thread to notice, and after that for the process to end.
+        """
+        self.lost = self.lost or [rank for rank in self.visible if not self._runs(rank)]
+        if not self.lost and not self.is_cut_off:
+            return False
+        self.lost_at = self.lost_at or time.monotonic()
+        waited = time.monotonic() - self.lost_at
+        if self.is_cut_off:
+            return bool(self.lost) or waited > GRACE_S
+        return self.stage.is_step and waited > LOST_S  # elsewhere the ranks may end one by one
+
+    def _end_without_it(self) -> None:
+        """Log which rank has died, and exit once the other ranks of the node have seen the same."""
+        code, last = EXIT_FAULT, self.stage.checkpoints()
+        hidden = set(range(len(self.processes))) - {self.rank, *self.visible}
+        nodes = " or ".join(sorted({self.processes[rank]["node"] for rank in hidden}))
+        who = " and ".join(map(self._name, self.lost)) or f"a rank on {nodes or 'this node'}"
+        what = f"{who} {'have' if len(self.lost) > 1 else 'has'} died (killed, or out of memory)"
+        if not self.lost:
+            what += ", or its network is down"
+        if self.signals.asked.startswith(FAILURE):
+            code, what = PeerError.exit_code, f"{self.signals.asked} ends the job; its log has the traceback"
+        resumes = f"resumes from {last[-1]}" if last else "starts over, as there is no checkpoint"
+        print(f"fmmeta: error: {what}; the same command {resumes}", file=sys.stderr, flush=True)
+        time.sleep(GRACE_S)
+        os._exit(code)
 
     def _end(self) -> None:
         """Log what is known, kill frozen processes of this node, and exit."""
@@ -301,6 +374,8 @@ def this_process() -> dict[str, Any]:
 
 
 def identity_of(pid: int) -> list[str]:
-    """Start time of a process and the PID namespace in which it has this number; empty if there is none."""
-    start_time = process_stat(pid)[1][19:20]
-    return [*start_time, link_of("/proc/self/ns/pid")] if start_time else []
+    """Start time of a process and the PID namespace in which it has this number; empty if there is none, or
+    if it has exited and its parent has not asked for the exit code.
+    """
+    fields = process_stat(pid)[1]
+    return [fields[19], link_of("/proc/self/ns/pid")] if fields and fields[0] != "Z" else []

@@ -1,20 +1,37 @@
 """The report of a run: report.html, one file that loads nothing and runs no script."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.progress import Warn
-from fmmeta.common.security import one_line, publish_text, redact
-from fmmeta.common.text import counted, render, units_of
+from fmmeta.common.security import publish_text, redact
+from fmmeta.common.text import render, units_of
 from fmmeta.config.settings import setting
-from fmmeta.report import charts
-from fmmeta.report.data import AFTER, BEFORE, FROM_START, Facts, Line, number, read, tasks_per_step
+from fmmeta.report.data import AFTER, BEFORE, FROM_START, Facts, Line, number, points, read
 
 NAME = "report.html"
+MOST_ROWS = 200  # of the table of numbers, whose columns are these keys of metrics.jsonl
+COLUMNS = {
+    "support_loss": "support loss",
+    "query_loss": "query loss",
+    "accuracy": "accuracy %",
+    "valid_loss": "valid. loss",
+    "valid_accuracy": "valid. %",
+    "grad_norm": "norm",
+    "lr": "rate",
+    "noise_scale": "noise scale",
+    "skipped_tasks": "left out",
+}
+LEFT, RIGHT, TOP, BOTTOM = 42.0, 338.0, 8.0, 172.0  # edges of a plot, in a view box of 360 x 200
+MOST_POINTS = 60  # of a line; the points of a longer one are means over equally many steps
+
+Points = Sequence[tuple[float, float]]
 
 
 @dataclass
@@ -30,21 +47,11 @@ class ReportConfig:
 
 def run(config: ReportConfig) -> None:
     """`fmmeta report`: write the report of a run. Raises `UsageError`."""
-    folder = Path(config.output_dir)
-    try:
-        print(f"fmmeta: report {write(folder)}", flush=True)
-    except UsageError:
-        raise
-    except OSError as error:
-        raise UsageError(
-            f"output_dir={folder}: {NAME} cannot be written ({error.strerror}); copy the run to a folder that"
-            " you can write to"
-        ) from None
-    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
-        raise UsageError(
-            f"output_dir={folder}: run.json or metrics.jsonl is not of fmmeta train ({one_line(error)});"
-            " restore them"
-        ) from None
+    with usage_errors(
+        f"output_dir={config.output_dir}: {NAME} cannot be written from run.json and metrics.jsonl",
+        "restore them, or copy the run to a folder that you can write to",
+    ):
+        print(f"fmmeta: report {write(Path(config.output_dir))}", flush=True)
 
 
 def write(folder: Path) -> Path:
@@ -68,156 +75,137 @@ def write_or_log(folder: Path, notice: Callable[[str], None]) -> None:
 
 def page(facts: Facts, written: str) -> str:
     """The report as text. written: the time to show."""
+    steps, valid, last, settings = facts.steps, facts.valid, facts.outer_step, facts.settings
+    calm = [line for line in steps if "loss_spike" not in line]  # a spike would flatten the rest
+    warm = steps[1:] or steps  # the first step warms up
+    rows = {line["step"]: line for line in steps}
+    for line in valid:
+        rows[line["step"]] = {**rows.get(line["step"], {}), **line}
+    trained, started = (facts.held_out.get(key) or {} for key in ("per_stratum", "per_stratum_at_start"))
+    data = settings.get("dataset") or ["?"]
+    names = [Path(str(name)).name for name in (data if isinstance(data, list) else [data])]
     return render(
         Path(__file__).with_name("report.html.j2"),
         facts=facts,
-        title=title(facts),
-        state="Finished"
-        if facts.run.get("finished")
-        else f"Not finished: logged to outer step {facts.outer_step:,} of"
-        f" {facts.settings.get('outer_steps'):,}",
-        what=summary(facts),
-        shape=shape_of(facts.settings),
-        strata=strata(facts),
-        training=charts.training(facts),
-        time=timing(facts),
-        confusion=confusion(facts),
-        verdict=facts.held_out.get("verdict") or {},
-        over=units_of(facts.held_out.get("units", 0), facts.held_out.get("kind", "task")),
-        about=[
-            ("Settings", texts(facts.settings)),
-            (
-                "Versions",
-                texts(
-                    {
-                        **(facts.run.get("versions") or {}),
-                        "git commit": facts.run.get("git_commit"),
-                        "layout": facts.run.get("layout"),
-                    }
-                ),
+        title=f"{settings.get('algorithm')} on {redact(' + '.join(names))}",
+        model=Path(redact(str(settings.get("model_name_or_path")))).name,
+        tasks=settings.get("meta_batch_size", 1) * settings.get("meta_accumulation_steps", 1),
+        strata=sorted(trained, key=lambda name: started.get(name, 0.0) - trained[name]),
+        charts=[
+            chart(
+                "Loss",
+                [
+                    ("support", "b", points(calm, "support_loss")),
+                    ("query", "a", points(calm, "query_loss")),
+                    ("validation", "c", points(valid, "valid_loss")),
+                ],
+                last,
+            ),
+            chart(
+                "Accuracy %",
+                [
+                    ("query", "a", points(steps, "accuracy", 100)),
+                    ("validation", "c", points(valid, "valid_accuracy", 100)),
+                ],
+                last,
+            ),
+            chart(
+                "Seconds per outer step",
+                [
+                    ("whole", "a", points(warm, "seconds")),
+                    ("data wait", "b", points(warm, "data_seconds")),
+                    ("group wait", "d", points(warm, "wait_seconds")),
+                ],
+                last,
             ),
         ],
+        rows=[rows[step] for step in sorted(rows)[:: math.ceil(len(rows) / MOST_ROWS) or 1]],
+        total=len(rows),
+        columns={key: COLUMNS[key] for key in COLUMNS if any(key in line for line in rows.values())},
+        groups=seconds_by_group(steps),
+        over=units_of(facts.held_out.get("units", 0), facts.held_out.get("kind", "task")),
+        about={
+            "Settings": settings,
+            "Versions": {
+                **(facts.run.get("versions") or {}),
+                "git commit": facts.run.get("git_commit"),
+                "layout": facts.run.get("layout"),
+            },
+        },
         command=redact(f"fmmeta report --output_dir {facts.folder}"),
         written=written,
         number=number,
+        redact=redact,
         BEFORE=BEFORE,
         FROM_START=FROM_START,
         AFTER=AFTER,
     )
 
 
-def title(facts: Facts) -> str:
-    data = facts.settings.get("dataset") or ["?"]
-    names = " + ".join(Path(str(name)).name for name in (data if isinstance(data, list) else [data]))
-    return f"{facts.settings.get('algorithm')} on {redact(names)}"
+def seconds_by_group(steps: Sequence[Line]) -> list[tuple[float, float, float]]:
+    """Mean seconds of an outer step by group: computing, waiting for data, waiting for other groups.
 
-
-def summary(facts: Facts) -> str:
-    """Model, tasks, inner and outer loop, and layout in one line."""
-    settings = facts.settings
-    model = Path(redact(str(settings.get("model_name_or_path")))).name
-    tasks, steps = tasks_per_step(settings), settings.get("inner_steps")
-    inner = f"{counted(steps, 'inner step')} at {settings.get('inner_lr')}" if steps else "no inner steps"
-    return (
-        f"{model}, {shape_of(settings)} tasks, {inner}, {settings.get('outer_steps'):,} outer steps of"
-        f" {tasks} tasks; {facts.run.get('layout')}"
-    )
-
-
-def shape_of(settings: dict[str, Any]) -> str:
-    """5-way 1-shot; without ways for language models; ranges where the size of episodes varies."""
-
-    def ranged(name: str) -> str:
-        low, high = settings.get(name), settings.get(f"{name}_max")
-        return str(low) if high in (None, low) else f"{low} to {high}"
-
-    shots = f"{ranged('k_shot')}-shot"
-    return f"{ranged('n_way')}-way {shots}" if settings.get("task_type") == "classification" else shots
-
-
-def strata(facts: Facts) -> list[tuple[str, float | None, float]]:
-    """Accuracy after adaptation by stratum, from the start and meta-trained; the largest gain first."""
-    trained = facts.held_out.get("per_stratum") or {}
-    started = facts.held_out.get("per_stratum_at_start") or {}
-    return [
-        (name, started.get(name), trained[name])
-        for name in sorted(trained, key=lambda name: started.get(name, 0.0) - trained[name])
-    ]
-
-
-def confusion(facts: Facts) -> dict[str, Any] | None:
-    """Right classes against answers on the query set of one held-out episode: counts, and how they look."""
-    found = facts.held_out.get("confusion")
-    if not found or "counts" not in found:
-        return found and {"left_out": found.get("left_out")}
-    rows = []
-    for i, (name, counts) in enumerate(zip(found["classes"], found["counts"], strict=True)):
-        most = max(1, sum(counts))
-        looks = [f"m{round(5 * count / most)}{' right' if i == j else ''}" for j, count in enumerate(counts)]
-        rows.append((name, list(zip(counts, looks, strict=True))))
-    return {
-        "task": f"{found.get('task')}" + (f" ({found['stratum']})" if found.get("stratum") else ""),
-        "right": sum(counts[i] for i, counts in enumerate(found["counts"])),
-        "queries": sum(map(sum, found["counts"])),
-        "rows": rows,
-    }
-
-
-def texts(values: dict[str, Any]) -> dict[str, str]:
-    """Settings as text, secrets removed."""
-    shown = {key: " ".join(map(str, one)) if isinstance(one, list) else one for key, one in values.items()}
-    return {key: "\u2013" if one is None else redact(str(one)) for key, one in shown.items()}
-
-
-MOST_GROUPS = 24
-
-
-def times(steps: Sequence[Line]) -> dict[str, Any] | None:
-    """Mean seconds of the logged steps with as many groups as the last one.
-
-    steps: their number; whole: of the step; data: waiting for data; by group waiting for other groups, and
-    computing: the remaining seconds. Of more than three steps the first is left out, since it warms up.
+    Of the logged steps with as many groups as the last one, without the first, which warms up.
     """
     usable = [line for line in steps if number(line.get("seconds")) is not None]
-    if not usable:
-        return None
     usable = [line for line in usable if len(waits(line)) == len(waits(usable[-1]))]
-    kept = usable[1:] if len(usable) > 3 else usable
-    waiting = [sum(column) / len(kept) for column in zip(*map(waits, kept), strict=True)]
+    kept = usable[1:] or usable
     whole, data = (
-        sum(number(line.get(key)) or 0.0 for line in kept) / len(kept) for key in ("seconds", "data_seconds")
+        fmean(line.get(key) or 0.0 for line in kept or [{}]) for key in ("seconds", "data_seconds")
     )
-    return {
-        "steps": len(kept),
-        "first_left_out": len(kept) < len(usable),
-        "whole": whole,
-        "data": data,
-        "waiting": waiting,
-        "computing": [max(0.0, whole - data - seconds) for seconds in waiting],
-    }
+    waiting = [fmean(column) for column in zip(*map(waits, kept), strict=True)]
+    return [(max(0.0, whole - data - seconds), data, seconds) for seconds in waiting]
 
 
 def waits(line: Line) -> list[float]:
     """Seconds that each group has waited for others in a logged step."""
-    return [float(one) for one in line.get("wait_seconds_by_group") or [line.get("wait_seconds") or 0.0]]
+    return line.get("wait_seconds_by_group") or [line.get("wait_seconds") or 0.0]
 
 
-def timing(facts: Facts) -> dict[str, Any] | None:
-    """Mean times of an outer step, and the parts of it by group: of many groups the extreme ones."""
-    mean = times(facts.steps)
-    if mean is None or mean["whole"] <= 0:
-        return None
-    waiting, groups = mean["waiting"], []
-    shown = sorted(range(len(waiting)), key=waiting.__getitem__)
-    if len(shown) > MOST_GROUPS:
-        shown = shown[: MOST_GROUPS // 2] + shown[-MOST_GROUPS // 2 :]
-    for group in shown:
-        parts, begin, drawn = (mean["computing"][group], mean["data"], waiting[group]), 0.0, []
-        for seconds, look in zip(parts, "abd", strict=True):
-            share = 100 * seconds / (sum(parts) or 1.0)
-            drawn.append(
-                {"seconds": seconds, "look": look, "begin": f"{begin:.2f}%", "width": f"{share:.2f}%"}
-            )
-            begin += share
-        groups.append((group, drawn))
-    return {"mean": mean, "groups": groups}
+def chart(title: str, lines: Sequence[tuple[str, str, Points]], steps: int) -> dict[str, Any]:
+    """Coordinates and texts of a chart, for the inline SVG of report.html.j2.
+
+    lines: name, look (a class of the style sheet) and (step, value)s.
+    """
+    drawn = [(name, look, means(points)) for name, look, points in lines if points]
+    values = [value for *_, points in drawn for _, value in points] or [0.0, 1.0]
+    margin = 0.06 * (max(values) - min(values)) or 0.05 * abs(max(values)) or 1.0
+    low, high, steps = min(values) - margin, max(values) + margin, max(1, steps)
+
+    def x(step: float) -> float:
+        return round(LEFT + (RIGHT - LEFT) * step / steps, 1)
+
+    def y(value: float) -> float:
+        return round(BOTTOM - (BOTTOM - TOP) * (value - low) / (high - low), 1)
+
+    return {
+        "title": title,
+        # `h0` draws a dot if the line is a single point
+        "lines": [
+            (name, look, "M" + "L".join(f"{x(step)} {y(value)}" for step, value in points) + "h0")
+            for name, look, points in drawn
+        ],
+        "rows": [(y(mark), f"{mark:,.4g}") for mark in marks(low, high)],
+        "columns": [(x(mark), f"{mark:,.0f}") for mark in marks(0, steps, whole=True)],
+        "words": "; ".join(  # for readers who cannot see the lines
+            f"{name} from {points[0][1]:.4g} at step {points[0][0]:g} to {points[-1][1]:.4g} at step"
+            f" {points[-1][0]:g}"
+            for name, _, points in drawn
+        ),
+    }
+
+
+def means(points: Points) -> Points:
+    """At most MOST_POINTS points: means of steps and of values over equally long parts of the line."""
+    size = math.ceil(len(points) / MOST_POINTS)
+    parts = [points[begin : begin + size] for begin in range(0, len(points), size or 1)]
+    return [(fmean(step for step, _ in part), fmean(value for _, value in part)) for part in parts]
+
+
+def marks(low: float, high: float, whole: bool = False) -> list[float]:
+    """About five round numbers from low to high; whole: no fractions."""
+    rough = max((high - low) / 5, float(whole))
+    power = 10.0 ** math.floor(math.log10(rough))
+    sizes = [power * factor for factor in (1, 2, 2.5, 5, 10)]
+    size = next(size for size in sizes if size >= rough * 0.999 and not (whole and size % 1))
+    return [count * size for count in range(math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9) + 1)]

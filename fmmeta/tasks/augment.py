@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.security import import_function, source_of
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.encode import encode
 from fmmeta.tasks.data.images import ImageReader, check_array, decode
 from fmmeta.tasks.data.token_store import TokenStore, digest
-from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.base import Draw, EpisodeRows
 
 STREAM = 1 << 20  # part of the seeds of transforms, which differ from the seeds that draw rows
@@ -49,14 +48,8 @@ class ImageExample:
     label: int
 
 
-@dataclass(frozen=True)
-class TextEpisode:
-    """An episode as text or images. classes: name of each label, empty for causal_lm."""
-
-    task: Task
-    support: list[Any]
-    query: list[Any]
-    classes: tuple[str, ...]
+class TextEpisode(EpisodeRows):
+    """An episode as text or images: its rows are `TextExample` or `ImageExample`."""
 
 
 def drop_words(example: TextExample, rng: np.random.Generator) -> TextExample:
@@ -156,12 +149,8 @@ def as_example(store: TokenStore, row: int, label: int) -> TextExample | ImageEx
 
 def transformed(name: str, transform: Callable[..., Any], value: Any, rng: np.random.Generator) -> Any:
     """`transform(value, rng)`. Raises `UsageError` if it fails or returns another type or an empty text."""
-    try:
+    with usage_errors(f"transform {name} failed", "fix it or leave it out"):
         made = transform(value, rng)
-    except Exception as error:
-        raise UsageError(
-            f"transform {name} failed with {type(error).__name__}: {error}; fix it or leave it out"
-        ) from error
     if type(made) is not type(value):
         raise UsageError(
             f"transform {name} returned {type(made).__name__} for a {type(value).__name__}; return one"

@@ -20,8 +20,8 @@ from fmmeta.common.errors import UsageError
 
 T = TypeVar("T")
 IGNORE = -100  # no loss is taken at this label
-PADDING = {"input_ids": 0, "attention_mask": 0, "position_ids": 1}
-"""Values of padding tokens in the inputs that have a token dimension; position 0 would begin a row."""
+PADDING = {"input_ids": 0, "attention_mask": 0, "position_ids": 1, "labels": IGNORE}
+"""Values of padding tokens in inputs and targets with a token dimension; position 0 would begin a row."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,17 @@ class MicroBatch:
     attention_mask [B, T] (0 on padding) or, where rows share a sequence, position_ids [B, T], which are 0 at
     the first token of each row and nowhere else; of images pixel_values [B, 3, H, W]; with --collate_fn what
     it returns, possibly nested in dictionaries, lists and tuples.
-    labels: class per row [B], or token per position [B, T] with IGNORE where no loss is taken.
+    targets: what the learner's losses read, the first dimension of each is B. `labels`: class per row [B], or
+    token per position [B, T] with IGNORE where no loss is taken; `classes` [B]: how many of the head's
+    classes the row's episode has.
     weights [B]: 1 / (rows or label tokens of the whole set), or of a class over the sum of those of all rows;
     0 for a row that only fills the batch.
-    classes: of this episode, where it has fewer than the head; 0: all of them.
     tokens: of the rows with a weight, without padding.
     """
 
     inputs: dict[str, Any]
-    labels: Tensor
+    targets: dict[str, Tensor]
     weights: Tensor
-    classes: int = 0
     tokens: int = 0
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -88,7 +88,7 @@ class MicroBatch:
         return replace(
             self,
             inputs=map_tensors(self.inputs, change),
-            labels=change(self.labels),
+            targets=map_tensors(self.targets, change),
             weights=change(self.weights),
         )
 
@@ -228,7 +228,7 @@ class Batcher:
             rows, weight = part or ordered[-1:], 1 / total if part else 0.0
             batch = collate(rows, weight, self.pad_token_id, classes, self.collate_fn)
             if class_weights:
-                batch.weights *= torch.tensor(class_weights)[batch.labels]
+                batch.weights *= torch.tensor(class_weights)[batch.targets["labels"]]
             batches.append(batch)
         return batches
 
@@ -278,11 +278,14 @@ def collate(
     else:
         inputs["attention_mask"] = pad_right([[1] * len(row.input_ids) for row in rows], 0)
     labels: list[Any] = [row.labels for row in rows]
+    is_class = isinstance(labels[0], int)
+    targets = {"labels": torch.tensor(labels) if is_class else pad_right(labels, PADDING["labels"])}
+    if classes:
+        targets["classes"] = torch.full((len(rows),), classes)
     return MicroBatch(
         inputs,
-        torch.tensor(labels) if isinstance(labels[0], int) else pad_right(labels, IGNORE),
+        targets,
         torch.full((len(rows),), weight),
-        classes,
         sum(len(row.input_ids) for row in rows) if weight else 0,
     )
 
@@ -313,14 +316,18 @@ def merge_task_batches(sets: Sets) -> list[MicroBatch]:
     """Concatenate the m-th micro-batches of all tasks for every m, after `pad_to_same_shape`."""
     return [
         MicroBatch(
-            {name: torch.cat([batch.inputs[name] for batch in batches]) for name in batches[0].inputs},
-            torch.cat([batch.labels for batch in batches]),
+            concatenated([batch.inputs for batch in batches]),
+            concatenated([batch.targets for batch in batches]),
             torch.cat([batch.weights for batch in batches]),
-            batches[0].classes,
             sum(batch.tokens for batch in batches),
         )
         for batches in zip(*pad_to_same_shape(sets), strict=True)
     ]
+
+
+def concatenated(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The rows of tensors by name, all with the same names."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def pad_to_same_shape(sets: Sets) -> list[list[MicroBatch]]:
@@ -347,15 +354,18 @@ def widen(batch: MicroBatch, rows: int, tokens: int) -> MicroBatch:
     """Add masked tokens, and copies of the last row with weight 0."""
     more = rows - len(batch.weights)
 
-    def wider(tensor: Tensor, value: int | None) -> Tensor:
-        if value is not None:
-            tensor = F.pad(tensor, (0, tokens - tensor.shape[1]), value=value)
-        return torch.cat([tensor, tensor[-1:].expand(more, *tensor.shape[1:])])
+    def wider(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = dict[str, Tensor]()
+        for name, tensor in tensors.items():
+            if name in PADDING and tensor.ndim > 1:
+                tensor = F.pad(tensor, (0, tokens - tensor.shape[1]), value=PADDING[name])
+            found[name] = torch.cat([tensor, tensor[-1:].expand(more, *tensor.shape[1:])])
+        return found
 
     return replace(
         batch,
-        inputs={name: wider(tensor, PADDING.get(name)) for name, tensor in batch.inputs.items()},
-        labels=wider(batch.labels, IGNORE if batch.labels.ndim == 2 else None),
+        inputs=wider(batch.inputs),
+        targets=wider(batch.targets),
         weights=F.pad(batch.weights, (0, more)),
     )
 

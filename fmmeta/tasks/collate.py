@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fmmeta.common.errors import UsageError
-from fmmeta.common.security import import_function, one_line, source_of
+from fmmeta.common.errors import UsageError, usage_errors
+from fmmeta.common.security import import_function, source_of
 from fmmeta.common.text import shortened
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import Example
@@ -46,13 +46,8 @@ class Collate:
 
     def __call__(self, rows: Sequence[Example]) -> dict[str, Any]:
         """The inputs of rows. Raises `UsageError` if the function fails or returns another structure."""
-        try:
+        with usage_errors(f"collate_fn={self.name} failed", "fix the function"):
             inputs = self.function([dict(row.values) for row in rows])
-        except Exception as error:  # code of the user
-            raise UsageError(
-                f"collate_fn={self.name} failed with {type(error).__name__}: {one_line(error)}; fix the"
-                " function"
-            ) from error
         if not isinstance(inputs, dict) or not all(isinstance(name, str) for name in inputs):
             raise UsageError(
                 f"collate_fn={self.name} returned {shortened(inputs)}; return a dictionary of the model's"

@@ -45,10 +45,10 @@ from typing import Any
 
 import torch.utils.data
 from torch.utils.data import Sampler
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import UsageError, one_line
 from fmmeta.common.processes import MAIN, TimedOut, hidden_main_module, keep_output, time_limit
-from fmmeta.common.security import one_line
 from fmmeta.tasks.batching import Batcher, Episode, Example
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task, claim_order
 from fmmeta.tasks.sources.base import Draw, EpisodeRows, TaskSource
@@ -95,10 +95,10 @@ class EpisodeFolder:
                     return
                 os.close(self.lock)
 
-    def prepared_by(self, pids: Iterable[int]) -> list[Seed]:
-        """The tasks that dead loader processes were preparing, each at most one."""
+    def preparing(self) -> list[tuple[int, Seed]]:
+        """The loader processes that prepare a task, or ended meanwhile, each with its task."""
         names = (file.name.split("_") for file in self.path.glob("*_*"))
-        return [tuple(map(int, seed.split("."))) for pid, seed in names if int(pid) in set(pids)]
+        return [(int(pid), tuple(map(int, seed.split(".")))) for pid, seed in names]
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -191,7 +191,6 @@ class LoadEpisode:
     source: TaskSource
     batcher: Batcher
     transform: Callable[[Draw], EpisodeRows] | None = None
-    most_classes: int = 0
     prompt: Prompted | None = None
     prompt_episode: PromptedEpisode | None = None
     sleep: Callable[[float], None] = time.sleep
@@ -231,7 +230,7 @@ class LoadEpisode:
         support, query = episode.support, episode.query
         if self.prompt_episode is not None:
             support, query = self.prompt_episode(support, query)
-        classes = len(episode.classes) if len(episode.classes) < self.most_classes else 0
+        classes = len(episode.classes)
         weights = [self.class_weights.get(name, 1.0) for name in episode.classes if self.class_weights]
         return Episode(
             self.batcher.split_support(support, task.seed, classes, weights),
@@ -265,6 +264,16 @@ class Tasks(torch.utils.data.Dataset[EpisodeFile]):
             return EpisodeFile("", error.errno or 0)
 
 
+class LoaderIterator(_MultiProcessingDataLoaderIter):
+    """An iterator of DataLoader. One that could not be made, such as where /dev/shm is full, lacks attributes
+    that its end looks for; Python would print a traceback for each.
+    """
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):
+            super().__del__()
+
+
 class EpisodeLoader:
     """Returns the episodes of this rank in the order of `task_stream`: from a task to it and all later ones.
 
@@ -294,7 +303,7 @@ class EpisodeLoader:
         self.warnings: list[str] = []  # about loader processes, since they were last asked for
         self.full = False  # whether `warnings` has told that episodes cannot be written
         self.deaths: Counter[Seed] = Counter()  # of loader processes, by the task that they were preparing
-        self.preparing: dict[str, float] = {}  # <pid>_<seed> of episodes in preparation, and since when
+        self.preparing: dict[tuple[int, Seed], float] = {}  # process and task of each, and since when
         self.late: set[Seed] = set()  # tasks whose loader process was killed because they took too long
         self.failures, self.cause = 0, ""  # of loader processes in a row that no task caused; the last of any
         self.wait_s = self.load_s = 0.0
@@ -402,7 +411,7 @@ class EpisodeLoader:
         if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
             raise error
         ended = exit_codes(self.stream)
-        blamed = self.folder.prepared_by(ended) if self.folder else []
+        blamed = [seed for pid, seed in self.folder.preparing() if pid in ended] if self.folder else []
         self.deaths.update(blamed)
         self.failures += not blamed
         ends = [
@@ -429,16 +438,14 @@ class EpisodeLoader:
         tasks are given up.
         """
         now = time.monotonic()
-        names = [file.name for file in self.folder.path.glob("*_*")] if self.folder else []
-        self.preparing = {name: self.preparing.get(name, now) for name in names}
-        late = [name for name, began in self.preparing.items() if now - began > limit_s]
-        for name in late:
-            pid, seed = name.split("_")
+        found = self.folder.preparing() if self.folder else []
+        self.preparing = {pair: self.preparing.get(pair, now) for pair in found}
+        late = [pair for pair, began in self.preparing.items() if now - began > limit_s]
+        for pid, seed in late:
             with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-            task = tuple(map(int, seed.split(".")))
-            self.late.add(task)
-            self.deaths[task] = DEATHS
+                os.kill(pid, signal.SIGKILL)
+            self.late.add(seed)
+            self.deaths[seed] = DEATHS
         if late:
             self.warnings.append("a loader process did not react to load_timeout; it was killed and replaced")
             self.close()
@@ -471,8 +478,6 @@ class EpisodeLoader:
             forkserver.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, signals)
-        # where /dev/shm is full it raises `OSError`; DataLoader's own locks would leave a broken iterator too
-        context.Lock()
         loader = torch.utils.data.DataLoader(
             Tasks(self.load, self.folder),
             batch_size=None,
@@ -487,7 +492,7 @@ class EpisodeLoader:
             generator=torch.Generator(),  # DataLoader draws a seed; not from the trainer's generator
         )
         with hidden_main_module():
-            return iter(loader)
+            return LoaderIterator(loader)
 
 
 ADDRESS = re.compile(r" at 0x\w+")  # in the text of an object

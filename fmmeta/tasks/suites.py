@@ -15,19 +15,6 @@ held-out tasks combine other kinds.
     majority   about half of the letters are of one of six kinds
     count      0 to 5 letters are of two kinds
 
-`marks`: support sets are informative only through their marks; queries have no marks.
-
-Letters belong to the hidden kinds of `letters`. A task has three classes, each with a kind. A query text
-consists of letters of its class's kind. A support text consists of letters of some class's kind and a mark
-that encodes the distance between that class and the label:
-
-    !  the kind is that of the class    ?  of the next class    ~  of the one after
-
-Each class has equally many texts of each mark, so every kind is equally frequent under every label: without
-the marks the support set holds no information, whatever the features. No query holds a mark, so the effect of
-a mark on a text is learned only through the gradient of the support set: the first-order gradient of MAML is
-zero for the marks (docs/algorithms.md).
-
 `digits`: scikit-learn's 1,797 images of handwritten digits, 8 x 8 pixels, as arrays (no file, no network, no
 Pillow). Classes 0 to 3 are for training, 4 to 6 for validation, 7 to 9 for the test.
 """
@@ -39,17 +26,11 @@ from typing import Any
 
 import numpy as np
 
-from fmmeta.config.fields import refuse_first
-from fmmeta.config.settings import Config
-from fmmeta.tasks.data.rows import Row
+from fmmeta.tasks.data.columns import Row
 
 CLASSES, ROWS = 6, 20  # of a task of letters; rows of each class
 KINDS, OF_A_KIND = 12, 5
 TASKS = {"train": 20, "valid": 4, "test": 6}  # of letters, per family
-MARKS = "!?~"
-SUPPORT, QUERY = 12, 20  # texts per class: with each mark, without a mark
-LETTERS = 3  # of a text; a support text has as many marks
-MARKS_TASKS = {"train": 80, "valid": 12, "test": 24}
 
 Kind = list[str]
 Family = Callable[[random.Random, list[Kind], list[Kind], int, int], list[str]]
@@ -123,7 +104,7 @@ def hidden_kinds() -> list[Kind]:
 
 def letters() -> tuple[list[Row], dict[str, list[str]]]:
     """Return the rows (task, stratum, text, label) and the tasks of each split."""
-    rows, kinds = [], hidden_kinds()
+    rows, kinds = list[Row](), hidden_kinds()
     splits: dict[str, list[str]] = {split: [] for split in TASKS}
     for family, (make, owned) in FAMILIES.items():
         rng, seen = random.Random(f"letters/{family}"), set[tuple[int, ...]]()
@@ -133,19 +114,19 @@ def letters() -> tuple[list[Row], dict[str, list[str]]]:
                 other = [kind for kind in kinds if kind not in own]
                 task = f"{family}-{split}-{number}"
                 splits[split].append(task)
-                for c in range(CLASSES):
-                    for _ in range(ROWS):
-                        rows.append(
-                            Row(
-                                {
-                                    "task": task,
-                                    "stratum": family,
-                                    "text": "".join(make(rng, own, other, c, rng.randint(8, 12))),
-                                    "label": f"{family} {c}",
-                                },
-                                f"letters/{task}",
-                            )
-                        )
+                rows += [
+                    Row(
+                        {
+                            "task": task,
+                            "stratum": family,
+                            "text": "".join(make(rng, own, other, c, rng.randint(8, 12))),
+                            "label": f"{family} {c}",
+                        },
+                        f"letters/{task}",
+                    )
+                    for c in range(CLASSES)
+                    for _ in range(ROWS)
+                ]
     return rows, splits
 
 
@@ -156,63 +137,6 @@ def unused_kinds(rng: random.Random, count: int, seen: set[tuple[int, ...]]) -> 
         if tuple(sorted(own)) not in seen:
             seen.add(tuple(sorted(own)))
             return own
-
-
-def part_of(text: str) -> int:
-    """0 for a query, 1, 2 or 3 for a support text with the first, second or third mark."""
-    return next((MARKS.index(sign) + 1 for sign in text if sign in MARKS), 0)
-
-
-def check_episodes(name: str, config: Config) -> None:
-    """Raise `UsageError` for episodes that a suite does not have."""
-    most, above = len(MARKS) * SUPPORT, "texts of a class of dataset=marks; lower it"
-    causal = config.task_type == "causal_lm"
-    refuse_first(
-        [
-            (
-                causal and name == "digits",
-                "dataset=digits has classes of images and no answers, and task_type=causal_lm; use"
-                " classification, or dataset=words",
-            ),
-            (
-                causal and name == "marks",
-                "dataset=marks has classes and no answers, and task_type=causal_lm; use classification, or"
-                " dataset=words",
-            ),
-            (
-                not causal and name == "words",
-                "dataset=words has answers and no classes, and task_type=classification; use"
-                " --task_type causal_lm, or dataset=letters",
-            ),
-            (
-                name == "marks" and config.most_shots > most,
-                f"k_shot={config.most_shots} is above the {most} {above}",
-            ),
-            (
-                name == "marks" and config.num_query > QUERY,
-                f"num_query={config.num_query} is above the {QUERY} {above}",
-            ),
-        ]
-    )
-
-
-def marks() -> tuple[list[Row], dict[str, list[str]]]:
-    """Return the rows (task, stratum, text, label) and the tasks of each split, all of different kinds."""
-    rng, kinds, rows, seen = random.Random("marks"), hidden_kinds(), list[Row](), set[tuple[int, ...]]()
-    splits = {split: [f"{split}-{number}" for number in range(tasks)] for split, tasks in MARKS_TASKS.items()}
-    for task in [*splits["train"], *splits["valid"], *splits["test"]]:
-        own = unused_kinds(rng, len(MARKS), seen)
-        for c in range(len(MARKS)):
-            for part, mark in enumerate(["", *MARKS]):
-                kind = kinds[own[(c + max(0, part - 1)) % len(MARKS)]]
-                for text in texts(rng, kind, mark, SUPPORT if mark else QUERY):
-                    rows.append(
-                        Row(
-                            {"task": task, "stratum": "marks", "text": text, "label": f"class {c}"},
-                            f"marks/{task}",
-                        )
-                    )
-    return rows, splits
 
 
 def digits() -> tuple[list[Row], dict[str, list[str]]]:
@@ -227,12 +151,3 @@ def digits() -> tuple[list[Row], dict[str, list[str]]]:
     ]
     begins = {"train": range(4), "valid": range(4, 7), "test": range(7, 10)}
     return rows, {split: list(map(str, classes)) for split, classes in begins.items()}
-
-
-def texts(rng: random.Random, kind: list[str], mark: str, count: int) -> list[str]:
-    """Different texts of letters of one kind and copies of a mark, in any order."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        signs = [rng.choice(kind) for _ in range(LETTERS)] + [mark] * LETTERS
-        found["".join(shuffled(rng, signs))] = None
-    return list(found)

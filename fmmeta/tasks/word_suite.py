@@ -12,8 +12,10 @@ Held-out tasks are other functions; in `pick` they are other combinations of a w
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
-from fmmeta.tasks.data.rows import Row
+from fmmeta.tasks.data.columns import Row
 from fmmeta.tasks.suites import shuffled
 
 CATEGORIES = {
@@ -37,6 +39,8 @@ SEPARATORS = (", ", " ", "; ", " / ")
 
 MakePair = Callable[[random.Random, str, int], tuple[str, str]]
 """(rng, the task's separator, words in a list) -> an input and its answer."""
+DrawWords = Callable[[random.Random, int], tuple[list[str], Any]]
+"""(rng, words in a list) -> words of an input, and what the answer is of: a word, a number, all of them."""
 
 
 PICKS: dict[str, Callable[[list[str]], str]] = {  # a word of a list without ties
@@ -98,73 +102,67 @@ def words_without_ties(rng: random.Random, size: int) -> list[str]:
             return found
 
 
-def list_function(answer: Callable[[list[str]], str], lengths: Sequence[int] = ()) -> MakePair:
-    """A function of a list of words, of the task's length or of any of `lengths`."""
+def function(draw: DrawWords, answer: Callable[[Any], Any]) -> MakePair:
+    """The function `answer` of what `draw` gives."""
 
     def pair(rng: random.Random, separator: str, size: int) -> tuple[str, str]:
-        found = words_without_ties(rng, rng.choice(lengths) if lengths else size)
-        return separator.join(found), answer(found)
+        shown, asked = draw(rng, size)
+        return separator.join(shown), str(answer(asked))
 
     return pair
 
 
-def word_function(answer: Callable[[str], str]) -> MakePair:
-    def pair(rng: random.Random, separator: str, size: int) -> tuple[str, str]:
-        word = rng.choice(WORDS)
-        return word, answer(word)
-
-    return pair
+def some_list(rng: random.Random, size: int, lengths: Sequence[int] = ()) -> tuple[list[str], list[str]]:
+    """A list of words, of the task's length or of any of `lengths`."""
+    found = words_without_ties(rng, rng.choice(lengths) if lengths else size)
+    return found, found
 
 
-def number_function(answer: Callable[[int], int]) -> MakePair:
-    def pair(rng: random.Random, separator: str, size: int) -> tuple[str, str]:
-        number = 2 * rng.randint(1, 99)
-        return str(number), str(answer(number))
-
-    return pair
+def one_word(rng: random.Random, size: int) -> tuple[list[str], str]:
+    word = rng.choice(WORDS)
+    return [word], word
 
 
-def category_function(category: str, answer: Callable[[str], str]) -> MakePair:
+def one_number(rng: random.Random, size: int) -> tuple[list[str], int]:
+    number = 2 * rng.randint(1, 99)
+    return [str(number)], number
+
+
+def one_of_category(rng: random.Random, size: int, category: str) -> tuple[list[str], str]:
     """The one word of a category among words of others."""
-
-    def pair(rng: random.Random, separator: str, size: int) -> tuple[str, str]:
-        others = [word for word in WORDS if word not in BY_CATEGORY[category]]
-        right = rng.choice(BY_CATEGORY[category])
-        found = shuffled(rng, [right, *rng.sample(others, size - 1)])
-        return separator.join(found), answer(right)
-
-    return pair
+    others = [word for word in WORDS if word not in BY_CATEGORY[category]]
+    right = rng.choice(BY_CATEGORY[category])
+    return shuffled(rng, [right, *rng.sample(others, size - 1)]), right
 
 
-def odd_one_out_function(answer: Callable[[str], str]) -> MakePair:
+def odd_one_out(rng: random.Random, size: int) -> tuple[list[str], str]:
     """The one word of another category."""
-
-    def pair(rng: random.Random, separator: str, size: int) -> tuple[str, str]:
-        common, other = rng.sample(list(BY_CATEGORY), 2)
-        right = rng.choice(BY_CATEGORY[other])
-        found = shuffled(rng, [right, *rng.sample(BY_CATEGORY[common], size - 1)])
-        return separator.join(found), answer(right)
-
-    return pair
+    common, other = rng.sample(list(BY_CATEGORY), 2)
+    right = rng.choice(BY_CATEGORY[other])
+    return shuffled(rng, [right, *rng.sample(BY_CATEGORY[common], size - 1)]), right
 
 
 def all_functions() -> dict[str, dict[str, MakePair]]:
     """The functions of each stratum, by name."""
     picks = {
-        f"{pick} {name}": list_function(lambda words, take=take, form=form: form(take(words)))
+        f"{pick} {name}": function(some_list, lambda words, take=take, form=form: form(take(words)))
         for pick, take in PICKS.items()
         for name, form in FORMS.items()
     }
     for name, form in FORMS.items():
-        picks |= {f"{category} {name}": category_function(category, form) for category in BY_CATEGORY}
-        picks[f"odd one out {name}"] = odd_one_out_function(form)
-    forms = {f"word {name}": word_function(form) for name, form in FORMS.items() if name != "as it is"}
-    category = word_function(lambda word: next(name for name, kind in BY_CATEGORY.items() if word in kind))
+        for category in BY_CATEGORY:
+            picks[f"{category} {name}"] = function(partial(one_of_category, category=category), form)
+        picks[f"odd one out {name}"] = function(odd_one_out, form)
+    forms = {f"word {name}": function(one_word, form) for name, form in FORMS.items() if name != "as it is"}
+    category_of = function(
+        one_word, lambda word: next(name for name, kind in BY_CATEGORY.items() if word in kind)
+    )
+    lists = partial(some_list, lengths=LENGTHS)
     return {
         "pick": picks,
-        "list": {f"list {name}": list_function(answer, LENGTHS) for name, answer in LISTS.items()},
-        "word": {**forms, "word category": category},
-        "number": {f"number {name}": number_function(answer) for name, answer in NUMBERS.items()},
+        "list": {f"list {name}": function(lists, answer) for name, answer in LISTS.items()},
+        "word": {**forms, "word category": category_of},
+        "number": {f"number {name}": function(one_number, answer) for name, answer in NUMBERS.items()},
     }
 
 

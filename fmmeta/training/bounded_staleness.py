@@ -28,14 +28,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
-from fmmeta.meta.rule import TaskResult
+from fmmeta.meta.task import TaskResult, TaskRun
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.tasks.batching import Episode
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.training.callbacks import Outcome
+from fmmeta.training.claims import first_decides
 from fmmeta.training.run_log import StepMetrics
 
 if TYPE_CHECKING:
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 POLL_S = 0.01  # between two looks of a group that waits
 KEY = "ledger"
 NOT_YET = -2  # the code of None in a broadcast
+CLOSED, STOPPED = 1, 2  # codes of an outer step
 
 
 @dataclass
@@ -61,8 +61,7 @@ class Ledger:
 
     def to_json(self, writer: str) -> str:
         """writer: makes equal changes of two groups different values."""
-        running = {str(version): count for version, count in sorted(self.running.items()) if count}
-        return json.dumps([self.claimed, self.counted, running, self.stopped, writer])
+        return json.dumps([self.claimed, self.counted, self.running, self.stopped, writer])
 
     @classmethod
     def from_json(cls, text: str) -> "Ledger":
@@ -136,18 +135,19 @@ class SharedLedger:
 
         Collective: group.
         """
-        found = torch.tensor([NOT_YET], dtype=torch.int64)
-        if self.group.rank == 0:
-            before = self.store.get(KEY).decode()
-            while (result := change(ledger := Ledger.from_json(before))) is not None:
-                self.changes += 1
-                wanted = ledger.to_json(f"{self.writer}/{self.changes}")
-                before = self.store.compare_set(KEY, before, wanted).decode()
-                if before == wanted:
-                    found[0] = result
-                    break
-        result = int(self.group.broadcast_(found))
+        result = first_decides(self.group, partial(self._change, change))
         return None if result == NOT_YET else result
+
+    def _change(self, change: Callable[[Ledger], int | None]) -> int:
+        """As `change`, with `NOT_YET` for None. Local: the first rank."""
+        before = self.store.get(KEY).decode()
+        while (result := change(ledger := Ledger.from_json(before))) is not None:
+            self.changes += 1
+            wanted = ledger.to_json(f"{self.writer}/{self.changes}")
+            before = self.store.compare_set(KEY, before, wanted).decode()
+            if before == wanted:
+                return result
+        return NOT_YET
 
 
 class StepsEnded(Exception):
@@ -206,13 +206,8 @@ class StaleSteps:
         ranks = self.run.ranks
         mine = [position for position, _ in self.in_sum]
         mine += [] if self.current is None else [self.current]
-        number = torch.tensor([self.ledger.read().claimed if ranks.first else 0])
-        claimed = int(ranks.world.broadcast_(number))
-        begun = {
-            position
-            for part in ranks.world.gather_bytes(json.dumps(mine).encode())
-            for position in json.loads(part)
-        }
+        claimed = first_decides(ranks.world, lambda: self.ledger.read().claimed)
+        begun = set[int]().union(*map(json.loads, ranks.world.gather_bytes(json.dumps(mine).encode())))
         return {
             "claimed": self.claimed_before + max(0, claimed - len(self.again)),
             "again": sorted(begun.union(self.again[claimed:])),
@@ -250,21 +245,20 @@ class StaleSteps:
         run.worker.write(self.begun.theta)
         setup = replace(run.parts.setup, inner=run.parts.setup.inner.variant(self.begun.rates))
         self.is_running = True
-        result = run.spec.rule(setup, began).task_gradient(
-            run.worker, self.begun, episode, self.into, self._between_passes
+        result = run.rule(
+            TaskRun(setup, run.worker, self.begun, episode, self.into, began, self._between_passes)
         )
         self.is_running = False
-        exploded = run.outlier_bounds.exceeded_by(result, self.into.sum)
-        self._count(task, began, lambda: self._add(result, episode, exploded))
+        self._count(task, began, lambda: self._add(result, episode))
         self.into.clear()
         run.stage.begin_phase("waiting for its tasks")
 
-    def _add(self, result: TaskResult, episode: Episode, exploded: bool) -> None:
+    def _add(self, result: TaskResult, episode: Episode) -> None:
         """Add a task that has ended to the sums of the open outer step. Local."""
         run = self.run
-        if result.finite and not exploded:
+        if result.finite:
             run.state.updates.meta.merge(self.into)
-        self.metrics.add(result, episode.tokens if run.worker.counts_rows else 0, exploded)
+        self.metrics.add(result, episode.tokens if run.worker.counts_rows else 0)
 
     def _count(self, task: Task, began: int, add: Callable[[], None]) -> int:
         """Count a task that has ended, and `add` it in the outer step in which it counts; return that step,
@@ -302,15 +296,13 @@ class StaleSteps:
         if not self.is_stopping and self.run.stop.should_leave_tasks():
             self.ledger.change(stop)
             self.is_stopping = True
-        while True:
-            seen = torch.zeros(2)
-            if self.run.ranks.group.rank == 0:
-                ledger = self.ledger.read()
-                seen = torch.tensor([self.bound.is_closed(ledger, self.version), ledger.stopped]).float()
-            is_closed, is_stopped = self.run.ranks.group.broadcast_(seen).tolist()
-            if not is_closed and not is_stopped:
-                return
-            self._close_step(abandon=not is_closed)
+        while seen := first_decides(self.run.ranks.group, self._see):
+            self._close_step(abandon=seen == STOPPED)
+
+    def _see(self) -> int:
+        """What the ledger says of the open outer step: `CLOSED`, `STOPPED`, or 0. Local: the first rank."""
+        ledger = self.ledger.read()
+        return CLOSED if self.bound.is_closed(ledger, self.version) else STOPPED * ledger.stopped
 
     def _wait(self) -> None:
         self.run.stage.begin_phase("waiting for the other groups")

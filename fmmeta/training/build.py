@@ -6,6 +6,7 @@ with the same error.
 
 import copy
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -33,13 +34,8 @@ from fmmeta.models.load import Description, describe, empty_learner, load_tokeni
 from fmmeta.models.pipeline_split import layer_seconds, plan_stages
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from fmmeta.parallel.layout import GroupCoordinates, Layout, ParallelPlan
-from fmmeta.parallel.param_map import OuterMemory
-from fmmeta.parallel.process_groups import ProcessGroups, World
-from fmmeta.parallel.tensor_parallel import plan_of, sharing_ranks
-from fmmeta.parallel.workers.base import Worker
-from fmmeta.parallel.workers.create import check_finite, create_worker
-from fmmeta.planning.memory import (
+from fmmeta.parallel.layout import GroupCoordinates, Layout, ParallelPlan, unread_settings
+from fmmeta.parallel.memory import (
     SizesAt,
     check_group_size,
     choose_group_size,
@@ -48,12 +44,17 @@ from fmmeta.planning.memory import (
     micro_batch_rows,
     rank_sizes,
 )
+from fmmeta.parallel.param_map import OuterMemory
+from fmmeta.parallel.process_groups import ProcessGroups, World
+from fmmeta.parallel.tensor_parallel import plan_of, sharing_ranks
+from fmmeta.parallel.workers.base import Worker
+from fmmeta.parallel.workers.create import check_finite, create_worker
 from fmmeta.reliability.checks import check_replicas
 from fmmeta.tasks.augment import Transforms
 from fmmeta.tasks.batching import Batcher, pack
 from fmmeta.tasks.collate import Collate, structure_of
+from fmmeta.tasks.data.columns import Row
 from fmmeta.tasks.data.encode import make_prompt
-from fmmeta.tasks.data.rows import Row
 from fmmeta.tasks.data.splits import SPLITS, UsedSplits
 from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.loader import LoadEpisode, Prompted, PromptedEpisode
@@ -133,7 +134,7 @@ def read_inputs(
     tensor_ranks = config.tensor_parallel_size
     with world.comm.raise_on_all("reading settings"):
         deepspeed = deepspeed_config.read(config.deepspeed, config.bf16, notice)
-        deepspeed = deepspeed_config.with_model_ranks(deepspeed, config.pipeline_stages, tensor_ranks, notice)
+        deepspeed = deepspeed_config.with_model_ranks(deepspeed, config.pipeline_stages, tensor_ranks)
 
     def read() -> tuple[Description, Any, Sources, list[UsedSplits]]:
         description = describe(config)
@@ -290,6 +291,8 @@ def plan_parallel(config: Config, inputs: RunInputs, world: World, notice: Notic
         layout = Layout(world.launch, world_size if config.elastic else int(given))
         plan = inputs.parallel_plan(config, layout.group_size, device)
         check_group_size(world, sizes_at, inputs.deepspeed, plan.group_size, model_ranks)
+    if plan.deepspeed != inputs.deepspeed:
+        notice("ZeRO 0 in bf16 runs as ZeRO 1: DeepSpeed's ZeRO 0 adds up gradients in bf16")
     warned = world.nodes.check(plan.group_size)
     if config.task_sharding == "node" and len(set(world.nodes.sizes)) > 1:
         raise UsageError(
@@ -298,7 +301,8 @@ def plan_parallel(config: Config, inputs: RunInputs, world: World, notice: Notic
         )
     log_layout(config, inputs, plan, world, sizes_at(1).params, notice)
     slow = slow_bf16(config, inputs.deepspeed, device) if world.launch.global_rank == 0 else ""
-    for text in filter(None, [*world.warnings, warned, slow]):
+    unread = unread_settings(os.environ, config.but(bf16=inputs.deepspeed.bf16), device == "cuda")
+    for text in filter(None, [*world.warnings, warned, slow, *unread]):
         notice(Warn(text))
     return plan
 
@@ -385,7 +389,6 @@ class Runtime:
             source,
             self.batcher,
             transform,
-            self.setup.inner.head.classes,
             self.prompt,
             timeout_s=self.load_timeout,
             class_weights=self.class_weights,
@@ -431,19 +434,15 @@ def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessG
     )
 
 
-def prompt_builder(inputs: RunInputs, learn_support: bool = False) -> Prompted:
+def prompt_builder(inputs: RunInputs, join: Callable[..., Any] = prompted, **options: bool) -> Any:
     """The function that puts the support set before each query, as far as the model's positions go."""
-    return partial(prompted, **prompt_limits(inputs), learn_support=learn_support)
+    positions = max_positions(inputs.description.hf_config)
+    return partial(join, bos_token_id=inputs.tokenizer.bos_token_id, positions=positions, **options)
 
 
 def episode_prompt_builder(inputs: RunInputs) -> PromptedEpisode:
     """The function that puts support rows before the other ones and before each query."""
-    return partial(in_context_rows, **prompt_limits(inputs))
-
-
-def prompt_limits(inputs: RunInputs) -> dict[str, int | None]:
-    hf_config = inputs.description.hf_config
-    return {"bos_token_id": inputs.tokenizer.bos_token_id, "positions": max_positions(hf_config)}
+    return prompt_builder(inputs, in_context_rows)
 
 
 def batcher(config: Config, inputs: RunInputs, coordinates: GroupCoordinates) -> Batcher:

@@ -1,11 +1,11 @@
-"""Callbacks around the outer loop: hooks, their order, and those built in for validation and saving.
+"""Callbacks around the outer loop: hooks, their order, and those built in.
 
     on_train_begin -> (on_step_begin -> on_step_end) per outer step -> on_train_end -> close
                                         on_log, then on_evaluate and on_log, then on_save
 
-Every hook runs through the callbacks in one order: profiler (its clock stops first), replica check, run
-logger, trackers, report page, limit of non-finite steps, validation, `MetaTrainer(config, callbacks=[...])`
-as given, then saving. So a line is logged before its step can end the run, and a checkpoint holds the best
+Every hook runs through the callbacks in one order: profiler (its clock stops first), run logger, trackers,
+report page, limit of non-finite steps, validation, then `MetaTrainer(config, callbacks=[...])` as given. So a
+line is logged before its step can end the run. The loop saves afterwards: a checkpoint holds the best
 validated weights and whether a callback has ended the run. `close` runs in reverse order, since trackers may
 wait for a server.
 """
@@ -21,8 +21,7 @@ from fmmeta.common.progress import Warn
 from fmmeta.report import page
 
 if TYPE_CHECKING:
-    from fmmeta.meta.outer_step import OuterStep
-    from fmmeta.training.loop import Outcome, Run
+    from fmmeta.training.loop import Run
 
 
 class Outcome(enum.Enum):
@@ -32,12 +31,6 @@ class Outcome(enum.Enum):
     SKIPPED_NONFINITE = "no task was finite, or the meta-gradient was not"
     NO_DATA = "no task was loaded"
     STOP = "the step was abandoned, or the run is finished"
-
-    @staticmethod
-    def of(update: "OuterStep") -> "Outcome":
-        if update.applied:
-            return Outcome.APPLIED
-        return Outcome.NO_DATA if update.no_data else Outcome.SKIPPED_NONFINITE
 
 
 class Callback:
@@ -91,12 +84,12 @@ class Callback:
 class CallbackList:
     """Calls a hook of all callbacks: `callbacks.on_step_end(run, outcome)`.
 
-    built_in, last: their errors are agreed where they occur. users: agreed here, after each hook of each
-    callback. Collective (every hook but `close`): world, where there are users.
+    Errors of those that are built in are agreed where they occur, those of `users` here, after each hook of
+    each callback. Collective (every hook but `close`): world, where there are users.
     """
 
-    def __init__(self, built_in: Sequence[Callback], users: Sequence[Callback], last: Callback) -> None:
-        self.built_in, self.users, self.last = built_in, users, last
+    def __init__(self, built_in: Sequence[Callback], users: Sequence[Callback]) -> None:
+        self.built_in, self.users = built_in, users
 
     def __getattr__(self, hook: str) -> Callable[..., None]:
         """A function that calls the hook of that name on every callback."""
@@ -106,7 +99,7 @@ class CallbackList:
 
     def close(self, run: "Run") -> None:
         """Close all in reverse order; one that raises does not hide how the run ended. Local."""
-        for callback in reversed((*self.built_in, *self.users, self.last)):
+        for callback in reversed((*self.built_in, *self.users)):
             try:
                 callback.close(run)
             except Exception as error:
@@ -124,7 +117,6 @@ class CallbackList:
                         f"{failure_of(callback, hook, error)} at outer step {run.state.outer_step};"
                         " correct the callback, or leave it out"
                     ) from error
-        getattr(self.last, hook)(run, *arguments)
 
 
 def failure_of(callback: Callback, hook: str, error: Exception) -> str:
@@ -144,18 +136,6 @@ class ReportPage(Callback):
             page.write_or_log(run.folder, run.progress.notice)
 
 
-class ReplicaCheck(Callback):
-    """Compares theta between groups (--check_replicas_steps); with --elastic the quorum does."""
-
-    def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
-        """Raises `MachineFault`, on all ranks alike."""
-        from fmmeta.reliability.checks import check_replicas  # imports torch
-
-        every, step = run.config.check_replicas_steps, run.state.outer_step
-        if every and step % every == 0 and not run.config.elastic:
-            check_replicas(run.ranks, run.theta, f"after outer step {step}")
-
-
 class NonfiniteLimit(Callback):
     """Ends a run after --max_bad_steps outer steps in a row without a finite task."""
 
@@ -167,10 +147,6 @@ class NonfiniteLimit(Callback):
         given, lower = f"inner_lr={config.inner_lr}: no task was finite", "--inner_lr or --outer_lr"
         if run.spec.in_prompt:
             given, lower = f"outer_lr={config.outer_lr}: no task was finite", "--outer_lr"
-        if run.metrics.values.get("exploded_tasks"):
-            name = "max_task_norm" if config.max_task_loss is None else "max_task_loss"
-            given = f"{name}={getattr(config, name)}: no task was within the bound"
-            lower += f", or raise --{name}"
         raise UsageError(
             f"{given} in {count} outer steps in a row (the last is {run.state.outer_step}); lower {lower},"
             " name what you change in --accept_changed_settings, and continue from the last checkpoint"
@@ -190,7 +166,8 @@ class Validation(Callback):
     def run_if_due(self, run: "Run") -> None:
         """Validate if it is due. Collective: world."""
         # imports torch, which `fmmeta.Callback` does not need
-        from fmmeta.training.validation import VALID, metric_values
+        from fmmeta.metrics.scores import means_by_step, metric_means
+        from fmmeta.training.scoring import VALID
 
         state, source, every = run.state, run.inputs.sources.valid, run.config.eval_steps
         due = every and state.outer_step > state.validated and state.outer_step % every == 0
@@ -204,20 +181,8 @@ class Validation(Callback):
         if run.stop.agree():
             return  # the scores are incomplete
         state.validated = state.outer_step
-        accuracy = sum(score.accuracies[-1] for score in scores) / len(scores)
-        loss = sum(score.losses[-1] for score in scores) / len(scores)
-        own = {f"valid_{name}": sum(each) / len(each) for name, each in metric_values(scores).items()}
+        loss, accuracy = means_by_step(scores)[-1]
+        own = {f"valid_{name}": mean for name, (mean, _) in metric_means(scores).items()}
         run.callbacks.on_evaluate(run, {"valid_accuracy": accuracy, "valid_loss": loss, **own})
         if state.best is not None:
             state.best.update(state.meta_params, state.outer_step, accuracy, loss)
-
-
-class Saving(Callback):
-    """Begins a checkpoint every --save_steps; the last one is saved at the end of the run."""
-
-    def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
-        every, step = run.config.save_steps, run.state.outer_step
-        if every and step < run.config.outer_steps:
-            run.state.preallocate()
-            if step % every == 0:
-                run.save()

@@ -12,9 +12,8 @@ of the attempt end with its quorum. The sums of the tasks that the other groups 
 next quorum claims the remaining tasks, those of the lost group among them.
 """
 
-import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -24,23 +23,26 @@ from fmmeta.parallel.collectives import Communicator
 CLOSED = 2**40  # added to a counter that is closed: more than all tasks of an outer step
 
 
-class CounterStore(Protocol):
-    """What claims need of a key-value store of torch."""
-
-    def add(self, key: str, amount: int, /) -> int: ...
-
-    def delete_key(self, key: str, /) -> bool: ...
+def first_decides(group: Communicator, decide: Callable[[], int]) -> int:
+    """The number that the first rank of a group decides on, on all of its ranks. Collective: group."""
+    number = torch.tensor([decide() if group.rank == 0 else 0], dtype=torch.int64)
+    return int(group.broadcast_(number))
 
 
 class TaskClaims:
     """Numbers 0, 1, ... of an outer step, each for one of the groups that share `store`.
 
-    group: the ranks of this group; its first rank uses the store. timeout_s: how long a request may take;
-    None: unbounded.
+    group: the ranks of this group; its first rank uses the store. store: a key-value store of torch.
+    answer_of: returns what a request of the store returns, or raises `TimeoutError` (default: it waits).
     """
 
-    def __init__(self, group: Communicator, store: CounterStore, timeout_s: float | None = None) -> None:
-        self.group, self.store, self.timeout_s = group, store, timeout_s
+    def __init__(
+        self,
+        group: Communicator,
+        store: Any,
+        answer_of: Callable[[Callable[[], int]], int] = lambda request: request(),
+    ) -> None:
+        self.group, self.store, self.answer_of = group, store, answer_of
         self.name = ""  # of the counter in use; counters of an abandoned attempt stay: others may use them
 
     def begin(self, name: str) -> None:
@@ -54,13 +56,10 @@ class TaskClaims:
 
     def next(self) -> int:
         """The next number that no group has got. Raises `PeerLost`. Collective: group."""
-        number = torch.tensor([-1], dtype=torch.int64)
-        if self.group.rank == 0:
-            number[0] = self._request(lambda: self.store.add(self.name, 1)) - 1
-        found = int(self.group.broadcast_(number))
-        if found < 0:
+        count = first_decides(self.group, lambda: self._request(lambda: self.store.add(self.name, 1)))
+        if count == 0:
             raise PeerLost("a claim: the store of the first group does not answer")
-        return found
+        return count - 1
 
     def close(self) -> None:
         """Let all groups end this outer step after the tasks that they run now. Local."""
@@ -68,19 +67,8 @@ class TaskClaims:
             self._request(lambda: self.store.add(self.name, CLOSED))
 
     def _request(self, ask: Callable[[], int]) -> int:
-        """The answer of the store; 0 if it fails or takes longer than `timeout_s`. Local."""
-        found = [0]
-
-        def run() -> None:
-            try:
-                found[0] = int(ask())
-            except RuntimeError:  # the type of all errors of torch's stores
-                found[0] = 0
-
-        if self.timeout_s is None:
-            run()
-            return found[0]
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(self.timeout_s)
-        return found[0]
+        """The answer of the store; 0 if it fails or takes too long. Local."""
+        try:
+            return int(self.answer_of(ask))
+        except (RuntimeError, TimeoutError):  # the first is the type of all errors of torch's stores
+            return 0

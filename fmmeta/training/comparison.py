@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fmmeta.common.text import counted, strict, units_of
@@ -14,12 +13,26 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop
 from fmmeta.meta.parameters import MetaParameters
-from fmmeta.metrics.scores import FEW, Interval, fall, few, format_interval, mean_ci95, verdict
+from fmmeta.metrics.own import answers_of_group
+from fmmeta.metrics.scores import (
+    FEW,
+    EpisodeScore,
+    Interval,
+    common,
+    format_interval,
+    mean_ci95,
+    means_by_step,
+    metric_means,
+    paired,
+    per_stratum,
+    verdict,
+    warning_of_few,
+)
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.report.data import AFTER, BEFORE, FROM_START
 from fmmeta.tasks.sources.base import TaskSource
 from fmmeta.tasks.sources.load import Sources
-from fmmeta.training.validation import TEST, VALID, HeldOut, HeldOutScore, metric_values, per_stratum
+from fmmeta.training.scoring import TEST, VALID, HeldOut
 
 SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # factors of the training's inner rates, tried for the baseline
 CHOICE_EPISODES = 20  # validation episodes for each factor, at most
@@ -123,7 +136,7 @@ def choose_loop(
     """
     config, most = setup.config, 2 * setup.inner.steps
     count = min(CHOICE_EPISODES, config.test_episodes)
-    found: list[tuple[float, float, float, int]] = []
+    found, episodes = list[tuple[float, float, float, int]](), 0
     for number, scale in enumerate(SCALES, 1):
         scores = held_out.scores(
             source,
@@ -135,61 +148,46 @@ def choose_loop(
             count=count,
         )
         between()
-        for step in range(1, most + 1):
-            loss = sum(score.losses[step] for score in scores) / len(scores)
-            accuracy = sum(score.accuracies[step] for score in scores) / len(scores)
+        episodes = len(scores)
+        for step, (loss, accuracy) in enumerate(means_by_step(scores)[1:], 1):
             if math.isfinite(loss):  # rounded, so that the layout does not decide between equals
                 first = -round(accuracy, 6) if config.task_type == "classification" else 0.0
                 found.append((first, round(loss, 6), scale, step))
     if not found:
         return BaselineLoop(1.0, setup.inner.steps)
     *_, scale, step = min(found)
-    return BaselineLoop(scale, step, len(scores))
+    return BaselineLoop(scale, step, episodes)
 
 
 def compare(
-    trained: Sequence[HeldOutScore], started: Sequence[HeldOutScore], loop: BaselineLoop, kind: str
+    trained: Sequence[EpisodeScore], started: Sequence[EpisodeScore], loop: BaselineLoop, kind: str
 ) -> Compared:
     """Summarise scores from theta (`trained`) and from the initial weights (`started`). kind: see Compared.
 
     Episodes that have failed to load in one of the passes do not count.
     """
-    by_slot = {score.slot: score for score in started}
-    pairs = [(score, by_slot[score.slot]) for score in trained if score.slot in by_slot]
-    values = {
-        BEFORE: [(new.accuracies[0], new.losses[0]) for new, _ in pairs],
-        FROM_START: [(old.accuracies[-1], old.losses[-1]) for _, old in pairs],
-        AFTER: [(new.accuracies[-1], new.losses[-1]) for new, _ in pairs],
-        "gain": [
-            (new.accuracies[-1] - old.accuracies[-1], fall(old.losses[-1], new.losses[-1]))
-            for new, old in pairs
-        ],
-    }
-    units = [new.task for new, _ in pairs]
-    intervals = {
+    pairs, gain = common(trained, started), paired(trained, started)
+    of_trained, of_started = ([pair[side] for pair in pairs] for side in (0, 1))
+    units = [score.task for score in of_trained]
+    places = {BEFORE: (of_trained, 0), FROM_START: (of_started, -1), AFTER: (of_trained, -1)}
+    rows = {
         name: (
-            mean_ci95([accuracy for accuracy, _ in row], units),
-            mean_ci95([loss for _, loss in row], units),
+            mean_ci95([score.accuracies[place] for score in scores], units),
+            mean_ci95([score.losses[place] for score in scores], units),
         )
-        for name, row in values.items()
+        for name, (scores, place) in places.items()
     }
-    gain = intervals.pop("gain")
-    before, now = metric_values([old for _, old in pairs]), metric_values([new for new, _ in pairs])
-    metrics = {
-        name: {"after_from_start": mean_ci95(before[name]), "after": mean_ci95(now[name])}
-        for name in now
-        if name in before
-    }
-    at_start, after = per_stratum([old for _, old in pairs]), per_stratum([new for new, _ in pairs])
+    before, now = metric_means(of_started), metric_means(of_trained)
+    at_start, after = per_stratum(of_started), per_stratum(of_trained)
     return Compared(
-        intervals,
-        gain,
+        rows,
+        ((gain["accuracy_gain"], gain["ci95"]), (gain["loss_gain"], gain["loss_ci95"])),
         {name: (at_start[name], accuracy) for name, accuracy in after.items()},
-        len(pairs),
-        len({*units}),
+        gain["episodes"],
+        gain["units"],
         kind,
         loop,
-        metrics,
+        {name: {"after_from_start": before[name], "after": now[name]} for name in now if name in before},
     )
 
 
@@ -222,7 +220,7 @@ def verdict_of(compared: Compared | None, config: Config, sources: Sources) -> d
     size = f"{format_interval(gain, '+.4f')} nats" if causal else f"{percent(gain, '+')} points"
     over = f"{units_of(compared.units, kind)}, {counted(compared.episodes, 'episode')}"
     text = f"{said} the weights at the start at {shots}: {size} (over {over})"
-    doubts = [ADVICE[name].format(nouns=nouns), few(compared.units, kind)]
+    doubts = [ADVICE[name].format(nouns=nouns), warning_of_few(compared.units, kind)]
     return {"name": name, "text": "; ".join([text, *filter(None, doubts)])}
 
 
@@ -235,7 +233,7 @@ def incomparable(
     if not config.init_interpolation:
         return "init_interpolation=0 exports the weights at the start; use them as they are"
     if compared is not None and compared.units == 1:
-        return f"the episodes are of one of the {nouns}, which has no interval; hold out {FEW} or more"
+        return f"one of the {nouns} is in all episodes, so there is no interval; hold out {FEW} or more"
     if compared is not None:
         return "" if name else "a loss is not finite; use lower rates"
     if not config.test_episodes:
@@ -271,7 +269,7 @@ def show(compared: Compared, config: Config, table: Table) -> None:
         )
     if compared.metrics:
         table(
-            "after adaptation, own metrics",
+            "after adaptation, metrics",
             ["", "start", "meta-trained"],
             [[name, *map(format_interval, each.values())] for name, each in compared.metrics.items()],
         )
@@ -289,7 +287,7 @@ def confusion(
 
     Every group adapts to the same episode, so that the layout does not matter. Collective: world.
     """
-    worker, config = held_out.worker, held_out.config
+    worker, config = held_out.scoring.worker, held_out.config
     if config.task_type != "classification":
         return {"left_out": f"task_type={config.task_type} has answers, not classes"}
     if not isinstance(worker, FullModelWorker):
@@ -303,20 +301,13 @@ def confusion(
     if not found:
         return {"left_out": f"task {task.name} failed to load"}
     ((_, episode),) = found
-    with held_out.ranks.world.raise_on_all("naming the classes of an episode"):
+    with held_out.scoring.ranks.world.raise_on_all("naming the classes of an episode"):
         classes = source.draw(task).classes
     worker.write(theta)
     learning.score(worker, theta, episode)  # leaves the worker at phi
-    counts = torch.zeros(len(classes), len(classes), dtype=torch.float64, device=worker.device)
-    for batch, logits in zip(episode.query, worker.logits(episode.query), strict=True):
-        if worker.counts_rows:
-            rows, answers = batch.to(worker.device), logits[:, : len(classes)].argmax(-1)
-            counts.index_put_((rows.labels, answers), (rows.weights > 0).double(), accumulate=True)
-    worker.group.sum_(counts)
+    counts = [[0] * len(classes) for _ in classes]
+    for (prediction,), (reference,) in answers_of_group(worker, episode.query):
+        if prediction >= 0:  # no NaN
+            counts[reference][prediction] += 1
     worker.write(theta)
-    return {
-        "task": task.name,
-        "stratum": task.stratum,
-        "classes": list(classes),
-        "counts": counts.long().tolist(),
-    }
+    return {"task": task.name, "stratum": task.stratum, "classes": list(classes), "counts": counts}

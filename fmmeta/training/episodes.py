@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ class EpisodeReader:
         self.voting_group = ranks.world  # ranks that decide together
         self.counts = {"seen": 0, "bad": 0}
         self.errors: list[dict[str, Any]] = []  # of this rank, not gathered yet
-        self.logged = set[str]()  # notices of episodes: several loader processes may read a file
+        # of an episode; several loader processes may read a file
+        self.warn_once = cache(partial(LOGGER.warning, "%s", extra=STDERR))
 
     def read(self, tasks: Sequence[Task]) -> Episodes:
         """The episodes of `tasks` that every rank of the group has loaded; the group skips the others.
@@ -66,9 +68,7 @@ class EpisodeReader:
         ]
         if self.ranks.group.rank == 0:
             for text in itertools.chain.from_iterable(one.batches.notices for one in loaded if one.batches):
-                if text not in self.logged:
-                    self.logged.add(text)
-                    LOGGER.warning("%s", text, extra=STDERR)
+                self.warn_once(text)
         missing = (
             self.ranks.group.sum_(torch.tensor([float(one.batches is None) for one in loaded]))
             if tasks
@@ -236,22 +236,28 @@ class TrainingEpisodes(EpisodeReader):
         Tasks without an episode are counted in `metrics`. If tasks are claimed, raises `PeerLost`.
         Collective: group.
         """
+        waited = self.loader.wait_s
+        for asked in self._asked(outer_step, size):
+            found = self.read(asked)
+            metrics.count_missing(len(asked) - len(found), len(self.errors), self.loader.wait_s - waited)
+            for begin in range(0, len(found), size):
+                yield [batches for _, batches in found[begin : begin + size]]
+            self.finished += [task.seed[-1] for task in asked]
+
+    def _asked(self, outer_step: int, size: int) -> Iterator[Sequence[Task]]:
+        """This group's tasks of an outer step: its share at once, or `size` at a time as it claims them.
+
+        Collective: group.
+        """
         if self.claims is None:
-            episodes = self.episodes(outer_step, metrics)
-            for begin in range(0, len(episodes), size):
-                yield episodes[begin : begin + size]
+            yield self.schedule.share(outer_step, self.ranks.cross.size, self.ranks.cross.rank)
             return
-        waited, queue = self.loader.wait_s, self.schedule.queue(outer_step, self.part)
+        queue = self.schedule.queue(outer_step, self.part)
         left = [index for index, task in enumerate(queue) if task.seed[-1] not in self.finished_before]
         self.claims.begin(f"{self.part}/{outer_step}")
         while (begin := size * self.claims.next()) < len(left):
             self.note_claim(self._position(outer_step, left[begin]))
-            asked = [queue[index] for index in left[begin : begin + size]]
-            found = self.read(asked)
-            metrics.count_missing(len(asked) - len(found), len(self.errors), self.loader.wait_s - waited)
-            if found:
-                yield [batches for _, batches in found]
-            self.finished += [task.seed[-1] for task in asked]
+            yield [queue[index] for index in left[begin : begin + size]]
 
     def note_claim(self, position: int) -> None:
         """Follow where in the queue this group is, and how far its claims are from each other."""
@@ -269,17 +275,6 @@ class TrainingEpisodes(EpisodeReader):
     def complete_step(self) -> None:
         """All tasks of the outer step are finished, on all groups. Local."""
         self.finished, self.finished_before = [], set()
-
-    def episodes(self, outer_step: int, metrics: StepMetrics) -> list[Episode]:
-        """This group's episodes of an outer step; tasks without one are counted in `metrics`.
-
-        Collective: group.
-        """
-        cross, waited = self.ranks.cross, self.loader.wait_s
-        asked = self.schedule.share(outer_step, cross.size, cross.rank)
-        found = self.read(asked)
-        metrics.count_missing(len(asked) - len(found), len(self.errors), self.loader.wait_s - waited)
-        return [batches for _, batches in found]
 
     def restart(self, counts: dict[str, int]) -> None:
         """Restart with other shares, or at another step: prefetched episodes are dropped.

@@ -165,5 +165,5 @@ def _finish(run: Run, choose_interpolation: Callable[[Run], float]) -> None:
                 held_out={**facts, "verdict": verdict},
                 **profile,
             )
-            run.held_out.finished.clear()
+            run.held_out.scoring.clear()
     run.progress.notice(f"model {run.folder / 'model'}")

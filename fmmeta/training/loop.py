@@ -3,9 +3,9 @@
 Files belong to state.py and run_log.py, sharding to parallel/, actions after a step to callbacks.py.
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,28 +16,34 @@ from fmmeta.common.errors import MachineFault, PeerLost, Stopped, UsageError
 from fmmeta.common.progress import Progress, Warn
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.meta.hessian import check
-from fmmeta.meta.multi_task import adapter_multi_task_rule, tasks_per_pass
+from fmmeta.meta.gradient_check import check
+from fmmeta.meta.multi_task import multi_task_rule, tasks_per_pass
 from fmmeta.meta.noise_scale import local_square
-from fmmeta.meta.outer_step import OuterStep
 from fmmeta.meta.parameters import MetaGradient
-from fmmeta.metrics.own import Metric, OwnMetrics
+from fmmeta.meta.task import TaskRun
+from fmmeta.metrics.own import Metric
 from fmmeta.parallel.process_groups import ProcessGroups
-from fmmeta.reliability.checks import OutlierBounds, SupportLosses, check_replicas
+from fmmeta.reliability.checks import SupportLosses, check_replicas
 from fmmeta.reliability.signals import Signals
 from fmmeta.reliability.watchdog import WatchdogStage
 from fmmeta.tasks.batching import Episode
-from fmmeta.tasks.data.encode import answer_reader
 from fmmeta.training import build, callbacks
 from fmmeta.training.bounded_staleness import StaleSteps
 from fmmeta.training.callbacks import Outcome
 from fmmeta.training.episodes import EpisodeReader, TrainingEpisodes
 from fmmeta.training.profiler import Profiler
-from fmmeta.training.run_folder import RunStart, newest_complete, promise_of, write_config, write_run
+from fmmeta.training.run_folder import (
+    RunStart,
+    manifests,
+    newest_complete,
+    promise_of,
+    write_config,
+    write_run,
+)
 from fmmeta.training.run_log import RunLogger, StepMetrics
+from fmmeta.training.scoring import FINISHED, HeldOut, Scoring, metrics_of
 from fmmeta.training.state import TrainingState
 from fmmeta.training.trackers import Trackers
-from fmmeta.training.validation import HeldOut
 
 
 class StaticController:
@@ -57,8 +63,15 @@ class StaticController:
         """Prepare another attempt at an outer step during which a group was lost. Local."""
         raise lost
 
-    def check_task_count(self, tasks: int, expected: int) -> None:
-        """Raises `MachineFault` where the tasks of all groups are not the meta-batch."""
+    def check_task_count(self, run: "Run", tasks: int) -> None:
+        """Raises `MachineFault` if the `tasks` that all groups have run are not the meta-batch. Local."""
+        if run.feed.is_claiming and tasks != run.schedule.tasks_per_step:
+            launch = run.ranks.layout.launch
+            raise MachineFault(
+                f"{tasks} tasks were claimed in an outer step of {run.schedule.tasks_per_step}: another"
+                " program has changed the counters in the store of the launch; give it a port that no other"
+                f" program uses, such as {launch.how_to_give('MASTER_PORT', launch.master_port + 1)}"
+            )
 
     def metrics(self) -> dict[str, Any]:
         """Values of the outer step that has ended, for metrics.jsonl."""
@@ -134,8 +147,7 @@ class Run:
         signals: Signals | None = None,
         controller: StaticController | None = None,
         user_callbacks: Sequence[callbacks.Callback] = (),
-        metrics: Sequence[tuple[str, Metric]] = (),
-        validation: callbacks.Validation | None = None,
+        metrics: Sequence[tuple[str, Metric | None]] = (),
     ) -> None:
         self.config, self.inputs, self.ranks, self.parts = config, inputs, ranks, parts
         self.folder, self.start, self.progress = start.folder, start, progress
@@ -143,8 +155,9 @@ class Run:
         self.state = TrainingState(config, inputs, ranks, parts, start.folder, progress.notice)
         self.spec = find(config.algorithm)
         self.trains = not self.spec.trains_nothing and config.init_interpolation > 0
+        self.rule: Any = self.spec.rule
         with ranks.world.raise_on_all("making room for several tasks"):
-            self.adapter_rule = adapter_multi_task_rule(config, self.worker, parts.setup.inner)
+            self.multi_task_rule = multi_task_rule(config, self.worker, parts.setup.inner)
         if config.tasks_per_pass == "auto":
             progress.notice(
                 f"tasks_per_pass auto: {tasks_per_pass(config)} task(s) in a pass, as many as fit into"
@@ -153,33 +166,32 @@ class Run:
         self.schedule = build.training_schedule(config, inputs, ranks.layout)
         self.controller = controller or StaticController()
         self.stop = StopAgreement(ranks, signals or Signals())
-        self.stage = WatchdogStage(config.step_timeout, (ranks.cross, ranks.world))
-        self.outlier_bounds = OutlierBounds(config, parts.worker)
-        self.metrics, self.update = StepMetrics(), OuterStep(math.nan, math.nan, False)  # of the last one
+        self.stage = WatchdogStage(
+            config.step_timeout, (ranks.cross, ranks.world), lambda: list(manifests(self.folder).values())
+        )
         self.stale_steps: StaleSteps | None = None  # with --max_staleness
         # of the tasks that this group has finished in this outer step; kept if another group is lost
         self.kept_metrics: StepMetrics | None = None
-        reader = None
-        if config.task_type == "causal_lm":
-            reader = answer_reader(inputs.tokenizer, config.prompt_template, inputs.description.ends)
-        self.held_out = HeldOut(
-            config,
+        scoring = Scoring(
             self.worker,
-            parts.load,
             ranks,
             progress,
-            self.folder,
+            self.folder / FINISHED,
             self.should_leave_evaluation,
-            OwnMetrics(metrics, reader),
             self.stage.begin,
+        )
+        self.held_out = HeldOut(
+            config,
+            scoring,
+            parts.load,
+            metrics_of(metrics, config, inputs, parts, parts.prompt),
             inputs.settings(config),
         )
-        self.profiler, self.validation = Profiler(), validation or callbacks.Validation()
+        self.profiler, self.validation = Profiler(), callbacks.Validation()
         self.logger, self.trackers = RunLogger(), Trackers(progress.notice)
         self.callbacks = callbacks.CallbackList(
             (
                 self.profiler,
-                callbacks.ReplicaCheck(),
                 self.logger,
                 self.trackers,
                 callbacks.ReportPage(),
@@ -187,7 +199,6 @@ class Run:
                 self.validation,
             ),
             user_callbacks,
-            callbacks.Saving(),
         )
 
     @property
@@ -205,10 +216,6 @@ class Run:
     @ends_early.setter
     def ends_early(self, ends: bool) -> None:
         self.state.ends_early = ends
-
-    def rule_at(self, outer_step: int) -> Any:
-        """The rule of an outer step: a Rule or a MultiTaskRule, or both."""
-        return self.spec.rule(self.parts.setup, outer_step)
 
     def resume(self) -> None:
         """Load the chosen checkpoint, if there is one, and open the files of the run.
@@ -298,7 +305,14 @@ class Run:
         """Count an outer step whose update is applied; validate, save and log. Collective: all groups."""
         self.state.outer_step += 1  # last: theta is written, so that a lost group repeats its meta-batch
         self.state.count(outcome, dict(self.feed.counts))
+        config, step = self.config, self.state.outer_step
+        if config.check_replicas_steps and step % config.check_replicas_steps == 0 and not config.elastic:
+            check_replicas(self.ranks, self.theta, f"after outer step {step}")  # elastic groups: the quorum
         self.callbacks.on_step_end(self, outcome)
+        if config.save_steps and step < config.outer_steps:  # the last one is saved at the end of the run
+            self.state.saver.warm(self.state.state_dict().vectors)
+            if step % config.save_steps == 0:
+                self.save()
         self.feed.tune_workers(time.monotonic() - self.began)
 
     def run_step(self) -> Outcome:
@@ -339,68 +353,66 @@ class Run:
         weight = metrics.all_reduce(self.ranks)
         self.kept_metrics = None
         self.feed.complete_step()
-        self.controller.check_task_count(metrics.tasks, self.schedule.tasks_per_step)
         stage.begin_phase("agreeing with the other groups")
         if self.stop.agree_after_tasks(left_tasks, state.saver):
             return Outcome.STOP
+        self.controller.check_task_count(self, metrics.tasks)
         if self.feed.is_claiming:
-            self._check_claims(metrics)
+            metrics.values["tasks_by_group"] = metrics.tasks_by_group
         describe(metrics)
         no_data = self._apply_bad_task_policy(metrics)
         squares = metrics.squares if self.config.gradient_noise_scale else None
-        update = state.updates.step(weight, step, no_data, squares)
+        update = state.updates.step(weight, step, squares)
         if update.applied or self.stale_steps is not None:  # the worker may hold phi of an interrupted task
             self.worker.write(self.theta)
         stage.record_step()
         self.metrics, self.update = metrics, update
-        return Outcome.of(update)
+        if update.applied:
+            return Outcome.APPLIED
+        return Outcome.NO_DATA if no_data else Outcome.SKIPPED_NONFINITE
 
     def _add_task_gradients(self, step: int, metrics: StepMetrics) -> bool:
         """Add the gradients of this group's tasks to the meta-gradient; whether a stop has left out tasks.
 
-        With outlier bounds, or to measure the noise scale, every task has a separate MetaGradient, which is
-        added once it is accepted. Collective: group.
+        To measure the noise scale, every task has a separate MetaGradient, which is added once it is
+        measured. Collective: group.
         """
-        rule, bounds, most = self.rule_at(step), self.outlier_bounds, tasks_per_pass(self.config)
         meta, total = self.state.meta_params, self.state.updates.meta
         measures = self.config.gradient_noise_scale
-        into = MetaGradient(meta.theta, total.extra) if bounds or measures else total
-        multi_task_rule = self.adapter_rule or (rule if most > 1 else None)
-        first, count_pass, begun = None, self.stage.count_pass, 0
-        for some in self.feed.passes(step, metrics, most):
+        into = MetaGradient(meta.theta, total.extra) if measures else total
+        first, begun = None, 0
+        for some in self.feed.passes(step, metrics, tasks_per_pass(self.config)):
             if self.stop.should_leave_tasks():
                 self.feed.abandon()
                 return True
             self.stage.begin_phase(f"task {begun + 1} of group {self.ranks.cross.rank}", passes=1)
             begun, first = begun + len(some), some[0] if first is None else first
-            if multi_task_rule is None:
-                results = [rule.task_gradient(self.worker, meta, some[0], into, count_pass)]
-            else:
-                results = multi_task_rule.task_gradients(self.worker, meta, some, into, count_pass)
+            tasks = [self.task_run(episode, into) for episode in some]
+            results = map(self.rule, tasks) if self.multi_task_rule is None else self.multi_task_rule(tasks)
             for episode, result in zip(some, results, strict=True):
-                exploded = bounds.exceeded_by(result, into.sum)
                 square = local_square(self.worker, into.sum) if measures else 0.0
                 if into is not total:
-                    if result.finite and not exploded:
+                    if result.finite:
                         total.merge(into)
                     into.clear()
                 tokens = episode.tokens if self.worker.counts_rows else 0
-                metrics.add(result, tokens, exploded, square)
+                metrics.add(result, tokens, square)
             self.stage.begin_phase("waiting for its tasks")
         if step == 0 and first is not None:
             self.check_inner_loop(first)
         return False
 
-    def _check_claims(self, metrics: StepMetrics) -> None:
-        """Raises `MachineFault` if the groups have not claimed each task of the outer step once. Local."""
-        metrics.values["tasks_by_group"] = metrics.tasks_by_group
-        if metrics.tasks != self.schedule.tasks_per_step:
-            launch = self.ranks.layout.launch
-            raise MachineFault(
-                f"{metrics.tasks} tasks were claimed in an outer step of {self.schedule.tasks_per_step}:"
-                " another program has changed the counters in the store of the launch; give it a port that"
-                f" no other program uses, such as {launch.how_to_give('MASTER_PORT', launch.master_port + 1)}"
-            )
+    def task_run(self, episode: Episode, into: MetaGradient) -> TaskRun:
+        """A task of the outer step that is open."""
+        return TaskRun(
+            self.parts.setup,
+            self.worker,
+            self.state.meta_params,
+            episode,
+            into,
+            self.state.outer_step,
+            self.stage.count_pass,
+        )
 
     def check_inner_loop(self, episode: Episode) -> None:
         """Warn if the inner loop raises the loss of a support set, from theta. Collective: group."""
@@ -440,17 +452,19 @@ class Run:
             self.schedule, load, state.outer_step, state.tasks, self.ranks, config, notice
         )
         if config.check_meta_gradient:  # of the same task on every group, after any first-order steps
-            rule, precision = self.rule_at(config.outer_steps), self.inputs.deepspeed.precision
-            task = self.schedule.meta_batch(state.outer_step)[0]
-            for _, episode in EpisodeReader.of(load, self.ranks, config, notice).read_same_task(task):
-                notice(check(rule, self.worker, state.meta_params, episode, precision).text)
+            precision, reader = self.inputs.deepspeed.precision, EpisodeReader.of
+            for _, episode in reader(load, self.ranks, config, notice).read_same_task(
+                self.schedule.meta_batch(state.outer_step)[0]
+            ):
+                task = replace(self.task_run(episode, state.updates.meta), outer_step=config.outer_steps)
+                notice(check(self.rule, task, precision).text)
         if config.max_staleness:
             self.stale_steps = StaleSteps(self)
 
     def should_leave_evaluation(self) -> bool:
-        """Whether this group leaves out the remaining episodes of an evaluation. Collective: group."""
+        """Whether this rank has received a stop signal, so that its group leaves an evaluation. Local."""
         self.stage.begin("an episode of an evaluation")
-        return self.stop.should_leave_tasks()
+        return bool(self.stop.signals.asked)
 
     def raise_if_stopped(self) -> None:
         """Save and end the run if a signal asked for it. Raises `Stopped` on all ranks. Collective: world."""

@@ -17,10 +17,9 @@ import torch
 
 from fmmeta.meta.parameters import MetaGradient
 from fmmeta.parallel.process_groups import PendingWork
-from fmmeta.training.callbacks import Callback
+from fmmeta.training.callbacks import Callback, Outcome
 
 if TYPE_CHECKING:
-    from fmmeta.training.callbacks import Outcome
     from fmmeta.training.loop import Run
 
 KINDS = (
@@ -96,7 +95,7 @@ class Profiler(Callback):
                 if hasattr(owner, name):  # a pipeline's worker has neither _loss nor backward
                     self.wrapped.enter_context(wrapped(owner, name, self.clock, kind))
 
-    def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
+    def on_step_end(self, run: "Run", outcome: Outcome) -> None:
         """Unwrap, write the trace, gather the shares. Collective: world, after the chosen step."""
         if self.clock is None or self.facts:
             return
@@ -161,10 +160,4 @@ def regions(run: "Run") -> list[tuple[str, Any, list[str]]]:
 
 def wrapped(owner: Any, name: str, clock: Clock, kind: str) -> contextlib.AbstractContextManager[Any]:
     """Count the time of `owner.name` for `kind` while the block runs."""
-    original = getattr(owner, name)
-
-    def timed(*arguments: Any, **named: Any) -> Any:
-        with clock.region(kind):
-            return original(*arguments, **named)
-
-    return mock.patch.object(owner, name, timed)
+    return mock.patch.object(owner, name, clock.region(kind)(getattr(owner, name)))

@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult
 
 from fmmeta.checkpoint import model_card
-from fmmeta.checkpoint.model_card import Content, Scores, code, escaped, public_name
+from fmmeta.checkpoint.model_card import Content, Scores, code, escaped, inner_loop, public_name
 from fmmeta.common.security import printable
 from fmmeta.common.text import counted, strict, units_of
 from fmmeta.config.algorithms import find
@@ -50,29 +50,26 @@ def card_content(
     spec, classes = find(config.algorithm), config.task_type == "classification"
     kind = "image" if description.images else "text"
     learns = f"{kind} classification" if classes else "text generation"
-    shots = f"{config.k_shot} examples{' per class' if classes else ''}"
     summary = f"This model learns a new {learns} task from a few examples. It was meta-trained with fmmeta."
     if spec.trains_nothing:
         summary = "fmmeta has evaluated this model and changed none of its weights."
     episodes = f"{config.n_way}-way {config.k_shot}-shot" if classes else f"{config.k_shot}-shot"
     data = [public_name(name) for name in config.dataset]
     base = code(public_name(config.model_name_or_path))
-    tasks = config.tasks_per_step
+    tasks = counted(config.tasks_per_step, "task")
     merged = "" if adapter else ", merged into the base model"
     facts = {
         "base model": f"{base}, the built-in model, trained from scratch" if config.builtin_model else base,
         "algorithm": escaped(config.algorithm),
-        "tasks": f"{' '.join(map(code, data))}, {episodes} episodes ({shots})",
-        "inner loop": f"{config.inner_steps} steps of {config.inner_optimizer}, inner_lr {config.inner_lr:g}",
+        "tasks": f"{' '.join(map(code, data))}, {episodes} episodes",
+        "inner loop": "" if spec.in_prompt else inner_loop(config, config.inner_steps),
         "prompt": "the support set precedes each query" if spec.in_prompt else "",
-        "outer loop": f"{outer_steps} steps of {config.outer_optimizer} over {tasks} tasks each,"
+        "outer loop": f"{counted(outer_steps, 'step')} of {config.outer_optimizer} over {tasks} each,"
         f" outer_lr {config.outer_lr * config.outer_lr_factor:g}, seed {config.seed}",
         "trained weights": f"LoRA adapters of rank {config.lora_r}{merged}" if config.lora_r else "",
         "verdict": escaped(verdict),
         "sentence vector": f"{description.pooling} pooling" if description.pooling != "model" else "",
     }
-    if spec.in_prompt:
-        facts["inner loop"] = ""
     if spec.trains_nothing:
         facts["outer loop"] = facts["trained weights"] = ""
     return Content(
@@ -128,10 +125,8 @@ def scores(compared: Compared, episodes: str, trained: bool, in_prompt: bool = F
         rows["gain of meta-training (paired)"] = compared.gain
     else:
         rows.pop(FROM_START)
-    base = (
-        " The base model is adapted to the same episodes, with the inner loop that scores best on validation"
-        " tasks."
-    )
+    loop = ", with the inner loop that scores best on validation tasks" if compared.loop.steps else ""
+    base = f" The base model is adapted to the same episodes{loop}."
     if in_prompt:
         base = " The base model gets the same prompts, which hold the support set."
     names = {BEFORE: "before adaptation", FROM_START: "base model, adapted", AFTER: "this model, adapted"}

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from fmmeta import checkpoint
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.processes import output_of
 from fmmeta.common.progress import LOGGER
 from fmmeta.common.security import make_folders, publish_text, redact, remove_empty
@@ -72,13 +72,9 @@ def promise_of(settings: Mapping[str, Any], device_type: str = "cpu") -> str:
     """
     if settings["max_staleness"]:
         return f"max_staleness={settings['max_staleness']}: theta depends on how long tasks take"
-    causes = {
-        "task_schedule=dynamic": settings["task_schedule"] == "dynamic",
-        "elastic=True": settings["elastic"],
-    }
-    for cause, holds in causes.items():
-        if holds:
-            return f"{cause}: theta is the same to rounding, 1e-5 of its distance from the start"
+    for name, value in (("task_schedule", "dynamic"), ("elastic", True)):
+        if settings[name] == value:
+            return f"{name}={value}: theta is the same to rounding, 1e-5 of its distance from the start"
     if device_type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         return "cuda without torch.use_deterministic_algorithms: theta is the same to rounding"
     return "theta is the same bit for bit on the same layout"
@@ -256,11 +252,6 @@ def newer(chosen: Path, folder: Path) -> list[Path]:
     return [path for path in checkpoints_since(folder, step) if path.resolve() != chosen.resolve()]
 
 
-def choose_run_folder(config: Config, settings: dict[str, Any]) -> Path:
-    """The folder of a run; a new one is not made."""
-    return known_folder(config, settings) or new_folder(config)
-
-
 def known_folder(config: Config, settings: dict[str, Any]) -> Path | None:
     """--output_dir, or runs/<run_name>; without them the newest unfinished run with these settings in runs/,
     or None.
@@ -291,17 +282,14 @@ def make_new(config: Config) -> list[Path]:
 
     Returns the folder and others that were missing, innermost first. Raises `UsageError`.
     """
-    number, above = 1, list[Path]()
+    number, above = 0, list[Path]()
     while True:
+        number += 1
         above = make(Path("runs")) or above
         folder = new_folder(config, number)
-        try:
+        # another process has made it, or was refused and has removed runs/
+        with suppress(FileExistsError, FileNotFoundError):
             folder.mkdir()
-        except FileExistsError:
-            number += 1
-        except FileNotFoundError:  # another start was refused, and has removed runs/
-            continue
-        else:
             return [folder, *above]
 
 
@@ -322,11 +310,9 @@ def is_unfinished(folder: Path, settings: dict[str, Any], named: Path | None = N
     """
     with suppress(UsageError, OSError):  # not readable, in use, or another user's
         run = read_run(folder)
-        if run is None or run.get("finished") or changed_settings(as_stored(run["settings"]), settings):
+        if run is None or run.get("finished") or changed_settings(run["settings"], settings):
             return False
-        if named is not None and not has_begun_from(run, named):
-            return False
-        if checkpoint.list_complete(folder):
+        if (named is None or has_begun_from(run, named)) and checkpoint.list_complete(folder):
             lock = lock_folder(folder, 0, quiet=True)
             lock.close()
             return not lock.warning  # without locks it may be in use
@@ -353,10 +339,8 @@ class FolderLock:
 
 def make(folder: Path) -> list[Path]:
     """Make a run's folder; return those that were missing. Raises `UsageError`."""
-    try:
+    with usage_errors(f"output_dir={folder} cannot be made", "choose another"):
         made = make_folders(folder)
-    except OSError as error:
-        raise UsageError(f"output_dir={folder} cannot be made: {error.strerror}; choose another") from None
     if not os.access(folder, os.W_OK):
         raise UsageError(f"output_dir={folder} cannot be written to; choose another")
     return made
@@ -414,13 +398,12 @@ def is_file(file: Any, path: Path) -> bool:
         return False
 
 
-def find_start(config: Config, settings: dict[str, Any], folder: Path | None = None) -> RunStart:
+def find_start(config: Config, settings: dict[str, Any], folder: Path) -> RunStart:
     """The start by the settings and the names in the folder; the checkpoint is not verified. Local.
 
     A checkpoint that the user names is where the run begins, once: a repeated command, such as that of a
     requeued job, resumes from what the run has saved since.
     """
-    folder = folder or choose_run_folder(config, settings)
     wanted, warnings, before = config.resume_from_checkpoint, list[str](), read_run(folder)
     explicit, begun_from = named_checkpoint(config), (before or {}).get("begun_from") or {}
     begun = explicit is not None and before is not None and has_begun_from(before, explicit)
@@ -453,7 +436,6 @@ def accept_changes(before: dict[str, Any], config: Config, settings: dict[str, A
 
     Raises `UsageError` for settings that change theta and are not in --accept_changed_settings.
     """
-    before = as_stored(before)
     changed, free = changed_settings(before, settings), changed_settings(before, settings, free=True)
     accepted = [text for name, text in changed.items() if name in config.accept_changed_settings]
     refused = [text for name, text in changed.items() if name not in config.accept_changed_settings]

@@ -14,9 +14,9 @@ from fmmeta.common.security import publish_text, redact
 from fmmeta.common.text import to_json
 from fmmeta.config.algorithms import find
 from fmmeta.meta.noise_scale import TaskSquares
-from fmmeta.meta.rule import TaskResult
+from fmmeta.meta.task import TaskResult
 from fmmeta.parallel.process_groups import ProcessGroups
-from fmmeta.report.data import noise_advice, parse_line
+from fmmeta.report.data import parse_line
 from fmmeta.training.callbacks import Callback, Outcome
 
 if TYPE_CHECKING:
@@ -39,20 +39,19 @@ class StepMetrics:
         self.began = time.monotonic()
         self.weight = self.weight_squared = self.data_seconds = 0.0
         self.square = 0.0  # this rank's part of the sum of w |g|^2 (meta/noise_scale.py)
-        self.skipped = self.exploded = self.tokens = self.tasks = self.failures = 0
+        self.skipped = self.tokens = self.tasks = self.failures = 0
         # sums over the finite tasks, each times its weight
         self.sums = dict.fromkeys(("support_loss", "query_loss", "accuracy", *names), 0.0)
         self.values: dict[str, Any] = {}
         self.tasks_by_group: list[int] = []  # with or without an episode
 
-    def add(self, task: TaskResult, tokens: int, exploded: bool = False, square: float = 0.0) -> None:
-        """Count a task. exploded: whether it exceeds the outlier bounds, and is skipped; square: this rank's
-        part of |w g|^2, w its weight and g its meta-gradient, if measured.
+    def add(self, task: TaskResult, tokens: int, square: float = 0.0) -> None:
+        """Count a task. square: this rank's part of |w g|^2, w its weight and g its meta-gradient, if
+        measured.
         """
         self.tokens += tokens
         self.tasks += 1
-        self.exploded += exploded
-        if exploded or not task.finite:
+        if not task.finite:
             self.skipped += 1
             return
         self.weight += task.weight
@@ -88,7 +87,6 @@ class StepMetrics:
         of_group = {
             "weight": self.weight,
             "skipped": self.skipped,
-            "exploded": self.exploded,
             "tasks": self.tasks,
             "weight_squared": self.weight_squared,
             **self.sums,
@@ -130,8 +128,6 @@ class StepMetrics:
             "wait_seconds_by_group": [round(float(wait), 6) for wait in waits],
             "imbalance": float(busy.max() / busy.mean()) - 1,
         }
-        if total["exploded"]:
-            self.values["exploded_tasks"] = int(total["exploded"])
         return weight
 
 
@@ -181,7 +177,7 @@ class RunLogger(Callback):
     def on_train_end(self, run: "Run") -> None:
         config = run.config
         if config.gradient_noise_scale:
-            run.progress.notice(noise_advice(run.state.updates.noise_scale.tasks, config.tasks_per_step))
+            run.progress.notice(run.state.updates.noise_scale.advice(config.tasks_per_step))
 
     def on_evaluate(self, run: "Run", metrics: dict[str, float]) -> None:
         self._log(run, {"step": run.state.outer_step, **metrics})

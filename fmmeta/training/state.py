@@ -92,7 +92,7 @@ class TrainingState:
         self.outer_step, self.bad_steps, self.tasks = facts["outer_step"], facts["bad_steps"], facts["tasks"]
         self.validated = facts["validated"]
         self.ends_early = facts.get("ended_early_of") == self.config.outer_steps
-        self.spikes, self.queue = Spikes(facts.get("losses")), facts.get("queue")
+        self.spikes, self.queue = Spikes(facts["losses"]), facts["queue"]
 
     def count(self, outcome: Outcome, tasks: dict[str, int]) -> None:
         """Count an outer step that has ended. tasks: numbers of seen and of bad tasks so far."""
@@ -115,13 +115,6 @@ class TrainingState:
     def trained(self) -> MetaParameters:
         """The best validated weights (--load_best_model_at_end), or the last. Local."""
         return (self.best and self.best.meta_params) or self.meta_params
-
-    def preallocate(self) -> None:
-        """Allocate the buffers of the first save while training continues."""
-        state = StateDict()
-        self.meta_params.add_state(state)
-        self.outer.add_state(state)
-        self.saver.warm(state.vectors)
 
     def is_saved(self) -> bool:
         """Whether there is nothing to save: no step yet, or checkpoint-N exists or is being written."""

@@ -6,17 +6,17 @@ call it. Accelerate's trackers need it to find the main process and to log; `mak
 that fails is dropped with a notice; the run continues.
 """
 
-import importlib.util
 import json
 import logging
 import math
 import os
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import UsageError, one_line
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import redact
 from fmmeta.config.settings import TRACKERS, Config
@@ -32,7 +32,7 @@ SECRET_NAME = re.compile(r"(^|_)(token|secret|password|api_?key|credentials?)$")
 def check_installed(config: Config) -> None:
     """Refuse trackers whose package is not installed. Raises `UsageError`."""
     for name in names_of(config):
-        if not is_installed(name):
+        if find_spec(name) is None:
             raise UsageError(
                 f"report_to={name} needs the package {name}, which is not installed; pip install"
                 f" 'fmmeta[{name}]'"
@@ -42,12 +42,8 @@ def check_installed(config: Config) -> None:
 def names_of(config: Config) -> list[str]:
     """The trackers of --report_to; all: those that are installed."""
     if config.report_to == ["all"]:
-        return [name for name in TRACKERS if is_installed(name)]
+        return [name for name in TRACKERS if find_spec(name)]
     return [name for name in config.report_to if name != "none"]
-
-
-def is_installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 class Trackers(Callback):
@@ -167,9 +163,8 @@ def flat(values: dict[str, Any]) -> dict[str, float]:
 
 
 def describe_error(error: Exception) -> str:
-    """The first line of an error, without secrets."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {redact(lines[0])[:200]}" if lines else type(error).__name__
+    """The text of an error on one line, without secrets."""
+    return f"{type(error).__name__}: {redact(one_line(error))[:200]}"
 
 
 class Quiet(logging.LoggerAdapter):  # type: ignore[type-arg]

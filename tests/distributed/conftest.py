@@ -1,10 +1,8 @@
 """What tests of short runs share (short_runs.py)."""
 
-from __future__ import annotations
-
 import pytest
 
-from tests.support.fork_server import shared
+from harness.fork_server import shared
 from tests.support.models import write_classes
 from tests.support.short_runs import QUICK
 

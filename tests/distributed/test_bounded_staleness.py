@@ -2,8 +2,6 @@
 began; a resumed run counts every task once; metrics, signals and dropped gradients.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -13,7 +11,7 @@ import pytest
 
 from tests.support.matrix import Case, ParityFixture, fast_and_slow_cases, tolerance
 from tests.support.models import write_tasks
-from tests.support.short_runs import steps_of, until
+from tests.support.short_runs import metrics_of, steps_of, until
 
 ROWS = [  # layout, stage, algorithm, model, dtype, outer, head, pipeline stages
     ((1, 1), "plain", "slow-fomaml", "bert", "fp32", "adamw", "learned", 1),
@@ -67,10 +65,6 @@ SETTINGS = {
 }
 
 
-def lines_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def start(fork_server, flags):
     """start(folder, **settings): a run of two groups in folder/run; returns its ranks."""
@@ -99,8 +93,8 @@ def test_a_stopped_run_begins_the_tasks_again_that_are_not_in_theta(fork_server,
     ranks = start(folder)
     assert fork_server.wait(ranks, 100) == [0, 0], ranks[0].text
     assert "theta depends on how long tasks take" in ranks[0].text
-    assert [line["step"] for line in lines_of(folder)] == list(range(1, 9))
-    assert sum(line["skipped_tasks"] for line in lines_of(folder)) == 0
+    assert [line["step"] for line in metrics_of(folder / "run")] == list(range(1, 9))
+    assert sum(line["skipped_tasks"] for line in metrics_of(folder / "run")) == 0
 
 
 def test_a_bad_task_is_named_in_the_step_in_which_it_counts(fork_server, start, tmp_path):
@@ -123,7 +117,9 @@ def test_a_bad_task_is_named_in_the_step_in_which_it_counts(fork_server, start, 
         algorithm="fomaml",
     )
     assert fork_server.wait(ranks, 100) == [0, 0], ranks[0].text + ranks[1].text
-    counts = [(len(line.get("bad_tasks", ())), line["skipped_tasks"]) for line in lines_of(tmp_path)]
+    counts = [
+        (len(line.get("bad_tasks", ())), line["skipped_tasks"]) for line in metrics_of(tmp_path / "run")
+    ]
     assert [bad for bad, _ in counts] == [skipped for _, skipped in counts]
     assert sum(bad for bad, _ in counts) > 10
 
@@ -140,7 +136,7 @@ def test_old_gradients_are_dropped_by_stratum(fork_server, start, tmp_path):
         algorithm="tests.support.slow_group:TEN_TIMES_SLOWER",
     )
     assert fork_server.wait(ranks, 100) == [0, 0], ranks[0].text + ranks[1].text
-    lines = lines_of(tmp_path)
+    lines = metrics_of(tmp_path / "run")
     assert len(lines) == 20
     assert max(line["staleness_max"] for line in lines) <= 1
     assert sum(line["dropped_tasks"] for line in lines) > 0

@@ -1,7 +1,5 @@
 """Launchers, lost terminals and killed ranks, with the inputs of ../shared/cases that are about them."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -10,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from fmmeta.parallel.layout import LAUNCHERS
-from tests.support.fork_server import environment, free_port, shared
-from tests.support.launch import ROOT, python, run_ranks, train_flags
+from harness.fork_server import environment, free_port, shared
+from tests.support.helpers import CASES, ROOT, needs_cases
+from tests.support.launch import python, run_ranks, train_flags
 from tests.support.short_runs import QUICK
 
-CASES = ROOT.parent / "shared" / "cases"
 MEET = """
 import os, torch
 from fmmeta.parallel.layout import Launch
@@ -23,13 +21,6 @@ world = World(Launch.from_env(os.environ), torch.device("cpu"))
 print(world.comm.gather_bytes(str(world.launch.local_rank).encode()), world.launch.local_world_size)
 world.close()
 """
-
-
-def case(name: str) -> Path:
-    """The folder of a case; a checkout alone has none."""
-    if not (CASES / name).is_dir():
-        pytest.skip(f"{CASES / name} is not there")
-    return CASES / name
 
 
 @pytest.mark.parametrize("names", LAUNCHERS, ids=lambda names: names.rank)
@@ -47,9 +38,10 @@ def test_the_ranks_of_a_launcher_are_one_world(names, tmp_path):
     assert [rank.text.split("\n")[0] for rank in ranks] == ["[b'0', b'1'] 2"] * 2
 
 
+@needs_cases
 def test_two_processes_of_mpirun_train_one_run(tmp_path):
     env = environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
-    words = ["bash", case("mpirun") / "run.sh"]
+    words = ["bash", CASES / "mpirun" / "run.sh"]
     subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, timeout=200, check=True)
     logs = [(tmp_path / f"mpirun-{rank}.log").read_text() for rank in range(2)]
     assert "2 groups of 1 rank on cpu" in logs[0], logs[0]

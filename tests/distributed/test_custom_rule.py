@@ -1,7 +1,5 @@
 """A rule and optimizers outside the package, chosen by `module:spec`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,10 +1,7 @@
 """Bad data while two ranks train: the run ends as the policy says, the counts add up, no rank hangs."""
 
-from __future__ import annotations
-
 import json
 import os
-import platform
 import re
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from fmmeta.tasks.sources.load import load_sources
 from tests.support.launch import ProcessResults, run_ranks
 from tests.support.messages import check_message
 from tests.support.models import write_tasks
+from tests.support.short_runs import metrics_of
 
 STEPS, HARM_AT, SAFE = (
     16,
@@ -75,10 +73,6 @@ def train(root: Path, out: Path, plan: dict, **flags) -> ProcessResults:
     )
 
 
-def lines_of(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_bad_tasks_are_left_out_and_counted(tmp_path):
@@ -96,7 +90,7 @@ def test_bad_tasks_are_left_out_and_counted(tmp_path):
     )
     plan = {"at": HARM_AT, "truncate": [str(path[cut])], "forbid": [str(path[forbidden])], "kill_at": 6}
     ended = train(root, tmp_path / "out", plan, on_bad_task="skip", max_bad_fraction=0.1).ok()
-    lines = lines_of(tmp_path / "out")
+    lines = metrics_of(tmp_path / "out")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     found = {bad["task"]: bad["error"] for line in lines for bad in line.get("bad_tasks", ())}
     wanted = {name for name in (cut, forbidden, nul, mixed)}
@@ -165,23 +159,3 @@ def test_too_many_bad_tasks_stop_all_ranks(tmp_path):
     last = ended.output[0].splitlines()[-1]
     assert last.startswith("fmmeta: error: max_bad_fraction=0.03: 4 of 24 tasks ")
     assert not ended.others
-
-
-def test_a_node_that_is_done_waits_for_a_slower_one():
-    """Longer than the timeout of its communicator, up to prepare_timeout."""
-    assert run_ranks(["-m", "tests.support.scenarios", "slow_node"], 2, 100).ok().output == ["read\n"] * 2
-
-
-def test_one_rank_of_a_node_prepares_and_the_others_wait_for_it(tmp_path):
-    ended = run_ranks(["-m", "tests.support.scenarios", "prepare_once", str(tmp_path)], 3, 100).ok()
-    first, second, third = (text.splitlines() for text in ended.output)
-    assert first == ["found nothing", "dataset=x is broken; fix it"]
-    assert second[0].startswith("fmmeta: rank 1 waits for rank 0 on ")
-    assert all(part in second[0] for part in ("(reading the data)", "0 s so far", "60 s at most"))
-    assert [line for line in second if line.startswith("found")] == ["found what rank 0 left"]
-    assert third[:2] == ["found what rank 0 left", "dataset=x is broken; fix it"]  # one waiting rank logs
-    late = ("has waited 1 s for rank 0", platform.node(), "(reading slowly)", "raise it")
-    assert second[-2].startswith("fmmeta: error: prepare_timeout=0.5: rank 1 ")
-    assert second[-1] == second[-2].replace("fmmeta: error: ", "raised: ")
-    assert all(part in second[-1] for part in late)
-    assert third[2:] == [second[-1].replace("rank 1", "rank 2")]

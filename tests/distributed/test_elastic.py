@@ -2,8 +2,6 @@
 meta-batch, theta is the same.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -11,27 +9,27 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from benchmarks.elastic import SLEEP, Born, Trial, alone, lines_of, parity, theta_of
 from fmmeta import Config, MetaTrainer
 from fmmeta.common.errors import MachineFault, PeerLost
 from fmmeta.elastic import communicator, lighthouse
 from fmmeta.elastic.communicator import ElasticCommunicator
 from fmmeta.elastic.lighthouse import LighthouseClient, coordination
-from fmmeta.elastic.supervisor import Group
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.network import proof
 from fmmeta.training.loop import Run
 from fmmeta.training.run_folder import lock_folder
-from tests.support.fork_server import ROOT, environment, free_port
+from harness.elastic import SLEEP, Born, Group, Trial, alone, lines_of, parity, theta_of
+from harness.fork_server import ROOT, environment, free_port
+from tests.support import slurm
 from tests.support.launch import run_ranks
 
 os.environ.setdefault("RUST_LOG", "warn")
@@ -48,7 +46,7 @@ SETTINGS = {
     "num_query": 2,
     "inner_steps": 1,
     "num_workers": "0",
-    "episode_transforms": ["benchmarks.elastic:slowly"],
+    "episode_transforms": ["harness.elastic:slowly"],
     "heartbeat_timeout": 2.0,
 }
 TASK_S = 1.0
@@ -56,16 +54,20 @@ PATIENCE_S = 200
 
 
 @pytest.fixture
-def trial(tmp_path):
-    made: list[Trial] = []
-
+def trial(tmp_path, opened):
     def make(**settings):
-        made.append(Trial({**SETTINGS, "output_dir": str(tmp_path / "run"), **settings}, TASK_S))
-        return made[-1]
+        made = Trial({**SETTINGS, "output_dir": str(tmp_path / "run"), **settings}, TASK_S)
+        opened.callback(made.close)
+        return made
 
-    yield make
-    for one in made:
-        one.close()
+    return make
+
+
+def finish(run: Trial) -> None:
+    """Let the run end."""
+    run.hurry()
+    run.end(PATIENCE_S)
+    assert run.code == 0, "\n".join(run.log[-50:])
 
 
 @pytest.fixture(scope="module")
@@ -110,23 +112,20 @@ def test_theta_after_three_kills_equals_the_undisturbed_run(trial, undisturbed):
     run = trial(groups=3)
     run.start()
     run.wait_for(3, PATIENCE_S)
-    by_name = {group.name: group for group in run.supervisor.groups}
     (wrote,) = writers_of(run)
-    first, last = sorted(set(by_name) - {wrote})
+    first, last = sorted({*run.groups} - {wrote})
     wrote_when_killed = 0
     for name in (first, wrote, first):
         time.sleep(TASK_S / 2)  # in the middle of a step
         wrote_when_killed += writers_of(run)[-1] == name
-        run.kill(by_name[name])
+        run.kill(name)
         run.wait_for(2, PATIENCE_S)
         run.wait_for(3, PATIENCE_S)
-    run.hurry()
-    run.end(PATIENCE_S)
-    assert run.code == 0, "\n".join(run.log[-50:])
+    finish(run)
     lines = complete_lines(run)
     assert {line["groups"] for line in lines} >= {2, 3}
     assert sum(line["retries"] > 0 for line in lines) + sum(line["lost_seconds"] > 0 for line in lines) >= 3
-    assert [by_name[name].starts for name in (first, wrote, last)] == [3, 2, 1]
+    assert [run.groups[name].starts for name in (first, wrote, last)] == [3, 2, 1]
     received = [line for line in run.log if "state received from" in line]
     assert len(received) >= 3
     assert undisturbed(run) < 1e-4
@@ -142,15 +141,12 @@ def test_finished_tasks_are_kept_when_a_group_that_claims_is_killed(trial, undis
     run = trial(groups=3, task_schedule="dynamic")
     run.start()
     run.wait_for(3, PATIENCE_S)
-    by_name = {group.name: group for group in run.supervisor.groups}
     for _ in range(2):
         time.sleep(TASK_S / 2)  # in the middle of a step
-        run.kill(by_name[writers_of(run)[-1]])
+        run.kill(writers_of(run)[-1])
         run.wait_for(2, PATIENCE_S)
         run.wait_for(3, PATIENCE_S)
-    run.hurry()
-    run.end(PATIENCE_S)
-    assert run.code == 0, "\n".join(run.log[-50:])
+    finish(run)
     assert all(sum(line["tasks_by_group"]) == 3 for line in complete_lines(run))
     assert any("of its tasks are finished, and are kept" in line for line in run.log), "\n".join(run.log)
     assert undisturbed(run) < 1e-4
@@ -180,11 +176,11 @@ def test_a_joining_group_receives_learned_rates(trial):
     run.start()
     run.wait_for_step(1, PATIENCE_S)
     run.before = f"{__name__}:{delay_resume_until_checkpoint_is_removed.__name__}"
-    run.supervisor.groups.append(Group("late0"))
+    run.launch(Group("late0"))
     run.wait_for_step(2, PATIENCE_S)
     run.hurry()
     run.end(PATIENCE_S)
-    assert [(group.starts, group.ended) for group in run.supervisor.groups] == [(1, 0)] * 2, "\n".join(
+    assert [(group.starts, group.ended) for group in run.groups.values()] == [(1, 0)] * 2, "\n".join(
         run.log[-50:]
     )
     assert sum("state received from" in line for line in run.log) == 1
@@ -205,17 +201,18 @@ def test_theta_of_sharded_groups_after_a_join_a_loss_and_a_leave(trial, undistur
     run.start()
     run.wait_for(1, PATIENCE_S)
     late = Group("late0")
-    run.supervisor.groups.append(late)
+    run.launch(late)
     run.wait_for(2, PATIENCE_S)
-    run.kills.append({"group": "late0", "at": time.monotonic()})
-    late.processes[1].send_signal(signal.SIGKILL)
+    late.ranks[1].send_signal(signal.SIGKILL)
+    run.kill("late0")  # as a launcher does when one of its ranks has died
     run.wait_for(2, PATIENCE_S)
     run.wait_for_step(2, PATIENCE_S)
-    run.supervisor.groups[0].terminate()  # the writer leaves; the other one takes over
+    first = run.groups["group0"]
+    first.send_signal(signal.SIGTERM)  # the writer leaves; the other one takes over
     deadline = time.monotonic() + PATIENCE_S
-    while run.supervisor.groups[0].ended is None and time.monotonic() < deadline:
+    while first.ended is None and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert run.supervisor.groups[0].ended == 75
+    assert first.ended == 75
     run.hurry()
     run.end(PATIENCE_S)
     lines = complete_lines(run)
@@ -225,6 +222,52 @@ def test_theta_of_sharded_groups_after_a_join_a_loss_and_a_leave(trial, undistur
     assert sum("state received from" in line for line in run.log) >= 2
     assert undisturbed(run) < 1e-4
     assert len(theta_of(run.folder / f"checkpoint-{STEPS}")) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("launcher", ["torchrun", "sbatch"])
+def test_a_group_comes_back_by_its_launcher(launcher, trial, tmp_path):
+    """torchrun starts a killed rank again; a job that got a signal is requeued. Both join again."""
+    run, log = trial(groups=1, outer_steps=150, save_steps=150), tmp_path / "slurm-4711.out"
+    run.start()
+    run.wait_for(1, PATIENCE_S)
+    flags = ["--config", str(run.file_of_settings), "--group_name", "back", "--output_dir", str(run.folder)]
+    env, leave = environment(), tmp_path / "leave"
+    if launcher == "torchrun":
+        agent = "-m torch.distributed.run --standalone --nproc-per-node=1 --max-restarts=1 -m fmmeta train"
+        words = [sys.executable, *agent.split(), *flags]
+    else:
+        (tmp_path / "launch").symlink_to(ROOT / "launch")
+        env |= {
+            "PATH": f"{slurm.install(tmp_path / 'bin')}:{Path(sys.executable).parent}:{env['PATH']}",
+            "STAND_IN_FOLDER": str(tmp_path),
+            "STAND_IN_TASKS": "1",
+            "STAND_IN_SIGNAL_AT": f"{leave}:1",
+            "MASTER_PORT": str(free_port()),
+        }
+        words = ["sbatch", "--nodes=1", "launch/slurm_srun.sbatch", *flags]
+    with log.open("a") as out:
+        process = subprocess.Popen(words, cwd=tmp_path, env=env, stdout=out, stderr=out)
+    try:
+        run.wait_for(2, PATIENCE_S)
+        run.kills.append({"group": "back", "at": time.monotonic()})
+        if launcher == "torchrun":
+            psutil.Process(process.pid).children()[0].kill()
+        else:
+            leave.write_text("leave\n")
+        run.wait_for(2, PATIENCE_S)
+        run.hurry()
+        run.end(PATIENCE_S)
+        assert process.wait(PATIENCE_S) == run.code == 0, log.read_text()
+    finally:
+        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
+            child.kill()
+        process.kill()
+    assert log.read_text().count("state received from group group0") == 2
+    lines = lines_of(run.folder)
+    assert [line["step"] for line in lines] == list(range(1, 151))
+    assert {line["tasks"] for line in lines} == {3}
 
 
 def without_torchft() -> None:
@@ -305,7 +348,7 @@ def short_waits() -> None:
 
 
 def test_a_lighthouse_that_stays_away_is_the_fault_of_a_machine(tmp_path):
-    """Exit code 70, after which schedulers and supervisors start a group again, and one line."""
+    """Exit code 70, after which schedulers and torchrun start a group again, and one line."""
     words = ["-m", "fmmeta", "train", "--elastic", "--output_dir", str(tmp_path / "run"), *NOWHERE]
     ended = run_ranks(words, 1, before=short_waits)
     assert ended.codes == [70], ended.output[0]
@@ -366,12 +409,12 @@ def test_a_quorum_request_waits_for_working_groups_and_not_for_a_dead_lighthouse
     lines, asked, question = (
         [LighthouseClient(address, name, coordination()) for name in "ab"],
         [],
-        LighthouseClient._send_request,
+        lighthouse.in_thread,
     )
 
-    def count(line, mine):
-        asked.append(line.name)
-        return question(line, mine)
+    def count(mine):
+        asked.append(mine.args[0])
+        return question(mine)
 
     def request(line, step, patience_s=1.0):
         found = line.request_quorum(
@@ -379,7 +422,7 @@ def test_a_quorum_request_waits_for_working_groups_and_not_for_a_dead_lighthouse
         )
         return sorted(member.replica_id for member in found.participants)
 
-    monkeypatch.setattr(LighthouseClient, "_send_request", count)
+    monkeypatch.setattr(lighthouse, "in_thread", count)
     try:
         with ThreadPoolExecutor(2) as pool:
             for line in lines:
@@ -412,53 +455,74 @@ def test_a_quorum_request_waits_for_working_groups_and_not_for_a_dead_lighthouse
         server.process.send_signal(signal.SIGKILL)
 
 
+@pytest.fixture
+def opened():
+    """Closes in the end what a test has opened, the last first."""
+    with ExitStack() as stack:
+        yield stack
+
+
+def served(opened: ExitStack, **options: int) -> str:
+    """The address of a lighthouse in this process."""
+    server = coordination().LighthouseServer(bind="[::]:0", quorum_tick_ms=50, **options)
+    opened.callback(server.shutdown)
+    return server.address()
+
+
+def lighthouse_of(opened: ExitStack, **options: float) -> str:
+    """The same with the options of `fmmeta lighthouse`."""
+    server, address = lighthouse.open_lighthouse(lighthouse.LighthouseConfig("127.0.0.1", 0, **options))
+    opened.callback(server.shutdown)
+    return address
+
+
+def joined(opened: ExitStack, address: str, names: str) -> list[ElasticCommunicator]:
+    """Groups of one rank, which leave in the end."""
+    alone = Communicator(None, 0, 1, torch.device("cpu"))
+    groups = [ElasticCommunicator(alone, address, name) for name in names]
+    for cross in groups:
+        opened.callback(cross.leave)
+    return groups
+
+
 @pytest.mark.cluster
-def test_a_group_that_ends_before_the_rendezvous_is_missed_at_once():
+def test_a_group_that_ends_before_the_rendezvous_is_missed_at_once(opened):
     """The lighthouse counts it until its heartbeats are missed; the others do not wait for it."""
-    server = coordination().LighthouseServer(bind="[::]:0", min_replicas=2, quorum_tick_ms=50)
-    cross = ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), server.address(), "a")
-    ended = LighthouseClient(server.address(), "b:1", coordination())
+    address = served(opened, min_replicas=2)
+    (cross,) = joined(opened, address, "a")
+    ended = LighthouseClient(address, "b:1", coordination())
     store_address = f"127.0.0.1:{free_port()}"
     mine = {"fresh": False, "writes": False, "connection": "", "computed_by": "", "config_hash": ""}
     mine["proof"] = proof(b"", "b:1", store_address, 1, mine)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            ended.start_heartbeats(store_address, 1)
-            counted = pool.submit(
-                ended.request_quorum,
-                30.0,
-                address="",
-                store_address=store_address,
-                step=1,
-                world_size=1,
-                shrink_only=False,
-                data=mine,
-            )
-            began = time.monotonic()
-            with pytest.raises(PeerLost, match="group b has ended"):
-                cross.form(1, 30.0)
-            assert time.monotonic() - began < 5
-            assert [member.replica_id for member in counted.result().participants] == [cross.name, "b:1"]
-    finally:
-        ended.stop_heartbeats()
-        cross.leave()
-        server.shutdown()
+    opened.callback(ended.stop_heartbeats)
+    with ThreadPoolExecutor(1) as pool:
+        ended.start_heartbeats(store_address, 1)
+        counted = pool.submit(
+            ended.request_quorum,
+            30.0,
+            address="",
+            store_address=store_address,
+            step=1,
+            world_size=1,
+            shrink_only=False,
+            data=mine,
+        )
+        began = time.monotonic()
+        with pytest.raises(PeerLost, match="group b has ended"):
+            cross.form(1, 30.0)
+        assert time.monotonic() - began < 5
+        assert [member.replica_id for member in counted.result().participants] == [cross.name, "b:1"]
 
 
 @pytest.mark.cluster
-def test_groups_with_different_memberships_agree_on_a_restart():
+def test_groups_with_different_memberships_agree_on_a_restart(opened):
     """One joins late, and the others take a step without it; one loses its communicator.
 
     A group that still has the previous communicator must form a new one with the others, and all must agree
     on it: what they do after a change is collective.
     """
-    server = coordination().LighthouseServer(
-        bind="[::]:0", min_replicas=1, join_timeout_ms=3000, quorum_tick_ms=50, heartbeat_timeout_ms=9000
-    )
-    groups = [
-        ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), server.address(), name)
-        for name in "abc"
-    ]
+    address = served(opened, min_replicas=1, join_timeout_ms=3000, heartbeat_timeout_ms=9000)
+    groups = joined(opened, address, "abc")
 
     def form_all(pool, those, step):
         asked = []
@@ -472,21 +536,16 @@ def test_groups_with_different_memberships_agree_on_a_restart():
         assert sums == [len(those)] * len(those)
         return [found.restarted for found in memberships]
 
-    try:
-        with ThreadPoolExecutor(3) as pool:
-            list(pool.map(lambda cross: form_until(cross, 3), groups))
-            assert form_all(pool, groups, 0) == [False] * 3
-            assert form_all(pool, groups[:2], 1) == [True] * 2  # c is late and not in this membership
-            assert form_all(pool, groups, 2) == [True] * 3
-            assert form_all(pool, groups, 3) == [False] * 3
-            with pytest.raises(PeerLost, match="a sum: the cable"), groups[1]._raise_peer_lost("a sum"):
-                raise RuntimeError("the cable")
-            assert form_all(pool, groups, 3) == [True] * 3
-            assert form_all(pool, groups, 4) == [False] * 3
-    finally:
-        for cross in groups:
-            cross.leave()
-        server.shutdown()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda cross: form_until(cross, 3), groups))
+        assert form_all(pool, groups, 0) == [False] * 3
+        assert form_all(pool, groups[:2], 1) == [True] * 2  # c is late and not in this membership
+        assert form_all(pool, groups, 2) == [True] * 3
+        assert form_all(pool, groups, 3) == [False] * 3
+        with pytest.raises(PeerLost, match="a sum: the cable"), groups[1]._raise_peer_lost("a sum"):
+            raise RuntimeError("the cable")
+        assert form_all(pool, groups, 3) == [True] * 3
+        assert form_all(pool, groups, 4) == [False] * 3
 
 
 def form_until(cross: ElasticCommunicator, size: int) -> None:
@@ -573,16 +632,13 @@ class Groups:
 
 
 @pytest.fixture
-def start_groups(tmp_path):
-    made: list[Groups] = []
-
+def start_groups(tmp_path, opened):
     def start(heartbeat_timeout: float) -> Groups:
-        made.append(Groups(tmp_path, heartbeat_timeout))
-        return made[-1]
+        groups = Groups(tmp_path, heartbeat_timeout)
+        opened.callback(groups.close)
+        return groups
 
-    yield start
-    for groups in made:
-        groups.close()
+    return start
 
 
 @pytest.mark.cluster
@@ -621,30 +677,20 @@ def test_a_stopped_group_is_left_out_when_its_heartbeats_time_out(start_groups):
 
 
 @pytest.fixture
-def two_groups(monkeypatch):
+def two_groups(monkeypatch, opened):
     """Groups a and b of one membership, and a function that makes the port of a group seem to refuse."""
     refused = set[str]()
     refuses = communicator.refuses
     monkeypatch.setattr(communicator, "refuses", lambda address: address in refused or refuses(address))
-    server = coordination().LighthouseServer(
-        bind="[::]:0", min_replicas=1, join_timeout_ms=60000, quorum_tick_ms=50, heartbeat_timeout_ms=30000
-    )
-    groups = [
-        ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), server.address(), name)
-        for name in "ab"
-    ]
+    address = served(opened, min_replicas=1, join_timeout_ms=60000, heartbeat_timeout_ms=30000)
+    groups = joined(opened, address, "ab")
 
     def refuse(cross: ElasticCommunicator, is_refused: bool = True) -> None:
         (refused.add if is_refused else refused.discard)(cross.store_address)
 
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda cross: form_until(cross, 2), groups))
-            yield pool, *groups, refuse
-    finally:
-        for cross in groups:
-            cross.leave()
-        server.shutdown()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda cross: form_until(cross, 2), groups))
+        yield pool, *groups, refuse
 
 
 @pytest.mark.cluster
@@ -692,7 +738,7 @@ def test_a_group_that_did_a_step_in_another_membership_receives_the_state(two_gr
 
 
 @pytest.mark.cluster
-def test_no_group_waits_for_a_member_that_has_given_up_connecting(monkeypatch):
+def test_no_group_waits_for_a_member_that_has_given_up_connecting(monkeypatch, opened):
     """gloo is connected by then, and stays so for a while: the sums of the others would wait for its part."""
     connect_gloo, connected = communicator.connect_gloo, []
 
@@ -703,21 +749,13 @@ def test_no_group_waits_for_a_member_that_has_given_up_connecting(monkeypatch):
         return connected[-1]
 
     monkeypatch.setattr(communicator, "connect_gloo", give_up)
-    server, address = lighthouse.open_lighthouse(lighthouse.LighthouseConfig("127.0.0.1", 0, min_groups=3))
-    groups = [
-        ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), address, name) for name in "abc"
-    ]
-    try:
-        with ThreadPoolExecutor(3) as pool:
-            began = time.monotonic()
-            for found in [pool.submit(cross.form, 0, 30.0) for cross in groups]:
-                with pytest.raises(PeerLost, match=r"given up|another group could not connect"):
-                    found.result(30)
-            assert time.monotonic() - began < 8
-    finally:
-        for cross in groups:
-            cross.leave()
-        server.shutdown()
+    groups = joined(opened, lighthouse_of(opened, min_groups=3), "abc")
+    with ThreadPoolExecutor(3) as pool:
+        began = time.monotonic()
+        for found in [pool.submit(cross.form, 0, 30.0) for cross in groups]:
+            with pytest.raises(PeerLost, match=r"given up|another group could not connect"):
+                found.result(30)
+        assert time.monotonic() - began < 8
 
 
 @pytest.mark.cluster
@@ -734,46 +772,28 @@ def test_groups_learn_the_minimum_of_groups_from_each_other(two_groups):
 
 
 @pytest.mark.cluster
-def test_no_group_is_reported_below_the_minimum_of_groups():
+def test_no_group_is_reported_below_the_minimum_of_groups(opened):
     """A report counts as a group for the lighthouse: a step would have fewer live groups than wanted."""
-    server, address = lighthouse.open_lighthouse(
-        lighthouse.LighthouseConfig("127.0.0.1", 0, heartbeat_timeout=2.0, min_groups=2)
-    )
-    a, b, c = [
-        ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), address, name) for name in "abc"
-    ]
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda cross: form_until(cross, 2), (a, b)))
-            b.leave()
-            b.store = None  # closes its port
-            waiting = pool.submit(form_until, a, 2)
-            time.sleep(4.0)
-            assert not waiting.done()
-            form_until(c, 2)
-            waiting.result(30)
-            assert list(a.listed) == [a.name, c.name]
-    finally:
-        for cross in (a, c):
-            cross.leave()
-        server.shutdown()
+    address = lighthouse_of(opened, heartbeat_timeout=2.0, min_groups=2)
+    a, b, c = joined(opened, address, "abc")
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda cross: form_until(cross, 2), (a, b)))
+        b.leave()
+        b.store = None  # closes its port
+        waiting = pool.submit(form_until, a, 2)
+        time.sleep(4.0)
+        assert not waiting.done()
+        form_until(c, 2)
+        waiting.result(30)
+        assert list(a.listed) == [a.name, c.name]
 
 
 @pytest.mark.cluster
-def test_the_writer_releases_the_folder(tmp_path):
+def test_the_writer_releases_the_folder(tmp_path, opened):
     """A later run of the same process need not wait for it."""
-    server, address = lighthouse.open_lighthouse(lighthouse.LighthouseConfig("127.0.0.1", 0))
-    settings: dict[str, Any] = {
-        "outer_steps": 1,
-        "inner_steps": 1,
-        "meta_batch_size": 1,
-        "num_workers": "0",
-        "eval_episodes": 0,
-    }
-    try:
-        MetaTrainer(Config(**settings, elastic=True, lighthouse=address, output_dir=str(tmp_path))).train()
-    finally:
-        server.shutdown()
+    short = {"outer_steps": 1, "inner_steps": 1, "meta_batch_size": 1, "num_workers": "0", "eval_episodes": 0}
+    joins = {"elastic": True, "lighthouse": lighthouse_of(opened), "output_dir": str(tmp_path)}
+    MetaTrainer(Config(**short, **joins)).train()
     assert (tmp_path / "model").is_dir()
     assert not (tmp_path / ".lock").exists()
     lock_folder(tmp_path, 0).close()

@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from tests.support.fork_server import shared
+from harness.fork_server import shared
 from tests.support.launch import ROOT, Forked, run_ranks, start_ranks
 from tests.support.messages import check_message
 from tests.support.models import save_bert, save_llama, write_classes, write_pairs
@@ -169,13 +169,13 @@ def test_a_stopped_command_keeps_complete_results(command, tmp_path):
     ]
     many = [str(rate / 10000) for rate in range(1, 501)]
     words += (
-        ["2", "--max_steps", "1", "--inner_lrs", *many]
+        ["50", "--max_steps", "1", "--inner_lrs", *many]
         if command == "tune"
         else ["3000", "--method", "finetune"]
     )
     started = start_ranks(words, 2)
     assert isinstance(started, Forked)
-    ready = "lowest loss" if command == "tune" else "1-shot finetune 1/"
+    ready = "trial 1 of 1000: " if command == "tune" else "1-shot finetune 1/"
     while ready not in (output := started.ranks[0].text) and started.ranks[0].code is None:
         assert "error" not in output, output
         time.sleep(0.1)  # a log sends no event

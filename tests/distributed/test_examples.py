@@ -1,7 +1,5 @@
 """Every example runs: the scripts and the notebook of examples/, and each recipe with a small model."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """GGUF files on two ranks: one rank converts, and a damaged file ends every rank with exit code 2."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -30,7 +28,7 @@ def test_two_ranks_train_from_a_file_that_is_converted_once(tmp_path, monkeypatc
     data = write_pairs(tmp_path / "pairs.jsonl")
     ended = train(tmp_path / "file", model_name_or_path=file, dataset=data, **SETTINGS).ok()
     assert "\n".join(ended.output).count("is converted once") == 1
-    folders = list((cache / "fmmeta" / "models").iterdir())
+    folders = list((cache / "fmmeta" / "gguf").iterdir())
     assert len(folders) == 1
     settings = json.loads((tmp_path / "file" / "run.json").read_text())["settings"]
     assert settings["model_name_or_path"] == str(folders[0])

@@ -2,8 +2,6 @@
 cable unplugged.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -17,7 +15,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from benchmarks.namespaces import ADDRESSES, NAMES, Hosts
+from harness.namespaces import ADDRESSES, NAMES, Hosts
 from tests.support.launch import ROOT, environment, free_port, run_ranks
 from tests.support.short_runs import LONG, model_of, off, same, until
 

@@ -1,7 +1,5 @@
 """Images and --collate_fn on two ranks: equal to one, and mistakes end all ranks with one line."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

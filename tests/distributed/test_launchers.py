@@ -2,8 +2,6 @@
 executor; real ranks.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

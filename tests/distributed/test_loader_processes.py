@@ -2,8 +2,6 @@
 another one's.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fmmeta.tasks.loader import PREFIX, SHM
-from tests.support.fork_server import ROOT, environment
+from harness.fork_server import ROOT, environment
 from tests.support.short_runs import steps_of, until
 
 HELD = {"outer_steps": 6, "num_workers": 1, "episode_transforms": "tests.support.short_runs:hold"}

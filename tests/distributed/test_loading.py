@@ -2,8 +2,6 @@
 the policy says, and wrong input ends it with one line on both.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,7 @@ from tests.support.launch import ProcessResults, run_ranks
 from tests.support.matrix import Case, ParityFixture, tolerance
 from tests.support.messages import check_message
 from tests.support.models import write_classes
-from tests.support.short_runs import QUICK
+from tests.support.short_runs import QUICK, metrics_of
 
 HERE = "tests.support.loading"
 
@@ -41,7 +39,7 @@ def train(tmp_path: Path, ranks: int = 2, **flags) -> ProcessResults:
 def test_a_task_that_sleeps_for_ever_is_left_out_and_the_run_ends(tmp_path, workers, transform):
     flags = {"num_workers": workers, "episode_transforms": f"{HERE}:{transform}", "max_bad_fraction": 0.5}
     ended = train(tmp_path, on_bad_task="skip", load_timeout=1.5, **flags).ok()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "run")
     assert [line["skipped_tasks"] for line in lines] == [0, 0, 1, 0]
     (bad,) = lines[2]["bad_tasks"]
     assert bad["error"] == "it was still loading after load_timeout=1.5 s"
@@ -82,7 +80,7 @@ def weights_file(tmp_path: Path, content: str) -> str:
         ),
         (
             {"stratify_by": f"{HERE}:several"},
-            (f"stratify_by={HERE}:several", "['c0']", "cannot be hashed", "return a text or a number"),
+            (f"stratify_by={HERE}:several", "['c0']", "names no stratum", "return a text or a number"),
         ),
         (
             {"stratify_by": f"{HERE}:none"},
@@ -104,7 +102,7 @@ def weights_file(tmp_path: Path, content: str) -> str:
         ({"class_weights": '{"c1": "2"}'}, ("class_weights=", "'2'", "write a number from 1e-06 to 1e+06")),
         ({"class_weights": '{"c1": NaN}'}, ("class_weights=", "nan", "write a number from 1e-06 to 1e+06")),
         ({"class_weights": "[1, 2]"}, ("class_weights=", "holds no object", 'write {"rare": 3.0}')),
-        ({"class_weights": "{"}, ("class_weights=", "is not JSON", "fix it")),
+        ({"class_weights": "{"}, ("class_weights=", "cannot be read as JSON", "fix it")),
         (
             {"scale_outer_lr": "linear", "base_meta_batch_size": 0},
             ("base_meta_batch_size=0", "below 1", "use 1 or more"),

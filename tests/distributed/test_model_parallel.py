@@ -2,12 +2,12 @@
 transformers.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest
 import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_learner
@@ -66,8 +66,6 @@ def test_ends_where_the_oracle_ends_and_exports_to_transformers(case: Case, benc
 
 def assert_export_gives_logits(bench: ParityFixture, case: Case, theta: dict[str, torch.Tensor]) -> None:
     """The exported folder, read by plain transformers, gives the logits of theta."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
     if "lora_r" in case.settings:
         return assert_adapters_give_logits(bench, case, theta)
     folder = bench.folder / f"out-{case.layout[0]}x{case.layout[1]}" / case.id / "model"
@@ -93,7 +91,7 @@ def assert_export_gives_logits(bench: ParityFixture, case: Case, theta: dict[str
             plain.get_parameter(name.removeprefix("hf.")).copy_(value)
         found, wanted = (
             plain.eval()(input_ids=ids, attention_mask=mask).logits,
-            learner(input_ids=ids, attention_mask=mask),
+            learner.logits(learner(input_ids=ids, attention_mask=mask)),
         )
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     assert float(wanted.std()) > 1e-3
@@ -103,7 +101,6 @@ def assert_adapters_give_logits(bench: ParityFixture, case: Case, theta: dict[st
     """The exported adapters on their base, by plain peft, and the merged model, by plain transformers, give
     theta's logits.
     """
-    import transformers
     from peft import PeftModel
 
     folder = bench.folder / f"out-{case.layout[0]}x{case.layout[1]}" / case.id
@@ -120,7 +117,7 @@ def assert_adapters_give_logits(bench: ParityFixture, case: Case, theta: dict[st
     ids = torch.randint(3, 259, (2, 12), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     with torch.no_grad():
-        wanted = learner(**batch)
+        wanted = learner.logits(learner(**batch))
         for model in (
             PeftModel.from_pretrained(base, folder / "model"),
             auto.from_pretrained(folder / "merged"),

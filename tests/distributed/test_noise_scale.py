@@ -2,8 +2,6 @@
 layout; the outer rate is scaled by the meta-batch size.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -2,12 +2,12 @@
 make it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
+import tempfile
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +23,9 @@ from tests.support.matrix import Case, ParityFixture, tolerance
 from tests.support.messages import check_message
 from tests.support.models import save_llama, write_pairs
 from tests.support.nan_memory import fill
+from tests.support.ranks import built, first_episode, on_ranks
+from tests.support.run_cases import run_cases
+from tests.support.short_runs import metrics_of
 
 # Three tasks per step; with two groups, one of them runs a single one. Poisoned (outer step, slot, set):
 POISONS = {
@@ -97,20 +100,10 @@ def test_theta_is_that_of_the_finite_tasks(files, expected_theta, groups, group_
                 listed.append({"id": f"{stage}-{algorithm}-{name}", "config": config, "poison": poison})
                 ends[listed[-1]["id"]] = expected_theta(algorithm, name)
     out = folder / f"out-{groups}x{group_size}-{'-'.join(spread)}"
-    out.mkdir()
-    (out / "cases.json").write_text(json.dumps(listed))
-    run_ranks(
-        ["-m", "tests.support.run_cases", str(out / "cases.json"), str(out)],
-        groups * group_size,
-        timeout_s=500,
-    ).ok()
+    found = run_cases(listed, out, groups * group_size, timeout_s=500)
     for case in listed:
-        final, began = ends[case["id"]]
-        theta = load_file(out / f"{case['id']}.safetensors")
-        off = torch.cat([(theta[name] - final[name]).flatten() for name in final]).norm()
-        travelled = torch.cat([(final[name] - began[name]).flatten() for name in final]).norm()
-        assert off / travelled < 1e-5, case["id"]
-        metrics = [json.loads(line) for line in (out / case["id"] / "metrics.jsonl").read_text().splitlines()]
+        assert error(found[case["id"]][0], *ends[case["id"]]) < 1e-5, case["id"]
+        metrics = metrics_of(out / case["id"])
         skipped = [sum(step == line["step"] - 1 for step, *_ in case["poison"]) for line in metrics]
         assert [line["skipped_tasks"] for line in metrics] == skipped, case["id"]
 
@@ -139,54 +132,41 @@ def test_uninitialized_memory_does_not_change_theta(tmp_path, rows):
     } == {}
 
 
-def test_a_gradient_rejected_by_one_stage_is_rejected_by_all(files):
-    """ZeRO 0 and 1 in fp32, and 1 in bf16: DeepSpeed agrees on what is finite in the last alone."""
-    folder, model, data = files
-    configs = []
-    for name, stage, bf16 in (("a", 0, False), ("b", 1, False), ("c", 1, True)):
-        configs.append(folder / f"{name}.json")
-        configs[-1].write_text(json.dumps({"zero_optimization": {"stage": stage}, "bf16": {"enabled": bf16}}))
-    arguments = [
-        "-m",
-        "tests.support.scenarios",
-        "one_stage_refuses",
-        str(model),
-        str(data),
-        *map(str, configs),
-    ]
-    for text in run_ranks(arguments, 2).ok().output:
-        lines = [line for line in text.splitlines() if " moved " in line]
-        assert lines == [
-            f"{way}: False kept True, then True moved True" for way in ("optimizer", "none", "engine")
-        ]
+@on_ranks(2, timeout_s=300)
+def test_a_gradient_rejected_by_one_stage_is_rejected_by_all(world, files):
+    """A gradient that is not finite on the first of two stages alone: neither stage adds anything of it.
 
-
-@pytest.mark.timeout(300)
-def test_exploding_tasks_are_dropped_and_counted(files):
-    """Two groups; losses a thousand times as large are finite and beyond --max_task_loss, on the support or
-    the query set.
+    ZeRO 0 and 1 in fp32, and 1 in bf16: DeepSpeed agrees on what is finite in the last alone.
     """
     folder, model, data = files
-    config = settings(model, data, group_size="1", max_task_loss=50.0)
-    poison = [[1, 0, "query"], [1, 2, "support"]]
-    out = folder / "exploding"
-    out.mkdir()
-    case = {"id": "one", "config": config, "poison": poison, "by": {"factor": 1000.0}}
-    (out / "cases.json").write_text(json.dumps([case]))
-    run_ranks(["-m", "tests.support.run_cases", str(out / "cases.json"), str(out)], 2).ok()
-    expected_theta, began = oracle(Config(**config), poison)
-    theta = load_file(out / "one.safetensors")
-    off = torch.cat([(theta[name] - expected_theta[name]).flatten() for name in expected_theta]).norm()
-    assert (
-        off / torch.cat([(expected_theta[name] - began[name]).flatten() for name in expected_theta]).norm()
-        < 1e-5
-    )
-    metrics = [json.loads(line) for line in (out / "one" / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["skipped_tasks"], line.get("exploded_tasks", 0)) for line in metrics] == [
-        (0, 0),
-        (2, 2),
-        (0, 0),
-    ]
+    own = Path(tempfile.mkdtemp(dir=folder)) / "deepspeed.json"
+    ranks = None
+    for way, stage, bf16 in (("optimizer", 0, False), ("none", 1, False), ("engine", 1, True)):
+        own.write_text(json.dumps({"zero_optimization": {"stage": stage}, "bf16": {"enabled": bf16}}))
+        config = Config(**settings(model, data, group_size="2", pipeline_stages=2, deepspeed=str(own)))
+        inputs, ranks, parts = built(world, config, ranks)
+        worker, theta = parts.worker, parts.meta_params.theta
+        assert worker.shards.nonfinite_consensus == way
+        episode = first_episode(config, inputs, ranks, parts)
+        begin = torch.linspace(-1, 1, worker.params.numel)
+        total = begin.clone()
+        if ranks.layout.group_rank == 0:
+            last = [param for param in worker.stage.parameters() if param.requires_grad][-1]
+            hook = last.register_hook(lambda grad: grad * float("nan"))
+        assert not worker.gradient(episode.query, total, restore=theta).finite
+        assert torch.equal(total, begin)
+        assert torch.equal(worker.read(), theta)
+        if ranks.layout.group_rank == 0:
+            hook.remove()
+        assert worker.gradient(episode.query, total, restore=theta).finite
+        assert not torch.equal(total, begin)
+        assert torch.equal(worker.read(), theta)
+
+
+def error(theta, final, began):
+    """|theta - final| / |final - began|."""
+    off = torch.cat([(theta[name] - final[name]).flatten() for name in final]).norm()
+    return off / torch.cat([(final[name] - began[name]).flatten() for name in final]).norm()
 
 
 def oracle(config, poison):

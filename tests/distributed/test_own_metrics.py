@@ -1,7 +1,5 @@
 """Metrics of the user do not depend on the layout; one that raises ends all ranks."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 
@@ -10,6 +8,7 @@ import pytest
 from tests.support.launch import train
 from tests.support.messages import check_message
 from tests.support.models import save_bert, save_llama, write_classes, write_pairs
+from tests.support.short_runs import metrics_of
 
 QUICK = {
     "k_shot": 1,
@@ -46,7 +45,7 @@ def scored(tmp_path_factory):
         out = folder / f"{task_type}-{groups}x{group_size}"
         more = {"group_size": group_size, "deepspeed": "zero2"} if group_size > 1 else {}
         train(out, groups * group_size, task_type=task_type, **QUICK, **of[task_type], **more).ok()
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        lines = metrics_of(out)
         table = json.loads((out / "run.json").read_text())["held_out"]["metrics"]
         return lines[-1]["valid_f1"], lines[-1]["valid_share"], table
 

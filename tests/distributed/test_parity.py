@@ -1,7 +1,5 @@
 """The layout does not change the result: every case of the matrix ends where the oracle ends."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from functools import reduce

@@ -1,7 +1,5 @@
 """--reduce_dtype bf16 halves the bytes across groups, and ends near the oracle."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.matrix import Case, ParityFixture, fast_and_slow_cases

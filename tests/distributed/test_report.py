@@ -2,8 +2,6 @@
 rank writing them.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -12,6 +10,7 @@ from fmmeta.report.page import write
 from tests.support.launch import train
 from tests.support.messages import check_message
 from tests.support.models import save_bert, write_classes
+from tests.support.short_runs import metrics_of
 
 
 @pytest.mark.slow
@@ -53,7 +52,7 @@ def test_report_and_trackers_are_the_same_on_all_layouts(tmp_path):
     assert confusion["stages"].keys() == {"left_out"}
     check_message(confusion["stages"]["left_out"], "pipeline_stages=2")
     for name in ("groups", "sharded"):
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        lines = metrics_of(tmp_path / name)
         assert len(list((tmp_path / name / "tensorboard").glob("events*"))) == 1
         events = EventAccumulator(str(tmp_path / name / "tensorboard")).Reload()
         assert [one.value for one in events.Scalars("query_loss")] == pytest.approx(

@@ -1,7 +1,5 @@
 """Whole runs from outside: layouts, bytes, resume, bad input, agreement between ranks."""
 
-from __future__ import annotations
-
 import json
 import platform
 import re
@@ -12,23 +10,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from fmmeta.cli import parse
+from fmmeta.config.settings import Config
+from fmmeta.meta.algorithms import imaml
+from fmmeta.meta.hessian import DifferenceHessian
+from fmmeta.meta.parameters import MetaGradient
+from fmmeta.meta.task import TaskRun
+from fmmeta.parallel.workers import create
+from fmmeta.training import build
+from harness.fork_server import shared
 from tests.support import open_files
-from tests.support.fake_runs import write_run
-from tests.support.fork_server import shared
 from tests.support.launch import ProcessResults, run_ranks, train, train_flags
-from tests.support.messages import check_message
+from tests.support.messages import check_message, refusal
 from tests.support.models import save, save_llama, write_classes, write_pairs
-
-
-def model_of(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted((folder / "model").glob("model*.safetensors"))
-    return {name: value for file in files for name, value in load_file(file).items()}
-
-
-def metrics_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+from tests.support.ranks import built, first_episode, on_ranks
+from tests.support.short_runs import metrics_of, model_of
 
 
 def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -61,9 +61,6 @@ def test_adapters_are_the_same_on_other_layouts_and_after_a_resumption(tmp_path)
     """One rank of plain PyTorch; a group of two with ZeRO 3, its base sharded; that one again from the
     first's checkpoint; and two stages, the first of which trains nothing, from a checkpoint of theirs.
     """
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
     base, data = save_llama(tmp_path / "base"), write_pairs(tmp_path / "pairs.jsonl")
     flags = {
         **{
@@ -296,8 +293,6 @@ def test_a_run_resumes_across_pipeline_tensor_and_zero3(tmp_path):
 @pytest.mark.timeout(300)
 def test_stages_by_measured_time_hold_the_printed_layers(tmp_path):
     """A large head: the first stage gets more layers than by parameters; theta is the same either way."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     sizes = {
         "hidden_size": 32,
         "num_hidden_layers": 6,
@@ -454,29 +449,107 @@ def test_what_deepspeed_refuses_inside_a_block_is_named(tmp_path, zero, parts):
     assert "Traceback" not in ranks[0].text
 
 
+@on_ranks(2, timeout_s=200)
+def refusals(world, listed):
+    """The texts with which lists of flags are refused; the ranks stay together from one to the next."""
+
+    def start(flags):
+        config = parse(flags)
+        inputs = build.read_inputs(config, world, lambda text: None)
+        plan = build.plan_parallel(config, inputs, world, lambda text: None)
+        world.split(plan.group_size, plan.engine == "deepspeed")
+
+    return [refusal(start, flags) for flags in listed]
+
+
 def test_bad_input_is_the_same_error_on_every_rank(tmp_path):
     inputs = {
         name: case for name, case in bad_inputs(tmp_path).items() if name not in ("unknown flag", "choice")
     }
-    flags = [[f"--{key}={value}" for key, value in given.items()] for given, _ in inputs.values()]
-    (tmp_path / "flags.json").write_text(json.dumps(flags))
-    arguments = ["-m", "tests.support.scenarios", "refusals", str(tmp_path / "flags.json")]
-    first, second = (text.splitlines() for text in run_ranks(arguments, 2, timeout_s=200).ok().output)
+    first, second = refusals(
+        [[f"--{key}={value}" for key, value in given.items()] for given, _ in inputs.values()]
+    )
     assert first == second
-    assert len(first) == len(inputs)
     for line, (name, (_, text)) in zip(first, inputs.items(), strict=True):
         assert text in line, name
 
 
-def scenario(name: str, ranks: int, *arguments: str) -> list[str]:
-    return run_ranks(["-m", "tests.support.scenarios", name, *arguments], ranks, timeout_s=100).ok().output
+class Rounded(DifferenceHessian):
+    """Products that are zero on the first rank, and of the size of a rounding error on the others."""
+
+    def times(self, phi, d):
+        super().times(phi, d)
+        return d.roll(1) * (1e-4 * self.worker.group.rank)
+
+
+@on_ranks(2)
+def solve(world):
+    """Conjugate gradients of a ZeRO 0 group whose copies differ by rounding: they end after one step by those
+    of rank 0, and after more by those of rank 1.
+    """
+    config = Config(algorithm="imaml", group_size="2", num_workers="0")
+    inputs, ranks, parts = built(world, config)
+    worker = parts.worker
+    episode = first_episode(config, inputs, ranks, parts)
+    b = worker.zeros()
+    worker.gradient(episode.query, b)
+    hessian = Rounded(parts.setup.hvp, worker, episode.support)
+    task = TaskRun(parts.setup, worker, parts.meta_params, episode, MetaGradient(b))
+    _, numbers = imaml.solve(task, hessian, parts.meta_params.theta, b)
+    norm = worker.dot(b, b * (1 + 1e-6 * ranks.group.rank))
+    return len(hessian.passes), norm, numbers["cg_residual"]
+
+
+def test_zero_0_in_bf16_says_what_it_runs_as_and_deepspeed_prints_nothing(tmp_path):
+    flags = {"deepspeed": "ds_configs/zero0.json", "group_size": 2, "outer_steps": 1, "eval_episodes": 0}
+    ended = train(tmp_path, 2, bf16=True, **flags).ok()
+    lines = ended.output[0].splitlines()
+    assert "fmmeta: ZeRO 0 in bf16 runs as ZeRO 1: DeepSpeed's ZeRO 0 adds up gradients in bf16" in lines
+    assert any("DeepSpeed ZeRO 1; bf16" in line for line in lines)
+    assert [line for line in lines if not line.startswith(("fmmeta: ", "outer step "))] == []
 
 
 def test_replicas_that_differ_by_rounding_take_the_same_steps():
-    first, second = (re.search("solved in 4 passes.*", text) for text in scenario("cg_rounding", 2))
-    assert first is not None
-    assert second is not None
-    assert first[0] == second[0]
+    first, second = solve()
+    assert first == second
+    assert first[0] == 4
+
+
+@on_ranks(2)
+def load_sharded(world, model, data, setting, value):
+    """Elements of the base that a rank holds, frozen tensors for export, and operations of the graph.
+
+    No rank loads a complete model, nor keeps more than one tensor that it does not need.
+    """
+
+    def whole(*_):
+        raise AssertionError("a whole model was loaded")
+
+    create.load_learner = whole
+    settings = {
+        "model_name_or_path": str(model),
+        "dataset": [str(data)],
+        "task_type": "causal_lm",
+        "num_query": 3,
+    }
+    _, _, parts = built(world, Config(**settings, lora_r=2, group_size="2", **{setting: value}))
+    module = getattr(parts.worker, "model", None) or parts.worker.stage
+    held = sum(getattr(p, "ds_tensor", p).numel() for p in module.parameters() if not p.requires_grad)
+    if setting == "pipeline_stages":
+        return held, len(parts.frozen), {}
+    ids = torch.ones(1, 5, dtype=torch.long)
+    return held, len(parts.frozen), graph_of(module(input_ids=ids, attention_mask=ids).sum().grad_fn)
+
+
+def graph_of(node):
+    """Names of the operations that a backward pass will go through."""
+    seen, todo = {node}, [node]
+    while todo:
+        for below, _ in todo.pop().next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                todo.append(below)
+    return {each.name() for each in seen}
 
 
 @pytest.mark.parametrize(
@@ -484,39 +557,17 @@ def test_replicas_that_differ_by_rounding_take_the_same_steps():
 )
 def test_the_base_model_of_adapters_is_sharded_while_loading(tmp_path, setting, value):
     model, data = save_llama(tmp_path / "llama"), write_pairs(tmp_path / "pairs.jsonl")
-    arguments = [
-        "-m",
-        "tests.support.scenarios",
-        "sharded_while_loading",
-        str(model),
-        str(data),
-        setting,
-        str(value),
-    ]
-    output = run_ranks(arguments, 2).ok().output
-    matches = [re.search(r"holds (\d+) of the base and 0 frozen tensors", text) for text in output]
-    held = [int(found[1]) for found in matches if found]
+    held, frozen, graphs = zip(*load_sharded(model, data, setting, value), strict=True)
     total, embedding = 23808, 259 * 32  # tied: each stage has its copy
-    if setting == "deepspeed":
-        assert held == [total // 2] * 2
-        assert all("keeps gathered weights False True" in text for text in output)
-    else:
+    assert frozen == (0, 0)
+    if setting == "pipeline_stages":
         assert sum(held) == total + embedding
         assert max(held) < 0.75 * total
-
-
-def test_an_error_of_one_rank_is_raised_on_all():
-    outputs = scenario("matching_values", 3)
-    assert all("usage value=1 is wrong; use 2" in text for text in outputs)
-    assert "own broken" in outputs[0]
-    assert all("peer rank 0 failed while testing: broken" in text for text in outputs[1:])
-    assert all("[b'', b'after 1', b'after 2']" in text for text in outputs)
-
-
-def test_a_soft_limit_of_open_files_is_raised_to_what_the_ranks_need():
-    matching = ["-m", "tests.support.scenarios", "matching_values"]
-    outputs = run_ranks(matching, 4, 60, before=open_files.soft).ok().output
-    assert all("[b'', b'after 1', b'after 2', b'after 3']" in text for text in outputs)
+        return
+    assert held == (total // 2,) * 2
+    for names in graphs:  # the backward pass would hold every gathered weight through its transposed view
+        assert "TBackward0" not in names
+        assert "LinearFunctionForZeroStage3Backward" in names
 
 
 def test_a_hard_limit_of_open_files_that_is_too_low_ends_all_ranks_with_one_line(tmp_path):
@@ -526,52 +577,3 @@ def test_a_hard_limit_of_open_files_that_is_too_low_ends_all_ranks_with_one_line
     check_message(
         line.replace(platform.node(), "HOST"), "world_size=3: rank 0 on HOST may open 200 files", "ulimit -Hn"
     )
-
-
-def test_all_ranks_receive_the_bytes_of_one(tmp_path):
-    """No tensor that is sent is longer than metrics.jsonl of a run, however many ranks receive it."""
-    folder = write_run(tmp_path / "run")
-    size = sum((folder / name).stat().st_size for name in ("metrics.jsonl", "run.json"))
-    for text in scenario("bytes_of_one_rank", 3, str(folder)):
-        assert "[b'0 ', b'1 x', b'2 xx']\nb''\n" in text
-        lines, largest = re.findall(r"lines (\d+) largest (\d+)", text)[0]
-        assert int(lines) == 104
-        assert size / 2 < int(largest) < 1.1 * size
-
-
-def test_a_reduction_finishes_bucket_by_bucket():
-    for text in scenario("buckets", 2):
-        places = "[(0, 8), (8, 16), (16, 20)]"
-        assert [line for line in text.splitlines() if places in line] == [
-            f"None {places}",
-            f"torch.bfloat16 {places}",
-        ]
-        means = [line for line in text.splitlines() if line.startswith("mean")]
-        assert means == [f"mean {[1.0] * length} [[1.0, 1.0], [1.0, 1.0]]" for length in (8, 8, 4)]
-
-
-def test_ranks_that_share_a_gpu_are_refused_on_all_ranks():
-    lines = {line for text in scenario("shared_gpu", 3) for line in text.splitlines()}
-    (line,) = lines - {"accepted"}
-    assert "accepted" in lines
-    check_message(line.replace(platform.node(), "HOST"), "world_size=3: ranks 0 and 2", "--gpus-per-task=1")
-
-
-def test_kept_moments_are_not_reduced_in_bf16():
-    for text in scenario("kept_moments", 2):
-        kept, gradient = map(float, re.findall(r"kept (\S+) gradient (\S+)", text)[0])
-        assert kept == pytest.approx(1 - 0.999**300, rel=1e-4)
-        assert gradient != pytest.approx(1 / 3, rel=1e-4)  # which is sent in bf16
-        assert gradient == pytest.approx(1 / 3, rel=1e-2)
-
-
-def test_initial_weights_are_made_equal_and_checked():
-    first, second = scenario("equal_start", 2)
-    hashes = [re.findall(r"^hash (\S+) ", text, re.MULTILINE) for text in (first, second)]
-    assert len(hashes[0]) == 1
-    assert hashes[0] == hashes[1]
-    assert "moved False" in first
-    assert "moved True" in second
-    for text in (first, second):
-        assert "(ranks 0, 1 differ)" in text
-        assert "the frozen weights and buffers are not" in text

@@ -1,7 +1,5 @@
 """Programs of users that train with loader processes: each runs once, however it is started and written."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -106,7 +104,9 @@ def test_a_notebook(tmp_path):
 
 @pytest.mark.slow
 def test_the_snippet_of_the_quickstart_saved_as_a_script(tmp_path):
-    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/quickstart.md").read_text(), re.DOTALL)
+    (text,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/tutorials/quickstart.md").read_text(), re.DOTALL
+    )
     write_script(tmp_path, "open('runs.txt', 'a').write('ran ')\n" + text)
     ended = run_ranks(["script.py"], 1, cwd=tmp_path, fresh=True).ok()
     assert re.search(r"\n0\.\d{3} -> 0\.\d{3}\n$", ended.output[0]), ended.output[0]
@@ -163,7 +163,7 @@ train(example_transforms=["script:keep"])
     check_message(
         ended.stderr.splitlines()[-1],
         "example_transforms=script:keep",
-        "module script imports",
+        "module script is imported",
         '`if __name__ == "__main__":`',
     )
     assert ran(tmp_path) == ["__main__", "script"]

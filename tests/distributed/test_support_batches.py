@@ -1,7 +1,5 @@
 """Inner steps on samples of the support set end where the oracle ends, on every kind of layout."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.matrix import Case, ParityFixture, fast_and_slow_cases, tolerance

@@ -2,8 +2,6 @@
 commands that `plan` prints run. The same names work with an editable install.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil
@@ -111,7 +109,7 @@ def test_wheel_holds_every_file_of_the_package_and_the_shipped_folders(wheel):
         "fmmeta train --deepspeed zero0",
         "deepspeed --num_gpus 2 --module fmmeta train --deepspeed zero2 --group_size 2",
         "torchrun --nproc_per_node 2 -m fmmeta train --deepspeed zero1",
-        "accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no"
+        "accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision bf16"
         " --dynamo_backend no -m fmmeta train",
     ],
     ids=lambda command: command.split()[0],
@@ -120,6 +118,8 @@ def test_launchers_start_the_installed_module_in_an_empty_folder(command, instal
     text = trained(command, installed, tmp_path)
     assert text.count("fmmeta: output_dir run\n") == 1  # one rank logs
     assert ("2 ranks" in text or "2 groups" in text) == (not command.startswith("fmmeta"))
+    line = "ACCELERATE_MIXED_PRECISION=bf16 (accelerate launch) is not read; use --bf16, "
+    assert text.count(line) == text.count("(accelerate launch)") == command.startswith("accelerate")
 
 
 def test_every_command_that_plan_prints_runs_in_an_empty_folder(installed, tmp_path):

@@ -1,7 +1,5 @@
 """The figure is what its source draws; modules and links that the pages name exist."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -9,10 +7,10 @@ import pytest
 from tests.support.launch import ROOT
 
 PAGES = [
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
 ]
-PAGES = [page for page in PAGES if page.name != "log.md"]  # a dated log keeps the names of its time
+PAGES = [page for page in PAGES if page.parent.name != "log"]  # a dated log keeps the names of its time
 BASES = (ROOT, ROOT / "fmmeta", ROOT / "tests")
 
 

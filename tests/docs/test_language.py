@@ -1,7 +1,5 @@
 """Plain technical English in docstrings, comments, messages, pages and tests; what tests may import."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re
@@ -60,7 +58,7 @@ def files() -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {
         "pages": [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
     }
-    found["pages"] += [page for page in (ROOT / "docs").glob("*.md") if page.name != "log.md"]
+    found["pages"] += [page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "log"]
     for file in (ROOT / "fmmeta").rglob("*.py"):
         inside = file.relative_to(ROOT / "fmmeta").parts
         found.setdefault(inside[0] if len(inside) > 1 else "top", []).append(file)
@@ -107,3 +105,18 @@ def test_no_test_module_imports_another():
         for name in imported_test_modules(file)
     }
     assert not found, f"move what is shared to tests/support: {sorted(found)}"
+
+
+def test_the_library_is_tested_without_benchmarks_and_studies():
+    """Tests of benchmarks are in tests/benchmarks; what both need is in harness/."""
+    folders = [ROOT / "tests" / name for name in ("unit", "workers", "distributed", "support")]
+    pattern = re.compile(r"^\s*(?:from|import) (?:benchmarks|experiments)\b(?!\.elastic)", re.MULTILINE)
+    found = [file for folder in folders for file in folder.rglob("*.py") if pattern.search(file.read_text())]
+    assert not found
+
+
+def test_studies_and_harness_import_no_tests():
+    files = [file for name in ("experiments", "harness") for file in (ROOT / name).glob("*.py")]
+    assert not [
+        file for file in files if re.search(r"^(?:from|import) tests\b", file.read_text(), re.MULTILINE)
+    ]

@@ -1,6 +1,4 @@
-"""The pages of supported models and of limitations agree with the code."""
-
-from __future__ import annotations
+"""The page of what works agrees with the code."""
 
 import json
 import re
@@ -18,11 +16,10 @@ from fmmeta.models.load import describe
 from fmmeta.models.pipeline_split import family_of
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.tensor_parallel import plan_of
-from tests.support.helpers import refusal
 from tests.support.launch import ROOT
+from tests.support.messages import refusal
 
-SUPPORTED = (ROOT / "docs" / "supported_models.md").read_text()
-LIMITATIONS = (ROOT / "docs" / "limitations.md").read_text()
+PAGE = ROOT / "docs" / "reference" / "what-works.md"
 
 
 def supported() -> dict:
@@ -32,12 +29,12 @@ def supported() -> dict:
 
 
 def listed(heading: str) -> list[str]:
-    """The first cells of the table under a heading of the page of limitations."""
-    section = LIMITATIONS.split(f"## {heading}\n")[1].split("\n## ")[0]
-    return re.findall(r"^\| `(.*?)` \|", section, re.MULTILINE)[1 if heading == "Models" else 0 :]
+    """The first cells of the table under a heading of the page."""
+    section = PAGE.read_text().split(f"## Refused {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"^\| `(.*?)` \|", section, re.MULTILINE)[1 if heading == "models" else 0 :]
 
 
-@pytest.mark.parametrize(("file", "most"), [("docs/supported_models.md", 30), ("README.md", 8)])
+@pytest.mark.parametrize(("file", "most"), [("docs/reference/what-works.md", 30), ("README.md", 8)])
 def test_a_table_of_supported_models_is_that_of_the_code(file, most):
     text, content = (ROOT / file).read_text(), supported()["pages"]()[file]
     assert supported()["page"](text, content) == text, "run: python docs/supported_models.py"
@@ -47,7 +44,7 @@ def test_a_table_of_supported_models_is_that_of_the_code(file, most):
 def test_the_table_of_what_goes_together_is_that_of_the_code():
     source: dict = {"__name__": "table", "__file__": str(ROOT / "docs" / "compatibility.py")}
     exec((ROOT / "docs" / "compatibility.py").read_text(), source)
-    text = (ROOT / "docs" / "compatibility.md").read_text()
+    text = PAGE.read_text()
     assert source["page"](text) == text, "run: python docs/compatibility.py"
     assert all((ROOT / file).is_file() for file in source["ELSEWHERE"].values())
     assert set(source["ALGORITHMS"]) == set(BUILT_IN)
@@ -68,7 +65,7 @@ def test_a_family_is_split_or_refused_as_the_table_says(row):
             assert "ZeRO 3" in refusal(split)
 
 
-@pytest.mark.parametrize("flags", listed("Settings"))
+@pytest.mark.parametrize("flags", listed("settings"))
 def test_combinations_in_the_limitations_are_refused(flags):
     assert "; " in refusal(parse, shlex.split(flags))
 
@@ -80,12 +77,12 @@ def test_deepspeed_files_in_the_limitations_are_refused(content, tmp_path):
     assert f"deepspeed={file.name} sets " in refusal(deepspeed_config.read, str(file), False, print)
 
 
-@pytest.mark.parametrize("content", listed("Models"))
+@pytest.mark.parametrize("content", listed("models"))
 def test_models_in_the_limitations_are_refused(content, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(json.loads(content)))
     assert "; " in refusal(describe, Config(model_name_or_path=str(tmp_path)))
 
 
 def test_the_limitations_list_refusals_of_each_kind():
-    counts = [len(listed(heading)) for heading in ("Settings", "DeepSpeed files", "Models")]
+    counts = [len(listed(heading)) for heading in ("settings", "DeepSpeed files", "models")]
     assert counts == [11, 7, 3]

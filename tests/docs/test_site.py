@@ -2,10 +2,8 @@
 site builds in strict mode.
 """
 
-from __future__ import annotations
-
+import ast
 import importlib.util
-import json
 import os
 import pkgutil
 import re
@@ -23,7 +21,8 @@ from fmmeta.cli import COMMANDS
 from fmmeta.config.settings import Config
 from tests.support.launch import ROOT
 
-PAGES = {page.name: page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))}
+DOCS = ROOT / "docs"
+PAGES = {page.relative_to(DOCS).as_posix(): page.read_text() for page in sorted(DOCS.rglob("*.md"))}
 NO_SITE = "the site needs mkdocs: pip install 'fmmeta[docs]'"
 
 
@@ -89,14 +88,14 @@ def test_the_site_loads_nothing_from_other_hosts():
     assert not any("//" in file for file in MKDOCS["extra_css"])
 
 
-@pytest.mark.parametrize("page", [name for name in PAGES if name != "log.md"])
+@pytest.mark.parametrize("page", [name for name in PAGES if not name.startswith("log/")])
 def test_flags_of_command_lines_in_a_page_exist(page):
     unknown = {(command, flag) for command, flag in flags_of_commands(PAGES[page])}
     assert not {(command, flag) for command, flag in unknown if flag not in settings_of(command)}
 
 
 def test_names_in_the_migration_tables_exist():
-    rows = list(tables(PAGES["migration.md"]))
+    rows = list(tables(PAGES["reference/coming-from.md"]))
     names = [name for row in rows for name in re.findall(r"`([^`]*)`", row[1])]
     known = {
         *(f"--{flag}" for command in COMMANDS for flag in settings_of(command)),
@@ -109,16 +108,22 @@ def test_names_in_the_migration_tables_exist():
     assert all(row[2] for row in rows if row[1] == "-")
 
 
-def test_messages_in_the_faq_are_messages_of_the_tests():
-    """`...` in the FAQ stands for any text."""
-    collected = json.loads((ROOT / "tests" / "messages.json").read_text())
-    messages = [message for messages in collected.values() for message in messages]
-    quoted = "".join(re.findall(r"```text\n(.*?)```", PAGES["faq.md"], re.DOTALL)).splitlines()
-    patterns = {line: re.escape(line).replace(re.escape("..."), ".*") for line in quoted}
-    assert len(quoted) > 15
-    assert not [
-        line for line, pattern in patterns.items() if not any(re.search(pattern, one) for one in messages)
-    ]
+def templates(source: str) -> Iterator[str]:
+    """The texts in a module as patterns, with any value in place of each expression."""
+    for node in ast.walk(ast.parse(source)):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        texts = [str(part.value) if isinstance(part, ast.Constant) else "" for part in parts]
+        if sum(map(len, texts)) > 15:
+            yield "".join(re.escape(text) or ".+" for text in texts)
+
+
+def test_messages_in_the_page_of_failures_are_those_of_the_code():
+    sources = [file.read_text(encoding="utf-8") for file in (ROOT / "fmmeta").rglob("*.py")]
+    known = re.compile("|".join({one for source in sources for one in templates(source)}))
+    page = PAGES["explanation/failures.md"]
+    quoted = "".join(re.findall(r"```text\n(.*?)```", page, re.DOTALL)).splitlines()
+    assert len(quoted) > 10
+    assert not [line for line in quoted if not known.search(line)]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -152,8 +157,9 @@ def test_the_site_builds_in_strict_mode_without_requests_to_other_hosts(tmp_path
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
     site = tmp_path / "site"
-    assert {f"{name}.html" for name in COMMANDS} <= {page.name for page in (site / "command_line").iterdir()}
-    api = (site / "python_api.html").read_text()
+    written = {page.name for page in (site / "reference" / "commands").iterdir()}
+    assert {f"{name}.html" for name in COMMANDS} <= written
+    api = (site / "reference" / "python-api.html").read_text()
     assert all(f'id="fmmeta.{name}"' in api for name in fmmeta.__all__)
     assert "tasks_per_pass" in (site / "search" / "search_index.json").read_text()
     for page in Path(site).rglob("*.html"):

@@ -1,7 +1,5 @@
 """The tutorials, command by command: they gain, and the adapted models answer right."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -57,7 +55,7 @@ def gained(folder: Path, compared: Path | None, by: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_tutorial_on_classification(tmp_path):
-    out = follow("tutorial_classification", "requests.csv", tmp_path)
+    out = follow("tutorials/classification", "requests.csv", tmp_path)
     gained(tmp_path / "runs/requests", tmp_path / "results.json", "accuracy")
     shots = [
         cell["k_shot"] for cell in json.loads((tmp_path / "results.json").read_text())["compare"]["cells"]
@@ -71,7 +69,7 @@ def test_tutorial_on_classification(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_tutorial_on_language_models(tmp_path):
-    out = follow("tutorial_language_model", "tags.jsonl", tmp_path)
+    out = follow("tutorials/language-model", "tags.jsonl", tmp_path)
     for by in ("loss", "accuracy"):
         gained(tmp_path / "runs/tags", tmp_path / "results.json", by)
     predicted = [json.loads(line)["output"] for line in out.splitlines() if line.startswith('{"input"')]

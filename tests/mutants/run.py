@@ -5,13 +5,11 @@
 For each defect of table.py: check out the commit, plant the defect, run the test that noticed it at another
 commit, its most relevant tests, then the whole fast suite, and stop at the first failure. The equivalent
 rewrites are planted together, and one by one only if a test notices them. Results are written after each
-mutant, and the table of docs/testing.md at the end; a second call continues where the first one ended. A
+mutant, the table of docs/explanation/testing.md at the end; a second call continues where the first ended. A
 noticed mutant is repeated when its text, the file that it changes or the file of the test that noticed it has
 changed since, another one at every new commit. Prints one line per mutant with the test that noticed it; exit
 code 1 if fewer than REQUIRED of the defects were noticed or an equivalent rewrite was.
 """
-
-from __future__ import annotations
 
 import argparse
 import hashlib
@@ -35,7 +33,7 @@ TIMEOUT_S = (
     1200  # of the whole fast suite; a defect that makes ranks wait for each other ends by the tests' timeouts
 )
 NO_SUCH_TEST = 4  # pytest's exit code for an id that does not exist
-DOCS = ROOT / "docs" / "testing.md"
+DOCS = ROOT / "docs" / "explanation" / "testing.md"
 MARKS = ("<!-- table: make mutants -->", "<!-- end of the table -->")
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
@@ -112,7 +110,7 @@ def key_of(mutant: Mutant, test: str, commit: str) -> str:
 
 
 def page(text: str, done: dict[str, dict[str, Any]]) -> str:
-    """docs/testing.md with the table of defects and the tests that notice them first, between its marks."""
+    """The page with the table of defects and the tests that notice them first, between its marks."""
     lines = ["", "| defect | noticed first by |", "|---|---|"]
     for mutant in MUTANTS:
         if not mutant.equivalent:

@@ -5,8 +5,6 @@ The list (constraints.txt) names what the tests last ran with, which `make` inst
 a package that is not as listed.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import subprocess
 import sys

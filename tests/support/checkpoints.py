@@ -1,7 +1,5 @@
 """Small checkpoints: three parameters, whole on one rank or cut into slices, and folders that hold them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ The plan is JSON in the file that FMMETA_DAMAGE names: {"at": outer step, "trunc
 "kill_at": outer step}. Each harm is done once, by whichever loader process comes first.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

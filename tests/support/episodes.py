@@ -1,10 +1,27 @@
-"""Compares loaded episodes."""
+"""Compares loaded episodes, and sums the losses of their micro-batches."""
 
-from __future__ import annotations
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from fmmeta.models.causal_lm import CausalLearner
+from fmmeta.models.classification import Classifier
+from fmmeta.tasks.batching import MicroBatch
 from fmmeta.tasks.loader import LoadResult
+
+
+def objective(outputs: Any, batch: MicroBatch) -> list[Tensor]:
+    """A micro-batch's part of the mean loss over its set, its right answers and its answers.
+
+    outputs: of a learner, or logits alone.
+    """
+    no_model: Any = None
+    kind = Classifier if isinstance(outputs, tuple) or outputs.ndim == 2 else CausalLearner
+    if isinstance(outputs, Tensor) and kind is Classifier:
+        outputs = outputs, outputs
+    rows = kind.losses(no_model, outputs, batch)
+    return [part.sum() for part in rows.weighted(batch.weights)]
 
 
 def same_episodes(a: list[LoadResult], b: list[LoadResult]) -> bool:
@@ -15,7 +32,7 @@ def same_episodes(a: list[LoadResult], b: list[LoadResult]) -> bool:
         return [
             t
             for batch in (*loaded.batches.support, *loaded.batches.query)
-            for t in (*batch.inputs.values(), batch.labels, batch.weights)
+            for t in (*batch.inputs.values(), *batch.targets.values(), batch.weights)
         ]
 
     return all(

@@ -1,7 +1,6 @@
 """Exported models: theta of a loaded model is changed and written as a Hugging Face folder."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,13 @@ from tests.support.helpers import one_rank
 from tests.support.models import WORDS
 
 
-def exported(source: Path | str, folder: Path, **settings) -> tuple[Config, PlainWorker]:
+def exported(
+    source: Path | str, folder: Path, notice: Callable[[str], Any] = pytest.fail, **settings
+) -> tuple[Config, PlainWorker]:
     """Load a model, change theta and export it."""
     config = Config(model_name_or_path=str(source), n_way=3, **settings)
     description = describe(config)
-    tokenizer = load_tokenizer(config, description, pytest.fail)
+    tokenizer = load_tokenizer(config, description, notice)
     learner = load_learner(config, description)
     frozen = frozen_tensors(learner)
     per_task = learner.head_names if config.head_init != "learned" else ()

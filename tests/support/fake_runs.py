@@ -1,7 +1,5 @@
 """Folders of runs as `train` leaves them, with numbers that a test chose: what a report is made from."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -9,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.config.settings import Config
+from fmmeta.training.run_folder import RunStart, find_start, known_folder, new_folder
 
 SPIKE, SKIPPED, BAD, NOT_FINITE = 60, 30, 45, 31
 
@@ -94,3 +93,8 @@ def write_run(
     assert not any(isinstance(v, float) and not math.isfinite(v) for line in lines for v in line.values())
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
+
+
+def start_of(config: Config, settings: dict[str, Any]) -> RunStart:
+    """Where a run with these settings begins; its folder is not made."""
+    return find_start(config, settings, known_folder(config, settings) or new_folder(config))

@@ -1,7 +1,6 @@
-"""Loads episodes while /dev/shm is full; test_loader.py starts it in a mount namespace."""
+"""Loads episodes in a /dev/shm with room for some semaphores; test_loader.py mounts it for this process."""
 
-from __future__ import annotations
-
+import os
 import pickle
 import sys
 import time
@@ -13,9 +12,9 @@ from fmmeta.tasks.loader import EpisodeLoader, LoadEpisode
 from tests.support.episodes import same_episodes
 
 if __name__ == "__main__":
-    folder, full = sys.argv[1:]
+    folder, full, semaphores = sys.argv[1:]
     source, tasks, transforms = pickle.loads((Path(folder) / "made.pickle").read_bytes())
-    load = LoadEpisode(source, Batcher(0), transforms, 2)
+    load = LoadEpisode(source, Batcher(0), transforms)
     loader, expected = (
         EpisodeLoader(load, lambda task: tasks[tasks.index(task) :], number) for number in "10"
     )
@@ -30,6 +29,7 @@ if __name__ == "__main__":
     with Path("/dev/shm/ballast").open("wb", buffering=0) as ballast, suppress(OSError):
         while ballast.write(bytes(4096)):
             pass
+    os.truncate("/dev/shm/ballast", os.stat("/dev/shm/ballast").st_size - 4096 * int(semaphores))
     found += loader.fetch(tasks[len(found) :])
     print("same episodes" if same_episodes(found, expected.fetch(tasks)) else "other episodes")
     print("\n".join(loader.warnings))

@@ -1,9 +1,6 @@
-"""Small GGUF files of random weights, and the parts of their headers that tests damage."""
-
-from __future__ import annotations
+"""Small GGUF files of random weights."""
 
 import os
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -146,30 +143,3 @@ def write_gguf(
 def use_test_cache() -> None:
     """Convert into the folder that a test names, instead of that of Hugging Face."""
     from_gguf.HF_HOME = os.environ["FMMETA_TEST_CACHE"]
-
-
-def text(value: str | bytes) -> bytes:
-    """A text as a header stores it."""
-    value = value.encode() if isinstance(value, str) else value
-    return struct.pack("<Q", len(value)) + value
-
-
-def entry(key: str | bytes, kind: int, value: bytes) -> bytes:
-    """A value of the metadata."""
-    return text(key) + struct.pack("<I", kind) + value
-
-
-def place(name: str, *shape: int, kind: int = 0, offset: int = 0) -> bytes:
-    """The place of a tensor; kind 0 is F32."""
-    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
-
-
-LLAMA = entry("general.architecture", 8, text("llama"))
-
-
-def header(
-    values: list[bytes], places: list[bytes], counts: tuple[int, int] | None = None, version: int = 3
-) -> bytes:
-    """A header by its parts; counts: of tensors and values, where they are not the true ones."""
-    tensors, entries = counts or (len(places), len(values))
-    return b"GGUF" + struct.pack("<IQQ", version, tensors, entries) + b"".join([*values, *places])

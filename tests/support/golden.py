@@ -2,12 +2,13 @@
 
     python -m tests.support.golden OLD NEW [--only NAME ...]      # commits; exit code 1 if a run differs
 
-Each commit is checked out into a temporary folder. A run's result is a hash of all weights in `model/`
-and the table on held-out tasks; both must be the same bit for bit. Runs: each algorithm once; plain, ZeRO 1,
-2 and 3, pipeline, tensor; 1x1, 2x1, 1x2 and 2x2 (groups x ranks of a group); LoRA; a resumed run.
+Each commit is checked out into a temporary folder. A run's result is a hash of all weights in `model/`,
+the table on held-out tasks and the scores of validations, or the answers; of `evaluate` and `tune` it is
+what they write and print. All must be the same bit for bit. Runs: each algorithm once; plain, ZeRO 1, 2
+and 3, pipeline, tensor; 1x1, 2x1, 1x2 and 2x2 (groups x ranks of a group); LoRA; a resumed run; validation
+with own metrics; `tune` sections; `evaluate` and `tune` of classifiers and language models; `adapt` to a
+file and a directory, and `predict`.
 """
-
-from __future__ import annotations
 
 import argparse
 import hashlib
@@ -22,6 +23,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+
+from tests.support.models import write_classes
 
 GIT = ["git", "worktree"]
 ROOT = Path(__file__).parent.parent.parent
@@ -57,6 +60,11 @@ def zero(stage: int, **flags: Any) -> dict[str, Any]:
     return {"deepspeed": f"ds_configs/zero{stage}.json", **flags}
 
 
+VALIDATED = {"eval_steps": 1, "metrics": "tests.support.own_metric:f1"}
+MEANS = {"algorithm": "protonet", "inner_steps": 0, "feature_norm": 3.0}
+NONE_HELD = {"dataset": "OUT/rows.jsonl", "class_splits": "OUT/splits.json", "eval_episodes": 0}
+
+
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, flags
     **{f"algorithm {name}": (1, {"algorithm": name}) for name in ALGORITHMS},
     "in-context": (1, {"algorithm": "in_context", **PAIRS}),
@@ -71,32 +79,104 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, flags
     "LoRA 2x1": (2, {"lora_r": 2}),
     "adapters ZeRO 3 1x2": (2, zero(3, group_size=2, lora_r=2)),
     "resumed": (1, {"save_steps": 2, "algorithm": "maml"}),
+    "validation 2x1": (2, VALIDATED),
+    "validation language": (1, {**VALIDATED, **PAIRS}),
+    "tune section": (1, {"tune": '{"inner_lrs": [0.05, 0.3], "max_steps": 2, "episodes": 2}'}),
+    "interpolation 2x1": (2, {"tune": '{"init_interpolations": [0.0, 0.5], "episodes": 3}'}),
+    "interpolation of means": (
+        1,
+        {"tune": '{"init_interpolations": [0.0, 0.5], "episodes": 3}', **MEANS},
+    ),
+    "folds": (
+        1,
+        {"tune": '{"init_interpolations": [0.0], "folds": 2}', **MEANS, **NONE_HELD},
+    ),
+}
+
+CLASSES = {"n_way": 3, "num_query": 2, "episodes": 4}
+TEXTS = {"task_type": "causal_lm", "num_query": 2, "episodes": 3, "k_shot": 2}
+FOUR = "in_context finetune finetune+in_context zero_shot"
+BY_FEATURES = "prototype linear knn soft_kmeans sinkhorn"
+TRIED = {"inner_lrs": "0.05 0.3", "max_steps": 3}
+COMMANDS: dict[str, tuple[int, str, dict[str, Any]]] = {  # ranks, command, flags
+    "evaluate 2x1": (
+        2,
+        "evaluate",
+        {**CLASSES, "k_shot": "1 2", "method": f"finetune {BY_FEATURES}", "compare": "tiny"},
+    ),
+    "evaluate all ways": (1, "evaluate", {**CLASSES, "n_way": "all", "method": "finetune prototype"}),
+    "evaluate ZeRO 3 1x2": (2, "evaluate", zero(3, **CLASSES, k_shot=1, group_size=2)),
+    "evaluate pipeline 1x2": (2, "evaluate", zero(1, **CLASSES, k_shot=1, group_size=2, pipeline_stages=2)),
+    "evaluate language": (
+        1,
+        "evaluate",
+        {**TEXTS, "method": FOUR, "metrics": "rouge_l exact_match options rank", "max_new_tokens": 4},
+    ),
+    "evaluate language 2x1": (2, "evaluate", {**TEXTS, "method": "in_context finetune"}),
+    "tune 2x1": (2, "tune", {**CLASSES, "k_shot": 1, **TRIED}),
+    "tune language": (1, "tune", {**TEXTS, **TRIED, "method": "finetune+in_context"}),
+    "tune optuna": (1, "tune", {**CLASSES, "k_shot": 1, **TRIED, "tuner": "optuna", "trials": 3}),
+}
+ADAPT = ["adapt", "--output_dir=model", "--inner_steps=3"]
+PREDICT = ["predict", "--input=tasks/0.jsonl", "--output=answers.jsonl"]
+ADAPTED: dict[str, list[list[str]]] = {  # commands, in a folder with two tasks of the same classes
+    "adapt": [
+        [*ADAPT, "--support=tasks/0.jsonl", "--query=tasks/1.jsonl"],
+        [*PREDICT, "--model_name_or_path=model"],
+    ],
+    "adapt LoRA": [
+        [*ADAPT, "--support=tasks/0.jsonl", "--query=tasks/1.jsonl", "--lora_r=2", "--early_stopping=false"],
+        [*PREDICT, "--model_name_or_path=model", "--equal_classes=true"],
+    ],
+    "adapt directory": [[*ADAPT, "--support=tasks"], [*PREDICT, "--model_name_or_path=model/1"]],
+    "adapt directory LoRA": [[*ADAPT, "--support=tasks", "--lora_r=2"], [*PREDICT, "--adapters=model"]],
 }
 
 
 def results(folder: Path) -> dict[str, str]:
-    """A hash of all exported tensors, and the table on held-out tasks."""
+    """A hash of all exported tensors, and the table on held-out tasks, or all answers."""
     seen = hashlib.sha256()
-    for file in sorted((folder / "model").glob("*.safetensors")):
+    for file in sorted((folder / "model").rglob("*.safetensors")):
         for name, tensor in sorted(load_file(file).items()):
-            seen.update(f"{file.name} {name} {tensor.dtype} {list(tensor.shape)}".encode())
+            seen.update(f"{file.relative_to(folder)} {name} {tensor.dtype} {list(tensor.shape)}".encode())
             seen.update(tensor.view(torch.uint8).numpy().tobytes())
+    if (folder / "answers.jsonl").exists():
+        files = [folder / "answers.jsonl", *sorted(folder.rglob("predictions.jsonl"))]
+        return {"weights": seen.hexdigest(), "answers": "".join(file.read_text() for file in files)}
     held_out = json.loads((folder / "run.json").read_text()).get("held_out")
-    return {"weights": seen.hexdigest(), "held_out": json.dumps(held_out, sort_keys=True)}
+    log = folder / "metrics.jsonl"  # missing where nothing is trained
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    validations = [{key: value for key, value in line.items() if key.startswith("valid_")} for line in lines]
+    return {
+        "weights": seen.hexdigest(),
+        "held_out": json.dumps(held_out, sort_keys=True),
+        "validation": json.dumps(validations, sort_keys=True),
+    }
+
+
+def printed(text: str) -> str:
+    """What a command has printed, without times, folders and free memory."""
+    lines = [line for line in text.splitlines() if "/" not in line and "GiB" not in line]
+    return "\n".join(line.partition("; about ")[0] for line in lines)
 
 
 def execute(out: Path, only: list[str]) -> None:
     """Run everything with the code in the current folder; results go to `out`/results.json."""
-    try:
-        from tests.support.fork_server import ForkServer
-    except ImportError:  # in commits before it had this name
-        from tests.nursery import Nursery as ForkServer  # type: ignore
-
+    try:  # those of the commit
+        from harness.fork_server import ForkServer, environment, places
+    except ImportError:  # before 2026-11-26
+        from tests.support.fork_server import ForkServer, environment, places
+    write_classes(out / "rows.jsonl")
+    splits = {"train": [f"c{number}" for number in range(12)], "valid": [], "test": []}
+    (out / "splits.json").write_text(json.dumps(splits))
     fork_server, found = ForkServer(), {}
-    for name in only or RUNS:
+    for name in [name for name in only or RUNS if name in RUNS]:
         ranks, flags = RUNS[name]
         folder = out / name.replace(" ", "-")
-        words = [f"--{key}={value}" for key, value in {**SHORT, **flags, "output_dir": folder}.items()]
+        words = [
+            f"--{key}={value}".replace("OUT", str(out))
+            for key, value in {**SHORT, **flags, "output_dir": folder}.items()
+        ]
         for attempt in range(2 if name == "resumed" else 1):
             started = fork_server.train(words, ranks, out / f"{folder.name}-logs-{attempt}")
             codes = fork_server.wait(started, 300)
@@ -105,6 +185,35 @@ def execute(out: Path, only: list[str]) -> None:
             if name == "resumed" and attempt == 0:
                 (folder / "run.json").write_text(json.dumps({**run, "finished": False}))
                 shutil.rmtree(folder / "checkpoint-3")  # the second attempt continues from checkpoint-2
+        found[name] = results(folder)
+        print(f"{out.name}: {name}", flush=True)
+    for name in [name for name in only or COMMANDS if name in COMMANDS]:
+        ranks, command, flags = COMMANDS[name]
+        file = out / f"{name.replace(' ', '-')}.json"
+        words = [word for key, value in flags.items() for word in (f"--{key}", *str(value).split())]
+        started = [
+            fork_server.start(
+                ["-m", "fmmeta", command, *words, "--output", str(file)],
+                file.with_suffix(f".{rank}.log"),
+                environment(**place),
+            )
+            for rank, place in enumerate(places(ranks))
+        ]
+        codes = fork_server.wait(started, 300)
+        assert set(codes) == {0}, f"{name}: {codes}\n" + "\n".join(rank.text[-3000:] for rank in started)
+        found[name] = {"output": file.read_text(), "printed": printed(started[0].text)}
+        print(f"{out.name}: {name}", flush=True)
+    for name in [name for name in only or ADAPTED if name in ADAPTED]:
+        folder = out / name.replace(" ", "-")
+        (folder / "tasks").mkdir(parents=True)
+        for task in ("0", "1"):
+            rows = [
+                {"text": f"{kind} {n} {task}", "label": kind} for kind in ("one", "two") for n in range(3)
+            ]
+            lines = [json.dumps({**row, "adapter": task}) + "\n" for row in rows]
+            (folder / "tasks" / f"{task}.jsonl").write_text("".join(lines))
+        for words in ADAPTED[name]:
+            subprocess.run([sys.executable, "-m", "fmmeta", *words], cwd=folder, check=True)
         found[name] = results(folder)
         print(f"{out.name}: {name}", flush=True)
     (out / "results.json").write_text(json.dumps(found, indent=1))
@@ -117,7 +226,7 @@ def main() -> None:
     )
     parser.add_argument("old")
     parser.add_argument("new", nargs="?")
-    parser.add_argument("--only", nargs="*", default=[], choices=list(RUNS))
+    parser.add_argument("--only", nargs="*", default=[], choices=[*RUNS, *COMMANDS, *ADAPTED])
     parser.add_argument("--execute", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.execute:

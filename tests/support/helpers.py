@@ -1,6 +1,4 @@
-"""Shared by unit tests: the text of a UsageError, the process groups of one process, and data files."""
-
-from __future__ import annotations
+"""Shared by unit tests: the process groups of one process, and data files."""
 
 import csv
 import gzip
@@ -12,21 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from fmmeta.common.errors import UsageError
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World
-from fmmeta.tasks.data import rows
+from fmmeta.tasks.data import files, hub
+from fmmeta.tasks.data.columns import Row
+from tests.support.messages import refusal as refusal
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"
-
-
-def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """The text of the UsageError that a call raises; it must be one line."""
-    with pytest.raises(UsageError) as caught:
-        call(*args, **kwargs)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+CASES = ROOT.parent / "shared" / "cases"
+needs_cases = pytest.mark.skipif(not CASES.is_dir(), reason=f"{CASES} does not exist")
 
 
 def fast_or_slow(
@@ -49,9 +42,11 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     plain = path.with_suffix("") if path.suffix == ".gz" else path
     if plain.suffix == ".jsonl":
         plain.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    elif plain.suffix == ".csv":
+    elif plain.suffix == ".json":
+        plain.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n", encoding="utf-8")
+    elif plain.suffix in (".csv", ".tsv"):
         with plain.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
+            writer = csv.DictWriter(file, list(rows[0]), delimiter="," if plain.suffix == ".csv" else "\t")
             writer.writeheader()
             writer.writerows(rows)
     else:
@@ -65,9 +60,9 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-def read_rows(dataset: str, config_name: str | None = None) -> list[rows.Row]:
+def read_rows(dataset: str, config_name: str | None = None) -> list[Row]:
     """Every row of a file, a folder or a hub data set."""
-    files = rows.data_files(dataset)
-    if files is None:
-        return rows.hub_rows(dataset, "train", rows.open_hub(dataset, config_name))
-    return [row for file in files for row in rows.read_file(file)]
+    paths = files.data_files(dataset)
+    if paths is None:
+        return [*hub.hub_rows(f"{dataset}[train]", hub.open_hub(dataset, config_name))]
+    return [row for path in paths for row in files.read_file(path)]

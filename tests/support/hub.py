@@ -1,7 +1,5 @@
 """A stand-in of the hub's API for uploads, on this machine: it records what huggingface_hub sends."""
 
-from __future__ import annotations
-
 import base64
 import json
 import threading

@@ -1,7 +1,5 @@
 """An inner optimizer outside the package: averaged gradients with bias correction, and a pull to zero."""
 
-from __future__ import annotations
-
 from fmmeta.meta.inner_optimizers import InnerOptimizer
 
 

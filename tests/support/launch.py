@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tests.support.fork_server import ROOT, ForkServer, environment, free_port, places, shared
+from harness.fork_server import ROOT, ForkServer, environment, free_port, places, shared
 
 ON_GPU = Path("/dev/nvidiactl").exists()  # what has been looked for on a GPU cannot be forked
 WAITS = re.compile(r"fmmeta: rank \d+ waits for rank \d+ on ")
@@ -40,9 +40,8 @@ class ProcessResults:
     output: list[str]
 
     def ok(self) -> ProcessResults:
-        assert not any(self.codes), f"exit codes {self.codes}\n" + "\n".join(
-            text[-4000:] for text in self.output
-        )
+        text = [f"rank {rank}:\n{text[-4000:]}" for rank, text in enumerate(self.output)]
+        assert not any(self.codes), "\n".join([f"exit codes {self.codes}", *text])
         return self
 
     @property

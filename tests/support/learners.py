@@ -1,10 +1,9 @@
 """A small BERT and a small Llama with gradients above rounding, episodes, and comparisons with the oracle."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,61 +13,63 @@ from torch import Tensor, nn
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms.baselines import prompted
-from fmmeta.meta.algorithms.setup import Setup, setup
+from fmmeta.meta.algorithms.setup import setup
+from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.meta.reference import reference_gradient
-from fmmeta.models.learner import CausalLearner, Learner, NativeClassifier, PooledClassifier
+from fmmeta.meta.task import Setup, TaskRun
+from fmmeta.models.causal_lm import CausalLearner
+from fmmeta.models.classification import NativeClassifier, PooledClassifier
+from fmmeta.models.learner import Learner
 from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Episode, Example
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.base import EpisodeRows
+from tests.support.models import tiny
 
 CPU = torch.device("cpu")
 CLASSES = 3
+SMALL = {"seed": 4, "hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 8}
+"""Sizes of a BERT of about a thousand parameters: its Hessian fits."""
 
 
-def bert(pooling: str = "mean", classes: int = CLASSES) -> Learner:
+def bert(pooling: str = "mean", classes: int = CLASSES, seed: int = 1, **sizes: int) -> Learner:
     """A BERT of one layer with a nonzero head."""
-    from transformers import BertConfig, BertForSequenceClassification, BertModel
-
-    torch.manual_seed(1)
-    config = BertConfig(
-        hidden_size=16,
+    small = {"hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 16}
+    model = tiny(
+        "bert",
+        seed,
+        "" if pooling == "model" else "AutoModel",
+        **{**small, **sizes},
         num_hidden_layers=1,
         num_attention_heads=2,
-        intermediate_size=24,
         vocab_size=40,
-        max_position_embeddings=16,
-        type_vocab_size=1,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         num_labels=classes,
         initializer_range=0.3,
     )
-    if pooling == "model":
-        return NativeClassifier(BertForSequenceClassification(config), classes)
-    return PooledClassifier(BertModel(config), classes, pooling)
+    return (
+        NativeClassifier(model, classes) if pooling == "model" else PooledClassifier(model, classes, pooling)
+    )
 
 
 def llama() -> Learner:
     """A Llama of two layers with tied embeddings."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(2)
-    config = LlamaConfig(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=24,
-        vocab_size=40,
-        max_position_embeddings=32,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        initializer_range=0.2,
+    small = {"hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 32}
+    return CausalLearner(
+        tiny(
+            "llama",
+            2,
+            **small,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            vocab_size=40,
+            initializer_range=0.2,
+        )
     )
-    return CausalLearner(LlamaForCausalLM(config))
 
 
 def episode_of(learner: Learner, support: int = 9, query: int = 6, seed: int = 5) -> EpisodeRows:
@@ -130,21 +131,54 @@ def setup_of(worker: PlainWorker, config: Config, bf16: bool = False) -> Setup:
     return setup(config, worker, worker.model.head_names, CLASSES if worker.model.head_names else 0, bf16)
 
 
-def meta_gradient_of(rule: Any, theta: Tensor) -> MetaGradient:
+@dataclass(frozen=True)
+class RuleOn:
+    """A rule, and the setup and outer step of its tasks."""
+
+    rule: Any
+    setup: Any
+    outer_step: int = 0
+
+    @property
+    def inner(self) -> InnerLoop:
+        return self.setup.inner
+
+    def but(self, **settings: Any) -> "RuleOn":
+        return replace(self, setup=replace(self.setup, config=self.setup.config.but(**settings)))
+
+    def task(
+        self,
+        worker: Any,
+        episode: Episode,
+        into: MetaGradient | None = None,
+        meta: MetaParameters | None = None,
+    ) -> TaskRun:
+        """A task from the worker's weights, added to `into` or to a separate sum."""
+        meta = MetaParameters(worker.read()) if meta is None else meta
+        into = meta_gradient_of(self, meta.theta) if into is None else into
+        return TaskRun(self.setup, worker, meta, episode, into, self.outer_step)
+
+
+def rule_on(
+    learner: nn.Module, outer_step: int = 0, bf16: bool = False, **settings: Any
+) -> tuple[RuleOn, PlainWorker]:
+    """The rule of these settings, and a worker over a copy of the model."""
+    config = config_of(learner, **settings)
+    worker = worker_of(learner, config, bf16)
+    return RuleOn(find(config.algorithm).rule, setup_of(worker, config, bf16), outer_step), worker
+
+
+def meta_gradient_of(rule: RuleOn, theta: Tensor) -> MetaGradient:
     """A zero meta-gradient with all parts that a rule adds to."""
-    learned, kept = rule.inner.rates.meta_parameter, rule.inner.optimizer.kept
-    extra = {} if kept is None else {"exp_avg": theta, "exp_avg_sq": theta}
-    return MetaGradient(theta, extra if learned is None else {**extra, "rates": learned})
+    return MetaGradient(theta, MetaParameters.of(theta, rule.inner).extra)
 
 
 def task_gradient(
-    rule: Any, worker: Any, episode: Episode, into: MetaGradient | None = None
+    rule: RuleOn, worker: Any, episode: Episode, into: MetaGradient | None = None
 ) -> SimpleNamespace:
     """The fields of a TaskResult, and the gradient [S] and `extra` that the rule added to `into`."""
-    theta = worker.read()
-    into = meta_gradient_of(rule, theta) if into is None else into
-    result = rule.task_gradient(worker, MetaParameters(theta), episode, into)
-    return SimpleNamespace(**vars(result), gradient=into.sum, extra=into.extra)
+    task = rule.task(worker, episode, into)
+    return SimpleNamespace(**vars(rule.rule(task)), gradient=task.into.sum, extra=task.into.extra)
 
 
 def gradient_of(worker: Any, batches: Any) -> Tensor:
@@ -159,7 +193,7 @@ def rule_gradient(
 ) -> tuple[SimpleNamespace, PlainWorker]:
     worker = worker_of(learner, config)
     theta = worker.read()
-    rule = find(config.algorithm).rule(setup_of(worker, config), outer_step)
+    rule = RuleOn(find(config.algorithm).rule, setup_of(worker, config), outer_step)
     found = task_gradient(rule, worker, batches_of(episode, learn_support=config.loss_on_support))
     assert torch.equal(worker.read(), theta)
     return found, worker
@@ -172,15 +206,14 @@ def oracle_gradient(
     outer_step: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[dict[str, Tensor], Any]:
-    """The meta-gradient of the oracle, and those of rates and optimizer state."""
+    """The meta-gradient of the oracle, and that of rates."""
     model = copy.deepcopy(learner).to(dtype)
     names = [name for name, param in model.named_parameters() if param.requires_grad]
     if config.head_init != "learned":
         for name in model.head_names:
             model.get_parameter(name).data.zero_()
     theta = {name: model.get_parameter(name).detach().clone() for name in names}
-    wanted, of_rates, memory = reference_gradient(model, theta, episode, config, False, None, outer_step)
-    return wanted, (of_rates, memory)
+    return reference_gradient(model, theta, episode, config, False, None, outer_step)
 
 
 def by_name(worker: PlainWorker, vector: Tensor) -> dict[str, Tensor]:
@@ -202,17 +235,50 @@ def cosine_and_error(found: Tensor, wanted: Tensor) -> tuple[float, float]:
     return cosine, float((found - wanted).norm() / wanted.norm())
 
 
+def compared(
+    learner: Learner, config: Config, worker: PlainWorker, gradient: Tensor, wanted: dict[str, Tensor]
+) -> tuple[float, float]:
+    """Cosine and relative error of a worker's meta-gradient to that of the oracle."""
+    found = meta_parameters(learner, config, by_name(worker, gradient))
+    return cosine_and_error(found, meta_parameters(learner, config, wanted))
+
+
 def against_oracle(learner: Learner, outer_step: int = 0, **settings: Any) -> tuple[float, float]:
     """Cosine and relative error of a rule's meta-gradient to the oracle's."""
     config, episode = config_of(learner, **settings), episode_of(learner)
     found, worker = rule_gradient(learner, config, episode, outer_step)
     assert found.finite
     wanted, _ = oracle_gradient(learner, config, episode, outer_step)
-    return cosine_and_error(
-        meta_parameters(learner, config, by_name(worker, found.gradient)),
-        meta_parameters(learner, config, wanted),
-    )
+    return compared(learner, config, worker, found.gradient, wanted)
 
 
 def norm(weights: dict[str, Tensor]) -> float:
     return math.sqrt(sum(float(value.double().square().sum()) for value in weights.values()))
+
+
+def identity(value):
+    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+
+
+def passes_of(learner: Learner, monkeypatch: Any, **settings: Any) -> tuple[int, int]:
+    """Count passes with a gradient, and passes without, that one task makes."""
+    rule, worker = rule_on(learner, **settings)
+    episode = batches_of(episode_of(learner), micro_batch_size=32)
+    counted = {True: 0, False: 0}
+    call = worker._call
+
+    def counting(batch):
+        counted[torch.is_grad_enabled()] += 1
+        return call(batch)
+
+    monkeypatch.setattr(
+        worker.learner, "score", lambda batches: None
+    )  # which shares what rows have in common
+
+    monkeypatch.setattr(worker, "_call", counting)
+    task_gradient(rule, worker, episode)
+    return counted[True], counted[False]
+
+
+LEARNERS = {"bert": bert(), "classifier": bert("model"), "llama": llama()}
+PROTOTYPE = {"head_init": "prototype", "inner_lr": 0.02}

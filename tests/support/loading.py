@@ -1,7 +1,5 @@
 """Functions that tests name by `module:name`: transforms that hang, and strata of rows."""
 
-from __future__ import annotations
-
 import signal
 import time
 from contextlib import suppress

@@ -22,7 +22,6 @@ from zlib import crc32
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from fmmeta.config.settings import Config
 from fmmeta.meta.reference import Reference, reference_run
@@ -30,7 +29,7 @@ from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.helpers import fast_or_slow
-from tests.support.launch import ROOT, start_ranks
+from tests.support.launch import ROOT
 from tests.support.models import (
     DECODERS,
     ENCODERS,
@@ -41,8 +40,8 @@ from tests.support.models import (
     write_classes,
     write_pairs,
 )
+from tests.support.run_cases import Outcomes, begin_cases
 
-Outcomes = dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]  # theta and facts by case
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))  # groups, ranks of a group
 AXES: dict[str, tuple[Any, ...]] = {
     "layout": LAYOUTS,
@@ -130,8 +129,6 @@ VARIANTS: dict[str, dict[str, Any]] = {  # settings of an algorithm's name, wher
     "maml-adapters": {
         "algorithm": "maml",
         "inner_optimizer": "adamw",
-        "inner_beta1": 0.5,
-        "inner_beta2": 0.9,
         "inner_weight_decay": 0.1,
         "inner_epsilon": 0.03,
     },
@@ -147,14 +144,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # settings of an algorithm's name, wher
     "proto_maml": {"algorithm": "proto_maml", "prototype_gradient": True},
     "meta_icl": {"algorithm": "meta_icl", "inner_steps": 0},
     "meta_icl-all": {"algorithm": "meta_icl", "inner_steps": 0, "loss_on_support": True},
-    "reptile-adam": {
-        "algorithm": "reptile",
-        "inner_optimizer": "adamw",
-        "inner_beta1": 0.5,
-        "inner_beta2": 0.9,
-        "inner_optimizer_state": "kept",
-        "inner_epsilon": 0.03,
-    },
+    "reptile-adam": {"algorithm": "reptile", "inner_optimizer": "adamw", "inner_epsilon": 0.03},
 }
 SECOND_ORDER = (
     "maml",
@@ -175,7 +165,7 @@ TOLERANCE = {("fp32", "sgd"): 1e-5, ("fp32", "adamw"): 1e-4, ("bf16", "sgd"): 0.
 
 def tolerance(case: Case) -> float:
     """Differences of gradients err by themselves, alike on every layout; through class means by 1.2e-3
-    (docs/log.md). Second derivatives of adapters are autograd's where each rank holds the whole model.
+    (docs/log/2026.md). Second derivatives of adapters are autograd's where each rank holds the whole model.
     """
     differences = 3e-3 if case.algorithm == "proto_maml" else 1e-3
     takes_differences = case.algorithm in SECOND_ORDER and not case.by_autograd
@@ -690,28 +680,8 @@ class ParityFixture:
                 "micro_batch_size": 4 if case.extra == "micro" else 32,
             }
             listed.append({"id": case.id, "config": config, "export": case.export})
-        file = self.folder / f"cases-{chosen[0].id}.json"
-        file.write_text(json.dumps(listed))
         out = self.folder / f"out-{num_groups}x{group_size}"
-        out.mkdir(exist_ok=True)
-        running = start_ranks(
-            ["-m", "tests.support.run_cases", str(file), str(out)],
-            num_groups * group_size,
-            cwd=self.cwd,
-            before=before,
-        )
-
-        def end() -> Outcomes:
-            running.end(timeout_s=1500).ok()
-            return {
-                case.id: (
-                    load_file(out / f"{case.id}.safetensors"),
-                    json.loads((out / f"{case.id}.json").read_text()),
-                )
-                for case in chosen
-            }
-
-        return end
+        return begin_cases(listed, out, num_groups * group_size, timeout_s=1500, cwd=self.cwd, before=before)
 
     def error(
         self, case: Case, theta: dict[str, torch.Tensor], counted: Sequence[Sequence[Sequence[int]]] = ()

@@ -1,13 +1,11 @@
 """Sizes of a small model for estimates of memory, and a world whose ranks have a given free memory."""
 
-from __future__ import annotations
-
 import torch
 
+from fmmeta.parallel import memory
 from fmmeta.parallel.layout import Launch, Nodes
+from fmmeta.parallel.memory import Sizes
 from fmmeta.parallel.process_groups import World
-from fmmeta.planning import memory
-from fmmeta.planning.memory import Sizes
 
 SIZES = Sizes(params=1000, layers=2, hidden=8, heads=4, vocab=0, rows=3, tokens=10, directions=1)
 

@@ -1,10 +1,9 @@
 """Small checkpoints and data files that tests make for themselves."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,28 +28,6 @@ WORDS = [
 ]
 
 
-def save_llama(folder: Path, tied: bool = True) -> Path:
-    """A 2-layer Llama with RMSNorms and, by default, tied embeddings."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        vocab_size=259,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.1,
-    )
-    return save(LlamaForCausalLM(config), folder)
-
-
 # a family for each kind of split and each part of a model that differs
 TENSOR_FAMILIES = (
     *(
@@ -72,53 +49,65 @@ DECODERS = (*TENSOR_FAMILIES, "gpt2")
 ENCODERS = ("bert", "roberta")
 
 
-def save_family(folder: Path, family: str, tied: bool = True, layers: int = 3) -> Path:
-    """A small model of a family; Mistral and Qwen2 look back over a short window only, the latter not in its
-    first layer.
+WIDE: dict[str, Any] = {"intermediate_size": 48}
+ENCODER = {**WIDE, "max_position_embeddings": 130, "type_vocab_size": 1, "initializer_range": 0.05}
+GROUPED = {**WIDE, "num_key_value_heads": 2}
+OWN = {  # Mistral and Qwen2 look back over a short window only, the latter not in its first layer
+    "llama": GROUPED,
+    "mistral": {**GROUPED, "sliding_window": 8, "head_dim": 8},
+    "qwen2": {**GROUPED, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "qwen3": {**GROUPED, "head_dim": 8},
+    "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "gpt_neox": {**WIDE, "rotary_pct": 0.5},
+    "gemma": {**GROUPED, "head_dim": 8},
+    "gemma2": {**GROUPED, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
+    "gemma3_text": {**GROUPED, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
+    "phi": WIDE,
+    "phi3": GROUPED,
+    "olmo": GROUPED,
+    "olmo2": GROUPED,
+    "granite": {**GROUPED, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "smollm3": {**GROUPED, "no_rope_layer_interval": 2},
+    "glm": {**GROUPED, "head_dim": 8},
+    "bert": ENCODER,
+    "roberta": ENCODER,
+}
+
+
+def tiny(kind: str, seed: int = 0, auto: str = "", **sizes: Any) -> Any:
+    """A model of a family with random weights: a language model or, of an encoder, a classifier.
+
+    auto: another class of transformers. sizes: of the configuration, and other values.
     """
     import transformers
 
-    if family in ENCODERS:
-        return save_bert(folder, family, layers)
     shared = {
         "hidden_size": 32,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "vocab_size": 259,
         "max_position_embeddings": 128,
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": True,
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "initializer_range": 0.1,
     }
-    grouped = {"num_key_value_heads": 2, "intermediate_size": 48}
-    own = {
-        "llama": grouped,
-        "mistral": {**grouped, "sliding_window": 8, "head_dim": 8},
-        "qwen2": {**grouped, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-        "qwen3": {**grouped, "head_dim": 8},
-        "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
-        "gpt_neox": {"intermediate_size": 48, "rotary_pct": 0.5},
-        "gemma": {**grouped, "head_dim": 8},
-        "gemma2": {**grouped, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
-        "gemma3_text": {**grouped, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
-        "phi": {"intermediate_size": 48},
-        "phi3": grouped,
-        "olmo": grouped,
-        "olmo2": grouped,
-        "granite": {
-            **grouped,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.5,
-            "logits_scaling": 2.0,
-        },
-        "smollm3": {**grouped, "no_rope_layer_interval": 2},
-        "glm": {**grouped, "head_dim": 8},
-    }[family]
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **shared, **own)
-    return save(transformers.AutoModelForCausalLM.from_config(config), folder)
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(kind, **{**shared, **OWN[kind], **sizes})
+    usual = "AutoModelForSequenceClassification" if kind in ENCODERS else "AutoModelForCausalLM"
+    return getattr(transformers, auto or usual).from_config(config)
+
+
+def save_family(folder: Path, family: str, tied: bool = True, layers: int = 3) -> Path:
+    if family in ENCODERS:
+        return save_bert(folder, family, layers)
+    return save(tiny(family, tie_word_embeddings=tied, num_hidden_layers=layers), folder)
+
+
+def save_llama(folder: Path, tied: bool = True) -> Path:
+    """A 2-layer Llama with RMSNorms and, by default, tied embeddings."""
+    return save_family(folder, "llama", tied, layers=2)
 
 
 def save_bert(folder: Path, family: str = "bert", layers: int = 2) -> Path:
@@ -127,34 +116,15 @@ def save_bert(folder: Path, family: str = "bert", layers: int = 2) -> Path:
     It is trained for a second to tell words apart: at random weights it ignores the text, gradients are as
     small as rounding errors, and comparisons of them say nothing.
     """
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        family,
-        hidden_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        intermediate_size=48,
-        vocab_size=259,
-        max_position_embeddings=130,
-        type_vocab_size=1,
-        num_labels=len(WORDS),
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.05,
-    )
-    model, tokenizer = AutoModelForSequenceClassification.from_config(config).eval(), byte_tokenizer(128)
-    optimizer, rng = torch.optim.AdamW(model.parameters(), lr=3e-3), random.Random(1)
+    model = tiny(family, num_hidden_layers=layers, num_labels=len(WORDS)).eval()
+    tokenizer, rng = byte_tokenizer(128), random.Random(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(30):
         labels = [rng.randrange(len(WORDS)) for _ in range(32)]
-        batch = tokenizer(
-            [f"{WORDS[c]} {rng.choice(WORDS)}" for c in labels], padding=True, return_tensors="pt"
-        )
-        loss = model(
-            batch["input_ids"], attention_mask=batch["attention_mask"], labels=torch.tensor(labels)
-        ).loss
+        texts = [f"{WORDS[c]} {rng.choice(WORDS)}" for c in labels]
+        batch = tokenizer(texts, padding=True, return_tensors="pt")
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        loss = model(ids, attention_mask=mask, labels=torch.tensor(labels)).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

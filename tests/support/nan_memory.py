@@ -1,7 +1,5 @@
 """Uninitialised memory that is no numbers, for processes that must not depend on it."""
 
-from __future__ import annotations
-
 
 def fill() -> None:
     """Called first in a process: torch.empty gives NaN from here on."""

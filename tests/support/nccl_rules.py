@@ -35,8 +35,6 @@ On CPUs a vector in host memory is like any other tensor. So that `Communicator`
 device, as on a GPU, it sees another device in them.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import struct
@@ -60,7 +58,7 @@ from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import OuterMemory
 from fmmeta.parallel.process_groups import World
 from fmmeta.parallel.workers.zero import EngineWorker
-from tests.support.fork_server import SESSION_FOLDER
+from harness.fork_server import SESSION_FOLDER
 
 BACKEND = "nccl_rules"  # the name for torch; it must not be gloo's, which DeepSpeed and torch treat apart
 REDUCED = (

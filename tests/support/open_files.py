@@ -1,7 +1,5 @@
 """Limits of open files of rank 0, set before it connects to the other ranks."""
 
-from __future__ import annotations
-
 import os
 import resource
 from pathlib import Path

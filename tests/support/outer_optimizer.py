@@ -3,8 +3,6 @@
 m <- b m + (1 - b) g;  theta <- theta - lr m / (1 - b^t)
 """
 
-from __future__ import annotations
-
 import torch
 
 from fmmeta.config.algorithms import OuterOptimizerSpec

@@ -1,7 +1,5 @@
 """A metric outside the package: macro F1, and the share of right answers."""
 
-from __future__ import annotations
-
 
 def f1(predictions: list[str], references: list[str]) -> dict[str, float]:
     pairs = list(zip(predictions, references, strict=True))

@@ -1,7 +1,5 @@
 """Colours of the report's style sheet, and the pairs of text and background that must contrast."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

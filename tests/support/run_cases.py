@@ -1,40 +1,33 @@
-"""Started on every rank by tests: runs many small meta-trainings in one set of processes, and saves what came
-out.
+"""Runs many small meta-trainings in one launch.
 
-    python -m tests.support.run_cases CASES.json OUT_DIR
-
-A case is {"id", "config": settings, "poison": [[outer step, slot, "support" | "query"], ...], "by":
-{"factor": F}}; all cases of a file have the same group size. Poison makes a task's loss F times (by default
-infinitely) as large on that set. For each case the first rank writes OUT_DIR/<id>.safetensors (theta, whole)
-and OUT_DIR/<id>.json (facts). On CPUs the ranks communicate under NCCL's rules (nccl_rules.py).
+A case is {"id", "config": settings, "poison": [[outer step, slot, "support" | "query"], ...]}; all cases of a
+launch have the same group size. Poison makes a task's loss infinite on that set. The output of a run goes to
+OUT/<id>. On CPUs the ranks communicate under NCCL's rules (nccl_rules.py).
 """
 
-from __future__ import annotations
-
 import json
-import os
-import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from fmmeta.checkpoint.hf_export import export
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.models.load import empty_learner, load_learner
-from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.process_groups import World, pick_device
+from fmmeta.parallel.process_groups import World
 from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.training import build
 from fmmeta.training.callbacks import Callback
 from fmmeta.training.loop import Run
 from fmmeta.training.run_folder import RunStart
 from tests.support import nccl_rules
+from tests.support.ranks import begin, built
 
 
-def poison(parts: build.Runtime, chosen: dict[tuple[int, int], str], factor: float = float("inf")) -> None:
-    """Weigh the rows of the chosen tasks more; infinitely, loss and gradients are no numbers then, as after a
+def poison(parts: build.Runtime, chosen: dict[tuple[int, int], str]) -> None:
+    """Weigh the rows of the chosen tasks infinitely: loss and gradients are no numbers, as after a
     divergence.
     """
     if not chosen:
@@ -45,12 +38,12 @@ def poison(parts: build.Runtime, chosen: dict[tuple[int, int], str], factor: flo
         def batches(self, task):
             episode = super().batches(task)
             for batch in getattr(episode, chosen[task.seed[2:]]) if task.seed[2:] in chosen else []:
-                batch.weights *= factor
+                batch.weights *= float("inf")
             return episode
 
     def load(source, transform=None):
         made = clean(source, transform)
-        return Poisoned(made.source, made.batcher, made.transform, made.most_classes)
+        return Poisoned(made.source, made.batcher, made.transform)
 
     parts.load = load  # type: ignore[method-assign]
 
@@ -78,19 +71,29 @@ class CountedTasks(Callback):
             self.steps.append(sorted(tuple(task) for part in parts for task in part))
 
 
-def main(cases_file: str, out: str) -> None:
-    if os.environ.get("FMMETA_NCCL_RULES") != "0":
-        nccl_rules.install()
-    launch = Launch.from_env(os.environ)
-    world = World(launch, pick_device(launch))
+Outcomes = dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]  # by case: theta, whole, and facts
+
+
+def begin_cases(
+    listed: Sequence[dict[str, Any]], out: Path, ranks: int, timeout_s: float = 300, **launch: Any
+) -> Callable[[], Outcomes]:
+    """Begin to run cases on some ranks; what comes back waits for the end."""
+    out.mkdir(exist_ok=True)
+    end = begin(on_each_rank, ranks, listed, out, timeout_s=timeout_s, rules=True, **launch)
+    return lambda: end()[0]
+
+
+def run_cases(listed: Sequence[dict[str, Any]], out: Path, ranks: int, **launch: Any) -> Outcomes:
+    return begin_cases(listed, out, ranks, **launch)()
+
+
+def on_each_rank(world: World, listed: Sequence[dict[str, Any]], out: Path) -> Outcomes | None:
+    """Run the cases; the first rank returns their outcomes."""
+    outcomes: Outcomes = {}
     ranks = None
-    for case in json.loads(Path(cases_file).read_text()):
+    for case in listed:
         config = Config(**{"save_steps": 0, "eval_episodes": 0, "logging_steps": 1, **case["config"]})
-        inputs = build.read_inputs(config, world, lambda text: None)
-        if ranks is None:
-            ranks = world.split(int(config.group_size))
-        plan = inputs.parallel_plan(config, ranks.layout.group_size, world.device.type)
-        parts = build.build(config, inputs, plan, ranks)
+        inputs, ranks, parts = built(world, config, ranks)
         mapped = config.model_name_or_path in Path("/proc/self/maps").read_text()
         began = load_learner(config, inputs.description)
         off = [
@@ -103,7 +106,7 @@ def main(cases_file: str, out: str) -> None:
             if p.requires_grad
         ]
         del began  # it maps the checkpoint
-        folder = Path(out) / case["id"]
+        folder = out / case["id"]
         folder.mkdir(exist_ok=True)
         counted = CountedTasks()
         run = Run(
@@ -115,9 +118,7 @@ def main(cases_file: str, out: str) -> None:
             Progress(enabled=False),
             user_callbacks=[counted],
         )
-        poison(
-            parts, {(step, slot): which for step, slot, which in case.get("poison", [])}, **case.get("by", {})
-        )
+        poison(parts, {(step, slot): which for step, slot, which in case.get("poison", [])})
         held = getattr(parts.worker, "model", None) or parts.worker.stage
         layers = [m for m in held.modules() if getattr(m, "gradient_checkpointing", False) and m.training]
         run.resume()
@@ -138,8 +139,7 @@ def main(cases_file: str, out: str) -> None:
                 inputs.tokenizer,
                 ranks,
             )
-        if launch.global_rank == 0:
-            save_file(theta, folder.with_name(f"{folder.name}.safetensors"))
+        if world.launch.global_rank == 0:
             adapters = [p.shape[0] for n, p in skeleton.named_parameters() if ".lora_A." in n]
             effects = {
                 "gradient_checkpointing": bool(layers),
@@ -162,10 +162,5 @@ def main(cases_file: str, out: str) -> None:
                 "linear": torch.nn.functional.linear.__name__,
                 "checked": nccl_rules.CheckedGroup.issued,  # by NCCL's rules, so far
             }
-            folder.with_name(f"{folder.name}.json").write_text(json.dumps(facts))
-    world.close()
-    nccl_rules.check()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+            outcomes[case["id"]] = theta, facts
+    return outcomes or None

@@ -2,9 +2,8 @@
 fixtures.
 """
 
-from __future__ import annotations
-
 import gc
+import json
 import os
 import re
 import time
@@ -59,15 +58,18 @@ def slow_rank(episode, rng):
 
 
 def fault(episode, rng):
-    """A transform: in the eighth outer step rank 1 fails once, as FAULT says: it ends (exit), or its theta
-    changes (theta). The file FAULTED is written then.
+    """A transform: in the eighth outer step rank 1 fails once, as FAULT says: it ends (exit), its theta
+    changes (theta), or the end of the step raises (error). The file FAULTED is written then.
     """
     mark = Path(os.environ["FAULTED"])
     if os.environ["FMMETA_GLOBAL_RANK"] == "1" and episode.task.seed[2] == 7 and not mark.exists():
         mark.touch()
         if os.environ["FAULT"] == "exit":
             os._exit(70)
-        next(one for one in gc.get_objects() if type(one).__name__ == "Run").theta[0] += 1
+        run = next(one for one in gc.get_objects() if type(one).__name__ == "Run")
+        if os.environ["FAULT"] == "error":
+            run.end_step = None
+        run.theta[0] += os.environ["FAULT"] == "theta"
     return episode
 
 
@@ -85,6 +87,11 @@ def theta_of(run: Path) -> dict[str, torch.Tensor]:
 def same(a: Path, b: Path) -> bool:
     one, other = theta_of(a), theta_of(b)
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def metrics_of(run: Path) -> list[dict]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def steps_of(run: Path) -> int:

@@ -4,8 +4,6 @@ Formatting changes lines, not statements. An expression statement that is only a
 does not count.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -8,8 +8,6 @@ requeue`. `srun` starts its tasks with theirs, hands signals on to all processes
 highest exit code.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -57,12 +55,14 @@ def options(words: list[str], known: set[str]) -> tuple[dict[str, str], list[str
     return found, words
 
 
-def sbatch(script: str, *arguments: str) -> int:
+def sbatch(*words: str) -> int:
+    given, (script, *arguments) = options(list(words), BATCH)
     lines = Path(script).read_text().splitlines()
     asked, rest = options(
         [word for line in lines if line.startswith("#SBATCH ") for word in shlex.split(line)[1:]], BATCH
     )
     assert not rest, rest
+    asked |= given
     nodes, tasks = int(asked["nodes"]), int(os.environ.get("STAND_IN_TASKS") or asked["ntasks-per-node"])
     folder = Path(os.environ["STAND_IN_FOLDER"])
     env = {

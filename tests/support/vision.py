@@ -1,7 +1,5 @@
 """Models, files and functions for tests of images and of --collate_fn."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

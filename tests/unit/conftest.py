@@ -2,8 +2,6 @@
 models are shared.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 

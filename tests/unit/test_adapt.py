@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import re
 import shutil
 import signal
+import time
+from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    pipeline,
+)
 
 import fmmeta
-from fmmeta.adaptation import predict
+from fmmeta.adaptation import command
+from fmmeta.adaptation.folder import PARTIAL
 from fmmeta.adaptation.model import AdaptedModel, Answer
 from fmmeta.adaptation.task_learner import leave_out, read_task
+from fmmeta.common.errors import UsageError
 from fmmeta.common.security import CONTROL, printable
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.sources.load import load_sources
+from fmmeta.training.run_folder import lock_folder
+from harness.fork_server import shared
 from tests.support.exports import run_python
-from tests.support.fork_server import shared
 from tests.support.helpers import refusal, write_rows
 from tests.support.launch import environment, python
 from tests.support.messages import check_message
@@ -32,6 +46,7 @@ from tests.support.short_runs import until
 
 PAIRS = [(f"{word} {other}", f"class {word}") for word in WORDS[:3] for other in WORDS[5:9]]
 TEXTS = [f"{word} {WORDS[10]}" for word in WORDS[:3]]
+ONE_STEP = {"inner_steps": 1, "early_stopping": False}
 
 
 def batch(texts):
@@ -39,8 +54,6 @@ def batch(texts):
 
 
 def test_adapted_folder_equals_a_plain_training_loop(bert, tmp_path):
-    from transformers import AutoModelForSequenceClassification
-
     adapted = fmmeta.adapt(
         bert, PAIRS, output_dir=tmp_path / "out", inner_steps=4, inner_lr=0.5, early_stopping=False
     )
@@ -52,13 +65,11 @@ def test_adapted_folder_equals_a_plain_training_loop(bert, tmp_path):
     torch.nn.init.zeros_(model.classifier.bias)
     names = sorted({label for _, label in PAIRS})
     labels = torch.tensor([names.index(label) for _, label in PAIRS])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(4):
-        model.zero_grad()
+        optimizer.zero_grad()
         F.cross_entropy(model(**batch([text for text, _ in PAIRS])).logits, labels).backward()
-        with torch.no_grad():
-            for param in model.parameters():
-                if param.grad is not None:
-                    param -= 0.5 * param.grad
+        optimizer.step()
     folder = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
         ours, theirs = folder(**batch(TEXTS)).logits, model(**batch(TEXTS)).logits
@@ -68,41 +79,21 @@ def test_adapted_folder_equals_a_plain_training_loop(bert, tmp_path):
     assert [one.output for one in answers] == [names[i] for i in theirs.argmax(1)]
     assert [one.score for one in answers] == pytest.approx(theirs.softmax(1).amax(1).tolist(), abs=1e-5)
     card = (tmp_path / "out" / "README.md").read_text()
+    for part in (
+        f"| base model | `{bert.name}` |",
+        "| support | given in Python: 12 examples of 3 classes |",
+        "library_name: transformers\npipeline_tag: text-classification\n",
+        "- `class lantern`",
+    ):
+        assert part in card
     assert str(bert) not in card
-    assert f"| base model | `{bert.name}` |" in card
-    assert "| support | given in Python: 12 examples of 3 classes |" in card
-    assert "library_name: transformers\npipeline_tag: text-classification\n" in card
     assert "model-index" not in card  # nothing was measured
-    assert "- `class lantern`" in card
-
-
-def test_pooled_encoder_stores_its_head_in_a_separate_file(bert, tmp_path):
-    adapted = fmmeta.adapt(
-        bert,
-        PAIRS,
-        output_dir=tmp_path / "out",
-        pooling="mean",
-        inner_steps=3,
-        inner_lr=0.5,
-        early_stopping=False,
-    )
-    single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out"))).loaded
-    assert single.answer(TEXTS, 8) == adapted.predict(TEXTS)
-    assert (tmp_path / "out" / "head.safetensors").is_file()
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "library_name: fmmeta\n" in card
-    assert (
-        "pipeline_tag" not in card
-    )  # transformers would give it a random head under the names of the classes
-    assert "`fmmeta predict` loads them" in card
 
 
 @pytest.mark.parametrize("pooling", ["model", "mean", "cls"])
 @pytest.mark.parametrize("base", ["bert", "roberta", "llama"])
 def test_a_pipeline_of_transformers_gives_our_answers_or_none(base, pooling, bert, llama, tmp_path):
     """Not those of a random head, nor under the names of another task."""
-    from transformers import pipeline
-
     source = shutil.copytree(
         {"bert": bert, "llama": llama}.get(base) or save_bert(tmp_path / base), tmp_path / "base"
     )
@@ -125,11 +116,33 @@ def test_a_pipeline_of_transformers_gives_our_answers_or_none(base, pooling, ber
         assert pipe(TEXTS, top_k=None) == [[], [], []]
         with pytest.raises(ValueError, match="empty sequence"):
             pipe(TEXTS)
+        assert (folder / "head.safetensors").is_file()
     assert fmmeta.load(folder).predict(TEXTS) == answers or lora  # merged weights are rounded
-    title = "out (merged)" if lora else "out"
-    assert f"\n# {title}\n" in (folder / "README.md").read_text().replace("\\", "")
+    card = (folder / "README.md").read_text()
+    assert ("library_name: fmmeta\n" in card) == (pooling != "model")
+    assert ("`fmmeta predict` loads them" in card) == (pooling != "model")
+    assert ("pipeline_tag" in card) == (pooling == "model")
+    assert f"\n# {'out (merged)' if lora else 'out'}\n" in card.replace("\\", "")
     texts = [path.read_text() for path in (tmp_path / "out").rglob("*") if path.suffix in (".md", ".json")]
     assert not any("partial" in text for text in texts)
+
+
+@pytest.mark.parametrize("base", ["bert", "roberta", "llama"])
+def test_a_pipeline_of_transformers_refuses_adapters_of_a_pooled_encoder(base, bert, llama, tmp_path):
+    """It would put a random head on them, here under the names of the base's classes."""
+    source = {"bert": bert, "llama": llama}.get(base) or save_bert(tmp_path / base)
+    AutoModelForSequenceClassification.from_pretrained(
+        source, id2label={0: "NO", 1: "YES"}, ignore_mismatched_sizes=True
+    ).save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path / "base")
+    flags = {"inner_steps": 2, "inner_lr": 0.5, "pooling": "mean", "lora_r": 2, "early_stopping": False}
+    fmmeta.adapt(tmp_path / "base", PAIRS, output_dir=tmp_path / "out", **flags)
+    with pytest.raises(ValueError, match=r"modules were excluded|No modules were targeted"):
+        pipeline("text-classification", str(tmp_path / "out"))
+    adapters = AutoModel.from_pretrained(tmp_path / "out").state_dict()
+    assert any(value.any() for name, value in adapters.items() if ".lora_B." in name)
+    again = {**flags, "peft_config": str(tmp_path / "out" / "adapter_config.json")}
+    fmmeta.adapt(tmp_path / "out", PAIRS, output_dir=tmp_path / "again", **again)
 
 
 def test_early_stopping_chooses_steps_by_cross_validation(bert):
@@ -137,14 +150,14 @@ def test_early_stopping_chooses_steps_by_cross_validation(bert):
     adapted = fmmeta.adapt(bert, PAIRS, pooling="mean", inner_steps=3, inner_lr=2.0)
     names = sorted({label for _, label in PAIRS})
     losses, right = torch.zeros(7), torch.zeros(7)
-    from transformers import AutoModel
-
     base = AutoModel.from_pretrained(bert).eval()
     for fold in range(2):
         held = [4 * c + fold for c in range(3)]
+        kept = [i for i in range(12) if i not in held]
         model, head = copy.deepcopy(base), torch.nn.Linear(32, 3)
         torch.nn.init.zeros_(head.weight)
         torch.nn.init.zeros_(head.bias)
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=2.0)
 
         def loss_of(places, model=model, head=head):
             inputs = batch([PAIRS[i][0] for i in places])
@@ -155,22 +168,15 @@ def test_early_stopping_chooses_steps_by_cross_validation(bert):
 
         for step in range(7):
             if step:
-                params = [*model.parameters(), *head.parameters()]
-                for param in params:
-                    param.grad = None
-                loss_of([i for i in range(12) if i not in held])[0].backward()
-                with torch.no_grad():
-                    for param in params:
-                        if param.grad is not None:
-                            param -= 2.0 * param.grad
+                optimizer.zero_grad()
+                loss_of(kept)[0].backward()
+                optimizer.step()
             with torch.no_grad():
                 loss, accuracy = loss_of(held)
             losses[step] += loss
             right[step] += accuracy / 2
     assert adapted.inner_steps == 1 + int(losses[1:].argmin())
     assert adapted.left_out == pytest.approx(float(right[adapted.inner_steps]))
-
-    check_message(refusal(AdaptConfig, micro_batch_size=0), "micro_batch_size=0", "use 1 or more")
 
 
 def test_a_class_with_one_example_gives_no_folds():
@@ -180,61 +186,48 @@ def test_a_class_with_one_example_gives_no_folds():
     assert leave_out(more, ["x", "y"]) == [[0, 1], [2, 3]]
 
 
-def test_names_of_classes_are_learned_as_examples(bert):
+def test_names_of_classes_are_learned_as_examples_and_never_left_out(bert):
     names = sorted({label for _, label in PAIRS})
     settings = {"inner_steps": 4, "inner_lr": 0.5, "early_stopping": False}
-    named = fmmeta.adapt(bert, PAIRS, label_names="names", **settings).predict(TEXTS)
-    added = fmmeta.adapt(bert, [*PAIRS, *zip(names, names, strict=True)], **settings).predict(TEXTS)
-    without = fmmeta.adapt(bert, PAIRS, **settings).predict(TEXTS)
-    scores = [[one.score for one in answers] for answers in (named, added, without)]
+    scores = [
+        [one.score for one in fmmeta.adapt(bert, pairs, **settings, **more).predict(TEXTS)]
+        for pairs, more in (
+            (PAIRS, {"label_names": "names"}),
+            ([*PAIRS, *zip(names, names, strict=True)], {}),
+            (PAIRS, {}),
+        )
+    ]
     assert scores[0] == pytest.approx(scores[1], abs=1e-6)
     assert scores[0] != pytest.approx(scores[2], abs=1e-4)
+    assert fmmeta.adapt(bert, PAIRS[::4], label_names="names", inner_steps=2).left_out is None
 
 
-def test_a_name_is_no_example_to_leave_out(bert):
-    first_of_each = [PAIRS[0], PAIRS[4], PAIRS[8]]
-    assert fmmeta.adapt(bert, first_of_each, label_names="names", inner_steps=2).left_out is None
-
-
-def test_lora_adaptation_exports_adapters(bert, tmp_path):
-    adapted = fmmeta.adapt(
-        bert, PAIRS, output_dir=tmp_path / "out", lora_r=4, inner_steps=3, inner_lr=0.5, early_stopping=False
-    )
-    assert (tmp_path / "out" / "adapter_config.json").is_file()
-    single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out"))).loaded
-    ours, theirs = single.answer(TEXTS, 8), adapted.predict(TEXTS)
-    assert [one.output for one in ours] == [one.output for one in theirs]
-    assert [one.score for one in ours] == pytest.approx([one.score for one in theirs], abs=1e-5)
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "library_name: peft\n" in card
-    assert "pipeline_tag" not in card
-    model = run_python(card, tmp_path / "out")["model"]  # the base has 15 classes, and the adapters 3
-    with torch.no_grad():
-        shares = model.eval()(**batch(TEXTS)).logits.softmax(1)
-    assert [model.config.id2label[i] for i in shares.argmax(1).tolist()] == [one.output for one in theirs]
-    assert shares.amax(1).tolist() == pytest.approx([one.score for one in theirs], abs=1e-5)
-
-
-def test_merged_model_is_in_the_folder_of_its_adapters(bert, tmp_path):
-    from transformers import AutoModelForSequenceClassification
-
-    flags = {"lora_r": 4, "lora_merge": True, "inner_steps": 1, "early_stopping": False}
-    for name, rate in (("one", 0.5), ("merged", 0.1)):
-        adapted = fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / name, inner_lr=rate, **flags)
-        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / name / "merged").eval()
-        with torch.no_grad():
-            shares = model(**batch(TEXTS)).logits.softmax(1)
-        assert shares.amax(1).tolist() == pytest.approx(
-            [one.score for one in adapted.predict(TEXTS)], abs=1e-5
-        )
-        assert not (tmp_path / name / "model.safetensors").exists()
+def test_lora_adaptation_exports_adapters_and_a_merged_model_in_their_folder(bert, tmp_path):
+    """Also into a folder whose own name is that of merged weights."""
+    flags = {"lora_r": 4, "lora_merge": True, "early_stopping": False}
+    for name, rate, steps in (("one", 0.5, 3), ("merged", 0.1, 1)):
+        out = tmp_path / name
+        adapted = fmmeta.adapt(bert, PAIRS, output_dir=out, inner_lr=rate, inner_steps=steps, **flags)
+        theirs, ours = adapted.predict(TEXTS), fmmeta.load(out).predict(TEXTS)
+        labels, scores = [one.output for one in theirs], [one.score for one in theirs]
+        assert [one.output for one in ours] == labels
+        assert [one.score for one in ours] == pytest.approx(scores, abs=1e-5)
+        card = (out / "README.md").read_text()
+        assert "library_name: peft\n" in card
+        assert "pipeline_tag" not in card
+        plain = run_python(card, out)["model"]  # the base has 15 classes, and the adapters 3
+        for model in (plain, AutoModelForSequenceClassification.from_pretrained(out / "merged")):
+            with torch.no_grad():
+                shares = model.eval()(**batch(TEXTS)).logits.softmax(1)
+            assert [model.config.id2label[i] for i in shares.argmax(1).tolist()] == labels
+            assert shares.amax(1).tolist() == pytest.approx(scores, abs=1e-5)
+        assert (out / "adapter_config.json").is_file()
+        assert not (out / "model.safetensors").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "one"]
 
 
 def test_exports_carry_the_files_of_their_checkpoint(llama, tmp_path):
     """All chat templates too; from adapters that are adapted again; not the tokens of another tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model = shutil.copytree(llama, tmp_path / "model")
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = {"default": "a", "tool_use": "b"}
@@ -263,20 +256,10 @@ def test_exports_carry_the_files_of_their_checkpoint(llama, tmp_path):
 
 
 def test_adapters_of_the_builtin_model_can_be_moved(tmp_path):
-    adapted = fmmeta.adapt(
-        "tiny", PAIRS, output_dir=tmp_path / "out", lora_r=4, inner_steps=1, early_stopping=False
-    )
+    adapted = fmmeta.adapt("tiny", PAIRS, output_dir=tmp_path / "out", lora_r=4, **ONE_STEP)
     (tmp_path / "out").rename(tmp_path / "moved")
-    single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "moved"))).loaded
-    assert [one.output for one in single.answer(TEXTS, 8)] == [one.output for one in adapted.predict(TEXTS)]
-
-
-def test_adapting_again_uses_the_stored_inner_steps(bert, tmp_path):
-    flags = {"inner_lr": 0.5, "pooling": "mean"}
-    fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / "one", inner_steps=3, **flags)
-    fmmeta.adapt(tmp_path / "one", PAIRS, output_dir=tmp_path / "two", **flags)
-    for name in ("one", "two"):
-        assert json.loads((tmp_path / name / "fmmeta.json").read_text())["inner_steps"] == 3
+    answers = zip(fmmeta.load(tmp_path / "moved").predict(TEXTS), adapted.predict(TEXTS), strict=True)
+    assert all(one.output == other.output for one, other in answers)
 
 
 @pytest.mark.parametrize("lora_r", [0, 4])
@@ -308,14 +291,15 @@ def test_the_head_of_an_adapted_folder_is_for_its_own_classes_alone(lora_r, bert
             {"head_init": "zero", "inner_lr": 0.1, "inner_steps": 1},
             "none",
         ),  # as `fmmeta tune` leaves a plain model
-        ({"algorithm": "fomaml", "k_shot": 2, "inner_steps": 1}, "fomaml, 2 shots"),
+        ({"algorithm": "fomaml", "k_shot": 2, "inner_steps": 1}, "fomaml, 2-shot"),
     ],
 )
-def test_model_card_names_the_meta_training(bert, tmp_path, stored, row):
+def test_a_stored_inner_loop_is_used_and_the_card_names_the_meta_training(bert, tmp_path, stored, row):
     base = shutil.copytree(bert, tmp_path / "base")
     (base / "fmmeta.json").write_text(json.dumps(stored))
-    fmmeta.adapt(base, PAIRS, output_dir=tmp_path / "out", early_stopping=False)
+    fmmeta.adapt(base, PAIRS, output_dir=tmp_path / "out")
     assert f"| meta-training | {row} |" in (tmp_path / "out" / "README.md").read_text()
+    assert json.loads((tmp_path / "out" / "fmmeta.json").read_text())["inner_steps"] == 1
 
 
 MARKS = [
@@ -367,7 +351,7 @@ def test_names_in_the_model_card_are_escaped(bert, tmp_path):
     assert [code for code in codes if code in shown] == shown
     assert {base.name, support.name, "<img src=x>|`"} <= set(codes)
     texts = "".join(child.content for child in inner if child.type == "text")
-    assert "<b>|x, ](y) shots, on , <u> outer steps of *4* tasks" in texts
+    assert "<b>|x, ](y)-shot, on , <u> outer steps of *4* tasks" in texts
     rows = [token for token in tokens if token.type == "tr_open"]
     cells = [token for token in tokens if token.type in ("td_open", "th_open")]
     assert len(cells) == 2 * len(rows)
@@ -376,7 +360,7 @@ def test_names_in_the_model_card_are_escaped(bert, tmp_path):
 def test_builtin_model_with_a_learned_head_needs_no_hub(monkeypatch):
     requested = []
     monkeypatch.setattr("transformers.utils.cached_file", lambda name, *_, **__: requested.append(name))
-    fmmeta.adapt("tiny", PAIRS, head_init="learned", inner_steps=1, early_stopping=False)
+    fmmeta.adapt("tiny", PAIRS, head_init="learned", **ONE_STEP)
     assert not requested
 
 
@@ -393,137 +377,79 @@ def test_language_model_learns_pairs_and_generates_answers(llama, tmp_path):
     )
     answers = adapted.predict([word for word, _ in pairs], max_new_tokens=4)
     assert sum(one.output == right for one, (_, right) in zip(answers, pairs, strict=True)) == 3
-    single = predict.load(PredictConfig(model_name_or_path=str(tmp_path / "out"))).loaded
-    assert single.config.task_type == "causal_lm"
-    assert single.answer([word for word, _ in pairs], 4) == answers
-
-
-def test_lone_surrogate_is_refused_with_its_line(bert, tmp_path):
-    support = tmp_path / "support.jsonl"
-    support.write_text('{"text": "a", "label": "x"}\n{"text": "b\\ud800", "label": "y"}\n')
-    check_message(refusal(fmmeta.adapt, bert, support), f"{support}:2", "\\ud800", "fix the row")
+    single = fmmeta.load(tmp_path / "out")
+    assert single.loaded.config.task_type == "causal_lm"
+    assert single.predict([word for word, _ in pairs], 4) == answers
 
 
 def test_adapt_and_predict_commands(bert, tmp_path):
-    support = write_rows(
-        tmp_path / "support.jsonl", [{"text": text, "label": label} for text, label in PAIRS]
-    )
-    query = write_rows(
-        tmp_path / "query.csv", [{"text": f"{word} harbor", "label": f"class {word}"} for word in WORDS[:3]]
-    )
+    rows = [{"text": text, "label": label} for text, label in PAIRS]
+    support = write_rows(tmp_path / "support.jsonl", rows)
+    rows = [{"text": f"{word} harbor", "label": f"class {word}"} for word in WORDS[:3]]
+    query = write_rows(tmp_path / "query.csv", rows)
 
-    def command(*words, stdin=""):
+    def run(*words, stdin=""):
         return python(["-m", "fmmeta", *words], tmp_path, stdin=stdin)
 
-    out = str(tmp_path / "out")
-    ended = command(
-        "adapt",
-        "--model_name_or_path",
-        str(bert),
-        "--support",
-        str(support),
-        "--query",
-        str(query),
-        "--output_dir",
-        out,
-        "--inner_lr",
-        "0.5",
-        "--inner_steps",
-        "10",
-    )
+    out = tmp_path / "out"
+    data = ["adapt", f"--model_name_or_path={bert}", f"--support={support}", f"--output_dir={out}"]
+    ended = run(*data, f"--query={query}", "--inner_lr=0.5", "--inner_steps=10")
     assert ended.returncode == 0, ended.stderr
-    predictions = [
-        json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()
-    ]
-    assert [one["truth"] for one in predictions] == [f"class {word}" for word in WORDS[:3]]
+    predictions = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+    assert [one["truth"] for one in predictions] == [row["label"] for row in rows]
     accuracy = sum(one["label"] == one["truth"] for one in predictions) / 3
     assert f"accuracy on {query}: {100 * accuracy:.1f} % of 3" in ended.stdout
     assert "right of examples that were left out" in ended.stdout
-    lines = f'{predictions[0]["text"]}\n\n{{"sentence": "{predictions[1]["text"]}"}}\n'
-    ended = command("predict", "--model_name_or_path", out, stdin=lines)
-    assert [json.loads(line)["label"] for line in ended.stdout.splitlines()] == [
-        predictions[0]["label"],
-        predictions[1]["label"],
-    ], ended.stderr
-    texts = tmp_path / "texts.txt"
-    texts.write_text(lines + '{"words": "x"}\n')
-    ended = command("predict", "--model_name_or_path", out, "--input", str(texts))
+    lines = f'{predictions[0]["text"]}\n\n{{"sentence": "{predictions[1]["text"]}"}}\n{{"words": "x"}}\n'
+    ended = run("predict", f"--model_name_or_path={out}", stdin=lines)
+    answers = [json.loads(line)["label"] for line in ended.stdout.splitlines()]
+    assert answers == [one["label"] for one in predictions[:2]], ended.stderr
     assert ended.returncode == 2
-    check_message(ended.stderr.strip(), f"fmmeta: error: {texts}:4", "name the key with --text_column")
-    ended = command(
-        "adapt", "--model_name_or_path", str(bert), "--support", str(support), "--output_dir", out
-    )
+    check_message(ended.stderr.strip(), "fmmeta: error: input line 4", "name one with --text_column")
+    ended = run(*data)
     assert ended.returncode == 2
     check_message(ended.stderr.strip(), f"fmmeta: error: output_dir={out} is not empty", "choose another")
-    check_message(
-        command("adapt", "--output_dir", out).stderr.strip(), "support is missing", "give --support"
-    )
 
 
-def test_bad_support_and_query_sets_are_refused(bert, tmp_path):
-    check_message(
-        refusal(fmmeta.adapt, bert, [("a", "x"), ("b", "x")]),
-        "support has one",
-        "give examples of two or more",
-    )
-    check_message(
-        refusal(fmmeta.adapt, bert, tmp_path / "none.jsonl"),
-        f"support={tmp_path / 'none.jsonl'}",
-        "give a .jsonl, .csv or .parquet file",
-    )
+def test_bad_files_are_refused(bert, tmp_path):
     query = write_rows(tmp_path / "query.jsonl", [{"text": "a", "label": "z"}])
-    check_message(
-        refusal(fmmeta.adapt, bert, PAIRS, query=str(query), output_dir=tmp_path / "out"),
-        f"query={query}",
-        "add some",
-    )
+    message = refusal(fmmeta.adapt, bert, PAIRS, query=str(query), output_dir=tmp_path / "out")
+    check_message(message, f"query={query}", "add some")
     assert not (tmp_path / "out").exists()
-    message = refusal(fmmeta.adapt, bert, PAIRS, inner_lr=3e38, early_stopping=False)
-    check_message(message, "inner_lr=3e+38", "5 inner", "lower --inner_lr")
-    for name in ("notes.txt", "notes.json"):
-        (tmp_path / name).write_text("{}")
+    none = tmp_path / "none.jsonl"
+    formats = "give a .jsonl, .json, .csv, .tsv, .parquet file"
+    check_message(refusal(fmmeta.adapt, bert, none), f"support={none}", formats)
+    support = tmp_path / "support.jsonl"
+    support.write_text('{"text": "a", "label": "x"}\n{"text": "b\\ud800", "label": "y"}\n')
+    check_message(refusal(fmmeta.adapt, bert, support), f"{support}:2", "\\ud800", "fix the row")
+    for name in ("notes.txt", "notes.md"):
+        file = tmp_path / name
+        file.write_text("{}")
         for setting in ("support", "query"):
-            check_message(
-                refusal(AdaptConfig, **{setting: str(tmp_path / name)}),
-                f"{setting}={tmp_path / name}",
-                "convert it to one of them",
-            )
-    check_message(
-        refusal(PredictConfig), "model_name_or_path is missing", "give the folder that fmmeta adapt wrote"
-    )
-    check_message(
-        refusal(PredictConfig, "x", input="nowhere"), "input=nowhere", "give one, or - for standard input"
-    )
+            message = refusal(AdaptConfig, **{setting: str(file)})
+            check_message(message, f"{setting}={file}", "convert it to one of them")
 
 
-def test_diverging_inner_loop_leaves_no_folder(bert, tmp_path):
+def test_commands_without_data_or_model_are_refused():
+    message = refusal(command.run, AdaptConfig(output_dir="out"))
+    check_message(message, "support is missing", "give --support")
+    message = refusal(PredictConfig)
+    check_message(message, "model_name_or_path is missing", "give the folder that fmmeta adapt wrote")
+    message = refusal(PredictConfig, "x", input="nowhere")
+    check_message(message, "input=nowhere", "give one, or - for standard input")
+
+
+def test_diverging_inner_loop_leaves_no_folder_that_was_not_there(bert, tmp_path):
     """The loss before the only step is finite, the loss after it is not."""
-    for stops, steps in (
-        (False, "the support set is not finite after 1 "),
-        (True, "examples left out is not finite after any of 2 "),
+    (tmp_path / "there").mkdir()
+    for name, stops, steps in (
+        ("new/out", True, "examples left out is not finite after any of 2 "),
+        ("there", False, "the support set is not finite after 1 "),
     ):
-        message = refusal(
-            fmmeta.adapt,
-            bert,
-            PAIRS,
-            output_dir=tmp_path / "new" / "out",
-            inner_lr=3e38,
-            inner_steps=1,
-            early_stopping=stops,
-        )
+        flags = {"inner_lr": 3e38, "inner_steps": 1, "early_stopping": stops}
+        message = refusal(fmmeta.adapt, bert, PAIRS, output_dir=tmp_path / name, **flags)
         check_message(message, "inner_lr=3e+38", steps, "lower --inner_lr")
-    assert not (tmp_path / "new").exists()
-    (tmp_path / "out").mkdir()
-    refusal(
-        fmmeta.adapt,
-        bert,
-        PAIRS,
-        output_dir=tmp_path / "out",
-        inner_lr=3e38,
-        inner_steps=1,
-        early_stopping=False,
-    )
-    assert (tmp_path / "out").is_dir()  # it was there
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
 def test_rising_support_loss_is_logged(bert, capsys):
@@ -546,10 +472,12 @@ def test_the_support_loss_and_examples_that_were_not_learned_are_logged(bert, tm
     flags = {"inner_lr": 0.1, "inner_steps": 5, "early_stopping": False, "quiet": False}
     adapted = fmmeta.adapt(bert, pairs, **flags)
     fmmeta.adapt_many(bert, {"one": pairs}, output_dir=tmp_path, lora_r=2, **flags)
+    fmmeta.adapt(bert, PAIRS, head_init="prototype", inner_steps=0, early_stopping=False, quiet=False)
     answers = adapted.predict([text for text, _ in pairs])
     right = sum(one.output == label for one, (_, label) in zip(answers, pairs, strict=True))
     assert (right > 8) == learned
-    lines = [line for line in capsys.readouterr().out.splitlines() if " right" in line]
+    *lines, means = [line for line in capsys.readouterr().out.splitlines() if " right" in line]
+    assert re.fullmatch(r"fmmeta: support set: loss [0-9.e-]+; \d+ of 12 right", means)
     log = rf"fmmeta: support set: loss 1\.1 before, [0-9.e-]+ after 5 inner steps; {right} of 12 right"
     assert re.fullmatch(log, lines[0])
     starts = [] if learned else ["fmmeta: the examples were not", "fmmeta: one: the examples were not"]
@@ -562,89 +490,68 @@ def test_every_query_row_is_predicted_and_repeated_support_rows_are_dropped(bert
     rows = [{"text": text, "label": label} for text, label in PAIRS]
     support = write_rows(tmp_path / "support.jsonl", rows + rows[:2])
     query = [rows[3], rows[0], rows[3], rows[3]]
-    query_file = write_rows(tmp_path / "query.jsonl", query)
-    adapted = fmmeta.adapt(
-        bert,
-        support,
-        query=query_file,
-        output_dir=tmp_path / "out",
-        inner_steps=1,
-        early_stopping=False,
-        quiet=False,
-    )
-    predictions = [
-        json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()
-    ]
-    assert [(one["text"], one["truth"]) for one in predictions] == [
-        (row["text"], row["label"]) for row in query
-    ]
+    file, out = write_rows(tmp_path / "query.jsonl", query), tmp_path / "out"
+    adapted = fmmeta.adapt(bert, support, query=file, output_dir=out, quiet=False, **ONE_STEP)
+    predictions = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+    assert [{"text": one["text"], "label": one["truth"]} for one in predictions] == query
     assert adapted.accuracy == sum(one["label"] == one["truth"] for one in predictions) / 4
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "repeat" in line]
     check_message(line, f"fmmeta: {support}: 2 of 14 rows", "left out")
 
 
-def test_python_api_accepts_rows_and_paths(bert, tmp_path):
-    rows = [{"text": text, "label": label} for text, label in PAIRS]
-    shared = {"inner_steps": 1, "early_stopping": False}
-    adapted = fmmeta.adapt(bert, rows, query=PAIRS[:2] * 2, **shared)
-    assert [one.input for one in adapted.predictions] == [text for text, _ in PAIRS[:2] * 2]
-    assert adapted.predict(TEXTS) == fmmeta.adapt(bert, tuple(PAIRS), **shared).predict(TEXTS)
+def test_python_api_accepts_rows_and_pairs_and_lists_of_texts(bert):
+    rows, query = [{"text": text, "label": label} for text, label in PAIRS], PAIRS[:2] * 2
+    adapted = fmmeta.adapt(bert, rows, query=query, **ONE_STEP)
+    assert [(one.input, one.truth) for one in adapted.predictions] == query
+    assert adapted.predict(TEXTS) == fmmeta.adapt(bert, tuple(PAIRS), **ONE_STEP).predict(TEXTS)
     assert adapted.predict([]) == []
     for texts, parts in (
         ("hello", ("texts='hello'", "give a list of texts")),
-        (None, ("texts=None holds no texts", "give a list of texts")),
-        ([None], ("texts[0]=None", "give strings")),
-        (["a", "\ud800"], ("texts[1]", "\\ud800", "fix it")),
-        (["a", ""], ("texts[1] is empty", "fix it")),
+        (None, ("texts=None is no list", "give a list of texts")),
+        ([None], ("texts[0] has text=None", "which is no text", "fix the row")),
+        (["a", "\ud800"], ("texts[1]", "\\ud800", "fix the row")),
+        (["a", ""], ("texts[1] has text=''", "fix the row")),
     ):
         check_message(refusal(adapted.predict, texts), *parts)
 
 
 @pytest.mark.parametrize(
-    ("support", "parts"),
+    ("data", "parts"),
     [
-        ([], ("support=[]", "give pairs of text and class")),
-        ("", ("support=''", "give one, or pairs of text and class")),
-        (None, ("support=None", "give one, or pairs of text and class")),
-        (5, ("support=5", "give [(text, class), ...]")),
-        ([("a",)], ("support[0]=('a',)", "give (text, label) or {'text': ...")),
-        (["ab", "cd"], ("support[0]='ab'", "give (text, label) or {'text': ...")),
-        ([("a", "x"), ("b", None)], ("support[1] has label=None", "fix the row")),
-        ([("a", "x"), ("b", float("nan"))], ("support[1] has label=nan", "fix the row")),
+        ({"support": []}, ("support=[] holds no rows", "give pairs")),
+        ({"support": ""}, ("support=''", "give one, or pairs of text and class")),
+        ({"support": None}, ("support=None", "give one, or pairs of text and class")),
+        ({"support": 5}, ("support=5 holds no rows", "give pairs")),
+        ({"support": [("a",)]}, ("support[0]=('a',)", "give (text, label) or {'text': ...")),
+        ({"support": ["ab", "cd"]}, ("support[0]='ab'", "give (text, label) or {'text': ...")),
+        ({"support": [("a", "x"), ("b", None)]}, ("support[1] has label=None", "fix the row")),
+        ({"support": [("a", "x"), ("b", float("nan"))]}, ("support[1] has label=nan", "fix the row")),
+        ({"support": [("a", "x"), ("\ud800b", "y")]}, ("support[1]", "\\ud800", "fix the row")),
         (
-            [("a", "x"), ("\ud800b", "y")],
-            ("support[1]", "\\ud800", "fix the row"),
-        ),
-        (
-            [{"words": "a", "label": "x"}],
+            {"support": [{"words": "a", "label": "x"}]},
             ("support has none", "it has label, words", "--text_column"),
         ),
+        ({"support": [("a", "x"), ("b", "x")]}, ("support has one", "give examples of two or more")),
+        ({"query": ["ab"]}, ("query[0]='ab'", "give (text, label) or {'text': ...")),
+        ({"query": []}, ("query=[] holds no rows", "give pairs")),
+        ({"query": [("a", "z")]}, ("query has the class", "add some")),
     ],
 )
-def test_bad_support_sets_from_python_are_refused(support, parts):
-    check_message(refusal(fmmeta.adapt, "tiny", support), *parts)
-
-
-def test_bad_query_sets_from_python_are_refused():
-    check_message(
-        refusal(fmmeta.adapt, "tiny", PAIRS, query=["ab"]),
-        "query[0]='ab'",
-        "give (text, label) or {'text': ...",
-    )
-    check_message(refusal(fmmeta.adapt, "tiny", PAIRS, query=[]), "query=[]", "give pairs of text and class")
-    check_message(refusal(fmmeta.adapt, "tiny", PAIRS, query=[("a", "z")]), "query has the class", "add some")
+def test_bad_data_from_python_are_refused(data, parts):
+    check_message(refusal(fmmeta.adapt, "tiny", **{"support": PAIRS, **data}), *parts)
 
 
 @pytest.mark.parametrize("name", ["support", "query"])
 def test_missing_columns_are_of_the_set_that_lacks_them(name, tmp_path):
-    wrong, pairs = [{"words": "a", "class": "b"}], {"support": PAIRS, "query": PAIRS}
-    message = refusal(fmmeta.adapt, "tiny", **{**pairs, name: wrong})
-    check_message(message, f"{name} has none of the columns", "name one with --text_column")
-    file = write_rows(tmp_path / "rows.csv", wrong)
-    message = refusal(fmmeta.adapt, "tiny", **{**pairs, name: file})
-    check_message(message, f"{name}={file} has none of the columns", "name one with --text_column")
-    message = refusal(fmmeta.adapt, "tiny", **{**pairs, name: file}, text_column="title")
-    check_message(message, "text_column=title", f"{name}={file}")
+    rows = [{"words": "a", "class": "b"}]
+    file = write_rows(tmp_path / "rows.csv", rows)
+    for data, more, parts in (
+        (rows, {}, (f"{name} has none of the columns", "name one with --text_column")),
+        (file, {}, (f"{name}={file} has none of the columns", "name one with --text_column")),
+        (file, {"text_column": "title"}, ("text_column=title", f"{name}={file}")),
+    ):
+        sets = {"support": PAIRS, "query": PAIRS, name: data}
+        check_message(refusal(fmmeta.adapt, "tiny", **sets, **more), *parts)
 
 
 @pytest.mark.parametrize(
@@ -659,6 +566,7 @@ def test_missing_columns_are_of_the_set_that_lacks_them(name, tmp_path):
         ({"early_stopping": "false"}, ("early_stopping='false'", "give one")),
         ({"micro_batch_size": None}, ("micro_batch_size=None", "give one")),
         ({"text_column": ["a"]}, ("text_column=['a']", "give one")),
+        ({"micro_batch_size": 0}, ("micro_batch_size=0", "use 1 or more")),
     ],
 )
 def test_bad_settings_from_python_are_refused(settings, parts):
@@ -691,57 +599,66 @@ def test_reprs_are_one_line(bert, tmp_path):
 
 
 def test_unfinished_folder_is_removed(bert, tmp_path, monkeypatch):
-    def stopped(*_):
-        raise KeyboardInterrupt
-
+    stopped = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("fmmeta.adaptation.folder.write_card", stopped)  # after the weights
     (tmp_path / "empty").mkdir()
     for name in ("new", "empty"):
         with pytest.raises(KeyboardInterrupt):
-            fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / name, inner_steps=1, early_stopping=False)
-    assert [file.name for file in tmp_path.iterdir()] == ["empty"]
-    assert list((tmp_path / "empty").iterdir()) == []
+            fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / name, **ONE_STEP)
+    assert [*tmp_path.rglob("*")] == [tmp_path / "empty"]
 
 
-def test_files_of_another_process_stay_as_they_are(bert, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "text"), [(KeyboardInterrupt, None), (UsageError, "out is not empty.*; choose")]
+)
+def test_files_of_another_process_stay_as_they_are(bert, tmp_path, monkeypatch, error, text):
     """They appear while the task is learned, and nothing is written beside them."""
+    other = tmp_path / "out" / "of another process"
+
+    def write_card(*_):
+        other.write_text("")
+        if error is KeyboardInterrupt:
+            raise error
+
+    monkeypatch.setattr("fmmeta.adaptation.folder.write_card", write_card)
+    with pytest.raises(error, match=text):
+        fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / "out", **ONE_STEP)
+    assert [*other.parent.iterdir()] == [other]
+
+
+def test_what_a_killed_command_left_is_removed(bert, tmp_path):
+    """As of one of several tasks; nothing else is."""
     out = tmp_path / "out"
-
-    def write_and_fail(*_):
-        (out / "of another process").write_text("")
-        raise KeyboardInterrupt
-
-    flags = {"output_dir": out, "inner_steps": 1, "early_stopping": False}
-    with monkeypatch.context() as failing:
-        failing.setattr("fmmeta.adaptation.folder.write_card", write_and_fail)
-        with pytest.raises(KeyboardInterrupt):
-            fmmeta.adapt(bert, PAIRS, **flags)
-    assert [file.name for file in out.iterdir()] == ["of another process"]
-    (out / "of another process").unlink()
-    monkeypatch.setattr(
-        "fmmeta.adaptation.folder.write_card", lambda *_: (out / "of another process").write_text("")
-    )
-    check_message(refusal(fmmeta.adapt, bert, PAIRS, **flags), f"output_dir={out} is not empty", "choose")
-    assert [file.name for file in out.iterdir()] == ["of another process"]
+    (out / f".out{PARTIAL}" / "out").mkdir(parents=True)
+    (other := out / ".partial").mkdir()
+    message = refusal(fmmeta.adapt, bert, PAIRS, output_dir=out, **ONE_STEP)
+    check_message(message, "is not empty (.partial)", "choose another")
+    other.rmdir()
+    fmmeta.adapt(bert, PAIRS, output_dir=out, **ONE_STEP)
+    assert (out / "config.json").is_file()
+    assert not [*out.glob(".*")]
 
 
-def test_what_a_killed_command_left_is_named(bert, tmp_path):
-    (out := tmp_path / "out" / ".partial").mkdir(parents=True)
-    message = refusal(fmmeta.adapt, bert, PAIRS, output_dir=out.parent)
-    check_message(message, f"output_dir={out.parent} holds .partial", "remove it if no such command runs")
+def test_a_folder_in_use_is_refused(bert, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "monotonic", itertools.count(0, 6).__next__)  # the lock is waited for
+    with closing(lock_folder(tmp_path / "out")):
+        message = refusal(fmmeta.adapt, bert, PAIRS, output_dir=tmp_path / "out")
+    message = re.sub(r"process \d+ on \S+;", "process 1;", message)
+    check_message(message, f"output_dir={tmp_path / 'out'} is in use by process 1", "choose another")
 
 
 def test_sigterm_during_adaptation_leaves_no_folder(bert, tmp_path):
-    data = write_rows(tmp_path / "rows.jsonl", [{"text": text, "label": label} for text, label in PAIRS])
+    rows = [{"text": text, "label": label} for text, label in [*PAIRS, PAIRS[0]]]
     flags = {
         "model_name_or_path": bert,
-        "support": data,
+        "support": write_rows(tmp_path / "rows.jsonl", rows),
         "inner_steps": 10**6,
         "output_dir": tmp_path / "out",
     }
     words = ["-m", "fmmeta", "adapt", *(f"--{key}={value}" for key, value in flags.items())]
     process = shared().start(words, tmp_path / "log", environment())
-    until(lambda: (tmp_path / "out").exists() or shared().poll(), 200)
+    until(lambda: "repeat another one" in process.text or shared().poll(), 200)  # the data are read
+    assert (tmp_path / "out").is_dir()
     shared().signal(process, signal.SIGTERM)
     assert shared().wait([process], 60) == [75]
     check_message(process.text.splitlines()[-1], "SIGTERM", "not finished are removed")

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import fmmeta
+from fmmeta.adaptation import predict
+from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.meta.algorithms.baselines import in_context_rows
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batching import IGNORE, Example
@@ -39,6 +41,7 @@ def oracle(folder, steps=0):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first, second, third = (tokens_of(*pair) for pair in PAIRS)
     orders = [(second, third, first), (third, first, second), (first, second, third)]
     for _ in range(steps):
@@ -51,11 +54,9 @@ def oracle(folder, steps=0):
                 F.cross_entropy(logits, torch.tensor(labels[1:]), ignore_index=IGNORE, reduction="sum")
             )
             count = sum(label != IGNORE for label in labels)
-        model.zero_grad()
+        optimizer.zero_grad()
         (torch.stack(losses).sum() / (count * len(orders))).backward()
-        with torch.no_grad():
-            for param in model.parameters():
-                param -= 0.1 * param.grad
+        optimizer.step()
     return model
 
 
@@ -118,17 +119,10 @@ def test_the_steps_are_chosen_with_prompts_and_adapters_share_a_pass(llama, tmp_
         rows += [{"text": text, "adapter": name} for text in INPUTS]
     assert any(wanted)
     answers = tmp_path / "answers.jsonl"
-    fmmeta_predict(tmp_path / "many", write_rows(tmp_path / "rows.jsonl", rows), answers)
+    inputs = write_rows(tmp_path / "rows.jsonl", rows)
+    flags = {"adapters": str(tmp_path / "many"), "input": str(inputs), "output": str(answers)}
+    predict.run(PredictConfig(**flags, max_new_tokens=3))
     assert [json.loads(line)["output"] for line in answers.read_text().splitlines()] == wanted
-
-
-def fmmeta_predict(adapters, inputs, output):
-    from fmmeta.adaptation import predict
-    from fmmeta.evaluation.settings import PredictConfig
-
-    predict.run(
-        PredictConfig(adapters=str(adapters), input=str(inputs), output=str(output), max_new_tokens=3)
-    )
 
 
 def test_examples_without_room_are_left_out_of_the_prompt(llama, terminal, capsys):
@@ -136,7 +130,7 @@ def test_examples_without_room_are_left_out_of_the_prompt(llama, terminal, capsy
     pairs = [*PAIRS, *((word, word[0]) for word in WORDS[6:9])]
     adapted = fmmeta.adapt(llama, pairs, method="in_context", quiet=False, **SETTINGS)
     model, whole = adapted.loaded, adapted.loaded.prompt_examples
-    _, examples, _ = model.encode_inputs(INPUTS[:1])
+    examples = model.encode_inputs(INPUTS[:1])
     (ids,), (short,) = (model.prompts_of(whole, examples, most) for most in (64, 1))
     kept = [token for pair in pairs[2:] for token in tokens_of(*pair)[0]]
     assert [*ids] == [*short] == [BOS, *kept, *tokens_of(INPUTS[0])[0]]
@@ -205,7 +199,7 @@ def test_the_card_of_a_chat_model_has_the_prompt_in_use(llama, tmp_path):
     )
     assert prompt_in(tmp_path / "out") == "<u>river<a>r<eos><u>stone<a>s<eos><u>5 + 1<a>"
     loaded = adapted.loaded
-    _, examples, _ = loaded.encode_inputs(["5 + 1"])
+    examples = loaded.encode_inputs(["5 + 1"])
     (ids,) = loaded.prompts_of(loaded.prompt_examples, examples, 1)
     assert byte_tokenizer().decode(ids[1:]) == prompt_in(tmp_path / "out")
     assert ids[0] == BOS
@@ -218,29 +212,35 @@ def test_a_single_support_row_is_learned_without_a_prompt():
     assert queries == [Example([1, 10, 11, 30, 31], [IGNORE] * 4 + [31])]
 
 
-def test_what_means_nothing_is_refused(llama, tmp_path):
-    message = refusal(fmmeta.adapt, "tiny", [("a", "x"), ("b", "y")], method="in_context")
-    check_message(message, "method=in_context", "task_type=classification", "use finetune")
-    message = refusal(fmmeta.adapt, llama, PAIRS, method="in_context", inner_steps=3, **SETTINGS)
-    check_message(message, "inner_steps=3", "method=in_context has none", "leave it out")
-    message = refusal(fmmeta.adapt, llama, PAIRS, method="prototype", **SETTINGS)
-    check_message(message, "method=prototype is unknown", "use finetune")
-    fmmeta.adapt(llama, PAIRS, output_dir=tmp_path / "out", method="in_context", **SETTINGS)
-    file = tmp_path / "out" / "fmmeta.json"
+def test_damaged_examples_of_a_folder_are_refused(llama, tmp_path):
+    fmmeta.adapt(llama, PAIRS, output_dir=tmp_path, method="in_context", **SETTINGS)
+    file = tmp_path / "fmmeta.json"
     stored = json.loads(file.read_text())
     for wrong in ("text", [["one"]], [["a", 3]], {"a": 1}, [["a\ud800", "b"]]):
         stored["adapted"]["prompt_examples"] = wrong
         file.write_text(json.dumps(stored))
-        check_message(refusal(fmmeta.load, tmp_path / "out"), "prompt_examples", "no pair", "adapt the model")
+        check_message(refusal(fmmeta.load, tmp_path), "prompt_examples", "no pair", "adapt the model")
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "cause"),
-    [("lora_r", 4, "trained by an inner loop"), ("early_stopping", False, "is of the inner loop")],
+    ("settings", "parts"),
+    [
+        ({"inner_steps": 3}, ("inner_steps=3", "method=in_context has none", "leave it out")),
+        ({"lora_r": 4}, ("lora_r=4", "trained by an inner loop", "method=in_context has none", "leave it")),
+        (
+            {"early_stopping": False},
+            ("early_stopping=False", "is of the inner loop", "method=in_context has none", "leave it out"),
+        ),
+        ({"method": "prototype"}, ("method=prototype is unknown", "use finetune")),
+        (
+            {"task_type": "classification"},
+            ("method=in_context", "task_type=classification", "use finetune"),
+        ),
+    ],
 )
-def test_settings_without_effect_on_prompts_are_refused(name, value, cause, llama):
-    message = refusal(fmmeta.adapt, llama, PAIRS, method="in_context", **{**SETTINGS, name: value})
-    check_message(message, f"{name}={value}", cause, "method=in_context has none", "leave it out")
+def test_settings_without_effect_on_prompts_are_refused(settings, parts, llama):
+    given = {**SETTINGS, "method": "in_context", **settings}
+    check_message(refusal(fmmeta.adapt, llama, PAIRS, **given), *parts)
 
 
 def test_a_bound_on_answers_of_a_classifier_is_refused():

@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 
 import fmmeta
 from fmmeta.adaptation import command as adapt_command
-from fmmeta.adaptation import many, predict, task_learner
-from fmmeta.adaptation.folder import support_digest
-from fmmeta.adaptation.many import PARTIAL
+from fmmeta.adaptation import folder as folders
+from fmmeta.adaptation import model as models
+from fmmeta.adaptation import predict, task_learner
+from fmmeta.adaptation.folder import PARTIAL, support_digest
 from fmmeta.adaptation.task_learner import TaskExamples, TaskLearner
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
@@ -33,7 +34,7 @@ from fmmeta.parallel.workers import create
 from fmmeta.tasks.data.images import EncodedImage
 from fmmeta.tasks.data.rows import Table
 from tests.support.helpers import refusal, write_rows
-from tests.support.launch import environment, python
+from tests.support.launch import environment
 from tests.support.messages import check_message
 from tests.support.models import WORDS
 
@@ -54,6 +55,9 @@ def supports_of(count: int, seed: int = 0) -> dict[str, list[tuple[str, str]]]:
 
 
 SUPPORTS = supports_of(5)
+SOME = {name: SUPPORTS[name] for name in ("task 0", "task 1")}
+ONE = {"task 0": SUPPORTS["task 0"]}
+ABOUT, NOT = ({label: f"{word} {label}" for _, label in ONE["task 0"]} for word in ("about", "not"))
 TEXTS = [f"{word} {WORDS[10]}" for word in WORDS[:5]]
 
 
@@ -87,22 +91,21 @@ def names_in(folder: Path) -> list[str]:
         {"pooling": "mean", "head_init": "prototype", "inner_optimizer": "momentum"},
         {"pooling": "mean", "inner_lr_groups": ["head=3", "*.layer.0=0.5"], "tokens_per_pass": 150},
         {"inner_optimizer": "adamw", "inner_lr": 0.01, "inner_epsilon": 1e-3},
-        {"inner_lr_schedule": "linear", "micro_batch_size": 4},
+        {"micro_batch_size": 4},
         {
             "peft_config": '{"use_rslora": true, "rank_pattern": {"layer.0.*": 2},'
             ' "alpha_pattern": {"query": 3}}'
         },
     ],
-    ids=["zero", "prototype", "rates", "adamw", "schedule", "patterns"],
+    ids=["zero", "prototype", "rates", "adamw", "micro-batches", "patterns"],
 )
 def test_every_task_equals_the_single_adaptation(bert, tmp_path, settings):
     """Weights, number of steps, accuracy on examples left out, files and answers."""
     flags = {**LORA, **settings}
     models = fmmeta.adapt_many(bert, SUPPORTS, output_dir=tmp_path / "many", **flags)
     assert (list(models), models.failed) == (sorted(SUPPORTS), {})
-    steps = set()
-    for name, support in SUPPORTS.items():
-        alone = fmmeta.adapt(bert, support, output_dir=tmp_path / name, **flags)
+    for name in SUPPORTS if not settings else ("task 1", "task 4"):
+        alone = fmmeta.adapt(bert, SUPPORTS[name], output_dir=tmp_path / name, **flags)
         assert apart(tmp_path / "many" / name, tmp_path / name) < 1e-5
         assert names_in(tmp_path / "many" / name) == names_in(tmp_path / name)
         assert f"\n# {name}\n" in (tmp_path / "many" / name / "README.md").read_text()
@@ -115,9 +118,8 @@ def test_every_task_equals_the_single_adaptation(bert, tmp_path, settings):
         answers, wanted = together.predict(TEXTS), alone.predict(TEXTS)
         assert [one.output for one in answers] == [one.output for one in wanted]
         assert [one.score for one in answers] == pytest.approx([one.score for one in wanted], abs=1e-5)
-        steps.add(alone.inner_steps)
-    if not settings:
-        assert len(steps) > 1  # tasks of a pass take different numbers of steps
+    if not settings:  # tasks of a pass take different numbers of steps
+        assert len({models[name].inner_steps for name in SUPPORTS}) > 1
 
 
 @pytest.mark.parametrize(("dtype", "epsilon"), [(torch.float64, 1e-8), (torch.float32, 1e-3)])
@@ -156,14 +158,21 @@ def test_adamw_differs_from_the_single_adaptation_by_amplified_rounding_alone(
         torch.set_default_dtype(torch.float32)
 
 
-def test_language_models_learn_many_tasks(llama, tmp_path):
-    supports = {name: [(text, label[-1]) for text, label in pairs] for name, pairs in SUPPORTS.items()}
-    flags = {**LORA, "task_type": "causal_lm"}
-    models = fmmeta.adapt_many(llama, supports, output_dir=tmp_path / "many", **flags)
-    for name, support in list(supports.items())[:2]:
-        alone = fmmeta.adapt(llama, support, output_dir=tmp_path / name, **flags)
-        assert apart(tmp_path / "many" / name, tmp_path / name) < 1e-5
+def test_language_models_learn_many_tasks_and_answer_rows_of_them(llama, tmp_path):
+    supports = {name: [(text, label[-2:]) for text, label in pairs] for name, pairs in SUPPORTS.items()}
+    flags = {**LORA, "task_type": "causal_lm", "inner_steps": 20, "early_stopping": False}
+    out = tmp_path / "many"
+    models = fmmeta.adapt_many(llama, supports, output_dir=out, **flags)
+    for name in SOME:
+        alone = fmmeta.adapt(llama, supports[name], output_dir=tmp_path / name, **flags)
+        assert apart(out / name, tmp_path / name) < 1e-5
         assert models[name].predict(TEXTS, 4) == alone.predict(TEXTS, 4)
+    rows = [{"input": text, "adapter": name} for text in TEXTS[:2] for name in supports]
+    lines, error = answers_of(out, rows, tmp_path, max_new_tokens=4)
+    assert not error
+    for row, line in zip(rows, lines, strict=True):
+        assert line["output"] == models[row["adapter"]].predict([row["input"]], 4)[0].output
+    assert len({line["output"] for line in lines}) > 1
 
 
 @pytest.mark.slow
@@ -201,7 +210,7 @@ def test_rates_belong_to_the_same_elements_of_every_task(bert, kind):
     inner = replace(learner.inner, rates=rates)
     sets = [
         learner.model.batcher.split(encoded(learner, name, pairs[:4]).examples)
-        for name, pairs in list(SUPPORTS.items())[:2]
+        for name, pairs in SOME.items()
     ]
     together = MultiTaskInnerLoop(inner, learner.loop.axis).adapt(worker, theta, sets, [3, 2])
     for support, steps, (_, weights) in zip(sets, (3, 2), together, strict=True):
@@ -244,49 +253,42 @@ def test_bad_tasks_are_named_and_the_others_are_learned(bert, tmp_path, capsys, 
     out = tmp_path / "out"
     settings = AdaptConfig(model_name_or_path=str(bert), support=str(tasks), output_dir=str(out), **LORA)
     check_message(
-        refusal(many.run, settings), f"support={tasks}: 5 of 9 tasks failed", "run the same command again"
+        refusal(adapt_command.run, settings),
+        f"support={tasks}: 5 of 9 tasks failed",
+        "run the same command again",
     )
     assert sorted(path.name for path in out.iterdir()) == ["task 1", "task 2", "task 3", "task 4"]
     assert "".join(capsys.readouterr()).count("task 0 has several files") == 1
     for name in ("empty", "one class", "vanished", f"{'n' * 201}"):
         (tasks / f"{name}.jsonl").unlink()
     (tasks / "task 0.csv").unlink()
-    many.run(settings)
+    adapt_command.run(settings)
     assert sorted(path.name for path in out.iterdir()) == sorted(SUPPORTS)
 
 
 def test_reasons_of_failed_tasks(bert, tmp_path):
-    supports = {
-        **dict(list(SUPPORTS.items())[:1]),
-        "none": [],
-        "../up": SUPPORTS["task 1"],
-        "": SUPPORTS["task 1"],
-        "tab\t": SUPPORTS["task 1"],
-        "no file": tmp_path / "nowhere.jsonl",
-        "diverges": [(text * 3, label) for text, label in SUPPORTS["task 2"]],
-        "number": 3,
+    far = [(text * 3, label) for text, label in SUPPORTS["task 2"]]
+    nowhere = tmp_path / "nowhere.jsonl"
+    bad = {
+        "none": ([], ("none=[]", "give pairs")),
+        "../up": (far, ("'../up'", "rename it")),
+        "": (far, ("''", "rename it")),
+        "tab\t": (far, ("control character", "rename it")),
+        "no file": (nowhere, (f"support={nowhere}", "restore it")),
+        "number": (3, ("number=3 holds no rows", "give pairs")),
     }
+    supports = {**SOME, "long rows": far, **{name: support for name, (support, _) in bad.items()}}
     models = fmmeta.adapt_many(bert, supports, output_dir=tmp_path / "out", **LORA)
-    assert list(models) == ["diverges", "task 0"]
-    parts = {
-        "none": ("none=[]", "give pairs of text and class"),
-        "../up": ("'../up'", "rename it"),
-        "": ("''", "rename it"),
-        "tab\t": ("control character", "rename it"),
-        "no file": (f"support={tmp_path / 'nowhere.jsonl'}", "restore it"),
-        "number": ("number=3", "give [(text, class), ...]"),
-    }
-    for name, text in parts.items():
-        check_message(models.failed[name], *text)
+    assert list(models) == ["long rows", "task 0", "task 1"]
+    for name, (_, parts) in bad.items():
+        check_message(models.failed[name], *parts)
         assert name not in models
         with pytest.raises(UsageError, match="was not learned"):
             models[name]
     with pytest.raises(KeyError):
         models["unknown"]
-    models = fmmeta.adapt_many(
-        bert, {"diverges": SUPPORTS["task 2"]}, output_dir=tmp_path / "far", lora_r=4, inner_lr=3e38
-    )
-    check_message(models.failed["diverges"], "inner_lr=3e+38", "lower --inner_lr")
+    models = fmmeta.adapt_many(bert, {"far": far}, output_dir=tmp_path / "far", lora_r=4, inner_lr=3e38)
+    check_message(models.failed["far"], "inner_lr=3e+38", "lower --inner_lr")
 
 
 @pytest.mark.parametrize("function", ["write_folder", "publish"])
@@ -296,7 +298,7 @@ def test_an_interrupted_command_resumes_without_a_lost_or_doubled_task(
 ):
     flags = {**LORA, "early_stopping": False}
     fmmeta.adapt_many(bert, SUPPORTS, output_dir=tmp_path / "undisturbed", **flags)
-    calls, original = [], getattr(many, function)
+    calls, original = [], getattr(folders, function)
 
     def interrupted(*args):
         calls.append(args)
@@ -306,7 +308,7 @@ def test_an_interrupted_command_resumes_without_a_lost_or_doubled_task(
 
     out = tmp_path / "out"
     with monkeypatch.context() as patched:
-        patched.setattr(many, function, interrupted)
+        patched.setattr(folders, function, interrupted)
         with pytest.raises((KeyboardInterrupt, UsageError)):
             fmmeta.adapt_many(bert, SUPPORTS, output_dir=out, **flags)
     (out / f".task 4{PARTIAL}" / "merged").mkdir(parents=True)  # as SIGKILL leaves it
@@ -320,22 +322,24 @@ def test_an_interrupted_command_resumes_without_a_lost_or_doubled_task(
 
 
 def test_only_partial_folders_of_the_tasks_are_removed(bert, tmp_path):
-    out, some = tmp_path / "out", dict(list(SUPPORTS.items())[:2])
-    (out / ".rsync.partial").mkdir(parents=True)
-    (out / ".rsync.partial" / "data").write_text("of another program")
-    (out / f".task 0{PARTIAL}").write_text("a file")
-    (out / f".bad{PARTIAL}").mkdir()  # of a task that fails now
-    flags = {**LORA, "inner_steps": 1, "early_stopping": False}
-    models = fmmeta.adapt_many(bert, {**some, "bad": [("a", "x")]}, output_dir=out, **flags)
+    out = tmp_path / "out"
+    other, first, second, bad = (out / f".{name}{PARTIAL}" for name in ("rsync", "task 0", "task 1", "bad"))
+    other.mkdir(parents=True)
+    (other / "data").write_text("of another program")
+    first.write_text("a file")
+    bad.mkdir()  # of a task that fails now
+    flags = {**LORA, "inner_steps": 1, "early_stopping": False, "output_dir": out}
+    models = fmmeta.adapt_many(bert, {**SOME, "bad": [("a", "x")]}, **flags)
     assert list(models) == ["task 1"]
-    check_message(
-        models.failed["task 0"], f"output_dir={out}", f".task 0{PARTIAL} is no folder", "move it away"
-    )
-    assert (out / ".rsync.partial" / "data").read_text() == "of another program"
-    assert (out / f".task 0{PARTIAL}").read_text() == "a file"
-    assert not (out / f".bad{PARTIAL}").exists()
-    (out / f".task 0{PARTIAL}").unlink()
-    assert list(fmmeta.adapt_many(bert, some, output_dir=out, **flags)) == ["task 0", "task 1"]
+    parts = f"output_dir={out}", f"{first.name} is no folder", "move it away"
+    check_message(models.failed["task 0"], *parts)
+    assert (other / "data").read_text() == "of another program"
+    assert first.read_text() == "a file"
+    assert not bad.exists()
+    first.unlink()
+    second.mkdir()  # of a process that was killed when the task was complete
+    assert list(fmmeta.adapt_many(bert, SOME, **flags)) == [*SOME]
+    assert not second.exists()
 
 
 @pytest.mark.slow
@@ -366,24 +370,16 @@ def test_a_killed_process_resumes(bert, tmp_path):
 
 
 def test_folders_of_other_settings_or_examples_are_not_taken_for_complete(bert, tmp_path):
-    out, some = tmp_path / "out", dict(list(SUPPORTS.items())[:2])
-    fmmeta.adapt_many(bert, some, output_dir=out, **LORA)
-    check_message(
-        refusal(fmmeta.adapt_many, bert, some, output_dir=out, **{**LORA, "inner_lr": 0.25}),
-        "inner_lr 0.5 -> 0.25",
-        "another output_dir",
-    )
-    fmmeta.adapt_many(bert, some, output_dir=out, micro_batch_size=7, tokens_per_pass=9, **LORA)
+    out = tmp_path / "out"
+    fmmeta.adapt_many(bert, SOME, output_dir=out, **LORA)
+    message = refusal(fmmeta.adapt_many, bert, SOME, output_dir=out, **{**LORA, "inner_lr": 0.25})
+    check_message(message, "inner_lr 0.5 -> 0.25", "another output_dir")
     same = {"gradient_checkpointing": True, "attn_implementation": "eager", "text_column": "text"}
-    assert len(fmmeta.adapt_many(bert, some, output_dir=out, **same, **LORA)) == 2
+    for more in ({"micro_batch_size": 7, "tokens_per_pass": 9}, same):
+        assert len(fmmeta.adapt_many(bert, SOME, output_dir=out, **more, **LORA)) == 2
     (out / "foreign").mkdir()
     (out / "file").write_text("")
-    others = {
-        "task 0": some["task 1"],
-        "foreign": some["task 0"],
-        "file": some["task 0"],
-        "new": some["task 1"],
-    }
+    others = dict.fromkeys(("task 0", "foreign", "file", "new"), SOME["task 1"])
     models = fmmeta.adapt_many(bert, others, output_dir=out, **LORA)
     assert list(models) == ["new"]
     check_message(models.failed["task 0"], "task 0 was learned from other examples", "remove the folder")
@@ -392,79 +388,70 @@ def test_folders_of_other_settings_or_examples_are_not_taken_for_complete(bert, 
 
 
 def test_folders_learned_from_other_weights_are_not_taken_for_complete(bert, tmp_path):
-    model, some = shutil.copytree(bert, tmp_path / "model"), dict(list(SUPPORTS.items())[:1])
-    fmmeta.adapt_many(model, some, output_dir=tmp_path / "out", **LORA)
-    assert list(fmmeta.adapt_many(model, some, output_dir=tmp_path / "out", **LORA)) == ["task 0"]
-    weights = load_file(model / "model.safetensors")
-    save_file(
-        {name: 0.9 * one for name, one in weights.items()}, model / "model.safetensors", {"format": "pt"}
-    )
-    message = refusal(fmmeta.adapt_many, model, some, output_dir=tmp_path / "out", **LORA)
+    model, out = shutil.copytree(bert, tmp_path / "model"), tmp_path / "out"
+    fmmeta.adapt_many(model, SOME, output_dir=out, **LORA)
+    assert list(fmmeta.adapt_many(model, SOME, output_dir=out, **LORA)) == [*SOME]
+    file = model / "model.safetensors"
+    save_file({name: 0.9 * one for name, one in load_file(file).items()}, file, {"format": "pt"})
+    message = refusal(fmmeta.adapt_many, model, SOME, output_dir=out, **LORA)
     check_message(message, "task 0 was learned from other weights", "another output_dir")
 
 
-def test_folders_learned_with_other_descriptions_are_not_taken_for_complete(bert, tmp_path):
-    file, some = tmp_path / "names.json", dict(list(SUPPORTS.items())[:1])
-    given = {"output_dir": tmp_path / "out", "label_names": str(file), **LORA}
-    labels = sorted({label for _, label in some["task 0"]})
-    file.write_text(json.dumps({label: f"about {label}" for label in labels}))
-    fmmeta.adapt_many(bert, some, **given)
-    assert list(fmmeta.adapt_many(bert, some, **given)) == ["task 0"]  # complete
-    file.write_text(json.dumps({label: f"not {label}" for label in labels}))
-    message = refusal(fmmeta.adapt_many, bert, some, **given)
-    check_message(message.replace(str(tmp_path), "DIR"), "label_names", '"not class', "another output_dir")
-
-
-def test_folders_learned_with_other_options_of_adapters_are_not_taken_for_complete(bert, tmp_path):
-    file, some = tmp_path / "peft.json", dict(list(SUPPORTS.items())[:1])
-    given = {**LORA, "output_dir": tmp_path / "out", "peft_config": str(file), "lora_r": None}
-    file.write_text('{"r": 2}')
-    fmmeta.adapt_many(bert, some, **given)
-    assert list(fmmeta.adapt_many(bert, some, **given)) == ["task 0"]  # complete
-    file.write_text('{"r": 3}')
-    message = refusal(fmmeta.adapt_many, bert, some, **given)
-    check_message(message.replace(str(tmp_path), "DIR"), "peft_config", '"r": 2', "another output_dir")
+@pytest.mark.parametrize(
+    ("settings", "before", "after", "parts"),
+    [
+        ({}, ABOUT, NOT, ("label_names", '"not class')),
+        ({"lora_r": None}, {"r": 2}, {"r": 3}, ("peft_config", '"r": 2')),
+    ],
+    ids=["descriptions", "options of adapters"],
+)
+def test_folders_learned_with_another_file_are_not_taken_for_complete(
+    bert, tmp_path, settings, before, after, parts
+):
+    file = tmp_path / "file.json"
+    given = {**LORA, **settings, parts[0]: str(file), "output_dir": tmp_path / "out"}
+    file.write_text(json.dumps(before))
+    fmmeta.adapt_many(bert, ONE, **given)
+    assert list(fmmeta.adapt_many(bert, ONE, **given)) == [*ONE]  # complete
+    file.write_text(json.dumps(after))
+    check_message(refusal(fmmeta.adapt_many, bert, ONE, **given), *parts, "another output_dir")
 
 
 def test_other_content_of_an_image_file_is_another_example(tmp_path):
     file = tmp_path / "0.png"
     table = Table(["c"], [""], [""], ["0.png"], ["c"], image=[EncodedImage(str(file))])
-    digests = set()
+    digests = {support_digest(table)}  # without the file
     for content in (b"one", b"other"):
         file.write_bytes(content)
         digests.add(support_digest(table))
-    file.unlink()
-    assert len({*digests, support_digest(table)}) == 3
+    assert len(digests) == 3
 
 
 def test_one_task_is_not_adapted_to_by_several_processes(tmp_path, monkeypatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    file = write_rows(tmp_path / "s.jsonl", [{"text": "a", "label": "b"}])
-    settings = AdaptConfig(support=str(file), output_dir=str(tmp_path / "out"))
-    message = refusal(adapt_command.run, settings)
+    file, out = write_rows(tmp_path / "s.jsonl", [{"text": "a", "label": "b"}]), tmp_path / "out"
+    message = refusal(adapt_command.run, AdaptConfig(support=str(file), output_dir=str(out)))
     check_message(message, f"support={file} is one task", "2 were started", "start one, or give a directory")
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 def test_wrong_arguments_are_refused(bert, tmp_path):
-    out = {"output_dir": tmp_path / "out"}
-    check_message(
-        refusal(fmmeta.adapt_many, bert, [("a", "b")], **out), "supports=[('a', 'b')]", "give {name"
-    )
-    check_message(refusal(fmmeta.adapt_many, bert, {3: []}, **out), "the name 3", "give a text")
-    check_message(refusal(fmmeta.adapt_many, bert, {}, **out), "holds no tasks", "examples for each")
-    check_message(
-        refusal(fmmeta.adapt_many, bert, SUPPORTS, output_dir=None), "output_dir is missing", "name a folder"
-    )
-    tasks = directory_of(tmp_path / "tasks")
+    tasks, out = directory_of(tmp_path / "tasks"), {"output_dir": tmp_path / "out"}
+    for supports, settings, parts in (
+        ([("a", "b")], out, ("supports=[('a', 'b')]", "give {name")),
+        ({3: []}, out, ("the name 3", "give a text")),
+        ({}, out, ("holds no tasks", "examples for each")),
+        (SUPPORTS, {"output_dir": None}, ("output_dir is missing", "name a folder")),
+        (SUPPORTS, {**out, "query": "rows.csv"}, ("query=", "rows.csv", "goes with one task", "use adapt")),
+        (SUPPORTS, {**out, "support": "rows.csv"}, ("support=", "rows.csv", "goes with one", "use adapt")),
+    ):
+        check_message(refusal(fmmeta.adapt_many, bert, supports, **settings), *parts)
     check_message(refusal(fmmeta.adapt, bert, tasks), f"support={tasks} is a directory", "adapt_many")
-    check_message(
-        refusal(AdaptConfig, support=str(tasks), query=str(tasks / "task 0.jsonl")), "query=", "--adapters"
-    )
-    check_message(
-        refusal(fmmeta.adapt, bert, SUPPORTS["task 0"], group_size="2"), "group_size=2", "leave them out"
-    )
+    message = refusal(AdaptConfig, support=str(tasks), query=str(tasks / "task 0.jsonl"))
+    check_message(message, "query=", "--adapters")
+    message = refusal(fmmeta.adapt, bert, SUPPORTS["task 0"], group_size="2")
+    check_message(message, "group_size=2", "leave them out")
     assert not (tmp_path / "out").exists()
 
 
@@ -477,19 +464,17 @@ def mixed(tmp_path_factory, bert):
     wide = {**LORA, "lora_r": 7, "lora_target_modules": ["all-linear"], "peft_config": patterns}
     for name, support in list(SUPPORTS.items())[3:]:
         fmmeta.adapt(bert, support, output_dir=folder / name, **wide)
-    for name in ("damaged", "nan", "dora"):
+    for name in ("damaged", "nan", "infinite", "dora", "pattern"):
         shutil.copytree(folder / "task 0", folder / name)
-    file = folder / "damaged" / "adapter_model.safetensors"
+    file, weights = folder / "damaged" / ADAPTER_FILE, adapters(folder / "task 0")
     file.write_bytes(file.read_bytes()[:-50])
-    save_file(
-        {name: value * torch.nan for name, value in adapters(folder / "nan").items()},
-        folder / "nan" / "adapter_model.safetensors",
-    )
-    config = json.loads((folder / "dora" / "adapter_config.json").read_text())
-    (folder / "dora" / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
-    shutil.copytree(folder / "task 0", folder / "pattern")
-    patterns = {**config, "alpha_pattern": {"(a+)+$": 3}}
-    (folder / "pattern" / "adapter_config.json").write_text(json.dumps(patterns))
+    save_file({name: value * torch.nan for name, value in weights.items()}, folder / "nan" / ADAPTER_FILE)
+    head = {name: torch.full_like(one, 3e38) for name, one in weights.items() if "lora_" not in name}
+    assert head
+    save_file({**weights, **head}, folder / "infinite" / ADAPTER_FILE)  # its scores are not finite
+    config = json.loads((folder / "task 0" / "adapter_config.json").read_text())
+    for name, more in (("dora", {"use_dora": True}), ("pattern", {"alpha_pattern": {"(a+)+$": 3}})):
+        (folder / name / "adapter_config.json").write_text(json.dumps({**config, **more}))
     (folder / "foreign").mkdir()
     fmmeta.adapt("tiny", SUPPORTS["task 0"], output_dir=folder / "another base", **LORA)
     fmmeta.adapt(bert, SUPPORTS["task 0"], output_dir=folder / "whole", inner_steps=1)
@@ -508,65 +493,58 @@ def answers_of(folder: Path, rows, tmp_path: Path, **settings):
     return [json.loads(line) for line in target.read_text().splitlines()], text
 
 
-@pytest.mark.parametrize("rows_in_pass", [1, 5, 64])
+@pytest.mark.parametrize("rows_in_pass", [1, 5, 25])
 def test_rows_of_many_adapters_get_the_answers_of_their_models(mixed, tmp_path, rows_in_pass, monkeypatch):
+    """Rows of all adapters share a pass."""
     rows = [{"text": text, "adapter": name} for name in SUPPORTS for text in TEXTS]
     random.Random(rows_in_pass).shuffle(rows)
-    calls, original = [], predict.read_adapter
-    monkeypatch.setattr(predict, "read_adapter", lambda *args: calls.append(args[1]) or original(*args))
-    memory = 2 if rows_in_pass == 1 else 64
-    lines, error = answers_of(mixed, rows, tmp_path, micro_batch_size=rows_in_pass, adapters_in_memory=memory)
+    passes, collate = [], models.collate
+    monkeypatch.setattr(models, "collate", lambda some, *rest: passes.append(some) or collate(some, *rest))
+    lines, error = answers_of(mixed, rows, tmp_path, micro_batch_size=rows_in_pass)
     assert not error
-    models = {name: fmmeta.load(mixed / name) for name in SUPPORTS}
+    assert [*map(len, passes)] == [rows_in_pass] * (25 // rows_in_pass)
+    alone = {name: fmmeta.load(mixed / name) for name in SUPPORTS}
     for row, line in zip(rows, lines, strict=True):
-        (wanted,) = models[row["adapter"]].predict([row["text"]])
+        (wanted,) = alone[row["adapter"]].predict([row["text"]])
         assert (line["text"], line["adapter"], line["label"]) == (row["text"], row["adapter"], wanted.output)
         assert line["score"] == pytest.approx(wanted.score, abs=1e-5)
-    assert (len(calls) > len(SUPPORTS)) == (memory == 2)  # loaded again only if they were dropped
 
 
 def test_the_adapter_that_was_used_longest_ago_leaves_the_memory(mixed, tmp_path, monkeypatch):
-    calls, original = [], predict.read_adapter
-    monkeypatch.setattr(predict, "read_adapter", lambda *args: calls.append(args[1]) or original(*args))
+    calls, original = [], predict.AdapterDirectory._load
+    monkeypatch.setattr(
+        predict.AdapterDirectory, "_load", lambda self, name: calls.append(name) or original(self, name)
+    )
     names = ["task 0", "task 1", "task 0", "task 2", "task 2", "task 0", "task 1"]
     rows = [{"text": TEXTS[0], "adapter": name} for name in names]
     answers_of(mixed, rows, tmp_path, micro_batch_size=1, adapters_in_memory=2)
     assert calls == ["task 0", "task 1", "task 2", "task 1"]
+    answers_of(mixed, rows, tmp_path, micro_batch_size=1)
+    assert calls[4:] == ["task 0", "task 1", "task 2"]  # loaded again only if they were dropped
 
 
 def test_adapters_are_read_again_when_their_files_change(mixed, tmp_path, capsys, terminal):
     """Those that could not be used are tried again, and changed weights are read."""
-    folder = tmp_path / "adapters"
-    shutil.copytree(mixed / "task 0", folder / "task 0")
-    shutil.copytree(mixed / "task 0", folder / "later")
-    (folder / "later" / ADAPTER_FILE).unlink()
-    adapters = predict.AdapterDirectory(PredictConfig(adapters=str(folder)))
-    row = predict.Input(TEXTS[0], "later")
+    later, row = tmp_path / "adapters" / "later", predict.Input(TEXTS[0], TEXTS[0], "later")
+    for name in ("task 0", "later"):
+        shutil.copytree(mixed / "task 0", later.parent / name)
+    (later / ADAPTER_FILE).unlink()
+    adapters = predict.AdapterDirectory(PredictConfig(adapters=str(later.parent)))
     assert [isinstance(adapters.answer([row])[0], str) for _ in range(2)] == [True, True]
     assert capsys.readouterr().err.count("adapter later: ") == 1
-    shutil.copy(mixed / "task 0" / ADAPTER_FILE, folder / "later")
-    (answer,), (wanted,) = adapters.answer([row]), fmmeta.load(mixed / "task 0").predict([row.text])
-    assert answer == replace(wanted, score=answer.score)
-    shutil.rmtree(folder / "later")
-    shutil.copytree(mixed / "task 1", folder / "later")
-    (answer,), (wanted,) = adapters.answer([row]), fmmeta.load(mixed / "task 1").predict([row.text])
-    assert answer == replace(wanted, score=answer.score)
-    assert answer.score == pytest.approx(wanted.score, abs=1e-5)
-
-
-def test_one_pass_answers_rows_of_many_adapters(mixed, tmp_path, monkeypatch):
-    seen, original = [], predict.collate
-    monkeypatch.setattr(
-        predict, "collate", lambda rows, *rest: seen.append(len(rows)) or original(rows, *rest)
-    )
-    answers_of(mixed, [{"text": TEXTS[0], "adapter": name} for name in SUPPORTS], tmp_path)
-    assert seen == [len(SUPPORTS)]
+    for name in ("task 0", "task 1"):
+        shutil.rmtree(later)
+        shutil.copytree(mixed / name, later)
+        (answer,), (wanted,) = adapters.answer([row]), fmmeta.load(mixed / name).predict([row.text])
+        assert answer == replace(wanted, score=answer.score)
+        assert answer.score == pytest.approx(wanted.score, abs=1e-5)
 
 
 def test_adapters_that_cannot_be_used_are_named_and_the_others_answer(mixed, tmp_path):
     bad = {
         "damaged": "adapter_model.safetensors cannot be read",
         "nan": "NaNs",
+        "infinite": "with this adapter: ",
         "dora": "another kind than plain LoRA",
         "pattern": "alpha_pattern is not one that fmmeta writes",
         "foreign": "holds no adapter of fmmeta",
@@ -575,12 +553,12 @@ def test_adapters_that_cannot_be_used_are_named_and_the_others_answer(mixed, tmp
         "link": "leaves its folder",
         "../adapters/task 0": "is no folder in it",
         "missing": "is no folder in it",
+        "b" * 300: "is no folder in it",  # too long for one
     }
     rows = [{"text": TEXTS[0], "adapter": name} for name in ["another base", "task 1", *bad, "task 4"]]
     lines, error = answers_of(mixed, rows, tmp_path)
-    check_message(
-        error.replace(str(mixed), "DIR"), f"{len(bad) + 1} of {len(rows)} inputs", f"{len(bad)} adapters"
-    )
+    parts = f"{len(bad) + 1} of {len(rows)} inputs have no answer", f"{len(bad)} adapters cannot be used"
+    check_message(error.replace(str(mixed), "DIR"), *parts, f" {60 * 'b'}, ")
     for row, line in zip(rows, lines, strict=True):
         assert line["adapter"] == row["adapter"]
         assert bad.get(row["adapter"], "") in line.get("error", "")
@@ -593,7 +571,7 @@ def test_the_settings_of_most_adapters_are_those_of_a_pass(bert, tmp_path, order
     flags = {**LORA, "inner_steps": 1, "early_stopping": False}
     short = {"another": SUPPORTS["task 0"]}
     fmmeta.adapt_many(bert, short, output_dir=tmp_path / "out", max_length=8, **flags)
-    fmmeta.adapt_many(bert, dict(list(SUPPORTS.items())[:2]), output_dir=tmp_path / "out", **flags)
+    fmmeta.adapt_many(bert, SOME, output_dir=tmp_path / "out", **flags)
     rows = [{"text": TEXTS[0], "adapter": name} for name in ("another", "task 0", "task 1")][::order]
     lines, error = answers_of(tmp_path / "out", rows, tmp_path, micro_batch_size=1)
     assert "1 of 3 inputs" in error
@@ -607,89 +585,28 @@ def test_a_number_names_the_folder_of_an_adapter(mixed, tmp_path):
     shutil.copytree(mixed / "task 0", tmp_path / "adapters" / "0")
     ((line,), error) = answers_of(tmp_path / "adapters", [{"text": TEXTS[0], "adapter": 0}], tmp_path)
     assert (line["adapter"], "label" in line, error) == ("0", True, "")
-    message = refusal_of(tmp_path / "adapters", tmp_path, '{"text": "a", "adapter": ["0"]}\n')
-    check_message(message, "names no adapter under adapter", "--adapter_column")
 
 
-def test_a_directory_without_adapters_is_refused(tmp_path):
+def test_directories_without_adapters_and_with_a_model_are_refused(tmp_path):
     (tmp_path / "adapters" / "empty").mkdir(parents=True)
-    message = refusal_of(tmp_path / "adapters", tmp_path, '{"text": "a", "adapter": "empty"}\n')
-    check_message(message, f"adapters={tmp_path}/adapters has no folder", "give the output_dir")
-
-
-def test_rows_without_an_adapter_and_wrong_settings_are_refused(mixed, tmp_path):
-    _, error = "", refusal_of(mixed, tmp_path, '{"text": "a"}\n')
-    check_message(error.replace(str(tmp_path), "TMP"), "in.jsonl:1 names no adapter", "--adapter_column")
-    error = refusal_of(mixed, tmp_path, "plain\n", "in.txt")
-    check_message(error.replace(str(tmp_path), "TMP"), "in.txt:1 names no adapter", "write JSON objects")
-    check_message(
-        refusal(PredictConfig, "x", adapters=str(mixed)).replace(str(mixed), "DIR"),
-        "adapters=",
-        "leave one out",
-    )
+    folder = str(tmp_path / "adapters")
+    message = refusal(predict.run, PredictConfig(adapters=folder, output=str(tmp_path / "o")))
+    check_message(message, f"adapters={folder} has no folder", "give the output_dir")
+    check_message(refusal(PredictConfig, "x", adapters=folder), "adapters=", "leave one out")
     check_message(refusal(PredictConfig, adapters="nowhere"), "adapters=nowhere", "give the output_dir")
 
 
-def refusal_of(folder: Path, tmp_path: Path, text: str, name: str = "in.jsonl") -> str:
-    (tmp_path / name).write_text(text)
-    return refusal(
-        predict.run,
-        PredictConfig(adapters=str(folder), input=str(tmp_path / name), output=str(tmp_path / "o")),
+@pytest.mark.parametrize(
+    ("name", "text", "parts"),
+    [
+        ("in.jsonl", '{"text": "a"}', ("in.jsonl:1 names no adapter under adapter", "--adapter_column")),
+        ("in.jsonl", '{"text": "a", "adapter": ["0"]}', ("names no adapter under adapter", "--adapter_")),
+        ("in.txt", "plain", ("in.txt:1 names no adapter", "write JSON objects")),
+    ],
+)
+def test_rows_without_an_adapter_are_refused(mixed, tmp_path, name, text, parts):
+    (tmp_path / name).write_text(f"{text}\n")
+    paths = {"adapters": mixed, "input": tmp_path / name, "output": tmp_path / "o"}
+    check_message(
+        refusal(predict.run, PredictConfig(**{key: str(path) for key, path in paths.items()})), *parts
     )
-
-
-@pytest.mark.slow
-def test_a_language_model_answers_rows_of_many_adapters(llama, tmp_path):
-    supports = {name: [(text, label[-2:]) for text, label in pairs] for name, pairs in SUPPORTS.items()}
-    flags = {**LORA, "task_type": "causal_lm", "inner_steps": 20}
-    models = fmmeta.adapt_many(llama, supports, output_dir=tmp_path / "out", **flags)
-    rows = [{"input": text, "adapter": name} for text in TEXTS[:2] for name in supports]
-    lines, error = answers_of(tmp_path / "out", rows, tmp_path, max_new_tokens=4)
-    assert not error
-    for row, line in zip(rows, lines, strict=True):
-        assert line["output"] == models[row["adapter"]].predict([row["input"]], 4)[0].output
-    assert len({line["output"] for line in lines}) > 1
-
-
-def test_adapters_that_give_no_answer_are_named(bert, tmp_path):
-    """One whose scores are not finite, and a name that is too long for a folder."""
-    fmmeta.adapt_many(bert, SUPPORTS, output_dir=tmp_path / "out", **LORA)
-    file = tmp_path / "out" / "task 1" / ADAPTER_FILE
-    tensors = load_file(file)
-    head = {name: torch.full_like(one, 3e38) for name, one in tensors.items() if "lora_" not in name}
-    assert head
-    save_file({**tensors, **head}, file)
-    rows = [{"text": TEXTS[0], "adapter": name} for name in ("task 0", "task 1", "b" * 300)]
-    lines, error = answers_of(tmp_path / "out", rows, tmp_path)
-    assert "label" in lines[0]
-    assert lines[1]["error"].startswith("with this adapter: ")
-    assert "is no folder in it" in lines[2]["error"]
-    check_message(error, "2 of 3 inputs have no answer, since 2 adapters cannot be used", "b, task 1)")
-
-
-def test_data_of_one_task_are_refused_beside_many(bert, tmp_path):
-    for name in ("query", "support"):
-        message = refusal(fmmeta.adapt_many, bert, SUPPORTS, output_dir=tmp_path, **{name: "rows.csv"})
-        check_message(message, f"{name}=", "rows.csv", "goes with one task", "use adapt")
-
-
-def test_the_command_reads_a_directory_and_answers(bert, tmp_path):
-    tasks = directory_of(tmp_path / "tasks", dict(list(SUPPORTS.items())[:2]))
-
-    def command(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        return python(["-m", "fmmeta", *words], tmp_path, cwd=tmp_path, stdin=stdin)
-
-    (tasks / "empty.jsonl").write_text("")
-    flags = [f"--{key}={value}" for key, value in LORA.items()]
-    ended = command("adapt", f"--model_name_or_path={bert}", "--support=tasks", "--output_dir=out", *flags)
-    assert ended.returncode == 2
-    assert "fmmeta: error: support=tasks: 1 of 3 tasks failed ('empty')" in ended.stderr
-    assert "fmmeta: task 'empty' failed: " in ended.stdout
-    rows = '{"text": "a", "adapter": "task 0"}\n{"text": "b", "adapter": "x"}\n'
-    ended = command("predict", "--adapters=out", stdin=rows)
-    assert ended.returncode == 2
-    first, second = map(json.loads, ended.stdout.splitlines())
-    assert (first["adapter"], second["adapter"]) == ("task 0", "x")
-    assert {"label", "score"} <= first.keys()
-    assert "error" in second
-    assert "1 of 2 inputs have no answer" in ended.stderr

@@ -1,22 +1,29 @@
 """Losses of answers behind shared prefixes, against plain transformers: complete rows, no cache."""
 
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
 import fmmeta
+from fmmeta.adaptation.model import Answer, LoadedModel, load_model
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
+from fmmeta.evaluation.command import episodes_of
+from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.meta.algorithms.baselines import prompted
+from fmmeta.metrics.language import LanguageMetrics, generate
 from fmmeta.models import answers
 from fmmeta.models.answers import AnswerRow, Answers
-from fmmeta.models.learner import CausalLearner
+from fmmeta.models.causal_lm import CausalLearner
 from fmmeta.models.load import fitted, max_positions
-from fmmeta.tasks.batching import IGNORE, Example
-from tests.support.helpers import refusal
+from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.tasks.batching import IGNORE, Example, collate
+from tests.support.helpers import refusal, write_rows
 from tests.support.messages import check_message
 from tests.support.models import save_family, write_pairs
 
@@ -24,19 +31,11 @@ from tests.support.models import save_family, write_pairs
 @pytest.fixture(scope="module")
 def families(tmp_path_factory):
     """From a family to the folder of a small model, made once."""
-    folder, made = tmp_path_factory.mktemp("families"), {}
-
-    def of(family: str) -> Any:
-        if family not in made:
-            made[family] = save_family(folder / family, family)
-        return made[family]
-
-    return of
+    folder = tmp_path_factory.mktemp("families")
+    return cache(lambda family: save_family(folder / family, family))
 
 
 def model_of(folder: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
@@ -98,9 +97,10 @@ def counted(model: Any):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "mistral", "qwen2"])
 @pytest.mark.parametrize("least_saved", [0, 60, 10**6])
-def test_losses_behind_shared_prefixes_are_those_of_complete_rows(families, family, least_saved):
+def test_losses_behind_shared_prefixes_are_those_of_complete_rows(families, family, least_saved, monkeypatch):
     model, rows = model_of(families(family)), some_rows()
-    found = Answers(CausalLearner(model), least_saved)
+    monkeypatch.setattr(answers, "LEAST_SAVED", {"cpu": least_saved})
+    found = Answers(CausalLearner(model))
     shares = found.can_share and least_saved < 10**6
     assert found.can_share == (family not in ("mistral", "qwen2"))  # these see a window of 8 tokens
     with counted(model) as seen:
@@ -116,9 +116,10 @@ def test_losses_behind_shared_prefixes_are_those_of_complete_rows(families, fami
         assert seen["tokens"] < (0.25 if least_saved == 0 else 0.5) * complete
 
 
-def test_a_limit_of_tokens_holds_for_the_padded_rows_of_each_pass(families):
+def test_a_limit_of_tokens_holds_for_the_padded_rows_of_each_pass(families, monkeypatch):
     model, rows = model_of(families("llama")), some_rows()
-    found, sizes = Answers(CausalLearner(model), 10**6), list[int]()
+    monkeypatch.setattr(answers, "LEAST_SAVED", {"cpu": 10**6})
+    found, sizes = Answers(CausalLearner(model)), list[int]()
     hook = model.get_input_embeddings().register_forward_pre_hook(
         lambda _, args: sizes.append(args[0].numel())
     )
@@ -129,19 +130,21 @@ def test_a_limit_of_tokens_holds_for_the_padded_rows_of_each_pass(families):
     assert losses.tolist() == pytest.approx(plain_losses(model, rows)[0], abs=1e-5)
 
 
-def test_rows_without_a_common_token_and_equal_rows_are_scored(families):
+def test_rows_without_a_common_token_and_equal_rows_are_scored(families, monkeypatch):
     model = model_of(families("gpt2"))
     rows = [AnswerRow.of([5, 6, 7], [IGNORE, 6, 7]), AnswerRow.of([9, 6, 7, 8], [IGNORE] * 3 + [8])]
     rows += [rows[0], AnswerRow.of([5, 6, 7, 7], [IGNORE] * 3 + [7])]
-    losses, _ = Answers(CausalLearner(model), 0).losses(rows, 32)
+    monkeypatch.setattr(answers, "LEAST_SAVED", {"cpu": 0})
+    losses, _ = Answers(CausalLearner(model)).losses(rows, 32)
     assert losses.tolist() == pytest.approx(plain_losses(model, rows)[0], abs=1e-5)
 
 
-def test_a_loss_that_is_nan_is_no_right_answer(families):
+def test_a_loss_that_is_nan_is_no_right_answer(families, monkeypatch):
     model = model_of(families("llama"))
     with torch.no_grad():
         model.get_output_embeddings().weight.fill_(torch.nan)
-    losses, right = Answers(CausalLearner(model), 0).losses(some_rows(), 32)
+    monkeypatch.setattr(answers, "LEAST_SAVED", {"cpu": 0})
+    losses, right = Answers(CausalLearner(model)).losses(some_rows(), 32)
     assert losses.isnan().all()
     assert not right.any()
 
@@ -155,16 +158,15 @@ def test_a_model_that_ignores_the_positions_behind_a_cache_computes_complete_row
         return forward(input_ids, **{**named, "position_ids": torch.arange(input_ids.shape[1])[None]})
 
     monkeypatch.setattr(model.transformer, "forward", from_zero)
-    found, rows = Answers(CausalLearner(model), 0), some_rows()
+    monkeypatch.setattr(answers, "LEAST_SAVED", {"cpu": 0})
+    found, rows = Answers(CausalLearner(model)), some_rows()
     assert not found.can_share
     assert found.losses(rows, 5)[0].tolist() == pytest.approx(plain_losses(model, rows)[0], abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_prompts_end_below_the_length_at_which_the_rotary_table_changes(kind):
+def test_prompts_end_below_the_length_at_which_the_rotary_table_changes(kind, monkeypatch):
     """Beyond it a shared prefix and the other rows of a pass would change the results of a row."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
-
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         **{"vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
@@ -186,7 +188,8 @@ def test_prompts_end_below_the_length_at_which_the_rotary_table_changes(kind):
     prompts = prompted(pairs, query, None, max_positions(config))
     rows = [AnswerRow.of(row.input_ids, row.token_labels) for row in prompts]
     assert max(len(row.ids) for row in rows) > 24
-    losses, _ = Answers(CausalLearner(model), 0).losses(rows, 5)
+    monkeypatch.setattr(answers, "LEAST_SAVED", {"cpu": 0})
+    losses, _ = Answers(CausalLearner(model)).losses(rows, 5)
     assert losses.tolist() == pytest.approx(plain_losses(model, rows)[0], abs=1e-4)
     message = refusal(fitted, Config(max_length=64), config)
     check_message(message, "max_length=64", "32 positions", "use 32 or less")
@@ -194,9 +197,6 @@ def test_prompts_end_below_the_length_at_which_the_rotary_table_changes(kind):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
 def test_generated_answers_behind_a_shared_prefix_are_those_of_single_prompts(families, family, monkeypatch):
-    from fmmeta.adaptation.model import load_model
-    from fmmeta.evaluation.methods import generate
-
     monkeypatch.setattr(answers, "LEAST_SAVED", {"cpu": 1})
     settings = Config(model_name_or_path=str(families(family)), task_type="causal_lm", algorithm="none")
     single, model = load_model(settings, Progress(False)), model_of(families(family))
@@ -213,10 +213,6 @@ def test_generated_answers_behind_a_shared_prefix_are_those_of_single_prompts(fa
 def test_in_context_scores_and_metrics_are_those_of_the_concatenated_text(
     families, family, tmp_path, monkeypatch
 ):
-    from fmmeta.evaluation.command import episodes_of
-    from fmmeta.evaluation.settings import EvaluateConfig
-    from fmmeta.models.tiny import byte_tokenizer
-
     monkeypatch.setattr(answers, "LEAST_SAVED", {"cpu": 1})
     data = write_pairs(tmp_path / "pairs.jsonl")
     flags: dict[str, Any] = {
@@ -264,15 +260,39 @@ def test_in_context_scores_and_metrics_are_those_of_the_concatenated_text(
         assert score["metrics"] == {"exact_match": exact / 3, "rank": pytest.approx(sum(ranks) / 3)}
 
 
+def test_every_right_answer_of_a_row_counts(tmp_path, llama, monkeypatch):
+    """In generated answers, among options, and of a query set; the first one is learned."""
+    options = ["first", "second", "third"]
+    monkeypatch.setattr(LanguageMetrics, "greedy_answers", lambda self, draw: ["second"] * len(draw.query))
+    monkeypatch.setattr(LanguageMetrics, "log_likelihoods", lambda *_: [-3.0, -1.0, -2.0] * 2)
+    monkeypatch.setattr(LoadedModel, "answer", lambda _, inputs, *__: [Answer("q", "second") for _ in inputs])
+    found = {}
+    for right in (["first"], ["first", "second"]):
+        rows = [{"task": "t", "input": f"q{i}", "output": right, "options": options} for i in range(6)]
+        data = str(write_rows(tmp_path / f"{len(right)}.jsonl", rows))
+        scores = fmmeta.evaluate(
+            str(llama),
+            data,
+            task_type="causal_lm",
+            method=["zero_shot"],
+            k_shot=1,
+            num_query=2,
+            episodes=1,
+            eval_split="train",
+            metrics=["exact_match", "rouge_l", "rank", "options"],
+        )["cells"][0]["scores"]
+        adapted = fmmeta.adapt(str(llama), rows[:3], query=rows[3:], task_type="causal_lm", inner_steps=1)
+        found[len(right)] = (*scores[0]["metrics"].values(), adapted.accuracy)
+    assert found == {1: (0, 0, 3, 0, 0), 2: (1, 1, 1, 1, 1)}
+
+
 def test_losses_of_large_vocabularies_are_exact_to_single_precision():
     """The loss of a micro-batch agrees with one in double precision: 50,000 logits per token."""
-    from fmmeta.models.learner import per_row
-    from fmmeta.tasks.batching import Example, collate
-
     logits = 4 * torch.randn(2, 6, 50_000, generator=torch.Generator().manual_seed(0))
     rows = [Example([1] * 6, [IGNORE] * 3 + [7, 8, 9]), Example([1] * 5, [IGNORE, 3, 4, 5, 6])]
     batch = collate(rows, 1.0, 0)
-    losses, _, _ = per_row(logits, batch)
+    no_model: Any = None
+    losses = CausalLearner.losses(no_model, logits, batch).loss
     for line, row in enumerate(rows):
         one = AnswerRow.of(row.input_ids, row.labels)  # type: ignore[arg-type]
         exact = F.cross_entropy(

@@ -1,7 +1,5 @@
 """The losses of micro-batches add up to the mean over the set, however it is split over ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest
@@ -10,8 +8,6 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fmmeta.config.algorithms import find
-from fmmeta.models.learner import objective
 from fmmeta.tasks.batching import (
     IGNORE,
     Batcher,
@@ -24,17 +20,15 @@ from fmmeta.tasks.batching import (
     each_batch,
     sampled_rows,
 )
+from tests.support.episodes import objective
 from tests.support.learners import (
-    by_name,
+    compared,
     config_of,
-    cosine_and_error,
     episode_of,
     llama,
-    meta_parameters,
     oracle_gradient,
-    setup_of,
+    rule_on,
     task_gradient,
-    worker_of,
 )
 
 PAD, VOCAB, CLASSES = 0, 50, 4
@@ -80,19 +74,15 @@ def cuts(draw, causal: bool | None = None, bounded: bool = False) -> Cut:
 def rows_of(batch: MicroBatch) -> list[tuple[tuple[int, ...], object]]:
     """The rows with a weight above 0, without padding."""
     found = []
-    for ids, mask, labels, weight in zip(*batch.inputs.values(), batch.labels, batch.weights, strict=True):
+    for ids, mask, labels, weight in zip(
+        *batch.inputs.values(), batch.targets["labels"], batch.weights, strict=True
+    ):
         if weight > 0:
             n = int(mask.sum())
             found.append(
                 (tuple(ids[:n].tolist()), int(labels) if labels.ndim == 0 else tuple(labels[:n].tolist()))
             )
     return found
-
-
-@given(cuts())
-def test_ranks_get_the_same_number_of_micro_batches(cut):
-    rounds = {len(batches) for batches in cut.by_rank()}
-    assert rounds == {-(-len(cut.rows) // (cut.group_size * cut.micro_batch_size))}
 
 
 @given(cuts() | cuts(bounded=True))
@@ -110,13 +100,16 @@ def test_weights_sum_to_one(cut):
     """The sum is over rows for classes and over label tokens for causal_lm."""
     total = 0.0
     for batch in cut.all():
-        counted = 1 if batch.labels.ndim == 1 else (batch.labels != IGNORE).sum(1)
+        counted = (batch.targets["labels"].view(len(batch.weights), -1) != IGNORE).sum(1)
         total += float((batch.weights.double() * counted).sum())
     assert total == pytest.approx(1, abs=1e-6)
 
 
 @given(cuts())
-def test_size_padding_and_fillers(cut):
+def test_number_size_padding_and_fillers(cut):
+    """Ranks get the same number of micro-batches."""
+    rounds = {len(batches) for batches in cut.by_rank()}
+    assert rounds == {-(-len(cut.rows) // (cut.group_size * cut.micro_batch_size))}
     for batch in cut.all():
         ids, masks = batch.inputs["input_ids"], batch.inputs["attention_mask"]
         lengths = masks.sum(1)
@@ -125,8 +118,8 @@ def test_size_padding_and_fillers(cut):
         assert (ids[masks == 0] == PAD).all()
         for mask, n in zip(masks, lengths, strict=True):
             assert mask.tolist() == [1] * n + [0] * (len(mask) - n)
-        if batch.labels.ndim == 2:
-            assert (batch.labels[masks == 0] == IGNORE).all()
+        if (labels := batch.targets["labels"]).ndim == 2:
+            assert (labels[masks == 0] == IGNORE).all()
         if (batch.weights == 0).any():
             assert len(batch.weights) == 1  # a filler stands alone: a rank without rows
         assert batch.tokens == int(masks[batch.weights > 0].sum())
@@ -137,9 +130,16 @@ def test_a_rank_without_rows_gets_a_filler():
     assert [[batch.weights.tolist() for batch in batches] for batches in parts] == [[[1.0]], [[0.0]], [[0.0]]]
 
 
-def test_rows_of_similar_length_share_a_micro_batch():
-    rows = [Example([1] * n, 0) for n in (2, 9, 3, 8, 2, 9)]
-    assert [batch.inputs["input_ids"].shape[1] for batch in Batcher(PAD, 2).split(rows)] == [9, 8, 2]
+@pytest.mark.parametrize(
+    ("lengths", "rows", "max_tokens", "shapes"),
+    [
+        ((2, 9, 3, 8, 2, 9), 2, 0, [(2, 9), (2, 8), (2, 2)]),
+        ((4, 30, 4, 4, 31, 4), 8, 32, [(1, 31), (1, 30), (4, 4)]),  # long ones stand alone
+    ],
+)
+def test_rows_of_similar_length_share_a_micro_batch(lengths, rows, max_tokens, shapes):
+    found = Batcher(PAD, rows, max_tokens=max_tokens).split([Example([1] * n, 0) for n in lengths])
+    assert [tuple(batch.inputs["input_ids"].shape) for batch in found] == shapes
 
 
 @given(cuts(causal=False))
@@ -194,25 +194,17 @@ def test_token_budget_holds_and_ranks_have_equally_many_micro_batches(cut):
     assert len(cut.all()) == -(-least // cut.group_size) * cut.group_size
 
 
-def test_short_rows_share_a_micro_batch_and_long_ones_do_not():
-    rows = [Example([1] * n, 0) for n in (4, 30, 4, 4, 31, 4)]
-    found = Batcher(PAD, 8, max_tokens=32).split(rows)
-    assert [tuple(batch.inputs["input_ids"].shape) for batch in found] == [(1, 31), (1, 30), (4, 4)]
-
-
 def test_token_budget_does_not_change_the_meta_gradient():
     """FOMAML over micro-batches of a few tokens equals the oracle, which has no micro-batches."""
     learner = llama()
     config, episode = config_of(learner, algorithm="fomaml"), episode_of(learner)
-    worker = worker_of(learner, config)
+    rule, worker = rule_on(learner, algorithm="fomaml")
     batcher = Batcher(0, 32, max_tokens=12)
     batches = Episode(batcher.split(episode.support), batcher.split(episode.query))
     assert len({len(batch.weights) for batch in batches.support}) > 1
-    found = task_gradient(find("fomaml").rule(setup_of(worker, config), 0), worker, batches)
+    found = task_gradient(rule, worker, batches)
     wanted, _ = oracle_gradient(learner, config, episode)
-    here = meta_parameters(learner, config, by_name(worker, found.gradient))
-    _, error = cosine_and_error(here, meta_parameters(learner, config, wanted))
-    assert error < 1e-5
+    assert compared(learner, config, worker, found.gradient, wanted)[1] < 1e-5
 
 
 def test_inner_steps_learn_from_parts_of_a_shuffle_epoch_by_epoch():
@@ -265,5 +257,6 @@ def test_class_weights_give_torchs_weighted_mean_however_a_set_is_split(ranks, r
     for rank in range(ranks):
         for batch in Batcher(PAD, rows, rank, ranks).split(examples, class_weights=weights):
             chosen = logits[batch.inputs["attention_mask"].sum(1)]
-            found += (F.cross_entropy(chosen, batch.labels, reduction="none") * batch.weights).sum()
+            losses = F.cross_entropy(chosen, batch.targets["labels"], reduction="none")
+            found += (losses * batch.weights).sum()
     assert torch.allclose(torch.as_tensor(found), wanted, atol=1e-6)

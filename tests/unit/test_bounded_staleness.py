@@ -1,7 +1,5 @@
 """Which tasks may begin and be counted with bounded staleness, for groups of any speed."""
 
-from __future__ import annotations
-
 import heapq
 import json
 import os
@@ -22,11 +20,9 @@ from fmmeta import Config, MetaTrainer
 from fmmeta.common.errors import Stopped
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from fmmeta.planning.memory import estimate, rank_sizes
+from fmmeta.parallel.memory import estimate, rank_sizes
 from fmmeta.training.bounded_staleness import Bound, Ledger, SharedLedger, StaleSteps
-from tests.support.helpers import one_rank, refusal
-from tests.support.messages import check_message
-from tests.support.models import save_bert, write_classes
+from tests.support.helpers import one_rank
 
 
 def simulated(bound: Bound, seconds: list[list[float]]) -> tuple[list[list[int]], int]:
@@ -39,11 +35,8 @@ def simulated(bound: Bound, seconds: list[list[float]]) -> tuple[list[list[int]]
     steps, dropped = [[] for _ in range(bound.steps)], 0
     turn = [0] * len(seconds)
     events = [(0.0, group, -1) for group in range(len(seconds))]  # time, group, version of its task
-    looks = 0
     while events and ledger.counted < bound.tasks * bound.steps:
         now, group, began = heapq.heappop(events)
-        looks += 1
-        assert looks < 100_000, "all groups wait"
         if began >= 0:
             step = bound.count(ledger, began)
             if step is None:
@@ -66,19 +59,13 @@ def simulated(bound: Bound, seconds: list[list[float]]) -> tuple[list[list[int]]
 SECONDS = st.lists(st.lists(st.floats(0.1, 30), min_size=1, max_size=4), min_size=1, max_size=9)
 
 
-@given(SECONDS, st.integers(1, 5), st.integers(0, 3))
-def test_every_step_has_its_tasks_and_none_is_too_old(seconds, tasks, staleness):
-    steps, dropped = simulated(Bound(tasks, staleness, steps=6), seconds)
+@given(SECONDS, st.integers(1, 5), st.integers(0, 3), st.booleans())
+def test_every_step_has_its_tasks_and_none_is_too_old(seconds, tasks, staleness, drops):
+    """Old gradients are dropped only where nothing waits."""
+    steps, dropped = simulated(Bound(tasks, staleness, steps=6, drops=drops), seconds)
     assert [len(ages) for ages in steps] == [tasks] * 6
     assert max(map(max, steps)) <= staleness
-    assert dropped == 0
-
-
-@given(SECONDS, st.integers(1, 5), st.integers(0, 3))
-def test_old_gradients_are_dropped_where_nothing_waits(seconds, tasks, staleness):
-    steps, _ = simulated(Bound(tasks, staleness, steps=6, drops=True), seconds)
-    assert [len(ages) for ages in steps] == [tasks] * 6
-    assert max(map(max, steps)) <= staleness
+    assert drops or dropped == 0
 
 
 def test_a_slow_group_is_waited_for_or_its_gradients_are_dropped():
@@ -109,11 +96,13 @@ def test_equal_changes_of_two_groups_are_both_made():
     assert second.read() == Ledger(2, 4, Counter({2: 2}))
 
 
-def test_one_group_that_was_stopped_in_a_task_ends_where_a_synchronous_run_ends(tmp_path, monkeypatch):
+def test_one_group_that_was_stopped_in_a_task_ends_where_a_synchronous_run_ends(
+    tmp_path, monkeypatch, bert, classes
+):
     """The three tasks of the open outer step begin again."""
     settings = {
-        "model_name_or_path": str(save_bert(tmp_path / "bert")),
-        "dataset": [str(write_classes(tmp_path / "rows.jsonl", classes=15))],
+        "model_name_or_path": str(bert),
+        "dataset": [str(classes)],
         "n_way": 2,
         "k_shot": 1,
         "num_query": 1,
@@ -185,19 +174,3 @@ def test_plan_counts_a_copy_of_theta_and_the_gradient_of_the_task():
         for bound in (0, 2)
     )
     assert ahead - begun == 2 * 4 * 4000 // 2  # two vectors of this rank's half
-
-
-def test_what_does_not_go_with_it():
-    for setting, value, parts in (
-        ("algorithm", "maml", ("algorithm=maml", "first-order", "fomaml or reptile")),
-        ("elastic", True, ("elastic=True", "elastic=False")),
-        ("tasks_per_pass", "auto", ("tasks_per_pass=auto", "tasks_per_pass=1")),
-        ("task_sharding", "node", ("task_sharding=node", "task_sharding=global")),
-        ("gradient_noise_scale", True, ("gradient_noise_scale=True", "gradient_noise_scale=False")),
-    ):
-        message = refusal(Config, **{setting: value, "max_staleness": 2})
-        check_message(message, "max_staleness=2", *parts)
-    kept = {"algorithm": "reptile", "inner_optimizer": "adamw", "inner_optimizer_state": "kept"}
-    check_message(refusal(Config, **kept, max_staleness=2), "max_staleness=2", "inner_optimizer_state=reset")
-    check_message(refusal(Config, max_staleness=-1), "max_staleness=-1", "0")
-    check_message(refusal(Config, drop_stale=True), "drop_stale=True", "max_staleness")

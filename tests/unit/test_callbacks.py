@@ -1,23 +1,19 @@
 """Callbacks run in a fixed order on every rank, and outcomes match the change of theta."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import torch
 
-import fmmeta
 from fmmeta import Callback, Config, MetaTrainer
 from fmmeta.common.errors import Stopped
 from fmmeta.reliability.signals import Signals
-from fmmeta.training import validation
 from fmmeta.training.callbacks import Outcome
 from fmmeta.training.episodes import EpisodeReader
 from fmmeta.training.loop import Run
-from tests.support.helpers import refusal
-from tests.support.launch import run_ranks
-from tests.support.messages import check_message
+from fmmeta.training.scoring import Scoring
+from tests.support.messages import check_message, refusal
+from tests.support.ranks import on_ranks
 
 SHORT = {
     "n_way": 2,
@@ -31,9 +27,15 @@ SHORT = {
     "outer_lr": 1e-3,
     "lr_scheduler_type": "constant",
     "eval_episodes": 0,
+    "test_episodes": 0,
     "save_steps": 0,
     "logging_steps": 1,
 }
+
+
+def trainer(folder, *callbacks, signals=None, **settings):
+    """A short run with these callbacks."""
+    return MetaTrainer(Config(**{**SHORT, **settings}, output_dir=str(folder)), signals, callbacks)
 
 
 def missing(episode, rng):
@@ -90,8 +92,7 @@ class Recorder(Callback):
 def test_hooks_run_in_the_documented_order(tmp_path):
     """A line is logged before the validation; the checkpoint is saved last."""
     seen = Recorder()
-    settings = {**SHORT, "eval_episodes": 2, "test_episodes": 2, "eval_steps": 1, "save_steps": 1}
-    MetaTrainer(Config(**settings, output_dir=str(tmp_path)), callbacks=[seen]).train()
+    trainer(tmp_path, seen, eval_episodes=2, test_episodes=2, eval_steps=1, save_steps=1).train()
     metrics = "evaluate ['valid_accuracy', 'valid_loss']"
     assert seen.hooks == [
         "train_begin",
@@ -99,26 +100,31 @@ def test_hooks_run_in_the_documented_order(tmp_path):
         *("step_begin 1", "log 2 False", "log 2 False", metrics, "step_end 2"),
         *("save checkpoint-2", "log 2 True", "train_end True", "close"),
     ]
-    assert fmmeta.Callback is Callback
+    assert seen.outcomes == [Outcome.APPLIED] * 2
+    assert seen.moved == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("settings", "outcomes", "moved"),
-    [
-        ({}, ["APPLIED", "APPLIED"], [True, True]),
-        ({"max_task_loss": 1e-9}, ["SKIPPED_NONFINITE"] * 2, [False, False]),
-        (
-            {"on_bad_task": "skip", "episode_transforms": f"{__name__}:missing"},
-            ["APPLIED", "NO_DATA"],
-            [True, False],
-        ),
-    ],
-)
-def test_outcome_matches_the_change_of_theta(tmp_path, settings, outcomes, moved):
+def test_outcome_matches_the_change_of_theta_where_tasks_are_missing(tmp_path):
     seen = Recorder()
-    MetaTrainer(Config(**{**SHORT, **settings}, output_dir=str(tmp_path)), callbacks=[seen]).train()
-    assert [outcome.name for outcome in seen.outcomes] == outcomes
-    assert seen.moved == moved
+    trainer(tmp_path, seen, on_bad_task="skip", episode_transforms=f"{__name__}:missing").train()
+    assert seen.outcomes == [Outcome.APPLIED, Outcome.NO_DATA]
+    assert seen.moved == [True, False]
+
+
+def test_a_run_without_finite_tasks_leaves_theta_and_names_the_setting(tmp_path):
+    moved = list[bool]()
+
+    class Watching(Callback):
+        def on_train_begin(self, run):
+            self.begin = run.theta.clone()
+
+        def close(self, run):
+            moved.append(not run.theta.equal(self.begin))
+
+    run = trainer(tmp_path, Watching(), inner_lr=3e38, inner_steps=2, max_bad_steps=1)
+    parts = ("inner_lr=3e+38: no task was finite", "lower --inner_lr or --outer_lr")
+    check_message(refusal(run.train), *parts, "--accept_changed_settings")
+    assert moved == [False]
 
 
 def test_a_stop_abandons_the_step_and_does_not_count_it(tmp_path, monkeypatch):
@@ -131,7 +137,7 @@ def test_a_stop_abandons_the_step_and_does_not_count_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Run, "run_step", recording)
     with pytest.raises(Stopped, match=r"outer step 1, .*checkpoint-1"):
-        MetaTrainer(Config(**SHORT, output_dir=str(tmp_path)), Signals(), [seen]).train()
+        trainer(tmp_path, seen, signals=Signals()).train()
     assert [end[0] for end in ends] == [Outcome.APPLIED, Outcome.STOP]
     assert ends[1][1] == 1
     assert ends[1][2].equal(seen.thetas[-1])
@@ -143,44 +149,49 @@ def test_a_validation_that_a_stop_cut_short_is_repeated_after_train_begin(tmp_pa
         def on_log(self, run, metrics):
             run.stop.signals.asked = "SIGTERM"  # the validation of this step follows
 
-    settings = {**SHORT, "eval_episodes": 2, "test_episodes": 0, "eval_steps": 1}
     first, second = Stopping(), Recorder()
     with pytest.raises(Stopped, match=r"outer step 1, .*checkpoint-1"):
-        MetaTrainer(Config(**settings, output_dir=str(tmp_path)), Signals(), [first]).train()
+        trainer(tmp_path, first, signals=Signals(), eval_episodes=2, eval_steps=1).train()
     assert not any(hook.startswith("evaluate") for hook in first.hooks)
-    MetaTrainer(Config(**settings, output_dir=str(tmp_path)), callbacks=[second]).train()
+    trainer(tmp_path, second, eval_episodes=2, eval_steps=1).train()
     assert [hook.split()[0] for hook in second.hooks[:4]] == ["train_begin", "log", "evaluate", "step_begin"]
 
 
 def test_a_warm_up_as_long_as_the_run_is_warned_of(tmp_path, capsys, terminal):
-    settings = {**SHORT, "lr_scheduler_type": "linear", "outer_steps": 2, "test_episodes": 0}
+    text = "warmup_steps=2 with outer_steps=2: the run ends before the rate is outer_lr"
     for steps in (1, 2):
-        MetaTrainer(Config(**settings, warmup_steps=steps, output_dir=str(tmp_path / f"{steps}"))).train()
-        warned = "warmup_steps=2 with outer_steps=2: the run ends before the rate is outer_lr" in (
-            "".join(capsys.readouterr())
-        )
-        assert warned == (steps == 2)
+        trainer(tmp_path / f"{steps}", lr_scheduler_type="linear", warmup_steps=steps).train()
+        assert (text in "".join(capsys.readouterr())) == (steps == 2)
 
 
-def test_the_stage_of_the_watchdog_names_task_and_pass(tmp_path):
-    """A report of a hang names the pass that hangs."""
+def test_the_stage_of_the_watchdog_names_task_and_pass_and_is_no_step_in_a_validation(tmp_path, monkeypatch):
+    """A report of a hang names the pass that hangs; the bound of an outer step, which may be short, does not
+    hold while a validation loads and gathers.
+    """
     stages = []
 
     class Recording(Callback):
         def on_train_begin(self, run):
-            step = run.worker.step
+            def recorded(original):
+                def recording(*arguments, **named):
+                    stages.append((run.stage.text, run.stage.is_step))
+                    return original(*arguments, **named)
 
-            def recording(*arguments, **named):
-                stages.append(run.stage.text)
-                return step(*arguments, **named)
+                return recording
 
-            run.worker.step = recording
+            run.worker.step = recorded(run.worker.step)
+            monkeypatch.setattr(EpisodeReader, "read_share", recorded(EpisodeReader.read_share))
+            monkeypatch.setattr(Scoring, "_gather", recorded(Scoring._gather))
 
-    settings = {**SHORT, "algorithm": "fomaml", "inner_steps": 2, "outer_steps": 1, "test_episodes": 0}
-    MetaTrainer(Config(**settings, output_dir=str(tmp_path)), callbacks=[Recording()]).train()
-    tasks = [f"outer step 1, task {task} of group 0" for task in (1, 2)]
-    checks = ["outer step 1, checking the inner loop"] * 2  # its steps
-    assert stages == [f"{task}, pass {number}" for task in tasks for number in (1, 2, 3)] + checks
+    settings = {"inner_steps": 2, "outer_steps": 1, "eval_episodes": 1, "eval_steps": 1}
+    trainer(tmp_path, Recording(), algorithm="fomaml", **settings).train()
+    passes = [f"task {task} of group 0, pass {number}" for task in (1, 2) for number in (1, 2, 3)]
+    assert [*dict.fromkeys(stages)] == [
+        *((f"outer step 1, {phase}", True) for phase in (*passes, "checking the inner loop")),
+        ("validation, loading its episodes", False),
+        ("an episode of an evaluation", False),
+        ("validation, waiting for the other groups", False),
+    ]
 
 
 def test_the_worker_holds_theta_after_a_step_that_closes_during_a_task(tmp_path):
@@ -200,55 +211,13 @@ def test_the_worker_holds_theta_after_a_step_that_closes_during_a_task(tmp_path)
                     steps.ledger.change(count_both_tasks)
                 look()
 
-            steps._between_passes, run._check_claims = counting, lambda metrics: None
+            steps._between_passes, run.controller.check_task_count = counting, lambda run, tasks: None
 
         def on_step_end(self, run, outcome):
             held.append((outcome.name, run.worker.read().equal(run.theta)))
 
-    settings = {**SHORT, "max_staleness": 1, "test_episodes": 0}
-    MetaTrainer(Config(**settings, output_dir=str(tmp_path)), callbacks=[OtherGroup()]).train()
+    trainer(tmp_path, OtherGroup(), max_staleness=1).train()
     assert held == [("SKIPPED_NONFINITE", True), ("APPLIED", True)]
-
-
-def test_the_stage_of_the_watchdog_while_a_validation_loads_and_gathers(tmp_path, monkeypatch):
-    """The bound of an outer step, which may be short, does not hold there."""
-    stages, runs = [], []
-
-    class Keeping(Callback):
-        def on_train_begin(self, run):
-            runs.append(run)
-
-    def recorded(original):
-        def recording(*arguments):
-            stages.append((runs[0].stage.name, runs[0].stage.is_step))
-            return original(*arguments)
-
-        return recording
-
-    monkeypatch.setattr(EpisodeReader, "read_share", recorded(EpisodeReader.read_share))
-    monkeypatch.setattr(validation, "gather_scores", recorded(validation.gather_scores))
-    settings = {**SHORT, "eval_episodes": 1, "eval_steps": 2, "test_episodes": 0}
-    MetaTrainer(Config(**settings, output_dir=str(tmp_path)), callbacks=[Keeping()]).train()
-    assert stages == [
-        ("validation, loading its episodes", False),
-        ("validation, waiting for the other groups", False),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("settings", "parts"),
-    [
-        (
-            {"inner_lr": 3e38, "inner_steps": 2},
-            ["inner_lr=3e+38: no task was finite", "lower --inner_lr or --outer_lr"],
-        ),
-        ({"max_task_loss": 1e-9}, ["max_task_loss=1e-09: no task was within", "raise --max_task_loss"]),
-        ({"max_task_norm": 1e-9}, ["max_task_norm=1e-09: no task was within", "raise --max_task_norm"]),
-    ],
-)
-def test_a_run_without_finite_tasks_names_the_setting(tmp_path, settings, parts):
-    config = Config(**{**SHORT, **settings}, max_bad_steps=1, output_dir=str(tmp_path))
-    check_message(refusal(MetaTrainer(config).train), *parts, "--accept_changed_settings")
 
 
 def test_a_callback_that_raises_ends_the_run_in_one_line(tmp_path):
@@ -259,24 +228,21 @@ def test_a_callback_that_raises_ends_the_run_in_one_line(tmp_path):
         def close(self, run):
             raise ValueError("not open")
 
-    run = MetaTrainer(Config(**SHORT, output_dir=str(tmp_path)), callbacks=[Failing()])
-    check_message(
-        refusal(run.train),
-        "callbacks=Failing",
-        "on_log",
-        "KeyError: 'name' at outer step 1",
-        "correct the callback, or leave it out",
-    )
+    parts = "on_log", "KeyError: 'name' at outer step 1", "correct the callback, or leave it out"
+    check_message(refusal(trainer(tmp_path, Failing()).train), "callbacks=Failing", *parts)
     assert "Not finished: logged to outer step 1" in (tmp_path / "report.html").read_text()
 
 
+class FailsOnOne(Callback):
+    def on_step_end(self, run, outcome):
+        if run.ranks.layout.launch.global_rank == 1 and run.state.outer_step == 2:
+            raise RuntimeError("disk is missing\nsecond line")
+
+
 @pytest.mark.timeout(200)
-def test_a_callback_that_raises_on_one_rank_ends_all(tmp_path):
-    flags = [f"--{name}={value}" for name, value in {**SHORT, "outer_steps": 4, "group_size": "1"}.items()]
-    ended = run_ranks(
-        ["-m", "tests.support.callback_run", "1", *flags, f"--output_dir={tmp_path}"], 2, timeout_s=150
-    )
-    assert ended.codes == [2, 2]
-    for output in ended.output:
-        (line,) = [line for line in output.splitlines() if line.startswith("refused: ")]
-        check_message(line, "callbacks=FailsOn", "on_step_end", "outer step 2", "correct the callback")
+@on_ranks(2, timeout_s=150)
+def test_a_callback_that_raises_on_one_rank_ends_all(world, tmp_path):
+    world.close()  # the run opens another
+    config = Config(**{**SHORT, "outer_steps": 4, "group_size": "1", "output_dir": str(tmp_path)})
+    line = refusal(MetaTrainer(config, callbacks=[FailsOnOne()]).train)
+    check_message(line, "callbacks=FailsOnOne", "on_step_end", "outer step 2", "correct the callback")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.launch import ROOT, python
+from tests.support.helpers import CASES, needs_cases
+from tests.support.launch import python
 
-CASES = ROOT.parent / "shared" / "cases"
-pytestmark = pytest.mark.skipif(not CASES.is_dir(), reason="../shared/cases is not there")
+pytestmark = needs_cases
 FLAGS = [
     *("--task_type", "causal_lm", "--max_length", "48", "--max_new_tokens", "12", "--no_early_stopping"),
     *("--inner_optimizer", "adamw", "--inner_lr", "0.005", "--inner_steps", "150"),

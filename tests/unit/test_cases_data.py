@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import runpy
-from pathlib import Path
 
 import pytest
 
 from fmmeta import inspection
 from fmmeta.cli import parse
-from tests.support.helpers import ROOT, refusal
+from tests.support.helpers import CASES, needs_cases, refusal
+from tests.support.messages import check_message
 
-CASES = ROOT.parent / "shared" / "cases"
-
-
-def case(name: str) -> Path:
-    """The folder of a case; the test is skipped without it."""
-    if not (CASES / name).is_dir():
-        pytest.skip(f"{CASES / name} is not there")
-    return CASES / name
+pytestmark = needs_cases
 
 
 def inspect(*words: object) -> None:
@@ -26,7 +20,7 @@ def inspect(*words: object) -> None:
 
 
 def test_class_names_of_a_parquet_file(tmp_path, monkeypatch, capsys):
-    made = case("parquet-classlabel") / "make.py"
+    made = CASES / "parquet-classlabel" / "make.py"
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(made))
     shape = ["--n_way", 2, "--k_shot", 1, "--num_query", 1]
@@ -39,27 +33,53 @@ def test_class_names_of_a_parquet_file(tmp_path, monkeypatch, capsys):
     assert "8 of 40 rows cannot be used" in shown
 
 
-PAIRS = ["--task_type", "causal_lm", "--k_shot", 1, "--num_query", 1]
+PAIRS = "--task_type", "causal_lm", "--k_shot", 1, "--num_query", 1
+TEMPLATE = "template-placeholder/rows.jsonl", *PAIRS, "--prompt_template"
+SHOTS = "--k_shot", 2, "--num_query", 2
 
 
-def test_instruction_and_input_are_one_input(capsys):
-    inspect(case("alpaca") / "rows.jsonl", *PAIRS)
-    shown = capsys.readouterr().out
-    assert "'name a word for t1 atm pin" in shown or "'name a word for t1\\natm pin" in shown
-    assert "not read" not in shown
+@pytest.mark.parametrize(
+    ("file", "words", "shown", "hidden"),
+    [
+        ("alpaca/rows.jsonl", PAIRS, r"'name a word for t1( |\\n)atm pin", "not read"),
+        (
+            TEMPLATE[0],
+            (*TEMPLATE[1:], "{instruction}\\n{input}\\n"),
+            r"g\|i\|v\|e\| \|w\|o\|r\|d\|",
+            "{instruction}",
+        ),
+        *(
+            (f"json-and-tsv/{name}", ("--n_way", 2, *SHOTS), "2 classes", "cannot be used")
+            for name in ("lines.json", "array.json", "train.tsv")
+        ),
+        (
+            "metaicl-empty-options/tasks.jsonl",
+            (*PAIRS[:2], *SHOTS),
+            "Training would accept this",
+            "cannot be used",
+        ),
+    ],
+    ids=["instruction and input", "template of columns", "lines", "array", "tsv", "empty options"],
+)
+def test_files_are_read_as_they_are_meant(file, words, shown, hidden, capsys):
+    inspect(CASES / file, *words)
+    text = capsys.readouterr().out
+    assert re.search(shown, text)
+    assert hidden not in text
 
 
-def test_columns_in_a_template_are_filled(capsys):
-    rows = case("template-placeholder") / "rows.jsonl"
-    inspect(rows, *PAIRS, "--prompt_template", "{instruction}\\n{input}\\n")
-    shown = capsys.readouterr().out
-    assert "g|i|v|e| |w|o|r|d|" in shown
-    assert "{instruction}" not in shown
-    refused = refusal(inspect, rows, *PAIRS, "--prompt_template", "{instruktion}\\n{input}\\n")
-    assert "{instruktion}, which is no column" in refused
-    assert "it has input, instruction, output, task" in refused
-
-
-def test_an_empty_list_of_options_is_none(capsys):
-    inspect(case("metaicl-empty-options") / "tasks.jsonl", *PAIRS[:2], "--k_shot", 2, "--num_query", 2)
-    assert "Training would refuse nothing" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("file", "words", "parts"),
+    [
+        ("json-and-tsv/semicolon.csv", (), ("semicolon.csv:1", "';'", "by commas", "fix the header")),
+        ("json-and-tsv/train.label", (), ("is no .jsonl, .json, .csv, .tsv, .parquet file", "convert it")),
+        ("json-and-tsv/clinc.json", (), ("none of the columns text", "it has", "train")),
+        (
+            TEMPLATE[0],
+            (*TEMPLATE[1:], "{instruktion}\\n{input}\\n"),
+            ("{instruktion}, which is no column", "it has input, instruction, output, task"),
+        ),
+    ],
+)
+def test_other_files_and_templates_are_refused_with_a_reason(file, words, parts):
+    check_message(refusal(inspect, CASES / file, *words or ("--n_way", 2)), *parts)

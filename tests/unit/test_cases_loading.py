@@ -11,9 +11,12 @@ import shutil
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
+from transformers import AutoModel, AutoTokenizer
 
 from fmmeta import Config, MetaTrainer
 from fmmeta.common.errors import UsageError
@@ -21,11 +24,10 @@ from fmmeta.models.files import weights_state
 from fmmeta.models.lazy_weights import open_lazy_model
 from fmmeta.models.load import describe, embedding_rows, fitted, load_learner, load_tokenizer
 from fmmeta.train import train
-from tests.support.helpers import ROOT, refusal
+from tests.support.helpers import CASES, needs_cases, refusal
 from tests.support.messages import check_message
 
-CASES = ROOT.parent / "shared" / "cases"
-pytestmark = pytest.mark.skipif(not CASES.is_dir(), reason=f"{CASES} does not exist")
+pytestmark = needs_cases
 SHORT = {"k_shot": 2, "num_query": 2, "outer_steps": 2, "eval_episodes": 0, "num_workers": "0"}
 CLASSES = {"dataset": [str(CASES / "rows.jsonl")], "n_way": 2, **SHORT}
 PAIRS = {"dataset": [str(CASES / "pairs.jsonl")], "task_type": "causal_lm", "max_length": 48, **SHORT}
@@ -35,7 +37,7 @@ CAUSAL, MEAN, MODEL = {"task_type": "causal_lm"}, {"pooling": "mean"}, {"pooling
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """The checkpoints of the cases: a folder for each case, with those that its make.py writes as M*."""
-    pytest.importorskip("sentence_transformers")
+    pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
     root, argv, path = tmp_path_factory.mktemp("cases"), sys.argv, [*sys.path]
     for case in (
         "adapters-not-lora",
@@ -118,7 +120,7 @@ def test_vectors_are_those_of_sentence_transformers(made, tmp_path):
         expected = torch.tensor(SentenceTransformer(str(folder)).encode(texts))
         for one in (learner, open_lazy(config)):
             with torch.no_grad():
-                found = one(want="features", **{key: inputs[key] for key in ("input_ids", "attention_mask")})
+                found, _ = one(**{key: inputs[key] for key in ("input_ids", "attention_mask")})
             torch.testing.assert_close(found, expected)
     assert weights_state(str(lower))
 
@@ -149,8 +151,7 @@ def test_what_sentence_transformers_computes_more_is_refused_or_named(made, tmp_
         ("LayerNorm", "the module LayerNorm"),
         ("Router", "begins with the sentence-transformers module Router"),
     ):
-        folder = tmp_path / kind
-        shutil.copytree(case / "M-old", folder)
+        folder = shutil.copytree(case / "M-old", tmp_path / kind)
         modules = json.loads((folder / "modules.json").read_text())
         added = {"idx": 2, "name": "2", "path": "2", "type": f"sentence_transformers.models.{kind}"}
         modules = [*modules, added] if kind != "Router" else [{**modules[0], "type": "Router"}, modules[1]]
@@ -169,8 +170,7 @@ def test_a_vocabulary_without_a_tokenizer_is_never_read_as_bytes(made, tmp_path,
     source = source if source.is_dir() else made / "causal-adapter-as-classifier" / "M-base"
     settings = CAUSAL if kind == "decoder" else MEAN if kind == "encoder" else MODEL
     for number, kept in enumerate(((), ("tokenizer_config.json",))):
-        folder = tmp_path / str(number)
-        shutil.copytree(source, folder)
+        folder = shutil.copytree(source, tmp_path / str(number))
         for file in folder.glob("*token*"):
             if file.name not in kept:
                 file.unlink()
@@ -183,8 +183,7 @@ def test_a_vocabulary_without_a_tokenizer_is_never_read_as_bytes(made, tmp_path,
     "name", ["spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "tekken.json"]
 )
 def test_a_tokenizer_that_cannot_be_read_is_refused(made, tmp_path, name):
-    folder = tmp_path / "model"
-    shutil.copytree(made / "causal-adapter-as-classifier" / "M-base", folder)
+    folder = shutil.copytree(made / "causal-adapter-as-classifier" / "M-base", tmp_path / "model")
     for file in folder.glob("tokenizer*"):
         file.unlink()
     (folder / name).write_bytes(b"\x00\x01")
@@ -217,11 +216,8 @@ def test_ids_of_a_configuration_are_rows_of_the_embedding(made, tmp_path, settin
 
 def test_tokens_that_the_model_has_no_row_for_are_refused(made, tmp_path):
     """A token that only the template of special tokens writes; added ones of a tokenizer in Python."""
-    from transformers import AutoModel, AutoTokenizer
-
     source = made / "sentence-transformers-modules" / "M-bert"
-    folder = tmp_path / "template"
-    shutil.copytree(source, folder)
+    folder = shutil.copytree(source, tmp_path / "template")
     tokens = json.loads((folder / "tokenizer.json").read_text())
     tokens["post_processor"] = {
         "type": "TemplateProcessing",
@@ -242,10 +238,7 @@ def test_tokens_that_the_model_has_no_row_for_are_refused(made, tmp_path):
 
 
 def test_special_tokens_without_a_row_that_nothing_writes_are_text(made, tmp_path):
-    from transformers import AutoTokenizer
-
-    folder = tmp_path / "model"
-    shutil.copytree(made / "causal-adapter-as-classifier" / "M-base", folder)
+    folder = shutil.copytree(made / "causal-adapter-as-classifier" / "M-base", tmp_path / "model")
     hf_config = json.loads((folder / "config.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens([f"word{number}" for number in range(hf_config["vocab_size"] - len(tokenizer))])
@@ -263,8 +256,6 @@ def test_special_tokens_without_a_row_that_nothing_writes_are_text(made, tmp_pat
 
 def test_positions_that_begin_after_padding_keep_the_padding_of_the_checkpoint(made, tmp_path):
     """Another padding token in the tokenizer would move every position, and the last one out of the table."""
-    import transformers
-
     tokenizer = transformers.AutoTokenizer.from_pretrained(made / "sentence-transformers-modules" / "M-bert")
     hf_config = transformers.RobertaConfig(
         vocab_size=512,
@@ -288,9 +279,6 @@ def test_positions_that_begin_after_padding_keep_the_padding_of_the_checkpoint(m
 @pytest.mark.parametrize("trained", ["CausalLM", "Model"])
 def test_adapters_of_one_class_are_merged_into_another(made, tmp_path, settings, trained):
     """LoRA with patterns, whose keys are parts of names, and a type whose adapters multiply."""
-    import peft
-    import transformers
-
     source = str(made / "causal-adapter-as-classifier" / "M-base")
     auto = getattr(transformers, f"Auto{'ModelForCausalLM' if trained == 'CausalLM' else 'Model'}")
     task_type = "CAUSAL_LM" if trained == "CausalLM" else "FEATURE_EXTRACTION"
@@ -388,8 +376,7 @@ def damage(text: str, draw: random.Random) -> str:
 def test_a_damaged_file_is_used_or_refused_in_one_line(made, tmp_path, case, file, settings, seed):
     draw = random.Random(seed)
     for number in range(4):
-        folder = tmp_path / str(number)
-        shutil.copytree(made / case, folder)
+        folder = shutil.copytree(made / case, tmp_path / str(number))
         (folder / file).write_text(damage((folder / file).read_text(), draw))
         try:
             _, tokenizer, learner, _ = read(folder, **settings)

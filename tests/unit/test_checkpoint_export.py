@@ -1,7 +1,5 @@
 """Checkpoints that every layout reads, exported Hugging Face folders, and resumed or refused runs."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fmmeta import checkpoint
 from fmmeta.checkpoint import hf_export as export_module
@@ -19,7 +18,7 @@ from fmmeta.config.settings import Config
 from fmmeta.models.load import describe
 from fmmeta.parallel.param_map import Fragment, ParamMap
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.training.run_folder import find_start, lock_folder, settings_of, write_run
+from fmmeta.training.run_folder import lock_folder, settings_of, write_run
 from fmmeta.training.run_log import Metrics
 from tests.support.checkpoints import (
     CUT,
@@ -33,9 +32,10 @@ from tests.support.checkpoints import (
     write_manifest,
 )
 from tests.support.exports import assert_same_logits, exported, inputs
-from tests.support.helpers import refusal
-from tests.support.messages import check_message
-from tests.support.models import save_bert, save_llama
+from tests.support.fake_runs import start_of
+from tests.support.messages import check_message, refusal
+from tests.support.models import save_llama
+from tests.support.short_runs import metrics_of
 
 FIRST = param_map(("a", 0, 12), ("b", 0, 2), gap=1)  # the two ranks of a group
 SECOND = param_map(("b", 2, 3), ("c", 0, 4))
@@ -104,11 +104,8 @@ def test_tensor_parallel_shards_are_one_checkpoint(tmp_path):
         assert_holds(folder, reader)
     (folder / "shard-00001.safetensors").unlink()
     write_manifest(folder)
-    check_message(
-        refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel)),
-        f"{folder} lacks 8 elements of theta/a",
-        "give another checkpoint",
-    )
+    message = load_refusal(folder)
+    check_message(message, f"{folder} lacks 8 elements of theta/a", "give another checkpoint")
     whole = saved(tmp_path / "whole", WHOLE)
     for reader in ACROSS:
         assert_holds(whole, reader)
@@ -145,76 +142,57 @@ def test_inner_products_count_replicated_parameters_once():
     assert total == float(sums.sum())
 
 
-def test_a_missing_shard_is_named(tmp_path):
+def load_refusal(folder: Path) -> str:
+    return refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel))
+
+
+def test_a_missing_and_a_damaged_shard_are_named(tmp_path):
     folder = two_shards(tmp_path)
     (folder / "shard-00001.safetensors").unlink()
-    assert refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel)).startswith(
-        f"{folder} cannot be read ("
-    )
+    assert load_refusal(folder).startswith(f"{folder} cannot be read (")
     write_manifest(folder)
-    check_message(
-        refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel)),
-        f"{folder} lacks 3 elements of theta/b",
-        "give another checkpoint",
-    )
-
-
-def test_a_damaged_shard_is_named(tmp_path):
-    folder = saved(tmp_path, WHOLE)
+    message = load_refusal(folder)
+    check_message(message, f"{folder} lacks 3 elements of theta/b", "give another checkpoint")
     (folder / "shard-00000.safetensors").write_bytes(b"\x00" * 10)
-    message = refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel))
-    assert message.startswith(f"{folder} cannot be read (")
-    assert message.endswith("; give an older checkpoint")
+    check_message(load_refusal(folder), f"{folder} cannot be read (", "; give an older checkpoint")
 
 
 def test_newest_checkpoints_are_kept(tmp_path):
-    for step in (9, 10, 11):
-        saved(tmp_path, WHOLE, step, keep=2)
-    assert [folder.name for folder in checkpoint.list_complete(tmp_path)] == [
-        "checkpoint-10",
-        "checkpoint-11",
-    ]
-    assert not (tmp_path / "checkpoint-9").exists()
+    kept = [saved(tmp_path, WHOLE, step, keep=2) for step in (9, 10, 11)][1:]
+    assert checkpoint.list_complete(tmp_path) == kept
+    assert sorted(tmp_path.iterdir()) == kept
 
 
 def test_saving_again_replaces_the_checkpoint(tmp_path):
-    folder = saved(tmp_path, CUT)
-    (folder / "stray").write_text("x")
+    stray = saved(tmp_path, CUT) / "stray"
+    stray.write_text("x")
     assert_holds(saved(tmp_path, WHOLE), CUT)
-    assert not (folder / "stray").exists()
+    assert not stray.exists()
 
 
 def test_incomplete_folders_are_not_listed_as_checkpoints(tmp_path):
     whole = saved(tmp_path, WHOLE)
-    (tmp_path / "checkpoint-7").mkdir()
-    (tmp_path / "tmp-checkpoint-8").mkdir()
-    (tmp_path / "checkpoint-final").mkdir()
+    for name in ("checkpoint-7", "tmp-checkpoint-8", "checkpoint-final", "checkpoint-٣"):
+        (tmp_path / name).mkdir()
     (tmp_path / "checkpoint-final" / "manifest.json").write_text("{}")
-    (tmp_path / "checkpoint-٣").mkdir()
     assert checkpoint.list_complete(tmp_path) == [whole]
-    message = refusal(checkpoint.read_state, tmp_path / "checkpoint-7")
-    check_message(
-        message, f"resume_from_checkpoint={tmp_path / 'checkpoint-7'} ", "give a checkpoint-N folder"
-    )
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    return save_bert(tmp_path_factory.mktemp("bert"))
+    folder = tmp_path / "checkpoint-7"
+    message = refusal(checkpoint.read_state, folder)
+    check_message(message, f"resume_from_checkpoint={folder} ", "give a checkpoint-N folder")
 
 
 def test_export_of_a_sequence_classifier(tmp_path, bert):
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
     source, tmp_path = shutil.copytree(bert, tmp_path / "source"), tmp_path / "out"
-    stored = json.loads((source / "config.json").read_text())
+    stored = read_json(source / "config.json")
     stored["id2label"] = {0: "NEGATIVE", 1: "POSITIVE", 2: "NEUTRAL"}
     (source / "config.json").write_text(json.dumps(stored))
     _, worker = exported(source, tmp_path, pooling="model", head_init="learned")
     batch = inputs(tmp_path)
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     with torch.no_grad():
-        assert_same_logits(plain(**batch).logits, worker.model(**batch), batch["attention_mask"])
+        assert_same_logits(
+            plain(**batch).logits, worker.model.logits(worker.model(**batch)), batch["attention_mask"]
+        )
     assert plain.config.id2label == {number: f"LABEL_{number}" for number in range(3)}  # of no task
     assert plain.config.hidden_dropout_prob == AutoConfig.from_pretrained(bert).hidden_dropout_prob == 0.1
     assert plain.config.attention_probs_dropout_prob == 0.1
@@ -223,34 +201,35 @@ def test_export_of_a_sequence_classifier(tmp_path, bert):
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("head_init", ["learned", "prototype"])
 def test_export_of_a_pooled_encoder(tmp_path, bert, pooling, head_init):
-    from transformers import AutoModel
-
     _, worker = exported(bert, tmp_path, pooling=pooling, head_init=head_init)
-    batch = inputs(tmp_path)
-    plain = AutoModel.from_pretrained(tmp_path).eval()
-    mask = batch["attention_mask"][..., None]
+    batch, plain, features = features_of(tmp_path, pooling)
     with torch.no_grad():
-        hidden = plain(**batch).last_hidden_state
-        features = hidden[:, 0] if pooling == "cls" else (hidden * mask).sum(1) / mask.sum(1)
-        assert_same_logits(features, worker.model(**batch, want="features"), batch["attention_mask"])
+        assert_same_logits(features, worker.model(**batch)[0], batch["attention_mask"])
         if head_init == "learned":
             head = load_file(tmp_path / "head.safetensors")
             logits = features @ head["head.weight"].T + head["head.bias"]
-            assert_same_logits(logits, worker.model(**batch), batch["attention_mask"])
+            assert_same_logits(logits, worker.model(**batch)[1], batch["attention_mask"])
     assert (tmp_path / "head.safetensors").exists() == (head_init == "learned")
     assert plain.config.hidden_dropout_prob == 0.1
-    modules = json.loads((tmp_path / "modules.json").read_text())
-    assert [(m["path"], m["type"].split(".")[-1]) for m in modules] == [
-        ("", "Transformer"),
-        ("1_Pooling", "Pooling"),
-    ]
-    modes = json.loads((tmp_path / "1_Pooling" / "config.json").read_text())
-    assert (modes["pooling_mode_mean_tokens"], modes["pooling_mode_cls_token"]) == (
-        pooling == "mean",
-        pooling == "cls",
-    )
+    modules = [(one["path"], one["type"].split(".")[-1]) for one in read_json(tmp_path / "modules.json")]
+    assert modules == [("", "Transformer"), ("1_Pooling", "Pooling")]
+    modes = read_json(tmp_path / "1_Pooling" / "config.json")
+    assert modes["pooling_mode_mean_tokens"] == (pooling == "mean")
+    assert modes["pooling_mode_cls_token"] == (pooling == "cls")
     assert modes["word_embedding_dimension"] == 32
-    assert json.loads((tmp_path / "sentence_bert_config.json").read_text())["max_seq_length"] == 128
+    assert read_json(tmp_path / "sentence_bert_config.json")["max_seq_length"] == 128
+
+
+def read_json(file: Path) -> Any:
+    return json.loads(file.read_text())
+
+
+@torch.no_grad()
+def features_of(folder: Path, pooling: str) -> tuple[dict[str, Any], Any, Any]:
+    """Inputs, an exported encoder as transformers loads it, and what it gives, pooled."""
+    batch, plain = inputs(folder), AutoModel.from_pretrained(folder).eval()
+    mask, hidden = batch["attention_mask"][..., None], plain(**batch).last_hidden_state
+    return batch, plain, hidden[:, 0] if pooling == "cls" else (hidden * mask).sum(1) / mask.sum(1)
 
 
 def test_exported_encoder_is_loaded_with_its_pooling(tmp_path, bert):
@@ -258,55 +237,38 @@ def test_exported_encoder_is_loaded_with_its_pooling(tmp_path, bert):
     again = Config(model_name_or_path=str(tmp_path / "one"), n_way=3)
     assert describe(again).pooling == "cls"
     listed = tmp_path / "one" / "modules.json"
-    listed.write_text(
-        json.dumps([*json.loads(listed.read_text()), {"path": "2_Normalize", "type": "models.Normalize"}])
-    )
+    listed.write_text(json.dumps([*read_json(listed), {"path": "2_Normalize", "type": "models.Normalize"}]))
     exported(tmp_path / "one", tmp_path / "two", feature_norm=1.0)
-    modules = json.loads((tmp_path / "two" / "modules.json").read_text())
+    modules = read_json(tmp_path / "two" / "modules.json")
     assert [module["path"] for module in modules] == ["", "1_Pooling", "2_Normalize"]
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_export_of_a_language_model(tmp_path, tied):
-    from transformers import AutoModelForCausalLM
-
     source = save_llama(tmp_path / "llama", tied)
     _, worker = exported(source, tmp_path / "out", task_type="causal_lm")
     batch = inputs(tmp_path / "out")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
-        assert_same_logits(plain(**batch).logits, worker.model(**batch), batch["attention_mask"])
+        assert_same_logits(
+            plain(**batch).logits, worker.model.logits(worker.model(**batch)), batch["attention_mask"]
+        )
     assert ("lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")) is not tied
     assert plain.config.tie_word_embeddings is tied
 
 
 def test_export_of_the_builtin_model(tmp_path):
     config, worker = exported("tiny", tmp_path)
-    batch = inputs(tmp_path)
-    from transformers import AutoModel
-
-    plain = AutoModel.from_pretrained(tmp_path).eval()
-    mask = batch["attention_mask"][..., None]
+    batch, _, features = features_of(tmp_path, "mean")
     with torch.no_grad():
-        features = (plain(**batch).last_hidden_state * mask).sum(1) / mask.sum(1)
-        assert_same_logits(features, worker.model(**batch, want="features"), batch["attention_mask"])
-    defaults = json.loads((tmp_path / "fmmeta.json").read_text())
-    assert {
-        name: defaults[name] for name in ("head_init", "inner_steps", "inner_lr", "n_way", "algorithm")
-    } == {
-        "head_init": config.head_init,
-        "inner_steps": config.inner_steps,
-        "inner_lr": config.inner_lr,
-        "n_way": 3,
-        "algorithm": config.algorithm,
-    }
-    assert defaults["pooling"] == "mean"
+        assert_same_logits(features, worker.model(**batch)[0], batch["attention_mask"])
+    names = ("head_init", "inner_steps", "inner_lr", "n_way", "algorithm")
+    wanted = {"pooling": "mean", **{name: getattr(config, name) for name in names}}
+    assert wanted.items() <= read_json(tmp_path / "fmmeta.json").items()
 
 
 def test_export_removes_weights_of_an_earlier_export(tmp_path, bert, monkeypatch):
     """Otherwise from_pretrained would load an old single file instead of the new files."""
-    from transformers import AutoModel
-
     settings: dict[str, Any] = {"pooling": "mean"}
     (tmp_path / "notes.safetensors").write_text("mine")
     exported(bert, tmp_path, **settings, head_init="learned", lora_r=2)
@@ -328,13 +290,9 @@ def test_export_removes_weights_of_an_earlier_export(tmp_path, bert, monkeypatch
 
 
 def test_adapters_exported_next_to_their_base_keep_it(tmp_path, bert):
-    shutil.copytree(bert, tmp_path / "model")
-    exported(tmp_path / "model", tmp_path / "model", pooling="mean", lora_r=2)
-    assert weights(tmp_path / "model") == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "model.safetensors",
-    }
+    model = shutil.copytree(bert, tmp_path / "model")
+    exported(model, model, pooling="mean", lora_r=2)
+    assert weights(model) == {"adapter_config.json", "adapter_model.safetensors", "model.safetensors"}
 
 
 @pytest.mark.parametrize("full", ["head.safetensors", "model.safetensors.index.json"])
@@ -352,12 +310,8 @@ def test_full_disk_is_reported_after_all_files_were_tried(tmp_path, bert, monkey
         (tmp_path / full).symlink_to("/dev/full")
         monkeypatch.setattr(export_module, "clear", lambda folder: None)
     message = refusal(exported, bert, tmp_path, pooling="mean", head_init="learned")
-    check_message(
-        message,
-        "the disk: No space left",
-        "exporting the weights",
-        "fix that, and run the same command again",
-    )
+    remedy = "fix that, and run the same command again"
+    check_message(message, "the disk: No space left", "exporting the weights", remedy)
     assert list(tmp_path.glob("model-00001-of-*.safetensors"))
 
 
@@ -370,57 +324,48 @@ def weights(folder: Path) -> set[str]:
 
 
 def test_run_is_resumed_or_refused(tmp_path):
-    config = Config(output_dir=str(tmp_path / "run"), seed=1)
-    assert find_start(config, settings_of(config, "f")).checkpoint is None
-    (tmp_path / "run").mkdir()
-    write_run(tmp_path / "run", settings_of(config, "f"), "1 group of 1 rank", finished=False)
-    newest = saved(tmp_path / "run", WHOLE, 4)
-    assert find_start(config, settings_of(config, "f")).checkpoint == newest
-    assert not find_start(config, settings_of(config, "f")).finished
-    other = Config(output_dir=str(tmp_path / "run"), seed=2, inner_steps=9)
-    check_message(
-        refusal(find_start, other, settings_of(other, "f")),
-        f"output_dir={tmp_path / 'run'}",
-        f"inner_steps: {config.inner_steps} -> 9; seed: 1 -> 2",
-        "--accept_changed_settings",
-    )
-    assert "dataset_fingerprint: f -> g" in refusal(find_start, config, settings_of(config, "g"))
-    never = Config(output_dir=str(tmp_path / "run"), seed=1, resume_from_checkpoint="never")
-    check_message(
-        refusal(find_start, never, settings_of(never, "f")),
-        f"output_dir={tmp_path / 'run'}",
-        "resume_from_checkpoint=never",
-        "choose another output_dir",
-    )
-    write_run(tmp_path / "run", settings_of(config, "f"), "1 group of 1 rank", finished=True)
-    assert find_start(config, settings_of(config, "f")).finished
+    run = tmp_path / "run"
+    config = Config(output_dir=str(run), seed=1)
+    settings = settings_of(config, "f")
+    assert start_of(config, settings).checkpoint is None
+    run.mkdir()
+    write_run(run, settings, "1 group of 1 rank", finished=False)
+    newest = saved(run, WHOLE, 4)
+    start = start_of(config, settings)
+    assert (start.checkpoint, start.finished) == (newest, False)
+    for other, fingerprint, parts in (
+        (
+            config.but(seed=2, inner_steps=9),
+            "f",
+            (f"inner_steps: {config.inner_steps} -> 9; seed: 1 -> 2", "--accept_changed_settings"),
+        ),
+        (config, "g", ("dataset_fingerprint: f -> g",)),
+        (
+            config.but(resume_from_checkpoint="never"),
+            "f",
+            ("resume_from_checkpoint=never", "choose another output_dir"),
+        ),
+    ):
+        message = refusal(start_of, other, settings_of(other, fingerprint))
+        check_message(message, f"output_dir={run}", *parts)
+    write_run(run, settings, "1 group of 1 rank", finished=True)
+    assert start_of(config, settings).finished
 
 
 def test_unusable_output_folders_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    message = refusal(lock_folder, tmp_path / "file" / "run")
-    check_message(message, f"output_dir={tmp_path / 'file' / 'run'}", "choose another")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.json").write_text("{")
-    check_message(
-        refusal(find_start, Config(output_dir=str(tmp_path / "run")), "f"),
-        f"{tmp_path / 'run' / 'run.json'}",
-        "correct or remove it, or choose another",
-    )
+    folder = tmp_path / "file" / "run"
+    check_message(refusal(lock_folder, folder), f"output_dir={folder}", "choose another")
+    (tmp_path / "run.json").write_text("{")
+    message = refusal(start_of, Config(output_dir=str(tmp_path)), "f")
+    check_message(message, f"{tmp_path / 'run.json'}", "correct or remove it, or choose another")
     none = Config(output_dir=str(tmp_path / "new"), resume_from_checkpoint=str(tmp_path / "none"))
-    check_message(
-        refusal(find_start, none, settings_of(none, "f")),
-        f"resume_from_checkpoint={tmp_path / 'none'} ",
-        "checkpoint-N folder",
-    )
+    message = refusal(start_of, none, settings_of(none, "f"))
+    check_message(message, f"resume_from_checkpoint={tmp_path / 'none'} ", "checkpoint-N folder")
 
 
 def test_metrics_after_the_checkpoint_are_dropped(tmp_path):
-    metrics = Metrics(tmp_path, 0, writes=True)
-    for step in (1, 2, 3):
-        metrics.write({"step": step})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')
+    lines = '{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo'
+    (tmp_path / "metrics.jsonl").write_text(lines)
     Metrics(tmp_path, 2, writes=True).write({"step": 3, "again": True})
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+    assert metrics_of(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]

@@ -1,8 +1,7 @@
 """A checkpoint is whole or refused by name; what the disk does to a save costs the save and nothing else."""
 
-from __future__ import annotations
-
 import errno
+import itertools
 import json
 import logging
 import os
@@ -13,12 +12,14 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fmmeta import checkpoint
 from fmmeta.checkpoint import read, write
@@ -27,7 +28,6 @@ from fmmeta.common.progress import LOGGER
 from fmmeta.config.settings import Config
 from fmmeta.training.run_folder import (
     accept_changes,
-    find_start,
     lock_folder,
     open_run,
     settings_of,
@@ -35,7 +35,6 @@ from fmmeta.training.run_folder import (
 )
 from tests.support.checkpoints import (
     CUT,
-    SHAPES,
     WHOLE,
     assert_holds,
     laid_out,
@@ -45,18 +44,32 @@ from tests.support.checkpoints import (
     state_of,
     write_manifest,
 )
-from tests.support.helpers import one_rank, refusal
+from tests.support.fake_runs import start_of
+from tests.support.helpers import one_rank
 from tests.support.launch import ROOT, environment
-from tests.support.messages import check_message
+from tests.support.messages import check_message, refusal
 
 TABLE = {"rates": torch.tensor([[0.5, 0.25]])}
 
 
+def two_vectors() -> dict[str, torch.Tensor]:
+    return {"theta": laid_out(WHOLE, parameters(100)), "exp_avg": laid_out(WHOLE, parameters(500))}
+
+
 def with_table(folder: Path, step: int = 3) -> Path:
-    vectors = {"theta": laid_out(WHOLE, parameters(100)), "exp_avg": laid_out(WHOLE, parameters(500))}
-    path = folder / f"checkpoint-{step}"
+    vectors, path = two_vectors(), folder / f"checkpoint-{step}"
     save(path, vectors, WHOLE, state_of(step, vectors), 9, TABLE)
     return path
+
+
+def unfinished(run: Path, *steps: int, **settings) -> tuple[Config, dict]:
+    """A run with checkpoints that has not ended: its configuration and its settings."""
+    config = Config(output_dir=str(run), **settings)
+    run.mkdir()
+    write_run(run, settings_of(config, "f"), "", finished=False)
+    for step in steps:
+        saved(run, WHOLE, step, keep=9)
+    return config, settings_of(config, "f")
 
 
 def test_shards_are_safetensors(tmp_path):
@@ -75,68 +88,58 @@ def test_shards_are_safetensors(tmp_path):
 
 def test_any_flipped_byte_is_found(tmp_path):
     """In every file, at its ends and at random places; the manifest's own bytes too."""
-    folder = with_table(tmp_path)
-    assert checkpoint.find_corruption(folder, one_rank().world) == ""
-    draw = random.Random(0)
+    folder, world, draw = with_table(tmp_path), one_rank().world, random.Random(0)
     for file in sorted(folder.iterdir()):
         good = file.read_bytes()
         for at in {0, len(good) - 1, *(draw.randrange(len(good)) for _ in range(12))}:
             bad = bytearray(good)
             bad[at] ^= 0x21
             file.write_bytes(bad)
-            message = checkpoint.find_corruption(folder, one_rank().world)
+            message = checkpoint.find_corruption(folder, world)
             if file.name != "manifest.json":
                 assert message == f"{file.name} has another sha256 than manifest.json", at
             elif not message:  # a byte between words changes nothing
                 assert json.loads(bad) == json.loads(good), at
         file.write_bytes(good)
-    assert checkpoint.find_corruption(folder, one_rank().world) == ""
+        assert checkpoint.find_corruption(folder, world) == ""
 
 
 @pytest.mark.parametrize(
-    ("damage", "parts"),
+    ("damage", "part"),
     [
-        (
-            lambda f: (f / "shard-00000.safetensors").unlink(),
-            ["shard-00000.safetensors cannot be"],
-        ),
+        (lambda f: (f / "shard-00000.safetensors").unlink(), "shard-00000.safetensors cannot be"),
         (
             lambda f: os.truncate(f / "shard-00000.safetensors", 100),
-            ["100 bytes", "shard-00000.safetensors has"],
+            "shard-00000.safetensors has 100 bytes",
         ),
-        (lambda f: os.truncate(f / "state.json", 7), ["7 bytes", "state.json has 7 bytes instead"]),
-        (lambda f: os.truncate(f / "manifest.json", 40), ["manifest.json is damaged"]),
+        (lambda f: os.truncate(f / "state.json", 7), "state.json has 7 bytes instead"),
+        (lambda f: os.truncate(f / "manifest.json", 40), "manifest.json is damaged"),
         (
             lambda f: (f / "manifest.json").write_text('{"files": {"../x": {"bytes": 1, "sha256": ""}}}'),
-            ["manifest.json is damaged"],
+            "manifest.json is damaged",
         ),
-        (lambda f: (f / "manifest.json").write_text("[" * 100000), ["manifest.json is damaged"]),
+        (lambda f: (f / "manifest.json").write_text("[" * 100000), "manifest.json is damaged"),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_an_older_one_is_resumed(tmp_path, damage, parts):
-    run, config = tmp_path / "run", Config(output_dir=str(tmp_path / "run"))
-    run.mkdir()
-    write_run(run, settings_of(config, "f"), "", finished=False)
-    for step in (4, 8):
-        saved(run, WHOLE, step, keep=9)
-    damage(run / "checkpoint-8")
-    start = open_run(config, settings_of(config, "f"), one_rank().world)
+def test_a_damaged_checkpoint_is_named_and_an_older_one_is_resumed(tmp_path, damage, part):
+    run = tmp_path / "run"
+    config, settings = unfinished(run, 4, 8)
+    older, newer, aside = (run / name for name in ("checkpoint-4", "checkpoint-8", "aside-checkpoint-8"))
+    damage(newer)
+    start = open_run(config, settings, one_rank().world)
     start.lock.close()
-    assert start.checkpoint == run / "checkpoint-4"
-    assert start.warnings[0].startswith(f"{run / 'checkpoint-8'} is refused: ")
-    assert all(part in start.warnings[0] for part in parts)
-    check_message(start.warnings[1], f"{run / 'checkpoint-8'}", "renamed to aside-checkpoint-8")
-    assert (run / "aside-checkpoint-8").is_dir()  # neither lost nor chosen again
-    damage(run / "checkpoint-4")
-    message = refusal(open_run, config, settings_of(config, "f"), one_rank().world)
-    assert message.startswith(f"output_dir={run} ")
-    assert all(part in message for part in (f"{run / 'checkpoint-4'} is refused", *parts))
-    explicit = Config(
-        output_dir=str(tmp_path / "new"), resume_from_checkpoint=str(run / "aside-checkpoint-8")
-    )
-    if not any("state" in part for part in parts):
+    assert start.checkpoint == older
+    assert start.warnings[0].startswith(f"{newer} is refused: ")
+    assert part in start.warnings[0]
+    check_message(start.warnings[1], f"{newer}", f"renamed to {aside.name}")
+    assert aside.is_dir()  # neither lost nor chosen again
+    damage(older)
+    message = refusal(open_run, config, settings, one_rank().world)
+    check_message(message, f"output_dir={run} ", f"{older} is refused", part)
+    explicit = Config(output_dir=str(tmp_path / "new"), resume_from_checkpoint=str(aside))
+    if "state" not in part:
         message = refusal(open_run, explicit, settings_of(explicit, "f"), one_rank().world)
-        assert "aside-checkpoint-8 is not complete: " in message or "other settings" in message
+        assert f"{aside.name} is not complete: " in message or "other settings" in message
 
 
 def test_a_named_checkpoint_is_where_a_run_begins_once(tmp_path, monkeypatch):
@@ -153,7 +156,6 @@ def test_a_named_checkpoint_is_where_a_run_begins_once(tmp_path, monkeypatch):
     def begin(named, **given):
         config = Config(**{"output_dir": str(run), "resume_from_checkpoint": str(named), **given})
         start = open_run(config, settings, one_rank().world)
-        assert start.lock is not None
         write_run(start.folder, settings, "", begun_from=start.begun_from or None)
         start.lock.close()
         return start
@@ -186,7 +188,7 @@ def test_a_named_checkpoint_is_where_a_run_begins_once(tmp_path, monkeypatch):
     assert older.is_dir()
 
     write_run(run, settings, "", begun_from=start.begun_from, finished=True)
-    assert find_start(config.but(resume_from_checkpoint=start.begun_from["checkpoint"]), settings).finished
+    assert start_of(config.but(resume_from_checkpoint=start.begun_from["checkpoint"]), settings).finished
 
     named = checkpoint_of(tmp_path / "third", 2)  # without --output_dir too
     first = begin(named, output_dir=None)
@@ -198,10 +200,8 @@ def test_a_checkpoint_removed_by_another_group_is_replaced_by_a_newer_one(tmp_pa
     """An elastic group chooses while the writer saves: its checkpoint was removed when it is verified, and a
     newer one exists.
     """
-    run, config = tmp_path / "run", Config(output_dir=str(tmp_path / "run"), elastic=True)
-    run.mkdir()
-    write_run(run, settings_of(config, "f"), "", finished=False)
-    saved(run, WHOLE, 4)
+    run = tmp_path / "run"
+    config, settings = unfinished(run, 4, elastic=True)
     original, steps = read.find_file_corruption, [5, 6]
 
     def while_others_save(file, entry):
@@ -210,7 +210,7 @@ def test_a_checkpoint_removed_by_another_group_is_replaced_by_a_newer_one(tmp_pa
         return original(file, entry)
 
     monkeypatch.setattr(read, "find_file_corruption", while_others_save)
-    start = open_run(config, settings_of(config, "f"), one_rank().world)
+    start = open_run(config, settings, one_rank().world)
     assert (start.checkpoint, start.warnings) == (run / "checkpoint-6", [])
     assert sorted(path.name for path in run.glob("*checkpoint*")) == ["checkpoint-6"]
 
@@ -218,38 +218,24 @@ def test_a_checkpoint_removed_by_another_group_is_replaced_by_a_newer_one(tmp_pa
 def test_missing_extra_tables_are_refused(tmp_path):
     folder = with_table(tmp_path)
     assert set(checkpoint.load_tables(folder)) == {"rates"}
-    (folder / "tables.safetensors").unlink()
-    assert refusal(checkpoint.load_tables, folder).startswith(
-        f"{folder / 'tables.safetensors'} cannot be read ("
-    )
-    shutil.rmtree(folder)
-    assert "manifest.json cannot be read" in refusal(checkpoint.load_tables, folder)
+    message = f"{folder}: tables.safetensors cannot be read (No such file"
+    for remove in ((folder / "tables.safetensors").unlink, partial(shutil.rmtree, folder)):
+        remove()
+        assert refusal(checkpoint.load_tables, folder).startswith(message)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     folder = saved(tmp_path, WHOLE)
     turned = tuple(replace(f, shape=(3, 4)) if f.name == "a" else f for f in WHOLE.fragments)
     other = replace(WHOLE, fragments=turned)
-    check_message(
-        refusal(checkpoint.load, folder, ["theta"], other, torch.zeros(other.numel)),
-        f"{folder}",
-        "[4, 3]",
-        "[3, 4]",
-        "give a checkpoint of this one",
-    )
     smaller = replace(WHOLE, fragments=WHOLE.fragments[:2], numel=17)
-    check_message(
-        refusal(checkpoint.load, folder, ["theta"], smaller, torch.zeros(smaller.numel)),
-        f"{folder}",
-        f"{folder} is of another model",
-        "give a checkpoint of this one",
-    )
+    for params, parts in ((other, ["[4, 3]", "[3, 4]"]), (smaller, [f"{folder} is of another model"])):
+        message = refusal(checkpoint.load, folder, ["theta"], params, torch.zeros(params.numel))
+        check_message(message, f"{folder}", *parts, "give a checkpoint of this one")
     assert_holds(folder, WHOLE)
 
 
 def test_an_unknown_tensor_is_refused(tmp_path):
-    from safetensors.torch import save_file
-
     folder = saved(tmp_path, WHOLE)
     for key in ("theta/a", "theta/a@x", "theta/a@0#1:2:y"):
         save_file({key: torch.zeros(3)}, folder / "shard-00000.safetensors")
@@ -261,31 +247,22 @@ def test_an_unknown_tensor_is_refused(tmp_path):
 
 def test_a_kill_at_any_point_of_a_save_leaves_a_complete_checkpoint(tmp_path, monkeypatch):
     """The state of the folder before each rename, fsync, open and removal of a save can be resumed from."""
-    source = tmp_path / "run"
-    saved(source, WHOLE, 3)
-    again = {"new": 4, "replacing": 3}
-    for name, step in again.items():
-        seen, moments = [], tmp_path / name
-        begun = tmp_path / f"begun-{name}"
-        shutil.copytree(source, begun)
-
-        def snapshot(begun=begun, moments=moments, seen=seen):
-            shutil.copytree(begun, moments / str(len(seen)))
-            seen.append(None)
-
+    saved(tmp_path / "run", WHOLE, 3)
+    for name, step in (("new", 4), ("replacing", 3)):
+        moments = tmp_path / name
+        begun = shutil.copytree(tmp_path / "run", tmp_path / f"begun-{name}")
+        numbers = itertools.count()
         for module, verb in ((os, "rename"), (os, "fsync"), (Path, "mkdir"), (shutil, "rmtree")):
             real = getattr(module, verb)
 
-            def stop(*args, real=real, **kwargs):
-                snapshot()
-                with monkeypatch.context() as inner:
-                    inner.undo()
+            def stop(*args, real=real, begun=begun, moments=moments, at=numbers, **kwargs):
+                shutil.copytree(begun, moments / str(next(at)))
                 return real(*args, **kwargs)
 
             monkeypatch.setattr(module, verb, stop)
         saved(begun, WHOLE, step, keep=1)
         monkeypatch.undo()
-        assert len(seen) > 8
+        assert next(numbers) > 8
         for moment in sorted(moments.iterdir()):
             checkpoint.undo_partial_save(moment)
             whole = checkpoint.list_complete(moment)
@@ -311,11 +288,11 @@ import os, torch
 run = Path({str(tmp_path)!r})
 good = saved(run, WHOLE, 3)
 lines = []
-saver = Saver(WHOLE, Config(max_failed_saves=2), one_rank(), lines.append)
+saver = Saver(WHOLE, Config(), one_rank(), lines.append)
 saver.last = good
 (run / "filler").write_bytes(bytes(2 * 2**20 - 45000))
 free = os.statvfs(run).f_bavail
-for step in (4, 5):
+for step in (4, 5, 6):
     big = {{"theta": torch.zeros(WHOLE.numel)}}
     state = {{**state_of(step, big), "ballast": "x" * 60000}}
     saver.save(run / f"checkpoint-{{step}}", big, state, {{}})
@@ -340,23 +317,19 @@ print(whole, checkpoint.find_corruption(good, one_rank().world), os.statvfs(run)
     if "unshare" in ended.stderr or "mount:" in ended.stderr:
         pytest.skip("no namespaces here")
     lines = ended.stdout.splitlines()
-    assert len(lines) == 3, ended.stderr
+    assert len(lines) == 4, ended.stderr
     parts = ("No space left on device", "free space", f"{tmp_path}/checkpoint-3")
     check_message(lines[0], f"{tmp_path}/checkpoint-4", *parts, "training continues")
-    check_message(lines[1], f"ends: {tmp_path}/checkpoint-5", *parts, "2 in a row")
-    assert lines[2] == "['checkpoint-3']  True"
+    check_message(lines[2], f"ends: {tmp_path}/checkpoint-6", *parts, "3 in a row")
+    assert lines[3] == "['checkpoint-3']  True"
 
 
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.EROFS, errno.EIO])
 def test_quota_and_read_only_errors_name_the_checkpoint(tmp_path, monkeypatch, number):
-    good = saved(tmp_path, WHOLE, 3)
-
-    def refuse(handle):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "fsync", refuse)
+    good, reason = saved(tmp_path, WHOLE, 3), os.strerror(number)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(number, reason)))
     message = refusal(saved, tmp_path, WHOLE, 4)
-    check_message(message, f"{tmp_path / 'checkpoint-4'}", f"{os.strerror(number)}", "free space or fix it")
+    check_message(message, f"{tmp_path / 'checkpoint-4'}", reason, "free space or fix it")
     monkeypatch.undo()
     assert checkpoint.list_complete(tmp_path) == [good]
     assert not (tmp_path / "tmp-checkpoint-4").exists()
@@ -364,47 +337,37 @@ def test_quota_and_read_only_errors_name_the_checkpoint(tmp_path, monkeypatch, n
 
 def test_a_background_save_writes_the_values_of_its_step(tmp_path, monkeypatch):
     gate, saver = threading.Event(), Saver(WHOLE, Config(), one_rank(), pytest.fail)
-    real = write.write_tensors
+    first, second = tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"
+    real, vectors = write.write_tensors, two_vectors()
     monkeypatch.setattr(write, "write_tensors", lambda *args: (gate.wait(10), real(*args))[1])
-    theta = laid_out(WHOLE, parameters(100))
-    vectors = {"theta": theta, "exp_avg": laid_out(WHOLE, parameters(500))}
     saver.warm(vectors)
-    saver.save(tmp_path / "checkpoint-1", vectors, state_of(1, vectors), {})
+    saver.save(first, vectors, state_of(1, vectors), {})
     assert not saver.done
-    theta.zero_()  # the next outer step
+    vectors["theta"].zero_()  # the next outer step
     assert checkpoint.list_complete(tmp_path) == []
     gate.set()
-    saver.save(tmp_path / "checkpoint-2", vectors, state_of(2, vectors), {})  # waits for the one before
-    assert_holds(tmp_path / "checkpoint-1", CUT)
+    saver.save(second, vectors, state_of(2, vectors), {})  # waits for the one before
+    assert_holds(first, CUT)
     saver.wait()
-    assert saver.last == tmp_path / "checkpoint-2"
-    assert saver.thread is None
+    assert (saver.last, saver.thread) == (second, None)
 
 
-def test_training_waits_when_memory_is_too_small_for_copies(tmp_path, monkeypatch):
-    monkeypatch.setattr("fmmeta.checkpoint.write.host_bytes", lambda ranks: 100)
-    saver = Saver(WHOLE, Config(), one_rank(), pytest.fail)
-    vectors = {"theta": laid_out(WHOLE, parameters(100)), "exp_avg": laid_out(WHOLE, parameters(500))}
-    saver.save(tmp_path / "checkpoint-1", vectors, state_of(1, vectors), {})
-    assert saver.done
-    assert not saver.copies
-    assert_holds(tmp_path / "checkpoint-1", CUT)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory"), MemoryError()])
-def test_training_waits_when_copies_cannot_be_allocated(tmp_path, monkeypatch, error):
+@pytest.mark.parametrize("why", ["little memory", RuntimeError("CUDA error: out of memory"), MemoryError()])
+def test_training_waits_when_there_is_no_room_for_copies(tmp_path, monkeypatch, why):
     """Pinned memory may be refused although host memory is free."""
-    real, theta = torch.empty, laid_out(WHOLE, parameters(100))
+    real, vectors = torch.empty, two_vectors()
 
     def refuse(*size, **given):
         if "pin_memory" in given and size == (5,):  # the second of three
-            raise error
+            raise why
         return real(*size, **given)
 
-    monkeypatch.setattr(torch, "empty", refuse)
     saver = Saver(WHOLE, Config(), one_rank(), pytest.fail)
-    vectors = {"theta": theta, "exp_avg": laid_out(WHOLE, parameters(500))}
-    saver.warm(vectors)
+    if why == "little memory":
+        monkeypatch.setattr("fmmeta.checkpoint.write.host_bytes", lambda ranks: 100)
+    else:
+        monkeypatch.setattr(torch, "empty", refuse)
+        saver.warm(vectors)
     saver.save(tmp_path / "checkpoint-1", vectors, state_of(1, vectors), {})
     assert saver.done
     assert not saver.copies
@@ -413,13 +376,13 @@ def test_training_waits_when_copies_cannot_be_allocated(tmp_path, monkeypatch, e
 
 
 def test_an_unexpected_error_of_the_save_thread_is_logged(tmp_path, monkeypatch):
-    lines = []
+    lines, folder = [], tmp_path / "checkpoint-1"
     saver = Saver(WHOLE, Config(), one_rank(), lines.append)
     monkeypatch.setattr(write, "param_shapes", lambda params: 1 / 0)
-    saver.save(tmp_path / "checkpoint-1", {"theta": torch.zeros(WHOLE.numel)}, state_of(1), {})
+    saver.save(folder, {"theta": torch.zeros(WHOLE.numel)}, state_of(1), {})
     saver.wait()
-    assert len(lines) == 1
-    check_message(lines[0], f"{tmp_path / 'checkpoint-1'}", "ZeroDivisionError", "training continues")
+    (line,) = lines
+    check_message(line, f"{folder}", "ZeroDivisionError", "training continues")
 
 
 def test_a_locked_folder_is_refused_after_a_wait(tmp_path):
@@ -435,28 +398,25 @@ def test_a_locked_folder_is_refused_after_a_wait(tmp_path):
 
 def test_a_file_system_without_locks_is_warned_of_and_no_folder_is_chosen_there(tmp_path, monkeypatch):
     """An unfinished run may be running: only its --output_dir resumes it."""
-
-    def no_locks(file, operation):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
     monkeypatch.chdir(tmp_path)
     config, folder = Config(), Path("runs") / "20260101-000000-fomaml-letters"
     settings = settings_of(config, "f")
     folder.mkdir(parents=True)
     write_run(folder, settings, "", finished=False)
-    saved(folder, WHOLE, 4)
-    assert find_start(config, settings).folder == folder
-    monkeypatch.setattr("fcntl.flock", no_locks)
+    newest = saved(folder, WHOLE, 4)
+    assert start_of(config, settings).folder == folder
+    no_locks = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=no_locks))
     records: list[logging.LogRecord] = []
     monkeypatch.setattr(LOGGER, "handle", records.append)
-    assert find_start(config, settings).folder != folder
+    assert start_of(config, settings).folder != folder
     assert not records
     start = open_run(Config(output_dir=str(folder)), settings, one_rank().world)
     start.lock.close()
     monkeypatch.undo()
-    assert start.checkpoint == folder / "checkpoint-4"
-    assert len(records) == 1
-    check_message(records[0].getMessage(), f"output_dir={folder}", "No locks available", "start only one")
+    assert start.checkpoint == newest
+    (record,) = records
+    check_message(record.getMessage(), f"output_dir={folder}", "No locks available", "start only one")
 
 
 def test_changed_settings_are_named_and_dangerous_ones_refused():
@@ -465,12 +425,11 @@ def test_changed_settings_are_named_and_dangerous_ones_refused():
     accepted, harmless = accept_changes(before, now, settings_of(now, "f"), "here")
     check_message(accepted, "accepted", "outer_lr: 0.1 -> 0.2")
     check_message(harmless, "do not change theta", "save_steps: 5 -> 6")
-    now = Config(outer_lr=0.2, seed=1, accept_changed_settings=["outer_lr"])
+    now = now.but(seed=1)
     message = refusal(accept_changes, before, now, settings_of(now, "f"), "here")
     check_message(message, "seed: 42 -> 1", "use the values before ->, another output_dir")
-    assert refusal(Config, accept_changed_settings=["outer_rl"]).startswith(
-        "accept_changed_settings=outer_rl is no setting"
-    )
+    message = refusal(Config, accept_changed_settings=["outer_rl"])
+    check_message(message, "accept_changed_settings=outer_rl is no setting")
 
 
 def test_the_command_without_output_dir_resumes_its_run(tmp_path, monkeypatch):
@@ -479,21 +438,17 @@ def test_the_command_without_output_dir_resumes_its_run(tmp_path, monkeypatch):
     """
     monkeypatch.chdir(tmp_path)
     config = Config()
+    settings = settings_of(config, "f")
     begun = [Path("runs") / f"20260101-00000{n}-fomaml-letters" for n in range(4)]
     for number, folder in enumerate(begun):
         folder.mkdir(parents=True)
-        write_run(
-            folder, settings_of(Config(seed=7) if number == 3 else config, "f"), "", finished=number == 2
-        )
+        own = settings_of(Config(seed=7), "f") if number == 3 else settings
+        write_run(folder, own, "", finished=number == 2)
         if number:
             saved(folder, WHOLE, 4)
-    assert find_start(config, settings_of(config, "f")).checkpoint == begun[1] / "checkpoint-4"
+    assert start_of(config, settings).checkpoint == begun[1] / "checkpoint-4"
     held = lock_folder(begun[1])
-    assert find_start(config, settings_of(config, "f")).folder not in begun
+    assert start_of(config, settings).folder not in begun
     held.close()
-    config = Config(resume_from_checkpoint="never")
-    assert find_start(config, settings_of(config, "f")).folder not in begun
-
-
-def test_shapes_are_those_of_the_parameters():
-    assert {name: tuple(shape) for name, shape in write.param_shapes(CUT).items()} == SHAPES
+    never = config.but(resume_from_checkpoint="never")
+    assert start_of(never, settings_of(never, "f")).folder not in begun

@@ -1,11 +1,12 @@
 """Claims of tasks: largest first, each once, without keys that stay in the store."""
 
-from __future__ import annotations
-
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from fmmeta.common.errors import PeerLost
 from fmmeta.config.settings import Config
 from fmmeta.elastic.controller import share_finished_tasks
+from fmmeta.elastic.lighthouse import in_thread
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.tasks.batching import Episode, MicroBatch
 from fmmeta.tasks.loader import LoadResult
@@ -21,8 +23,7 @@ from fmmeta.tasks.schedule.meta_batches import Item, Items, Schedule
 from fmmeta.training.claims import TaskClaims
 from fmmeta.training.episodes import TrainingEpisodes
 from fmmeta.training.run_log import StepMetrics
-from tests.support.helpers import one_rank, refusal
-from tests.support.messages import check_message
+from tests.support.helpers import one_rank
 
 ALONE = Communicator(None, 0, 1, torch.device("cpu"))
 
@@ -35,20 +36,15 @@ def two_groups(**settings):
 
 def test_every_number_is_claimed_once_by_groups_that_claim_at_the_same_time():
     groups, _ = two_groups()
-    found: list[list[int]] = [[], []]
 
-    def claim(group: int) -> None:
-        groups[group].begin("0/0")
-        while (number := groups[group].next()) < 500:
-            found[group].append(number)
+    def claim(claims: TaskClaims) -> list[int]:
+        claims.begin("0/0")
+        return [*takewhile(lambda number: number < 500, iter(claims.next, None))]
 
-    threads = [threading.Thread(target=claim, args=(group,)) for group in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found[0] + found[1]) == list(range(500))
-    assert all(numbers == sorted(numbers) for numbers in found)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(claim, groups)
+    assert sorted(first + second) == list(range(500))
+    assert (first, second) == (sorted(first), sorted(second))
 
 
 def test_counters_of_earlier_steps_are_removed():
@@ -69,24 +65,17 @@ def test_a_closed_counter_gives_no_further_task_to_any_group():
     assert first.next() > 10**9
 
 
-class FailingStore:
-    """A store whose requests raise, or never return."""
-
-    def __init__(self, hangs: bool) -> None:
-        self.hangs = hangs
-
-    def add(self, key: str, amount: int) -> int:
-        if self.hangs:
-            threading.Event().wait()
-        raise RuntimeError("Connection reset by peer")
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self.add(key, 0))
-
-
-@pytest.mark.parametrize("hangs", [False, True])
-def test_a_store_that_does_not_answer_is_a_lost_group(hangs):
-    claims = TaskClaims(ALONE, FailingStore(hangs), 0.1 if hangs else None)
+@pytest.mark.parametrize(
+    ("answer", "limits"),
+    [
+        (Mock(side_effect=RuntimeError("Connection reset by peer")), []),
+        (lambda *_: threading.Event().wait(), [lambda ask: in_thread(ask).result(0.1)]),
+    ],
+    ids=["raises", "hangs"],
+)
+def test_a_store_that_does_not_answer_is_a_lost_group(answer, limits):
+    store: Any = SimpleNamespace(add=answer, delete_key=answer)
+    claims = TaskClaims(ALONE, store, *limits)
     claims.begin("0/0")
     with pytest.raises(PeerLost, match="the store of the first group does not answer"):
         claims.next()
@@ -95,19 +84,17 @@ def test_a_store_that_does_not_answer_is_a_lost_group(hangs):
 SIZES = [30, 10, 70, 50, 20, 60, 40, 80]
 
 
-def batch_of(tokens: int) -> MicroBatch:
-    return MicroBatch({}, torch.zeros(1), torch.ones(1), tokens=tokens)
-
-
 def feeds(groups: int = 2, nodes: int = 1) -> list[TrainingEpisodes]:
     """What provides the episodes of groups over one store; an episode has the tokens of its task."""
-    store = dist.HashStore()
+    store, nothing = dist.HashStore(), torch.zeros(1)
     items = Items.of(Item(f"t{number}", "s", size) for number, size in enumerate(SIZES))
     config, ranks = Config(task_schedule="dynamic", num_workers="0"), one_rank()
     return [
         TrainingEpisodes(
             Schedule(items, len(SIZES), 0, nodes=nodes),
-            lambda task: LoadResult(task, Episode([batch_of(task.tokens)], [])),
+            lambda task: LoadResult(
+                task, Episode([MicroBatch({}, nothing, nothing, tokens=task.tokens)], [])
+            ),
             0,
             {"seen": 0, "bad": 0},
             replace(ranks, store=store, cross=Communicator(None, group, groups, torch.device("cpu"))),
@@ -152,17 +139,14 @@ def test_groups_claim_tasks_of_their_node():
     assert [sorted(found) for found in steps] == parts
 
 
-class Exchange:
+def exchange(rank: int, others: list[bytes]) -> Any:
     """`cross` of a group among others that have finished `others`."""
-
-    def __init__(self, rank: int, others: list[bytes]) -> None:
-        self.rank, self.others, self.own = rank, others, ALONE
-
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
-        return [*self.others[: self.rank], payload, *self.others[self.rank :]]
-
-    def counters(self):
-        return dist.HashStore()
+    return SimpleNamespace(
+        rank=rank,
+        own=ALONE,
+        counters=dist.HashStore,
+        gather_bytes=lambda payload: [*others[:rank], payload, *others[rank:]],
+    )
 
 
 def run_of(feed: TrainingEpisodes, dropped: list[bool]) -> Any:
@@ -177,7 +161,7 @@ def test_finished_tasks_are_kept_and_only_the_others_are_claimed_again():
     feed.finished = [slots[80], slots[50]]
     run = run_of(feed, dropped)
     others = [f"[{slots[70]}]".encode()]
-    share_finished_tasks(run, Exchange(1, others), lines.append)  # type: ignore[arg-type]
+    share_finished_tasks(run, exchange(1, others), lines.append)
     assert not dropped
     assert lines == ["outer step 1: 3 of its tasks are finished, and are kept"]
     assert [sizes(some) for some in feed.passes(0, StepMetrics(), 1)] == [[60], [40], [30], [20], [10]]
@@ -190,11 +174,6 @@ def test_of_two_groups_that_finished_the_same_task_the_second_one_drops_its_sum(
     (feed, _), dropped, lines = feeds(), [], []
     feed.finished = [3, 4]
     run = run_of(feed, dropped)
-    share_finished_tasks(run, Exchange(rank, [b"[4, 5]"]), lines.append)  # type: ignore[arg-type]
+    share_finished_tasks(run, exchange(rank, [b"[4, 5]"]), lines.append)
     assert bool(dropped) == drops
     assert feed.finished_before == ({3, 4} if rank == 0 else {4, 5})
-
-
-def test_dynamic_schedule_of_an_algorithm_that_trains_nothing_is_refused():
-    message = refusal(Config, algorithm="none", task_schedule="dynamic")
-    check_message(message, "task_schedule=dynamic means nothing for algorithm=none", "leave it out")

@@ -1,13 +1,14 @@
 """The command line reads flags and --config files; a failure is one line on stderr and exit code 2."""
 
-from __future__ import annotations
-
 import json
 import os
 import pkgutil
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterable
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,8 +17,7 @@ from fmmeta import cli
 from fmmeta.cli import parse
 from fmmeta.config import recipes
 from fmmeta.config.settings import GROUPS, Config, InnerConfig
-from tests.support.helpers import refusal
-from tests.support.messages import check_message
+from tests.support.messages import check_message, refusal
 
 
 @pytest.fixture
@@ -27,6 +27,12 @@ def config_file(tmp_path):
         return str(tmp_path / name)
 
     return write
+
+
+def exit_code(words: Iterable[str]) -> Any:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words])
+    return ended.value.code
 
 
 def test_flags_become_settings():
@@ -47,6 +53,7 @@ def test_flags_become_settings():
     assert (config.n_way, config.inner_lr, config.bf16, config.dataset) == (3, 0.01, True, ["a.csv"])
     assert (config.group_size, config.outer_lr) == ("2", 0.5)
     assert parse([]) == Config()
+    assert parse(["--outer-steps=3"]).outer_steps == 3  # dashes within a flag
 
 
 @pytest.mark.parametrize(
@@ -90,10 +97,6 @@ def test_flags_become_settings():
 )
 def test_bad_flags(argv, parts):
     check_message(refusal(parse, argv), *parts)
-
-
-def test_flags_may_be_written_with_dashes():
-    assert parse(["--outer-steps=3"]).outer_steps == 3
 
 
 @pytest.mark.parametrize(
@@ -186,6 +189,7 @@ def test_an_unreadable_config_file(config_file, tmp_path):
         (["train", "--n_wey", "1"], ("--n_wey is not a flag", "did you mean --n_way?")),
         (["trian"], ("command=trian", "did you mean train?")),
         (["train", "--config"], ("--config", "expected one argument")),
+        (["train", "--algorithm", "nowhere:spec"], ("algorithm=nowhere:spec ", "write module:name")),
         (["train", "--dataset", "{tmp}/none.jsonl"], ("dataset={tmp}/none.jsonl", "check the path")),
         (
             ["train", "--model_name_or_path", "{tmp}/none"],
@@ -198,74 +202,46 @@ def test_an_unreadable_config_file(config_file, tmp_path):
     ],
 )
 def test_a_failure_is_one_line_and_code_2(capfd, tmp_path, argv, parts):
-    with pytest.raises(SystemExit) as ended:
-        cli.main([word.format(tmp=tmp_path) for word in argv])
-    lines = capfd.readouterr().err.splitlines()
-    assert ended.value.code == 2
-    assert len(lines) == 1
-    check_message(lines[0], "fmmeta: error: ", *[part.format(tmp=tmp_path) for part in parts])
-
-
-def test_launch_script_fails_with_the_same_line(capfd):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["train", "--n_way", "1"])
-    assert ended.value.code == 2
-    check_message(capfd.readouterr().err, "fmmeta: error: n_way=1", "use 2 or more")
+    assert exit_code(word.format(tmp=tmp_path) for word in argv) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    check_message(line, "fmmeta: error: ", *[part.format(tmp=tmp_path) for part in parts])
 
 
 def test_other_ranks_exit_without_output(capfd, monkeypatch):
     slept = []
     monkeypatch.setattr(cli.time, "sleep", slept.append)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["train", "--n_way", "1"])
-    assert (ended.value.code, capfd.readouterr().err, slept) == (2, "", [3])
-
-
-def test_a_rank_without_a_world_size_does_not_hide_the_error(capfd, monkeypatch):
-    """One process, as for `Launch.from_env`."""
-    monkeypatch.setenv("RANK", "3")
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["train", "--n_way", "1"])
-    assert ended.value.code == 2
-    check_message(capfd.readouterr().err, "fmmeta: error: n_way=1", "use 2 or more")
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert (exit_code(["train", "--n_way", "1"]), capfd.readouterr().err, slept) == (2, "", [3])
 
 
 @pytest.mark.parametrize(
-    ("command", "parts"),
+    ("command", "parts", "world_size"),
     [
-        ("plan --gpus 0", ("gpus=0", "use 1 or more")),
-        ("inspect nofile.jsonl", ("dataset=nofile.jsonl", "check the path")),
-        ("convert nofile.gguf out", ("model_name_or_path=nofile.gguf", "check the path")),
-        ("elastic --groups 0 --output_dir out", ("groups=0", "use 1 or more")),
-        ("trian", ("command=trian", "did you mean train?")),
+        ("train --n_way 1", ("n_way=1", "use 2 or more"), ""),  # one process, as for `Launch.from_env`
+        ("plan --gpus 0", ("gpus=0", "use 1 or more"), "8"),
+        ("inspect nofile.jsonl", ("dataset=nofile.jsonl", "check the path"), "8"),
+        ("convert nofile.gguf out", ("model_name_or_path=nofile.gguf", "check the path"), "8"),
+        ("elastic --groups 0 --output_dir out", ("groups=0", "use 1 or more"), "8"),
+        ("trian", ("command=trian", "did you mean train?"), "8"),
     ],
 )
 def test_commands_of_one_process_print_errors_whatever_rank_the_environment_names(
-    command, parts, capfd, monkeypatch
+    command, parts, world_size, capfd, monkeypatch
 ):
     """A pod of a cluster may have RANK of another program."""
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(SystemExit) as ended:
-        cli.main(command.split())
-    assert ended.value.code == 2
+    if world_size:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    assert exit_code(command.split()) == 2
     check_message(capfd.readouterr().err, "fmmeta: error: ", *parts)
 
 
 def test_error_in_the_code_names_the_task(capfd, monkeypatch, tmp_path):
     """One line on rank 0 and exit code 1; the traceback is in the log of the rank that loaded the task."""
-
-    def batches(self, task):
-        raise TypeError("no text")
-
-    monkeypatch.setattr("fmmeta.tasks.loader.LoadEpisode.batches", batches)
+    monkeypatch.setattr("fmmeta.tasks.loader.LoadEpisode.batches", Mock(side_effect=TypeError("no text")))
     short = ["--outer_steps=1", "--num_workers=0", "--meta_batch_size=1", "--eval_episodes=0"]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["train", *short, f"--output_dir={tmp_path}"])
-    assert ended.value.code == 1
+    assert exit_code(["train", *short, f"--output_dir={tmp_path}"]) == 1
     *traceback, line = capfd.readouterr().err.splitlines()
     assert "TypeError: no text" in traceback
     check_message(line, "fmmeta: error: loading task ", "TypeError: no text", "the log of the rank")
@@ -273,26 +249,19 @@ def test_error_in_the_code_names_the_task(capfd, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("words", [["train"], ["inspect"], ["train", "--model_name_or_path"]])
 def test_a_name_that_is_too_long_for_a_path_is_one_line(capsys, words):
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*words, "x" * 300])
-    assert ended.value.code == 2
-    check_message(
-        capsys.readouterr().err.splitlines()[-1], "x" * 40 + "...", "300 characters", "give a shorter"
-    )
+    assert exit_code([*words, "x" * 300]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    check_message(line, "x" * 40 + "...", "300 characters", "give a shorter")
 
 
-def test_help_and_usage(capsys):
-    for argv, code in ((["--help"], 0), ([], 2), (["train", "--help"], 0)):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(argv)
-        assert ended.value.code == code
-        assert "usage" in capsys.readouterr().out
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), ([], 2), (["train", "--help"], 0)])
+def test_help_and_usage(capsys, words, code):
+    assert exit_code(words) == code
+    assert "usage" in capsys.readouterr().out
 
 
 def help_of(capsys, *words: str) -> list[str]:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(words))
-    assert ended.value.code == 0
+    assert exit_code(words) == 0
     return capsys.readouterr().out.splitlines()
 
 
@@ -363,19 +332,20 @@ def test_version_is_printed(capsys):
     assert help_of(capsys, "--version") == [f"fmmeta {fmmeta.__version__}"]
 
 
-@pytest.mark.parametrize(("given", "steps"), [(0, 0), (7, 7), (0.1, 15), (0.001, 1), (0.5, 75), (1, 1)])
-def test_warmup_steps_below_1_are_a_share_of_outer_steps(given, steps):
-    assert Config(warmup_steps=given, outer_steps=150).warmup == steps
-
-
-def test_a_share_of_warmup_is_not_rounded_up_for_a_floating_point_error():
-    assert 0.07 * 100 > 7
-    assert Config(warmup_steps=0.07, outer_steps=100).warmup == 7
+@pytest.mark.parametrize(
+    ("given", "outer_steps", "steps"),
+    [
+        *((0, 150, 0), (7, 150, 7), (0.1, 150, 15), (0.001, 150, 1), (0.5, 150, 75), (1, 150, 1)),
+        (0.07, 100, 7),  # 0.07 * 100 > 7: not rounded up for a floating-point error
+    ],
+)
+def test_warmup_steps_below_1_are_a_share_of_outer_steps(given, outer_steps, steps):
+    assert Config(warmup_steps=given, outer_steps=outer_steps).warmup == steps
 
 
 def test_words_before_the_flags_of_inspect_are_data_sets():
-    config = parse(["letters", "marks", "--n_way", "3"], "inspect")
-    assert (config.dataset, config.n_way) == (["letters", "marks"], 3)
+    config = parse(["letters", "digits", "--n_way", "3"], "inspect")
+    assert (config.dataset, config.n_way) == (["letters", "digits"], 3)
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -394,8 +364,9 @@ def test_inspect_reads_data_as_the_recipe_of_a_run_does(name, tmp_path):
     assert "sets outer_rate, which is no setting" in refusal(parse, [str(path), "a.csv"], "inspect")
 
 
-def test_the_flag_that_the_deepspeed_launcher_puts_before_the_command_is_dropped(monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", ["fmmeta", "--local_rank=1", "train", "--k_shot", "0"])
+@pytest.mark.parametrize("words", [["--local_rank=1", "train"], ["train", "--local_rank=1"]])
+def test_the_flag_of_the_deepspeed_launcher_is_dropped(monkeypatch, capfd, words):
+    monkeypatch.setattr(sys, "argv", ["fmmeta", *words, "--k_shot", "0"])
     with pytest.raises(SystemExit) as left:
         runpy.run_module("fmmeta", run_name="__main__")
     assert left.value.code == 2

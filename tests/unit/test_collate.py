@@ -1,7 +1,5 @@
 """--collate_fn: nested inputs reach the model, and what a function may not return."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 
@@ -12,8 +10,8 @@ import fmmeta
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import Example, MicroBatch
 from fmmeta.tasks.collate import Collate, structure_of
-from tests.support.helpers import refusal, write_rows
-from tests.support.messages import check_message
+from tests.support.helpers import write_rows
+from tests.support.messages import check_message, refusal
 from tests.support.vision import nested_rows, save_nested
 
 SHORT = {
@@ -63,7 +61,7 @@ def test_nested_inputs_train_a_model(settings, workers, tmp_path):
 
 def test_a_micro_batch_moves_with_its_nested_inputs():
     inputs = {"graph": {"nodes": torch.zeros(2, 3)}, "parts": [torch.zeros(2)], "name": "x"}
-    batch = MicroBatch(inputs, torch.zeros(2, dtype=torch.long), torch.ones(2))
+    batch = MicroBatch(inputs, {"labels": torch.zeros(2, dtype=torch.long)}, torch.ones(2))
     moved = batch.to(torch.device("meta"))
     assert moved.inputs["graph"]["nodes"].is_meta
     assert moved.inputs["parts"][0].is_meta
@@ -89,20 +87,6 @@ def test_functions_that_make_no_inputs_are_refused():
     check_message(refusal(less, ROWS), "pixel_values of shape [2, 3, 8, 8] for 3 rows")
     check_message(refusal(of(lambda rows: 1 / 0), ROWS), "ZeroDivisionError", "fix the function")
     check_message(refusal(named, "missing"), "collate_fn=tests.support.vision:missing", "write module:name")
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("pipeline_stages", 2),
-        ("tensor_parallel_size", 2),
-        ("tasks_per_pass", "2"),
-        ("example_transforms", ["a:b"]),
-    ],
-)
-def test_settings_that_do_not_go_with_it_are_refused(setting, value):
-    given = {"lora_r": 2} if setting == "tasks_per_pass" else {}
-    check_message(refusal(Config, collate_fn="a:b", **{setting: value}, **given), "collate_fn=a:b", setting)
 
 
 def test_other_keys_for_some_rows_are_an_error_of_the_task(settings):

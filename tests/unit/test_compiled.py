@@ -1,32 +1,26 @@
 """--compile gives the same meta-gradient and refuses settings that conflict with it."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
 import torch
 
-from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.models import forward_options
 from fmmeta.models.forward_options import compile_model
 from fmmeta.train import MetaTrainer
-from tests.support.helpers import refusal
-from tests.support.learners import batches_of, bert, config_of, episode_of, setup_of, task_gradient, worker_of
-from tests.support.messages import check_message
+from tests.support.learners import batches_of, bert, episode_of, rule_on, task_gradient
+from tests.support.messages import check_message, refusal
 
 CPU = torch.device("cpu")
 
 
 def gradient_of(learner, algorithm, compiles: bool):
     """The meta-gradient of an episode with micro-batches of different lengths."""
-    config, episode = config_of(learner, algorithm=algorithm), batches_of(episode_of(learner))
-    worker = worker_of(learner, config)
+    rule, worker = rule_on(learner, algorithm=algorithm)
     if compiles:
         compile_model(worker.model, CPU)
-    rule = find(algorithm).rule(setup_of(worker, config), 0)
-    return task_gradient(rule, worker, episode).gradient
+    return task_gradient(rule, worker, batches_of(episode_of(learner))).gradient
 
 
 @pytest.mark.parametrize("algorithm", ["fomaml", pytest.param("anil", marks=pytest.mark.slow)])
@@ -59,27 +53,6 @@ def test_inductor_gives_the_same_gradient(tmp_path, monkeypatch):
         gradient_of(bert(), "fomaml", True), gradient_of(bert(), "fomaml", False), rtol=1e-4, atol=1e-6
     )
     assert list(tmp_path.rglob("*.so"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "setting"),
-    [
-        ({"pipeline_stages": 2}, "pipeline_stages=2"),
-        (
-            {"tensor_parallel_size": 2, "task_type": "causal_lm"},
-            "tensor_parallel_size=2",
-        ),
-        ({"engine": "deepspeed"}, "engine=deepspeed"),
-        (
-            {"lora_r": 4, "tasks_per_pass": "2"},
-            "tasks_per_pass=2",
-        ),
-        ({"gradient_checkpointing": True}, "gradient_checkpointing=True"),
-        ({"packing": True, "task_type": "causal_lm"}, "packing=True"),
-    ],
-)
-def test_conflicting_settings_are_refused(settings, setting):
-    check_message(refusal(Config, compile=True, **settings), "compile=True", setting, "leave one out")
 
 
 def test_missing_compiler_is_refused(tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """Settings are checked one by one; some defaults depend on other settings; some may change on resume."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import fields
@@ -12,14 +10,12 @@ import pytest
 from fmmeta.config.fields import of_type, rules
 from fmmeta.config.resume import FREE_ON_RESUME, HIDDEN_ON_RESUME, changed_settings
 from fmmeta.config.settings import KEYED, REMEMBERED, Config, InnerConfig
-from tests.support.helpers import refusal
-from tests.support.messages import check_message
+from tests.support.messages import check_message, refusal
 
 COMPANIONS = {  # settings without which a choice is refused
     ("scale_outer_lr", "linear"): {"base_meta_batch_size": 4},
     ("scale_outer_lr", "sqrt"): {"base_meta_batch_size": 4},
     ("base_meta_batch_size", 1): {"scale_outer_lr": "sqrt"},
-    ("inner_optimizer_state", "kept"): {"algorithm": "reptile", "inner_optimizer": "adamw"},
     ("inner_optimizer", "adamw"): {"algorithm": "reptile"},
     ("algorithm", "in_context"): {"task_type": "causal_lm"},
     ("algorithm", "meta_icl"): {"task_type": "causal_lm"},
@@ -31,28 +27,11 @@ LEAST_NEEDS = {
     "first_order_steps": "maml",
     "inner_steps": "none",
     "cg_steps": "imaml",
-    "cg_damping": "imaml",
     "trajectory_memory_gib": "maml",
     "truncate_steps": "maml",
 }
 MINIMUM = {name: rule.least for name, rule in rules(Config).items() if rule.least is not None}
 CHOICES = {item.name: item.metadata["choices"] for item in fields(Config) if "choices" in item.metadata}
-
-
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("task_type", ("task_type=x", "use classification or causal_lm")),
-        ("head_init", ("head_init=x", "use zero, learned or prototype")),
-        ("engine", ("engine=x", "use auto, deepspeed or plain")),
-        (
-            "outer_optimizer",
-            ("outer_optimizer=x", "use adamw, sgd, nesterov, adagrad, adamax"),
-        ),
-    ],
-)
-def test_an_unknown_choice_is_refused(name, parts):
-    check_message(refusal(Config, **{name: "x"}), *parts)
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -78,6 +57,16 @@ def test_lower_bounds(name, least):
 @pytest.mark.parametrize(
     ("name", "value", "parts"),
     [
+        ("task_type", "x", ("task_type=x", "use classification or causal_lm")),
+        ("head_init", "x", ("head_init=x", "use zero, learned or prototype")),
+        ("engine", "x", ("engine=x", "use auto, deepspeed or plain")),
+        ("outer_optimizer", "x", ("outer_optimizer=x", "use adamw, sgd, nesterov, adagrad, adamax")),
+        *(
+            ("group_size", value, (f"group_size={value}", "use auto, or 1 or more"))
+            for value in ("0", "-2", "many", "1.5", "", "²")
+        ),
+        ("inner_lr", 0.0, ("inner_lr=0.0", "use one, such as 0.1 for inner SGD")),
+        ("inner_lr", -0.1, ("inner_lr=-0.1", "use one, such as 0.1 for inner SGD")),
         ("n_way", "5", ("n_way='5'", "give one")),
         ("n_way", 5.0, ("n_way=5.0", "give one")),
         ("k_shot", None, ("k_shot=None", "give one")),
@@ -127,7 +116,7 @@ def test_lower_bounds(name, least):
         ),
     ],
 )
-def test_values_of_wrong_type_or_range_are_refused(name, value, parts):
+def test_unknown_choices_and_values_of_wrong_type_or_range_are_refused(name, value, parts):
     check_message(refusal(Config, **{name: value}), *parts)
 
 
@@ -138,35 +127,26 @@ def test_values_are_converted_to_their_types(tmp_path):
     assert [type(value) for value in (config.n_way, config.inner_lr)] == [int, float]
 
 
-@pytest.mark.parametrize("value", ["0", "-2", "many", "1.5", "", "²"])
-def test_group_size_is_a_number_or_auto(value):
-    check_message(refusal(Config, group_size=value), f"group_size={value}", "use auto, or 1 or more")
-
-
-@pytest.mark.parametrize("value", ["auto", "4", 4])
-def test_group_size_is_kept_as_text(value):
-    assert Config(group_size=value).group_size == str(value)
-
-
 @pytest.mark.parametrize(
-    ("settings", "rate"),
+    ("settings", "name", "rate"),
     [
-        ({}, 0.1),
-        ({"inner_optimizer": "adamw"}, 0.1),
-        ({"task_type": "causal_lm"}, 0.1),
-        ({"task_type": "causal_lm", "inner_optimizer": "adamw"}, 0.003),
-        ({"task_type": "causal_lm", "model_name_or_path": "gpt2"}, 0.001),
-        ({"task_type": "causal_lm", "model_name_or_path": "gpt2", "lora_r": 4}, 0.1),
-        ({"task_type": "causal_lm", "inner_optimizer": "adamw", "inner_lr": 0.5}, 0.5),
+        ({}, "inner_lr", 0.1),
+        ({"inner_optimizer": "adamw"}, "inner_lr", 0.1),
+        ({"task_type": "causal_lm"}, "inner_lr", 0.1),
+        ({"task_type": "causal_lm", "inner_optimizer": "adamw"}, "inner_lr", 0.003),
+        ({"task_type": "causal_lm", "model_name_or_path": "gpt2"}, "inner_lr", 0.001),
+        ({"task_type": "causal_lm", "model_name_or_path": "gpt2", "lora_r": 4}, "inner_lr", 0.1),
+        ({"task_type": "causal_lm", "inner_optimizer": "adamw", "inner_lr": 0.5}, "inner_lr", 0.5),
+        ({}, "outer_lr", 2e-3),
+        ({"model_name_or_path": "bert"}, "outer_lr", 2e-5),
+        ({"model_name_or_path": "bert", "lora_r": 8}, "outer_lr", 2e-4),
+        ({"outer_optimizer": "sgd"}, "outer_lr", 1.0),
+        ({"outer_optimizer": "sgd", "outer_lr": 0.25}, "outer_lr", 0.25),
     ],
 )
-def test_the_default_inner_lr_is_that_of_the_optimizer(settings, rate):
-    assert Config(**settings).inner_lr == rate
-
-
-@pytest.mark.parametrize("value", [0.0, -0.1])
-def test_inner_lr_is_positive(value):
-    check_message(refusal(Config, inner_lr=value), f"inner_lr={value}", "use one, such as 0.1 for inner SGD")
+def test_default_rates_follow_model_and_optimizer(settings, name, rate):
+    config = Config(**settings)
+    assert getattr(config, name) == config.as_dict()[name] == rate
 
 
 @pytest.mark.parametrize(
@@ -222,34 +202,24 @@ def test_inner_lr_is_positive(value):
             ("trajectory_memory_gib=nan", "use 0 or more, up to 3.4e+38"),
         ),
         ({"max_bad_fraction": 1.5}, ("max_bad_fraction=1.5", "use 0 or more, up to 1")),
+        (
+            {"task_type": "causal_lm", "text_column": "t"},
+            ("text_column=t", "task_type=causal_lm", "leave it out"),
+        ),
+        (
+            {"task_type": "causal_lm", "pooling": "mean"},
+            ("pooling=mean", "task_type=causal_lm", "leave it out"),
+        ),
+        ({"output_column": "o"}, ("output_column=o", "task_type=classification", "leave it out")),
     ],
 )
-def test_settings_of_the_data_are_checked(settings, parts):
+def test_settings_of_the_data_and_of_the_other_task_type_are_checked(settings, parts):
     check_message(refusal(Config, **settings), *parts)
-
-
-def test_single_dataset_becomes_a_list():
-    assert Config(dataset="a.csv").dataset == ["a.csv"]
 
 
 def test_defaults_are_not_shared():
     Config().dataset.append("other")
     assert len(Config().dataset) == 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "lr"),
-    [
-        ({}, 2e-3),
-        ({"model_name_or_path": "bert"}, 2e-5),
-        ({"model_name_or_path": "bert", "lora_r": 8}, 2e-4),
-        ({"outer_optimizer": "sgd"}, 1.0),
-        ({"outer_optimizer": "sgd", "outer_lr": 0.25}, 0.25),
-    ],
-)
-def test_outer_lr_follows_model_and_optimizer(settings, lr):
-    assert Config(**settings).outer_lr == lr
-    assert Config(**settings).as_dict()["outer_lr"] == lr
 
 
 def test_every_setting_has_a_help_text():
@@ -277,7 +247,6 @@ def test_rules_of_settings_decide_resume_and_storage():
         "run_name",
         "log_level",
         "resume_from_checkpoint",
-        "local_rank",
         "accept_changed_settings",
     } == HIDDEN_ON_RESUME
     assert {item.name for item in fields(InnerConfig)} < set(REMEMBERED)
@@ -285,18 +254,6 @@ def test_rules_of_settings_decide_resume_and_storage():
     assert "seed" not in REMEMBERED
     assert {"max_length", "text_column", "max_file_gib"} <= set(KEYED)
     assert "n_way" not in KEYED
-
-
-@pytest.mark.parametrize(
-    ("settings", "setting", "task_type"),
-    [
-        ({"task_type": "causal_lm", "text_column": "t"}, "text_column=t", "task_type=causal_lm"),
-        ({"task_type": "causal_lm", "pooling": "mean"}, "pooling=mean", "task_type=causal_lm"),
-        ({"output_column": "o"}, "output_column=o", "task_type=classification"),
-    ],
-)
-def test_settings_of_the_other_task_type_are_refused(settings, setting, task_type):
-    check_message(refusal(Config, **settings), setting, task_type, "leave it out")
 
 
 @pytest.mark.parametrize(

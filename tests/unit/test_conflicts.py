@@ -1,16 +1,19 @@
 """Defaults that follow the algorithm, and settings that are refused together with the reason."""
 
-from __future__ import annotations
+from typing import Any
 
 import pytest
 
 from fmmeta.cli import parse
 from fmmeta.config.algorithms import NOT_ELEMENTWISE
+from fmmeta.config.conflicts import without_effect
+from fmmeta.config.fields import default_of, kind_of, rules, shown
 from fmmeta.config.settings import Config
-from tests.support.helpers import refusal
-from tests.support.messages import check_message
+from tests.support.messages import check_message, refusal
 
-ADAM = {"inner_optimizer": "adamw"}
+ADAM, CAUSAL = {"inner_optimizer": "adamw"}, {"task_type": "causal_lm"}
+STAGES, TENSOR = {"pipeline_stages": 2}, {"tensor_parallel_size": 2}
+SAMPLES, ICL = {"support_batch_size": 16}, {"algorithm": "meta_icl", **CAUSAL}
 
 
 @pytest.mark.parametrize(
@@ -41,20 +44,8 @@ ADAM = {"inner_optimizer": "adamw"}
             ("trajectory_memory_gib=-1.0", "below 0", "use 0 or more"),
         ),
         (
-            {"inner_optimizer_state": "kept"},
-            ("inner_optimizer_state=kept", "algorithm=fomaml", "inner_optimizer=sgd", "use reset"),
-        ),
-        (
             {"algorithm": "reptile", "inner_lr_learned": "layer"},
             ("inner_lr_learned=layer", "algorithm=reptile", "leave it out, or use fomaml or maml"),
-        ),
-        (
-            {"inner_lr_learned": "element", "inner_lr_schedule": "linear"},
-            (
-                "inner_lr_schedule=linear",
-                "inner_lr_learned=element",
-                "use constant, or inner_lr_learned=layer",
-            ),
         ),
         (
             {"inner_lr_groups": ["head"]},
@@ -138,13 +129,82 @@ ADAM = {"inner_optimizer": "adamw"}
         ),
         ({"inner_momentum": 1.0}, ("inner_momentum=1.0", "[0, 1)", "use 0.9, say")),
         ({"outer_momentum": -0.1}, ("outer_momentum=-0.1", "[0, 1)", "use 0.9, say")),
-        ({"inner_beta2": 1.0}, ("inner_beta2=1.0", "[0, 1)", "use 0.999, say")),
         ({"outer_lr": 0.0}, ("outer_lr=0.0", "use one, such as 2e-5 for all weights of a checkpoint")),
         ({"inner_epsilon": 0.0}, ("inner_epsilon=0.0", "use one, such as 1e-08")),
+        (
+            {"compile": True, "lora_r": 4, "tasks_per_pass": "2"},
+            ("compile=True", "tasks_per_pass=2", "leave it out"),
+        ),
+        (
+            {"algorithm": "maml", "max_staleness": 2},
+            ("max_staleness=2", "algorithm=maml", "first-order", "fomaml or reptile"),
+        ),
+        ({"max_staleness": -1}, ("max_staleness=-1", "0")),
+        ({"drop_stale": True}, ("drop_stale=True", "max_staleness")),
+        (
+            {"algorithm": "none", "task_schedule": "dynamic"},
+            ("task_schedule=dynamic means nothing for algorithm=none", "leave it out"),
+        ),
+        ({"tensor_parallel_size": 0}, ("tensor_parallel_size=0", "use 1 or more")),
+        (
+            {**TENSOR, "lora_r": 4, "tasks_per_pass": "2"},
+            ("tasks_per_pass=2", "tensor_parallel_size=2", "use --tasks_per_pass 1"),
+        ),
+        *(
+            ({**ICL, name: value}, (f"{name}={value}", "algorithm=meta_icl", "leave it out"))
+            for name, value in (
+                *(("inner_steps", 3), ("inner_lr", 0.3)),
+                *(("inner_optimizer", "adamw"), ("support_batch_size", 4)),
+            )
+        ),
+        (
+            {**ICL, "loss_on_support": True, "k_shot": 1},  # it needs a second example
+            ("loss_on_support=True", "k_shot=1", "use k_shot=2 or more"),
+        ),
+        (
+            {"algorithm": "meta_icl", "task_type": "classification"},
+            ("task_type=classification", "algorithm=meta_icl", "use another algorithm"),
+        ),
+        *(  # samples of the support set are for first-order rules
+            (
+                {**SAMPLES, "algorithm": name},
+                ("support_batch_size=16 with", f"with algorithm={name}", "use fomaml or reptile"),
+            )
+            for name in ("maml", "anil", "imaml")
+        ),
+        (
+            {**SAMPLES, "lora_r": 4, "tasks_per_pass": "2"},
+            ("support_batch_size=16", "with tasks_per_pass=2", "leave one out"),
+        ),
+        ({"support_batch_size": -1}, ("support_batch_size=-1", "use 0 or more")),
     ],
 )
 def test_conflicts_are_refused_with_the_reason(settings, parts):
     check_message(refusal(Config, **settings), *parts)
+
+
+PAIRS = [(name, other) for name, rule in rules(Config).items() for other in rule.excludes]
+
+
+def other_value(name: str) -> Any:
+    """A value of a setting that is not its default."""
+    item = Config.__dataclass_fields__[name]
+    default = default_of(item)
+    choices = [one for one in item.metadata.get("choices") or () if one != default]
+    kind, is_list = kind_of(Config, name)
+    value = choices[0] if choices else {bool: True, int: 2, float: 2.0, str: "2"}[kind]
+    return [value] if is_list else value
+
+
+@pytest.mark.parametrize(("name", "other"), PAIRS)
+def test_settings_that_exclude_each_other_are_refused(name, other):
+    config = Config()
+    other, _, value = other.partition("=")
+    for setting, chosen in ((name, other_value(name)), (other, value or other_value(other))):
+        setattr(config, setting, chosen)
+    pair = [f"{one}={shown(getattr(config, one))}" for one in (name, other)]
+    found = [line for line in without_effect(config) if line.startswith(f"{pair[0]} with {pair[1]}: ")]
+    assert [line.rpartition("; ")[2] for line in found] == ["leave one out"]
 
 
 @pytest.mark.parametrize("name", [*NOT_ELEMENTWISE, "Muon", "LBFGS"])
@@ -176,81 +236,20 @@ def test_defaults_follow_the_algorithm(algorithm, settings):
     assert (config.head_init, config.inner_steps, config.inner_lr_learned) == settings
 
 
-STAGES, TENSOR = {"pipeline_stages": 2}, {"tensor_parallel_size": 2}
-CAUSAL = {"task_type": "causal_lm"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "parts"),
-    [
-        (
-            {**STAGES, "engine": "plain"},
-            ("engine=plain", "leave out pipeline_stages"),
-        ),
-        ({"tensor_parallel_size": 0}, ("tensor_parallel_size=0", "use 1 or more")),
-        (
-            {**TENSOR, "lora_r": 4, "tasks_per_pass": "2"},
-            ("tasks_per_pass=2", "tensor_parallel_size=2", "use --tasks_per_pass 1"),
-        ),
-    ],
-)
-def test_parallelism_conflicts_are_refused(settings, parts):
-    check_message(refusal(Config, **settings), *parts)
-
-
-@pytest.mark.parametrize(
-    "algorithm", ["maml", "imaml", "boil", "meta_sgd", "proto_maml", "joint", "reptile", "none", "meta_icl"]
-)
-@pytest.mark.parametrize("spread", [STAGES, TENSOR])
-def test_algorithms_supported_with_model_parallelism(spread, algorithm):
-    assert Config(**spread, algorithm=algorithm, **(CAUSAL if algorithm == "meta_icl" else {}))
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [{"inner_steps": 3}, {"inner_lr": 0.3}, {"inner_optimizer": "adamw"}, {"support_batch_size": 4}],
-)
-def test_meta_icl_refuses_settings_of_the_inner_loop(setting):
-    ((name, value),) = setting.items()
-    message = refusal(Config, algorithm="meta_icl", **CAUSAL, **setting)
-    check_message(message, f"{name}={value}", "algorithm=meta_icl", "leave it out")
-
-
-def test_loss_on_support_needs_a_second_example():
-    settings = {"algorithm": "meta_icl", "loss_on_support": True, **CAUSAL}
-    check_message(
-        refusal(Config, **settings, k_shot=1), "loss_on_support=True", "k_shot=1", "use k_shot=2 or more"
-    )
-    assert Config(**settings, k_shot=2)
-
-
-def test_meta_icl_is_for_language_models():
-    message = refusal(Config, algorithm="meta_icl", task_type="classification")
-    check_message(message, "task_type=classification", "algorithm=meta_icl", "use another algorithm")
-
-
 @pytest.mark.parametrize(
     "settings",
     [
-        {"algorithm": "anil"},
-        {"algorithm": "protonet"},
-        {"algorithm": "proto_maml", "prototype_gradient": True},
-    ],
-)
-def test_feature_gradients_are_supported_with_stages(settings):
-    assert Config(**STAGES, **settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "parts"),
-    [
         *(
-            ({"algorithm": name}, (f"with algorithm={name}", "use fomaml or reptile"))
-            for name in ("maml", "anil", "imaml")
+            {**spread, "algorithm": algorithm}
+            for spread in (STAGES, TENSOR)
+            for algorithm in ("maml", "imaml", "boil", "meta_sgd", "proto_maml", "joint", "reptile", "none")
         ),
-        ({"lora_r": 4, "tasks_per_pass": "2"}, ("with tasks_per_pass=2", "leave one out")),
-        ({"support_batch_size": -1}, ("support_batch_size=-1", "use 0 or more")),
+        *({**STAGES, "algorithm": algorithm} for algorithm in ("anil", "protonet")),
+        {**STAGES, "algorithm": "proto_maml", "prototype_gradient": True},
+        *({**spread, **ICL} for spread in (STAGES, TENSOR)),
+        {**ICL, "loss_on_support": True, "k_shot": 2},
     ],
+    ids=str,
 )
-def test_samples_of_the_support_set_are_for_first_order_rules(settings, parts):
-    check_message(refusal(Config, **{"support_batch_size": 16, **settings}), "support_batch_size=", *parts)
+def test_combinations_are_supported(settings):
+    assert Config(**settings)

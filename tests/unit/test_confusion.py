@@ -1,9 +1,6 @@
 """The report's confusion matrix equals that of a plain PyTorch loop on the first held-out episode."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +11,9 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.training import build
 from fmmeta.training.comparison import confusion
-from fmmeta.training.validation import TEST, HeldOut
+from fmmeta.training.scoring import TEST, HeldOut, Scoring
 from tests.support.messages import check_message
-from tests.support.models import save_bert, save_llama, write_classes, write_pairs
+from tests.support.models import write_classes, write_pairs
 
 
 def held_out_of(config: Config) -> tuple[HeldOut, build.RunInputs, build.Runtime]:
@@ -26,14 +23,14 @@ def held_out_of(config: Config) -> tuple[HeldOut, build.RunInputs, build.Runtime
     plan = build.plan_parallel(config, inputs, world, messages.append)
     ranks = world.split(plan.group_size, plan.engine == "deepspeed")
     parts = build.build(config, inputs, plan, ranks)
-    return HeldOut(config, parts.worker, parts.load, ranks, Progress(enabled=False), Path()), inputs, parts
+    scoring = Scoring(parts.worker, ranks, Progress(enabled=False))
+    return HeldOut(config, scoring, parts.load), inputs, parts
 
 
-def test_counts_equal_those_of_a_plain_loop(tmp_path):
-    model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "data.jsonl", 15, 12)
+def test_counts_equal_those_of_a_plain_loop(tmp_path, bert):
     config = Config(
-        model_name_or_path=str(model),
-        dataset=[str(data)],
+        model_name_or_path=str(bert),
+        dataset=[str(write_classes(tmp_path / "data.jsonl", 15, 12))],
         n_way=3,
         n_way_max=4,
         k_shot=1,
@@ -48,39 +45,35 @@ def test_counts_equal_those_of_a_plain_loop(tmp_path):
     source = plan.sources.test
     theta = parts.meta_params.theta.clone()
     found = confusion(held_out, source, parts.meta_params.theta, parts.setup.evaluation_method())
-    assert torch.equal(held_out.worker.read(), theta)  # as it was
+    assert torch.equal(parts.worker.read(), theta)  # as it was
 
     episode = source.draw(held_out.tasks(source, TEST)[0]).episode()
     model = copy.deepcopy(
-        held_out.worker.model
+        parts.worker.model
     ).float()  # a PlainWorker's; the loop below shares nothing else with it
-    params = dict(model.named_parameters())
     for name in model.head_names:
-        params[name].data.zero_()
+        model.get_parameter(name).data.zero_()
 
     def loss_and_answers(rows) -> tuple[torch.Tensor, list[int]]:
         logits = torch.cat(
             [
-                model(input_ids=ids, attention_mask=torch.ones_like(ids))
+                model(input_ids=ids, attention_mask=torch.ones_like(ids))[1]
                 for ids in (torch.tensor([row.input_ids]) for row in rows)
             ]
         )
         logits = logits[:, : len(episode.classes)]
         return F.cross_entropy(logits, torch.tensor([row.labels for row in rows])), logits.argmax(1).tolist()
 
+    optimizer = torch.optim.SGD(model.parameters(), config.inner_lr)
     for _ in range(config.inner_steps):
-        trained = [param for param in params.values() if param.requires_grad]
-        grads = torch.autograd.grad(loss_and_answers(episode.support)[0], trained, allow_unused=True)
-        for param, grad in zip(trained, grads, strict=True):
-            if grad is not None:
-                param.data -= config.inner_lr * grad
+        optimizer.zero_grad()
+        loss_and_answers(episode.support)[0].backward()
+        optimizer.step()
     counts = [[0] * len(episode.classes) for _ in episode.classes]
     for row, answer in zip(episode.query, loss_and_answers(episode.query)[1], strict=True):
         counts[row.labels][answer] += 1
-    assert found["counts"] == counts
-    assert found["classes"] == list(episode.classes)
-    assert found["task"] == episode.task.name
-    assert found["stratum"] == episode.task.stratum
+    task = {"task": episode.task.name, "stratum": episode.task.stratum}
+    assert found == {**task, "classes": [*episode.classes], "counts": counts}
     assert [sum(row) for row in counts] == [4] * len(counts)
     answers = [sum(column) for column in zip(*counts, strict=True)]
     assert sum(count > 0 for count in answers) > 1  # not one answer to everything
@@ -89,9 +82,9 @@ def test_counts_equal_those_of_a_plain_loop(tmp_path):
     ]  # rows and columns are not the same
 
 
-def test_language_models_have_no_confusion(tmp_path):
+def test_language_models_have_no_confusion(tmp_path, llama):
     config = Config(
-        model_name_or_path=str(save_llama(tmp_path / "llama")),
+        model_name_or_path=str(llama),
         dataset=[str(write_pairs(tmp_path / "pairs.jsonl"))],
         task_type="causal_lm",
         k_shot=2,

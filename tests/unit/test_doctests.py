@@ -1,7 +1,5 @@
 """Examples in docstrings run, and every name in `fmmeta.__all__` has a docstring."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Elastic groups: roles in a quorum, settings that conflict with them, and repeated quorums."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,14 +15,19 @@ from fmmeta.common.errors import MachineFault, PeerError, PeerLost
 from fmmeta.config.settings import Config
 from fmmeta.elastic import communicator, lighthouse
 from fmmeta.elastic.communicator import MAX_LOST, ElasticCommunicator, GroupInfo, Membership
-from fmmeta.elastic.controller import MAX_ATTEMPTS, ElasticController, check_kinds, config_hash, kinds
+from fmmeta.elastic.controller import (
+    MAX_ATTEMPTS,
+    ElasticController,
+    check_kinds,
+    config_hash,
+    kinds,
+)
 from fmmeta.elastic.lighthouse import reachable_as
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.network import Interface
-from tests.support.fork_server import free_port
-from tests.support.helpers import refusal
-from tests.support.messages import check_message
+from harness.fork_server import free_port
+from tests.support.messages import check_message, refusal
 
 
 def membership(*members: tuple[int, bool, bool]) -> Membership:
@@ -198,30 +201,6 @@ OUT = {"elastic": True, "output_dir": "x"}
             ("elastic=True needs output_dir", "give one on a disk that all of them see"),
         ),
         (
-            {**OUT, "pipeline_stages": 2},
-            ("elastic=True", "pipeline_stages=2", "leave pipeline_stages out"),
-        ),
-        (
-            {**OUT, "tensor_parallel_size": 2},
-            ("elastic=True", "tensor_parallel_size=2", "leave tensor_parallel_size out"),
-        ),
-        (
-            {**OUT, "task_sharding": "node"},
-            ("elastic=True", "task_sharding=node", "leave task_sharding out"),
-        ),
-        (
-            {**OUT, "load_best_model_at_end": True, "eval_steps": 1},
-            ("elastic=True", "load_best_model_at_end=True", "leave load_best_model_at_end out"),
-        ),
-        (
-            {**OUT, "resume_from_checkpoint": "never"},
-            ("elastic=True", "resume_from_checkpoint=never", "leave it out"),
-        ),
-        (
-            {**OUT, "accept_changed_settings": ["seed"]},
-            ("elastic=True", "accept_changed_settings=['seed']", "leave accept_changed_settings out"),
-        ),
-        (
             {**OUT, "algorithm": "none"},
             ("elastic=True", "algorithm=none", "leave it out"),
         ),
@@ -296,36 +275,26 @@ def loopback_name(monkeypatch, known, gloo):
 
 
 def test_config_hash_depends_on_settings_and_layout():
-    settings = {**Config().as_dict(), "dataset_fingerprint": "f"}
     precision = DeepSpeedSettings(1, False, False, file={"zero_optimization": {"stage": 1}})
-    mine = config_hash(settings, "1 group of 2 ranks", 10, precision)
-    assert mine == config_hash(
-        {**settings, "save_steps": 7, "group_name": "b"}, "1 group of 2 ranks", 10, precision
-    )
+    settings = {**Config().as_dict(), "dataset_fingerprint": "f", **precision.recorded()}
+
+    def hashed(layout="1 group of 2 ranks", numel=10, precision=precision, changes=(), **more):
+        return config_hash({**settings, **dict(changes), **more}, layout, numel, precision)
+
+    assert hashed(save_steps=7, group_name="b") == hashed()
+    assert hashed(bf16=True, deepspeed="b.json", deepspeed_layout={}) == hashed()  # by a flag or by the file
     others = [
-        config_hash({**settings, "seed": 1}, "1 group of 2 ranks", 10, precision),
-        config_hash({**settings, "dataset_fingerprint": "g"}, "1 group of 2 ranks", 10, precision),
-        config_hash(settings, "1 group of 1 rank", 10, precision),
-        config_hash(settings, "1 group of 2 ranks", 9, precision),
-        config_hash(settings, "1 group of 2 ranks", 10, DeepSpeedSettings(2, False, False)),
+        hashed(seed=1),
+        hashed(dataset_fingerprint="g"),
+        hashed("1 group of 1 rank"),
+        hashed(numel=9),
+        hashed(precision=DeepSpeedSettings(2, False, False)),
+        hashed(task_schedule="dynamic"),
+        hashed(deepspeed_values={"prescale_gradients": True}),
+        hashed(transforms_fingerprint="x"),
+        hashed(changes={"precision": "bf16"}),
     ]
-    assert mine not in others
-    assert len(set(others)) == 5
-    resolved = {**settings, **precision.recorded()}
-    mine = config_hash(resolved, "1 group of 2 ranks", 10, precision)
-    by_flag = {
-        **resolved,
-        "bf16": True,
-        "deepspeed": "b.json",
-        "deepspeed_layout": {},
-    }  # set by a flag or by the file
-    assert config_hash(by_flag, "1 group of 2 ranks", 10, precision) == mine
-    for change in (
-        {"precision": "bf16"},
-        {"deepspeed_values": {"prescale_gradients": True}},
-        {"transforms_fingerprint": "x"},
-    ):
-        assert config_hash({**resolved, **change}, "1 group of 2 ranks", 10, precision) != mine
+    assert len({hashed(), *others}) == 10
 
 
 def test_tensor_of_another_dtype_or_shape_is_refused():
@@ -389,15 +358,8 @@ def test_the_sum_of_finished_tasks_is_kept_unless_its_reduction_has_begun():
 @pytest.mark.parametrize("tasks", [2, 4])
 def test_an_outer_step_has_the_tasks_of_the_meta_batch(tasks):
     """Fewer: the groups left out those of a lost one. More: two groups learned the same."""
+    run: Any = SimpleNamespace(schedule=SimpleNamespace(tasks_per_step=3))
     controller = FailingController(0)
-    controller.check_task_count(3, 3)
+    controller.check_task_count(run, 3)
     with pytest.raises(MachineFault, match=f"{tasks} tasks were learned from in an outer step of 3"):
-        controller.check_task_count(tasks, 3)
-
-
-def test_groups_with_another_task_schedule_are_refused():
-    precision = DeepSpeedSettings(0, False, False)
-    settings = Config().as_dict()
-    assert config_hash(settings, "l", 10, precision) != config_hash(
-        {**settings, "task_schedule": "dynamic"}, "l", 10, precision
-    )
+        controller.check_task_count(run, tasks)

@@ -1,7 +1,5 @@
 """Episode folders in memory stay while their trainer runs and are removed by a later trainer."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os
@@ -93,14 +91,14 @@ def test_episode_or_its_error_is_passed_to_the_trainer(shm):
     prepared = []
 
     def load(_):
-        prepared.extend(folder.prepared_by([os.getpid()]))
+        prepared.extend(folder.preparing())
         return "episode"
 
     tasks = Tasks(load, folder)
     found = tasks[task]
     assert found.take() == "episode"
-    assert prepared == [(1, 0, 2, 3)]
-    assert folder.prepared_by([os.getpid()]) == []
+    assert prepared == [(os.getpid(), (1, 0, 2, 3))]
+    assert folder.preparing() == []
     folder.close()
     with pytest.raises(FileNotFoundError):
         found.take()

@@ -1,9 +1,9 @@
 """A signal after the last outer step: the model is saved, and a second run repeats no finished episode."""
 
-from __future__ import annotations
-
 import json
 import signal
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 from fmmeta import Callback, Config, MetaTrainer
 from fmmeta.common.errors import Stopped
 from fmmeta.meta.inner_loop import InnerLoop
+from fmmeta.metrics.scores import EpisodeScore
 from fmmeta.reliability.signals import Signals
-from fmmeta.training import comparison, validation
-from tests.support.models import save_bert, write_classes
+from fmmeta.training import comparison
+from fmmeta.training.scoring import FINISHED
+from tests.support.short_runs import metrics_of
 
 VARIANTS = {
     "last weights": {},
@@ -31,7 +33,7 @@ VARIANTS = {
 class StopAt:
     """Sends a signal while the held-out episode with this number is scored, and counts episodes."""
 
-    def __init__(self, monkeypatch, number: int) -> None:
+    def __init__(self, monkeypatch, number: int | None) -> None:
         self.signals, self.number, self.scored = Signals(leave=lambda code: None), number, 0
         for name in ("score", "scores_after_each_step"):
             monkeypatch.setattr(InnerLoop, name, self.counting(getattr(InnerLoop, name)))
@@ -46,30 +48,41 @@ class StopAt:
         return scoring
 
 
-def config_of(tmp_path, name: str, **settings) -> Config:
-    model, data = tmp_path / "bert", tmp_path / "rows.jsonl"
-    if not data.exists():
-        save_bert(model)
-        write_classes(data, classes=15)
-    fixed = {
-        "k_shot": 1,
-        "num_query": 2,
-        "n_way": 3,
-        "outer_steps": 3,
-        "meta_batch_size": 2,
-        "inner_steps": 1,
-        "outer_lr": 0.05,
-        "lr_scheduler_type": "constant",
-        "save_steps": 0,
-        "eval_episodes": 3,
-        "test_episodes": 3,
-    }
-    return Config(
-        model_name_or_path=str(model),
-        dataset=[str(data)],
-        output_dir=str(tmp_path / name),
-        **{**fixed, **settings},
-    )
+FIXED = {
+    "k_shot": 1,
+    "num_query": 2,
+    "n_way": 3,
+    "outer_steps": 3,
+    "meta_batch_size": 2,
+    "inner_steps": 1,
+    "outer_lr": 0.05,
+    "lr_scheduler_type": "constant",
+    "save_steps": 0,
+    "eval_episodes": 3,
+    "test_episodes": 3,
+}
+
+
+@pytest.fixture
+def config_of(bert, classes, tmp_path):
+    def make(name: str, **settings) -> Config:
+        given = {"model_name_or_path": str(bert), "dataset": [str(classes)], **FIXED, **settings}
+        return Config(output_dir=str(tmp_path / name), **given)
+
+    return make
+
+
+def scored_by(config: Config, stop_at: int | None = None, why: str = "the same command", callbacks=()) -> int:
+    """Train, and count held-out episodes; a signal in the episode `stop_at` ends the run."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop = StopAt(patch, stop_at)
+        trainer = MetaTrainer(config, stop.signals, callbacks)
+        if stop_at is None:
+            trainer.train()
+        else:
+            with pytest.raises(Stopped, match=why):
+                trainer.train()
+    return stop.scored
 
 
 def exported(folder) -> dict[str, bytes]:
@@ -83,56 +96,42 @@ def table_of(folder) -> dict:
 
 
 @pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
-def test_stop_in_the_final_evaluation_keeps_the_trained_model(tmp_path, monkeypatch, settings):
+def test_stop_in_the_final_evaluation_keeps_the_trained_model(config_of, tmp_path, settings):
     """The signal arrives in the first, a middle and the last pass; only the stop saves a checkpoint."""
-    with monkeypatch.context() as patch:
-        whole = StopAt(patch, 10**9)
-        MetaTrainer(config_of(tmp_path, "whole", **settings)).train()
+    whole = scored_by(config_of("whole", **settings))
     confused, rates = 1, len(comparison.SCALES)
-    for number in (whole.scored - 3 * rates - 3 - confused - 2, whole.scored - 4, whole.scored):
-        name, command = f"stopped-{number}", {**settings}
-        with monkeypatch.context() as patch:
-            stop = StopAt(patch, number)
-            with pytest.raises(Stopped, match="the same command"):
-                MetaTrainer(config_of(tmp_path, name, **command), stop.signals).train()
-        with monkeypatch.context() as patch:
-            again = StopAt(patch, 10**9)
-            MetaTrainer(config_of(tmp_path, name, **command)).train()
+    for number in (whole - 3 * rates - 3 - confused - 2, whole - 4, whole):
+        name = f"stopped-{number}"
+        config = config_of(name, **settings)
+        stopped = scored_by(config, number, "the same command")
+        again = scored_by(config)
         assert exported(tmp_path / name) == exported(tmp_path / "whole")
         assert table_of(tmp_path / name) == table_of(tmp_path / "whole")
-        assert stop.scored + again.scored - whole.scored <= confused  # no finished episode was scored twice
-        assert not (tmp_path / name / validation.FINISHED).exists()
+        assert stopped + again - whole <= confused  # no finished episode was scored twice
+        assert not (tmp_path / name / FINISHED).exists()
 
 
-def test_finished_episodes_of_other_data_are_not_used(tmp_path, monkeypatch):
-    """The rows of the same classes change between the stop and the second run."""
-    with monkeypatch.context() as patch:
-        whole = StopAt(patch, 10**9)
-        MetaTrainer(config_of(tmp_path, "whole")).train()
-    with monkeypatch.context() as patch:
-        stop = StopAt(patch, whole.scored)
-        with pytest.raises(Stopped):
-            MetaTrainer(config_of(tmp_path, "run"), stop.signals).train()
+def test_finished_episodes_of_other_data_are_not_used(config_of, classes, tmp_path):
+    """The rows of the same classes change between the stop in the last episode and the second run."""
     data = tmp_path / "rows.jsonl"
+    data.write_text(classes.read_text())
+    given: dict[str, Any] = {"dataset": [str(data)]}
+    whole = scored_by(config_of("whole", **given))
+    scored_by(config_of("run", **given), whole)
     data.write_text(data.read_text().replace('"text": "', '"text": "another '))
-    with monkeypatch.context() as patch:
-        again = StopAt(patch, 10**9)
-        MetaTrainer(config_of(tmp_path, "run", accept_changed_settings=["dataset_fingerprint"])).train()
-    assert again.scored == whole.scored
+    given["accept_changed_settings"] = ["dataset_fingerprint"]
+    assert scored_by(config_of("run", **given)) == whole
 
 
-def test_stop_in_a_validation_repeats_the_validation(tmp_path, monkeypatch):
+def test_stop_in_a_validation_repeats_the_validation(config_of, tmp_path):
     """The best weights then equal those of an undisturbed run."""
     settings = {"load_best_model_at_end": True, "eval_steps": 1, "test_episodes": 0, "eval_episodes": 4}
-    MetaTrainer(config_of(tmp_path, "whole", **settings)).train()
-    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    MetaTrainer(config_of("whole", **settings)).train()
+    lines = metrics_of(tmp_path / "whole")
     validated = [(line["valid_accuracy"], -line["valid_loss"]) for line in lines if "valid_loss" in line]
     best = max(range(3), key=lambda step: validated[step])
-    with monkeypatch.context() as patch:
-        stop = StopAt(patch, 4 * best + 2)
-        with pytest.raises(Stopped):
-            MetaTrainer(config_of(tmp_path, "stopped", **settings), stop.signals).train()
-    MetaTrainer(config_of(tmp_path, "stopped", **settings)).train()
+    scored_by(config_of("stopped", **settings), 4 * best + 2)
+    MetaTrainer(config_of("stopped", **settings)).train()
     assert exported(tmp_path / "stopped") == exported(tmp_path / "whole")
 
 
@@ -144,26 +143,19 @@ class EndsEarly(Callback):
 
 
 @pytest.mark.parametrize("save_steps", [0, 1])
-def test_a_run_ended_by_a_callback_stays_ended(tmp_path, monkeypatch, save_steps):
+def test_a_run_ended_by_a_callback_stays_ended(config_of, tmp_path, save_steps):
     """A stop in its final evaluation and a second run give the model of an undisturbed run, whose card names
     the steps that were done; more --outer_steps continue it.
     """
-    settings = {"outer_steps": 4, "save_steps": save_steps}
-    MetaTrainer(config_of(tmp_path, "whole", **settings), callbacks=[EndsEarly()]).train()
-    with monkeypatch.context() as patch:
-        stop = StopAt(patch, 2)
-        run = MetaTrainer(config_of(tmp_path, "stopped", **settings), stop.signals, [EndsEarly()])
-        with pytest.raises(Stopped, match="after outer step 2"):
-            run.train()
-    again = MetaTrainer(config_of(tmp_path, "stopped", **settings), callbacks=[EndsEarly()]).train()
+    settings: dict[str, Any] = {"outer_steps": 4, "save_steps": save_steps}
+    MetaTrainer(config_of("whole", **settings), callbacks=[EndsEarly()]).train()
+    scored_by(config_of("stopped", **settings), 2, "after outer step 2", [EndsEarly()])
+    again = MetaTrainer(config_of("stopped", **settings), callbacks=[EndsEarly()]).train()
     assert again.outer_steps == 2
     assert exported(tmp_path / "stopped") == exported(tmp_path / "whole")
     assert b"2 steps of adamw" in exported(tmp_path / "whole")["README.md"].lower()
-
-    longer = config_of(
-        tmp_path, "stopped", **{**settings, "outer_steps": 5, "accept_changed_settings": ["outer_steps"]}
-    )
-    assert MetaTrainer(longer).train().outer_steps == 5
+    settings |= {"outer_steps": 5, "accept_changed_settings": ["outer_steps"]}
+    assert MetaTrainer(config_of("stopped", **settings)).train().outer_steps == 5
 
 
 class ThetaRecorder(Callback):
@@ -183,22 +175,22 @@ class ThetaRecorder(Callback):
         run.held_out.scores = record
 
 
-def test_theta_holds_the_trained_weights_during_evaluation(tmp_path):
-    """theta holds the trained weights at every held-out episode, so that a checkpoint can be saved at any."""
+def test_held_out_episodes_see_the_trained_weights_and_a_baseline_with_its_best_inner_loop(
+    config_of, tmp_path, capsys
+):
+    """theta holds the trained weights at every held-out episode, so that a checkpoint can be saved at any.
+
+    The inner loop is chosen among rates and numbers of steps on validation episodes; the table and run.json
+    name it.
+    """
     recorder = ThetaRecorder()
-    config = config_of(tmp_path, "run", init_interpolation=0.75, eval_steps=3, save_steps=3)
+    config = config_of("run", inner_lr=1e-4, init_interpolation=0.75, eval_steps=3, save_steps=3)
     MetaTrainer(config, callbacks=[recorder]).train()
     saved = load_file(tmp_path / "run" / "checkpoint-3" / "shard-00000.safetensors")
     trained = sum(value.numel() for name, value in saved.items() if name.startswith("theta/"))
-    thetas = recorder.thetas
-    assert len(thetas) == 3  # validation, table, table of the weights at the start
-    assert all(len(theta) == trained and theta.equal(thetas[0]) for theta in thetas)
-
-
-def test_baseline_uses_its_best_inner_loop(tmp_path, capsys):
-    """Chosen among rates and numbers of steps on validation episodes; named in the table and in run.json."""
-    config = config_of(tmp_path, "run", inner_lr=1e-4, outer_steps=1, outer_lr=1e-9)
-    MetaTrainer(config).train()
+    first, *others = recorder.thetas  # validation, table, table of the weights at the start
+    assert len(first) == trained
+    assert [first.equal(other) for other in others] == [True, True]
     loop = table_of(tmp_path / "run")["baseline_inner_loop"]
     assert loop["episodes"] == 3
     assert loop["steps"] in (1, 2)
@@ -207,43 +199,27 @@ def test_baseline_uses_its_best_inner_loop(tmp_path, capsys):
     assert f"weights at the start ({rate})" in capsys.readouterr().out
 
 
-def test_best_inner_loop_has_the_highest_accuracy_then_the_lowest_loss():
-    """The scores are given by rate and step, in any order."""
+@pytest.mark.parametrize(
+    ("settings", "chosen"), [({}, (0.3, 2)), ({"task_type": "causal_lm", "dataset": ["x.jsonl"]}, (1.0, 2))]
+)
+def test_best_inner_loop_has_the_highest_accuracy_then_the_lowest_loss(settings, chosen):
+    """The scores are given by rate and step, in any order; a language model has its loss alone."""
+    table = {
+        0.1: [(0.2, 1.6)] * 3,
+        0.3: [(0.2, 1.6), (0.5, 1.2), (0.5, 1.0)],
+        1.0: [(0.2, 1.6), (0.5, 1.1), (0.4, 0.9)],
+        3.0: [(0.2, 1.6), (0.5, 1.0), (0.1, 2.0)],
+        10.0: [(0.2, 1.6), (1.0, float("nan")), (1.0, float("inf"))],
+    }
 
-    class Scored:
-        def scores(self, source, stream, what, theta, inner, each_step, count):
-            table = {
-                0.1: [(0.2, 1.6)] * 3,
-                0.3: [(0.2, 1.6), (0.5, 1.2), (0.5, 1.0)],
-                1.0: [(0.2, 1.6), (0.5, 1.1), (0.4, 0.9)],
-                3.0: [(0.2, 1.6), (0.5, 1.0), (0.1, 2.0)],
-                10.0: [(0.2, 1.6), (1.0, float("nan")), (1.0, float("inf"))],
-            }
-            return [
-                validation.HeldOutScore(
-                    0, "", "", [loss for _, loss in table[inner]], [accuracy for accuracy, _ in table[inner]]
-                )
-            ]
+    def scores(source, stream, what, theta, inner, each_step, count):
+        accuracies, losses = zip(*table[inner], strict=True)
+        return [EpisodeScore(0, "", "", [*losses], [*accuracies])]
 
-    class Inner:
-        steps = 1
-
-        def variant(self, learned, scale, steps):
-            return scale
-
-    class Setup:
-        inner = Inner()
-
-        def __init__(self, task_type):
-            self.config = Config(
-                task_type=task_type, **({} if task_type == "classification" else {"dataset": ["x.jsonl"]})
-            )
-
-    class Initial:
-        theta = rates = None
-
-    chosen = [
-        comparison.choose_loop(Scored(), None, Initial(), Setup(kind), lambda: None)
-        for kind in ("classification", "causal_lm")
-    ]  # type: ignore[arg-type]
-    assert [(one.scale, one.steps) for one in chosen] == [(0.3, 2), (1.0, 2)]
+    scored: Any = SimpleNamespace(scores=scores)
+    initial: Any = SimpleNamespace(theta=None, rates=None)
+    source: Any = None
+    inner = SimpleNamespace(steps=1, variant=lambda learned, scale, steps: scale)
+    setup: Any = SimpleNamespace(inner=inner, config=Config(**settings))
+    found = comparison.choose_loop(scored, source, initial, setup, lambda: None)
+    assert (found.scale, found.steps) == chosen

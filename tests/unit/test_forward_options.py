@@ -1,37 +1,31 @@
 """Attention implementations and checkpointed layers: same numbers, and conflicts are refused."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from transformers import BloomConfig, CTRLConfig, CTRLLMHeadModel
 
 from fmmeta.config.settings import Config
 from fmmeta.models import forward_options
 from fmmeta.models.forward_options import bf16_slowdown, check_attention
 from fmmeta.models.load import describe, load_learner
-from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
-from fmmeta.planning import memory
-from fmmeta.planning.memory import Sizes
 from fmmeta.training import build
 from fmmeta.training.build import plan_parallel, read_inputs
-from tests.support.helpers import refusal
-from tests.support.messages import check_message
-from tests.support.models import save, save_bert, save_llama, write_pairs
+from tests.support.messages import check_message, refusal
+from tests.support.models import save, write_pairs
 
 IDS = torch.randint(3, 250, (4, 40), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS)
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    return {"bert": str(save_bert(folder / "bert")), "llama": str(save_llama(folder / "llama"))}
+@pytest.fixture
+def sources(bert, llama):
+    return {"bert": str(bert), "llama": str(llama)}
 
 
 def learner_of(source: str, **settings):
@@ -57,7 +51,7 @@ def one_pass(learner) -> tuple[torch.Tensor, dict[str, torch.Tensor], int, list[
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = learner(input_ids=IDS, attention_mask=MASK).float().logsumexp(-1).mean()
+        loss = learner.logits(learner(input_ids=IDS, attention_mask=MASK)).float().logsumexp(-1).mean()
     held = sum(kept.values())
     loss.backward()
     return loss, {name: p.grad for name, p in learner.named_parameters() if p.requires_grad}, held, runs
@@ -79,17 +73,7 @@ def test_checkpointed_layers_save_memory_and_give_equal_gradients(sources, base,
         torch.testing.assert_close(again[name], gradient, rtol=1e-6, atol=1e-8)
 
 
-def test_the_estimate_of_checkpointed_activations_by_hand():
-    """Activations are the inputs of two layers and one complete layer."""
-    sizes = Sizes(params=0, layers=2, hidden=8, heads=4, vocab=0, rows=3, tokens=10, checkpointing=True)
-    for bf16, width in ((True, 2), (False, 4)):
-        found = memory.estimate(sizes, DeepSpeedSettings(0, bf16, False), 1).kinds["activations"]
-        assert found == 3 * 10 * 2 * 8 * width + 3 * 10 * (34 * 8 + 5 * 4 * 10) * width // 2
-
-
 def test_a_model_without_checkpointing_is_refused(tmp_path):
-    from transformers import CTRLConfig, CTRLLMHeadModel
-
     save(CTRLLMHeadModel(CTRLConfig(vocab_size=259, n_embd=8, dff=8, n_layer=1, n_head=2)), tmp_path)
     check_message(
         refusal(learner_of, str(tmp_path), task_type="causal_lm", gradient_checkpointing=True),
@@ -121,8 +105,12 @@ def test_chosen_attention_is_used(sources):
     ],
 )
 def test_attention_that_cannot_train_is_refused(name, bf16, device, cause, remedy):
-    message = refusal(check_attention, Config(attn_implementation=name), bf16, device)
-    check_message(message, f"attn_implementation={name} ", cause, remedy)
+    check_message(
+        refusal(check_attention, Config(attn_implementation=name), bf16, device),
+        f"attn_implementation={name} ",
+        cause,
+        remedy,
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,8 +136,6 @@ def test_attention_that_can_train_is_accepted(name, bf16, device):
     ],
 )
 def test_unsupported_attention_is_refused_before_weights_are_read(tmp_path, name, cause):
-    from transformers import BloomConfig
-
     BloomConfig(vocab_size=259, hidden_size=8, n_layer=1, n_head=2).save_pretrained(
         tmp_path
     )  # there are no weights

@@ -3,8 +3,6 @@
 Each test tries 200 inputs, and 2,000 in a process with FMMETA_HYPOTHESIS=thorough.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -12,7 +10,6 @@ import pkgutil
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,17 +25,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fmmeta import checkpoint
+from fmmeta.adaptation.model import LoadedModel
 from fmmeta.adaptation.predict import inputs_of
 from fmmeta.adaptation.task_learner import leave_out, read_task
 from fmmeta.cli import COMMANDS, parse
 from fmmeta.common.errors import UsageError
+from fmmeta.common.processes import time_limit
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.parallel import deepspeed_config
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.training.run_folder import open_run, settings_of, write_run
-from tests.support.checkpoints import WHOLE, saved
+from tests.support.checkpoints import WHOLE, parameters, saved, write_manifest
 from tests.support.helpers import one_rank
 from tests.support.launch import ROOT
 from tests.support.models import write_classes
@@ -46,7 +45,6 @@ from tests.support.models import write_classes
 HANG_S = 20
 DEEP = "deep"  # a short name for a text that is too long to show
 IN_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-NAMES = [item.name for item in fields(Config)]
 TEXTS = st.one_of(
     st.sampled_from(
         [
@@ -85,26 +83,10 @@ def deep(content: str) -> str:
 
 
 @contextmanager
-def time_limit() -> Iterator[None]:
-    """Raise an error after HANG_S seconds."""
-
-    def raise_timeout(*_):
-        raise AssertionError(f"still running after {HANG_S} s")
-
-    before = signal.signal(signal.SIGALRM, raise_timeout)
-    signal.alarm(HANG_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-@contextmanager
 def one_line_at_most() -> Iterator[None]:
     """Accept a UsageError of one line, a help text (a text may be -h), and no other exception."""
     message, code = "nothing", 0
-    with time_limit():
+    with time_limit(HANG_S):
         try:
             yield
         except UsageError as error:
@@ -132,35 +114,19 @@ def work_folder(tmp_path, monkeypatch):
     assert files_in(tmp_path) - files_in(work) <= {work}
 
 
-@IN_FOLDER
-@given(
-    pairs=st.lists(st.tuples(st.sampled_from([*NAMES, "config", "x" * 9]), TEXTS, st.booleans()), max_size=4)
-)
-def test_flags(pairs, work_folder):
-    argv = [
-        word
-        for name, value, joined in pairs
-        for word in ([f"--{name}={value}"] if joined else [f"--{name}", value])
-    ]
-    with one_line_at_most():
-        parse(argv)
-    assert not files_in(work_folder)
-
-
-OTHERS = ("evaluate", "tune", "adapt", "predict", "report", "doctor")
+OTHERS = ["evaluate", "tune", "adapt", "predict", "report", "doctor"]
 
 
 @IN_FOLDER
-@given(command=st.sampled_from(OTHERS), data=st.data())
-def test_flags_of_other_commands(command, data, work_folder):
+@pytest.mark.parametrize("commands", [["train"], OTHERS], ids=["train", "others"])
+@given(data=st.data())
+def test_flags(commands, data, work_folder):
+    command = data.draw(st.sampled_from(commands))
     names = [item.name for item in fields(pkgutil.resolve_name(COMMANDS[command].settings))]
     pair = st.tuples(st.sampled_from([*names, "config", "x" * 9]), TEXTS, st.booleans())
-    pairs = data.draw(st.lists(pair, max_size=4))
-    argv = [
-        word
-        for name, value, joined in pairs
-        for word in ([f"--{name}={value}"] if joined else [f"--{name}", value])
-    ]
+    argv = []
+    for name, value, joined in data.draw(st.lists(pair, max_size=4)):
+        argv += [f"--{name}={value}"] if joined else [f"--{name}", value]
     with one_line_at_most():
         parse(argv, command)
     assert not files_in(work_folder)
@@ -201,8 +167,8 @@ def test_support_files(rows, raw, name, task_type, work_folder):
 def test_lines_to_predict(content, column, work_folder):
     file = work_folder / "lines"
     file.write_bytes(content)
-    description = SimpleNamespace(images=False)
-    model: Any = SimpleNamespace(config=Config(), description=description)
+    description: Any = SimpleNamespace(images=False)
+    model: Any = LoadedModel(Config(), description, *cast(Any, [None] * 6))  # what reads inputs
     with one_line_at_most():
         settings = PredictConfig(model_name_or_path="x", input=str(file), text_column=column)
         assert all(isinstance(one.text, str) for one in inputs_of(settings, model))
@@ -376,8 +342,6 @@ REPLACEMENTS = st.one_of(
 )
 def test_checkpoints(file, seed, how, replacement, listed, work_folder):
     """Random damage with or without a matching manifest; an accepted checkpoint holds the saved values."""
-    from tests.support.checkpoints import parameters, write_manifest
-
     run, draw = work_folder / "run", random.Random(seed)
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir()

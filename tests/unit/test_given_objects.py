@@ -1,7 +1,5 @@
 """MetaTrainer with a model, a tokenizer and a data set that were made in Python."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,8 @@ from fmmeta.models import files
 from fmmeta.models.files import check_given_model, store_model
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.data.rows import rows_in_memory
-from tests.support.helpers import refusal, write_rows
-from tests.support.messages import check_message
+from tests.support.helpers import write_rows
+from tests.support.messages import check_message, refusal
 from tests.support.models import WORDS
 from tests.support.short_runs import QUICK, same
 
@@ -42,14 +40,14 @@ def train(tmp_path, name, settings=None, **given):
 
 
 def test_rows_in_python_train_as_the_rows_of_a_file(tmp_path):
-    """Pairs, dictionaries, a Dataset and a DatasetDict give the weights of a run over the same file."""
+    """Pairs, a Dataset and a DatasetDict give the weights of a run over the same file; dictionaries are the
+    same content as pairs in the next test.
+    """
     file = write_rows(tmp_path / "rows.jsonl", ROWS)
     split = {"class_splits": str(write_splits(tmp_path))}
     train(tmp_path, "file", {**split, "dataset": [str(file)]})
     given = {
         "pairs": PAIRS,
-        "dictionaries": ROWS,
-        "dataset": TABLE,
         "encoded": TABLE.class_encode_column("label"),
         "dict": datasets.DatasetDict(train=TABLE, test=TABLE.select([0])),
     }
@@ -59,8 +57,6 @@ def test_rows_in_python_train_as_the_rows_of_a_file(tmp_path):
 
 
 def write_splits(folder: Path) -> Path:
-    import json
-
     path = folder / "splits.json"
     path.write_text(json.dumps({"train": WORDS[:8]}))
     return path
@@ -147,32 +143,50 @@ def test_a_model_of_a_user_without_a_vocab_size(tmp_path, monkeypatch):
     assert "(WordsModel) does not say which layer its embedding is; define get_input_embeddings" in text
 
 
-def test_arguments_that_contradict_the_settings_are_refused(bert, tmp_path):
-    model = AutoModelForSequenceClassification.from_pretrained(bert)
-    check_message(refusal(train, tmp_path, "a", model=model), "has no tokenizer", "give tokenizer=")
-    module = torch.nn.Linear(1, 1)
-    check_message(refusal(train, tmp_path, "a", model=module), "model=Linear is no PreTrainedModel")
+def test_arguments_that_are_bad_or_contradict_the_settings_are_refused(bert, tmp_path):
+    model, module = AutoModelForSequenceClassification.from_pretrained(bert), torch.nn.Linear(1, 1)
+    both: dict[str, Any] = {"model_name_or_path": str(bert)}
+    for settings, given, parts in (
+        ({}, {"model": model}, ("has no tokenizer", "give tokenizer=")),
+        ({}, {"model": module}, ("model=Linear is no PreTrainedModel",)),
+        (both, {"model": model, "tokenizer": byte_tokenizer()}, ("with model=: give one of them",)),
+        ({"dataset": ["digits"]}, {"dataset": PAIRS}, ("dataset=digits in the settings", "give one")),
+        ({}, {"tokenizer": "bert"}, ("tokenizer=str is no tokenizer",)),
+        ({"dataset": ["in-memory"]}, {}, ("dataset=in-memory stands for",)),
+        # rows without the columns, and bytes, which are no text
+        (
+            {},
+            {"dataset": [{"words": "a", "label": "b"}]},
+            ("dataset=in-memory has none of the columns text", "--text_column"),
+        ),
+        (
+            {},
+            {"dataset": [(b"red", "colour"), (b"one", "number")]},
+            ("dataset[0] has text=b'red'", "is no text", "fix the row"),
+        ),
+        ({}, {"callbacks": Callback()}, ("callbacks=Callback", "is no list", "give callbacks=[...]")),
+        ({}, {"metrics": len}, ("metrics=builtin_function_or_method", "is no list", "give metrics=[...]")),
+    ):
+        check_message(refusal(train, tmp_path, "a", settings, **given), *parts)
+    assert not (tmp_path / "a").exists()
+
+
+def test_settings_that_do_not_exist_or_are_no_config_are_refused():
     for name, advice in (("inner_step", "did you mean inner_steps?"), ("qqq", "leave it out")):
         check_message(refusal(Config, **{name: 3}), f"{name}=3 is no setting", advice)
-    both = {"model_name_or_path": str(bert)}
-    text = refusal(train, tmp_path, "a", both, model=model, tokenizer=byte_tokenizer())
-    assert "with model=: give one of them" in text
-    text = refusal(train, tmp_path, "a", {"dataset": ["marks"]}, dataset=PAIRS)
-    check_message(text, "dataset=marks in the settings", "give one")
-    check_message(refusal(train, tmp_path, "a", tokenizer="bert"), "tokenizer=str is no tokenizer")
-    check_message(refusal(train, tmp_path, "a", {"dataset": ["in-memory"]}), "dataset=in-memory stands for")
-    assert not (tmp_path / "a").exists()
+    text = refusal(MetaTrainer({"outer_steps": 1}).train)  # pyright: ignore[reportArgumentType]
+    check_message(text, "config={'outer_steps': 1} is no Config", "give fmmeta.Config(...)")
 
 
 @pytest.mark.parametrize(
     ("data", "settings", "parts"),
     [
         ([], {}, ("dataset=[] holds no rows", "give pairs")),
-        ("rows.jsonl", {}, ("dataset='rows.jsonl' holds no rows", "Config(dataset=...)")),
+        ("rows.jsonl", {}, ("dataset='rows.jsonl' holds no rows", "where settings are")),
         (
             datasets.Dataset.from_dict({"text": []}),
             {},
-            ("dataset=Dataset holds no rows", "give one with rows"),
+            ("dataset=Dataset(", "holds no rows", "give pairs"),
         ),
         (
             pandas.DataFrame({"text": ["a"]}),
@@ -180,7 +194,6 @@ def test_arguments_that_contradict_the_settings_are_refused(bert, tmp_path):
             ("dataset=DataFrame is a table", "give datasets.Dataset.from_"),
         ),
         ([("a", "b", "c")], {}, ("dataset[0]=", "is no pair")),
-        ([("a", "b")], {"task_type": "causal_lm"}, ("dataset[0]=", "names no task", "give dictionaries")),
         (
             datasets.DatasetDict(test=TABLE),
             {},
@@ -195,28 +208,6 @@ def test_arguments_that_contradict_the_settings_are_refused(bert, tmp_path):
 )
 def test_data_without_usable_rows_is_refused(data, settings, parts):
     check_message(refusal(rows_in_memory, data, Config(**settings)), *parts)
-
-
-def test_rows_without_the_columns_are_refused(tmp_path):
-    text = refusal(train, tmp_path, "a", dataset=[{"words": "a", "label": "b"}])
-    check_message(text, "dataset=in-memory has none of the columns text", "--text_column")
-
-
-def test_bytes_are_no_text(tmp_path):
-    text = refusal(train, tmp_path, "a", dataset=[(b"red", "colour"), (b"one", "number")])
-    check_message(text, "dataset[0] has text=b'red'", "is no text", "fix the row")
-
-
-def test_a_configuration_or_callbacks_of_another_type_are_refused(tmp_path):
-    text = refusal(MetaTrainer({"outer_steps": 1}).train)  # pyright: ignore[reportArgumentType]
-    check_message(text, "config={'outer_steps': 1} is no Config", "give fmmeta.Config(...)")
-    callback: Any = Callback()
-    text = refusal(MetaTrainer(Config(output_dir=str(tmp_path / "a")), callbacks=callback).train)
-    check_message(text, "callbacks=Callback", "is no list", "give callbacks=[...]")
-    metric: Any = len
-    text = refusal(MetaTrainer(Config(output_dir=str(tmp_path / "a")), metrics=metric).train)
-    check_message(text, "metrics=builtin_function_or_method", "is no list", "give metrics=[...]")
-    assert not (tmp_path / "a").exists()
 
 
 def test_generation_settings_of_a_given_model_are_stored_or_refused(llama, tmp_path, monkeypatch):

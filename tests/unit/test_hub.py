@@ -1,22 +1,21 @@
 """Hub ids without a network: a cached model and a cached data set load by their ids."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket
 import subprocess
 from pathlib import Path
 
+import datasets
 import pytest
+from huggingface_hub import constants
 
 from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_learner, load_tokenizer
+from harness.fork_server import ForkServer, environment
 from tests.support.exports import exported
-from tests.support.fork_server import ForkServer, environment
-from tests.support.helpers import refusal
-from tests.support.launch import alone
-from tests.support.messages import check_message
+from tests.support.launch import alone, train_flags
+from tests.support.messages import check_message, refusal
 from tests.support.models import save_bert, write_classes
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -27,8 +26,6 @@ def caches(tmp_path_factory) -> Path:
     """A hub cache with the model acme/tiny-bert and a data sets cache with acme/intents, as after
     a download.
     """
-    import datasets
-
     home = tmp_path_factory.mktemp("home")
     repo = home / "hub" / "models--acme--tiny-bert"
     save_bert(repo / "snapshots" / COMMIT)
@@ -54,21 +51,8 @@ def offline(caches):
     fork_server = ForkServer(env, servers=1)
 
     def run(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-        words = [
-            "launch/train.py",
-            "--output_dir",
-            str(tmp_path / "run"),
-            "--outer_steps",
-            "1",
-            "--k_shot",
-            "1",
-            "--num_query",
-            "1",
-            "--eval_episodes",
-            "2",
-            *flags,
-        ]
-        return alone(fork_server, words, tmp_path, env)
+        short = train_flags(tmp_path / "run", outer_steps=1, k_shot=1, num_query=1, eval_episodes=2)
+        return alone(fork_server, ["launch/train.py", *short, *flags], tmp_path, env)
 
     yield run
     fork_server.close()
@@ -84,8 +68,6 @@ def test_model_and_dataset_load_from_the_caches_by_id(offline, tmp_path):
 
 def test_cached_model_is_loaded_without_the_hub(caches, tmp_path, monkeypatch):
     """Model, tokenizer and adapters: without the check the client would send six requests for each file."""
-    from huggingface_hub import constants
-
     bert = caches / "hub" / "models--acme--tiny-bert"
     adapters = caches / "hub" / "models--acme--adapters"
     exported(bert / "snapshots" / COMMIT, adapters / "snapshots" / COMMIT, lora_r=2)
@@ -117,7 +99,10 @@ def test_cached_model_is_loaded_without_the_hub(caches, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        (["--dataset", "acme/absent"], ("dataset=acme/absent is no path", "HF_HUB_OFFLINE is set")),
+        (
+            ["--dataset", "acme/absent"],
+            ("dataset=acme/absent is no path", "check the network and HF_HUB_OFFLINE"),
+        ),
         (
             ["--model_name_or_path", "acme/absent"],
             ("model_name_or_path=acme/absent ", "check the path, or the network"),

@@ -1,7 +1,5 @@
 """Folders import only from earlier folders; one module imports torch.distributed, one DeepSpeed."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -10,6 +8,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import networkx
 import pytest
 
 from tests.support.helpers import ROOT
@@ -75,6 +74,37 @@ def test_a_folder_imports_from_those_before_it(path):
     assert {folder_of(name) for name in imported(path) if name.startswith("fmmeta.")} <= before
 
 
+@pytest.mark.parametrize(
+    ("folder", "others"),
+    [
+        ("tests", {"benchmarks", "experiments"}),
+        ("benchmarks", {"tests"}),
+        ("experiments", {"tests"}),
+        ("harness", {"tests", "benchmarks", "experiments"}),
+    ],
+)
+def test_tests_and_benchmarks_share_the_harness_alone(folder, others):
+    files = [path for path in (ROOT / folder).rglob("*.py") if path.parent != ROOT / "tests" / "benchmarks"]
+    users = [path for path in files if others & {name.split(".")[0] for name in imported(path)}]
+    assert files
+    assert users == []
+
+
+CIRCLE = "bounded_staleness callbacks episodes loop profiler run_log scoring state trackers"
+"""Of training/, which import each other: the open core is to end it; no other file may join."""
+
+
+def test_no_file_imports_itself_through_others():
+    """Imports inside functions and under TYPE_CHECKING count."""
+    graph = networkx.DiGraph()
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
+    for module, path in modules.items():
+        for name in imported(path):
+            graph.add_edge(module, name if name in modules else name.rpartition(".")[0])
+    circles = [circle for circle in networkx.strongly_connected_components(graph) if len(circle) > 1]
+    assert circles == [{f"fmmeta.training.{name}" for name in CIRCLE.split()}]
+
+
 def test_no_class_name_is_used_twice():
     seen: dict[str, list[str]] = defaultdict(list)
     for path in FILES:
@@ -120,9 +150,8 @@ def test_torch_distributed_is_not_reached_by_its_full_name():
 def test_cheap_modules_import_nothing_heavy(module):
     code = (
         f"import time; t = time.process_time(); import {module}; t = time.process_time() - t; import json,"
-        " sys; "
+        " sys; print(json.dumps([t, sorted({name.split('.')[0] for name in sys.modules})]))"
     )
-    code += "print(json.dumps([t, sorted({name.split('.')[0] for name in sys.modules})]))"
     ran = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -1,23 +1,19 @@
 """Inner optimizers equal torch's on whole vectors and on shards; rates by layer, step and element."""
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
-from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.algorithms.unrolled import Unrolled
-from fmmeta.meta.inner_loop import InnerLoop
+from fmmeta.meta.algorithms import unrolled
+from fmmeta.meta.inner_loop import Trajectory
 from fmmeta.meta.inner_optimizers import Layers, Rates, inner_optimizer, layer_of, natural
 from tests.support import learners
-from tests.support.helpers import refusal
 from tests.support.learners import batches_of, config_of, episode_of, setup_of, worker_of
-from tests.support.messages import check_message
+from tests.support.messages import check_message, refusal
 
 RNG = torch.Generator().manual_seed(0)
 LAYERS = Layers(("a", "b"), ((0, 3, 0), (3, 5, 1), (6, 9, 0)))  # element 5 is padding
@@ -41,14 +37,8 @@ def rates(*rows: tuple[float, float]) -> Rates:
             lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0),
         ),
         (
-            {
-                "inner_optimizer": "adamw",
-                "inner_weight_decay": 0.3,
-                "inner_beta1": 0.0,
-                "inner_beta2": 0.9,
-                "inner_epsilon": 1e-3,
-            },
-            lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.0, 0.9), eps=1e-3, weight_decay=0.3),
+            {"inner_optimizer": "adamw", "inner_weight_decay": 0.3, "inner_epsilon": 1e-3},
+            lambda p: torch.optim.AdamW(p, lr=0.1, eps=1e-3, weight_decay=0.3),
         ),
     ],
 )
@@ -58,7 +48,7 @@ def test_inner_steps_equal_torch(settings, make, cuts):
     shard = torch.randn(9, generator=RNG)
     param = nn.Parameter(shard.clone())
     optimizer, rule = make([param]), inner_optimizer(Config(**settings))
-    state = rule.initial_state(9, torch.device("cpu"))
+    state = rule.zero_state(9, torch.device("cpu"))
     for k in range(4):
         param.grad = torch.randn(9, generator=RNG)
         given = param.grad.clone()
@@ -68,20 +58,6 @@ def test_inner_steps_equal_torch(settings, make, cuts):
         assert torch.equal(given, param.grad)
         optimizer.step()
         torch.testing.assert_close(shard, param.detach())
-
-
-def test_optimizer_state_is_reset_per_task_unless_kept():
-    adam = inner_optimizer(Config(algorithm="reptile", inner_optimizer="adamw"))
-    state = adam.initial_state(9, torch.device("cpu"))
-    adam.update(0, state, rates((0.1, 0.1)))(torch.zeros(9), torch.ones(9), WHOLE)
-    assert state.vectors["exp_avg"].any()
-    assert not adam.initial_state(9, torch.device("cpu")).vectors["exp_avg"].any()
-    kept = inner_optimizer(Config(algorithm="reptile", inner_optimizer="adamw", inner_optimizer_state="kept"))
-    kept.kept.vectors, kept.kept.count = state.vectors, 5
-    again = kept.initial_state(9, torch.device("cpu"))
-    assert torch.equal(again.vectors["exp_avg"], state.vectors["exp_avg"])
-    assert again.vectors["exp_avg"] is not state.vectors["exp_avg"]
-    assert again.count == 5
 
 
 @pytest.mark.parametrize("cuts", [[0, 9], [0, 4, 6, 7, 9]])
@@ -97,7 +73,7 @@ def test_rates_by_layer_step_and_element(cuts, element):
     assert torch.equal(found, wanted)
     shard, recorded = torch.zeros(9), torch.zeros(9)
     rule = inner_optimizer(Config())
-    rule.update(1, rule.initial_state(9, torch.device("cpu")), chosen, recorded)(
+    rule.update(1, rule.zero_state(9, torch.device("cpu")), chosen, recorded)(
         shard, torch.full((9,), -2.0), WHOLE
     )
     assert torch.equal(shard, 2 * wanted)
@@ -108,7 +84,7 @@ def test_proximal_gradient():
     anchor = torch.arange(9.0)
     sgd, recorded = inner_optimizer(Config()), torch.zeros(9)
     update = sgd.update(
-        0, sgd.initial_state(9, anchor.device), rates((1.0, 1.0)), recorded, anchor, proximal=0.5
+        0, sgd.zero_state(9, anchor.device), rates((1.0, 1.0)), recorded, anchor, proximal=0.5
     )
     update(torch.ones(4), torch.full((4,), 3.0), slice(2, 6))
     assert recorded[2:6].tolist() == [2.5, 2.0, 1.5, 1.0]
@@ -157,18 +133,23 @@ def test_layer_with_rate_zero_is_unchanged():
 def test_a_pattern_that_fits_no_layer_is_refused():
     learner = learners.bert()
     config = config_of(learner, inner_lr_groups=["*embeddings*=0", "decoder=2"])
-    message = refusal(setup_of, worker_of(learner, config), config)
-    check_message(message, "inner_lr_groups=decoder=2", "the layers are head, hf.embeddings.LayerNorm, ")
+    check_message(
+        refusal(setup_of, worker_of(learner, config), config),
+        "inner_lr_groups=decoder=2",
+        "the layers are head, hf.embeddings.LayerNorm, ",
+    )
 
 
-def test_validation_begins_with_a_fresh_state():
-    """Validation, the baseline and tuning adapt as users of the exported model do."""
-    kept = inner_optimizer(Config(algorithm="reptile", inner_optimizer="adamw", inner_optimizer_state="kept"))
-    loop = InnerLoop(1, rates((0.1, 0.1)), kept, cast(Any, None))
-    assert loop.variant().optimizer.kept is None
-    assert loop.optimizer.kept is not None
+def test_a_first_order_rule_stores_no_weights_for_learned_rates(monkeypatch):
+    firsts, learner = list[int](), learners.bert()
 
+    class Noted(Trajectory):
+        def __init__(self, *args):
+            super().__init__(*args)
+            firsts.append(self.first)
 
-def test_a_first_order_rule_stores_no_weights_for_learned_rates():
-    loop = InnerLoop(3, rates(*[(0.1, 0.1)] * 3), inner_optimizer(Config()), cast(Any, None))
-    assert [Unrolled(loop, order)._first_step for order in (1, 2)] == [3, 0]
+    monkeypatch.setattr(unrolled, "Trajectory", Noted)
+    for algorithm in ("fomaml", "maml"):
+        rule, worker = learners.rule_on(learner, algorithm=algorithm, inner_lr_learned="layer")
+        learners.task_gradient(rule, worker, learners.batches_of(learners.episode_of(learner)))
+    assert firsts == [rule.inner.steps, 0]

@@ -1,21 +1,20 @@
 """Joint training of classifiers: labels over the classes of all tasks, plain multi-task fine-tuning."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
 from fmmeta import Config, MetaTrainer
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
-from tests.support.helpers import refusal, write_rows
-from tests.support.messages import check_message
-from tests.support.models import save_bert, write_classes
+from tests.support.helpers import write_rows
+from tests.support.messages import check_message, refusal
+from tests.support.models import write_classes
 
 
 def source_of(*datasets, **settings):
@@ -65,14 +64,14 @@ def test_equal_names_in_other_tasks_and_data_sets_are_other_classes(tmp_path):
     assert sorted(number for numbers in found.values() for number in numbers) == list(range(9))
     both = source_of(tasks_file(tmp_path / "a.jsonl", 6), tasks_file(tmp_path / "b.jsonl", 6))
     assert len(both.classes) == len(set(both.classes)) == 3 * len(both.items)
-    numbers = [both.draw(task) for step in range(20) for task in Schedule(both.items, 2, 0).meta_batch(step)]
-    by_task: dict[str, set[int]] = {}
-    for draw in numbers:
-        by_task.setdefault(draw.task.name, set()).update(label for _, label in (*draw.support, *draw.query))
-    assert sorted(by_task) == sorted(both.items.names)
-    assert all(
-        both.classes[label].startswith(f"{task}/") for task, labels in by_task.items() for label in labels
-    )
+    seen = set()
+    for step in range(20):
+        for task in Schedule(both.items, 2, 0).meta_batch(step):
+            draw = both.draw(task)
+            seen.add(task.name)
+            for _, label in (*draw.support, *draw.query):
+                assert both.classes[label].startswith(f"{task.name}/")
+    assert seen == set(both.items.names)
     assert both.size(0, (0, 0, 0, 0)) == both.source.size(0, (0, 0, 0, 0))
 
 
@@ -83,37 +82,33 @@ def test_folder_of_task_files_is_refused(tmp_path):
     check_message(refusal(source_of, tmp_path), "algorithm=joint", "put the tasks into one file")
 
 
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("joint")
-    return save_bert(folder / "bert"), write_classes(folder / "classes.jsonl", classes=9)
+FIXED = {
+    "algorithm": "joint",
+    "n_way": 2,
+    "k_shot": 2,
+    "num_query": 3,
+    "meta_batch_size": 3,
+    "inner_steps": 2,
+    "outer_steps": 4,
+    "lr_scheduler_type": "constant",
+    "eval_episodes": 4,
+    "save_steps": 0,
+    "max_grad_norm": 0.3,
+}
 
 
-def run(bert, folder, **settings):
-    fixed = {
-        "algorithm": "joint",
-        "n_way": 2,
-        "k_shot": 2,
-        "num_query": 3,
-        "meta_batch_size": 3,
-        "inner_steps": 2,
-        "outer_steps": 4,
-        "lr_scheduler_type": "constant",
-        "eval_episodes": 4,
-        "save_steps": 0,
-        "max_grad_norm": 0.3,
-    }
-    config = Config(
-        **{
-            **fixed,
-            "model_name_or_path": str(bert[0]),
-            "dataset": [str(bert[1])],
-            "output_dir": str(folder),
-            **settings,
-        }
-    )
-    MetaTrainer(config).train()
-    return config, json.loads((folder / "run.json").read_text())["held_out"]
+@pytest.fixture
+def run(tmp_path):
+    """Trains on nine classes; the settings and the table of held-out tasks."""
+    data = write_classes(tmp_path / "classes.jsonl", classes=9)
+
+    def make(model, name="run", **settings):
+        given = {**FIXED, "model_name_or_path": str(model), "dataset": [str(data)], **settings}
+        config = Config(output_dir=str(tmp_path / name), **given)
+        MetaTrainer(config).train()
+        return config, json.loads((tmp_path / name / "run.json").read_text())["held_out"]
+
+    return make
 
 
 @pytest.mark.timeout(120)
@@ -124,16 +119,15 @@ def run(bert, folder, **settings):
         ({"outer_lr": 3e-3, "adam_epsilon": 1e-4}, 1e-4),
     ],
 )
-def test_joint_training_equals_plain_fine_tuning(bert, tmp_path, outer, at_most):
+def test_joint_training_equals_plain_fine_tuning(run, bert, tmp_path, outer, at_most):
     """A plain torch loop over a plain classifier with an output per training class; labels by name."""
-    from transformers import AutoModelForSequenceClassification
-
-    config, _ = run(bert, tmp_path / "run", **outer)
+    config, _ = run(bert, **outer)
     tokenizer = load_tokenizer(config, describe(config), print)
     source = load_sources(config, tokenizer, print).train.source
     names = sorted(name for (name,) in source.class_keys())
-    kwargs = {"num_labels": len(names), "ignore_mismatched_sizes": True}
-    model = AutoModelForSequenceClassification.from_pretrained(bert[0], **kwargs).eval()
+    model = AutoModelForSequenceClassification.from_pretrained(
+        bert, num_labels=len(names), ignore_mismatched_sizes=True
+    ).eval()
     assert len(names) > config.n_way
     for part in (model.classifier.weight, model.classifier.bias):
         part.data.zero_()
@@ -178,63 +172,29 @@ def test_joint_training_equals_plain_fine_tuning(bert, tmp_path, outer, at_most)
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("head", ["zero", "prototype"])
-def test_exported_model_gives_the_held_out_scores_of_the_run(bert, tmp_path, head):
+def test_exported_model_gives_the_held_out_scores_of_the_run(run, bert, tmp_path, head):
     """Evaluating the exported folder gives the scores that the run stored at its end."""
     inner_lr, model = (
-        (0.1, bert[0]) if head == "zero" else (0.01, "tiny")
+        (0.1, bert) if head == "zero" else (0.01, "tiny")
     )  # class means over the trained BERT make no errors
-    _, joint = run(
-        (model, bert[1]),
-        tmp_path / "run",
-        outer_lr=1e-2,
-        adam_epsilon=1e-4,
-        head_init=head,
-        inner_lr=inner_lr,
+    settings = {"head_init": head, "inner_lr": inner_lr}
+    _, joint = run(model, **settings, outer_lr=1e-2, adam_epsilon=1e-4)
+    _, none = run(tmp_path / "run" / "model", "none", **settings, algorithm="none")
+    after, before, start = (
+        "after adaptation, meta-trained",
+        "before adaptation, meta-trained",
+        "after adaptation, weights at the start",
     )
-    _, none = run(
-        (tmp_path / "run" / "model", bert[1]),
-        tmp_path / "none",
-        algorithm="none",
-        head_init=head,
-        inner_lr=inner_lr,
-    )
-    row = "after adaptation, meta-trained"
-    assert joint[row]["loss"][0] == pytest.approx(none[row]["loss"][0], rel=1e-5)
-    assert joint["before adaptation, meta-trained"]["loss"][0] == pytest.approx(
-        none["before adaptation, meta-trained"]["loss"][0], rel=1e-5
-    )
-    assert abs(joint[row]["loss"][0] - joint["after adaptation, weights at the start"]["loss"][0]) > 1e-3
+    for row in (after, before):
+        assert joint[row]["loss"][0] == pytest.approx(none[row]["loss"][0], rel=1e-5)
+    assert abs(joint[after]["loss"][0] - joint[start]["loss"][0]) > 1e-3
 
 
 @pytest.mark.timeout(120)
-def test_adapters_are_exported_without_the_joint_head(bert, tmp_path):
-    run(bert, tmp_path / "run", lora_r=2, eval_episodes=0, outer_steps=2)
-    found = load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
-    (weight,) = [value for name, value in found.items() if name.endswith("classifier.weight")]
-    assert weight.shape == (2, 32)
-    assert not weight.any()
-
-
-def test_merged_model_has_the_exported_head(tmp_path, bert):
-    """Zeros for the classes of an episode, not the head over all training classes."""
-    model, data = bert
-    MetaTrainer(
-        Config(
-            model_name_or_path=str(model),
-            dataset=[str(data)],
-            algorithm="joint",
-            pooling="model",
-            n_way=2,
-            k_shot=1,
-            num_query=1,
-            outer_steps=1,
-            eval_episodes=0,
-            save_steps=0,
-            lora_r=2,
-            lora_merge=True,
-            outer_lr=0.1,
-            output_dir=str(tmp_path / "run"),
-        )
-    ).train()
-    head = load_file(tmp_path / "run" / "merged" / "model.safetensors")["classifier.weight"]
-    assert torch.equal(head, torch.zeros(2, 32))
+def test_adapters_and_the_merged_model_are_exported_without_the_joint_head(run, bert, tmp_path):
+    """They have zeros for the classes of an episode, not the head over all training classes."""
+    run(bert, lora_r=2, lora_merge=True, outer_lr=0.1, eval_episodes=0, outer_steps=2)
+    for file in ("model/adapter_model.safetensors", "merged/model.safetensors"):
+        found = load_file(tmp_path / "run" / file)
+        (weight,) = [value for name, value in found.items() if name.endswith("classifier.weight")]
+        assert torch.equal(weight, torch.zeros(2, 32))

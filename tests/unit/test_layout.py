@@ -1,29 +1,40 @@
 """Ranks and groups from launchers' variables, and group sizes from an estimate of memory."""
 
-from __future__ import annotations
-
 import os
 import platform
+import resource
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
+import accelerate
+import psutil
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fmmeta.common import processes
+from fmmeta.config.settings import Config
+from fmmeta.parallel import memory
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
-from fmmeta.parallel.layout import LAUNCHERS, SRUN, GroupCoordinates, Launch, Layout, first_host
-from fmmeta.parallel.network import LOWEST_PORT, listen
+from fmmeta.parallel.layout import (
+    LAUNCHERS,
+    SRUN,
+    UNREAD,
+    GroupCoordinates,
+    Launch,
+    Layout,
+    first_host,
+    unread_settings,
+)
+from fmmeta.parallel.memory import HEADROOM, Sizes, check_group_size, choose_group_size, estimate
+from fmmeta.parallel.network import PORTS, listen
 from fmmeta.parallel.process_groups import World, pick_device
-from fmmeta.planning import memory
-from fmmeta.planning.memory import HEADROOM, Sizes, check_group_size, choose_group_size, estimate
-from tests.support.fork_server import ROOT, environment, shared
-from tests.support.helpers import refusal
+from harness.fork_server import ROOT, environment, shared
 from tests.support.memory import SIZES, world_of
-from tests.support.messages import check_message
+from tests.support.messages import check_message, refusal
 
 SBATCH = ROOT / "launch" / "slurm_torchrun.sbatch"
 TORCHRUN = {
@@ -97,11 +108,43 @@ def test_launch_from_variables(env, launch):
     assert Launch.from_env(env) == launch
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "silenced", "instead"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "bf16", {"bf16": True}, "--bf16, the only lower precision"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", {"compile": True}, "--compile"),
+        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3", {"deepspeed": "zero2"}, "--deepspeed zero3"),
+        ("ACCELERATE_DEEPSPEED_CONFIG_FILE", "a/b.json", {"deepspeed": "zero2"}, "--deepspeed a/b.json"),
+        ("PARALLELISM_CONFIG_CP_SIZE", "2", {}, "nothing: a group does not split sequences over ranks"),
+    ],
+)
+def test_settings_of_the_launcher_that_are_not_read_are_named(name, value, silenced, instead):
+    line = f"{name}={value} (accelerate launch) is not read; use {instead}"
+    assert [*unread_settings({name: value}, Config(), False)] == [line]
+    if silenced:
+        assert not [*unread_settings({name: value}, Config(**silenced), False)]
+
+
+def test_settings_that_choose_nothing_are_not_named():
+    env = {name: quiet.upper() for name, (quiet, _, _) in UNREAD.items()}
+    assert not [*unread_settings(env, Config(), True)]
+    assert not [*unread_settings({"ACCELERATE_USE_CPU": "True"}, Config(), False)]
+    assert len([*unread_settings({"ACCELERATE_USE_CPU": "True"}, Config(), True)]) == 1
+
+
+def test_every_variable_that_is_named_is_one_of_accelerate():
+    package = Path(str(accelerate.__file__)).parent
+    source = "".join((package / file).read_text() for file in ("utils/launch.py", "utils/dataclasses.py"))
+    for name in UNREAD:
+        assert name.removeprefix("PARALLELISM_CONFIG_") in source, name
+
+
 def test_ports_of_slurm_jobs_are_not_given_to_connections():
     """Those of both ways to start a job: the kernel gives ports from 32768 on, by default."""
-    ports = [Launch.from_env({**SLURM, "SLURM_JOB_ID": str(job)}).master_port for job in range(0, 40000, 7)]
-    assert min(ports) >= LOWEST_PORT
-    assert max(ports) < 32768
+    jobs = (0, 19999, 20000, 39999)
+    ports = [Launch.from_env({**SLURM, "SLURM_JOB_ID": str(job)}).master_port for job in jobs]
+    assert PORTS[0] <= min(ports)
+    assert max(ports) < PORTS[1]
     line = next(line for line in SBATCH.read_text().splitlines() if line.startswith("export RDZV_PORT="))
     for job in (0, 41234, 19999):
         env = {**SLURM, "SLURM_JOB_ID": str(job)}
@@ -130,23 +173,8 @@ def test_a_port_in_use_is_refused_with_the_setting_of_the_launcher(env, remedy, 
     [
         ({**TORCHRUN, "RANK": "8"}, ("RANK=8", "WORLD_SIZE=8", "check the launcher")),
         ({**TORCHRUN, "RANK": "-1"}, ("RANK=-1", "WORLD_SIZE=8", "check the launcher")),
-        (
-            {**TORCHRUN, "WORLD_SIZE": "eight"},
-            ("variable WORLD_SIZE=eight", "check the launcher"),
-        ),
-        (
-            {**SLURM, "SLURM_PROCID": ""},
-            ("variable SLURM_PROCID= ", "check the launcher"),
-        ),
-    ],
-)
-def test_bad_launcher_variables_are_refused(env, parts):
-    check_message(refusal(Launch.from_env, env), *parts)
-
-
-@pytest.mark.parametrize(
-    ("env", "parts"),
-    [
+        ({**TORCHRUN, "WORLD_SIZE": "eight"}, ("variable WORLD_SIZE=eight", "check the launcher")),
+        ({**SLURM, "SLURM_PROCID": ""}, ("variable SLURM_PROCID= ", "check the launcher")),
         ({"PMIX_RANK": "1"}, ("PMIX_RANK=1 without PMIX_SIZE", "unset PMIX_RANK for one process")),
         ({"RANK": "0"}, ("RANK=0 without WORLD_SIZE", "set RANK, WORLD_SIZE, LOCAL_RANK")),
         ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, ("WORLD_SIZE=2 without RANK", "unset WORLD_SIZE")),
@@ -165,24 +193,21 @@ def test_bad_launcher_variables_are_refused(env, parts):
         ),
     ],
 )
-def test_a_launch_that_is_known_in_part_is_refused(env, parts):
-    """Each of these processes would train the whole run, or wait for ranks that never come."""
-    message = refusal(Launch.from_env, env).replace(platform.node(), "HOST")
-    check_message(message, *parts)
+def test_a_launch_with_bad_variables_or_that_is_known_in_part_is_refused(env, parts):
+    """The latter processes would train the whole run, or wait for ranks that never come."""
+    check_message(refusal(Launch.from_env, env).replace(platform.node(), "HOST"), *parts)
 
 
 def test_a_shell_of_srun_with_other_tasks_is_refused():
     """Its `fmmeta train` would wait for them; standard input of a rank that srun starts is no terminal."""
     env = environment(**{**SLURM, "SLURM_PROCID": "0", "SLURM_PTY_PORT": "4242"})
-    words = [
-        sys.executable,
-        "-c",
-        "import os; from fmmeta.parallel.layout import Launch; Launch.from_env(os.environ)",
-    ]
+    code = "import os; from fmmeta.parallel.layout import Launch; Launch.from_env(os.environ)"
     controller, terminal = os.openpty()
-    shell = subprocess.run(words, env=env, stdin=terminal, capture_output=True, text=True, check=False)
-    rank = subprocess.run(
-        words, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    shell, rank = (
+        subprocess.run(
+            [sys.executable, "-c", code], env=env, stdin=stdin, capture_output=True, text=True, check=False
+        )
+        for stdin in (terminal, subprocess.DEVNULL)
     )
     os.close(terminal)
     os.close(controller)
@@ -219,9 +244,8 @@ def test_nodelist_without_hosts_is_refused(nodelist):
 
 @given(st.integers(1, 12), st.integers(1, 12))
 def test_groups_are_consecutive_ranks(num_groups, group_size):
-    layouts = [
-        Layout(Launch(rank, num_groups * group_size), group_size) for rank in range(num_groups * group_size)
-    ]
+    world_size = num_groups * group_size
+    layouts = [Layout(Launch(rank, world_size), group_size) for rank in range(world_size)]
     assert {layout.num_groups for layout in layouts} == {num_groups}
     places = [(layout.group_index, layout.group_rank) for layout in layouts]
     assert places == [(g, m) for g in range(num_groups) for m in range(group_size)]
@@ -269,7 +293,6 @@ ACTIVATIONS = 3 * 10 * 2 * (34 * 8 + 5 * 4 * 10)  # bytes in bf16
             0,
             4000,
         ),  # in fp32 the weights are the masters; gradients flattened for a reduction
-        (0, True, 4, (2000, 2000, 4000, 20000), 0, 6000),  # flattened, and once more in fp32
         (0, False, 1, (4000, 4000, 0, 20000), 0, 0),
         (0, True, 1, (2000, 4000, 4000, 20000), 2000, 6000),  # autograd's in bf16, added up in fp32
         (1, False, 4, (4000, 4000, 1000, 5000), 0, 4000 + 1000),  # flattened, and the rank's part
@@ -292,46 +315,76 @@ def test_estimate_by_hand(stage, bf16, group_size, kinds, buffers, staging):
     )
 
 
-def test_tensor_ranks_share_activations_but_those_between_split_layers():
-    found = estimate(replace(SIZES, tensor=2), DeepSpeedSettings(0, True, False), 4)
-    assert found.kinds["activations"] == 3 * 10 * 2 * (10 * 8 + (24 * 8 + 5 * 4 * 10) // 2)
+@pytest.mark.parametrize(
+    ("changes", "settings", "wanted"),
+    [
+        (  # tensor ranks share activations, but not those between split layers
+            {"tensor": 2},
+            DeepSpeedSettings(0, True, False),
+            {"activations": 3 * 10 * 2 * (10 * 8 + (24 * 8 + 5 * 4 * 10) // 2)},
+        ),
+        # with checkpointing: the inputs of two layers and one complete layer
+        (
+            {"checkpointing": True},
+            DeepSpeedSettings(0, True, False),
+            {"activations": 3 * 10 * 2 * 8 * 2 + ACTIVATIONS // 2},
+        ),
+        (
+            {"checkpointing": True},
+            DeepSpeedSettings(0, False, False),
+            {"activations": 3 * 10 * 2 * 8 * 4 + ACTIVATIONS},
+        ),
+        (  # with gloo's copies, which a GPU does not need
+            {"vocab": 30},
+            DeepSpeedSettings(3, False, False, bucket=100),
+            {"gathered": 4 * (1000 + 30 * 8), "buffers": 12 * 100},
+        ),
+        (
+            {"vocab": 30, "lazy": False},
+            DeepSpeedSettings(3, False, False, bucket=100),
+            {"gathered": 4 * 1000, "buffers": 8 * 100},
+        ),
+        # reduced while the backward pass runs; then a step's own copy
+        ({}, DeepSpeedSettings(2, False, False, bucket=100), {"buffers": 8 * 100, "staging": 1000}),
+        (
+            {},
+            DeepSpeedSettings(2, False, False, bucket=0),
+            {"buffers": 8 * 8**2},
+        ),  # "auto": the square of the hidden size
+        (  # a GPU has the bucket whole
+            {"lazy": False},
+            DeepSpeedSettings(1, False, False),
+            {"buffers": 4 * 5 * 10**8, "staging": 4 * 5 * 10**8 + 1000},
+        ),
+        (
+            {"vocab": 100},
+            DeepSpeedSettings(0, False, False),
+            {"logits": 3 * 3 * 10 * 100 * 4},
+        ),  # of language models
+        (  # shards that an algorithm keeps, and the outer optimizer
+            {"kept": 5, "trajectory": 3, "moments": 1},
+            DeepSpeedSettings(1, False, False),
+            {"kept": 8 * 1000, "moments": 1000},
+        ),
+    ],
+)
+def test_kinds_of_memory_by_hand(changes, settings, wanted):
+    found = estimate(replace(SIZES, **changes), settings, 4)
+    assert {kind: found.kinds[kind] for kind in wanted} == wanted
+    assert found.host == 0
 
 
-def test_zero3_on_a_gpu_needs_no_copies_of_gloo():
-    sizes = replace(SIZES, vocab=30)
-    settings = DeepSpeedSettings(3, False, False, bucket=100)
-    on_cpu, on_gpu = (estimate(replace(sizes, lazy=lazy), settings, 4).kinds for lazy in (True, False))
-    assert (on_cpu["gathered"], on_gpu["gathered"]) == (4 * (1000 + 30 * 8), 4 * 1000)
-    assert (on_cpu["buffers"], on_gpu["buffers"]) == (12 * 100, 8 * 100)
+def test_a_trajectory_beyond_its_budget_is_in_host_memory():
+    sizes = replace(SIZES, kept=5, trajectory=3, moments=1, budget=2500)
+    found = estimate(sizes, DeepSpeedSettings(1, False, False), 4)
+    assert (found.kinds["kept"], found.host) == (7 * 1000, 1000)  # two of three fit into the budget
 
 
 def test_peak_is_the_larger_of_two_phases():
-    small = replace(SIZES, rows=1, tokens=1)
-    found = estimate(small, DeepSpeedSettings(2, False, False), 4)
+    found = estimate(replace(SIZES, rows=1, tokens=1), DeepSpeedSettings(2, False, False), 4)
     assert found.kinds["activations"] == 4 * (34 * 8 + 5 * 4)
     assert found.total == 4000 + 1000 + 1000 + 5000 + 8000  # the reduction, after activations are freed
     assert str(found).split(" = ")[0].split(" + ")[-1].startswith("staging")
-    early = estimate(SIZES, DeepSpeedSettings(2, False, False, bucket=100), 4)
-    assert (early.kinds["buffers"], early.kinds["staging"]) == (
-        8 * 100,
-        1000,
-    )  # reduced while the backward pass runs; then a step's own copy
-    assert (
-        estimate(SIZES, DeepSpeedSettings(2, False, False, bucket=0), 4).kinds["buffers"] == 8 * 8**2
-    )  # "auto": the square of the hidden size
-    whole = estimate(replace(SIZES, lazy=False), DeepSpeedSettings(1, False, False), 4)
-    assert (whole.kinds["buffers"], whole.kinds["staging"]) == (
-        4 * 5 * 10**8,
-        4 * 5 * 10**8 + 1000,
-    )  # a GPU has the bucket whole
-
-
-def test_estimate_counts_shards_kept_by_algorithms():
-    more = replace(SIZES, kept=5, trajectory=3, moments=1)
-    found = estimate(more, DeepSpeedSettings(1, False, False), 4)
-    assert (found.kinds["kept"], found.kinds["moments"], found.host) == (8 * 1000, 1000, 0)
-    part = estimate(replace(more, budget=2500), DeepSpeedSettings(1, False, False), 4)
-    assert (part.kinds["kept"], part.host) == (7 * 1000, 1000)  # two of three fit into the budget
 
 
 def test_offload_moves_the_shards_of_a_gpu():
@@ -347,19 +400,6 @@ def test_offload_moves_the_shards_of_a_gpu():
     assert found.kinds["gathered"] == 2000
     on_cpu = estimate(SIZES, precision, 4)
     assert (on_cpu.kinds["weights"], on_cpu.host) == (500, 0)  # it is the same memory
-
-
-def test_logits_are_counted_for_language_models():
-    sizes = Sizes(**{**vars(SIZES), "vocab": 100})
-    assert estimate(sizes, DeepSpeedSettings(0, False, False), 1).kinds["logits"] == 3 * 3 * 10 * 100 * 4
-
-
-def test_estimate_as_text():
-    sizes = Sizes(params=2**28, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
-    assert (
-        str(estimate(sizes, DeepSpeedSettings(0, False, False), 1))
-        == "weights 1 + gradients 1 + meta 4 = 6 GiB"
-    )
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 4, 8])
@@ -392,14 +432,12 @@ def test_too_little_memory_is_refused(monkeypatch):
         "4 GiB are free",
         "use a higher ZeRO stage",
     )
-    message = refusal(choose_group_size, world, lambda data: sizes, DeepSpeedSettings(3, False, False))
-    check_message(message, "group_size=auto", "each at ZeRO 3", "use offload, more GPUs or")
-
-
-def test_memory_of_the_host_is_shared_by_its_ranks():
-    import psutil
-
-    assert memory.free_bytes(torch.device("cpu"), 1000) <= psutil.virtual_memory().total // 1000
+    check_message(
+        refusal(choose_group_size, world, lambda data: sizes, DeepSpeedSettings(3, False, False)),
+        "group_size=auto",
+        "each at ZeRO 3",
+        "use offload, more GPUs or",
+    )
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
@@ -425,7 +463,7 @@ def test_a_group_size_that_cannot_hold_the_model_is_refused(monkeypatch):
     check_message(
         refusal(check_group_size, world, lambda data: sizes, precision, 1),
         "group_size=1",
-        "weights 1 + gradients 1 + meta 4 = 6 GiB",
+        "needs weights 1 + gradients 1 + meta 4 = 6 GiB",
         "4 GiB are free",
         "use group_size 4 or 8",
     )
@@ -433,9 +471,11 @@ def test_a_group_size_that_cannot_hold_the_model_is_refused(monkeypatch):
     check_group_size(
         world, lambda data: sizes, DeepSpeedSettings(3, False, True), 1
     )  # offloaded: only a part is on the device
-    message = refusal(check_group_size, world, lambda data: sizes, DeepSpeedSettings(0, False, False), 2)
     check_message(
-        message, "group_size=2", "4 GiB are free", "use ZeRO 3, --pipeline_stages, --gradient_check"
+        refusal(check_group_size, world, lambda data: sizes, DeepSpeedSettings(0, False, False), 2),
+        "group_size=2",
+        "4 GiB are free",
+        "use ZeRO 3, --pipeline_stages, --gradient_check",
     )
 
 
@@ -450,8 +490,11 @@ def test_a_group_size_that_cannot_hold_the_model_is_refused(monkeypatch):
 def test_the_advice_is_not_what_is_set_already(monkeypatch, settings, model_ranks, changes, advice):
     sizes = replace(SIZES, params=2**30, **changes)
     world = world_of(monkeypatch, 2, 2, 2**20)
-    message = refusal(check_group_size, world, lambda data: sizes, settings, 2, model_ranks)
-    check_message(message, "group_size=2 needs ", f"; use {advice}")
+    check_message(
+        refusal(check_group_size, world, lambda data: sizes, settings, 2, model_ranks),
+        "group_size=2 needs ",
+        f"; use {advice}",
+    )
 
 
 @pytest.mark.parametrize(
@@ -459,7 +502,7 @@ def test_the_advice_is_not_what_is_set_already(monkeypatch, settings, model_rank
     [
         (DeepSpeedSettings(3, True, True, 2**20, 2**20, offload_param=True), False, "group_size 4"),
         (
-            DeepSpeedSettings(0, True, False),
+            DeepSpeedSettings(0, False, False),
             True,
             "ZeRO 3, --pipeline_stages, no --offload_outer, --lora_r or",
         ),
@@ -470,27 +513,29 @@ def test_a_group_size_that_host_memory_cannot_hold_is_refused(monkeypatch, setti
     world = world_of(monkeypatch, 4, 4, 2**38)
     world.device = torch.device("cuda")
     monkeypatch.setattr(memory, "host_bytes", lambda local: 10 * 2**30)
-    message = refusal(check_group_size, world, lambda data: sizes, settings, 2)
-    check_message(message, "in host memory) per rank", "(and 10 in host memory)", f"use {advice}")
+    check_message(
+        refusal(check_group_size, world, lambda data: sizes, settings, 2),
+        "in host memory) per rank",
+        "(and 10 in host memory)",
+        f"use {advice}",
+    )
     monkeypatch.setattr(memory, "host_bytes", lambda local: 2**38)
     check_group_size(world, lambda data: sizes, settings, 2)
 
 
-def test_groups_chosen_for_a_pipeline_hold_all_its_stages(monkeypatch):
-    world = world_of(monkeypatch, 12, 12, 2**40)
-    assert choose_group_size(world, lambda data: SIZES, DeepSpeedSettings(0, False, False), 3)[0] == 3
-    assert choose_group_size(world, lambda data: SIZES, DeepSpeedSettings(0, False, False), 1)[0] == 1
-
-
-def test_pipeline_that_fits_no_group_size_is_refused(monkeypatch):
-    message = refusal(
-        choose_group_size,
-        world_of(monkeypatch, 4, 4, 2**40),
-        lambda data: SIZES,
-        DeepSpeedSettings(0, False, False),
-        3,
+def test_groups_chosen_for_model_ranks_hold_all_of_them(monkeypatch):
+    precision, free = DeepSpeedSettings(0, False, False), 2**40
+    for model_ranks in (3, 1):
+        world = world_of(monkeypatch, 12, 12, free)
+        assert choose_group_size(world, lambda data: SIZES, precision, model_ranks)[0] == model_ranks
+    world = world_of(monkeypatch, 4, 4, free)
+    check_message(
+        refusal(choose_group_size, world, lambda data: SIZES, precision, 3),
+        "group_size=auto",
+        "tensor_parallel_size=3",
+        "world_size=4",
+        "give --group_size",
     )
-    check_message(message, "group_size=auto", "tensor_parallel_size=3", "world_size=4", "give --group_size")
 
 
 def test_more_data_ranks_have_smaller_micro_batches(monkeypatch):
@@ -508,10 +553,6 @@ def test_more_data_ranks_have_smaller_micro_batches(monkeypatch):
 
 
 def test_limits_of_a_process(monkeypatch, tmp_path):
-    import resource
-
-    import psutil
-
     monkeypatch.setattr(processes, "CGROUP", tmp_path)
     monkeypatch.setattr(processes, "CGROUP_OF_SELF", tmp_path / "cgroup")
     monkeypatch.setattr(processes, "STATUS", tmp_path / "status")
@@ -519,7 +560,7 @@ def test_limits_of_a_process(monkeypatch, tmp_path):
     soft = {resource.RLIMIT_DATA: resource.RLIM_INFINITY, resource.RLIMIT_AS: resource.RLIM_INFINITY}
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft[which], resource.RLIM_INFINITY))
     assert processes.cgroup_room() is None
-    assert processes.host_bytes(4) <= psutil.virtual_memory().total // 4
+    assert memory.free_bytes(torch.device("cpu"), 4) <= psutil.virtual_memory().total // 4
     soft[resource.RLIMIT_DATA] = 400 * 1024
     assert processes.host_bytes(1) == 100 * 1024
     soft[resource.RLIMIT_AS] = 950 * 1024

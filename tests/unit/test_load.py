@@ -1,31 +1,29 @@
 """Models load with every pooling, with a seeded head and without dropout; others are refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForSequenceClassification, T5Config
+from transformers import (
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    T5Config,
+)
 
 from fmmeta.adaptation.model import load_model
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
+from fmmeta.models.classification import NativeClassifier
 from fmmeta.models.files import base_model_name
 from fmmeta.models.lazy_weights import open_lazy_model
-from fmmeta.models.learner import NativeClassifier
 from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
 from fmmeta.parallel.workers.zero import move_buffers
 from fmmeta.tasks.batching import Example
-from tests.support.helpers import refusal
-from tests.support.messages import check_message
-from tests.support.models import save, save_bert, save_family, save_llama
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    return save_bert(tmp_path_factory.mktemp("bert"))
+from tests.support.messages import check_message, refusal
+from tests.support.models import save, save_family
 
 
 def changed(folder, source, **values):
@@ -102,8 +100,6 @@ def test_dropout_is_off_in_training(bert):
     ],
 )
 def test_dropout_of_every_name_is_off(family, sizes, own, tmp_path):
-    import transformers
-
     hf_config = transformers.AutoConfig.for_model(
         family, **sizes, **own, vocab_size=259, pad_token_id=0, num_labels=3
     )
@@ -120,10 +116,10 @@ def test_dropout_of_every_name_is_off(family, sizes, own, tmp_path):
     assert description.dropouts.items() >= own.items()
     learner = load_learner(config, description)
     ids = torch.arange(3, 15).view(2, 6)
-    first = learner(input_ids=ids, attention_mask=torch.ones_like(ids))
-    assert all(
-        torch.equal(learner(input_ids=ids, attention_mask=torch.ones_like(ids)), first) for _ in range(4)
-    )
+    first = learner.logits(learner(input_ids=ids, attention_mask=torch.ones_like(ids)))
+    for _ in range(4):
+        again = learner.logits(learner(input_ids=ids, attention_mask=torch.ones_like(ids)))
+        assert torch.equal(again, first)
 
 
 @pytest.mark.parametrize(
@@ -144,10 +140,13 @@ def test_pooling_auto_follows_the_folder(tmp_path, bert, modes, pooling):
     assert describe(Config(model_name_or_path=str(tmp_path), pooling="cls")).pooling == "cls"
 
 
-def test_unsupported_pooling_is_refused(tmp_path, bert):
+@pytest.mark.parametrize(
+    "modes", [("max_tokens",), ("cls_token", "mean_tokens"), ("mean_tokens", "max_tokens")]
+)
+def test_unsupported_and_combined_pooling_is_refused(tmp_path, bert, modes):
     (tmp_path / "1_Pooling").mkdir()
-    file = tmp_path / "1_Pooling" / "config.json"
-    file.write_text('{"pooling_mode_max_tokens": true}')
+    text = json.dumps({f"pooling_mode_{mode}": True for mode in modes})
+    (tmp_path / "1_Pooling" / "config.json").write_text(text)
     check_message(
         refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert)))),
         "pooling=auto",
@@ -157,30 +156,26 @@ def test_unsupported_pooling_is_refused(tmp_path, bert):
 
 
 @pytest.mark.parametrize(
-    ("values", "cause", "remedy"),
+    ("values", "causes"),
     [
-        ({"num_experts": 8}, "a mixture of experts (bert)", "use a dense model"),
-        ({"num_experts": "8"}, "a mixture of experts (bert)", "use a dense model"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "is quantised", "use the full one"),
+        ({"num_experts": 8}, (" ", "a mixture of experts (bert)", "use a dense model")),
+        ({"num_experts": "8"}, (" ", "a mixture of experts (bert)", "use a dense model")),
+        ({"quantization_config": {"quant_method": "gptq"}}, (" ", "is quantised", "use the full one")),
+        ({"model_type": "nonsense"}, (": its configuration cannot be read (",)),
+        ({"hidden_size": "many"}, (": its configuration cannot be read (",)),
+        ({"num_labels": "two"}, (": its configuration cannot be read (",)),
     ],
 )
-def test_models_that_cannot_be_trained_are_refused(tmp_path, bert, values, cause, remedy):
-    message = refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert, **values))))
-    check_message(message, f"model_name_or_path={tmp_path} ", cause, remedy)
-
-
-@pytest.mark.parametrize(
-    "values", [{"model_type": "nonsense"}, {"hidden_size": "many"}, {"num_labels": "two"}]
-)
-def test_configurations_that_transformers_refuses(tmp_path, bert, values):
-    message = refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert, **values))))
-    assert message.startswith(f"model_name_or_path={tmp_path}: its configuration cannot be read (")
+def test_models_that_cannot_be_read_or_trained_are_refused(tmp_path, bert, values, causes):
+    check_message(
+        refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert, **values)))),
+        f"model_name_or_path={tmp_path}{causes[0]}",
+        *causes[1:],
+    )
 
 
 def test_models_without_a_padding_token(tmp_path):
     """The configurations of CodeGen and Gemma 3 have no pad_token_id."""
-    import transformers
-
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "eos_token_id": 7}
     transformers.CodeGenConfig(**sizes).save_pretrained(tmp_path)
     config = Config(model_name_or_path=str(tmp_path), task_type="causal_lm")
@@ -192,16 +187,11 @@ def test_models_without_a_padding_token(tmp_path):
 
 
 def test_folders_without_a_model_are_refused(tmp_path):
-    check_message(
-        refusal(describe, Config(model_name_or_path=str(tmp_path))),
-        f"model_name_or_path={tmp_path}",
-        "give a Hugging Face folder or hub id",
-    )
-    for missing in (str(tmp_path / "none"), "./none", "a/b/c"):
+    empty = "give a Hugging Face folder or hub id"
+    missing = dict.fromkeys((str(tmp_path / "none"), "./none", "a/b/c"), "check the path")
+    for name, remedy in {str(tmp_path): empty, **missing}.items():
         check_message(
-            refusal(describe, Config(model_name_or_path=missing)),
-            f"model_name_or_path={missing}",
-            "check the path",
+            refusal(describe, Config(model_name_or_path=name)), f"model_name_or_path={name}", remedy
         )
 
 
@@ -241,9 +231,8 @@ LANGUAGE_MODEL, NATIVE, ENCODER = (
     ],
     ids=["prefix", "one"],
 )
-def test_a_checkpoint_without_all_weights_is_refused(tmp_path, read, settings, names, parts):
+def test_a_checkpoint_without_all_weights_is_refused(tmp_path, llama, read, settings, names, parts):
     """On layouts that read it at once and on those that read it tensor by tensor."""
-    llama = save_llama(tmp_path / "llama", tied=True)
     tensors = {names(name): value for name, value in load_file(llama / "model.safetensors").items()}
     config = Config(model_name_or_path=rewritten(tmp_path, llama, tensors), **settings)
     check_message(refusal(read, config, describe(config)), f"model_name_or_path={tmp_path} ", *parts)
@@ -252,8 +241,7 @@ def test_a_checkpoint_without_all_weights_is_refused(tmp_path, read, settings, n
 @pytest.mark.parametrize("read", [load_learner, open_lazy_model])
 @pytest.mark.parametrize("settings", [NATIVE, ENCODER], ids=str)
 def test_a_body_of_another_shape_is_refused(tmp_path, bert, read, settings):
-    tensors = load_file(bert / "model.safetensors")
-    folder = rewritten(tmp_path, bert, tensors, max_position_embeddings=140)
+    folder = rewritten(tmp_path, bert, load_file(bert / "model.safetensors"), max_position_embeddings=140)
     config = Config(model_name_or_path=folder, **settings)
     check_message(
         refusal(read, config, describe(config)),
@@ -264,16 +252,14 @@ def test_a_body_of_another_shape_is_refused(tmp_path, bert, read, settings):
 
 
 @pytest.mark.parametrize("read", [load_learner, open_lazy_model])
-def test_tied_weights_of_different_values_are_refused(tmp_path, read):
+def test_tied_weights_of_different_values_are_refused(tmp_path, llama, read):
     """One layout would untie them, another would drop one of them. Stored twice and equal they are tied; the
     remedy in the message is tried too.
     """
-    llama = save_llama(tmp_path / "llama")
     tensors = load_file(llama / "model.safetensors")
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     for change, values in ((0, {}), (1, {}), (1, {"tie_word_embeddings": False})):
-        stored = {**tensors, head: tensors[embedding] + change}
-        folder = rewritten(tmp_path, llama, stored, **values)
+        folder = rewritten(tmp_path, llama, {**tensors, head: tensors[embedding] + change}, **values)
         config = Config(model_name_or_path=folder, **LANGUAGE_MODEL)
         if change and not values:
             check_message(
@@ -293,10 +279,7 @@ def test_tied_weights_of_different_values_are_refused(tmp_path, read):
 @pytest.mark.parametrize("head", ["AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel"])
 def test_a_classifier_starts_from_a_model_without_its_head(tmp_path, bert, read, settings, head):
     """Without classifier and pooler, and with or without the prefix of the base model."""
-    import transformers
-
-    model = getattr(transformers, head).from_pretrained(bert, is_decoder="Causal" in head)
-    save(model, tmp_path)
+    save(getattr(transformers, head).from_pretrained(bert, is_decoder="Causal" in head), tmp_path)
     (tmp_path / "config.json").write_text((bert / "config.json").read_text())
     tensors = {
         name: value
@@ -357,31 +340,26 @@ def test_a_checkpoint_without_tokenizer_reads_bytes(tmp_path, bert):
 
 
 def test_model_without_a_linear_classifier_is_refused(bert):
-    from transformers import AutoModelForSequenceClassification
-
     hf = AutoModelForSequenceClassification.from_pretrained(bert)
     check_message(refusal(NativeClassifier, hf, 99), f"model_name_or_path={bert} ", "use --pooling mean")
 
 
-def test_a_decoder_as_classifier(tmp_path):
+def test_a_decoder_as_classifier(llama):
     """A decoder scores the last token that is no padding, and its features are those of that token."""
-    config = Config(
-        model_name_or_path=str(save_llama(tmp_path)), n_way=3, pooling="model", head_init="learned"
-    )
+    config = Config(model_name_or_path=str(llama), n_way=3, pooling="model", head_init="learned")
     learner = load_learner(config, describe(config))
     assert learner.head_names == ("hf.score.weight",)
     ids, mask = torch.tensor([[5, 6, 7, 0], [8, 9, 10, 11]]), torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
     inputs = {"input_ids": ids, "attention_mask": mask}
-    features = learner(**inputs, want="features")
-    torch.testing.assert_close(features @ learner.get_parameter("hf.score.weight").T, learner(**inputs))
+    features, logits = learner(**inputs)
+    torch.testing.assert_close(features @ learner.get_parameter("hf.score.weight").T, logits)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_model_uses_the_padding_token_of_the_tokenizer(kind, tmp_path):
     """The logits of a row do not depend on the other rows of its batch."""
     folder = save_family(tmp_path / kind, kind, layers=1)
-    facts = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**facts, "pad_token_id": None}))
+    changed(folder, folder, pad_token_id=None)
     config = Config(model_name_or_path=str(folder), pooling="model", n_way=3, head_init="learned")
     single = load_model(config, Progress(enabled=False))
     assert single.description.hf_config.pad_token_id == single.tokenizer.pad_token_id == 0
@@ -392,35 +370,34 @@ def test_model_uses_the_padding_token_of_the_tokenizer(kind, tmp_path):
 
 
 def test_encoder_as_language_model_is_refused(bert, tmp_path):
-    text = refusal(describe, Config(model_name_or_path=str(bert), task_type="causal_lm"))
-    check_message(text, f"model_name_or_path={bert} is a bert", "give a decoder, or use --task_type")
-    facts = json.loads((bert / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**facts, "is_decoder": True}))
+    check_message(
+        refusal(describe, Config(model_name_or_path=str(bert), task_type="causal_lm")),
+        f"model_name_or_path={bert} is a bert",
+        "give a decoder, or use --task_type",
+    )
+    changed(tmp_path, bert, is_decoder=True)
     assert describe(Config(model_name_or_path=str(tmp_path), task_type="causal_lm")).hf_config.is_decoder
 
 
-def test_prototypes_need_a_bias(tmp_path):
+def test_prototypes_need_a_bias(llama):
     """Classifiers of decoders have no bias, which class means need."""
-    config = Config(model_name_or_path=str(save_llama(tmp_path / "llama")), head_init="prototype")
-    message = refusal(load_learner, config, describe(config))
+    config = Config(model_name_or_path=str(llama), head_init="prototype")
     check_message(
-        message, "head_init=prototype", "LlamaForSequenceClassification", "use --pooling mean or another"
+        refusal(load_learner, config, describe(config)),
+        "head_init=prototype",
+        "LlamaForSequenceClassification",
+        "use --pooling mean or another",
     )
-
-
-@pytest.mark.parametrize("modes", [("cls_token", "mean_tokens"), ("mean_tokens", "max_tokens")])
-def test_combined_pooling_is_refused(tmp_path, bert, modes):
-    (tmp_path / "1_Pooling").mkdir()
-    text = json.dumps({f"pooling_mode_{mode}": True for mode in modes})
-    (tmp_path / "1_Pooling" / "config.json").write_text(text)
-    message = refusal(describe, Config(model_name_or_path=str(changed(tmp_path, bert))))
-    check_message(message, "pooling=auto", "choose one with --pooling")
 
 
 def test_an_encoder_decoder_is_not_pooled(tmp_path):
     T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8).save_pretrained(tmp_path)
-    message = refusal(describe, Config(model_name_or_path=str(tmp_path), pooling="mean"))
-    check_message(message, f"model_name_or_path={tmp_path}", "an encoder and a decoder", "give an encoder")
+    check_message(
+        refusal(describe, Config(model_name_or_path=str(tmp_path), pooling="mean")),
+        f"model_name_or_path={tmp_path}",
+        "an encoder and a decoder",
+        "give an encoder",
+    )
 
 
 @pytest.mark.parametrize("value", [0.5, 1, [0.0, 0.5]])
@@ -447,14 +424,14 @@ def test_features_of_a_decoder_are_those_of_its_logits_where_pad_is_eos():
     learner = NativeClassifier(LlamaForSequenceClassification(config).eval(), 3)
     ids = torch.tensor([[5, 6, 7, 2], [8, 9, 2, 2]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
-    features, logits = learner(want="both", input_ids=ids, attention_mask=mask)
+    features, logits = learner(input_ids=ids, attention_mask=mask)
     assert torch.allclose(features @ learner.hf.score.weight.T, logits, atol=1e-6)
 
 
-@pytest.mark.parametrize("save_model", [save_bert, save_llama])
-def test_buffers_move_to_the_device_of_a_model_that_is_sharded_while_loading(tmp_path, save_model):
+@pytest.mark.parametrize("model", ["bert", "llama"])
+def test_buffers_move_to_the_device_of_a_model_that_is_sharded_while_loading(model, request):
     """On the meta device; the state dict has the same names."""
-    config = Config(model_name_or_path=str(save_model(tmp_path)))
+    config = Config(model_name_or_path=str(request.getfixturevalue(model)))
     learner = open_lazy_model(config, describe(config)).learner
     before, names = dict(learner.named_buffers()), list(learner.state_dict())
     assert {buffer.device.type for buffer in before.values()} == {"cpu"}

@@ -1,53 +1,39 @@
 """LoRA: only adapters and the head are trained, and the exported folder is loaded by peft."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+import transformers
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, CTRLConfig, CTRLLMHeadModel
 
 from fmmeta import Config, MetaTrainer, adapt, evaluate
 from fmmeta.adaptation.predict import load as predict_from
 from fmmeta.evaluation.settings import EvaluateConfig, PredictConfig
 from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
 from fmmeta.models.lora import lora_config
+from fmmeta.parallel import memory
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
+from fmmeta.training import build
 from fmmeta.training.build import plan_parallel, read_inputs
 from tests.support.exports import assert_same_logits, exported, inputs
-from tests.support.helpers import refusal
-from tests.support.messages import check_message
-from tests.support.models import save, save_bert, save_llama, write_classes
+from tests.support.messages import check_message, refusal
+from tests.support.models import save, tiny, write_classes
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bases")
-    found = {
-        "bert": save_bert(folder / "bert"),
-        "llama": save_llama(folder / "llama"),
-        "roberta": save_roberta(folder / "roberta"),
-    }
-    return {**{name: str(path) for name, path in found.items()}, "tiny": "tiny"}
-
-
-def save_roberta(folder: Path) -> Path:
-    """Save a RoBERTa, whose classifier has a dense layer below the output layer and no pooler."""
-    from transformers import RobertaConfig, RobertaForSequenceClassification
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    return save(
-        RobertaForSequenceClassification(
-            RobertaConfig(**sizes, vocab_size=259, pad_token_id=0, num_labels=3)
-        ),
-        folder,
-    )
+def sources(bert, llama, tmp_path_factory):
+    # its classifier has a dense layer below the output layer, and it has no pooler
+    model = tiny("roberta", num_hidden_layers=1, num_labels=3)
+    roberta = save(model, tmp_path_factory.mktemp("roberta"))
+    return {"bert": str(bert), "llama": str(llama), "roberta": str(roberta), "tiny": "tiny"}
 
 
 def learner_of(source: str, **settings):
@@ -86,7 +72,8 @@ def test_only_adapters_and_head_are_trained(sources, base, settings, beside, ada
     assert {name for name in trained if "lora_" not in name} == beside
     assert {name.split(".lora_")[0].split(".")[-1] for name in trained - beside} == adapters
     assert not any("pooler" in name for name in trained - beside) or settings["pooling"] == "model"
-    logits = learner(input_ids=torch.tensor([[1, 5, 6]]), attention_mask=torch.ones(1, 3, dtype=torch.long))
+    ids = torch.tensor([[1, 5, 6]])
+    logits = learner.logits(learner(input_ids=ids, attention_mask=torch.ones_like(ids)))
     (logits * torch.randn_like(logits)).sum().backward()
     assert {
         name for name, param in learner.named_parameters() if param.grad is not None
@@ -109,13 +96,17 @@ def test_output_equals_w_plus_alpha_over_r_times_b_a(sources, base, settings):
     )
     batch = inputs(Path(sources[base]))
     with torch.no_grad():
-        assert torch.equal(adapted(**batch), plain(**batch))  # B is zero: the start is the checkpoint
+        assert torch.equal(
+            adapted.logits(adapted(**batch)), plain.logits(plain(**batch))
+        )  # B is zero: the start is the checkpoint
         for name, module in adapted.named_modules():
             if hasattr(module, "lora_B"):
                 a, b = module.lora_A["default"].weight, module.lora_B["default"].weight.normal_()
                 assert a.shape[0] == b.shape[1] == 4
                 plain.get_submodule(name).weight += 6 / 4 * b @ a
-        assert_same_logits(adapted(**batch), plain(**batch), batch["attention_mask"])
+        assert_same_logits(
+            adapted.logits(adapted(**batch)), plain.logits(plain(**batch)), batch["attention_mask"]
+        )
 
 
 def test_adapters_follow_the_seed(sources):
@@ -167,9 +158,6 @@ def test_adapters_follow_the_seed(sources):
     ],
 )
 def test_export_is_loaded_by_peft_and_transformers(tmp_path, sources, base, auto, settings):
-    import transformers
-    from peft import PeftModel
-
     folder = tmp_path / "model"
     _, worker = exported(sources[base], folder, lora_r=3, lora_alpha=5, lora_merge=True, **settings)
     make, batch = getattr(transformers, auto), inputs(folder)
@@ -199,21 +187,28 @@ def test_export_is_loaded_by_peft_and_transformers(tmp_path, sources, base, auto
 
 
 def test_export_is_a_sentence_transformers_folder(tmp_path, sources):
-    st = pytest.importorskip("sentence_transformers")
-    _, worker = exported(sources["bert"], tmp_path / "model", lora_r=3, lora_merge=True, pooling="mean")
+    """Its vectors are those of training, which leaves out a default prompt; other prompts stay."""
+    st = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    base = shutil.copytree(sources["bert"], tmp_path / "base")
+    prompts = {"prompts": {"query": "stone lantern "}, "default_prompt_name": "query"}
+    (base / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    _, worker = exported(
+        base, tmp_path / "model", notice=lambda text: None, lora_r=3, lora_merge=True, pooling="mean"
+    )
     batch, texts = inputs(tmp_path / "model"), ["river", "river stone lantern"]
     with torch.no_grad():
-        wanted = worker.model(**batch, want="features")
+        wanted = worker.model(**batch)[0]
     for folder in ("model", "merged"):
-        found = torch.from_numpy(st.SentenceTransformer(str(tmp_path / folder)).encode(texts))
+        encoder = st.SentenceTransformer(str(tmp_path / folder))
+        found = torch.from_numpy(encoder.encode(texts))
+        assert encoder.prompts["query"] == "stone lantern "
         assert_same_logits(found, wanted, batch["attention_mask"])
 
 
-def test_run_saves_only_adapters_and_resumes_from_them(tmp_path, sources):
-    data = write_classes(tmp_path / "rows.jsonl", classes=15)
+def test_run_saves_only_adapters_and_resumes_from_them(tmp_path, sources, classes):
     config = {
         "model_name_or_path": sources["bert"],
-        "dataset": [str(data)],
+        "dataset": [str(classes)],
         "k_shot": 1,
         "num_query": 2,
         "outer_steps": 4,
@@ -239,28 +234,18 @@ def test_run_saves_only_adapters_and_resumes_from_them(tmp_path, sources):
     assert "(lora_alpha: 4.0 -> 6.0; lora_r: 2 -> 3)" in refusal(MetaTrainer(other).train)
 
 
-def test_the_estimate_counts_frozen_weights_once(tmp_path, sources, monkeypatch):
+def test_the_estimate_counts_frozen_weights_once(sources, classes, monkeypatch):
     """Frozen weights need 4 bytes; trained ones also 4 of gradient and 20 of meta state."""
-    from fmmeta.planning import memory
-    from fmmeta.training import build
-
     seen = []
     monkeypatch.setattr(
         build,
         "choose_group_size",
         lambda world, sizes_at, precision, model_ranks: (seen.append(sizes_at(1)), (1, ""))[1],
     )
-    data = write_classes(tmp_path / "rows.jsonl", classes=15)
     world = World(Launch(), torch.device("cpu"))
+    given = {"model_name_or_path": sources["bert"], "dataset": [str(classes)], "pooling": "mean"}
     for lora_r in (0, 2):
-        config = Config(
-            model_name_or_path=sources["bert"],
-            dataset=[str(data)],
-            k_shot=1,
-            num_query=2,
-            pooling="mean",
-            lora_r=lora_r,
-        )
+        config = Config(**given, k_shot=1, num_query=2, lora_r=lora_r)
         inputs = read_inputs(config, world, lambda text: None)
         plan_parallel(config, inputs, world, lambda text: None)
     full, lora = seen
@@ -282,60 +267,41 @@ def test_missing_peft_is_refused_with_the_extra(sources, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("targets", "parts"),
+    ("base", "targets", "parts"),
     [
-        (["nix"], ("=nix: BertModel has no layer 'nix'", "dense, key, query, value")),
-        (["query", "nix"], ("=query nix: BertModel has no layer 'nix'", "dense, key, query, value")),
-        (["word_embeddings"], ("=word_embeddings: ", "name linear layers")),
+        ("bert", ["nix"], ["=nix: BertModel has no layer 'nix'", "dense, key, query, value"]),
+        ("bert", ["query", "nix"], ["=query nix: BertModel has no layer 'nix'", "dense, key, query, value"]),
+        ("bert", ["word_embeddings"], ["=word_embeddings: ", "name linear layers"]),
+        ("bert", ["LayerNorm"], ["=LayerNorm ", "cannot be adapted in BertModel: "]),  # peft refuses it
+        ("llama", ["lm_head"], ["=lm_head", "the weight of an embedding", "name linear layers"]),  # tied
+        ("head", ["query", "classifier"], ["no layer 'classifier' to adapt", "dense, key, query, value"]),
     ],
 )
-def test_targets_that_cannot_be_adapted(sources, targets, parts):
-    message = refusal(learner_of, sources["bert"], pooling="mean", lora_target_modules=targets)
-    check_message(message, "lora_target_modules", *parts)
-
-
-def test_a_target_that_peft_refuses(sources):
-    message = refusal(learner_of, sources["bert"], pooling="mean", lora_target_modules=["LayerNorm"])
-    assert message.startswith("lora_target_modules=LayerNorm ")
-    assert "cannot be adapted in BertModel: " in message
-
-
-def test_tied_output_layer_is_refused_as_target(sources):
-    message = refusal(learner_of, sources["llama"], task_type="causal_lm", lora_target_modules=["lm_head"])
-    check_message(message, "lora_target_modules=lm_head", "the weight of an embedding", "name linear layers")
-
-
-def test_head_is_refused_as_target(sources):
-    message = refusal(
-        learner_of, sources["bert"], pooling="model", lora_target_modules=["query", "classifier"]
+def test_targets_that_cannot_be_adapted(sources, base, targets, parts):
+    own = {"bert": {"pooling": "mean"}, "llama": {"task_type": "causal_lm"}, "head": {"pooling": "model"}}
+    source = sources["bert" if base == "head" else base]
+    check_message(
+        refusal(learner_of, source, **own[base], lora_target_modules=targets), "lora_target_modules", *parts
     )
-    check_message(message, "no layer 'classifier' to adapt", "dense, key, query, value")
 
 
 def test_unknown_architecture_needs_targets(tmp_path):
-    from transformers import CTRLConfig, CTRLLMHeadModel
-
     save(CTRLLMHeadModel(CTRLConfig(vocab_size=259, n_embd=8, dff=8, n_layer=1, n_head=2)), tmp_path)
     message = refusal(learner_of, str(tmp_path), task_type="causal_lm")
     assert message.startswith("lora_target_modules=(peft's choice) ")
     assert "cannot be adapted in CTRLLMHeadModel: " in message
     assert message.endswith("or use all-linear")
-    assert any(
-        "lora_A" in name
-        for name, _ in learner_of(
-            str(tmp_path), task_type="causal_lm", lora_target_modules=["Wq"]
-        ).named_parameters()
-    )
+    learner = learner_of(str(tmp_path), task_type="causal_lm", lora_target_modules=["Wq"])
+    assert any("lora_A" in name for name, _ in learner.named_parameters())
 
 
 @pytest.mark.parametrize("source", ["bert", "llama"])
 def test_an_adapter_folder_is_read_as_its_merged_model(source, tmp_path, sources):
     exported(sources[source], tmp_path / "model", lora_r=3, lora_merge=True)
-    config, merged = (
-        Config(model_name_or_path=str(tmp_path / name), head_init="learned") for name in ("model", "merged")
+    ours, theirs = (
+        learner_of(str(tmp_path / name), lora_r=0, n_way=5, head_init="learned").state_dict()
+        for name in ("model", "merged")
     )
-    ours = load_learner(config, describe(config)).state_dict()
-    theirs = load_learner(merged, describe(merged)).state_dict()
     assert set(ours) == set(theirs)
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
 
@@ -352,16 +318,15 @@ def test_training_continues_from_stored_adapters(source, tmp_path, sources):
         torch.equal(learner.get_parameter(name), param) for name, param in stored.items() if name not in heads
     )
     assert lora_config(learner, config).base_model_name_or_path == sources[source]
-    for other, rank in (
-        ({"lora_r": 4, "lora_alpha": 5}, 4),
-        ({"lora_r": 3}, 3),
-        ({"lora_r": 3, "lora_alpha": 5, "lora_target_modules": ["all-linear"]}, 3),
+    layers = len([name for name in stored if "lora_A" in name])
+    for other in (
+        {"lora_r": 4, "lora_alpha": 5},
+        {"lora_r": 3},
+        {"lora_r": 3, "lora_alpha": 5, "lora_target_modules": ["all-linear"]},
     ):
-        config = Config(model_name_or_path=str(tmp_path / "model"), **other)
-        layers = len([name for name in stored if "lora_A" in name])
         check_message(
-            refusal(lambda config: load_learner(config, describe(config)), config),
-            f"lora_r={rank}",
+            refusal(learner_of, str(tmp_path / "model"), **other),
+            f"lora_r={other['lora_r']}",
             f"{tmp_path / 'model'} holds adapters of rank 3, alpha 5",
             f"{layers} layers",
             "give the same --lora_r, --lora_alpha",
@@ -375,9 +340,6 @@ def options_file(path: Path, **options) -> str:
 
 def test_adapters_of_a_peft_config_are_those_of_peft(tmp_path, sources):
     """The same layers with the same ranks and factors as peft creates from the same file."""
-    import peft
-    from transformers import AutoModelForCausalLM
-
     options = {
         "r": 6,
         "lora_alpha": 10,
@@ -431,16 +393,18 @@ def test_training_continues_from_adapters_of_a_peft_config(tmp_path, sources):
     patterns = '{"rank_pattern": {"query": 2}, "alpha_pattern": {"value": 8}, "use_rslora": true}'
     _, worker = exported(sources["bert"], tmp_path / "model", lora_r=3, peft_config=patterns)
     file, model = str(tmp_path / "model" / "adapter_config.json"), str(tmp_path / "model")
-    config = Config(model_name_or_path=model, peft_config=file, head_init="learned")
-    learner = load_learner(config, describe(config))
+    learner = learner_of(model, lora_r=0, n_way=5, peft_config=file, head_init="learned")
     for name, param in worker.model.named_parameters():
         if ".lora_" in name:
             assert torch.equal(learner.get_parameter(name), param)
     same_ranks = '{"rank_pattern": {"query": 2}}'  # and other factors
     for options in (None, same_ranks):
-        config = Config(model_name_or_path=model, lora_r=3, peft_config=options)
-        message = refusal(lambda config: load_learner(config, describe(config)), config)
-        check_message(message, "lora_r=3", "holds adapters of rank 3", "adapter_config.json as --peft_config")
+        check_message(
+            refusal(learner_of, model, lora_r=3, peft_config=options),
+            "lora_r=3",
+            "holds adapters of rank 3",
+            "adapter_config.json as --peft_config",
+        )
 
 
 @pytest.mark.parametrize(
@@ -465,9 +429,7 @@ def test_training_continues_from_adapters_of_a_peft_config(tmp_path, sources):
 def test_peft_configs_that_are_refused(tmp_path, options, parts):
     file = tmp_path / "options.json"
     file.write_text(json.dumps(options))
-    check_message(
-        refusal(Config, peft_config=str(file)).replace(str(tmp_path), "DIR"), "peft_config=", *parts
-    )
+    check_message(refusal(Config, peft_config=str(file)), "peft_config=", *parts)
 
 
 def test_a_stored_peft_config_that_names_a_file_is_refused(tmp_path, sources):
@@ -475,8 +437,12 @@ def test_a_stored_peft_config_that_names_a_file_is_refused(tmp_path, sources):
     shutil.copytree(sources["bert"], tmp_path / "model")
     file = options_file(tmp_path / "secret.json", r=4)
     (tmp_path / "model" / "fmmeta.json").write_text(json.dumps({"lora_r": 4, "peft_config": file}))
-    message = refusal(lambda: EvaluateConfig(model_name_or_path=str(tmp_path / "model")).run_config())
-    check_message(message, "fmmeta.json cannot be read", "peft_config names a file", "fix or replace it")
+    check_message(
+        refusal(lambda: EvaluateConfig(model_name_or_path=str(tmp_path / "model")).run_config()),
+        "fmmeta.json cannot be read",
+        "peft_config names a file",
+        "fix or replace it",
+    )
 
 
 def test_a_peft_config_beside_other_flags(tmp_path):
@@ -485,11 +451,11 @@ def test_a_peft_config_beside_other_flags(tmp_path):
     message = refusal(Config, peft_config=file, lora_target_modules=["query"])
     check_message(message, "lora_target_modules=query", "target_modules .*key", "give one")
     (tmp_path / "options.json").write_text("{")
-    check_message(refusal(Config, peft_config=file).replace(str(tmp_path), "DIR"), "is not JSON", "fix it")
-    message = refusal(Config, peft_config=str(tmp_path)).replace(str(tmp_path), "DIR")
-    check_message(message, "peft_config=DIR cannot be read", "give a JSON file")
+    check_message(refusal(Config, peft_config=file), "cannot be read as JSON", "fix it")
+    for name in (str(tmp_path), "nowhere.json"):
+        message = refusal(Config, peft_config=name)
+        check_message(message, f"peft_config={name} cannot be read", "give a JSON file")
     assert "File name too long" in refusal(Config, peft_config="x" * 5000)
-    check_message(refusal(Config, peft_config="nowhere.json"), "peft_config=nowhere.json", "give a JSON file")
 
 
 @pytest.mark.parametrize(
@@ -517,18 +483,20 @@ def test_a_peft_config_beside_other_flags(tmp_path):
     ],
 )
 def test_peft_configs_that_fit_no_layer(sources, options, parts):
-    message = refusal(learner_of, sources["bert"], pooling="model", peft_config=json.dumps(options))
-    check_message(message, "peft_config", *parts)
+    check_message(
+        refusal(learner_of, sources["bert"], pooling="model", peft_config=json.dumps(options)),
+        "peft_config",
+        *parts,
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["fomaml", "anil"])
-def test_evaluation_adapts_the_adapters_that_were_trained(algorithm, tmp_path, sources):
+def test_evaluation_adapts_the_adapters_that_were_trained(algorithm, tmp_path, sources, classes):
     """Evaluating the exported folder gives the table of the run; without adapters its rates fit no layer."""
-    data = write_classes(tmp_path / "rows.jsonl", classes=15)
     shared = {"n_way": 3, "k_shot": 2, "num_query": 2}
     config = Config(
         model_name_or_path=sources["bert"],
-        dataset=[str(data)],
+        dataset=[str(classes)],
         algorithm=algorithm,
         lora_alpha=3,
         lora_target_modules=["key"],
@@ -547,14 +515,16 @@ def test_evaluation_adapts_the_adapters_that_were_trained(algorithm, tmp_path, s
         "after adaptation, meta-trained"
     ]
     model, given = str(tmp_path / "run" / "model"), {**shared, "n_way": "3", "k_shot": [2], "episodes": 3}
-    [cell] = evaluate(model, str(data), **given)["cells"]
+    [cell] = evaluate(model, str(classes), **given)["cells"]
     assert cell["accuracy"] == pytest.approx(table["accuracy"][0])
     assert cell["loss"] == pytest.approx(table["loss"][0], rel=1e-4)
-    [prototypes] = evaluate(model, str(data), method=["prototype"], **given)["cells"]
+    [prototypes] = evaluate(model, str(classes), method=["prototype"], **given)["cells"]
     assert 0 < prototypes["accuracy"] <= 1
-    message = refusal(evaluate, model, str(data), lora_r=0, **given)
     check_message(
-        message, f"model_name_or_path={model}", "lora_r=0", "leave --lora_r out, or give --inner_lr"
+        refusal(evaluate, model, str(classes), lora_r=0, **given),
+        f"model_name_or_path={model}",
+        "lora_r=0",
+        "leave --lora_r out, or give --inner_lr",
     )
 
 
@@ -574,7 +544,7 @@ def test_adapted_adapters_keep_their_base(tmp_path, sources):
     ]
     assert 0 < max(moved) < 0.5  # it began where the other ended
     texts = ["alpha beta", "gamma"]
-    again = predict_from(PredictConfig(model_name_or_path=str(tmp_path / "own"))).loaded.answer(texts, 8)
+    again = predict_from(PredictConfig(model_name_or_path=str(tmp_path / "own"))).predict(texts)
     for one, wanted in zip(again, adapted.predict(texts), strict=True):
         assert one.output == wanted.output
         assert one.score == pytest.approx(wanted.score, abs=1e-5)
@@ -582,9 +552,6 @@ def test_adapted_adapters_keep_their_base(tmp_path, sources):
 
 def test_the_tokenizer_of_a_folder_that_peft_saved_is_that_of_its_base(tmp_path, sources):
     """peft saves no tokenizer; the byte tokenizer would give other tokens than the base was trained on."""
-    import peft
-    from transformers import AutoModel, AutoTokenizer
-
     base = tmp_path / "base"
     shutil.copytree(sources["bert"], base)
     tokenizer = AutoTokenizer.from_pretrained(base)

@@ -29,11 +29,14 @@ def load(*names: Path | str, notices: list[str] | None = None, **settings) -> tu
     return config, load_sources(config, TOKENIZER, (notices if notices is not None else []).append)
 
 
-def write_folder(root: Path, strata: int = 2, files: int = 6, rows: int = 8) -> Path:
-    for s in range(strata):
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Two strata of six files, each a task with two classes."""
+    root = tmp_path / "tasks"
+    for s in range(2):
         (root / f"s{s}").mkdir(parents=True)
-        for f in range(files):
-            made = [{"text": f"{WORDS[f]} {WORDS[i]}", "label": "ab"[i % 2]} for i in range(rows)]
+        for f in range(6):
+            made = [{"text": f"{WORDS[f]} {WORDS[i]}", "label": "ab"[i % 2]} for i in range(8)]
             write_rows(root / f"s{s}" / f"t{f}.{('jsonl', 'csv', 'jsonl.gz')[f % 3]}", made)
     return root
 
@@ -49,7 +52,7 @@ def test_data_sets_of_a_mixture_are_strata_and_share_no_episode(tmp_path):
         write_classes(tmp_path / "second.jsonl", classes=9, strata=1),
     )
     config, sources = load(first, second)
-    parts = {"first": load(first)[1], "second": load(second)[1]}
+    parts = {path.stem: load(path)[1] for path in (first, second)}
     assert set(sources.train.items.strata) == {"first", "second"}
     assert len(sources.train.items) == sum(len(part.train.items) for part in parts.values())
     for task in tasks_of(config, sources, 30):
@@ -67,6 +70,7 @@ def test_data_sets_of_a_mixture_are_strata_and_share_no_episode(tmp_path):
     [
         ({"mix_weights": [3.0, 1.0]}, {"first": 300, "second": 100}),
         ({"mix_temperature": float("inf")}, {"first": 200, "second": 200}),
+        ({"mix_temperature": 2.0}, {"first": 223, "second": 177}),  # by the roots of 8 and 5
         ({"mix_temperature": 1e-3}, {"first": 398, "second": 2}),  # a share is never 0
         ({}, {"first": 246, "second": 154}),  # 8 of 13 training classes
     ],
@@ -83,9 +87,8 @@ def test_weights_and_temperature_set_the_shares(tmp_path, settings, wanted):
 
 def test_a_weight_for_the_only_data_set_changes_nothing(tmp_path):
     """Its strata are not data sets."""
-    config = Config(dataset=[str(write_classes(tmp_path / "a.jsonl"))], mix_weights=[2.0], num_query=1)
-    source = load_sources(config, byte_tokenizer(config.max_length), lambda text: None).train
-    assert stratum_shares(config, source.items) is None
+    config, sources = load(write_classes(tmp_path / "a.jsonl"), mix_weights=[2.0])
+    assert stratum_shares(config, sources.train.items) is None
 
 
 def test_short_names_fall_back_to_paths_when_they_collide():
@@ -116,10 +119,10 @@ def test_a_data_set_that_class_split_does_not_fit_is_warned_of(tmp_path):
     notices: list[str] = []
     _, sources = load(*(tmp_path / name for name in contents), class_split="b", notices=notices)
     assert Counter(item.stratum for item in sources.train.items)["named"] == 6
-    warned = [text for text in notices if isinstance(text, Warn)]
-    check_message(warned[0], f"class_split=b is not used for {tmp_path / 'one'}", "holds one split only")
-    check_message(warned[1], f"class_split=b is not used for {tmp_path / 'no'}", "without a file of splits")
-    assert all("are in the" in text for text in warned[2:])  # rows of the other copies, by their contents
+    one, no, *rows = [text for text in notices if isinstance(text, Warn)]
+    check_message(one, f"class_split=b is not used for {tmp_path / 'one'}", "holds one split only")
+    check_message(no, f"class_split=b is not used for {tmp_path / 'no'}", "there is no file of splits")
+    assert all("are in the" in text for text in rows)  # rows of the other copies, by their contents
 
 
 def test_a_data_set_without_training_tasks_is_named(tmp_path):
@@ -132,23 +135,18 @@ def test_a_data_set_without_training_tasks_is_named(tmp_path):
     )
 
 
-def test_files_of_a_folder_of_folders_are_tasks(tmp_path):
-    root = write_folder(tmp_path / "tasks")
-    notices: list[str] = []
-    config, sources = load(root, notices=notices)
+def test_files_of_a_folder_of_folders_are_tasks(folder):
+    config, sources = load(folder)
     assert isinstance(sources.train, FolderSource)
-    check_message(sources.summary, "12 task", "2 strata", f"{root}", "tasks: 8 train, 2 valid, 2 test")
+    check_message(sources.summary, "12 task", "2 strata", f"{folder}", "tasks: 8 train, 2 valid, 2 test")
     for task in tasks_of(config, sources, 16):
         episode = sources.train.draw(task).episode()
         stratum, file = task.name.split("/")
         assert task.stratum == stratum
         assert sorted(episode.classes) == ["a", "b"]
         word = WORDS[int(file[1:])]
-        texts = [
-            TOKENIZER.decode(row.input_ids, skip_special_tokens=True)
-            for row in episode.support + episode.query
-        ]
-        assert all(text.startswith(word) for text in texts)
+        for row in episode.support + episode.query:
+            assert TOKENIZER.decode(row.input_ids, skip_special_tokens=True).startswith(word)
 
 
 def test_pairs_in_files_need_no_task_column(tmp_path):
@@ -163,22 +161,17 @@ def test_pairs_in_files_need_no_task_column(tmp_path):
         assert TOKENIZER.decode(row.input_ids, skip_special_tokens=True).endswith(f"Output: {task.name[-1]}")
 
 
-def test_no_file_is_read_before_its_task_is_drawn(tmp_path):
-    root = write_folder(tmp_path / "tasks")
-    config, sources = load(root)
-    (root / "s0" / "t0.jsonl").write_text("{\n")  # not read so far
-    bad = []
-    for task in tasks_of(config, sources, 8):
-        try:
+def test_no_file_is_read_before_its_task_is_drawn(folder):
+    config, sources = load(folder)
+    tasks = tasks_of(config, sources, 8)
+    bad = next(task for task in tasks if task.name[-1] in "03")  # of a plain file
+    (folder / f"{bad.name}.jsonl").write_text("{\n")  # not read so far
+    for task in tasks:
+        if task != bad:
             sources.train.draw(task)
-        except ValueError as error:
-            bad.append((task.name, str(error)))
-    if any(item.name == "s0/t0" for item in sources.train.items):
-        assert [name for name, _ in bad] == ["s0/t0"]
-        assert bad[0][1].startswith(f"{root / 's0' / 't0.jsonl'}:1 is not a line of JSON (")
-    else:
-        assert not bad
-    assert len(sources.train.opened) == 8 - len(bad)
+    message = refusal(sources.train.draw, bad)
+    assert message.startswith(f"{folder / bad.name}.jsonl:1 is not a line of JSON (")
+    assert len(sources.train.opened) == 7
     assert pickle.loads(pickle.dumps(sources.train)).opened == {}
 
 
@@ -219,18 +212,13 @@ def test_what_is_left_out_of_a_file_is_logged(tmp_path):
     assert sources.train.draw(task).notices == ()
 
 
-def test_two_files_of_one_name_are_refused(tmp_path):
-    root = write_folder(tmp_path / "tasks")
-    (root / "s0" / "t0.csv").write_text("text,label\na,b\n")
-    check_message(refusal(load, root), f"dataset={root}", "rename one")
-
-
-def test_which_folders_hold_task_files(tmp_path):
-    root = write_folder(tmp_path / "tasks")
-    assert len(task_files(str(root), 64) or []) == 12
-    write_pairs(root / "rows.jsonl")
-    assert task_files(str(root), 64) is None  # files beside folders: one data set
-    assert task_files(str(tmp_path / "nowhere"), 64) is None
+def test_which_folders_hold_task_files(folder):
+    assert len(task_files(str(folder), 64) or []) == 12
+    (folder / "s0" / "t0.csv").write_text("text,label\na,b\n")  # a second file of this name
+    check_message(refusal(load, folder), f"dataset={folder}", "rename one")
+    write_pairs(folder / "rows.jsonl")
+    assert task_files(str(folder), 64) is None  # files beside folders: one data set
+    assert task_files(str(folder / "nowhere"), 64) is None
 
 
 def test_tokens_of_a_file_are_guessed_from_its_first_line(tmp_path):
@@ -239,8 +227,9 @@ def test_tokens_of_a_file_are_guessed_from_its_first_line(tmp_path):
     assert size == short.stat().st_size
     assert 20 < tokens < 40
     assert glance(short, 10)[1] == 10
-    table = write_rows(tmp_path / "a.csv", [{"text": "word " * 16, "label": "a"}])
-    assert glance(table, 512)[1] == pytest.approx(tokens, abs=6)  # not those of its header
+    for ending in (".csv", ".tsv", ".json"):
+        other = write_rows(tmp_path / f"a{ending}", [{"text": "word " * 16, "label": "a"}] * 9)
+        assert glance(other, 512)[1] == pytest.approx(tokens, abs=6)  # not those of a header or of all rows
     packed = tmp_path / "b.jsonl.gz"
     packed.write_bytes(gzip.compress(short.read_bytes()))
     assert glance(packed, 512)[1] == 512

@@ -1,7 +1,5 @@
 """Model cards: valid metadata, measured results, no local paths, and code that runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -55,12 +53,11 @@ def test_a_classifier_has_its_held_out_scores_and_runnable_code(bert, tmp_path):
     card = read(run / "model")
     assert "over 2 tasks each, outer_lr 0.005" in str(card)  # the rate that was used
     wanted = json.loads((run / "run.json").read_text())["held_out"]["after adaptation, meta-trained"]
-    accuracy, loss = card.data.eval_results
-    assert accuracy.metric_value == round(wanted["accuracy"][0], 4)
-    assert {accuracy.task_type, loss.task_type} == {"text-classification"}
-    assert loss.metric_value == round(wanted["loss"][0], 4)
-    assert accuracy.metric_args == {"episodes": 3, "ci95": round(wanted["accuracy"][1], 4)}
-    assert (accuracy.dataset_name, accuracy.dataset_split) == ("rows.jsonl", "test")
+    for result, metric in zip(card.data.eval_results, ("accuracy", "loss"), strict=True):
+        value, half = (round(number, 4) for number in wanted[metric])
+        assert (result.metric_value, result.metric_args) == (value, {"episodes": 3, "ci95": half})
+        assert (result.dataset_name, result.dataset_split) == ("rows.jsonl", "test")
+        assert result.task_type == "text-classification"
     assert (card.data.library_name, card.data.pipeline_tag) == (
         "sentence-transformers",
         "sentence-similarity",
@@ -72,7 +69,7 @@ def test_a_classifier_has_its_held_out_scores_and_runnable_code(bert, tmp_path):
     found: dict = {}
     exec(first.replace("USER/MODEL", str(run / "model")), found)
     assert found["adapted"].labels == ("delivery", "fees")
-    pytest.importorskip("sentence_transformers")
+    pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
     assert run_python(card.text, run / "model")["vectors"].shape == (1, 32)
 
 
@@ -90,11 +87,14 @@ def test_adapters_and_their_merged_model_have_cards(llama, tmp_path):
         assert pipe("river", max_new_tokens=2)[0]["generated_text"].startswith("river")
 
 
-@pytest.mark.parametrize("pooling", ["mean", "model"])
-def test_the_code_of_an_encoders_adapters_runs(bert, tmp_path, pooling):
+@pytest.mark.parametrize(("pooling", "algorithm"), [("mean", "protonet"), ("model", "fomaml")])
+def test_the_code_of_an_encoders_adapters_runs(bert, tmp_path, pooling, algorithm):
     data = write_classes(tmp_path / "rows.jsonl", classes=15)
-    run = trained(bert, data, tmp_path / "run", lora_r=2, pooling=pooling, eval_episodes=0)
+    settings = {"lora_r": 2, "pooling": pooling, "algorithm": algorithm}
+    run = trained(bert, data, tmp_path / "run", **settings, meta_batch_size=1)
     card = read(run / "model")
+    assert ("inner loop" in str(card)) == (algorithm == "fomaml")
+    assert "adamw over 1 task each" in str(card)
     assert (card.data.library_name, card.data.pipeline_tag) == ("peft", "feature-extraction")
     assert run_python(card.text, run / "model")["encoder"].config.hidden_size == 32
 
@@ -113,13 +113,12 @@ def content(base: str, **changed) -> Content:
 
 def test_the_base_model_is_a_hub_id_or_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr("fmmeta.models.files.hub_answers", lambda: False)
-    assert metadata(content("acme/base"), "x").base_model == "acme/base"
-    assert metadata(content("acme/base"), "x").to_dict().get("base_model_relation") is None
+    found = metadata(content("acme/base"), "x").to_dict()
+    assert (found["base_model"], found.get("base_model_relation")) == ("acme/base", None)
     assert metadata(content("acme/base", adapter=True), "x").base_model_relation == "adapter"
     for base in ("tiny", str(tmp_path), "./model", "a/b/c"):
         assert metadata(content(base), "x").base_model is None
-    (tmp_path / "acme").mkdir()
-    (tmp_path / "acme" / "base").mkdir()
+    (tmp_path / "acme" / "base").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert not is_hub_id("acme/base")
     assert public_name("acme/base") == "base"
@@ -146,8 +145,7 @@ def test_license_language_and_base_come_from_the_card_of_a_local_base(tmp_path):
 )
 def test_invalid_metadata_of_a_base_are_left_out(tmp_path, header):
     (tmp_path / "README.md").write_text(f"---\n{header}\n---\n")
-    found = metadata(content(str(tmp_path)), "x").to_dict()
-    assert set(found) == {"library_name", "tags"}
+    assert set(metadata(content(str(tmp_path)), "x").to_dict()) == {"library_name", "tags"}
 
 
 def test_names_from_data_cannot_end_the_metadata_block(tmp_path):

@@ -1,7 +1,5 @@
 """Every planted defect still applies to the code, and names tests that exist."""
 
-from __future__ import annotations
-
 import ast
 import json
 

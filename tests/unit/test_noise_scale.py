@@ -1,7 +1,5 @@
 """The gradient noise scale by hand, its smoothing, its state, and how a run shows it."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -10,9 +8,8 @@ import torch
 
 from fmmeta import Config, MetaTrainer
 from fmmeta.meta.noise_scale import DECAY, NoiseScale, TaskSquares, estimates
-from fmmeta.report.data import noise_advice
 from tests.support.models import write_classes
-from tests.support.short_runs import QUICK, theta_of
+from tests.support.short_runs import QUICK
 
 
 def squares_of(gradients: torch.Tensor, weights: torch.Tensor) -> tuple[TaskSquares, float]:
@@ -65,37 +62,23 @@ def test_a_mean_hidden_by_noise_suggests_no_number():
     noise = NoiseScale()
     noise.add(TaskSquares(2.0, 2.0, 20.0), 1.0)  # |G|^2 = 2 - 10 < 0
     assert math.isnan(noise.tasks)
-    assert "hides the mean gradient; use more tasks" in noise_advice(noise.tasks, 2)
-    assert "makes 25 %" in noise_advice(12.0, 4)
-
-
-def run(tmp_path, name, **settings):
-    data = write_classes(tmp_path / "classes.jsonl")
-    return MetaTrainer(
-        Config(
-            **{**QUICK, "num_workers": "0"},
-            dataset=[str(data)],
-            output_dir=str(tmp_path / name),
-            group_size="1",
-            **settings,
-        )
-    ).train()
+    assert "hides the mean gradient; use more tasks" in noise.advice(2)
+    assert "makes 25 %" in NoiseScale([1.0, 12.0, 1]).advice(4)
 
 
 @pytest.mark.timeout(120)
-def test_a_run_logs_and_reports_it_continues_it_on_resume_and_trains_the_same(tmp_path, capsys):
-    whole = run(tmp_path, "whole", outer_steps=6, gradient_noise_scale=True)
-    text = capsys.readouterr().out
-    assert "noise scale" in text
-    assert all("noise_scale" in line for line in whole.log_history)
-    page = (tmp_path / "whole" / "report.html").read_text()
-    assert "Gradient noise scale (tasks)" in page
-    assert "Noise scale" in page
-    plain = run(tmp_path, "plain", outer_steps=6)
-    assert not any("noise_scale" in line for line in plain.log_history)
-    found, wanted = theta_of(tmp_path / "whole"), theta_of(tmp_path / "plain")
-    assert all(torch.allclose(found[name], wanted[name], atol=1e-6) for name in wanted)
-    state = json.loads(next((tmp_path / "whole").glob("checkpoint-6/state.json")).read_text())
+def test_a_run_logs_reports_and_stores_it(tmp_path, capsys):
+    config = Config(
+        **{**QUICK, "num_workers": "0"},
+        dataset=[str(write_classes(tmp_path / "classes.jsonl"))],
+        output_dir=str(tmp_path / "run"),
+        outer_steps=6,
+        gradient_noise_scale=True,
+    )
+    assert all("noise_scale" in line for line in MetaTrainer(config).train().log_history)
+    assert "noise scale" in capsys.readouterr().out
+    assert ">noise scale</th>" in (tmp_path / "run" / "report.html").read_text()
+    state = json.loads((tmp_path / "run" / "checkpoint-6" / "state.json").read_text())
     assert state["noise_scale"][2] == 6
 
 

@@ -1,7 +1,5 @@
 """An outer step follows the recursion by hand, on a quadratic; what a checkpoint keeps of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,9 +8,8 @@ from fmmeta.meta.noise_scale import TaskSquares
 from fmmeta.meta.outer_step import OuterOptimizer, OuterUpdate
 from fmmeta.meta.parameters import MetaParameters, StateDict
 from fmmeta.parallel.collectives import Communicator
-from tests.support.learners import bert, worker_over
+from tests.support.learners import CPU, bert, worker_over
 
-CPU = torch.device("cpu")
 STEPS, LR, WITHOUT = 12, 0.2, 5
 
 
@@ -42,9 +39,9 @@ def test_theta_follows_the_recursion():
         if not is_empty:
             updates.meta.sum.add_(theta, alpha=3)
             wanted = wanted - rate * wanted
-        result = updates.step(0.0 if is_empty else 3.0, step, no_data=is_empty)
+        result = updates.step(0.0 if is_empty else 3.0, step)
         assert result.lr == pytest.approx(rate)
-        assert (result.applied, result.no_data) == (not is_empty, is_empty)
+        assert result.applied == (not is_empty)
         assert not updates.meta.sum.any()
     assert (theta - wanted).norm() < 1e-6 * (start - wanted).norm()
 
@@ -57,7 +54,7 @@ def test_reduce_dtype_bf16_sets_the_comm_dtype():
 def test_the_noise_scale_continues_from_a_checkpoint():
     updates, later = updates_of(), updates_of()
     updates.meta.sum.add_(updates.outer.meta_params.theta)
-    updates.step(3.0, 0, no_data=False, squares=TaskSquares(3.0, 3.0, 10.0))
+    updates.step(3.0, 0, squares=TaskSquares(3.0, 3.0, 10.0))
     updates.add_state(kept := StateDict())
     later.load_state(kept)
     assert later.noise_scale.state == updates.noise_scale.state

@@ -1,7 +1,5 @@
 """Outer and inner optimizers of the user, chosen by `module:name`."""
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -12,12 +10,11 @@ from torch import nn
 from fmmeta.config.algorithms import OUTER_OPTIMIZERS, check_outer, find_outer
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import EvaluateConfig, TuneConfig
-from fmmeta.meta.costs import shards
 from fmmeta.meta.outer_step import OuterOptimizer
 from fmmeta.meta.parameters import MetaParameters, PendingMean
-from tests.support.helpers import refusal
+from fmmeta.parallel.costs import shards
 from tests.support.learners import bert, config_of, worker_of
-from tests.support.messages import check_message
+from tests.support.messages import check_message, refusal
 from tests.support.models import save_bert
 from tests.support.outer_optimizer import Averaged
 
@@ -118,8 +115,11 @@ def test_an_outer_optimizer_that_cannot_work_on_shards_is_refused(name, part, tm
 
 
 def test_a_setting_that_the_spec_does_not_read_is_refused():
-    message = refusal(Config, outer_optimizer=f"{OWN}:Averaged", outer_momentum=0.5)
-    check_message(message, "outer_momentum=0.5", "leave it out")
+    check_message(
+        refusal(Config, outer_optimizer=f"{OWN}:Averaged", outer_momentum=0.5),
+        "outer_momentum=0.5",
+        "leave it out",
+    )
 
 
 INNER = "tests.support.inner_optimizer"
@@ -140,8 +140,7 @@ INNER = "tests.support.inner_optimizer"
     ],
 )
 def test_an_inner_optimizer_that_cannot_work_is_refused(settings, part):
-    message = refusal(Config, **settings)
-    check_message(message, f"inner_optimizer={settings['inner_optimizer']}", part)
+    check_message(refusal(Config, **settings), f"inner_optimizer={settings['inner_optimizer']}", part)
 
 
 def test_the_plan_counts_the_vectors_of_an_inner_optimizer():
@@ -154,8 +153,11 @@ def test_a_name_of_code_in_a_model_is_not_imported(tmp_path):
     model = save_bert(tmp_path / "bert")
     (model / "fmmeta.json").write_text(json.dumps({"inner_optimizer": "not_there:spec", "n_way": 2}))
     for kind in (EvaluateConfig, TuneConfig):
-        message = refusal(kind(model_name_or_path=str(model)).run_config)
-        check_message(message, "inner_optimizer=not_there:spec", "give --inner_optimizer not_there:spec")
+        check_message(
+            refusal(kind(model_name_or_path=str(model)).run_config),
+            "inner_optimizer=not_there:spec",
+            "give --inner_optimizer not_there:spec",
+        )
     given = EvaluateConfig(model_name_or_path=str(model), inner_optimizer=f"{INNER}:spec")
     assert given.run_config(n_way=2).inner_optimizer == f"{INNER}:spec"
     frozen = EvaluateConfig(model_name_or_path=str(model), method=["prototype"])  # has no inner loop

@@ -2,8 +2,7 @@
 model.
 """
 
-from __future__ import annotations
-
+import functools
 import itertools
 import json
 import os
@@ -13,29 +12,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file, save_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fmmeta.config.settings import Config
-from fmmeta.models.lazy_weights import open_lazy_model
-from fmmeta.models.learner import CausalLearner
+from fmmeta.models.causal_lm import CausalLearner
+from fmmeta.models.lazy_weights import LazyModel, open_lazy_model
 from fmmeta.models.load import describe, empty_learner, load_learner
 from fmmeta.models.pipeline_split import balance, plan_stages, take_stage
 from fmmeta.parallel.layout import GroupCoordinates
 from fmmeta.parallel.workers.create import frozen_tensors
 from fmmeta.parallel.workers.pipeline import hold_stage
-from tests.support.helpers import refusal
-from tests.support.messages import check_message
+from tests.support.messages import check_message, refusal
 from tests.support.models import DECODERS, ENCODERS, save_family
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A folder per family, made once."""
-    made = {}
 
+    @functools.cache
     def folder(family: str, tied: bool = True):
-        if (family, tied) not in made:
-            made[family, tied] = save_family(tmp_path_factory.mktemp(family), family, tied)
-        return made[family, tied]
+        return save_family(tmp_path_factory.mktemp(family), family, tied)
 
     return folder
 
@@ -80,14 +77,14 @@ def test_consecutive_stages_equal_the_model(saved, family, stages, settings):
     mask = torch.ones_like(ids)
     mask[1, 12:] = mask[2, 15:] = 0
     ids[mask == 0] = 0
-    for want in ("logits", "features") if whole.head_names else ("logits",):
-        passed = (ids, mask)
-        found[-1][0].want = want
-        for stage, *_ in found:
-            passed = stage(passed)
-        wanted = whole(input_ids=ids, attention_mask=mask, want=want)
-        keep = mask.bool() if wanted.ndim == 3 else slice(None)
-        assert torch.equal(passed[keep], wanted[keep])
+    passed = (ids, mask)
+    for stage, *_ in found:
+        passed = stage(passed)
+    wanted = whole(input_ids=ids, attention_mask=mask)
+    if whole.head_names:  # features and logits
+        assert all(map(torch.equal, passed, wanted))
+    else:
+        assert torch.equal(passed[mask.bool()], wanted[mask.bool()])
     params = dict(whole.named_parameters())
     listed = [name for _, names, *_ in found for name, _ in names.values()]
     cut = found[0][2]
@@ -115,8 +112,6 @@ def test_a_stage_without_trained_weights_passes_gradients(saved):
 
 
 def test_a_stage_reads_its_own_tensors_only(saved, monkeypatch):
-    from fmmeta.models.lazy_weights import LazyModel
-
     read = []
     ordinary = LazyModel.read
     monkeypatch.setattr(LazyModel, "read", lambda self, name: read.append(name) or ordinary(self, name))
@@ -150,8 +145,7 @@ def test_the_balance_is_optimal(weights, data):
 
 def test_a_fresh_head_is_drawn_as_transformers_draws_it(tmp_path, saved):
     """Out of a checkpoint without pooler and classifier, and of one whose classifier has another size."""
-    config = config_of(saved("bert"), "bert", head_init="learned")
-    assert_same_start(config)
+    assert_same_start(config_of(saved("bert"), "bert", head_init="learned"))
     tensors = load_file(saved("bert") / "model.safetensors")
     kept = {
         name: value for name, value in tensors.items() if not name.startswith(("classifier", "bert.pooler"))
@@ -201,8 +195,6 @@ def test_a_tied_weight_is_found_under_its_other_name(tmp_path, family):
     """save_model of safetensors keeps the first name of a tied weight in alphabetical order, which is
     lm_head.weight.
     """
-    from transformers import AutoModelForCausalLM
-
     folder = save_family(tmp_path, family)
     file = folder / "model.safetensors"
     save_model(AutoModelForCausalLM.from_pretrained(folder), str(file), {"format": "pt"})
@@ -221,21 +213,16 @@ def test_frozen_tensors_of_a_stage(saved):
     """With fmmeta's pooling BERT's pooler is frozen; it is on the last stage and is exported from there."""
     config = config_of(saved("bert"), "bert", pooling="mean")
     frozen = []
-    for _, _, cut, stream in held_stages(config, 2):
-        stage = len(frozen)
-        frozen.append(
-            sorted(
-                frozen_tensors(stream.learner, [name for name, owner in cut.owner.items() if owner == stage])
-            )
-        )
+    for stage, (_, _, cut, stream) in enumerate(held_stages(config, 2)):
+        held = [name for name, owner in cut.owner.items() if owner == stage]
+        frozen.append(sorted(frozen_tensors(stream.learner, held)))
     assert frozen == [[], ["hf.pooler.dense.bias", "hf.pooler.dense.weight"]]
 
 
 def test_models_that_cannot_be_split_are_refused(tmp_path, saved):
     learner = empty_learner(config := config_of(saved("llama"), "llama"), describe(config))
     check_message(refusal(plan_stages, learner, 4), "pipeline_stages=4", "3 layers", "use 3 or fewer")
-    other = tmp_path / "config.json"
-    other.write_text(
+    (tmp_path / "config.json").write_text(
         json.dumps(
             {
                 "model_type": "electra",
@@ -250,16 +237,15 @@ def test_models_that_cannot_be_split_are_refused(tmp_path, saved):
     )
     learner = empty_learner(config := config_of(tmp_path, "bert"), describe(config))
     check_message(refusal(plan_stages, learner, 2), "model_type=electra", "use --group_size with ZeRO 3")
-    config = config_of(tmp_path, "bert")
     check_message(
         refusal(open_lazy_model, config, describe(config)),
         f"model_name_or_path={tmp_path}",
         "convert its weights to safetensors",
     )
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 20)
-    message = refusal(open_lazy_model, config, describe(config))
-    assert message.startswith(
-        f"model_name_or_path={tmp_path}: {tmp_path / 'model.safetensors'} cannot be read ("
+    check_message(
+        refusal(open_lazy_model, config, describe(config)),
+        f"model_name_or_path={tmp_path}: {tmp_path / 'model.safetensors'} cannot be read (",
     )
 
 
@@ -296,11 +282,10 @@ def test_a_tensor_of_another_shape_is_refused_in_a_language_model(tmp_path, save
 )
 def test_models_with_parts_outside_of_their_plan_are_refused(family, settings, part):
     """Their stages would compute without what every layer reads beside the hidden states."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
     config = AutoConfig.for_model(family, vocab_size=50, vocab_size_per_layer_input=50, **sizes, **settings)
     with torch.device("meta"):
         learner = CausalLearner(AutoModelForCausalLM.from_config(config))
-    message = refusal(plan_stages, learner, 2)
-    check_message(message, f"model_type={family}", part, "use --group_size with ZeRO 3")
+    check_message(
+        refusal(plan_stages, learner, 2), f"model_type={family}", part, "use --group_size with ZeRO 3"
+    )

@@ -2,9 +2,8 @@
 members.
 """
 
-from __future__ import annotations
-
 import errno
+import importlib.util
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,9 +11,17 @@ import psutil
 import pytest
 import torch
 
+from fmmeta.elastic import lighthouse
+from fmmeta.elastic.communicator import ElasticCommunicator
+from fmmeta.elastic.controller import SECRET, run_secret
+from fmmeta.elastic.lighthouse import LighthouseClient, LighthouseConfig, coordination, open_lighthouse
 from fmmeta.parallel import network
+from fmmeta.parallel.collectives import Communicator
 from tests.support.launch import run_ranks
 
+needs_torchft = pytest.mark.skipif(
+    importlib.util.find_spec("torchft") is None, reason="elastic groups need torchft"
+)
 LISTENERS = """
 import sys
 import psutil
@@ -53,12 +60,8 @@ def test_one_node_listens_on_loopback_and_ignores_unsigned_store_entries():
     assert [text.strip().splitlines()[-1] for text in ended.output] == ["listens on ['127.0.0.1']"] * 2
 
 
+@needs_torchft
 def test_a_lighthouse_and_the_stores_of_one_node_listen_on_loopback():
-    pytest.importorskip("torchft", reason="elastic groups need torchft")
-    from fmmeta.elastic.communicator import ElasticCommunicator
-    from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
-    from fmmeta.parallel.collectives import Communicator
-
     before = listening(psutil.Process())
     server, address = open_lighthouse(LighthouseConfig(host="127.0.0.1", port=0))
     cross = ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), address, "a")
@@ -70,27 +73,21 @@ def test_a_lighthouse_and_the_stores_of_one_node_listen_on_loopback():
         server.shutdown()
 
 
+@needs_torchft
 def test_a_lighthouse_for_all_interfaces_starts_on_a_host_without_ipv6(monkeypatch):
-    pytest.importorskip("torchft", reason="elastic groups need torchft")
-    from fmmeta.elastic import lighthouse
-
     def without_ipv6(host, port):
         if ":" in host:
             raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
         return network.listen(host, port)
 
     monkeypatch.setattr(lighthouse, "listen", without_ipv6)
-    server, address = lighthouse.open_lighthouse(lighthouse.LighthouseConfig(port=0))
+    server, address = open_lighthouse(LighthouseConfig(port=0))
     server.shutdown()
     assert re.fullmatch(r"http://\S+:\d+", address)
 
 
+@needs_torchft
 def test_members_without_the_secret_are_ignored():
-    pytest.importorskip("torchft", reason="elastic groups need torchft")
-    from fmmeta.elastic.communicator import ElasticCommunicator
-    from fmmeta.elastic.lighthouse import LighthouseClient, LighthouseConfig, coordination, open_lighthouse
-    from fmmeta.parallel.collectives import Communicator
-
     server, address = open_lighthouse(LighthouseConfig(host="127.0.0.1", port=0, min_groups=3))
     cross = ElasticCommunicator(Communicator(None, 0, 1, torch.device("cpu")), address, "b")
     cross.secret = b"ours"
@@ -122,8 +119,6 @@ def test_members_without_the_secret_are_ignored():
 
 
 def test_a_run_has_one_secret_readable_by_its_owner(tmp_path):
-    from fmmeta.elastic.controller import SECRET, run_secret
-
     with ThreadPoolExecutor(8) as pool:
         (found,) = set(pool.map(lambda _: run_secret(tmp_path), range(8)))
     assert len(found) == 64

@@ -2,8 +2,6 @@
 is lowered.
 """
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 
@@ -15,9 +13,9 @@ from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.models.load import describe, fitted, max_positions
 from fmmeta.train import train
-from tests.support.helpers import refusal, write_rows
-from tests.support.messages import check_message
-from tests.support.models import WORDS, byte_tokenizer
+from tests.support.helpers import write_rows
+from tests.support.messages import check_message, refusal
+from tests.support.models import WORDS, byte_tokenizer, tiny
 
 LONG = " ".join(WORDS * 4)
 PAIRS = [(f"{word} {place} {LONG}", f"class {word}") for word in WORDS[:6] for place in range(6)]
@@ -26,29 +24,10 @@ PAIRS = [(f"{word} {place} {LONG}", f"class {word}") for word in WORDS[:6] for p
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
     """Models of 64 positions: BERT; RoBERTa, which keeps one for padding; GPT-2, with other names."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    folders = {}
-    for family, auto in (
-        ("bert", AutoModelForSequenceClassification),
-        ("roberta", AutoModelForSequenceClassification),
-        ("gpt2", AutoModelForCausalLM),
-    ):
-        config = AutoConfig.for_model(
-            family,
-            hidden_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            intermediate_size=48,
-            vocab_size=259,
-            max_position_embeddings=64,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-        folders[family] = tmp_path_factory.mktemp(family)
-        auto.from_config(config).save_pretrained(folders[family])
-        byte_tokenizer(512).save_pretrained(folders[family])
+    folders = {family: tmp_path_factory.mktemp(family) for family in ("bert", "roberta", "gpt2")}
+    for family, folder in folders.items():
+        tiny(family, num_hidden_layers=1, max_position_embeddings=64).save_pretrained(folder)
+        byte_tokenizer(512).save_pretrained(folder)
     return folders
 
 
@@ -65,7 +44,7 @@ def test_every_command_stays_within_the_positions(short, tmp_path, family, task_
     )
     assert len(adapted.predict([LONG], max_new_tokens=1)) == 1
     assert json.loads((out / "fmmeta.json").read_text())["max_length"] == most
-    assert predict.load(PredictConfig(str(out))).loaded.answer([LONG], 1)
+    assert predict.load(PredictConfig(str(out))).predict([LONG])
     shots = {"k_shot": 1, "num_query": 1, "episodes": 1, "inner_steps": 1}
     assert fmmeta.evaluate(
         folder,
@@ -110,7 +89,6 @@ def test_a_run_lowers_the_default_and_stores_it_with_the_model(short, tmp_path, 
 
 def test_a_length_that_fits_and_a_model_without_a_limit_are_unchanged(short):
     config = Config(model_name_or_path=str(short["bert"]), max_length=20)
-    hf_config = describe(config).hf_config
-    assert fitted(config, hf_config) is config
+    assert fitted(config, describe(config).hf_config) is config
     for unlimited in (None, -1):
         assert max_positions(SimpleNamespace(max_position_embeddings=unlimited, model_type="xlnet")) is None

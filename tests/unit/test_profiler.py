@@ -2,8 +2,6 @@
 ranks too.
 """
 
-from __future__ import annotations
-
 import json
 import time
 
@@ -15,6 +13,7 @@ from fmmeta.meta.parameters import MetaGradient
 from fmmeta.parallel.process_groups import PendingWork
 from fmmeta.training.profiler import KINDS, Clock, wrapped
 from tests.support.launch import ROOT, run_ranks
+from tests.support.short_runs import metrics_of
 
 SHORT = {
     "outer_steps": 4,
@@ -89,7 +88,7 @@ def test_profiling_one_step_changes_no_result(tmp_path, capsys):
     MetaTrainer(Config(**SHORT, logging_steps=1, profile=True, output_dir=str(tmp_path))).train()
     assert before == stored()
     profile = json.loads((tmp_path / "run.json").read_text())["profile"]
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path)
     assert profile["outer_step"] == 3
     assert list(profile["seconds"]) == list(KINDS)
     assert sum(profile["seconds"].values()) < lines[2]["seconds"]  # which also holds the writing of the trace
@@ -116,22 +115,18 @@ def test_profiling_one_step_changes_no_result(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])
-def test_loading_is_counted_with_either_schedule(tmp_path, schedule):
+def test_loading_is_counted_with_either_schedule_in_a_run_of_one_step(tmp_path, schedule):
     settings = {**SHORT, "outer_steps": 1, "task_schedule": schedule, "profile": True}
     settings["episode_transforms"] = f"{__name__}:slow"
     MetaTrainer(Config(**settings, output_dir=str(tmp_path))).train()
-    seconds = json.loads((tmp_path / "run.json").read_text())["profile"]["seconds"]
-    assert seconds["data"] > 0.1
+    profile = json.loads((tmp_path / "run.json").read_text())["profile"]
+    assert profile["outer_step"] == 1
+    assert profile["seconds"]["data"] > 0.1
 
 
 def slow(episode, rng):
     time.sleep(0.1)
     return episode
-
-
-def test_a_run_of_one_step_profiles_that_one(tmp_path):
-    MetaTrainer(Config(**{**SHORT, "outer_steps": 1}, profile=True, output_dir=str(tmp_path))).train()
-    assert json.loads((tmp_path / "run.json").read_text())["profile"]["outer_step"] == 1
 
 
 @pytest.mark.slow
@@ -173,7 +168,8 @@ def test_the_profile_holds_seconds_by_rank(tmp_path, group_size, extra, busy, id
 
 
 def test_the_page_has_a_remedy_for_every_region():
-    page = (ROOT / "docs" / "performance.md").read_text().partition("which remedy\n")[2].partition("\n## ")[0]
+    text = (ROOT / "docs" / "how-to" / "monitor.md").read_text()
+    page = text.partition("which remedy\n")[2].partition("\n## ")[0]
     regions = {
         name.strip() for row in page.splitlines() if "|" in row for name in row.split("|")[1].split(",")
     }

@@ -1,7 +1,5 @@
 """Prompts: input and target texts for plain texts, format strings and chat templates."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from datetime import datetime
@@ -11,23 +9,31 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AddedToken
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 import fmmeta
 from fmmeta import Config, MetaTrainer
 from fmmeta.adaptation import predict
 from fmmeta.checkpoint.model_card import Content, write_card
 from fmmeta.evaluation.settings import PredictConfig
-from fmmeta.metrics.own import OwnMetrics
+from fmmeta.metrics.own import EpisodeMetrics
 from fmmeta.models.load import describe, load_tokenizer, suggest_chat
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batching import IGNORE, Example
-from fmmeta.tasks.data.encode import answer_reader, encode_pairs, end_tokens, full_rows, make_prompt
+from fmmeta.tasks.data.encode import (
+    answer_reader,
+    encode_pairs,
+    encode_texts,
+    end_tokens,
+    full_rows,
+    make_prompt,
+)
 from fmmeta.tasks.data.token_store import TokenStore
+from fmmeta.tasks.data.turns import as_text, from_text
 from fmmeta.tasks.sources.load import load_sources
-from tests.support.helpers import refusal, write_rows
-from tests.support.messages import check_message
-from tests.support.models import save_llama, write_pairs
+from tests.support.helpers import write_rows
+from tests.support.messages import check_message, refusal
+from tests.support.models import write_pairs
 
 # Three shapes that real templates come in. ChatML with a default system turn, and thinking that can be turned
 # off (Qwen3).
@@ -95,9 +101,12 @@ def parts(tokenizer, row: Example) -> tuple[str, str]:
     ],
 )
 def test_text_prompts(template, prompt, answer):
+    """The text and the answer are in their places, and braces in them are plain text."""
     tokenizer = byte_tokenizer()
-    (row,) = encode_pairs(tokenizer, ["2 + 2"], ["4"], 64, template)
-    assert parts(tokenizer, row) == (f"<bos>{prompt}", f"{answer}<eos>")
+    for text, output in (("2 + 2", "4"), ("{output} {input} {}", "{input}")):
+        (row,) = encode_pairs(tokenizer, [text], [output], 96, template)
+        wanted = prompt.replace("2 + 2", text), answer.replace("4", output)
+        assert parts(tokenizer, row) == (f"<bos>{wanted[0]}", f"{wanted[1]}<eos>")
 
 
 def test_a_format_string_may_write_the_end():
@@ -173,7 +182,7 @@ def test_an_answer_is_learned_as_rendered_and_read_without_what_surrounds_it(nam
     ids = list(row.input_ids)[len(row.prompt) :]
     assert ids[-1] in reader.ends
     assert reader.text(ids) == reader.text([*ids, 7, 8]) == "4"
-    assert OwnMetrics((), reader)._text(ids, ()) == "4"
+    assert EpisodeMetrics(reader=reader)._text(ids, ()) == "4"
 
 
 def test_end_tokens_are_those_of_checkpoint_tokenizer_and_template():
@@ -203,12 +212,6 @@ def test_a_tokenizer_without_an_end_has_that_of_the_checkpoint(stored, ends, lla
     check_message(said.pop(), "answers are greedy", "generation_config.json", "min_length")
 
 
-def test_braces_in_data_are_plain_text():
-    tokenizer = byte_tokenizer()
-    (row,) = encode_pairs(tokenizer, ["{output} {input} {}"], ["{input}"], 64, "Q: {input} A: {output}")
-    assert parts(tokenizer, row) == ("<bos>Q: {output} {input} {} A:", " {input}<eos>")
-
-
 @pytest.mark.parametrize("name", CHATS)
 def test_chat_prompts_equal_the_rendered_template(name):
     template, head, middle, answer = CHATS[name]
@@ -229,7 +232,6 @@ def test_chat_prompts_equal_the_rendered_template(name):
 def test_the_prompt_has_the_tokens_that_it_has_without_an_answer():
     """A vocabulary that joins across the seam would give a prompt that no model gets."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     letters = {letter: i for i, letter in enumerate(">ab<:")}
     tokenizer = Tokenizer(models.BPE(vocab={**letters, ":a": 5, "<eos>": 6}, merges=[(":", "a")]))
@@ -253,6 +255,42 @@ def test_long_chats_lose_the_start_of_the_input_and_keep_the_template(max_length
     kept = prompt.removeprefix("<|user|>").removesuffix("<|end|><|assistant|>")
     assert text.endswith(kept)
     assert len(prompt) - len(kept) == len("<|user|><|end|><|assistant|>")
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_earlier_turns_are_part_of_the_prompt(name):
+    tokenizer = chat_tokenizer(CHATS[name][0])
+    text = as_text(TURNS)
+    (row,) = encode_pairs(tokenizer, [text], ["4"], 300, "chat")
+    asked = tokenizer.apply_chat_template(
+        from_text(text), add_generation_prompt=True, enable_thinking=False, tokenize=False
+    )
+    today = datetime.now().strftime("%Y-%m-%d")
+    assert parts(tokenizer, row) == (asked.replace(today, "2024-07-26"), CHATS[name][3])
+
+
+TURNS = [
+    {"role": "user", "content": "1 + 1"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2 + 2"},
+]
+
+
+def test_long_conversations_lose_their_earliest_turns():
+    tokenizer = chat_tokenizer(ENDED)
+    (whole,) = encode_pairs(tokenizer, [as_text(TURNS)], ["4"], 300, "chat")
+    (row,) = encode_pairs(tokenizer, [as_text(TURNS)], ["4"], len(whole.input_ids) - 1, "chat")
+    assert row == encode_pairs(tokenizer, ["2 + 2"], ["4"], 300, "chat")[0]
+    (cut,) = encode_pairs(tokenizer, [as_text(TURNS)], ["4"], len(row.input_ids) - 1, "chat")
+    assert parts(tokenizer, cut)[0] == parts(tokenizer, row)[0].replace("2 + 2", " + 2")
+
+
+def test_a_pair_of_texts_has_the_separator_of_the_tokenizer():
+    tokenizer = byte_tokenizer()
+    plain = encode_texts(tokenizer, ["a\nb"], 32)
+    assert encode_texts(tokenizer, ["a [SEP] b"], 32) == plain
+    tokenizer.add_special_tokens({"sep_token": "</s>"})
+    assert encode_texts(tokenizer, ["a [SEP] b"], 32) == encode_texts(tokenizer, ["a </s> b"], 32) != plain
 
 
 def test_long_answers_lose_their_end():
@@ -288,8 +326,7 @@ def test_no_chat_exceeds_max_length(text, output, max_length):
 )
 def test_tokenizers_without_a_usable_chat_template_are_refused(template, expected):
     message = refusal(encode_pairs, chat_tokenizer(template), ["a"], ["b"], 64, "chat")
-    assert message.startswith("prompt_template=chat")
-    check_message(message, *expected)
+    check_message(message, "prompt_template=chat", *expected)
 
 
 def test_a_template_longer_than_max_length_is_refused():
@@ -343,13 +380,13 @@ def stored(tmp_path, rows=ROWS, **settings) -> tuple[TokenStore, list[str]]:
         **settings,
     )
     notes: list[str] = []
-    source = load_sources(config, byte_tokenizer(), notes.append).train
-    return source.store, notes
+    return load_sources(config, byte_tokenizer(), notes.append).train.store, notes
 
 
 @pytest.mark.parametrize("template", ["plain", "Q: {input}\\nA:"])
 def test_an_instruction_precedes_its_input_which_may_be_empty(tmp_path, template):
-    store, notes = stored(tmp_path, prompt_template=template)
+    rows = [{name.title(): value for name, value in row.items()} for row in ROWS]
+    store, notes = stored(tmp_path, rows, prompt_template=template)
     assert [store.text("input", row) for row in (0, 5)] == ["add 0\n0 {x}", "add 5"]
     prompt, _ = parts(byte_tokenizer(), store.example(5))
     assert prompt == ("<bos>Input: add 5\nOutput:" if template == "plain" else "<bos>Q: add 5\nA:")
@@ -401,14 +438,18 @@ def test_an_adapted_model_answers_rows_with_the_columns_of_its_template(llama, t
     loaded, row = fmmeta.load(folder), {"instruction": "add 5", "input": ""}
     (answer,) = loaded.predict([row], max_new_tokens=1)
     assert answer.input == "add 5|\n"
-    for one, part in (("add 5", "names columns; give objects"), ({"input": "5"}, "no column of texts[0]")):
-        check_message(refusal(loaded.predict, [one]), "texts[0]", part)
+    for one in ("add 5", {"input": "5"}):
+        check_message(refusal(loaded.predict, [one]), "{instruction}", "no column of texts[0]")
     file = write_rows(tmp_path / "new.csv", [row])
     predict.run(PredictConfig(str(folder), input=str(file), max_new_tokens=1))
     assert json.loads(capsys.readouterr().out)["input"] == "add 5|\n"
     (tmp_path / "new.txt").write_text("add 5\n")
-    message = refusal(predict.run, PredictConfig(str(folder), input=str(tmp_path / "new.txt")))
-    check_message(message, "new.txt:1", "names columns; give objects")
+    check_message(
+        refusal(predict.run, PredictConfig(str(folder), input=str(tmp_path / "new.txt"))),
+        "{instruction}",
+        "no column of",
+        "new.txt:1; it has input",
+    )
     assert "5 + 1|5 + 1" in (folder / "README.md").read_text()
 
 
@@ -421,29 +462,27 @@ def test_classification_has_no_prompt():
     )
 
 
-def test_a_run_with_a_chat_template_stores_it(tmp_path):
-    model, data = save_llama(tmp_path / "llama"), write_pairs(tmp_path / "pairs.jsonl")
-    tokenizer = byte_tokenizer()
+def test_a_run_with_a_chat_template_stores_it(llama, tmp_path):
+    model, data = shutil.copytree(llama, tmp_path / "llama"), write_pairs(tmp_path / "pairs.jsonl")
+    tokenizer, seen = byte_tokenizer(), set()
     tokenizer.chat_template = ENDED
     tokenizer.save_pretrained(model)
-    seen = {}
     for template in ("plain", "chat"):
-        folder = tmp_path / template
-        MetaTrainer(
-            Config(
-                model_name_or_path=str(model),
-                dataset=[str(data)],
-                task_type="causal_lm",
-                prompt_template=template,
-                outer_steps=1,
-                eval_episodes=0,
-                save_steps=0,
-                output_dir=str(folder),
-            )
-        ).train()
-        assert json.loads((folder / "model" / "fmmeta.json").read_text())["prompt_template"] == template
-        seen[template] = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["tokens"]
-    assert seen["plain"] != seen["chat"]
+        config = Config(
+            model_name_or_path=str(model),
+            dataset=[str(data)],
+            task_type="causal_lm",
+            prompt_template=template,
+            outer_steps=1,
+            eval_episodes=0,
+            save_steps=0,
+            output_dir=str(tmp_path / template),
+        )
+        result = MetaTrainer(config).train()
+        stored = json.loads((result.output_dir / "model" / "fmmeta.json").read_text())
+        assert stored["prompt_template"] == template
+        seen.add(result.log_history[0]["tokens"])
+    assert len(seen) == 2
 
 
 def test_a_chat_template_is_suggested_where_prompts_are_plain_by_default(llama, tmp_path):
@@ -453,8 +492,6 @@ def test_a_chat_template_is_suggested_where_prompts_are_plain_by_default(llama, 
     settings: dict[str, Any] = {"task_type": "causal_lm", "model_name_or_path": str(folder)}
     suggest_chat(Config(**settings), tokenizer, said.append)
     check_message(said.pop(), "prompt_template=plain", "--prompt_template chat")
-    suggest_chat(Config(**settings, prompt_template="chat"), tokenizer, said.append)
-    suggest_chat(Config(**settings), SimpleNamespace(chat_template=None), said.append)
     (folder / "fmmeta.json").write_text('{"prompt_template": "plain"}')
     suggest_chat(Config(**settings), tokenizer, said.append)
     assert said == []

@@ -1,7 +1,5 @@
 """`fmmeta push` against a stand-in of the hub on this machine, and what it refuses before a request."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -167,29 +165,31 @@ def test_a_bad_name_of_a_repository_is_refused(run, capsys, repo_id):
     check_message(line, f"repo_id={repo_id}" if repo_id else "repo_id is missing", "give", "USER/NAME")
 
 
+CONTENTS = {
+    "pickle": ("model/training_args.bin", "pickle"),
+    "unfinished": ("run.json", "{}"),
+    "broken run": ("run.json", "{"),
+    "checkpoint": (MANIFEST, "{}"),
+    "broken card": ("model/README.md", "---\na: [\n---\n"),
+}
+TARGETS = {"link": "/etc/hostname", "dangling link": "none.txt"}
+
+
 def spoil(run: Path, how: str) -> None:
-    model = run / "model"
-    if how == "pickle":
-        (model / "training_args.bin").write_bytes(b"\x80\x04")
-    elif how == "link":
-        (model / "notes.txt").symlink_to("/etc/hostname")
-    elif how == "dangling link":
-        (model / "notes.txt").symlink_to("none.txt")
+    weights, notes = run / "model" / "model.safetensors", run / "model" / "notes.txt"
+    if how in CONTENTS:
+        name, text = CONTENTS[how]
+        (run / name).write_text(text)
+    elif how in TARGETS:
+        notes.symlink_to(TARGETS[how])
     elif how == "pipe":
-        os.mkfifo(model / "notes.txt")
+        os.mkfifo(notes)
     elif how == "no weights":
-        (model / "model.safetensors").unlink()
-    elif how == "unfinished":
-        (run / "run.json").write_text("{}")
-    elif how == "broken run":
-        (run / "run.json").write_text("{")
-    elif how == "checkpoint":
-        (run / MANIFEST).write_text("{}")
-    elif how == "broken card":
-        (model / "README.md").write_text("---\na: [\n---\n")
-    elif how == "local base":
-        (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(run)}))
-        (model / "model.safetensors").rename(model / "adapter_model.safetensors")
+        weights.unlink()
+    else:  # a local base
+        weights.rename(run / "model" / "adapter_model.safetensors")
+        base = json.dumps({"base_model_name_or_path": str(run)})
+        (run / "model" / "adapter_config.json").write_text(base)
 
 
 @pytest.mark.parametrize(
@@ -209,9 +209,7 @@ def spoil(run: Path, how: str) -> None:
 )
 def test_a_folder_that_must_not_be_uploaded_is_refused(hub: StandIn, run, capsys, how, part, remedy):
     spoil(run, how)
-    line = refused(capsys, "--repo_id", "acme/intents", "--folder", str(run))
-    assert part in line
-    assert remedy in line
+    check_message(refused(capsys, "--repo_id", "acme/intents", "--folder", str(run)), part, remedy)
     assert not hub.requests
 
 

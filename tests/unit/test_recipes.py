@@ -1,7 +1,5 @@
 """A recipe is named by its file or its name; flags win; a bad recipe ends with one line."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace
@@ -15,8 +13,7 @@ from fmmeta.config import recipes
 from fmmeta.config.settings import Config
 from fmmeta.train import train
 from fmmeta.training.run_folder import version, write_config
-from tests.support.helpers import refusal
-from tests.support.messages import check_message
+from tests.support.messages import check_message, refusal
 from tests.support.short_runs import QUICK, same
 
 OUT = ["--output_dir", "runs/x"]  # the elastic recipe wants one
@@ -34,22 +31,12 @@ def test_a_packaged_recipe_is_valid_and_begins_with_its_purpose_and_command(name
     assert head.count("\n# ") >= 2
     assert f"train {name}" in head
     assert "It needs" in head
-    values = parse([name, *OUT]).as_dict()
-    assert values["model_name_or_path"] != "tiny"
-    assert values["dataset"] != ["letters"]
+    config = parse([name, *OUT])
+    assert config.model_name_or_path != "tiny"
+    assert config.dataset != ["letters"]
+    keys = [line.split(":")[0] for line in text.splitlines()]
+    assert all(keys.count(key) == 1 for key in yaml.safe_load(text))
     assert max(map(len, text.splitlines())) <= 125
-
-
-def test_the_recipes_of_the_issue_are_packaged():
-    assert recipes.names() == [
-        "8b_zero3",
-        "elastic",
-        "intents",
-        "intents_fomaml",
-        "language_in_context",
-        "language_lora",
-        "pipeline",
-    ]
 
 
 def test_flags_win_and_config_is_the_same_wherever_the_name_stands():
@@ -57,9 +44,6 @@ def test_flags_win_and_config_is_the_same_wherever_the_name_stands():
     assert (wanted.n_way, wanted.algorithm, wanted.lr_scheduler_type) == (3, "protonet", "cosine")
     assert parse(["--n_way", "3", "intents", "--lr_scheduler_type=cosine"]) == wanted
     assert parse(["--config", "intents", "--n_way", "3", "--lr_scheduler_type", "cosine"]) == wanted
-    # launchers put a flag in front
-    launched = parse(["--local_rank=0", "intents", "--n_way=3", "--lr_scheduler_type", "cosine"])
-    assert {**launched.as_dict(), "local_rank": -1} == wanted.as_dict()
 
 
 def test_a_packaged_name_comes_before_a_file_of_that_name(tmp_path, monkeypatch):
@@ -76,7 +60,7 @@ def test_a_packaged_name_comes_before_a_file_of_that_name(tmp_path, monkeypatch)
         ("algorithm: maml\ninner_lr_learned: no", {"inner_lr_learned": "no"}),
         ("outer_lr: 1e-4", {"outer_lr": 1e-4}),
         ("bf16: yes\noutput_dir: null\nlabel_column: 'null'", {"bf16": True, "label_column": "null"}),
-        ("dataset: [letters, marks]\nmix_weights: [2, 1]", {"mix_weights": [2.0, 1.0]}),
+        ("dataset: [letters, rows.csv]\nmix_weights: [2, 1]", {"mix_weights": [2.0, 1.0]}),
         ("report_to: []", None),
         ('{"n_way": 3, "bf16": true, "class_splits": null}', {"n_way": 3, "bf16": True}),
     ],
@@ -138,21 +122,26 @@ def test_the_command_ends_with_one_line_and_exit_code_2(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("fmmeta: error: recipe=intent is neither")
-    assert error.count("\n") == 1
+    check_message(capsys.readouterr().err, "fmmeta: error: recipe=intent is neither")
+
+
+def test_an_elastic_run_takes_a_recipe_without_its_tune(capsys, tmp_path):
+    """A `tune` that is typed, or is beside `elastic` in the file, is refused."""
+    typed = ["--tune", '{"init_interpolations": [0]}']
+    for command, flags in (("train", ["--elastic", *OUT]), ("elastic", OUT)):
+        config = parse(["intents", *flags], command)
+        assert (config.tune, config.init_interpolation) == (None, 0.3)
+        assert capsys.readouterr().out == (
+            "fmmeta: intents without its tune, which elastic runs do not have\n"
+        )
+        check_message(refusal(parse, ["intents", *flags, *typed], command), "elastic=True with tune")
+    both = write(tmp_path, "elastic: true\ntune: {init_interpolations: [0]}")
+    check_message(refusal(parse, [both, *OUT]), "elastic=True with tune")
+    assert not capsys.readouterr().out
 
 
 def test_other_commands_take_no_recipe():
     assert "intents is not a flag" in refusal(parse, ["intents"], "evaluate")
-
-
-def test_a_recipe_has_no_key_twice_and_no_default():
-    for name in recipes.names():
-        values = yaml.safe_load((recipes.FOLDER / f"{name}.yaml").read_text())
-        keys = [line.split(":")[0] for line in (recipes.FOLDER / f"{name}.yaml").read_text().splitlines()]
-        assert len([key for key in keys if key in values]) == len(values)
-        assert not values.keys() - Config.__dataclass_fields__.keys()
 
 
 def saved(folder, config) -> str:
@@ -164,7 +153,7 @@ def saved(folder, config) -> str:
     "settings",
     [
         {},
-        {"mix_temperature": float("inf"), "dataset": ["letters", "marks"]},
+        {"mix_temperature": float("inf"), "dataset": ["letters", "rows.csv"]},
         {"class_split": "01", "algorithm": "protonet", "n_way": 3, "inner_lr_groups": ["head=10", "*e*=0"]},
         {"task_type": "causal_lm", "prompt_template": "Q: {input}\nA:", "lora_r": 4, "outer_lr": 2e-5},
         {"text_column": "a: b #c", "label_column": "null", "inner_lr_learned": "no", "bf16": True},
@@ -182,7 +171,7 @@ def test_config_yaml_gives_the_same_settings(tmp_path, settings):
 
 
 def test_config_yaml_holds_what_differs_from_the_defaults_by_group(tmp_path):
-    config = Config(outer_steps=3, n_way=3, output_dir="runs/x", local_rank=1, head_init="learned")
+    config = Config(outer_steps=3, n_way=3, output_dir="runs/x", head_init="learned")
     text = Path(saved(tmp_path, config)).read_text()
     assert text.startswith(f"# Written by fmmeta {version('fmmeta')}: ")
     lines = [line for line in text.splitlines()[3:] if line]

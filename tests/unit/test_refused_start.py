@@ -1,7 +1,5 @@
 """A start that is refused leaves nothing behind: neither the folders that it made nor a lock."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 
@@ -11,9 +9,11 @@ from fmmeta.common.progress import LOGGER
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.results import check_output
 from fmmeta.train import train
-from fmmeta.training.run_folder import find_start, lock_folder, open_run, settings_of, write_run
+from fmmeta.training.run_folder import lock_folder, open_run, settings_of, write_run
 from tests.support.checkpoints import WHOLE, saved
-from tests.support.helpers import one_rank, refusal
+from tests.support.fake_runs import start_of
+from tests.support.helpers import one_rank
+from tests.support.messages import refusal
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -45,7 +45,7 @@ def test_runs_that_begin_in_the_same_second_have_different_folders(tmp_path, mon
     for start in starts:
         start.lock.close()
     assert [path.name for path in Path("runs").iterdir()] == [names[1]]
-    assert find_start(Config(seed=1), settings[1]).checkpoint == starts[1].folder / "checkpoint-4"
+    assert start_of(Config(seed=1), settings[1]).checkpoint == starts[1].folder / "checkpoint-4"
 
 
 def test_a_refused_elastic_group_removes_only_its_lock(tmp_path):

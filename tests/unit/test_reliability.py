@@ -1,9 +1,7 @@
-"""Signals, the watchdog, outlier bounds and loss spikes in one process.
+"""Signals, the watchdog and loss spikes in one process.
 
 tests/distributed/test_signals.py sends signals to running launches.
 """
-
-from __future__ import annotations
 
 import math
 import os
@@ -13,23 +11,18 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.rule import TaskResult
 from fmmeta.parallel.collectives import Communicator
-from fmmeta.parallel.workers.base import PassStats
-from fmmeta.reliability.checks import OutlierBounds, Spikes
+from fmmeta.reliability.checks import Spikes
 from fmmeta.reliability.signals import Launcher, Signals, process_stat
 from fmmeta.reliability.watchdog import Heartbeats, WatchdogStage, identity_of, stack_of, this_process
 from fmmeta.training.loop import StopAgreement
-from tests.support.helpers import refusal
-from tests.support.learners import bert, worker_over
-from tests.support.messages import check_message
+from tests.support.messages import check_message, refusal
 from tests.support.short_runs import until
 
 
@@ -171,37 +164,8 @@ def test_a_stack_names_file_and_line():
     assert stack_of(12345) == ""
 
 
-def task(loss: float) -> TaskResult:
-    stats = torch.tensor([loss, 1.0, 1.0, 0.0], dtype=torch.float64)
-    return TaskResult(1.0, True, PassStats(stats), PassStats(stats))
-
-
-@pytest.mark.parametrize(
-    ("settings", "loss", "norm", "fits"),
-    [
-        ({}, 1e9, 1e9, True),
-        ({"max_task_loss": 5.0}, 5.0, 1e9, True),
-        ({"max_task_loss": 5.0}, 5.1, 0, False),
-        ({"max_task_norm": 2.0}, 1e9, 2.0, True),
-        ({"max_task_norm": 2.0}, 0, 2.1, False),
-        ({"max_task_norm": 2.0}, 0, math.nan, False),
-    ],
-)
-def test_outliers_are_found_among_finite_gradients(settings, loss, norm, fits):
-    worker = worker_over(bert(), "zero")
-    bounds = OutlierBounds(Config(**settings), worker)
-    assert bool(bounds) == bool(settings)
-    gradient = torch.zeros(worker.params.numel)
-    gradient[0] = norm
-    gradient[worker.params.groups["head"]] = 100.0  # no meta-parameter: the outer step ignores it
-    assert bounds.exceeded_by(task(loss), gradient) == (not fits)
-    assert not bounds.exceeded_by(replace(task(loss), finite=False), gradient)
-    no_support = replace(task(loss), support=PassStats(torch.full((4,), math.nan)))  # as meta_icl
-    assert bounds.exceeded_by(no_support, gradient) == (not fits)
-
-
-def test_outlier_bounds_must_be_positive():
-    for name in ("max_task_loss", "max_task_norm", "step_timeout", "max_file_gib"):
+def test_limits_must_be_positive():
+    for name in ("step_timeout", "max_file_gib"):
         check_message(refusal(Config, **{name: 0.0}), f"{name}=0.0", "use one, or leave it out")
 
 
@@ -214,5 +178,4 @@ def test_only_loss_spikes_are_marked():
             marks[step] = mark
     assert set(marks) == {120, 250}
     assert spikes.mark(math.nan) is None
-    again = Spikes(spikes.state)
-    assert again.mark(9.0) == spikes.mark(9.0) is not None
+    assert Spikes(spikes.state).mark(9.0) == spikes.mark(9.0) is not None

@@ -1,7 +1,5 @@
 """Processes that share a store with earlier attempts agree on a new generation name."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -2,8 +2,6 @@
 transforms.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,7 @@ from fmmeta.parallel.process_groups import World
 from fmmeta.train import train
 from fmmeta.training.build import read_inputs
 from fmmeta.training.run_folder import settings_of, write_run
-from tests.support.helpers import refusal
-from tests.support.messages import check_message
+from tests.support.messages import check_message, refusal
 from tests.support.models import write_classes
 
 TRANSFORM = """
@@ -60,12 +57,23 @@ def config(tmp_path, ds):
     return make
 
 
-def test_an_edited_file_that_changes_the_precision_is_refused(config, ds, capsys):
+def test_an_edited_file_that_changes_the_precision_is_refused(config, ds, tmp_path, capsys):
+    """So is another precision of matrix products; bf16 by the flag or by the file is the same precision."""
+    torch.set_float32_matmul_precision("high")
+    try:
+        message = refusal(train, config())
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert "(float32_matmul_precision: highest -> high);" in message
     edit(ds, {"bf16": {"enabled": True}})
     message = refusal(train, config())
     check_message(message, "precision: fp32 -> bf16", "use the values before ->, another output_dir")
     train(config(accept_changed_settings=["precision"]))
     assert "accepted from here on: precision: fp32 -> " in capsys.readouterr().out
+    edit(tmp_path / "run" / "run.json", {"finished": False})
+    edit(ds, {"bf16": {"enabled": "auto"}})  # the same precision, by the flag
+    train(config(bf16=True))
+    assert "do not change theta: bf16: False -> True\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -75,40 +83,19 @@ def test_an_edited_file_that_changes_the_precision_is_refused(config, ds, capsys
 def test_other_optimizers_and_learned_rates_are_accepted(config, changes, capsys):
     """Moments start again; rates that are learned from here on start at inner_lr."""
     more = {"outer_steps": 2, **changes}
-    result = train(config(**more, accept_changed_settings=list(more)))
-    assert result.outer_steps == 2
+    assert train(config(**more, accept_changed_settings=list(more))).outer_steps == 2
     assert "accepted from here on: " in capsys.readouterr().out
-
-
-def test_bf16_may_move_between_flag_and_file(config, ds, tmp_path, capsys):
-    """bf16 by the flag or by the file is the same precision."""
-    edit(ds, {"bf16": {"enabled": True}})
-    train(config(accept_changed_settings=["precision"]))
-    edit(tmp_path / "run" / "run.json", {"finished": False})
-    edit(ds, {"bf16": {"enabled": "auto"}})
-    train(config(bf16=True))
-    assert "do not change theta: bf16: False -> True\n" in capsys.readouterr().out
 
 
 def test_an_edited_layout_is_named_and_other_values_are_refused(config, ds, tmp_path, capsys):
     edit(ds, {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}})
     train(config())
     output = capsys.readouterr().out
-    assert "do not change theta: deepspeed_layout: " in output
-    assert "'stage': 1" in output
-    assert "'stage': 2" in output
+    for part in ("do not change theta: deepspeed_layout: ", "'stage': 1", "'stage': 2"):
+        assert part in output
     edit(tmp_path / "run" / "run.json", {"finished": False})
     edit(ds, {"gradient_predivide_factor": 2.0})
     check_message(refusal(train, config()), "deepspeed_values: {} -> {", "'gradient_predivide_factor'")
-
-
-def test_a_changed_float32_matmul_precision_is_refused(config):
-    torch.set_float32_matmul_precision("high")
-    try:
-        message = refusal(train, config())
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    assert "(float32_matmul_precision: highest -> high);" in message
 
 
 def test_changed_code_of_a_transform_changes_the_fingerprint(tmp_path, monkeypatch):

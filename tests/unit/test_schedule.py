@@ -2,8 +2,6 @@
 communication.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

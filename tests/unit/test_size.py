@@ -1,9 +1,9 @@
-"""What `python -m tests.support.size` counts."""
+"""What `python -m tests.support.size` counts, and the budgets of the folders."""
 
-from __future__ import annotations
-
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.support.size import ROOT, by_folder, modules, statements
 
@@ -35,3 +35,14 @@ def test_the_total_is_the_sum_over_folders():
     command = [sys.executable, "-m", "tests.support.size"]
     out = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert out.splitlines()[-1].split() == [f"{sizes.total():,}", "fmmeta"]
+
+
+def test_no_folder_exceeds_its_budget():
+    """tests/budget.json: statements of each folder. Numbers go down with the code; a commit that raises one
+    says why.
+    """
+    budget = json.loads(Path(ROOT, "tests", "budget.json").read_text(encoding="utf-8"))
+    sizes = by_folder()
+    assert budget.keys() == sizes.keys()
+    assert {name: size for name, size in sizes.items() if size > budget[name]} == {}
+    assert {name: size for name, size in sizes.items() if size < budget[name] - 20} == {}, "lower the budget"

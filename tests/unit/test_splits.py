@@ -1,7 +1,5 @@
 """Splits: from a file, from the data folder's own file, or by a hash; and every refusal by its text."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -13,8 +11,8 @@ from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.data.splits import check_splits, own_splits, read_splits
 from fmmeta.tasks.sources.load import load_sources
-from tests.support.helpers import refusal, write_rows
-from tests.support.messages import check_message
+from tests.support.helpers import write_rows
+from tests.support.messages import check_message, refusal
 
 FIVE = {
     "01": {"train": ["a"], "valid": ["b"], "test": ["c"]},
@@ -73,7 +71,7 @@ def test_the_split_file_of_the_data_folder_is_read(tmp_path, file, named_tasks):
         (
             FIVE["01"],
             {"class_split": "01"},
-            ["class_split=01", "leave --class_split out"],
+            ["class_split=01", "or leave it out"],
         ),
         (
             [1],
@@ -95,6 +93,7 @@ def test_the_split_file_of_the_data_folder_is_read(tmp_path, file, named_tasks):
             {},
             ["class_splits={path}", "names a split 'validation'", "use train, valid or test"],
         ),
+        ("{train", {}, ["class_splits={path}", "; fix it, or give a JSON file"]),
         (
             {"train": "abc"},
             {},
@@ -104,21 +103,16 @@ def test_the_split_file_of_the_data_folder_is_read(tmp_path, file, named_tasks):
 )
 def test_a_file_that_does_not_fit_is_refused(tmp_path, value, settings, parts):
     path = written(tmp_path, value)
-    message = refusal(read_splits, "data", config_for(path, **settings), False, print)
-    check_message(message, *(part.format(path=path) for part in parts))
-
-
-def test_an_unreadable_file_is_refused(tmp_path):
-    path = written(tmp_path, "{train")
-    message = refusal(read_splits, "data", config_for(path), False, print)
-    check_message(message, f"class_splits={path}")
-    assert message.endswith("; fix the file")
-    none = tmp_path / "none.json"
     check_message(
-        refusal(read_splits, "data", config_for(none), False, print),
-        f"class_splits={none}",
-        "give a JSON file of splits",
+        refusal(read_splits, "data", config_for(path, **settings), False, print),
+        *(part.format(path=path) for part in parts),
     )
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    path = tmp_path / "none.json"
+    message = refusal(read_splits, "data", config_for(path), False, print)
+    check_message(message, f"class_splits={path}", "give a JSON file")
 
 
 def test_the_other_kind_of_splits_is_refused(tmp_path):
@@ -135,14 +129,6 @@ def test_the_other_kind_of_splits_is_refused(tmp_path):
         f"task_splits={path}",
         "dataset=data",
         "use --class_splits",
-    )
-
-
-def test_a_split_without_a_file_is_refused():
-    check_message(
-        refusal(read_splits, "data", Config(dataset=["data"], class_split="01"), False, print),
-        "class_split=01",
-        "give one with --class_splits",
     )
 
 

@@ -10,6 +10,9 @@ import json
 import os
 import pickle
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,7 +24,8 @@ from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.data import token_store as stores
 from fmmeta.tasks.data.encode import LONGEST_TOKEN, encode, encode_pairs, encode_texts
-from fmmeta.tasks.data.rows import Row, read_file, tabulate
+from fmmeta.tasks.data.files import read_file, stream_file
+from fmmeta.tasks.data.rows import tabulate
 from fmmeta.tasks.data.token_store import TokenStore, cache_folder, files_digest, prepare, tokenizer_print
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import EpisodeShape
@@ -39,14 +43,14 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cache" / "fmmeta"
 
 
-def made(path: Path, **settings) -> TokenStore:
+def made(path: Path, tokenizer=TOKENIZER, **settings) -> TokenStore:
     config = Config(dataset=[str(path)], **settings)
     return prepare(
         str(path),
         files_digest([path]),
-        lambda bad: read_file(path, bad),
+        lambda bad: stream_file(path, bad),
         config,
-        TOKENIZER,
+        tokenizer,
         lambda text: None,
     )
 
@@ -77,8 +81,7 @@ def test_stored_rows_equal_the_input(tmp_path):
 
 def test_rows_of_later_batches_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(stores, "CHUNK", 7)
-    path = write_classes(tmp_path / "c.jsonl")
-    store = made(path)
+    store = made(write_classes(tmp_path / "c.jsonl"))
     texts = [store.text("input", number) for number in range(len(store))]
     assert store.table["input_ids"].num_chunks == -(-len(store) // 7)
     assert [store.input_ids(n) for n in range(len(store))] == encode_texts(TOKENIZER, texts, 128)
@@ -112,8 +115,6 @@ def test_the_tokenizer_fingerprint_ignores_its_last_call():
     before = tokenizer_print(tokenizer)
     tokenizer(["a", "bb"], truncation=True, max_length=3, padding=True)
     assert tokenizer_print(tokenizer) == before
-    tokenizer.add_tokens(["new"])
-    assert tokenizer_print(tokenizer) != before
 
 
 @pytest.mark.parametrize("damage", ["truncate", "overwrite", "empty"])
@@ -156,6 +157,33 @@ def test_batches_are_written_as_they_are_tokenised(tmp_path, cache, monkeypatch)
     assert sizes == sorted({*sizes})
 
 
+def test_rows_are_stored_as_they_are_read(tmp_path, monkeypatch):
+    """The memory of a large data set would be that of all its rows otherwise."""
+    done: list[int] = []
+    path, write = write_classes(tmp_path / "c.jsonl"), stores.record_batch
+
+    def rows(bad):
+        for row in stream_file(path, bad):
+            done.append(0)
+            yield row
+
+    monkeypatch.setattr(stores, "CHUNK", 7)
+    monkeypatch.setattr(stores, "record_batch", lambda *given: done.append(1) or write(*given))
+    store = prepare("here", "content", rows, Config(), TOKENIZER, lambda text: None)
+    batches = -(-len(store) // 7)
+    assert (len(store), done[:16]) == (done.count(0), [*[0] * 7, 1] * 2)
+    assert done.count(1) == batches
+
+
+def test_a_column_that_only_later_rows_have_is_refused(tmp_path, monkeypatch):
+    """The columns are chosen before all rows are read; others than those with a role may come later."""
+    monkeypatch.setattr(stores, "CHUNK", 2)
+    rows = [{"text": f"t{i}", "label": "a"} for i in range(3)]
+    assert len(made(write_rows(tmp_path / "a.jsonl", [*rows, {**rows[0], "text": "x", "more": "y"}]))) == 4
+    path = write_rows(tmp_path / "b.jsonl", [*rows, {**rows[0], "Category": "y"}])
+    check_message(refusal(made, path), f"{path} has a column Category that its first 2 rows", "with null")
+
+
 def test_texts_of_a_batch_may_have_more_than_2_gib(tmp_path):
     schema = made(write_pairs(tmp_path / "p.jsonl"), task_type="causal_lm").table.schema
     assert {schema.field(name).type for name in ("unit", "stratum", "task", "input", "target")} == {
@@ -169,7 +197,8 @@ def test_a_store_that_another_process_has_written_meanwhile_stays(tmp_path, cach
     store = made(path)
     number = store.path.stat().st_ino
     config = Config()
-    stores.write(store.path, tabulate("c", read_file(path), config, print), config, TOKENIZER, [])
+    parts = iter([tabulate("c", read_file(path), config, print)])
+    stores.write((store.path, store.path), parts, config, TOKENIZER, {"notes": []})
     assert store.path.stat().st_ino == number
     assert [file.name for file in cache.iterdir()] == [store.path.name]
 
@@ -185,6 +214,28 @@ def test_an_interrupted_write_leaves_no_file(tmp_path, cache, monkeypatch, error
     with pytest.raises(error):
         made(write_classes(tmp_path / "c.jsonl"))
     assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("write", ["w.write_text('x')", "w.mkdir(); (w / 'part').write_text('x')"])
+def test_what_a_killed_writer_has_left_is_removed_by_the_next_process(tmp_path, write):
+    """Not the files of writers that live, of others, or of writers on another host: those after a day."""
+    code = "import os, sys; from pathlib import Path; from fmmeta.common.security import publishing\n"
+    code += f"with publishing(Path(sys.argv[1])) as w: {write}; os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", code, tmp_path / "made"], check=False).returncode == -9
+    (left,) = tmp_path.iterdir()
+    away, other = tmp_path / ".made.0123abcd-1-0123abcd.tmp", tmp_path / ".of-others.tmp"
+    away.touch()
+    other.touch()
+    os.utime(other, (0, 0))
+    with security.publishing(tmp_path / "mine") as mine:
+        mine.touch()
+        assert {*tmp_path.iterdir()} == {mine, away, other}
+        os.utime(away, (0, time.time() - 86401))
+        code = "import sys; from pathlib import Path; from fmmeta.common.security import publish_text\n"
+        code += "publish_text(Path(sys.argv[1]), 'text')"
+        subprocess.run([sys.executable, "-c", code, tmp_path / "made"], check=True)
+        assert {*tmp_path.iterdir()} == {mine, tmp_path / "made", other}
+    assert not left.exists()
 
 
 def test_notes_of_a_store_are_those_of_its_own_file(tmp_path):
@@ -210,7 +261,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, cache, monkey
 
     config = Config(dataset=[str(path)], n_way=2, k_shot=1, num_query=1)
     with monkeypatch.context() as patch:
-        patch.setattr("fmmeta.tasks.sources.load.read_file", changed)
+        patch.setattr("fmmeta.tasks.sources.load.stream_file", changed)
         if folder:
             source = FolderSource(
                 task_files(str(tmp_path / "d"), 128) or [], EpisodeShape.of(config), config, TOKENIZER
@@ -242,8 +293,10 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file"))
     message = refusal(made, write_classes(tmp_path / "c.jsonl"))
-    assert message.startswith(f"{tmp_path / 'file' / 'fmmeta'} cannot be written to (")
-    assert message.endswith("; set HF_DATASETS_CACHE to a folder with room")
+    folder = tmp_path / "file" / "fmmeta"
+    check_message(
+        message, f"{folder} cannot be written to (", "; set HF_DATASETS_CACHE to a folder with room"
+    )
 
 
 def test_the_cache_is_that_of_datasets(monkeypatch):
@@ -281,18 +334,20 @@ def bad_file(tmp_path: Path, lines: list[bytes]) -> Path:
 def test_bad_rows_are_refused_or_left_out(tmp_path, line, parts):
     path = bad_file(tmp_path, [line])
     check_message(refusal(made, path), f"{path}:41 ", *parts)
-    notes = made(path, on_bad_task="skip").notes
-    assert len(made(path, on_bad_task="skip")) == 40
-    name = re.escape(str(path))
-    assert re.match(rf"dataset={name}: [12] of 4[12] rows .*{name}:41", notes[0])
-    assert notes[0].endswith("; left out")
+    store, name = made(path, on_bad_task="skip"), re.escape(str(path))
+    assert len(store) == 40
+    assert re.fullmatch(rf"dataset={name}: [12] of 4[12] rows .*{name}:41.*; left out", store.notes[0])
 
 
 def test_too_many_bad_rows_stop(tmp_path):
     path = bad_file(tmp_path, [b"{"] * 10)
-    message = refusal(made, path, on_bad_task="skip")
-    check_message(message, f"dataset={path}", "10 of 50 rows", f"{path}:41 ", "(max_bad_fraction=0.05)")
-    assert len(made(path, on_bad_task="skip", max_bad_fraction=0.2)) == 40
+    check_message(
+        refusal(made, path, on_bad_task="skip"),
+        f"dataset={path}",
+        "10 of 50 rows",
+        f"{path}:41 ",
+        "(max_bad_fraction=0.05)",
+    )
 
 
 def test_rows_that_repeat_another_one_count_as_rows(tmp_path):
@@ -308,38 +363,10 @@ def test_rows_that_repeat_another_one_count_as_rows(tmp_path):
 def test_a_line_of_ten_megabytes_is_read_up_to_max_length(tmp_path):
     long = "word " * 2_000_000
     path = write_rows(tmp_path / "long.jsonl", [{"text": long, "label": "a"}, {"text": "b", "label": "b"}])
-    store = made(path, max_length=16)
-    assert store.input_ids(0) == encode_texts(TOKENIZER, [long[:100]], 16)[0]
+    assert made(path, max_length=16).input_ids(0) == encode_texts(TOKENIZER, [long[:100]], 16)[0]
     (pair,) = encode_pairs(TOKENIZER, [long + "the end"], ["yes"], 16)
     assert pair == encode_pairs(TOKENIZER, [(long + "the end")[-LONGEST_TOKEN * 16 :]], ["yes"], 16)[0]
     assert TOKENIZER.decode(pair.input_ids, skip_special_tokens=True).endswith("end\nOutput: yes"[-12:])
-
-
-def test_csv_rows_after_a_bad_one_are_still_read(tmp_path):
-    path = tmp_path / "d.csv"
-    path.write_text("text,label\n" + "".join(f"t{i},a\n" for i in range(30)) + "x,y,z\nlast,a\n")
-    store = made(path, on_bad_task="skip")
-    assert store.text("input", len(store) - 1) == "last"
-    assert "32 has another number of fields" in store.notes[0]
-
-
-def test_rows_from_anywhere_can_be_prepared():
-    rows = [Row({"text": f"t{i}", "label": "a"}, f"here:{i}") for i in range(4)]
-    store = prepare("here", "four", lambda bad: rows, Config(), TOKENIZER, lambda text: None)
-    assert [store.text("input", i) for i in range(4)] == ["t0", "t1", "t2", "t3"]
-
-
-def path_of(tokenizer, path: Path, **settings) -> Path:
-    """Path of the store of a file for this tokenizer."""
-    config = Config(dataset=[str(path)], **settings)
-    return prepare(
-        str(path),
-        files_digest([path]),
-        lambda bad: read_file(path, bad),
-        config,
-        tokenizer,
-        lambda text: None,
-    ).path
 
 
 CHAT = "{% for message in messages %}{{ bos_token + message.content + eos_token }}{% endfor %}"
@@ -360,25 +387,13 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_tokenizer_with_another_setting_has_another_store(tmp_path, change):
     """A base and an instruct checkpoint may share tokenizer.json and differ in the end-of-answer token."""
-    path, settings = (
-        write_pairs(tmp_path / "pairs.jsonl"),
-        {"task_type": "causal_lm", "prompt_template": "chat"},
-    )
+    path = write_pairs(tmp_path / "pairs.jsonl")
+    settings = {"task_type": "causal_lm", "prompt_template": "chat"}
     first, other = byte_tokenizer(), byte_tokenizer()
     first.chat_template = other.chat_template = CHAT
     CHANGES[change](other)
-    assert path_of(first, path, **settings) == path_of(first, path, **settings)
-    assert path_of(first, path, **settings) != path_of(other, path, **settings)
-
-
-def test_answers_end_with_the_token_of_their_own_model(tmp_path):
-    path, other = write_pairs(tmp_path / "pairs.jsonl"), byte_tokenizer()
-    other.eos_token = "<pad>"
-    ends = [
-        TokenStore(path_of(tokenizer, path, task_type="causal_lm")).input_ids(0)[-1]
-        for tokenizer in (TOKENIZER, other)
-    ]
-    assert ends == [TOKENIZER.eos_token_id, TOKENIZER.pad_token_id] == [2, 0]
+    stored = made(path, first, **settings).path
+    assert made(path, first, **settings).path == stored != made(path, other, **settings).path
 
 
 def recording(value, seen: set[str]):
@@ -462,14 +477,6 @@ def test_changed_bounds_are_checked_again(tmp_path):
     assert "unpacks to more than" in refusal(
         load_sources, Config(**small, max_file_gib=1e-6), TOKENIZER, lambda text: None
     )
-
-
-def test_the_bound_of_unpacked_bytes_is_that_of_parquet_files_too(tmp_path):
-    path = write_rows(tmp_path / "rows.parquet", [{"text": f"text {i}", "label": "a"} for i in range(200)])
-    assert len(read_file(path)) == 200
-    message = refusal(read_file, path, most_gib=1e-7)
-    assert re.match(rf"{re.escape(str(path))} unpacks to \d+ bytes", message)
-    assert all(part in message for part in ("max_file_gib=1e-07", "raise it if you trust the file"))
 
 
 def test_a_store_is_synced_before_it_is_renamed(tmp_path, monkeypatch):

@@ -2,18 +2,14 @@
 million tasks.
 """
 
-from __future__ import annotations
-
 import time
 import tracemalloc
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fmmeta.config.settings import Config
 from fmmeta.tasks.loader import TaskSampler
 from fmmeta.tasks.schedule.meta_batches import (
     VIRTUAL,
@@ -25,9 +21,7 @@ from fmmeta.tasks.schedule.meta_batches import (
     node_parts,
     splitmix64,
 )
-from fmmeta.tasks.sources.base import stratum_shares
-from tests.support.helpers import refusal
-from tests.support.messages import check_message
+from tests.support.messages import check_message, refusal
 
 STRATA = st.lists(st.integers(1, 12), min_size=1, max_size=6)  # members per stratum
 SEEDS = st.integers(0, 2**31)
@@ -46,20 +40,6 @@ def order_of(
 ) -> StratifiedOrder:
     codes = codes_of(sizes)
     return StratifiedOrder(np.arange(len(codes)), codes, (seed, 0), wanted, shuffle)
-
-
-@given(STRATA, SEEDS, st.integers(0, 10**6))
-def test_natural_epochs_hold_every_member_once(sizes, seed, epoch):
-    order = order_of(sizes, seed)
-    assert sorted(order.epoch(epoch).tolist()) == list(range(sum(sizes)))
-
-
-@given(STRATA, SEEDS, st.integers(0, 5000))
-def test_a_position_does_not_depend_on_earlier_positions(sizes, seed, position):
-    used = order_of(sizes, seed)
-    for other in (position + 7, 0, position // 2):
-        used.at(other)
-    assert used.at(position) == order_of(sizes, seed).at(position)
 
 
 @given(STRATA.filter(lambda sizes: len(sizes) > 1), SEEDS, st.integers(0, 50), st.data())
@@ -89,11 +69,6 @@ def test_without_shuffling_every_epoch_and_seed_is_the_listed_order(sizes, seed)
     for code in range(len(sizes)):
         own = [member for member in first.epoch(0).tolist() if codes[member] == code]
         assert own == sorted(own)
-
-
-def test_epochs_passes_and_seeds_are_shuffled_differently():
-    made = {tuple(order_of([30, 30], seed).epoch(epoch).tolist()) for seed in (1, 2) for epoch in (0, 1, 2)}
-    assert len(made) == 6
 
 
 def test_every_member_is_first_equally_often():
@@ -132,21 +107,6 @@ def test_quotas_add_up_and_no_stratum_gets_zero():
     made = epoch_quotas(np.array([0.5, 0.3, 0.2 - 1e-6, 1e-6]), np.array([1, 1, 1, 1]))
     assert made.tolist()[:3] == [200, 120, 80]
     assert made[3] == 1
-
-
-@pytest.mark.parametrize(
-    ("weights", "temperature", "wanted"),
-    [
-        ([], 1.0, None),
-        ([], 2.0, [4 / 6, 2 / 6]),
-        ([], float("inf"), [0.5, 0.5]),
-        ([1.0, 3.0], 1.0, [0.25, 0.75]),
-    ],
-)
-def test_shares_by_weight_and_temperature(weights, temperature, wanted):
-    config = Config(dataset=["s0", "s1"], mix_weights=weights, mix_temperature=temperature)
-    made = stratum_shares(config, items_of([16, 4]))
-    assert made is None if wanted is None else made.tolist() == pytest.approx(wanted)
 
 
 @given(STRATA, SEEDS, st.integers(1, 4), st.integers(1, 3), st.integers(0, 40))

@@ -1,7 +1,5 @@
 """Files that a run writes are strict JSON, whatever numbers are in them, and the run reads them again."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -14,7 +12,6 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.parameters import MetaParameters, StateDict
 from fmmeta.report import page
 from fmmeta.train import train
-from fmmeta.training.run_folder import find_start, settings_of, write_run
 from fmmeta.training.run_log import Metrics
 from fmmeta.training.state import Best
 from fmmeta.training.trackers import flat
@@ -39,24 +36,6 @@ def test_lines_of_metrics(tmp_path):
         {"step": 2, "valid_accuracy": 0.5},
     ]
     assert Metrics(tmp_path, 1, True).last == 1
-
-
-@pytest.mark.parametrize("written", ["now", "by 0.1.0"])
-def test_a_setting_that_is_infinite_is_no_change(tmp_path, written):
-    config = Config(output_dir=str(tmp_path), mix_temperature=math.inf)
-    write_run(
-        tmp_path,
-        settings_of(config, "f"),
-        "1 group of 1 rank",
-        finished=False,
-        held_out={"loss": [0.5, math.nan]},
-    )
-    run = strict_json((tmp_path / "run.json").read_text())
-    assert run["held_out"] == {"loss": [0.5, None]}
-    if written != "now":
-        run["settings"]["mix_temperature"] = math.inf
-        (tmp_path / "run.json").write_text(json.dumps(run))
-    assert find_start(config, settings_of(config, "f")).warnings == []
 
 
 def test_a_nonfinite_loss_is_the_worst_also_after_a_resume():
@@ -97,7 +76,7 @@ def test_the_best_weights_with_rates_of_another_shape_are_forgotten(rates, kept)
     assert (resumed.accuracy == 0.5) == kept
 
 
-def test_all_files_of_a_run(tmp_path):
+def test_all_files_of_a_run_are_strict_and_an_infinite_setting_is_no_change_on_resume(tmp_path):
     """One held-out episode has no interval, and an inner loop of such steps no finite loss."""
     config = Config(
         output_dir=str(tmp_path / "run"),

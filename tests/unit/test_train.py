@@ -1,9 +1,8 @@
 """MetaTrainer in one process, as from a notebook."""
 
-from __future__ import annotations
-
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,31 +13,51 @@ from fmmeta.meta.reference import reference_run
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
-from fmmeta.training import comparison, validation
-from tests.support.models import save_bert, write_classes
+from fmmeta.training import comparison, scoring
+from tests.support.models import write_classes
+from tests.support.short_runs import metrics_of, theta_of
 
 
-def test_accumulated_meta_batches_are_one_larger_meta_batch(tmp_path):
+@pytest.fixture
+def run(bert, tmp_path):
+    """run(name, **settings): a short run on 15 classes of 6 rows; its result, whose folder has that name."""
+    data = write_classes(tmp_path / "rows.jsonl", classes=15)
+
+    def train(name: str, **settings):
+        given = {"k_shot": 1, "num_query": 2, "meta_batch_size": 2, "save_steps": 0, "eval_episodes": 0}
+        paths = {"model_name_or_path": str(bert), "dataset": [str(data)], "output_dir": str(tmp_path / name)}
+        return MetaTrainer(Config(**{**given, **paths, **settings})).train()
+
+    return train
+
+
+def held_out_of(result) -> dict:
+    return json.loads((result.output_dir / "run.json").read_text())["held_out"]
+
+
+def begin_at(checkpoint: Path, folder: Path) -> None:
+    """Make a folder of the run of this checkpoint, as if it had been stopped there."""
+    shutil.copytree(checkpoint, folder / checkpoint.name)
+    run = json.loads((checkpoint.parent / "run.json").read_text())
+    run["settings"]["output_dir"], run["finished"] = str(folder), False
+    (folder / "run.json").write_text(json.dumps(run))
+
+
+def test_accumulated_meta_batches_are_one_larger_meta_batch(run):
     """Same tasks, one reduction, the same theta to the bit; half as many steps of twice the tasks differ."""
-    model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
-    thetas = {}
-    for meta_batch_size, accumulation in ((4, 1), (2, 2), (2, 1)):
-        settings = {"k_shot": 1, "num_query": 2, "outer_steps": 2, "save_steps": 0, "eval_episodes": 3}
-        batches = {"meta_batch_size": meta_batch_size, "meta_accumulation_steps": accumulation}
-        folder = tmp_path / f"{meta_batch_size}x{accumulation}"
-        config = Config(
-            model_name_or_path=str(model), dataset=[str(data)], output_dir=str(folder), **settings, **batches
-        )
-        result = MetaTrainer(config).train()
-        thetas[meta_batch_size, accumulation] = load_file(result.output_dir / "model" / "model.safetensors")
-        held_out = json.loads((result.output_dir / "run.json").read_text())["held_out"]
-        assert held_out["episodes"] == 3
-        assert held_out["after adaptation, meta-trained"]["accuracy"][0] == result.after
-    assert all(torch.equal(value, thetas[2, 2][name]) for name, value in thetas[4, 1].items())
-    assert not all(torch.equal(value, thetas[2, 1][name]) for name, value in thetas[4, 1].items())
+    thetas = []
+    for tasks, accumulation in ((4, 1), (2, 2), (2, 1)):
+        batches = {"meta_batch_size": tasks, "meta_accumulation_steps": accumulation}
+        result = run(f"{tasks}x{accumulation}", outer_steps=2, eval_episodes=3, **batches)
+        thetas.append(theta_of(result.output_dir))
+        assert held_out_of(result)["episodes"] == 3
+        assert held_out_of(result)["after adaptation, meta-trained"]["accuracy"][0] == result.after
+    large, accumulated, small = thetas
+    assert all(torch.equal(value, accumulated[name]) for name, value in large.items())
+    assert not all(torch.equal(value, small[name]) for name, value in large.items())
 
 
-def test_episodes_of_changing_size_follow_the_oracle(tmp_path):
+def test_episodes_of_changing_size_follow_the_oracle(bert, tmp_path):
     """2 to 4 classes of 1 to 3 shots: an episode's loss covers its own classes, though the head has four."""
     settings = {
         "n_way": 2,
@@ -56,7 +75,7 @@ def test_episodes_of_changing_size_follow_the_oracle(tmp_path):
         "eval_episodes": 0,
     }
     config = Config(
-        model_name_or_path=str(save_bert(tmp_path / "bert")),
+        model_name_or_path=str(bert),
         output_dir=str(tmp_path / "out"),
         dataset=[str(write_classes(tmp_path / "rows.jsonl", classes=15))],
         **settings,
@@ -70,155 +89,78 @@ def test_episodes_of_changing_size_follow_the_oracle(tmp_path):
     began = {name: param.detach().clone() for name, param in learner.named_parameters()}
     wanted = reference_run(learner, steps, config).thetas[-1]
     MetaTrainer(config).train()
-    made = load_file(tmp_path / "out" / "model" / "model.safetensors")
-    body = [name for name in wanted if name not in learner.head_names]
-    off, travelled = (
-        sum(float((a[name].double() - b[name]).square().sum()) for name in body) ** 0.5
-        for a, b in (({name: made[name.removeprefix("hf.")] for name in body}, wanted), (began, wanted))
-    )
-    assert off < 1e-5 * travelled
+    made, body = theta_of(tmp_path / "out"), wanted.keys() - learner.head_names
+    off = sum(float((made[name.removeprefix("hf.")].double() - wanted[name]).square().sum()) for name in body)
+    travelled = sum(float((began[name] - wanted[name]).square().sum()) for name in body)
+    assert off < 1e-10 * travelled
 
 
 CONTINUED = {
-    "learned rates by layer": {"algorithm": "fomaml", "inner_lr_learned": "layer"},
-    "learned rates by element": {"algorithm": "meta_sgd", "first_order_steps": 3},
-    "kept moments": {
-        "algorithm": "reptile",
-        "inner_optimizer": "adamw",
-        "inner_lr": 0.01,
-        "inner_optimizer_state": "kept",
-    },
-    "nesterov": {"algorithm": "fomaml", "outer_optimizer": "nesterov"},
-    "annealed": {"algorithm": "fomaml", "multi_step_loss_steps": 3},
+    "no": {"outer_optimizer": "nesterov"},
+    "layer": {"inner_lr_learned": "layer", "inner_lr_outer_lr": 0.02},
+    "element": {"algorithm": "meta_sgd", "first_order_steps": 3, "inner_lr_outer_lr": 0.02},
+    "annealed": {"multi_step_loss_steps": 3},
 }
 
 
-@pytest.mark.parametrize("settings", CONTINUED.values(), ids=CONTINUED)
-def test_a_resumed_run_reaches_the_same_weights_and_rates(tmp_path, settings):
-    model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
-    fixed = {
-        "model_name_or_path": str(model),
-        "dataset": [str(data)],
-        "k_shot": 1,
-        "num_query": 2,
-        "outer_steps": 4,
-        "save_steps": 2,
-        "eval_episodes": 0,
-        "meta_batch_size": 2,
-        "inner_steps": 2,
-        "outer_lr": 1e-3,
-        **settings,
-    }
-    MetaTrainer(Config(**fixed, output_dir=str(tmp_path / "whole"))).train()
-    stopped = tmp_path / "stopped"
-    shutil.copytree(tmp_path / "whole" / "checkpoint-2", stopped / "checkpoint-2")
-    run = json.loads((tmp_path / "whole" / "run.json").read_text())
-    run["settings"]["output_dir"], run["finished"] = str(stopped), False
-    (stopped / "run.json").write_text(json.dumps(run))
-    MetaTrainer(Config(**fixed, output_dir=str(stopped))).train()
-    files = {path.name for path in (tmp_path / "whole" / "model").iterdir()}
-    assert ("inner_lr.safetensors" in files) == (settings["algorithm"] == "meta_sgd")
-    for name in ("model.safetensors", "fmmeta.json", *(files & {"inner_lr.safetensors"})):
-        assert (stopped / "model" / name).read_bytes() == (
-            tmp_path / "whole" / "model" / name
-        ).read_bytes(), name
+@pytest.mark.parametrize("learned", CONTINUED)
+def test_a_resumed_run_reaches_the_same_weights_and_exports_the_rates_that_were_learned(
+    run, tmp_path, learned
+):
+    fixed = {"outer_steps": 4, "save_steps": 2, "inner_steps": 2, "outer_lr": 1e-3}
+    settings = {**fixed, "inner_lr_groups": ["head=2"], **CONTINUED[learned]}
+    run("whole", **settings)
+    begin_at(tmp_path / "whole" / "checkpoint-2", tmp_path / "stopped")
+    run("stopped", **settings)
+    whole, again = tmp_path / "whole" / "model", tmp_path / "stopped" / "model"
+    for file in ("model.safetensors", "fmmeta.json", *(["inner_lr.safetensors"] * (learned == "element"))):
+        assert (again / file).read_bytes() == (whole / file).read_bytes(), file
     saved = [load_file(tmp_path / "whole" / f"checkpoint-{n}" / "shard-00000.safetensors") for n in (2, 4)]
     assert any(not torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+    assert_rates(whole, learned)
 
 
-@pytest.mark.parametrize("learned", ["no", "layer", "element"])
-def test_exported_rates_are_those_that_were_learned(tmp_path, learned):
-    model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
-    settings = {
-        "algorithm": "fomaml",
-        "inner_lr_learned": learned,
-        "inner_lr_schedule": "constant" if learned == "element" else "linear",
-        "inner_lr_groups": ["head=2"],
-        "inner_steps": 2,
-        **({} if learned == "no" else {"inner_lr_outer_lr": 0.02}),
-    }
-    MetaTrainer(
-        Config(
-            model_name_or_path=str(model),
-            dataset=[str(data)],
-            k_shot=1,
-            num_query=2,
-            outer_steps=2,
-            eval_episodes=0,
-            meta_batch_size=2,
-            output_dir=str(tmp_path / "run"),
-            **settings,
-        )
-    ).train()
-    stored = json.loads((tmp_path / "run" / "model" / "fmmeta.json").read_text())["inner_rates"]
+def assert_rates(model: Path, learned: str) -> None:
+    """Check the exported rates, which began at 0.2 in the head and at 0.1 elsewhere."""
+    stored = json.loads((model / "fmmeta.json").read_text())["inner_rates"]
     if learned == "element":
         assert stored == "inner_lr.safetensors"
-        rates = load_file(tmp_path / "run" / "model" / stored)
-        weights = load_file(tmp_path / "run" / "model" / "model.safetensors")
-        assert {name: value.shape for name, value in rates.items()} == {
-            name: value.shape for name, value in weights.items() if name in rates
-        }
-        assert {"classifier.weight", "classifier.bias", "bert.encoder.layer.1.output.dense.weight"} <= set(
-            rates
-        )
-        moved = {
-            name
-            for name, value in rates.items()
-            if (value - (0.2 if "classifier" in name else 0.1)).abs().max() > 1e-6
-        }
-        assert "classifier.bias" in moved
-    else:
-        assert {"head", "bert.encoder.layer.0", "bert.pooler.dense"} <= set(stored)
-        start = {name: [0.2, 0.1] if name == "head" else [0.1, 0.05] for name in stored}
-        if learned == "no":
-            assert stored == start
-        else:
-            assert all(stored[name] != start[name] for name in stored)
-            assert all(
-                abs(a - b) < 0.1 for name in stored for a, b in zip(stored[name], start[name], strict=True)
-            )
+        rates, weights = load_file(model / stored), load_file(model / "model.safetensors")
+        assert all(value.shape == weights[name].shape for name, value in rates.items())
+        assert {"classifier.weight", "bert.encoder.layer.1.output.dense.weight"} <= set(rates)
+        assert (rates["classifier.bias"] - 0.2).abs().max() > 1e-6
+        return
+    assert {"head", "bert.encoder.layer.0", "bert.pooler.dense"} <= set(stored)
+    for name, found in stored.items():
+        start = [0.2, 0.2] if name == "head" else [0.1, 0.1]
+        assert (found == start) == (learned != "layer")
+        assert found == pytest.approx(start, abs=0.1)
 
 
-def test_the_exported_weights_interpolate_start_and_theta(tmp_path, monkeypatch):
+def test_the_exported_weights_interpolate_start_and_theta(run, bert, tmp_path, monkeypatch):
     """And so is what is validated, while theta itself goes its way as if there were none."""
-    model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
     monkeypatch.setattr(
         comparison, "choose_loop", lambda *of: comparison.BaselineLoop(1.0, 5)
     )  # rows that differ by the weights alone
+    fixed = {"n_way": 3, "outer_steps": 4, "logging_steps": 1, "save_steps": 4, "outer_lr": 0.05}
 
-    def run(name, **settings):
-        config = Config(
-            model_name_or_path=str(model),
-            dataset=[str(data)],
-            output_dir=str(tmp_path / name),
-            k_shot=1,
-            num_query=2,
-            n_way=3,
-            outer_steps=4,
-            logging_steps=1,
-            save_steps=4,
-            lr_scheduler_type="constant",
-            outer_lr=0.05,
-            meta_batch_size=2,
-            **{"eval_steps": 2, "eval_episodes": 4, **settings},
-        )
-        result = MetaTrainer(config).train()
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    def trained(name, **settings):
+        scored = {"lr_scheduler_type": "constant", "eval_steps": 2, "eval_episodes": 4}
+        result = run(name, **{**fixed, **scored, **settings})
         theta = load_file(tmp_path / name / "checkpoint-4" / "shard-00000.safetensors")
-        return load_file(tmp_path / name / "model" / "model.safetensors"), lines, theta, result
+        return theta_of(tmp_path / name), metrics_of(tmp_path / name), theta, result
 
     plain, mixed, nearly = (
-        run("plain"),
-        run("mixed", init_interpolation=0.75),
-        run("nearly", init_interpolation=0.001),
+        trained("plain"),
+        trained("mixed", init_interpolation=0.75),
+        trained("nearly", init_interpolation=0.001),
     )
-    began = load_file(model / "model.safetensors")
-    unseen = run("unseen", init_interpolation=0.75, eval_episodes=0, eval_steps=0)[0]
+    began = load_file(bert / "model.safetensors")
+    unseen = trained("unseen", init_interpolation=0.75, eval_episodes=0, eval_steps=0)[0]
     assert all(torch.equal(value, unseen[name]) for name, value in mixed[0].items())
     assert all(torch.equal(value, plain[2][name]) for name, value in mixed[2].items())
-    assert [line["loss"] for line in mixed[1] if "loss" in line] == [
-        line["loss"] for line in plain[1] if "loss" in line
-    ]
+    losses = [[line["loss"] for line in lines if "loss" in line] for _, lines, *_ in (plain, mixed)]
+    assert losses[0] == losses[1]
     moved = 0.0
     for name, value in mixed[0].items():
         if name in began and began[name].shape == value.shape:  # the head is of other classes
@@ -227,7 +169,7 @@ def test_the_exported_weights_interpolate_start_and_theta(tmp_path, monkeypatch)
     assert moved > 1.0
     validated = [
         [line["valid_loss"] for line in lines if "valid_loss" in line]
-        for _, lines, _, _ in (plain, mixed, nearly)
+        for _, lines, *_ in (plain, mixed, nearly)
     ]
     assert abs(validated[2][1] - validated[2][0]) < 0.1 * abs(validated[0][1] - validated[0][0])
     assert validated[1] != validated[0]
@@ -244,10 +186,8 @@ def test_the_exported_weights_interpolate_start_and_theta(tmp_path, monkeypatch)
         ({"eval_episodes": 0, "test_episodes": 3}, 0, 3),
     ],
 )
-def test_the_final_table_has_a_separate_number_of_episodes(
-    settings, validated, tested, tmp_path, monkeypatch
-):
-    scored, original = [], validation.HeldOut.scores
+def test_the_final_table_has_a_separate_number_of_episodes(settings, validated, tested, run, monkeypatch):
+    scored, original = [], scoring.HeldOut.scores
 
     def counting(*args, **named):
         found = original(*args, **named)
@@ -255,80 +195,38 @@ def test_the_final_table_has_a_separate_number_of_episodes(
             scored.append(len(found))
         return found
 
-    monkeypatch.setattr(validation.HeldOut, "scores", counting)
-    model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
-    given = {"eval_episodes": 4, **settings}
-    config = Config(
-        model_name_or_path=str(model),
-        dataset=[str(data)],
-        output_dir=str(tmp_path / "run"),
-        k_shot=1,
-        num_query=2,
-        n_way=3,
-        inner_steps=1,
-        outer_steps=1,
-        meta_batch_size=1,
-        save_steps=0,
-        eval_steps=int(validated > 0),
-        **given,
-    )
-    result = MetaTrainer(config).train()
+    monkeypatch.setattr(scoring.HeldOut, "scores", counting)
+    few = {"n_way": 3, "inner_steps": 1, "outer_steps": 1, "meta_batch_size": 1, "eval_episodes": 4}
+    result = run("run", **{**few, **settings}, eval_steps=int(validated > 0))
     assert scored == [validated] * (validated > 0) + [tested] * 2 * (tested > 0)
     assert (result.after is None) == (tested == 0)
-    held_out = json.loads((tmp_path / "run" / "run.json").read_text())["held_out"]
-    assert held_out.get("episodes", 0) == tested
+    assert held_out_of(result).get("episodes", 0) == tested
 
 
-def test_the_best_validated_weights_are_exported(tmp_path):
+def test_the_best_validated_weights_are_exported(run, tmp_path):
     """Bit for bit those of a run that ends there, also when the run resumed from a checkpoint that had met
     them.
     """
-    model, data = save_bert(tmp_path / "bert"), write_classes(tmp_path / "rows.jsonl", classes=15)
+    steps = {"n_way": 3, "eval_steps": 2, "eval_episodes": 4, "save_steps": 4, "save_total_limit": 9}
 
-    def run(name, outer_steps, **settings):
-        config = Config(
-            model_name_or_path=str(model),
-            dataset=[str(data)],
-            output_dir=str(tmp_path / name),
-            k_shot=1,
-            num_query=2,
-            n_way=3,
-            outer_steps=outer_steps,
-            eval_steps=2,
-            eval_episodes=4,
-            save_steps=4,
-            save_total_limit=9,
-            lr_scheduler_type="constant",
-            outer_lr=0.05,
-            meta_batch_size=2,
-            **settings,
-        )
-        MetaTrainer(config).train()
-        return load_file(tmp_path / name / "model" / "model.safetensors")
+    def trained(name, outer_steps, **settings):
+        rate = {"lr_scheduler_type": "constant", "outer_lr": 0.05}
+        return theta_of(run(name, outer_steps=outer_steps, **steps, **rate, **settings).output_dir)
 
-    whole = run("whole", 8, load_best_model_at_end=True)
-    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    whole = trained("whole", 8, load_best_model_at_end=True)
     scores = {
         line["step"]: (line["valid_accuracy"], -line["valid_loss"])
-        for line in lines
+        for line in metrics_of(tmp_path / "whole")
         if "valid_accuracy" in line
     }
     best = max(scores, key=lambda step: scores[step])
-    assert best < 8  # else the test says nothing
-    until = run("until", best)
+    assert best <= 4  # of 8, else the test says nothing
+    until = trained("until", best)
     assert all(torch.equal(value, until[name]) for name, value in whole.items())
-    assert best <= 4
-    stopped = tmp_path / "stopped"
-    stopped.mkdir()
-    shutil.copytree(tmp_path / "whole" / "checkpoint-4", stopped / "checkpoint-4")
-    settings = json.loads((tmp_path / "whole" / "run.json").read_text())
-    (stopped / "run.json").write_text(json.dumps({**settings, "finished": False}))
-    again = run("stopped", 8, load_best_model_at_end=True)
+    begin_at(tmp_path / "whole" / "checkpoint-4", tmp_path / "stopped")
+    again = trained("stopped", 8, load_best_model_at_end=True)
     assert all(torch.equal(value, whole[name]) for name, value in again.items())
     last = load_file(tmp_path / "whole" / "checkpoint-8" / "shard-00000.safetensors")
-    assert any(name.startswith("best theta/") for name in last)
-    assert not all(
-        torch.equal(value, last[name.removeprefix("best ")])
-        for name, value in last.items()
-        if name.startswith("best ")
-    )
+    kept = [name for name in last if name.startswith("best ")]
+    assert any(name.startswith("best theta/") for name in kept)
+    assert not all(torch.equal(last[name], last[name.removeprefix("best ")]) for name in kept)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,32 +21,46 @@ from fmmeta import Config, MetaTrainer, cli
 from fmmeta.common.progress import Progress
 from fmmeta.evaluation.command import evaluate
 from fmmeta.evaluation.settings import TuneConfig
-from fmmeta.evaluation.tune import CHOSEN, Choice, TuneRun, tune
-from fmmeta.models.files import remembered
+from fmmeta.evaluation.tune import CHOSEN, TuneRun, tune
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
 from tests.support.models import write_pairs
 
 FLAGS: dict[str, Any] = {"n_way": "3", "k_shot": [2], "num_query": 3, "episodes": 4, "max_steps": 3}
+SAME: dict[str, Any] = {"eval_split": "valid", "n_way": "3", "k_shot": 2, "num_query": 3, "episodes": 4}
+PAIRS: dict[str, Any] = {"task_type": "causal_lm", "k_shot": [2], "num_query": 2, "episodes": 2}
+
+
+def tuned(model, data, shown: bool = False, **flags):
+    """The choices that `fmmeta tune` tried, the best one first."""
+    settings = TuneConfig(model_name_or_path=str(model), dataset=[str(data)], **flags)
+    return tune(settings, progress=Progress(shown))
+
+
+def stored(model) -> dict[str, Any]:
+    return json.loads(Path(model, "fmmeta.json").read_text())
+
+
+def fail_at_the_third(monkeypatch, error: BaseException) -> list:
+    """Let the third trial raise an error; the list gets the results of those before it."""
+    score, scored = TuneRun.score, []
+
+    def failing(run, *choice):
+        if len(scored) == 2:
+            raise error
+        scored.append(score(run, *choice))
+        return scored[-1]
+
+    monkeypatch.setattr(TuneRun, "score", failing)
+    return scored
 
 
 def test_the_choice_is_the_best_of_all_evaluations(bert, classes, tmp_path):
     model = shutil.copytree(bert, tmp_path / "model")
-    settings = TuneConfig(
-        model_name_or_path=str(model), dataset=[str(classes)], inner_lrs=[0.05, 0.5], pooling="mean", **FLAGS
-    )
-    tried = tune(settings, progress=Progress(False))
-    same: dict[str, Any] = {
-        "eval_split": "valid",
-        "pooling": "mean",
-        "n_way": "3",
-        "k_shot": 2,
-        "num_query": 3,
-        "episodes": 4,
-    }
+    tried = tuned(model, classes, inner_lrs=[0.05, 0.5], pooling="mean", **FLAGS)
     losses = {
         (head, rate, steps): fmmeta.evaluate(
-            str(bert), str(classes), **same, head_init=head, inner_lr=rate, inner_steps=steps
+            bert, classes, **SAME, pooling="mean", head_init=head, inner_lr=rate, inner_steps=steps
         )["loss"]
         for head in ("zero", "prototype")
         for rate in (0.05, 0.5)
@@ -56,36 +71,26 @@ def test_the_choice_is_the_best_of_all_evaluations(bert, classes, tmp_path):
     assert len(tried) == 4
     for one in tried:
         assert one.loss == pytest.approx(losses[one.head_init, one.inner_lr, one.inner_steps], rel=1e-5)
-    memory = json.loads((model / "fmmeta.json").read_text())
+    memory = stored(model)
     assert (memory["head_init"], memory["inner_lr"], memory["inner_steps"]) == best
-    found = fmmeta.evaluate(str(model), str(classes), **same)
+    found = fmmeta.evaluate(model, classes, **SAME, pooling="mean")
     assert found["loss"] == pytest.approx(tried[0].loss, rel=1e-5)  # needs no flags any more
 
 
-@pytest.mark.parametrize("case", ["pooling", "schedule", "class weights"])
-def test_the_stored_loss_is_that_of_the_stored_settings(bert, classes, tmp_path, case, capsys, terminal):
+@pytest.mark.parametrize("case", ["pooling", "class weights", "learned head"])
+def test_the_stored_loss_is_that_of_the_stored_settings(bert, classes, tmp_path, case):
     model, weights = shutil.copytree(bert, tmp_path / "model"), tmp_path / "weights.json"
     weights.write_text(json.dumps({f"c{number}": 1.0 + number for number in range(15)}))
-    kept: dict[str, Any] = {
-        "pooling": {},  # stored with the choice
-        "schedule": {"inner_lr_schedule": "cosine"},
-        "class weights": {"class_weights": str(weights)},
+    kept = {"class_weights": str(weights)} if case == "class weights" else {}
+    asked: dict[str, Any] = {
+        "pooling": {"pooling": "mean", "feature_norm": 3.0, "head_inits": ["zero"]},
+        "class weights": {"head_inits": ["zero"], **kept},
+        "learned head": {"head_inits": ["learned"]},  # of a classifier that fmmeta has not written
     }[case]
-    asked = {"pooling": "mean", "feature_norm": 3.0} if case == "pooling" else kept
-    settings = TuneConfig(
-        model_name_or_path=str(model),
-        dataset=[str(classes)],
-        inner_lrs=[0.5],
-        head_inits=["zero"],
-        **FLAGS,
-        **asked,
-    )
-    best = tune(settings, progress=Progress(True))[0]
-    assert (case == "schedule") == ("3 steps are tried" in "".join(capsys.readouterr()))
-    assert best.inner_steps == 3 or case != "schedule"
-    found = fmmeta.evaluate(str(model), str(classes), **SAME, **kept)
+    best = tuned(model, classes, inner_lrs=[0.5], **FLAGS, **asked)[0]
+    found = fmmeta.evaluate(model, classes, **SAME, **kept)
     assert found["loss"] == pytest.approx(best.loss, rel=1e-5)
-    plain = fmmeta.evaluate(str(bert), str(classes), **SAME, inner_lr=0.5, inner_steps=best.inner_steps)
+    plain = fmmeta.evaluate(bert, classes, **SAME, inner_lr=0.5, inner_steps=best.inner_steps)
     assert abs(plain["loss"] - best.loss) > 1e-4
 
 
@@ -105,24 +110,10 @@ def test_rates_of_a_model_keep_their_proportions(bert, classes, tmp_path):
     (model / "fmmeta.json").write_text(
         json.dumps({"inner_lr": 0.4, "inner_rates": rates, "algorithm": "anil"})
     )
-    settings = TuneConfig(
-        model_name_or_path=str(model),
-        dataset=[str(classes)],
-        inner_lrs=[0.1, 0.2],
-        head_inits=["zero"],
-        **FLAGS,
-    )
-    tried = tune(settings, progress=Progress(False))
-    memory = json.loads((model / "fmmeta.json").read_text())
-    assert memory["inner_rates"] == {
-        "head": [pytest.approx(tried[0].inner_lr)],
-        **{layer: [0.0] for layer in layers},
-    }
-    assert memory["algorithm"] == "anil"
-    found = fmmeta.evaluate(
-        str(model), str(classes), eval_split="valid", n_way="3", k_shot=2, num_query=3, episodes=4
-    )
-    assert found["loss"] == pytest.approx(tried[0].loss, rel=1e-5)
+    best = tuned(model, classes, inner_lrs=[0.1, 0.2], head_inits=["zero"], **FLAGS)[0]
+    assert stored(model)["inner_rates"] == {**rates, "head": [pytest.approx(best.inner_lr)]}
+    assert stored(model)["algorithm"] == "anil"
+    assert fmmeta.evaluate(model, classes, **SAME)["loss"] == pytest.approx(best.loss, rel=1e-5)
 
 
 def trained(folder, **settings):
@@ -141,19 +132,10 @@ def trained(folder, **settings):
     return str(MetaTrainer(config).train().output_dir / "model")
 
 
-SAME: dict[str, Any] = {"eval_split": "valid", "n_way": "3", "k_shot": 2, "num_query": 3, "episodes": 4}
-
-
 def test_a_learned_head_is_tried_beside_zeros(tmp_path):
     model = trained(tmp_path / "run", head_init="learned")
-    settings = TuneConfig(
-        model_name_or_path=model,
-        dataset=["letters"],
-        inner_lrs=[0.1],
-        output=str(tmp_path / "tuned"),
-        **FLAGS,
-    )
-    tried = {one.head_init: one for one in tune(settings, progress=Progress(False))}
+    output = str(tmp_path / "tuned")
+    tried = {one.head_init: one for one in tuned(model, "letters", inner_lrs=[0.1], output=output, **FLAGS)}
     assert sorted(tried) == ["learned", "prototype", "zero"]
     for head, one in tried.items():
         found = fmmeta.evaluate(
@@ -164,35 +146,29 @@ def test_a_learned_head_is_tried_beside_zeros(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("run", "flags"),
+    ("run", "rate", "flags"),
     [
-        ({"algorithm": "meta_sgd"}, {"inner_lrs": [0.5]}),
-        ({}, {"inner_lrs": [0.01], "inner_optimizer": "adamw", "feature_norm": 2.0}),
-        ({"algorithm": "meta_sgd"}, {"inner_lrs": [0.01], "inner_optimizer": "adamw"}),
-        ({"inner_lr_learned": "layer"}, {"inner_lrs": [0.01], "inner_optimizer": "adamw"}),
+        ({"algorithm": "meta_sgd"}, 0.5, {}),
+        ({}, 0.01, {"inner_optimizer": "adamw", "feature_norm": 2.0}),
+        ({"algorithm": "meta_sgd"}, 0.01, {"inner_optimizer": "adamw"}),
+        ({"inner_lr_learned": "layer"}, 0.01, {"inner_optimizer": "adamw"}),
     ],
 )
-def test_evaluation_of_the_tuned_model_gives_the_scored_loss(run, flags, tmp_path):
+def test_evaluation_of_the_tuned_model_gives_the_scored_loss(run, rate, flags, tmp_path):
     """Rates by element are scaled, or dropped with another optimizer; settings given by flags are stored."""
     model = trained(tmp_path / "run", **run)
     for _ in range(2):  # again: from what the first one stored
-        settings = TuneConfig(
-            model_name_or_path=model, dataset=["letters"], head_inits=["zero"], **flags, **FLAGS
-        )
-        best = tune(settings, progress=Progress(False))[0]
+        best = tuned(model, "letters", head_inits=["zero"], inner_lrs=[rate], **flags, **FLAGS)[0]
         found = fmmeta.evaluate(model, "letters", **SAME)
         assert found["loss"] == pytest.approx(best.loss, rel=1e-5)
-    memory = json.loads((Path(model) / "fmmeta.json").read_text())
-    assert {name: memory[name] for name in flags if name != "inner_lrs"} == {
-        name: value for name, value in flags.items() if name != "inner_lrs"
-    }
+    assert flags.items() <= stored(model).items()
 
 
 def test_a_learned_head_needs_the_same_number_of_classes(tmp_path, capsys):
     model = trained(tmp_path / "run", head_init="learned", n_way_max=5)
     head = load_file(Path(model) / "head.safetensors")["head.weight"]
     assert len(head) == 5
-    assert json.loads((Path(model) / "fmmeta.json").read_text())["classes"] == 5
+    assert stored(model)["classes"] == 5
     flags = {**SAME, "inner_steps": 0}
     chance = fmmeta.evaluate(model, "letters", **flags, quiet=False)["loss"]
     assert "head is for 5 classes; those of 3 " in capsys.readouterr().out
@@ -223,30 +199,27 @@ def test_a_frozen_head_needs_its_number_of_classes(tmp_path):
 
 @pytest.mark.parametrize("algorithm", ["anil", "meta_sgd"])
 def test_stored_rates_survive_other_numbers_of_steps_and_an_adaptation(algorithm, tmp_path):
-    model = trained(tmp_path / "run", algorithm=algorithm)
-    pairs = [(letter * 4, letter) for letter in "abc" for _ in range(2)]
-    pairs = [(f"{text}{place}", letter) for place, (text, letter) in enumerate(pairs)]
-    adapted = fmmeta.adapt(model, pairs, output_dir=tmp_path / "one", inner_steps=3, early_stopping=False)
-    began, here = AutoModel.from_pretrained(model), AutoModel.from_pretrained(tmp_path / "one")
+    model, one = trained(tmp_path / "run", algorithm=algorithm), tmp_path / "one"
+    pairs = [(f"{letter * 4}{place}", letter) for letter in "abc" for place in range(2)]
+    adapted = fmmeta.adapt(model, pairs, output_dir=one, inner_steps=3, early_stopping=False)
+    began, here = AutoModel.from_pretrained(model), AutoModel.from_pretrained(one)
     moved = [name for name, param in here.named_parameters() if not param.equal(began.get_parameter(name))]
     assert adapted.inner_steps == 3
     assert (moved == []) == (algorithm == "anil")
-    rates = [
-        json.loads((Path(folder) / "fmmeta.json").read_text())["inner_rates"]
-        for folder in (model, tmp_path / "one")
-    ]
     if algorithm == "anil":
-        first, second = ({name: column[0] for name, column in one.items()} for one in rates)
+        first, second = (
+            {name: column[0] for name, column in stored(folder)["inner_rates"].items()}
+            for folder in (model, one)
+        )
         assert first == second
     else:
-        files = [load_file(Path(folder) / "inner_lr.safetensors") for folder in (model, tmp_path / "one")]
-        assert all(files[0][name].equal(files[1][name]) for name in files[0])
+        first, second = (load_file(Path(folder) / "inner_lr.safetensors") for folder in (model, one))
+        assert all(first[name].equal(second[name]) for name in first)
 
 
 def test_a_choice_in_a_file_is_a_recipe_of_the_other_commands(bert, classes, tmp_path):
     file = tmp_path / "choice.json"
-    flags = {"dataset": [str(classes)], "model_name_or_path": str(bert), "output": str(file)}
-    best = tune(TuneConfig(**flags, inner_lrs=[0.5], pooling="mean", **FLAGS), progress=Progress(False))[0]
+    best = tuned(bert, classes, output=str(file), inner_lrs=[0.5], pooling="mean", **FLAGS)[0]
     words = ["--config", str(file), "--model_name_or_path", str(bert)]
     same = {"--dataset": classes, "--n_way": 3, "--k_shot": 2, "--num_query": 3, "--episodes": 4}
     more = [str(word) for pair in {**same, "--eval_split": "valid"}.items() for word in pair]
@@ -264,69 +237,41 @@ def test_a_choice_in_a_file_is_a_recipe_of_the_other_commands(bert, classes, tmp
 
 
 def test_language_models_have_rates_and_steps_only(tmp_path):
-    pairs = write_pairs(tmp_path / "pairs.jsonl")
-    settings = TuneConfig(
-        dataset=[str(pairs)],
-        task_type="causal_lm",
-        k_shot=[2],
-        num_query=2,
-        episodes=2,
-        max_steps=2,
-        inner_lrs=[0.1],
-        output=str(tmp_path / "deep" / "choice.json"),
-    )
-    tried = tune(settings, progress=Progress(False))
+    pairs, output = write_pairs(tmp_path / "pairs.jsonl"), tmp_path / "deep" / "choice.json"
+    tried = tuned("tiny", pairs, **PAIRS, max_steps=2, inner_lrs=[0.1], output=str(output))
     assert {(one.head_init, one.inner_lr) for one in tried} == {("zero", 0.1)}
     assert sorted(one.inner_optimizer for one in tried) == ["adamw", "sgd"]
-    chosen = json.loads((tmp_path / "deep" / "choice.json").read_text())
-    assert [chosen[name] for name in ("inner_steps", "inner_optimizer")] == [
-        tried[0].inner_steps,
-        tried[0].inner_optimizer,
-    ]
-    assert not (tmp_path / "deep" / "choice.trials.json").exists()
+    chosen = json.loads(output.read_text())
+    assert chosen["inner_steps"] == tried[0].inner_steps
+    assert chosen["inner_optimizer"] == tried[0].inner_optimizer
+    assert [file.name for file in output.parent.iterdir()] == ["choice.json"]
 
 
 def test_optimizers_are_tried_without_the_stored_settings_of_another(tmp_path):
-    """SGD beside AdamW whose decay is stored; the choice of SGD is stored without it."""
+    """SGD beside AdamW whose epsilon is stored; the choice of SGD is stored without it."""
     pairs, model = write_pairs(tmp_path / "pairs.jsonl"), tmp_path / "model"
-    flags = {"inner_optimizer": "adamw", "inner_beta1": 0.0, "early_stopping": False, "lora_r": 2}
+    flags = {"inner_optimizer": "adamw", "inner_epsilon": 1e-3, "early_stopping": False, "lora_r": 2}
     fmmeta.adapt("tiny", [("a b", "c"), ("d", "e")], task_type="causal_lm", output_dir=model, **flags)
-    settings = TuneConfig(
-        model_name_or_path=str(model),
-        dataset=[str(pairs)],
-        k_shot=[2],
-        num_query=2,
-        episodes=1,
-        max_steps=1,
-        inner_lrs=[0.1],
+    asked = {**PAIRS, "episodes": 1, "max_steps": 1, "inner_lrs": [0.1]}
+    assert sorted(one.inner_optimizer for one in tuned(model, pairs, **asked)) == ["adamw", "sgd"]
+    memory = stored(model)
+    assert memory["inner_epsilon"] == (1e-3 if memory["inner_optimizer"] == "adamw" else 1e-8)
+    check_message(
+        refusal(tuned, model, pairs, **asked, head_inits=["zero"]),
+        "head_inits=zero means nothing for task_type=causal_lm",
+        "leave it out",
     )
-    tried = tune(settings, progress=Progress(False))
-    assert sorted(one.inner_optimizer for one in tried) == ["adamw", "sgd"]
-    stored = remembered(str(model))
-    assert stored["inner_beta1"] == (0.0 if stored["inner_optimizer"] == "adamw" else 0.9)
-    message = refusal(lambda: tune(replace(settings, head_inits=["zero"]), progress=Progress(False)))
-    check_message(message, "head_inits=zero means nothing for task_type=causal_lm", "leave it out")
 
 
 def test_an_inner_loop_with_prompts_is_tuned_and_becomes_the_default(llama, tmp_path, capsys, terminal):
     """What evaluate and adapt do with the tuned model is what was scored."""
     pairs, model = write_pairs(tmp_path / "pairs.jsonl"), shutil.copytree(llama, tmp_path / "model")
     same: dict[str, Any] = {"num_query": 2, "episodes": 3, "eval_split": "valid"}
-    tuned = TuneConfig(
-        model_name_or_path=str(model),
-        dataset=[str(pairs)],
-        task_type="causal_lm",
-        k_shot=[2],
-        max_steps=3,
-        inner_lrs=[0.02],
-        inner_optimizers=["sgd"],
-        method=["finetune+in_context"],
-        **same,
-    )
-    best = tune(tuned, progress=Progress(True))[0]
+    asked = {**PAIRS, "max_steps": 3, "inner_lrs": [0.02], "inner_optimizers": ["sgd"], **same}
+    best = tuned(model, pairs, shown=True, **asked, method=["finetune+in_context"])[0]
     shown = "".join(capsys.readouterr())
     assert "best: method finetune+in_context, inner_optimizer sgd, inner_lr 0.02" in shown
-    results = fmmeta.evaluate(str(model), str(pairs), k_shot=2, **same)
+    results = fmmeta.evaluate(model, pairs, k_shot=2, **same)
     assert [cell["method"] for cell in results["cells"]] == ["finetune+in_context"]
     assert results["loss"] == pytest.approx(best.loss, rel=1e-5)
     adapted = fmmeta.adapt(model, [("a", "b"), ("c", "d")], early_stopping=False)
@@ -336,166 +281,88 @@ def test_an_inner_loop_with_prompts_is_tuned_and_becomes_the_default(llama, tmp_
 def test_trials_are_logged_as_they_finish_and_resumed_with_the_same_settings(
     tmp_path, monkeypatch, capsys, terminal
 ):
-    """A signal or a failure after two of four trials leaves two to score."""
-    score, scored = TuneRun.score, []
-
-    def fails_at_the_third(run, *choice):
-        if len(scored) == 2:
-            raise RuntimeError("the device failed")
-        scored.append(score(run, *choice))
-        return scored[-1]
-
-    data = str(write_pairs(tmp_path / "pairs.jsonl"))
-    flags: dict[str, Any] = {
-        "task_type": "causal_lm",
-        "k_shot": [2],
-        "num_query": 2,
-        "episodes": 2,
-        "max_steps": 2,
-        "inner_lrs": [0.01, 0.1],
-        "output": str(tmp_path / "choice.json"),
-    }
-    settings, trials = TuneConfig(dataset=[data], **flags), tmp_path / "choice.trials.json"
-    monkeypatch.setattr(TuneRun, "score", fails_at_the_third)
-    with pytest.raises(RuntimeError, match="the device failed"):
-        tune(settings, progress=Progress(True))
+    """A signal or a failure after two of four trials leaves two to score, with the same settings."""
+    data, trials = write_pairs(tmp_path / "pairs.jsonl"), tmp_path / "choice.trials.json"
+    flags = {**PAIRS, "max_steps": 2, "inner_lrs": [0.01, 0.1], "output": str(tmp_path / "choice.json")}
+    with monkeypatch.context() as patch:
+        scored = fail_at_the_third(patch, RuntimeError("the device failed"))
+        with pytest.raises(RuntimeError, match="the device failed"):
+            tuned("tiny", data, shown=True, **flags)
     out = capsys.readouterr().out
     assert [f"trial {number} of 4: sgd" in out for number in (1, 2, 3)] == [True, True, False]
     assert "min left" in out
-    other = TuneConfig(dataset=[data], **{**flags, "max_steps": 3})
-    message = refusal(lambda: tune(other, progress=Progress(False)))
-    check_message(message.replace(str(tmp_path), "."), "max_steps=3", "2 trials", "max_steps=2", "remove it")
-    monkeypatch.setattr(TuneRun, "score", score)
-    resumed = tune(settings, progress=Progress(True))
+    kept = trials.read_bytes()
+    tuned("tiny", data, shown=True, **{**flags, "max_steps": 3})
+    assert "trial 1 of 4: sgd" in capsys.readouterr().out
+    trials.write_bytes(kept)
+    resumed = tuned("tiny", data, shown=True, **flags)
     out = capsys.readouterr().out
     assert "2 trials of 4 from" in out
     assert [f"trial {number} of 4" in out for number in (2, 3, 4)] == [False, True, True]
     assert not trials.exists()
-    again = tune(settings, progress=Progress(False))
-    assert resumed == again
-    assert all(one in again for one in scored)
-    trials.write_text("{}")
-    message = refusal(lambda: tune(settings, progress=Progress(False)))
-    check_message(message.replace(str(tmp_path), "."), "holds no trials", "remove it")
+    trials.write_text("damaged")
+    assert tuned("tiny", data, **flags) == resumed
+    assert all(one in resumed for one in scored)
 
 
-def test_trials_with_other_content_of_a_file_are_refused(bert, classes, tmp_path):
-    weights, options = tmp_path / "weights.json", tmp_path / "peft.json"
-    settings = {
-        "model_name_or_path": str(shutil.copytree(bert, tmp_path / "model")),
-        "dataset": [str(classes)],
-        **FLAGS,
-        "max_steps": 1,
-        "head_inits": ["zero"],
-        "inner_lrs": [0.1, 0.2],
-        "minutes": 1e-9,
-    }
-    for name, file, before, now in (
-        ("class_weights", weights, '{"c0": 2.0}', '{"c0": 3.0}'),
-        ("peft_config", options, '{"r": 2}', '{"r": 4}'),
+def test_trials_of_other_settings_or_weights_are_not_used(bert, classes, tmp_path):
+    """Each command completes one trial, and one more for each that it finds."""
+    model, file = shutil.copytree(bert, tmp_path / "model"), tmp_path / "file.json"
+    output = tmp_path / "choice.json"
+    flags = {**FLAGS, "max_steps": 1, "head_inits": ["zero"], "minutes": 1e-9, "output": str(output)}
+
+    def tried(rates=(0.1, 0.2, 0.3), **more):
+        found = len(tuned(model, classes, **flags, inner_lrs=[*rates], **more))
+        assert json.loads(output.read_text())["tuned"]["trials"] == found
+        return found
+
+    assert tried() == 1
+    for name, contents in (
+        ("class_weights", ('{"c0": 2.0}', '{"c0": 3.0}')),
+        ("peft_config", ('{"r": 2}', '{"r": 4}')),
     ):
-        file.write_text(before)
-        given = {**settings, name: str(file), "output": str(tmp_path / f"{name}.json")}
-        tune(TuneConfig(**given), progress=Progress(False))
-        file.write_text(now)
-        message = refusal(lambda given=given: tune(TuneConfig(**given), progress=Progress(False)))
-        check_message(message, f"{name}=", "holds 1 trial", "remove it to begin again")
-
-
-def test_a_learned_head_that_was_chosen_is_used(bert, classes, tmp_path):
-    """Also of a classifier that fmmeta has not written."""
-    model = shutil.copytree(bert, tmp_path / "model")
-    settings = TuneConfig(
-        model_name_or_path=str(model),
-        dataset=[str(classes)],
-        head_inits=["learned"],
-        inner_lrs=[0.1],
-        **FLAGS,
-    )
-    best = tune(settings, progress=Progress(False))[0]
-    assert json.loads((model / "fmmeta.json").read_text())["classes"] == 3
-    assert fmmeta.evaluate(str(model), str(classes), **SAME)["loss"] == pytest.approx(best.loss, rel=1e-5)
-
-
-def test_trials_of_other_weights_are_refused(bert, classes, tmp_path):
-    model = shutil.copytree(bert, tmp_path / "model")
-    settings = TuneConfig(
-        model_name_or_path=str(model),
-        dataset=[str(classes)],
-        k_shot=[1],
-        num_query=1,
-        n_way="2",
-        episodes=1,
-        max_steps=1,
-        inner_lrs=[0.1, 0.2],
-        minutes=1e-9,
-        output=str(tmp_path / "choice.json"),
-    )
-    tune(settings, progress=Progress(False))
-    weights = load_file(model / "model.safetensors")
-    save_file(
-        {name: 0.9 * one for name, one in weights.items()}, model / "model.safetensors", {"format": "pt"}
-    )
-    message = refusal(tune, settings, progress=Progress(False))
-    assert message.startswith("weights=")
-    assert "holds 1 trial" in message
-
-
-def test_time_that_is_over_leaves_trials_for_the_same_command(tmp_path):
-    data, out = str(write_pairs(tmp_path / "pairs.jsonl")), tmp_path / "choice.json"
-    flags: dict[str, Any] = {"k_shot": [2], "num_query": 2, "episodes": 2, "max_steps": 1, "output": str(out)}
-    settings = TuneConfig(dataset=[data], task_type="causal_lm", inner_lrs=[0.1], minutes=1e-9, **flags)
-    for number in (1, 2):
-        assert len(tune(settings, progress=Progress(False))) == number
-        assert json.loads(out.read_text())["tuned"]["trials"] == number
+        for content in contents:
+            file.write_text(content)
+            assert tried(**{name: str(file)}) == 1
+    changed = {name: 0.9 * one for name, one in load_file(model / "model.safetensors").items()}
+    assert tried((0.1, 0.4, 0.5)) == 2  # a trial of the first command is among these
+    save_file(changed, model / "model.safetensors", {"format": "pt"})
+    assert tried() == 1
 
 
 def test_optuna_finds_a_rate(bert, classes, tmp_path):
     pytest.importorskip("optuna", reason="optuna is optional")
-    settings = TuneConfig(
-        model_name_or_path=str(bert),
-        dataset=[str(classes)],
-        tuner="optuna",
-        trials=5,
-        inner_lrs=[0.01, 1.0],
-        output=str(tmp_path / "choice.json"),
-        **FLAGS,
-    )
-    tried = tune(settings, progress=Progress(False))
-    assert len(tried) == 5
+    flags = {**FLAGS, "tuner": "optuna", "trials": 5, "output": str(tmp_path / "choice.json")}
+    tried = tuned(bert, classes, inner_lrs=[0.01, 1.0], **flags)
+    assert len({one.inner_lr for one in tried}) == len(tried) == 5
     assert all(0.01 <= one.inner_lr <= 1.0 for one in tried)
     losses = [round(one.loss, 4) for one in tried]
     assert losses == sorted(losses)
-    assert len({one.inner_lr for one in tried}) == 5
-    assert (
-        tune(settings, progress=Progress(False)) == tried
-    )  # the same trials every time, as every rank needs them
+    # the same trials every time, as every rank needs them
+    assert tuned(bert, classes, inner_lrs=[0.01, 1.0], **flags) == tried
 
 
 def test_optuna_finds_the_trials_of_an_interrupted_run(tmp_path, monkeypatch):
     """The interrupted run has stored another head with the model, which has a learned one."""
     pytest.importorskip("optuna", reason="optuna is optional")
-    settings = TuneConfig(
-        model_name_or_path=trained(tmp_path / "run", head_init="learned"),
-        dataset=["letters"],
-        tuner="optuna",
-        trials=9,
-        **FLAGS,
-    )
-    scored, most = list[tuple[str, float]](), 3
+    model, flags = trained(tmp_path / "run", head_init="learned"), {**FLAGS, "tuner": "optuna", "trials": 9}
+    score, scored, most = TuneRun.score, list[tuple[str, float]](), 3
 
-    def score(_, head, rate, optimizer):
+    def prefers_zero(run, head, rate, optimizer):
+        return replace(score(run, head, rate, optimizer), loss=1.0 + (head == "learned"))
+
+    def log(run, choice):
+        scored.append((choice.head_init, choice.inner_lr))
         if len(scored) == most:
             raise RuntimeError("the device failed")
-        scored.append((head, rate))
-        return Choice(head, rate, 1, 1.0 + (head == "learned"), 0.5, optimizer)
 
-    monkeypatch.setattr(TuneRun, "score", score)
+    monkeypatch.setattr(TuneRun, "score", prefers_zero)
+    monkeypatch.setattr(TuneRun, "log_trial", log)
     with pytest.raises(RuntimeError, match="the device failed"):
-        tune(settings, progress=Progress(False))
-    assert remembered(settings.model_source)["head_init"] != "learned"
-    most = 9
-    resumed = tune(settings, progress=Progress(False))
+        tuned(model, "letters", **flags)
+    assert stored(model)["head_init"] != "learned"
+    most = None
+    resumed = tuned(model, "letters", **flags)
     assert sorted((one.head_init, one.inner_lr) for one in resumed) == sorted(scored)
     assert len(scored) == 9
     assert "learned" in {head for head, _ in scored}
@@ -522,7 +389,6 @@ def test_optuna_finds_the_trials_of_an_interrupted_run(tmp_path, monkeypatch):
         ({"tuner": "luck"}, ["tuner=luck", "use grid or optuna"]),
         ({"trials": 5}, ["trials=5 means nothing for tuner=grid", "use --tuner optuna"]),
         ({"max_new_tokens": 5}, ["max_new_tokens=5 means nothing for tune", "leave it out"]),
-        ({"output": "/dev/null"}, ["output=/dev/null is no regular file", "give a file"]),
         (
             {"model_name_or_path": "acme/model"},
             ["model_name_or_path=acme/model", "give --output FILE"],
@@ -534,68 +400,44 @@ def test_settings_that_cannot_be_tuned_are_refused(flags, text):
 
 
 def test_a_missing_optuna_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
-    message = refusal(
-        lambda: tune(
-            TuneConfig(tuner="optuna", output=str(tmp_path / "x.json"), episodes=1, max_steps=1),
-            progress=Progress(False),
-        )
-    )
-    assert message.startswith("tuner=optuna needs optuna (")
-    check_message(message, "pip install 'fmmeta[tune]', or use grid")
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    few = {"tuner": "optuna", "episodes": 1, "max_steps": 1, "output": str(tmp_path / "x.json")}
+    message = refusal(tuned, "tiny", "letters", **few)
+    check_message(message, "tuner=optuna needs optuna (", "pip install 'fmmeta[tune]', or use grid")
 
 
 def test_heads_that_the_model_cannot_use_are_left_out_or_refused(llama, classes, tmp_path):
     """The score layer of a Llama has no bias, so that it cannot hold prototypes."""
-    flags = {
-        **FLAGS,
-        "model_name_or_path": str(llama),
-        "dataset": [str(classes)],
-        "inner_lrs": [0.1],
-        "max_steps": 1,
-        "output": str(tmp_path / "choice.json"),
-    }
-    assert [one.head_init for one in tune(TuneConfig(**flags), progress=Progress(False))] == ["zero"]
-    for call in (
-        lambda: tune(TuneConfig(**flags, head_inits=["zero", "prototype"]), progress=Progress(False)),
-        lambda: fmmeta.evaluate(str(llama), str(classes), n_way="3", k_shot=2, head_init="prototype"),
+    flags = {**FLAGS, "inner_lrs": [0.1], "max_steps": 1, "output": str(tmp_path / "choice.json")}
+    assert [one.head_init for one in tuned(llama, classes, **flags)] == ["zero"]
+    for message in (
+        refusal(tuned, llama, classes, **flags, head_inits=["zero", "prototype"]),
+        refusal(fmmeta.evaluate, llama, classes, n_way="3", k_shot=2, head_init="prototype"),
     ):
-        message = refusal(call)
         check_message(message, "head_init=prototype", "LlamaForSequenceClassification", "--pooling mean")
-    assert refusal(lambda: tune(TuneConfig(**flags, feature_norm=2.0), progress=Progress(False))).startswith(
-        "feature_norm=2 scales "
-    )
+    assert refusal(tuned, llama, classes, **flags, feature_norm=2.0).startswith("feature_norm=2 scales ")
 
 
 def test_rates_that_diverge_are_never_the_best(bert, classes, tmp_path, capsys):
     choice = tmp_path / "choice.json"
-    flags = {
-        **FLAGS,
-        "model_name_or_path": str(bert),
-        "dataset": [str(classes)],
-        "output": str(choice),
-        "head_inits": ["zero"],
-    }
-    message = refusal(lambda: tune(TuneConfig(**flags, inner_lrs=[1e30, 1e35]), progress=Progress(True)))
-    check_message(message, "inner_lrs=1e+30 1e+35", "try lower ones")
+    flags = {**FLAGS, "output": str(choice), "head_inits": ["zero"], "shown": True}
+    check_message(
+        refusal(tuned, bert, classes, **flags, inner_lrs=[1e30, 1e35]),
+        "inner_lrs=1e+30 1e+35",
+        "try lower ones",
+    )
     assert not choice.exists()
-    assert [
-        one.inner_lr for one in tune(TuneConfig(**flags, inner_lrs=[1e30, 0.1]), progress=Progress(True))
-    ] == [
-        0.1,
-        1e30,
-    ]
+    tried = tuned(bert, classes, **flags, inner_lrs=[1e30, 0.1])
+    assert [one.inner_lr for one in tried] == [0.1, 1e30]
     assert json.loads(choice.read_text())["inner_lr"] == 0.1
-    (line,) = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("zero") and "1e+30" in line
-    ]
-    assert line.split() == ["zero", "sgd", "1e+30", "-", "diverged", "-"]
+    lines = map(str.split, capsys.readouterr().out.splitlines())
+    assert ["zero", "sgd", "1e+30", "-", "diverged", "-"] in lines
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_tuning(tmp_path, monkeypatch):
     monkeypatch.setattr("fmmeta.evaluation.tune.TuneRun", lambda *_: pytest.fail("computed before the check"))
     check_message(
-        refusal(lambda: tune(TuneConfig(output=str(tmp_path)), progress=Progress(False))),
+        refusal(tuned, "tiny", "letters", output=str(tmp_path)),
         f"output={tmp_path}",
         f"give a file in it, such as {tmp_path / 'results.json'}",
     )
@@ -610,37 +452,20 @@ def test_among_equal_rates_the_model_default_or_the_smallest_is_stored(
     """Steps this small change no printed digit of the loss."""
     model = shutil.copytree(bert, tmp_path / "model")
     (model / "fmmeta.json").write_text(json.dumps({"inner_lr": own}))
-    settings = TuneConfig(
-        model_name_or_path=str(model), dataset=[str(classes)], inner_lrs=rates, head_inits=["zero"], **FLAGS
-    )
-    tried = tune(settings, progress=Progress(False))
+    tried = tuned(model, classes, inner_lrs=rates, head_inits=["zero"], **FLAGS)
     assert len({f"{one.loss:.4f}" for one in tried}) == 1
-    memory = json.loads((model / "fmmeta.json").read_text())
+    memory = stored(model)
     assert (memory["inner_lr"], memory["inner_steps"]) == (chosen, 1)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the device failed"), KeyboardInterrupt()])
 def test_a_failure_keeps_the_best_so_far(error, bert, classes, tmp_path, monkeypatch, capsys, terminal):
-    model, score, scored = shutil.copytree(bert, tmp_path / "model"), TuneRun.score, []
-
-    def fails_at_the_third(bench, *choice):
-        if len(scored) == 2:
-            raise error
-        scored.append(score(bench, *choice))
-        return scored[-1]
-
-    monkeypatch.setattr(TuneRun, "score", fails_at_the_third)
-    settings = TuneConfig(
-        model_name_or_path=str(model),
-        dataset=[str(classes)],
-        inner_lrs=[0.05, 0.5, 1.0],
-        head_inits=["zero"],
-        **FLAGS,
-    )
+    model = shutil.copytree(bert, tmp_path / "model")
+    scored = fail_at_the_third(monkeypatch, error)
     with pytest.raises(type(error)):
-        tune(settings, progress=Progress(True))
+        tuned(model, classes, shown=True, inner_lrs=[0.05, 0.5, 1.0], head_inits=["zero"], **FLAGS)
     best = min(scored, key=lambda one: one.loss)
-    memory = json.loads((model / "fmmeta.json").read_text())
+    memory = stored(model)
     assert (memory["inner_lr"], memory["inner_steps"]) == (best.inner_lr, best.inner_steps)
     (chosen_on,) = memory["tuned"].pop("datasets")
     assert sorted(chosen_on["splits"]) == ["valid"]
@@ -665,9 +490,7 @@ def test_a_failure_keeps_the_best_so_far(error, bert, classes, tmp_path, monkeyp
 
 
 def test_a_failure_of_the_first_trial_stores_nothing(bert, classes, tmp_path, monkeypatch):
-    monkeypatch.setattr(TuneRun, "score", lambda *_: (_ for _ in ()).throw(RuntimeError("at once")))
-    choice = tmp_path / "choice.json"
-    settings = TuneConfig(model_name_or_path=str(bert), dataset=[str(classes)], output=str(choice), **FLAGS)
-    with pytest.raises(RuntimeError, match="at once"):
-        tune(settings, progress=Progress(False))
-    assert not choice.exists()
+    monkeypatch.setattr(TuneRun, "score", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tuned(bert, classes, output=str(tmp_path / "choice.json"), **FLAGS)
+    assert not (tmp_path / "choice.json").exists()

@@ -10,19 +10,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from fmmeta.cli import parse
 from fmmeta.common.errors import Stopped
 from fmmeta.config.settings import Config
-from fmmeta.evaluation import tune_outer_loop
-from fmmeta.evaluation.tune_outer_loop import (
+from fmmeta.evaluation import tune
+from fmmeta.evaluation.tune import (
     InterpolationConfig,
-    check_section,
     choose,
     class_accuracies,
     folds_of,
-    stored_choice,
+    section_of,
+    with_stored_choice,
 )
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
@@ -31,7 +30,7 @@ from fmmeta.training.build import with_outer_epochs
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
 from tests.support.models import byte_tokenizer, write_classes, write_pairs
-from tests.support.short_runs import QUICK, same
+from tests.support.short_runs import QUICK, same, theta_of
 
 SHORT = {
     **QUICK,
@@ -69,31 +68,28 @@ def run_of(folder):
     return json.loads(Path(folder, "run.json").read_text())
 
 
-def weights_of(folder):
-    return load_file(Path(folder, "model", "model.safetensors"))
-
-
 @pytest.mark.parametrize("changes", [{}, NO_LOOP], ids=["class means", "inner loop"])
 def test_with_validation_classes_the_choice_is_made_at_the_end_and_exported(rows, tmp_path, changes, capsys):
     """The exported weights are those of a run with the chosen interpolation."""
-    train(config_of(tmp_path / "run", rows, **changes))
+    train(config_of(tmp_path / "run", rows, {**SECTION, "outer_steps_with_folds": 4}, **changes))
     out, run = capsys.readouterr().out, run_of(tmp_path / "run")
     assert "accuracy on validation tasks: " in out
     assert "fold 1" not in out
     assert not [*(tmp_path / "run").glob("tuned-*.json")]
     assert run["init_interpolation"] in (0, 0.4, 1)
-    train(config_of(tmp_path / "zero", rows, {**SECTION, "init_interpolations": [0]}, **changes))
-    fixed = {"init_interpolation": run["init_interpolation"] or 1, "test_episodes": 3}
-    train(config_of(tmp_path / "fixed", rows, None, **changes, **fixed))
+    assert run["outer_steps"] == 6
     if run["init_interpolation"]:
-        for name, tensor in weights_of(tmp_path / "fixed").items():
-            torch.testing.assert_close(weights_of(tmp_path / "run")[name], tensor)
+        fixed = {"init_interpolation": run["init_interpolation"], "test_episodes": 3}
+        train(config_of(tmp_path / "fixed", rows, None, **changes, **fixed))
+        torch.testing.assert_close(theta_of(tmp_path / "run"), theta_of(tmp_path / "fixed"))
 
 
 def test_without_validation_classes_folds_are_scored_before_training(rows, all_trained, tmp_path, capsys):
     """The run after the trials is the run of the chosen settings, and the same command finds the choice."""
-    train(config_of(tmp_path / "run", rows, class_splits=all_trained))
+    section = {**SECTION, "outer_steps_with_folds": 5}
+    train(config_of(tmp_path / "run", rows, section, class_splits=all_trained))
     out = capsys.readouterr().out
+    assert run_of(tmp_path / "run")["outer_steps"] == 5
     assert "fold 1 of 2: 3 outer steps without 6 classes; accuracy on them: " in out
     assert "fold 2 of 2: " in out
     (file,) = (tmp_path / "run").glob("tuned-*.json")
@@ -105,7 +101,7 @@ def test_without_validation_classes_folds_are_scored_before_training(rows, all_t
     train(parse([str(tmp_path / "run" / "config.yaml"), "--output_dir", str(tmp_path / "again")]))
     assert same(tmp_path / "run", tmp_path / "again")
     capsys.readouterr()
-    train(config_of(tmp_path / "run", rows, class_splits=all_trained))
+    train(config_of(tmp_path / "run", rows, section, class_splits=all_trained))
     out = capsys.readouterr().out
     assert "holds this run, finished" in out
     assert "fold 1" not in out
@@ -124,13 +120,11 @@ def test_a_training_that_diverges_keeps_the_initial_weights(
     """Interpolation 0: nothing is trained, also where groups claim tasks."""
     worst = {0.0: [0.9] * 4, 0.4: [0.1] * 4, 1.0: [0.1] * 4}
     if "task_schedule" in changes:
-        monkeypatch.setattr(tune_outer_loop, "score", lambda *args: worst)
+        monkeypatch.setattr(tune, "interpolation_scores", lambda *args: worst)
     train(config_of(tmp_path / "run", rows, class_splits=all_trained, **changes))
-    run = run_of(tmp_path / "run")
-    assert run["settings"]["init_interpolation"] == 0
+    assert run_of(tmp_path / "run")["settings"]["init_interpolation"] == 0
     train(config_of(tmp_path / "none", rows, None, algorithm="none", class_splits=all_trained))
-    initial, kept = weights_of(tmp_path / "none"), weights_of(tmp_path / "run")
-    assert all(torch.equal(kept[name], initial[name]) for name in initial)
+    assert same(tmp_path / "run", tmp_path / "none")
 
 
 @pytest.mark.parametrize(
@@ -164,14 +158,14 @@ def test_class_accuracies_are_those_of_class_means():
 
 
 def test_a_stop_in_a_fold_ends_the_run_with_nothing_stored(rows, all_trained, tmp_path, monkeypatch):
-    real = tune_outer_loop.score
+    real = tune.interpolation_scores
 
     def stop_after_the_first(*args):
         found = real(*args)
         signal.raise_signal(signal.SIGTERM)
         return found
 
-    monkeypatch.setattr(tune_outer_loop, "score", stop_after_the_first)
+    monkeypatch.setattr(tune, "interpolation_scores", stop_after_the_first)
     with pytest.raises(Stopped) as error:
         train(config_of(tmp_path / "run", rows, class_splits=all_trained))
     check_message(str(error.value), "stopped by SIGTERM while settings", "the same command begins again")
@@ -181,7 +175,7 @@ def test_a_stop_in_a_fold_ends_the_run_with_nothing_stored(rows, all_trained, tm
 def test_a_folder_that_cannot_be_made_is_refused_before_the_first_fold(
     rows, all_trained, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(tune_outer_loop, "score", None)
+    monkeypatch.setattr(tune, "interpolation_scores", None)
     (tmp_path / "file").write_text("")
     config = config_of(tmp_path / "file" / "run", rows, class_splits=all_trained)
     check_message(refusal(train, config), "output_dir=", "cannot be made")
@@ -189,8 +183,11 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_first_fold(
 
 @pytest.mark.parametrize("text", ["[]", "{}", "3", '"a"', '{"scores": []}', "{", "[" * 10**5])
 def test_a_file_without_a_choice_is_refused(text):
-    message = refusal(stored_choice, text.encode(), Path("tuned-1.json"), ("init_interpolation",))
-    check_message(message, "tuned-1.json holds no choice", "remove it")
+    check_message(
+        refusal(with_stored_choice, Config(), text.encode(), Path("tuned-1.json"), ["init_interpolation"]),
+        "tuned-1.json holds no choice",
+        "remove it",
+    )
 
 
 @pytest.mark.parametrize(
@@ -214,25 +211,14 @@ def test_outer_epochs_of_several_data_sets_and_of_a_folder_of_files(rows, tmp_pa
     config = Config(**SHORT, dataset=[str(rows), str(more)], outer_epochs=2)
     sources = load_sources(config, byte_tokenizer(), lambda text: None)
     assert sources.train.num_rows() == sum(one.num_rows() for one in sources.train.sources)
-    assert (
-        load_sources(
-            Config(**{**SHORT, "algorithm": "joint", "inner_steps": 1}, dataset=[str(rows)]),
-            byte_tokenizer(),
-            lambda text: None,
-        ).train.num_rows()
-        % 6
-        == 0
-    )
+    joint = Config(**{**SHORT, "algorithm": "joint", "inner_steps": 1}, dataset=[str(rows)])
+    assert load_sources(joint, byte_tokenizer(), lambda text: None).train.num_rows() % 6 == 0
     (tmp_path / "files" / "s").mkdir(parents=True)
     for number in range(4):
         write_classes(tmp_path / "files" / "s" / f"t{number}.jsonl", classes=3, rows=4)
     config = Config(**SHORT, dataset=[str(tmp_path / "files")], outer_epochs=2)
     files = load_sources(config, byte_tokenizer(), lambda text: None).train
     check_message(refusal(with_outer_epochs, config, files, print), "outer_epochs", "give outer_steps")
-
-
-def units_of(source) -> list[str]:
-    return list(source.items.names)
 
 
 @pytest.mark.parametrize("kind", ["classes", "joint", "tasks", "files", "two data sets"])
@@ -261,22 +247,22 @@ def test_folds_divide_the_training_part(tmp_path, kind):
     whole = sources.train
     sources.of_split = {"train": whole}
     folds = folds_of(sources, 3, config)
-    held_out = [units_of(fold.valid) for fold in folds]
+    held_out = [[*fold.valid.items.names] for fold in folds]
     assert len(folds) == (2 if kind == "two data sets" else 3)
     if kind != "two data sets":
-        assert sorted(name for names in held_out for name in names) == sorted(units_of(whole))
+        assert sorted(name for names in held_out for name in names) == sorted(whole.items.names)
         assert max(map(len, held_out)) - min(map(len, held_out)) <= 1
     for fold, held in zip(folds, held_out, strict=True):
-        assert not {*units_of(fold.train)} & {*held}
+        assert not {*fold.train.items.names} & {*held}
         for part in (fold.train, fold.valid):
-            here = {name.rpartition("/")[2] for name in units_of(part)}
+            here = {name.rpartition("/")[2] for name in part.items.names}
             for task in Schedule(part.items, len(part.items), 1).meta_batch(0):
                 draw = part.draw(task)
                 assert len({label for _, label in draw.support}) == (1 if kind == "tasks" else 2)
                 if kind in ("classes", "two data sets"):
                     assert {*draw.classes} <= here
     if kind == "two data sets":  # three classes of the first: the part of one class has none of it
-        few = {name for name in units_of(whole) if name.startswith("rows/")}
+        few = {name for name in whole.items.names if name.startswith("rows/")}
         assert len(few) == 3
         assert sorted(len(few & {*held}) for held in held_out) == [0, 2]
     if kind == "joint":
@@ -284,20 +270,18 @@ def test_folds_divide_the_training_part(tmp_path, kind):
 
 
 def test_few_classes_make_two_folds_of_smaller_episodes(tmp_path):
-    data = write_classes(tmp_path / "rows.jsonl", classes=5, rows=4)
-    config = Config(n_way=4, k_shot=1, num_query=1, dataset=[str(data)])
-    folds = folds_of(load_sources(config, byte_tokenizer(), lambda text: None), 3, config)
+    def sources_of(n_way, *counts):
+        data = [write_classes(tmp_path / f"{n}-{i}.jsonl", classes=n, rows=4) for i, n in enumerate(counts)]
+        config = Config(n_way=n_way, k_shot=1, num_query=1, dataset=list(map(str, data)))
+        return load_sources(config, byte_tokenizer(), lambda text: None), 3, config
+
+    folds = folds_of(*sources_of(4, 5))
     assert [(len(fold.train.items), len(fold.valid.items)) for fold in folds] == [(2, 3), (3, 2)]
     draw = folds[0].valid.draw(Schedule(folds[0].valid.items, 1, 1).meta_batch(0)[0])
     assert len(draw.classes) == 3
-    two = [write_classes(tmp_path / f"two-{number}.jsonl", classes=2, rows=4) for number in range(2)]
-    config = Config(n_way=2, k_shot=1, num_query=1, dataset=list(map(str, two)))
-    sources = load_sources(config, byte_tokenizer(), lambda text: None)
-    check_message(refusal(folds_of, sources, 3, config), "dataset=two-0 two-1", "give validation classes")
-    few = write_classes(tmp_path / "few.jsonl", classes=3, rows=4)
-    config = Config(n_way=2, k_shot=1, num_query=1, dataset=[str(few)])
-    sources = load_sources(config, byte_tokenizer(), lambda text: None)
-    check_message(refusal(folds_of, sources, 3, config), "dataset=", "has 3", "leave the section out")
+    message = refusal(folds_of, *sources_of(2, 2, 2))
+    check_message(message, "dataset=2-0 2-1", "give validation classes")
+    check_message(refusal(folds_of, *sources_of(2, 3)), "dataset=", "has 3", "leave the section out")
 
 
 @pytest.mark.parametrize(
@@ -310,14 +294,9 @@ def test_few_classes_make_two_folds_of_smaller_episodes(tmp_path):
         ({"init_interpolations": [0], "inner_lrs": [0.1]}, ("tune sets inner_lrs and init_interpolations",)),
         ({"init_interpolations": [0], "fold": 3}, ("tune sets fold,", "did you mean folds?")),
         ({"init_interpolations": "fast"}, ("tune sets init_interpolations=fast", "not a number")),
+        (SECTION, ("tune sets init_interpolations", "algorithm=none", "leave the section")),
     ],
 )
 def test_a_bad_section_is_refused_in_one_line(values, parts):
-    check_message(refusal(check_section, Config(tune=json.dumps(values))), *parts)
-
-
-def test_an_algorithm_without_training_is_refused():
-    config = Config(algorithm="none", tune=json.dumps(SECTION))
-    check_message(
-        refusal(check_section, config), "tune sets init_interpolations", "algorithm=none", "leave the section"
-    )
+    algorithm = "none" if values is SECTION else "fomaml"
+    check_message(refusal(section_of, Config(algorithm=algorithm, tune=json.dumps(values))), *parts)

@@ -1,15 +1,14 @@
 """Encoders whose layers see real tokens only: the same outputs and gradients as with padding."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
+from fmmeta.models.classification import NativeClassifier, PooledClassifier
 from fmmeta.models.forward_options import checkpoint_layers
-from fmmeta.models.learner import MODELS, NativeClassifier, PooledClassifier
+from fmmeta.models.unpadded import MODELS
 
 SMALL = {
     "hidden_size": 16,
@@ -51,7 +50,7 @@ def outputs_and_gradients(learner, ids, mask):
         "hf." + next(n for n, _ in learner.hf.named_modules() if n.endswith("layer.1.output.dense"))
     )
     hook.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[:-1].numel()))
-    features, logits = learner(input_ids=ids, attention_mask=mask, want="both")
+    features, logits = learner(input_ids=ids, attention_mask=mask)
     (logits.square().sum() + features.sin().sum()).backward()
     return (
         features,

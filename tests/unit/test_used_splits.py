@@ -82,8 +82,15 @@ def splits_at(data: Path, n_way: int, **settings) -> dict[str, list[str]]:
     }
 
 
-def drawn(settings: EvaluateConfig) -> set[str]:
-    return {name for draw in episodes_of(settings, 1, byte_tokenizer()).draws() for name in draw.classes}
+def drawn(model: Path, data: Path, **settings) -> set[str]:
+    """The classes of the episodes of an evaluation."""
+    asked = EvaluateConfig(model_name_or_path=str(model), dataset=[str(data)], **ASKED, **settings)
+    return {name for draw in episodes_of(asked, 1, byte_tokenizer()).draws() for name in draw.classes}
+
+
+def tune_on(model: Path, data: Path, n_way: str) -> None:
+    asked = {"dataset": [str(data)], "n_way": n_way, "inner_lrs": [0.1], "max_steps": 1, **ASKED}
+    tune(TuneConfig(model_name_or_path=str(model), **asked), progress=Progress(False))
 
 
 def test_the_parts_are_stored_with_the_model(model, classes):
@@ -99,10 +106,7 @@ def test_the_parts_are_stored_with_the_model(model, classes):
     ("n_way", "part"), [("2", "test"), ("all", "test"), ("all", "valid"), ("3", "train")]
 )
 def test_evaluation_keeps_the_splits_of_the_model(model, bert, classes, n_way, part):
-    settings = EvaluateConfig(
-        model_name_or_path=str(model), dataset=[str(classes)], n_way=n_way, eval_split=part, **ASKED
-    )
-    assert drawn(settings) == set(splits_at(classes, 3)[part])
+    assert drawn(model, classes, n_way=n_way, eval_split=part) == set(splits_at(classes, 3)[part])
 
 
 def test_more_classes_than_were_held_out_are_refused_and_not_taken_from_the_trained_ones(
@@ -113,15 +117,7 @@ def test_more_classes_than_were_held_out_are_refused_and_not_taken_from_the_trai
     assert len(set(by_hash["test"]) & set(of_model["valid"])) == 2
     check_message(refusal(fmmeta.evaluate, model, **wide), "n_way=5", "3 classes", "lower n_way")
     assert fmmeta.evaluate(bert, **wide)["episodes"] == 2
-    settings = TuneConfig(
-        model_name_or_path=str(model),
-        dataset=[str(classes)],
-        n_way="5",
-        inner_lrs=[0.1],
-        max_steps=1,
-        **ASKED,
-    )
-    assert "above the 3 classes of the valid split" in refusal(tune, settings, progress=Progress(False))
+    assert "above the 3 classes of the valid split" in refusal(tune_on, model, classes, "5")
 
 
 def test_tune_chooses_on_the_models_own_validation_classes(model, classes, tmp_path, monkeypatch):
@@ -129,15 +125,7 @@ def test_tune_chooses_on_the_models_own_validation_classes(model, classes, tmp_p
     monkeypatch.setattr(
         "fmmeta.evaluation.command.episodes_of", lambda *args: seen.append(episodes_of(*args)) or seen[-1]
     )
-    settings = TuneConfig(
-        model_name_or_path=str(folder),
-        dataset=[str(classes)],
-        n_way="2",
-        inner_lrs=[0.1],
-        max_steps=1,
-        **ASKED,
-    )
-    tune(settings, progress=Progress(False))
+    tune_on(folder, classes, "2")
     used = {name for draw in seen[0].draws() for name in draw.classes}
     assert used == set(splits_at(classes, 3)["valid"])
     assert stored_info(folder)["datasets"] == stored_info(model)["datasets"]
@@ -147,15 +135,7 @@ def test_test_classes_that_were_tuned_on_are_named(bert, classes, tmp_path, caps
     """A plain model has no splits; those by hash depend on n_way."""
     folder = shutil.copytree(bert, tmp_path / "model")
     few = {"k_shot": 1, "num_query": 1, "episodes": 2}
-    settings = TuneConfig(
-        model_name_or_path=str(folder),
-        dataset=[str(classes)],
-        n_way="3",
-        inner_lrs=[0.1],
-        max_steps=1,
-        **ASKED,
-    )
-    tune(settings, progress=Progress(False))
+    tune_on(folder, classes, "3")
     for n_way, split, shared in ((3, "test", 0), (3, "valid", 0), (5, "test", 2)):
         capsys.readouterr()
         fmmeta.evaluate(folder, classes, n_way=n_way, eval_split=split, quiet=False, **few)
@@ -211,23 +191,11 @@ def test_held_out_classes_with_names_that_were_trained_on_with_other_data_are_na
 
 def test_fmmeta_json_is_a_split_file(model, bert, classes):
     """So that a model that was not trained on the data is tested on the same classes."""
-    settings = EvaluateConfig(
-        model_name_or_path=str(bert),
-        dataset=[str(classes)],
-        n_way="all",
-        class_splits=str(model / "fmmeta.json"),
-        **ASKED,
-    )
-    assert drawn(settings) == set(splits_at(classes, 3)["test"])
-    (one,) = stored_info(model)["datasets"]
-    message = refusal(
-        load_sources,
-        Config(dataset=["letters"], class_splits=str(model / "fmmeta.json")),
-        byte_tokenizer(),
-        print,
-    )
-    assert "its own splits" in message
-    assert one["content"]
+    splits_file = str(model / "fmmeta.json")
+    assert drawn(bert, classes, n_way="all", class_splits=splits_file) == set(splits_at(classes, 3)["test"])
+    config = Config(dataset=["letters"], class_splits=splits_file)
+    assert "its own splits" in refusal(load_sources, config, byte_tokenizer(), print)
+    assert stored_info(model)["datasets"][0]["content"]
 
 
 def test_a_split_of_several_is_stored_without_its_name(bert, classes, tmp_path):
@@ -241,10 +209,7 @@ def test_a_split_of_several_is_stored_without_its_name(bert, classes, tmp_path):
     }
     (tmp_path / "data" / "class_splits.json").write_text(json.dumps(both))
     model = train(tmp_path / "run", bert, tmp_path / "data", class_split="02", n_way=3)
-    settings = EvaluateConfig(
-        model_name_or_path=str(model), dataset=[str(tmp_path / "data")], n_way="all", **ASKED
-    )
-    assert drawn(settings) == set(both["02"]["test"])
+    assert drawn(model, tmp_path / "data", n_way="all") == set(both["02"]["test"])
 
 
 def test_changed_data_are_recognized_by_name(model, classes, tmp_path):
@@ -277,8 +242,7 @@ NOTHING = {"dataset": "x", "content": "", "noun": "class", "digest": "", "traine
 def test_damaged_stored_classes_are_refused(model, classes, tmp_path, broken):
     folder = shutil.copytree(model, tmp_path / "model")
     (folder / "fmmeta.json").write_text(json.dumps({**stored_info(model), "datasets": broken}))
-    message = refusal(fmmeta.evaluate, folder, str(classes))
-    check_message(message, f"model_name_or_path={folder}")
+    check_message(refusal(fmmeta.evaluate, folder, str(classes)), f"model_name_or_path={folder}")
 
 
 def test_classes_of_earlier_training_stay_stored(model, classes, tmp_path):
@@ -473,18 +437,15 @@ def test_of_very_many_names_a_digest_and_the_rule_are_stored(classes, tmp_path, 
 
 
 def test_named_tasks_are_stored_too(llama, tmp_path):
-    model = train(tmp_path / "run", llama, write_pairs(tmp_path / "pairs.jsonl"), task_type="causal_lm")
-    (one,) = stored_info(model)["datasets"]
-    assert one["noun"] == "task"
-    assert sorted(name for names in one["splits"].values() for name in names) == [f"t{i}" for i in range(9)]
     tasks = tmp_path / "tasks"
     (tasks / "s").mkdir(parents=True)
     for i in range(6):
         write_pairs(tasks / "s" / f"t{i}.jsonl", tasks=1)
-    model = train(tmp_path / "folder", llama, tasks, task_type="causal_lm")
-    (one,) = stored_info(model)["datasets"]
-    assert sorted(name for names in one["splits"].values() for name in names) == [f"s/t{i}" for i in range(6)]
-    config = Config(dataset=[str(tasks)], task_type="causal_lm", k_shot=1, num_query=1)
-    assert load_sources(
-        config, byte_tokenizer(), lambda text: None, splits.read_used_splits(stored_info(model))
-    ).used == splits.read_used_splits(stored_info(model))
+    pairs = write_pairs(tmp_path / "pairs.jsonl")
+    for data, names in ((pairs, [f"t{i}" for i in range(9)]), (tasks, [f"s/t{i}" for i in range(6)])):
+        model = train(tmp_path / f"run-{data.stem}", llama, data, task_type="causal_lm")
+        used = splits.read_used_splits(stored_info(model))
+        assert used[0].noun == "task"
+        assert sorted(name for part in (used[0].splits or {}).values() for name in part) == names
+        config = Config(dataset=[str(data)], task_type="causal_lm", k_shot=1, num_query=1)
+        assert load_sources(config, byte_tokenizer(), lambda text: None, used).used == used

@@ -1,7 +1,5 @@
 """What a run says about its gain: in words, over how many classes or tasks, and what to do."""
 
-from __future__ import annotations
-
 import json
 import re
 from types import SimpleNamespace
@@ -10,8 +8,9 @@ from typing import Any
 import pytest
 
 from fmmeta import Config, MetaTrainer
+from fmmeta.metrics.scores import EpisodeScore
 from fmmeta.training.comparison import BaselineLoop, compare, verdict_of
-from fmmeta.training.validation import HeldOutScore
+from tests.support.messages import check_message
 from tests.support.models import write_classes, write_pairs
 
 UNITS = 20
@@ -22,7 +21,7 @@ def text_of(gain: float, units: int = UNITS, kind: str = "class", spread: float 
     """The verdict on `gain` in accuracy and in loss, in two episodes of each of `units`."""
     trained, started = (
         [
-            HeldOutScore(slot, f"u{slot % units}", "", [2.0, 1 - value], [0.2, value])
+            EpisodeScore(slot, f"u{slot % units}", "", [2.0, 1 - value], [0.2, value])
             for slot, value in enumerate(values)
         ]
         for values in (
@@ -46,26 +45,22 @@ def text_of(gain: float, units: int = UNITS, kind: str = "class", spread: float 
 def test_the_verdict_follows_the_interval(gain, name, said, todo):
     found = text_of(gain)
     assert found["name"] == name
-    assert said in found["text"]
-    assert todo in found["text"]
-    assert "over 20 classes, 40 episodes" in found["text"]
+    check_message(found["text"], said, todo, "over 20 classes, 40 episodes")
     assert "hold out" not in found["text"]
 
 
 def test_fewer_than_fifteen_classes_or_tasks_say_little_about_others():
     assert "14 classes say little about others; hold out 15 or more" in text_of(0.1, 14)["text"]
     assert "say little" not in text_of(0.1, 15)["text"]
-    found = text_of(0.1, 3, "task", task_type="causal_lm", dataset=["x.jsonl"])
-    assert "+0.1000 ±" in found["text"]
-    assert "nats (over 3 tasks, 40 episodes)" in found["text"]
-    assert "3 tasks say little" in found["text"]
+    text = text_of(0.1, 3, "task", task_type="causal_lm", dataset=["x.jsonl"])["text"]
+    check_message(text, "+0.1000 ±", "nats (over 3 tasks, 40 episodes)", "3 tasks say little")
 
 
 def test_repeated_episodes_of_a_task_are_no_more_tasks():
     """Two of four tasks gain 0.2 and two lose 0.1 in each of ten episodes: by episodes alone it is better."""
     trained, started = (
         [
-            HeldOutScore(slot, f"u{slot % 4}", "", [1.0, 1.0], [0.2, 0.5 + (slot % 4 < 2) * gain])
+            EpisodeScore(slot, f"u{slot % 4}", "", [1.0, 1.0], [0.2, 0.5 + (slot % 4 < 2) * gain])
             for slot in range(40)
         ]
         for gain in (0.3, 0.0)
@@ -89,12 +84,11 @@ def test_a_run_without_a_table_says_why(settings, why):
     sources: Any = SimpleNamespace(train=SimpleNamespace(kind="class", items=range(12)))
     found = verdict_of(None, Config(**settings), sources)
     assert found["name"] == ""
-    assert found["text"].startswith("no comparison with the weights at the start: ")
-    assert why in found["text"]
+    check_message(found["text"], "no comparison with the weights at the start: ", why)
 
 
 def test_a_single_task_and_a_loss_that_diverged_have_no_verdict():
-    assert "of one of the tasks, which has no interval" in text_of(0.1, 1, "task")["text"]
+    assert "one of the tasks is in all episodes, so there is no interval" in text_of(0.1, 1, "task")["text"]
     causal = {"task_type": "causal_lm", "dataset": ["x.jsonl"]}
     assert "a loss is not finite" in text_of(float("inf"), kind="task", **causal)["text"]
 

@@ -1,40 +1,29 @@
-"""Started on every rank by test_conformance.py: runs every operation of some workers on fixed rows and saves
-the results.
+"""Every operation of some workers on fixed rows, on each rank of a launch (test_conformance.py).
 
-    python -m tests.workers.exercise CASES.json OUT_DIR
-
-A case is {"id", "config": settings}; all cases of a file have the same group size. The first rank writes
-OUT_DIR/<id>.safetensors: for each operation the vectors by parameter name ("gradient/model.layers.0...") and
-the numbers of the pass ("gradient/stats"), which do not depend on the layout. The rows are uneven: 7 support
-and 5 query rows of different lengths, in micro-batches of at most 2, so that the ranks of a group get
-different numbers of rows. Row i has label i, so that results by row can be put in order.
+Results by operation are vectors by parameter name ("gradient/model.layers.0...") and the numbers of the pass
+("gradient/stats"), which do not depend on the layout. The rows are uneven: 7 support and 5 query rows of
+different lengths, in micro-batches of at most 2, so that the ranks of a group get different numbers of rows.
+Row i has label i, so that results by row can be put in order.
 """
 
-from __future__ import annotations
-
-import json
 import math
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fmmeta.config.settings import Config
 from fmmeta.meta.classifier_head import class_means
 from fmmeta.models.load import empty_learner
-from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.process_groups import World, pick_device
+from fmmeta.parallel.process_groups import World
 from fmmeta.parallel.workers.base import PassStats, VjpInput, Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, Example, MicroBatch
 from fmmeta.training import build
-from tests.support import nccl_rules
+from tests.support.ranks import built
 
 ROWS, QUERY_ROWS, LR = 7, 5, 0.1
 Shapes = dict[str, tuple[int, ...]]
@@ -98,7 +87,7 @@ class Exercise:
         table = torch.zeros(count, values[0].shape[1], device=self.worker.device)
         for batch, value in zip(batches, values, strict=True):
             for row in (batch.weights > 0).nonzero().flatten() if self.worker.counts_rows else ():
-                table[batch.labels[row]] = value[row].float()
+                table[batch.targets["labels"][row]] = value[row].float()
         return self.worker.group.sum_(table).cpu()
 
     def nonfinite_query(self) -> list[MicroBatch]:
@@ -202,7 +191,7 @@ def vjp(self: Exercise, name: str) -> None:
     def cotangents(batches: Sequence[MicroBatch], what: str) -> Callable[[int, Tensor], Tensor]:
         def of(number: int, rows: Tensor) -> Tensor:
             batch, table = batches[number], made_tensor(what, (ROWS, rows.shape[1]))
-            return (table[batch.labels.cpu()] * (batch.weights.cpu() > 0)[:, None]).to(rows.device)
+            return (table[batch.targets["labels"].cpu()] * (batch.weights.cpu() > 0)[:, None]).to(rows.device)
 
         return of
 
@@ -238,27 +227,13 @@ OPERATIONS: dict[str, tuple[Callable[[Exercise, str], None], bool]] = {  # and w
 }
 
 
-def main(cases_file: str, out: str) -> None:
-    nccl_rules.install()
-    launch = Launch.from_env(os.environ)
-    world = World(launch, pick_device(launch))
-    ranks = world.split(launch.world_size)
-    for case in json.loads(Path(cases_file).read_text()):
-        config = Config(**case["config"])
-        inputs = build.read_inputs(config, world, lambda text: None)
-        plan = inputs.parallel_plan(config, launch.world_size, world.device.type)
-        parts = build.build(config, inputs, plan, ranks)
+def exercise(world: World, listed: dict[str, dict[str, Any]]) -> dict[str, dict[str, Tensor]]:
+    """Run every operation of the workers with these settings; results by case and name."""
+    ranks, results = None, {}
+    for case, settings in listed.items():
+        config = Config(**settings)
+        inputs, ranks, parts = built(world, config, ranks)
         named = empty_learner(config, inputs.description).named_parameters()
         shapes = {name: tuple(param.shape) for name, param in named if param.requires_grad}
-        results = Exercise(config, parts, shapes).run()
-        if launch.global_rank == 0:
-            save_file(
-                {name: value.contiguous() for name, value in results.items()},
-                Path(out, f"{case['id']}.safetensors"),
-            )
-    world.close()
-    nccl_rules.check()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        results[case] = Exercise(config, parts, shapes).run()
+    return results

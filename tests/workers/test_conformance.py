@@ -3,8 +3,6 @@
 To add an engine: a line in KINDS. To add an operation: a function in exercise.py.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache
@@ -14,16 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_learner
-from tests.support.launch import run_ranks
 from tests.support.models import save_bert, save_llama, write_classes, write_pairs
 from tests.support.nan_memory import fill
-from tests.workers.exercise import LR, OPERATIONS, QUERY_ROWS, ROWS, examples, made_tensor
+from tests.support.ranks import begin
+from tests.workers.exercise import LR, OPERATIONS, QUERY_ROWS, ROWS, examples, exercise, made_tensor
 
 Results = dict[str, Tensor]
 MODELS = ("llama", "bert", "decoder")  # tied embeddings; classifiers: with LayerNorms and biases, a decoder
@@ -76,17 +73,10 @@ def settings(folder: Path, model: str, dtype: str, stage: int | None = None, **e
     return {**shared, **data[model], **engine, **extra}
 
 
-def launch(folder: Path, name: str, ranks: int, listed: dict[str, dict[str, Any]]) -> dict[str, Results]:
-    """Run cases in one launch; results by case."""
-    out = folder / name.replace(" ", "-")
-    out.mkdir()
-    content = [
-        {"id": case, "config": {**config, "group_size": str(ranks)}} for case, config in listed.items()
-    ]
-    (out / "cases.json").write_text(json.dumps(content))
-    words = ["-m", "tests.workers.exercise", str(out / "cases.json"), str(out)]
-    run_ranks(words, ranks, timeout_s=240, before=fill).ok()  # memory that is not written gives NaN
-    return {case: load_file(out / f"{case}.safetensors") for case in listed}
+def launch(ranks: int, listed: dict[str, dict[str, Any]]) -> dict[str, Results]:
+    """Run cases in one launch, in which memory that is not written gives NaN; results of rank 0 by case."""
+    grouped = {case: {**config, "group_size": str(ranks)} for case, config in listed.items()}
+    return begin(exercise, ranks, grouped, timeout_s=240, rules=True, before=fill)()[0]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +88,7 @@ def plain(folder) -> dict[str, Results]:
         for dtype in TOLERANCE
         for rank in (0, 2)
     }
-    return launch(folder, "plain", 1, listed)
+    return launch(1, listed)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +99,7 @@ def results(folder) -> Callable[[str], dict[str, Results]]:
     def of(kind: str) -> dict[str, Results]:
         ranks, extra = KINDS[kind]
         listed = {f"{m}-{d}": settings(folder, m, d, **extra) for m, d in cases(kind)}
-        return launch(folder, kind, ranks, listed)
+        return launch(ranks, listed)
 
     return of
 
@@ -168,8 +158,8 @@ class PlainPyTorch:
         self.names = [name for name, param in self.learner.named_parameters() if param.requires_grad]
         self.rows = {ROWS: examples(ROWS, self.causal, 0), QUERY_ROWS: examples(QUERY_ROWS, self.causal, 1)}
 
-    def call(self, count: int, want: str = "logits") -> tuple[Tensor, Tensor]:
-        """Output for a set of rows in their order, padded to the longest, and their labels."""
+    def call(self, count: int) -> tuple[Any, Tensor]:
+        """Outputs for a set of rows in their order, padded to the longest, and their labels."""
         rows = self.rows[count]
         length = max(len(row.input_ids) for row in rows)
         ids, labels = torch.zeros(count, length, dtype=torch.long), torch.full((count, length), -100)
@@ -180,13 +170,13 @@ class PlainPyTorch:
             if self.causal:
                 labels[number, : len(row.labels)] = torch.tensor(row.labels)
         wanted = labels if self.causal else torch.arange(count)
-        return self.learner(input_ids=ids, attention_mask=mask, want=want), wanted
+        return self.learner(input_ids=ids, attention_mask=mask), wanted
 
     def loss(self, count: int) -> Tensor:
-        logits, labels = self.call(count)
+        outputs, labels = self.call(count)
         if self.causal:
-            return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return F.cross_entropy(logits, labels)
+            return F.cross_entropy(outputs[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return F.cross_entropy(outputs[1], labels)
 
     def gradient_vjp(
         self, count: int, w: Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -237,10 +227,10 @@ def test_the_plain_worker_equals_plain_pytorch(folder, plain, model, rank):
     check("nonfinite gradient", made)
     check("nonfinite step, theta", begin)
     if model == "bert":
-        features, _ = torch_model.call(QUERY_ROWS, "features")
+        (features, logits), _ = torch_model.call(QUERY_ROWS)
         check("features", {"rows": features})
-        check("logits", {"rows": torch_model.call(QUERY_ROWS)[0]})
-        other, _ = torch_model.call(ROWS, "features")
+        check("logits", {"rows": logits})
+        (other, _), _ = torch_model.call(ROWS)
         check("means of classes", {"rows": other})  # of one row each
         pulled = (features * made_tensor("of query rows", (ROWS, features.shape[1]))[:QUERY_ROWS]).sum()
         pulled = pulled + (other * made_tensor("of support rows", tuple(other.shape))).sum()

@@ -23,7 +23,7 @@ Snell, Swersky, Zemel, "Prototypical Networks for Few-shot Learning", 2017 (arXi
 of the support set more where a rank may not keep the activations of both; no shards.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -31,9 +31,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.config.algorithms import AlgorithmSpec
-from fmmeta.config.settings import Config
 from fmmeta.meta import reference
-from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.classifier_head import (
     FeatureRows,
     Head,
@@ -41,100 +39,78 @@ from fmmeta.meta.classifier_head import (
     all_gather_features,
     nearest_mean_head,
 )
-from fmmeta.meta.costs import Passes, keeps_support
-from fmmeta.meta.parameters import MetaGradient, MetaParameters
-from fmmeta.meta.rule import InnerLoop, Rule, TaskResult, no_poll
-from fmmeta.parallel.workers.base import CotangentFn, PassStats, SavedForward, VjpInput, Worker
-from fmmeta.tasks.batching import Episode, MicroBatch, Sets, merge_task_batches, pad_to_same_shape
+from fmmeta.meta.task import TaskResult, TaskRun
+from fmmeta.parallel.costs import Passes, keeps_support
+from fmmeta.parallel.workers.base import CotangentFn, PassStats, SavedForward, VjpInput
+from fmmeta.tasks.batching import MicroBatch, Sets, merge_task_batches, pad_to_same_shape
 
 
-@dataclass(frozen=True)
-class Anil:
-    inner: InnerLoop  # with rates of zero on the body; evaluation runs it as it is
-    order: int
-    config: Config
+def anil(task: TaskRun, order: int = 2) -> TaskResult:
+    return one_pass([task], order)[0]
 
-    def task_gradient(
-        self,
-        worker: Worker,
-        meta: MetaParameters,
-        episode: Episode,
-        into: MetaGradient,
-        between_passes: Callable[[], None] = no_poll,
-    ) -> TaskResult:
-        return self._one_pass(worker, meta, [episode], into, between_passes)[0]
 
-    def task_gradients(
-        self,
-        worker: Worker,
-        meta: MetaParameters,
-        episodes: Sequence[Episode],
-        into: MetaGradient,
-        between_passes: Callable[[], None] = no_poll,
-    ) -> list[TaskResult]:
-        """Meta-gradients of several tasks whose rows go through the body together, as one sum.
+def anil_of_several(tasks: Sequence[TaskRun], order: int = 2) -> list[TaskResult]:
+    """Meta-gradients of several tasks whose rows go through the body together, as one sum.
 
-        If the sum is not finite, nothing was added, and the tasks are taken one after the other. Collective:
-        group.
-        """
-        results = self._one_pass(worker, meta, episodes, into, between_passes)
-        if all(result.finite for result in results):
-            return results
-        return [self.task_gradient(worker, meta, episode, into, between_passes) for episode in episodes]
+    If the sum is not finite, nothing was added, and the tasks are taken one after the other. Collective:
+    group.
+    """
+    results = one_pass(tasks, order)
+    if all(result.finite for result in results):
+        return results
+    return [anil(task, order) for task in tasks]
 
-    def _one_pass(
-        self,
-        worker: Worker,
-        meta: MetaParameters,
-        episodes: Sequence[Episode],
-        into: MetaGradient,
-        between_passes: Callable[[], None],
-    ) -> list[TaskResult]:
-        support, supports = merge_tasks([episode.support for episode in episodes])
-        query, queries = merge_tasks([episode.query for episode in episodes])
-        exact = self.order > 1 or self.inner.head.backprop_through_means
-        keeps = exact and keeps_support(self.config, worker.data_ranks)
-        saved = worker.forward_features(support) if keeps else SavedForward(worker.features(support))
-        between_passes()
-        features = zip(*(rows.chunk(len(episodes)) for rows in saved.features), strict=True)
-        tasks = [
-            self._solve_head(worker, meta.theta, *task)
-            for task in zip(supports, queries, features, strict=True)
-        ]
-        parts = [VjpInput(query, lambda: split_by_task([task.query_loss for task in tasks]))]
-        if exact:
-            parts.append(VjpInput(support, lambda: split_by_task([task.backward() for task in tasks]), saved))
-        finite = worker.vjp(parts, into.sum).finite
-        for task in tasks:
-            if not exact:
-                task.backward()
-            if finite:
-                for name, value in zip(self.inner.head.names, task.of_start, strict=False):
-                    worker.params.add(into.sum, name, value)
-                into.count()
-        return [TaskResult(1.0, finite, task.first, task.query) for task in tasks]
 
-    def _solve_head(
-        self,
-        worker: Worker,
-        theta: Tensor,
-        support: Sequence[MicroBatch],
-        query: Sequence[MicroBatch],
-        features: Sequence[Tensor],
-    ) -> "HeadSolution":
-        """The inner loop of a task. Collective: group."""
-        rows = all_gather_features(worker, support, features)
-        rows.features.requires_grad_()
-        head = self.inner.head
-        if head.uses_support_features:
-            start = [*nearest_mean_head(rows.means(head.classes))][: len(head.names)]
-        else:
-            start = head.read(worker, theta, rows.features.shape[1])
-        leaves = [] if head.backprop_through_means else [part.detach().requires_grad_() for part in start]
-        adapted, passes = self.inner.learn_head(leaves or start, rows, exact=self.order > 1)
-        first = passes[0] if passes else rows.loss(adapted)[1]
-        slope = torch.where(first.nonfinite_ranks > 0, torch.nan, 1.0)
-        return HeadSolution(QueryLoss(worker, query, adapted, slope), adapted, rows, leaves, first)
+def one_pass(tasks: Sequence[TaskRun], order: int) -> list[TaskResult]:
+    """See `anil_of_several`. The tasks share worker, sum and setup. Collective: group."""
+    one = tasks[0]
+    worker, into, head = one.worker, one.into, one.inner.head
+    support, supports = merge_tasks([task.support for task in tasks])
+    query, queries = merge_tasks([task.query for task in tasks])
+    second_order = order > 1 and one.outer_step >= one.config.first_order_steps
+    exact = second_order or head.backprop_through_means
+    keeps = exact and keeps_support(one.config, worker.data_ranks)
+    saved = worker.forward_features(support) if keeps else SavedForward(worker.features(support))
+    one.between_passes()
+    features = zip(*(rows.chunk(len(tasks)) for rows in saved.features), strict=True)
+    solved = [
+        solve_head(task, own_support, own_query, own_features, second_order)
+        for task, own_support, own_query, own_features in zip(tasks, supports, queries, features, strict=True)
+    ]
+    parts = [VjpInput(query, lambda: split_by_task([each.query_loss for each in solved]))]
+    if exact:
+        parts.append(VjpInput(support, lambda: split_by_task([each.backward() for each in solved]), saved))
+    finite = worker.vjp(parts, into.sum).finite
+    for each in solved:
+        if not exact:
+            each.backward()
+        if finite:
+            for name, value in zip(head.names, each.of_start, strict=False):
+                worker.params.add(into.sum, name, value)
+            into.count()
+    return [TaskResult(1.0, finite, each.first, each.query) for each in solved]
+
+
+def solve_head(
+    task: TaskRun,
+    support: Sequence[MicroBatch],
+    query: Sequence[MicroBatch],
+    features: Sequence[Tensor],
+    second_order: bool,
+) -> "HeadSolution":
+    """The inner loop of a task. Collective: group."""
+    rows = all_gather_features(task.worker, support, features)
+    rows.features.requires_grad_()
+    head = task.inner.head
+    if head.uses_support_features:
+        start = [*nearest_mean_head(rows.means(head.classes))][: len(head.names)]
+    else:
+        start = head.read(task.worker, task.theta, rows.features.shape[1])
+    leaves = [] if head.backprop_through_means else [part.detach().requires_grad_() for part in start]
+    adapted, passes = task.inner.learn_head(leaves or start, rows, exact=second_order)
+    first = passes[0] if passes else rows.loss(adapted)[1]
+    slope = torch.where(first.stats[3] > 0, torch.nan, 1.0)
+    return HeadSolution(QueryLoss(task.worker, query, adapted, slope), adapted, rows, leaves, first)
 
 
 @dataclass
@@ -175,14 +151,18 @@ def split_by_task(functions: Sequence[CotangentFn]) -> CotangentFn:
     )
 
 
-def anil(setup: Setup, outer_step: int) -> Rule:
-    return Anil(setup.inner, 1 if outer_step < setup.config.first_order_steps else 2, setup.config)
+def protonet(task: TaskRun) -> TaskResult:
+    return anil(without_steps(task), order=1)
 
 
-def protonet(setup: Setup, outer_step: int) -> Rule:
-    head = setup.inner.head
-    head = replace(head, backprop_through_means=head.uses_support_features)
-    return Anil(replace(setup.inner, steps=0, head=head), 1, setup.config)
+def protonet_of_several(tasks: Sequence[TaskRun]) -> list[TaskResult]:
+    return anil_of_several([without_steps(task) for task in tasks], order=1)
+
+
+def without_steps(task: TaskRun) -> TaskRun:
+    """The task with the class means as its head, and a gradient through them."""
+    head = replace(task.inner.head, backprop_through_means=task.inner.head.uses_support_features)
+    return replace(task, setup=replace(task.setup, inner=replace(task.inner, steps=0, head=head)))
 
 
 ANIL = AlgorithmSpec(
@@ -193,6 +173,7 @@ ANIL = AlgorithmSpec(
     adapts="head",
     frozen_body=True,
     task_type="classification",
+    several=anil_of_several,
     supports=frozenset({"first_order_steps", "prototype_gradient"}),
     passes=lambda config, forwards: Passes(1, 1, forwards),
     adds_directly=lambda config: config.pipeline_stages == 1,
@@ -201,6 +182,7 @@ PROTONET = replace(
     ANIL,
     name="protonet",
     rule=protonet,
+    several=protonet_of_several,
     reference=partial(reference.unrolled, order=1, steps=0, through_means=True),
     order=1,
     adapts="all",

@@ -31,43 +31,25 @@ Not in the paper: with loss_on_support the answers of the pairs before a query h
 first. The same pass then trains on answers that have 1 to K examples before them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
-
-import torch
-from torch import Tensor
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 
 from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.config.fields import default_of, shown
 from fmmeta.config.settings import Config, InnerConfig
 from fmmeta.meta import reference
-from fmmeta.meta.costs import Passes
-from fmmeta.meta.parameters import MetaGradient, MetaParameters
-from fmmeta.meta.rule import InnerLoop, TaskResult, no_poll
-from fmmeta.parallel.workers.base import PassStats, Worker
-from fmmeta.tasks.batching import IGNORE, Episode, Example
+from fmmeta.meta.task import TaskResult, TaskRun
+from fmmeta.parallel.costs import Passes
+from fmmeta.tasks.batching import IGNORE, Example
 
 
-@dataclass(frozen=True)
-class Joint:
-    inner: InnerLoop
-
-    def task_gradient(
-        self,
-        worker: Worker,
-        meta: MetaParameters,
-        episode: Episode,
-        into: MetaGradient,
-        between_passes: Callable[[], None] = no_poll,
-    ) -> TaskResult:
-        mean = worker.zeros()
-        support = worker.gradient(episode.support, mean, 0.5)
-        between_passes()
-        query = worker.gradient(episode.query, mean, 0.5)
-        finite = support.finite and query.finite
-        if finite:
-            into.add(mean)
-        return TaskResult(1.0, finite, support, query)
+def joint(task: TaskRun) -> TaskResult:
+    mean, support = task.gradient(task.support, 0.5)
+    task.between_passes()
+    query = task.worker.gradient(task.query, mean, 0.5)
+    if finite := support.finite and query.finite:
+        task.into.add(mean)
+    return TaskResult(1.0, finite, support, query)
 
 
 def joint_conflicts(config: Config) -> Iterator[str]:
@@ -80,7 +62,7 @@ def joint_conflicts(config: Config) -> Iterator[str]:
 
 JOINT = AlgorithmSpec(
     "joint",
-    lambda setup, outer_step: Joint(setup.inner),
+    joint,
     reference.joint,
     all_classes=True,
     conflicts=joint_conflicts,
@@ -157,15 +139,6 @@ def in_context_rows(
     return learned, prompted(rows, query, *limits)
 
 
-@dataclass(frozen=True)
-class InContext:
-    """Scores the query set without and with the support set in the prompt; see `EvaluationMethod`."""
-
-    def score(self, worker: Worker, theta: Tensor, episode: Episode) -> tuple[PassStats, PassStats]:
-        """Collective: group."""
-        return worker.forward(episode.query), worker.forward(episode.prompted)
-
-
 IN_CONTEXT = AlgorithmSpec(
     "in_context",
     task_type="causal_lm",
@@ -174,23 +147,8 @@ IN_CONTEXT = AlgorithmSpec(
 )
 
 
-@dataclass(frozen=True)
-class MetaIcl:
-    inner: InnerLoop  # of no step: evaluation puts the support set into the prompt too
-
-    def task_gradient(
-        self,
-        worker: Worker,
-        meta: MetaParameters,
-        episode: Episode,
-        into: MetaGradient,
-        between_passes: Callable[[], None] = no_poll,
-    ) -> TaskResult:
-        query = worker.gradient(episode.prompted, into.sum)
-        if query.finite:
-            into.count()
-        no_pass = PassStats(torch.full_like(query.stats, torch.nan))  # the support set has no loss
-        return TaskResult(1.0, query.finite, no_pass, query)
+def meta_icl(task: TaskRun) -> TaskResult:
+    return task.backward(task.episode.prompted)
 
 
 def meta_icl_conflicts(config: Config) -> Iterator[str]:
@@ -210,7 +168,7 @@ def meta_icl_conflicts(config: Config) -> Iterator[str]:
 
 META_ICL = AlgorithmSpec(
     "meta_icl",
-    lambda setup, outer_step: MetaIcl(setup.inner),
+    meta_icl,
     reference.in_prompt,
     task_type="causal_lm",
     in_prompt=True,

@@ -1,7 +1,7 @@
 """iMAML: the meta-gradient at the end of a proximal inner loop, without backpropagation through its steps.
 
     phi* = argmin L_support(phi) + lambda / 2 |phi - phi_0|^2
-    g = ((1 + damping) I + H(phi*) / lambda)^-1 grad L_query(phi*)        H: Hessian of the support loss
+    g = (I + H(phi*) / lambda)^-1 grad L_query(phi*)        H: Hessian of the support loss
 
 Rajeswaran, Finn, Kakade, Levine, "Meta-Learning with Implicit Gradients", 2019 (arXiv 1909.04630), lemma 1,
 solved by conjugate gradients (their algorithm 2) with the Hessian-vector products of hessian.py. `lambda`
@@ -11,73 +11,54 @@ direction of negative curvature shows that lambda is too small: the solution so 
 a warning. Cost per task: K + 1 + 2 C + 2 passes for C conjugate-gradient steps, five shards, no trajectory.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.config.settings import Config
-from fmmeta.meta import costs, reference
-from fmmeta.meta.algorithms.setup import Setup
-from fmmeta.meta.hessian import Hessian, SecondOrderRule
-from fmmeta.meta.parameters import MetaGradient, MetaParameters
-from fmmeta.meta.rule import TaskResult, no_poll
-from fmmeta.parallel.workers.base import Worker
-from fmmeta.tasks.batching import Episode
+from fmmeta.meta import reference
+from fmmeta.meta.hessian import Hessian
+from fmmeta.meta.task import TaskResult, TaskRun
+from fmmeta.parallel import costs
 
 UNSOLVED = 0.5  # a residual above this is no solution
 
 
-@dataclass(frozen=True)
-class Imaml(SecondOrderRule):
-    """steps, damping: of conjugate gradients. The inner loop has a proximal weight."""
+def imaml(task: TaskRun) -> TaskResult:
+    task.adapt()
+    phi = task.worker.read()
+    b, query = task.gradient(task.query)
+    hessian = task.hessian()
+    solution, numbers = solve(task, hessian, phi, b)
+    return replace(task.add_through_head(solution, query, hessian), numbers=numbers)
 
-    steps: int
-    damping: float
 
-    def task_gradient(
-        self,
-        worker: Worker,
-        meta: MetaParameters,
-        episode: Episode,
-        into: MetaGradient,
-        between_passes: Callable[[], None] = no_poll,
-    ) -> TaskResult:
-        b = worker.zeros()
-        adapted = self.inner.adapt(worker, meta.theta, episode.support, between_passes=between_passes)
-        phi = worker.read()
-        query = worker.gradient(episode.query, b)
-        hessian = self.hvp.hessian(worker, episode.support, between_passes)
-        solution, numbers = self._solve(worker, hessian, phi, b)
-        result = self.finish_task(hessian, meta, episode, adapted, query, solution, into)
-        return replace(result, numbers=numbers)
+def solve(task: TaskRun, hessian: Hessian, phi: Tensor, b: Tensor) -> tuple[Tensor, dict[str, float]]:
+    """Solve A x = b by conjugate gradients (Hestenes, Stiefel 1952) from zero; return x and its numbers.
 
-    def _solve(
-        self, worker: Worker, hessian: Hessian, phi: Tensor, b: Tensor
-    ) -> tuple[Tensor, dict[str, float]]:
-        """Solve A x = b by conjugate gradients (Hestenes, Stiefel 1952) from zero; return x and its numbers.
-
-        They are |b - A x| / |b|, and whether a direction of negative curvature was met. Collective: group.
-        """
-        x, residual, search, convex = torch.zeros_like(b), b.clone(), b.clone(), True
-        size = initial = worker.dot(residual, residual)
-        for step in range(self.steps):
-            if size <= 1e-12 * initial:
-                break
-            image = hessian.times(phi, search).div_(self.inner.proximal).add_(search, alpha=1 + self.damping)
-            curvature = worker.dot(search, image)
-            convex = curvature > 0
-            if not convex:
-                x = x if step else b
-                break
-            x.add_(search, alpha=size / curvature)
-            residual.sub_(image, alpha=size / curvature)
-            before, size = size, worker.dot(residual, residual)
-            search.mul_(size / before).add_(residual)
-        residual_share = (size / initial) ** 0.5 if initial else 0.0
-        return x, {"cg_residual": residual_share, "too_little_proximal_weight": float(not convex)}
+    They are |b - A x| / |b|, and whether a direction of negative curvature was met. Collective: group.
+    """
+    dot, proximal = task.worker.dot, task.inner.proximal
+    x, residual, search, convex = torch.zeros_like(b), b.clone(), b.clone(), True
+    size = initial = dot(residual, residual)
+    for step in range(task.config.cg_steps):
+        if size <= 1e-12 * initial:
+            break
+        image = hessian.times(phi, search).div_(proximal).add_(search)
+        curvature = dot(search, image)
+        convex = curvature > 0
+        if not convex:
+            x = x if step else b
+            break
+        x.add_(search, alpha=size / curvature)
+        residual.sub_(image, alpha=size / curvature)
+        before, size = size, dot(residual, residual)
+        search.mul_(size / before).add_(residual)
+    residual_share = (size / initial) ** 0.5 if initial else 0.0
+    return x, {"cg_residual": residual_share, "too_little_proximal_weight": float(not convex)}
 
 
 def warning(config: Config, values: Mapping[str, float]) -> str | None:
@@ -98,10 +79,6 @@ def warning(config: Config, values: Mapping[str, float]) -> str | None:
     return None
 
 
-def rule(setup: Setup, outer_step: int) -> Imaml:
-    return Imaml(setup.inner, setup.config.cg_steps, setup.config.cg_damping, hvp=setup.hvp)
-
-
 def passes(config: Config, forwards: int, by_autograd: bool = False) -> costs.Passes:
     steps, products = config.inner_steps + int(config.prototype_gradient), config.cg_steps
     if by_autograd:
@@ -119,14 +96,13 @@ def conflicts(config: Config) -> Iterator[str]:
 
 spec = AlgorithmSpec(
     "imaml",
-    rule,
+    imaml,
     reference.implicit,
     order=2,
     supports=frozenset(
         {
             "proximal_weight",
             "cg_steps",
-            "cg_damping",
             "prototype_gradient",
             "check_meta_gradient",
             "second_order",

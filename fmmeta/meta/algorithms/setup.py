@@ -1,46 +1,26 @@
 """From settings to the parts that rules are made of: the inner loop, and meta-gradients through it."""
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.meta.algorithms.baselines import InContext
 from fmmeta.meta.classifier_head import HeadInit
-from fmmeta.meta.costs import second_order_by_autograd
 from fmmeta.meta.hessian import HvpOptions
-from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop
+from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.inner_optimizers import HEAD, Layers, Rates, inner_optimizer
+from fmmeta.meta.task import Setup
+from fmmeta.parallel.costs import second_order_by_autograd
 from fmmeta.parallel.workers.base import Worker
-
-
-@dataclass(frozen=True)
-class Setup:
-    """The parts that rules are built from."""
-
-    config: Config
-    inner: InnerLoop
-    hvp: HvpOptions
-
-    def evaluation_method(self, rates: Tensor | None = None) -> EvaluationMethod:
-        """How evaluation learns a task; `rates`: learned inner rates in place of the live ones."""
-        return InContext() if find(self.config.algorithm).in_prompt else self.inner.variant(rates)
 
 
 def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: int, bf16: bool) -> Setup:
     """Build the inner loop that `config` describes for the worker's model. Collective: group."""
     layers, steps = Layers.of(worker, head_names), max(1, config.inner_steps)
-    over_steps = [config.inner_lr * SHAPES[config.inner_lr_schedule](k / steps) for k in range(steps)]
-    factors = layer_factors(config, layers.names)
-    table = torch.tensor(
-        [[alpha * factor for factor in factors] for alpha in over_steps], dtype=torch.float64
-    )
+    of_layers = [config.inner_lr * factor for factor in layer_factors(config, layers.names)]
+    table = torch.tensor([of_layers] * steps, dtype=torch.float64)
     rates = Rates(layers, table, learned=config.inner_lr_learned)
     if config.inner_lr_learned == "element":  # begins with those of the layers
         element = torch.ones(worker.params.numel, device=worker.storage_device)
@@ -56,13 +36,6 @@ def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: 
     )
     by_autograd = second_order_by_autograd(config, worker.differentiates_twice, rates.only_head)
     return Setup(config, inner, HvpOptions("bf16" if bf16 else "fp32", by_autograd=by_autograd))
-
-
-SHAPES: dict[str, Callable[[float], float]] = {  # share of the inner steps done -> factor
-    "constant": lambda done: 1.0,
-    "linear": lambda done: 1.0 - done,
-    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
-}
 
 
 def layer_factors(config: Config, names: tuple[str, ...]) -> list[float]:

@@ -45,8 +45,8 @@ Meta-SGD    alpha is a vector like theta and learned: dL/dalpha = - sum_k v_{k+1
             alpha, one for its sum, two for its moments. The rates are exported as model/inner_lr.safetensors.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -54,112 +54,71 @@ from torch import Tensor
 
 from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.config.settings import Config
-from fmmeta.meta import costs, reference
-from fmmeta.meta.algorithms.setup import Setup
-from fmmeta.meta.costs import Passes
-from fmmeta.meta.hessian import Hessian, SecondOrderRule
+from fmmeta.meta import reference
+from fmmeta.meta.hessian import Hessian
 from fmmeta.meta.inner_loop import Trajectory
-from fmmeta.meta.parameters import MetaGradient, MetaParameters
-from fmmeta.meta.rule import TaskResult, no_poll
-from fmmeta.parallel.workers.base import Worker
-from fmmeta.tasks.batching import Episode
+from fmmeta.meta.task import TaskResult, TaskRun
+from fmmeta.parallel import costs
+from fmmeta.parallel.costs import Passes
 
 
-@dataclass(frozen=True)
-class Unrolled(SecondOrderRule):
-    """A meta-gradient through the inner loop.
+def unrolled(task: TaskRun, order: int = 2) -> TaskResult:
+    """The meta-gradient through the inner loop; of first order in the `first_order_steps`.
 
-    order: of the derivatives, 1 or 2. step_loss_weights: of the query loss at phi_1 .. phi_K, summing to 1;
-    none: all on phi_K. budget_bytes: of trajectory on the device. truncate_steps: inner steps, from the last,
-    that are differentiated; None: all.
+    Of order 1 and with nothing else to differentiate it is the query gradient at phi_K. Collective: group.
     """
-
-    order: int = 2
-    step_loss_weights: tuple[float, ...] = ()
-    budget_bytes: int = 2**62
-    truncate_steps: int | None = None
-
-    def task_gradient(
-        self,
-        worker: Worker,
-        meta: MetaParameters,
-        episode: Episode,
-        into: MetaGradient,
-        between_passes: Callable[[], None] = no_poll,
-    ) -> TaskResult:
-        """Add the meta-gradient of one task; see Rule. Collective: group.
-
-        Of order 1 and with nothing else to differentiate it is the query gradient at phi_K, accumulated
-        without a vector for it, and restoring theta costs no separate write.
-        """
-        theta, learned = meta.theta, self.inner.rates.learned != "no"
-        early = any(self.step_loss_weights[:-1])
-        path = None
-        if self.order > 1 or learned or early:
-            keeps_states = self.order > 1 and not self.inner.optimizer.is_linear
-            path = Trajectory(self.budget_bytes, learned, keeps_states, 0 if early else self._first_step)
-        adapted = self.inner.adapt(worker, theta, episode.support, path, between_passes)
-        if path is None and not self.inner.head.backprop_through_means:
-            weight = 1.0 if all([step.finite for step in adapted.passes]) else 0.0
-            query = worker.gradient(episode.query, into.sum, weight, restore=theta)
-            finite = bool(weight) and query.finite
-            if finite:
-                into.count()
-            return TaskResult(1.0, finite, adapted.passes[0], query)
-        v = worker.zeros()
-        weight = self.step_loss_weights[-1] if self.step_loss_weights else 1.0
-        query = worker.gradient(episode.query, v, weight)
-        hessian = self.hvp.hessian(worker, episode.support, between_passes)
-        extra = {} if path is None else self._backward(hessian, episode, path, v)
-        return self.finish_task(hessian, meta, episode, adapted, query, v, into, extra)
-
-    def _backward(self, hessian: Hessian, episode: Episode, path: Trajectory, v: Tensor) -> dict[str, Tensor]:
-        """Turn v = dL/dphi_K [S] into dL/dphi_0 in place; return the gradient of learned rates.
-
-        All passes are added to those of `hessian`. Collective: group.
-        """
-        rates, optimizer, worker = self.inner.rates, self.inner.optimizer, hessian.worker
-        learned = rates.meta_parameter
-        extra = {} if learned is None else {"rates": torch.zeros_like(learned)}
-        w, bars = v, dict[str, Tensor]()  # of one kind of optimizer each
-        if self.order > 1 and optimizer.is_linear:
-            w = torch.zeros_like(v)
-        elif self.order > 1:
-            bars = optimizer.zero_state(v.numel(), v.device).vectors
-        for k in reversed(range(self.inner.steps)):
-            if extra:
-                rates.add_gradient_(extra["rates"], worker, k, v, path.take_direction(k))
-            if k >= self._first_step:
-                bar_u = rates.scale_(k, v.neg(), slice(0, v.numel()))
-                if optimizer.is_linear:
-                    v += hessian.times(path.phi(k), w.mul_(optimizer.momentum).add_(bar_u))
-                else:
-                    phi = path.phi(k)
-                    v += hessian.times(
-                        phi, partial(optimizer.pull, phi, path.state(k), k + 1, bar_u, bars, v)
-                    )
-            if k > 0 and self.step_loss_weights and self.step_loss_weights[k - 1]:
-                hessian.between_passes()
-                worker.write(path.phi(k))
-                hessian.passes.append(worker.gradient(episode.query, v, self.step_loss_weights[k - 1]))
-            path.drop(k)
-        return extra
-
-    @property
-    def _first_step(self) -> int:
-        """The first inner step that is differentiated: none of a first-order rule."""
-        if self.order == 1:
-            return self.inner.steps
-        return 0 if self.truncate_steps is None else max(0, self.inner.steps - self.truncate_steps)
+    config, inner = task.config, task.inner
+    order = 1 if task.outer_step < config.first_order_steps else order
+    weights = step_loss_weights(config.inner_steps, task.outer_step, config.multi_step_loss_steps)
+    steps = 0 if order == 1 else inner.steps if config.truncate_steps is None else config.truncate_steps
+    first = max(0, inner.steps - steps)  # of the inner steps that are differentiated
+    learned, early, path = inner.rates.learned != "no", any(weights[:-1]), None
+    if order > 1 or learned or early:
+        gib = 2**32 if config.trajectory_memory_gib is None else config.trajectory_memory_gib
+        keeps_states = order > 1 and not inner.optimizer.is_linear
+        path = Trajectory(int(gib * 2**30), learned, keeps_states, 0 if early else first)
+    task.adapt(path)
+    if path is None and not inner.head.backprop_through_means:
+        return task.backward(task.query)
+    v, query = task.gradient(task.query, weights[-1] if weights else 1.0)
+    hessian = task.hessian()
+    extra = {} if path is None else through_steps(task, hessian, path, v, first, weights)
+    return task.add_through_head(v, query, hessian, extra)
 
 
-def rule(setup: Setup, outer_step: int, order: int = 2) -> Unrolled:
-    """The meta-gradient through the inner loop at an outer step; of first order in the first_order_steps."""
-    config = setup.config
-    gib = 2**32 if config.trajectory_memory_gib is None else config.trajectory_memory_gib
-    weights = step_loss_weights(config.inner_steps, outer_step, config.multi_step_loss_steps)
-    order = 1 if outer_step < config.first_order_steps else order
-    return Unrolled(setup.inner, order, weights, int(gib * 2**30), config.truncate_steps, hvp=setup.hvp)
+def through_steps(
+    task: TaskRun, hessian: Hessian, path: Trajectory, v: Tensor, first: int, weights: Sequence[float]
+) -> dict[str, Tensor]:
+    """Turn v = dL/dphi_K [S] into dL/dphi_0 in place; return the gradient of learned rates.
+
+    first: the first inner step that is differentiated; all of them for rates. weights: of the query loss at
+    phi_1 .. phi_K, summing to 1; none: all on phi_K. All passes are added to those of `hessian`. Collective:
+    group.
+    """
+    worker, steps, rates, optimizer = task.worker, task.inner.steps, task.inner.rates, task.inner.optimizer
+    learned = rates.meta_parameter
+    extra = {} if learned is None else {"rates": torch.zeros_like(learned)}
+    w, bars = v, dict[str, Tensor]()  # of one kind of optimizer each
+    if first < steps and optimizer.is_linear:
+        w = torch.zeros_like(v)
+    elif first < steps:
+        bars = optimizer.zero_state(v.numel(), v.device).vectors
+    for k in reversed(range(steps)):
+        if extra:
+            rates.add_gradient_(extra["rates"], worker, k, v, path.take_direction(k))
+        if k >= first:
+            bar_u = rates.scale_(k, v.neg(), slice(0, v.numel()))
+            if optimizer.is_linear:
+                v += hessian.times(path.phi(k), w.mul_(optimizer.momentum).add_(bar_u))
+            else:
+                phi = path.phi(k)
+                v += hessian.times(phi, partial(optimizer.pull, phi, path.state(k), k + 1, bar_u, bars, v))
+        if k > 0 and weights and weights[k - 1]:
+            hessian.between_passes()
+            worker.write(path.phi(k))
+            hessian.passes.append(worker.gradient(task.query, v, weights[k - 1]))
+        path.drop(k)
+    return extra
 
 
 def step_loss_weights(inner_steps: int, outer_step: int, multi_step_loss_steps: int) -> tuple[float, ...]:
@@ -203,7 +162,7 @@ def rates_per_element(config: Config) -> Iterator[str]:
 
 FOMAML = AlgorithmSpec(
     "fomaml",
-    partial(rule, order=1),
+    partial(unrolled, order=1),
     partial(reference.unrolled, order=1),
     multi_task="query",
     supports=frozenset({"multi_step_loss_steps", "prototype_gradient", "inner_lr_learned", "offload_outer"}),
@@ -212,7 +171,7 @@ FOMAML = AlgorithmSpec(
 )
 MAML = AlgorithmSpec(
     "maml",
-    rule,
+    unrolled,
     reference.unrolled,
     order=2,
     supports=(FOMAML.supports - {"offload_outer"})

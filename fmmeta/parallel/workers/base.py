@@ -27,7 +27,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -48,34 +48,35 @@ class PassStats:
     """Statistics of one pass over a set of examples, summed over the ranks of the group.
 
     loss: mean over the set; accuracy: share of correct rows; finite: loss and gradient, on every rank.
-    `stats`, float64 [4], packs the fields for one all-reduce and stays on the device until one is read.
+    `stats`, float64 [4], packs loss, correct rows, rows and ranks with a gradient that is not finite for one
+    all-reduce. It stays on the device until one is read, which makes the host wait for it once.
     """
 
     stats: Tensor
 
+    @cached_property
+    def numbers(self) -> list[float]:
+        return self.stats.tolist()
+
     @property
     def loss(self) -> float:
-        return float(self.stats[0])
-
-    @property
-    def num_correct(self) -> Tensor:
-        return self.stats[1]
-
-    @property
-    def num_rows(self) -> Tensor:
-        return self.stats[2]
-
-    @property
-    def nonfinite_ranks(self) -> Tensor:
-        return self.stats[3]
+        return self.numbers[0]
 
     @property
     def accuracy(self) -> float:
-        return float(self.num_correct / self.num_rows.clamp(min=1))
+        return self.numbers[1] / max(self.numbers[2], 1)
 
     @property
     def finite(self) -> bool:
-        return math.isfinite(self.loss) and float(self.nonfinite_ranks) == 0
+        return math.isfinite(self.loss) and self.numbers[3] == 0
+
+
+def all_finite(passes: Sequence[PassStats]) -> bool:
+    """Whether all passes are finite; those that were not read yet are read together."""
+    if unread := [one for one in passes if "numbers" not in vars(one)]:
+        for one, numbers in zip(unread, torch.stack([one.stats for one in unread]).tolist(), strict=True):
+            one.numbers = numbers
+    return all([one.finite for one in passes])
 
 
 @dataclass
@@ -146,8 +147,8 @@ class Worker(ABC):
 
         A pipeline with tied weights first makes their copies in `vector` equal. Collective: group.
         """
-        slices = [where for _, where in self.local_shards]
-        torch._foreach_copy_([shard for shard, _ in self.local_shards], [vector[where] for where in slices])
+        shards = [shard for shard, _ in self.local_shards]
+        torch._foreach_copy_(shards, [vector[where] for _, where in self.local_shards])
         self.refresh()
 
     @abstractmethod

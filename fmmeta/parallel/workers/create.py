@@ -52,9 +52,8 @@ def create_worker(
     forget_zero_3()
     undo_later(forget_zero_3)
     filled = plan.deepspeed.complete(getattr(description.hf_config, "hidden_size", 768))
-    coordinates, create = plan.coordinates(ranks.layout.group_rank), create_full
-    if plan.stages > 1:
-        create = create_stage
+    coordinates = plan.coordinates(ranks.layout.group_rank)
+    create = create_stage if plan.stages > 1 else create_full
     with refusals(config.deepspeed, filled):
         if plan.engine == "deepspeed":
             check_config(config.deepspeed or "the default", filled)
@@ -108,8 +107,7 @@ def load_sharded(
             for name, value in sorted(tensors.items())
             if name in in_checkpoint or not value.is_meta
         )
-        mark = fingerprint((name, check_finite(config, name, value, True)) for name, value in read)
-    frozen = copies_to_export(config, ranks, tensors, ranks.first, mark)
+    frozen = copies_to_export(config, ranks, tensors, ranks.first, read)
     del tensors  # an engine gives the frozen weights other storage
     shard_while_loading(model, filled, ranks.device)
     return learner, frozen, model.read
@@ -161,12 +159,11 @@ def frozen_tensors(learner: Learner, names: Collection[str] | None = None) -> di
     """Frozen parameters and saved buffers by name, not copied, before an engine shards them. names: only
     these.
     """
-    named = learner.named_parameters(remove_duplicate=False)
-    trained = {name for name, param in named if param.requires_grad}
+    params = dict(learner.named_parameters(remove_duplicate=False))
     return {
         name: value.detach()
         for name, value in learner.state_dict().items()
-        if name not in trained and (names is None or name in names)
+        if not (name in params and params[name].requires_grad) and (names is None or name in names)
     }
 
 
@@ -175,18 +172,17 @@ def copies_to_export(
     ranks: ProcessGroups,
     tensors: dict[str, Tensor],
     writes: bool,
-    mark: str | None = None,
+    read: Iterable[tuple[str, Tensor]] | None = None,
     stage: int = 0,
 ) -> dict[str, Tensor]:
     """Copies in host memory on the rank that writes them; none with LoRA, whose base is not exported.
 
-    Refuses tensors that are not the same on all ranks. mark: their fingerprint, if some are not loaded.
-    Collective: world.
+    Refuses tensors that are not the same on all ranks. read: they and their values by name, if some are not
+    loaded. Collective: world.
     """
     with ranks.world.raise_on_all("looking at the frozen weights"):
-        mark = mark or fingerprint(
-            (name, check_finite(config, name, value, True)) for name, value in sorted(tensors.items())
-        )
+        found = sorted(tensors.items()) if read is None else read
+        mark = fingerprint((name, check_finite(config, name, value, True)) for name, value in found)
     check_equal(ranks, mark, stage)
     if config.lora_r or not writes:
         return {}

@@ -17,25 +17,19 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fmmeta.common.errors import UsageError
-from fmmeta.common.security import one_line
-from fmmeta.models.answers import Answers, rows_of
-from fmmeta.models.learner import CausalLearner, at_least_fp32, objective, per_row
+from fmmeta.common.errors import UsageError, one_line
+from fmmeta.models.learner import RowLosses, at_least_fp32, on_device
 from fmmeta.models.task_axis import TaskAxis
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import build_param_map
 from fmmeta.parallel.workers.base import PassStats, SavedForward, Update, VjpInput, Worker
 from fmmeta.tasks.batching import MicroBatch, Sets, merge_task_batches
-
-Outputs = tuple[Tensor, Tensor]
-"""Features and logits of a micro-batch, with their graph."""
 
 
 class FullModelWorker(Worker):
@@ -49,6 +43,7 @@ class FullModelWorker(Worker):
     _graph_checked = False
     can_defer_backward = True  # whether a forward pass may be left without its backward pass
     differentiates_twice = True
+    prefixes: Any = None  # `Answers` of a language model that is whole in this process
 
     @property
     def learner(self) -> Any:
@@ -76,7 +71,7 @@ class FullModelWorker(Worker):
     ) -> PassStats:
         stats, outputs = self._stats(), self._take_outputs(saved, batches)
         for index, (batch, given) in enumerate(zip(batches, outputs, strict=True)):
-            loss = self._loss(batch, stats, None if given is None else given[0])
+            loss = self._loss(batch, stats, given)
             self.backward(nan_gradient_if_nonfinite(loss), last=index == len(batches) - 1)
         return self._finish(stats, update, skip_nonfinite_everywhere)
 
@@ -89,7 +84,7 @@ class FullModelWorker(Worker):
 
     @torch.no_grad()
     def features(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        return [at_least_fp32(self._call(batch, want="features")) for batch in batches]
+        return [at_least_fp32(self._call(batch)[0]) for batch in batches]
 
     @torch.no_grad()
     def logits(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -97,11 +92,21 @@ class FullModelWorker(Worker):
 
         Collective: group.
         """
-        return [at_least_fp32(self._call(batch)) for batch in batches]
+        return [self.learner.logits(self._call(batch)) for batch in batches]
+
+    @torch.no_grad()
+    def losses(self, batch: MicroBatch) -> RowLosses:
+        """The losses of the rows of a micro-batch of this rank, without their weights. Collective: group."""
+        return self.learner.losses(self._call(batch), on_device(batch, self.learner, self.device))
+
+    @torch.no_grad()
+    def answers(self, batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
+        """The answers of a micro-batch of this rank (Learner.answers). Collective: group."""
+        return [*self.learner.answers(self._call(batch), on_device(batch, self.learner, self.device))]
 
     def forward_features(self, batches: Sequence[MicroBatch]) -> SavedForward:
         with torch.set_grad_enabled(self.can_defer_backward):
-            outputs = [self._call(batch, want="both") for batch in batches]
+            outputs = [self._call(batch) for batch in batches]
         return SavedForward(
             [at_least_fp32(features.detach()) for features, _ in outputs],
             outputs if self.can_defer_backward else None,
@@ -113,8 +118,9 @@ class FullModelWorker(Worker):
             for part in parts:
                 cotangent, saved = part.begin(), self._take_outputs(part.saved, part.batches)
                 for index, (batch, given) in enumerate(zip(part.batches, saved, strict=True)):
-                    outputs: Outputs = given or self._call(batch, want="both")
-                    product = vjp_loss(*outputs, cotangent(index, at_least_fp32(outputs[0].detach())))
+                    features, logits = given or self._call(batch)
+                    seen = at_least_fp32(features.detach())
+                    product = vjp_loss(features, logits, cotangent(index, seen))
                     stats[0] += product.detach() * self.counts_rows
                     left -= 1
                     self.backward(nan_gradient_if_nonfinite(product), last=left == 0)
@@ -190,11 +196,11 @@ class FullModelWorker(Worker):
 
     def _gradient_graph(self, batch: MicroBatch, stats: Tensor) -> Sequence[Tensor]:
         """The gradient of this rank's share of the mean loss by trained parameter, with its graph."""
-        batch = batch.to(self.device)
-        loss, num_correct, num_rows = objective(self.learner(**batch.inputs), batch)
-        stats[:3] += torch.stack([loss.detach().double(), num_correct.double(), num_rows.double()])
+        batch = on_device(batch, self.learner, self.device)
+        rows = self.learner.losses(self.learner(**batch.inputs), batch).weighted(batch.weights)
+        stats[:3] += rows.sums()
         gradient = torch.autograd.grad(
-            nan_gradient_if_nonfinite(loss),
+            nan_gradient_if_nonfinite(rows.loss.sum()),
             list(self.trained_params.values()),
             create_graph=True,
             materialize_grads=True,
@@ -221,24 +227,26 @@ class FullModelWorker(Worker):
         return torch.zeros(4, dtype=torch.float64, device=self.device)
 
     @staticmethod
-    def _take_outputs(saved: SavedForward | None, batches: Sequence[MicroBatch]) -> Sequence[Outputs | None]:
+    def _take_outputs(saved: SavedForward | None, batches: Sequence[MicroBatch]) -> Sequence[Any]:
         """The kept outputs of each micro-batch, removed from `saved`: they serve one backward pass."""
         if saved is None or saved.outputs is None:
             return [None] * len(batches)
         outputs, saved.outputs = saved.outputs, None
         return outputs
 
-    def _call(self, batch: MicroBatch, want: str = "logits") -> Any:
-        return self.model(**batch.to(self.device).inputs, want=want)
+    def _call(self, batch: MicroBatch) -> Any:
+        return self.model(**on_device(batch, self.learner, self.device).inputs)
 
-    def _loss(self, batch: MicroBatch, stats: Tensor, features: Tensor | None = None) -> Tensor:
-        """This rank's share of the mean loss; adds to `stats`. features: of the rows, if already computed."""
-        batch = batch.to(self.device)
-        logits = self._call(batch) if features is None else self.learner.classify(features)
-        loss, num_correct, num_rows = objective(logits, batch)
+    def _loss(self, batch: MicroBatch, stats: Tensor, given: Any = None) -> Tensor:
+        """This rank's share of the mean loss; adds to `stats`. given: outputs of the same body, if there are
+        any; the head may have changed.
+        """
+        batch = on_device(batch, self.learner, self.device)
+        outputs = self._call(batch) if given is None else self.learner.classify(given[0])
+        rows = self.learner.losses(outputs, batch).weighted(batch.weights)
         if self.counts_rows:
-            stats[:3] += torch.stack([loss.detach().double(), num_correct.double(), num_rows.double()])
-        return loss
+            stats[:3] += rows.sums()
+        return rows.loss.sum()
 
 
 NO_SECOND_DERIVATIVE = (
@@ -320,15 +328,12 @@ class PlainWorker(FullModelWorker):
                 if ".lora_" not in name:  # small, and an inner step may change less than bf16 resolves
                     param.data = param.data.to(torch.bfloat16)
         self.model = model.to(device)
-        self.answers = Answers(model) if isinstance(model, CausalLearner) else None
-        sizes = [param.numel() for param in params]
-        self.theta_views, self.grad_views = (
-            [part.view(param.shape) for part, param in zip(flat.split(sizes), params, strict=True)]
-            for flat in (self.theta, self.grad)
-        )
+        self.prefixes = getattr(model, "prefixes", None)
         # bf16 parameters and their views of the buffer; fp32 parameters are the buffer itself
         self.working: list[tuple[nn.Parameter, Tensor, Tensor]] = []
-        for param, theta, grad in zip(params, self.theta_views, self.grad_views, strict=True):
+        sizes = [param.numel() for param in params]
+        for param, *flat in zip(params, self.theta.split(sizes), self.grad.split(sizes), strict=True):
+            theta, grad = (part.view(param.shape) for part in flat)
             if param.dtype == torch.bfloat16:
                 self.working.append((param, theta, grad))
             else:
@@ -342,14 +347,10 @@ class PlainWorker(FullModelWorker):
 
     @torch.no_grad()
     def forward(self, batches: Sequence[MicroBatch]) -> PassStats:
-        if self.answers is None or not batches or not self.answers.can_score(batches):
+        if (found := self.learner.score(batches)) is None:
             return super().forward(batches)
-        most = max(len(batch.weights) for batch in batches)
-        tokens = max(batch.labels.numel() for batch in batches)
-        losses, right = self.answers.losses(rows_of(batches), most, tokens)
-        weights = torch.cat([batch.weights for batch in batches]).to(losses)
-        stats, counted = self._stats(), weights > 0
-        stats[:3] = torch.stack([losses @ weights, (right & counted).sum(), counted.sum()])
+        stats = self._stats()
+        stats[:3] = found.weighted(torch.cat([batch.weights for batch in batches]).to(found.loss)).sums()
         return PassStats(stats)
 
     def refresh(self) -> None:
@@ -380,19 +381,11 @@ class TaskBatch:
     """N tasks that start from `theta`, which the worker holds. Collective: group.
 
     phi, grad: the adapters of all tasks and their gradients, fp32, flat; blocks: views of phi by name,
-    [N, *shape]. classes: of each task, where the head has more for some of them.
+    [N, *shape].
     """
 
-    def __init__(
-        self,
-        worker: FullModelWorker,
-        axis: TaskAxis,
-        theta: Tensor,
-        tasks: int,
-        classes: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, worker: FullModelWorker, axis: TaskAxis, theta: Tensor, tasks: int) -> None:
         self.worker, self.axis, self.tasks = worker, axis, tasks
-        self.classes = None if classes is None else torch.tensor(classes, device=worker.device)
         shapes = worker.trained_shapes
         self.shapes = {name: shapes[name] for name in axis.names}
         self.phi = self.spread(theta)
@@ -453,19 +446,11 @@ class TaskBatch:
         return vector
 
     def _loss(self, merged: MicroBatch, stats: Tensor) -> Tensor:
-        batch = merged.to(self.worker.device)
-        logits = self.worker.learner(**batch.inputs)
-        if self.classes is not None:
-            rows = self.classes.repeat_interleave(len(logits) // self.tasks)[:, None]
-            logits = logits.masked_fill(
-                torch.arange(logits.shape[1], device=logits.device) >= rows, -math.inf
-            )
-            batch = replace(batch, classes=0)
-        losses, num_correct, num_rows = (
-            each.reshape(self.tasks, -1).sum(1) for each in per_row(logits, batch)
-        )
-        stats[:, :3] += torch.stack([losses.detach().double(), num_correct.double(), num_rows.double()], 1)
-        return losses.sum()
+        batch = on_device(merged, self.worker.learner, self.worker.device)
+        rows = self.worker.learner.losses(self.worker.learner(**batch.inputs), batch)
+        sums = [each.reshape(self.tasks, -1).sum(1) for each in rows.weighted(batch.weights)]
+        stats[:, :3] += torch.stack([each.detach().double() for each in sums], 1)
+        return sums[0].sum()
 
     def _values(self) -> dict[str, Tensor]:
         """The adapters in the precision that the model computes with."""

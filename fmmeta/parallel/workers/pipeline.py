@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from fmmeta.models.lazy_weights import LazyModel
-from fmmeta.models.learner import objective
 from fmmeta.models.pipeline_split import Stage, StagePartition
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.layout import GroupCoordinates
@@ -56,6 +55,7 @@ class PipelineWorker(EngineWorker):
         self.counts_rows = stage.last and coordinates.tensor_rank == 0
         self.stats = torch.zeros(4, dtype=torch.float64, device=self.device)
         self.collected: list[Tensor] = []  # features of the micro-batches of a pass so far
+        self.want = "loss"  # of the current pass: loss, features or vjp
         self.cotangent: CotangentFn = lambda number, features: features  # of the current vjp
         if coordinates.tensor > 1:
             split_layers(stage.base, TensorRanks.of(group, coordinates).tensor)
@@ -138,7 +138,7 @@ class PipelineWorker(EngineWorker):
             stats = torch.zeros_like(self.stats)
             for part in parts:  # each is a training batch to the engine
                 self.cotangent = part.begin()
-                stats += self._train(part.batches, update, want="both").stats
+                stats += self._train(part.batches, update, want="vjp").stats
             return PassStats(stats)
 
         return self.accumulate(run, into, buffered=True)  # only after the last part is it known to be finite
@@ -155,7 +155,7 @@ class PipelineWorker(EngineWorker):
         batches: Sequence[MicroBatch],
         update: Update,
         skip_nonfinite_everywhere: bool = False,
-        want: str = "logits",
+        want: str = "loss",
     ) -> PassStats:
         inputs = self._begin(batches, want)
         self.stats[3] = self.engine_step(
@@ -163,7 +163,7 @@ class PipelineWorker(EngineWorker):
         )
         return PassStats(self.group.sum_(self.stats))
 
-    def _evaluate(self, batches: Sequence[MicroBatch], want: str = "logits") -> None:
+    def _evaluate(self, batches: Sequence[MicroBatch], want: str = "loss") -> None:
         self.engine.eval_batch(
             self._begin(batches, want),
             reduce_output=None,
@@ -172,41 +172,38 @@ class PipelineWorker(EngineWorker):
         )
 
     def _begin(self, batches: Sequence[MicroBatch], want: str) -> Iterator[StageInputs]:
-        """Start a pass in which the last stage returns `want` (see Learner).
-
-        Returns the tensors of each micro-batch that the end stages load.
-        """
+        """Start a pass for `want`; returns the tensors of each micro-batch that the end stages load."""
         self.engine.set_train_batch_size(len(batches) * self.coordinates.data)
-        self.stage.want = want
+        self.want = want
         self.engine.total_loss = None  # eval_batch adds to that of the last train_batch
         self.stats = torch.zeros_like(self.stats)
         self.collected = []
-        self.stage.input_names = tuple(batches[0].inputs)
-        # the loss function is fixed, so everything that an objective needs is sent with the labels
+        self.stage.input_names, self.target_names = tuple(batches[0].inputs), tuple(batches[0].targets)
+        # the loss function is fixed, so everything that losses need is sent with the targets
         return (
-            (tuple(b.inputs.values()), (b.labels, b.weights, torch.tensor(b.classes), *b.inputs.values()))
-            for b in batches
+            (tuple(b.inputs.values()), (b.weights, *b.targets.values(), *b.inputs.values())) for b in batches
         )
 
     def _loss(self, outputs: Any, loaded: tuple[Tensor, ...]) -> Tensor:
         """The loss that DeepSpeed requests of the last stage, once per micro-batch in their order."""
-        if self.stage.want == "features":
-            self.collected.append(outputs.float())
-            return outputs.new_zeros(())
-        if self.stage.want == "both":
+        if self.want == "features":
+            self.collected.append(outputs[0].float())
+            return outputs[0].new_zeros(())
+        if self.want == "vjp":
             features, logits = outputs
             seen = features.detach().float()
             loss = vjp_loss(features, logits, self.cotangent(len(self.collected), seen))
             self.collected.append(seen)
             self.stats[0] += loss.detach() * self.counts_rows
             return nan_gradient_if_nonfinite(loss) * self.engine.train_batch_size()
-        labels, weights, classes, *tensors = loaded
-        inputs = dict(zip(self.stage.input_names, tensors, strict=True))
-        loss, num_correct, num_rows = objective(outputs, MicroBatch(inputs, labels, weights, int(classes)))
+        weights, *tensors = loaded
+        named = dict(zip((*self.target_names, *self.stage.input_names), tensors, strict=True))
+        targets = {name: named.pop(name) for name in self.target_names}
+        rows = self.stage.learner.losses(outputs, MicroBatch(named, targets, weights)).weighted(weights)
         if self.counts_rows:
-            self.stats[:3] += torch.stack([loss.detach().double(), num_correct.double(), num_rows.double()])
+            self.stats[:3] += rows.sums()
         # undoes DeepSpeed's means over micro-batches and data ranks: we sum
-        return nan_gradient_if_nonfinite(loss) * self.engine.train_batch_size()
+        return nan_gradient_if_nonfinite(rows.loss.sum()) * self.engine.train_batch_size()
 
 
 def hold_stage(stream: LazyModel, partition: StagePartition, coordinates: GroupCoordinates) -> ParamNames:

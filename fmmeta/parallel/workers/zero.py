@@ -11,12 +11,13 @@ this module only.
 """
 
 import importlib.util
+import io
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -26,9 +27,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fmmeta.common.errors import PeerError, UsageError
+from fmmeta.common.errors import PeerError, UsageError, one_line
 from fmmeta.common.processes import quiet_logger
-from fmmeta.common.security import one_line
 from fmmeta.common.text import nearest
 from fmmeta.models.lazy_weights import LazyModel
 from fmmeta.models.learner import Learner
@@ -86,23 +86,13 @@ def of_engine(engine: Any, rank: int) -> Shards:
 
 
 def _zero_0(wrapper: Any, rank: int) -> Shards:
-    """ZeRO 0: every rank holds every parameter, in one shard each.
-
-    In fp32 the parameters are the shards. In bf16 FP16_UnfusedOptimizer keeps one fp32 copy per parameter.
-    """
+    """ZeRO 0, in fp32: every rank holds every parameter, which is its own shard."""
     shards = [param for group in wrapper.param_groups for param in group["params"]]
-    names = [group["name"] for group in wrapper.param_groups for _ in group["params"]]
-    bf16 = [param for group in getattr(wrapper, "fp16_groups", ()) for param in group]
-
-    def refresh() -> None:
-        if bf16:
-            torch._foreach_copy_([param.data for param in bf16], [shard.data for shard in shards])
-
     return Shards(
         [shard.data.view(-1) for shard in shards],
-        [[(param, 0, 0, param.numel())] for param in bf16 or shards],
-        names,
-        refresh,
+        [[(param, 0, 0, param.numel())] for param in shards],
+        [group["name"] for group in wrapper.param_groups for _ in group["params"]],
+        lambda: None,
         replicated=True,
         nonfinite_consensus="optimizer",
     )
@@ -162,7 +152,6 @@ def _zero_3(wrapper: Any, rank: int) -> Shards:
 
 ADAPTERS: dict[str, Callable[[Any, int], Shards]] = {
     "ShardOptimizer": _zero_0,
-    "FP16_UnfusedOptimizer": _zero_0,
     "DeepSpeedZeroOptimizer": partial(_zero_1_2, "single_partition_of_fp32_groups", "bit16_groups"),
     "BF16_Optimizer": partial(_zero_1_2, "fp32_groups_flat_partition", "bf16_groups"),
     "DeepSpeedZeroOptimizer_Stage3": _zero_3,
@@ -187,7 +176,7 @@ class ShardOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every tensor that has a gradient; set `bad`.
 
-        Without an update it does nothing: FP16_UnfusedOptimizer takes a step on zeros in its constructor.
+        Without an update it does nothing: DeepSpeed takes a step on zeros in the constructors of wrappers.
         """
         if self.update is None:
             return
@@ -234,9 +223,11 @@ class EngineWorker(Worker):
         for param in model.parameters() if self.coordinates.tensor > 1 else ():
             # DeepSpeed takes the norm of these on every rank, and fails where it finds none
             param.tensor_model_parallel = True  # type: ignore[attr-defined]
-        self.engine, *_ = import_deepspeed().initialize(
-            model=model, optimizer=self.shard_optimizer, config=config, mpu=mpu, dist_init_required=False
-        )
+        deepspeed, asked = import_deepspeed(), config.get("memory_breakdown") or config.get("dump_state")
+        with nullcontext() if asked else redirect_stdout(io.StringIO()):  # BF16_Optimizer prints its memory
+            self.engine, *_ = deepspeed.initialize(
+                model=model, optimizer=self.shard_optimizer, config=config, mpu=mpu, dist_init_required=False
+            )
         if data == 1 and self.engine.optimizer is self.shard_optimizer:
             # over one rank it would copy all gradients
             self.engine.enable_backward_allreduce = self.engine.pipeline_enable_backward_allreduce = False

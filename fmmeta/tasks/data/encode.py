@@ -6,7 +6,7 @@ The prompt of a pair, `--prompt_template`:
     chat      the tokenizer's chat template, {input} as the user's turn and {output} as the assistant's
     other     a format string with {input}, names of other columns, and {output} unless it is at the end
 
-Of a format string with other columns the inputs are whole prompts, which rows.py fills.
+Of a format string with other columns the inputs are whole prompts, which columns.py fills.
 
 The prompt of an example has exactly the tokens that a model gets after training: for chat they end with the
 template's generation prompt. What the template writes from there to the end of the turn is learned with the
@@ -23,11 +23,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.text import PromptTemplate, counted, shortened
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.images import EncodedImage, ImageReader
+from fmmeta.tasks.data.turns import BEGIN, PAIR, as_text, from_text
 
 INPUT, MARK = "<<the input>>", "<<the answer>>"  # stand for texts while a chat template is analysed
 # Some templates print the date. An example must not depend on the day of the run, so a macro of the same name
@@ -123,23 +124,17 @@ def chat_prompt(tokenizer: Any) -> Prompt:
             " string such as 'Q: {input}\\nA:'"
         )
 
-    def render(*turns: str, ask: bool = False) -> str:
-        messages = [
-            {"role": role, "content": text} for role, text in zip(("user", "assistant"), turns, strict=False)
-        ]
-        try:
+    def render(text: str, *answer: str, ask: bool = False) -> str:
+        with usage_errors(
+            "prompt_template=chat: the tokenizer's chat template fails", "use plain or a format string"
+        ):
             return tokenizer.apply_chat_template(
-                messages,
+                [*from_text(text), *({"role": "assistant", "content": one} for one in answer)],
                 tokenize=False,
                 add_generation_prompt=ask,
                 enable_thinking=False,
                 chat_template=STOPPED_CLOCK + tokenizer.get_chat_template(),
             )
-        except Exception as error:  # a template is a program
-            raise UsageError(
-                f"prompt_template=chat: the tokenizer's chat template fails ({' '.join(str(error).split())});"
-                " use plain or a format string"
-            ) from None
 
     whole, asked, alone = render(INPUT, MARK), render(INPUT, ask=True), render(INPUT)
     if whole.count(MARK) != 1:
@@ -227,10 +222,8 @@ def encode(tokenizer: Any, config: Config, inputs: Sequence[Any], targets: Seque
 
 def read_image(reader: ImageReader, image: EncodedImage) -> Tensor:
     """The pixels of an image, fp32 [3, H, W]. Raises `UsageError`, also for a file that cannot be read."""
-    try:
+    with usage_errors(f"{image.where} cannot be read", "fix or remove it"):
         return reader.read(image)
-    except OSError as error:
-        raise UsageError(f"{image.where} cannot be read ({error.strerror}); fix or remove it") from None
 
 
 def full_rows(config: Config, lengths: Sequence[int]) -> str:
@@ -238,12 +231,11 @@ def full_rows(config: Config, lengths: Sequence[int]) -> str:
     full = sum(length >= config.max_length for length in lengths)
     if not full:
         return ""
-    lost = "longer texts lose their end"
-    if config.task_type == "causal_lm":
-        lost = "longer inputs lose tokens, then answers their end"
+    causal = config.task_type == "causal_lm"
+    lost = "inputs lose tokens, then answers their end" if causal else "texts lose their end"
     return (
         f"{full} of {counted(len(lengths), 'row')} {'fills' if full == 1 else 'fill'} max_length="
-        f"{config.max_length}; {lost}: raise --max_length"
+        f"{config.max_length}; longer {lost}: raise --max_length"
     )
 
 
@@ -257,8 +249,8 @@ def answer_without_room(config: Config, tokenizer: Any, outputs: Sequence[str]) 
     prompt, most = make_prompt(config.prompt_template, tokenizer), config.max_length
     frame = 1 if prompt.specials else len(plain_tokens(tokenizer, prompt.before("")))
     for output in outputs:
-        size = len(plain_tokens(tokenizer, prompt.answer(output[: LONGEST_TOKEN * most])))
-        size += len(prompt.added)
+        answer = plain_tokens(tokenizer, prompt.answer(output[: LONGEST_TOKEN * most]))
+        size = len(answer) + len(prompt.added)
         if size > most - frame:
             return (
                 f"the answer {shortened(output)} has {counted(size, 'token')} with its end, and max_length="
@@ -273,8 +265,10 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], max_length: int) -> list[
     """
     reach = LONGEST_TOKEN * max_length
     kept = slice(-reach, None) if tokenizer.truncation_side == "left" else slice(reach)
+    token = tokenizer.special_tokens_map.get("sep_token")
+    separator = f" {token} " if token else "\n"
     return tokenizer(
-        [text[kept] for text in texts],
+        [text[kept].replace(PAIR, separator) for text in texts],
         truncation=True,
         max_length=max_length,
         verbose=False,
@@ -287,10 +281,12 @@ def encode_pairs(
     """One example per pair: prompt, answer, end of text. `template`: see the head of the module.
 
     Pairs that are too long lose the start of the prompt, or of the input for chats, whose template stays
-    whole; if that is not enough, the answer loses its end. At least one token precedes the answer.
+    whole: the earliest turns, then text. If that is not enough, the answer loses its end. At least one token
+    precedes the answer.
     """
     reach = LONGEST_TOKEN * max_length
-    inputs, outputs = [text[-reach:] for text in inputs], [text[:reach] for text in outputs]
+    inputs = [text if text.startswith(BEGIN) else text[-reach:] for text in inputs]
+    outputs = [text[:reach] for text in outputs]
     prompt = make_prompt(template, tokenizer)
     if not prompt.specials:
         frame = len(plain_tokens(tokenizer, prompt.before("")))
@@ -329,6 +325,11 @@ def encode_chat(tokenizer: Any, prompt: Prompt, text: str, output: str, max_leng
         over = len(ids) + len(learned) - max_length
         if over <= 0 or not text:
             break
+        if len(turns := from_text(text)) > 1:
+            later = (number for number, turn in enumerate(turns) if number and turn["role"] == "user")
+            text = as_text(turns[next(later, len(turns) - 1) :])
+            continue
+        text = turns[0]["content"]
         shorter = tokenizer.decode(plain_tokens(tokenizer, text)[over:])
         text = shorter if len(shorter) < len(text) else text[1:]
     return labelled((ids + learned)[:max_length], len(ids))

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmmeta.common.errors import UsageError
-from fmmeta.common.security import inside, is_inside, one_line
+from fmmeta.common.errors import UsageError, usage_errors
+from fmmeta.common.security import is_inside
 from fmmeta.common.text import shortened, to_json
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".npy")
@@ -36,23 +36,6 @@ class EncodedImage(NamedTuple):
 
     where: str
     content: bytes | None = None
-
-
-def image_folder(dataset: str) -> list[tuple[Path, str, str]]:
-    """Path, class and stratum of each image of <class>/<image> or <stratum>/<class>/<image>, sorted.
-
-    Empty for any other data set. Raises `UsageError` for a link that leaves the folder.
-    """
-    root = Path(dataset)
-    if not root.is_dir():
-        return []
-    found = []
-    for path in sorted([*root.glob("*/*"), *root.glob("*/*/*")]):
-        hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-        if path.suffix.lower() in IMAGE_ENDINGS and path.is_file() and not hidden:
-            folders = inside(root, path).relative_to(root).parts[:-1]
-            found.append((path, "/".join(folders), folders[0] if len(folders) > 1 else "all"))
-    return found
 
 
 def encoded_image(value: Any, column: str, origin: str, folder: Path | None) -> tuple[str, EncodedImage]:
@@ -136,12 +119,8 @@ def decode(image: EncodedImage) -> np.ndarray:
     name = image.where
     content = Path(name).read_bytes() if image.content is None else image.content
     if content.startswith(ARRAY):
-        try:
+        with usage_errors(f"{name} cannot be decoded as an image", "fix or remove it"):
             array = np.load(io.BytesIO(content), allow_pickle=False)
-        except Exception as error:  # numpy raises many types for a damaged file
-            raise UsageError(
-                f"{name} cannot be decoded as an image ({one_line(error)}); fix or remove it"
-            ) from None
         check_array(array, f"{name} is an array")
     else:
         array = with_pillow(content, name)
@@ -165,24 +144,14 @@ def as_rgb(image: Any, name: str) -> Any:
 
 def with_pillow(content: bytes, name: str) -> np.ndarray:
     """Decode an image file with Pillow. Raises `UsageError`."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise UsageError(
-            f"{name}: Pillow, which decodes images, is missing; pip install fmmeta[vision]"
-        ) from None
-    try:
-        with Image.open(io.BytesIO(content)) as opened:
-            return np.asarray(as_rgb(opened, name))
-    except UsageError:
-        raise
-    except Exception as error:  # each format has other types; too many pixels are an error too
-        why = (
-            "no image format is recognised"
-            if type(error).__name__ == "UnidentifiedImageError"
-            else one_line(error)
-        )
-        raise UsageError(f"{name} cannot be decoded as an image ({why}); fix or remove it") from None
+    with usage_errors(f"{name}: Pillow, which decodes images, is missing", "pip install fmmeta[vision]"):
+        from PIL import Image, UnidentifiedImageError
+    with usage_errors(f"{name} cannot be decoded as an image", "fix or remove it"):
+        try:
+            with Image.open(io.BytesIO(content)) as opened:
+                return np.asarray(as_rgb(opened, name))
+        except UnidentifiedImageError:  # its text has an address
+            raise ValueError("no image format is recognised") from None
 
 
 @dataclass(frozen=True)
@@ -223,14 +192,10 @@ class ImageReader:
                 f"an image of {pixels.shape[0]} x {pixels.shape[1]} pixels needs Pillow to be resized; pip"
                 " install fmmeta[vision]"
             )
-        try:
+        with usage_errors("the image processor failed", f"fix its {PROCESSOR_FILE}"):
             found = self.processor(
                 images=[np.ascontiguousarray(pixels)], input_data_format="channels_last", return_tensors="pt"
             )["pixel_values"]
-        except Exception as error:  # of a processor that does not fit the image
-            raise UsageError(
-                f"the image processor failed: {one_line(error)}; fix its {PROCESSOR_FILE}"
-            ) from None
         return found[0]
 
     @property

@@ -10,7 +10,6 @@ and their order: those of a held-out split that are trained on are named, in one
 """
 
 import hashlib
-import json
 import os
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import inside, redact
 from fmmeta.common.text import any_of, counted, nearest, shortened
+from fmmeta.config.json_files import read_object
 from fmmeta.config.settings import Config
 from fmmeta.tasks.data.token_store import Contents, digest
 
@@ -38,35 +38,30 @@ def read_splits(name: str, config: Config, named_tasks: bool, notice: Callable[[
 
     With several data sets --class_split applies to those that have named splits.
     """
-    alone = len(config.dataset) == 1
     setting, other = ("task_splits", "class_splits") if named_tasks else ("class_splits", "task_splits")
     if getattr(config, other) is not None:
         raise UsageError(
             f"{other}={getattr(config, other)} does not fit: dataset={name}"
             f" {'names its tasks' if named_tasks else 'has no task column'}; use --{setting}"
         )
+
+    def without_names(why: str) -> None:
+        if config.class_split is not None:
+            text = f"class_split={config.class_split} is not used for {name}: {why}"
+            if len(config.dataset) == 1:
+                raise UsageError(f"{text}; give --{setting} a file of named splits, or leave it out")
+            notice(Warn(text))
+
     path = getattr(config, setting)
     if path is None:
         beside = Path(name) / f"{setting}.json"
         if not beside.is_file():
-            if config.class_split is not None and alone:
-                raise UsageError(
-                    f"class_split={config.class_split} needs a file of splits; give one with --{setting}"
-                )
-            if config.class_split is not None:
-                notice(
-                    Warn(f"class_split={config.class_split} is not used for {name}, without a file of splits")
-                )
+            without_names("there is no file of splits")
             return None
         path = inside(Path(name), beside)
         notice(f"{setting}: {path}")
-    if not Path(path).is_file():
-        raise UsageError(f"{setting}={path} is not a file; give a JSON file of splits")
-    try:
-        splits: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{setting}={path} is not JSON ({error}); fix the file") from None
-    if isinstance(splits, dict) and isinstance(splits.get("datasets"), list):  # fmmeta.json of a model
+    splits: Any = read_object(setting, str(path), '{"train": [...], "valid": [...], "test": [...]}')[1]
+    if isinstance(splits.get("datasets"), list):  # fmmeta.json of a model
         stored = [one for one in splits["datasets"] if isinstance(one, dict) and "splits" in one]
         if len(splits["datasets"]) > 1:
             stored = [one for one in stored if one.get("dataset") == label(name)]
@@ -76,13 +71,8 @@ def read_splits(name: str, config: Config, named_tasks: bool, notice: Callable[[
         if chosen not in splits:
             raise UsageError(f"class_split={chosen} is not in {path}; it has {', '.join(splits)}")
         splits = splits[chosen]
-    elif config.class_split is not None and alone:
-        raise UsageError(
-            f"class_split={config.class_split} does not fit: {path} holds one split only; leave --class_split"
-            " out"
-        )
-    elif config.class_split is not None:
-        notice(Warn(f"class_split={config.class_split} is not used for {name}: {path} holds one split only"))
+    else:
+        without_names(f"{path} holds one split only")
     if not lists_by_name(splits) or "train" not in splits:
         raise UsageError(
             f'{setting}={path} holds no splits; write {{"train": [...], "valid": [...], "test": [...]}}'
@@ -135,9 +125,8 @@ def check_splits(splits: Splits, strata: Mapping[str, str], noun: str) -> None:
                     "fix the split file"
                 )
             if unit in split_of:
-                where = f"in the {split_of[unit]} and the {split} split"
-                if split_of[unit] == split:
-                    where = f"twice in the {split} split"
+                both = f"in the {split_of[unit]} and the {split} split"
+                where = f"twice in the {split} split" if split_of[unit] == split else both
                 raise UsageError(f"the {noun} {unit!r} is {where}; list it once")
             split_of[unit] = split
 
@@ -212,17 +201,13 @@ class UsedSplits:
 
     def restored(self, content: str, dataset: str, noun: str, strata: Mapping[str, str]) -> Splits | None:
         """The splits, if the data are the same and have these classes or tasks (`strata`); else None."""
-        if noun != self.noun:
-            return None
-        if self.splits is None:
-            if content != self.content or self.held_out is None:
-                return None
+        same, splits = content == self.content, self.splits
+        if splits is None and same and self.held_out is not None:
             made = own_splits(strata, self.held_out, lambda text: None)
-            return made if digest(made) == self.digest else None
-        names = {name for units in self.splits.values() for name in units}
-        if content == self.content:
-            return self.splits if names <= set(strata) else None
-        return self.splits if dataset == self.dataset and names == set(strata) else None
+            splits = made if digest(made) == self.digest else None
+        names = {name for units in (splits or {}).values() for name in units}
+        fits = names <= set(strata) if same else dataset == self.dataset and names == set(strata)
+        return splits if fits and noun == self.noun else None
 
 
 def label(name: str) -> str:
@@ -280,35 +265,32 @@ def doubts(
     given = settings[0] if settings else f"dataset={used.dataset}"
     setting, nouns = used.setting, used.nouns
     for before in trained:
-        for split in ("valid", "test"):
-            held_out = {unit: contents[unit] for unit in splits.get(split, ()) if unit in contents}
-            yield from known_rows([before], f"{given}, {split} split", used.noun, held_out)
-        if used.noun != before.noun:
-            continue
-        if not used.has_data_of(before):
-            for split in ("valid", "test"):
-                shared = before.trained_names(used.noun) & set(splits.get(split, ()))
-                if named := sorted(name for name in shared if not name.isdigit()):
-                    yield (
-                        f"{given}: {len(named)} of {len(splits[split])} {split} {nouns} ({few(named)}) have"
-                        f" the names of {nouns} that the model was trained on with dataset={before.dataset};"
-                        f" if they are the same ones, hold out others: give --{setting}"
-                    )
-            continue
+        same = used.has_data_of(before)
         advice = f"use the model's splits: leave {setting} and class_split out, or give " + (
             f"its fmmeta.json as --{setting}" if before.splits else "the file that it was trained with"
         )
-        if before.splits is None and used.digest != before.digest:
+        for split in ("valid", "test"):
+            units = splits.get(split, ())
+            held_out = {unit: contents[unit] for unit in units if unit in contents}
+            yield from known_rows([before], f"{given}, {split} split", used.noun, held_out)
+            shared = sorted(before.trained_names(used.noun) & set(units))
+            named = [name for name in shared if not name.isdigit()]
+            if same and shared:
+                yield (
+                    f"{given}: {len(shared)} of {len(units)} {split} {nouns} ({few(shared)}) were"
+                    f" trained on with dataset={before.dataset}; {advice}"
+                )
+            elif named:
+                yield (
+                    f"{given}: {len(named)} of {len(units)} {split} {nouns} ({few(named)}) have"
+                    f" the names of {nouns} that the model was trained on with dataset={before.dataset};"
+                    f" if they are the same ones, hold out others: give --{setting}"
+                )
+        if same and before.splits is None and used.digest != before.digest:
             yield (
                 f"{given}: the model was trained on {before.trained} {nouns} of dataset={before.dataset} by"
                 f" other splits, whose names are not stored; {advice}"
             )
-        for split in ("valid", "test"):
-            if shared := sorted(before.trained_names(used.noun) & set(splits.get(split, ()))):
-                yield (
-                    f"{given}: {len(shared)} of {len(splits[split])} {split} {nouns} ({few(shared)}) were"
-                    f" trained on with dataset={before.dataset}; {advice}"
-                )
 
 
 def is_keys(value: Any) -> bool:

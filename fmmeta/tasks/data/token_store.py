@@ -13,8 +13,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +23,17 @@ import pyarrow as pa
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Warn
-from fmmeta.common.security import publishing, source_of
+from fmmeta.common.security import publish, publishing, source_of
 from fmmeta.config.settings import KEYED, Config
 from fmmeta.tasks.batching import Example
+from fmmeta.tasks.data.columns import Bad, Row, refuse, stratifier
 from fmmeta.tasks.data.encode import encode, full_rows
+from fmmeta.tasks.data.files import ending
 from fmmeta.tasks.data.images import EncodedImage, ImageReader
-from fmmeta.tasks.data.rows import (
-    IN_MEMORY,
-    Bad,
-    Row,
-    Table,
-    ending,
-    label_texts,
-    refuse,
-    stratifier,
-    tabulate,
-    with_label_rows,
-)
+from fmmeta.tasks.data.rows import IN_MEMORY, Table, Tabulator, columns_of, label_rows, label_texts
 
 # part of every key: raise it when the columns, their meaning or the way texts become tokens change
-FORMAT = 6
+FORMAT = 7
 CHUNK = 8192  # rows of a record batch, and of a call of the tokenizer
 # 64-bit offsets: the texts of a batch may have more than 2 GiB
 TEXT, TOKENS = pa.large_string(), pa.list_(pa.int32())
@@ -50,6 +41,7 @@ KINDS = {
     "input_ids": TOKENS,
     "labels": TOKENS,
     "options": pa.list_(TEXT),
+    "answers": pa.list_(TEXT),
     "image": pa.large_binary(),
     "content": pa.uint64(),
 }
@@ -108,6 +100,10 @@ class TokenStore:
         """The answers that a row has to choose from; empty without a column of them."""
         return self.table["options"][row].as_py()
 
+    def answers(self, row: int) -> list[str]:
+        """The right answers of a row, that which is learned first."""
+        return self.table["answers"][row].as_py() or [self.text("target", row)]
+
     def input_ids(self, row: int) -> list[int]:
         return self.table["input_ids"][row].values.to_numpy().tolist()
 
@@ -118,16 +114,12 @@ class TokenStore:
     def image(self, row: int) -> EncodedImage:
         return EncodedImage(self.text("image_where", row), self.table["image"][row].as_py())
 
-    def values(self, row: int) -> dict[str, Any]:
-        """The columns of a row, with --collate_fn; empty without."""
-        return json.loads(self.text("values", row)) if "values" in self.table.column_names else {}
-
     def example(self, row: int, label: int | None = None) -> Example:
         """A row with its inputs, and with `label` or the labels of its tokens.
 
         Raises `UsageError` for an image that cannot be decoded, and `OSError` for a file that cannot be read.
         """
-        values = self.values(row)
+        values = json.loads(self.text("values", row)) if "values" in self.table.column_names else {}
         if "image" in self.table.column_names and self.images is not None:
             values["pixel_values"] = self.images.read(self.image(row))
         labels = self.labels(row) if label is None else label
@@ -147,7 +139,7 @@ class TokenStore:
 def prepare(
     name: str,
     content: str,
-    read: Callable[[Bad], Sequence[Row]],
+    read: Callable[[Bad], Iterable[Row]],
     config: Config,
     tokenizer: Any,
     notice: Callable[[str], None],
@@ -172,30 +164,10 @@ def prepare(
     key = [FORMAT, content, where, tokenizer_print(tokenizer), settings, one_task]
     # notes name files, so that a store with notes is that of one data set
     path, noted = (cache_folder() / f"{digest(one)}.arrow" for one in (key, [*key, name]))
-    store = stored(images, path, noted)
+    store, facts = stored(images, path, noted), dict[str, Any]()
     if store is None:
-        errors, notes = list[UsageError](), list[str]()
-        bad = refuse if config.on_bad_task == "raise" else errors.append
-        rows = read(bad)
-        unread = len(errors)
-        table = (
-            tabulate(name, rows, config, notes.append, bad, one_task, images=images is not None)
-            if rows or not errors
-            else Table([], [], [], [], [])
-        )
-        if errors:
-            good = len(rows) + unread - len(errors)  # those that repeat another one are rows too
-            found = (
-                f"dataset={name}: {len(errors)} of {len(errors) + good} rows cannot be used; the first:"
-                f" {errors[0]}"
-            )
-            if not good or len(errors) > config.max_bad_fraction * (len(errors) + good):
-                raise UsageError(f"{found} (max_bad_fraction={config.max_bad_fraction})")
-            notes.append(f"{found}; left out")
-        del rows
-        path = noted if notes else path
-        write(path, table, config, tokenizer, notes)
-        store = TokenStore(path, images)
+        parts = tables(name, read, config, images is not None, one_task, facts)
+        store = TokenStore(write((path, noted), parts, config, tokenizer, facts), images)
     for note in store.notes:
         notice(note)
     if message := full_rows(config, store.lengths().tolist()):
@@ -211,64 +183,98 @@ def stored(images: ImageReader | None, *paths: Path) -> TokenStore | None:
     return None
 
 
-def write(path: Path, table: Table, config: Config, tokenizer: Any, notes: list[str]) -> None:
-    """Tokenise and write a store under a temporary name, then rename it.
+def tables(
+    name: str,
+    read: Callable[[Bad], Iterable[Row]],
+    config: Config,
+    images: bool,
+    one_task: bool,
+    facts: dict[str, Any],
+) -> Iterator[Table]:
+    """The rows in parts, as they are read, and at last those with the texts of classes.
+
+    facts: gets the notes and the number of the last rows. Raises `UsageError`.
+    """
+    errors, tabulator = list[UsageError](), None
+    bad = refuse if config.on_bad_task == "raise" else errors.append
+    rows = iter(read(bad))
+    while part := [*islice(rows, CHUNK)]:
+        tabulator = tabulator or Tabulator(name, columns_of(part), config, bad, one_task, images=images)
+        yield tabulator.add(part)
+    count = len(errors) + (tabulator.count - tabulator.wrong if tabulator else 0)
+    facts["notes"] = [f"{check_errors(name, errors, count, config)}; left out"] if errors else []
+    if tabulator:
+        tabulator.finish(facts["notes"].append)
+        texts = label_texts(config, sorted(tabulator.firsts.get("target", ())))
+        facts["label_rows"] = len(texts)
+        yield label_rows(texts)
+
+
+def check_errors(name: str, errors: Sequence[UsageError], count: int, config: Config) -> str:
+    """A line about bad rows of `count`. Raises `UsageError` if there are too many."""
+    found = f"dataset={name}: {len(errors)} of {count} rows cannot be used; the first: {errors[0]}"
+    if len(errors) == count or len(errors) > config.max_bad_fraction * count:
+        raise UsageError(f"{found} (max_bad_fraction={config.max_bad_fraction})")
+    return found
+
+
+def write(
+    paths: tuple[Path, Path], parts: Iterator[Table], config: Config, tokenizer: Any, facts: dict[str, Any]
+) -> Path:
+    """Tokenise and write a store under a temporary name, then rename it: to the second path if it has notes.
 
     A complete store that another process has written meanwhile stays: others may have mapped it, and on a
     network file system a file that is replaced takes its bytes with it.
     """
-    seen = hashlib.sha256(json.dumps([table.unit, table.stratum]).encode())
-    names = label_texts(config, sorted(set(table.target)))
-    batches = record_batches(with_label_rows(table, names), config, tokenizer, seen)
+    seen = hashlib.sha256()
+    kept = (table for table in parts if table.unit)
+    first = next(kept)  # bad rows are refused before a folder is made
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        first = next(batches)
-        with publishing(path) as temporary:
-            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, first.schema) as stream:
-                for batch in chain([first], batches):
-                    stream.write_batch(batch)
+        paths[0].parent.mkdir(parents=True, exist_ok=True)
+        with publishing(paths[0]) as temporary:
+            batch = record_batch(first, config, tokenizer, seen)
+            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, batch.schema) as stream:
+                stream.write_batch(batch)
+                for table in kept:
+                    stream.write_batch(record_batch(table, config, tokenizer, seen))
                 if isinstance(tokenizer, ImageReader):
                     seen.update(tokenizer.fingerprint.encode())
-                facts = {"notes": notes, "fingerprint": seen.hexdigest(), "label_rows": len(names)}
-                stream.write_batch(first.slice(0, 0), custom_metadata={"fmmeta": json.dumps(facts)})
+                facts["fingerprint"] = seen.hexdigest()
+                stream.write_batch(batch.slice(0, 0), custom_metadata={"fmmeta": json.dumps(facts)})
+            path = paths[bool(facts["notes"])]
             if stored(None, path) is not None:
                 temporary.unlink()
+            elif path != paths[0]:
+                publish(temporary, path)
     except OSError as error:
         raise UsageError(
-            f"{path.parent} cannot be written to ({error}); set HF_DATASETS_CACHE to a folder with room"
+            f"{paths[0].parent} cannot be written to ({error}); set HF_DATASETS_CACHE to a folder with room"
         ) from None
+    return path
 
 
-def record_batches(table: Table, config: Config, tokenizer: Any, seen: Any) -> Iterator[pa.RecordBatch]:
-    """The rows with their tokens, and in the digest `seen` all that a model reads of them."""
-    causal = config.task_type == "causal_lm"
-    for begin in range(0, len(table.input), CHUNK):
-        columns = {role: column[begin : begin + CHUNK] for role, column in vars(table).items()}
-        pairs: list[Any] = [([0], []) for _ in columns["input"]]  # a row that is no text counts as one token
-        if not (table.image or table.values):
-            examples = encode(tokenizer, config, columns["input"], columns["target"])
-            pairs = [(example.input_ids, example.labels if causal else []) for example in examples]
-        seen.update(repr(pairs).encode())
-        add_inputs(columns, seen)
-        ids, labels = zip(*pairs, strict=True)
-        columns = {"input_ids": ids, "labels": labels, **columns}
-        yield pa.record_batch(
-            {name: pa.array(column, KINDS.get(name, TEXT)) for name, column in columns.items()}
-        )
-    if config.task_type == "classification" and table.task[0]:
-        seen.update(json.dumps(table.target).encode())  # classes; without named tasks they are the units
-
-
-def add_inputs(columns: dict[str, Any], seen: Any) -> None:
-    """Turn images and values into columns of a store, and add what identifies them to the digest `seen`."""
+def record_batch(table: Table, config: Config, tokenizer: Any, seen: Any) -> pa.RecordBatch:
+    """Rows with their tokens, and in the digest `seen` all that a model reads of them."""
+    seen.update(json.dumps([table.unit, table.stratum, table.target]).encode())
+    columns = dict(vars(table))
     images, values = columns.pop("image"), columns.pop("values")
+    pairs: list[Any] = [([0], []) for _ in table.input]  # a row that is no text counts as one token
+    if not (images or values):
+        causal = config.task_type == "causal_lm"
+        examples = encode(tokenizer, config, table.input, table.target)
+        pairs = [(example.input_ids, example.labels if causal else []) for example in examples]
     if images:
         columns["image"] = [one.content for one in images]
         columns["image_where"] = [one.where for one in images]
-        seen.update(json.dumps(columns["input"]).encode())
+        seen.update(json.dumps(table.input).encode())
     if values:
         columns["values"] = values
         seen.update(json.dumps(values).encode())
+    columns["input_ids"], columns["labels"] = zip(*pairs, strict=True)
+    arrays = {name: pa.array(column, KINDS.get(name, TEXT)) for name, column in columns.items()}
+    for name in ("input_ids", "labels"):
+        seen.update(arrays[name].offsets.to_numpy().tobytes() + arrays[name].values.to_numpy().tobytes())
+    return pa.record_batch(arrays)
 
 
 def cache_folder() -> Path:

@@ -11,22 +11,25 @@ Mixture                          several data sets as one source
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
-from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.images import decode
 from fmmeta.tasks.data.token_store import TokenStore
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
 
-RowsByClass = Mapping[str, np.ndarray]
+RowsByClass = dict[str, np.ndarray]
 """Row numbers of a token store by class. Rows without classes (causal_lm) have the single key ""."""
+
+
+ClassKey = tuple[str, ...]
+"""Identifies a class among all classes of a source: (data set, task, name), parts that all share left out."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,6 @@ class EpisodeShape:
             return np.full(n_way, self.k_shot)
         return rng.integers(self.k_shot, self.k_shot_max + 1, n_way)
 
-    @property
-    def fixed(self) -> bool:
-        """Whether all episodes have equally many classes and shots."""
-        return self.n_way_max <= self.n_way and self.k_shot_max <= self.k_shot and not self.all_classes
-
     def rows(self, seed: tuple[int, ...], available: int) -> int:
         """Rows of the episode that `seed` draws from `available` classes."""
         rng = np.random.default_rng(seed)
@@ -86,11 +84,13 @@ class EpisodeShape:
 
 @dataclass(frozen=True)
 class EpisodeRows:
-    """The tokenised support and query rows of a task. classes: name of each label, empty for causal_lm."""
+    """The support and query rows of a task, each an `Example`. classes: name of each label, empty for
+    causal_lm.
+    """
 
     task: Task
-    support: list[Example]
-    query: list[Example]
+    support: list[Any]
+    query: list[Any]
     classes: tuple[str, ...] = ()
 
 
@@ -103,6 +103,7 @@ class Draw:
     support: list[tuple[int, int]]
     query: list[tuple[int, int]]
     classes: tuple[str, ...] = ()  # name of each label, empty for causal_lm
+    keys: tuple[ClassKey, ...] = ()  # of the classes
     notices: tuple[str, ...] = ()  # of a file that was read for it
 
     def check(self) -> None:
@@ -124,10 +125,6 @@ class Draw:
         return EpisodeRows(self.task, support, query, self.classes)
 
 
-ClassKey = tuple[str, ...]
-"""Identifies a class among all classes of a source: (data set, task, name), parts that all share left out."""
-
-
 class TaskSource(ABC):
     """Tasks of one split."""
 
@@ -142,16 +139,14 @@ class TaskSource(ABC):
     def draw(self, task: Task) -> Draw:
         """The rows of a task's episode. Raises `OSError` or `UsageError` if they cannot be read."""
 
-    def class_keys(self) -> list[ClassKey]:
-        """All classes. Raises `UsageError` if the source has to read data to list them."""
+    def class_keys(self, setting: str = "algorithm=joint") -> list[ClassKey]:
+        """All classes. setting: that needs them, for messages. Raises `UsageError` if data has to be read for
+        it.
+        """
         raise UsageError(
-            "algorithm=joint needs the classes of all training tasks, and those of a folder of task files are"
-            " not known before each is drawn; put the tasks into one file with a task column"
+            f"{setting} needs the names of all classes, and those of a folder of task files are not known"
+            " before each is drawn; put the tasks into one file with a task column"
         )
-
-    def class_key(self, item: int, name: str) -> ClassKey:
-        """The key of class `name` in the episodes of an item, which is a named task."""
-        return self.items.names[item], name
 
     def num_rows(self) -> int:
         """All rows. Raises `UsageError` if the source has to read data to count them."""
@@ -173,15 +168,18 @@ class TaskSource(ABC):
         return max(2, min(most, len(self.items)))
 
 
+def those_named(tasks: Mapping[str, RowsByClass], names: Collection[str]) -> dict[str, RowsByClass]:
+    """The named tasks, or of one set of classes, which has the name "", the named classes."""
+    if "" in tasks:
+        return {"": {name: rows for name, rows in tasks[""].items() if name in names}}
+    return {task: classes for task, classes in tasks.items() if task in names}
+
+
 class ClassSource(TaskSource):
     """N-way episodes over labelled rows, from named tasks or from one set of classes, which has the name "".
 
     A named task is one item. A set of classes has an item per class: the anchor class, which is in each
     episode of the item, beside random others. So every class, and every stratum, is drawn equally often.
-
-    parts [rows of the store]: pre-assigns rows, 0 to the query set, 1, 2, ... to the support set; each of
-    these contributes equally many support rows of a class, the first ones the remainder. None: all rows can
-    be in either set.
     """
 
     def __init__(
@@ -190,10 +188,8 @@ class ClassSource(TaskSource):
         tasks: Mapping[str, RowsByClass],
         strata: Mapping[str, str],
         shape: EpisodeShape,
-        parts: np.ndarray | None = None,
     ) -> None:
-        self.store, self.tasks, self.strata = store, tasks, strata
-        self.shape, self.parts = shape, parts
+        self.store, self.tasks, self.strata, self.shape = store, tasks, strata, shape
         self.draws: list[tuple[RowsByClass, str | None]] = []  # classes of each item, and its anchor class
         self.row_tokens: list[float] = []  # mean of each item
         items, lengths = list[Item](), store.lengths()
@@ -205,11 +201,9 @@ class ClassSource(TaskSource):
                 self.draws.append((classes, anchor))
                 self.row_tokens.append(mean)
         self.items = Items.of(items)
-        self.kind = "class" if any(anchor for _, anchor in self.draws) else "task"
+        self.kind = "class" if "" in tasks else "task"
 
     def size(self, item: int, seed: tuple[int, ...]) -> int:
-        if self.shape.fixed:
-            return super().size(item, seed)
         return round(self.row_tokens[item] * self.shape.rows(seed, len(self.draws[item][0])))
 
     def folds(self, most: int) -> int:
@@ -221,20 +215,14 @@ class ClassSource(TaskSource):
         names = {item.name for item, is_in in zip(self.items, chosen, strict=True) if is_in}
         shape = self.shape
         if "" in self.tasks:
-            tasks = {"": {name: rows for name, rows in self.tasks[""].items() if name in names}}
             shape = replace(shape, n_way=min(shape.n_way, len(names)))
-        else:
-            tasks = {task: classes for task, classes in self.tasks.items() if task in names}
-        return type(self)(self.store, tasks, self.strata, shape, self.parts)
+        return type(self)(self.store, those_named(self.tasks, names), self.strata, shape)
 
     def num_rows(self) -> int:
         return sum(len(rows) for classes in self.tasks.values() for rows in classes.values())
 
-    def class_keys(self) -> list[ClassKey]:
+    def class_keys(self, setting: str = "") -> list[ClassKey]:
         return [(task, name) if task else (name,) for task, classes in self.tasks.items() for name in classes]
-
-    def class_key(self, item: int, name: str) -> ClassKey:
-        return (name,) if self.draws[item][1] else super().class_key(item, name)
 
     def draw(self, task: Task) -> Draw:
         rng = np.random.default_rng(task.seed)
@@ -246,29 +234,17 @@ class ClassSource(TaskSource):
         if anchor is not None:
             chosen.append(anchor)
         classes = [chosen[i] for i in rng.permutation(n_way)]
-        support, query = list[tuple[int, int]](), list[tuple[int, int]]()
+        support, query, num_query = list[tuple[int, int]](), list[tuple[int, int]](), self.shape.num_query
         for label, name in enumerate(classes):
-            for pairs, picked in zip(
-                (support, query), self._pick(rng, rows[name], int(shots[label])), strict=True
-            ):
-                pairs += [(int(row), label) for row in picked]
+            most = min(int(shots[label]), len(rows[name]) - num_query)
+            drawn = rows[name][rng.choice(len(rows[name]), most + num_query, replace=False)].tolist()
+            support += [(row, label) for row in drawn[:most]]
+            query += [(row, label) for row in drawn[most:]]
             if name in self.store.label_rows:
                 support.append((self.store.label_rows[name], label))
-        return Draw(task, self.store, support, query, tuple(classes))
-
-    def _pick(self, rng: np.random.Generator, rows: np.ndarray, shots: int) -> tuple[np.ndarray, np.ndarray]:
-        """Support and query rows of a class."""
-        num_query = self.shape.num_query
-        if self.parts is None:
-            shots = min(shots, len(rows) - num_query)
-            drawn = rows[rng.choice(len(rows), shots + num_query, replace=False)]
-            return drawn[:shots], drawn[shots:]
-        own, kinds = self.parts[rows], int(self.parts.max())
-        counts = [num_query, *(shots // kinds + (number < shots % kinds) for number in range(kinds))]
-        query, *support = (
-            rng.choice(rows[own == part], count, replace=False) for part, count in enumerate(counts)
-        )
-        return np.concatenate(support), query
+        of_task = () if anchor is not None else (self.items.names[task.item],)
+        keys = tuple((*of_task, name) for name in classes)
+        return Draw(task, self.store, support, query, tuple(classes), keys)
 
 
 class GlobalLabelSource(TaskSource):
@@ -277,9 +253,10 @@ class GlobalLabelSource(TaskSource):
     Classes of different data sets or named tasks are different, also if their names are equal.
     """
 
-    def __init__(self, source: TaskSource) -> None:
+    def __init__(self, source: TaskSource, numbers: Mapping[ClassKey, int] | None = None) -> None:
+        """numbers: of all classes; None: in the order in which the source lists them."""
         self.source, self.items, self.kind = source, source.items, source.kind
-        self.numbers = {key: number for number, key in enumerate(source.class_keys())}
+        self.numbers = numbers or {key: number for number, key in enumerate(source.class_keys())}
         self.classes = tuple("/".join(key) for key in self.numbers)
 
     def size(self, item: int, seed: tuple[int, ...]) -> int:
@@ -293,14 +270,11 @@ class GlobalLabelSource(TaskSource):
 
     def part(self, chosen: np.ndarray) -> "GlobalLabelSource":
         """With the labels of all classes."""
-        found = copy(self)
-        found.source = self.source.part(chosen)
-        found.items = found.source.items
-        return found
+        return GlobalLabelSource(self.source.part(chosen), self.numbers)
 
     def draw(self, task: Task) -> Draw:
         draw = self.source.draw(task)
-        number = [self.numbers[self.source.class_key(task.item, name)] for name in draw.classes]
+        number = [self.numbers[key] for key in draw.keys]
         support, query = (
             [(row, number[label]) for row, label in rows] for rows in (draw.support, draw.query)
         )
@@ -344,11 +318,12 @@ class Mixture(TaskSource):
 
     def part(self, chosen: np.ndarray) -> "Mixture":
         """A data set of which a single class is chosen is left out. Raises `UsageError` if none remains."""
-        parts, found = np.split(chosen, self.starts[1:-1]), dict[str, TaskSource]()
-        for name, source, part in zip(self.names, self.sources, parts, strict=True):
-            needs_two = source.kind == "class"
-            if part.sum() > needs_two:
-                found[name] = source.part(part)
+        parts = np.split(chosen, self.starts[1:-1])
+        found = {
+            name: source.part(part)
+            for name, source, part in zip(self.names, self.sources, parts, strict=True)
+            if part.sum() > (source.kind == "class")
+        }
         if not found:
             raise UsageError(
                 f"dataset={' '.join(self.names)}: no data set has two classes in each fold; give validation"
@@ -356,20 +331,17 @@ class Mixture(TaskSource):
             )
         return Mixture(found)
 
-    def class_keys(self) -> list[ClassKey]:
+    def class_keys(self, setting: str = "algorithm=joint") -> list[ClassKey]:
         return [
             (name, *key)
             for name, source in zip(self.names, self.sources, strict=True)
-            for key in source.class_keys()
+            for key in source.class_keys(setting)
         ]
-
-    def class_key(self, item: int, name: str) -> ClassKey:
-        source, own = self._find(item)
-        return self.names[source], *self.sources[source].class_key(own, name)
 
     def draw(self, task: Task) -> Draw:
         source, own = self._find(task.item)
-        return replace(self.sources[source].draw(replace(task, item=own)), task=task)
+        draw = self.sources[source].draw(replace(task, item=own))
+        return replace(draw, task=task, keys=tuple((self.names[source], *key) for key in draw.keys))
 
     def _find(self, item: int) -> tuple[int, int]:
         """The number of an item's source, and the number of the item in it."""

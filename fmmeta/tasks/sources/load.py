@@ -15,39 +15,26 @@ files of its tasks only, when they are drawn, and a bad file is one bad task.
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import inside
 from fmmeta.common.text import broken_text, counted, nearest, shortened
-from fmmeta.config.fields import shown
+from fmmeta.config.fields import refuse_first, shown
 from fmmeta.config.json_files import read_object
 from fmmeta.config.settings import Config
+from fmmeta.tasks.data.columns import Bad, Row, as_json
+from fmmeta.tasks.data.files import data_files, files_of, image_rows, read_file, stem, stream_file
+from fmmeta.tasks.data.hub import cards_of, hub_rows, open_hub, split_rows
 from fmmeta.tasks.data.images import ImageReader, content_of
-from fmmeta.tasks.data.rows import (
-    IN_MEMORY,
-    MOST_IMAGES,
-    Bad,
-    Row,
-    as_json,
-    cards_of,
-    data_files,
-    files_of,
-    hub_rows,
-    image_rows,
-    open_hub,
-    read_file,
-    stem,
-    tabulate,
-)
+from fmmeta.tasks.data.rows import IN_MEMORY, MOST_IMAGES, tabulate
 from fmmeta.tasks.data.splits import (
     SPLIT_SETTINGS,
     SPLITS,
@@ -73,8 +60,9 @@ from fmmeta.tasks.sources.base import (
     RowsByClass,
     TaskSource,
     short_names,
+    those_named,
 )
-from fmmeta.tasks.suites import check_episodes, digits, letters, marks, part_of
+from fmmeta.tasks.suites import digits, letters
 from fmmeta.tasks.word_suite import words
 
 Notice = Callable[[str], None]
@@ -89,51 +77,45 @@ def strata_of(store: TokenStore) -> dict[str, str]:
 def make_source(
     config: Config,
     store: TokenStore,
-    units: Sequence[str],
+    tasks: dict[str, RowsByClass],
     strata: Mapping[str, str],
+    shape: EpisodeShape,
     split: str,
     notice: Notice,
-    parts: np.ndarray | None = None,
+    path: Path | None = None,
 ) -> TaskSource:
-    """The source of one split with these units (classes or named tasks). `parts`: see ClassSource.
+    """The source of some tasks, or of the one set of classes of a split. path: of the file of the only task.
 
     Classes and tasks with too few rows for an episode are dropped with a notice, or (on_bad_task=raise)
-    refused by a `UsageError`.
+    refused by a `UsageError`, as the last task and that of a file are.
     """
-    wanted, shape = set(units), EpisodeShape.of(config)
-    tasks = group_rows(store, classes=config.task_type == "classification")
-    if store.named_tasks:
-        tasks = {task: classes for task, classes in tasks.items() if task in wanted}
-    else:
-        tasks = {"": {name: rows for name, rows in tasks[""].items() if name in wanted}}
-    for task, classes in list(tasks.items()):
-        for name, problem in problems(task, classes, shape, split):
-            if config.on_bad_task == "raise":
+    for task, rows in list(tasks.items()):
+        for name, problem in problems(task, rows, shape, split):
+            if path:
+                problem = f"{path}: {problem.split(';')[0]}; fix or remove the file"
+            if config.on_bad_task == "raise" or (path and name is None):
                 raise UsageError(problem)
             notice(Warn(f"left out: {problem}"))
             if name is None:
                 del tasks[task]
             else:
-                del classes[name]
+                del rows[name]
     if not tasks:
         raise UsageError(
             f"k_shot={config.k_shot}: no {'task' if store.named_tasks else 'class'} of the {split} split has"
             f" enough rows; lower k_shot, num_query={config.num_query} or n_way={config.n_way}"
         )
-    if config.task_type == "causal_lm":
-        return PairSource(store, tasks, strata, shape)
-    return ClassSource(store, tasks, strata, shape, parts)
+    make = ClassSource if config.task_type == "classification" else PairSource
+    return make(store, tasks, strata, shape)
 
 
-def group_rows(store: TokenStore, classes: bool) -> dict[str, dict[str, np.ndarray]]:
-    """Row numbers by task and class (without `classes` one class, named ""), both in order of first
-    appearance.
-    """
-    keys = ["task", "target"] if classes else ["task"]
+def group_rows(store: TokenStore, config: Config) -> dict[str, RowsByClass]:
+    """Row numbers by task and class (of causal_lm one class, named ""), both in order of first appearance."""
+    keys = ["task", "target"] if config.task_type == "classification" else ["task"]
     rows = store.of_data.select(keys).append_column("row", [np.arange(len(store))])
     found = rows.group_by(keys, use_threads=False).aggregate([("row", "list")])
     groups = zip(found.select(keys).to_pylist(), found["row_list"], strict=True)
-    grouped: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
+    grouped = defaultdict[str, RowsByClass](dict)
     for group, numbers in sorted(groups, key=lambda pair: pair[1][0].as_py()):
         grouped[group["task"]][group.get("target", "")] = numbers.values.to_numpy()
     return grouped
@@ -161,9 +143,12 @@ def problems(
             f" {count}; lower them or leave it out of the {split} split",
         )
     if remaining < shape.n_way and "" not in classes:
-        rows = f" with {needed} rows or more" if small else ""
         noun = counted(remaining, "class", "classes")
-        yield None, f"n_way={shape.n_way} is above the {noun} of {where}{rows}; lower n_way"
+        yield (
+            None,
+            f"n_way={shape.n_way} is above the {noun} of {where} with {needed} rows or more; lower k_shot,"
+            " num_query or n_way",
+        )
 
 
 OPEN = 64  # files whose token stores stay open
@@ -216,9 +201,8 @@ def contents_of(files: Sequence[TaskFile], config: Config, images: bool) -> Cont
             rows = read_file(file.path, lambda error: None, config.max_file_gib)
             if images and len(rows) + sum(map(len, found.values())) > MOST_IMAGES:
                 return {}
-            table = tabulate(
-                str(file.path), rows, config, lambda text: None, lambda error: None, True, images=images
-            )
+            name, ignore = str(file.path), lambda _: None
+            table = tabulate(name, rows, config, ignore, ignore, one_task=True, images=images)
             found[file.name] = np.array(table.content, np.uint64)
     return found
 
@@ -265,16 +249,9 @@ class FolderSource(TaskSource):
             notice,
             one_task=True,
         )
-        classes = self.config.task_type == "classification"
-        rows = group_rows(store, classes)[""]
-        for name, problem in problems(file.name, rows, self.shape, ""):
-            reason = f"{file.path}: {problem.split(';')[0]}"
-            if name is None or self.config.on_bad_task == "raise":
-                raise UsageError(f"{reason}; fix or remove the file")
-            notice(f"left out: {reason}")
-            del rows[name]
-        make = ClassSource if classes else PairSource
-        return make(store, {file.name: rows}, {file.name: file.stratum}, self.shape)
+        tasks = {file.name: group_rows(store, self.config)[""]}
+        strata = {file.name: file.stratum}
+        return make_source(self.config, store, tasks, strata, self.shape, "", notice, file.path)
 
 
 def glance(path: Path, max_length: int) -> tuple[int, float]:
@@ -282,18 +259,21 @@ def glance(path: Path, max_length: int) -> tuple[int, float]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            lines = file.read(PEEK).split(b"\n")
+            begin = file.read(PEEK)
     except OSError:
         return -1, max_length  # it is raised again, and handled, when the task is drawn
-    if path.suffix not in (".jsonl", ".csv"):
+    if path.suffix not in (".jsonl", ".csv", ".tsv", ".json"):
         return size, max_length
-    first_row = lines[path.suffix == ".csv" and len(lines) > 1]  # a header precedes it
+    lines = begin.split(b"\n")
+    first_row = lines[path.suffix in (".csv", ".tsv") and len(lines) > 1]  # a header precedes it
+    if path.suffix == ".json":  # of a list, in one line or in several for each row
+        first_row = begin.partition(b"{")[2].partition(b"}")[0]
     return size, min(max_length, max(4, len(first_row) / BYTES_PER_TOKEN))
 
 
 LEAST_WEIGHT = 1e-6  # of a class; the largest is 1 / LEAST_WEIGHT, so that sums in fp32 are finite
 HUB_SETTINGS = ("dataset_config_name", "dataset_split", "dataset_revision")
-SUITES = {"letters": letters, "marks": marks, "words": words, "digits": digits}
+SUITES = {"letters": letters, "words": words, "digits": digits}
 
 
 @dataclass
@@ -366,7 +346,7 @@ def load_sources(
     rows: of the data set IN_MEMORY. wanted: splits, the first of which must not be empty; others are not
     checked.
     """
-    if all(name in SUITES or Path(name).exists() for name in config.dataset):
+    if all(name in SUITES or (Path(name).exists() and not is_saved(name)) for name in config.dataset):
         for setting in HUB_SETTINGS:
             if (value := getattr(config, setting)) not in (None, "train"):
                 raise UsageError(
@@ -432,13 +412,7 @@ def read_class_weights(config: Config, sources: Sources, complete: bool, notice:
                 f"{given} gives class {shortened(name)} the weight {shortened(weight)}; write a number from"
                 f" {LEAST_WEIGHT:g} to {1 / LEAST_WEIGHT:g}, or leave the class out for weight 1"
             )
-    try:
-        keys = [key for source in sources.of_split.values() for key in source.class_keys()]
-    except UsageError:
-        raise UsageError(
-            f"{given} needs the names of all classes, and those of a folder of task files are not known"
-            " before each is drawn; put the tasks into one file with a task column"
-        ) from None
+    keys = [key for source in sources.of_split.values() for key in source.class_keys(given)]
     known = {key[-1] for key in keys}
     unknown = [name for name in weights if name not in known]
     if unknown and not complete:
@@ -463,10 +437,8 @@ def load_one(
     wanted: Sequence[str],
 ) -> Sources:
     """The sources of one data set. Raises `UsageError` if the train split is wanted and empty."""
-    if name in SUITES:
-        return load_suite(name, config, tokenizer, notice, wanted)
-    task_per_file = task_files(name, config.max_length)
-    if task_per_file is not None:
+    suite = generated(name, config, tokenizer) if name in SUITES else None
+    if (task_per_file := None if suite else task_files(name, config.max_length)) is not None:
         if config.stratify_by is not None:
             raise UsageError(
                 f"stratify_by={config.stratify_by} is a function of rows, and dataset={name} is a folder of"
@@ -498,33 +470,63 @@ def load_one(
             wanted,
             contents,
         )
-    content, read = reader_of(name, config, rows)
+    content, read = reader_of(name, config, suite[0] if suite else rows)
     store = prepare(name, content, read, config, tokenizer, notice)
-    contents = store.contents()
-    content = digest(keys_of(contents, contents).tolist())  # of the rows, in whatever form
-    splits, used = choose_splits(
-        name, content, config, strata_of(store), store.named_tasks, notice, trained, contents
+    strata, contents, used = strata_of(store), dict[str, np.ndarray](), list[UsedSplits]()
+    if suite:
+        splits = suite[1]
+    else:
+        contents.update(store.contents())
+        content = digest(keys_of(contents, contents).tolist())  # of the rows, in whatever form
+        splits, chosen = choose_splits(
+            name, content, config, strata, store.named_tasks, notice, trained, contents
+        )
+        used.append(chosen)
+    return Sources.of(
+        name,
+        splits,
+        lambda split: make_source(
+            config,
+            store,
+            those_named(group_rows(store, config), set(splits[split])),
+            strata,
+            EpisodeShape.of(config),
+            split,
+            notice,
+        ),
+        hashlib.sha256((store.fingerprint + json.dumps(splits, sort_keys=True)).encode()).hexdigest(),
+        f"{counted(len(store), 'row')}, {counted(len(set(strata.values())), 'stratum', 'strata')};"
+        f" {'tasks' if store.named_tasks else 'classes'}",
+        used,
+        wanted,
+        contents,
     )
-    return from_store(name, store, splits, config, notice, [used], wanted, contents=contents)
 
 
 def reader_of(
     name: str, config: Config, rows: Sequence[Row] | None
-) -> tuple[str, Callable[[Bad], Sequence[Row]]]:
-    """A digest of a data set's content, and a function that reads its rows. rows: of IN_MEMORY.
+) -> tuple[str, Callable[[Bad], Iterable[Row]]]:
+    """A digest of a data set's content, and a function that reads its rows. rows: of IN_MEMORY or
+    of a suite, whose generator may change.
 
     Raises `UsageError`.
     """
-    if name == IN_MEMORY:
-        if rows is None:
-            raise UsageError(
-                f"dataset={IN_MEMORY} stands for rows that were given in Python; use"
-                " MetaTrainer(dataset=...), or name a file"
-            )
+    if name == IN_MEMORY and rows is None:
+        raise UsageError(
+            f"dataset={IN_MEMORY} stands for rows that were given in Python; use"
+            " MetaTrainer(dataset=...), or name a file"
+        )
+    if rows is not None and name in (IN_MEMORY, *SUITES):
         parts = (
             as_json(row.origin, row.values, json.dumps, sort_keys=True, default=content_of) for row in rows
         )
         return digest(f"[{', '.join(parts)}]"), lambda bad: rows
+    if is_saved(name):
+        import datasets
+
+        with usage_errors(f"dataset={name} cannot be read as a folder of datasets", "save it again"):
+            saved, kept = datasets.load_from_disk(name), files_digest(sorted(Path(name).rglob("*.arrow")))
+        return digest([kept, config.dataset_split]), lambda bad: split_rows(name, saved, config.dataset_split)
     if images := image_rows(name):
         stats = [(row.values["image"], Path(name, row.values["image"]).stat().st_size) for row in images]
         return digest(stats), lambda bad: images  # the files are not read before an episode needs them
@@ -532,12 +534,17 @@ def reader_of(
         return files_reader(f"dataset={name}", data, config)
     split = config.dataset_split
     part = open_hub(name, config.dataset_config_name, split, config.dataset_revision)
-    return digest([part._fingerprint]), lambda bad: hub_rows(name, split, part)
+    return digest([part._fingerprint]), lambda bad: hub_rows(f"{name}[{split}]", part)
+
+
+def is_saved(name: str) -> bool:
+    """Whether `save_to_disk` of `datasets` has written a folder."""
+    return any(Path(name, file).is_file() for file in ("state.json", "dataset_dict.json"))
 
 
 def files_reader(
     what: str, files: Sequence[Path], config: Config
-) -> tuple[str, Callable[[Bad], Sequence[Row]]]:
+) -> tuple[str, Callable[[Bad], Iterable[Row]]]:
     """A digest of files, and a function that reads their rows. what: the files, for messages.
 
     That function raises `UsageError` for files that no longer have this digest: the rows would be stored
@@ -546,60 +553,44 @@ def files_reader(
     cards = [card for folder in dict.fromkeys(file.parent for file in files) for card in cards_of(folder)]
     content = files_digest([*files, *cards])
 
-    def read(bad: Bad) -> list[Row]:
-        rows = [row for file in files for row in read_file(file, bad, config.max_file_gib)]
+    def read(bad: Bad) -> Iterator[Row]:
+        for file in files:
+            yield from stream_file(file, bad, config.max_file_gib)
         if files_digest([*files, *cards]) != content:
             raise UsageError(f"{what} changed while it was read; start again once no program writes to it")
-        return rows
 
     return content, read
 
 
-def load_suite(name: str, config: Config, tokenizer: Any, notice: Notice, wanted: Sequence[str]) -> Sources:
-    """The sources of a generated data set."""
-    check_episodes(name, config)
-    if (name == "digits") != isinstance(tokenizer, ImageReader):
-        kinds = ("images", "texts") if name == "digits" else ("texts", "images")
-        raise UsageError(
-            f"dataset={name} holds {kinds[0]}, and model_name_or_path={config.model_name_or_path} reads"
-            f" {kinds[1]}; use a model for {kinds[0]}, or the built-in one by leaving it out"
-        )
-    rows, splits = SUITES[name]()
-    # part of the key is a digest of the rows, since the generator may change
-    content = digest([{key: content_of(value) for key, value in row.values.items()} for row in rows])
-    store = prepare(name, content, lambda bad: rows, config, tokenizer, notice)
-    if any(getattr(config, setting) for setting in SPLIT_SETTINGS):
-        raise UsageError(
-            f"dataset={name} has its own splits; leave --class_splits, --task_splits and --class_split out"
-        )
-    parts = np.array(list(map(part_of, store.of_data["input"].to_pylist()))) if name == "marks" else None
-    return from_store(name, store, splits, config, notice, [], wanted, parts)
-
-
-def from_store(
-    name: str,
-    store: TokenStore,
-    splits: Splits,
-    config: Config,
-    notice: Notice,
-    used: list[UsedSplits],
-    wanted: Sequence[str],
-    parts: np.ndarray | None = None,
-    contents: Contents = MappingProxyType({}),
-) -> Sources:
-    """Sources over the rows of a store. `parts`: see ClassSource. contents: as of `Sources.of`."""
-    strata = strata_of(store)
-    return Sources.of(
-        name,
-        splits,
-        lambda split: make_source(config, store, splits[split], strata, split, notice, parts),
-        hashlib.sha256((store.fingerprint + json.dumps(splits, sort_keys=True)).encode()).hexdigest(),
-        f"{counted(len(store), 'row')}, {counted(len(set(strata.values())), 'stratum', 'strata')};"
-        f" {'tasks' if store.named_tasks else 'classes'}",
-        used,
-        wanted,
-        contents,
+def generated(name: str, config: Config, tokenizer: Any) -> tuple[list[Row], Splits]:
+    """The rows and splits of a suite. Raises `UsageError` for a run that it does not fit."""
+    causal, of_images = config.task_type == "causal_lm", name == "digits"
+    kinds = ("images", "texts") if of_images else ("texts", "images")
+    refuse_first(
+        [
+            (
+                causal and of_images,
+                "dataset=digits has classes of images and no answers, and task_type=causal_lm; use"
+                " classification, or dataset=words",
+            ),
+            (
+                not causal and name == "words",
+                "dataset=words has answers and no classes, and task_type=classification; use"
+                " --task_type causal_lm, or dataset=letters",
+            ),
+            (
+                of_images != isinstance(tokenizer, ImageReader),
+                f"dataset={name} holds {kinds[0]}, and model_name_or_path={config.model_name_or_path} reads"
+                f" {kinds[1]}; use a model for {kinds[0]}, or the built-in one by leaving it out",
+            ),
+            (
+                any(getattr(config, setting) for setting in SPLIT_SETTINGS),
+                f"dataset={name} has its own splits; leave --class_splits, --task_splits and --class_split"
+                " out",
+            ),
+        ]
     )
+    return SUITES[name]()
 
 
 def choose_splits(

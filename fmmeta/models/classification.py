@@ -1,0 +1,131 @@
+"""Learners of classification: an encoder with fmmeta's pooling and a linear head, or a sequence classifier as
+transformers ships it (pooling: model). Texts and images alike.
+
+`outputs` are the features that the head sees [B, D], and the logits [B, C]. Targets of a micro-batch:
+`labels` [B], and `classes` [B], the number of classes of each row's episode, where the head may have more.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fmmeta.common.errors import UsageError
+from fmmeta.models.learner import Learner, RowLosses, at_least_fp32
+from fmmeta.tasks.batching import MicroBatch
+
+Outputs = tuple[Tensor, Tensor]
+
+
+class Classifier(Learner):
+    @abstractmethod
+    def forward(self, **inputs: Tensor) -> Outputs:
+        """Features and logits."""
+
+    def losses(self, outputs: Outputs, batch: MicroBatch) -> RowLosses:
+        logits, labels = of_episode(outputs[1], batch), batch.targets["labels"]
+        losses = F.cross_entropy(at_least_fp32(logits), labels, reduction="none")
+        right = (logits.argmax(-1) == labels) & ~losses.isnan()
+        return RowLosses(losses, right.long(), torch.ones_like(labels))
+
+    def logits(self, outputs: Outputs) -> Tensor:
+        return at_least_fp32(outputs[1])
+
+    def answers(self, outputs: Outputs, batch: MicroBatch) -> Iterator[tuple[list[int], list[int]]]:
+        logits = of_episode(self.logits(outputs), batch)
+        guess = logits.argmax(-1).masked_fill_(logits.isnan().any(-1), -1).tolist()
+        rows = zip(guess, batch.targets["labels"].tolist(), batch.weights.tolist(), strict=True)
+        return (([predicted], [right]) for predicted, right, weight in rows if weight > 0)
+
+    def classify(self, features: Tensor) -> Outputs:
+        """The outputs for features: the last operation of forward."""
+        return features, self.get_submodule(self.head_path)(features)
+
+
+def of_episode(logits: Tensor, batch: MicroBatch) -> Tensor:
+    """Logits [B, C] with -inf for the classes that a row's episode does not have."""
+    if "classes" not in batch.targets:
+        return logits
+    numbers = torch.arange(logits.shape[1], device=logits.device)
+    return logits.masked_fill(numbers >= batch.targets["classes"][:, None], -math.inf)
+
+
+class PooledClassifier(Classifier):
+    """An encoder, mean or cls pooling over its last hidden states, and a linear head.
+
+    norm: length that every feature vector is scaled to; 0 leaves them unscaled. With a prototype head the
+    logits are then 2 norm^2 cos(f, mu_c) and a constant, where each class has one example: cosines at the
+    temperature 1 / (2 norm^2).
+    """
+
+    head_path, head_names, top = "head", ("head.weight", "head.bias"), ("head.",)
+    own_head, peft_task = True, "FEATURE_EXTRACTION"
+
+    def __init__(self, hf: Any, classes: int, pooling: str, norm: float = 0.0) -> None:
+        super().__init__(hf)
+        self.pooling, self.norm = pooling, norm
+        # convolutional models have a size of each stage
+        size = hf.config.hidden_size if hasattr(hf.config, "hidden_size") else hf.config.hidden_sizes[-1]
+        self.head = nn.Linear(size, classes)
+        for name, param in hf.named_parameters():
+            if name.split(".")[0] == "pooler":  # unused, so it would get no gradient
+                param.requires_grad_(False)
+
+    def forward(self, **inputs: Tensor) -> Outputs:
+        mask = inputs.get("attention_mask")
+        hidden = self.hf(**self.cast(inputs), **self.unpadded.of(mask)).last_hidden_state
+        if hidden.ndim == 4:  # of a convolutional model [B, D, H, W]
+            hidden = hidden.flatten(2).transpose(1, 2)
+        if self.pooling == "cls":
+            features = hidden[:, 0]
+        elif mask is None:
+            features = hidden.mean(1)
+        else:
+            mask = mask.unsqueeze(-1).to(hidden.dtype)
+            features = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
+        if self.norm:
+            features = self.norm * F.normalize(features, dim=1)
+        return features, self.head(features)
+
+
+class NativeClassifier(Classifier):
+    """AutoModelForSequenceClassification with its pooling; the head is its last linear layer."""
+
+    peft_task = "SEQ_CLS"
+
+    def __init__(self, hf: Any, classes: int) -> None:
+        super().__init__(hf)
+        heads = [
+            (name, module)
+            for name, module in hf.named_modules()
+            if isinstance(module, nn.Linear)
+            and module.out_features == classes
+            and name.split(".")[0] != hf.base_model_prefix
+        ]
+        if not heads:
+            raise UsageError(
+                f"model_name_or_path={hf.config.name_or_path} ({type(hf).__name__}) has no linear classifier "
+                "on top; use --pooling mean"
+            )
+        name, head = heads[-1]
+        self.head_path, self.top = f"hf.{name}", (f"hf.{name.split('.')[0]}.",)
+        self.head_names = tuple(f"hf.{name}.{part}" for part, _ in head.named_parameters())
+
+    def forward(self, **inputs: Tensor) -> Outputs:
+        seen: list[Tensor] = []
+        head = self.get_submodule(self.head_path)
+        with head.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
+            logits = self.hf(**self.cast(inputs), **self.unpadded.of(inputs.get("attention_mask"))).logits
+        features = seen[0]
+        if features.ndim == 3:  # decoders score every token and keep the last one
+            # of transformers' classifiers: the last one that is no padding, by its id
+            ids, last = inputs.get("input_ids"), features.shape[1] - 1
+            if ids is not None:
+                places = torch.arange(ids.shape[1], device=ids.device)
+                last = ((ids != self.hf.config.pad_token_id) * places).argmax(1)
+            features = features[torch.arange(len(features), device=features.device), last]
+        return features, logits

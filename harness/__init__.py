@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: processes that start fast, several hosts, elastic groups that die."""
