@@ -94,11 +94,10 @@ def test_tables_in_the_docs_equal_the_results(name, page, left_out):
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_study_has_a_result_for_each_of_its_cells(name):
-    """small_sets is being filled."""
     study = Study(name)
     results = study.results()
     known = study.cells.keys() & results.keys()
-    assert known == study.cells.keys() or name in ("intents", "full_way", "gradient_steps", "small_sets")
+    assert known == study.cells.keys() or name in ("intents", "full_way", "gradient_steps")
     assert len(known) >= 2 or name == "balance"
     left = [one for one in results if one not in study.cells]
     assert all(one.startswith("train ") or one == "simulated" for one in left)  # kept, not computed again

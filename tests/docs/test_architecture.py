@@ -9,6 +9,7 @@ from tests.support.launch import ROOT
 PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *(ROOT / folder / "README.md" for folder in ("benchmarks", "experiments")),
 ]
 PAGES = [page for page in PAGES if page.parent.name != "log"]  # a dated log keeps the names of its time
 BASES = (ROOT, ROOT / "fmmeta", ROOT / "tests")
