@@ -45,7 +45,7 @@ def run(settings: InspectConfig) -> None:
     description = describe(config)
     config = fitted(config, description.hf_config)
     tokenizer = load_tokenizer(config, description, print)
-    if config.task_type == "causal_lm":
+    if config.learner.generates:
         make_prompt(config.prompt_template, tokenizer)
         suggest_chat(config, tokenizer, print)
     sources, notes, refused = read_all(config, tokenizer)
@@ -143,7 +143,7 @@ def opened(source: TaskSource | None, notes: dict[str, None]) -> tuple[list[Open
 
 def show_splits(progress: Progress, config: Config, tasks: Mapping[str, Sequence[OpenedTask]]) -> None:
     """A table of tasks, classes and rows by split."""
-    classes = config.task_type == "classification"
+    classes = config.learner.of_classes
     table = list[list[str]]()
     for split, found in tasks.items():
         if not found:
@@ -191,9 +191,7 @@ def show_lengths(config: Config, tokenizer: Any, stores: Sequence[TokenStore]) -
         for row, example in zip(rows, encode(tokenizer, longer, *texts) if rows else [], strict=True):
             if len(example.input_ids) > config.max_length:
                 cut += 1
-                answers += config.task_type == "causal_lm" and learned(example.labels) > learned(
-                    store.labels(row)
-                )
+                answers += config.learner.generates and learned(example.labels) > learned(store.labels(row))
     if cut:
         of_those = f" of the first {CHECKED}" if full > CHECKED else ""
         print(

@@ -190,7 +190,7 @@ def write_folder(adapted: AdaptedModel, folder: Path, learner: TaskLearner, lear
     }
     for each in model_folders(folder):
         stored = json.loads((each / SETTINGS_FILE).read_text(encoding="utf-8"))
-        if learner.config.task_type == "causal_lm":
+        if learner.config.learner.generates:
             stored["method"] = learner.method
         write_json(each / SETTINGS_FILE, {**stored, "adapted": facts})
     write_card(adapted, folder, settings, learned.task)

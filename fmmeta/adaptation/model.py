@@ -18,6 +18,7 @@ from fmmeta.common.progress import LOGGER, STDERR, Progress
 from fmmeta.common.security import printable
 from fmmeta.common.text import broken_text, counted, shortened, to_json
 from fmmeta.config.fields import check_bounds, of_type, refuse_first, rules
+from fmmeta.config.learners import stored_kind
 from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.methods import with_equal_classes
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig
@@ -94,7 +95,7 @@ class LoadedModel:
     @property
     def columns(self) -> Sequence[str]:
         """Usual keys or columns of an input, as in the files of `adapt`; the first one of a row counts."""
-        return USUAL[input_setting(self.config.task_type, self.description.images)]
+        return USUAL[input_setting(self.config, self.description.images)]
 
     def read(self, row: Row, column: str | None = None) -> Input:
         """The input of a row. column: the one to read. Paths of images begin at the folder of the row's file.
@@ -163,7 +164,7 @@ class LoadedModel:
         Raises `UsageError` for a text without tokens, and for an image that cannot be decoded.
         """
         examples = self.encode_inputs([one.content for one in inputs])
-        if self.config.task_type == "causal_lm":
+        if self.config.learner.generates:
             rows, size = zip(before, examples, strict=True), self.config.micro_batch_size
             prompts = [self.prompts_of(pairs, [row], max_new_tokens)[0] for pairs, row in rows]
             return generate(self.worker, self.reader, prompts, max_new_tokens, size, around)
@@ -180,7 +181,7 @@ class LoadedModel:
         Raises `UsageError` for a text without tokens, and for an image that cannot be decoded.
         """
         examples = encode(self.tokenizer, self.config, contents, [""] * len(contents))
-        causal = self.config.task_type == "causal_lm"
+        causal = self.config.learner.generates
         for text, row in zip(contents, examples, strict=True):
             if not (row.prompt if causal else row.input_ids):  # some tokenizers drop white space
                 raise UsageError(
@@ -327,7 +328,7 @@ class AdaptedModel:
         >>> adapted.labels, [answer.output in adapted.labels for answer in adapted.predict(["green", "six"])]
         (('colour', 'number'), [True, True])
         """
-        loaded, causal = self.loaded, self.loaded.config.task_type == "causal_lm"
+        loaded, causal = self.loaded, self.loaded.config.learner.generates
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise UsageError(f"texts={shortened(texts)} is no list; give a list of texts")
         images = loaded.description.images
@@ -403,7 +404,7 @@ def load(settings: PredictConfig) -> AdaptedModel:
     refuse_no_model(name)
     stored, labels = remembered(name), tuple[str, ...]()
     config, description = config_of(settings, name, stored, settings.pooling)
-    if config.task_type == "classification":
+    if config.learner.of_classes:
         refuse_untrained_head(config, description, stored)
         names = description.hf_config.id2label
         labels = tuple(stored.get("labels") or (names[number] for number in sorted(names)))
@@ -443,7 +444,7 @@ def stored_examples(where: str, stored: dict[str, Any]) -> list[tuple[str, str]]
     where: the setting that names the model, with its value. Raises `UsageError`.
     """
     facts = stored.get("adapted")
-    if stored.get("task_type") != "causal_lm" or not isinstance(facts, dict):
+    if not (stored_kind(stored).generates and isinstance(facts, dict)):
         return []
     pairs = facts.get("prompt_examples") or []
     for pair in pairs if isinstance(pairs, list) else [pairs]:

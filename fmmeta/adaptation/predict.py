@@ -34,6 +34,7 @@ from fmmeta.common.progress import LOGGER, STDERR, Progress
 from fmmeta.common.security import inside, printable
 from fmmeta.common.text import counted, to_json
 from fmmeta.config.fields import refuse_first
+from fmmeta.config.learners import stored_kind
 from fmmeta.evaluation.results import check_output, open_output
 from fmmeta.evaluation.settings import SHARED_BY_BASE, PredictConfig
 from fmmeta.models.files import (
@@ -67,7 +68,7 @@ def run(settings: PredictConfig) -> None:
         check_output(Path(settings.output))
     adapters = AdapterDirectory(settings) if settings.adapters else None
     model = adapters.model if adapters else load(settings).loaded
-    names = ["input", "output"] if model.config.task_type == "causal_lm" else ["text", "label", "score"]
+    names = ["input", "output"] if model.config.learner.generates else ["text", "label", "score"]
     total, unanswered = 0, list[str]()
     with open_output(settings.output) as file:
         write = writer(file, settings, names)
@@ -134,7 +135,7 @@ class AdapterDirectory:
         self.loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()
         self.failed: dict[str, str] = {}
         base_model, self.base = most_common_base(self.folder)
-        pooling = None if self.base["task_type"] == "causal_lm" else self.base["pooling"]
+        pooling = self.base["pooling"] if stored_kind(self.base).of_classes else None
         config, _ = config_of(settings, base_model, self.base, pooling or "auto")
         self.model = load_model(config, Progress(enabled=False))
 
@@ -206,7 +207,7 @@ class AdapterDirectory:
                     " that to --model_name_or_path",
                 ),
                 (
-                    stored.get("task_type") == "classification" and len(labels) < 2,
+                    stored_kind(stored).of_classes and len(labels) < 2,
                     f"{where} names fewer than two classes; adapt it first (fmmeta adapt)",
                 ),
             ]

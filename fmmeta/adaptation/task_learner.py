@@ -97,7 +97,7 @@ def support_set(
 
     Logs classes that the model was trained on. Raises `UsageError` for a single class.
     """
-    labels = () if config.task_type == "causal_lm" else tuple(sorted(set(table.target)))
+    labels = () if config.learner.generates else tuple(sorted(set(table.target)))
     source = name or settings.support
     if len(labels) == 1:
         given = f"support={source}" if source else "support"

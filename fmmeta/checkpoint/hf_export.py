@@ -21,7 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fmmeta.common.text import to_json
 from fmmeta.config.algorithms import find
-from fmmeta.config.settings import REMEMBERED, Config, InnerConfig
+from fmmeta.config.settings import Config, InnerConfig
 from fmmeta.meta.inner_optimizers import RATES_FILE, Rates
 from fmmeta.models.files import (
     BASE_FOLDER,
@@ -315,7 +315,7 @@ def write_metadata(
         "n_way": config.n_way,
         "classes": config.most_classes,
         "k_shot": config.k_shot,
-        **{name: getattr(config, name) for name in REMEMBERED if name not in unused},
+        **{name: value for name, value in config.to_remember().items() if name not in unused},
         "inner_rates": None,
     }
     if spec.in_prompt:
@@ -350,7 +350,7 @@ def carry_files(folder: Path, config: Config, description: Description, tokenize
     added = read_json(str(folder), ADDED_TOKENS, dict) or {}
     if not description.images and not added.items() <= tokenizer.get_vocab().items():
         (folder / ADDED_TOKENS).unlink()  # of another tokenizer than the one that was given in Python
-    if config.task_type == "causal_lm":
+    if config.learner.generates:
         stored = generation_settings(config, description.hf_config)
         ends = end_tokens(tokenizer, config.prompt_template, description.ends)
         stored["eos_token_id"] = ends if len(ends) > 1 else ends[0]

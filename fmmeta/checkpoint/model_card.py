@@ -72,7 +72,7 @@ class Content:
     @property
     def kind(self) -> str:
         """What the folder is to programs that read it without fmmeta; a key of `KINDS`."""
-        if self.config.task_type == "causal_lm":
+        if self.config.learner.generates:
             return "generator"
         if self.images and (self.pooling == "model" or not self.adapted) and not self.adapter:
             return "image classifier" if self.adapted else "image encoder"

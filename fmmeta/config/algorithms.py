@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from inspect import signature
 from typing import Any
 
 from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.security import import_named
 from fmmeta.common.text import any_of, nearest
+from fmmeta.config.registry import find_spec
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class AlgorithmSpec:
     frozen_body: bool = False  # a task does not change the body: features are computed once
     several: Callable[[Any], Any] | None = None
     multi_task: str | None = None  # several tasks in a pass over adapters, by gradient: query or displacement
-    task_type: str | None = None  # the only one that it works with
+    needs: str = ""  # a field of LearnerSpec that a kind of task must have, or any: of_classes, generates
     all_classes: bool = False  # one head is trained over the classes of all training tasks
     in_prompt: bool = False  # the support set is part of the prompt and is not trained on
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of settings that were left open
@@ -91,43 +91,14 @@ BUILT_IN = {
 """Name -> module:spec."""
 
 
-PLUG_INS = "fmmeta.algorithms"
-"""Group of entry points: installed packages name their specs there."""
-
-
-@cache
-def installed() -> dict[str, EntryPoint]:
-    """Entry points of installed packages, by name; built-in names come first."""
-    return {one.name: one for one in entry_points(group=PLUG_INS) if one.name not in BUILT_IN}
-
-
 def find(name: str) -> AlgorithmSpec:
     """The spec of a built-in name, of an installed package's entry point, or of `module:spec`.
 
     Raises `UsageError` in one line.
     """
-    if name in BUILT_IN:
-        return pkgutil.resolve_name(BUILT_IN[name])
-    if ":" in name:
-        found = import_named("algorithm", name, "an AlgorithmSpec")
-    elif name in installed():
-        with usage_errors(
-            f"algorithm={name} cannot be imported from {installed()[name].value}",
-            "correct or remove the package that installs it",
-        ):
-            found = installed()[name].load()
-    else:
-        names = (*BUILT_IN, *installed())
-        raise UsageError(
-            f"algorithm={name} is unknown{nearest(name, names)}; use {', '.join(names)}, or module:spec of"
-            " another"
-        )
-    if not isinstance(found, AlgorithmSpec):
-        raise UsageError(
-            f"algorithm={name} is a {type(found).__name__} and no AlgorithmSpec; name one"
-            " (examples/custom_rule.py)"
-        )
-    return found
+    return find_spec(
+        "algorithm", name, BUILT_IN, "fmmeta.algorithms", AlgorithmSpec, "examples/custom_rule.py"
+    )
 
 
 def supporting(setting: str) -> list[str]:

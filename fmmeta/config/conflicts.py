@@ -2,7 +2,7 @@
 
 A conflict is a pair (whether it is there, its line). Reads a Config's values and nothing else, neither files
 nor other processes; `settings.py` calls it and raises. Conflicts of one algorithm are in its spec
-(AlgorithmSpec.conflicts), those of one setting in its rule (fields.py: needs, task_type, per_algorithm).
+(AlgorithmSpec.conflicts), those of one setting in its rule (fields.py: needs, of, per_algorithm).
 """
 
 import math
@@ -23,6 +23,7 @@ from fmmeta.config.algorithms import (
     supporting,
 )
 from fmmeta.config.fields import LARGEST, default_of, rules, shown
+from fmmeta.config.learners import check_loss
 
 POLYNOMIAL_END = 1e-7  # the rate at which transformers' polynomial schedule ends
 
@@ -62,7 +63,7 @@ def inner_rate(c: Any) -> float:
     SmolLM2-135M and of the built-in model, of adapters and of all weights
     (docs/how-to/evaluate-and-adapt.md).
     """
-    if c.task_type != "causal_lm":
+    if not c.learner.generates:
         return 0.1
     of_adapters = c.lora_r or c.builtin_model
     return {"adamw": 3e-3 if of_adapters else 3e-5}.get(c.inner_optimizer, 0.1 if of_adapters else 1e-3)
@@ -76,7 +77,7 @@ def without_effect(c: Any) -> Iterator[str]:
         if value in (default_of(item), None):
             continue
         given = f"{name}={shown(value)}"
-        if rule.task_type not in ("", c.task_type):
+        if rule.of and not getattr(c.learner, rule.of):
             yield f"{given} means nothing for task_type={c.task_type}; leave it out"
         if rule.needs:
             other, *values = rule.needs
@@ -228,9 +229,9 @@ def of_algorithm(c: Any) -> Conflicts:
             " out",
         ),
         (
-            c.task_type != (spec.task_type or c.task_type),
-            f"task_type={c.task_type} does not go with algorithm={name}, which is for {spec.task_type}; use"
-            " another algorithm",
+            bool(spec.needs) and not getattr(c.learner, spec.needs),
+            f"task_type={c.task_type} does not go with algorithm={name}, which is for"
+            f" {'classes' if spec.needs == 'of_classes' else 'generated answers'}; use another algorithm",
         ),
         (
             c.inner_steps == 0 and not spec.trains_nothing and spec.defaults.get("inner_steps") != 0,
@@ -324,6 +325,7 @@ def factor_of(item: str) -> float:
 def of_outer_step(c: Any) -> Conflicts:
     if c.outer_optimizer not in OUTER_OPTIMIZERS:
         check_outer(c)
+    check_loss(c.task_type)
     return [
         (
             c.warmup_steps >= 1 and c.warmup_steps % 1,

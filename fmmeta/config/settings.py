@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from fmmeta.common.errors import UsageError
-from fmmeta.config import algorithms, conflicts
+from fmmeta.config import algorithms, conflicts, learners
 from fmmeta.config.algorithms import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 from fmmeta.config.fields import RefusesUnknownNames, check_values, names_where, of_type, setting
 from fmmeta.config.json_files import label_texts_of
+from fmmeta.config.learners import LearnerSpec
 from fmmeta.config.peft_options import apply_peft_options
 
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
@@ -22,7 +23,6 @@ NO_LIMIT = "or leave it out"
 GENERATED = ("rouge_l", "exact_match")  # metrics of generated answers
 METRICS = (*GENERATED, "options", "rank")
 MAX_NEW_TOKENS = 64  # of a generated answer
-CLASSIFICATION, CAUSAL_LM = "classification", "causal_lm"
 
 
 @dataclass
@@ -38,9 +38,9 @@ class ModelConfig(RefusesUnknownNames):
         common=True,
     )
     task_type: str = setting(
-        CLASSIFICATION,
-        "Kind of every task: predict one of the task's classes, or generate a text",
-        (CLASSIFICATION, CAUSAL_LM),
+        learners.CLASSIFICATION.name,
+        "Kind of every task: classification (predict one of the task's classes), causal_lm (generate a"
+        " text), or module:spec of one with your loss",
         remembered=True,
         keyed=True,
         common=True,
@@ -50,7 +50,7 @@ class ModelConfig(RefusesUnknownNames):
         "Sentence vector of an encoder: the model's pooler, the mean of its token vectors, or that of [CLS];"
         " auto: as stored in the folder, else model",
         ("auto", "model", "mean", "cls"),
-        task_type=CLASSIFICATION,
+        of="of_classes",
         common=True,
     )
     feature_norm: float = setting(
@@ -58,7 +58,7 @@ class ModelConfig(RefusesUnknownNames):
         "Scale the sentence vectors of --pooling mean or cls to this L2 norm; 0: do not scale",
         least=0,
         remembered=True,
-        task_type=CLASSIFICATION,
+        of="of_classes",
     )
     head_init: str = setting(
         None,
@@ -132,28 +132,28 @@ class RowConfig:
         None,
         "Column of the text (default: text, sentence, utterance, or sentence1 with sentence2)",
         keyed=True,
-        task_type=CLASSIFICATION,
+        of="of_classes",
         common=True,
     )
     label_column: str | None = setting(
         None,
         "Column of the class (default: label, intent or class)",
         keyed=True,
-        task_type=CLASSIFICATION,
+        of="of_classes",
         common=True,
     )
     image_column: str | None = setting(
         None,
         "Image models: column of the image, a path beside the file, or bytes (default: image or img)",
         keyed=True,
-        task_type=CLASSIFICATION,
+        of="of_classes",
     )
     input_column: str | None = setting(
         None,
         "causal_lm: column of the input (default: instruction and input, a line break between them, or one of"
         " input, prompt, question, instruction, messages and conversations)",
         keyed=True,
-        task_type=CAUSAL_LM,
+        of="generates",
         common=True,
     )
     output_column: str | None = setting(
@@ -161,7 +161,7 @@ class RowConfig:
         "causal_lm: column of the answer (default: output, answer, target, answers or completion, or the last"
         " turn of messages or conversations)",
         keyed=True,
-        task_type=CAUSAL_LM,
+        of="generates",
         common=True,
     )
     prompt_template: str = setting(
@@ -170,7 +170,7 @@ class RowConfig:
         " with {input}, names of other columns in braces, and {output} unless it is the end",
         remembered=True,
         keyed=True,
-        task_type=CAUSAL_LM,
+        of="generates",
         common=True,
     )
     max_length: int = setting(
@@ -187,7 +187,7 @@ class RowConfig:
         "The name of each class is one more support example of it. names: the names in the data, with spaces"
         ' for _ and -; or a JSON file of texts by class: {"card_arrival": "when will my card arrive"}',
         keyed=True,
-        task_type=CLASSIFICATION,
+        of="of_classes",
         common=True,
     )
 
@@ -284,25 +284,25 @@ class TaskConfig(RowConfig):
     n_way_max: int | None = setting(
         None,
         "Draw the number of classes of an episode uniformly from n_way to this value (default: n_way)",
-        task_type=CLASSIFICATION,
+        of="of_classes",
     )
     k_shot_max: int | None = setting(
         None,
         "Draw the support examples of each class uniformly from k_shot to this value (default: k_shot)",
-        task_type=CLASSIFICATION,
+        of="of_classes",
     )
     class_weights: str | None = setting(
         None,
         'JSON file of positive weights of classes in the loss, support and query: {"rare": 3.0}; other'
         " classes have weight 1. A set's loss is the weighted mean over its rows",
-        task_type=CLASSIFICATION,
+        of="of_classes",
     )
     packing: bool = setting(
         False,
         "causal_lm: pack short rows into sequences of up to max_length tokens; rows do not attend to each"
         " other",
         resume="free",
-        task_type=CAUSAL_LM,
+        of="generates",
     )
     example_transforms: list[str] = setting(
         [], "Callables module:name, applied to each example of training episodes (fmmeta/tasks/augment.py)"
@@ -315,7 +315,7 @@ class TaskConfig(RowConfig):
         "Function module:name from rows (dictionaries of their columns, of images with pixel_values) to the"
         " model's inputs: a dictionary of tensors, or of dictionaries and lists of them, whose first"
         " dimension is the rows; called in loader processes",
-        task_type=CLASSIFICATION,
+        of="of_classes",
         excludes={
             "pipeline_stages": "stages pass token ids and masks",
             "tensor_parallel_size": "tensor ranks are not tested with other inputs",
@@ -916,15 +916,26 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
         """A copy with changes, in which defaults of settings that were left open are chosen again."""
         return replace(self, **{**self._left_open, **changes})
 
+    def to_remember(self) -> dict[str, Any]:
+        """What an exported model stores in its fmmeta.json. own_loss: the name of the user's code."""
+        kind = self.learner
+        own_loss = {"own_loss": self.task_type} if kind.loss else {}
+        return {**{name: getattr(self, name) for name in REMEMBERED}, "task_type": kind.name, **own_loss}
+
+    @property
+    def learner(self) -> LearnerSpec:
+        """The kind of task."""
+        return learners.find(self.task_type)
+
     @property
     def most_classes(self) -> int:
-        """Classes of the largest episode, and so of the head; 0 for causal_lm."""
-        return (self.n_way_max or self.n_way) if self.task_type == "classification" else 0
+        """Classes of the largest episode, and so of the head; 0 without classes."""
+        return (self.n_way_max or self.n_way) if self.learner.of_classes else 0
 
     @property
     def joint_head(self) -> bool:
         """Whether the model has one head for the classes of all training tasks, not one per task."""
-        return algorithms.find(self.algorithm).all_classes and self.task_type == "classification"
+        return algorithms.find(self.algorithm).all_classes and self.learner.of_classes
 
     @property
     def warmup(self) -> int:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar, cast
 
 from fmmeta.common.errors import UsageError, one_line
 from fmmeta.common.progress import Progress, Warn
+from fmmeta.config.learners import stored_kind
 from fmmeta.config.resume import HIDDEN_ON_RESUME
 from fmmeta.config.settings import REMEMBERED, Config, InnerConfig
 from fmmeta.evaluation.methods import (
@@ -90,8 +91,8 @@ def evaluate(
         model = EvaluatedModel(settings, world, progress, notice, models, others)
         suggest_chat(model.config, model.inputs.tokenizer, progress.notice)
         cells, ranks = model.cells(finished), model.ranks
-        task_type = model.config.task_type
-        results = results_of(given, cells, task_type, model.inputs.sources.first.kind)
+        learner = model.config.learner
+        results = results_of(given, cells, learner, model.inputs.sources.first.kind)
         del model  # frees the weights before another model is loaded
         if settings.compare is not None:
             if others is None:
@@ -103,7 +104,7 @@ def evaluate(
                     )
                 other = EvaluatedModel(with_other, world, progress, notice, models, cells, ranks)
                 others = other.cells(finished)
-            results["compare"] = {"with": given.compare, "cells": differences(cells, others, task_type)}
+            results["compare"] = {"with": given.compare, "cells": differences(cells, others, learner)}
         if signals:
             signals.run()
         show(results, progress)
@@ -152,8 +153,8 @@ def with_model(settings: EvaluateConfig, model: str) -> EvaluateConfig:
     A language model that stores no settings, such as the base, learns with those of the first model.
     """
     values: dict[str, Any] = {}
-    stored = remembered(settings.model_source).get("task_type")
-    if not remembered(model) and stored == "causal_lm" and settings.task_type in (None, stored):
+    kind = stored_kind(remembered(settings.model_source))
+    if not remembered(model) and kind.generates and settings.task_type in (None, kind.name):
         names = ["task_type", "prompt_template", "max_length", "peft_config", "lora_r", "lora_alpha"]
         names += ["lora_target_modules", *(InnerConfig.__dataclass_fields__ if settings.finetunes else ())]
         first = settings.run_config()
@@ -258,7 +259,7 @@ def episodes_of(
     trained = trained_with(models or [settings.model_source])
     source = load_sources(config, tokenizer, lambda text: None, trained, wanted=[settings.eval_split]).first
     most = config.most_classes
-    if settings.n_way == "all" and config.task_type == "classification":
+    if settings.n_way == "all" and config.learner.of_classes:
         most = use_every_class(source)
     return Episodes(source, tasks_of(source, settings.episodes, config.seed, TEST), most)
 

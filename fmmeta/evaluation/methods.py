@@ -67,11 +67,9 @@ def query_score(
         real = weights > 0
         if worker.counts_rows and bool(real.any()):
             classes = int(batch.targets["classes"][0])
-            log_probabilities = F.log_softmax(logits.cpu()[:, :classes], dim=1)[real]
-            labels = batch.targets["labels"].cpu()[real]
-            losses = F.nll_loss(log_probabilities.double(), labels, reduction="none")
-            stats[0] += (weights[real] * losses).sum()
-            stats[1:] += prediction_stats(log_probabilities, labels)
+            logits, labels = logits.cpu()[real, :classes], batch.targets["labels"].cpu()[real]
+            stats[0] += (weights[real] * worker.learner.loss(logits.double(), labels)).sum()
+            stats[1:] += prediction_stats(F.log_softmax(logits, dim=1), labels)
     weighted, stats = worker.group.sum_(stats).split([1, STATS])
     score = episode_score(slot, task.name, task.stratum, stats)
     return replace(score, losses=[float(weighted)]) if math.isfinite(score.loss) else score

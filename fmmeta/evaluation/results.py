@@ -16,6 +16,7 @@ from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import make_folders, publishing, remove_empty
 from fmmeta.common.text import counted, to_json, units_of
 from fmmeta.config.fields import refuse_first
+from fmmeta.config.learners import CLASSIFICATION, LearnerSpec
 from fmmeta.config.settings import METRICS
 from fmmeta.evaluation.settings import EvaluateConfig
 from fmmeta.metrics.scores import EpisodeScore, format_interval, paired, summary, verdict, warning_of_few
@@ -55,12 +56,11 @@ class EvaluationResults(dict[str, Any]):
 
 
 def results_of(
-    settings: EvaluateConfig, cells: Sequence[EvalCell], task_type: str, kind: str = "task"
+    settings: EvaluateConfig, cells: Sequence[EvalCell], learner: LearnerSpec, kind: str = "task"
 ) -> EvaluationResults:
     """The content of results.json: settings and the numbers of the first cell, then all cells.
 
-    `task_type`: of the run, whether from a flag or from the model. kind: `class` or `task`, over which the
-    intervals are.
+    learner: of the run. kind: `class` or `task`, over which the intervals are.
     """
     listed = [cell.as_dict() for cell in cells]
     return EvaluationResults(
@@ -68,7 +68,7 @@ def results_of(
             "model": settings.model_name_or_path,
             "dataset": settings.dataset,
             "eval_split": settings.eval_split,
-            "n_way": None if task_type == "causal_lm" else settings.n_way,
+            "n_way": settings.n_way if learner.of_classes else None,
             "n_way_max": settings.n_way_max,
             "k_shot_max": settings.k_shot_max,
             "seed": settings.seed,
@@ -126,13 +126,13 @@ def check_comparable(
 
 
 def differences(
-    cells: Sequence[EvalCell], others: Sequence[EvalCell], task_type: str = "classification"
+    cells: Sequence[EvalCell], others: Sequence[EvalCell], learner: LearnerSpec = CLASSIFICATION
 ) -> list[dict[str, Any]]:
     """Paired differences of the cells that both models have, with a verdict and the other model's scores.
 
     The verdict is by accuracy, for language models by loss.
     """
-    gain_of = ("loss_gain", "loss_ci95") if task_type == "causal_lm" else ("accuracy_gain", "ci95")
+    gain_of = ("loss_gain", "loss_ci95") if learner.generates else ("accuracy_gain", "ci95")
     by_name = {(other.method, other.k_shot): other for other in others}
     compared = [
         (cell, other, paired(cell.scores, other.scores))

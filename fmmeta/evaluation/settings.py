@@ -162,6 +162,12 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
         memory = remembered(self.model_source)
         changed = [owner for owner in BELONG_TO if owner in given and given[owner] != memory.get(owner)]
         replaced = set(given).union(*(BELONG_TO[owner] for owner in changed))
+        if "own_loss" in memory and "task_type" not in replaced and self.finetunes:
+            raise UsageError(
+                f"task_type={memory['own_loss']} is code that fmmeta.json of {self.model_name_or_path} names;"
+                f" no code is imported from there: give --task_type {memory['own_loss']} to learn by your"
+                f" loss, or {memory['task_type']}"
+            )
         named = memory.get("inner_optimizer", "sgd")
         if ":" in named and "inner_optimizer" not in replaced:
             if self.finetunes:
@@ -179,7 +185,7 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
     def unusable_head(self, config: Config, labels: Sequence[str] = ()) -> str:
         """See `misfit_of_head`; empty if the model's learned head would not be used."""
         learned = not self.head_init and remembered(self.model_source).get("head_init") == "learned"
-        return self.misfit_of_head(config, labels) if config.task_type == "classification" and learned else ""
+        return self.misfit_of_head(config, labels) if config.learner.of_classes and learned else ""
 
     def misfit_of_head(self, config: Config, labels: Sequence[str] = ()) -> str:
         """A message if the stored head is for another number of classes than `config` has, or, in a folder
@@ -210,7 +216,7 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
         self.label_names = label_texts_of(self.label_names)
         self.peft_config = text_of("peft_config", self.peft_config, PEFT_EXAMPLE)
 
-    def refuse_methods(self, methods: Sequence[str], task_type: str) -> None:
+    def refuse_methods(self, methods: Sequence[str], config: Config) -> None:
         """Raise `UsageError` for a prompt of a classifier, and for a setting of the inner loop if none of the
         methods has one.
         """
@@ -219,9 +225,9 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
             [
                 *(
                     (
-                        has_prompts(method) and task_type == "classification",
-                        f"method={method} puts the support set into the prompt, and task_type=classification"
-                        " has none; use finetune",
+                        has_prompts(method) and not config.learner.generates,
+                        f"method={method} puts the support set into the prompt, and"
+                        f" task_type={config.task_type} has none; use finetune",
                     )
                     for method in methods
                 ),
@@ -332,22 +338,22 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
 
     def check_run(self, config: Config) -> None:
         """Raise `UsageError` for settings that have no effect on these methods or this kind of task."""
-        causal = config.task_type == "causal_lm"
-        self.refuse_methods(self.method, config.task_type)
+        causal = config.learner.generates
+        self.refuse_methods(self.method, config)
         refuse_first(
             [
                 *(
                     (
                         causal and method not in OF_LANGUAGE_MODELS,
-                        f"method={method} classifies features, and task_type=causal_lm has no classes; use"
-                        f" {any_of(OF_LANGUAGE_MODELS)}",
+                        f"method={method} classifies features, and task_type={config.task_type} has no"
+                        f" classes; use {any_of(OF_LANGUAGE_MODELS)}",
                     )
                     for method in self.method
                 ),
                 (
                     "zero_shot" in self.method and not causal,
                     "method=zero_shot answers without a support set, and a classifier of"
-                    " task_type=classification has no head then; use finetune",
+                    f" task_type={config.task_type} has no head then; use finetune",
                 ),
                 (
                     self.class_weights is not None and not self.finetunes,
@@ -361,7 +367,7 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
                 ),
                 (
                     causal and self.n_way not in ("5", "all") and "digits" not in self.dataset,
-                    f"n_way={self.n_way} means nothing for task_type=causal_lm; leave it out",
+                    f"n_way={self.n_way} means nothing for task_type={config.task_type}; leave it out",
                 ),
             ]
         )
@@ -463,7 +469,7 @@ class TuneConfig(EvaluateConfig):
 
     def optimizers(self, config: Config) -> list[str]:
         """The inner optimizers to try. config: the run's."""
-        both = config.task_type == "causal_lm" and not self.inner_optimizer
+        both = config.learner.generates and not self.inner_optimizer
         found = self.inner_optimizers or (["sgd", "adamw"] if both else [config.inner_optimizer])
         return list(dict.fromkeys(found))
 
@@ -513,9 +519,9 @@ class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
         Raises `UsageError` for examples in the prompts of a classifier, and for settings without an effect on
         the method or the kind of task.
         """
-        causal, stored = config.task_type == "causal_lm", self.stored_method
+        causal, stored = config.learner.generates, self.stored_method
         method = self.method or (stored if causal and stored in OF_ADAPT else "finetune")
-        self.refuse_methods([method], config.task_type)
+        self.refuse_methods([method], config)
         refuse_first(
             [
                 (

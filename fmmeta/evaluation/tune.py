@@ -43,7 +43,7 @@ from fmmeta.config.algorithms import find
 from fmmeta.config.fields import check_values, default_of, refuse_first, rules, setting
 from fmmeta.config.recipes import typed
 from fmmeta.config.resume import FREE_ON_RESUME
-from fmmeta.config.settings import REMEMBERED, Config
+from fmmeta.config.settings import Config
 from fmmeta.evaluation.command import build_on, plan_evaluation, prepared
 from fmmeta.evaluation.methods import embed, prototype, with_stored_rates
 from fmmeta.evaluation.results import write_output
@@ -119,7 +119,7 @@ def tune(
                 if len(tried) == tuning.total:
                     tuning.scoring.clear()
         best = tried[0]
-        causal = tuning.config.task_type == "causal_lm"
+        causal = tuning.config.learner.generates
         start = f"method {settings.method[0]}" if causal else f"head_init {best.head_init}"
         progress.notice(
             f"best: {start}, inner_optimizer {best.inner_optimizer}, inner_lr {best.inner_lr:.4g},"
@@ -192,7 +192,7 @@ class TuneRun:
         self.new += 1
         spent = time.monotonic() - self.began
         left = max(0.0, min((self.total - done) * spent / self.new, self.most_s - spent))
-        head = "" if self.config.task_type == "causal_lm" else f"{choice.head_init} head, "
+        head = "" if self.config.learner.generates else f"{choice.head_init} head, "
         scores, after = "diverged", counted(choice.inner_steps, "step")
         if math.isfinite(choice.loss):
             scores = f"loss {choice.loss:.{DECIMALS}f}, {100 * choice.accuracy:.1f} % after {after}"
@@ -268,11 +268,11 @@ class TuneRun:
         used = with_optimizer(self.config, best.inner_optimizer)
         values = {
             **stored,
-            **{name: getattr(used, name) for name in REMEMBERED},
+            **used.to_remember(),
             **{name: getattr(best, name) for name in CHOSEN},
             **(
                 {"method": settings.method[0]}
-                if self.config.task_type == "causal_lm"
+                if self.config.learner.generates
                 else {"pooling": self.inputs.description.pooling}
             ),
             **({"classes": self.config.most_classes} if best.head_init == "learned" else {}),
@@ -394,11 +394,11 @@ def heads_of(settings: TuneConfig, config: Config, description: Description) -> 
     The order, in which Optuna numbers them, and a learned head do not depend on the choice of an earlier
     process, which fmmeta.json stores. Raises `UsageError` for a head that the model cannot use.
     """
-    if config.task_type != "classification":
+    if not config.learner.of_classes:
         if settings.head_inits:
             raise UsageError(
-                f"head_inits={' '.join(settings.head_inits)} means nothing for task_type=causal_lm; leave it"
-                " out"
+                f"head_inits={' '.join(settings.head_inits)} means nothing for task_type={config.task_type};"
+                " leave it out"
             )
         return [config.head_init]
     heads, before = [], remembered(settings.model_source).get("tuned")
@@ -524,7 +524,7 @@ def inner_loop_section(config: Config, given: dict[str, Any]) -> TuneConfig:
     shared = (Config.__dataclass_fields__.keys() & TuneConfig.__dataclass_fields__.keys()) - unused
     own = {name: getattr(config, name) for name in shared}
     own.update(n_way=str(config.n_way), k_shot=[config.k_shot], method=["finetune"])
-    if config.task_type == "classification":
+    if config.learner.of_classes:
         own["head_inits"] = [config.head_init]
     if config.inner_steps == 0:
         raise UsageError(
@@ -668,7 +668,7 @@ def choose_by_folds(
 ) -> dict[str, Any]:
     """The choice, and the scores of all folds. Raises `UsageError`, and `Stopped`. Collective: world."""
     folds, scores = folds_of(inputs.sources, section.folds, config), defaultdict[float, list[float]](list)
-    noun = "classes" if config.task_type == "classification" else "tasks"
+    noun = "classes" if config.learner.of_classes else "tasks"
     nowhere, silent = RunStart(Path(config.output_dir or "runs"), None, False), Progress(enabled=False)
     signals.run()
     for number, sources in enumerate(folds, 1):

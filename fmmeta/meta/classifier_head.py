@@ -26,7 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fmmeta.config.learners import CLASSIFICATION
 from fmmeta.models.classification import of_episode
+from fmmeta.models.learner import RowLoss, loss_of
 from fmmeta.parallel.workers.base import PassStats, VjpInput, Worker
 from fmmeta.tasks.batching import MicroBatch
 
@@ -43,7 +45,8 @@ class ClassMeans:
 class HeadInit:
     """`names`, `classes`: of the classifier head; neither for a language model.
 
-    reset_to_zero: the task starts from a zero head, whatever theta's is.
+    reset_to_zero: the task starts from a zero head, whatever theta's is. loss: of rows, for a head that is
+    trained alone.
     """
 
     kind: str
@@ -51,6 +54,7 @@ class HeadInit:
     classes: int = 0
     backprop_through_means: bool = False
     reset_to_zero: bool = False
+    loss: RowLoss = loss_of(CLASSIFICATION)
 
     @property
     def uses_support_features(self) -> bool:
@@ -153,20 +157,21 @@ Head = list[Tensor]
 class FeatureRows:
     """Features [N, D], labels [N] and weights in the loss [N] of a set's rows over the whole group, fp64.
 
-    local: per micro-batch of this rank, the number of each of its rows [B], -1 for rows that only fill it.
-    classes: of the episode; None: all of the head.
+    loss_of_rows: from logits and labels, [N]. local: per micro-batch of this rank, the number of each of its
+    rows [B], -1 for rows that only fill it. classes: of the episode; None: all of the head.
     """
 
     features: Tensor
     labels: Tensor
     weights: Tensor
+    loss_of_rows: RowLoss
     local: list[Tensor]
     classes: int | None = None
 
     def loss(self, head: Head) -> tuple[Tensor, PassStats]:
         """The weighted mean loss, with its graph, and statistics without those of passes through the body."""
         logits = F.linear(self.features, *head)[:, : self.classes]
-        loss = F.cross_entropy(logits, self.labels, reduction="none") @ self.weights
+        loss = self.loss_of_rows(logits, self.labels) @ self.weights
         correct, nonfinite = logits.argmax(1) == self.labels, ~torch.isfinite(loss.detach())
         numbers = [loss.detach(), correct.sum(), loss.new_tensor(len(self.labels)), nonfinite]
         return loss, PassStats(torch.stack([number.double() for number in numbers]))
@@ -178,7 +183,7 @@ class FeatureRows:
 
 
 def all_gather_features(
-    worker: Worker, batches: Sequence[MicroBatch], features: Sequence[Tensor]
+    worker: Worker, batches: Sequence[MicroBatch], features: Sequence[Tensor], loss: RowLoss
 ) -> FeatureRows:
     """The rows of all ranks on every rank: one reduction of N x (D + 2) numbers.
 
@@ -203,7 +208,7 @@ def all_gather_features(
     labels, weights = table[:, -2].long(), table[:, -1]
     classes = batches[0].targets.get("classes")
     known = None if classes is None else int(classes[0])
-    return FeatureRows(table[:, :-2].contiguous(), labels, weights, local, known)
+    return FeatureRows(table[:, :-2].contiguous(), labels, weights, loss, local, known)
 
 
 class QueryLoss:
@@ -213,8 +218,10 @@ class QueryLoss:
     slope: 1, or NaN if an earlier pass was not finite. The cotangent of a loss that is not finite is NaN.
     """
 
-    def __init__(self, worker: Worker, batches: Sequence[MicroBatch], head: Head, slope: Tensor) -> None:
-        self.worker, self.batches, self.slope = worker, batches, slope
+    def __init__(
+        self, worker: Worker, batches: Sequence[MicroBatch], head: Head, slope: Tensor, loss: RowLoss
+    ) -> None:
+        self.worker, self.batches, self.slope, self.loss_of_rows = worker, batches, slope, loss
         self.head = [part.detach().requires_grad_() for part in head]
         self.gradient = [torch.zeros_like(part) for part in head]
         self.stats = torch.zeros(4, dtype=torch.float64, device=worker.device)
@@ -224,7 +231,7 @@ class QueryLoss:
         leaf, mask, labels = features.double().requires_grad_(), batch.weights > 0, batch.targets["labels"]
         with torch.enable_grad():
             logits = of_episode(F.linear(leaf, *self.head), batch)
-            loss = (F.cross_entropy(logits, labels, reduction="none") * batch.weights).sum()
+            loss = (self.loss_of_rows(logits, labels) * batch.weights).sum()
             cotangent, *of_head = torch.autograd.grad(loss, [leaf, *self.head])
         correct, finite = (logits.argmax(1) == labels) & mask, torch.isfinite(loss.detach())
         if self.worker.counts_rows:

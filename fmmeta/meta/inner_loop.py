@@ -182,7 +182,7 @@ class InnerLoop:
         sampled = isinstance(support, SupportSet)
         if not tracked and self.changes_head_only and not sampled:
             features = worker.features(support)
-            rows = all_gather_features(worker, support, features)
+            rows = all_gather_features(worker, support, features, self.head.loss)
         elif self.head.uses_support_features and self.steps and len(support) == 1 and not sampled:
             saved = worker.forward_features(support)
             features = saved.features
@@ -271,7 +271,7 @@ class InnerLoop:
             passes = [worker.forward(query)]
             self.run(worker, start, support, after_step=lambda head: passes.append(worker.forward(query)))
             return passes
-        rows = all_gather_features(worker, query, worker.features(query))
+        rows = all_gather_features(worker, query, worker.features(query), self.head.loss)
         heads = [self.head.read(worker, start.phi0, rows.features.shape[1])]
         self.run(worker, start, support, after_step=heads.append)
         return [rows.loss(head)[1] for head in heads]

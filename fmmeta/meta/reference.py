@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -382,7 +381,7 @@ def set_loss(learner: Any, weights: Weights, rows: Sequence[Example], bf16: bool
             logits, labels = found[1][:, :known], torch.tensor([row.labels])
         else:
             logits, labels = found[0, :-1], torch.tensor(row.labels)[1:]
-        losses.append(F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum"))
+        losses.append(learner.loss(logits, labels).sum())
     return torch.stack(losses).sum() / total
 
 

@@ -62,9 +62,14 @@ def find_metrics(
     refuse_first(
         [
             (
-                bool(of_language) and config.task_type != "causal_lm",
+                bool(of_language) and not config.learner.generates,
                 f"metrics={of_language} score generated answers, and task_type={config.task_type} has none;"
                 " leave them out",
+            ),
+            (
+                config.learner.loss is not None and bool({"options", "rank"} & {name for name, _ in found}),
+                f"metrics={every} with task_type={config.task_type}: options and rank compare likelihoods,"
+                " and its loss is another; leave them out",
             ),
             (
                 bool(found) and config.pipeline_stages > 1,

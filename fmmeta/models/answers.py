@@ -23,7 +23,6 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -137,7 +136,7 @@ class Answers:
                 targets = torch.tensor([token for row in here for token in row.targets], device=device)
                 if not len(targets):
                     continue
-                each = F.cross_entropy(logits, targets, reduction="none").double()
+                each = self.learner.loss(logits, targets).double()
                 losses.index_add_(0, owner, each)
                 wrong.index_add_(0, owner, ((logits.argmax(-1) != targets) | each.isnan()).double())
         return losses, wrong == 0

@@ -30,9 +30,7 @@ class CausalLearner(Learner):
         logits, labels = at_least_fp32(outputs), batch.targets["labels"][:, 1:]
         # over the last dimension: sums over a strided one lose digits where the vocabulary is large
         following = F.pad(labels, (0, 1), value=IGNORE)
-        losses = F.cross_entropy(
-            logits.flatten(0, 1), following.flatten(), ignore_index=IGNORE, reduction="none"
-        )
+        losses = self.loss(logits.flatten(0, 1), following.flatten())
         losses = losses.view_as(following)[:, :-1]
         wrong = ((logits.argmax(-1)[:, :-1] != labels) & (labels != IGNORE)) | losses.isnan()
         # the answer that each token belongs to, from 1: several where a sequence holds packed rows or pairs

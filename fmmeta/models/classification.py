@@ -28,7 +28,7 @@ class Classifier(Learner):
 
     def losses(self, outputs: Outputs, batch: MicroBatch) -> RowLosses:
         logits, labels = of_episode(outputs[1], batch), batch.targets["labels"]
-        losses = F.cross_entropy(at_least_fp32(logits), labels, reduction="none")
+        losses = self.loss(at_least_fp32(logits), labels)
         right = (logits.argmax(-1) == labels) & ~losses.isnan()
         return RowLosses(losses, right.long(), torch.ones_like(labels))
 

@@ -15,6 +15,8 @@ from safetensors import SafetensorError
 
 from fmmeta.common.errors import UsageError, one_line, usage_errors
 from fmmeta.common.security import publishing
+from fmmeta.common.text import any_of
+from fmmeta.config import learners
 from fmmeta.config.fields import of_type, refuse_first
 from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.tasks.data.hub import hub_answers
@@ -298,6 +300,10 @@ def checked(facts: Any) -> dict[str, Any]:
     facts = {name: value for name, value in facts.items() if value is not None and value == value}
     for name in {*REMEMBERED, "n_way"} & set(facts):
         facts[name] = of_type(Config, name, facts[name])
+    if (
+        facts.get("task_type", learners.CLASSIFICATION.name) not in learners.BUILT_IN
+    ):  # no code is imported from here
+        raise ValueError(f"task_type is none of {any_of(learners.BUILT_IN)}")
     if not facts.get("peft_config", "{").startswith("{"):
         raise ValueError("peft_config names a file")
     labels = facts.get("labels", [])

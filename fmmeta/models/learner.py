@@ -13,16 +13,33 @@ classification.py: `outputs` are the features that the head sees and the logits.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from fmmeta.config.learners import CLASSIFICATION, LearnerSpec
 from fmmeta.models.unpadded import Unpadded
-from fmmeta.tasks.batching import MicroBatch, map_tensors
+from fmmeta.tasks.batching import IGNORE, MicroBatch, map_tensors
+
+RowLoss = Callable[[Tensor, Tensor], Tensor]
+
+
+def loss_of(spec: LearnerSpec) -> RowLoss:
+    """The loss of rows or tokens [N] from logits [N, C] and targets [N]; 0 where a target is IGNORE."""
+    if spec.loss is None:
+        return partial(F.cross_entropy, ignore_index=IGNORE, reduction="none")
+    return partial(without_ignored, spec.loss)
+
+
+def without_ignored(loss: RowLoss, logits: Tensor, targets: Tensor) -> Tensor:
+    ignored = targets == IGNORE
+    return loss(logits, targets.masked_fill(ignored, 0)).masked_fill(ignored, 0.0)
 
 
 class RowLosses(NamedTuple):
@@ -76,7 +93,7 @@ class Learner(nn.Module, ABC):
     head_path: of the classifier head's module; others have none. head_names: of the head's weight, then its
     bias, if any. top: prefix of the names of all parameters above the base, which LoRA trains in full.
     own_head: the head is fmmeta's, beside `hf`, and is exported in a separate file. peft_task: peft's name of
-    what the adapters are for.
+    what the adapters are for. loss: see `loss_of`.
     """
 
     head_path: str
@@ -87,6 +104,7 @@ class Learner(nn.Module, ABC):
 
     def __init__(self, hf: Any) -> None:
         super().__init__()
+        self.loss = loss_of(CLASSIFICATION)  # of another spec: set where the learner is made
         AttentionMaskInterface.register("sdpa", mask_without_waiting)
         self.hf, self.unpadded = hf, Unpadded(hf)
 

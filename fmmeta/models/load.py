@@ -50,7 +50,7 @@ from fmmeta.models.files import (
     split_source,
 )
 from fmmeta.models.forward_options import check_packing, checkpoint_layers
-from fmmeta.models.learner import Learner
+from fmmeta.models.learner import Learner, loss_of
 from fmmeta.models.lora import import_peft, inject, merge, restore_adapters
 from fmmeta.models.tiny import byte_tokenizer, image_settings, tiny_config, tiny_vit_config
 from fmmeta.tasks.data.images import PROCESSOR_FILE, ImageReader
@@ -209,7 +209,7 @@ def describe(config: Config) -> Description:
     if config.builtin_images:
         hf_config = tiny_vit_config()
     elif config.builtin_model:
-        hf_config = tiny_config(config.task_type, max(512, config.max_length))
+        hf_config = tiny_config(config.learner.generates, max(512, config.max_length))
     else:
         hf_config = read_hf_config(name, config.trust_remote_code)
     kind, alone = hf_config.model_type, hf_config.get_text_config() is hf_config
@@ -227,7 +227,7 @@ def describe(config: Config) -> Description:
             f"a {kind}, a text model with others around it; give a text model alone",
         ),
         (
-            images and config.task_type == "causal_lm",
+            images and config.learner.generates,
             f"a {kind}, which reads images; use --task_type classification",
         ),
         (
@@ -235,7 +235,7 @@ def describe(config: Config) -> Description:
             f"a {kind}, an image model, and these are not split into pipeline stages; use ZeRO 3",
         ),
         (
-            config.task_type == "causal_lm" and bidirectional,
+            config.learner.generates and bidirectional,
             f"a {kind}, whose tokens see those behind them, answers included; give a decoder, or use"
             " --task_type classification",
         ),
@@ -275,7 +275,7 @@ def describe(config: Config) -> Description:
         dropouts,
         normalizes,
         images=images,
-        ends=stored_ends(config, hf_config) if config.task_type == "causal_lm" else (),
+        ends=stored_ends(config, hf_config) if config.learner.generates else (),
     )
 
 
@@ -352,7 +352,7 @@ def resolve_pooling(config: Config, images: bool = False) -> str:
 
     Raises `UsageError` for a folder with another pooling, or whose vectors are not those of its pooling.
     """
-    if config.task_type != "classification":
+    if not config.learner.of_classes:
         return "model"
     if config.pooling != "auto":
         return config.pooling
@@ -426,7 +426,7 @@ def load_tokenizer(
         tokenizer = bytes_
     if tokenizer.eos_token_id is None and description.ends:
         tokenizer.eos_token = next(filter(None, tokenizer.convert_ids_to_tokens([*description.ends])), None)
-    if config.task_type == "causal_lm":
+    if config.learner.generates:
         stored = generation_settings(config, hf_config)
         unused = [key for key, no in CHANGING_GREEDY.items() if stored.get(key) not in (None, no)]
         if unused:
@@ -474,7 +474,7 @@ def embedding_rows(config: Config, description: Description) -> int | None:
         layers = [hf.get_input_embeddings(), hf.get_output_embeddings()]
         rows = [layer.weight.shape[0] for layer in layers if hasattr(layer, "weight")]
     except NotImplementedError:
-        if config.task_type == "causal_lm":  # answers are scored with the size of the vocabulary
+        if config.learner.generates:  # answers are scored with the size of the vocabulary
             raise UsageError(
                 f"model_name_or_path={config.model_name_or_path} ({type(hf).__name__}) does not say which"
                 " layer its embedding is; define get_input_embeddings in its class"
@@ -568,7 +568,7 @@ def load_image_reader(config: Config, given: Any = None) -> ImageReader:
 def suggest_chat(config: Config, tokenizer: Any, notice: Callable[[str], None]) -> None:
     """Log that the tokenizer has a chat template, where plain prompts are the default and not the model's."""
     if (
-        config.task_type == "causal_lm"
+        config.learner.generates
         and config.prompt_template == "plain"
         and getattr(tokenizer, "chat_template", None)
         and "prompt_template" not in remembered(config.model_source)
@@ -683,7 +683,7 @@ def check_complete(
     A classifier may lack its pooler, and with transformers' pooling all that is beside the base model.
     missing: names of weights. shapes: stored shapes that differ from those of `hf`, by name.
     """
-    classifier = config.task_type == "classification"
+    classifier = config.learner.of_classes
     above = {name for name, _ in hf.named_children()} - {hf.base_model_prefix}
     new = above if classifier and description.pooling == "model" else ()
     ignored = hf._keys_to_ignore_on_load_missing or ()
@@ -774,7 +774,7 @@ def auto_class(config: Config, description: Description) -> Any:
     """transformers' class for the task; number of classes and attention go into the configuration."""
     if config.attn_implementation:
         description.hf_config._attn_implementation = config.attn_implementation
-    if config.task_type == "causal_lm":
+    if config.learner.generates:
         return transformers.AutoModelForCausalLM
     if description.pooling != "model":
         return transformers.AutoModel
@@ -810,7 +810,7 @@ def wrap(hf: Any, config: Config, description: Description) -> Learner:
             f"packing=True: {type(hf).__name__} takes no position_ids, which keep packed rows apart; leave"
             " it out"
         )
-    if config.task_type == "causal_lm":
+    if config.learner.generates:
         learner: Learner = CausalLearner(hf)
     elif description.pooling == "model":
         learner = NativeClassifier(hf, outputs)
@@ -826,6 +826,7 @@ def wrap(hf: Any, config: Config, description: Description) -> Learner:
             )
     else:
         learner = PooledClassifier(hf, outputs, description.pooling, config.feature_norm)
+    learner.loss = loss_of(config.learner)
     if config.lora_r:
         inject(learner, config)
     return learner

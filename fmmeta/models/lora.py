@@ -332,7 +332,7 @@ def merge(hf: Any, folder: Path, config: Config) -> None:
         inner = {name for name, _ in hf.base_model.named_children()} | {hf.base_model_prefix}
 
         def is_head(name: str) -> bool:
-            return config.task_type == "classification" and first_part(name) not in inner
+            return config.learner.of_classes and first_part(name) not in inner
 
         wanted = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
         for name, value in wanted.items():

@@ -67,7 +67,7 @@ def image_settings() -> dict[str, Any]:
     }
 
 
-def tiny_config(task_type: str, max_length: int) -> Any:
+def tiny_config(decoder: bool, max_length: int) -> Any:
     """Configuration of the built-in model."""
     shared: dict[str, Any] = {
         "hidden_size": HIDDEN,
@@ -77,7 +77,7 @@ def tiny_config(task_type: str, max_length: int) -> Any:
         "vocab_size": BYTES + 3,
         "max_position_embeddings": max_length,
     }
-    if task_type == "classification":
+    if not decoder:
         return transformers.BertConfig(intermediate_size=4 * HIDDEN, type_vocab_size=1, **shared)
     return transformers.LlamaConfig(
         intermediate_size=3 * HIDDEN, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True, **shared

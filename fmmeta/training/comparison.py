@@ -151,7 +151,7 @@ def choose_loop(
         episodes = len(scores)
         for step, (loss, accuracy) in enumerate(means_by_step(scores)[1:], 1):
             if math.isfinite(loss):  # rounded, so that the layout does not decide between equals
-                first = -round(accuracy, 6) if config.task_type == "classification" else 0.0
+                first = -round(accuracy, 6) if config.learner.of_classes else 0.0
                 found.append((first, round(loss, 6), scale, step))
     if not found:
         return BaselineLoop(1.0, setup.inner.steps)
@@ -205,7 +205,7 @@ def verdict_of(compared: Compared | None, config: Config, sources: Sources) -> d
     compared: None without a table. Returns `name`, that of `verdict`, or empty where the weights cannot be
     compared, and `text`: the gain, over what it was measured, and what to do.
     """
-    kind, causal = sources.train.kind, config.task_type == "causal_lm"
+    kind, causal = sources.train.kind, config.learner.generates
     nouns = "classes" if kind == "class" else "tasks"
     gain = compared.gain[causal] if compared else (math.nan, math.nan)
     name = verdict(gain)
@@ -217,7 +217,9 @@ def verdict_of(compared: Compared | None, config: Config, sources: Sources) -> d
     shots = counted(config.k_shot, "shot")
     if config.most_shots > config.k_shot:
         shots = f"{config.k_shot} to {config.most_shots} shots"
-    size = f"{format_interval(gain, '+.4f')} nats" if causal else f"{percent(gain, '+')} points"
+    size = (
+        f"{format_interval(gain, '+.4f')} {config.learner.unit}" if causal else f"{percent(gain, '+')} points"
+    )
     over = f"{units_of(compared.units, kind)}, {counted(compared.episodes, 'episode')}"
     text = f"{said} the weights at the start at {shots}: {size} (over {over})"
     doubts = [ADVICE[name].format(nouns=nouns), warning_of_few(compared.units, kind)]
@@ -256,7 +258,7 @@ def show(compared: Compared, config: Config, table: Table) -> None:
     gain, fall = compared.gain
     rows.append(["gain of meta-training (paired)", percent(gain), format_interval(fall)])
     ways, head = "", ""
-    if config.task_type == "classification":
+    if config.learner.of_classes:
         ways, head = f"{config.n_way}-way ", f" (head at the start of a task: {config.head_init})"
     learning = "support set in the prompt" if in_prompt else f"{counted(config.inner_steps, 'inner step')}"
     title = f"{compared.episodes} held-out {ways}{config.k_shot}-shot episodes, {learning}"
@@ -288,7 +290,7 @@ def confusion(
     Every group adapts to the same episode, so that the layout does not matter. Collective: world.
     """
     worker, config = held_out.scoring.worker, held_out.config
-    if config.task_type != "classification":
+    if not config.learner.of_classes:
         return {"left_out": f"task_type={config.task_type} has answers, not classes"}
     if not isinstance(worker, FullModelWorker):
         return {

@@ -512,5 +512,6 @@ class Run:
             str(self.ranks.layout),
             self.ranks.device.type,
             begun_from=self.start.begun_from or None,
+            of_classes=self.config.learner.of_classes,
             **facts,
         )

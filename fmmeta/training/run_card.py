@@ -47,7 +47,7 @@ def card_content(
     """The card of a meta-trained model. outer_steps: how many were done. verdict: its text. adapter: its
     folder holds adapters and not a whole model.
     """
-    spec, classes = find(config.algorithm), config.task_type == "classification"
+    spec, classes = find(config.algorithm), config.learner.of_classes
     kind = "image" if description.images else "text"
     learns = f"{kind} classification" if classes else "text generation"
     summary = f"This model learns a new {learns} task from a few examples. It was meta-trained with fmmeta."
@@ -82,13 +82,13 @@ def card_content(
         facts=facts,
         dataset=[] if spec.trains_nothing else config.dataset,
         results=results(config, data, compared, kind) if compared else [],
-        scores=scores(compared, episodes, not spec.trains_nothing, spec.in_prompt) if compared else None,
+        scores=scores(compared, episodes, config) if compared else None,
     )
 
 
 def results(config: Config, data: Sequence[str], compared: Compared, kind: str = "text") -> list[EvalResult]:
     """The accuracy and the loss after adaptation, for the metadata of a card."""
-    classes = config.task_type == "classification"
+    classes = config.learner.of_classes
     in_prompt = find(config.algorithm).in_prompt
     learned = (
         "with the support set in the prompt"
@@ -98,7 +98,10 @@ def results(config: Config, data: Sequence[str], compared: Compared, kind: str =
     found = list[EvalResult]()
     accuracy, loss = compared.rows[AFTER]
     kinds = ("accuracy", "accuracy") if classes else ("exact_match", "exact match")
-    for (metric, name), (mean, half) in ((kinds, accuracy), (("loss", "loss (nats)"), loss)):
+    for (metric, name), (mean, half) in (
+        (kinds, accuracy),
+        (("loss", f"loss ({config.learner.unit})"), loss),
+    ):
         if math.isfinite(mean):
             found.append(
                 EvalResult(
@@ -116,10 +119,10 @@ def results(config: Config, data: Sequence[str], compared: Compared, kind: str =
     return found
 
 
-def scores(compared: Compared, episodes: str, trained: bool, in_prompt: bool = False) -> Scores:
-    """The table on held-out tasks of a card. trained: the base model is another one. in_prompt: the support
-    set is in the prompt.
-    """
+def scores(compared: Compared, episodes: str, config: Config) -> Scores:
+    """The table on held-out tasks of a card."""
+    spec = find(config.algorithm)
+    trained = not spec.trains_nothing  # the base model is another one
     rows = dict(compared.rows)
     if trained:
         rows["gain of meta-training (paired)"] = compared.gain
@@ -127,13 +130,13 @@ def scores(compared: Compared, episodes: str, trained: bool, in_prompt: bool = F
         rows.pop(FROM_START)
     loop = ", with the inner loop that scores best on validation tasks" if compared.loop.steps else ""
     base = f" The base model is adapted to the same episodes{loop}."
-    if in_prompt:
+    if spec.in_prompt:
         base = " The base model gets the same prompts, which hold the support set."
     names = {BEFORE: "before adaptation", FROM_START: "base model, adapted", AFTER: "this model, adapted"}
     return Scores(
         f"Mean of {compared.episodes} {episodes} episodes and 95 % interval over their"
         f" {units_of(compared.units, compared.kind)}, which were held out." + (base if trained else ""),
-        ("accuracy %", "loss (nats)"),
+        ("accuracy %", f"loss ({config.learner.unit})"),
         [
             (names.get(name, name), percent(accuracy), format_interval(loss))
             for name, (accuracy, loss) in rows.items()

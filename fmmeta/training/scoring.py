@@ -195,7 +195,7 @@ def metrics_of(
     reader, language, worker = None, None, parts.worker
     names = [name for name, metric in found if metric is None]
     own = [(name, metric) for name, metric in found if metric is not None]
-    if config.task_type == "causal_lm":
+    if config.learner.generates:
         reader = answer_reader(inputs.tokenizer, config.prompt_template, inputs.description.ends)
     if reader and names:
         if worker.group.size > 1:

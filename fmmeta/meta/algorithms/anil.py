@@ -99,9 +99,9 @@ def solve_head(
     second_order: bool,
 ) -> "HeadSolution":
     """The inner loop of a task. Collective: group."""
-    rows = all_gather_features(task.worker, support, features)
-    rows.features.requires_grad_()
     head = task.inner.head
+    rows = all_gather_features(task.worker, support, features, head.loss)
+    rows.features.requires_grad_()
     if head.uses_support_features:
         start = [*nearest_mean_head(rows.means(head.classes))][: len(head.names)]
     else:
@@ -110,7 +110,9 @@ def solve_head(
     adapted, passes = task.inner.learn_head(leaves or start, rows, exact=second_order)
     first = passes[0] if passes else rows.loss(adapted)[1]
     slope = torch.where(first.stats[3] > 0, torch.nan, 1.0)
-    return HeadSolution(QueryLoss(task.worker, query, adapted, slope), adapted, rows, leaves, first)
+    return HeadSolution(
+        QueryLoss(task.worker, query, adapted, slope, head.loss), adapted, rows, leaves, first
+    )
 
 
 @dataclass
@@ -172,7 +174,7 @@ ANIL = AlgorithmSpec(
     order=2,
     adapts="head",
     frozen_body=True,
-    task_type="classification",
+    needs="of_classes",
     several=anil_of_several,
     supports=frozenset({"first_order_steps", "prototype_gradient"}),
     passes=lambda config, forwards: Passes(1, 1, forwards),

@@ -141,7 +141,7 @@ def in_context_rows(
 
 IN_CONTEXT = AlgorithmSpec(
     "in_context",
-    task_type="causal_lm",
+    needs="generates",
     in_prompt=True,
     supports=frozenset({"offload_outer"}),
 )
@@ -170,7 +170,7 @@ META_ICL = AlgorithmSpec(
     "meta_icl",
     meta_icl,
     reference.in_prompt,
-    task_type="causal_lm",
+    needs="generates",
     in_prompt=True,
     defaults={"inner_steps": 0, "inner_lr": 0.1},
     supports=frozenset({"offload_outer", "loss_on_support"}),

@@ -12,6 +12,7 @@ from fmmeta.meta.hessian import HvpOptions
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.inner_optimizers import HEAD, Layers, Rates, inner_optimizer
 from fmmeta.meta.task import Setup
+from fmmeta.models.learner import loss_of
 from fmmeta.parallel.costs import second_order_by_autograd
 from fmmeta.parallel.workers.base import Worker
 
@@ -26,7 +27,8 @@ def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: 
         element = torch.ones(worker.params.numel, device=worker.storage_device)
         rates.scale_(0, element, slice(0, element.numel()))
         rates = Rates(layers, torch.ones_like(rates.table), element, "element")
-    head = HeadInit(config.head_init, head_names, classes, config.prototype_gradient, config.joint_head)
+    loss, means = loss_of(config.learner), config.prototype_gradient
+    head = HeadInit(config.head_init, head_names, classes, means, config.joint_head, loss)
     inner = InnerLoop(
         config.inner_steps,
         rates,

@@ -189,11 +189,11 @@ BOIL = replace(
     MAML,
     name="boil",
     adapts="body",
-    task_type="classification",
+    needs="of_classes",
     defaults={"head_init": "learned"},
     supports=MAML.supports - {"inner_lr_learned"},
 )
-PROTO_MAML = replace(MAML, name="proto_maml", task_type="classification", defaults={"head_init": "prototype"})
+PROTO_MAML = replace(MAML, name="proto_maml", needs="of_classes", defaults={"head_init": "prototype"})
 META_SGD = replace(
     MAML, name="meta_sgd", defaults={"inner_lr_learned": "element"}, conflicts=rates_per_element
 )

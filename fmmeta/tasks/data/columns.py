@@ -65,7 +65,7 @@ def pick(
     if asked is not None and found is None:
         raise UsageError(f"{setting}={asked} is no column of {given}; it has {', '.join(columns)}")
     if found is None and required:
-        pairs = config.task_type == "classification" and all(
+        pairs = config.learner.of_classes and all(
             usual(USUAL[one], columns) for one in ("input_column", "output_column")
         )
         raise UsageError(
@@ -76,9 +76,9 @@ def pick(
     return found
 
 
-def input_setting(task_type: str, images: bool) -> str:
+def input_setting(config: Config, images: bool) -> str:
     """The setting that names the column of inputs. images: whether the model reads images."""
-    if task_type == "causal_lm":
+    if config.learner.generates:
         return "input_column"
     return "image_column" if images else "text_column"
 

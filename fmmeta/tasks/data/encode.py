@@ -215,7 +215,7 @@ def encode(tokenizer: Any, config: Config, inputs: Sequence[Any], targets: Seque
     """
     if isinstance(tokenizer, ImageReader):
         return [Example([0], -1, values={"pixel_values": read_image(tokenizer, image)}) for image in inputs]
-    if config.task_type == "causal_lm":
+    if config.learner.generates:
         return encode_pairs(tokenizer, inputs, targets, config.max_length, config.prompt_template)
     return [Example(ids, -1) for ids in encode_texts(tokenizer, inputs, config.max_length)]
 
@@ -231,7 +231,7 @@ def full_rows(config: Config, lengths: Sequence[int]) -> str:
     full = sum(length >= config.max_length for length in lengths)
     if not full:
         return ""
-    causal = config.task_type == "causal_lm"
+    causal = config.learner.generates
     lost = "inputs lose tokens, then answers their end" if causal else "texts lose their end"
     return (
         f"{full} of {counted(len(lengths), 'row')} {'fills' if full == 1 else 'fill'} max_length="
@@ -244,7 +244,7 @@ def answer_without_room(config: Config, tokenizer: Any, outputs: Sequence[str]) 
 
     Such an answer would lose its end.
     """
-    if config.task_type != "causal_lm":
+    if not config.learner.generates:
         return ""
     prompt, most = make_prompt(config.prompt_template, tokenizer), config.max_length
     frame = 1 if prompt.specials else len(plain_tokens(tokenizer, prompt.before("")))

@@ -127,7 +127,7 @@ class Tabulator:
         setting: str = "dataset",
     ) -> None:
         self.name, self.config, self.bad, self.unique, self.one_task = name, config, bad, unique, one_task
-        self.names, self.causal = sorted(names), config.task_type == "causal_lm"
+        self.names, self.causal = sorted(names), config.learner.generates
         given = setting if name == setting else f"{setting}={name}"
         if images and config.label_names is not None:
             raise UsageError(
@@ -140,7 +140,7 @@ class Tabulator:
                 f"{unread}={value}: the model reads {'images' if images else 'texts'}, not this column; leave"
                 " it out"
             )
-        of_input = input_setting(config.task_type, images)
+        of_input = input_setting(config, images)
         placed = template_columns(config) if self.causal and config.input_column is None else []
         others = [column for column in self.names if column not in placed]
         source = pick(given, config, others, of_input, required=config.collate_fn is None)
@@ -240,7 +240,7 @@ class Tabulator:
             note_alike(self.columns[role], firsts, notice)
         if self.texts and not collated:
             unread = sorted(self.texts)
-            advice = f"--{input_setting(config.task_type, bool(self.image))} names another input"
+            advice = f"--{input_setting(config, bool(self.image))} names another input"
             if "input" in unread and self.causal:
                 advice = "leave --input_column out to read it"
             elif self.causal:
@@ -326,7 +326,7 @@ def as_plain(value: Any) -> Any:
 def rows_of(setting: str, examples: Iterable[Any], config: Config) -> list[Row]:
     """Examples as if they came from a file. Raises `UsageError`."""
     columns = (config.text_column or "text", config.label_column or "label")
-    if config.task_type == "causal_lm":
+    if config.learner.generates:
         columns = (config.input_column or "input", config.output_column or "output")
     rows = []
     for index, one in enumerate(examples):

@@ -260,7 +260,7 @@ def record_batch(table: Table, config: Config, tokenizer: Any, seen: Any) -> pa.
     images, values = columns.pop("image"), columns.pop("values")
     pairs: list[Any] = [([0], []) for _ in table.input]  # a row that is no text counts as one token
     if not (images or values):
-        causal = config.task_type == "causal_lm"
+        causal = config.learner.generates
         examples = encode(tokenizer, config, table.input, table.target)
         pairs = [(example.input_ids, example.labels if causal else []) for example in examples]
     if images:

@@ -51,7 +51,7 @@ class EpisodeShape:
 
     @classmethod
     def of(cls, config: Config) -> "EpisodeShape":
-        n_way, most = (config.n_way, config.most_classes) if config.task_type == "classification" else (1, 1)
+        n_way, most = (config.n_way, config.most_classes) if config.learner.of_classes else (1, 1)
         names = int(config.label_names is not None)
         return cls(n_way, config.k_shot, config.num_query, most, config.most_shots, names=names)
 

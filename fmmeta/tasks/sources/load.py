@@ -105,13 +105,13 @@ def make_source(
             f"k_shot={config.k_shot}: no {'task' if store.named_tasks else 'class'} of the {split} split has"
             f" enough rows; lower k_shot, num_query={config.num_query} or n_way={config.n_way}"
         )
-    make = ClassSource if config.task_type == "classification" else PairSource
+    make = ClassSource if config.learner.of_classes else PairSource
     return make(store, tasks, strata, shape)
 
 
 def group_rows(store: TokenStore, config: Config) -> dict[str, RowsByClass]:
     """Row numbers by task and class (of causal_lm one class, named ""), both in order of first appearance."""
-    keys = ["task", "target"] if config.task_type == "classification" else ["task"]
+    keys = ["task", "target"] if config.learner.of_classes else ["task"]
     rows = store.of_data.select(keys).append_column("row", [np.arange(len(store))])
     found = rows.group_by(keys, use_threads=False).aggregate([("row", "list")])
     groups = zip(found.select(keys).to_pylist(), found["row_list"], strict=True)
@@ -564,18 +564,18 @@ def files_reader(
 
 def generated(name: str, config: Config, tokenizer: Any) -> tuple[list[Row], Splits]:
     """The rows and splits of a suite. Raises `UsageError` for a run that it does not fit."""
-    causal, of_images = config.task_type == "causal_lm", name == "digits"
+    causal, of_images = config.learner.generates, name == "digits"
     kinds = ("images", "texts") if of_images else ("texts", "images")
     refuse_first(
         [
             (
                 causal and of_images,
-                "dataset=digits has classes of images and no answers, and task_type=causal_lm; use"
+                f"dataset=digits has classes of images and no answers, and task_type={config.task_type}; use"
                 " classification, or dataset=words",
             ),
             (
                 not causal and name == "words",
-                "dataset=words has answers and no classes, and task_type=classification; use"
+                f"dataset=words has answers and no classes, and task_type={config.task_type}; use"
                 " --task_type causal_lm, or dataset=letters",
             ),
             (

@@ -1,0 +1,99 @@
+"""`LearnerSpec`, which describes a kind of task to the rest of the package, and the registry.
+
+No other module compares the name of a kind of task: all read the fields of `find(name)`. A spec of your own
+is a copy of one of these with another loss: `--task_type my_module:spec` (examples/own_loss.py), or an entry
+point of the group `fmmeta.learners` of an installed package. torch is imported to check a loss alone.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fmmeta.common.errors import UsageError, usage_errors
+from fmmeta.common.text import any_of
+from fmmeta.config.registry import find_spec
+
+
+@dataclass(frozen=True)
+class LearnerSpec:
+    """A kind of task: what its rows are, and the loss that a model learns them by.
+
+    name: of a built-in kind, whatever the loss: an exported model stores it.
+    of_classes: a row has a class; an episode has n_way classes, and a head has an output for each.
+    generates: a row has an answer, which the model writes token by token; an episode is of one task.
+    loss: (logits [N, C], targets [N]) -> losses [N], one for each row or, where the model writes answers, for
+    each token of them; fp32 or fp64. None: cross-entropy. The loss of a row depends on this row alone, and
+    is differentiable, for exact meta-gradients twice. Classes that a row's episode does not have are logits
+    of -inf.
+    """
+
+    name: str
+    of_classes: bool = False
+    generates: bool = False
+    loss: Callable[[Any, Any], Any] | None = None
+
+    @property
+    def unit(self) -> str:
+        """The unit of the loss."""
+        return "nats" if self.loss is None else "units of loss"
+
+
+CLASSIFICATION = LearnerSpec("classification", of_classes=True)
+CAUSAL_LM = LearnerSpec("causal_lm", generates=True)
+SPECS = ("CLASSIFICATION", "CAUSAL_LM")
+BUILT_IN = {
+    "classification": "fmmeta.config.learners:CLASSIFICATION",
+    "causal_lm": "fmmeta.config.learners:CAUSAL_LM",
+}
+"""Name -> module:spec."""
+
+
+def find(name: str) -> LearnerSpec:
+    """The spec of a built-in name, of an installed package's entry point, or of `module:spec`.
+
+    Raises `UsageError` in one line.
+    """
+    found = find_spec("task_type", name, BUILT_IN, "fmmeta.learners", LearnerSpec, "examples/own_loss.py")
+    if found.name not in BUILT_IN:
+        raise UsageError(
+            f"task_type={name} is a LearnerSpec with the name {found.name!r}, and one with an own loss keeps"
+            f" the name of its kind of task; write replace({any_of(SPECS)}, loss=...)"
+        )
+    return found
+
+
+def stored_kind(facts: Mapping[str, Any]) -> LearnerSpec:
+    """The kind of task of an exported model. facts: the checked content of its fmmeta.json."""
+    return find(facts.get("task_type", CLASSIFICATION.name))
+
+
+def check_loss(task_type: str) -> None:
+    """Refuse an own loss that is not one of rows. Raises `UsageError` in one line.
+
+    It is computed for 4 rows of random logits of 3 classes, and for each row alone.
+    """
+    import torch
+
+    given, loss = f"task_type={task_type}", find(task_type).loss
+    if loss is None:
+        return
+    logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    targets = torch.tensor([0, 1, 2, 0])
+    with usage_errors(
+        f"{given} cannot compute a loss", "give a loss of (logits [N, C], targets [N]) that returns [N]"
+    ):
+        whole = loss(logits, targets)
+        alone = [loss(row[None], target[None]) for row, target in zip(logits, targets, strict=True)]
+        if whole.shape != (4,):
+            raise UsageError(
+                f"{given}: its loss of 4 rows has the shape {[*whole.shape]}; return one number for each row"
+            )
+        same = torch.allclose(whole, torch.cat(alone), rtol=1e-4, atol=1e-6)
+        (gradient,) = torch.autograd.grad(whole.sum(), logits)
+    if not same:
+        raise UsageError(
+            f"{given}: its loss of a row depends on the other rows, and these are divided over micro-batches"
+            " and ranks; use a loss of each row alone"
+        )
+    if not gradient.isfinite().all():
+        raise UsageError(f"{given}: the gradient of its loss is not finite at random logits; correct it")
