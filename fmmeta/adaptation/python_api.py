@@ -71,7 +71,7 @@ def adapt(
     """Adapt a model to one task from a few labelled examples, in one process.
 
     model_name_or_path: HF folder, hub id, or "tiny". support: a file, or pairs of text and class (input and
-    output for task_type="causal_lm"), or rows as dictionaries. query: examples to answer and score, likewise.
+    output with task_type=causal_lm), or rows as dictionaries. query: examples to answer and score, likewise.
     output_dir: folder for the adapted model, which must be empty; None writes nothing. quiet: as for
     `evaluate`. settings: the flags of `fmmeta adapt`. Raises `UsageError`.
 

@@ -11,9 +11,11 @@ file and a directory, and `predict`.
 """
 
 import argparse
+import difflib
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -251,6 +253,9 @@ def main() -> None:
         differ = {name: [key for key in old[name] if old[name][key] != new[name][key]] for name in old}
         for name, keys in differ.items():
             print(f"{name:24} {'differs in ' + ' and '.join(keys) if keys else 'the same'}")
+            for key in keys:
+                sides = [re.sub(r"([,{}\[])", r"\1\n", found[name][key]).splitlines() for found in (old, new)]
+                print(*difflib.unified_diff(*sides, lineterm="", n=0), sep="\n")
         sys.exit(any(differ.values()))
 
 
