@@ -1,5 +1,6 @@
-"""Focal loss (Lin et al. 2017, arXiv 1708.02002, equation 4): rows that are right already count less. From this
-folder, with L = -(1 - p)^GAMMA log p, p the probability of the right class, or of the right token:
+"""Focal loss (Lin et al. 2017, arXiv 1708.02002, equation 4): rows that are right already count less.
+
+L = -(1 - p)^GAMMA log p, p the probability of the right class, or of the right token. From this folder:
 
 fmmeta train --task_type own_loss:classes
 fmmeta train --task_type own_loss:answers

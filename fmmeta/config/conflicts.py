@@ -35,7 +35,7 @@ RESOLVED = (
     "deepspeed_layout",
     "transforms_fingerprint",
     "class_weights_fingerprint",
-    "collate_fingerprint",
+    "task_type_fingerprint",
 )
 
 
@@ -113,6 +113,7 @@ def problems(c: Any) -> Iterator[str]:
         [(True, text) for text in find(c.algorithm).conflicts(c)],
         of_inner_loop(c),
         of_outer_step(c),
+        of_own_inputs(c) if c.learner.collate else [],
         of_several_tasks(c) if c.tasks_per_pass != "1" else [],
     ):
         yield from (text for is_there, text in conflicts if is_there)
@@ -313,6 +314,31 @@ def of_inner_loop(c: Any) -> Conflicts:
     ]
 
 
+OF_OWN_INPUTS = {  # what does not go with inputs that a function of the user makes
+    "pipeline_stages": "stages pass token ids and masks",
+    "tensor_parallel_size": "tensor ranks are not tested with other inputs",
+    "tasks_per_pass": "inputs of several tasks are not joined",
+    "example_transforms": "the function gets rows and can change them itself",
+    "episode_transforms": "the function gets rows and can change them itself",
+    "label_names": "the text of a class is no row of the data",
+}
+
+
+def of_own_inputs(c: Any) -> Conflicts:
+    given = f"task_type={c.task_type}, whose collate function makes the inputs"
+    changed = [item.name for item in fields(c) if getattr(c, item.name) not in (default_of(item), None)]
+    return [
+        (
+            not c.learner.of_classes,
+            f"{given}, is for {c.learner.name}; use a copy of CLASSIFICATION",
+        ),
+        *(
+            (name in changed, f"{name}={shown(getattr(c, name))} with {given}: {why}; leave one out")
+            for name, why in OF_OWN_INPUTS.items()
+        ),
+    ]
+
+
 def factor_of(item: str) -> float:
     """The factor of PATTERN=FACTOR; not a number for other texts."""
     pattern, _, factor = item.rpartition("=")
@@ -325,7 +351,8 @@ def factor_of(item: str) -> float:
 def of_outer_step(c: Any) -> Conflicts:
     if c.outer_optimizer not in OUTER_OPTIMIZERS:
         check_outer(c)
-    check_loss(c.task_type)
+    if c.learner.loss:
+        check_loss(c.task_type)
     return [
         (
             c.warmup_steps >= 1 and c.warmup_steps % 1,

@@ -1,8 +1,9 @@
 """`LearnerSpec`, which describes a kind of task to the rest of the package, and the registry.
 
 No other module compares the name of a kind of task: all read the fields of `find(name)`. A spec of your own
-is a copy of one of these with another loss: `--task_type my_module:spec` (examples/own_loss.py), or an entry
-point of the group `fmmeta.learners` of an installed package. torch is imported to check a loss alone.
+is a copy of one of these with another loss or other inputs (examples/own_loss.py, own_inputs.py):
+`--task_type my_module:spec`, or an entry point of the group `fmmeta.learners` of an installed package. torch
+is imported to check a loss alone.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,12 +26,16 @@ class LearnerSpec:
     each token of them; fp32 or fp64. None: cross-entropy. The loss of a row depends on this row alone, and
     is differentiable, for exact meta-gradients twice. Classes that a row's episode does not have are logits
     of -inf.
+    collate: of kinds with classes: rows as dictionaries of their columns, of images with pixel_values -> the
+    model's inputs by name: tensors, or dictionaries and lists of them, whose first dimension is the rows. It
+    is called in loader processes.
     """
 
     name: str
     of_classes: bool = False
     generates: bool = False
     loss: Callable[[Any, Any], Any] | None = None
+    collate: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None
 
     @property
     def unit(self) -> str:
@@ -56,8 +61,8 @@ def find(name: str) -> LearnerSpec:
     found = find_spec("task_type", name, BUILT_IN, "fmmeta.learners", LearnerSpec, "examples/own_loss.py")
     if found.name not in BUILT_IN:
         raise UsageError(
-            f"task_type={name} is a LearnerSpec with the name {found.name!r}, and one with an own loss keeps"
-            f" the name of its kind of task; write replace({any_of(SPECS)}, loss=...)"
+            f"task_type={name} is a LearnerSpec with the name {found.name!r}, and one of your own keeps the"
+            f" name of its kind of task; write replace({any_of(SPECS)}, loss=...)"
         )
     return found
 

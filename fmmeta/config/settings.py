@@ -40,7 +40,7 @@ class ModelConfig(RefusesUnknownNames):
     task_type: str = setting(
         learners.CLASSIFICATION.name,
         "Kind of every task: classification (predict one of the task's classes), causal_lm (generate a"
-        " text), or module:spec of one with your loss",
+        " text), or module:spec of one with your loss or your inputs",
         remembered=True,
         keyed=True,
         common=True,
@@ -309,21 +309,6 @@ class TaskConfig(RowConfig):
     )
     episode_transforms: list[str] = setting(
         [], "Callables module:name, applied to training episodes after --example_transforms"
-    )
-    collate_fn: str | None = setting(
-        None,
-        "Function module:name from rows (dictionaries of their columns, of images with pixel_values) to the"
-        " model's inputs: a dictionary of tensors, or of dictionaries and lists of them, whose first"
-        " dimension is the rows; called in loader processes",
-        of="of_classes",
-        excludes={
-            "pipeline_stages": "stages pass token ids and masks",
-            "tensor_parallel_size": "tensor ranks are not tested with other inputs",
-            "tasks_per_pass": "inputs of several tasks are not joined",
-            "example_transforms": "the function gets rows and can change them itself",
-            "episode_transforms": "the function gets rows and can change them itself",
-            "label_names": "the text of a class is no row of the data",
-        },
     )
     num_workers: str = setting(
         "auto",
@@ -917,10 +902,10 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
         return replace(self, **{**self._left_open, **changes})
 
     def to_remember(self) -> dict[str, Any]:
-        """What an exported model stores in its fmmeta.json. own_loss: the name of the user's code."""
-        kind = self.learner
-        own_loss = {"own_loss": self.task_type} if kind.loss else {}
-        return {**{name: getattr(self, name) for name in REMEMBERED}, "task_type": kind.name, **own_loss}
+        """What an exported model stores in its fmmeta.json. own_task_type: the name of the
+        user's code, which is not imported from there."""
+        stored = {name: getattr(self, name) for name in REMEMBERED} | {"task_type": self.learner.name}
+        return stored if self.task_type in learners.BUILT_IN else {**stored, "own_task_type": self.task_type}
 
     @property
     def learner(self) -> LearnerSpec:

@@ -162,11 +162,11 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
         memory = remembered(self.model_source)
         changed = [owner for owner in BELONG_TO if owner in given and given[owner] != memory.get(owner)]
         replaced = set(given).union(*(BELONG_TO[owner] for owner in changed))
-        if "own_loss" in memory and "task_type" not in replaced and self.finetunes:
+        if "own_task_type" in memory and "task_type" not in replaced:
             raise UsageError(
-                f"task_type={memory['own_loss']} is code that fmmeta.json of {self.model_name_or_path} names;"
-                f" no code is imported from there: give --task_type {memory['own_loss']} to learn by your"
-                f" loss, or {memory['task_type']}"
+                f"task_type={memory['own_task_type']} is code that fmmeta.json of {self.model_name_or_path}"
+                f" names; no code is imported from there: give --task_type {memory['own_task_type']} to use"
+                f" yours, or {memory['task_type']}"
             )
         named = memory.get("inner_optimizer", "sgd")
         if ":" in named and "inner_optimizer" not in replaced:

@@ -30,8 +30,8 @@ class Example:
 
     position_ids: of several rows that share a sequence (`pack`), each from 0; empty for a single row.
     values: inputs that are no tokens, by name: tensors of the same shape in every row, such as pixel_values;
-    with --collate_fn the columns of the row too. Such a row has one entry in `input_ids`, which no model
-    reads: it counts as one token.
+    with a collate function the columns of the row too. Such a row has one entry in `input_ids`, which no
+    model reads: it counts as one token.
     """
 
     input_ids: Sequence[int]
@@ -61,8 +61,8 @@ class MicroBatch:
 
     inputs: keyword arguments of the model, the first dimension of each is B: input_ids [B, T], and
     attention_mask [B, T] (0 on padding) or, where rows share a sequence, position_ids [B, T], which are 0 at
-    the first token of each row and nowhere else; of images pixel_values [B, 3, H, W]; with --collate_fn what
-    it returns, possibly nested in dictionaries, lists and tuples.
+    the first token of each row and nowhere else; of images pixel_values [B, 3, H, W]; with a collate function
+    what it returns, possibly nested in dictionaries, lists and tuples.
     targets: what the learner's losses read, the first dimension of each is B. `labels`: class per row [B], or
     token per position [B, T] with IGNORE where no loss is taken; `classes` [B]: how many of the head's
     classes the row's episode has.

@@ -1,7 +1,7 @@
-"""`--collate_fn`: a function of the user that makes a model's inputs from rows.
+"""A function of the user that makes a model's inputs from rows (LearnerSpec.collate).
 
-    rows of a micro-batch, as dictionaries of their columns --> collate_fn --> {name: tensor [B, ...], or
-                                                                dictionaries, lists and tuples of tensors}
+    rows of a micro-batch, as dictionaries of their columns --> collate --> {name: tensor [B, ...], or
+                                                             dictionaries, lists and tuples of tensors}
 
 It runs in the process that loads the episode, so it must be importable. Before training all ranks call it
 with the same rows and compare the structure of what it returns (training/build.py); from then on a
@@ -19,16 +19,14 @@ from typing import Any
 from torch import Tensor
 
 from fmmeta.common.errors import UsageError, usage_errors
-from fmmeta.common.security import import_function, source_of
 from fmmeta.common.text import shortened
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import Example
-from fmmeta.tasks.data.token_store import digest
 
 
 @dataclass(frozen=True)
 class Collate:
-    """Picklable. structure: of the inputs, as `structure_of` describes it; "" while it is not known."""
+    """Picklable. name: for messages. structure: of the inputs, as `structure_of` describes it; "" while it is not known."""
 
     name: str
     function: Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -36,33 +34,29 @@ class Collate:
 
     @classmethod
     def of(cls, config: Config) -> "Collate | None":
-        """The function that the setting names; None without one. Raises `UsageError`."""
-        name = config.collate_fn
-        return None if name is None else cls(name, import_function("collate_fn", name))
-
-    @property
-    def fingerprint(self) -> str:
-        return digest([self.name, source_of(self.function)])
+        """The function of the kind of task; None without one."""
+        function = config.learner.collate
+        return None if function is None else cls(f"task_type={config.task_type}: collate", function)
 
     def __call__(self, rows: Sequence[Example]) -> dict[str, Any]:
         """The inputs of rows. Raises `UsageError` if the function fails or returns another structure."""
-        with usage_errors(f"collate_fn={self.name} failed", "fix the function"):
+        with usage_errors(f"{self.name} failed", "fix it"):
             inputs = self.function([dict(row.values) for row in rows])
         if not isinstance(inputs, dict) or not all(isinstance(name, str) for name in inputs):
             raise UsageError(
-                f"collate_fn={self.name} returned {shortened(inputs)}; return a dictionary of the model's"
+                f"{self.name} returned {shortened(inputs)}; return a dictionary of the model's"
                 " arguments by name"
             )
         for path, tensor in tensors_of(inputs):
             if not tensor.ndim or len(tensor) != len(rows):
                 raise UsageError(
-                    f"collate_fn={self.name} returned {path} of shape {list(tensor.shape)} for {len(rows)}"
+                    f"{self.name} returned {path} of shape {list(tensor.shape)} for {len(rows)}"
                     " rows; give every tensor a first dimension of as many rows"
                 )
         found = json.dumps(structure_of(inputs))
         if self.structure and found != self.structure:
             raise UsageError(
-                f"collate_fn={self.name} returned {found}, and {self.structure} for the first episode; return"
+                f"{self.name} returned {found}, and {self.structure} for the first episode; return"
                 " the same keys for all rows"
             )
         return inputs

@@ -19,6 +19,7 @@ from torch import Tensor
 from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import TimedOut, time_limit
 from fmmeta.common.progress import Warn
+from fmmeta.common.security import source_of
 from fmmeta.common.text import counted
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
@@ -63,7 +64,7 @@ from fmmeta.tasks.sources.base import TaskSource, stratum_shares
 from fmmeta.tasks.sources.load import Sources, load_sources
 from fmmeta.training.run_folder import settings_of
 
-TRIED = 8  # tasks, one of which --collate_fn is tried with
+TRIED = 8  # tasks, one of which a collate function is tried with
 Notice = Callable[..., None]
 """Logs a line, or several as one."""
 
@@ -79,7 +80,8 @@ class RunInputs:
     deepspeed: DeepSpeedSettings
     trained: list[UsedSplits]  # splits that the model was trained with before
     layer_costs: list[float] | None = None  # seconds of each layer, if stages are balanced by time
-    collate: Collate | None = None  # makes the inputs of rows, with --collate_fn
+    collate: Collate | None = None  # makes the inputs of rows
+    code: str = ""  # digest of what the user's kind of task runs
 
     @cached_property
     def resolved(self) -> dict[str, Any]:
@@ -89,7 +91,7 @@ class RunInputs:
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "transforms_fingerprint": self.transforms.fingerprint if self.transforms else "",
             "class_weights_fingerprint": digest(weights) if (weights := self.sources.class_weights) else "",
-            "collate_fingerprint": self.collate.fingerprint if self.collate else "",
+            "task_type_fingerprint": self.code,
         }
 
     def settings(self, config: Config) -> dict[str, Any]:
@@ -160,10 +162,12 @@ def read_inputs(
         raise UsageError(
             f"dataset={names} is not the same on every rank ({len(fingerprints)} versions); share one copy"
         )
-    with world.comm.raise_on_all("trying collate_fn"):
+    with world.comm.raise_on_all("trying the collate function"):
         collate = tried_collate(config, sources.first)
     check_same_inputs(collate, world)
     inputs = RunInputs(description, tokenizer, sources, transforms, deepspeed, trained, collate=collate)
+    if own := [one for one in (config.learner.loss, config.learner.collate) if one]:
+        inputs.code = digest([*map(source_of, own)])
     if config.pipeline_balance == "time":
         inputs.layer_costs = measure_layers(config, inputs, world)
     return inputs
@@ -217,7 +221,7 @@ def tried_transforms(config: Config, tokenizer: Any, source: TaskSource) -> Tran
 
 
 def tried_collate(config: Config, source: TaskSource) -> Collate | None:
-    """The function of --collate_fn with the structure of its inputs for the first episode that can be read.
+    """The collate function with the structure of its inputs for the first episode that can be read.
 
     Raises `UsageError`. Local.
     """
@@ -236,14 +240,14 @@ def tried_collate(config: Config, source: TaskSource) -> Collate | None:
 
 
 def check_same_inputs(collate: Collate | None, world: World) -> None:
-    """Raise `UsageError` on all ranks if --collate_fn returns other keys on one. Collective: world."""
+    """Raise `UsageError` on all ranks if one of them makes inputs with other keys. Collective: world."""
     if collate is None:
         return
     found = [part.decode() for part in world.comm.gather_bytes(collate.structure.encode())]
     for rank, one in enumerate(found):
         if one != found[0]:
             raise UsageError(
-                f"collate_fn={collate.name} returns {found[0]} on rank 0 and {one} on rank {rank}, for the"
+                f"{collate.name} returns {found[0]} on rank 0 and {one} on rank {rank}, for the"
                 " same rows; return the same keys on all ranks"
             )
 

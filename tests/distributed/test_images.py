@@ -1,4 +1,4 @@
-"""Images and --collate_fn on two ranks: equal to one, and mistakes end all ranks with one line."""
+"""Images and a collate function on two ranks: equal to one, and mistakes end all ranks with one line."""
 
 import json
 
@@ -61,15 +61,15 @@ def test_other_keys_end_all_ranks_with_one_line(tmp_path, function):
         **QUICK,
         "model_name_or_path": save_nested(tmp_path / "model"),
         "dataset": write_rows(tmp_path / "rows.jsonl", nested_rows()),
-        "collate_fn": f"tests.support.vision:{function}",
+        "task_type": f"tests.support.vision:of_{function}",
         "pooling": "mean",
         "group_size": 1,
         "outer_steps": 20,
     }
     ended = run_ranks(["launch/train.py", *train_flags(tmp_path / "run", **flags)], 2, before=registered)
     assert ended.codes == [2, 2]
-    (line,) = [line for line in ended.output[0].splitlines() if "collate_fn=" in line]
-    check_message(line, f"collate_fn=tests.support.vision:{function}", "same keys")
+    (line,) = [line for line in ended.output[0].splitlines() if "task_type=" in line]
+    check_message(line, f"task_type=tests.support.vision:of_{function}", "same keys")
     assert "Traceback" not in "".join(ended.output)
 
 

@@ -86,7 +86,7 @@ def test_the_example_trains_and_evaluate_wants_the_loss_by_name(tmp_path):
     assert ran.returncode == 0, ran.stderr
     model = tmp_path / "run" / "model"
     stored = json.loads((model / "fmmeta.json").read_text())
-    assert (stored["task_type"], stored["own_loss"]) == ("classification", "own_loss:classes")
+    assert (stored["task_type"], stored["own_task_type"]) == ("classification", "own_loss:classes")
     assert "loss (units of loss)" in (model / "README.md").read_text()
     few = [
         f"--model_name_or_path={model}",
@@ -96,7 +96,7 @@ def test_the_example_trains_and_evaluate_wants_the_loss_by_name(tmp_path):
     ]
     refused = fmmeta("evaluate", *few)
     assert refused.returncode == 2
-    assert "give --task_type own_loss:classes to learn by your loss, or classification" in refused.stderr
+    assert "give --task_type own_loss:classes to use yours, or classification" in refused.stderr
     losses = []
     for kind in ("own_loss:classes", "classification"):
         ran = fmmeta("evaluate", *few, f"--task_type={kind}")

@@ -1,6 +1,7 @@
-"""Models, files and functions for tests of images and of --collate_fn."""
+"""Models, files and functions for tests of images and of collate functions."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from fmmeta.config.learners import CLASSIFICATION
 from fmmeta.models.tiny import image_settings
 from fmmeta.tasks.data.images import ImageReader
 
@@ -129,3 +131,9 @@ def darker(example: Any, rng: np.random.Generator) -> Any:
     from dataclasses import replace
 
     return replace(example, pixels=(example.pixels // 2).astype(np.uint8))
+
+
+of_nested, of_other_keys_on_rank_1, of_other_keys_later, of_one_row_less, of_stacked = (
+    replace(CLASSIFICATION, collate=function)
+    for function in (nested, other_keys_on_rank_1, other_keys_later, one_row_less, stacked)
+)

@@ -1,4 +1,4 @@
-"""--collate_fn: nested inputs reach the model, and what a function may not return."""
+"""A collate function: nested inputs reach the model, and what a function may not return."""
 
 import pickle
 from typing import Any
@@ -29,7 +29,7 @@ ROWS = [Example([0], 0, values={"nodes": [[1.0] * 4] * 2, "part": [float(n)] * 4
 
 
 def named(function: str) -> Collate:
-    collate = Collate.of(Config(collate_fn=f"tests.support.vision:{function}"))
+    collate = Collate.of(Config(task_type=f"tests.support.vision:of_{function}"))
     assert collate
     return collate
 
@@ -48,7 +48,7 @@ def settings(tmp_path_factory):
 def test_nested_inputs_train_a_model(settings, workers, tmp_path):
     config = Config(
         **settings,
-        collate_fn="tests.support.vision:nested",
+        task_type="tests.support.vision:of_nested",
         num_workers=workers,
         algorithm="protonet",
         output_dir=str(tmp_path / "run"),
@@ -85,11 +85,12 @@ def test_functions_that_make_no_inputs_are_refused():
     check_message(refusal(of(lambda rows: [1]), ROWS), "a:b returned [1]", "return a dictionary")
     less = named("one_row_less")
     check_message(refusal(less, ROWS), "pixel_values of shape [2, 3, 8, 8] for 3 rows")
-    check_message(refusal(of(lambda rows: 1 / 0), ROWS), "ZeroDivisionError", "fix the function")
-    check_message(refusal(named, "missing"), "collate_fn=tests.support.vision:missing", "write module:name")
+    check_message(refusal(of(lambda rows: 1 / 0), ROWS), "ZeroDivisionError", "fix it")
+    missing = "task_type=tests.support.vision:of_missing"
+    check_message(refusal(named, "missing"), missing, "write module:name")
 
 
 def test_other_keys_for_some_rows_are_an_error_of_the_task(settings):
-    config = Config(**settings, collate_fn="tests.support.vision:other_keys_later", num_workers="0")
+    config = Config(**settings, task_type="tests.support.vision:of_other_keys_later", num_workers="0")
     text = refusal(fmmeta.MetaTrainer(config.but(outer_steps=20)).train)
-    check_message(text, "other_keys_later returned", "for the first episode")
+    check_message(text, "of_other_keys_later: collate returned", "for the first episode")

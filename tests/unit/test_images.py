@@ -253,7 +253,8 @@ def test_texts_and_images_are_not_mixed_up(vit, bert, classes, images):
     check_message(refusal(opened, config_of(bert, "digits")), "dataset=digits holds images", "reads texts")
     check_message(refusal(opened, config_of(bert, images)), "none of the columns text", "it has image")
     check_message(refusal(Config, dataset=["digits", "letters"]), "mixes images and texts")
-    check_message(refusal(Config, dataset=["digits"], collate_fn="a:b", pipeline_stages=2), "pipeline_stages")
+    own = "tests.support.vision:of_stacked"
+    check_message(refusal(Config, dataset=["digits"], task_type=own, pipeline_stages=2), "pipeline_stages")
     for settings, cause in (
         ({"task_type": "causal_lm"}, "which reads images"),
         ({"pipeline_stages": 2}, "not split into pipeline stages"),

@@ -145,9 +145,8 @@ def test_names_of_classes_that_are_refused(classes, pairs):
         "add it",
     )
     check_message(
-        refusal(Config, label_names="names", collate_fn="tests:f"),
-        "collate_fn=tests:f",
-        "label_names",
+        refusal(Config, label_names="names", task_type="tests.support.vision:of_nested"),
+        "label_names=names with task_type=tests.support.vision:of_nested",
         "leave one out",
     )
 

@@ -454,11 +454,8 @@ def test_all_settings_that_rows_depend_on_are_in_the_key(tmp_path, task_type):
     source = FolderSource(files, EpisodeShape.of(config), recording(config, seen), TOKENIZER)
     source.draw(Schedule(source.items, 1, 0).meta_batch(0)[0])
     assert "max_file_gib" in seen
-    # stratify_by is in the key with the source of its module, and that there is a collate_fn
-    assert {name for name in seen if name in Config.__dataclass_fields__} - {
-        "stratify_by",
-        "collate_fn",
-    } <= {*stores.KEYED}
+    # stratify_by is in the key with the source of its module, and that there is a collate function
+    assert {name for name in seen if name in Config.__dataclass_fields__} - {"stratify_by"} <= {*stores.KEYED}
 
 
 def gzip_of(path: Path, target: Path) -> Path:

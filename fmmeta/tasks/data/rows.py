@@ -62,7 +62,7 @@ class Table:
     options: list[list[str]] = field(default_factory=list)  # causal_lm: answers to choose from; [] without
     answers: list[list[str]] = field(default_factory=list)  # causal_lm: all right ones; [] for `target` alone
     image: list[EncodedImage] = field(default_factory=list)  # of image models; `input` has their names
-    values: list[str] = field(default_factory=list)  # with --collate_fn: all columns of a row, as JSON
+    values: list[str] = field(default_factory=list)  # with a collate function: all columns of a row, as JSON
     content: list[int] = field(default_factory=list)  # what identifies a row in any data: `content_key`
 
     @property
@@ -112,7 +112,7 @@ class Tabulator:
 
     names: the columns of the rows. one_task: the rows are one task; columns of tasks and strata are ignored.
     unique: False keeps duplicates. images: whether the inputs are images. setting: that names the data, for
-    messages. With --collate_fn, rows need neither a text nor an image. Raises `UsageError`.
+    messages. With a collate function, rows need neither a text nor an image. Raises `UsageError`.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Tabulator:
                 " out"
             )
         unread = "text_column" if images else "image_column"
-        if (value := getattr(config, unread)) is not None and config.collate_fn is None:
+        if (value := getattr(config, unread)) is not None and config.learner.collate is None:
             raise UsageError(
                 f"{unread}={value}: the model reads {'images' if images else 'texts'}, not this column; leave"
                 " it out"
@@ -143,7 +143,7 @@ class Tabulator:
         of_input = input_setting(config, images)
         placed = template_columns(config) if self.causal and config.input_column is None else []
         others = [column for column in self.names if column not in placed]
-        source = pick(given, config, others, of_input, required=config.collate_fn is None)
+        source = pick(given, config, others, of_input, required=config.learner.collate is None)
         self.answer = pick(given, config, self.names, "output_column" if self.causal else "label_column")
         self.image, self.pair, usual = source if images else None, None, getattr(config, of_input) is None
         if source and not images:
@@ -221,7 +221,7 @@ class Tabulator:
         if self.image:
             value = row.values.get(self.image)
             values["input"], values["image"] = encoded_image(value, self.image, row.origin, row.folder)
-        if self.config.collate_fn is not None:
+        if self.config.learner.collate is not None:
             shown = {key: one for key, one in row.values.items() if key != self.image}
             values["values"] = as_json(row.origin, shown, default=as_plain)
             inputs = {key: one for key, one in shown.items() if key not in self.columns.values()}
@@ -231,7 +231,7 @@ class Tabulator:
 
     def finish(self, notice: Notice) -> None:
         """Log what is doubtful in all rows."""
-        name, config, collated = self.name, self.config, self.config.collate_fn is not None
+        name, config, collated = self.name, self.config, self.config.learner.collate is not None
         if self.image and self.count > MOST_IMAGES:
             notice(
                 f"{self.count} images of {name} are compared with others by their names: above {MOST_IMAGES}"

@@ -156,8 +156,9 @@ def prepare(
     if stratifier(config) is not None and not one_task:
         module = str(config.stratify_by).partition(":")[0]
         settings["stratify_by"] = [config.stratify_by, source_of(sys.modules.get(module))]
-    if config.collate_fn is not None:
-        settings["collate_fn"] = True
+    settings["task_type"] = config.learner.name
+    if config.learner.collate is not None:
+        settings["collate"] = True
     images = tokenizer if isinstance(tokenizer, ImageReader) else None
     root = Path("" if name == IN_MEMORY else name)  # paths below it are stored as absolute ones
     where = str(root.absolute()) if images and root.exists() else ""
