@@ -111,9 +111,7 @@ def is_tested(wanted: dict[str, Any], layout: str | None = None) -> bool:
     def agrees(found: Any, value: Any) -> bool:
         return found == value or (not isinstance(value, str) and bool(found) and bool(value))
 
-    wanted = {
-        name: value for name, value in wanted.items() if name != "engine" and value not in ("causal_lm",)
-    }
+    wanted = {name: value for name, value in wanted.items() if name != "engine" and value != "causal_lm"}
     return any(
         layout in (None, at) and all(agrees(found.get(name), value) for name, value in wanted.items())
         for at, found in parity_cases()

@@ -26,7 +26,9 @@ from fmmeta.tasks.batching import Example
 
 @dataclass(frozen=True)
 class Collate:
-    """Picklable. name: for messages. structure: of the inputs, as `structure_of` describes it; "" while it is not known."""
+    """Picklable. name: for messages. structure: of the inputs, as `structure_of` describes it; "" while it is
+    not known.
+    """
 
     name: str
     function: Callable[[list[dict[str, Any]]], dict[str, Any]]
