@@ -1,7 +1,7 @@
 """`LearnerSpec`, which describes a kind of task to the rest of the package, and the registry.
 
-No other module compares the name of a kind of task: all read the fields of `find(name)`. A spec of your own
-is a copy of one of these with another loss or other inputs (examples/own_loss.py, own_inputs.py):
+No other module compares the name of a kind of task: all read the fields of `find(name)`. Your spec is
+a copy of one of these with another loss or other inputs (examples/own_loss.py, own_inputs.py):
 `--task_type my_module:spec`, or an entry point of the group `fmmeta.learners` of an installed package. torch
 is imported to check a loss alone.
 """
@@ -61,7 +61,7 @@ def find(name: str) -> LearnerSpec:
     found = find_spec("task_type", name, BUILT_IN, "fmmeta.learners", LearnerSpec, "examples/own_loss.py")
     if found.name not in BUILT_IN:
         raise UsageError(
-            f"task_type={name} is a LearnerSpec with the name {found.name!r}, and one of your own keeps the"
+            f"task_type={name} is a LearnerSpec with the name {found.name!r}, and yours keeps the"
             f" name of its kind of task; write replace({any_of(SPECS)}, loss=...)"
         )
     return found

@@ -39,8 +39,7 @@ class ModelConfig(RefusesUnknownNames):
     )
     task_type: str = setting(
         learners.CLASSIFICATION.name,
-        "Kind of every task: classification (predict one of the task's classes), causal_lm (generate a"
-        " text), or module:spec of one with your loss or your inputs",
+        "Kind of every task: classification, causal_lm (generate a text), or module:spec of yours",
         remembered=True,
         keyed=True,
         common=True,

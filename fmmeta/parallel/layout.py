@@ -188,16 +188,25 @@ class Launch:
             on_this_node = -(-size // max(1, number(env, names.nodes)))
         # SLURM: 4(x2),3 are the tasks of each node
         per_node = {name: re.split("[(,]", env.get(name, ""))[0] for name in names.local_size}
+        local_size = number(per_node, *names.local_size, default=on_this_node)
+        if not 1 <= local_size <= size or (launch.local_rank >= local_size and any(per_node.values())):
+            raise UsageError(
+                f"{any_of(names.local_size)} of {local_size} ranks on this node does not fit"
+                f" {any_of(names.local_rank)} {launch.local_rank} and {names.size}={size}; check the launcher"
+            )
         launch = replace(
             launch,
-            local_world_size=number(per_node, *names.local_size, default=on_this_node),
+            local_world_size=local_size,
             node=next(filter(None, map(env.get, names.node)), ""),
         )
         # torch's port; with SLURM one for each job, below those that the kernel gives to connections
         port = 10000 + number(env, "SLURM_JOB_ID", default=0) % 20000 if names is SRUN else 29500
-        return replace(
-            launch, master_addr=launch._address(env), master_port=number(env, "MASTER_PORT", default=port)
-        )
+        port = number(env, "MASTER_PORT", default=port)
+        if not 0 < port < 2**16:
+            raise UsageError(
+                f"MASTER_PORT={port} is no port; use one from 1024 to 65535 in all ranks"
+            )
+        return replace(launch, master_addr=launch._address(env), master_port=port)
 
     def _address(self, env: Mapping[str, str]) -> str:
         """The host of the store: with SLURM, by default, the first node of the step. Raises `UsageError`."""
@@ -216,12 +225,16 @@ class Launch:
 
 
 def refuse_half(env: Mapping[str, str]) -> None:
-    """Raise `UsageError` for a process that knows its rank or the number of ranks alone."""
+    """Raise `UsageError` for a process that knows its rank, its local rank or the number of ranks alone."""
     for names in LAUNCHERS:
         rank, size = env.get(names.rank), env.get(names.size)
-        alone = names is SRUN or (rank is None and (names is not DIRECT or size in (None, "", "1")))
-        if not alone:
+        alone = rank is None and (names is not DIRECT or size in (None, "", "1"))
+        if names is SRUN:  # SLURM sets 0 in a batch script too
+            alone = rank in (None, "", "0")
+        local = next((name for name in names.local_rank if env.get(name, "0").strip() not in ("", "0")), None)
+        if not alone or local:
             known, missing = (names.rank, names.size) if rank is not None else (names.size, names.rank)
+            known, missing = (known, missing) if known in env else (local or known, names.rank)
             raise UsageError(
                 f"{known}={env[known]} without {missing}: which of how many ranks of {names.launcher} this"
                 f" process is cannot be known; set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR in each, or"

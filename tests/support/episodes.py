@@ -1,12 +1,15 @@
 """Compares loaded episodes, and sums the losses of their micro-batches."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fmmeta.config.learners import CLASSIFICATION
 from fmmeta.models.causal_lm import CausalLearner
 from fmmeta.models.classification import Classifier
+from fmmeta.models.learner import loss_of
 from fmmeta.tasks.batching import MicroBatch
 from fmmeta.tasks.loader import LoadResult
 
@@ -16,7 +19,7 @@ def objective(outputs: Any, batch: MicroBatch) -> list[Tensor]:
 
     outputs: of a learner, or logits alone.
     """
-    no_model: Any = None
+    no_model: Any = SimpleNamespace(loss=loss_of(CLASSIFICATION))
     kind = Classifier if isinstance(outputs, tuple) or outputs.ndim == 2 else CausalLearner
     if isinstance(outputs, Tensor) and kind is Classifier:
         outputs = outputs, outputs

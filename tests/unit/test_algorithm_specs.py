@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from fmmeta.cli import parse
-from fmmeta.config.algorithms import BUILT_IN, find, installed
+from fmmeta.config.algorithms import BUILT_IN, find
+from fmmeta.config.registry import installed
 from fmmeta.config.settings import Config
 from tests.support.helpers import ROOT
 from tests.support.messages import check_message, refusal

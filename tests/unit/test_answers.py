@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 import fmmeta
 from fmmeta.adaptation.model import Answer, LoadedModel, load_model
 from fmmeta.common.progress import Progress
+from fmmeta.config.learners import CAUSAL_LM
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.command import episodes_of
 from fmmeta.evaluation.settings import EvaluateConfig
@@ -20,6 +22,7 @@ from fmmeta.metrics.language import LanguageMetrics, generate
 from fmmeta.models import answers
 from fmmeta.models.answers import AnswerRow, Answers
 from fmmeta.models.causal_lm import CausalLearner
+from fmmeta.models.learner import loss_of
 from fmmeta.models.load import fitted, max_positions
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batching import IGNORE, Example, collate
@@ -291,7 +294,7 @@ def test_losses_of_large_vocabularies_are_exact_to_single_precision():
     logits = 4 * torch.randn(2, 6, 50_000, generator=torch.Generator().manual_seed(0))
     rows = [Example([1] * 6, [IGNORE] * 3 + [7, 8, 9]), Example([1] * 5, [IGNORE, 3, 4, 5, 6])]
     batch = collate(rows, 1.0, 0)
-    no_model: Any = None
+    no_model: Any = SimpleNamespace(loss=loss_of(CAUSAL_LM))
     losses = CausalLearner.losses(no_model, logits, batch).loss
     for line, row in enumerate(rows):
         one = AnswerRow.of(row.input_ids, row.labels)  # type: ignore[arg-type]

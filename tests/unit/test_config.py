@@ -57,7 +57,7 @@ def test_lower_bounds(name, least):
 @pytest.mark.parametrize(
     ("name", "value", "parts"),
     [
-        ("task_type", "x", ("task_type=x", "use classification or causal_lm")),
+        ("task_type", "x", ("task_type=x is unknown", "use classification, causal_lm, or module:spec")),
         ("head_init", "x", ("head_init=x", "use zero, learned or prototype")),
         ("engine", "x", ("engine=x", "use auto, deepspeed or plain")),
         ("outer_optimizer", "x", ("outer_optimizer=x", "use adamw, sgd, nesterov, adagrad, adamax")),

@@ -23,6 +23,7 @@ import fmmeta
 from fmmeta.adaptation.model import load_model
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
+from fmmeta.config.learners import CLASSIFICATION
 from fmmeta.config.settings import Config
 from fmmeta.evaluation import command
 from fmmeta.evaluation.command import episodes_of
@@ -789,7 +790,7 @@ def test_comparison_shows_both_models_and_the_verdict(accuracies, row, verdict, 
 
     settings = EvaluateConfig(model_name_or_path="mine", compare="theirs", method=["knn"], k_shot=[1])
     ours, theirs = cell(accuracies, 1.0), cell([0.5, 0.6, 0.7, 0.6], 1.25)
-    results = results_of(settings, [ours], "classification")
+    results = results_of(settings, [ours], CLASSIFICATION)
     results["compare"] = {"with": "theirs", "cells": differences([ours], [theirs])}
     show(results, Progress(True))
     table = capsys.readouterr().out.split("mine (A) against theirs (B)")[1]
