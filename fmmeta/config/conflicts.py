@@ -328,10 +328,7 @@ def of_own_inputs(c: Any) -> Conflicts:
     given = f"task_type={c.task_type}, whose collate function makes the inputs"
     changed = [item.name for item in fields(c) if getattr(c, item.name) not in (default_of(item), None)]
     return [
-        (
-            not c.learner.of_classes,
-            f"{given}, is for {c.learner.name}; use a copy of CLASSIFICATION",
-        ),
+        (not c.learner.of_classes, f"{given}, has no classes; use a copy of CLASSIFICATION"),
         *(
             (name in changed, f"{name}={shown(getattr(c, name))} with {given}: {why}; leave one out")
             for name, why in OF_OWN_INPUTS.items()
@@ -351,8 +348,7 @@ def factor_of(item: str) -> float:
 def of_outer_step(c: Any) -> Conflicts:
     if c.outer_optimizer not in OUTER_OPTIMIZERS:
         check_outer(c)
-    if c.learner.loss:
-        check_loss(c.task_type)
+    check_loss(c.task_type)
     return [
         (
             c.warmup_steps >= 1 and c.warmup_steps % 1,

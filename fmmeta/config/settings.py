@@ -901,8 +901,9 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
         return replace(self, **{**self._left_open, **changes})
 
     def to_remember(self) -> dict[str, Any]:
-        """What an exported model stores in its fmmeta.json. own_task_type: the name of the
-        user's code, which is not imported from there."""
+        """What an exported model stores in its fmmeta.json. own_task_type: names the user's code, which is
+        not imported from there.
+        """
         stored = {name: getattr(self, name) for name in REMEMBERED} | {"task_type": self.learner.name}
         return stored if self.task_type in learners.BUILT_IN else {**stored, "own_task_type": self.task_type}
 

@@ -10,10 +10,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -381,7 +383,9 @@ def set_loss(learner: Any, weights: Weights, rows: Sequence[Example], bf16: bool
             logits, labels = found[1][:, :known], torch.tensor([row.labels])
         else:
             logits, labels = found[0, :-1], torch.tensor(row.labels)[1:]
-        losses.append(learner.loss(logits, labels).sum())
+        wanted = labels != IGNORE
+        loss = learner.own_loss or partial(F.cross_entropy, reduction="none")
+        losses.append(loss(logits[wanted], labels[wanted]).sum())
     return torch.stack(losses).sum() / total
 
 

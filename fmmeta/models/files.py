@@ -300,9 +300,8 @@ def checked(facts: Any) -> dict[str, Any]:
     facts = {name: value for name, value in facts.items() if value is not None and value == value}
     for name in {*REMEMBERED, "n_way"} & set(facts):
         facts[name] = of_type(Config, name, facts[name])
-    if (
-        facts.get("task_type", learners.CLASSIFICATION.name) not in learners.BUILT_IN
-    ):  # no code is imported from here
+    # no code is imported from here
+    if facts.get("task_type", learners.CLASSIFICATION.name) not in learners.BUILT_IN:
         raise ValueError(f"task_type is none of {any_of(learners.BUILT_IN)}")
     if not facts.get("peft_config", "{").startswith("{"):
         raise ValueError("peft_config names a file")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from fmmeta.config.learners import CLASSIFICATION, LearnerSpec
+from fmmeta.config.learners import LearnerSpec
 from fmmeta.models.unpadded import Unpadded
 from fmmeta.tasks.batching import IGNORE, MicroBatch, map_tensors
 
@@ -32,14 +32,15 @@ RowLoss = Callable[[Tensor, Tensor], Tensor]
 
 def loss_of(spec: LearnerSpec) -> RowLoss:
     """The loss of rows or tokens [N] from logits [N, C] and targets [N]; 0 where a target is IGNORE."""
-    if spec.loss is None:
-        return partial(F.cross_entropy, ignore_index=IGNORE, reduction="none")
-    return partial(without_ignored, spec.loss)
+    return partial(row_losses, spec.loss)
 
 
-def without_ignored(loss: RowLoss, logits: Tensor, targets: Tensor) -> Tensor:
+def row_losses(own: RowLoss | None, logits: Tensor, targets: Tensor) -> Tensor:
+    """See `loss_of`. own: the user's loss; None: cross-entropy."""
+    if own is None:
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
     ignored = targets == IGNORE
-    return loss(logits, targets.masked_fill(ignored, 0)).masked_fill(ignored, 0.0)
+    return own(logits, targets.masked_fill(ignored, 0)).masked_fill(ignored, 0.0)
 
 
 class RowLosses(NamedTuple):
@@ -93,7 +94,7 @@ class Learner(nn.Module, ABC):
     head_path: of the classifier head's module; others have none. head_names: of the head's weight, then its
     bias, if any. top: prefix of the names of all parameters above the base, which LoRA trains in full.
     own_head: the head is fmmeta's, beside `hf`, and is exported in a separate file. peft_task: peft's name of
-    what the adapters are for. loss: see `loss_of`.
+    what the adapters are for. own_loss: of the user, see LearnerSpec.loss; set where the learner is made.
     """
 
     head_path: str
@@ -101,12 +102,16 @@ class Learner(nn.Module, ABC):
     top: tuple[str, ...] = ()
     own_head = False
     peft_task: str
+    own_loss: RowLoss | None = None
 
     def __init__(self, hf: Any) -> None:
         super().__init__()
-        self.loss = loss_of(CLASSIFICATION)  # of another spec: set where the learner is made
         AttentionMaskInterface.register("sdpa", mask_without_waiting)
         self.hf, self.unpadded = hf, Unpadded(hf)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss of rows or tokens [N] from logits [N, C] and targets [N]; 0 where a target is IGNORE."""
+        return row_losses(self.own_loss, logits, targets)
 
     @abstractmethod
     def losses(self, outputs: Any, batch: MicroBatch) -> RowLosses:

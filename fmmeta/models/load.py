@@ -50,7 +50,7 @@ from fmmeta.models.files import (
     split_source,
 )
 from fmmeta.models.forward_options import check_packing, checkpoint_layers
-from fmmeta.models.learner import Learner, loss_of
+from fmmeta.models.learner import Learner
 from fmmeta.models.lora import import_peft, inject, merge, restore_adapters
 from fmmeta.models.tiny import byte_tokenizer, image_settings, tiny_config, tiny_vit_config
 from fmmeta.tasks.data.images import PROCESSOR_FILE, ImageReader
@@ -826,7 +826,7 @@ def wrap(hf: Any, config: Config, description: Description) -> Learner:
             )
     else:
         learner = PooledClassifier(hf, outputs, description.pooling, config.feature_norm)
-    learner.loss = loss_of(config.learner)
+    learner.own_loss = config.learner.loss
     if config.lora_r:
         inject(learner, config)
     return learner

@@ -203,9 +203,7 @@ class Launch:
         port = 10000 + number(env, "SLURM_JOB_ID", default=0) % 20000 if names is SRUN else 29500
         port = number(env, "MASTER_PORT", default=port)
         if not 0 < port < 2**16:
-            raise UsageError(
-                f"MASTER_PORT={port} is no port; use one from 1024 to 65535 in all ranks"
-            )
+            raise UsageError(f"MASTER_PORT={port} is no port; use one from 1024 to 65535 in all ranks")
         return replace(launch, master_addr=launch._address(env), master_port=port)
 
     def _address(self, env: Mapping[str, str]) -> str:
