@@ -42,7 +42,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command(
-        "meta-train a checkpoint (one process; `deepspeed launch/train.py` starts more)",
+        "meta-train a checkpoint (one process; `deepspeed --module fmmeta train` starts more)",
         "fmmeta.config.settings:Config",
         "fmmeta.train:train",
         "[RECIPE or FILE.yaml] [--flags]",

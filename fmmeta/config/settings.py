@@ -913,6 +913,21 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
         return learners.find(self.task_type)
 
     @property
+    def shape(self) -> str:
+        """The episodes in words, such as 5 to 20-way 1-shot.
+
+        >>> Config(n_way=5, n_way_max=20).shape
+        '5 to 20-way 5-shot'
+        """
+        sizes = [(self.k_shot, self.k_shot_max, "shot")]
+        if self.learner.of_classes:
+            sizes.insert(0, (self.n_way, self.n_way_max, "way"))
+        return " ".join(
+            f"{least}{f' to {most}' if most not in (None, least) else ''}-{what}"
+            for least, most, what in sizes
+        )
+
+    @property
     def most_classes(self) -> int:
         """Classes of the largest episode, and so of the head; 0 without classes."""
         return (self.n_way_max or self.n_way) if self.learner.of_classes else 0

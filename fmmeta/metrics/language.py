@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import GENERATED, Config
-from fmmeta.models.answers import AnswerRow
+from fmmeta.models.answers import AnswerRow, with_cache
 from fmmeta.models.load import max_positions
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
@@ -226,7 +226,7 @@ def generate(
                     num_beams=1,
                     pad_token_id=pad,
                     eos_token_id=[*reader.ends],
-                    **({"past_key_values": cache} if cache else {}),
+                    **(with_cache(hf, cache) if cache else {}),
                 )
             for index, answer in zip(batch, out[:, ids.shape[1] :].tolist(), strict=True):
                 answers[index] = reader.text(answer)

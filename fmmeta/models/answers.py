@@ -14,6 +14,7 @@ window, compute complete rows; so do compiled models, with all logits.
 """
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -161,8 +162,8 @@ class Answers:
             hf(
                 input_ids=torch.tensor([list(ids)], device=self._device),
                 attention_mask=torch.ones(1, length, dtype=torch.long, device=self._device),
-                past_key_values=cache,
                 use_cache=True,
+                **with_cache(hf, cache),
             )
         if cache.get_seq_length() != length:
             raise NotImplementedError("the model keeps no keys and values in the cache that it is given")
@@ -207,7 +208,7 @@ class Answers:
         behind = (
             {"use_cache": False}
             if cache is None
-            else {"past_key_values": expanded(cache, len(rows)), "use_cache": True}
+            else {**with_cache(self.learner.hf, expanded(cache, len(rows))), "use_cache": True}
         )
         with self._head_at(lines, places):
             logits = self.learner.hf(
@@ -235,6 +236,12 @@ class Answers:
     @property
     def _device(self) -> torch.device:
         return self.learner.hf.get_input_embeddings().weight.device
+
+
+def with_cache(hf: Any, cache: Any) -> dict[str, Any]:
+    """The argument of a model for a cache, which transformers has renamed in 5.24."""
+    renamed = "cache" in inspect.signature(hf.forward).parameters
+    return {"cache" if renamed else "past_key_values": cache}
 
 
 def expanded(cache: Any, rows: int) -> Any:

@@ -409,8 +409,8 @@ def load_tokenizer(
         notice(Warn(f"pooling={config.pooling}: {name} is trained and exported without {parts}"))
     if description.normalizes and not config.feature_norm:
         notice(
-            f"{name} scales its vectors to length 1, and the classifier sees them as they are;"
-            " --feature_norm scales them"
+            f"{name} scales its vectors to length 1, and a linear head sees them as they are; --feature_norm"
+            " 3.16 is a length to try"
         )
     rows = embedding_rows(config, description)
     tokenizer = read_tokenizer(config) if given is None else copy.deepcopy(given)

@@ -257,11 +257,9 @@ def show(compared: Compared, config: Config, table: Table) -> None:
         rows[1][0] += f" (inner_lr {config.inner_lr * loop.scale:.3g}, {loop.steps} steps)"
     gain, fall = compared.gain
     rows.append(["gain of meta-training (paired)", percent(gain), format_interval(fall)])
-    ways, head = "", ""
-    if config.learner.of_classes:
-        ways, head = f"{config.n_way}-way ", f" (head at the start of a task: {config.head_init})"
+    head = f" (head at the start of a task: {config.head_init})" if config.learner.of_classes else ""
     learning = "support set in the prompt" if in_prompt else f"{counted(config.inner_steps, 'inner step')}"
-    title = f"{compared.episodes} held-out {ways}{config.k_shot}-shot episodes, {learning}"
+    title = f"{compared.episodes} held-out {config.shape} episodes, {learning}"
     table(f"{title}{head}", ["", "accuracy %", "loss"], rows)
     if len(compared.strata) > 1:
         table(

@@ -53,7 +53,6 @@ def card_content(
     summary = f"This model learns a new {learns} task from a few examples. It was meta-trained with fmmeta."
     if spec.trains_nothing:
         summary = "fmmeta has evaluated this model and changed none of its weights."
-    episodes = f"{config.n_way}-way {config.k_shot}-shot" if classes else f"{config.k_shot}-shot"
     data = [public_name(name) for name in config.dataset]
     base = code(public_name(config.model_name_or_path))
     tasks = counted(config.tasks_per_step, "task")
@@ -61,7 +60,7 @@ def card_content(
     facts = {
         "base model": f"{base}, the built-in model, trained from scratch" if config.builtin_model else base,
         "algorithm": escaped(config.algorithm),
-        "tasks": f"{' '.join(map(code, data))}, {episodes} episodes",
+        "tasks": f"{' '.join(map(code, data))}, {config.shape} episodes",
         "inner loop": "" if spec.in_prompt else inner_loop(config, config.inner_steps),
         "prompt": "the support set precedes each query" if spec.in_prompt else "",
         "outer loop": f"{counted(outer_steps, 'step')} of {config.outer_optimizer} over {tasks} each,"
@@ -82,7 +81,7 @@ def card_content(
         facts=facts,
         dataset=[] if spec.trains_nothing else config.dataset,
         results=results(config, data, compared, kind) if compared else [],
-        scores=scores(compared, episodes, config) if compared else None,
+        scores=scores(compared, config) if compared else None,
     )
 
 
@@ -106,7 +105,7 @@ def results(config: Config, data: Sequence[str], compared: Compared, kind: str =
             found.append(
                 EvalResult(
                     task_type=f"{kind}-classification" if classes else "text-generation",
-                    task_name=f"{f'{config.n_way}-way ' if classes else ''}{config.k_shot}-shot learning",
+                    task_name=f"{config.shape} learning",
                     dataset_type=printable(", ".join(data)),
                     dataset_name=printable(", ".join(data)),
                     dataset_split="test",
@@ -119,7 +118,7 @@ def results(config: Config, data: Sequence[str], compared: Compared, kind: str =
     return found
 
 
-def scores(compared: Compared, episodes: str, config: Config) -> Scores:
+def scores(compared: Compared, config: Config) -> Scores:
     """The table on held-out tasks of a card."""
     spec = find(config.algorithm)
     trained = not spec.trains_nothing  # the base model is another one
@@ -134,7 +133,7 @@ def scores(compared: Compared, episodes: str, config: Config) -> Scores:
         base = " The base model gets the same prompts, which hold the support set."
     names = {BEFORE: "before adaptation", FROM_START: "base model, adapted", AFTER: "this model, adapted"}
     return Scores(
-        f"Mean of {compared.episodes} {episodes} episodes and 95 % interval over their"
+        f"Mean of {compared.episodes} {config.shape} episodes and 95 % interval over their"
         f" {units_of(compared.units, compared.kind)}, which were held out." + (base if trained else ""),
         ("accuracy %", f"loss ({config.learner.unit})"),
         [

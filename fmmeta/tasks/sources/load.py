@@ -372,8 +372,8 @@ def load_sources(
         )
     if wanted[0] not in sources.of_split:
         raise UsageError(
-            f"eval_split={wanted[0]} of dataset={' '.join(config.dataset)} is empty; give another"
-            " --eval_split, or a file of splits"
+            f"eval_split={wanted[0]} of dataset={' '.join(config.dataset)} is empty: no class or task is held"
+            " out for it; give another --eval_split, or a file of splits"
         )
     if {*SPLITS} <= {*wanted} and sources.test is None and config.test_episodes:
         notice(Warn(no_table(config, sources.used)))
