@@ -7,6 +7,7 @@ reads the folder.
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from fmmeta.common.security import disk_trouble, publishing
 from fmmeta.config.fields import refuse_first, setting
 from fmmeta.models.files import GENERATION_FILE
 
+TOKENS = ("bos", "eos", "eot", "eom", "unknown", "padding")  # whose ids are read
 UNREAD = "rope_freqs.weight"  # scaling of rotary frequencies, which transformers leaves out
 SAMPLE = "In 2024, the other day:\n  1. a r\u00e9sum\u00e9  <|endoftext|>"
 """A text on which the stored tokenizer is compared with that of the file."""
@@ -145,11 +147,26 @@ def check_file(source: Path, given: str) -> dict[str, Any]:
             f"{given} scales its rotary positions ({scaling}), which transformers does not read from GGUF"
             " files; give the model's Hugging Face folder"
         )
+    tensors = {one.name for one in reader.tensors}
+    key, blocks = f"{architecture}.block_count", (re.match(r"blk\.(\d+)\.", name) for name in tensors)
+    last, count = max((int(block[1]) for block in blocks if block), default=-1), values.get(key)
+    if isinstance(count, int) and last >= count:
+        raise UsageError(
+            f"{given} has {key}={count}, and tensors of block {last}, which would be left out; give a file"
+            " whose block_count counts all blocks, from 0"
+        )
+    tokens = reader.fields.get("tokenizer.ggml.tokens")
+    for key in (f"tokenizer.ggml.{kind}_token_id" for kind in TOKENS):
+        if tokens and values.get(key, 0) not in range(size := len(tokens.data)):
+            raise UsageError(
+                f"{given} has {key}={values[key]}, and its vocabulary has {size} tokens, from 0; give a file"
+                " with the id of one of them"
+            )
     ids = [values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     return {
         "described": {name: values.get(f"general.{name}") for name in ("name", "license", "architecture")},
-        "tensors": {one.name for one in reader.tensors},
-        "has_tokenizer": "tokenizer.ggml.tokens" in reader.fields,
+        "tensors": tensors,
+        "has_tokenizer": tokens is not None,
         "ends": [one for one in dict.fromkeys(ids) if one is not None],
     }
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fmmeta.common.errors import UsageError, one_line
 from fmmeta.common.text import shortened
+from fmmeta.config.peft_options import STARTS
 from fmmeta.config.settings import Config
 from fmmeta.models.files import (
     ADAPTER_FILE,
@@ -280,15 +281,30 @@ def restore_adapters(learner: Learner, config: Config) -> None:
     """Load the adapters of an adapter folder, to train them further; a base model has none.
 
     A head of other classes is left as it is. Raises `UsageError` if rank, alpha or layers differ from those
-    in `config`.
+    in `config`, and for what is stored beside them or needs another base.
     """
     name = config.model_source
     settings = read_json(name, "adapter_config.json", dict)
     if settings is None:
         return
-    adapter_folder(name)
+    read_settings(adapter_folder(name), config)
+    start = settings.get("init_lora_weights")
+    if start not in (None, *STARTS, "eva", "mica"):
+        raise UsageError(
+            f"lora_r={config.lora_r}: {name} holds adapters with init_lora_weights={start}, which changed the"
+            " weights of their base; leave --lora_r out, which merges them"
+        )
     stored = read_stored(name, ADAPTER_FILE, load_file) or {}
     params = {file_name(name): param for name, param in learner.named_parameters() if param.requires_grad}
+    if beside := [
+        name
+        for name in sorted({*stored} - {*params})
+        if not re.search(r"\.lora_[AB]\.weight$", name) and not is_head(name, learner.hf, config)
+    ]:
+        raise UsageError(
+            f"lora_r={config.lora_r}: {name} stores {len(beside)} weights that are not trained further and"
+            f" would be lost ({beside[0]}); leave --lora_r out, which merges them"
+        )
     found = {name: value.shape for name, value in stored.items() if ".lora_" in name}
     wanted = {name: param.shape for name, param in params.items() if ".lora_" in name}
     with reading(name, "adapter_config.json"):
@@ -322,26 +338,26 @@ def merge(hf: Any, folder: Path, config: Config) -> None:
     classifier, without those above it. Raises `UsageError`.
     """
     peft = import_peft(config)
+    settings = read_settings(folder, config)
     with reading(config.model_source, "its adapters"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of old names in transformers, and of what is checked here
-        settings = peft.PeftConfig.from_pretrained(str(folder))
-        refuse_unmergeable(settings, config)
         stored = load_file(folder / ADAPTER_FILE)
         settings.task_type, settings.inference_mode = None, True  # peft's class for a task needs its methods
         model = peft.PeftModel(root_of(hf, stored), settings)
-        inner = {name for name, _ in hf.base_model.named_children()} | {hf.base_model_prefix}
-
-        def is_head(name: str) -> bool:
-            return config.learner.of_classes and first_part(name) not in inner
-
         wanted = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
         for name, value in wanted.items():
-            if is_head(name) and (name not in stored or stored[name].shape != value.shape):
+            if is_head(name, hf, config) and (name not in stored or stored[name].shape != value.shape):
                 stored[name] = value  # a head of other classes
         unused = peft.set_peft_model_state_dict(model, stored).unexpected_keys
-        if wrong := {*wanted} - {*stored} | {name for name in unused if not is_head(name)}:
+        if wrong := {*wanted} - {*stored} | {name for name in unused if not is_head(name, hf, config)}:
             raise ValueError(f"{', '.join(sorted(wrong)[:3])} does not fit {type(hf).__name__}")
         model.merge_and_unload()
+
+
+def is_head(name: str, hf: Any, config: Config) -> bool:
+    """Whether a name in an adapter file is above the base of a classifier."""
+    inner = {name for name, _ in hf.base_model.named_children()} | {hf.base_model_prefix}
+    return config.learner.of_classes and first_part(name) not in inner
 
 
 def first_part(name: str) -> str:
@@ -349,21 +365,39 @@ def first_part(name: str) -> str:
     return name.removeprefix(PREFIX).split(".")[0]
 
 
+def read_settings(folder: Path, config: Config) -> Any:
+    """peft's settings of the adapters in a folder.
+
+    Raises `UsageError` for adapters that are no change of weights, and for options that this peft does not
+    know: they may change what the adapters compute.
+    """
+    with reading(config.model_source, "its adapters"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of unknown options
+        settings = import_peft(config).PeftConfig.from_pretrained(str(folder))
+        refuse_unmergeable(settings, config)
+    stored = read_json(config.model_source, "adapter_config.json", dict) or {}
+    if unknown := [name for name, value in stored.items() if value and not hasattr(settings, name)]:
+        raise UsageError(
+            f"model_name_or_path={config.model_source}: adapter_config.json has"
+            f" {unknown[0]}={shortened(stored[unknown[0]])}, which this version of peft does not know; pip"
+            " install --upgrade peft"
+        )
+    return settings
+
+
 def refuse_unmergeable(settings: Any, config: Config) -> None:
     """Raise `UsageError` for adapters that are no change of weights. settings: of peft."""
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
-    tuner, activated = PEFT_TYPE_TO_TUNER_MAPPING[settings.peft_type], "alora_invocation_tokens"
-    if (
-        settings.is_prompt_learning
-        or not hasattr(tuner, "merge_and_unload")
-        or getattr(settings, activated, 0)
-    ):
-        option = f" with {activated}" if getattr(settings, activated, 0) else ""
+    tuner = PEFT_TYPE_TO_TUNER_MAPPING[settings.peft_type]
+    options = [
+        name for name in ("alora_invocation_tokens", "layer_replication") if getattr(settings, name, None)
+    ]
+    if settings.is_prompt_learning or not hasattr(tuner, "merge_and_unload") or options:
         raise UsageError(
             f"model_name_or_path={config.model_source} holds adapters of"
-            f" peft_type={settings.peft_type.value}{option}, which cannot be merged into a model's weights;"
-            " give LoRA adapters, or a whole model"
+            f" {' with '.join([f'peft_type={settings.peft_type.value}', *options])}, which cannot be merged"
+            " into a model's weights; give LoRA adapters, or a whole model"
         )
 
 

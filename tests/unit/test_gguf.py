@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -265,6 +266,27 @@ INCOMPLETE = {name: value for name, value in TENSORS.items() if name != "blk.1.f
 )
 def test_models_that_cannot_be_converted_are_refused(architecture, given, parts, tmp_path):
     check_message(refused(write_gguf(tmp_path / "model.gguf", architecture, **given)), *parts)
+
+
+def test_blocks_that_the_file_does_not_count_are_refused(tmp_path):
+    """transformers would leave them out."""
+    file = write_gguf(tmp_path / "model.gguf", settings={"block_count": 1})
+    check_message(refused(file), "llama.block_count=1", "tensors of block 1", "give a file whose block_count")
+
+
+@pytest.mark.parametrize("kind", ["eos", "bos", "unknown", "padding", "eot"])
+@pytest.mark.parametrize("number", [VOCABULARY, -1])
+def test_ids_of_no_token_are_refused(kind, number, tmp_path, monkeypatch):
+    key, write = f"tokenizer.ggml.{kind}_token_id", GGUFWriter.write_header_to_file
+
+    def changed(self):
+        self.kv_data[0].pop(key, None)
+        self.add_int32(key, number)
+        write(self)
+
+    monkeypatch.setattr(GGUFWriter, "write_header_to_file", changed)
+    message = refused(write_gguf(tmp_path / "model.gguf"))
+    check_message(message, f"{key}={number},", f"its vocabulary has {VOCABULARY} tokens", "give a file with")
 
 
 def test_a_tokenizer_that_transformers_cannot_read_is_refused(file):

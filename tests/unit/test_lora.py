@@ -33,7 +33,14 @@ def sources(bert, llama, tmp_path_factory):
     # its classifier has a dense layer below the output layer, and it has no pooler
     model = tiny("roberta", num_hidden_layers=1, num_labels=3)
     roberta = save(model, tmp_path_factory.mktemp("roberta"))
-    return {"bert": str(bert), "llama": str(llama), "roberta": str(roberta), "tiny": "tiny"}
+    qwen2 = save(tiny("qwen2", num_hidden_layers=1), tmp_path_factory.mktemp("qwen2"))
+    return {
+        "bert": str(bert),
+        "llama": str(llama),
+        "roberta": str(roberta),
+        "qwen2": str(qwen2),
+        "tiny": "tiny",
+    }
 
 
 def learner_of(source: str, **settings):
@@ -331,6 +338,80 @@ def test_training_continues_from_stored_adapters(source, tmp_path, sources):
             f"{layers} layers",
             "give the same --lora_r, --lora_alpha",
         )
+
+
+@pytest.mark.parametrize(
+    ("options", "resized", "parts"),
+    [
+        (
+            {"modules_to_save": ["lm_head"]},
+            0,
+            ("would be lost (base_model.model.lm_head.weight", "leave --lora_r out"),
+        ),
+        (
+            {"bias": "all"},
+            0,
+            ("would be lost (base_model.model.model.layers.0.self_attn.k_proj.bias", "leave --lora"),
+        ),
+        ({}, 8, ("2 weights that are not trained further", "leave --lora_r out")),
+        ({"trainable_token_indices": [3]}, 0, ("trainable_tokens_delta", "leave --lora_r out")),
+        ({"use_dora": True}, 0, ("lora_magnitude_vector", "leave --lora_r out")),
+        ({"init_lora_weights": "pissa"}, 0, ("init_lora_weights=pissa", "leave --lora_r out")),
+        ({"init_lora_weights": "olora"}, 0, ("init_lora_weights=olora", "leave --lora_r out")),
+        ({"init_lora_weights": "eva"}, 0, ()),
+    ],
+    ids=str,
+)
+def test_adapters_with_more_than_is_trained_are_not_continued(options, resized, parts, tmp_path, sources):
+    """Their other weights would be lost. Without --lora_r they are merged."""
+    base = AutoModelForCausalLM.from_pretrained(sources["qwen2"])
+    if resized:
+        base.resize_token_embeddings(base.config.vocab_size + resized)
+    options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **options}
+    model, folder = peft.get_peft_model(base, peft.LoraConfig(**options)), str(tmp_path / "model")
+    with torch.no_grad():
+        for param in filter(lambda param: param.requires_grad, model.parameters()):
+            param += 0.1
+    model.save_pretrained(folder)
+    if not parts:
+        learner_of(folder, task_type="causal_lm", lora_target_modules=["q_proj"])
+    else:
+        message = refusal(learner_of, folder, task_type="causal_lm", lora_target_modules=["q_proj"])
+        check_message(message, f"lora_r=4: {folder}", *parts)
+    if not resized:
+        batch = inputs(Path(sources["qwen2"]))
+        with torch.no_grad():
+            ours = learner_of(folder, task_type="causal_lm", lora_r=0).hf(**batch).logits
+            assert_same_logits(ours, model.eval()(**batch).logits, batch["attention_mask"])
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (peft.PrefixTuningConfig(num_virtual_tokens=2), ("PREFIX_TUNING", "give LoRA adapters")),
+        (peft.LoraConfig(layer_replication=[[0, 2], [1, 2]]), ("layer_replication", "give LoRA adapters")),
+        (peft.LoraConfig(r=4), ("adapter_config.json has use_future_scaling=True", "install --upgrade peft")),
+    ],
+    ids=["prefix", "replication", "unknown option"],
+)
+def test_adapters_that_are_no_change_of_weights_are_refused(options, parts, rank, tmp_path, sources):
+    """Or that may be none, by an option that peft does not know."""
+    options.task_type = "CAUSAL_LM"
+    base = AutoModelForCausalLM.from_pretrained(sources["llama"])
+    peft.get_peft_model(base, options).save_pretrained(tmp_path)
+    facts = json.loads((file := tmp_path / "adapter_config.json").read_text())
+    unknown = {"use_future_scaling": "future" in parts[0], "use_none": None}
+    file.write_text(json.dumps({**facts, **unknown}))
+    message = refusal(learner_of, str(tmp_path), task_type="causal_lm", lora_r=rank)
+    check_message(message, f"model_name_or_path={tmp_path}", *parts)
+
+
+def test_a_head_of_another_task_is_not_continued(tmp_path, sources):
+    base = AutoModelForCausalLM.from_pretrained(sources["llama"])
+    options = peft.LoraConfig(r=4, task_type="CAUSAL_LM", modules_to_save=["lm_head"])
+    peft.get_peft_model(base, options).save_pretrained(tmp_path)
+    assert learner_of(str(tmp_path), pooling="model").hf.score.weight.shape[0] == 3
 
 
 def options_file(path: Path, **options) -> str:
