@@ -155,7 +155,8 @@ TOKENIZERS = (  # files, one of which is beside every tokenizer that is not made
 )
 FEWEST = 64  # tokens of a tokenizer beside its special ones, for a model of more rows than bytes
 IDS = ("pad", "bos", "eos", "unk", "sep", "cls", "mask", "decoder_start")  # NAME_token_id in configurations
-READ = ("pad", "decoder_start")  # of these, those that are put before the model
+READ = ("pad_token_id", "decoder_start_token_id")  # of these, those that are put before the model
+ENDS = ("eos_token_id", "pad_token_id", "bos_token_id")  # in generation settings
 NUMBER = re.compile(r"\.\d+\.")  # of a layer, in the name of a weight
 MOST_BYTES = 260  # rows of an embedding whose tokens may be bytes
 
@@ -264,8 +265,7 @@ def describe(config: Config) -> Description:
         if getattr(hf_config, key, None) == -1:  # how LLaMA 1 says that there is none
             setattr(hf_config, key, None)
     if not images and getattr(hf_config, "pad_token_id", None) is None:
-        eos = getattr(hf_config, "eos_token_id", None)
-        hf_config.pad_token_id = (eos[0] if isinstance(eos, (list, tuple)) else eos) or 0
+        hf_config.pad_token_id = next(iter(with_row(getattr(hf_config, "eos_token_id", None), hf_config)), 0)
     normalizes = pooling != "model" and any(
         kind == "Normalize" for kind, _ in sentence_modules(config.model_source)
     )
@@ -293,10 +293,19 @@ def generation_settings(config: Config, hf_config: Any) -> dict[str, Any]:
 
 
 def stored_ends(config: Config, hf_config: Any) -> tuple[int, ...]:
-    """The end tokens of the checkpoint by its generation settings: a number or a list there."""
-    found = generation_settings(config, hf_config).get("eos_token_id")
-    ends = found if isinstance(found, (list, tuple)) else [found]
-    return tuple(one for one in dict.fromkeys(ends) if type(one) is int and one >= 0)
+    """The end tokens of the checkpoint by its generation settings."""
+    return with_row(generation_settings(config, hf_config).get("eos_token_id"), hf_config)
+
+
+def listed(found: Any) -> Sequence[Any]:
+    """The ids of a setting that is an id or a list of them."""
+    return found if isinstance(found, (list, tuple)) else [found]
+
+
+def with_row(found: Any, hf_config: Any) -> tuple[int, ...]:
+    """The ids of a setting that the vocabulary has; `refuse_without_row` names the others."""
+    rows = getattr(hf_config, "vocab_size", None) or math.inf
+    return tuple(dict.fromkeys(one for one in listed(found) if type(one) is int and 0 <= one < rows))
 
 
 def read_hf_config(name: str, trust_remote_code: bool) -> Any:
@@ -426,8 +435,8 @@ def load_tokenizer(
         tokenizer = bytes_
     if tokenizer.eos_token_id is None and description.ends:
         tokenizer.eos_token = next(filter(None, tokenizer.convert_ids_to_tokens([*description.ends])), None)
-    if config.learner.generates:
-        stored = generation_settings(config, hf_config)
+    stored = generation_settings(config, hf_config) if config.learner.generates else {}
+    if stored:
         unused = [key for key, no in CHANGING_GREEDY.items() if stored.get(key) not in (None, no)]
         if unused:
             notice(
@@ -438,7 +447,7 @@ def load_tokenizer(
         if given is None and (dropped := drop_unused(tokenizer, rows)):
             notice(Warn(f"{name}: {' '.join(dropped)} have no row in its embedding, and are read as text"))
         where = f"model_name_or_path={name}" if given is None else f"tokenizer={type(tokenizer).__name__}"
-        refuse_without_row(where, hf_config, tokenizer, rows, notice)
+        refuse_without_row(where, hf_config, stored, tokenizer, rows, notice)
     if hf_config.model_type not in AFTER_PADDING and tokenizer.pad_token_id is not None:
         hf_config.pad_token_id = tokenizer.pad_token_id
     if given is None and settings.get("do_lower_case"):
@@ -509,11 +518,17 @@ def drop_unused(tokenizer: Any, rows: int) -> list[str]:
 
 
 def refuse_without_row(
-    where: str, hf_config: Any, tokenizer: Any, rows: int, notice: Callable[[str], None]
+    where: str,
+    hf_config: Any,
+    stored: Mapping[str, Any],
+    tokenizer: Any,
+    rows: int,
+    notice: Callable[[str], None],
 ) -> None:
     """Raise `UsageError` for a tokenizer or ids of the configuration beyond the rows of the embedding.
 
     Every token counts, as a text may contain it. An id that the model never reads is named in a notice.
+    stored: the generation settings of a language model.
     """
     with reading(hf_config.name_or_path, "its tokenizer"):
         most = max([*tokenizer.get_vocab().values(), *tokenizer("a")["input_ids"]])
@@ -527,17 +542,16 @@ def refuse_without_row(
         raise UsageError(
             f"{where}: config.json has no decoder_start_token_id, with which its decoder begins; add it"
         )
-    for one in IDS:
-        found = getattr(hf_config, f"{one}_token_id", None)
-        for number in found if isinstance(found, (list, tuple)) else [found]:
-            if number is not None and not 0 <= number < rows:
-                text = (
-                    f"{where}: {one}_token_id={number} of config.json is not among the {rows} rows of its"
-                    " embedding"
-                )
-                if one in READ or number < 0:
-                    raise UsageError(f"{text}; use the id of a token, or null")
-                notice(Warn(f"{text}, and is not used"))
+    own = {key: getattr(hf_config, key, None) for key in (f"{one}_token_id" for one in IDS)}
+    others = {key: stored[key] for key in ENDS if key in stored and repr(stored[key]) != repr(own[key])}
+    for file, ids in (("config.json", own), (GENERATION_FILE, others)):
+        for key, number in [(key, one) for key, found in ids.items() for one in listed(found)]:
+            if number in (None, -1) or (type(number) is int and 0 <= number < rows):
+                continue
+            text = f"{where}: {key}={number!r} of {file} is not among the {rows} rows of its embedding"
+            if type(number) is not int or number < 0 or (ids is own and key in READ):
+                raise UsageError(f"{text}; use the id of a token, or null")
+            notice(Warn(f"{text}, and is not used"))
 
 
 def load_image_reader(config: Config, given: Any = None) -> ImageReader:

@@ -1,6 +1,7 @@
 """Models load with every pooling, with a seeded head and without dropout; others are refused."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -184,6 +185,40 @@ def test_models_without_a_padding_token(tmp_path):
     check_message(
         refusal(describe, config), f"model_name_or_path={tmp_path}", "gemma3", "give a text model alone"
     )
+
+
+def test_ids_of_generation_settings_are_rows_of_the_embedding(tmp_path, llama):
+    """-1 and null are none. One beyond the rows is named in a notice, and ends no answer."""
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    config, notices = Config(model_name_or_path=str(tmp_path), task_type="causal_lm"), list[str]()
+    for key, value, shown in (
+        ("eos_token_id", [[1], 2], "[1]"),
+        ("eos_token_id", {"a": 1}, "{'a': 1}"),
+        ("eos_token_id", [2, -3], "-3"),
+        ("eos_token_id", "1", "'1'"),
+        ("eos_token_id", 2.0, "2.0"),
+        ("eos_token_id", True, "True"),
+        ("pad_token_id", "0", "'0'"),
+        ("bos_token_id", -2, "-2"),
+    ):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, key: value}))
+        check_message(
+            refusal(load_tokenizer, config, describe(config), notices.append),
+            f"model_name_or_path={tmp_path}: {key}={shown} of generation_config.json is not among the 259",
+            "use the id of a token, or null",
+        )
+    facts = {"eos_token_id": [2, -1, 900], "pad_token_id": None, "bos_token_id": -1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(facts))
+    description = describe(config)
+    load_tokenizer(config, description, notices.append)
+    assert description.ends == (2,)
+    assert ["eos_token_id=900 of generation_config.json" in str(one) for one in notices] == [True]
+
+
+def test_an_empty_list_of_end_tokens_gives_no_padding_token(tmp_path, llama):
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    changed(tmp_path, llama, eos_token_id=[], pad_token_id=None)
+    assert describe(Config(model_name_or_path=str(tmp_path))).hf_config.pad_token_id == 0
 
 
 def test_folders_without_a_model_are_refused(tmp_path):
