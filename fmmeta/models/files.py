@@ -5,6 +5,7 @@ Without a network no call waits for the hub.
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
@@ -43,6 +44,7 @@ SENTENCE_FILES = [  # settings of the encoder of a sentence-transformers folder
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 ]
+OWN = re.compile(r"^sentence_transformers\.(\w+\.)*")  # before the kind of a module
 SENTENCE_PROMPTS = "config_sentence_transformers.json"
 T = TypeVar("T")
 
@@ -84,11 +86,11 @@ def encoder_file(source: str, name: str) -> str | None:
 def sentence_modules(source: str) -> list[tuple[str, str]]:
     """Kind and folder of each module of a sentence-transformers folder, in their order; empty for others.
 
-    Raises `UsageError`.
+    The kind of a module of another package begins with the package. Raises `UsageError`.
     """
 
     def parse(modules: Any) -> list[tuple[str, str]]:
-        found = [(one["type"].rpartition(".")[2], one.get("path") or "") for one in modules]
+        found = [(OWN.sub("", one["type"]), one.get("path") or "") for one in modules]
         if any(Path(path).is_absolute() or ".." in Path(path).parts for _, path in found):
             raise ValueError("a path leads out of the folder")
         return found
@@ -98,10 +100,14 @@ def sentence_modules(source: str) -> list[tuple[str, str]]:
 
 def sentence_settings(source: str) -> dict[str, Any]:
     """The settings of a sentence-transformers folder for the texts of its encoder: max_seq_length,
-    do_lower_case; empty for others. Raises `UsageError`.
+    which may be in those of its tokenizer alone, and do_lower_case; empty for others. Raises `UsageError`.
     """
     found = (read_json(source, beside_encoder(source, name), dict) for name in SENTENCE_FILES)
-    return next(filter(None, found), {})
+    settings = next(filter(None, found), {})
+    if sentence_modules(source) and settings.get("max_seq_length") is None:
+        stored = read_json(source, beside_encoder(source, "tokenizer_config.json"), dict) or {}
+        settings = {**settings, "max_seq_length": stored.get("model_max_length")}
+    return settings
 
 
 def cached_file(model_name_or_path: str, name: str) -> str | None:

@@ -266,6 +266,16 @@ def describe(config: Config) -> Description:
             setattr(hf_config, key, None)
     if not images and getattr(hf_config, "pad_token_id", None) is None:
         hf_config.pad_token_id = next(iter(with_row(getattr(hf_config, "eos_token_id", None), hf_config)), 0)
+    if kind in AFTER_PADDING:
+        pad, rows, most = (
+            getattr(hf_config, key, None) for key in ("pad_token_id", "vocab_size", "max_position_embeddings")
+        )
+        if type(pad) is not int or not 0 <= pad < min(rows or math.inf, (most or math.inf) - 1):
+            raise UsageError(
+                f"model_name_or_path={name}: pad_token_id={pad!r} of config.json is not among the {rows} rows"
+                f" of its embedding, or leaves none of its {most} positions, which begin behind it; use the"
+                " id of the padding token"
+            )
     normalizes = pooling != "model" and any(
         kind == "Normalize" for kind, _ in sentence_modules(config.model_source)
     )
@@ -377,8 +387,14 @@ def resolve_pooling(config: Config, images: bool = False) -> str:
             f"pooling=auto: the vectors of model_name_or_path={config.model_name_or_path} need {parts}, which"
             " fmmeta does not compute; choose --pooling mean or cls to train the encoder without"
         )
-    file = f"{dict(sentence_modules(config.model_source)).get('Pooling', '1_Pooling')}/config.json"
+    modules = dict(sentence_modules(config.model_source))
+    file = f"{modules.get('Pooling', '1_Pooling')}/config.json"
     modes = read_json(config.model_source, file, dict)
+    if modes is None and "Pooling" in modules:
+        raise UsageError(
+            f"pooling=auto: model_name_or_path={config.model_name_or_path} lacks {file}, which its"
+            " modules.json names; fetch it again, or choose a pooling with --pooling"
+        )
     if modes is None:
         return "model"
     chosen = [key for key, value in modes.items() if key.startswith("pooling_mode_") and value is True]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from fmmeta.config.settings import Config
 from fmmeta.models.classification import NativeClassifier
 from fmmeta.models.files import base_model_name
 from fmmeta.models.lazy_weights import open_lazy_model
-from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
+from fmmeta.models.load import describe, empty_learner, fitted, load_learner, load_tokenizer
 from fmmeta.parallel.workers.zero import move_buffers
 from fmmeta.tasks.batching import Example
 from tests.support.messages import check_message, refusal
@@ -219,6 +220,70 @@ def test_an_empty_list_of_end_tokens_gives_no_padding_token(tmp_path, llama):
     shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
     changed(tmp_path, llama, eos_token_id=[], pad_token_id=None)
     assert describe(Config(model_name_or_path=str(tmp_path))).hf_config.pad_token_id == 0
+
+
+@pytest.mark.parametrize(("pad", "positions"), [(900, 1200), (900, 130), (-2, 130), (129, 130)])
+def test_positions_behind_a_padding_token_that_leaves_none(tmp_path, pad, positions):
+    transformers.RobertaConfig(vocab_size=512, max_position_embeddings=positions).save_pretrained(tmp_path)
+    changed(tmp_path, tmp_path, pad_token_id=pad)
+    check_message(
+        refusal(describe, Config(model_name_or_path=str(tmp_path), max_length=200)),
+        f"model_name_or_path={tmp_path}: pad_token_id={pad} of config.json",
+        f"512 rows of its embedding, or leaves none of its {positions} positions",
+        "use the id of the padding token",
+    )
+
+
+def write_modules(folder, *types):
+    """modules.json, with folders as sentence-transformers names them."""
+    modules = [
+        {"type": one, "path": f"{i}_{one.rpartition('.')[2]}" * (i > 0)} for i, one in enumerate(types)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    return Config(model_name_or_path=str(folder))
+
+
+TRANSFORMER, POOLING = (f"sentence_transformers.models.{one}" for one in ("Transformer", "Pooling"))
+
+
+def test_a_pooling_without_its_file_is_refused(tmp_path, bert):
+    config = write_modules(changed(tmp_path, bert), TRANSFORMER, POOLING)
+    check_message(
+        refusal(describe, config),
+        f"pooling=auto: model_name_or_path={tmp_path} lacks 1_Pooling/config.json",
+        "choose a pooling with --pooling",
+    )
+    assert describe(replace(config, pooling="mean")).pooling == "mean"
+
+
+@pytest.mark.parametrize(
+    ("types", "part"),
+    [
+        (("custom_st.Transformer", POOLING), "begins with the sentence-transformers module custom_st.Transf"),
+        ((TRANSFORMER, "my_pkg.Pooling"), "need the module my_pkg.Pooling (1_Pooling), which"),
+        ((TRANSFORMER, POOLING, "my_pkg.Normalize"), "need the module my_pkg.Normalize (2_Normalize), which"),
+    ],
+)
+def test_modules_of_other_packages_are_refused(tmp_path, bert, types, part):
+    config = write_modules(changed(tmp_path, bert), *types)
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    check_message(refusal(describe, config), f"model_name_or_path={tmp_path} ", part)
+
+
+@pytest.mark.parametrize(
+    ("stored", "most", "length"),
+    [({}, 9, 9), ({}, 10**30, 128), ({"max_seq_length": 7}, 9, 7), ({"max_seq_length": None}, 9, 9)],
+)
+def test_the_longest_text_may_be_in_the_settings_of_the_tokenizer(tmp_path, bert, stored, most, length):
+    """As sentence-transformers 6 writes it; of other folders it changes nothing."""
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(stored))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": most}))
+    config = Config(model_name_or_path=str(changed(tmp_path, bert)))
+    hf_config = describe(config).hf_config
+    assert fitted(config, hf_config).max_length == (stored.get("max_seq_length") or 128)
+    write_modules(tmp_path, TRANSFORMER)
+    assert fitted(config, hf_config).max_length == length
 
 
 def test_folders_without_a_model_are_refused(tmp_path):
