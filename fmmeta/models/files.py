@@ -29,6 +29,7 @@ BASE_FOLDER = (
 )
 HEAD_FILE = "head.safetensors"  # the head of an encoder with fmmeta's pooling
 ADAPTER_FILE = "adapter_model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
 SETTINGS_FILE = "fmmeta.json"
 GENERATION_FILE = "generation_config.json"
 UNREADABLE = (
@@ -202,6 +203,29 @@ def adapter_folder(model_name_or_path: str) -> Path:
             " adapters to safetensors"
         )
     return Path(str(paths[0])).parent
+
+
+def checkpoint_files(name: str) -> list[str]:
+    """Paths of the safetensors files of the checkpoint; those of a hub id are downloaded."""
+    if base_model_name(name) != name:
+        raise UsageError(
+            f"model_name_or_path={name} holds adapters, which are read together with a whole model; give a"
+            " merged/ folder that --lora_merge wrote, or use ZeRO 0 to 2"
+        )
+    single = encoder_file(name, "model.safetensors")
+    if single:
+        return [single]
+    files = read_json(
+        name, beside_encoder(name, WEIGHTS_INDEX), lambda found: sorted(set(found["weight_map"].values()))
+    )
+    if files is None:
+        raise UsageError(
+            f"model_name_or_path={name} has no model.safetensors; convert its weights to safetensors"
+        )
+    paths = {file: encoder_file(name, file) for file in files}
+    for missing in [file for file, path in paths.items() if path is None]:
+        raise UsageError(f"model_name_or_path={name} lacks {missing}, which its index names; fetch it again")
+    return list(map(str, paths.values()))
 
 
 def store_model(model: Any) -> str:

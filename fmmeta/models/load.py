@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, normalizers
 from torch import nn
@@ -37,6 +38,7 @@ from fmmeta.models.files import (
     SENTENCE_PROMPTS,
     adapter_folder,
     base_model_name,
+    checkpoint_files,
     encoder_file,
     encoder_source,
     is_path,
@@ -690,6 +692,10 @@ def load_hf(config: Config, description: Description) -> Any:
             shapes = {key: stored for key, stored, _ in info["mismatched_keys"]}
             check_complete(hf, config, description, info["missing_keys"], shapes)
             refuse_other_layers(hf, config, info["unexpected_keys"])
+            files = list[str]()
+            with suppress(UsageError):  # weights that transformers finds elsewhere
+                files = checkpoint_files(base)
+            refuse_other_dtypes(hf, base, files)
         params = dict(hf.named_parameters(remove_duplicate=False))
         for second, first in hf.get_expanded_tied_weights_keys(all_submodels=True).items():
             if params.get(first) is not params.get(second):  # transformers has untied them
@@ -757,6 +763,29 @@ def refuse_other_layers(hf: Any, config: Config, unused: Collection[str]) -> Non
             f"model_name_or_path={base_model_name(config.model_source)} holds {len(layers)} weights of layers"
             f" that its configuration does not count ({first_three(sorted(layers))}); fix config.json"
         )
+
+
+def refuse_other_dtypes(hf: Any, name: str, paths: Sequence[str]) -> None:
+    """Raise `UsageError` for floating-point weights that the files of a checkpoint hold in another type, such
+    as the whole numbers of a quantised one: they would be read as they are.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    wanted = hf.state_dict()
+    renamings = [one for one in get_model_conversion_mapping(hf) if isinstance(one, WeightRenaming)]
+    for path in paths:
+        with reading(name, path), safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118  (a safetensors handle is no dict)
+                dtype = file.get_slice(key).get_dtype()
+                if dtype.startswith(("F", "BF")):
+                    continue
+                renamed, _ = rename_source_key(key, renamings, [], hf.base_model_prefix, wanted)
+                if renamed in wanted and wanted[renamed].is_floating_point():
+                    raise UsageError(
+                        f"model_name_or_path={name} holds {key} as {dtype}, which is no floating-point type;"
+                        " give the checkpoint that is not quantised"
+                    )
 
 
 def different_tied(config: Config, first: str, second: str) -> UsageError:

@@ -352,6 +352,30 @@ def test_a_body_of_another_shape_is_refused(tmp_path, bert, read, settings):
 
 
 @pytest.mark.parametrize("read", [load_learner, open_lazy_model])
+@pytest.mark.parametrize("settings", [NATIVE, ENCODER], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "shown"),
+    [(torch.int8, "I8"), (torch.int32, "I32"), (torch.bool, "BOOL"), (torch.complex64, "C64")],
+)
+def test_weights_that_are_no_floating_point_numbers_are_refused(tmp_path, bert, read, settings, dtype, shown):
+    """A weight whose name is translated as well; a buffer of whole numbers is none."""
+    tensors = load_file(bert / "model.safetensors")
+    tensors["bert.embeddings.position_ids"] = torch.arange(130)[None]
+    name = "bert.embeddings.LayerNorm.weight"
+    changed_weight = tensors.pop(name).to(dtype)
+    for key in (name, name.replace("weight", "gamma")):
+        config = Config(model_name_or_path=rewritten(tmp_path, bert, {**tensors, key: changed_weight}))
+        config = replace(config, **settings)
+        check_message(
+            refusal(read, config, describe(config)),
+            f"model_name_or_path={tmp_path} holds {key} as {shown}, which is no floating-point type",
+            "give the checkpoint that is not quantised",
+        )
+    rewritten(tmp_path, bert, {**tensors, name: torch.ones(32, dtype=torch.bfloat16)})
+    read(config, describe(config))
+
+
+@pytest.mark.parametrize("read", [load_learner, open_lazy_model])
 def test_tied_weights_of_different_values_are_refused(tmp_path, llama, read):
     """One layout would untie them, another would drop one of them. Stored twice and equal they are tied; the
     remedy in the message is tried too.
