@@ -479,6 +479,26 @@ def test_a_decoder_as_classifier(llama):
     torch.testing.assert_close(features @ learner.get_parameter("hf.score.weight").T, logits)
 
 
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_rows_of_different_numbers_of_end_tokens_are_refused(kind):
+    """Classifiers of transformers with a decoder read a text at its last end token."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+    more = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "num_labels": 2}
+    more = {**more, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+    hf_config = transformers.AutoConfig.for_model(kind, **sizes, **more, **ids)
+    learner = NativeClassifier(AutoModelForSequenceClassification.from_config(hf_config), 2)
+    right, other = torch.tensor([[5, 6, 2], [7, 8, 2]]), torch.tensor([[5, 2, 2], [7, 8, 2]])
+    learner(input_ids=right, attention_mask=torch.ones_like(right))
+    for tokens, end in ((other, 2), (right, 3), (right, None), (right, [2, 3])):
+        learner.hf.config.eos_token_id = end
+        check_message(
+            refusal(learner, input_ids=tokens, attention_mask=torch.ones_like(tokens)),
+            f"at its last token eos_token_id={end} of config.json",
+            "leave this token out of the texts",
+        )
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_model_uses_the_padding_token_of_the_tokenizer(kind, tmp_path):
     """The logits of a row do not depend on the other rows of its batch."""
