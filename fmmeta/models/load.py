@@ -496,16 +496,16 @@ def embedding_rows(config: Config, description: Description) -> int | None:
     hf_config = copy.deepcopy(description.hf_config)
     hf_config.pad_token_id = 0  # torch makes no embedding for one beyond its rows
     given = replace(config, attn_implementation=None)  # refused where the model is made
-    hf, rows = empty_hf(given, replace(description, hf_config=hf_config)), list[int]()
-    try:
+    hf, layers = empty_hf(given, replace(description, hf_config=hf_config)), list[Any]()
+    with suppress(Exception):  # of a user's class, or one that does not say
         layers = [hf.get_input_embeddings(), hf.get_output_embeddings()]
-        rows = [layer.weight.shape[0] for layer in layers if hasattr(layer, "weight")]
-    except NotImplementedError:
-        if config.learner.generates:  # answers are scored with the size of the vocabulary
-            raise UsageError(
-                f"model_name_or_path={config.model_name_or_path} ({type(hf).__name__}) does not say which"
-                " layer its embedding is; define get_input_embeddings in its class"
-            ) from None
+    # answers are scored with its size
+    if config.learner.generates and not hasattr(next(iter(layers), None), "weight"):
+        raise UsageError(
+            f"model_name_or_path={config.model_name_or_path} ({type(hf).__name__}) does not say which"
+            " layer its embedding is; define get_input_embeddings in its class"
+        )
+    rows = [layer.weight.shape[0] for layer in layers if hasattr(layer, "weight")]
     return min(rows, default=getattr(hf_config, "vocab_size", None))
 
 
@@ -641,7 +641,33 @@ def load_learner(config: Config, description: Description) -> Learner:
     initialize_head(learner, config)
     if config.packing:
         check_packing(hf, lambda given: learner(**given))
+    if not type(hf).__module__.startswith("transformers.") and not description.images:
+        check_output(learner, config, description)
     return learner.train()
+
+
+def check_output(learner: Learner, config: Config, description: Description) -> None:
+    """Raise `UsageError` if a model of a user's class returns no logits, or hidden states, of the right shape
+    for a text of two tokens. One that returns nothing at all here may need a GPU.
+    """
+    ids, returned, shape = torch.ones(1, 2, dtype=torch.long), list[Any](), list[int]()
+    with (
+        learner.hf.register_forward_hook(lambda *args: returned.append(args[-1])),
+        suppress(Exception),
+        torch.no_grad(),
+    ):
+        shape = [*learner.logits(learner(input_ids=ids, attention_mask=torch.ones_like(ids))).shape]
+    field = "logits" if config.learner.generates or description.pooling == "model" else "last_hidden_state"
+    wanted = [1, description.outputs(config)]
+    if config.learner.generates:  # it may have more outputs than tokens
+        wanted = [1, 2, max([embedding_rows(config, description) or 0, *shape[-1:]])]
+    if returned and shape != wanted:
+        raise UsageError(
+            f"model_name_or_path={config.model_name_or_path} ({type(learner.hf).__name__}) returns a"
+            f" {type(returned[0]).__name__} for a text of two tokens, which gives outputs of shape"
+            f" {shape or None} in place of {wanted}; return a ModelOutput of transformers with {field} in its"
+            " forward"
+        )
 
 
 def initialize_head(learner: Learner, config: Config) -> None:

@@ -21,7 +21,15 @@ from fmmeta.config.settings import Config
 from fmmeta.models.classification import NativeClassifier
 from fmmeta.models.files import base_model_name
 from fmmeta.models.lazy_weights import open_lazy_model
-from fmmeta.models.load import describe, empty_learner, fitted, load_learner, load_tokenizer
+from fmmeta.models.load import (
+    describe,
+    embedding_rows,
+    empty_learner,
+    fitted,
+    load_hf,
+    load_learner,
+    load_tokenizer,
+)
 from fmmeta.parallel.workers.zero import move_buffers
 from fmmeta.tasks.batching import Example
 from tests.support.messages import check_message, refusal
@@ -477,6 +485,64 @@ def test_a_decoder_as_classifier(llama):
     inputs = {"input_ids": ids, "attention_mask": mask}
     features, logits = learner(**inputs)
     torch.testing.assert_close(features @ learner.get_parameter("hf.score.weight").T, logits)
+
+
+def own(kind, change):
+    """A class of a user: that of transformers with another output."""
+
+    def forward(self, input_ids, attention_mask=None, **more):
+        return change(kind.forward(self, input_ids, attention_mask=attention_mask))
+
+    return type("OwnModel", (kind,), {"forward": forward, "__module__": "own"})
+
+
+def failed(output):
+    raise RuntimeError("no GPU")
+
+
+@pytest.mark.parametrize("settings", [LANGUAGE_MODEL, NATIVE, ENCODER], ids=str)
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        (lambda output: output, None),
+        (failed, None),
+        (lambda output: (output[0],), "a tuple "),
+        (lambda output: output[0], "a Tensor "),
+        (lambda output: {**output}, "a dict "),
+        (lambda output: None, "a NoneType "),
+        (lambda output: type(output)(**{next(iter(output)): output[0][..., :1]}), "shape ["),
+    ],
+)
+def test_a_class_of_a_user_returns_what_is_read(llama, monkeypatch, settings, change, shown):
+    """A failure of its own is no such case: it may need a GPU."""
+    config = Config(model_name_or_path=str(llama), n_way=3, **settings)
+    description = describe(config)
+    hf = load_hf(config, description)
+    hf.__class__ = own(type(hf), change)
+    monkeypatch.setattr("fmmeta.models.load.load_hf", lambda *_: hf)
+    if not shown:
+        load_learner(config, description)
+        return
+    check_message(
+        refusal(load_learner, config, description),
+        f"model_name_or_path={llama} (OwnModel) returns ",
+        shown,
+        "last_hidden_state in its forward" if settings == ENCODER else "logits in its forward",
+    )
+
+
+@pytest.mark.parametrize("layer", ["None", "raises"])
+def test_a_class_without_its_embedding_is_refused(llama, monkeypatch, layer):
+    def embedding(self):
+        return None if layer == "None" else {}["x"]
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "get_input_embeddings", embedding)
+    config = Config(model_name_or_path=str(llama), task_type="causal_lm")
+    check_message(
+        refusal(embedding_rows, config, describe(config)),
+        f"model_name_or_path={llama} (LlamaForCausalLM) does not say",
+        "define get_input_embeddings in its class",
+    )
 
 
 @pytest.mark.parametrize("kind", ["bart", "t5"])
