@@ -510,7 +510,7 @@ def failed(output):
         (lambda output: output[0], "a Tensor "),
         (lambda output: {**output}, "a dict "),
         (lambda output: None, "a NoneType "),
-        (lambda output: type(output)(**{next(iter(output)): output[0][..., :1]}), "shape ["),
+        (lambda output: type(output)(**{next(iter(output)): output[0][..., :1]}), "outputs of shape "),
     ],
 )
 def test_a_class_of_a_user_returns_what_is_read(llama, monkeypatch, settings, change, shown):
