@@ -119,7 +119,18 @@ class NativeClassifier(Classifier):
         seen: list[Tensor] = []
         head = self.get_submodule(self.head_path)
         with head.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
-            logits = self.hf(**self.cast(inputs), **self.unpadded.of(inputs.get("attention_mask"))).logits
+            try:
+                logits = self.hf(**self.cast(inputs), **self.unpadded.of(inputs.get("attention_mask"))).logits
+            except (TypeError, ValueError) as error:
+                ends = getattr(self.hf.config, "eos_token_id", None)
+                if not self.hf.config.is_encoder_decoder or (type(ends) is int and "<eos>" not in str(error)):
+                    raise
+                raise UsageError(
+                    f"model_name_or_path={self.hf.config.name_or_path} ({type(self.hf).__name__}) reads a"
+                    f" text at its last token eos_token_id={ends} of config.json, and the texts of a batch do"
+                    " not have the same number of them; leave this token out of the texts, raise --max_length"
+                    " for pairs, or correct the id"
+                ) from None
         features = seen[0]
         if features.ndim == 3:  # decoders score every token and keep the last one
             # of transformers' classifiers: the last one that is no padding, by its id

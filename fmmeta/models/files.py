@@ -5,6 +5,7 @@ Without a network no call waits for the hub.
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
@@ -28,6 +29,7 @@ BASE_FOLDER = (
 )
 HEAD_FILE = "head.safetensors"  # the head of an encoder with fmmeta's pooling
 ADAPTER_FILE = "adapter_model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
 SETTINGS_FILE = "fmmeta.json"
 GENERATION_FILE = "generation_config.json"
 UNREADABLE = (
@@ -43,6 +45,7 @@ SENTENCE_FILES = [  # settings of the encoder of a sentence-transformers folder
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 ]
+OWN = re.compile(r"^sentence_transformers\.(\w+\.)*")  # before the kind of a module
 SENTENCE_PROMPTS = "config_sentence_transformers.json"
 T = TypeVar("T")
 
@@ -84,11 +87,11 @@ def encoder_file(source: str, name: str) -> str | None:
 def sentence_modules(source: str) -> list[tuple[str, str]]:
     """Kind and folder of each module of a sentence-transformers folder, in their order; empty for others.
 
-    Raises `UsageError`.
+    The kind of a module of another package begins with the package. Raises `UsageError`.
     """
 
     def parse(modules: Any) -> list[tuple[str, str]]:
-        found = [(one["type"].rpartition(".")[2], one.get("path") or "") for one in modules]
+        found = [(OWN.sub("", one["type"]), one.get("path") or "") for one in modules]
         if any(Path(path).is_absolute() or ".." in Path(path).parts for _, path in found):
             raise ValueError("a path leads out of the folder")
         return found
@@ -98,10 +101,14 @@ def sentence_modules(source: str) -> list[tuple[str, str]]:
 
 def sentence_settings(source: str) -> dict[str, Any]:
     """The settings of a sentence-transformers folder for the texts of its encoder: max_seq_length,
-    do_lower_case; empty for others. Raises `UsageError`.
+    which may be in those of its tokenizer alone, and do_lower_case; empty for others. Raises `UsageError`.
     """
     found = (read_json(source, beside_encoder(source, name), dict) for name in SENTENCE_FILES)
-    return next(filter(None, found), {})
+    settings = next(filter(None, found), {})
+    if sentence_modules(source) and settings.get("max_seq_length") is None:
+        stored = read_json(source, beside_encoder(source, "tokenizer_config.json"), dict) or {}
+        settings = {**settings, "max_seq_length": stored.get("model_max_length")}
+    return settings
 
 
 def cached_file(model_name_or_path: str, name: str) -> str | None:
@@ -196,6 +203,29 @@ def adapter_folder(model_name_or_path: str) -> Path:
             " adapters to safetensors"
         )
     return Path(str(paths[0])).parent
+
+
+def checkpoint_files(name: str) -> list[str]:
+    """Paths of the safetensors files of the checkpoint; those of a hub id are downloaded."""
+    if base_model_name(name) != name:
+        raise UsageError(
+            f"model_name_or_path={name} holds adapters, which are read together with a whole model; give a"
+            " merged/ folder that --lora_merge wrote, or use ZeRO 0 to 2"
+        )
+    single = encoder_file(name, "model.safetensors")
+    if single:
+        return [single]
+    files = read_json(
+        name, beside_encoder(name, WEIGHTS_INDEX), lambda found: sorted(set(found["weight_map"].values()))
+    )
+    if files is None:
+        raise UsageError(
+            f"model_name_or_path={name} has no model.safetensors; convert its weights to safetensors"
+        )
+    paths = {file: encoder_file(name, file) for file in files}
+    for missing in [file for file, path in paths.items() if path is None]:
+        raise UsageError(f"model_name_or_path={name} lacks {missing}, which its index names; fetch it again")
+    return list(map(str, paths.values()))
 
 
 def store_model(model: Any) -> str:

@@ -17,7 +17,7 @@ from torch.utils import swap_tensors
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
-from fmmeta.models.files import base_model_name, beside_encoder, encoder_file, read_json, reading
+from fmmeta.models.files import checkpoint_files, reading
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import (
     Description,
@@ -26,11 +26,10 @@ from fmmeta.models.load import (
     empty_hf,
     initialize_head,
     load_learner,
+    refuse_other_dtypes,
     refuse_other_layers,
     wrap,
 )
-
-INDEX = "model.safetensors.index.json"
 
 
 class StoredTensor(NamedTuple):
@@ -155,6 +154,7 @@ def find_tensors(hf: Any, config: Config, description: Description) -> dict[str,
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
     name = config.model_source
+    refuse_other_dtypes(hf, name, paths := checkpoint_files(name))
     rules = get_model_conversion_mapping(hf)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     if len(renamings) < len(rules):
@@ -164,7 +164,7 @@ def find_tensors(hf: Any, config: Config, description: Description) -> dict[str,
         )
     wanted, shapes, unused = hf.state_dict(), dict[str, list[int]](), list[str]()
     found: dict[str, StoredTensor] = {}
-    for path in checkpoint_files(name):
+    for path in paths:
         with reading(name, path), safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118  (a safetensors handle is no dict)
                 renamed, _ = rename_source_key(key, renamings, [], hf.base_model_prefix, wanted)
@@ -183,26 +183,3 @@ def find_tensors(hf: Any, config: Config, description: Description) -> dict[str,
     check_complete(hf, config, description, wanted.keys() - found.keys(), others)
     refuse_other_layers(hf, config, unused)
     return found
-
-
-def checkpoint_files(name: str) -> list[str]:
-    """Paths of the safetensors files of the checkpoint; those of a hub id are downloaded."""
-    if base_model_name(name) != name:
-        raise UsageError(
-            f"model_name_or_path={name} holds adapters, which are read together with a whole model; give a"
-            " merged/ folder that --lora_merge wrote, or use ZeRO 0 to 2"
-        )
-    single = encoder_file(name, "model.safetensors")
-    if single:
-        return [single]
-    files = read_json(
-        name, beside_encoder(name, INDEX), lambda found: sorted(set(found["weight_map"].values()))
-    )
-    if files is None:
-        raise UsageError(
-            f"model_name_or_path={name} has no model.safetensors; convert its weights to safetensors"
-        )
-    paths = {file: encoder_file(name, file) for file in files}
-    for missing in [file for file, path in paths.items() if path is None]:
-        raise UsageError(f"model_name_or_path={name} lacks {missing}, which its index names; fetch it again")
-    return list(map(str, paths.values()))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, normalizers
 from torch import nn
@@ -37,6 +38,7 @@ from fmmeta.models.files import (
     SENTENCE_PROMPTS,
     adapter_folder,
     base_model_name,
+    checkpoint_files,
     encoder_file,
     encoder_source,
     is_path,
@@ -155,7 +157,8 @@ TOKENIZERS = (  # files, one of which is beside every tokenizer that is not made
 )
 FEWEST = 64  # tokens of a tokenizer beside its special ones, for a model of more rows than bytes
 IDS = ("pad", "bos", "eos", "unk", "sep", "cls", "mask", "decoder_start")  # NAME_token_id in configurations
-READ = ("pad", "decoder_start")  # of these, those that are put before the model
+READ = ("pad_token_id", "decoder_start_token_id")  # of these, those that are put before the model
+ENDS = ("eos_token_id", "pad_token_id", "bos_token_id")  # in generation settings
 NUMBER = re.compile(r"\.\d+\.")  # of a layer, in the name of a weight
 MOST_BYTES = 260  # rows of an embedding whose tokens may be bytes
 
@@ -264,8 +267,17 @@ def describe(config: Config) -> Description:
         if getattr(hf_config, key, None) == -1:  # how LLaMA 1 says that there is none
             setattr(hf_config, key, None)
     if not images and getattr(hf_config, "pad_token_id", None) is None:
-        eos = getattr(hf_config, "eos_token_id", None)
-        hf_config.pad_token_id = (eos[0] if isinstance(eos, (list, tuple)) else eos) or 0
+        hf_config.pad_token_id = next(iter(with_row(getattr(hf_config, "eos_token_id", None), hf_config)), 0)
+    if kind in AFTER_PADDING:
+        pad, rows, most = (
+            getattr(hf_config, key, None) for key in ("pad_token_id", "vocab_size", "max_position_embeddings")
+        )
+        if type(pad) is not int or not 0 <= pad < min(rows or math.inf, (most or math.inf) - 1):
+            raise UsageError(
+                f"model_name_or_path={name}: pad_token_id={pad!r} of config.json is not among the {rows} rows"
+                f" of its embedding, or leaves none of its {most} positions, which begin behind it; use the"
+                " id of the padding token"
+            )
     normalizes = pooling != "model" and any(
         kind == "Normalize" for kind, _ in sentence_modules(config.model_source)
     )
@@ -293,10 +305,19 @@ def generation_settings(config: Config, hf_config: Any) -> dict[str, Any]:
 
 
 def stored_ends(config: Config, hf_config: Any) -> tuple[int, ...]:
-    """The end tokens of the checkpoint by its generation settings: a number or a list there."""
-    found = generation_settings(config, hf_config).get("eos_token_id")
-    ends = found if isinstance(found, (list, tuple)) else [found]
-    return tuple(one for one in dict.fromkeys(ends) if type(one) is int and one >= 0)
+    """The end tokens of the checkpoint by its generation settings."""
+    return with_row(generation_settings(config, hf_config).get("eos_token_id"), hf_config)
+
+
+def listed(found: Any) -> Sequence[Any]:
+    """The ids of a setting that is an id or a list of them."""
+    return found if isinstance(found, (list, tuple)) else [found]
+
+
+def with_row(found: Any, hf_config: Any) -> tuple[int, ...]:
+    """The ids of a setting that the vocabulary has; `refuse_without_row` names the others."""
+    rows = getattr(hf_config, "vocab_size", None) or math.inf
+    return tuple(dict.fromkeys(one for one in listed(found) if type(one) is int and 0 <= one < rows))
 
 
 def read_hf_config(name: str, trust_remote_code: bool) -> Any:
@@ -368,8 +389,14 @@ def resolve_pooling(config: Config, images: bool = False) -> str:
             f"pooling=auto: the vectors of model_name_or_path={config.model_name_or_path} need {parts}, which"
             " fmmeta does not compute; choose --pooling mean or cls to train the encoder without"
         )
-    file = f"{dict(sentence_modules(config.model_source)).get('Pooling', '1_Pooling')}/config.json"
+    modules = dict(sentence_modules(config.model_source))
+    file = f"{modules.get('Pooling', '1_Pooling')}/config.json"
     modes = read_json(config.model_source, file, dict)
+    if modes is None and "Pooling" in modules:
+        raise UsageError(
+            f"pooling=auto: model_name_or_path={config.model_name_or_path} lacks {file}, which its"
+            " modules.json names; fetch it again, or choose a pooling with --pooling"
+        )
     if modes is None:
         return "model"
     chosen = [key for key, value in modes.items() if key.startswith("pooling_mode_") and value is True]
@@ -426,8 +453,8 @@ def load_tokenizer(
         tokenizer = bytes_
     if tokenizer.eos_token_id is None and description.ends:
         tokenizer.eos_token = next(filter(None, tokenizer.convert_ids_to_tokens([*description.ends])), None)
-    if config.learner.generates:
-        stored = generation_settings(config, hf_config)
+    stored = generation_settings(config, hf_config) if config.learner.generates else {}
+    if stored:
         unused = [key for key, no in CHANGING_GREEDY.items() if stored.get(key) not in (None, no)]
         if unused:
             notice(
@@ -438,7 +465,7 @@ def load_tokenizer(
         if given is None and (dropped := drop_unused(tokenizer, rows)):
             notice(Warn(f"{name}: {' '.join(dropped)} have no row in its embedding, and are read as text"))
         where = f"model_name_or_path={name}" if given is None else f"tokenizer={type(tokenizer).__name__}"
-        refuse_without_row(where, hf_config, tokenizer, rows, notice)
+        refuse_without_row(where, hf_config, stored, tokenizer, rows, notice)
     if hf_config.model_type not in AFTER_PADDING and tokenizer.pad_token_id is not None:
         hf_config.pad_token_id = tokenizer.pad_token_id
     if given is None and settings.get("do_lower_case"):
@@ -469,16 +496,16 @@ def embedding_rows(config: Config, description: Description) -> int | None:
     hf_config = copy.deepcopy(description.hf_config)
     hf_config.pad_token_id = 0  # torch makes no embedding for one beyond its rows
     given = replace(config, attn_implementation=None)  # refused where the model is made
-    hf, rows = empty_hf(given, replace(description, hf_config=hf_config)), list[int]()
-    try:
+    hf, layers = empty_hf(given, replace(description, hf_config=hf_config)), list[Any]()
+    with suppress(Exception):  # of a user's class, or one that does not say
         layers = [hf.get_input_embeddings(), hf.get_output_embeddings()]
-        rows = [layer.weight.shape[0] for layer in layers if hasattr(layer, "weight")]
-    except NotImplementedError:
-        if config.learner.generates:  # answers are scored with the size of the vocabulary
-            raise UsageError(
-                f"model_name_or_path={config.model_name_or_path} ({type(hf).__name__}) does not say which"
-                " layer its embedding is; define get_input_embeddings in its class"
-            ) from None
+    # answers are scored with its size
+    if config.learner.generates and not hasattr(next(iter(layers), None), "weight"):
+        raise UsageError(
+            f"model_name_or_path={config.model_name_or_path} ({type(hf).__name__}) does not say which"
+            " layer its embedding is; define get_input_embeddings in its class"
+        )
+    rows = [layer.weight.shape[0] for layer in layers if hasattr(layer, "weight")]
     return min(rows, default=getattr(hf_config, "vocab_size", None))
 
 
@@ -509,11 +536,17 @@ def drop_unused(tokenizer: Any, rows: int) -> list[str]:
 
 
 def refuse_without_row(
-    where: str, hf_config: Any, tokenizer: Any, rows: int, notice: Callable[[str], None]
+    where: str,
+    hf_config: Any,
+    stored: Mapping[str, Any],
+    tokenizer: Any,
+    rows: int,
+    notice: Callable[[str], None],
 ) -> None:
     """Raise `UsageError` for a tokenizer or ids of the configuration beyond the rows of the embedding.
 
     Every token counts, as a text may contain it. An id that the model never reads is named in a notice.
+    stored: the generation settings of a language model.
     """
     with reading(hf_config.name_or_path, "its tokenizer"):
         most = max([*tokenizer.get_vocab().values(), *tokenizer("a")["input_ids"]])
@@ -527,17 +560,16 @@ def refuse_without_row(
         raise UsageError(
             f"{where}: config.json has no decoder_start_token_id, with which its decoder begins; add it"
         )
-    for one in IDS:
-        found = getattr(hf_config, f"{one}_token_id", None)
-        for number in found if isinstance(found, (list, tuple)) else [found]:
-            if number is not None and not 0 <= number < rows:
-                text = (
-                    f"{where}: {one}_token_id={number} of config.json is not among the {rows} rows of its"
-                    " embedding"
-                )
-                if one in READ or number < 0:
-                    raise UsageError(f"{text}; use the id of a token, or null")
-                notice(Warn(f"{text}, and is not used"))
+    own = {key: getattr(hf_config, key, None) for key in (f"{one}_token_id" for one in IDS)}
+    others = {key: stored[key] for key in ENDS if key in stored and repr(stored[key]) != repr(own[key])}
+    for file, ids in (("config.json", own), (GENERATION_FILE, others)):
+        for key, number in [(key, one) for key, found in ids.items() for one in listed(found)]:
+            if number in (None, -1) or (type(number) is int and 0 <= number < rows):
+                continue
+            text = f"{where}: {key}={number!r} of {file} is not among the {rows} rows of its embedding"
+            if type(number) is not int or number < 0 or (ids is own and key in READ):
+                raise UsageError(f"{text}; use the id of a token, or null")
+            notice(Warn(f"{text}, and is not used"))
 
 
 def load_image_reader(config: Config, given: Any = None) -> ImageReader:
@@ -609,7 +641,33 @@ def load_learner(config: Config, description: Description) -> Learner:
     initialize_head(learner, config)
     if config.packing:
         check_packing(hf, lambda given: learner(**given))
+    if not type(hf).__module__.startswith("transformers.") and not description.images:
+        check_output(learner, config, description)
     return learner.train()
+
+
+def check_output(learner: Learner, config: Config, description: Description) -> None:
+    """Raise `UsageError` if a model of a user's class returns no logits, or hidden states, of the right shape
+    for a text of two tokens. One that returns nothing at all here may need a GPU.
+    """
+    ids, returned, shape = torch.ones(1, 2, dtype=torch.long), list[Any](), list[int]()
+    with (
+        learner.hf.register_forward_hook(lambda *args: returned.append(args[-1])),
+        suppress(Exception),
+        torch.no_grad(),
+    ):
+        shape = [*learner.logits(learner(input_ids=ids, attention_mask=torch.ones_like(ids))).shape]
+    field = "logits" if config.learner.generates or description.pooling == "model" else "last_hidden_state"
+    wanted = [1, description.outputs(config)]
+    if config.learner.generates:  # it may have more outputs than tokens
+        wanted = [1, 2, max([embedding_rows(config, description) or 0, *shape[-1:]])]
+    if returned and shape != wanted:
+        raise UsageError(
+            f"model_name_or_path={config.model_name_or_path} ({type(learner.hf).__name__}) returns a"
+            f" {type(returned[0]).__name__} for a text of two tokens, which gives outputs of shape"
+            f" {shape or None} in place of {wanted}; return a ModelOutput of transformers with {field} in its"
+            " forward"
+        )
 
 
 def initialize_head(learner: Learner, config: Config) -> None:
@@ -660,6 +718,10 @@ def load_hf(config: Config, description: Description) -> Any:
             shapes = {key: stored for key, stored, _ in info["mismatched_keys"]}
             check_complete(hf, config, description, info["missing_keys"], shapes)
             refuse_other_layers(hf, config, info["unexpected_keys"])
+            files = list[str]()
+            with suppress(UsageError):  # weights that transformers finds elsewhere
+                files = checkpoint_files(base)
+            refuse_other_dtypes(hf, base, files)
         params = dict(hf.named_parameters(remove_duplicate=False))
         for second, first in hf.get_expanded_tied_weights_keys(all_submodels=True).items():
             if params.get(first) is not params.get(second):  # transformers has untied them
@@ -727,6 +789,29 @@ def refuse_other_layers(hf: Any, config: Config, unused: Collection[str]) -> Non
             f"model_name_or_path={base_model_name(config.model_source)} holds {len(layers)} weights of layers"
             f" that its configuration does not count ({first_three(sorted(layers))}); fix config.json"
         )
+
+
+def refuse_other_dtypes(hf: Any, name: str, paths: Sequence[str]) -> None:
+    """Raise `UsageError` for floating-point weights that the files of a checkpoint hold in another type, such
+    as the whole numbers of a quantised one: they would be read as they are.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    wanted = hf.state_dict()
+    renamings = [one for one in get_model_conversion_mapping(hf) if isinstance(one, WeightRenaming)]
+    for path in paths:
+        with reading(name, path), safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118  (a safetensors handle is no dict)
+                dtype = file.get_slice(key).get_dtype()
+                if dtype.startswith(("F", "BF")):
+                    continue
+                renamed, _ = rename_source_key(key, renamings, [], hf.base_model_prefix, wanted)
+                if renamed in wanted and wanted[renamed].is_floating_point():
+                    raise UsageError(
+                        f"model_name_or_path={name} holds {key} as {dtype}, which is no floating-point type;"
+                        " give the checkpoint that is not quantised"
+                    )
 
 
 def different_tied(config: Config, first: str, second: str) -> UsageError:

@@ -237,7 +237,11 @@ def test_exported_encoder_is_loaded_with_its_pooling(tmp_path, bert):
     again = Config(model_name_or_path=str(tmp_path / "one"), n_way=3)
     assert describe(again).pooling == "cls"
     listed = tmp_path / "one" / "modules.json"
-    listed.write_text(json.dumps([*read_json(listed), {"path": "2_Normalize", "type": "models.Normalize"}]))
+    listed.write_text(
+        json.dumps(
+            [*read_json(listed), {"path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}]
+        )
+    )
     exported(tmp_path / "one", tmp_path / "two", feature_norm=1.0)
     modules = read_json(tmp_path / "two" / "modules.json")
     assert [module["path"] for module in modules] == ["", "1_Pooling", "2_Normalize"]

@@ -1,6 +1,8 @@
 """Models load with every pooling, with a seeded head and without dropout; others are refused."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +21,15 @@ from fmmeta.config.settings import Config
 from fmmeta.models.classification import NativeClassifier
 from fmmeta.models.files import base_model_name
 from fmmeta.models.lazy_weights import open_lazy_model
-from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
+from fmmeta.models.load import (
+    describe,
+    embedding_rows,
+    empty_learner,
+    fitted,
+    load_hf,
+    load_learner,
+    load_tokenizer,
+)
 from fmmeta.parallel.workers.zero import move_buffers
 from fmmeta.tasks.batching import Example
 from tests.support.messages import check_message, refusal
@@ -186,6 +196,104 @@ def test_models_without_a_padding_token(tmp_path):
     )
 
 
+def test_ids_of_generation_settings_are_rows_of_the_embedding(tmp_path, llama):
+    """-1 and null are none. One beyond the rows is named in a notice, and ends no answer."""
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    config, notices = Config(model_name_or_path=str(tmp_path), task_type="causal_lm"), list[str]()
+    for key, value, shown in (
+        ("eos_token_id", [[1], 2], "[1]"),
+        ("eos_token_id", {"a": 1}, "{'a': 1}"),
+        ("eos_token_id", [2, -3], "-3"),
+        ("eos_token_id", "1", "'1'"),
+        ("eos_token_id", 2.0, "2.0"),
+        ("eos_token_id", True, "True"),
+        ("pad_token_id", "0", "'0'"),
+        ("bos_token_id", -2, "-2"),
+    ):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, key: value}))
+        check_message(
+            refusal(load_tokenizer, config, describe(config), notices.append),
+            f"model_name_or_path={tmp_path}: {key}={shown} of generation_config.json is not among the 259",
+            "use the id of a token, or null",
+        )
+    facts = {"eos_token_id": [2, -1, 900], "pad_token_id": None, "bos_token_id": -1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(facts))
+    description = describe(config)
+    load_tokenizer(config, description, notices.append)
+    assert description.ends == (2,)
+    assert ["eos_token_id=900 of generation_config.json" in str(one) for one in notices] == [True]
+
+
+def test_an_empty_list_of_end_tokens_gives_no_padding_token(tmp_path, llama):
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    changed(tmp_path, llama, eos_token_id=[], pad_token_id=None)
+    assert describe(Config(model_name_or_path=str(tmp_path))).hf_config.pad_token_id == 0
+
+
+@pytest.mark.parametrize(("pad", "positions"), [(900, 1200), (900, 130), (-2, 130), (129, 130)])
+def test_positions_behind_a_padding_token_that_leaves_none(tmp_path, pad, positions):
+    transformers.RobertaConfig(vocab_size=512, max_position_embeddings=positions).save_pretrained(tmp_path)
+    changed(tmp_path, tmp_path, pad_token_id=pad)
+    check_message(
+        refusal(describe, Config(model_name_or_path=str(tmp_path), max_length=200)),
+        f"model_name_or_path={tmp_path}: pad_token_id={pad} of config.json",
+        f"512 rows of its embedding, or leaves none of its {positions} positions",
+        "use the id of the padding token",
+    )
+
+
+def write_modules(folder, *types):
+    """modules.json, with folders as sentence-transformers names them."""
+    modules = [
+        {"type": one, "path": f"{i}_{one.rpartition('.')[2]}" * (i > 0)} for i, one in enumerate(types)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    return Config(model_name_or_path=str(folder))
+
+
+TRANSFORMER, POOLING = (f"sentence_transformers.models.{one}" for one in ("Transformer", "Pooling"))
+
+
+def test_a_pooling_without_its_file_is_refused(tmp_path, bert):
+    config = write_modules(changed(tmp_path, bert), TRANSFORMER, POOLING)
+    check_message(
+        refusal(describe, config),
+        f"pooling=auto: model_name_or_path={tmp_path} lacks 1_Pooling/config.json",
+        "choose a pooling with --pooling",
+    )
+    assert describe(replace(config, pooling="mean")).pooling == "mean"
+
+
+@pytest.mark.parametrize(
+    ("types", "part"),
+    [
+        (("custom_st.Transformer", POOLING), "begins with the sentence-transformers module custom_st.Transf"),
+        ((TRANSFORMER, "my_pkg.Pooling"), "need the module my_pkg.Pooling (1_Pooling), which"),
+        ((TRANSFORMER, POOLING, "my_pkg.Normalize"), "need the module my_pkg.Normalize (2_Normalize), which"),
+    ],
+)
+def test_modules_of_other_packages_are_refused(tmp_path, bert, types, part):
+    config = write_modules(changed(tmp_path, bert), *types)
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    check_message(refusal(describe, config), f"model_name_or_path={tmp_path} ", part)
+
+
+@pytest.mark.parametrize(
+    ("stored", "most", "length"),
+    [({}, 9, 9), ({}, 10**30, 128), ({"max_seq_length": 7}, 9, 7), ({"max_seq_length": None}, 9, 9)],
+)
+def test_the_longest_text_may_be_in_the_settings_of_the_tokenizer(tmp_path, bert, stored, most, length):
+    """As sentence-transformers 6 writes it; of other folders it changes nothing."""
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(stored))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": most}))
+    config = Config(model_name_or_path=str(changed(tmp_path, bert)))
+    hf_config = describe(config).hf_config
+    assert fitted(config, hf_config).max_length == (stored.get("max_seq_length") or 128)
+    write_modules(tmp_path, TRANSFORMER)
+    assert fitted(config, hf_config).max_length == length
+
+
 def test_folders_without_a_model_are_refused(tmp_path):
     empty = "give a Hugging Face folder or hub id"
     missing = dict.fromkeys((str(tmp_path / "none"), "./none", "a/b/c"), "check the path")
@@ -249,6 +357,30 @@ def test_a_body_of_another_shape_is_refused(tmp_path, bert, read, settings):
         "embeddings.position_embeddings.weight of shape [130, 32] (its configuration says [140, 32])",
         "fix config.json or the weights",
     )
+
+
+@pytest.mark.parametrize("read", [load_learner, open_lazy_model])
+@pytest.mark.parametrize("settings", [NATIVE, ENCODER], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "shown"),
+    [(torch.int8, "I8"), (torch.int32, "I32"), (torch.bool, "BOOL"), (torch.complex64, "C64")],
+)
+def test_weights_that_are_no_floating_point_numbers_are_refused(tmp_path, bert, read, settings, dtype, shown):
+    """A weight whose name is translated as well; a buffer of whole numbers is none."""
+    tensors = load_file(bert / "model.safetensors")
+    tensors["bert.embeddings.position_ids"] = torch.arange(130)[None]
+    name = "bert.embeddings.LayerNorm.weight"
+    changed_weight = tensors.pop(name).to(dtype)
+    for key in (name, name.replace("weight", "gamma")):
+        config = Config(model_name_or_path=rewritten(tmp_path, bert, {**tensors, key: changed_weight}))
+        config = replace(config, **settings)
+        check_message(
+            refusal(read, config, describe(config)),
+            f"model_name_or_path={tmp_path} holds {key} as {shown}, which is no floating-point type",
+            "give the checkpoint that is not quantised",
+        )
+    rewritten(tmp_path, bert, {**tensors, name: torch.ones(32, dtype=torch.bfloat16)})
+    read(config, describe(config))
 
 
 @pytest.mark.parametrize("read", [load_learner, open_lazy_model])
@@ -353,6 +485,84 @@ def test_a_decoder_as_classifier(llama):
     inputs = {"input_ids": ids, "attention_mask": mask}
     features, logits = learner(**inputs)
     torch.testing.assert_close(features @ learner.get_parameter("hf.score.weight").T, logits)
+
+
+def own(kind, change):
+    """A class of a user: that of transformers with another output."""
+
+    def forward(self, input_ids, attention_mask=None, **more):
+        return change(kind.forward(self, input_ids, attention_mask=attention_mask))
+
+    return type("OwnModel", (kind,), {"forward": forward, "__module__": "own"})
+
+
+def failed(output):
+    raise RuntimeError("no GPU")
+
+
+@pytest.mark.parametrize("settings", [LANGUAGE_MODEL, NATIVE, ENCODER], ids=str)
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        (lambda output: output, None),
+        (failed, None),
+        (lambda output: (output[0],), "a tuple "),
+        (lambda output: output[0], "a Tensor "),
+        (lambda output: {**output}, "a dict "),
+        (lambda output: None, "a NoneType "),
+        (lambda output: type(output)(**{next(iter(output)): output[0][..., :1]}), "outputs of shape "),
+    ],
+)
+def test_a_class_of_a_user_returns_what_is_read(llama, monkeypatch, settings, change, shown):
+    """A failure of its own is no such case: it may need a GPU."""
+    config = Config(model_name_or_path=str(llama), n_way=3, **settings)
+    description = describe(config)
+    hf = load_hf(config, description)
+    hf.__class__ = own(type(hf), change)
+    monkeypatch.setattr("fmmeta.models.load.load_hf", lambda *_: hf)
+    if not shown:
+        load_learner(config, description)
+        return
+    check_message(
+        refusal(load_learner, config, description),
+        f"model_name_or_path={llama} (OwnModel) returns ",
+        shown,
+        "last_hidden_state in its forward" if settings == ENCODER else "logits in its forward",
+    )
+
+
+@pytest.mark.parametrize("layer", ["None", "raises"])
+def test_a_class_without_its_embedding_is_refused(llama, monkeypatch, layer):
+    def embedding(self):
+        return None if layer == "None" else {}["x"]
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "get_input_embeddings", embedding)
+    config = Config(model_name_or_path=str(llama), task_type="causal_lm")
+    check_message(
+        refusal(embedding_rows, config, describe(config)),
+        f"model_name_or_path={llama} (LlamaForCausalLM) does not say",
+        "define get_input_embeddings in its class",
+    )
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_rows_of_different_numbers_of_end_tokens_are_refused(kind):
+    """Classifiers of transformers with a decoder read a text at its last end token."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+    more = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "num_labels": 2}
+    more = {**more, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+    hf_config = transformers.AutoConfig.for_model(kind, **sizes, **more, **ids)
+    learner = NativeClassifier(AutoModelForSequenceClassification.from_config(hf_config), 2)
+    right, other = torch.tensor([[5, 6, 2], [7, 8, 2]]), torch.tensor([[5, 2, 2], [7, 8, 2]])
+    learner(input_ids=right, attention_mask=torch.ones_like(right))
+    for tokens, end in ((other, 2), (right, 3), (right, None), (right, [2, 3])):
+        learner.hf.config.eos_token_id = end
+        check_message(
+            refusal(learner, input_ids=tokens, attention_mask=torch.ones_like(tokens)),
+            f"at its last token eos_token_id={end} of config.json",
+            "leave this token out of the texts",
+        )
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
