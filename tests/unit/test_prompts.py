@@ -222,6 +222,11 @@ def test_chat_prompts_equal_the_rendered_template(name):
     today = datetime.now().strftime("%Y-%m-%d")  # a template's own clock runs on
     whole = tokenizer.apply_chat_template(turns, tokenize=False).replace(today, "2024-07-26").rstrip()
     assert tokenizer.decode(row.input_ids) == whole
+    space = chat_tokenizer("  {% set a = 1 %}\n\n  {{ '' }}" + template)
+    (spaced,) = encode_pairs(space, ["2 + 2"], ["4"], 200, "chat")
+    whole = space.apply_chat_template(turns, tokenize=False).replace(today, "2024-07-26").rstrip()
+    assert space.decode(spaced.input_ids) == whole
+    assert whole.startswith("\n  <")
     if name != "brackets":  # prompts end with the generation prompt
         prompt = tokenizer.apply_chat_template(
             turns[:1], add_generation_prompt=True, enable_thinking=False, return_dict=False
