@@ -5,7 +5,7 @@ Source of each rule: docs/explanation/architecture.md, "What DeepSpeed does by i
 
 import difflib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,13 @@ REFUSED = {
     "mics_shard_size": "groups are made by --group_size",
     "zenflow": "it updates parts of the weights later",
     "super_offload": "it replaces the optimizer step",
+    "nebula": "DeepSpeed removed it",
+    "sparse_gradients": "DeepSpeed removed it",
+    "datastates_ckpt": "fmmeta writes checkpoints itself",
+    "stage3_gather_fp16_weights_on_model_save": "fmmeta gathers what it writes",
+    "cpu_offload": 'it is the old name of "offload_optimizer": {"device": "cpu"}',
+    "cpu_offload_param": 'it is the old name of "offload_param": {"device": "cpu"}',
+    "cpu_offload_use_pin_memory": 'it is the old name of "pin_memory": true inside offload_optimizer',
 }
 
 # Blocks that change theta by rounding at most: shards, buffers and logs.
@@ -70,7 +77,6 @@ LAYOUT = {
     "comet",
     "csv_monitor",
     "aio",
-    "nebula",
     "checkpoint",
 }
 # Set by `complete`, whatever the file contains.
@@ -87,7 +93,6 @@ OTHERS = {
     "allgather_size",
     "compile",
     "dataloader_drop_last",
-    "datastates_ckpt",
     "disable_allgather",
     "disable_python_gc",
     "expert_parallel",
@@ -97,13 +102,53 @@ OTHERS = {
     "managed_gradient_accumulation",
     "prescale_gradients",
     "seq_parallel_communication_data_type",
-    "sparse_gradients",
     "timers",
     "use_data_before_expert_parallelism",
     "vocabulary_size",
     "weight_quantization",
 }
 KNOWN = sorted({*OURS, *REFUSED, *LAYOUT, *REPLACED, *OTHERS})
+# Key -> why it has no effect, or what to use. It is for parts of DeepSpeed that do not run, or `complete`
+# sets it.
+NO_EFFECT = {
+    "activation_checkpointing": "use --gradient_checkpointing",
+    "aio": "shards stay in memory",
+    "checkpoint": "fmmeta writes checkpoints itself",
+    "communication_data_type": "gradients are reduced in fp32",
+    "compile": "use --compile",
+    "data_types": "gradients are accumulated in fp32",
+    "dataloader_drop_last": "fmmeta reads the data itself",
+    "monitor_config": "write its blocks by themselves, such as tensorboard",
+}
+# Remedy -> the type of the values of keys, beside "auto". DeepSpeed does not check them, or names no key.
+KINDS: dict[str, tuple[type, Collection[str]]] = {
+    "write a block, {...}": (
+        dict,
+        {
+            *("activation_checkpointing", "aio", "checkpoint", "checkpoint.parallel_write", "comet"),
+            *("comms_logger", "compile", "csv_monitor", "data_types", "expert_parallel", "flops_profiler"),
+            *("monitor_config", "tensorboard", "timers", "timers.throughput", "wandb"),
+            "weight_quantization",
+        },
+    ),
+    "use true or false": (
+        bool,
+        {
+            *("wall_clock_breakdown", "memory_breakdown", "dump_state", "prescale_gradients"),
+            *("disable_allgather", "disable_python_gc", "managed_gradient_accumulation"),
+            *("dataloader_drop_last", "use_data_before_expert_parallelism"),
+            *("flops_profiler.enabled", "flops_profiler.detailed"),
+        },
+    ),
+    "use a whole number": (
+        int,
+        {
+            *("flops_profiler.profile_step", "flops_profiler.module_depth", "flops_profiler.top_modules"),
+            "vocabulary_size",
+        },
+    ),
+    "write a text": (str, {"checkpoint.tag_validation"}),
+}
 MISSPELT = 0.85  # difflib's ratio to a known key from which an unknown one is refused
 
 
@@ -203,10 +248,10 @@ def read(path: str | None, bf16: bool, notice: Callable[[str], None] = quiet) ->
             file = json.loads(text, object_pairs_hook=without_repeats)
         except json.JSONDecodeError:  # comments and trailing commas, as DeepSpeed reads them
             file = hjson.loads(text, object_pairs_hook=without_repeats)
-    if not isinstance(file, dict):
+    if not isinstance(file, dict) or (not file and "{" not in text):
+        what = "is empty" if isinstance(file, dict) else "holds no JSON object"
         raise UsageError(
-            f"deepspeed={path} holds no JSON object; write one, such as"
-            ' {"zero_optimization": {"stage": 2}}'
+            f'deepspeed={path} {what}; write one, such as {{"zero_optimization": {{"stage": 2}}}}'
         )
     return check(file, found.name, bf16, notice)
 
@@ -243,6 +288,9 @@ def check(
         if close := difflib.get_close_matches(key, KNOWN, 1, MISSPELT):
             raise refusal(name, key, file[key], f", which is unknown; write {close[0]}")
         notice(Warn(f"{name}: {key} is unknown and has no effect{nearest(key, KNOWN)}"))
+    check_kinds(file, name)
+    for key in [key for key in NO_EFFECT if asks_for(file.get(key))]:
+        notice(Warn(f"{name}: {key} has no effect; {NO_EFFECT[key]}"))
     for key in [key for key in OURS if key in file]:
         value = file.pop(key)
         if not all_auto(value):
@@ -258,7 +306,7 @@ def check(
     if (operation := file.get("gradient_allreduce_op", "mean")) != "mean":
         why = ": the rows of a rank are weighted for a mean, and inner steps would be longer"
         raise refusal(name, "gradient_allreduce_op", operation, f"{why}; use mean")
-    stage = zero.get("stage", 0)
+    stage = zero.setdefault("stage", 0)
     if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise refusal(name, "zero_optimization.stage", stage, "; use 0, 1, 2 or 3")
     offload = check_offload(zero, stage, name)
@@ -298,6 +346,17 @@ def with_model_ranks(settings: DeepSpeedSettings, stages: int, tensor: int) -> D
     return settings
 
 
+def check_kinds(file: dict[str, Any], name: str) -> None:
+    """Refuse values that are not of the kind that their key needs."""
+    blocks = {key: block for key, block in file.items() if isinstance(block, dict)}
+    inside = {f"{key}.{one}": value for key, block in blocks.items() for one, value in block.items()}
+    for remedy, (kind, keys) in KINDS.items():
+        for key, value in {**file, **inside}.items():
+            fits = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+            if key in keys and value != "auto" and not fits:
+                raise refusal(name, key, value, f"; {remedy}")
+
+
 def check_offload(zero: dict[str, Any], stage: int, name: str) -> bool:
     """Whether anything is offloaded to the CPU. Refuses NVMe and partial offload; drops disabled blocks."""
     for key, least in OFFLOADS.items():
@@ -315,7 +374,9 @@ def check_offload(zero: dict[str, Any], stage: int, name: str) -> bool:
 
 
 def block_of(parent: dict[str, Any], key: str, example: str, name: str) -> dict[str, Any]:
-    block = parent.get(key) or {}
+    block = parent.get(key)
+    if block is None:
+        return {}
     if not isinstance(block, dict):
         raise refusal(name, key, block, f"; write {example}")
     return block
@@ -333,6 +394,11 @@ def all_auto(value: Any) -> bool:
         asked = [one for key, one in value.items() if key != "type" and one not in SAYS_NOTHING.get(key, [])]
         return "auto" in json.dumps(value) and all(all_auto(one) for one in asked)
     return value == "auto"
+
+
+def asks_for(value: Any) -> bool:
+    """Whether a value, or one in its block, is more than a default."""
+    return any(map(asks_for, value.values())) if isinstance(value, dict) else is_on(value)
 
 
 def is_on(value: Any) -> bool:

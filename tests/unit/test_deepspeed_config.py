@@ -12,6 +12,7 @@ from fmmeta.common.progress import Warn
 from fmmeta.config.settings import Config
 from fmmeta.parallel.deepspeed_config import (
     KNOWN,
+    NO_EFFECT,
     OURS,
     REFUSED,
     DeepSpeedSettings,
@@ -19,6 +20,7 @@ from fmmeta.parallel.deepspeed_config import (
     with_model_ranks,
 )
 from fmmeta.parallel.layout import ParallelPlan
+from fmmeta.parallel.workers.zero import refusals
 from tests.support.helpers import ROOT
 from tests.support.messages import check_message, refusal
 
@@ -156,6 +158,9 @@ BLOCKS = {
     "zero_quantized_weights": True,
     "zero_quantized_gradients": True,
     "zero_quantized_nontrainable_weights": True,
+    "cpu_offload": True,
+    "cpu_offload_param": True,
+    "datastates_ckpt": {"host_cache_size": 1},
 }
 
 
@@ -180,6 +185,8 @@ def test_features_that_break_meta_training_are_refused(ds_file, key, inside_zero
         ("zero_hpz_partition_size", 1),
         ("mics_shard_size", -1),
         ("zero_quantized_weights", False),
+        ("nebula", {"enabled": False}),
+        ("cpu_offload", False),
     ],
 )
 def test_disabled_features_are_dropped(ds_file, key, value):
@@ -288,12 +295,120 @@ def test_offload_is_detected(ds_file):
     ("text", "cause", "remedy"),
     [
         ("{", "line 1 column 2", "fix the file"),
+        *((text, "is empty", "write one, such as") for text in ("", " \n", "# only a comment")),
         ("[]", "holds no JSON object", 'write one, such as {"zero_optimization": {"stage": 2}}'),
     ],
 )
 def test_unreadable_file_is_refused(ds_file, text, cause, remedy):
     path = ds_file(text)
     check_message(refusal(read, path, False, pytest.fail), f"deepspeed={path} ", cause, f"; {remedy}")
+
+
+@pytest.mark.parametrize(
+    ("file", "setting", "remedy"),
+    [
+        *(
+            ({key: value}, f"{key}={json.dumps(value)}", "write a block, {...}")
+            for key in (
+                "activation_checkpointing",
+                "aio",
+                "checkpoint",
+                "flops_profiler",
+                "comms_logger",
+                "timers",
+            )
+            for value in ("x", None, [1])
+        ),
+        ({"timers": {"throughput": 3}}, "timers.throughput=3", "write a block, {...}"),
+        ({"bf16": False}, "bf16=false", 'write {"enabled": true}'),
+        ({"wall_clock_breakdown": "yes"}, 'wall_clock_breakdown="yes"', "use true or false"),
+        ({"dump_state": None}, "dump_state=null", "use true or false"),
+        ({"flops_profiler": {"profile_step": "x"}}, 'flops_profiler.profile_step="x"', "use a whole number"),
+        (
+            {"flops_profiler": {"module_depth": True}},
+            "flops_profiler.module_depth=true",
+            "use a whole number",
+        ),
+        ({"checkpoint": {"tag_validation": 3}}, "checkpoint.tag_validation=3", "write a text"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_with_its_key(ds_file, file, setting, remedy):
+    message = refusal(read, ds_file(file), False, pytest.fail)
+    check_message(message, f"deepspeed=ds.json sets {setting}", remedy)
+
+
+def test_values_of_the_right_kind_are_accepted(ds_file):
+    profiler = {"enabled": True, "profile_step": 1, "module_depth": -1, "detailed": "auto"}
+    file = {"flops_profiler": profiler, "wall_clock_breakdown": "auto", "timers": {"throughput": {}}}
+    assert read(ds_file(file), False, pytest.fail).file == {**file, "zero_optimization": {"stage": 0}}
+
+
+@pytest.mark.parametrize("key", NO_EFFECT)
+def test_a_key_without_effect_is_warned_of(ds_file, key):
+    scalar = {"communication_data_type": "bf16", "dataloader_drop_last": True}
+    notices: list[str] = []
+    read(ds_file({key: scalar.get(key, {"a": True})}), False, notices.append)
+    check_message(*notices, f"ds.json: {key} has no effect", NO_EFFECT[key])
+    assert isinstance(notices[0], Warn)
+    read(ds_file({key: "auto" if key in scalar else {"a": False, "b": None}}), False, pytest.fail)
+
+
+def test_zero_without_a_stage_is_zero_0(ds_file):
+    for zero in ({}, {"overlap_comm": False}):
+        settings = read(ds_file({"zero_optimization": zero}), False, pytest.fail)
+        assert (settings.zero_stage, settings.complete(64)["zero_optimization"]["stage"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "value", "parts"),
+    [
+        (
+            "utils.config.DeepSpeedThroughputTimerConfig",
+            {"bf16": {"enabled": True}, "timers": {"throughput": {"enabled": "x"}}},
+            {"enabled": "x"},
+            ('sets timers.throughput.enabled="x", which DeepSpeed refuses', "change or remove it"),
+        ),
+        (
+            "runtime.zero.config.DeepSpeedZeroConfig",
+            {"comms_logger": {"stage": 1}, "zero_optimization": {"stage": 7}},
+            {"stage": 7},
+            ("sets zero_optimization.stage=7, which DeepSpeed refuses", "change or remove it"),
+        ),
+        (
+            "compile.config.CompileConfig",
+            {"compile": {"passes": ["z1", "x"]}},
+            {"passes": ["z1", "x"]},
+            ('sets compile.passes.1="x", which DeepSpeed refuses', "change or remove it"),
+        ),
+    ],
+)
+def test_the_block_of_a_value_that_deepspeed_refuses_is_named(model, config, value, parts):
+    module, _, name = model.rpartition(".")
+    block = getattr(importlib.import_module(f"deepspeed.{module}"), name)
+
+    def start():
+        with refusals("ds.json", config):
+            block(**value)
+
+    check_message(refusal(start), "deepspeed=ds.json", *parts)
+
+
+def test_a_folder_of_a_monitor_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
+    from deepspeed.monitor import config, csv_monitor
+
+    monkeypatch.setattr(csv_monitor.dist, "get_rank", lambda: 0)
+    (tmp_path / "file").touch()
+    block = {"enabled": True, "output_path": str(tmp_path / "file" / "x")}
+
+    def start():
+        with refusals("ds.json", {"csv_monitor": block}):
+            csv_monitor.csvMonitor(config.CSVConfig(**block))
+
+    check_message(
+        refusal(start), "deepspeed=ds.json", "csv_monitor.py", block["output_path"], "change or remove"
+    )
+    with pytest.raises(OSError, match="full"), refusals("ds.json", {}):
+        raise OSError("full")
 
 
 def test_a_missing_file_is_refused_with_the_shipped_names():

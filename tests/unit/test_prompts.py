@@ -222,6 +222,13 @@ def test_chat_prompts_equal_the_rendered_template(name):
     today = datetime.now().strftime("%Y-%m-%d")  # a template's own clock runs on
     whole = tokenizer.apply_chat_template(turns, tokenize=False).replace(today, "2024-07-26").rstrip()
     assert tokenizer.decode(row.input_ids) == whole
+    for begin in ("\n  {{ '' }}", "  {% set a = 1 %}\n\n  {{ '' }}"):
+        spaced = chat_tokenizer(begin + template)
+        (example,) = encode_pairs(spaced, ["2 + 2"], ["4"], 200, "chat")
+        assert spaced.decode(example.input_ids) == f"\n  {whole}"
+        shown = spaced.apply_chat_template(turns, tokenize=False)
+        assert isinstance(shown, str)
+        assert shown.startswith("\n  <")
     if name != "brackets":  # prompts end with the generation prompt
         prompt = tokenizer.apply_chat_template(
             turns[:1], add_generation_prompt=True, enable_thinking=False, return_dict=False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gzip
 import io
+import json
 import os
 import re
 from decimal import Decimal
@@ -488,6 +489,28 @@ def notices(rows, config, name: str = "d") -> list[str]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ([["hi", "hello"]], True),
+        ([{"title": 1, "text": "hi"}], True),
+        ({"source": {"name": "web"}}, True),
+        ([1, [2.5, "3"]], False),
+        ({"path": "a.png", "bytes": b"a"}, False),
+        ([{"path": "a.wav"}], False),
+        (circular(), False),
+    ],
+)
+def test_unread_texts_inside_lists_and_dictionaries_are_noted(value, named):
+    row = {"task": "t", "input": "a", "output": "b", "history": value}
+    lines = notices([Row(row, "d:1")], CAUSAL)
+    assert len(lines) == named
+    if named:
+        check_message(lines[0], "texts in history of d are not read", "write each value as one text")
+        (line,) = notices([Row({**row, "context": "c"}, "d:1")], CAUSAL)
+        check_message(line, "texts in context, history of d", "--prompt_template 'Q: {context} {input}")
+
+
 def named_classes() -> datasets.Dataset:
     classes = datasets.ClassLabel(names=["no", "yes"])
     return datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}).cast_column("label", classes)
@@ -664,6 +687,18 @@ def test_the_last_turn_of_an_assistant_is_the_answer(tmp_path, values):
         assert (table.target, table.answers) == (["d"], [[]])
 
 
+@pytest.mark.parametrize("column", ["messages", "Conversations"])
+def test_conversations_may_be_the_text_of_a_json_list(tmp_path, column):
+    config = Config(task_type="causal_lm", prompt_template="chat")
+    for values in ({}, {"completion": "d"}):
+        lists, texts = ([{**values, column: one}] for one in (MESSAGES, json.dumps(MESSAGES)))
+        rows = read_rows(str(write_rows(tmp_path / "rows.csv", texts)))
+        wanted = tabulate("d", [Row(lists[0], "d:1")], config, print, one_task=True)
+        assert wanted.target == ["d"]
+        assert tabulate("d", list(rows), config, print, one_task=True) == wanted
+        assert input_of(config, Row(texts[0], "d:1"), [column]) == wanted.input[0]
+
+
 def test_a_single_turn_is_a_text():
     rows = [Row({"messages": MESSAGES[:2]}, "d:1"), Row({"messages": SHARED[:2]}, "d:2")]
     table = tabulate("d", rows, CAUSAL, lambda text: None, one_task=True)
@@ -676,6 +711,10 @@ def test_a_single_turn_is_a_text():
         ({"messages": MESSAGES}, "plain", ("d:1 has several turns in messages", "--prompt_template chat")),
         ({"messages": MESSAGES[:1]}, "chat", ("no turn of an assistant in messages", "add the answer")),
         ({"messages": MESSAGES[1:2]}, "chat", ("d:1 has messages=''", "no text", "fix the row")),
+        *(
+            ({"messages": text}, "chat", ("d:1 has messages=", "no list of turns", "write"))
+            for text in ("a", str(MESSAGES), json.dumps(MESSAGES)[:-1], "[]", "[" * 99_999)
+        ),
         ({"messages": [{"role": "user"}]}, "chat", ("d:1 has messages=", "no text", "fix the row")),
         ({"prompt": "a", "completion": []}, "chat", ("d:1 has completion=[]", "no text", "fix the row")),
         ({"messages": [*MESSAGES[:3], {"role": "assistant", "content": ""}]}, "chat", ("''", "fix the row")),

@@ -363,18 +363,20 @@ def refusals(name: str | None, config: dict[str, Any]) -> Iterator[None]:
     installed.
 
     name: of the file; without one the error is not the user's. Memory, disks and communication have their own
-    errors. config: the completed file.
+    errors, but for the folder of a monitor. config: the completed file.
     """
     from pydantic import ValidationError
 
     try:
         yield
-    except (UsageError, OSError, MemoryError, PeerError):
+    except (UsageError, MemoryError, PeerError):
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         inside = [frame for frame in frames if f"{os.sep}deepspeed{os.sep}" in frame.filename]
         of_run = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
+        if isinstance(error, OSError):  # a monitor makes the folder that the file names
+            of_run = not any(f"{os.sep}monitor{os.sep}" in frame.filename for frame in inside)
         if name is None or not inside or of_run:
             raise
         if isinstance(error, ValidationError):
@@ -390,16 +392,27 @@ def wrong_value(name: str, config: dict[str, Any], found: Any) -> UsageError:
     """The error for a value of a block. found: the first error of pydantic."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    keys = [str(key) for key in found["loc"]]
-    block = [
-        key for key, value in config.items() if isinstance(value, dict) and keys[:1] and keys[0] in value
-    ][:1]
+    keys = tuple(map(str, found["loc"]))
+    same = (
+        path
+        for path, value in values_of(config)
+        if path[len(path) - len(keys) :] == keys and value == found["input"]
+    )
+    path = next(same, keys)
     if found["type"] != "extra_forbidden":
         why = f", which DeepSpeed refuses ({found['msg']}); change or remove it"
     else:
-        known = DeepSpeedZeroConfig.model_fields if len(keys) == 1 else ()
-        why = f", which DeepSpeed does not know{nearest(keys[0], known, '; remove it')}"
-    return refusal(name, ".".join([*block, *keys]), found["input"], why)
+        known = DeepSpeedZeroConfig.model_fields if path[:-1] == ("zero_optimization",) else ()
+        why = f", which DeepSpeed does not know{nearest(path[-1], known, '; remove it')}"
+    return refusal(name, ".".join(path), found["input"], why)
+
+
+def values_of(block: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value inside a block, with the keys that lead to it."""
+    yield path, block
+    if isinstance(block, (dict, list)):
+        for key, value in block.items() if isinstance(block, dict) else enumerate(block):
+            yield from values_of(value, (*path, str(key)))
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -4,9 +4,11 @@ A column has the name that a setting gives, or a usual one. Errors of a row name
 """
 
 import datetime
+import json
 import math
 import numbers
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +19,7 @@ from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.security import import_function
 from fmmeta.common.text import PromptTemplate, broken_text, shortened, to_json
 from fmmeta.config.settings import Config, RowConfig
-from fmmeta.tasks.data.turns import BEGIN, PAIR, as_text, last_answer, read_turns
+from fmmeta.tasks.data.turns import BEGIN, PAIR, Turns, as_text, last_answer, read_turns
 
 Bad = Callable[[UsageError], None]
 """Handles an error of a row or a file: raises it, or stores it."""
@@ -132,13 +134,24 @@ def text_of(origin: str, column: str, value: Any) -> str:
     return text
 
 
+def turns_of(row: Row, column: str) -> Turns | None:
+    """The turns of a row in a column; None for any other value. A column of conversations may have them as
+    the text of a JSON list.
+    """
+    value = row.values.get(column)
+    if isinstance(value, str) and column.lower() in CHATS:
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    return read_turns(value)
+
+
 def answers_of(row: Row, column: str) -> list[str]:
     """The right answers of a row: a text, a list of texts, or the last turn of an assistant.
 
     Raises `UsageError`.
     """
     value = row.values.get(column)
-    if turns := read_turns(value):
+    if turns := turns_of(row, column):
         if (end := last_answer(turns)) < 0:
             raise UsageError(f"{row.origin} has no turn of an assistant in {column}; add the answer")
         value = [turns[end]["content"]]
@@ -234,7 +247,12 @@ class PairInput:
 
     def text(self, row: Row, column: str) -> str:
         """The text of a column, or its turns before the answer. Raises `UsageError`."""
-        turns = read_turns(row.values.get(column))
+        turns = turns_of(row, column)
+        if turns is None and self.answered:
+            raise UsageError(
+                f"{row.origin} has {column}={shortened(row.values.get(column))}, which is no list of turns;"
+                f' write "{column}": [{{"role": "user", "content": "..."}}, ...]'
+            )
         if turns is None:
             return cell(row, column)
         end = last_answer(turns)

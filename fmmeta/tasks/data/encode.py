@@ -32,7 +32,8 @@ from fmmeta.tasks.data.turns import BEGIN, PAIR, as_text, from_text
 
 INPUT, MARK = "<<the input>>", "<<the answer>>"  # stand for texts while a chat template is analysed
 # Some templates print the date. An example must not depend on the day of the run, so a macro of the same name
-# replaces the clock.
+# replaces the clock. The environment of transformers drops the line break behind it (trim_blocks), so the
+# template begins where it began.
 TODAY = {
     "%Y": "2024",
     "%m": "07",
@@ -44,7 +45,7 @@ TODAY = {
     "%y": "24",
 }
 REPLACED = "".join(f"|replace({code!r},{text!r})" for code, text in TODAY.items())
-STOPPED_CLOCK = "{%- macro strftime_now(format) -%}{{ format" + REPLACED + " }}{%- endmacro -%}"
+STOPPED_CLOCK = "{%- macro strftime_now(format) -%}{{ format" + REPLACED + " }}{%- endmacro %}\n"
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ Examples = Sequence[tuple[Any, Any] | Mapping[str, Any]]
 IN_MEMORY = "in-memory"
 """Value of the setting `dataset` for rows that were given in Python."""
 Notice = Callable[[str], None]
+DEPTH, FIRST = 4, 10  # of lists and dictionaries in which texts are looked for, and how many items
 MOST_IMAGES = 5000  # of a data set that are decoded to compare them
 
 
@@ -166,7 +167,8 @@ class Tabulator:
         inputs = self.pair.columns if self.pair else (self.image,)
         read = {*inputs, *self.columns.values(), self.stratum, self.answer, self.options}
         self.unread = [column for column in self.names if column not in read]
-        self.texts, self.count, self.wrong = set[str](), 0, 0  # unread columns with texts; rows; bad rows
+        self.texts, self.nested = set[str](), set[str]()  # unread columns of texts, and of lists of texts
+        self.count, self.wrong = 0, 0  # rows; bad rows
         self.seen, self.inputs, self.targets = set[int](), array("q"), array("q")  # hashes
         self.firsts = {role: dict[str, Row]() for role in self.columns}  # of each name, its first row
 
@@ -194,9 +196,9 @@ class Tabulator:
                 self.inputs.append(hash((task, content)))
                 self.targets.append(hash(target))
                 kept.append({**values, "unit": task or target, "content": content})
-        self.texts.update(
-            column for column in self.unread if column not in self.texts and holds_text(rows, column)
-        )
+        for columns, depth in ((self.texts, 0), (self.nested, DEPTH)):
+            new = [column for column in self.unread if column not in columns]
+            columns.update(column for column in new if holds_text(rows, column, depth))
         usual = {PAIRED[1], OPTIONS, *chain(*USUAL.values())}
         late = columns_of(rows).difference(self.names)
         if found := sorted(column for column in late if column.lower() in usual):
@@ -238,14 +240,16 @@ class Tabulator:
             )
         for role, firsts in self.firsts.items():
             note_alike(self.columns[role], firsts, notice)
-        if self.texts and not collated:
-            unread = sorted(self.texts)
+        if self.nested and not collated:
+            unread, texts = sorted(self.nested), sorted(self.texts)
             advice = f"--{input_setting(config, bool(self.image))} names another input"
-            if "input" in unread and self.causal:
+            if not texts:
+                advice = "write each value as one text to use it"
+            elif "input" in texts and self.causal:
                 advice = "leave --input_column out to read it"
             elif self.causal:
                 advice = (
-                    f"--prompt_template 'Q: {{{unread[0]}}} {{input}}\\nA:', say, puts them into the prompt"
+                    f"--prompt_template 'Q: {{{texts[0]}}} {{input}}\\nA:', say, puts them into the prompt"
                 )
             of_data = "" if self.one_task else f" of {name}"  # one line for all files that are tasks
             notice(f"texts in {', '.join(unread)}{of_data} are not read; {advice}")
@@ -270,10 +274,20 @@ class Tabulator:
             notice(f"{counted(several, 'input')} of {name} in more than one class; correct the labels")
 
 
-def holds_text(rows: Sequence[Row], column: str) -> bool:
-    """Whether a column has a text that is no number."""
-    values = (row.values.get(column) for row in rows)
-    return any(isinstance(value, str) and any(map(str.isalpha, value)) for value in values)
+def holds_text(rows: Sequence[Row], column: str, depth: int = 0) -> bool:
+    """Whether a column has a text that is no number, also among the first items of lists and dictionaries,
+    up to this depth.
+    """
+    return any(has_word(row.values.get(column), depth) for row in rows)
+
+
+def has_word(value: Any, depth: int) -> bool:
+    """`holds_text` for a value. An image or a recording, whose dictionary has a path, is none."""
+    if isinstance(value, Mapping):
+        value = [] if "path" in value else list(value.values())
+    if isinstance(value, (list, tuple)):
+        return depth > 0 and any(has_word(one, depth - 1) for one in value[:FIRST])
+    return isinstance(value, str) and any(map(str.isalpha, value))
 
 
 def note_alike(column: str, firsts: Mapping[str, Row], notice: Callable[[str], None]) -> None:
