@@ -49,6 +49,7 @@ REFUSED = {
     "zero_quantized_weights": "it makes passes inexact",
     "zero_quantized_gradients": "it makes passes inexact",
     "zero_quantized_nontrainable_weights": "it makes passes inexact",
+    "weight_quantization": "it makes passes inexact",
     "zero_hpz_partition_size": "it keeps second copies of the weights that a restore does not reach",
     "mics_shard_size": "groups are made by --group_size",
     "zenflow": "it updates parts of the weights later",
@@ -105,7 +106,6 @@ OTHERS = {
     "timers",
     "use_data_before_expert_parallelism",
     "vocabulary_size",
-    "weight_quantization",
 }
 KNOWN = sorted({*OURS, *REFUSED, *LAYOUT, *REPLACED, *OTHERS})
 # Key -> why it has no effect, or what to use. It is for parts of DeepSpeed that do not run, or `complete`
@@ -128,7 +128,6 @@ KINDS: dict[str, tuple[type, Collection[str]]] = {
             *("activation_checkpointing", "aio", "checkpoint", "checkpoint.parallel_write", "comet"),
             *("comms_logger", "compile", "csv_monitor", "data_types", "expert_parallel", "flops_profiler"),
             *("monitor_config", "tensorboard", "timers", "timers.throughput", "wandb"),
-            "weight_quantization",
         },
     ),
     "use true or false": (
