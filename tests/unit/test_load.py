@@ -514,7 +514,7 @@ def failed(output):
     ],
 )
 def test_a_class_of_a_user_returns_what_is_read(llama, monkeypatch, settings, change, shown):
-    """A failure of its own is no such case: it may need a GPU."""
+    """A class that raises is no such case: it may need a GPU."""
     config = Config(model_name_or_path=str(llama), n_way=3, **settings)
     description = describe(config)
     hf = load_hf(config, description)
