@@ -17,7 +17,7 @@ from torch.utils import swap_tensors
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
-from fmmeta.models.files import checkpoint_files, reading
+from fmmeta.models.files import checkpoint_files
 from fmmeta.models.learner import Learner
 from fmmeta.models.load import (
     Description,
@@ -26,8 +26,8 @@ from fmmeta.models.load import (
     empty_hf,
     initialize_head,
     load_learner,
-    refuse_other_dtypes,
     refuse_other_layers,
+    stored_tensors,
     wrap,
 )
 
@@ -151,28 +151,22 @@ def find_tensors(hf: Any, config: Config, description: Description) -> dict[str,
     head in other shapes are left out. Raises `UsageError` for an incomplete checkpoint.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
+    from transformers.core_model_loading import WeightRenaming
 
     name = config.model_source
-    refuse_other_dtypes(hf, name, paths := checkpoint_files(name))
-    rules = get_model_conversion_mapping(hf)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    if len(renamings) < len(rules):
+    paths = checkpoint_files(name)
+    if not all(isinstance(rule, WeightRenaming) for rule in get_model_conversion_mapping(hf)):
         raise UsageError(
             f"model_name_or_path={name} ({type(hf).__name__}) stores its tensors in"
             " another form than it computes with, so that they cannot be read one by one; use ZeRO 0 to 2"
         )
     wanted, shapes, unused = hf.state_dict(), dict[str, list[int]](), list[str]()
     found: dict[str, StoredTensor] = {}
-    for path in paths:
-        with reading(name, path), safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118  (a safetensors handle is no dict)
-                renamed, _ = rename_source_key(key, renamings, [], hf.base_model_prefix, wanted)
-                if renamed in wanted:
-                    found[renamed] = StoredTensor(path, key)
-                    shapes[renamed] = list(file.get_slice(key).get_shape())
-                elif not any(re.search(one, key) for one in hf._keys_to_ignore_on_load_unexpected or ()):
-                    unused.append(renamed)
+    for path, key, renamed, shape in stored_tensors(hf, name, paths):
+        if renamed in wanted:
+            found[renamed], shapes[renamed] = StoredTensor(path, key), shape
+        elif not any(re.search(one, key) for one in hf._keys_to_ignore_on_load_unexpected or ()):
+            unused.append(renamed)
     others = {key: shape for key, shape in shapes.items() if shape != list(wanted[key].shape)}
     found = {key: tensor for key, tensor in found.items() if key not in others}
     names: dict[nn.Parameter, str] = {}

@@ -8,7 +8,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -721,7 +721,8 @@ def load_hf(config: Config, description: Description) -> Any:
             files = list[str]()
             with suppress(UsageError):  # weights that transformers finds elsewhere
                 files = checkpoint_files(base)
-            refuse_other_dtypes(hf, base, files)
+            for _ in stored_tensors(hf, base, files):  # checks them
+                pass
         params = dict(hf.named_parameters(remove_duplicate=False))
         for second, first in hf.get_expanded_tied_weights_keys(all_submodels=True).items():
             if params.get(first) is not params.get(second):  # transformers has untied them
@@ -791,9 +792,12 @@ def refuse_other_layers(hf: Any, config: Config, unused: Collection[str]) -> Non
         )
 
 
-def refuse_other_dtypes(hf: Any, name: str, paths: Sequence[str]) -> None:
-    """Raise `UsageError` for floating-point weights that the files of a checkpoint hold in another type, such
-    as the whole numbers of a quantised one: they would be read as they are.
+def stored_tensors(hf: Any, name: str, paths: Sequence[str]) -> Iterator[tuple[str, str, str, list[int]]]:
+    """File, name in the file, name in `hf` and shape of each tensor of a checkpoint. transformers translates
+    old names.
+
+    Raises `UsageError` for floating-point weights that are stored in another type, such as the whole numbers
+    of a quantised checkpoint: they would be read as they are.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -803,15 +807,18 @@ def refuse_other_dtypes(hf: Any, name: str, paths: Sequence[str]) -> None:
     for path in paths:
         with reading(name, path), safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118  (a safetensors handle is no dict)
-                dtype = file.get_slice(key).get_dtype()
-                if dtype.startswith(("F", "BF")):
-                    continue
                 renamed, _ = rename_source_key(key, renamings, [], hf.base_model_prefix, wanted)
-                if renamed in wanted and wanted[renamed].is_floating_point():
+                stored = file.get_slice(key)
+                dtype, of_floats = (
+                    stored.get_dtype(),
+                    renamed in wanted and wanted[renamed].is_floating_point(),
+                )
+                if of_floats and not dtype.startswith(("F", "BF")):
                     raise UsageError(
                         f"model_name_or_path={name} holds {key} as {dtype}, which is no floating-point type;"
                         " give the checkpoint that is not quantised"
                     )
+                yield path, key, renamed, list(stored.get_shape())
 
 
 def different_tied(config: Config, first: str, second: str) -> UsageError:
