@@ -16,16 +16,34 @@ if TYPE_CHECKING:
     from fmmeta.adaptation.python_api import load as load
     from fmmeta.common.errors import UsageError as UsageError
     from fmmeta.config.settings import Config as Config
+    from fmmeta.models.learner import Learner as Learner
+    from fmmeta.models.learner import RowLosses as RowLosses
+    from fmmeta.tasks.sources.own import Tasks as Tasks
     from fmmeta.train import MetaTrainer as MetaTrainer
     from fmmeta.training.callbacks import Callback as Callback
 
 __version__ = "0.2.0"
-__all__ = ["Callback", "Config", "MetaTrainer", "UsageError", "adapt", "adapt_many", "evaluate", "load"]
+__all__ = [
+    "Callback",
+    "Config",
+    "Learner",
+    "MetaTrainer",
+    "RowLosses",
+    "Tasks",
+    "UsageError",
+    "adapt",
+    "adapt_many",
+    "evaluate",
+    "load",
+]
 
 _MODULES = {
     "Callback": "fmmeta.training.callbacks",
     "Config": "fmmeta.config.settings",
     "UsageError": "fmmeta.common.errors",
+    "Learner": "fmmeta.models.learner",
+    "RowLosses": "fmmeta.models.learner",
+    "Tasks": "fmmeta.tasks.sources.own",
     "MetaTrainer": "fmmeta.train",
     "adapt": "fmmeta.adaptation.python_api",
     "adapt_many": "fmmeta.adaptation.python_api",

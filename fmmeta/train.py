@@ -12,11 +12,13 @@ from fmmeta.common.processes import refuse_while_importing, restored_process
 from fmmeta.common.progress import Progress, Warn, terminal_log
 from fmmeta.common.text import shortened
 from fmmeta.config.fields import refuse_first
+from fmmeta.config.learners import give
 from fmmeta.config.settings import Config
 from fmmeta.elastic.controller import ElasticController, join, with_other_groups
 from fmmeta.evaluation.tune import choose_at_the_end, section_of, tune_before_training
 from fmmeta.metrics.own import Metric, find_metrics
 from fmmeta.models.files import check_given_model, check_given_tokenizer, store_model
+from fmmeta.models.learner import Learner
 from fmmeta.models.load import describe, fitted, suggest_chat
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
@@ -24,6 +26,7 @@ from fmmeta.reliability.signals import Signals
 from fmmeta.reliability.watchdog import watching
 from fmmeta.tasks.data.rows import IN_MEMORY, rows_in_memory
 from fmmeta.tasks.loader import check_sent
+from fmmeta.tasks.sources.own import Tasks
 from fmmeta.training import build
 from fmmeta.training.callbacks import Callback
 from fmmeta.training.finish import Result, finish, read_result
@@ -38,7 +41,8 @@ class MetaTrainer:
     model: a `PreTrainedModel`, whose weights are theta_0, instead of `config.model_name_or_path`. It is
     written to the cache of Hugging Face once per node and content (HF_HOME/fmmeta/models) and loaded from
     there, as any checkpoint, so that every layout works. Its pooling is the model's own, unless
-    `config.pooling` names another. tokenizer: of the model; needed with `model`. dataset: a
+    `config.pooling` names another. learner: a `fmmeta.Learner`, any module, whose weights are theta_0.
+    tokenizer: of the model; needed with `model`. dataset: `fmmeta.Tasks`, a
     `datasets.Dataset`, a `DatasetDict` (the splits `config.dataset_split`), or a list of (text, class)
     pairs or of dictionaries, with the columns of a file, instead of `config.dataset`. callbacks: hooks
     around the outer loop (`fmmeta.Callback`). metrics: functions (predictions, references) -> numbers by
@@ -66,12 +70,14 @@ class MetaTrainer:
         callbacks: Sequence[Callback] = (),
         *,
         model: Any = None,
+        learner: Any = None,
         tokenizer: Any = None,
         dataset: Any = None,
         metrics: Sequence[Metric] = (),
     ) -> None:
         self.config, self.signals, self.callbacks = config, signals, callbacks
         self.model, self.tokenizer, self.dataset, self.metrics = model, tokenizer, dataset, metrics
+        self.learner = learner
 
     def __repr__(self) -> str:
         return f"MetaTrainer({self.config!r})"
@@ -172,7 +178,7 @@ class MetaTrainer:
                     run.callbacks.close(run)
                     run.controller.close()
 
-    def _read_objects(self, world: World) -> tuple[Config, list[Any] | None]:
+    def _read_objects(self, world: World) -> tuple[Config, Any]:
         """The settings with the names of the given objects, and the rows of the given data set.
 
         Raises `UsageError`. Collective: world.
@@ -208,8 +214,16 @@ class MetaTrainer:
                     )
             if tokenizer is not None:
                 check_given_tokenizer(tokenizer)
+            if self.learner is not None:
+                if not isinstance(self.learner, Learner):
+                    raise UsageError(
+                        f"learner={type(self.learner).__name__} is no fmmeta.Learner; subclass it"
+                    )
+                config = config.but(task_type=give(self.learner))
             if self.dataset is not None:
-                rows = rows_in_memory(self.dataset, config)
+                rows = (
+                    self.dataset if isinstance(self.dataset, Tasks) else rows_in_memory(self.dataset, config)
+                )
                 config = config.but(dataset=[IN_MEMORY])
         if model is not None:
             folder = world.run_on_first_rank_of_node(

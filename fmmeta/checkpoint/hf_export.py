@@ -33,6 +33,7 @@ from fmmeta.models.files import (
     cached_file,
     read_json,
 )
+from fmmeta.models.learner import HFLearner, Learner
 from fmmeta.models.load import Description, empty_learner, generation_settings, load_hf
 from fmmeta.models.lora import merge, save_adapter
 from fmmeta.parallel.process_groups import ProcessGroups
@@ -104,16 +105,17 @@ def export(
         with ranks.world.raise_on_all("exporting the configuration"):
             if ranks.first:
                 clear(folder)
-                save_model(folder, skeleton.hf, description, {})
+                if isinstance(skeleton, HFLearner):
+                    save_model(folder, skeleton.hf, description, {})
                 write_metadata(folder, skeleton, config, description, tokenizer, rates, trained)
-        files, failures = plan_files(skeleton.hf, worker), list[Exception]()
+        files, failures = plan_files(skeleton, worker), list[Exception]()
         if ranks.layout.group_index == 0:
             failures = write_weights(folder, theta, worker, frozen | heads, skeleton, config, shapes, files)
         with ranks.world.raise_on_all("exporting the weights"):
             for failure in failures:
                 raise failure
             if ranks.first and len(files) > 1:
-                write_index(folder, skeleton.hf, files)
+                write_index(folder, skeleton, files)
     if rates is not None and rates.element is not None:
         named = gather(rates.scale_layers(0, rates.element.clone()), worker, here, here, {})
         with ranks.world.raise_on_all("exporting the inner rates"):
@@ -235,21 +237,25 @@ def write_weights(
         }
         if worker.group.rank == writer:
             try:
-                stored = tensors if path == HEAD_FILE else revert_weight_conversion(skeleton.hf, tensors)
+                stored = tensors if path == HEAD_FILE else as_stored(skeleton, tensors)
                 save_tensors(stored, folder / path)
             except Exception as error:
                 failures.append(error)
     return failures
 
 
-def write_index(folder: Path, hf: Any, files: Files) -> None:
+def as_stored(skeleton: Learner, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as a checkpoint of transformers has them; of a user's module as they are."""
+    return revert_weight_conversion(skeleton.hf, tensors) if isinstance(skeleton, HFLearner) else tensors
+
+
+def write_index(folder: Path, skeleton: Learner, files: Files) -> None:
     """Write the file that maps each tensor to its file."""
-    state = hf.state_dict()
+    state = skeleton.state_dict()
     meta = {
-        path: {name.removeprefix("hf."): state[name.removeprefix("hf.")] for name in names}
-        for path, (_, names) in files.items()
+        path: {name.removeprefix("hf."): state[name] for name in names} for path, (_, names) in files.items()
     }
-    keys = {key: path for path, tensors in meta.items() for key in revert_weight_conversion(hf, tensors)}
+    keys = {key: path for path, tensors in meta.items() for key in as_stored(skeleton, tensors)}
     size = sum(value.numel() * 4 for tensors in meta.values() for value in tensors.values())
     write_json(
         folder / "model.safetensors.index.json",
@@ -258,10 +264,17 @@ def write_index(folder: Path, hf: Any, files: Files) -> None:
     )
 
 
-def plan_files(hf: Any, worker: Worker) -> Files:
+def plan_files(skeleton: Learner, worker: Worker) -> Files:
     """The files of a model; tied tensors are in one of them, once."""
-    saved = {*dict(hf.named_parameters()), *dict(hf.named_buffers())} - {*(hf._keys_to_ignore_on_save or ())}
-    tensors = {f"hf.{key}": value.numel() * 4 for key, value in hf.state_dict().items() if key in saved}
+    model, prefix, ignored = (
+        (skeleton.hf, "hf.", skeleton.hf._keys_to_ignore_on_save)
+        if isinstance(skeleton, HFLearner)
+        else (skeleton, "", ())
+    )
+    saved = {*dict(model.named_parameters()), *dict(model.named_buffers())} - {*(ignored or ())}
+    tensors = {
+        f"{prefix}{key}": value.numel() * 4 for key, value in model.state_dict().items() if key in saved
+    }
     limit = min(FILE_BYTES[1], max(FILE_BYTES[0], sum(tensors.values()) // worker.group.size))
     files: list[tuple[int, list[str]]] = []
     full = 0
@@ -303,8 +316,9 @@ def write_metadata(
     """Write the files beside the weights: tokenizer or image processor, pooling, fmmeta.json, and files of
     the checkpoint.
     """
-    tokenizer.save_pretrained(folder)
-    carry_files(folder, config, description, tokenizer)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        carry_files(folder, config, description, tokenizer)
     if skeleton.own_head and not description.images:
         sentence_transformers(folder, config, description)
     spec = find(config.algorithm)

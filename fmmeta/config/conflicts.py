@@ -77,7 +77,7 @@ def without_effect(c: Any) -> Iterator[str]:
         if value in (default_of(item), None):
             continue
         given = f"{name}={shown(value)}"
-        if rule.of and not getattr(c.learner, rule.of):
+        if rule.of and not getattr(c.learner, rule.of) and name not in c.learner.reads:
             yield f"{given} means nothing for task_type={c.task_type}; leave it out"
         if rule.needs:
             other, *values = rule.needs
@@ -114,6 +114,7 @@ def problems(c: Any) -> Iterator[str]:
         of_inner_loop(c),
         of_outer_step(c),
         of_own_inputs(c) if c.learner.collate else [],
+        of_own_rows(c) if c.learner.own else [],
         of_several_tasks(c) if c.tasks_per_pass != "1" else [],
     ):
         yield from (text for is_there, text in conflicts if is_there)
@@ -311,6 +312,33 @@ def of_inner_loop(c: Any) -> Conflicts:
             f"inner_lr_groups={shown(c.inner_lr_groups)} contradicts algorithm={name}, which is a choice of"
             " layers; leave it out",
         ),
+    ]
+
+
+OF_OWN_ROWS = {  # what does not go with a learner that reads rows
+    "example_transforms": "they change texts and images, and the learner reads the rows",
+    "episode_transforms": "they change texts and images, and the learner reads the rows",
+    "pipeline_stages": "stages are made of models for texts and answers",
+}
+OF_MODULE = {  # what does not go with a module that is no model of transformers
+    "tensor_parallel_size": "no plan says how to split it",
+    "lora_r": "adapters are for models of transformers",
+    "tasks_per_pass": "it has no adapters",
+    "gradient_checkpointing": "it does that itself",
+    "compile": "it does that itself, with torch.compile",
+    "attn_implementation": "it is no model of transformers",
+    "model_revision": "it is no model of the hub",
+}
+
+
+def of_own_rows(c: Any) -> Conflicts:
+    changed = [item.name for item in fields(c) if getattr(c, item.name) not in (default_of(item), None)]
+    return [
+        (
+            name in changed,
+            f"{name}={shown(getattr(c, name))} with task_type={c.task_type}: {why}; leave it out",
+        )
+        for name, why in {**OF_OWN_ROWS, **(OF_MODULE if c.learner.make else {})}.items()
     ]
 
 

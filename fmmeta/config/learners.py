@@ -1,13 +1,16 @@
 """`LearnerSpec`, which describes a kind of task to the rest of the package, and the registry.
 
 No other module compares the name of a kind of task: all read the fields of `find(name)`. Your spec is
-a copy of one of these with another loss or other inputs (examples/own_loss.py, own_inputs.py):
-`--task_type my_module:spec`, or an entry point of the group `fmmeta.learners` of an installed package. torch
-is imported to check a loss alone.
+a copy of one of these with another loss or other inputs (examples/own_loss.py, own_inputs.py), or your
+`fmmeta.Learner` (examples/own_module.py): `--task_type my_module:name`, or an entry point of the group
+`fmmeta.learners` of an installed package. torch is imported to check a loss alone.
 """
 
+import copy
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fmmeta.common.errors import UsageError, usage_errors
@@ -29,6 +32,11 @@ class LearnerSpec:
     collate: of kinds with classes: rows as dictionaries of their columns, of images with pixel_values -> the
     model's inputs by name: tensors, or dictionaries and lists of them, whose first dimension is the rows. It
     is called in loader processes.
+    learner: the class of the learner, or module:name of it: it reads rows, makes batches and says what an
+    answer is (models/learner.py). None: texts or images, by `of_classes` and `generates`.
+    make: returns the module, of a learner without a Hugging Face model.
+    has_head: whether a head has an output for each of --n_way classes, tags or targets.
+    reads: settings of other kinds that this one uses too.
     """
 
     name: str
@@ -36,6 +44,15 @@ class LearnerSpec:
     generates: bool = False
     loss: Callable[[Any, Any], Any] | None = None
     collate: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None
+    learner: Any = None
+    make: Callable[[], Any] | None = None
+    has_head: bool = False
+    reads: tuple[str, ...] = ()
+
+    @property
+    def own(self) -> Any:
+        """The class of the learner that reads the rows; None for texts or images."""
+        return pkgutil.resolve_name(self.learner) if isinstance(self.learner, str) else self.learner
 
     @property
     def unit(self) -> str:
@@ -43,23 +60,37 @@ class LearnerSpec:
         return "nats" if self.loss is None else "units of loss"
 
 
-CLASSIFICATION = LearnerSpec("classification", of_classes=True)
+CLASSIFICATION = LearnerSpec("classification", of_classes=True, has_head=True)
 CAUSAL_LM = LearnerSpec("causal_lm", generates=True)
 SPECS = ("CLASSIFICATION", "CAUSAL_LM")
+OWN = LearnerSpec("own")  # of a module whose code a stored model names, and which is given again
 BUILT_IN = {
     "classification": "fmmeta.config.learners:CLASSIFICATION",
     "causal_lm": "fmmeta.config.learners:CAUSAL_LM",
 }
 """Name -> module:spec."""
+GIVEN = dict[str, LearnerSpec]()
+"""Of modules that were given in Python, by what a message calls them."""
+
+
+def give(learner: Any) -> str:
+    """The name of a learner that is given in Python, a module whose weights are theta_0."""
+    name = f"{type(learner).__module__}:{type(learner).__qualname__}"
+    GIVEN[name] = LearnerSpec(OWN.name, learner=type(learner), make=partial(copy.deepcopy, learner))
+    return name
 
 
 def find(name: str) -> LearnerSpec:
-    """The spec of a built-in name, of an installed package's entry point, or of `module:spec`.
+    """The spec of a built-in name, of an installed package's entry point, or of `module:name`, which names a
+    spec or the class of a learner.
 
     Raises `UsageError` in one line.
     """
-    found = find_spec("task_type", name, BUILT_IN, "fmmeta.learners", LearnerSpec, "examples/own_loss.py")
-    if found.name not in BUILT_IN:
+    if name in GIVEN:
+        return GIVEN[name]
+    example = "examples/own_loss.py"
+    found = find_spec("task_type", name, BUILT_IN, "fmmeta.learners", LearnerSpec, example, of_class)
+    if found.name not in BUILT_IN and found.learner is None:
         raise UsageError(
             f"task_type={name} is a LearnerSpec with the name {found.name!r}, and yours keeps the"
             f" name of its kind of task; write replace({any_of(SPECS)}, loss=...)"
@@ -67,9 +98,18 @@ def find(name: str) -> LearnerSpec:
     return found
 
 
+def of_class(found: Any) -> Any:
+    """The spec of the class of a learner; anything else as it is."""
+    is_learner = isinstance(found, type) and hasattr(found, "losses") and hasattr(found, "collate")
+    if not is_learner:
+        return found
+    return LearnerSpec(OWN.name, learner=found, make=None if getattr(found, "auto", "") else found)
+
+
 def stored_kind(facts: Mapping[str, Any]) -> LearnerSpec:
     """The kind of task of an exported model. facts: the checked content of its fmmeta.json."""
-    return find(facts.get("task_type", CLASSIFICATION.name))
+    name = facts.get("task_type", CLASSIFICATION.name)
+    return OWN if name == OWN.name else find(name)
 
 
 def check_loss(task_type: str) -> None:

@@ -1,7 +1,7 @@
 """Specs by name: those of this package, `module:spec`, or an entry point of an installed package."""
 
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -18,12 +18,18 @@ def installed(group: str) -> dict[str, EntryPoint]:
 
 
 def find_spec(
-    setting: str, name: str, built_in: Mapping[str, str], plug_ins: str, kind: type, example: str
+    setting: str,
+    name: str,
+    built_in: Mapping[str, str],
+    plug_ins: str,
+    kind: type,
+    example: str,
+    spec_of: Callable[[Any], Any] = lambda found: found,
 ) -> Any:
     """The spec that a setting names. built_in: name -> module:spec; these names come first.
 
-    plug_ins: a group of entry points. kind: the class of the spec. example: a file that has one. Raises
-    `UsageError` in one line.
+    plug_ins: a group of entry points. kind: the class of the spec. example: a file that has one. spec_of:
+    makes a spec of what is imported, or returns it. Raises `UsageError` in one line.
     """
     group = installed(plug_ins)
     if name in built_in:
@@ -42,6 +48,7 @@ def find_spec(
             f"{setting}={name} is unknown{nearest(name, names)}; use {', '.join(names)}, or module:spec of"
             " another"
         )
+    found = spec_of(found)
     if not isinstance(found, kind):
         raise UsageError(
             f"{setting}={name} is a {type(found).__name__} and no {kind.__name__}; name one ({example})"

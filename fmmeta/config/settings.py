@@ -39,7 +39,7 @@ class ModelConfig(RefusesUnknownNames):
     )
     task_type: str = setting(
         learners.CLASSIFICATION.name,
-        "Kind of every task: classification, causal_lm (generate a text), or module:spec of yours",
+        f"Kind of every task: {', '.join(learners.BUILT_IN)}, or module:name of your LearnerSpec or Learner",
         remembered=True,
         keyed=True,
         common=True,
@@ -929,8 +929,8 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
 
     @property
     def most_classes(self) -> int:
-        """Classes of the largest episode, and so of the head; 0 without classes."""
-        return (self.n_way_max or self.n_way) if self.learner.of_classes else 0
+        """Classes of the largest episode, and so outputs of the head; 0 without a head."""
+        return (self.n_way_max or self.n_way) if self.learner.has_head else 0
 
     @property
     def joint_head(self) -> bool:

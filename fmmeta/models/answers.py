@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from fmmeta.models.learner import Learner, at_least_fp32
+from fmmeta.models.learner import HFLearner, at_least_fp32
 from fmmeta.tasks.batching import IGNORE, MicroBatch, pad_right
 
 LEAST_SAVED = {"cpu": 64}
@@ -84,7 +84,7 @@ def common_prefix(rows: Sequence[Sequence[int]]) -> int:
 class Answers:
     """Scores and prefixes of a causal language model."""
 
-    learner: Learner
+    learner: HFLearner
 
     def can_score(self, batches: Sequence[MicroBatch]) -> bool:
         """Whether `losses` holds for these micro-batches: those of packed rows have no attention mask."""

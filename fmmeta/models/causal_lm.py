@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fmmeta.models.answers import Answers, rows_of
-from fmmeta.models.learner import Learner, RowLosses, at_least_fp32
+from fmmeta.models.learner import HFLearner, RowLosses, at_least_fp32
 from fmmeta.tasks.batching import IGNORE, MicroBatch
 
 
-class CausalLearner(Learner):
+class CausalLearner(HFLearner):
     """A causal language model; it has no separate head to reset."""
 
     peft_task = "CAUSAL_LM"

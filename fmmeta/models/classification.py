@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmmeta.common.errors import UsageError
-from fmmeta.models.learner import Learner, RowLosses, at_least_fp32
+from fmmeta.models.learner import HFLearner, RowLosses, at_least_fp32
 from fmmeta.tasks.batching import MicroBatch
 
 Outputs = tuple[Tensor, Tensor]
 
 
-class Classifier(Learner):
+class Classifier(HFLearner):
     @abstractmethod
     def forward(self, **inputs: Tensor) -> Outputs:
         """Features and logits."""

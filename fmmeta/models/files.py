@@ -331,8 +331,9 @@ def checked(facts: Any) -> dict[str, Any]:
     for name in {*REMEMBERED, "n_way"} & set(facts):
         facts[name] = of_type(Config, name, facts[name])
     # no code is imported from here
-    if facts.get("task_type", learners.CLASSIFICATION.name) not in learners.BUILT_IN:
-        raise ValueError(f"task_type is none of {any_of(learners.BUILT_IN)}")
+    known = (*learners.BUILT_IN, learners.OWN.name)
+    if facts.get("task_type", learners.CLASSIFICATION.name) not in known:
+        raise ValueError(f"task_type is none of {any_of(known)}")
     if not facts.get("peft_config", "{").startswith("{"):
         raise ValueError("peft_config names a file")
     labels = facts.get("labels", [])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fmmeta.common.errors import UsageError
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
-from fmmeta.models.learner import Learner
+from fmmeta.models.learner import HFLearner
 
 
 def check_attention(config: Config, bf16: bool, device: str) -> None:
@@ -121,7 +121,7 @@ def check_compiler(device: str) -> None:
         raise UsageError(f"compile=True needs a C++ compiler, and {where}; install one, or leave it out")
 
 
-def compile_model(learner: Learner, device: torch.device) -> None:
+def compile_model(learner: HFLearner, device: torch.device) -> None:
     """Compile the HF model of a worker's `learner` in place.
 
     It computes with padding, because the number of real tokens would be one more size that changes, and with

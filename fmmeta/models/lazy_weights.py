@@ -18,7 +18,6 @@ from torch.utils import swap_tensors
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.models.files import checkpoint_files
-from fmmeta.models.learner import Learner
 from fmmeta.models.load import (
     Description,
     check_complete,
@@ -59,7 +58,7 @@ class LazyModel:
     of parameters that the checkpoint lacks.
     """
 
-    learner: Learner
+    learner: Any
     stored: dict[str, StoredTensor]
     new: dict[str, Tensor]
 
@@ -87,10 +86,10 @@ class LazyModel:
 def open_lazy_model(config: Config, description: Description) -> LazyModel:
     """Find every tensor of the checkpoint without reading it. Raises `UsageError`.
 
-    The built-in model has no checkpoint and is small: it is built completely.
+    The built-in model has no checkpoint and is small: it is built completely, and so is a user's module.
     """
     stored: dict[str, StoredTensor] = {}
-    if config.builtin_model:
+    if config.builtin_model or description.is_module:
         learner = load_learner(config, description)
     else:
         hf = empty_hf(config, description)
@@ -124,7 +123,7 @@ def initialize(hf: Any, missing: Collection[str]) -> None:
     hf.initialize_weights()
 
 
-def wrap_lazily(hf: Any, config: Config, description: Description) -> Learner:
+def wrap_lazily(hf: Any, config: Config, description: Description) -> Any:
     """`wrap` with real adapters around parameters on the meta device.
 
     peft creates adapters on the device of the adapted weights, so each of these is replaced meanwhile by one

@@ -5,15 +5,20 @@
     learner.answers(outputs, micro_batch)          what was answered, and what is right
     learner.score(micro_batches)                   losses without gradient by a faster way, where there is one
 
+    Class.rows(config, columns)(row)               what is stored of a row of the data
+    Class.encode(config, tokenizer, support, query)    rows of an episode as examples
+    Class.collate(examples, pad_token_id)          inputs and targets of a micro-batch
+    Class.metrics(predictions, references)         numbers of an episode
+
 `inputs` are those of a MicroBatch (input_ids [B, T], attention_mask [B, T], ..., or pixel_values
-[B, 3, H, W]); they go to the Hugging Face model `hf`, the part that export saves. Weights of rows come from
-the data (MicroBatch.weights), so that losses of micro-batches and ranks add up to the mean over a set.
+[B, 3, H, W]), and keyword arguments of `forward`. Weights of rows come from the data (MicroBatch.weights), so
+that losses of micro-batches and ranks add up to the mean over a set.
 
 classification.py: `outputs` are the features that the head sees and the logits. causal_lm.py: logits.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,8 +29,9 @@ from transformers import AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from fmmeta.config.learners import LearnerSpec
+from fmmeta.config.settings import Config
 from fmmeta.models.unpadded import Unpadded
-from fmmeta.tasks.batching import IGNORE, MicroBatch, map_tensors
+from fmmeta.tasks.batching import IGNORE, Collated, EncodedRows, Example, MicroBatch, map_tensors
 
 RowLoss = Callable[[Tensor, Tensor], Tensor]
 
@@ -53,6 +59,12 @@ class RowLosses(NamedTuple):
     correct: Tensor
     answers: Tensor
 
+    @classmethod
+    def of(cls, loss: Tensor) -> "RowLosses":
+        """The losses of rows without answers that are right or wrong."""
+        none = torch.zeros_like(loss, dtype=torch.long)
+        return cls(loss, none, none)
+
     def weighted(self, weights: Tensor) -> "RowLosses":
         """Each row's part of the set's mean loss; rows of weight 0 have no answers."""
         counted = weights > 0
@@ -70,6 +82,7 @@ def on_device(batch: MicroBatch, learner: Any, device: torch.device) -> MicroBat
         mask is not None
         and mask.is_cpu
         and device.type != "cpu"
+        and isinstance(learner, HFLearner)
         and learner.hf.config._attn_implementation == "sdpa"
         and mask.all()
     ):
@@ -89,47 +102,109 @@ def mask_without_waiting(*args: Any, attention_mask: Tensor | None = None, **nam
 
 
 class Learner(nn.Module, ABC):
-    """A Hugging Face model with what it learns by.
+    """A trained module, what it reads, and what it learns by. A subclass may hold any modules.
+
+    `forward(**inputs)` takes the inputs of a micro-batch by name; an engine hooks into it. The class methods
+    are called without the module, also in loader processes.
 
     head_path: of the classifier head's module; others have none. head_names: of the head's weight, then its
     bias, if any. top: prefix of the names of all parameters above the base, which LoRA trains in full.
-    own_head: the head is fmmeta's, beside `hf`, and is exported in a separate file. peft_task: peft's name of
-    what the adapters are for. own_loss: of the user, see LearnerSpec.loss; set where the learner is made.
+    own_head: the head is fmmeta's, beside `hf`, and is exported in a separate file. own_loss: of the user,
+    see LearnerSpec.loss; set where the learner is made. rows_are_independent: False for losses of rows that
+    depend on each other (contrastive, batch norm): then a set is one micro-batch on one rank.
     """
 
-    head_path: str
+    head_path: str = ""
     head_names: tuple[str, ...] = ()
     top: tuple[str, ...] = ()
     own_head = False
-    peft_task: str
     own_loss: RowLoss | None = None
+    rows_are_independent = True
 
-    def __init__(self, hf: Any) -> None:
-        super().__init__()
-        AttentionMaskInterface.register("sdpa", mask_without_waiting)
-        self.hf, self.unpadded = hf, Unpadded(hf)
+    @classmethod
+    def rows(cls, config: Config, columns: Collection[str]) -> Callable[[Mapping[str, Any]], Any]:
+        """A function from the columns of a row to what is stored of it, as JSON.
 
-    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The loss of rows or tokens [N] from logits [N, C] and targets [N]; 0 where a target is IGNORE."""
-        return row_losses(self.own_loss, logits, targets)
+        columns: those of the data. Both raise `UsageError`, the function without the place of the row.
+        """
+        return dict
+
+    @classmethod
+    def encode(
+        cls,
+        config: Config,
+        tokenizer: Any,
+        support: Sequence[Any],
+        query: Sequence[Any],
+        facts: Mapping[str, Any] | None = None,
+    ) -> EncodedRows:
+        """The rows of an episode as examples. facts: those of the support set, where it is known already:
+        to answer new rows, which may lack their targets.
+        """
+        first, second = ([Example([0], 0, values={"row": row}) for row in rows] for rows in (support, query))
+        return EncodedRows(first, second)
+
+    @classmethod
+    def collate(cls, rows: Sequence[Example], pad_token_id: int) -> Collated:
+        """The inputs and targets of rows that go through the module together; the first dimension of each
+        tensor is the rows.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def metrics(cls, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
+        """Numbers by name for the answers to a query set (`present`), beside loss and accuracy."""
+        return {}
+
+    @classmethod
+    def present(cls, answer: Sequence[Any], names: Sequence[str], facts: Mapping[str, Any]) -> Any:
+        """An answer of `answers` as people read it, as JSON."""
+        return answer
 
     @abstractmethod
     def losses(self, outputs: Any, batch: MicroBatch) -> RowLosses:
         """The losses of the rows of a micro-batch, which is on the device of the outputs."""
 
-    @abstractmethod
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss of rows or tokens [N] from logits [N, C] and targets [N]; 0 where a target is IGNORE."""
+        return row_losses(self.own_loss, logits, targets)
+
     def logits(self, outputs: Any) -> Tensor:
         """The logits in the outputs, fp32: [B, C] of classes, or [B, T, V] of tokens."""
+        return at_least_fp32(outputs)
 
-    @abstractmethod
-    def answers(self, outputs: Any, batch: MicroBatch) -> Iterator[tuple[list[int], list[int]]]:
-        """(prediction, reference) of each row with a weight, as classes or tokens; -1 for NaN logits."""
+    def answers(self, outputs: Any, batch: MicroBatch) -> Iterator[tuple[list[Any], list[Any]]]:
+        """(prediction, reference) of each row with a weight, as classes, tokens or numbers; -1 for NaN
+        logits.
+        """
+        return iter(())
 
     def score(self, batches: Sequence[MicroBatch]) -> RowLosses | None:
         """The losses of all rows of micro-batches without gradient, in another way than by forward passes of
         their inputs; None where there is none. Local: the learner is whole, in this process.
         """
         return None
+
+    def respond(self, batch: MicroBatch, max_new_tokens: int) -> list[list[Any]]:
+        """The answer to each row with a weight, whose targets are not known. Local: as `score`."""
+        return [prediction for prediction, _ in self.answers(self(**batch.inputs), batch)]
+
+
+class HFLearner(Learner):
+    """A Hugging Face model `hf`, the part that export saves.
+
+    auto: transformers' class for it, such as AutoModelForTokenClassification. peft_task: peft's name of what
+    the adapters are for.
+    """
+
+    auto = ""
+    peft_task: str
+
+    def __init__(self, hf: Any, outputs: int = 0) -> None:
+        """outputs: of the head, of learners that have one."""
+        super().__init__()
+        AttentionMaskInterface.register("sdpa", mask_without_waiting)
+        self.hf, self.unpadded = hf, Unpadded(hf)
 
     def cast(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Inputs with pixels and other numbers in the dtype of the model, which not every model casts."""

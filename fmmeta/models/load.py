@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils import swap_tensors
 from transformers.utils import is_vision_available
 
-from fmmeta.common.errors import CLEAR, UsageError, one_line
+from fmmeta.common.errors import CLEAR, UsageError, one_line, usage_errors
 from fmmeta.common.processes import hide_download_bars, quiet_logger
 from fmmeta.common.progress import Warn
 from fmmeta.common.text import shortened
@@ -52,12 +52,15 @@ from fmmeta.models.files import (
     split_source,
 )
 from fmmeta.models.forward_options import check_packing, checkpoint_layers
-from fmmeta.models.learner import Learner
+from fmmeta.models.learner import HFLearner, Learner
 from fmmeta.models.lora import import_peft, inject, merge, restore_adapters
 from fmmeta.models.tiny import byte_tokenizer, image_settings, tiny_config, tiny_vit_config
 from fmmeta.tasks.data.images import PROCESSOR_FILE, ImageReader
 
 DEFAULT_LENGTH = Config.max_length
+MODULE_FILE = "model.safetensors"  # of a user's module
+NO_CONFIG = transformers.PretrainedConfig.from_dict({"num_hidden_layers": 0})
+"""Of a module without a configuration, whose activations are not known."""
 AFTER_PADDING = {
     "roberta",
     "xlm-roberta",
@@ -171,7 +174,8 @@ class Description:
     restores them. normalizes: whether sentence-transformers scales the folder's vectors to length 1.
     labels: names of the classes of a model that is adapted to one task. classes: of all training tasks, where
     one head serves them; 0: the head has the classes of an episode. images: whether it reads images. ends: of
-    a language model, the tokens that end a text by its generation settings.
+    a language model, the tokens that end a text by its generation settings. is_module: whether the learner is
+    the user's module, which has no configuration.
     """
 
     hf_config: Any
@@ -182,11 +186,12 @@ class Description:
     classes: int = 0
     images: bool = False
     ends: tuple[int, ...] = ()
+    is_module: bool = False
 
     @property
     def pad_token_id(self) -> int:
-        """0 for images, which have no tokens."""
-        return 0 if self.images else self.hf_config.pad_token_id
+        """0 where there are no tokens."""
+        return getattr(self.hf_config, "pad_token_id", None) or 0
 
     def outputs(self, config: Config) -> int:
         """Outputs of the classifier head; 0 for causal_lm."""
@@ -197,6 +202,8 @@ def describe(config: Config) -> Description:
     """Read and check a model's configuration. Raises `UsageError` for models that cannot be meta-trained."""
     from transformers.models.auto import modeling_auto as known
 
+    if config.learner.make is not None:
+        return Description(NO_CONFIG, "model", {}, is_module=True)
     hide_download_bars()  # one per rank and file otherwise
     quiet_logger("transformers")
     if config.lora_r:
@@ -419,6 +426,8 @@ def load_tokenizer(
     its `ImageReader`. Raises `UsageError` for a tokenizer or a configuration with tokens that the model has
     no rows for.
     """
+    if description.is_module:
+        return given
     if description.images:
         return load_image_reader(config, given)
     name, hf_config, bytes_ = config.model_source, description.hf_config, byte_tokenizer()
@@ -631,8 +640,10 @@ def read_tokenizer(config: Config) -> Any:
         return None if is_empty(made) else made
 
 
-def load_learner(config: Config, description: Description) -> Learner:
+def load_learner(config: Config, description: Description) -> Any:
     """Read the weights in fp32; new ones (built-in model, new head, adapters) depend on the seed only."""
+    if description.is_module:
+        return load_module(config)
     hf = load_hf(config, description)
     torch.manual_seed(config.seed)
     learner = wrap(hf, config, description)
@@ -646,7 +657,24 @@ def load_learner(config: Config, description: Description) -> Learner:
     return learner.train()
 
 
-def check_output(learner: Learner, config: Config, description: Description) -> None:
+def load_module(config: Config) -> Learner:
+    """The user's module in fp32, with the weights of the folder --model_name_or_path, if it names one.
+
+    Raises `UsageError`.
+    """
+    torch.manual_seed(config.seed)
+    assert config.learner.make is not None
+    with usage_errors(f"task_type={config.task_type} cannot be made", "give a learner without arguments"):
+        learner = config.learner.make().float().train()
+    refuse_running_statistics(learner, config)
+    name = config.model_name_or_path
+    if not config.builtin_model:
+        with reading(name, MODULE_FILE):
+            learner.load_state_dict(load_file(Path(name, MODULE_FILE)))
+    return learner
+
+
+def check_output(learner: HFLearner, config: Config, description: Description) -> None:
     """Raise `UsageError` if a model of a user's class returns no logits, or hidden states, of the right shape
     for a text of two tokens. One that returns nothing at all here may need a GPU.
     """
@@ -855,8 +883,10 @@ def empty_hf(config: Config, description: Description) -> Any:
             ) from None
 
 
-def empty_learner(config: Config, description: Description) -> Learner:
+def empty_learner(config: Config, description: Description) -> Any:
     """The learner on the meta device: to count its parameters, and to save under its names."""
+    if description.is_module:
+        return load_module(config.but(model_name_or_path="tiny")).to("meta")
     hf = empty_hf(config, description)
     with torch.device("meta"):
         return wrap(hf, config, description)
@@ -866,6 +896,9 @@ def auto_class(config: Config, description: Description) -> Any:
     """transformers' class for the task; number of classes and attention go into the configuration."""
     if config.attn_implementation:
         description.hf_config._attn_implementation = config.attn_implementation
+    if config.learner.own is not None:
+        description.hf_config.num_labels = description.outputs(config)
+        return getattr(transformers, config.learner.own.auto)
     if config.learner.generates:
         return transformers.AutoModelForCausalLM
     if description.pooling != "model":
@@ -883,7 +916,7 @@ def refuse_running_statistics(hf: Any, config: Config) -> None:
     so that a task would leave a trace in the next one and ranks would differ.
     """
     for name, module in hf.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise UsageError(
                 f"model_name_or_path={config.model_name_or_path} ({type(hf).__name__}) has batch norm"
                 f" ({name}), whose running statistics are no parameters; use a model with layer norm, such as"
@@ -891,7 +924,7 @@ def refuse_running_statistics(hf: Any, config: Config) -> None:
             )
 
 
-def wrap(hf: Any, config: Config, description: Description) -> Learner:
+def wrap(hf: Any, config: Config, description: Description) -> HFLearner:
     """A learner around `hf`, with adapters and checkpointed layers where `config` has them."""
     outputs = description.outputs(config)
     refuse_running_statistics(hf, config)
@@ -902,8 +935,10 @@ def wrap(hf: Any, config: Config, description: Description) -> Learner:
             f"packing=True: {type(hf).__name__} takes no position_ids, which keep packed rows apart; leave"
             " it out"
         )
-    if config.learner.generates:
-        learner: Learner = CausalLearner(hf)
+    if config.learner.own is not None:
+        learner: HFLearner = config.learner.own(hf, outputs)
+    elif config.learner.generates:
+        learner = CausalLearner(hf)
     elif description.pooling == "model":
         learner = NativeClassifier(hf, outputs)
         if config.feature_norm:

@@ -35,7 +35,7 @@ from fmmeta.models.files import (
     reading,
     split_source,
 )
-from fmmeta.models.learner import Learner
+from fmmeta.models.learner import HFLearner
 
 PREFIX = "base_model.model."  # of the names in an adapter file
 ADAPTER = "default"  # peft's name of a single adapter; names in its files lack it
@@ -54,7 +54,7 @@ def import_peft(config: Config) -> Any:
     return peft
 
 
-def inject(learner: Learner, config: Config) -> None:
+def inject(learner: HFLearner, config: Config) -> None:
     """Freeze the learner's base and add adapters to its target layers; they depend on the seed only.
 
     Raises `UsageError` for targets that do not exist or cannot be adapted, and for models that peft has no
@@ -94,12 +94,12 @@ def options_of(config: Config) -> dict[str, Any]:
     return json.loads(config.peft_config or "{}")
 
 
-def fully_trained(learner: Learner) -> list[str]:
+def fully_trained(learner: HFLearner) -> list[str]:
     """Layers of the HF model that are trained beside adapters, as `modules_to_save` names them."""
     return [top.split(".")[1] for top in learner.top if top.startswith("hf.")]
 
 
-def lora_config(learner: Learner, config: Config) -> Any:
+def lora_config(learner: HFLearner, config: Config) -> Any:
     """peft's configuration of the adapters; fully trained and unused layers get none."""
     targets: Any = config.lora_target_modules or None
     options = {name: value for name, value in options_of(config).items() if name != "modules_to_save"}
@@ -127,7 +127,7 @@ def lora_config(learner: Learner, config: Config) -> Any:
     )
 
 
-def layers_below_top(learner: Learner) -> dict[str, nn.Module]:
+def layers_below_top(learner: HFLearner) -> dict[str, nn.Module]:
     """Modules of the HF model that can get adapters: not the fully trained ones, nor an unused pooler."""
     without = (*learner.top, "hf.pooler.")
     return {
@@ -135,7 +135,7 @@ def layers_below_top(learner: Learner) -> dict[str, nn.Module]:
     }
 
 
-def refuse_unknown(learner: Learner, config: Config) -> None:
+def refuse_unknown(learner: HFLearner, config: Config) -> None:
     """Raise `UsageError` if a target matches no layer; peft raises only if none of them does. Also if an
     excluded module does not exist, and for `modules_to_save` of --peft_config beside the head.
     """
@@ -179,7 +179,7 @@ def has_suffix(name: str, suffix: str) -> bool:
     return f".{name}".endswith(f".{suffix}")
 
 
-def refuse_shared(learner: Learner, config: Config) -> None:
+def refuse_shared(learner: HFLearner, config: Config) -> None:
     """Raise `UsageError` for an adapter on a layer that shares its weight with an embedding: merging would
     make them different.
     """
@@ -192,7 +192,7 @@ def refuse_shared(learner: Learner, config: Config) -> None:
             )
 
 
-def refuse_without_match(learner: Learner, config: Config) -> None:
+def refuse_without_match(learner: HFLearner, config: Config) -> None:
     """Raise `UsageError` for a pattern of ranks or alphas, or a number of a layer, that fits no adapter."""
     from peft.utils.other import get_pattern_key
 
@@ -214,7 +214,7 @@ def refuse_without_match(learner: Learner, config: Config) -> None:
             )
 
 
-def scalings(learner: Learner) -> dict[str, float]:
+def scalings(learner: HFLearner) -> dict[str, float]:
     """The factor of each adapter's output, by the name of its layer in the HF model."""
     return {
         name: module.scaling[ADAPTER]
@@ -241,7 +241,7 @@ def stored_scaling(settings: Mapping[str, Any], layer: str, rank: int) -> float:
     return float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
-def save_adapter(folder: Path, learner: Learner, weights: dict[str, Tensor], config: Config) -> None:
+def save_adapter(folder: Path, learner: HFLearner, weights: dict[str, Tensor], config: Config) -> None:
     """Write adapter_config.json and adapter_model.safetensors.
 
     `weights`: complete trained parameters by their names in `learner`.
@@ -277,7 +277,7 @@ def save_adapter(folder: Path, learner: Learner, weights: dict[str, Tensor], con
     save_file(named, folder / ADAPTER_FILE, metadata={"format": "pt"})
 
 
-def restore_adapters(learner: Learner, config: Config) -> None:
+def restore_adapters(learner: HFLearner, config: Config) -> None:
     """Load the adapters of an adapter folder, to train them further; a base model has none.
 
     A head of other classes is left as it is. Raises `UsageError` if rank, alpha or layers differ from those

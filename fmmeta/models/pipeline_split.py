@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from fmmeta.common.errors import UsageError
-from fmmeta.models.learner import Learner
+from fmmeta.models.learner import HFLearner
 from fmmeta.models.unpadded import ARGUMENT
 from fmmeta.tasks.batching import MicroBatch, map_tensors
 
@@ -86,7 +86,7 @@ class Stage(nn.Module):
 
     input_names: Sequence[str] = ("input_ids", "attention_mask")
 
-    def __init__(self, learner: Learner, inlet: HiddenStateInput | None, last: bool) -> None:
+    def __init__(self, learner: HFLearner, inlet: HiddenStateInput | None, last: bool) -> None:
         super().__init__()
         self.body: nn.Module = learner if last else base_model(learner)
         self.inlet, self.last = inlet, last
@@ -124,7 +124,7 @@ class Stage(nn.Module):
         return output if idle is None else map_tensors(output, lambda tensor: tensor + 0 * idle)
 
 
-def base_model(learner: Learner) -> Any:
+def base_model(learner: HFLearner) -> Any:
     """The transformer inside a learner, without heads."""
     return getattr(learner.hf, learner.hf.base_model_prefix, learner.hf)
 
@@ -179,7 +179,7 @@ class StagePartition:
 
 
 def plan_stages(
-    learner: Learner,
+    learner: HFLearner,
     stages: int,
     costs: Sequence[float] | None = None,
     shared_by: Callable[[str], int] = lambda name: 1,
@@ -257,7 +257,7 @@ def balance(weights: Sequence[float], parts: int) -> tuple[int, ...]:
     return lightest(parts, len(weights))[1]
 
 
-def take_stage(learner: Learner, cut: StagePartition, stage: int) -> Stage:
+def take_stage(learner: HFLearner, cut: StagePartition, stage: int) -> Stage:
     """Replace the parts of `learner` that other stages hold, and return it as a stage."""
     family, base = family_of(learner.hf.config), base_model(learner)
     first, last = stage == 0, stage == len(cut.bounds) - 2
@@ -280,7 +280,9 @@ def take_stage(learner: Learner, cut: StagePartition, stage: int) -> Stage:
 REPEATS = 5
 
 
-def layer_seconds(learner: Learner, rows: int, tokens: int, device: torch.device, bf16: bool) -> list[float]:
+def layer_seconds(
+    learner: HFLearner, rows: int, tokens: int, device: torch.device, bf16: bool
+) -> list[float]:
     """Median seconds of a forward and backward pass of `rows` x `tokens` through each layer and the
     parts outside the layers.
 
@@ -308,7 +310,7 @@ def layer_seconds(learner: Learner, rows: int, tokens: int, device: torch.device
     return [max(each - shared, 1e-9) for each in measured]
 
 
-def kind_of(learner: Learner, layer: nn.Module, number: int) -> str:
+def kind_of(learner: HFLearner, layer: nn.Module, number: int) -> str:
     """Equal for layers that take equal time: modules and their sizes, trained parameters, reach of the
     attention.
     """

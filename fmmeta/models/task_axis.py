@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmmeta.common.errors import UsageError
-from fmmeta.models.learner import Learner
+from fmmeta.models.learner import HFLearner
 from fmmeta.models.lora import ADAPTER, PREFIX, stored_scaling
 
 Values = Mapping[str, Tensor]
@@ -68,7 +68,7 @@ class TaskAxis:
     Raises `UsageError` for trained parameters of other layers than linear ones.
     """
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: HFLearner) -> None:
         self.layers: list[tuple[Any, tuple[str, ...], Callable[..., Tensor]]] = []  # with names, forward
         self.unpadded = learner.unpadded
         trained = [name for name, param in learner.named_parameters() if param.requires_grad]
@@ -164,7 +164,7 @@ class StoredAdapter:
             {name: moved(layer) for name, layer in self.layers.items()},
         )
 
-    def misfit(self, learner: Learner) -> str:
+    def misfit(self, learner: HFLearner) -> str:
         """What does not fit the layers of `learner`, in words; empty if everything fits."""
         modules = dict(learner.named_modules())
         for name, (down, up) in self.pairs.items():
@@ -181,7 +181,7 @@ class StoredAdapter:
 
 
 def adapters_of_rows(
-    learner: Learner, adapters: Sequence[StoredAdapter], runs: Sequence[int]
+    learner: HFLearner, adapters: Sequence[StoredAdapter], runs: Sequence[int]
 ) -> AbstractContextManager[None]:
     """Inside, the first runs[0] rows of an input use adapters[0], the next runs[1] rows adapters[1], ...
 

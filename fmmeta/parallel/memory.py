@@ -220,7 +220,7 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
 
 
 def largest_part(
-    config: Config, learner: Learner, hf_config: Any, layer_costs: Sequence[float] | None = None
+    config: Config, learner: Any, hf_config: Any, layer_costs: Sequence[float] | None = None
 ) -> tuple[int, int]:
     """Trained and frozen parameters of the largest rank's part.
 

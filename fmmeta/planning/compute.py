@@ -31,7 +31,7 @@ from dataclasses import astuple, dataclass
 from torch import nn
 
 from fmmeta.config.settings import Config
-from fmmeta.models.learner import Learner
+from fmmeta.models.learner import HFLearner
 from fmmeta.models.pipeline_split import plan_stages
 from fmmeta.parallel.costs import Passes, passes, query_tokens, rows_of
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
@@ -63,7 +63,7 @@ class MatmulCounts:
         return 2 * forward + 2 * self.trained + attention + (2 * self.inside + attention if again else 0)
 
 
-def count_matmuls(learner: Learner, config: Config) -> MatmulCounts:
+def count_matmuls(learner: HFLearner, config: Config) -> MatmulCounts:
     """Count a learner without storage. A tied output layer counts; embeddings are looked up and do not."""
     text = learner.hf.config.get_text_config()
     heads = getattr(text, "num_attention_heads", 12)

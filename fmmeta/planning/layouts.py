@@ -267,5 +267,5 @@ class Planner:
     def _counts(self, lora_r: int, stages: int, tensor: int) -> tuple[tuple[int, int], MatmulCounts]:
         """Trained and frozen parameters of the largest rank's part, and matrix products."""
         config = self.config_of(lora_r=lora_r, pipeline_stages=stages, tensor_parallel_size=tensor)
-        learner = self.learner(lora_r)
+        learner: Any = self.learner(lora_r)
         return largest_part(config, learner, self.description.hf_config), count_matmuls(learner, config)

@@ -8,7 +8,7 @@ the whole set. Sets of several tasks are joined where their rows go through a mo
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,13 +20,20 @@ from fmmeta.common.errors import UsageError
 
 T = TypeVar("T")
 IGNORE = -100  # no loss is taken at this label
-PADDING = {"input_ids": 0, "attention_mask": 0, "position_ids": 1, "labels": IGNORE}
-"""Values of padding tokens in inputs and targets with a token dimension; position 0 would begin a row."""
+PADDING = {
+    "input_ids": 0,
+    "attention_mask": 0,
+    "position_ids": 1,
+    "decoder_input_ids": 0,
+    "labels": IGNORE,
+}
+"""Values of padding tokens in inputs and targets whose last dimension is tokens; position 0 would begin a row."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One row: its tokens, and its class or (causal_lm) one label per token, IGNORE on the prompt.
+    """One row: its tokens, and its class, or one label per token, IGNORE where no loss is taken, as on the
+    prompt of causal_lm, or numbers.
 
     position_ids: of several rows that share a sequence (`pack`), each from 0; empty for a single row.
     values: inputs that are no tokens, by name: tensors of the same shape in every row, such as pixel_values;
@@ -35,7 +42,7 @@ class Example:
     """
 
     input_ids: Sequence[int]
-    labels: int | Sequence[int]
+    labels: Any
     position_ids: Sequence[int] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -53,6 +60,19 @@ class Example:
     @property
     def label_tokens(self) -> int:
         return 1 if isinstance(self.labels, int) else sum(label != IGNORE for label in self.labels)
+
+
+class EncodedRows(NamedTuple):
+    """Rows of an episode as a learner's batches take them.
+
+    names: of the labels, where rows have some: the micro-batches then say how many (`targets["classes"]`).
+    facts: what answers are read with, as JSON, such as the scale of targets; an adapted model stores them.
+    """
+
+    support: list[Example]
+    query: list[Example]
+    names: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = {}
 
 
 @dataclass
@@ -102,6 +122,12 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map_tensors(one, change) for one in value)
     return value
+
+
+Collated = tuple[dict[str, Any], dict[str, Tensor]]
+"""Inputs and targets of a micro-batch."""
+CollateFn = Callable[[Sequence[Example], int], Collated]
+"""From rows and the id of the padding token."""
 
 
 class SupportSet(list[MicroBatch]):
@@ -175,7 +201,8 @@ class Batcher:
     pack: function from rows (longest first) and a minimum number of sequences to packed sequences, which then
     count as rows. max_tokens: largest number of tokens of a micro-batch of several rows, with padding; 0: no
     limit. support_batch_size, inner_steps: of the samples of a support set; 0: inner steps use all of it.
-    collate_fn: makes the inputs of rows; None: they are padded or stacked.
+    collate_fn: makes the inputs and targets of rows; None: they are padded or stacked. whole_sets: refuse a
+    set that is not one micro-batch.
     """
 
     pad_token_id: int
@@ -186,7 +213,8 @@ class Batcher:
     max_tokens: int = 0
     support_batch_size: int = 0
     inner_steps: int = 0
-    collate_fn: Callable[[Sequence[Example]], dict[str, Any]] | None = None
+    collate_fn: CollateFn | None = None
+    whole_sets: bool = False
 
     def split_support(
         self,
@@ -213,6 +241,11 @@ class Batcher:
         total = sum(example.label_tokens for example in examples)
         if class_weights:
             total = sum(class_weights[example.labels] for example in examples)  # type: ignore[call-overload]
+        if self.whole_sets and len(examples) > self.micro_batch_size:
+            raise UsageError(
+                f"micro_batch_size={self.micro_batch_size} is below the {len(examples)} rows of a set, whose"
+                " losses depend on each other; raise it"
+            )
         ordered = sorted(examples, key=lambda example: len(example.input_ids), reverse=True)
         if self.pack is not None:
             ordered = self.pack(ordered, self.group_size)
@@ -262,24 +295,10 @@ def collate(
     weight: float,
     pad_token_id: int,
     classes: int = 0,
-    collate_fn: Callable[[Sequence[Example]], dict[str, Any]] | None = None,
+    collate_fn: CollateFn | None = None,
 ) -> MicroBatch:
-    """Pad the tokens of rows on the right to the longest of them, or stack their other inputs.
-
-    Raises `UsageError` for inputs of different shapes.
-    """
-    inputs: dict[str, Any] = {"input_ids": pad_right([row.input_ids for row in rows], pad_token_id)}
-    if collate_fn is not None:
-        inputs = collate_fn(rows)
-    elif rows[0].values:
-        inputs = {name: stack(name, [row.values[name] for row in rows]) for name in rows[0].values}
-    elif rows[0].position_ids:
-        inputs["position_ids"] = pad_right([row.position_ids for row in rows], PADDING["position_ids"])
-    else:
-        inputs["attention_mask"] = pad_right([[1] * len(row.input_ids) for row in rows], 0)
-    labels: list[Any] = [row.labels for row in rows]
-    is_class = isinstance(labels[0], int)
-    targets = {"labels": torch.tensor(labels) if is_class else pad_right(labels, PADDING["labels"])}
+    """The micro-batch of some rows, of the same weight. Raises `UsageError`."""
+    inputs, targets = (collate_fn or padded)(rows, pad_token_id)
     if classes:
         targets["classes"] = torch.full((len(rows),), classes)
     return MicroBatch(
@@ -288,6 +307,27 @@ def collate(
         torch.full((len(rows),), weight),
         sum(len(row.input_ids) for row in rows) if weight else 0,
     )
+
+
+def padded(rows: Sequence[Example], pad_token_id: int) -> Collated:
+    """Pad the tokens of rows on the right to the longest of them, or stack their other inputs.
+
+    Raises `UsageError` for inputs of different shapes.
+    """
+    inputs: dict[str, Any] = {"input_ids": pad_right([row.input_ids for row in rows], pad_token_id)}
+    if rows[0].values:
+        inputs = {name: stack(name, [row.values[name] for row in rows]) for name in rows[0].values}
+    elif rows[0].position_ids:
+        inputs["position_ids"] = pad_right([row.position_ids for row in rows], PADDING["position_ids"])
+    else:
+        inputs["attention_mask"] = pad_right([[1] * len(row.input_ids) for row in rows], 0)
+    return inputs, {"labels": labels_of(rows)}
+
+
+def labels_of(rows: Sequence[Example]) -> Tensor:
+    """The labels of rows: classes [B], or one per token [B, T]."""
+    labels: list[Any] = [row.labels for row in rows]
+    return torch.tensor(labels) if isinstance(labels[0], int) else pad_right(labels, PADDING["labels"])
 
 
 def stack(name: str, tensors: Sequence[Tensor]) -> Tensor:
@@ -341,24 +381,26 @@ def pad_to_same_shape(sets: Sets) -> list[list[MicroBatch]]:
             batch or replace(own[-1], weights=torch.zeros_like(own[-1].weights), tokens=0)
             for batch, own in zip(each, sets, strict=True)
         ]
-        rows = max(len(batch.weights) for batch in present)
-        tokens = max(
-            batch.inputs["input_ids"].shape[1] if "input_ids" in batch.inputs else 0 for batch in present
-        )
+        rows, lengths = max(len(batch.weights) for batch in present), dict[str, int]()
+        for name, tensor in (
+            one for batch in present for one in (*batch.inputs.items(), *batch.targets.items())
+        ):
+            if name in PADDING and tensor.ndim > 1:
+                lengths[name] = max(tensor.shape[-1], lengths.get(name, 0))
         for own, batch in zip(found, present, strict=True):
-            own.append(widen(batch, rows, tokens))
+            own.append(widen(batch, rows, lengths))
     return found
 
 
-def widen(batch: MicroBatch, rows: int, tokens: int) -> MicroBatch:
-    """Add masked tokens, and copies of the last row with weight 0."""
+def widen(batch: MicroBatch, rows: int, lengths: Mapping[str, int]) -> MicroBatch:
+    """Add masked tokens, and copies of the last row with weight 0. lengths: by name, in tokens."""
     more = rows - len(batch.weights)
 
     def wider(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = dict[str, Tensor]()
         for name, tensor in tensors.items():
-            if name in PADDING and tensor.ndim > 1:
-                tensor = F.pad(tensor, (0, tokens - tensor.shape[1]), value=PADDING[name])
+            if name in lengths:
+                tensor = F.pad(tensor, (0, lengths[name] - tensor.shape[-1]), value=PADDING[name])
             found[name] = torch.cat([tensor, tensor[-1:].expand(more, *tensor.shape[1:])])
         return found
 

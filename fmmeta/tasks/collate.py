@@ -14,6 +14,7 @@ B rows of a micro-batch.
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch import Tensor
 from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.text import shortened
 from fmmeta.config.settings import Config
-from fmmeta.tasks.batching import Example
+from fmmeta.tasks.batching import Collated, CollateFn, Example, labels_of
 
 
 @dataclass(frozen=True)
@@ -31,37 +32,48 @@ class Collate:
     """
 
     name: str
-    function: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    function: CollateFn
     structure: str = ""
 
     @classmethod
     def of(cls, config: Config) -> "Collate | None":
         """The function of the kind of task; None without one."""
-        function = config.learner.collate
-        return None if function is None else cls(f"task_type={config.task_type}: collate", function)
+        spec, name = config.learner, f"task_type={config.task_type}: collate"
+        if spec.own is not None:
+            return cls(name, spec.own.collate)
+        return None if spec.collate is None else cls(name, partial(of_columns, spec.collate))
 
-    def __call__(self, rows: Sequence[Example]) -> dict[str, Any]:
-        """The inputs of rows. Raises `UsageError` if the function fails or returns another structure."""
+    def __call__(self, rows: Sequence[Example], pad_token_id: int) -> Collated:
+        """The inputs and targets of rows. Raises `UsageError` if the function fails or returns another
+        structure.
+        """
         with usage_errors(f"{self.name} failed", "fix it"):
-            inputs = self.function([dict(row.values) for row in rows])
+            inputs, targets = self.function(rows, pad_token_id)
         if not isinstance(inputs, dict) or not all(isinstance(name, str) for name in inputs):
             raise UsageError(
                 f"{self.name} returned {shortened(inputs)}; return a dictionary of the model's"
                 " arguments by name"
             )
-        for path, tensor in tensors_of(inputs):
+        for path, tensor in tensors_of({**inputs, "targets": targets}):
             if not tensor.ndim or len(tensor) != len(rows):
                 raise UsageError(
                     f"{self.name} returned {path} of shape {list(tensor.shape)} for {len(rows)}"
                     " rows; give every tensor a first dimension of as many rows"
                 )
-        found = json.dumps(structure_of(inputs))
+        found = json.dumps(structure_of({**inputs, "targets": targets}))
         if self.structure and found != self.structure:
             raise UsageError(
                 f"{self.name} returned {found}, and {self.structure} for the first episode; return"
                 " the same keys for all rows"
             )
-        return inputs
+        return inputs, targets
+
+
+def of_columns(
+    function: Callable[[list[dict[str, Any]]], dict[str, Any]], rows: Sequence[Example], pad_token_id: int
+) -> Collated:
+    """The inputs that the user's function makes of the columns of rows, and their labels."""
+    return function([dict(row.values) for row in rows]), {"labels": labels_of(rows)}
 
 
 def structure_of(value: Any) -> Any:

@@ -30,7 +30,7 @@ from fmmeta.models.files import trained_with
 from fmmeta.models.forward_options import bf16_slowdown, check_attention
 from fmmeta.models.from_gguf import as_folder, is_gguf
 from fmmeta.models.lazy_weights import open_lazy_model
-from fmmeta.models.learner import Learner
+from fmmeta.models.learner import HFLearner
 from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer, max_positions
 from fmmeta.models.pipeline_split import layer_seconds, plan_stages
 from fmmeta.parallel import deepspeed_config
@@ -62,6 +62,7 @@ from fmmeta.tasks.loader import LoadEpisode, Prompted, PromptedEpisode
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import TaskSource, stratum_shares
 from fmmeta.tasks.sources.load import Sources, load_sources
+from fmmeta.tasks.sources.own import Tasks
 from fmmeta.training.run_folder import settings_of
 
 TRIED = 8  # tasks, one of which a collate function is tried with
@@ -82,6 +83,7 @@ class RunInputs:
     layer_costs: list[float] | None = None  # seconds of each layer, if stages are balanced by time
     collate: Collate | None = None  # makes the inputs of rows
     code: str = ""  # digest of what the user's kind of task runs
+    whole_sets: bool = False  # whether losses of rows depend on each other
 
     @cached_property
     def resolved(self) -> dict[str, Any]:
@@ -125,13 +127,13 @@ def read_inputs(
     notice: Notice,
     models: Sequence[str] = (),
     given_tokenizer: Any = None,
-    rows: Sequence[Row] | None = None,
+    rows: Sequence[Row] | Tasks | None = None,
     splits: Sequence[str] = SPLITS,
 ) -> RunInputs:
     """Read and check everything but the weights. Collective: world.
 
     models: those whose training splits count (default: that of `config`). given_tokenizer: instead of the
-    checkpoint's. rows: of a data set that was given in Python. splits: see `load_sources`.
+    checkpoint's. rows: of a data set that was given in Python, or its tasks. splits: see `load_sources`.
     """
     tensor_ranks = config.tensor_parallel_size
     with world.comm.raise_on_all("reading settings"):
@@ -163,10 +165,14 @@ def read_inputs(
             f"dataset={names} is not the same on every rank ({len(fingerprints)} versions); share one copy"
         )
     with world.comm.raise_on_all("trying the collate function"):
-        collate = tried_collate(config, sources.first)
+        collate = tried_collate(config, sources.first, description.pad_token_id)
     check_same_inputs(collate, world)
-    inputs = RunInputs(description, tokenizer, sources, transforms, deepspeed, trained, collate=collate)
-    if own := [one for one in (config.learner.loss, config.learner.collate) if one]:
+    inputs, spec = (
+        RunInputs(description, tokenizer, sources, transforms, deepspeed, trained, collate=collate),
+        config.learner,
+    )
+    inputs.whole_sets = spec.own is not None and not spec.own.rows_are_independent
+    if own := [one for one in (spec.loss, spec.collate, spec.own) if one]:
         inputs.code = digest([*map(source_of, own)])
     if config.pipeline_balance == "time":
         inputs.layer_costs = measure_layers(config, inputs, world)
@@ -220,7 +226,7 @@ def tried_transforms(config: Config, tokenizer: Any, source: TaskSource) -> Tran
         ) from None
 
 
-def tried_collate(config: Config, source: TaskSource) -> Collate | None:
+def tried_collate(config: Config, source: TaskSource, pad_token_id: int) -> Collate | None:
     """The collate function with the structure of its inputs for the first episode that can be read.
 
     Raises `UsageError`. Local.
@@ -235,7 +241,9 @@ def tried_collate(config: Config, source: TaskSource) -> Collate | None:
             if config.on_bad_task == "raise":
                 raise
             continue
-        return replace(collate, structure=json.dumps(structure_of(collate(rows))))
+        inputs, targets = collate(rows, pad_token_id)
+        structure = structure_of({**inputs, "targets": targets})
+        return replace(collate, structure=json.dumps(structure))
     raise UsageError(f"dataset={' '.join(config.dataset)}: none of {TRIED} tasks can be read; fix the data")
 
 
@@ -295,6 +303,11 @@ def plan_parallel(config: Config, inputs: RunInputs, world: World, notice: Notic
         layout = Layout(world.launch, world_size if config.elastic else int(given))
         plan = inputs.parallel_plan(config, layout.group_size, device)
         check_group_size(world, sizes_at, inputs.deepspeed, plan.group_size, model_ranks)
+    if inputs.whole_sets and plan.data > 1:
+        raise UsageError(
+            f"group_size={plan.group_size} shares the rows of a set, and losses of task_type="
+            f"{config.task_type} depend on each other; use --group_size 1"
+        )
     if plan.deepspeed != inputs.deepspeed:
         notice("ZeRO 0 in bf16 runs as ZeRO 1: DeepSpeed's ZeRO 0 adds up gradients in bf16")
     warned = world.nodes.check(plan.group_size)
@@ -353,7 +366,7 @@ def log_layout(
         notice(f"LoRA of rank {config.lora_r}: {trained:,} of {trained + frozen:,} parameters are trained")
 
 
-def stages_text(plan: ParallelPlan, learner: Learner) -> str:
+def stages_text(plan: ParallelPlan, learner: HFLearner) -> str:
     """The layers of each stage, with their parameters and measured seconds."""
     shared_by = sharing_ranks(learner.hf.config, plan.tensor)
     cut, costs = plan_stages(learner, plan.stages, plan.layer_costs, shared_by), plan.layer_costs
@@ -461,4 +474,5 @@ def batcher(config: Config, inputs: RunInputs, coordinates: GroupCoordinates) ->
         config.support_batch_size,
         2 * config.inner_steps,  # the final table also tries twice as many
         inputs.collate,
+        whole_sets=inputs.whole_sets,
     )

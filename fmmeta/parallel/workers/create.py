@@ -74,7 +74,7 @@ def create_full(
         learner, frozen, read = load_sharded(config, description, filled, ranks)
     else:  # packing is tried on a loaded model
         with ranks.world.raise_on_all("loading the model"):
-            learner = load_learner(config, description)
+            learner: Any = load_learner(config, description)
             if plan.tensor > 1:
                 check_layers(base_model(learner), plan.tensor)
         frozen = copies_to_export(config, ranks, frozen_tensors(learner), ranks.first)

@@ -31,7 +31,6 @@ from fmmeta.common.errors import PeerError, UsageError, one_line
 from fmmeta.common.processes import quiet_logger
 from fmmeta.common.text import nearest
 from fmmeta.models.lazy_weights import LazyModel
-from fmmeta.models.learner import Learner
 from fmmeta.models.pipeline_split import base_model
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.deepspeed_config import is_on, refusal
@@ -294,7 +293,7 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
 
     def __init__(
         self,
-        model: Learner,
+        model: Any,
         groups: list[dict[str, Any]],
         config: dict[str, Any],
         group: Communicator,

@@ -128,15 +128,17 @@ class Tabulator:
         setting: str = "dataset",
     ) -> None:
         self.name, self.config, self.bad, self.unique, self.one_task = name, config, bad, unique, one_task
-        self.names, self.causal = sorted(names), config.learner.generates
+        self.names, self.causal, spec = sorted(names), config.learner.generates, config.learner
         given = setting if name == setting else f"{setting}={name}"
+        self.reader = spec.own.rows(config, self.names) if spec.own else None
+        self.opaque = spec.collate is not None or self.reader is not None
         if images and config.label_names is not None:
             raise UsageError(
                 f"label_names={shortened(config.label_names)} needs texts, and {name} has images; leave it"
                 " out"
             )
         unread = "text_column" if images else "image_column"
-        if (value := getattr(config, unread)) is not None and config.learner.collate is None:
+        if (value := getattr(config, unread)) is not None and not self.opaque:
             raise UsageError(
                 f"{unread}={value}: the model reads {'images' if images else 'texts'}, not this column; leave"
                 " it out"
@@ -144,8 +146,10 @@ class Tabulator:
         of_input = input_setting(config, images)
         placed = template_columns(config) if self.causal and config.input_column is None else []
         others = [column for column in self.names if column not in placed]
-        source = pick(given, config, others, of_input, required=config.learner.collate is None)
-        self.answer = pick(given, config, self.names, "output_column" if self.causal else "label_column")
+        source = pick(given, config, others, of_input, required=not self.opaque) if not self.reader else None
+        self.answer = None
+        if not self.reader:
+            self.answer = pick(given, config, self.names, "output_column" if self.causal else "label_column")
         self.image, self.pair, usual = source if images else None, None, getattr(config, of_input) is None
         if source and not images:
             chat = self.causal and usual and str(self.answer).lower() in CHATS
@@ -156,10 +160,10 @@ class Tabulator:
                     f"prompt_template={config.prompt_template} names {{{self.answer}}}, the column of the"
                     " answer; write {output}, after all other names"
                 )
-        self.columns = {} if self.causal else {"target": str(self.answer)}
+        self.columns = {"target": str(self.answer)} if spec.of_classes else {}
         self.stratum_of, self.stratum = None if one_task else stratifier(config), None
         if not one_task:
-            if task := pick(given, config, self.names, "task_column", required=self.causal):
+            if task := pick(given, config, self.names, "task_column", required=not spec.of_classes):
                 self.columns["task"] = task
             if self.stratum_of is None:
                 self.stratum = pick(given, config, self.names, "stratum_column", required=False)
@@ -178,7 +182,14 @@ class Tabulator:
         for row in rows:
             self.count += 1
             try:
-                values = {"stratum": "all", "task": "", "options": [], "answers": [], **self.read(row)}
+                values = {
+                    "stratum": "all",
+                    "task": "",
+                    "target": "",
+                    "options": [],
+                    "answers": [],
+                    **self.read(row),
+                }
             except UsageError as error:
                 self.bad(error)
                 self.wrong += 1
@@ -223,8 +234,16 @@ class Tabulator:
         if self.image:
             value = row.values.get(self.image)
             values["input"], values["image"] = encoded_image(value, self.image, row.origin, row.folder)
-        if self.config.learner.collate is not None:
+        if self.opaque:
             shown = {key: one for key, one in row.values.items() if key != self.image}
+            if self.reader is not None:
+                try:
+                    shown = self.reader(row.values)
+                except UsageError as error:
+                    raise UsageError(f"{row.origin} {error}") from None
+                values["values"] = as_json(row.origin, shown, default=as_plain)
+                values["input"] = hashlib.sha256(values["values"].encode()).hexdigest()[:32]
+                return values
             values["values"] = as_json(row.origin, shown, default=as_plain)
             inputs = {key: one for key, one in shown.items() if key not in self.columns.values()}
             inputs = as_json(row.origin, inputs, default=as_plain, sort_keys=True)
@@ -233,7 +252,7 @@ class Tabulator:
 
     def finish(self, notice: Notice) -> None:
         """Log what is doubtful in all rows."""
-        name, config, collated = self.name, self.config, self.config.learner.collate is not None
+        name, config, collated = self.name, self.config, self.opaque
         if self.image and self.count > MOST_IMAGES:
             notice(
                 f"{self.count} images of {name} are compared with others by their names: above {MOST_IMAGES}"

@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import publish, publishing, source_of
 from fmmeta.config.settings import KEYED, Config
-from fmmeta.tasks.batching import Example
+from fmmeta.tasks.batching import EncodedRows, Example
 from fmmeta.tasks.data.columns import Bad, Row, refuse, stratifier
 from fmmeta.tasks.data.encode import encode, full_rows
 from fmmeta.tasks.data.files import ending
@@ -47,6 +48,9 @@ KINDS = {
 }
 Contents = Mapping[str, np.ndarray]
 """What identifies the rows of each unit of splits: `rows.content_key`, uint64."""
+Encode = Callable[[Sequence[Any], Sequence[Any]], EncodedRows]
+"""From support and query rows to examples."""
+BYTES_PER_TOKEN = 4
 OF_TOKENIZER = (
     "eos_token_id",
     "special_tokens_map",
@@ -61,12 +65,13 @@ class TokenStore:
     """Rows by number. Tokens, labels and texts are read from disk when they are needed.
 
     table: columns `input_ids`, `labels` and those of `rows.Table`; of images `image`, their bytes or null,
-    and `image_where`. images: reads them, None for texts. label_rows: with --label_names, the number of the
+    and `image_where`. images: reads them, None for texts. encode: from `value` of support and query rows to
+    examples, of learners that read rows. label_rows: with --label_names, the number of the
     row that holds the text of each class; these rows come last. of_data: the table without them.
     """
 
-    def __init__(self, path: Path, images: ImageReader | None = None) -> None:
-        self.path, self.bytes, self.images = path, path.stat().st_size, images
+    def __init__(self, path: Path, images: ImageReader | None = None, encode: Encode | None = None) -> None:
+        self.path, self.bytes, self.images, self.encode = path, path.stat().st_size, images, encode
         stream = pa.ipc.open_stream(pa.memory_map(str(path)))
         *batches, last = stream.iter_batches_with_custom_metadata()
         facts = json.loads((last.custom_metadata or {})[b"fmmeta"])
@@ -82,7 +87,7 @@ class TokenStore:
         return self.of_data.num_rows
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenStore, (self.path, self.images)  # another process maps the file for itself
+        return TokenStore, (self.path, self.images, self.encode)  # another process maps the file for itself
 
     def check(self) -> None:
         """Raise `OSError` if the size of the file has changed: reading a mapping past its end would kill the
@@ -104,6 +109,10 @@ class TokenStore:
         """The right answers of a row, that which is learned first."""
         return self.table["answers"][row].as_py() or [self.text("target", row)]
 
+    def value(self, row: int) -> Any:
+        """What a learner that reads rows, or a collate function, has stored of a row."""
+        return json.loads(self.text("values", row))
+
     def input_ids(self, row: int) -> list[int]:
         return self.table["input_ids"][row].values.to_numpy().tolist()
 
@@ -119,7 +128,7 @@ class TokenStore:
 
         Raises `UsageError` for an image that cannot be decoded, and `OSError` for a file that cannot be read.
         """
-        values = json.loads(self.text("values", row)) if "values" in self.table.column_names else {}
+        values = self.value(row) if "values" in self.table.column_names else {}
         if "image" in self.table.column_names and self.images is not None:
             values["pixel_values"] = self.images.read(self.image(row))
         labels = self.labels(row) if label is None else label
@@ -157,18 +166,21 @@ def prepare(
         module = str(config.stratify_by).partition(":")[0]
         settings["stratify_by"] = [config.stratify_by, source_of(sys.modules.get(module))]
     settings["task_type"] = config.learner.name
+    own, encode_with = config.learner.own, None
     if config.learner.collate is not None:
         settings["collate"] = True
+    if own is not None:
+        settings["rows"], encode_with = source_of(own), partial(own.encode, config, tokenizer)
     images = tokenizer if isinstance(tokenizer, ImageReader) else None
     root = Path("" if name == IN_MEMORY else name)  # paths below it are stored as absolute ones
     where = str(root.absolute()) if images and root.exists() else ""
     key = [FORMAT, content, where, tokenizer_print(tokenizer), settings, one_task]
     # notes name files, so that a store with notes is that of one data set
     path, noted = (cache_folder() / f"{digest(one)}.arrow" for one in (key, [*key, name]))
-    store, facts = stored(images, path, noted), dict[str, Any]()
+    store, facts = stored(images, path, noted, encode=encode_with), dict[str, Any]()
     if store is None:
         parts = tables(name, read, config, images is not None, one_task, facts)
-        store = TokenStore(write((path, noted), parts, config, tokenizer, facts), images)
+        store = TokenStore(write((path, noted), parts, config, tokenizer, facts), images, encode_with)
     for note in store.notes:
         notice(note)
     if message := full_rows(config, store.lengths().tolist()):
@@ -176,11 +188,11 @@ def prepare(
     return store
 
 
-def stored(images: ImageReader | None, *paths: Path) -> TokenStore | None:
+def stored(images: ImageReader | None, *paths: Path, encode: Encode | None = None) -> TokenStore | None:
     """The first of these stores that exists and is complete."""
     for path in paths:
         with contextlib.suppress(pa.ArrowException, OSError, ValueError, KeyError):
-            return TokenStore(path, images)
+            return TokenStore(path, images, encode)
     return None
 
 
@@ -260,7 +272,10 @@ def record_batch(table: Table, config: Config, tokenizer: Any, seen: Any) -> pa.
     columns = dict(vars(table))
     images, values = columns.pop("image"), columns.pop("values")
     pairs: list[Any] = [([0], []) for _ in table.input]  # a row that is no text counts as one token
-    if not (images or values):
+    if config.learner.own is not None:  # the size of rows that are not tokenised yet
+        most = config.max_length - 1
+        pairs = [([0] * max(1, min(most, len(one) // BYTES_PER_TOKEN)), []) for one in values]
+    elif not (images or values):
         causal = config.learner.generates
         examples = encode(tokenizer, config, table.input, table.target)
         pairs = [(example.input_ids, example.labels if causal else []) for example in examples]

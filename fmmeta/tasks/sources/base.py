@@ -12,7 +12,7 @@ Mixture                          several data sets as one source
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +84,15 @@ class EpisodeShape:
 
 @dataclass(frozen=True)
 class EpisodeRows:
-    """The support and query rows of a task, each an `Example`. classes: name of each label, empty for
-    causal_lm.
+    """The support and query rows of a task, each an `Example`. classes: name of each label, if rows have
+    some. facts: what answers are read with (`batching.EncodedRows`).
     """
 
     task: Task
     support: list[Any]
     query: list[Any]
     classes: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,11 @@ class Draw:
         `TokenStore.example` does.
         """
         self.store.check()
+        if self.store.encode is not None:
+            found = self.store.encode(
+                *([self.store.value(row) for row, _ in rows] for rows in (self.support, self.query))
+            )
+            return EpisodeRows(self.task, found.support, found.query, found.names, found.facts)
         support, query = (
             [self.store.example(row, label if self.classes else None) for row, label in rows]
             for rows in (self.support, self.query)

@@ -48,7 +48,7 @@ from fmmeta.tasks.data.splits import (
     own_splits,
     read_splits,
 )
-from fmmeta.tasks.data.token_store import Contents, TokenStore, digest, files_digest, prepare
+from fmmeta.tasks.data.token_store import BYTES_PER_TOKEN, Contents, TokenStore, digest, files_digest, prepare
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
 from fmmeta.tasks.sources.base import (
     ClassSource,
@@ -62,6 +62,7 @@ from fmmeta.tasks.sources.base import (
     short_names,
     those_named,
 )
+from fmmeta.tasks.sources.own import OwnSource, Tasks, encoder, tasks_named
 from fmmeta.tasks.suites import digits, letters
 from fmmeta.tasks.word_suite import words
 
@@ -153,7 +154,6 @@ def problems(
 
 OPEN = 64  # files whose token stores stay open
 PEEK = 4096  # bytes read to estimate the length of a row
-BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
@@ -337,14 +337,14 @@ def load_sources(
     tokenizer: Any,
     notice: Notice,
     trained: Sequence[UsedSplits] = (),
-    rows: Sequence[Row] | None = None,
+    rows: Sequence[Row] | Tasks | None = None,
     wanted: Sequence[str] = SPLITS,
 ) -> Sources:
     """Read, split, check and tokenise `config.dataset`. Raises `UsageError` for data that would fail later.
 
     trained: splits that the models in use were trained with. They are kept unless a setting names others.
-    rows: of the data set IN_MEMORY. wanted: splits, the first of which must not be empty; others are not
-    checked.
+    rows: of the data set IN_MEMORY, or its tasks. wanted: splits, the first of which must not be empty;
+    others are not checked.
     """
     if all(name in SUITES or (Path(name).exists() and not is_saved(name)) for name in config.dataset):
         for setting in HUB_SETTINGS:
@@ -375,7 +375,7 @@ def load_sources(
             f"eval_split={wanted[0]} of dataset={' '.join(config.dataset)} is empty: no class or task is held"
             " out for it; give another --eval_split, or a file of splits"
         )
-    if {*SPLITS} <= {*wanted} and sources.test is None and config.test_episodes:
+    if {*SPLITS} <= {*wanted} and sources.test is None and config.test_episodes and sources.used:
         notice(Warn(no_table(config, sources.used)))
     sources.class_weights = read_class_weights(config, sources, {*SPLITS} <= {*wanted}, notice)
     if config.joint_head:
@@ -427,16 +427,27 @@ def read_class_weights(config: Config, sources: Sources, complete: bool, notice:
     return {**labels, **weights}
 
 
+def sources_of(tasks: Tasks, config: Config, tokenizer: Any, wanted: Sequence[str]) -> Sources:
+    """The sources of tasks that a function draws."""
+    encode = encoder(config, tokenizer)
+    of_split = {one: OwnSource(tasks, numbers, encode) for one in wanted if (numbers := tasks.numbers(one))}
+    sizes = ", ".join(f"{len(tasks.numbers(split))} {split}" for split in SPLITS)
+    summary, contents = f"{tasks.name}: drawn by a function: {sizes}", {split: {} for split in SPLITS}
+    return Sources({**of_split}, tasks.fingerprint, summary, [], contents=contents)
+
+
 def load_one(
     name: str,
     config: Config,
     tokenizer: Any,
     notice: Notice,
     trained: Sequence[UsedSplits],
-    rows: Sequence[Row] | None,
+    rows: Sequence[Row] | Tasks | None,
     wanted: Sequence[str],
 ) -> Sources:
     """The sources of one data set. Raises `UsageError` if the train split is wanted and empty."""
+    if isinstance(rows, Tasks) or (":" in name and not Path(name).exists()):
+        return sources_of(rows if isinstance(rows, Tasks) else tasks_named(name), config, tokenizer, wanted)
     suite = generated(name, config, tokenizer) if name in SUITES else None
     if (task_per_file := None if suite else task_files(name, config.max_length)) is not None:
         if config.stratify_by is not None:

@@ -1,0 +1,168 @@
+"""Tasks of a user's function: rows of any kind, drawn by number.
+
+    Tasks(draw, train=1000, test=100)    draw(seed) -> (support rows, query rows), a pure function
+        --dataset module:name, or MetaTrainer(dataset=Tasks(...))
+
+Rows are what the learner's `encode` takes: of classification dictionaries with a text and a class, of
+causal_lm with an input and an output, of your learner any picklable objects. Nothing is read before training,
+so that a function may ask a database, or generate.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from fmmeta.common.errors import UsageError, usage_errors
+from fmmeta.common.security import import_named, source_of
+from fmmeta.config.settings import Config
+from fmmeta.tasks.batching import EncodedRows, Example
+from fmmeta.tasks.data.encode import encode
+from fmmeta.tasks.data.images import ImageReader
+from fmmeta.tasks.data.rows import rows_of, tabulate
+from fmmeta.tasks.data.token_store import digest
+from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
+from fmmeta.tasks.sources.base import EpisodeRows, TaskSource
+
+Rows = Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Tasks by number. train, valid, test: how many; those of validation follow those of training.
+
+    draw: number of a task -> its support and query rows: always the same ones. name: in messages and files.
+    stratum: number of a task -> its stratum, for meta-batches with equal shares; None: all in one.
+
+    >>> from fmmeta import Tasks
+    >>> Tasks(lambda seed: ([(f"text {seed}", "a")], [(f"text {seed}", "b")]), train=100, test=20)
+    Tasks(train=100, valid=0, test=20)
+    """
+
+    draw: Callable[[int], tuple[Rows, Rows]]
+    train: int
+    valid: int = 0
+    test: int = 0
+    name: str = "tasks"
+    stratum: Callable[[int], str] | None = None
+
+    def __post_init__(self) -> None:
+        counts = [self.train, self.valid, self.test]
+        if (
+            not callable(self.draw)
+            or any(type(one) is not int or one < 0 for one in counts)
+            or not self.train
+        ):
+            raise UsageError(
+                f"{self!r}: give a function draw(seed) -> (support, query) and numbers of tasks, at least one"
+                " of them to train on"
+            )
+
+    def __repr__(self) -> str:
+        return f"Tasks(train={self.train}, valid={self.valid}, test={self.test})"
+
+    def numbers(self, split: str) -> range:
+        """The numbers of the tasks of train, valid or test."""
+        first = {"train": 0, "valid": self.train, "test": self.train + self.valid}[split]
+        return range(first, first + getattr(self, split))
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the counts and the source of `draw`, without the functions that it calls."""
+        return digest([self.name, repr(self), source_of(self.draw)])
+
+
+@dataclass(frozen=True)
+class OwnDraw:
+    """The rows of a task, drawn. classes, keys, notices: as `Draw` has them; none are known."""
+
+    task: Task
+    support: Rows
+    query: Rows
+    encode: Callable[[Rows, Rows], EncodedRows]
+    notices: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Nothing is left to read."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.episode().classes
+
+    def episode(self) -> EpisodeRows:
+        """Raises `UsageError` for rows that the learner does not take."""
+        with usage_errors(f"task {self.task.name}: its rows cannot be encoded", "correct them"):
+            found = self.encode(self.support, self.query)
+        return EpisodeRows(self.task, found.support, found.query, found.names, found.facts)
+
+
+class OwnSource(TaskSource):
+    """The tasks of a split. numbers: of its tasks."""
+
+    def __init__(
+        self, tasks: Tasks, numbers: Sequence[int], encode: Callable[[Rows, Rows], EncodedRows]
+    ) -> None:
+        self.tasks, self.numbers, self.encode = tasks, numbers, encode
+        stratum = tasks.stratum or (lambda number: "all")
+        self.items = Items.of(Item(f"{tasks.name}/{number}", str(stratum(number)), 1) for number in numbers)
+
+    def draw(self, task: Task) -> Any:
+        number = self.numbers[task.item]
+        with usage_errors(f"dataset={self.tasks.name}: draw({number}) failed", "correct the function"):
+            support, query = self.tasks.draw(number)
+            support, query = [*support], [*query]
+        if not support or not query:
+            raise UsageError(
+                f"dataset={self.tasks.name}: draw({number}) returned no rows; return some of each"
+            )
+        return OwnDraw(task, support, query, self.encode)
+
+    def part(self, chosen: np.ndarray) -> "OwnSource":
+        return OwnSource(
+            self.tasks, [one for one, is_in in zip(self.numbers, chosen, strict=True) if is_in], self.encode
+        )
+
+
+def tasks_named(name: str) -> Tasks:
+    """The tasks of `module:name`. Raises `UsageError`."""
+    found = import_named("dataset", name, "fmmeta.Tasks")
+    if not isinstance(found, Tasks):
+        raise UsageError(f"dataset={name} is a {type(found).__name__}; name an object of fmmeta.Tasks")
+    return replace(found, name=name)
+
+
+def encoder(config: Config, tokenizer: Any) -> Callable[[Rows, Rows], EncodedRows]:
+    """The function from rows to examples; that of texts and images takes rows as a file has them."""
+    own = config.learner.own
+    return partial(encode_rows if own is None else own.encode, config, tokenizer)
+
+
+def encode_rows(config: Config, tokenizer: Any, support: Rows, query: Rows) -> EncodedRows:
+    """Rows of texts or images as examples; the classes are those of the support set. Raises `UsageError`."""
+    names, parts = list[str](), list[list[Example]]()
+    for rows in (support, query):
+        images = isinstance(tokenizer, ImageReader)
+        table = tabulate(
+            "rows",
+            rows_of("rows", rows, config),
+            config,
+            lambda text: None,
+            one_task=True,
+            unique=False,
+            images=images,
+        )
+        examples = encode(tokenizer, config, table.image or table.input, table.target)
+        if config.learner.of_classes:
+            names = names or sorted({*table.target})
+            if unknown := {*table.target} - {*names}:
+                raise UsageError(
+                    f"the query set has the class {min(unknown)!r}, and the support set has none"
+                )
+            examples = [
+                replace(one, labels=names.index(label))
+                for one, label in zip(examples, table.target, strict=True)
+            ]
+        parts.append(examples)
+    return EncodedRows(*parts, names=tuple(names))
