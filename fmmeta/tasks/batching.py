@@ -27,7 +27,7 @@ PADDING = {
     "decoder_input_ids": 0,
     "labels": IGNORE,
 }
-"""Values of padding tokens in inputs and targets whose last dimension is tokens; position 0 would begin a row."""
+"""Padding values of inputs and targets whose last dimension is tokens; position 0 would begin a row."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ from fmmeta.tasks.sources.base import (
     short_names,
     those_named,
 )
-from fmmeta.tasks.sources.own import OwnSource, Tasks, encoder, tasks_named
+from fmmeta.tasks.sources.own import OwnSource, Tasks, encoder, refuse_unread, tasks_named
 from fmmeta.tasks.suites import digits, letters
 from fmmeta.tasks.word_suite import words
 
@@ -429,6 +429,7 @@ def read_class_weights(config: Config, sources: Sources, complete: bool, notice:
 
 def sources_of(tasks: Tasks, config: Config, tokenizer: Any, wanted: Sequence[str]) -> Sources:
     """The sources of tasks that a function draws."""
+    refuse_unread(tasks.name, config)
     encode = encoder(config, tokenizer)
     of_split = {one: OwnSource(tasks, numbers, encode) for one in wanted if (numbers := tasks.numbers(one))}
     sizes = ", ".join(f"{len(tasks.numbers(split))} {split}" for split in SPLITS)

@@ -9,7 +9,7 @@ so that a function may ask a database, or generate.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.security import import_named, source_of
+from fmmeta.config.fields import default_of, refuse_first, shown
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import EncodedRows, Example
 from fmmeta.tasks.data.encode import encode
@@ -27,6 +28,11 @@ from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
 from fmmeta.tasks.sources.base import EpisodeRows, TaskSource
 
 Rows = Sequence[Any]
+UNREAD = (  # settings that say how tasks are drawn from rows, which the function does
+    *("dataset_config_name", "dataset_split", "dataset_revision", "stratum_column", "stratify_by"),
+    *("task_column", "class_splits", "class_split", "task_splits", "k_shot", "k_shot_max", "num_query"),
+    *("label_names", "class_weights", "example_transforms", "episode_transforms"),
+)
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,19 @@ def tasks_named(name: str) -> Tasks:
     if not isinstance(found, Tasks):
         raise UsageError(f"dataset={name} is a {type(found).__name__}; name an object of fmmeta.Tasks")
     return replace(found, name=name)
+
+
+def refuse_unread(name: str, config: Config) -> None:
+    """Raise `UsageError` for a setting that tasks of a function do not use. name: of the tasks."""
+    changed = (one for one in fields(config) if one.name in UNREAD)
+    refuse_first(
+        (
+            getattr(config, one.name) not in (default_of(one), None),
+            f"{one.name}={shown(getattr(config, one.name))} means nothing for dataset={name}, whose tasks a"
+            " function draws; leave it out",
+        )
+        for one in changed
+    )
 
 
 def encoder(config: Config, tokenizer: Any) -> Callable[[Rows, Rows], EncodedRows]:
