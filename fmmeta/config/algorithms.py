@@ -203,7 +203,7 @@ def find_outer(name: str) -> OuterOptimizerSpec:
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         raise UsageError(
             f"{given} is a {type(found).__name__}, neither an OuterOptimizerSpec nor a subclass of"
-            " torch.optim.Optimizer; name one (docs/how-to/own-rule.md)"
+            " torch.optim.Optimizer; name one (docs/how-to/own-learner-source-rule.md)"
         )
     return OuterOptimizerSpec(found, _moments(found), {})
 
@@ -277,7 +277,7 @@ def find_inner(name: str) -> Any:
     if not isinstance(found, kind) or found.momentum:
         raise UsageError(
             f"{given} is a {type(found).__name__}, no InnerOptimizer(state_names, direction) without"
-            " momentum=; name one (docs/how-to/own-rule.md)"
+            " momentum=; name one (docs/how-to/own-learner-source-rule.md)"
         )
     import torch
 

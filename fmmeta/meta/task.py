@@ -8,7 +8,7 @@ A rule is a function of a `TaskRun`. It adds the meta-gradient of the task, weig
 `task.into`; a task with a pass that is not finite on a rank of the group adds nothing. The worker holds theta
 before and after a rule. A rule does not communicate outside its group, and calls no collective on a condition
 that ranks of the group may see differently (`PassStats.finite` is equal on all of them).
-docs/how-to/own-rule.md shows how a rule is named; examples/custom_rule.py is one.
+docs/how-to/own-learner-source-rule.md shows how a rule is named; examples/custom_rule.py is one.
 """
 
 import math
