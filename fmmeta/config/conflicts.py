@@ -269,7 +269,7 @@ def of_inner_loop(c: Any) -> Conflicts:
     second_order = spec.order > 1 and c.first_order_steps < c.outer_steps
     return [
         (
-            c.support_batch_size and (spec.order > 1 or spec.frozen_body or spec.in_prompt),
+            c.support_batch_size and (spec.order > 1 or spec.frozen_body or spec.evaluation),
             f"support_batch_size={c.support_batch_size} with algorithm={name}: inner steps on samples of the"
             " support set are implemented for first-order rules that change all weights; use fomaml or"
             " reptile, or leave it out",

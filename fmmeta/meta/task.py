@@ -21,7 +21,7 @@ from torch import Tensor
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.hessian import Hessian, HvpOptions
-from fmmeta.meta.inner_loop import EvaluationMethod, InContext, InnerLoop, InnerResult, Trajectory, no_poll
+from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop, InnerResult, Trajectory, no_poll
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.parallel.workers.base import PassStats, Worker, all_finite
 from fmmeta.tasks.batching import Episode, MicroBatch
@@ -37,7 +37,7 @@ class Setup:
 
     def evaluation_method(self, rates: Tensor | None = None) -> EvaluationMethod:
         """How evaluation learns a task; `rates`: learned inner rates in place of the live ones."""
-        return InContext() if find(self.config.algorithm).in_prompt else self.inner.variant(rates)
+        return find(self.config.algorithm).evaluation or self.inner.variant(rates)
 
 
 @dataclass(frozen=True)
