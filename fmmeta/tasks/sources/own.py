@@ -121,8 +121,8 @@ class OwnSource(TaskSource):
             raise UsageError(
                 f"dataset={self.tasks.name}: draw({number}) returned no rows; return some of each"
             )
-        pairs = ([(row, 0) for row in rows] for rows in (support, query))
-        return Draw(task, *pairs, store=OwnRows(self.tasks.name, self.encode))
+        support, query = ([(row, 0) for row in rows] for rows in (support, query))
+        return Draw(task, support, query, store=OwnRows(self.tasks.name, self.encode))
 
     def part(self, chosen: np.ndarray) -> "OwnSource":
         return OwnSource(
