@@ -17,10 +17,21 @@ if TYPE_CHECKING:
     from fmmeta.common.errors import UsageError as UsageError
     from fmmeta.config.settings import Config as Config
     from fmmeta.train import MetaTrainer as MetaTrainer
+    from fmmeta.train import prepare as prepare
     from fmmeta.training.callbacks import Callback as Callback
 
 __version__ = "0.2.0"
-__all__ = ["Callback", "Config", "MetaTrainer", "UsageError", "adapt", "adapt_many", "evaluate", "load"]
+__all__ = [
+    "Callback",
+    "Config",
+    "MetaTrainer",
+    "UsageError",
+    "adapt",
+    "adapt_many",
+    "evaluate",
+    "load",
+    "prepare",
+]
 
 _MODULES = {
     "Callback": "fmmeta.training.callbacks",
@@ -31,6 +42,7 @@ _MODULES = {
     "adapt_many": "fmmeta.adaptation.python_api",
     "evaluate": "fmmeta.adaptation.python_api",
     "load": "fmmeta.adaptation.python_api",
+    "prepare": "fmmeta.train",
 }
 
 
