@@ -65,7 +65,8 @@ from fmmeta.tasks.sources.base import ClassKey
 from fmmeta.tasks.sources.load import Sources
 from fmmeta.training import build
 from fmmeta.training.episodes import EpisodeReader
-from fmmeta.training.loop import Run, StaticController, StopAgreement
+from fmmeta.training.loop import train
+from fmmeta.training.run import Run, StopAgreement
 from fmmeta.training.run_folder import RunStart, make
 from fmmeta.training.scoring import VALID, Scoring, score_of
 
@@ -688,16 +689,16 @@ def choose_by_folds(
         keys = ranks.with_keys_under(f"trial-{number}")  # the counters of tasks that groups claim
         parts = build.build(trial, of_fold, plan, keys)
         initial = parts.meta_params.snapshot()
-        run = Run(trial, of_fold, keys, parts, nowhere, silent, signals, Unwritten())
+        run = Run(trial, of_fold, keys, parts, nowhere, silent, signals, writes=False)
         progress.line(title, 0, trial.outer_steps)
         try:
             with watching(run.stage, world.shared_store(), keys, signals):
-                run.loop()
+                train(run)
                 found = interpolation_scores(run, initial, config, section, title)
         except Stopped:
             raise Stopped(signals.asked) from None  # what stopped it, as the inner loop's choice says
         finally:
-            run.callbacks.close(run)
+            run.callbacks.close(run.view)
             del run, parts
             gc.collect()  # the weights, before others are read
         for alpha, each in found.items():
@@ -706,12 +707,6 @@ def choose_by_folds(
         progress.notice(f"{title}: {steps} without {held_out} {noun}; accuracy on them: {shown(found)}")
     chosen = choose(scores, config.init_interpolation, section, f"{len(folds)} folds", progress)
     return {"init_interpolation": chosen, "scores": [[alpha, each] for alpha, each in scores.items()]}
-
-
-class Unwritten(StaticController):
-    """Of a trial, which writes no files."""
-
-    writes = False
 
 
 def interpolation_scores(

@@ -27,9 +27,10 @@ from fmmeta.common.text import strict
 from fmmeta.config.resume import HIDDEN_ON_RESUME
 from fmmeta.config.settings import MAX_NEW_TOKENS, Config
 from fmmeta.meta.inner_loop import InnerLoop
+from fmmeta.meta.task import Setup
 from fmmeta.metrics.language import LanguageMetrics
 from fmmeta.metrics.own import EpisodeMetrics, Metric
-from fmmeta.metrics.scores import EpisodeScore
+from fmmeta.metrics.scores import EpisodeScore, means_by_step, metric_means
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.reliability.checks import hash_vector
@@ -39,7 +40,9 @@ from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import EpisodeTransform, TaskSource
 from fmmeta.training import build
+from fmmeta.training.callbacks import Callback, RunView
 from fmmeta.training.episodes import EpisodeReader
+from fmmeta.training.outer_schedule import Outcome
 
 VALID, TEST = 1, 2  # streams of the schedule; training is 0
 FINISHED = "held_out.json"  # finished episodes of a final evaluation that was stopped
@@ -273,3 +276,46 @@ class HeldOut:
         parts = self.scoring.ranks.world.gather_bytes(json.dumps(here).encode())
         everyone = [part.decode() for part in parts]
         return sha256(json.dumps([each_step, everyone, settings], sort_keys=True).encode()).hexdigest()
+
+
+class Validation(Callback):
+    """Scores on validation tasks (--eval_steps).
+
+    A resumed run repeats a validation that a stop cut short: a schedule calls `run_if_due` once training has
+    begun for every callback. source: None without such tasks. has_stopped:
+    whether any rank has received a stop signal. evaluated: called with complete scores.
+    """
+
+    def __init__(
+        self,
+        source: TaskSource | None,
+        held_out: HeldOut,
+        setup: Setup,
+        has_stopped: Callable[[], bool],
+        evaluated: Callable[[dict[str, float]], None],
+    ) -> None:
+        self.source, self.held_out, self.setup = source, held_out, setup
+        self.has_stopped, self.evaluated = has_stopped, evaluated
+
+    def on_step_end(self, run: RunView, outcome: Outcome) -> None:
+        self.run_if_due(run)
+
+    def run_if_due(self, run: RunView) -> None:
+        """Validate if it is due. Collective: world."""
+        state, every = run.state, run.config.eval_steps
+        due = every and state.outer_step > state.validated and state.outer_step % every == 0
+        if self.source is None or not due:
+            return
+        meta = state.interpolate_with_initial(state.meta_params, run.config.init_interpolation)
+        learning = self.setup.evaluation_method(meta.rates)
+        scores = self.held_out.scores(self.source, VALID, "validation", meta.theta, learning)
+        if meta is not state.meta_params:
+            run.worker.write(run.theta)
+        if self.has_stopped():
+            return  # the scores are incomplete
+        state.validated = state.outer_step
+        loss, accuracy = means_by_step(scores)[-1]
+        own = {f"valid_{name}": mean for name, (mean, _) in metric_means(scores).items()}
+        self.evaluated({"valid_accuracy": accuracy, "valid_loss": loss, **own})
+        if state.best is not None:
+            state.best.update(state.meta_params, state.outer_step, accuracy, loss)

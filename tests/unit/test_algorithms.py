@@ -15,7 +15,7 @@ from fmmeta.meta.algorithms.unrolled import step_loss_weights
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.meta.reference import reference_gradient, set_gradient, set_loss
 from fmmeta.tasks.batching import collate
-from fmmeta.training.run_log import StepMetrics
+from fmmeta.training.step_metrics import StepMetrics
 from tests.support import learners
 from tests.support.learners import (
     LEARNERS,
