@@ -235,8 +235,7 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, task:
     facts = {
         "base model": code(public_name(base)),
         "meta-training": meta_training(base),
-        "support": f"{source}: {examples}"
-        + (f" of {units_of(len(labels), 'class')}" if config.learner.of_classes else ""),
+        "support": f"{source}: {examples}{of_classes}",
         "prompt": "the examples precede every input" if prompt else "",
         "inner loop": inner_loop(config, adapted.inner_steps),
         "trained weights": f"LoRA adapters of rank {config.lora_r}" if config.lora_r else "",

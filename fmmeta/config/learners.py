@@ -76,12 +76,28 @@ class LearnerSpec:
 
 CLASSIFICATION = LearnerSpec("classification", of_classes=True, has_head=True)
 CAUSAL_LM = LearnerSpec("causal_lm", generates=True)
-SPECS = ("CLASSIFICATION", "CAUSAL_LM")
+SPECS = ("CLASSIFICATION", "CAUSAL_LM", "TOKEN_CLASSIFICATION", "REGRESSION")
+TOKEN_CLASSIFICATION = LearnerSpec(
+    "token_classification",
+    learner="fmmeta.models.token_classification:TokenClassifier",
+    has_head=True,
+    reads=("text_column", "label_column"),
+)
+REGRESSION = LearnerSpec(
+    "regression",
+    learner="fmmeta.models.regression:Regressor",
+    has_head=True,
+    reads=("text_column", "label_column", "pooling", "feature_norm"),
+    defaults={"n_way": 1, "inner_lr": 0.01},
+    loss_unit="squared standard deviations",
+)
 OWN = LearnerSpec("own", loss_unit="units of loss")
 """Of a module whose code a stored model names, and which is given again."""
 BUILT_IN = {
     "classification": "fmmeta.config.learners:CLASSIFICATION",
     "causal_lm": "fmmeta.config.learners:CAUSAL_LM",
+    "token_classification": "fmmeta.config.learners:TOKEN_CLASSIFICATION",
+    "regression": "fmmeta.config.learners:REGRESSION",
 }
 """Name -> module:spec."""
 GIVEN = dict[str, LearnerSpec]()
