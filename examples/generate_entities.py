@@ -9,7 +9,7 @@ tasks. The file depends on this script alone, and has the licence of the reposit
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,9 @@ is {crew} on {ship}, {planet} is far, {crew} left {planet}
 """.strip()
 
 
-def sentence(rng: random.Random, template: str, values: dict[str, list[str]], marked: tuple[str, ...]) -> Any:
+def sentence(
+    rng: random.Random, template: str, values: Mapping[str, Sequence[str]], marked: tuple[str, ...]
+) -> Any:
     """The words and tags of a template with random values."""
     tokens, tags = [], []
     for word in template.split():

@@ -1,4 +1,4 @@
-"""entities.yaml: entity F1 on domains that were not trained on, of the initial and the meta-trained weights."""
+"""entities.yaml: entity F1 on domains that were not trained on, of initial and of meta-trained weights."""
 
 import json
 import time

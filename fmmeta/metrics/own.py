@@ -117,11 +117,17 @@ class EpisodeMetrics:
         return [*(self.language.names if self.language else ()), *(name for name, _ in self.own)]
 
     @classmethod
-    def of_learner(cls, learner: Any, own: Sequence[tuple[str, Metric]], *of_texts: Any) -> "EpisodeMetrics":
+    def of_learner(
+        cls,
+        learner: Any,
+        own: Sequence[tuple[str, Metric]],
+        language: LanguageMetrics | None = None,
+        reader: AnswerReader | None = None,
+    ) -> "EpisodeMetrics":
         """With the metrics of the learner first, if it has some."""
-        has_some = learner is not None and learner.metrics.__func__ is not Learner.metrics.__func__
-        first = [("of the learner", learner.metrics)] if has_some else []
-        return cls([*first, *own], *of_texts, learner)
+        if learner is not None and learner.metrics.__func__ is not Learner.metrics.__func__:
+            own = [("of the learner", learner.metrics), *own]
+        return cls(own, language, reader, learner)
 
     def of(self, worker: Worker, query: Sequence[MicroBatch], draw: Callable[[], Draw]) -> dict[str, float]:
         """The numbers of an episode from the weights of the worker, on the first rank of the group; others

@@ -138,8 +138,8 @@ def squared(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def numbers(row: Mapping[str, Any], column: str) -> list[float]:
     """The numbers of a column: one, also as a text, or a list of them. Raises `UsageError`."""
-    value = row.get(column)
-    several = getattr(value, "tolist", lambda: value)()
+    value: Any = row.get(column)
+    several: Any = getattr(value, "tolist", lambda: value)()
     try:
         found = [float(one) for one in (several if isinstance(several, (list, tuple)) else [several])]
     except (TypeError, ValueError):
