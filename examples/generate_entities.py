@@ -85,10 +85,10 @@ is {crew} on {ship}, {planet} is far, {crew} left {planet}
 
 
 def sentence(
-    rng: random.Random, template: str, values: Mapping[str, Sequence[str]], marked: tuple[str, ...]
-) -> Any:
+    rng: random.Random, template: str, values: Mapping[str, Sequence[str]], marked: Sequence[str]
+) -> tuple[list[str], list[str]]:
     """The words and tags of a template with random values."""
-    tokens, tags = [], []
+    tokens, tags = list[str](), list[str]()
     for word in template.split():
         kind = word[1:-1] if word[0] == "{" else ""
         parts = rng.choice(values[kind]).split() if kind else [word]

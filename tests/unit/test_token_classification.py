@@ -10,10 +10,12 @@ import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 import fmmeta
+from fmmeta.adaptation.predict import AdapterDirectory
+from fmmeta.adaptation.predict import run as predict
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.command import evaluate
-from fmmeta.evaluation.settings import EvaluateConfig
+from fmmeta.evaluation.settings import EvaluateConfig, PredictConfig
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.models.token_classification import TokenClassifier, entities, first_tokens
 from fmmeta.tasks.batching import IGNORE, Batcher
@@ -267,6 +269,60 @@ def test_a_task_is_adapted_to_answered_and_loaded(run, tmp_path, lora):
         pipe = transformers.pipeline("token-classification", model=str(tmp_path / "task"))
         by_word = {one["word"].strip("Ġ"): one["entity"] for one in pipe(" ".join(words[0]))}
         assert set(by_word.values()) <= tags
+
+
+def test_tasks_of_other_tag_sets_are_learned_in_one_pass_and_answered_one_by_one(run, tmp_path):
+    """With adapters, whose head has as many outputs as the task has tags."""
+    rows = [json.loads(line) for line in DATA.read_text().splitlines()]
+    supports = {
+        "short": [{"tokens": ["a", "b"], "tags": ["X", "O"]}, {"tokens": ["b", "a"], "tags": ["O", "X"]}],
+        "long": [{key: row[key] for key in ("tokens", "tags")} for row in rows[:8]],
+    }
+    models = fmmeta.adapt_many(
+        run.output_dir / "model", supports, output_dir=tmp_path / "all", lora_r=2, inner_steps=3
+    )
+    assert models.failed == {}
+    assert models["short"].labels == ("O", "X")
+    answer = models["short"].predict([["a", "b", "c"]])[0]
+    assert (answer.input, len(answer.output)) == (["a", "b", "c"], 3)
+    alone = fmmeta.adapt(run.output_dir / "model", supports["long"], lora_r=2, inner_steps=3)
+    words = [row["tokens"] for row in rows[8:12]]
+    assert models["long"].predict(words) == alone.predict(words)
+    with pytest.raises(
+        UsageError, match="are of task_type=token_classification, whose models answer one at a"
+    ):
+        AdapterDirectory(PredictConfig(adapters=str(tmp_path / "all")))
+
+
+def test_a_model_of_another_origin_answers_by_the_names_in_its_configuration(tmp_path):
+    made = learner(2)
+    made.hf.config.id2label = {0: "O", 1: "B-x"}
+    made.hf.config.label2id = {"O": 0, "B-x": 1}
+    made.hf.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    adapted = fmmeta.load(tmp_path / "model", **KIND)
+    assert adapted.labels == ("O", "B-x")
+    (answer,) = adapted.predict([["a", "b"]])
+    assert set(answer.output) <= {"O", "B-x"}
+    (tmp_path / "in.jsonl").write_text('{"id": 1, "sentence": ["a", "b"]}\n')
+    settings = {"model_name_or_path": str(tmp_path / "model"), **KIND, "text_column": "sentence"}
+    predict(PredictConfig(**settings, input=str(tmp_path / "in.jsonl"), output=str(tmp_path / "out.csv")))
+    table = (tmp_path / "out.csv").read_text().splitlines()
+    assert table[0] == "input,output"
+    assert '[""a"", ""b""]' in table[1]
+
+
+def test_a_folder_of_files_has_a_task_in_each(tmp_path):
+    rows = [json.loads(line) for line in DATA.read_text().splitlines()]
+    for number in range(6):
+        file = tmp_path / "data" / f"s{number % 2}" / f"t{number}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = rows[12 * number : 12 * number + 12]
+        lines = [json.dumps({key: row[key] for key in ("tokens", "tags")}) for row in part]
+        file.write_text("\n".join(lines))
+    settings = {**KIND, **SHORT, "dataset": [str(tmp_path / "data")], "eval_steps": 0, "test_episodes": 2}
+    result = MetaTrainer(Config(**settings, output_dir=str(tmp_path / "run"))).train()
+    assert result.held_out["metrics"].keys() == {"precision", "recall", "f1"}
 
 
 @pytest.mark.parametrize(
