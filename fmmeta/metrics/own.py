@@ -158,7 +158,8 @@ class EpisodeMetrics:
         for name, metric in self.own:
             with usage_errors(f"metrics={name} failed", "correct the metric, or leave it out"):
                 found = metric([prediction for _, prediction in pairs], [reference for reference, _ in pairs])
-            numbers |= checked(name, found, (*numbers, *TAKEN, *METRICS))
+            of_language = METRICS if self.learner is None else ()
+            numbers |= checked(name, found, (*numbers, *TAKEN, *of_language))
         return numbers
 
     def _text(self, answer: Sequence[int], names: Sequence[str]) -> str:
