@@ -8,7 +8,7 @@ a copy of one of these with another loss or other inputs (examples/own_loss.py, 
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,8 @@ class LearnerSpec:
     answer is (models/learner.py). None: texts or images, by `of_classes` and `generates`.
     make: returns the module, of a learner without a Hugging Face model.
     has_head: whether a head has an output for each of --n_way classes, tags or targets.
-    reads: settings of other kinds that this one uses too.
+    reads: settings of other kinds that this one uses too. defaults: of settings that are left open.
+    loss_unit: the unit of the loss, where `loss` is None.
     """
 
     name: str
@@ -47,6 +48,8 @@ class LearnerSpec:
     make: Callable[[], Any] | None = None
     has_head: bool = False
     reads: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    loss_unit: str = "nats"
 
     @property
     def own(self) -> Any:
@@ -56,16 +59,44 @@ class LearnerSpec:
     @property
     def unit(self) -> str:
         """The unit of the loss."""
-        return "nats" if self.loss is None else "units of loss"
+        return self.loss_unit if self.loss is None else "units of loss"
+
+    def noun(self, images: bool = False) -> str:
+        """What a model of this kind does. images: whether it reads images."""
+        if self.of_classes:
+            return f"{'image' if images else 'text'} classification"
+        return "text generation" if self.generates else self.name.replace("_", " ")
+
+    @property
+    def pools(self) -> bool:
+        """Whether the head of a model is on the vector of a text (--pooling)."""
+        return self.of_classes or getattr(self.own, "pooled", None) is not None
 
 
 CLASSIFICATION = LearnerSpec("classification", of_classes=True, has_head=True)
 CAUSAL_LM = LearnerSpec("causal_lm", generates=True)
-SPECS = ("CLASSIFICATION", "CAUSAL_LM")
-OWN = LearnerSpec("own")  # of a module whose code a stored model names, and which is given again
+SPECS = ("CLASSIFICATION", "CAUSAL_LM", "TOKEN_CLASSIFICATION", "REGRESSION")
+TOKEN_CLASSIFICATION = LearnerSpec(
+    "token_classification",
+    learner="fmmeta.models.token_classification:TokenClassifier",
+    has_head=True,
+    reads=("text_column", "label_column"),
+)
+REGRESSION = LearnerSpec(
+    "regression",
+    learner="fmmeta.models.regression:Regressor",
+    has_head=True,
+    reads=("text_column", "label_column", "pooling", "feature_norm"),
+    defaults={"n_way": 1, "inner_lr": 0.01},
+    loss_unit="squared standard deviations",
+)
+OWN = LearnerSpec("own", loss_unit="units of loss")
+"""Of a module whose code a stored model names, and which is given again."""
 BUILT_IN = {
     "classification": "fmmeta.config.learners:CLASSIFICATION",
     "causal_lm": "fmmeta.config.learners:CAUSAL_LM",
+    "token_classification": "fmmeta.config.learners:TOKEN_CLASSIFICATION",
+    "regression": "fmmeta.config.learners:REGRESSION",
 }
 """Name -> module:spec."""
 GIVEN = dict[str, LearnerSpec]()
@@ -75,7 +106,7 @@ GIVEN = dict[str, LearnerSpec]()
 def give(learner: Any) -> str:
     """The name of a learner that is given in Python, a module whose weights are theta_0."""
     name = f"{type(learner).__module__}:{type(learner).__qualname__}"
-    GIVEN[name] = LearnerSpec(OWN.name, learner=type(learner), make=partial(copy.deepcopy, learner))
+    GIVEN[name] = replace(OWN, learner=type(learner), make=partial(copy.deepcopy, learner))
     return name
 
 
@@ -102,7 +133,7 @@ def of_class(found: Any) -> Any:
     is_learner = isinstance(found, type) and hasattr(found, "losses") and hasattr(found, "collate")
     if not is_learner:
         return found
-    return LearnerSpec(OWN.name, learner=found, make=None if getattr(found, "auto", "") else found)
+    return replace(OWN, learner=found, make=None if getattr(found, "auto", "") else found)
 
 
 def stored_kind(facts: Mapping[str, Any]) -> LearnerSpec:
@@ -118,13 +149,16 @@ def check_loss(task_type: str) -> None:
     """
     import torch
 
-    given, loss = f"task_type={task_type}", find(task_type).loss
-    if loss is None:
+    given, spec = f"task_type={task_type}", find(task_type)
+    if (loss := spec.loss) is None:
         return
     logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
     targets = torch.tensor([0, 1, 2, 0])
+    if getattr(spec.own, "of_numbers", False):
+        logits, targets = logits.detach()[:, 0].requires_grad_(), targets.float()
     with usage_errors(
-        f"{given} cannot compute a loss", "give a loss of (logits [N, C], targets [N]) that returns [N]"
+        f"{given} cannot compute a loss",
+        f"give a loss of (outputs {'[N]' if logits.ndim == 1 else '[N, C]'}, targets [N]) that returns [N]",
     ):
         whole = loss(logits, targets)
         alone = [loss(row[None], target[None]) for row, target in zip(logits, targets, strict=True)]

@@ -41,9 +41,9 @@ from fmmeta.evaluation.results import (
     check_output,
     differences,
     file_beside,
-    percent,
     read_cells,
     results_of,
+    score_text,
     show,
     write_output,
 )
@@ -361,9 +361,7 @@ class EvaluatedModel:
             if len(keys) > 1 and (k, method) not in known:
                 mean = summary(cell.scores)
                 where = f" (kept in {finished})" if finished else ""
-                self.progress.notice(
-                    f"{k}-shot {method}: accuracy {percent(mean['accuracy'], mean['ci95'])} %{where}"
-                )
+                self.progress.notice(f"{k}-shot {method}: {score_text(mean)}{where}")
         return cells
 
     def facts(self) -> str:
@@ -401,7 +399,7 @@ class EvaluatedModel:
         load = self.parts.load(episodes.source, prompts)
         reader = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice)
         inner = with_stored_rates(settings, self.config, self.parts.setup.inner, worker)
-        has_classes, losses = bool(inner.head.names), SupportLosses(self.config)
+        has_classes, losses = self.config.learner.of_classes and not prompts, SupportLosses(self.config)
 
         def score(slot: int, task: Task, episode: Episode) -> EpisodeScore:
             if learns:

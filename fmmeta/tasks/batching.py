@@ -37,7 +37,8 @@ class Example:
     values: inputs that are no tokens, by name: tensors of the same shape in every row, such as pixel_values;
     with a collate function the columns of the row too. Such a row has one entry in `input_ids`, which no
     model reads: it counts as one token.
-    weight: of the row, or of each of its label tokens, in the mean loss of a set.
+    weight: of the row, or of each of its label tokens, in the mean loss of a set. losses: how many losses the
+    row's is the sum of; None: one for each label.
     """
 
     input_ids: Sequence[int]
@@ -45,6 +46,7 @@ class Example:
     position_ids: Sequence[int] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
     weight: float = 1.0
+    losses: int | None = None
 
     @property
     def token_labels(self) -> list[int]:
@@ -59,6 +61,9 @@ class Example:
 
     @property
     def label_tokens(self) -> int:
+        """What a set's losses are divided by, summed over its rows."""
+        if self.losses is not None:
+            return self.losses
         return 1 if isinstance(self.labels, int) else sum(label != IGNORE for label in self.labels)
 
 
@@ -209,7 +214,8 @@ class Batcher:
         """
         if not examples:
             return []
-        total = sum(example.weight * example.label_tokens for example in examples)
+        # 1 where no label is learned
+        total = sum(example.weight * example.label_tokens for example in examples) or 1
         if self.whole_sets and len(examples) > self.micro_batch_size:
             raise UsageError(
                 f"micro_batch_size={self.micro_batch_size} is below the {len(examples)} rows of a set, whose"

@@ -42,7 +42,8 @@ class RunLogger(Callback):
         if due or skipped or "loss_spike" in values or values.get("retries"):
             self.line = values
             self._log(values)
-        text = f"loss {values['query_loss']:.4f}  accuracy {100 * values['accuracy']:.1f} %"
+        text = f"loss {values['query_loss']:.4f}"
+        text += f"  accuracy {100 * values['accuracy']:.1f} %" if "accuracy" in values else ""
         text += f"  skipped {skipped}" if skipped else ""
         run.progress.line("outer step", step, config.outer_steps, text, self.first)
         if not self.warned and (warning := find(config.algorithm).warning(config, values)):

@@ -179,7 +179,8 @@ def tasks_of(source: TaskSource, count: int, seed: int, stream: int) -> list[Tas
 def score_of(slot: int, task: Task, passes: Iterable[PassStats]) -> EpisodeScore:
     """The score of an episode from passes over its query set."""
     losses, accuracies = zip(*((one.loss, one.accuracy) for one in passes), strict=True)
-    return EpisodeScore(slot, task.name, task.stratum, [*losses], [*accuracies])
+    shares = [] if math.isnan(accuracies[-1]) else [*accuracies]
+    return EpisodeScore(slot, task.name, task.stratum, [*losses], shares)
 
 
 def metrics_of(
@@ -207,7 +208,7 @@ def metrics_of(
                 f"{worker.group.size}; use --group_size 1, or leave them out"
             )
         language = LanguageMetrics(names, worker, reader, config, parts.batcher, max_new_tokens, prompts)
-    return EpisodeMetrics(own, language, reader)
+    return EpisodeMetrics.of_learner(config.learner.own, own, language, reader)
 
 
 class HeldOut:
@@ -316,6 +317,7 @@ class Validation(Callback):
         state.validated = state.outer_step
         loss, accuracy = means_by_step(scores)[-1]
         own = {f"valid_{name}": mean for name, (mean, _) in metric_means(scores).items()}
-        self.evaluated({"valid_accuracy": accuracy, "valid_loss": loss, **own})
+        share = {} if math.isnan(accuracy) else {"valid_accuracy": accuracy}
+        self.evaluated({**share, "valid_loss": loss, **own})
         if state.best is not None:
             state.best.update(state.meta_params, state.outer_step, accuracy, loss)

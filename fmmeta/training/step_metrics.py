@@ -118,4 +118,6 @@ class StepMetrics:
             "wait_seconds_by_group": [round(float(wait), 6) for wait in waits],
             "imbalance": float(busy.max() / busy.mean()) - 1,
         }
+        if weight and math.isnan(self.values["accuracy"]):  # no answer is right or wrong
+            del self.values["accuracy"]
         return weight
