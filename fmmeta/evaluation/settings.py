@@ -19,6 +19,7 @@ from fmmeta.common.text import any_of
 from fmmeta.config.algorithms import INNER_OPTIMIZERS, find_inner
 from fmmeta.config.fields import check_values, default_of, hints_of, refuse_first, setting, shown
 from fmmeta.config.json_files import PEFT_EXAMPLE, label_texts_of, text_of
+from fmmeta.config.learners import OWN
 from fmmeta.config.settings import (
     GENERATED,
     HEAD_INITS,
@@ -166,7 +167,7 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
             raise UsageError(
                 f"task_type={memory['own_task_type']} is code that fmmeta.json of {self.model_name_or_path}"
                 f" names; no code is imported from there: give --task_type {memory['own_task_type']} to use"
-                f" yours, or {memory['task_type']}"
+                f" yours{'' if memory['task_type'] == OWN.name else ', or ' + memory['task_type']}"
             )
         named = memory.get("inner_optimizer", "sgd")
         if ":" in named and "inner_optimizer" not in replaced:

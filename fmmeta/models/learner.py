@@ -123,6 +123,7 @@ class Learner(nn.Module, ABC):
     own_head = False
     own_loss: RowLoss | None = None
     rows_are_independent = True
+    auto = ""
     inputs: tuple[str, ...] = ("input",)
     example: Mapping[str, Any] = {"input": "a b", "output": "b"}
     of_numbers = False
@@ -207,7 +208,6 @@ class HFLearner(Learner):
     configuration. pooled: of learners of whole texts, the class over features that fmmeta pools (--pooling).
     """
 
-    auto = ""
     peft_task: str
     pipeline: str | None = None
     problem_type: str | None = None

@@ -220,7 +220,7 @@ class LoadEpisode:
         return replace(self.batcher.episode(rows), notices=draw.notices)
 
 
-class Tasks(torch.utils.data.Dataset[EpisodeFile]):
+class PreparedTasks(torch.utils.data.Dataset[EpisodeFile]):
     """Prepares episodes in loader processes. An index is a task.
 
     Files, because a process may be killed at any moment: a tensor in transit would be lost with the process
@@ -459,7 +459,7 @@ class EpisodeLoader:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         loader = torch.utils.data.DataLoader(
-            Tasks(self.load, self.folder),
+            PreparedTasks(self.load, self.folder),
             batch_size=None,
             sampler=self._stream_from(task),  # type: ignore[arg-type]
             num_workers=self.num_workers,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fmmeta.tasks import loader
-from fmmeta.tasks.loader import PREFIX, EpisodeFile, EpisodeFolder, Tasks, remove_stale, stale
+from fmmeta.tasks.loader import PREFIX, EpisodeFile, EpisodeFolder, PreparedTasks, remove_stale, stale
 from fmmeta.tasks.schedule.meta_batches import Task
 
 ROUNDS, RANKS = 30, 4
@@ -94,7 +94,7 @@ def test_episode_or_its_error_is_passed_to_the_trainer(shm):
         prepared.extend(folder.preparing())
         return "episode"
 
-    tasks = Tasks(load, folder)
+    tasks = PreparedTasks(load, folder)
     found = tasks[task]
     assert found.take() == "episode"
     assert prepared == [(os.getpid(), (1, 0, 2, 3))]

@@ -96,6 +96,10 @@ class OwnRows:
     def value(self, row: Any) -> Any:
         return row
 
+    def text(self, column: str, row: Any) -> str:
+        """What identifies a row, as its input; it has no other columns."""
+        return repr(row) if column == "input" else ""
+
     def encode(self, support: Rows, query: Rows) -> EncodedRows:
         """Raises `UsageError` for rows that the learner does not take."""
         with usage_errors(f"dataset={self.name}: rows of a task cannot be encoded", "correct them"):
