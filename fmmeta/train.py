@@ -121,7 +121,7 @@ class MetaTrainer:
         inputs = build.read_inputs(config, world, notice, given_tokenizer=self.tokenizer, rows=rows)
         with world.comm.raise_on_all("looking at what loader processes receive"):
             if config.num_workers != "0":
-                check_sent((inputs.sources.train, inputs.transforms, inputs.collate), config.num_workers)
+                check_sent((inputs.sources.train, inputs.reading, inputs.collate), config.num_workers)
         suggest_chat(config, inputs.tokenizer, notice)
         with world.comm.raise_on_all("counting the outer steps"):
             config = build.with_outer_epochs(config, inputs.sources.train, notice)

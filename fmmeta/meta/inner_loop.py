@@ -85,15 +85,6 @@ class EvaluationMethod(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class InContext:
-    """Scores the query set without and with the support set in the prompt; see `EvaluationMethod`."""
-
-    def score(self, worker: Worker, theta: Tensor, episode: Episode) -> tuple[PassStats, PassStats]:
-        """Collective: group."""
-        return worker.forward(episode.query), worker.forward(episode.prompted)
-
-
 def no_poll() -> None:
     """`between_passes` of a caller that has nothing to do between passes."""
 

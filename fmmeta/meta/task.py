@@ -8,7 +8,7 @@ A rule is a function of a `TaskRun`. It adds the meta-gradient of the task, weig
 `task.into`; a task with a pass that is not finite on a rank of the group adds nothing. The worker holds theta
 before and after a rule. A rule does not communicate outside its group, and calls no collective on a condition
 that ranks of the group may see differently (`PassStats.finite` is equal on all of them).
-docs/how-to/own-rule.md shows how a rule is named; examples/custom_rule.py is one.
+docs/how-to/own-learner-source-rule.md shows how a rule is named; examples/custom_rule.py is one.
 """
 
 import math
@@ -21,7 +21,7 @@ from torch import Tensor
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.hessian import Hessian, HvpOptions
-from fmmeta.meta.inner_loop import EvaluationMethod, InContext, InnerLoop, InnerResult, Trajectory, no_poll
+from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop, InnerResult, Trajectory, no_poll
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.parallel.workers.base import PassStats, Worker, all_finite
 from fmmeta.tasks.batching import Episode, MicroBatch
@@ -37,7 +37,7 @@ class Setup:
 
     def evaluation_method(self, rates: Tensor | None = None) -> EvaluationMethod:
         """How evaluation learns a task; `rates`: learned inner rates in place of the live ones."""
-        return InContext() if find(self.config.algorithm).in_prompt else self.inner.variant(rates)
+        return find(self.config.algorithm).evaluation or self.inner.variant(rates)
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ class NonfiniteLimit(Callback):
         if count < config.max_bad_steps:
             return
         given, lower = f"inner_lr={config.inner_lr}: no task was finite", "--inner_lr or --outer_lr"
-        if run.spec.in_prompt:
+        if not config.inner_steps:
             given, lower = f"outer_lr={config.outer_lr}: no task was finite", "--outer_lr"
         raise UsageError(
             f"{given} in {count} outer steps in a row (the last is {run.state.outer_step}); lower {lower},"

@@ -6,6 +6,7 @@ Files belong to state.py and run_log.py, sharding to parallel/, actions after a 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -183,8 +184,8 @@ class Run:
         self.held_out = HeldOut(
             config,
             scoring,
-            parts.load,
-            metrics_of(metrics, config, inputs, parts, parts.prompt),
+            partial(parts.load, prompts=inputs.prompts(self.spec.method, alone=True)),
+            metrics_of(metrics, config, inputs, parts, inputs.prompts(self.spec.method)),
             inputs.settings(config),
         )
         self.profiler, self.validation = Profiler(), callbacks.Validation()
@@ -416,7 +417,7 @@ class Run:
 
     def check_inner_loop(self, episode: Episode) -> None:
         """Warn if the inner loop raises the loss of a support set, from theta. Collective: group."""
-        if self.spec.in_prompt or self.spec.all_classes:
+        if not episode.support or self.spec.all_classes:
             return
         support = episode.support
         self.stage.begin_phase("checking the inner loop")
@@ -445,9 +446,8 @@ class Run:
     def _open_episodes(self) -> None:
         """Start loading training episodes; check the meta-gradient where asked. Collective: world."""
         config, state, notice = self.config, self.state, self.progress.notice
-        load = self.parts.load(self.inputs.sources.train, self.inputs.transforms)
-        if config.loss_on_support:
-            load.prompt = build.prompt_builder(self.inputs, learn_support=True)
+        prompts = self.inputs.prompts(self.spec.method, learn_support=config.loss_on_support)
+        load = self.parts.load(self.inputs.sources.train, prompts, self.inputs.reading)
         self.feed = TrainingEpisodes(
             self.schedule, load, state.outer_step, state.tasks, self.ranks, config, notice
         )

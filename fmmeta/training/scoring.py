@@ -35,9 +35,9 @@ from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.reliability.checks import hash_vector
 from fmmeta.tasks.batching import Episode
 from fmmeta.tasks.data.encode import answer_reader
-from fmmeta.tasks.loader import LoadEpisode, Prompted
+from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
-from fmmeta.tasks.sources.base import TaskSource
+from fmmeta.tasks.sources.base import EpisodeTransform, TaskSource
 from fmmeta.training import build
 from fmmeta.training.episodes import EpisodeReader
 
@@ -185,10 +185,10 @@ def metrics_of(
     config: Config,
     inputs: build.RunInputs,
     parts: build.Runtime,
-    prompt: Prompted | None,
+    prompts: Sequence[EpisodeTransform],
     max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> EpisodeMetrics:
-    """The metrics that `find_metrics` has found. prompt: puts the support set before rows, for in-context
+    """The metrics that `find_metrics` has found. prompts: put the support set before queries, for in-context
     learning.
 
     Raises `UsageError` on a layout that cannot have them.
@@ -204,7 +204,7 @@ def metrics_of(
                 f"metrics={' '.join(names)} need the whole model on one rank, and group_size="
                 f"{worker.group.size}; use --group_size 1, or leave them out"
             )
-        language = LanguageMetrics(names, worker, reader, config, parts.batcher, max_new_tokens, prompt)
+        language = LanguageMetrics(names, worker, reader, config, parts.batcher, max_new_tokens, prompts)
     return EpisodeMetrics.of_learner(config.learner.own, own, language, reader)
 
 
@@ -247,8 +247,7 @@ class HeldOut:
 
         def score(slot: int, task: Task, episode: Episode) -> EpisodeScore:
             found = score_of(slot, task, learn(worker, theta, episode))
-            query = episode.prompted or episode.query
-            return replace(found, metrics=metrics.of(worker, query, partial(source.draw, task)))
+            return replace(found, metrics=metrics.of(worker, episode.query, partial(source.draw, task)))
 
         key = self._key(theta, learning, each_step) if each_step or stream == TEST else ""
         read = self.reader(source).read_share

@@ -258,8 +258,8 @@ MUTANTS = (
     Mutant(
         "class weights are not normalised",
         "tasks/batching.py",
-        "        if class_weights:\n            total = ",
-        "        if not examples:\n            total = ",
+        "example.weight * example.label_tokens for",
+        "example.label_tokens for",
         "the loss of a set is no weighted mean",
         ("unit/test_batching.py",),
     ),
@@ -557,7 +557,7 @@ MUTANTS = (
     ),
     Mutant(
         "every epoch samples the same support rows together",
-        "tasks/batching.py",
+        "tasks/augment.py",
         "np.random.default_rng([*seed, epoch])",
         "np.random.default_rng([*seed])",
         "inner steps with support_batch_size learn from the same samples in every epoch",
@@ -565,7 +565,7 @@ MUTANTS = (
     ),
     Mutant(
         "samples of the support set are too large",
-        "tasks/batching.py",
+        "tasks/augment.py",
         "    parts = -(-len(rows) // size)",
         "    parts = max(1, len(rows) // size)",
         "an inner step learns from more than support_batch_size rows",
@@ -591,8 +591,8 @@ MUTANTS = (
     Mutant(
         "the name of a class is put among its queries",
         "tasks/sources/base.py",
-        "support.append((self.store.label_rows[name], label))",
-        "query.append((self.store.label_rows[name], label))",
+        "return replace(draw, support=support)",
+        "return replace(draw, query=support)",
         "names of classes are scored as if they were examples, and help nothing",
         TASKS,
     ),
@@ -638,9 +638,9 @@ MUTANTS = (
     ),
     Mutant(
         "validation scores support answers",
-        "training/build.py",
-        "prompt = prompt_builder(inputs) if",
-        "prompt = prompt_builder(inputs, learn_support=config.loss_on_support) if",
+        "training/loop.py",
+        "(self.spec.method, alone=True)",
+        "(self.spec.method, alone=True, learn_support=config.loss_on_support)",
         "held-out scores count answers that the prompt shows",
         ("unit/test_in_context.py",),
     ),
@@ -648,8 +648,8 @@ MUTANTS = (
     Mutant(
         "norm as a sum of squares in another order",
         "tasks/batching.py",
-        "total = sum(example.label_tokens for example in examples)",
-        "total = sum(example.label_tokens for example in reversed(examples))",
+        "example.label_tokens for example in examples)",
+        "example.label_tokens for example in reversed(examples))",
         "nothing",
         BATCHES,
         equivalent=True,

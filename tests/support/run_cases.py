@@ -41,9 +41,9 @@ def poison(parts: build.Runtime, chosen: dict[tuple[int, int], str]) -> None:
                 batch.weights *= float("inf")
             return episode
 
-    def load(source, transform=None):
-        made = clean(source, transform)
-        return Poisoned(made.source, made.batcher, made.transform)
+    def load(*of, **how):
+        made = clean(*of, **how)
+        return Poisoned(made.source, made.batcher, made.transforms)
 
     parts.load = load  # type: ignore[method-assign]
 

@@ -493,7 +493,7 @@ CLASSIFIERS = ("fomaml", "reptile", "anil", "boil", "proto_maml", "meta_sgd", "i
     ("algorithm", "poison"),
     [
         *itertools.product((*CLASSIFIERS, "joint"), ("support", "query")),
-        ("meta_icl", "prompted"),
+        ("meta_icl", "query"),
         *itertools.product(("fomaml", "reptile"), ("steps",)),
     ],
 )
