@@ -247,7 +247,7 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, task:
         else f"{100 * accuracy:.1f} % of {counted(len(adapted.predictions), 'example')}",
         f"metrics on {code(query)}": numbers,
     }
-    kind = config.learner.noun(adapted.loaded.description.images)
+    kind = config.learner.noun(adapted.loaded.description.images) or "new"
     kind = f"{'an' if kind[0] in 'aeiou' else 'a'} {kind} task"
     for each in model_folders(folder):
         model_card.write_card(
@@ -287,7 +287,7 @@ def query_results(adapted: AdaptedModel, name: str) -> list[EvalResult]:
         numbers["accuracy" if spec.of_classes else "exact_match"] = adapted.accuracy
     return [
         EvalResult(
-            task_type=spec.noun(adapted.loaded.description.images).replace(" ", "-"),
+            task_type=spec.noun(adapted.loaded.description.images).replace(" ", "-") or "other",
             dataset_type=name,
             dataset_name=name,
             dataset_split="query",

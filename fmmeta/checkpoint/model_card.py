@@ -110,6 +110,7 @@ def write_card(folder: Path, content: Content) -> None:
         names=printable(repr(dict(enumerate(content.classes)))),
         prompt=python_text(content.prompt) if content.prompt else prompt_of(content.config.prompt_template),
         own=content.config.learner.own,
+        auto=getattr(content.config.learner.own, "auto", ""),
     )
     header = metadata(content, printable(title)).to_yaml()
     ModelCard(f"---\n{header}\n---\n\n{text}").save(folder / FILE)

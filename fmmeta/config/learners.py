@@ -62,10 +62,10 @@ class LearnerSpec:
         return self.loss_unit if self.loss is None else "units of loss"
 
     def noun(self, images: bool = False) -> str:
-        """What a model of this kind does. images: whether it reads images."""
+        """What a model of this kind does; "" for a user's. images: whether it reads images."""
         if self.of_classes:
             return f"{'image' if images else 'text'} classification"
-        return "text generation" if self.generates else self.name.replace("_", " ")
+        return "text generation" if self.generates else self.name.replace("_", " ").removeprefix(OWN.name)
 
     @property
     def pools(self) -> bool:

@@ -90,7 +90,8 @@ def read_cells(path: str) -> list[EvalCell]:
 def cell_of(stored: dict[str, Any]) -> EvalCell:
     """A cell from its JSON. Raises `ValueError`, `KeyError` or `TypeError` for something else."""
     scores, k_shot = stored["scores"], stored["k_shot"]
-    if not scores or type(k_shot) is not int:
+    without = stored["accuracy"] is None  # where no answer is right or wrong
+    if not scores or type(k_shot) is not int or any((one["accuracy"] is None) != without for one in scores):
         raise ValueError("a cell without scores")
     found = [EpisodeScore.of(**score) for score in scores]
     return EvalCell(stored["method"], k_shot, stored["episodes_fingerprint"], found)

@@ -48,7 +48,8 @@ def card_content(
     folder holds adapters and not a whole model.
     """
     spec, learns = find(config.algorithm), config.learner.noun(description.images)
-    summary = f"This model learns a new {learns} task from a few examples. It was meta-trained with fmmeta."
+    task = f"a new {learns} task".replace("  ", " ")
+    summary = f"This model learns {task} from a few examples. It was meta-trained with fmmeta."
     if spec.trains_nothing:
         summary = "fmmeta has evaluated this model and changed none of its weights."
     data = [public_name(name) for name in config.dataset]
@@ -89,8 +90,7 @@ def results(
     """The accuracy and the loss after adaptation, and the metrics of a learner that reads rows, for the
     metadata of a card.
     """
-    spec = config.learner
-    learning = find(config.algorithm).learning
+    spec, learning = config.learner, find(config.algorithm).learning
     learned = f"with the {learning}" if learning else f"after {counted(config.inner_steps, 'inner step')}"
     found = list[EvalResult]()
     accuracy, loss = compared.rows[AFTER]
@@ -104,7 +104,7 @@ def results(
         if math.isfinite(mean):
             found.append(
                 EvalResult(
-                    task_type=spec.noun(images).replace(" ", "-"),
+                    task_type=spec.noun(images).replace(" ", "-") or "other",
                     task_name=f"{config.shape} learning",
                     dataset_type=printable(", ".join(data)),
                     dataset_name=printable(", ".join(data)),

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,9 +28,9 @@ from fmmeta.train import MetaTrainer
 from fmmeta.training.state import Best
 from tests.support.launch import ROOT
 
-KIND = {"task_type": "regression"}
+KIND: dict[str, Any] = {"task_type": "regression"}
 DATA = ROOT / "examples" / "data" / "ratings.jsonl"
-SHORT = {
+SHORT: dict[str, Any] = {
     **{"outer_steps": 2, "eval_steps": 2, "eval_episodes": 3, "num_workers": "0", "meta_batch_size": 2},
     **{"k_shot": 6, "num_query": 6},
 }
@@ -143,7 +144,7 @@ def test_metrics_are_in_the_units_of_the_data():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    settings = {**KIND, **SHORT, "dataset": [str(DATA)]}
+    settings: dict[str, Any] = {**KIND, **SHORT, "dataset": [str(DATA)]}
     output = tmp_path_factory.mktemp("run") / "run"
     return MetaTrainer(Config(**settings, load_best_model_at_end=True, output_dir=str(output))).train()
 
@@ -173,7 +174,7 @@ def test_the_best_weights_and_interpolation_are_those_of_the_lowest_loss():
 
 
 def test_an_evaluation_prints_no_accuracy_and_compares_by_the_loss(run, capsys, tmp_path):
-    same = {"k_shot": 6, "num_query": 6, "episodes": 3, "quiet": False}
+    same: dict[str, Any] = {"k_shot": 6, "num_query": 6, "episodes": 3, "quiet": False}
     model = str(run.output_dir / "model")
     found = fmmeta.evaluate(model, DATA, **same, output=str(tmp_path / "results.json"))
     assert found["mse"]["mean"] == pytest.approx(run.held_out["metrics"]["mse"]["after"])
@@ -188,7 +189,7 @@ def test_an_evaluation_prints_no_accuracy_and_compares_by_the_loss(run, capsys, 
 def test_a_task_is_adapted_to_answered_and_loaded(tmp_path, bert, pooling, lora):
     rows = [json.loads(line) for line in DATA.read_text().splitlines()[:16]]
     pairs = [(row["text"], row["score"]) for row in rows]
-    settings = {**KIND, "pooling": pooling, "inner_steps": 3, "lora_r": lora or None}
+    settings: dict[str, Any] = {**KIND, "pooling": pooling, "inner_steps": 3, "lora_r": lora or None}
     adapted = fmmeta.adapt(bert, pairs[:10], query=pairs[10:], output_dir=tmp_path / "task", **settings)
     truths = [score for _, score in pairs[10:]]
     assert [one.truth for one in adapted.predictions] == pytest.approx(truths, abs=1e-4)
@@ -211,7 +212,7 @@ def test_more_targets_than_outputs_are_refused(tmp_path):
     data = tmp_path / "rows.jsonl"
     rows = [{"task": f"t{n % 6}", "text": f"text {n}", "target": [n, 2 * n]} for n in range(60)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {**KIND, **SHORT, "k_shot": 2, "num_query": 2, "dataset": [str(data)]}
+    settings: dict[str, Any] = {**KIND, **SHORT, "k_shot": 2, "num_query": 2, "dataset": [str(data)]}
     with pytest.raises(UsageError, match=r"2 labels \(target 0, target 1\), and n_way=1 .*raise --n_way"):
         MetaTrainer(Config(**settings, output_dir=str(tmp_path / "one"))).train()
     result = MetaTrainer(Config(**settings, n_way=2, output_dir=str(tmp_path / "two"))).train()

@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,13 +26,13 @@ from fmmeta.tasks.data.hub import class_names, named
 from fmmeta.train import MetaTrainer
 from tests.support.launch import ROOT
 
-KIND = {"task_type": "token_classification"}
+KIND: dict[str, Any] = {"task_type": "token_classification"}
 DATA = ROOT / "examples" / "data" / "entities.jsonl"
 ROWS = [
     {"tokens": ["ann", "is", "in", "new", "york"], "tags": ["B-per", "O", "O", "B-loc", "I-loc"]},
     {"tokens": ["oslo"], "tags": ["B-loc"]},
 ]
-SHORT = {
+SHORT: dict[str, Any] = {
     **{"outer_steps": 2, "eval_steps": 2, "eval_episodes": 3, "num_workers": "0", "meta_batch_size": 2},
     **{"k_shot": 4, "num_query": 4, "n_way": 5},
 }
@@ -220,7 +221,7 @@ def test_f1_by_hand_and_by_seqeval():
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    settings = {**KIND, **SHORT, "dataset": [str(DATA)], "output_dir": str(folder / "run")}
+    settings: dict[str, Any] = {**KIND, **SHORT, "dataset": [str(DATA)], "output_dir": str(folder / "run")}
     return MetaTrainer(Config(**settings)).train()
 
 
@@ -237,8 +238,13 @@ def test_a_run_has_the_metrics_of_the_learner_everywhere(run):
 
 
 def test_an_evaluation_scores_the_same_and_refuses_methods_of_features(run):
-    same = {"k_shot": [4], "num_query": 4, "episodes": 3, "model_name_or_path": str(run.output_dir / "model")}
-    settings = {**same, "dataset": [str(DATA)]}
+    same: dict[str, Any] = {
+        "k_shot": [4],
+        "num_query": 4,
+        "episodes": 3,
+        "model_name_or_path": str(run.output_dir / "model"),
+    }
+    settings: dict[str, Any] = {**same, "dataset": [str(DATA)]}
     found = evaluate(EvaluateConfig(**settings))
     assert found["f1"]["mean"] == pytest.approx(run.held_out["metrics"]["f1"]["after"])
     with pytest.raises(UsageError, match=r"method=prototype classifies features.*use finetune"):
@@ -305,7 +311,11 @@ def test_a_model_of_another_origin_answers_by_the_names_in_its_configuration(tmp
     (answer,) = adapted.predict([["a", "b"]])
     assert set(answer.output) <= {"O", "B-x"}
     (tmp_path / "in.jsonl").write_text('{"id": 1, "sentence": ["a", "b"]}\n')
-    settings = {"model_name_or_path": str(tmp_path / "model"), **KIND, "text_column": "sentence"}
+    settings: dict[str, Any] = {
+        "model_name_or_path": str(tmp_path / "model"),
+        **KIND,
+        "text_column": "sentence",
+    }
     predict(PredictConfig(**settings, input=str(tmp_path / "in.jsonl"), output=str(tmp_path / "out.csv")))
     table = (tmp_path / "out.csv").read_text().splitlines()
     assert table[0] == "input,output"
@@ -320,7 +330,13 @@ def test_a_folder_of_files_has_a_task_in_each(tmp_path):
         part = rows[12 * number : 12 * number + 12]
         lines = [json.dumps({key: row[key] for key in ("tokens", "tags")}) for row in part]
         file.write_text("\n".join(lines))
-    settings = {**KIND, **SHORT, "dataset": [str(tmp_path / "data")], "eval_steps": 0, "test_episodes": 2}
+    settings: dict[str, Any] = {
+        **KIND,
+        **SHORT,
+        "dataset": [str(tmp_path / "data")],
+        "eval_steps": 0,
+        "test_episodes": 2,
+    }
     result = MetaTrainer(Config(**settings, output_dir=str(tmp_path / "run"))).train()
     assert result.held_out["metrics"].keys() == {"precision", "recall", "f1"}
 
