@@ -9,7 +9,7 @@ a copy of one of these with another loss or other inputs (examples/own_loss.py, 
 import copy
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,8 @@ class LearnerSpec:
     learner: the class of the learner, or module:name of it: it reads rows, makes batches and says what an
     answer is (models/learner.py). None: texts or images, by `of_classes` and `generates`.
     make: returns the module, of a learner without a Hugging Face model.
-    has_head: whether a head has an output for each of --n_way classes, tags or targets.
+    has_head: whether a head has an output for each of --n_way classes, tags or targets. outputs: of a head
+    that has always as many.
     reads: settings of other kinds that this one uses too.
     """
 
@@ -47,6 +48,7 @@ class LearnerSpec:
     learner: Any = None
     make: Callable[[], Any] | None = None
     has_head: bool = False
+    outputs: int = 0
     reads: tuple[str, ...] = ()
 
     @property
@@ -55,18 +57,49 @@ class LearnerSpec:
         return pkgutil.resolve_name(self.learner) if isinstance(self.learner, str) else self.learner
 
     @property
+    def auto(self) -> str:
+        """transformers' class of its model; "" where that depends on the model."""
+        return CAUSAL if self.generates else getattr(self.own, "auto", "")
+
+    @property
+    def writes(self) -> bool:
+        """Whether its model writes tokens: a text has an end token, and generation settings name it."""
+        return self.auto in (CAUSAL, SEQ2SEQ_LM)
+
+    @property
     def unit(self) -> str:
         """The unit of the loss."""
         return "nats" if self.loss is None else "units of loss"
 
 
+CAUSAL, SEQ2SEQ_LM = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"
 CLASSIFICATION = LearnerSpec("classification", of_classes=True, has_head=True)
 CAUSAL_LM = LearnerSpec("causal_lm", generates=True)
+SEQ2SEQ = LearnerSpec(
+    "seq2seq",
+    learner="fmmeta.models.seq2seq:Seq2SeqLearner",
+    reads=("input_column", "output_column", "prompt_template"),
+)
+PREFERENCE = LearnerSpec(
+    "preference",
+    learner="fmmeta.models.preference:PreferenceLearner",
+    reads=("input_column", "prompt_template"),
+)
+REWARD = replace(
+    PREFERENCE,
+    name="reward",
+    learner="fmmeta.models.preference:RewardLearner",
+    has_head=True,
+    outputs=1,
+)
 SPECS = ("CLASSIFICATION", "CAUSAL_LM")
 OWN = LearnerSpec("own")  # of a module whose code a stored model names, and which is given again
 BUILT_IN = {
     "classification": "fmmeta.config.learners:CLASSIFICATION",
     "causal_lm": "fmmeta.config.learners:CAUSAL_LM",
+    "seq2seq": "fmmeta.config.learners:SEQ2SEQ",
+    "preference": "fmmeta.config.learners:PREFERENCE",
+    "reward": "fmmeta.config.learners:REWARD",
 }
 """Name -> module:spec."""
 GIVEN = dict[str, LearnerSpec]()

@@ -930,7 +930,7 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
     @property
     def most_classes(self) -> int:
         """Classes of the largest episode, and so outputs of the head; 0 without a head."""
-        return (self.n_way_max or self.n_way) if self.learner.has_head else 0
+        return self.learner.outputs or ((self.n_way_max or self.n_way) if self.learner.has_head else 0)
 
     @property
     def joint_head(self) -> bool:

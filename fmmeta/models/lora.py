@@ -12,7 +12,8 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,21 @@ def scalings(learner: HFLearner) -> dict[str, float]:
     }
 
 
+@contextmanager
+def base_alone(hf: Any) -> Iterator[None]:
+    """Inside, a model with adapters computes as its base. Their parameters stay trainable, which peft's own
+    switch changes: an engine looks at that.
+    """
+    layers = [module for module in hf.modules() if ADAPTER in getattr(module, "lora_A", ())]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
 def exactly(layer: str) -> str:
     """A pattern of peft that fits one layer."""
     return f"^{re.escape(layer)}"
@@ -357,7 +373,7 @@ def merge(hf: Any, folder: Path, config: Config) -> None:
 def is_head(name: str, hf: Any, config: Config) -> bool:
     """Whether a name in an adapter file is above the base of a classifier."""
     inner = {name for name, _ in hf.base_model.named_children()} | {hf.base_model_prefix}
-    return config.learner.of_classes and first_part(name) not in inner
+    return config.learner.has_head and first_part(name) not in inner
 
 
 def first_part(name: str) -> str:

@@ -27,7 +27,7 @@ PADDING = {
     "decoder_input_ids": 0,
     "labels": IGNORE,
 }
-"""Values of padding tokens in inputs and targets whose last dimension is tokens; position 0 would begin a row."""
+"""Of padding tokens in inputs and targets whose last dimension is tokens; position 0 would begin a row."""
 
 
 @dataclass(frozen=True)
