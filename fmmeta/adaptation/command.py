@@ -36,6 +36,7 @@ from fmmeta.adaptation.task_learner import (
     head_key,
     read_task,
     support_set,
+    values_of,
 )
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress, Warn
@@ -44,7 +45,7 @@ from fmmeta.common.text import counted, shortened
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
-from fmmeta.models.load import describe
+from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
@@ -127,12 +128,20 @@ def run(settings: AdaptConfig) -> None:
             )
     else:
         adapted = adapt(settings, progress)
-        if adapted.accuracy is not None:
+        if adapted.predictions:
             progress.notice(
-                f"accuracy on {settings.query}: {100 * adapted.accuracy:.1f} % of {len(adapted.predictions)};"
+                f"{scores_text(adapted, str(settings.query))};"
                 f" answers in {Path(str(settings.output_dir), 'predictions.jsonl')}"
             )
         progress.notice(f"model {settings.output_dir}")
+
+
+def scores_text(adapted: AdaptedModel, query: str) -> str:
+    """The accuracy on the query set, or the metrics of the learner."""
+    if adapted.accuracy is not None:
+        return f"accuracy on {query}: {100 * adapted.accuracy:.1f} % of {len(adapted.predictions)}"
+    numbers = (f"{name} {value:.4g}" for name, value in adapted.metrics.items())
+    return f"{query}: {', '.join([counted(len(adapted.predictions), 'answer'), *numbers])}"
 
 
 def adapt(
@@ -169,11 +178,14 @@ def adapt(
             adapted = model_of(learner, learned)
             if learned.weights is not None:
                 learner.hold(learned.weights)
-            inputs = [*map(Input, queries.input, queries.encodable)]
-            answers = adapted.loaded.answer(inputs, settings.max_new_tokens)
-            for answer, truth, others in zip(answers, queries.target, queries.answers, strict=True):
-                right = next((one for one in others if one.strip() == answer.output), truth)
-                adapted.predictions.append(replace(answer, truth=right))
+            if adapted.loaded.config.learner.own is not None:
+                adapted.answer_queries(values_of(queries), settings.max_new_tokens)
+            else:
+                inputs = [*map(Input, queries.input, queries.encodable)]
+                answers = adapted.loaded.answer(inputs, settings.max_new_tokens)
+                for answer, truth, others in zip(answers, queries.target, queries.answers, strict=True):
+                    right = next((one for one in others if one.strip() == answer.output), truth)
+                    adapted.predictions.append(replace(answer, truth=right))
             if settings.output_dir:
                 write_task(adapted, learner, learned)
             found.append(replace(adapted, output_dir=settings.output_dir))
@@ -189,7 +201,8 @@ def read_queries(
     config, name = settings.run_config(n_way=2), settings.query or "query"
     source, images = settings.query or None if query is None else query, describe(config).images
     queries = read_task("query", source, config, notice, images=images)
-    if unknown := sorted(set(queries.target) - set(task.labels)) if task.labels else []:
+    classes = {*queries.target} if config.learner.of_classes else set()
+    if unknown := sorted(classes - set(task.labels)):
         raise UsageError(
             f"{'query=' if settings.query else ''}{name} has the class {unknown[0]!r}, of which the support"
             " set has none; add some"
@@ -277,7 +290,10 @@ def table_of(stored: dict[str, Any]) -> Table:
 def find_tasks(settings: AdaptConfig, sources: Sources, notice: Callable[[str], None]) -> Found:
     """Read the tasks, and remove what an interrupted command has left. Raises `UsageError`."""
     config, output = settings.run_config(n_way=2), Path(settings.output_dir or "")
-    images, method = describe(config).images, settings.method_of(config)
+    description, method = describe(config), settings.method_of(config)
+    images, tokenizer = description.images, None
+    if config.learner.own is not None:
+        tokenizer = load_tokenizer(config, description, lambda text: None)
     tasks, complete, failed = list[TaskExamples](), list[str](), dict[str, str]()
     counts = Counter(name for name, _ in sources)
     for name, source in sources:
@@ -292,7 +308,7 @@ def find_tasks(settings: AdaptConfig, sources: Sources, notice: Callable[[str], 
             if name is not None and is_complete(output / name, table, settings, method):
                 complete.append(name)
             else:
-                tasks.append(support_set(name, table, settings, config, notice))
+                tasks.append(support_set(name, table, settings, config, tokenizer, notice))
         except ChangedSettings:
             raise
         except UsageError as error:
@@ -419,8 +435,8 @@ def model_of(learner: TaskLearner, learned: Encoded) -> AdaptedModel:
     """The model of a task, for the weights that the worker holds, with the names of its classes."""
     loaded, labels = learner.model, learned.task.labels
     if labels:
-        description = with_labels(loaded.description, labels)
+        description = with_labels(loaded.config, loaded.description, labels)
         loaded = replace(loaded, description=description, config=replace(loaded.config, n_way=len(labels)))
     if learner.prompts:
         loaded = replace(loaded, prompt_examples=learned.examples)
-    return AdaptedModel(labels, learned.steps, learned.left_out, loaded)
+    return AdaptedModel(labels, learned.steps, learned.left_out, replace(loaded, facts=learned.facts))

@@ -1,6 +1,7 @@
 """The folder of an adapted model: weights, fmmeta.json, model card, answers; whether it is complete."""
 
 import json
+import math
 import os
 import shutil
 from dataclasses import fields, replace
@@ -187,6 +188,7 @@ def write_folder(adapted: AdaptedModel, folder: Path, learner: TaskLearner, lear
         "settings": identifying(settings, learner.method),
         "weights": weights_state(settings.model_name_or_path),
         **({"prompt_examples": pairs} if pairs else {}),
+        **({"facts": learned.facts} if learned.facts else {}),
     }
     for each in model_folders(folder):
         stored = json.loads((each / SETTINGS_FILE).read_text(encoding="utf-8"))
@@ -227,11 +229,13 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, task:
     examples = counted(len(task.table.input), "example")
     query = Path(settings.query).name if settings.query else "query"
     left_out, accuracy = adapted.left_out, adapted.accuracy
+    of_classes = f" of {units_of(len(labels), 'class')}" if config.learner.of_classes else ""
+    numbers = ", ".join(f"{escaped(name)} {value:.4g}" for name, value in adapted.metrics.items())
     prompt = prompt_text(adapted.loaded) if adapted.loaded.prompt_examples else ""
     facts = {
         "base model": code(public_name(base)),
         "meta-training": meta_training(base),
-        "support": f"{source}: {examples}" + (f" of {units_of(len(labels), 'class')}" if labels else ""),
+        "support": f"{source}: {examples}{of_classes}",
         "prompt": "the examples precede every input" if prompt else "",
         "inner loop": inner_loop(config, adapted.inner_steps),
         "trained weights": f"LoRA adapters of rank {config.lora_r}" if config.lora_r else "",
@@ -241,9 +245,10 @@ def write_card(adapted: AdaptedModel, folder: Path, settings: AdaptConfig, task:
         f"accuracy on {code(query)}": ""
         if accuracy is None
         else f"{100 * accuracy:.1f} % of {counted(len(adapted.predictions), 'example')}",
+        f"metrics on {code(query)}": numbers,
     }
-    inputs = "an image" if adapted.loaded.description.images else "a text"
-    kind = f"{inputs} classification task" if labels else "a text generation task"
+    kind = config.learner.noun(adapted.loaded.description.images)
+    kind = f"{'an' if kind[0] in 'aeiou' else 'a'} {kind} task"
     for each in model_folders(folder):
         model_card.write_card(
             each,
@@ -274,21 +279,25 @@ def prompt_text(model: LoadedModel) -> str:
 
 
 def query_results(adapted: AdaptedModel, name: str) -> list[EvalResult]:
-    """The accuracy on the query set for the metadata of a card; none without a query set."""
-    inputs = "image" if adapted.loaded.description.images else "text"
-    if adapted.accuracy is None:
-        return []
+    """The accuracy on the query set for the metadata of a card, or the metrics of the learner; none without a
+    query set.
+    """
+    numbers, spec = dict(adapted.metrics), adapted.loaded.config.learner
+    if adapted.accuracy is not None:
+        numbers["accuracy" if spec.of_classes else "exact_match"] = adapted.accuracy
     return [
         EvalResult(
-            task_type=f"{inputs}-classification" if adapted.labels else "text-generation",
+            task_type=spec.noun(adapted.loaded.description.images).replace(" ", "-"),
             dataset_type=name,
             dataset_name=name,
             dataset_split="query",
-            metric_type="accuracy" if adapted.labels else "exact_match",
-            metric_name="accuracy" if adapted.labels else "exact match",
-            metric_value=round(adapted.accuracy, 4),
+            metric_type=metric,
+            metric_name=metric.replace("_", " "),
+            metric_value=round(value, 4),
             metric_args={"examples": len(adapted.predictions)},
         )
+        for metric, value in numbers.items()
+        if math.isfinite(value)
     ]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmmeta.common.errors import UsageError
+from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.progress import LOGGER, STDERR, Progress
 from fmmeta.common.security import printable
 from fmmeta.common.text import broken_text, counted, shortened, to_json
@@ -24,8 +24,10 @@ from fmmeta.evaluation.methods import with_equal_classes
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig
 from fmmeta.meta.algorithms.baselines import in_context_rows, prompted
 from fmmeta.metrics.language import generate
+from fmmeta.models.classification import Classifier
 from fmmeta.models.files import HEAD_FILE, SETTINGS_FILE, base_model_name, cached_file, is_path, remembered
 from fmmeta.models.from_gguf import as_folder
+from fmmeta.models.learner import on_device
 from fmmeta.models.load import Description, describe, fitted, load_tokenizer, max_positions
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch, ParallelPlan
@@ -33,24 +35,28 @@ from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.parallel.workers.create import create_worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import Batcher, Example, collate
+from fmmeta.tasks.collate import Collate
 from fmmeta.tasks.data.columns import USUAL, Row, input_of, input_setting, usual
 from fmmeta.tasks.data.encode import AnswerReader, answer_reader, encode
 from fmmeta.tasks.data.images import EncodedImage, encoded_image
+from fmmeta.tasks.data.rows import prefixed
 
+TRAINED_HEADS = ("ForSequenceClassification", "ForImageClassification")
 PASSES = 16  # forward passes whose rows are encoded together, and sorted by length
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An input and the model's answer: a class and its probability, or a text (score None).
+    """An input and the model's answer: a class and its probability, or a text or what `Learner.present`
+    returns (score None).
 
     truth: the correct answer, where it is known.
     """
 
-    input: str
-    output: str
+    input: Any
+    output: Any
     score: float | None = None
-    truth: str | None = None
+    truth: Any = None
 
     def as_dict(self) -> dict[str, Any]:
         """The keys of a line of output: text, label and score of a class, or input and output; and truth."""
@@ -66,11 +72,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Input:
-    """A text to answer, or the name of an image. content: what the model reads: the text, or the image.
-    adapter: the folder of its adapter, if there is a directory of them.
+    """A text to answer, or the name of an image. content: what the model reads: the text, the image, or what
+    a learner stores of a row, whose input `text` is. adapter: the folder of its adapter, if there is a
+    directory of them.
     """
 
-    text: str
+    text: Any
     content: Any
     adapter: str = ""
 
@@ -79,7 +86,8 @@ class Input:
 class LoadedModel:
     """A model on a worker, with its tokenizer and batcher.
 
-    frozen: untrained tensors by name. prompt_examples: causal_lm: the pairs before every input.
+    frozen: untrained tensors by name. prompt_examples: causal_lm: the pairs before every input. facts: of the
+    support set, see `EncodedRows`.
     """
 
     config: Config
@@ -91,11 +99,13 @@ class LoadedModel:
     frozen: dict[str, Tensor]
     batcher: Batcher
     prompt_examples: Sequence[Example] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def columns(self) -> Sequence[str]:
         """Usual keys or columns of an input, as in the files of `adapt`; the first one of a row counts."""
-        return USUAL[input_setting(self.config, self.description.images)]
+        own = self.config.learner.own
+        return own.inputs if own else USUAL[input_setting(self.config, self.description.images)]
 
     def read(self, row: Row, column: str | None = None) -> Input:
         """The input of a row. column: the one to read. Paths of images begin at the folder of the row's file.
@@ -108,6 +118,10 @@ class LoadedModel:
             raise UsageError(
                 f"{row.origin} has none of the columns {', '.join(keys)}; name one with --text_column"
             )
+        if own := self.config.learner.own:
+            values = row.values if column is None else {**row.values, self.columns[0]: row.values[key]}
+            with prefixed(row.origin):
+                return Input(row.values[key], own.rows(self.config, [*values], answered=False)(values))
         if not self.description.images:
             text = input_of(self.config, row, keys)
             return Input(text, text)
@@ -132,8 +146,9 @@ class LoadedModel:
         refuse_first(
             [
                 (
-                    equal_classes and not names,
-                    "equal_classes=True means nothing for a language model; leave it out",
+                    equal_classes and not self.config.learner.of_classes,
+                    f"equal_classes=True means nothing for {self.config.task_type}, which has no classes;"
+                    " leave it out",
                 ),
                 (
                     equal_classes and len(inputs) < len(names),
@@ -143,6 +158,9 @@ class LoadedModel:
             ]
         )
         found: list[Any] = []
+        if self.config.learner.own is not None:
+            pairs = self.respond([one.content for one in inputs], max_new_tokens)
+            return [Answer(one.text, output) for one, (output, _) in zip(inputs, pairs, strict=True)]
         for start in range(0, len(inputs), size):
             some = inputs[start : start + size]
             found += self.outputs(some, max_new_tokens, [self.prompt_examples] * len(some))
@@ -150,6 +168,35 @@ class LoadedModel:
             scores = [self.log_probabilities(one.text, row) for one, row in zip(inputs, found, strict=True)]
             found = [*with_equal_classes(torch.stack(scores)).log()]
         return [self.choose(one.text, output, names) for one, output in zip(inputs, found, strict=True)]
+
+    def respond(
+        self, rows: Sequence[Any], max_new_tokens: int, answered: bool = False
+    ) -> list[tuple[Any, Any]]:
+        """The answers to rows of a learner that reads them, each with the right one, which rows have if they
+        are `answered`. Raises `UsageError`.
+        """
+        own, learner, size = self.config.learner.own, self.worker.learner, self.config.micro_batch_size
+        labels, found = self.description.labels, dict[int, tuple[Any, Any]]()
+        name = self.config.model_name_or_path
+        with usage_errors(f"model_name_or_path={name} cannot answer", "correct the rows, or adapt it again"):
+            encoded = own.encode(self.config, self.tokenizer, [], rows, {**self.facts, "names": labels})
+            lengths = [len(one.input_ids) for one in encoded.query]
+            order = sorted(range(len(rows)), key=lengths.__getitem__, reverse=True)
+            for part in (order[begin : begin + size] for begin in range(0, len(order), size)):
+                examples = [encoded.query[place] for place in part]
+                batch = collate(examples, 1.0, self.batcher.pad_token_id, len(labels), own.collate)
+                batch = on_device(batch, learner, self.worker.device)
+                with torch.no_grad():
+                    answers = learner.respond(batch, max_new_tokens)
+                    right = learner.answers(learner(**batch.inputs), batch) if answered else ()
+                    truths = [one for _, one in right] if answered else [None] * len(part)
+                for place, *pair in zip(part, answers, truths, strict=True):
+                    shown = partial(
+                        own.present, names=encoded.names, facts=encoded.facts, tokenizer=self.tokenizer
+                    )
+                    output, truth = (None if one is None else shown(one) for one in pair)
+                    found[place] = output, truth
+        return [found[place] for place in range(len(rows))]
 
     def outputs(
         self,
@@ -274,8 +321,8 @@ class AdaptedModel:
 
     labels: names of the classes, sorted; empty for causal_lm. inner_steps: steps that were taken; None for a
     model that fmmeta has not adapted. left_out: accuracy on the examples that were left out to choose them,
-    None if none were. predictions: answers to the query set. output_dir: the model's folder, if any. loaded:
-    the model.
+    None if none were. predictions: answers to the query set. output_dir: the model's folder, if any. metrics:
+    of the learner, on the query set. loaded: the model.
     """
 
     labels: tuple[str, ...]
@@ -284,6 +331,7 @@ class AdaptedModel:
     loaded: LoadedModel
     predictions: list[Answer] = field(default_factory=list)
     output_dir: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         config = self.loaded.config
@@ -298,11 +346,12 @@ class AdaptedModel:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of correct answers to the query set, between 0 and 1; None without a query set.
+        """Share of correct answers to the query set, between 0 and 1; None without a query set, and of a
+        learner that reads rows, which has metrics.
 
         A generated answer is correct if it equals the right one apart from spaces around it.
         """
-        if not self.predictions:
+        if not self.predictions or self.loaded.config.learner.own is not None:
             return None
         right = [
             one.output == (str(one.truth).strip() if one.score is None else one.truth)
@@ -310,17 +359,26 @@ class AdaptedModel:
         ]
         return sum(right) / len(right)
 
+    def answer_queries(self, rows: Sequence[Any], max_new_tokens: int) -> None:
+        """Answer the query set of a learner that reads rows, and score it. Raises `UsageError`."""
+        found, own = self.loaded.respond(rows, max_new_tokens, answered=True), self.loaded.config.learner.own
+        for row, (output, truth) in zip(rows, found, strict=True):
+            key = usual(own.inputs, row) if isinstance(row, Mapping) else None
+            self.predictions.append(Answer(row[key] if key else row, output, truth=truth))
+        self.metrics = own.metrics(*zip(*found, strict=True)) if found else {}
+
     def predict(
         self, texts: Sequence[Any], max_new_tokens: int = 64, equal_classes: bool = False
     ) -> list[Answer]:
         """Answer new inputs.
 
-        texts: non-empty strings; for a language model also rows as dictionaries, which a prompt_template with
-        names of columns needs; for a model of images, paths, encoded bytes, arrays uint8 [H, W, 3] or
-        images of Pillow; max_new_tokens: longest answer of a language model. equal_classes: every class has
-        equally many of the inputs. Returns an `Answer` for each, in their order: `output` is a class with its
-        probability as `score`, or a generated text. Raises `UsageError` for an input that is not a text, and
-        for equal_classes with a language model or with fewer inputs than classes.
+        texts: non-empty strings; for a language model and a learner that reads rows also rows as
+        dictionaries, which a prompt_template with names of columns needs; for a model of images, paths,
+        encoded bytes, arrays uint8 [H, W, 3] or images of Pillow; max_new_tokens: longest answer of a
+        language model. equal_classes: every class has equally many of the inputs. Returns an `Answer` for
+        each, in their order: `output` is a class with its probability as `score`, a generated text, or what
+        `Learner.present` returns. Raises `UsageError` for an input that is not a text, and for equal_classes
+        with a model without classes or with fewer inputs than classes.
 
         >>> import fmmeta
         >>> pairs = [("red", "colour"), ("blue", "colour"), ("one", "number"), ("two", "number")]
@@ -328,7 +386,8 @@ class AdaptedModel:
         >>> adapted.labels, [answer.output in adapted.labels for answer in adapted.predict(["green", "six"])]
         (('colour', 'number'), [True, True])
         """
-        loaded, causal = self.loaded, self.loaded.config.learner.generates
+        loaded, spec = self.loaded, self.loaded.config.learner
+        whole = spec.generates or spec.own is not None
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise UsageError(f"texts={shortened(texts)} is no list; give a list of texts")
         images = loaded.description.images
@@ -336,9 +395,8 @@ class AdaptedModel:
             raise UsageError(f"texts of the shape {list(texts.shape)} are one image; give a list of images")
         max_new_tokens = of_type(PredictConfig, "max_new_tokens", max_new_tokens)
         check_bounds("max_new_tokens", max_new_tokens, rules(PredictConfig)["max_new_tokens"])
-        rows = (
-            dict(one) if causal and isinstance(one, Mapping) else {loaded.columns[0]: one} for one in texts
-        )
+        key = loaded.columns[0]
+        rows = (dict(one) if whole and isinstance(one, Mapping) else {key: one} for one in texts)
         inputs = [loaded.read(Row(values, f"texts[{index}]")) for index, values in enumerate(rows)]
         return loaded.answer(inputs, max_new_tokens, equal_classes)
 
@@ -356,7 +414,7 @@ def load_model(
     """
     description = describe(config)
     if labels:
-        description = with_labels(description, labels)
+        description = with_labels(config, description, labels)
     tokenizer = load_tokenizer(config, description, progress.notice)
     ranks = ranks or World(Launch(), pick_device(Launch())).split(1, default_group=False)
     deepspeed = deepspeed_config.read(config.deepspeed, bf16, progress.notice)
@@ -378,11 +436,12 @@ def load_model(
             ranks.layout.group_size,
             support_batch_size=config.support_batch_size,
             inner_steps=2 * config.inner_steps,  # early stopping tries up to twice as many
+            collate_fn=Collate.of(config) if config.learner.own else None,
         ),
     )
 
 
-def with_labels(description: Description, labels: Sequence[str]) -> Description:
+def with_labels(config: Config, description: Description, labels: Sequence[str]) -> Description:
     """The description of the same model with a head for these classes; the configuration is a copy.
 
     It names the classes only where transformers serves them, so that no other program answers at random.
@@ -393,7 +452,8 @@ def with_labels(description: Description, labels: Sequence[str]) -> Description:
     served = labels if description.pooling == "model" else ()
     hf_config.id2label = dict(enumerate(served))
     hf_config.label2id = {label: number for number, label in enumerate(served)}
-    hf_config.problem_type = "single_label_classification" if served else None  # a pipeline takes softmax
+    kind = config.learner.own or Classifier
+    hf_config.problem_type = kind.problem_type if served else None
     return replace(description, hf_config=hf_config, labels=tuple(labels))
 
 
@@ -404,18 +464,18 @@ def load(settings: PredictConfig) -> AdaptedModel:
     refuse_no_model(name)
     stored, labels = remembered(name), tuple[str, ...]()
     config, description = config_of(settings, name, stored, settings.pooling)
-    if config.learner.of_classes:
+    if config.learner.has_head:
         refuse_untrained_head(config, description, stored)
         names = description.hf_config.id2label
         labels = tuple(stored.get("labels") or (names[number] for number in sorted(names)))
-        if len(labels) < 2:
+        if len(labels) < 2 and config.learner.of_classes:
             raise UsageError(
                 f"model_name_or_path={name} names fewer than two classes; adapt it first (fmmeta adapt)"
             )
         config = replace(config, n_way=len(labels), head_init="learned")
     pairs, facts = stored_examples(f"model_name_or_path={name}", stored), stored.get("adapted") or {}
     loaded = load_model(config, Progress(enabled=False), labels)
-    loaded.prompt_examples = loaded.encode_pairs(pairs)
+    loaded.prompt_examples, loaded.facts = loaded.encode_pairs(pairs), dict(facts.get("facts") or {})
     return AdaptedModel(labels, facts.get("inner_steps"), facts.get("left_out"), loaded, output_dir=name)
 
 
@@ -483,10 +543,9 @@ def refuse_untrained_head(config: Config, description: Description, stored: dict
     elif pooling != "model":
         trained = cached_file(name, HEAD_FILE) is not None
     else:  # adapters of another origin contain their head
-        kinds = description.hf_config.architectures or ()
-        trained = base_model_name(name) != name or any(
-            kind.endswith(("ForSequenceClassification", "ForImageClassification")) for kind in kinds
-        )
+        kinds, own = description.hf_config.architectures or (), getattr(config.learner.own, "auto", "")
+        ends = [own.removeprefix("AutoModel")] if own else TRAINED_HEADS
+        trained = base_model_name(name) != name or any(kind.endswith(end) for kind in kinds for end in ends)
     adapted = bool(stored.get("labels"))
     refuse_first(
         [

@@ -2,7 +2,8 @@
 
     {"text": ...} or plain text  -->  {"text", "label", "score"}          a class and its probability
     {"image": path} or a path    -->  the same, for a model of images
-                                      {"input", "output"}                 a greedy answer (causal_lm)
+                                      {"input", "output"}                 a greedy answer (causal_lm), or
+                                                                          that of a learner that reads rows
 
 With one model, or with the adapters of a directory: each row names its folder, rows of many adapters share a
 pass of their base, and an adapter is loaded when a row names it.
@@ -68,7 +69,7 @@ def run(settings: PredictConfig) -> None:
         check_output(Path(settings.output))
     adapters = AdapterDirectory(settings) if settings.adapters else None
     model = adapters.model if adapters else load(settings).loaded
-    names = ["input", "output"] if model.config.learner.generates else ["text", "label", "score"]
+    names = ["text", "label", "score"] if model.config.learner.of_classes else ["input", "output"]
     total, unanswered = 0, list[str]()
     with open_output(settings.output) as file:
         write = writer(file, settings, names)
@@ -135,6 +136,11 @@ class AdapterDirectory:
         self.loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()
         self.failed: dict[str, str] = {}
         base_model, self.base = most_common_base(self.folder)
+        if stored_kind(self.base).own is not None:
+            raise UsageError(
+                f"adapters={settings.adapters} are of task_type={self.base['task_type']}, whose models answer"
+                " one at a time; give each folder to --model_name_or_path"
+            )
         pooling = self.base["pooling"] if stored_kind(self.base).of_classes else None
         config, _ = config_of(settings, base_model, self.base, pooling or "auto")
         self.model = load_model(config, Progress(enabled=False))

@@ -8,12 +8,14 @@ other models learn one task at a time (meta/inner_loop.py). Both give a task the
 """
 
 import copy
+import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +52,7 @@ ROUND = 4  # passes whose tasks are learned together, so that those with as many
 @dataclass(frozen=True)
 class TaskExamples:
     """The examples of a task. name: None for the only task of a command. labels: names of its classes,
-    sorted; none for causal_lm.
+    sorted, or of what a learner's labels are; none for causal_lm.
     """
 
     name: str | None
@@ -91,14 +93,25 @@ def read_task(
 
 
 def support_set(
-    name: str | None, table: Table, settings: AdaptConfig, config: Config, notice: Callable[[str], None]
+    name: str | None,
+    table: Table,
+    settings: AdaptConfig,
+    config: Config,
+    tokenizer: Any,
+    notice: Callable[[str], None],
 ) -> TaskExamples:
-    """The task of these examples. name: None for the task of `settings.support`.
+    """The task of these examples. name: None for the task of `settings.support`. tokenizer: for a learner
+    that reads rows.
 
     Logs classes that the model was trained on. Raises `UsageError` for a single class.
     """
-    labels = () if config.learner.generates else tuple(sorted(set(table.target)))
+    labels, own = tuple(sorted({*table.target} - {""})), config.learner.own
     source = name or settings.support
+    if own is not None:
+        labels = tuple(own.encode(config, tokenizer, values_of(table), []).names)
+        return TaskExamples(name, table, labels)
+    if config.learner.generates:
+        return TaskExamples(name, table)
     if len(labels) == 1:
         given = f"support={source}" if source else "support"
         raise UsageError(f"{given} has one class only, {labels[0]!r}; give examples of two or more")
@@ -114,8 +127,15 @@ def support_set(
     return TaskExamples(name, table, labels)
 
 
+def values_of(table: Table) -> list[Any]:
+    """What a learner that reads rows has stored of them."""
+    return [json.loads(one) for one in table.values]
+
+
 def leave_out(table: Table, labels: Sequence[str]) -> list[list[int]]:
-    """Indices of the rows of each fold: the j-th example of every class; none if a class has one example."""
+    """Indices of the rows of each fold: the j-th example of every class; none if a class has one example.
+    Rows without a class are of one.
+    """
     by_class: dict[str, list[int]] = defaultdict(list)
     for index, label in enumerate(table.target):
         by_class[label if labels else ""].append(index)
@@ -129,8 +149,9 @@ class Encoded:
     """A task as tokens, and what came of it.
 
     folds: indices of the examples that are left out in turn. steps: that it takes. left_out: accuracy on
-    those examples, None without them. weights: complete trained parameters by name, with LoRA; without it the
-    worker holds them until the next task. failure: why the task was not learned.
+    those examples, None without them. facts: of the support set, see `EncodedRows`. weights: complete
+    trained parameters by name, with LoRA; without it the worker holds them until the next task. failure: why
+    the task was not learned.
     """
 
     task: TaskExamples
@@ -140,6 +161,7 @@ class Encoded:
     left_out: float | None = None
     weights: dict[str, Tensor] | None = None
     failure: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class TaskLearner:
@@ -200,10 +222,15 @@ class TaskLearner:
         name = task.name or self.settings.support or "support"
         if message := answer_without_room(self.config, self.tokenizer, task.table.target):
             raise UsageError(f"support={task.name or self.settings.support or 'pairs'}: {message}")
-        examples = encode(self.tokenizer, self.config, task.table.encodable, task.table.target)
+        own, facts = self.config.learner.own, dict[str, Any]()
+        if own is None:
+            examples = encode(self.tokenizer, self.config, task.table.encodable, task.table.target)
+        else:
+            found = own.encode(self.config, self.tokenizer, values_of(task.table), [])
+            examples, facts = found.support, dict(found.facts)
         if message := full_rows(self.config, [len(one.input_ids) for one in examples]):
             self.progress.notice(Warn(f"{name}: {message}"))
-        if task.labels:
+        if self.config.learner.of_classes:
             examples = [
                 replace(row, labels=task.labels.index(label))
                 for row, label in zip(examples, task.table.target, strict=True)
@@ -213,7 +240,8 @@ class TaskLearner:
             examples += [replace(row, labels=label) for label, row in enumerate(more)]
         if self.prompts and (message := self.model.dropped_examples(examples, self.settings.max_new_tokens)):
             self.progress.notice(Warn(f"{name}: {message}"))
-        return Encoded(task, examples, self.steps, leave_out(task.table, task.labels) if self.chooses else [])
+        folds = leave_out(task.table, task.labels) if self.chooses else []
+        return Encoded(task, examples, self.steps, folds, facts=facts)
 
     def rounds(self, tasks: Iterable[Encoded]) -> list[list[Encoded]]:
         """Tasks of similar sizes, the largest first, as many as fit into a few passes."""
@@ -247,11 +275,12 @@ class TaskLearner:
         before, after: passes over the rows of the first inner step.
         """
         right = f"{int(after.numbers[1])} of {int(after.numbers[2])} right"
+        scored = f"; {right}" if after.numbers[2] else ""
         if not one.task.name:
             loss = f"{after.loss:.3g}"
             if one.steps:
                 loss = f"{before.loss:.3g} before, {loss} after {counted(one.steps, 'inner step')}"
-            self.progress.notice(f"support set: loss {loss}; {right}")
+            self.progress.notice(f"support set: loss {loss}{scored}")
         warning = rising_loss(self.config, before.loss, after.loss, one.steps)
         chance = 1 / len(one.task.labels) if one.task.labels else 0.0
         fell = one.steps > 0 and after.loss < before.loss / 2
@@ -279,7 +308,8 @@ class TaskLearner:
             if one.folds:
                 loss, accuracy = torch.stack(scores[number]).mean(0).tolist()
                 best = min(range(1, self.inner.steps + 1), key=lambda step: loss[step])
-                one = replace(one, steps=best, left_out=accuracy[best])
+                left_out = None if math.isnan(accuracy[best]) else accuracy[best]
+                one = replace(one, steps=best, left_out=left_out)
                 if not math.isfinite(loss[best]):
                     failure = (
                         f"inner_lr={self.config.inner_lr}: the loss on examples left out is not finite after"

@@ -74,6 +74,8 @@ class Content:
         """What the folder is to programs that read it without fmmeta; a key of `KINDS`."""
         if self.config.learner.generates:
             return "generator"
+        if self.config.learner.own is not None and self.pooling == "model":
+            return "learner"
         if self.images and (self.pooling == "model" or not self.adapted) and not self.adapter:
             return "image classifier" if self.adapted else "image encoder"
         if self.adapted:
@@ -82,6 +84,7 @@ class Content:
 
 
 KINDS: dict[str, tuple[str, str | None]] = {
+    "learner": ("transformers", None),
     "generator": ("transformers", "text-generation"),
     "head": ("fmmeta", None),
     "adapters": ("peft", None),
@@ -106,6 +109,7 @@ def write_card(folder: Path, content: Content) -> None:
         classes=list(map(code, content.classes)),
         names=printable(repr(dict(enumerate(content.classes)))),
         prompt=python_text(content.prompt) if content.prompt else prompt_of(content.config.prompt_template),
+        own=content.config.learner.own,
     )
     header = metadata(content, printable(title)).to_yaml()
     ModelCard(f"---\n{header}\n---\n\n{text}").save(folder / FILE)
@@ -114,6 +118,10 @@ def write_card(folder: Path, content: Content) -> None:
 def metadata(content: Content, title: str) -> ModelCardData:
     """The metadata block of a card."""
     library, pipeline = KINDS[content.kind]
+    if content.kind == "learner":
+        own = content.config.learner.own
+        pipeline = getattr(own, "pipeline", None) if content.adapted else None
+        library = library if getattr(own, "auto", "") else "fmmeta"
     base = base_without_revision(content.base) if content.adapter else origin(content.base)
     known = is_hub_id(base)
     hub_data = [name for name in content.dataset if name not in LOCAL_DATA and is_hub_id(name)]

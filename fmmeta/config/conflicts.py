@@ -53,6 +53,7 @@ def resolved(c: Any) -> dict[str, Any]:
         "inner_lr": inner_rate(c),
         "inner_lr_learned": "no",
         "n_way": 3 if "digits" in c.dataset else 5,
+        **c.learner.defaults,
         **find(c.algorithm).defaults,
     }
     return {name: value for name, value in open_settings.items() if getattr(c, name) is None}
@@ -167,6 +168,7 @@ def of_data(c: Any) -> Conflicts:
     fits = len(weights) == len(c.dataset) and all(0 < weight < math.inf for weight in weights)
     return [
         (not c.dataset, "dataset= names no data set; name each once"),
+        (c.learner.of_classes and c.n_way < 2, f"n_way={c.n_way} is below 2; use 2 or more"),
         (len(set(c.dataset)) < len(c.dataset), f"dataset={names} names a data set twice; name each once"),
         *(
             (
@@ -335,10 +337,17 @@ def of_own_rows(c: Any) -> Conflicts:
     changed = [item.name for item in fields(c) if getattr(c, item.name) not in (default_of(item), None)]
     return [
         (
-            name in changed,
-            f"{name}={shown(getattr(c, name))} with task_type={c.task_type}: {why}; leave it out",
-        )
-        for name, why in {**OF_OWN_ROWS, **(OF_MODULE if c.learner.make else {})}.items()
+            c.head_init == "prototype",
+            f"head_init=prototype is made of means of classes, and task_type={c.task_type} has none; use zero"
+            " or learned",
+        ),
+        *(
+            (
+                name in changed,
+                f"{name}={shown(getattr(c, name))} with task_type={c.task_type}: {why}; leave it out",
+            )
+            for name, why in {**OF_OWN_ROWS, **(OF_MODULE if c.learner.make else {})}.items()
+        ),
     ]
 
 

@@ -9,7 +9,7 @@ a copy of one of these with another loss or other inputs (examples/own_loss.py, 
 import copy
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,9 +35,9 @@ class LearnerSpec:
     learner: the class of the learner, or module:name of it: it reads rows, makes batches and says what an
     answer is (models/learner.py). None: texts or images, by `of_classes` and `generates`.
     make: returns the module, of a learner without a Hugging Face model.
-    has_head: whether a head has an output for each of --n_way classes, tags or targets. outputs: of a head
-    that has always as many.
-    reads: settings of other kinds that this one uses too.
+    has_head: whether a head has an output for each of --n_way classes, tags or targets.
+    reads: settings of other kinds that this one uses too. defaults: of settings that are left open.
+    loss_unit: the unit of the loss, where `loss` is None.
     """
 
     name: str
@@ -48,8 +48,9 @@ class LearnerSpec:
     learner: Any = None
     make: Callable[[], Any] | None = None
     has_head: bool = False
-    outputs: int = 0
     reads: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    loss_unit: str = "nats"
 
     @property
     def own(self) -> Any:
@@ -69,7 +70,18 @@ class LearnerSpec:
     @property
     def unit(self) -> str:
         """The unit of the loss."""
-        return "nats" if self.loss is None else "units of loss"
+        return self.loss_unit if self.loss is None else "units of loss"
+
+    def noun(self, images: bool = False) -> str:
+        """What a model of this kind does. images: whether it reads images."""
+        if self.of_classes:
+            return f"{'image' if images else 'text'} classification"
+        return "text generation" if self.generates else self.name.replace("_", " ")
+
+    @property
+    def pools(self) -> bool:
+        """Whether the head of a model is on the vector of a text (--pooling)."""
+        return self.of_classes or getattr(self.own, "pooled", None) is not None
 
 
 CAUSAL, SEQ2SEQ_LM = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"
@@ -90,10 +102,11 @@ REWARD = replace(
     name="reward",
     learner="fmmeta.models.preference:RewardLearner",
     has_head=True,
-    outputs=1,
+    defaults={"n_way": 1},
 )
 SPECS = ("CLASSIFICATION", "CAUSAL_LM")
-OWN = LearnerSpec("own")  # of a module whose code a stored model names, and which is given again
+OWN = LearnerSpec("own", loss_unit="units of loss")
+"""Of a module whose code a stored model names, and which is given again."""
 BUILT_IN = {
     "classification": "fmmeta.config.learners:CLASSIFICATION",
     "causal_lm": "fmmeta.config.learners:CAUSAL_LM",
@@ -109,7 +122,7 @@ GIVEN = dict[str, LearnerSpec]()
 def give(learner: Any) -> str:
     """The name of a learner that is given in Python, a module whose weights are theta_0."""
     name = f"{type(learner).__module__}:{type(learner).__qualname__}"
-    GIVEN[name] = LearnerSpec(OWN.name, learner=type(learner), make=partial(copy.deepcopy, learner))
+    GIVEN[name] = replace(OWN, learner=type(learner), make=partial(copy.deepcopy, learner))
     return name
 
 
@@ -136,7 +149,7 @@ def of_class(found: Any) -> Any:
     is_learner = isinstance(found, type) and hasattr(found, "losses") and hasattr(found, "collate")
     if not is_learner:
         return found
-    return LearnerSpec(OWN.name, learner=found, make=None if getattr(found, "auto", "") else found)
+    return replace(OWN, learner=found, make=None if getattr(found, "auto", "") else found)
 
 
 def stored_kind(facts: Mapping[str, Any]) -> LearnerSpec:
@@ -152,13 +165,16 @@ def check_loss(task_type: str) -> None:
     """
     import torch
 
-    given, loss = f"task_type={task_type}", find(task_type).loss
-    if loss is None:
+    given, spec = f"task_type={task_type}", find(task_type)
+    if (loss := spec.loss) is None:
         return
     logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
     targets = torch.tensor([0, 1, 2, 0])
+    if getattr(spec.own, "of_numbers", False):
+        logits, targets = logits.detach()[:, 0].requires_grad_(), targets.float()
     with usage_errors(
-        f"{given} cannot compute a loss", "give a loss of (logits [N, C], targets [N]) that returns [N]"
+        f"{given} cannot compute a loss",
+        f"give a loss of (outputs {'[N]' if logits.ndim == 1 else '[N, C]'}, targets [N]) that returns [N]",
     ):
         whole = loss(logits, targets)
         alone = [loss(row[None], target[None]) for row, target in zip(logits, targets, strict=True)]

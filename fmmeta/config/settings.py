@@ -264,19 +264,20 @@ class TaskConfig(RowConfig):
     )
     n_way: int = setting(
         None,
-        "Classes per episode (default: 5; 3 for the suite digits)",
-        least=2,
+        "Classes per episode, or outputs of the head: tags or targets (default: 5; 3 for the suite digits; 1"
+        " for regression)",
+        least=1,
         common=True,
     )
     k_shot: int = setting(
         5,
-        "Support examples per class; per task for causal_lm",
+        "Support examples per class; per task where rows have no classes",
         least=1,
         common=True,
     )
     num_query: int = setting(
         5,
-        "Query examples per class; per task for causal_lm",
+        "Query examples per class; per task where rows have no classes",
         least=1,
         common=True,
     )
@@ -930,7 +931,7 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
     @property
     def most_classes(self) -> int:
         """Classes of the largest episode, and so outputs of the head; 0 without a head."""
-        return self.learner.outputs or ((self.n_way_max or self.n_way) if self.learner.has_head else 0)
+        return (self.n_way_max or self.n_way) if self.learner.has_head else 0
 
     @property
     def joint_head(self) -> bool:

@@ -41,9 +41,9 @@ from fmmeta.evaluation.results import (
     check_output,
     differences,
     file_beside,
-    percent,
     read_cells,
     results_of,
+    score_text,
     show,
     write_output,
 )
@@ -364,9 +364,7 @@ class EvaluatedModel:
             if len(keys) > 1 and (k, method) not in known:
                 mean = summary(cell.scores)
                 where = f" (kept in {finished})" if finished else ""
-                self.progress.notice(
-                    f"{k}-shot {method}: accuracy {percent(mean['accuracy'], mean['ci95'])} %{where}"
-                )
+                self.progress.notice(f"{k}-shot {method}: {score_text(mean)}{where}")
         return cells
 
     def facts(self) -> str:

@@ -288,4 +288,4 @@ def classifier_score(
     score = episode_score(slot, task.name, task.stratum, prediction_stats(log_probabilities, truth))
     guesses = log_probabilities.argmax(1).where(finite, -1)
     answered = [([guess], [right]) for guess, right in zip(guesses.tolist(), truth.tolist(), strict=True)]
-    return replace(score, metrics=metrics.of_answers(answered, lambda: draw.classes))
+    return replace(score, metrics=metrics.of_answers(answered, lambda: draw))

@@ -3,6 +3,7 @@ output files of the commands, checked before the work, complete or absent after 
 """
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,10 +46,7 @@ class EvaluationResults(dict[str, Any]):
     """results.json as a dict; shown in one line, without the scores of every episode."""
 
     def __repr__(self) -> str:
-        cells = (
-            f"{cell['method']} {cell['k_shot']}-shot accuracy {percent(cell['accuracy'], cell['ci95'])} %"
-            for cell in self["cells"]
-        )
+        cells = (f"{cell['method']} {cell['k_shot']}-shot {score_text(cell)}" for cell in self["cells"])
         return (
             f"{type(self).__name__}({self['model']!r}, {counted(self['episodes'], 'episode')} of the"
             f" {self['eval_split']} split: {', '.join(cells)})"
@@ -92,7 +90,7 @@ def read_cells(path: str) -> list[EvalCell]:
 def cell_of(stored: dict[str, Any]) -> EvalCell:
     """A cell from its JSON. Raises `ValueError`, `KeyError` or `TypeError` for something else."""
     scores, k_shot = stored["scores"], stored["k_shot"]
-    if not scores or type(k_shot) is not int or any(score["accuracy"] is None for score in scores):
+    if not scores or type(k_shot) is not int:
         raise ValueError("a cell without scores")
     found = [EpisodeScore.of(**score) for score in scores]
     return EvalCell(stored["method"], k_shot, stored["episodes_fingerprint"], found)
@@ -130,9 +128,10 @@ def differences(
 ) -> list[dict[str, Any]]:
     """Paired differences of the cells that both models have, with a verdict and the other model's scores.
 
-    The verdict is by accuracy, for language models by loss.
+    The verdict is by accuracy, for language models and where there is none by loss.
     """
-    gain_of = ("loss_gain", "loss_ci95") if learner.generates else ("accuracy_gain", "ci95")
+    by_loss = learner.generates or not all(score.accuracies for cell in cells for score in cell.scores)
+    gain_of = ("loss_gain", "loss_ci95") if by_loss else ("accuracy_gain", "ci95")
     by_name = {(other.method, other.k_shot): other for other in others}
     compared = [
         (cell, other, paired(cell.scores, other.scores))
@@ -155,14 +154,15 @@ def show(results: dict[str, Any], progress: Progress) -> None:
     """Print the scores of all cells, then accuracy by stratum, then the comparison with another model."""
     scores = (score for cell in results["cells"] for score in cell["scores"])
     extra = [*dict.fromkeys(name for score in scores for name in score["metrics"])]
+    shares = [] if math.isnan(results["accuracy"]) else ["accuracy %"]  # where answers are right or wrong
     most = f" to {results['k_shot_max']}" if results["k_shot_max"] else ""  # only with one k_shot
     rows = [
         [
             cell["method"],
             f"{cell['k_shot']}{most}",
-            percent(cell["accuracy"], cell["ci95"]),
+            *(percent(cell["accuracy"], cell["ci95"]) for _ in shares),
             f"{cell['loss']:.4f}",
-            "-" if cell["ece"] is None else f"{100 * cell['ece']:.1f}",
+            *("-" if cell["ece"] is None else f"{100 * cell['ece']:.1f}" for _ in shares),
             *(shown_metric(name, cell) for name in extra),
         ]
         for cell in results["cells"]
@@ -174,10 +174,10 @@ def show(results: dict[str, Any], progress: Progress) -> None:
     over = units_of(results["units"], results["kind"])
     progress.table(
         f"{results['model']}: {episodes} of the {results['eval_split']} split, intervals over {over}",
-        ["method", "shots", "accuracy %", "loss", "ECE", *extra],
+        ["method", "shots", *shares, "loss", *("ECE" for _ in shares), *extra],
         rows,
     )
-    if len(results["per_stratum"]) > 1:
+    if shares and len(results["per_stratum"]) > 1:
         progress.table(
             f"accuracy % by stratum ({results['method']}, {results['k_shot']}{most} shots)",
             ["", "accuracy %"],
@@ -189,8 +189,8 @@ def show(results: dict[str, Any], progress: Progress) -> None:
             [
                 name,
                 f"{k}{most}",
-                *(percent(one["accuracy"], one["ci95"]) for one in (own[name, k], cell["other"])),
-                percent(cell["accuracy_gain"], cell["ci95"], "+"),
+                *(percent(one["accuracy"], one["ci95"]) for one in (own[name, k], cell["other"]) if shares),
+                *(percent(cell["accuracy_gain"], cell["ci95"], "+") for _ in shares),
                 f"{own[name, k]['loss']:.4f}",
                 f"{cell['other']['loss']:.4f}",
                 format_interval((cell["loss_gain"], cell["loss_ci95"]), "+.4f"),
@@ -205,18 +205,23 @@ def show(results: dict[str, Any], progress: Progress) -> None:
             [
                 "method",
                 "shots",
-                "A: accuracy %",
-                "B: accuracy %",
-                "A - B",
+                *(one for _ in shares for one in ("A: accuracy %", "B: accuracy %", "A - B")),
                 "A: loss",
                 "B: loss",
                 "B - A",
-                f"by {'accuracy' if results['n_way'] else 'loss'} A is",
+                f"by {'accuracy' if shares and results['n_way'] else 'loss'} A is",
             ],
             rows,
         )
         if doubt := warning_of_few(results["units"], results["kind"]):
             progress.notice(Warn(doubt))
+
+
+def score_text(cell: dict[str, Any]) -> str:
+    """The accuracy of a cell, or its loss where it has none."""
+    if math.isnan(cell["accuracy"]):
+        return f"loss {cell['loss']:.4f}"
+    return f"accuracy {percent(cell['accuracy'], cell['ci95'])} %"
 
 
 def shown_metric(name: str, cell: dict[str, Any]) -> str:

@@ -185,7 +185,7 @@ class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, I
     def unusable_head(self, config: Config, labels: Sequence[str] = ()) -> str:
         """See `misfit_of_head`; empty if the model's learned head would not be used."""
         learned = not self.head_init and remembered(self.model_source).get("head_init") == "learned"
-        return self.misfit_of_head(config, labels) if config.learner.of_classes and learned else ""
+        return self.misfit_of_head(config, labels) if config.learner.has_head and learned else ""
 
     def misfit_of_head(self, config: Config, labels: Sequence[str] = ()) -> str:
         """A message if the stored head is for another number of classes than `config` has, or, in a folder
@@ -332,9 +332,15 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
         return None if results else self.compare
 
     def run_config(self, **values: Any) -> Config:
-        """See `FewShotConfig`. n_way=all counts as 2 until the data are read; k_shot is the largest."""
-        n_way = 2 if self.n_way == "all" else int(self.n_way)
-        return super().run_config(**{"n_way": n_way, "k_shot": max(self.k_shot), **values})
+        """See `FewShotConfig`. n_way=all counts as 2 until the data are read; k_shot is the largest. Without
+        classes n_way is the number of outputs, by default that of the model.
+        """
+        n_way, k_shot = 2 if self.n_way == "all" else int(self.n_way), max(self.k_shot)
+        config = super().run_config(**{"n_way": n_way, "k_shot": k_shot, **values})
+        if self.n_way == "5" and config.learner.has_head and not config.learner.of_classes:
+            stored = remembered(self.model_source).get("classes")
+            config = super().run_config(**{"n_way": stored, "k_shot": k_shot, **values})
+        return config
 
     def check_run(self, config: Config) -> None:
         """Raise `UsageError` for settings that have no effect on these methods or this kind of task."""
@@ -344,14 +350,14 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
             [
                 *(
                     (
-                        causal and method not in OF_LANGUAGE_MODELS,
+                        not config.learner.of_classes and method not in OF_LANGUAGE_MODELS,
                         f"method={method} classifies features, and task_type={config.task_type} has no"
-                        f" classes; use {any_of(OF_LANGUAGE_MODELS)}",
+                        f" classes; use {any_of(OF_LANGUAGE_MODELS) if causal else 'finetune'}",
                     )
                     for method in self.method
                 ),
                 (
-                    "zero_shot" in self.method and not causal,
+                    "zero_shot" in self.method and config.learner.has_head,
                     "method=zero_shot answers without a support set, and a classifier of"
                     f" task_type={config.task_type} has no head then; use finetune",
                 ),
@@ -366,7 +372,9 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
                     " leave it out, or give --metrics exact_match or rouge_l",
                 ),
                 (
-                    causal and self.n_way not in ("5", "all") and "digits" not in self.dataset,
+                    not config.learner.has_head
+                    and self.n_way not in ("5", "all")
+                    and "digits" not in self.dataset,
                     f"n_way={self.n_way} means nothing for task_type={config.task_type}; leave it out",
                 ),
             ]
@@ -525,7 +533,7 @@ class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
         refuse_first(
             [
                 (
-                    not causal and self.max_new_tokens != MAX_NEW_TOKENS,
+                    config.learner.of_classes and self.max_new_tokens != MAX_NEW_TOKENS,
                     f"max_new_tokens={self.max_new_tokens} bounds generated answers, and a classifier gives"
                     " classes; leave it out",
                 ),

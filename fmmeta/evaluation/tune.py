@@ -195,7 +195,8 @@ class TuneRun:
         head = "" if self.config.learner.generates else f"{choice.head_init} head, "
         scores, after = "diverged", counted(choice.inner_steps, "step")
         if math.isfinite(choice.loss):
-            scores = f"loss {choice.loss:.{DECIMALS}f}, {100 * choice.accuracy:.1f} % after {after}"
+            share = "" if math.isnan(choice.accuracy) else f", {100 * choice.accuracy:.1f} %"
+            scores = f"loss {choice.loss:.{DECIMALS}f}{share} after {after}"
         self.progress.notice(
             f"trial {done} of {self.total}: {head}{choice.inner_optimizer} {choice.inner_lr:.4g}: {scores};"
             f" about {left / 60:.1f} min left"
@@ -626,7 +627,7 @@ def choose(scores: Scores, own: float, section: InterpolationConfig, where: str,
     gain, half = mean_ci95(np.subtract(scores[best], scores[own]).tolist())
     chosen, why = (best, "significantly above") if gain > half else (own, "none is significantly above")
     why += f" the run's own {own:g}" if chosen != own else " it"
-    progress.notice(f"init_interpolation {chosen:g}, {why}; accuracy on {where}: {shown(scores)}")
+    progress.notice(f"init_interpolation {chosen:g}, {why}; {shown(scores, where)}")
     if means[0.0] > means[chosen]:
         progress.notice(
             Warn("the weights at the start are above that; compare both before you use the trained ones")
@@ -634,13 +635,18 @@ def choose(scores: Scores, own: float, section: InterpolationConfig, where: str,
     return chosen
 
 
-def shown(scores: Scores) -> str:
-    """Mean accuracy of each interpolation.
+def shown(scores: Scores, where: str) -> str:
+    """Mean accuracy of each interpolation, or mean loss (`EpisodeScore.merit`).
 
-    >>> shown({0.0: [0.5, 0.7], 0.3: [0.8, 0.6]})
-    '60.0 % at 0, 70.0 % at 0.3'
+    >>> shown({0.0: [0.5, 0.7], 0.3: [0.8, 0.6]}, "validation tasks")
+    'accuracy on validation tasks: 60.0 % at 0, 70.0 % at 0.3'
     """
-    return ", ".join(f"{100 * np.mean(each):.1f} % at {alpha:g}" for alpha, each in scores.items())
+    means = {alpha: float(np.mean(each)) for alpha, each in scores.items()}
+    if min(means.values()) < 0:
+        return f"loss on {where}: " + ", ".join(f"{-mean:.4f} at {alpha:g}" for alpha, mean in means.items())
+    return f"accuracy on {where}: " + ", ".join(
+        f"{100 * mean:.1f} % at {alpha:g}" for alpha, mean in means.items()
+    )
 
 
 def choose_at_the_end(run: Run) -> float:
@@ -705,7 +711,7 @@ def choose_by_folds(
         for alpha, each in found.items():
             scores[alpha] += each
         held_out, steps = len(sources.of_split["valid"].items), counted(trial.outer_steps, "outer step")
-        progress.notice(f"{title}: {steps} without {held_out} {noun}; accuracy on them: {shown(found)}")
+        progress.notice(f"{title}: {steps} without {held_out} {noun}; {shown(found, 'them')}")
     chosen = choose(scores, config.init_interpolation, section, f"{len(folds)} folds", progress)
     return {"init_interpolation": chosen, "scores": [[alpha, each] for alpha, each in scores.items()]}
 
@@ -752,7 +758,7 @@ def interpolation_scores(
         else:
             learning = run.parts.setup.evaluation_method(meta.rates)
             scores = run.held_out.scores(source, VALID, what, meta.theta, learning, count=section.episodes)
-            found[alpha] = [one.accuracy for one in scores]
+            found[alpha] = [one.merit for one in scores]
         run.raise_if_stopped()
     run.worker.write(run.theta)
     return found

@@ -21,7 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fmmeta.config.algorithms import find, find_inner, find_outer
 from fmmeta.config.settings import Config
-from fmmeta.tasks.batching import IGNORE, Example, map_tensors
+from fmmeta.models.learner import Learner
+from fmmeta.tasks.batching import IGNORE, Example, MicroBatch, map_tensors
 from fmmeta.tasks.sources.base import EpisodeRows
 
 Weights = dict[str, Tensor]  # by parameter name
@@ -378,6 +379,9 @@ def set_loss(learner: Any, weights: Weights, rows: Sequence[Example], bf16: bool
     total = sum(1 if isinstance(row.labels, int) else sum(x != IGNORE for x in row.labels) for row in rows)
     losses = []
     for row in rows:
+        if learner.collate.__func__ is not Learner.collate.__func__:
+            losses.append(loss_of_row(learner, weights, row, bf16))
+            continue
         found = forward(learner, weights, row, bf16)
         if isinstance(row.labels, int):
             logits, labels = found[1][:, :known], torch.tensor([row.labels])
@@ -389,13 +393,23 @@ def set_loss(learner: Any, weights: Weights, rows: Sequence[Example], bf16: bool
     return torch.stack(losses).sum() / total
 
 
+def loss_of_row(learner: Any, weights: Weights, row: Example, bf16: bool) -> Tensor:
+    """Of a learner that reads rows, whose losses have tests with formulas of their papers."""
+    inputs, targets = learner.collate([row], 0)
+    batch = MicroBatch(inputs, targets, torch.ones(1))
+    return learner.losses(outputs_of(learner, weights, inputs, bf16), batch).loss.sum()
+
+
 def forward(learner: Any, weights: Weights, row: Example, bf16: bool) -> Any:
     """The outputs of the model with these weights, differentiable twice."""
     ids = torch.tensor([list(row.input_ids)])
+    return outputs_of(learner, weights, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, bf16)
+
+
+def outputs_of(learner: Any, weights: Weights, inputs: dict[str, Any], bf16: bool) -> Any:
     if bf16:
         frozen = {name: p for name, p in learner.named_parameters() if name not in weights}
         weights = {name: value.bfloat16() for name, value in {**weights, **frozen}.items()}
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     with sdpa_kernel(SDPBackend.MATH):
         found = torch.func.functional_call(learner, weights, (), inputs)
     return map_tensors(found, Tensor.float) if bf16 else found

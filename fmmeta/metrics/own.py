@@ -1,4 +1,5 @@
-"""Metrics of the user: functions of an episode's answers (`--metrics module:name`, `MetaTrainer(metrics=)`).
+"""Metrics of answers: those of the learner, and functions of the user (`--metrics module:name`,
+`MetaTrainer(metrics=)`).
 
 logits of the query set at phi, on all ranks of a group --> pairs of answers on its first rank, in an
 order that does not depend on the layout --> metric(predictions, references) -> numbers by name
@@ -7,6 +8,7 @@ order that does not depend on the layout --> metric(predictions, references) -> 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -16,18 +18,19 @@ from fmmeta.common.text import any_of, nearest, shortened
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import METRICS, Config
 from fmmeta.metrics.language import LanguageMetrics
+from fmmeta.models.learner import Learner
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import MicroBatch
 from fmmeta.tasks.data.encode import AnswerReader
 from fmmeta.tasks.sources.base import Draw
 
-Metric = Callable[[list[str], list[str]], Mapping[str, float]]
+Metric = Callable[[list[Any], list[Any]], Mapping[str, float]]
 """(predictions, references) of an episode's query set after adaptation -> numbers by name.
 
 classification: names of classes. causal_lm: texts of answers; each predicted token is the most
-likely one after the input and the right tokens before it (teacher forcing). The pairs are sorted by
-reference, then by prediction.
+likely one after the input and the right tokens before it (teacher forcing). Other learners: what their
+`present` returns. The pairs are sorted by reference, then by prediction.
 """
 
 TAKEN = (  # by what is stored beside the numbers, in results.json too
@@ -81,8 +84,9 @@ def find_metrics(
     return found
 
 
-Answered = tuple[list[int], list[int]]
-"""Prediction and reference of a row, as classes or tokens."""
+OF_LEARNER = "of the learner"
+Answered = tuple[list[Any], list[Any]]
+"""Prediction and reference of a row, as classes, tokens or numbers."""
 
 
 def answers_of_group(worker: Worker, query: Sequence[MicroBatch]) -> list[Answered]:
@@ -100,16 +104,33 @@ def answers_of_group(worker: Worker, query: Sequence[MicroBatch]) -> list[Answer
 class EpisodeMetrics:
     """The metrics of an episode: `language`, those that fmmeta has, and `own`, functions by name.
 
-    reader: reads the texts of answers that are no classes.
+    reader: reads the texts of answers that are no classes. learner: the class of a learner that reads rows,
+    which says what its answers are. tokenizer: for them.
     """
 
     own: Sequence[tuple[str, Metric]] = ()
     language: LanguageMetrics | None = None
     reader: AnswerReader | None = None
+    learner: Any = None
+    tokenizer: Any = None
 
     @property
     def names(self) -> list[str]:
         return [*(self.language.names if self.language else ()), *(name for name, _ in self.own)]
+
+    @classmethod
+    def of_learner(
+        cls,
+        learner: Any,
+        tokenizer: Any,
+        own: Sequence[tuple[str, Metric]],
+        language: LanguageMetrics | None = None,
+        reader: AnswerReader | None = None,
+    ) -> "EpisodeMetrics":
+        """With the metrics of the learner first, if it has some."""
+        has_some = learner is not None and learner.metrics.__func__ is not Learner.metrics.__func__
+        first = [(OF_LEARNER, learner.metrics)] if has_some else []
+        return cls([*first, *own], language, reader, learner, tokenizer)
 
     def of(self, worker: Worker, query: Sequence[MicroBatch], draw: Callable[[], Draw]) -> dict[str, float]:
         """The numbers of an episode from the weights of the worker, on the first rank of the group; others
@@ -121,23 +142,29 @@ class EpisodeMetrics:
         numbers = self.language.of(draw()) if self.language else {}
         if self.own:
             found = answers_of_group(worker, query)
-            numbers |= self.of_answers(found, lambda: draw().classes) if worker.group.rank == 0 else {}
+            numbers |= self.of_answers(found, draw) if worker.group.rank == 0 else {}
         return numbers
 
-    def of_answers(
-        self, answered: Sequence[Answered], classes: Callable[[], Sequence[str]]
-    ) -> dict[str, float]:
-        """The numbers of own metrics. classes: returns the names of the labels, none for causal_lm.
+    def of_answers(self, answered: Sequence[Answered], draw: Callable[[], Any]) -> dict[str, float]:
+        """The numbers of own metrics. draw: returns the rows, with the names of the labels.
 
         Raises `UsageError`. Local.
         """
-        numbers, names = dict[str, float](), classes()
-        texts = [[self._text(one, names) for one in pair] for pair in answered]
-        pairs = sorted((reference, prediction) for prediction, reference in texts)
+        numbers = dict[str, float]()
+        if self.learner is not None:
+            rows = draw().episode()
+            read = partial(
+                self.learner.present, names=rows.classes, facts=rows.facts, tokenizer=self.tokenizer
+            )
+        else:
+            read = partial(self._text, names=draw().classes)
+        texts = [[read(one) for one in pair] for pair in answered]
+        pairs = sorted(((reference, prediction) for prediction, reference in texts), key=in_order)
         for name, metric in self.own:
             with usage_errors(f"metrics={name} failed", "correct the metric, or leave it out"):
                 found = metric([prediction for _, prediction in pairs], [reference for reference, _ in pairs])
-            numbers |= checked(name, found, (*numbers, *TAKEN, *METRICS))
+            names = () if name == OF_LEARNER else METRICS
+            numbers |= checked(name, found, (*numbers, *TAKEN, *names))
         return numbers
 
     def _text(self, answer: Sequence[int], names: Sequence[str]) -> str:
@@ -145,6 +172,11 @@ class EpisodeMetrics:
         if self.reader is not None:
             return self.reader.text(known)
         return names[known[0]] if known else ""
+
+
+def in_order(pair: tuple[Any, Any]) -> list[str]:
+    """What pairs of texts, or of other answers as JSON, are sorted by."""
+    return [one if isinstance(one, str) else json.dumps(one) for one in pair]
 
 
 def checked(name: str, found: Any, taken: Iterable[str]) -> dict[str, float]:

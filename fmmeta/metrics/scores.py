@@ -34,8 +34,9 @@ class EpisodeScore:
     """The score of an episode's query set.
 
     task: the class or the task that the episode is drawn for. losses (nats), accuracies: by how much was
-    learned: before and after adaptation, after 0, 1, ... K inner steps, or once. bins [3][BINS]: sum of
-    confidences, correct rows, rows; empty without probabilities of classes. metrics: numbers by name.
+    learned: before and after adaptation, after 0, 1, ... K inner steps, or once; no accuracies where no
+    answer is right or wrong. bins [3][BINS]: sum of confidences, correct rows, rows; empty without
+    probabilities of classes. metrics: numbers by name.
     """
 
     slot: int
@@ -52,14 +53,27 @@ class EpisodeScore:
 
     @property
     def accuracy(self) -> float:
-        return self.accuracies[-1]
+        """NaN where no answer is right or wrong."""
+        return self.at(-1)[1]
+
+    @property
+    def merit(self) -> float:
+        """What is higher for a better model: the accuracy; without one, minus the loss."""
+        return self.accuracy if self.accuracies else -self.loss
+
+    def at(self, place: int) -> tuple[float, float]:
+        """Loss and accuracy of a place in the lists."""
+        return self.losses[place], self.accuracies[place] if self.accuracies else math.nan
 
     @classmethod
     def of(
-        cls, slot: int, task: str, stratum: str, loss: float | None, accuracy: float, **more: Any
+        cls, slot: int, task: str, stratum: str, loss: float | None, accuracy: float | None, **more: Any
     ) -> "EpisodeScore":
-        """A score after adaptation, as results.json has it. loss: None if it is not finite."""
-        return cls(slot, task, stratum, [math.inf if loss is None else loss], [accuracy], **more)
+        """A score after adaptation, as results.json has it. loss: None if it is not finite. accuracy: None if
+        there is none.
+        """
+        shares = [] if accuracy is None else [accuracy]
+        return cls(slot, task, stratum, [math.inf if loss is None else loss], shares, **more)
 
     def as_result(self) -> dict[str, Any]:
         """The values of `of`, for results.json."""
@@ -198,12 +212,11 @@ def per_stratum(scores: Sequence[EpisodeScore]) -> dict[str, float]:
 
 def means_by_step(scores: Sequence[EpisodeScore]) -> list[tuple[float, float]]:
     """Mean loss and mean accuracy by what was learned; see EpisodeScore."""
-    losses = zip(*(score.losses for score in scores), strict=True)
-    accuracies = zip(*(score.accuracies for score in scores), strict=True)
-    return [
-        (sum(loss) / len(scores), sum(accuracy) / len(scores))
-        for loss, accuracy in zip(losses, accuracies, strict=True)
-    ]
+    found = []
+    for place in range(len(scores[0].losses)):
+        losses, accuracies = zip(*(score.at(place) for score in scores), strict=True)
+        found.append((sum(losses) / len(scores), sum(accuracies) / len(scores)))
+    return found
 
 
 def common(

@@ -22,6 +22,8 @@ Outputs = tuple[Tensor, Tensor]
 
 
 class Classifier(HFLearner):
+    problem_type = "single_label_classification"  # a pipeline takes softmax
+
     @abstractmethod
     def forward(self, **inputs: Tensor) -> Outputs:
         """Features and logits."""
@@ -47,11 +49,12 @@ class Classifier(HFLearner):
 
 
 def of_episode(logits: Tensor, batch: MicroBatch) -> Tensor:
-    """Logits [B, C] with -inf for the classes that a row's episode does not have."""
+    """Logits [B, ..., C] with -inf for the classes that a row's episode does not have."""
     if "classes" not in batch.targets:
         return logits
-    numbers = torch.arange(logits.shape[1], device=logits.device)
-    return logits.masked_fill(numbers >= batch.targets["classes"][:, None], -math.inf)
+    numbers = torch.arange(logits.shape[-1], device=logits.device)
+    classes = batch.targets["classes"].view(-1, *[1] * (logits.ndim - 1))
+    return logits.masked_fill(numbers >= classes, -math.inf)
 
 
 class PooledClassifier(Classifier):
@@ -95,7 +98,7 @@ class PooledClassifier(Classifier):
 class NativeClassifier(Classifier):
     """AutoModelForSequenceClassification with its pooling; the head is its last linear layer."""
 
-    peft_task = "SEQ_CLS"
+    peft_task, pooled = "SEQ_CLS", PooledClassifier
 
     def __init__(self, hf: Any, classes: int) -> None:
         super().__init__(hf)
@@ -108,8 +111,8 @@ class NativeClassifier(Classifier):
         ]
         if not heads:
             raise UsageError(
-                f"model_name_or_path={hf.config.name_or_path} ({type(hf).__name__}) has no linear classifier "
-                "on top; use --pooling mean"
+                f"model_name_or_path={hf.config.name_or_path} ({type(hf).__name__}) has no linear classifier"
+                f" on top; use {'--pooling mean' if self.pooled else 'another model'}"
             )
         name, head = heads[-1]
         self.head_path, self.top = f"hf.{name}", (f"hf.{name.split('.')[0]}.",)

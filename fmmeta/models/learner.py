@@ -8,6 +8,7 @@
     Class.rows(config, columns)(row)               what is stored of a row of the data
     Class.encode(config, tokenizer, support, query)    rows of an episode as examples
     Class.collate(examples, pad_token_id)          inputs and targets of a micro-batch
+    Class.present(answer, names, facts)            an answer as people read it
     Class.metrics(predictions, references)         numbers of an episode
 
 `inputs` are those of a MicroBatch (input_ids [B, T], attention_mask [B, T], ..., or pixel_values
@@ -111,7 +112,9 @@ class Learner(nn.Module, ABC):
     bias, if any. top: prefix of the names of all parameters above the base, which LoRA trains in full.
     own_head: the head is fmmeta's, beside `hf`, and is exported in a separate file. own_loss: of the user,
     see LearnerSpec.loss; set where the learner is made. rows_are_independent: False for losses of rows that
-    depend on each other (contrastive, batch norm): then a set is one micro-batch on one rank.
+    depend on each other (contrastive, batch norm): then a set is one micro-batch on one rank. inputs: usual
+    names of the column by which `fmmeta predict` shows an input, and that a plain line is read as. example: a
+    row, for the card of a model. of_numbers: the loss is one of outputs [N] and targets [N], both numbers.
     """
 
     head_path: str = ""
@@ -120,12 +123,18 @@ class Learner(nn.Module, ABC):
     own_head = False
     own_loss: RowLoss | None = None
     rows_are_independent = True
+    inputs: tuple[str, ...] = ("input",)
+    example: Mapping[str, Any] = {"input": "a b", "output": "b"}
+    of_numbers = False
 
     @classmethod
-    def rows(cls, config: Config, columns: Collection[str]) -> Callable[[Mapping[str, Any]], Any]:
+    def rows(
+        cls, config: Config, columns: Collection[str], answered: bool = True
+    ) -> Callable[[Mapping[str, Any]], Any]:
         """A function from the columns of a row to what is stored of it, as JSON.
 
-        columns: those of the data. Both raise `UsageError`, the function without the place of the row.
+        columns: those of the data. answered: whether rows must have their targets, as those to answer need
+        not. Both raise `UsageError`, the function without the place of the row.
         """
         return dict
 
@@ -138,8 +147,8 @@ class Learner(nn.Module, ABC):
         query: Sequence[Any],
         facts: Mapping[str, Any] | None = None,
     ) -> EncodedRows:
-        """The rows of an episode as examples. facts: those of the support set, where it is known already:
-        to answer new rows, which may lack their targets.
+        """The rows of an episode as examples. facts: those of the support set and its `names`, where it is
+        known already: to answer new rows, which may lack their targets.
         """
         first, second = ([Example([0], 0, values={"row": row}) for row in rows] for rows in (support, query))
         return EncodedRows(first, second)
@@ -157,8 +166,10 @@ class Learner(nn.Module, ABC):
         return {}
 
     @classmethod
-    def present(cls, answer: Sequence[Any], names: Sequence[str], facts: Mapping[str, Any]) -> Any:
-        """An answer of `answers` as people read it, as JSON."""
+    def present(
+        cls, answer: Sequence[Any], names: Sequence[str], facts: Mapping[str, Any], tokenizer: Any = None
+    ) -> Any:
+        """An answer of `answers` as people read it, as JSON. tokenizer: of answers that are tokens."""
         return answer
 
     @abstractmethod
@@ -194,11 +205,15 @@ class HFLearner(Learner):
     """A Hugging Face model `hf`, the part that export saves.
 
     auto: transformers' class for it, such as AutoModelForTokenClassification. peft_task: peft's name of what
-    the adapters are for.
+    the adapters are for. pipeline: transformers' name of what an adapted model does. problem_type: as in its
+    configuration. pooled: of learners of whole texts, the class over features that fmmeta pools (--pooling).
     """
 
     auto = ""
     peft_task: str
+    pipeline: str | None = None
+    problem_type: str | None = None
+    pooled: type | None = None
 
     def __init__(self, hf: Any, outputs: int = 0) -> None:
         """outputs: of the head, of learners that have one."""

@@ -32,7 +32,7 @@ from fmmeta.config.fields import refuse_first
 from fmmeta.config.learners import CAUSAL, SEQ2SEQ_LM
 from fmmeta.config.settings import Config
 from fmmeta.models.causal_lm import CausalLearner
-from fmmeta.models.classification import NativeClassifier, PooledClassifier
+from fmmeta.models.classification import NativeClassifier
 from fmmeta.models.files import (
     GENERATION_FILE,
     HEAD_FILE,
@@ -385,7 +385,7 @@ def resolve_pooling(config: Config, images: bool = False) -> str:
 
     Raises `UsageError` for a folder with another pooling, or whose vectors are not those of its pooling.
     """
-    if not config.learner.of_classes:
+    if not config.learner.pools:
         return "model"
     if config.pooling != "auto":
         return config.pooling
@@ -657,7 +657,10 @@ def load_learner(config: Config, description: Description) -> Any:
     initialize_head(learner, config)
     if config.packing:
         check_packing(hf, lambda given: learner(**given))
-    if not type(hf).__module__.startswith("transformers.") and not description.images:
+    of_library = type(hf).__module__.startswith("transformers.")
+    if not (
+        of_library or description.images or config.learner.own
+    ):  # outputs of other learners are of any kind
         check_output(learner, config, description)
     return learner.train()
 
@@ -776,7 +779,7 @@ def check_complete(
     """Raise `UsageError` for weights that the checkpoint lacks or stores in other shapes: they would start
     from random values.
 
-    A classifier may lack its pooler, and with transformers' pooling all that is beside the base model.
+    A model with a head may lack its pooler, and with transformers' pooling all that is beside the base model.
     missing: names of weights. shapes: stored shapes that differ from those of `hf`, by name.
     """
     classifier = config.learner.has_head
@@ -901,13 +904,12 @@ def auto_class(config: Config, description: Description) -> Any:
     """transformers' class for the task; number of classes and attention go into the configuration."""
     if config.attn_implementation:
         description.hf_config._attn_implementation = config.attn_implementation
-    outputs, auto = description.outputs(config), config.learner.auto
-    if auto:
-        description.hf_config.num_labels = outputs or description.hf_config.num_labels
-        return getattr(transformers, auto)
     if description.pooling != "model":
         return transformers.AutoModel
-    description.hf_config.num_labels = outputs
+    if config.learner.has_head:
+        description.hf_config.num_labels = description.outputs(config)
+    if auto := config.learner.auto:
+        return getattr(transformers, auto)
     return (
         transformers.AutoModelForImageClassification
         if description.images
@@ -939,12 +941,11 @@ def wrap(hf: Any, config: Config, description: Description) -> HFLearner:
             f"packing=True: {type(hf).__name__} takes no position_ids, which keep packed rows apart; leave"
             " it out"
         )
-    if config.learner.own is not None:
-        learner: HFLearner = config.learner.own(hf, outputs)
-    elif config.learner.generates:
-        learner = CausalLearner(hf)
+    native = config.learner.own or NativeClassifier
+    if config.learner.generates:
+        learner: HFLearner = CausalLearner(hf)
     elif description.pooling == "model":
-        learner = NativeClassifier(hf, outputs)
+        learner = native(hf, outputs)
         if config.feature_norm:
             raise UsageError(
                 f"feature_norm={config.feature_norm:g} scales pooled features, and {type(hf).__name__} pools"
@@ -956,7 +957,7 @@ def wrap(hf: Any, config: Config, description: Description) -> HFLearner:
                 "use --pooling mean or another --head_init"
             )
     else:
-        learner = PooledClassifier(hf, outputs, description.pooling, config.feature_norm)
+        learner = native.pooled(hf, outputs, description.pooling, config.feature_norm)
     learner.own_loss = config.learner.loss
     if config.lora_r:
         inject(learner, config)

@@ -371,7 +371,7 @@ def merge(hf: Any, folder: Path, config: Config) -> None:
 
 
 def is_head(name: str, hf: Any, config: Config) -> bool:
-    """Whether a name in an adapter file is above the base of a classifier."""
+    """Whether a name in an adapter file is above the base of a model with a head."""
     inner = {name for name, _ in hf.base_model.named_children()} | {hf.base_model_prefix}
     return config.learner.has_head and first_part(name) not in inner
 

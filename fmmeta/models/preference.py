@@ -38,10 +38,18 @@ DATA = "the data"  # in messages about their columns
 
 
 class PairLearner(HFLearner):
-    """What both learners share. A row is a pair of answers; the first one is right."""
+    """What both learners share. A row is a pair of answers; the first one is right.
+
+    outputs: names of those of the head.
+    """
+
+    inputs, outputs = ("prompt", *SIDES), tuple[str, ...]()
+    example: Mapping[str, Any] = {"prompt": "2 + 2", "chosen": "4", "rejected": "5"}
 
     @classmethod
-    def rows(cls, config: Config, columns: Collection[str]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    def rows(
+        cls, config: Config, columns: Collection[str], answered: bool = True
+    ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
         names = sorted(columns)
         sides = [column_like(side, names) or "" for side in SIDES]
         if missing := [side for side, column in zip(SIDES, sides, strict=True) if not column]:
@@ -91,6 +99,9 @@ class PairLearner(HFLearner):
     ) -> EncodedRows:
         parts = list[list[Example]]()
         for rows in (support, query):
+            if not rows:
+                parts.append([])
+                continue
             prompts = [row["prompt"] for row in rows]
             sides = [cls.tokens(config, tokenizer, prompts, [row[side] for row in rows]) for side in SIDES]
             parts.append(
@@ -100,7 +111,7 @@ class PairLearner(HFLearner):
                 ]
             )
         first, second = parts
-        return EncodedRows(first, second)
+        return EncodedRows(first, second, cls.outputs)
 
     @classmethod
     def collate(cls, rows: Sequence[Example], pad_token_id: int) -> Collated:
@@ -117,10 +128,17 @@ class PairLearner(HFLearner):
         return RowLosses(losses, right.long(), torch.ones_like(first))
 
     def answers(self, outputs: Tensor, batch: MicroBatch) -> Iterator[tuple[list[float], list[float]]]:
-        """The margin r_chosen - r_rejected, and a margin that is right."""
+        """The margin r_chosen - r_rejected, positive where the model prefers the chosen answer, and 1."""
         margins = -at_least_fp32(outputs).diff(dim=1)[:, 0]
         rows = zip(margins.tolist(), batch.weights.tolist(), strict=True)
         return (([margin], [1.0]) for margin, weight in rows if weight > 0)
+
+    @classmethod
+    def present(
+        cls, answer: Sequence[float], names: Sequence[str], facts: Mapping[str, Any], tokenizer: Any = None
+    ) -> float:
+        """The margin."""
+        return answer[0]
 
     @classmethod
     def metrics(cls, predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
@@ -134,8 +152,11 @@ class PreferenceLearner(PairLearner):
     beta = 0.1
 
     @classmethod
-    def rows(cls, config: Config, columns: Collection[str]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        pairs, named = super().rows(config, columns), [column_like(one, columns) for one in REFERENCE]
+    def rows(
+        cls, config: Config, columns: Collection[str], answered: bool = True
+    ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        pairs = super().rows(config, columns, answered)
+        named = [column_like(one, columns) for one in REFERENCE]
         if any(named) != all(named) or not (config.lora_r or all(named)):
             raise UsageError(
                 f"task_type={config.task_type} compares with a reference model; give --lora_r 8, whose base"
@@ -179,7 +200,8 @@ class PreferenceLearner(PairLearner):
 class RewardLearner(PairLearner, NativeClassifier):
     """A sequence classifier of transformers with one output, the reward of an answer."""
 
-    auto = "AutoModelForSequenceClassification"
+    auto, pipeline = "AutoModelForSequenceClassification", "text-classification"
+    problem_type, pooled, outputs = None, None, ("reward",)
 
     @classmethod
     def tokens(
@@ -196,4 +218,4 @@ class RewardLearner(PairLearner, NativeClassifier):
 
     def forward(self, **inputs: Tensor) -> Tensor:
         flat = {name: tensor.flatten(0, 1) for name, tensor in inputs.items()}
-        return super().forward(**flat)[1].view(-1, 2)
+        return super().forward(**flat)[1][:, 0].view(-1, 2)

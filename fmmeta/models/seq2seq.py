@@ -31,9 +31,12 @@ class Seq2SeqLearner(HFLearner):
     """An encoder-decoder; it has no head to reset."""
 
     auto, peft_task = "AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"
+    example: Mapping[str, Any] = {"input": "2 + 2", "output": "4"}
 
     @classmethod
-    def rows(cls, config: Config, columns: Collection[str]) -> Callable[[Mapping[str, Any]], dict[str, str]]:
+    def rows(
+        cls, config: Config, columns: Collection[str], answered: bool = True
+    ) -> Callable[[Mapping[str, Any]], dict[str, str]]:
         template, names = config.prompt_template, sorted(columns)
         if template == "chat" or PromptTemplate.of(template).after:
             raise UsageError(
@@ -41,12 +44,14 @@ class Seq2SeqLearner(HFLearner):
                 " format string that ends before the answer, such as 'summarize: {input}'"
             )
         free = [column for column in names if column not in template_columns(config)]
-        picked, answer = pick(DATA, config, free, "input_column"), pick(DATA, config, names, "output_column")
+        picked = pick(DATA, config, free, "input_column")
+        answer = pick(DATA, config, names, "output_column") if answered else None
         source = PairInput.of(config, str(picked), names, DATA, config.input_column is None)
 
         def read(values: Mapping[str, Any]) -> dict[str, str]:
             row = Row(dict(values), "")
-            return {"input": source.read(row)[0], "output": only_answer(row, str(answer))}
+            output = {} if answer is None else {"output": only_answer(row, answer)}
+            return {"input": source.read(row)[0], **output}
 
         return read
 
@@ -63,8 +68,12 @@ class Seq2SeqLearner(HFLearner):
         before = str if plain else text_prompt(config.prompt_template).before
         end, most, parts = tokenizer.eos_token_id, config.max_length, list[list[Example]]()
         for rows in (support, query):
+            if not rows:
+                parts.append([])
+                continue
             inputs = encode_texts(tokenizer, [before(row["input"]) for row in rows], most)
-            answers = tokenizer(text_target=[row["output"] for row in rows], verbose=False)["input_ids"]
+            outputs = [row.get("output", "") for row in rows]  # none of rows to answer
+            answers = tokenizer(text_target=outputs, verbose=False)["input_ids"]
             labels = [[*(ids[:-1] if ids[-1:] == [end] else ids)[: most - 1], end] for ids in answers]
             parts.append([Example(*row) for row in zip(inputs, labels, strict=True)])
         first, second = parts
@@ -95,12 +104,16 @@ class Seq2SeqLearner(HFLearner):
         return RowLosses(losses.sum(1), right.long(), torch.ones_like(right, dtype=torch.long))
 
     def answers(self, outputs: Tensor, batch: MicroBatch) -> Iterator[tuple[list[int], list[int]]]:
+        """The likeliest tokens after the right ones before them, without the end token: a model that repeats
+        its last token would otherwise give the whole text.
+        """
         guess = outputs.argmax(-1).masked_fill_(outputs.isnan().any(-1), -1).cpu()
         for predicted, labels, weight in zip(
             guess, batch.targets["labels"].cpu(), batch.weights.tolist(), strict=True
         ):
             if weight > 0:
-                yield predicted[labels != IGNORE].tolist(), labels[labels != IGNORE].tolist()
+                length = int((labels != IGNORE).sum()) - 1
+                yield predicted[:length].tolist(), labels[:length].tolist()
 
     @torch.no_grad()
     def respond(self, batch: MicroBatch, max_new_tokens: int) -> list[list[int]]:
@@ -120,6 +133,13 @@ class Seq2SeqLearner(HFLearner):
             )
         rows = zip(out[:, 1:].tolist(), batch.weights.tolist(), strict=True)
         return [[*takewhile(lambda one: one not in ends, row)] for row, weight in rows if weight > 0]
+
+    @classmethod
+    def present(
+        cls, answer: Sequence[int], names: Sequence[str], facts: Mapping[str, Any], tokenizer: Any = None
+    ) -> str:
+        known = [one for one in answer if one >= 0]
+        return tokenizer.decode(known, skip_special_tokens=True).strip()
 
     @classmethod
     def metrics(cls, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:

@@ -101,13 +101,17 @@ def page(facts: Facts, written: str) -> str:
                 ],
                 last,
             ),
-            chart(
-                "Accuracy %",
-                [
-                    ("query", "a", points(steps, "accuracy", 100)),
-                    ("validation", "c", points(valid, "valid_accuracy", 100)),
-                ],
-                last,
+            *(
+                chart(
+                    "Accuracy %",
+                    [
+                        ("query", "a", points(steps, "accuracy", 100)),
+                        ("validation", "c", points(valid, "valid_accuracy", 100)),
+                    ],
+                    last,
+                )
+                for _ in [1]
+                if not steps or "accuracy" in steps[-1]
             ),
             chart(
                 "Seconds per outer step",

@@ -27,7 +27,7 @@ PADDING = {
     "decoder_input_ids": 0,
     "labels": IGNORE,
 }
-"""Of padding tokens in inputs and targets whose last dimension is tokens; position 0 would begin a row."""
+"""Values of padding in inputs and targets whose last dimension is tokens; position 0 would begin a row."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,15 @@ class Example:
     position_ids: of several rows that share a sequence (`pack`), each from 0; empty for a single row.
     values: inputs that are no tokens, by name: tensors of the same shape in every row, such as pixel_values;
     with a collate function the columns of the row too. Such a row has one entry in `input_ids`, which no
-    model reads: it counts as one token.
+    model reads: it counts as one token. losses: how many losses the row's is the sum of; None: one for each
+    label.
     """
 
     input_ids: Sequence[int]
     labels: Any
     position_ids: Sequence[int] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
+    losses: int | None = None
 
     @property
     def token_labels(self) -> list[int]:
@@ -59,6 +61,9 @@ class Example:
 
     @property
     def label_tokens(self) -> int:
+        """What a set's losses are divided by, summed over its rows."""
+        if self.losses is not None:
+            return self.losses
         return 1 if isinstance(self.labels, int) else sum(label != IGNORE for label in self.labels)
 
 
@@ -238,7 +243,7 @@ class Batcher:
         A rank without rows gets one row of weight 0, because it takes part in the collectives.
         class_weights: of each label, for a weighted mean over the rows; empty: all rows count alike.
         """
-        total = sum(example.label_tokens for example in examples)
+        total = sum(example.label_tokens for example in examples) or 1  # where no label is learned
         if class_weights:
             total = sum(class_weights[example.labels] for example in examples)  # type: ignore[call-overload]
         if self.whole_sets and len(examples) > self.micro_batch_size:

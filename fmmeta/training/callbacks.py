@@ -11,6 +11,7 @@ wait for a server.
 """
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -183,6 +184,7 @@ class Validation(Callback):
         state.validated = state.outer_step
         loss, accuracy = means_by_step(scores)[-1]
         own = {f"valid_{name}": mean for name, (mean, _) in metric_means(scores).items()}
-        run.callbacks.on_evaluate(run, {"valid_accuracy": accuracy, "valid_loss": loss, **own})
+        share = {} if math.isnan(accuracy) else {"valid_accuracy": accuracy}
+        run.callbacks.on_evaluate(run, {**share, "valid_loss": loss, **own})
         if state.best is not None:
             state.best.update(state.meta_params, state.outer_step, accuracy, loss)

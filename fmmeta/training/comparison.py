@@ -69,6 +69,11 @@ class Compared:
     metrics: dict[str, dict[str, Interval]] = field(default_factory=dict)  # of the user, by name and row
 
     @property
+    def has_answers(self) -> bool:
+        """Whether answers are right or wrong, so that there is an accuracy."""
+        return not math.isnan(self.rows[AFTER][0][0])
+
+    @property
     def accuracies(self) -> dict[str, float]:
         """Means by the names of `Result`."""
         names = {"before": BEFORE, "after": AFTER, "after_from_start": FROM_START}
@@ -172,13 +177,14 @@ def compare(
     places = {BEFORE: (of_trained, 0), FROM_START: (of_started, -1), AFTER: (of_trained, -1)}
     rows = {
         name: (
-            mean_ci95([score.accuracies[place] for score in scores], units),
-            mean_ci95([score.losses[place] for score in scores], units),
+            mean_ci95([score.at(place)[1] for score in scores], units),
+            mean_ci95([score.at(place)[0] for score in scores], units),
         )
         for name, (scores, place) in places.items()
     }
     before, now = metric_means(of_started), metric_means(of_trained)
-    at_start, after = per_stratum(of_started), per_stratum(of_trained)
+    of_answers = [score for score in of_trained if score.accuracies]
+    at_start, after = per_stratum(of_started), per_stratum(of_answers)
     return Compared(
         rows,
         ((gain["accuracy_gain"], gain["ci95"]), (gain["loss_gain"], gain["loss_ci95"])),
@@ -200,14 +206,15 @@ ADVICE = {
 
 
 def verdict_of(compared: Compared | None, config: Config, sources: Sources) -> dict[str, str]:
-    """What a run has gained, for the log, the report and the card. By accuracy, for language models by loss.
+    """What a run has gained, for the log, the report and the card. By accuracy, for language models and where
+    there is none by loss.
 
     compared: None without a table. Returns `name`, that of `verdict`, or empty where the weights cannot be
     compared, and `text`: the gain, over what it was measured, and what to do.
     """
-    kind, causal = sources.train.kind, config.learner.generates
+    kind, by_loss = sources.train.kind, config.learner.generates or not (compared and compared.has_answers)
     nouns = "classes" if kind == "class" else "tasks"
-    gain = compared.gain[causal] if compared else (math.nan, math.nan)
+    gain = compared.gain[by_loss] if compared else (math.nan, math.nan)
     name = verdict(gain)
     if why := incomparable(compared, name, config, len(sources.train.items), nouns):
         return {"name": "", "text": f"no comparison with the weights at the start: {why}"}
@@ -218,7 +225,9 @@ def verdict_of(compared: Compared | None, config: Config, sources: Sources) -> d
     if config.most_shots > config.k_shot:
         shots = f"{config.k_shot} to {config.most_shots} shots"
     size = (
-        f"{format_interval(gain, '+.4f')} {config.learner.unit}" if causal else f"{percent(gain, '+')} points"
+        f"{format_interval(gain, '+.4f')} {config.learner.unit}"
+        if by_loss
+        else f"{percent(gain, '+')} points"
     )
     over = f"{units_of(compared.units, kind)}, {counted(compared.episodes, 'episode')}"
     text = f"{said} the weights at the start at {shots}: {size} (over {over})"
@@ -250,17 +259,22 @@ def incomparable(
 
 def show(compared: Compared, config: Config, table: Table) -> None:
     """Show the table, and one by stratum where there are several."""
-    rows = [[name, percent(accuracy), f"{loss[0]:.4f}"] for name, (accuracy, loss) in compared.rows.items()]
+    rows = [[name, f"{loss[0]:.4f}"] for name, (_, loss) in compared.rows.items()]
     loop = compared.loop
     in_prompt = find(config.algorithm).in_prompt
     if loop.steps and not in_prompt:
         rows[1][0] += f" (inner_lr {config.inner_lr * loop.scale:.3g}, {loop.steps} steps)"
-    gain, fall = compared.gain
-    rows.append(["gain of meta-training (paired)", percent(gain), format_interval(fall)])
+    _, fall = compared.gain
+    rows.append(["gain of meta-training (paired)", format_interval(fall)])
+    shares = [percent(accuracy) for accuracy, _ in (*compared.rows.values(), compared.gain)]
+    columns = ["", "loss"]
+    if compared.has_answers:
+        columns.insert(1, "accuracy %")
+        rows = [[name, share, *rest] for (name, *rest), share in zip(rows, shares, strict=True)]
     head = f" (head at the start of a task: {config.head_init})" if config.learner.of_classes else ""
     learning = "support set in the prompt" if in_prompt else f"{counted(config.inner_steps, 'inner step')}"
     title = f"{compared.episodes} held-out {config.shape} episodes, {learning}"
-    table(f"{title}{head}", ["", "accuracy %", "loss"], rows)
+    table(f"{title}{head}", columns, rows)
     if len(compared.strata) > 1:
         table(
             "after adaptation, by stratum",

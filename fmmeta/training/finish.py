@@ -67,7 +67,8 @@ def read_result(folder: Path, comm: Communicator) -> Result:
             }
     found = json.loads(comm.broadcast_bytes(json.dumps(found).encode()))
     held_out = held_out_table(found["facts"])
-    means = {row["name"]: row["accuracy"] for row in held_out.get("rows", ())}
+    rows = held_out.get("rows", ())
+    means = {row["name"]: row["accuracy"] for row in rows if not math.isnan(row["accuracy"])}
     before, after, from_start = (means.get(name) for name in (BEFORE, AFTER, FROM_START))
     verdict = found["facts"].get("verdict", {}).get("text", "")
     return Result(folder, found["steps"], before, after, from_start, found["lines"], verdict, held_out)
@@ -151,7 +152,8 @@ def _finish(run: Run, choose_interpolation: Callable[[Run], float]) -> None:
             run.raise_if_stopped,
         )
         show(gains, config, run.progress.table)
-        run.callbacks.on_log(run, {"step": state.outer_step, "held_out_accuracy": gains.accuracies})
+        if gains.has_answers:
+            run.callbacks.on_log(run, {"step": state.outer_step, "held_out_accuracy": gains.accuracies})
     verdict = verdict_of(gains, config, run.inputs.sources)
     run.progress.notice(f"verdict: {verdict['text']}")
     profile = run.profiler.show(run.progress.table)

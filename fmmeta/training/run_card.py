@@ -47,9 +47,7 @@ def card_content(
     """The card of a meta-trained model. outer_steps: how many were done. verdict: its text. adapter: its
     folder holds adapters and not a whole model.
     """
-    spec, classes = find(config.algorithm), config.learner.of_classes
-    kind = "image" if description.images else "text"
-    learns = f"{kind} classification" if classes else "text generation"
+    spec, learns = find(config.algorithm), config.learner.noun(description.images)
     summary = f"This model learns a new {learns} task from a few examples. It was meta-trained with fmmeta."
     if spec.trains_nothing:
         summary = "fmmeta has evaluated this model and changed none of its weights."
@@ -80,14 +78,18 @@ def card_content(
         summary=summary,
         facts=facts,
         dataset=[] if spec.trains_nothing else config.dataset,
-        results=results(config, data, compared, kind) if compared else [],
+        results=results(config, data, compared, description.images) if compared else [],
         scores=scores(compared, config) if compared else None,
     )
 
 
-def results(config: Config, data: Sequence[str], compared: Compared, kind: str = "text") -> list[EvalResult]:
-    """The accuracy and the loss after adaptation, for the metadata of a card."""
-    classes = config.learner.of_classes
+def results(
+    config: Config, data: Sequence[str], compared: Compared, images: bool = False
+) -> list[EvalResult]:
+    """The accuracy and the loss after adaptation, and the metrics of a learner that reads rows, for the
+    metadata of a card.
+    """
+    spec = config.learner
     in_prompt = find(config.algorithm).in_prompt
     learned = (
         "with the support set in the prompt"
@@ -96,15 +98,17 @@ def results(config: Config, data: Sequence[str], compared: Compared, kind: str =
     )
     found = list[EvalResult]()
     accuracy, loss = compared.rows[AFTER]
-    kinds = ("accuracy", "accuracy") if classes else ("exact_match", "exact match")
+    kinds = ("exact_match", "exact match") if spec.generates else ("accuracy", "accuracy")
+    own = [((name, name), each["after"]) for name, each in compared.metrics.items() if spec.own]
     for (metric, name), (mean, half) in (
         (kinds, accuracy),
         (("loss", f"loss ({config.learner.unit})"), loss),
+        *own,
     ):
         if math.isfinite(mean):
             found.append(
                 EvalResult(
-                    task_type=f"{kind}-classification" if classes else "text-generation",
+                    task_type=spec.noun(images).replace(" ", "-"),
                     task_name=f"{config.shape} learning",
                     dataset_type=printable(", ".join(data)),
                     dataset_name=printable(", ".join(data)),
@@ -131,13 +135,14 @@ def scores(compared: Compared, config: Config) -> Scores:
     base = f" The base model is adapted to the same episodes{loop}."
     if spec.in_prompt:
         base = " The base model gets the same prompts, which hold the support set."
+    shown = ["accuracy %"] if compared.has_answers else []
     names = {BEFORE: "before adaptation", FROM_START: "base model, adapted", AFTER: "this model, adapted"}
     return Scores(
         f"Mean of {compared.episodes} {config.shape} episodes and 95 % interval over their"
         f" {units_of(compared.units, compared.kind)}, which were held out." + (base if trained else ""),
-        ("accuracy %", f"loss ({config.learner.unit})"),
+        (*shown, f"loss ({config.learner.unit})"),
         [
-            (names.get(name, name), percent(accuracy), format_interval(loss))
+            (names.get(name, name), *(percent(accuracy) for _ in shown), format_interval(loss))
             for name, (accuracy, loss) in rows.items()
         ],
     )

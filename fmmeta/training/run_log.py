@@ -128,6 +128,8 @@ class StepMetrics:
             "wait_seconds_by_group": [round(float(wait), 6) for wait in waits],
             "imbalance": float(busy.max() / busy.mean()) - 1,
         }
+        if weight and math.isnan(self.values["accuracy"]):  # no answer is right or wrong
+            del self.values["accuracy"]
         return weight
 
 
@@ -167,7 +169,8 @@ class RunLogger(Callback):
         if due or values["skipped_tasks"] or spike or values.get("retries"):
             self.line = values
             self._log(run, values)
-        text = f"loss {values['query_loss']:.4f}  accuracy {100 * values['accuracy']:.1f} %"
+        text = f"loss {values['query_loss']:.4f}"
+        text += f"  accuracy {100 * values['accuracy']:.1f} %" if "accuracy" in values else ""
         text += f"  skipped {values['skipped_tasks']}" if values["skipped_tasks"] else ""
         run.progress.line("outer step", step, config.outer_steps, text, self.first)
         if not self.warned and (warning := find(config.algorithm).warning(config, values)):

@@ -176,7 +176,8 @@ def tasks_of(source: TaskSource, count: int, seed: int, stream: int) -> list[Tas
 def score_of(slot: int, task: Task, passes: Iterable[PassStats]) -> EpisodeScore:
     """The score of an episode from passes over its query set."""
     losses, accuracies = zip(*((one.loss, one.accuracy) for one in passes), strict=True)
-    return EpisodeScore(slot, task.name, task.stratum, [*losses], [*accuracies])
+    shares = [] if math.isnan(accuracies[-1]) else [*accuracies]
+    return EpisodeScore(slot, task.name, task.stratum, [*losses], shares)
 
 
 def metrics_of(
@@ -204,7 +205,7 @@ def metrics_of(
                 f"{worker.group.size}; use --group_size 1, or leave them out"
             )
         language = LanguageMetrics(names, worker, reader, config, parts.batcher, max_new_tokens, prompt)
-    return EpisodeMetrics(own, language, reader)
+    return EpisodeMetrics.of_learner(config.learner.own, inputs.tokenizer, own, language, reader)
 
 
 class HeldOut:

@@ -136,7 +136,8 @@ PREFIX = "best "  # of the names of vectors and tables in a checkpoint
 
 
 class Best:
-    """A copy of the meta-parameters with the highest validation accuracy so far, and their score.
+    """A copy of the meta-parameters with the highest validation accuracy so far, or without one with the
+    lowest loss, and their score.
 
     It is kept in host memory and in every checkpoint. Local; every rank decides alike.
 
@@ -146,15 +147,17 @@ class Best:
     def __init__(self, live: MetaParameters) -> None:
         self.live = live
         self.meta_params: MetaParameters | None = None
-        self.step, self.accuracy, self.loss = 0, -math.inf, math.inf
+        self.step, self.loss = 0, math.inf
+        self.accuracy: float | None = -math.inf
 
     def update(self, meta_params: MetaParameters, step: int, accuracy: float, loss: float) -> None:
         """Copy the meta-parameters if they score higher than the best before (of equals, if their loss is
-        lower).
+        lower). accuracy: NaN where there is none.
         """
         loss = loss if math.isfinite(loss) else math.inf  # the worst, and equal to itself
-        if (accuracy, -loss) > (self.accuracy, -self.loss):
-            self.step, self.accuracy, self.loss = step, accuracy, loss
+        share = None if math.isnan(accuracy) else accuracy
+        if (share or 0.0, -loss) > (self.accuracy or 0.0, -self.loss):
+            self.step, self.accuracy, self.loss = step, share, loss
             self.meta_params = meta_params.snapshot()
 
     @property
@@ -162,7 +165,8 @@ class Best:
         """Which weights are exported."""
         if self.meta_params is None:
             return "load_best_model_at_end: no validation was done; the last weights are exported"
-        return f"best of the validated weights: outer step {self.step}, accuracy {100 * self.accuracy:.1f} %"
+        score = f"loss {self.loss:.4f}" if self.accuracy is None else f"accuracy {100 * self.accuracy:.1f} %"
+        return f"best of the validated weights: outer step {self.step}, {score}"
 
     def add_state(self, state: StateDict) -> None:
         """Add the copy and its score to what a checkpoint holds."""

@@ -47,7 +47,8 @@ Local: it must not communicate.
 class PassStats:
     """Statistics of one pass over a set of examples, summed over the ranks of the group.
 
-    loss: mean over the set; accuracy: share of correct rows; finite: loss and gradient, on every rank.
+    loss: mean over the set; accuracy: share of correct answers, NaN where none are right or wrong; finite:
+    loss and gradient, on every rank.
     `stats`, float64 [4], packs loss, correct rows, rows and ranks with a gradient that is not finite for one
     all-reduce. It stays on the device until one is read, which makes the host wait for it once.
     """
@@ -64,7 +65,7 @@ class PassStats:
 
     @property
     def accuracy(self) -> float:
-        return self.numbers[1] / max(self.numbers[2], 1)
+        return self.numbers[1] / self.numbers[2] if self.numbers[2] else math.nan
 
     @property
     def finite(self) -> bool:

@@ -55,14 +55,19 @@ OPTIONS = "options"  # column of the answers to choose from, for causal_lm
 
 
 def pick(
-    given: str, config: Config, columns: Sequence[str], setting: str, required: bool = True
+    given: str,
+    config: Config,
+    columns: Collection[str],
+    setting: str,
+    required: bool = True,
+    names: Sequence[str] = (),
 ) -> str | None:
     """The column that a setting names, else the first usual one, else None unless it is required.
 
-    given: the setting and the name of the data, for messages.
+    given: the setting and the name of the data, for messages. names: usual ones, in place of those in USUAL.
     """
     asked = getattr(config, setting)
-    names = USUAL[setting] if asked is None else [asked]
+    names = (names or USUAL[setting]) if asked is None else [asked]
     found = usual(names, columns)
     if asked is not None and found is None:
         raise UsageError(f"{setting}={asked} is no column of {given}; it has {', '.join(columns)}")
@@ -71,7 +76,7 @@ def pick(
             usual(USUAL[one], columns) for one in ("input_column", "output_column")
         )
         raise UsageError(
-            f"{given} has none of the columns {', '.join(USUAL[setting])}; it has "
+            f"{given} has none of the columns {', '.join(names)}; it has "
             f"{', '.join(columns)}: name one with --{setting}"
             + (", or use --task_type causal_lm for pairs of input and output" if pairs else "")
         )

@@ -26,7 +26,7 @@ from torch import Tensor
 from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.text import PromptTemplate, counted, shortened
 from fmmeta.config.settings import Config
-from fmmeta.tasks.batching import IGNORE, Example
+from fmmeta.tasks.batching import IGNORE, EncodedRows, Example
 from fmmeta.tasks.data.images import EncodedImage, ImageReader
 from fmmeta.tasks.data.turns import BEGIN, PAIR, as_text, from_text
 
@@ -219,6 +219,19 @@ def encode(tokenizer: Any, config: Config, inputs: Sequence[Any], targets: Seque
     if config.learner.generates:
         return encode_pairs(tokenizer, inputs, targets, config.max_length, config.prompt_template)
     return [Example(ids, -1) for ids in encode_texts(tokenizer, inputs, config.max_length)]
+
+
+def encode_own(config: Config, tokenizer: Any, support: Sequence[Any], query: Sequence[Any]) -> EncodedRows:
+    """The rows of an episode, by the learner that reads them. Raises `UsageError`, also for more names of
+    labels than the head has outputs.
+    """
+    found = config.learner.own.encode(config, tokenizer, support, query)
+    if config.learner.has_head and len(found.names) > config.most_classes:
+        raise UsageError(
+            f"the support set has {len(found.names)} labels ({shortened(', '.join(found.names))}), and"
+            f" n_way={config.most_classes} is the number of outputs; raise --n_way"
+        )
+    return found
 
 
 def read_image(reader: ImageReader, image: EncodedImage) -> Tensor:

@@ -21,13 +21,12 @@ ClassNames = Mapping[str, Sequence[str]]
 
 
 def class_names(features: Mapping[str, Any]) -> ClassNames:
-    """Those of the columns that are a `datasets.ClassLabel`."""
+    """Those of the columns that are a `datasets.ClassLabel`, or a list of them."""
     import datasets
 
+    kinds = {name: getattr(one, "feature", one) for name, one in features.items()}
     return {
-        name: one.names
-        for name, one in features.items()
-        if isinstance(one, datasets.ClassLabel) and one.names
+        name: one.names for name, one in kinds.items() if isinstance(one, datasets.ClassLabel) and one.names
     }
 
 
@@ -77,13 +76,20 @@ def named(row: Row, names: ClassNames, of_csv: bool = False) -> Row:
     """
     for column in names.keys() & row.values.keys():
         classes, value = names[column], row.values[column]
-        if isinstance(value, str) and value.strip().isdecimal() and (of_csv or value not in classes):
-            value = int(value)
-        if isinstance(value, (int, float)):
-            is_class = 0 <= value < len(classes) and value % 1 == 0
-            value = classes[int(value)] if is_class else None
-        row.values[column] = next((one for one in (value, str(value).strip()) if one in classes), None)
+        several = isinstance(value, (list, tuple)) or bool(getattr(value, "ndim", 0))
+        each = [name_of(one, classes, of_csv) for one in (value if several else [value])]
+        row.values[column] = each if several else each[0]
     return row
+
+
+def name_of(value: Any, classes: Sequence[str], of_csv: bool) -> str | None:
+    """The name of a class; see `named`."""
+    if isinstance(value, str) and value.strip().isdecimal() and (of_csv or value not in classes):
+        value = int(value)
+    if isinstance(value, (int, float)):
+        is_class = 0 <= value < len(classes) and value % 1 == 0
+        value = classes[int(value)] if is_class else None
+    return next((one for one in (value, str(value).strip()) if one in classes), None)
 
 
 @cache

@@ -28,7 +28,7 @@ from fmmeta.common.security import publish, publishing, source_of
 from fmmeta.config.settings import KEYED, Config
 from fmmeta.tasks.batching import EncodedRows, Example
 from fmmeta.tasks.data.columns import Bad, Row, refuse, stratifier
-from fmmeta.tasks.data.encode import encode, full_rows
+from fmmeta.tasks.data.encode import encode, encode_own, full_rows
 from fmmeta.tasks.data.files import ending
 from fmmeta.tasks.data.images import EncodedImage, ImageReader
 from fmmeta.tasks.data.rows import IN_MEMORY, Table, Tabulator, columns_of, label_rows, label_texts
@@ -170,7 +170,8 @@ def prepare(
     if config.learner.collate is not None:
         settings["collate"] = True
     if own is not None:
-        settings["rows"], encode_with = source_of(own), partial(own.encode, config, tokenizer)
+        settings["rows"] = source_of(sys.modules.get(own.__module__))
+        encode_with = partial(encode_own, config, tokenizer)
     images = tokenizer if isinstance(tokenizer, ImageReader) else None
     root = Path("" if name == IN_MEMORY else name)  # paths below it are stored as absolute ones
     where = str(root.absolute()) if images and root.exists() else ""

@@ -19,7 +19,7 @@ from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.security import import_named, source_of
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import EncodedRows, Example
-from fmmeta.tasks.data.encode import encode
+from fmmeta.tasks.data.encode import encode, encode_own
 from fmmeta.tasks.data.images import ImageReader
 from fmmeta.tasks.data.rows import rows_of, tabulate
 from fmmeta.tasks.data.token_store import digest
@@ -136,7 +136,7 @@ def tasks_named(name: str) -> Tasks:
 def encoder(config: Config, tokenizer: Any) -> Callable[[Rows, Rows], EncodedRows]:
     """The function from rows to examples; that of texts and images takes rows as a file has them."""
     own = config.learner.own
-    return partial(encode_rows if own is None else own.encode, config, tokenizer)
+    return partial(encode_rows if own is None else encode_own, config, tokenizer)
 
 
 def encode_rows(config: Config, tokenizer: Any, support: Rows, query: Rows) -> EncodedRows:
