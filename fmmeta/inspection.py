@@ -211,10 +211,11 @@ def show_rows(progress: Progress, store: TokenStore) -> None:
     """A few rows as they were read."""
     chosen = sorted({int(row) for row in np.linspace(0, len(store) - 1, ROWS)})
     lengths = store.lengths()
+    source = "input" if store.encode is None else "values"  # what a learner has stored of a row
     rows = [
         [
             f"{row}",
-            *(shortened(store.text(column, row)) for column in ("stratum", "task", "input", "target")),
+            *(shortened(store.text(column, row)) for column in ("stratum", "task", source, "target")),
             str(lengths[row]),
         ]
         for row in chosen
@@ -232,8 +233,9 @@ def show_episode(config: Config, tokenizer: Any, source: TaskSource) -> None:
     except (UsageError, OSError) as error:
         show_notes([f"no episode: {error}"])
         return
-    mask = "" if rows.classes else "; [tokens] in brackets count in the loss"
-    classes = f", classes {', '.join(rows.classes)}" if rows.classes else ""
+    kind = "classes" if config.learner.of_classes else "labels"
+    mask = "" if config.learner.of_classes else "; [tokens] in brackets count in the loss"
+    classes = f", {kind} {', '.join(rows.classes)}" if rows.classes else ""
     print("\n" + printable(f"one episode: task {task.name!r}, stratum {task.stratum!r}{classes}{mask}"))
     for name, examples in (("support", rows.support), ("query", rows.query)):
         shown = examples[:: max(1, len(examples) // EXAMPLES)][:EXAMPLES]
@@ -252,7 +254,9 @@ def inputs_of(example: Example) -> str:
 
 def as_tokens(tokenizer: Any, example: Example) -> str:
     """The tokens of an example, separated by |; those that count in the loss in brackets."""
-    labels = example.labels if isinstance(example.labels, list) else [IGNORE] * len(example.input_ids)
+    labels, unmarked = example.labels, [IGNORE] * len(example.input_ids)
+    if not isinstance(labels, list) or len(labels) != len(unmarked):  # of the row, not of its tokens
+        labels = unmarked
     words = [tokenizer.decode([token]).replace("\n", "\\n") for token in example.input_ids]
     words = [
         f"{word}|" if label == IGNORE else f"[{word}]" for word, label in zip(words, labels, strict=True)

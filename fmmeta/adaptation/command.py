@@ -137,11 +137,11 @@ def run(settings: AdaptConfig) -> None:
 
 
 def scores_text(adapted: AdaptedModel, query: str) -> str:
-    """The accuracy on the query set, or the metrics of the learner."""
+    """The accuracy on the query set, and the metrics of the learner."""
+    text, numbers = f"{counted(len(adapted.predictions), 'answer')} to {query}", adapted.metrics.items()
     if adapted.accuracy is not None:
-        return f"accuracy on {query}: {100 * adapted.accuracy:.1f} % of {len(adapted.predictions)}"
-    numbers = (f"{name} {value:.4g}" for name, value in adapted.metrics.items())
-    return f"{query}: {', '.join([counted(len(adapted.predictions), 'answer'), *numbers])}"
+        text = f"accuracy on {query}: {100 * adapted.accuracy:.1f} % of {len(adapted.predictions)}"
+    return ", ".join([text, *(f"{name} {value:.4g}" for name, value in numbers)])
 
 
 def adapt(

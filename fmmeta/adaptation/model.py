@@ -346,12 +346,12 @@ class AdaptedModel:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of correct answers to the query set, between 0 and 1; None without a query set, and of a
-        learner that reads rows, which has metrics.
+        """Share of correct answers to the query set, between 0 and 1; None without a query set, and of
+        answers that are no texts.
 
         A generated answer is correct if it equals the right one apart from spaces around it.
         """
-        if not self.predictions or self.loaded.config.learner.own is not None:
+        if not self.predictions or not all(isinstance(one.output, str) for one in self.predictions):
             return None
         right = [
             one.output == (str(one.truth).strip() if one.score is None else one.truth)

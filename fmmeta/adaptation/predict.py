@@ -101,7 +101,12 @@ def writer(file: TextIO, settings: PredictConfig, names: Sequence[str]) -> Calla
         return lambda row: print(printable(to_json(row, ensure_ascii=False)), file=file, flush=True)
     table = csv.DictWriter(file, [*names, *(["adapter", "error"] if settings.adapters else [])])
     table.writeheader()
-    return table.writerow
+    return lambda row: table.writerow({name: as_cell(value) for name, value in row.items()})
+
+
+def as_cell(value: Any) -> Any:
+    """A value as a cell of a table: lists and dictionaries as JSON."""
+    return to_json(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
 
 
 def batches(inputs: Iterator[Input], settings: PredictConfig) -> Iterator[list[Input]]:

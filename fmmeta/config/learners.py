@@ -104,12 +104,36 @@ REWARD = replace(
     has_head=True,
     defaults={"n_way": 1},
 )
-SPECS = ("CLASSIFICATION", "CAUSAL_LM")
+TOKEN_CLASSIFICATION = LearnerSpec(
+    "token_classification",
+    learner="fmmeta.models.token_classification:TokenClassifier",
+    has_head=True,
+    reads=("text_column", "label_column"),
+)
+REGRESSION = LearnerSpec(
+    "regression",
+    learner="fmmeta.models.regression:Regressor",
+    has_head=True,
+    reads=("text_column", "label_column", "pooling", "feature_norm"),
+    defaults={"n_way": 1, "inner_lr": 0.01},
+    loss_unit="squared standard deviations",
+)
+SPECS = (
+    "CLASSIFICATION",
+    "CAUSAL_LM",
+    "SEQ2SEQ",
+    "PREFERENCE",
+    "REWARD",
+    "TOKEN_CLASSIFICATION",
+    "REGRESSION",
+)
 OWN = LearnerSpec("own", loss_unit="units of loss")
 """Of a module whose code a stored model names, and which is given again."""
 BUILT_IN = {
     "classification": "fmmeta.config.learners:CLASSIFICATION",
     "causal_lm": "fmmeta.config.learners:CAUSAL_LM",
+    "token_classification": "fmmeta.config.learners:TOKEN_CLASSIFICATION",
+    "regression": "fmmeta.config.learners:REGRESSION",
     "seq2seq": "fmmeta.config.learners:SEQ2SEQ",
     "preference": "fmmeta.config.learners:PREFERENCE",
     "reward": "fmmeta.config.learners:REWARD",

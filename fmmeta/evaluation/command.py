@@ -407,7 +407,7 @@ class EvaluatedModel:
             load.prompt = prompt
         reader = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice)
         inner = with_stored_rates(settings, self.config, self.parts.setup.inner, worker)
-        has_classes, losses = bool(inner.head.names) and not prompts, SupportLosses(self.config)
+        has_classes, losses = self.config.learner.of_classes and not prompts, SupportLosses(self.config)
 
         def score(slot: int, task: Task, episode: Episode) -> EpisodeScore:
             if learns:

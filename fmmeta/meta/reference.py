@@ -249,7 +249,7 @@ def unrolled(
     early = [left / steps] * (steps - 1) if steps else []
     weights = [*early, 1 - sum(early)]
     losses = [
-        weight * set_loss(task.learner, phi, task.episode.query, task.bf16)
+        weight * set_loss(task.learner, phi, task.episode.query, task.bf16, len(task.episode.classes))
         for weight, phi in zip(weights, phis[-len(weights) :], strict=True)
         if weight
     ]
@@ -370,18 +370,18 @@ def set_gradient(
 
 
 def set_loss(learner: Any, weights: Weights, rows: Sequence[Example], bf16: bool, classes: int = 0) -> Tensor:
-    """Mean over rows, or over label tokens.
+    """Mean over rows, or over label tokens; of learners that read rows over what their losses are sums of.
 
     Row by row, so that bf16 gradients are added in fp32. `classes`: that a row may have; 0: those of the set,
     since each of an episode's classes has a row in each of its sets.
     """
+    if type(learner).collate.__func__ is not Learner.collate.__func__:
+        found = [own_loss(learner, weights, row, bf16, classes) for row in rows]
+        return torch.stack(found).sum() / sum(row.label_tokens for row in rows)
     known = classes or 1 + max((row.labels for row in rows if isinstance(row.labels, int)), default=0)
     total = sum(1 if isinstance(row.labels, int) else sum(x != IGNORE for x in row.labels) for row in rows)
     losses = []
     for row in rows:
-        if learner.collate.__func__ is not Learner.collate.__func__:
-            losses.append(loss_of_row(learner, weights, row, bf16))
-            continue
         found = forward(learner, weights, row, bf16)
         if isinstance(row.labels, int):
             logits, labels = found[1][:, :known], torch.tensor([row.labels])
@@ -393,20 +393,21 @@ def set_loss(learner: Any, weights: Weights, rows: Sequence[Example], bf16: bool
     return torch.stack(losses).sum() / total
 
 
-def loss_of_row(learner: Any, weights: Weights, row: Example, bf16: bool) -> Tensor:
-    """Of a learner that reads rows, whose losses have tests with formulas of their papers."""
+def own_loss(learner: Any, weights: Weights, row: Example, bf16: bool, classes: int) -> Tensor:
+    """The loss of a row alone, by the learner that reads rows."""
     inputs, targets = learner.collate([row], 0)
-    batch = MicroBatch(inputs, targets, torch.ones(1))
+    batch = MicroBatch(inputs, {**targets, "classes": torch.tensor([classes])}, torch.ones(1))
     return learner.losses(outputs_of(learner, weights, inputs, bf16), batch).loss.sum()
 
 
 def forward(learner: Any, weights: Weights, row: Example, bf16: bool) -> Any:
-    """The outputs of the model with these weights, differentiable twice."""
+    """The outputs of the model for tokens; see `outputs_of`."""
     ids = torch.tensor([list(row.input_ids)])
     return outputs_of(learner, weights, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, bf16)
 
 
 def outputs_of(learner: Any, weights: Weights, inputs: dict[str, Any], bf16: bool) -> Any:
+    """The outputs of the model with these weights, differentiable twice."""
     if bf16:
         frozen = {name: p for name, p in learner.named_parameters() if name not in weights}
         weights = {name: value.bfloat16() for name, value in {**weights, **frozen}.items()}
@@ -424,9 +425,10 @@ def implicit(task: ReferenceTask) -> Gradients:
     phis = inner_loop(task, leaf, order=1, proximal=config.proximal_weight)
     phi = {name: value.detach().requires_grad_() for name, value in phis[-1].items()}
     weights = list(phi.values())
-    loss = set_loss(learner, phi, episode.support, bf16)
+    classes = len(episode.classes)
+    loss = set_loss(learner, phi, episode.support, bf16, classes)
     gradient = flat(torch.autograd.grad(loss, weights, create_graph=True, materialize_grads=True))
-    residual = flat(set_gradient(learner, phi, episode.query, bf16).values())
+    residual = flat(set_gradient(learner, phi, episode.query, bf16, classes=classes).values())
     solution, search = torch.zeros_like(residual), residual
     for _ in range(config.cg_steps):
         product = torch.autograd.grad(gradient @ search, weights, retain_graph=True, materialize_grads=True)

@@ -128,9 +128,9 @@ class EpisodeMetrics:
         reader: AnswerReader | None = None,
     ) -> "EpisodeMetrics":
         """With the metrics of the learner first, if it has some."""
-        has_some = learner is not None and learner.metrics.__func__ is not Learner.metrics.__func__
-        first = [(OF_LEARNER, learner.metrics)] if has_some else []
-        return cls([*first, *own], language, reader, learner, tokenizer)
+        if learner is not None and learner.metrics.__func__ is not Learner.metrics.__func__:
+            own = [(OF_LEARNER, learner.metrics), *own]
+        return cls(own, language, reader, learner, tokenizer)
 
     def of(self, worker: Worker, query: Sequence[MicroBatch], draw: Callable[[], Draw]) -> dict[str, float]:
         """The numbers of an episode from the weights of the worker, on the first rank of the group; others

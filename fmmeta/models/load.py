@@ -934,6 +934,9 @@ def wrap(hf: Any, config: Config, description: Description) -> HFLearner:
     """A learner around `hf`, with adapters and checkpointed layers where `config` has them."""
     outputs = description.outputs(config)
     refuse_running_statistics(hf, config)
+    for module in hf.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):  # by code, where no configuration has one
+            module.p = 0.0
     if config.gradient_checkpointing:
         checkpoint_layers(hf)
     if config.packing and "position_ids" not in inspect.signature(hf.forward).parameters:
@@ -941,7 +944,7 @@ def wrap(hf: Any, config: Config, description: Description) -> HFLearner:
             f"packing=True: {type(hf).__name__} takes no position_ids, which keep packed rows apart; leave"
             " it out"
         )
-    native = config.learner.own or NativeClassifier
+    native: Any = config.learner.own or NativeClassifier
     if config.learner.generates:
         learner: HFLearner = CausalLearner(hf)
     elif description.pooling == "model":

@@ -20,6 +20,7 @@ COMPANIONS = {  # settings without which a choice is refused
     ("algorithm", "in_context"): {"task_type": "causal_lm"},
     ("algorithm", "meta_icl"): {"task_type": "causal_lm"},
     ("pipeline_balance", "time"): {"pipeline_stages": 2},
+    ("n_way", 1): {"task_type": "regression"},
     ("second_order", "autograd"): {"algorithm": "maml"},
     ("second_order", "differences"): {"algorithm": "maml"},
 }
@@ -57,7 +58,11 @@ def test_lower_bounds(name, least):
 @pytest.mark.parametrize(
     ("name", "value", "parts"),
     [
-        ("task_type", "x", ("task_type=x is unknown", "use classification, causal_lm, or module:spec")),
+        (
+            "task_type",
+            "x",
+            ("task_type=x is unknown", "use classification, causal_lm, token_classification, regression"),
+        ),
         ("head_init", "x", ("head_init=x", "use zero, learned or prototype")),
         ("engine", "x", ("engine=x", "use auto, deepspeed or plain")),
         ("outer_optimizer", "x", ("outer_optimizer=x", "use adamw, sgd, nesterov, adagrad, adamax")),

@@ -63,7 +63,7 @@ def test_unknown_names_are_refused_with_the_nearest_one():
 
 def test_no_code_is_imported_from_a_models_folder(tmp_path):
     (tmp_path / "fmmeta.json").write_text(json.dumps({"task_type": f"{__name__}:depends"}))
-    with pytest.raises(UsageError, match="task_type is none of classification or causal_lm"):
+    with pytest.raises(UsageError, match="task_type is none of classification, causal_lm, "):
         remembered(str(tmp_path))
 
 

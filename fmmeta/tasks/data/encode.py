@@ -228,7 +228,7 @@ def encode_own(config: Config, tokenizer: Any, support: Sequence[Any], query: Se
     found = config.learner.own.encode(config, tokenizer, support, query)
     if config.learner.has_head and len(found.names) > config.most_classes:
         raise UsageError(
-            f"the support set has {len(found.names)} labels ({shortened(', '.join(found.names))}), and"
+            f"the support set has {len(found.names)} labels ({', '.join(found.names)[:100]}), and"
             f" n_way={config.most_classes} is the number of outputs; raise --n_way"
         )
     return found
