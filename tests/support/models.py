@@ -70,7 +70,13 @@ OWN = {  # Mistral and Qwen2 look back over a short window only, the latter not 
     "granite": {**GROUPED, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     "smollm3": {**GROUPED, "no_rope_layer_interval": 2},
     "glm": {**GROUPED, "head_dim": 8},
-    "t5": {"d_kv": 8, "d_ff": 48, "decoder_start_token_id": 0, "initializer_factor": 1.0},
+    "t5": {
+        "num_decoder_layers": 3,
+        "d_kv": 8,
+        "d_ff": 48,
+        "decoder_start_token_id": 0,
+        "initializer_factor": 1.0,
+    },
     "bart": {
         **{"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4},
         **{"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
