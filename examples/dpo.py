@@ -1,10 +1,10 @@
 """DPO for users who disagree: a task is a user, with a hidden taste over the same 28 pairs of answers.
 
-A user weighs three properties of a dish by normal numbers. 8 of the pairs are a support set,
-8 others a query set. From this folder (about 5 minutes on a CPU): python dpo.py
+A user weighs three properties of a dish by normal numbers. 8 of the pairs are a support set, 8 others a query
+set. From this folder (about 5 minutes on a CPU): python dpo.py
 
-Measured on 100 users who are no training task: the accuracy of a joint model, and of a meta-trained one
-before and after 5 inner steps. The claim: the 95 % interval of "adapted - joint" over these users is above 0.
+Measured on 100 users who are no training task: accuracy of a joint model, and of a meta-trained one as it is
+and after 5 inner steps. The claim: the 95 % interval of "adapted - joint" over these users is above 0.
 """
 
 from dataclasses import replace
@@ -49,8 +49,7 @@ def accuracies(algorithm, methods, episodes=100):
     """Of each user [users], by method."""
     config = fmmeta.Config(algorithm=algorithm, output_dir=f"runs/{algorithm}", **SETTINGS, **RUN)
     fmmeta.MetaTrainer(config).train()
-    model = f"runs/{algorithm}/model"
-    found = fmmeta.evaluate(model, **SETTINGS, method=methods, k_shot=K, episodes=episodes)
+    found = fmmeta.evaluate(f"runs/{algorithm}/model", method=methods, episodes=episodes, **SETTINGS)
     return [np.array([score["accuracy"] for score in cell["scores"]]) for cell in found["cells"]]
 
 

@@ -147,8 +147,8 @@ class LoadedModel:
             [
                 (
                     equal_classes and not self.config.learner.of_classes,
-                    f"equal_classes=True means nothing for {self.config.task_type}, which has no classes;"
-                    " leave it out",
+                    "equal_classes=True means nothing for a language model, or another without classes; leave"
+                    " it out",
                 ),
                 (
                     equal_classes and len(inputs) < len(names),

@@ -84,7 +84,6 @@ def find_metrics(
     return found
 
 
-OF_LEARNER = "of the learner"
 Answered = tuple[list[Any], list[Any]]
 """Prediction and reference of a row, as classes, tokens or numbers."""
 
@@ -129,7 +128,7 @@ class EpisodeMetrics:
     ) -> "EpisodeMetrics":
         """With the metrics of the learner first, if it has some."""
         if learner is not None and learner.metrics.__func__ is not Learner.metrics.__func__:
-            own = [(OF_LEARNER, learner.metrics), *own]
+            own = [("of the learner", learner.metrics), *own]
         return cls(own, language, reader, learner, tokenizer)
 
     def of(self, worker: Worker, query: Sequence[MicroBatch], draw: Callable[[], Draw]) -> dict[str, float]:
@@ -163,8 +162,8 @@ class EpisodeMetrics:
         for name, metric in self.own:
             with usage_errors(f"metrics={name} failed", "correct the metric, or leave it out"):
                 found = metric([prediction for _, prediction in pairs], [reference for reference, _ in pairs])
-            names = () if name == OF_LEARNER else METRICS
-            numbers |= checked(name, found, (*numbers, *TAKEN, *names))
+            of_language = METRICS if self.learner is None else ()
+            numbers |= checked(name, found, (*numbers, *TAKEN, *of_language))
         return numbers
 
     def _text(self, answer: Sequence[int], names: Sequence[str]) -> str:

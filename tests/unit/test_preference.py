@@ -14,8 +14,10 @@ from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.models.preference import PreferenceLearner, RewardLearner
 from fmmeta.tasks.batching import Batcher, collate
+from tests.support.launch import ROOT
 from tests.support.models import WORDS
 
+KINDS = {"preference": PreferenceLearner, "reward": RewardLearner}
 ROWS = [
     {"prompt": "a river", "chosen": "stone", "rejected": "lantern, quiet"},
     {"prompt": "maple and thunder", "chosen": "copper ribbon", "rejected": "o"},
@@ -214,3 +216,34 @@ def test_train_adapt_and_load_with_transformers(kind, tmp_path):
     (there,), (again,) = adapted.predict(rows[:1]), adapted.predict(back)
     assert there.output == pytest.approx(-again.output, abs=1e-5)
     assert adapted.predictions[0].output == pytest.approx(there.output, abs=1e-5)
+
+
+def test_the_example_trains_and_scores_users(tmp_path, monkeypatch):
+    example = ROOT / "examples" / "dpo.py"
+    assert len(example.read_text().splitlines()) <= 60
+    monkeypatch.syspath_prepend(example.parent)
+    monkeypatch.chdir(tmp_path)
+    import dpo
+
+    support, query = dpo.draw(3)
+    assert dpo.draw(3) == (support, query)
+    assert not [row for row in support if row in query]
+    monkeypatch.setitem(dpo.RUN, "outer_steps", 1)
+    before, adapted = dpo.accuracies("fomaml", ["zero_shot", "finetune"], episodes=2)
+    assert before.shape == adapted.shape == (2,)
+    assert json.loads((tmp_path / "runs/fomaml/model/fmmeta.json").read_text())["task_type"] == "preference"
+
+
+@pytest.mark.parametrize("kind", ["seq2seq", "preference", "reward"])
+def test_stages_are_refused_in_one_line(kind):
+    with pytest.raises(UsageError, match="pipeline_stages=2 with task_type=") as refused:
+        Config(task_type=kind, pipeline_stages=2)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["preference", "reward"])
+def test_the_sample_data_are_rows(kind):
+    lines = (ROOT / "examples/data/preferences.jsonl").read_text().splitlines()
+    read = KINDS[kind].rows(Config(task_type=kind, lora_r=4), ["task", "prompt", "chosen", "rejected"])
+    assert len({json.loads(line)["task"] for line in lines}) == 24
+    assert all(read(json.loads(line))["prompt"] == "eat" for line in lines)

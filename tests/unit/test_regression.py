@@ -1,8 +1,10 @@
 """Regression: rows, scaled targets, losses, metrics, own losses, and a run with adaptation."""
 
 import json
+import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,11 +17,14 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config import learners
 from fmmeta.config.learners import REGRESSION, check_loss
 from fmmeta.config.settings import Config
+from fmmeta.evaluation.tune import shown
+from fmmeta.metrics.scores import EpisodeScore
 from fmmeta.models.regression import PooledRegressor, Regressor
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.report.page import write
 from fmmeta.tasks.batching import Batcher
 from fmmeta.train import MetaTrainer
+from fmmeta.training.state import Best
 from tests.support.launch import ROOT
 
 KIND = {"task_type": "regression"}
@@ -155,6 +160,16 @@ def test_a_run_prints_no_accuracy_and_is_judged_by_the_loss(run, capsys):
     assert "Accuracy" not in report
     assert "accuracy %" not in report
     assert json.loads((model / "fmmeta.json").read_text())["task_type"] == "regression"
+
+
+def test_the_best_weights_and_interpolation_are_those_of_the_lowest_loss():
+    best, weights = Best(None), SimpleNamespace(snapshot=lambda: "weights")  # type: ignore[arg-type]
+    for step, loss in enumerate([2.0, 1.0, 1.5], 1):
+        best.update(weights, step, math.nan, loss)  # type: ignore[arg-type]
+    assert (best.step, best.accuracy, best.text.split(", ")[1]) == (2, None, "loss 1.0000")
+    score = EpisodeScore(0, "t", "all", [2.0, 1.0], [])
+    assert (score.merit, EpisodeScore.of(0, "t", "all", 1.0, None).merit) == (-1.0, -1.0)
+    assert shown({0.0: [-1.0, -2.0]}, "validation tasks") == "loss on validation tasks: 1.5000 at 0"
 
 
 def test_an_evaluation_prints_no_accuracy_and_compares_by_the_loss(run, capsys, tmp_path):
