@@ -98,7 +98,8 @@ def run(folder: str, flags: list[str]) -> None:
     from fmmeta.parallel.memory import estimate
     from fmmeta.parallel.process_groups import World, pick_device
     from fmmeta.training import build
-    from fmmeta.training.loop import Run
+    from fmmeta.training.loop import train
+    from fmmeta.training.run import Run
     from fmmeta.training.run_folder import RunStart
 
     launch = Launch.from_env(os.environ)
@@ -118,7 +119,7 @@ def run(folder: str, flags: list[str]) -> None:
     Path("/proc/self/clear_refs").write_text("5")
     trainer = Run(config, inputs, ranks, parts, RunStart(work, None, False), Progress(enabled=False))
     trainer.resume()
-    trainer.loop()
+    train(trainer)
     peak = resident("VmHWM") - before
     Path("/proc/self/clear_refs").write_text("5")
     from fmmeta.checkpoint.hf_export import export

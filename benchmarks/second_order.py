@@ -81,18 +81,22 @@ class Task:
         from fmmeta.models.load import describe, load_learner, load_tokenizer
         from fmmeta.parallel.param_map import param_groups
         from fmmeta.parallel.workers.full_model import PlainWorker
+        from fmmeta.tasks.augment import reading
         from fmmeta.tasks.batching import Batcher, Episode
         from fmmeta.tasks.schedule.meta_batches import Schedule
+        from fmmeta.tasks.sources.base import transformed
         from fmmeta.tasks.sources.load import load_sources
 
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.float32)
         description = describe(config)
         tokenizer = load_tokenizer(config, description, lambda text: None)
-        source = load_sources(config, tokenizer, lambda text: None).train
+        sources = load_sources(config, tokenizer, lambda text: None)
+        source, numbers = sources.train, sources.numbers
         task = Schedule(source.items, 1, config.seed, 0).meta_batch(number)[0]
-        self.rows, self.config = source.draw(task).episode(), config
-        learner = load_learner(config, replace(description, classes=len(source.classes)))
+        self.rows = transformed(source.draw(task), reading(config, tokenizer, numbers))
+        self.config = config
+        learner = load_learner(config, replace(description, classes=len(numbers)))
         draw = torch.Generator().manual_seed(0)
         for name, param in learner.named_parameters():  # adapters after some training: B is not zero
             if "lora_B" in name:
@@ -106,7 +110,7 @@ class Task:
         self.worker = PlainWorker(learner, groups, torch.device("cpu"), precision == "bf16")
         batcher = Batcher(tokenizer.pad_token_id or 0, config.micro_batch_size)
         self.batches = Episode(batcher.split(self.rows.support), batcher.split(self.rows.query))
-        classes = len(source.classes) if config.task_type == "classification" else 0
+        classes = len(numbers) if config.task_type == "classification" else 0
         self.setup = setup(config, self.worker, learner.head_names, classes, precision == "bf16")
 
     def gradient(self, algorithm: str = "maml") -> Any:

@@ -26,7 +26,8 @@ from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.tasks.batching import Episode
 from fmmeta.training import build
 from fmmeta.training.callbacks import Callback
-from fmmeta.training.loop import Run
+from fmmeta.training.loop import train
+from fmmeta.training.run import Run
 from fmmeta.training.run_folder import RunStart
 
 ROOT = Path(__file__).parent.parent
@@ -88,7 +89,7 @@ class Prepared:
             return rule(task)
 
         class Stopwatch(Callback):
-            def on_step_end(self, run: Run, outcome: Any) -> None:
+            def on_step_end(self, run: Any, outcome: Any) -> None:
                 costs.append(Cost(time.perf_counter() - marks[0], time.process_time() - marks[1]))
                 between(list(used))
                 used.clear()
@@ -97,7 +98,7 @@ class Prepared:
         run.rule = noting
         run.callbacks.built_in = [*run.callbacks.built_in, Stopwatch()]  # no agreement is timed
         marks[:] = [time.perf_counter(), time.process_time()]
-        run.loop()
+        train(run)
         return costs[first:]
 
 

@@ -8,6 +8,7 @@ from statistics import mean
 from typing import Any
 
 from fmmeta import Callback
+from fmmeta.training.run import Run
 from fmmeta.training.scoring import VALID
 
 
@@ -25,8 +26,9 @@ class Copies(Callback):
             self.seconds[str(step)] = round(time.monotonic() - self.began, 3)
             self.copies[str(step)] = run.theta.clone()
 
-    def on_train_end(self, run: Any) -> None:
+    def score(self, run: Run) -> None:
         method, tasks = run.parts.setup.evaluation_method(), run.inputs.sources.test
+        assert tasks is not None
         for step, theta in self.copies.items():
             scores = run.held_out.scores(tasks, VALID, "held out", theta, method, count=self.episodes)
             self.losses[step] = " ".join(f"{score.losses[-1]:.4f}" for score in scores)
@@ -35,7 +37,7 @@ class Copies(Callback):
 def measure(study: Any, cell: Any) -> dict[str, Any]:
     os.environ["PADDED_SECONDS"] = cell.settings["padded"]
     copies = Copies(cell.settings["every"], cell.settings["episodes"])
-    model, _ = study.trained(cell, callbacks=[copies])
+    model, _ = study.trained(cell, copies.score, callbacks=[copies])
     lines = [json.loads(line) for line in Path(model).with_name("metrics.jsonl").read_text().splitlines()]
     ages = [(line.get("staleness_mean", 0.0), line.get("staleness_max", 0)) for line in lines]
     last, seconds = [*copies.seconds.items()][-1]

@@ -8,7 +8,7 @@ from typing import Any
 from fmmeta.common.progress import Progress
 from fmmeta.evaluation.command import EvaluatedModel, with_local_models
 from fmmeta.evaluation.settings import EvaluateConfig
-from fmmeta.meta.algorithms.baselines import prompted
+from fmmeta.meta.algorithms.baselines import support_before_query
 from fmmeta.models.answers import common_prefix, rows_of
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
@@ -21,12 +21,13 @@ def measure(study: Any, cell: Any) -> dict[str, Any]:
     model = EvaluatedModel(settings, world, Progress(False), lambda text: None, [study.model])
     worker: Any = model.parts.worker
     (episodes,) = model.episodes.values()
-    load = model.parts.load(episodes.source)
-    load.prompt = partial(prompted, bos_token_id=model.inputs.tokenizer.bos_token_id, positions=None)
+    bos_token_id = model.inputs.tokenizer.bos_token_id
+    prompts = partial(support_before_query, bos_token_id=bos_token_id, positions=None)
+    load = model.parts.load(episodes.source, [prompts])
     ways = {"complete": partial(FullModelWorker.forward, worker), "shared": worker.forward}
     seconds, bounds, differences = {name: list[float]() for name in ways}, [], []
     for number, task in enumerate([episodes.tasks[0], *episodes.tasks]):  # the first one warms up
-        batches, found = load.batches(task).prompted, dict[str, float]()
+        batches, found = load.batches(task).query, dict[str, float]()
         for name in [*ways][:: 1 if number % 2 else -1]:
             began = time.process_time()
             found[name] = ways[name](batches).loss

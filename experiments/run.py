@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -34,6 +34,8 @@ from benchmarks.common import keep, read, start_ranks
 from experiments import report
 from fmmeta import MetaTrainer, evaluate
 from fmmeta.cli import parse
+from fmmeta.training.loop import train
+from fmmeta.training.run import Run
 
 HERE = Path(__file__).parent
 
@@ -94,17 +96,26 @@ class Study:
                 raise subprocess.SubprocessError(f"{cell.name}: a rank failed")
             return json.loads(file.read())
 
-    def trained(self, cell: Cell, **more: Any) -> tuple[str, float]:
+    def trained(
+        self, cell: Cell, at_end: Callable[[Run], None] = lambda run: None, **more: Any
+    ) -> tuple[str, float]:
         """Folder of the model that `train` of a cell gives, and CPU seconds that the training took.
 
-        Cells with the same settings share a training. more: arguments of MetaTrainer.
+        Cells with the same settings share a training. at_end: called after the last outer step. more:
+        arguments of MetaTrainer.
         """
         if (settings := cell.settings.get("train")) is None:
             return self.model, 0.0
         folder = Path(self.folder, hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16])
         if not (seconds := folder / "cpu_seconds").is_file():
             began = sum(os.times()[:4])  # with loader processes
-            MetaTrainer(parse(words_of({**settings, "output_dir": folder})), **more).train()
+            with MetaTrainer(
+                parse(words_of({**settings, "output_dir": folder})), **more
+            ).prepare() as prepared:
+                if prepared.run is not None:
+                    train(prepared.run)
+                    at_end(prepared.run)
+                prepared.finish()
             seconds.write_text(str(sum(os.times()[:4]) - began))
         return str(folder / "model"), float(seconds.read_text())
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fmmeta.models.learner import RowLosses as RowLosses
     from fmmeta.tasks.sources.own import Tasks as Tasks
     from fmmeta.train import MetaTrainer as MetaTrainer
+    from fmmeta.train import prepare as prepare
     from fmmeta.training.callbacks import Callback as Callback
 
 __version__ = "0.2.0"
@@ -35,6 +36,7 @@ __all__ = [
     "adapt_many",
     "evaluate",
     "load",
+    "prepare",
 ]
 
 _MODULES = {
@@ -49,6 +51,7 @@ _MODULES = {
     "adapt_many": "fmmeta.adaptation.python_api",
     "evaluate": "fmmeta.adaptation.python_api",
     "load": "fmmeta.adaptation.python_api",
+    "prepare": "fmmeta.train",
 }
 
 

@@ -11,7 +11,8 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -142,39 +143,49 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 def run(command: str, argv: list[str]) -> NoReturn:
     """Run a command, on every rank alike, and exit; of several ranks only rank 0 prints how it ended."""
-    line, code, launched = "", 0, command in LAUNCHED
+    launched = command in LAUNCHED
     if command not in ("doctor", "report", "lighthouse"):
         warn_untested(global_rank() if launched else 0)
-    with listening(command) as signals:
-        try:
-            settings = parse(argv, command)
-            if command not in PRINTING or getattr(settings, "output", "-") != "-":
-                keep_output("stdout")
-            with terminal_log(getattr(settings, "log_level", "info")):
-                pkgutil.resolve_name(COMMANDS[command].run)(settings, *([signals] if signals else []))
-            sys.stdout.flush()
-        except (UsageError, PeerError, MachineFault, Stopped) as error:
-            line, code = f"{'' if isinstance(error, Stopped) else 'error: '}{error}", error.exit_code
-        except KeyboardInterrupt as interrupt:
-            line, code = "interrupted", 128 + signal.SIGINT  # as shells
-            if interrupt.args:
-                line, code = (
-                    f"stopped by {interrupt.args[0]}; outputs that were not finished are removed",
-                    EXIT_STOPPED,
-                )
-        except BrokenPipeError:
-            code = discard_output()
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
-                raise
-            name = str(error.filename)
-            line = (
-                f"error: {name[:40]}... has {len(name)} characters, too many for a path; give a shorter one"
+    with listening(command) as signals, exit_code(launched, signals):
+        settings = parse(argv, command)
+        if command not in PRINTING or getattr(settings, "output", "-") != "-":
+            keep_output("stdout")
+        with terminal_log(getattr(settings, "log_level", "info")):
+            pkgutil.resolve_name(COMMANDS[command].run)(settings, *([signals] if signals else []))
+    raise AssertionError("exit_code ends the process")
+
+
+@contextmanager
+def exit_code(launched: bool = True, signals: Signals | None = None) -> Iterator[None]:
+    """Exit after the block: with 0, or as a command does after an error, in one line on rank 0.
+
+    For programs that launchers start, also those with `fmmeta.prepare`: 75 after a stop signal, 2 for what
+    the user has to correct, 70 where a machine misbehaves. Other errors are raised.
+    """
+    line, code = "", 0
+    try:
+        yield
+        sys.stdout.flush()
+    except (UsageError, PeerError, MachineFault, Stopped) as error:
+        line, code = f"{'' if isinstance(error, Stopped) else 'error: '}{error}", error.exit_code
+    except KeyboardInterrupt as interrupt:
+        line, code = "interrupted", 128 + signal.SIGINT  # as shells
+        if interrupt.args:
+            line, code = (
+                f"stopped by {interrupt.args[0]}; outputs that were not finished are removed",
+                EXIT_STOPPED,
             )
-            code = UsageError.exit_code
-        if signals:
-            signals.end()
-        leave(line, code, not launched or global_rank() == 0)
+    except BrokenPipeError:
+        code = discard_output()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        name = str(error.filename)
+        line = f"error: {name[:40]}... has {len(name)} characters, too many for a path; give a shorter one"
+        code = UsageError.exit_code
+    if signals:
+        signals.end()
+    leave(line, code, not launched or global_rank() == 0)
 
 
 def discard_output() -> int:

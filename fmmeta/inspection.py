@@ -24,7 +24,16 @@ from fmmeta.tasks.data.encode import encode, make_prompt
 from fmmeta.tasks.data.splits import SPLITS
 from fmmeta.tasks.data.token_store import TokenStore
 from fmmeta.tasks.schedule.meta_batches import Schedule
-from fmmeta.tasks.sources.base import ClassSource, Mixture, RowsByClass, TaskSource, stratum_shares
+from fmmeta.tasks.sources.base import (
+    ClassSource,
+    Draw,
+    EpisodeTransform,
+    Mixture,
+    RowsByClass,
+    TaskSource,
+    stratum_shares,
+    transformed,
+)
 from fmmeta.tasks.sources.load import FolderSource, Sources, load_sources
 
 DRAWN = 200  # task files of a split that are opened
@@ -64,7 +73,7 @@ def run(settings: InspectConfig) -> None:
     if not description.images:
         show_lengths(config, tokenizer, list(stores.values()))
     show_rows(progress, tasks["train"][0].store)
-    show_episode(config, tokenizer, sources.train)
+    show_episode(config, tokenizer, sources.train, sources.drawn)
     if refused:
         print("\nTraining would be refused:", flush=True)
         raise refused
@@ -223,13 +232,15 @@ def show_rows(progress: Progress, store: TokenStore) -> None:
     progress.table("rows", ["row", "stratum", "task", "input", "target", "tokens"], rows)
 
 
-def show_episode(config: Config, tokenizer: Any, source: TaskSource) -> None:
+def show_episode(
+    config: Config, tokenizer: Any, source: TaskSource, drawn: Sequence[EpisodeTransform]
+) -> None:
     """The first episode of training: the tokens of its rows with their label, or with the loss mask."""
     try:
         shares, count = stratum_shares(config, source.items), config.tasks_per_step
         schedule = Schedule(source.items, count, config.seed, shares=shares, sizes=source.size)
         task = schedule.meta_batch(0)[0]
-        rows = source.draw(task).episode()
+        rows = transformed(source.draw(task), [*drawn, Draw.episode])
     except (UsageError, OSError) as error:
         show_notes([f"no episode: {error}"])
         return

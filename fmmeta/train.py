@@ -1,10 +1,11 @@
 """The trainer: connects the parts of a run, from a `Config` and a launch to a finished model."""
 
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.install import warn_untested
@@ -14,7 +15,7 @@ from fmmeta.common.text import shortened
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.learners import give
 from fmmeta.config.settings import Config
-from fmmeta.elastic.controller import ElasticController, join, with_other_groups
+from fmmeta.elastic.controller import join, with_other_groups
 from fmmeta.evaluation.tune import choose_at_the_end, section_of, tune_before_training
 from fmmeta.metrics.own import Metric, find_metrics
 from fmmeta.models.files import check_given_model, check_given_tokenizer, store_model
@@ -27,10 +28,11 @@ from fmmeta.reliability.watchdog import watching
 from fmmeta.tasks.data.rows import IN_MEMORY, rows_in_memory
 from fmmeta.tasks.loader import check_sent
 from fmmeta.tasks.sources.own import Tasks
-from fmmeta.training import build
-from fmmeta.training.callbacks import Callback
+from fmmeta.training import build, loop
+from fmmeta.training.callbacks import Callback, RunView
 from fmmeta.training.finish import Result, finish, read_result
-from fmmeta.training.loop import Run
+from fmmeta.training.outer_schedule import Step
+from fmmeta.training.run import Run
 from fmmeta.training.run_folder import open_run
 from fmmeta.training.trackers import check_installed
 
@@ -89,13 +91,27 @@ class MetaTrainer:
         misbehaves, `PeerError` where another rank failed, and `Stopped` after a signal, with the state saved.
         Collective: world.
         """
+        with self.prepare("MetaTrainer.train()") as prepared:
+            if prepared.run is not None:
+                loop.train(prepared.run)
+            return prepared.finish()
+
+    def prepare(self, call: str = "MetaTrainer.prepare()") -> "PreparedRun":
+        """Everything up to the outer loop: groups, layout, weights, resume. Raises as `train`.
+
+        Collective: world.
+        """
         if not isinstance(self.config, Config):
             raise UsageError(f"config={shortened(self.config)} is no Config; give fmmeta.Config(...)")
-        refuse_while_importing("MetaTrainer.train()")
-        with restored_process(), terminal_log(self.config.log_level), ExitStack() as closing:
-            return self._train(Launch.from_env(os.environ), closing)
+        refuse_while_importing(call)
+        with ExitStack() as closing:
+            closing.enter_context(restored_process())
+            closing.enter_context(terminal_log(self.config.log_level))
+            run, result = self._open(Launch.from_env(os.environ), closing)
+            return PreparedRun(run, result, closing.pop_all())
 
-    def _train(self, launch: Launch, closing: ExitStack) -> Result:
+    def _open(self, launch: Launch, closing: ExitStack) -> tuple[Run | None, Result | None]:
+        """The run, or the result of one that is finished. Collective: world."""
         config, progress = self.config, Progress(enabled=launch.global_rank == 0)
         warn_untested(launch.global_rank)
         small = config.builtin_model and self.model is None
@@ -121,7 +137,7 @@ class MetaTrainer:
         inputs = build.read_inputs(config, world, notice, given_tokenizer=self.tokenizer, rows=rows)
         with world.comm.raise_on_all("looking at what loader processes receive"):
             if config.num_workers != "0":
-                check_sent((inputs.sources.train, inputs.transforms, inputs.collate), config.num_workers)
+                check_sent((inputs.sources.train, inputs.reading, inputs.collate), config.num_workers)
         suggest_chat(config, inputs.tokenizer, notice)
         with world.comm.raise_on_all("counting the outer steps"):
             config = build.with_outer_epochs(config, inputs.sources.train, notice)
@@ -141,7 +157,7 @@ class MetaTrainer:
             notice(Warn(text))
         if start.finished:
             notice(f"{start.folder} holds this run, finished; its model is in {start.folder / 'model'}")
-            return read_result(start.folder, world.comm)
+            return None, read_result(start.folder, world.comm)
         plan = plan or build.plan_parallel(config, inputs, world, notice)
         ranks = ranks or world.split(plan.group_size, plan.engine == "deepspeed")
         parts = build.build(config, inputs, plan, ranks)
@@ -154,29 +170,15 @@ class MetaTrainer:
             plan.deepspeed,
         )
         notice(f"output_dir {start.folder}")
-        with nullcontext(signals) if signals else Signals() as signals:
-            run = Run(
-                config,
-                inputs,
-                ranks,
-                parts,
-                start,
-                progress,
-                signals,
-                cross and ElasticController(config, cross, ranks, notice),
-                self.callbacks,
-                metrics,
-            )
-            run.resume()
-            signals.run()
-            with watching(run.stage, world.shared_store(), ranks, signals):
-                try:
-                    run.loop()
-                    return finish(run, choose_at_the_end)
-                finally:
-                    run.stage.begin("ending")  # the ranks end one by one
-                    run.callbacks.close(run)
-                    run.controller.close()
+        signals = signals or closing.enter_context(Signals())
+        run = Run(config, inputs, ranks, parts, start, progress, signals, self.callbacks, metrics)
+        run.resume()
+        signals.run()
+        closing.enter_context(watching(run.stage, world.shared_store(), ranks, signals))
+        closing.callback(run.outer_schedule.close)
+        closing.callback(run.callbacks.close, run.view)
+        closing.callback(run.stage.begin, "ending")  # the ranks end one by one
+        return run, None
 
     def _read_objects(self, world: World) -> tuple[Config, Any]:
         """The settings with the names of the given objects, and the rows of the given data set.
@@ -235,6 +237,97 @@ class MetaTrainer:
                 )
             config = config.but(model_name_or_path=folder)
         return config, rows
+
+
+class PreparedRun:
+    """A run whose outer loop is the caller's: `fmmeta.prepare`.
+
+    run: what it is made of; None where the folder holds the run, finished: there are no steps then. It ends
+    with `finish`, with the `with` block, or with the process.
+    """
+
+    def __init__(self, run: Run | None, result: Result | None, closing: ExitStack) -> None:
+        self.run, self.result, self.closing = run, result, closing
+        self._release = finalize(self, closing.close)
+
+    def __enter__(self) -> "PreparedRun":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._release.detach():
+            self.closing.__exit__(*error)
+
+    @property
+    def view(self) -> RunView:
+        """What callbacks see of the run. Raises `UsageError` for a finished one."""
+        if self.run is None:
+            raise UsageError(f"output_dir={self.result and self.result.output_dir} holds the run, finished")
+        return self.run.view
+
+    def steps(self) -> Iterator[Step]:
+        """The outer steps that are left; each needs `update()` before the next one.
+
+        They validate, log and save as the settings say, the last one too. Raises `Stopped` after a signal,
+        with the state saved: the same program resumes from there. Collective: world.
+        """
+        if self.run is not None:
+            steps = self.run.outer_schedule.steps()
+            self.closing.callback(steps.close)
+            yield from steps
+
+    def finish(self) -> Result:
+        """Save, export and evaluate the model, as at the end of `MetaTrainer.train`. Collective: world."""
+        if self.result is None:
+            assert self.run is not None
+            self.result = finish(self.run, choose_at_the_end)
+        self.__exit__(None, None, None)
+        return self.result
+
+
+def prepare(
+    learner: Any = None,
+    tasks: Any = None,
+    config: Config | None = None,
+    *,
+    tokenizer: Any = None,
+    callbacks: Sequence[Callback] = (),
+    metrics: Sequence[Metric] = (),
+    signals: Signals | None = None,
+) -> PreparedRun:
+    """Prepare a run for a loop of the caller, on every rank of a launch.
+
+    learner: a `fmmeta.Learner` or a model, and tasks: as `dataset` of `MetaTrainer`; None: those of the
+    settings. The other arguments, the folder, resume, stop signals, the watchdog and the schedule of
+    tasks are those of `MetaTrainer` too. The loop takes the place of the rule of `config.algorithm`, which
+    says what the inner steps change, and whether they keep a trajectory for `backward(order=2)`. Collective:
+    world.
+
+    >>> import contextlib, io, tempfile, fmmeta
+    >>> short = dict(outer_steps=1, meta_batch_size=1, eval_episodes=0, num_workers="0")
+    >>> config = fmmeta.Config(**short, output_dir=tempfile.mkdtemp())
+    >>> with contextlib.redirect_stdout(io.StringIO()), fmmeta.prepare(config=config) as meta:
+    ...     for step in meta.steps():
+    ...         for task in step.tasks():
+    ...             with task:
+    ...                 first = task.step(task.support, lr=0.1)
+    ...                 result = task.backward(task.query)
+    ...         outcome = step.update()
+    ...     trained = meta.finish()
+    >>> outcome.name, trained.outer_steps
+    ('APPLIED', 1)
+    """
+    own = isinstance(learner, Learner)
+    trainer = MetaTrainer(
+        Config() if config is None else config,
+        signals,
+        callbacks,
+        model=None if own else learner,
+        learner=learner if own else None,
+        tokenizer=tokenizer,
+        dataset=tasks,
+        metrics=metrics,
+    )
+    return trainer.prepare("fmmeta.prepare()")
 
 
 def train(config: Config, signals: Signals | None = None) -> Result:

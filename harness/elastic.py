@@ -23,14 +23,14 @@ from safetensors import safe_open
 from fmmeta import Config
 from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
 from fmmeta.models.load import describe, load_learner
-from fmmeta.tasks.augment import TextEpisode
+from fmmeta.tasks.sources.base import EpisodeRows
 from harness.fork_server import Rank, environment, places, shared
 
 SLEEP = "FMMETA_TASK_SECONDS"  # a file with a number; none: do not sleep
 ROLL = re.compile(r"outer step (\d+): \d+ groups? \((.*)\)")
 
 
-def slowly(episode: TextEpisode, rng: object) -> TextEpisode:
+def slowly(episode: EpisodeRows, rng: object) -> EpisodeRows:
     """A transform that changes nothing and takes its time."""
     file = Path(os.environ.get(SLEEP, "/nonexistent"))
     if file.is_file():

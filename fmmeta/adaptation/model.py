@@ -22,7 +22,7 @@ from fmmeta.config.learners import stored_kind
 from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.methods import with_equal_classes
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig
-from fmmeta.meta.algorithms.baselines import in_context_rows, prompted
+from fmmeta.meta.algorithms.baselines import prompted
 from fmmeta.metrics.language import generate
 from fmmeta.models.classification import Classifier
 from fmmeta.models.files import HEAD_FILE, SETTINGS_FILE, base_model_name, cached_file, is_path, remembered
@@ -241,12 +241,6 @@ class LoadedModel:
         """Pairs of input and output as tokens."""
         return encode(self.tokenizer, self.config, *zip(*pairs, strict=True)) if pairs else []
 
-    def in_context_rows(
-        self, support: Sequence[Example], query: Sequence[Example]
-    ) -> tuple[list[Example], list[Example]]:
-        """See `baselines.in_context_rows`."""
-        return in_context_rows(support, query, self.tokenizer.bos_token_id, self.positions)
-
     def prompts_of(
         self, support: Sequence[Example], examples: Sequence[Example], max_new_tokens: int
     ) -> list[Sequence[int]]:
@@ -434,8 +428,6 @@ def load_model(
             config.micro_batch_size,
             ranks.layout.group_rank,
             ranks.layout.group_size,
-            support_batch_size=config.support_batch_size,
-            inner_steps=2 * config.inner_steps,  # early stopping tries up to twice as many
             collate_fn=Collate.of(config) if config.learner.own else None,
         ),
     )

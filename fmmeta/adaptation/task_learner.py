@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from fmmeta.config.settings import Config
 from fmmeta.evaluation.methods import with_stored_rates
 from fmmeta.evaluation.settings import AdaptConfig, has_inner_loop, has_prompts
 from fmmeta.meta.algorithms import setup as rules
+from fmmeta.meta.algorithms.baselines import prompts
 from fmmeta.meta.inner_optimizers import RATES_FILE
 from fmmeta.meta.multi_task import MultiTaskInnerLoop
 from fmmeta.models.files import remembered, trained_with
@@ -38,11 +40,14 @@ from fmmeta.parallel.layout import size_of
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import PassStats, all_finite
 from fmmeta.reliability.checks import rising_loss
-from fmmeta.tasks.batching import Episode, Example, MicroBatch, batches_of_step
+from fmmeta.tasks.augment import sample_support
+from fmmeta.tasks.batching import Episode, Example, batches_of_step
 from fmmeta.tasks.data.encode import answer_without_room, encode, full_rows
 from fmmeta.tasks.data.files import read_file
 from fmmeta.tasks.data.rows import Examples, Table, label_texts, rows_in_memory, tabulate
 from fmmeta.tasks.data.splits import few, known_rows
+from fmmeta.tasks.schedule.meta_batches import Task
+from fmmeta.tasks.sources.base import EpisodeRows, EpisodeTransform, transformed
 
 FOLDS = 2  # at most; each costs an inner loop
 MEMORY = 0.5  # share of the free memory that the adapters of a pass may take
@@ -189,9 +194,13 @@ class TaskLearner:
         self.tokenizer = copy.deepcopy(model.tokenizer)  # encoding sets its truncation
         self.prompts, learns = has_prompts(method), has_inner_loop(method)
         self.learns_prompts = self.prompts and learns
+        # early stopping tries up to twice as many steps
+        samples = partial(sample_support, config.support_batch_size, 2 * config.inner_steps)
+        self.transforms: list[EpisodeTransform] = [samples]
         self.steps = config.inner_steps if learns else 0
         self.chooses = settings.early_stopping and self.steps > 0
         if self.learns_prompts:  # rows of all examples: of many, a few fill a pass
+            self.transforms[:0] = prompts(method, model.tokenizer, model.description.hf_config)
             model.batcher = replace(model.batcher, max_tokens=settings.tokens_per_pass)
         longest = replace(config, inner_steps=config.inner_steps * (2 if self.chooses else 1))
         setup = rules.setup(longest, model.worker, model.head_names, config.most_classes, settings.bf16)
@@ -324,11 +333,11 @@ class TaskLearner:
             support = [example for index, example in enumerate(one.examples) if index not in fold]
             yield support, [one.examples[index] for index in fold]
 
-    def _rows(
-        self, support: Sequence[Example], query: Sequence[Example]
-    ) -> tuple[Sequence[Example], Sequence[Example]]:
-        """The rows of the inner loop and of the queries: with prompts, or the examples as they are."""
-        return self.model.in_context_rows(support, query) if self.learns_prompts else (support, query)
+    def _episode(self, one: Encoded, support: list[Example], query: list[Example]) -> Episode:
+        """The micro-batches of the inner loop and of the queries."""
+        task = Task(0, one.task.name or "", "", 0, (self.config.seed,))
+        rows = EpisodeRows(task, support, query, one.task.labels)
+        return self.model.batcher.episode(transformed(rows, self.transforms))
 
     def _scores(
         self, owners: Sequence[Encoded], folds: Sequence[tuple[list[Example], list[Example]]]
@@ -336,10 +345,7 @@ class TaskLearner:
         """The number of each fold, with its scores after 0 to K steps [2, K + 1]."""
         worker = self.model.worker
         for numbers in self._passes([support for support, _ in folds]):
-            episodes = [
-                Episode(*map(self._split, [owners[number]] * 2, self._rows(*folds[number]), (True, False)))
-                for number in numbers
-            ]
+            episodes = [self._episode(owners[number], *folds[number]) for number in numbers]
             if self.loop is None:  # one fold
                 passes = [self.inner.scores_after_each_step(worker, self.theta, episodes[0])]
                 worker.write(self.theta)
@@ -354,7 +360,7 @@ class TaskLearner:
         worker, tasks = self.model.worker, sorted(tasks, key=lambda one: one.steps)
         for numbers in self._passes([one.examples for one in tasks], in_order=True):
             here = [tasks[number] for number in numbers]
-            sets = [self._split(one, self._rows(one.examples, [])[0], support=True) for one in here]
+            sets = [self._episode(one, one.examples, []).support for one in here]
             steps = [one.steps for one in here]
             if self.loop is None:  # one task
                 worker.write(self.theta)
@@ -365,12 +371,6 @@ class TaskLearner:
                 results = self.loop.adapt(worker, self.theta, sets, steps)
             for one, (passes, named) in zip(here, results, strict=True):
                 yield replace(one, weights=named and self._own_classes(one, named)), passes
-
-    def _split(self, one: Encoded, examples: Sequence[Example], support: bool) -> list[MicroBatch]:
-        batcher, classes = self.model.batcher, len(one.task.labels)
-        if support:
-            return batcher.split_support(examples, (self.config.seed,), classes)
-        return batcher.split(examples, classes)
 
     def _own_classes(self, one: Encoded, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """The weights with a head of the task's own classes alone."""

@@ -322,7 +322,7 @@ def write_metadata(
     if skeleton.own_head and not description.images:
         sentence_transformers(folder, config, description)
     spec = find(config.algorithm)
-    unused = InnerConfig.__dataclass_fields__ if spec.in_prompt else ()
+    unused = InnerConfig.__dataclass_fields__ if spec.evaluation else ()
     stored: dict[str, Any] = {
         "algorithm": config.algorithm,
         "pooling": description.pooling,
@@ -332,7 +332,7 @@ def write_metadata(
         **{name: value for name, value in config.to_remember().items() if name not in unused},
         "inner_rates": None,
     }
-    if spec.in_prompt:
+    if spec.evaluation:
         stored["method"], rates = spec.method, None
     if rates is not None and rates.element is not None:
         stored["inner_rates"] = RATES_FILE

@@ -159,7 +159,7 @@ def broken_text(text: str) -> str | None:
     """The characters of a text that no tokenizer accepts or no file can store."""
     if "\0" in text:
         return "NUL bytes"
-    half = HALF_PAIR.search(text)
+    half = None if text.isascii() else HALF_PAIR.search(text)
     return f"half of a surrogate pair (\\u{ord(half[0]):x})" if half else None
 
 

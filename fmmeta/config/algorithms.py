@@ -43,7 +43,10 @@ class AlgorithmSpec:
     multi_task: str | None = None  # several tasks in a pass over adapters, by gradient: query or displacement
     needs: str = ""  # a field of LearnerSpec that a kind of task must have, or any: of_classes, generates
     all_classes: bool = False  # one head is trained over the classes of all training tasks
-    in_prompt: bool = False  # the support set is part of the prompt and is not trained on
+    method: str = "finetune"  # of `fmmeta evaluate`, which learns a task as in training
+    evaluation: Any = None  # the EvaluationMethod of runs (fmmeta/meta/inner_loop.py); None: the inner loop
+    learning: str = ""  # how a task is learned without an inner loop, for tables
+    rows_before_query: Callable[[Any], int] = lambda config: 0  # support rows in the prompt of a query
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of settings that were left open
     supports: frozenset[str] = frozenset()  # settings with SettingRule.per_algorithm, and some more
     conflicts: Callable[[Any], Iterator[str]] = lambda config: iter(())  # a line for each conflict
@@ -57,11 +60,6 @@ class AlgorithmSpec:
     def trains_nothing(self) -> bool:
         """Whether nothing is trained."""
         return self.rule is None
-
-    @property
-    def method(self) -> str:
-        """The method of `fmmeta evaluate` that learns a task as in training."""
-        return "in_context" if self.in_prompt else "finetune"
 
     @property
     def takes_differences(self) -> bool:
@@ -203,7 +201,7 @@ def find_outer(name: str) -> OuterOptimizerSpec:
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         raise UsageError(
             f"{given} is a {type(found).__name__}, neither an OuterOptimizerSpec nor a subclass of"
-            " torch.optim.Optimizer; name one (docs/how-to/own-rule.md)"
+            " torch.optim.Optimizer; name one (docs/how-to/own-learner-source-rule.md)"
         )
     return OuterOptimizerSpec(found, _moments(found), {})
 
@@ -277,7 +275,7 @@ def find_inner(name: str) -> Any:
     if not isinstance(found, kind) or found.momentum:
         raise UsageError(
             f"{given} is a {type(found).__name__}, no InnerOptimizer(state_names, direction) without"
-            " momentum=; name one (docs/how-to/own-rule.md)"
+            " momentum=; name one (docs/how-to/own-learner-source-rule.md)"
         )
     import torch
 

@@ -271,7 +271,7 @@ def of_inner_loop(c: Any) -> Conflicts:
     second_order = spec.order > 1 and c.first_order_steps < c.outer_steps
     return [
         (
-            c.support_batch_size and (spec.order > 1 or spec.frozen_body or spec.in_prompt),
+            c.support_batch_size and (spec.order > 1 or spec.frozen_body or spec.evaluation),
             f"support_batch_size={c.support_batch_size} with algorithm={name}: inner steps on samples of the"
             " support set are implemented for first-order rules that change all weights; use fomaml or"
             " reptile, or leave it out",
@@ -325,7 +325,6 @@ OF_OWN_ROWS = {  # what does not go with a learner that reads rows
 OF_MODULE = {  # what does not go with a module that is no model of transformers
     "tensor_parallel_size": "no plan says how to split it",
     "lora_r": "adapters are for models of transformers",
-    "tasks_per_pass": "it has no adapters",
     "gradient_checkpointing": "it does that itself",
     "compile": "it does that itself, with torch.compile",
     "attn_implementation": "it is no model of transformers",
@@ -427,7 +426,10 @@ def of_several_tasks(c: Any) -> Conflicts:
         ]
     else:
         excluded = [
-            (not c.lora_r, f"lora_r=0, where tasks of {c.algorithm} need a whole model each"),
+            (
+                not (c.lora_r or c.learner.make),
+                f"lora_r=0, where tasks of {c.algorithm} need a whole model each",
+            ),
             (spec.multi_task is None, f"algorithm={c.algorithm}, which has no rule for several tasks"),
             (c.pipeline_stages > 1, f"pipeline_stages={c.pipeline_stages}"),
             (c.tensor_parallel_size > 1, f"tensor_parallel_size={c.tensor_parallel_size}"),

@@ -7,7 +7,6 @@ a copy of one of these with another loss or other inputs (examples/own_loss.py, 
 """
 
 import copy
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.text import any_of
-from fmmeta.config.registry import find_spec
+from fmmeta.config.registry import find_spec, resolved
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class LearnerSpec:
     @property
     def own(self) -> Any:
         """The class of the learner that reads the rows; None for texts or images."""
-        return pkgutil.resolve_name(self.learner) if isinstance(self.learner, str) else self.learner
+        return resolved(self.learner) if isinstance(self.learner, str) else self.learner
 
     @property
     def auto(self) -> str:

@@ -17,6 +17,9 @@ def installed(group: str) -> dict[str, EntryPoint]:
     return {one.name: one for one in entry_points(group=group)}
 
 
+resolved = cache(pkgutil.resolve_name)
+
+
 def find_spec(
     setting: str,
     name: str,
@@ -33,7 +36,7 @@ def find_spec(
     """
     group = installed(plug_ins)
     if name in built_in:
-        return pkgutil.resolve_name(built_in[name])
+        return resolved(built_in[name])
     if ":" in name:
         found = import_named(setting, name, kind.__name__)
     elif name in group:

@@ -550,7 +550,8 @@ class MetaConfig:
     )
     outer_optimizer: str = setting(
         "adamw",
-        f"Optimizer of theta: {', '.join(OUTER_OPTIMIZERS)}, or module:name (docs/how-to/own-rule.md)",
+        f"Optimizer of theta: {', '.join(OUTER_OPTIMIZERS)}, or module:name"
+        " (docs/how-to/own-learner-source-rule.md)",
     )
     outer_momentum: float = setting(
         0.9, "Momentum of outer_optimizer=nesterov", below=1, needs=("outer_optimizer", "nesterov")
@@ -825,8 +826,8 @@ class RunConfig:
     metrics: list[str] = setting(
         [],
         "Metrics of validation and held-out episodes, as of fmmeta evaluate: module:name of functions"
-        " (predictions, references) -> numbers by name (docs/how-to/own-rule.md); causal_lm: also"
-        f" {', '.join(METRICS)}",
+        " (predictions, references) -> numbers by name (docs/how-to/own-learner-source-rule.md); causal_lm:"
+        f" also {', '.join(METRICS)}",
         resume="free",
         needs=("eval_episodes",),
     )

@@ -1,7 +1,7 @@
-"""Joins a launch to an elastic run, and controls what happens when groups come and go (--elastic).
+"""Joins a launch to an elastic run; the schedule of a run whose groups come and go (--elastic).
 
     join, with_other_groups   lighthouse client, communicators across groups, secret and hash of the settings
-    begin_step                quorum -> transfer state -> change of writer
+    form                      quorum -> transfer state -> change of writer
     form_again                a group was lost: the same outer step again, its tasks assigned to the remaining
                               groups
     finish                    a last quorum, so that one of the remaining groups writes the model
@@ -21,14 +21,14 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from fmmeta.config.settings import Config
 from fmmeta.elastic.communicator import AllGroups, ElasticCommunicator, Membership
 from fmmeta.elastic.lighthouse import LIGHTHOUSE_S, in_thread
 from fmmeta.meta.parameters import StateDict
+from fmmeta.meta.task import TaskRun
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.network import PROOF
@@ -47,30 +48,13 @@ from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.reliability.checks import check_replicas
 from fmmeta.report.data import read_run
-from fmmeta.training.claims import TaskClaims
-from fmmeta.training.loop import Run, StaticController
-from fmmeta.training.run_folder import lock_folder, version
+from fmmeta.training.claims import ClaimedEpisodes, TaskClaims
+from fmmeta.training.outer_schedule import Outcome
+from fmmeta.training.run import Run
+from fmmeta.training.run_folder import lock_folder, newest_complete, version
+from fmmeta.training.schedules import OpenStep, StaticSchedule
 
 CLAIM_S = 10.0  # timeout of a claim; then the first group is lost
-
-
-def share_finished_tasks(run: Run, cross: ElasticCommunicator, log: Callable[[str], None]) -> None:
-    """Begin the claims of a quorum: which tasks of the outer step its groups have finished in earlier ones.
-
-    If two groups have finished the same task, the sum of the second one is dropped. Raises `PeerLost`.
-    Collective: all groups.
-    """
-    feed, taken = run.feed, set[int]()
-    feed.claims = TaskClaims(cross.own, cross.counters(), lambda ask: in_thread(ask).result(CLAIM_S))
-    for group, gathered in enumerate(cross.gather_bytes(json.dumps(feed.finished).encode())):
-        slots = json.loads(gathered)
-        if taken.isdisjoint(slots):
-            taken.update(slots)
-        elif group == cross.rank:
-            run.forget_tasks()
-    feed.finished_before = taken
-    if taken:
-        log(f"outer step {run.state.outer_step + 1}: {len(taken)} of its tasks are finished, and are kept")
 
 
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}  # of vectors and tables
@@ -203,28 +187,64 @@ MAX_ATTEMPTS = 100  # at one outer step
 LOCK_S, LAST_LOCK_S = 2.0, 120.0  # timeouts of the folder's lock: at an outer step, and at the end of the run
 
 
-class ElasticController(StaticController):
-    """One for a run of a group."""
+class ElasticSchedule(StaticSchedule):
+    """Static shares or claimed tasks, among the groups that are members at an outer step."""
 
-    def __init__(
-        self, config: Config, cross: ElasticCommunicator, ranks: ProcessGroups, log: Callable[[str], None]
-    ) -> None:
-        self.config, self.cross, self.ranks, self.log = config, cross, ranks, log
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.config, self.log = run.config, run.progress.notice
+        self.cross = cast(ElasticCommunicator, run.ranks.cross)
         self.membership: Membership | None = None
         self.lock: Any = None
-        self.writes = self.over = False
+        self.over = run.view.writes = False
         self.quorum_step: int | None = None  # the outer step of the last quorum
-        self.began: float | None = None  # the first attempt at this outer step
+        self.began_step: float | None = None  # the first attempt at this outer step
+        self.lost: PeerLost | None = None  # by a claim
         self.retries, self.lost_s, self.tasks = 0, 0.0, 0
 
-    def begin_step(self, run: Run) -> None:
+    def begin_step(self) -> OpenStep | None:
+        self.form_until_complete()
+        if self.run.state.outer_step == self.config.outer_steps:
+            return None  # the other groups have finished the run meanwhile
+        return super().begin_step()
+
+    def passes(self, number: int, size: int) -> Iterator[list[TaskRun]]:
+        try:
+            yield from super().passes(number, size)
+        except PeerLost as lost:
+            self.lost = lost
+
+    def update(self, number: int) -> Outcome:
+        """A step that a group has left, or during which one was lost, is attempted again by the others."""
+        self.settle()
+        if self.left_tasks:
+            self.run.stop.requested = True
+            return Outcome.STOP
+        try:
+            if self.lost is not None:
+                raise self.lost
+            return self.reduce()
+        except PeerLost as lost:
+            self.form_again(lost)
+            return Outcome.STOP
+
+    def form_until_complete(self) -> None:
+        """`form`, again and again where a group is lost meanwhile."""
+        while True:
+            try:
+                return self.form()
+            except PeerLost as lost:
+                self.form_again(lost)
+
+    def form(self) -> None:
         """Form the groups of this outer step; receive the donor's state if this group needs it.
 
         Raises `PeerLost`. Collective: all groups.
         """
+        run = self.run
         wait = partial(run.stage.begin, "waiting for the other groups")
         wait()
-        self.began, step = self.began or time.monotonic(), run.state.outer_step
+        self.began_step, step = self.began_step or time.monotonic(), run.state.outer_step
         members = self.cross.form(step, LIGHTHOUSE_S, wait)  # the lighthouse answers meanwhile
         if members.unknown_groups > (self.membership.unknown_groups if self.membership else 0):
             self.log(
@@ -241,34 +261,59 @@ class ElasticController(StaticController):
                 "another run"
             )
         if members.needs_state(members.here):
-            run.forget_tasks()  # they were of another theta
+            self.forget_tasks()  # they were of another theta
         if any(members.needs_state(number) for number in range(len(groups))):
             transfer_state(run, self.cross, members, self.log)
             step = run.state.outer_step
             self.cross.attempt, self.cross.computed_by = (step, self.cross.connection), donor.computed_by
-            if self.writes:
-                run.logger.write_pending_line(run)
+            if run.view.writes:
+                run.logger.write_pending_line(run.view)
         self.cross.fresh, self.quorum_step = False, step
         self.cross.bytes_sent = 0  # bytes of a lost attempt and of the transfer do not count
         if members.restarted or self.retries:
-            run.feed.restart(run.state.tasks)
-            if run.feed.claims is not None:
-                share_finished_tasks(run, self.cross, self.log)
-            self.lost_s = time.monotonic() - self.began
+            self.feed.restart(run.state.tasks)
+            if isinstance(self.feed, ClaimedEpisodes):
+                self.share_finished_tasks(self.feed)
+            self.lost_s = time.monotonic() - self.began_step
         every = self.config.check_replicas_steps
         if members.restarted or (every and step % every == 0):
             check_replicas(run.ranks, run.theta, f"after outer step {step}")
-        if members.writer == members.here and not self.writes:
-            self._become_writer(run, LOCK_S)
+        if members.writer == members.here and not run.view.writes:
+            self._become_writer(LOCK_S)
         self.membership = members
         if members.restarted:
             noun, labels = "group" if len(groups) == 1 else "groups", ", ".join(one.label for one in groups)
             self.log(f"outer step {run.state.outer_step + 1}: {len(groups)} {noun} ({labels})")
 
-    def form_again(self, run: Run, lost: PeerLost) -> None:
+    def share_finished_tasks(self, feed: ClaimedEpisodes) -> None:
+        """Begin the claims of a quorum: which tasks of the outer step its groups have finished before.
+
+        If two groups have finished the same task, the sum of the second one is dropped. Raises `PeerLost`.
+        Collective: all groups.
+        """
+        cross, taken = self.cross, set[int]()
+        feed.claims = TaskClaims(cross.own, cross.counters(), lambda ask: in_thread(ask).result(CLAIM_S))
+        for group, gathered in enumerate(cross.gather_bytes(json.dumps(feed.finished).encode())):
+            slots = json.loads(gathered)
+            if taken.isdisjoint(slots):
+                taken.update(slots)
+            elif group == cross.rank:
+                self.forget_tasks()
+        feed.finished_before = taken
+        if taken:
+            step = self.run.state.outer_step + 1
+            self.log(f"outer step {step}: {len(taken)} of its tasks are finished, and are kept")
+
+    def forget_tasks(self) -> None:
+        """Drop the gradients of the tasks that this group has finished in this outer step. Local."""
+        self.is_open = False
+        self.run.state.updates.meta.clear()
+        self.feed.finished, self.feed.errors = [], []
+
+    def form_again(self, lost: PeerLost) -> None:
         """Prepare another attempt at this outer step. Raises `MachineFault` after too many. Local."""
-        self.retries += 1
-        step = run.state.outer_step + 1
+        self.retries, self.lost = self.retries + 1, None
+        step = self.run.state.outer_step + 1
         if self.retries > MAX_ATTEMPTS:
             raise MachineFault(
                 f"outer step {step} was attempted {MAX_ATTEMPTS} times in vain ({lost}); look at the network"
@@ -276,42 +321,44 @@ class ElasticController(StaticController):
             ) from None
         self.log(f"outer step {step} is attempted again: a group is lost ({lost})")
         self.cross.disconnect()
-        if run.kept_metrics is None:  # else the sum of finished tasks is complete, and is kept
-            run.forget_tasks()
+        if not (self.is_open and self.feed.keeps_finished):
+            self.forget_tasks()  # else the sum of finished tasks is complete, and is kept
 
-    def check_task_count(self, run: Run, tasks: int) -> None:
-        """The tasks of all groups must be the meta-batch. Raises `MachineFault`."""
-        self.tasks = tasks
-        if tasks != run.schedule.tasks_per_step:
+    def check_task_count(self, tasks: int) -> None:
+        self.tasks, wanted = tasks, self.run.schedule.tasks_per_step
+        if tasks != wanted:
             raise MachineFault(
-                f"{tasks} tasks were learned from in an outer step of {run.schedule.tasks_per_step}: the"
-                " groups disagree which groups take part"
+                f"{tasks} tasks were learned from in an outer step of {wanted}: the groups disagree which"
+                " groups take part"
             )
 
-    def metrics(self) -> dict[str, Any]:
-        """Values of the outer step that has ended, for metrics.jsonl; the next step counts from zero."""
+    def numbers(self) -> dict[str, Any]:
+        """The next step counts from zero."""
         values = {
             "groups": self.cross.size,
             "tasks": self.tasks,
             "retries": self.retries,
             "lost_seconds": round(self.lost_s, 3),
         }
-        self.began, self.retries, self.lost_s = None, 0, 0.0
+        self.began_step, self.retries, self.lost_s = None, 0, 0.0
         return values
 
-    def finish(self, run: Run) -> None:
+    def compare_theta(self) -> None:
+        """The quorum compares it: only one group saves."""
+
+    def newer_than(self, refused: Path) -> Path:
+        return newest_complete(self.run.folder, self.run.ranks.world)[0]
+
+    def finish(self) -> None:
         """All outer steps are done: agree which group writes the model. Collective: all groups."""
-        last = self.config.outer_steps
+        run, last = self.run, self.config.outer_steps
         while run.state.outer_step == last and self.quorum_step != last and not self.over:
-            try:
-                self.begin_step(run)
-            except PeerLost as lost:
-                self.form_again(run, lost)
+            self.form_until_complete()
         members = self.membership
         if self.over:
             self.log("the run is finished; nothing is left to do")
-        elif members and members.writer == members.here and not (self.writes or run.stop.requested):
-            self._become_writer(run, LAST_LOCK_S)
+        elif members and members.writer == members.here and not (run.view.writes or run.stop.requested):
+            self._become_writer(LAST_LOCK_S)
 
     def leave(self) -> None:
         self.cross.leave()
@@ -320,12 +367,13 @@ class ElasticController(StaticController):
         if self.lock is not None:
             self.lock.close()
 
-    def _become_writer(self, run: Run, timeout_s: float) -> None:
+    def _become_writer(self, timeout_s: float) -> None:
         """Lock the folder and open the files of the run; a locked folder is retried at the next step.
 
         Collective: group.
         """
-        world, first, finished = self.ranks.world, self.ranks.first, False
+        run, world = self.run, self.run.ranks.world
+        first, finished = run.ranks.first, False
         try:
             with world.raise_on_all("locking the folder"):
                 if first:
@@ -346,6 +394,6 @@ class ElasticController(StaticController):
             return
         with world.raise_on_all("beginning to write"):
             run.begin_writing()
-        self.writes = self.cross.writes = True
+        run.view.writes = self.cross.writes = True
         self.log(f"this group writes the files of the run, from outer step {run.state.outer_step + 1} on")
-        run.logger.write_pending_line(run)
+        run.logger.write_pending_line(run.view)

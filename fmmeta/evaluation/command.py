@@ -47,7 +47,7 @@ from fmmeta.evaluation.results import (
     show,
     write_output,
 )
-from fmmeta.evaluation.settings import EvaluateConfig, has_inner_loop, has_prompts
+from fmmeta.evaluation.settings import EvaluateConfig, has_inner_loop
 from fmmeta.metrics.own import find_metrics
 from fmmeta.metrics.scores import EpisodeScore, summary
 from fmmeta.models.files import base_model_name, remembered, trained_with, weights_state
@@ -60,7 +60,7 @@ from fmmeta.tasks.batching import Episode
 from fmmeta.tasks.data.splits import UsedSplits, few, read_used_splits
 from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.schedule.meta_batches import Task
-from fmmeta.tasks.sources.base import ClassSource, Draw, Mixture, TaskSource
+from fmmeta.tasks.sources.base import ClassSource, Draw, Mixture, TaskSource, transformed
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.training import build
 from fmmeta.training.episodes import LEAST_SEEN, EpisodeReader
@@ -191,15 +191,12 @@ class Episodes:
         return [self.source.draw(task) for task in self.tasks]
 
     def fingerprint(self) -> str:
-        """Digest of the rows of all episodes, without the names of classes.
-
-        Two evaluations are paired only if it is the same.
-        """
+        """Digest of the rows of all episodes. Two evaluations are paired only if it is the same."""
         return digest(
             [
                 [
                     draw.classes,
-                    [(row, label) for row, label in draw.support if row < len(draw.store)],
+                    draw.support,
                     draw.query,
                     [[draw.store.text(side, row) for side in ("input", "target")] for row, _ in draw.query],
                 ]
@@ -287,7 +284,7 @@ def drop_unreadable(
     with world.comm.raise_on_all("looking at episodes"):
         for index, task in enumerate(episodes.tasks):
             try:
-                episodes.source.draw(task).check()
+                episodes.source.draw(task).episode()
             except (OSError, UsageError) as error:
                 here[index] = f"task {task.name}: {one_line(error)}"
     parts = reversed(world.comm.gather_bytes(json.dumps(here).encode()))
@@ -389,10 +386,9 @@ class EvaluatedModel:
         """
         settings, worker, episodes = self.settings, self.parts.worker, self.episodes[k_shot]
         what, theta = f"{k_shot}-shot {method}", self.parts.meta_params.theta
-        learns, prompts = has_inner_loop(method), has_prompts(method)
-        prompt = build.prompt_builder(self.inputs) if prompts else None
+        learns, prompts = has_inner_loop(method), self.inputs.prompts(method)
         metrics = metrics_of(
-            self.metrics, self.config, self.inputs, self.parts, prompt, settings.max_new_tokens
+            self.metrics, self.config, self.inputs, self.parts, prompts, settings.max_new_tokens
         )
         if method in CLASSIFIERS:
             read, classify = (
@@ -400,11 +396,7 @@ class EvaluatedModel:
                 partial(classifier_score, method, metrics),
             )
             return scoring.scores(episodes.tasks, read, classify, what, key=key)
-        load = self.parts.load(episodes.source)
-        if learns and prompts:
-            load.prompt_episode = build.episode_prompt_builder(self.inputs)
-        else:
-            load.prompt = prompt
+        load = self.parts.load(episodes.source, prompts)
         reader = EpisodeReader.of(load, self.ranks, self.config, self.progress.notice)
         inner = with_stored_rates(settings, self.config, self.parts.setup.inner, worker)
         has_classes, losses = self.config.learner.of_classes and not prompts, SupportLosses(self.config)
@@ -412,9 +404,8 @@ class EvaluatedModel:
         def score(slot: int, task: Task, episode: Episode) -> EpisodeScore:
             if learns:
                 losses.add(worker, inner.adapt(worker, theta, episode.support), episode.support)
-            query = episode.prompted or episode.query
-            found = query_score(worker, slot, task, query, has_classes)
-            return replace(found, metrics=metrics.of(worker, query, partial(episodes.source.draw, task)))
+            found, draw = query_score(worker, slot, task, episode.query, has_classes), episodes.source.draw
+            return replace(found, metrics=metrics.of(worker, episode.query, partial(draw, task)))
 
         scores = scoring.scores(
             episodes.tasks, reader.read_share, score, what, theta if learns else None, key
@@ -428,12 +419,15 @@ class EvaluatedModel:
     ) -> list[tuple[Task, tuple[Draw, Features]]]:
         """This group's share of tasks, and the features of all rows. Collective: world."""
         features, layout = self.features, self.ranks.layout
-        return [
-            (task, (source.draw(task), features)) for task in tasks[layout.group_index :: layout.num_groups]
-        ]
+        share = tasks[layout.group_index :: layout.num_groups]
+        return [(task, (transformed(source.draw(task), self.parts.drawn), features)) for task in share]
 
     @cached_property
     def features(self) -> Features:
         """Features of the rows of all episodes. Collective: world."""
-        draws = [draw for episodes in self.episodes.values() for draw in episodes.draws()]
+        draws = [
+            transformed(draw, self.parts.drawn)
+            for episodes in self.episodes.values()
+            for draw in episodes.draws()
+        ]
         return embed(self.parts.worker, draws, self.parts.batcher, self.ranks, self.progress)

@@ -47,7 +47,7 @@ from fmmeta.config.settings import Config
 from fmmeta.evaluation.command import build_on, plan_evaluation, prepared
 from fmmeta.evaluation.methods import embed, prototype, with_stored_rates
 from fmmeta.evaluation.results import write_output
-from fmmeta.evaluation.settings import OF_TRAINING, TuneConfig, has_prompts
+from fmmeta.evaluation.settings import OF_TRAINING, TuneConfig
 from fmmeta.meta.inner_optimizers import inner_optimizer
 from fmmeta.meta.parameters import MetaParameters
 from fmmeta.metrics.scores import EpisodeScore, mean_ci95, means_by_step
@@ -61,11 +61,12 @@ from fmmeta.tasks.batching import Episode
 from fmmeta.tasks.data.splits import label
 from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.schedule.meta_batches import Task
-from fmmeta.tasks.sources.base import ClassKey, GlobalLabelSource
+from fmmeta.tasks.sources.base import ClassKey
 from fmmeta.tasks.sources.load import Sources
 from fmmeta.training import build
 from fmmeta.training.episodes import EpisodeReader
-from fmmeta.training.loop import Run, StaticController, StopAgreement
+from fmmeta.training.loop import train
+from fmmeta.training.run import Run, StopAgreement
 from fmmeta.training.run_folder import RunStart, make
 from fmmeta.training.scoring import VALID, Scoring, score_of
 
@@ -160,9 +161,7 @@ class TuneRun:
         (episodes,) = chosen.values()
         with world.comm.raise_on_all("choosing episodes"):
             fingerprint = episodes.fingerprint()
-        load = self.parts.load(episodes.source)
-        if has_prompts(settings.method[0]):
-            load.prompt_episode = build.episode_prompt_builder(inputs)
+        load = self.parts.load(episodes.source, inputs.prompts(settings.method[0]))
         reader = EpisodeReader.of(load, self.ranks, self.config, progress.notice)
         self.tasks, self.episodes = episodes.tasks, reader.read_share(episodes.tasks)
         self.inner = with_stored_rates(settings, self.config, self.parts.setup.inner, self.parts.worker)
@@ -696,16 +695,16 @@ def choose_by_folds(
         keys = ranks.with_keys_under(f"trial-{number}")  # the counters of tasks that groups claim
         parts = build.build(trial, of_fold, plan, keys)
         initial = parts.meta_params.snapshot()
-        run = Run(trial, of_fold, keys, parts, nowhere, silent, signals, Unwritten())
+        run = Run(trial, of_fold, keys, parts, nowhere, silent, signals, writes=False)
         progress.line(title, 0, trial.outer_steps)
         try:
             with watching(run.stage, world.shared_store(), keys, signals):
-                run.loop()
+                train(run)
                 found = interpolation_scores(run, initial, config, section, title)
         except Stopped:
             raise Stopped(signals.asked) from None  # what stopped it, as the inner loop's choice says
         finally:
-            run.callbacks.close(run)
+            run.callbacks.close(run.view)
             del run, parts
             gc.collect()  # the weights, before others are read
         for alpha, each in found.items():
@@ -714,12 +713,6 @@ def choose_by_folds(
         progress.notice(f"{title}: {steps} without {held_out} {noun}; {shown(found, 'them')}")
     chosen = choose(scores, config.init_interpolation, section, f"{len(folds)} folds", progress)
     return {"init_interpolation": chosen, "scores": [[alpha, each] for alpha, each in scores.items()]}
-
-
-class Unwritten(StaticController):
-    """Of a trial, which writes no files."""
-
-    writes = False
 
 
 def interpolation_scores(
@@ -744,11 +737,9 @@ def interpolation_scores(
                 lambda: defaultdict(dict)
             )
             for draw in draws:
-                names = {*draw.store.label_rows.values()}
                 for row, label in (*draw.support, *draw.query):
                     key = draw.keys[label]
-                    if row not in names:
-                        groups[key[:-1]][key][row] = features[draw.store.path, row]
+                    groups[key[:-1]][key][row] = features[draw.store.path, row]
             found[alpha] = []
             for classes in groups.values():
                 rows = [torch.stack([*each.values()]) for each in classes.values() if len(each) > 1]
@@ -805,12 +796,11 @@ def folds_of(sources: Sources, most: int, config: Config) -> list[Sources]:
             f"{' '.join(config.dataset)} has {len(names)}; leave the section out"
         )
     order = sorted(range(len(names)), key=lambda one: (codes[one], sha256(names[one].encode()).digest()))
-    plain = train.source if isinstance(train, GlobalLabelSource) else train
     number, found = train.folds(most), list[Sources]()
     for fold in range(number):
         held_out = np.zeros(len(names), dtype=bool)
         held_out[order[fold::number]] = True
         found.append(
-            replace(sources, of_split={"train": train.part(~held_out), "valid": plain.part(held_out)})
+            replace(sources, of_split={"train": train.part(~held_out), "valid": train.part(held_out)})
         )
     return found

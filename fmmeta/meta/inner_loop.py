@@ -85,15 +85,6 @@ class EvaluationMethod(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class InContext:
-    """Scores the query set without and with the support set in the prompt; see `EvaluationMethod`."""
-
-    def score(self, worker: Worker, theta: Tensor, episode: Episode) -> tuple[PassStats, PassStats]:
-        """Collective: group."""
-        return worker.forward(episode.query), worker.forward(episode.prompted)
-
-
 def no_poll() -> None:
     """`between_passes` of a caller that has nothing to do between passes."""
 
@@ -204,21 +195,11 @@ class InnerLoop:
         """
         if start.rows is not None:
             return self._run_head(worker, start, start.rows, after_step)
-        phi0, device = start.phi0, worker.storage_device
-        support = each_batch(support, lambda batch: batch.to(worker.device))  # once, and not in every step
-        state = self.optimizer.zero_state(phi0.numel(), device)
-        anchor, passes = phi0.to(device) if self.proximal else None, []
-        for k in range(self.steps):
-            if path is not None:
-                path.before_step(k, worker, phi0, state)
-            direction = worker.zeros() if path is not None and path.keeps_directions else None
-            update = self.optimizer.update(k, state, self.rates, direction, anchor, self.proximal)
-            sample = batches_of_step(support, k)
-            passes.append(worker.step(sample, update, saved=start.saved if k == 0 else None))
-            if path is not None:
-                path.after_step(k, direction)
+        steps = InnerSteps(self, worker, start, support, path)
+        for _ in range(self.steps):
+            steps.take()
             after_step([])
-        return InnerResult(start.means, passes)
+        return InnerResult(start.means, steps.passes)
 
     def _run_head(
         self, worker: Worker, start: InnerStart, rows: FeatureRows, after_step: Callable[[Head], Any]
@@ -275,3 +256,47 @@ class InnerLoop:
         heads = [self.head.read(worker, start.phi0, rows.features.shape[1])]
         self.run(worker, start, support, after_step=heads.append)
         return [rows.loss(head)[1] for head in heads]
+
+
+class InnerSteps:
+    """The steps of an inner loop one by one, from phi_0, which the worker holds; `path` receives phi_k.
+
+    rates: of the steps that were taken, row by row. sets: what each learned from; None: the support set.
+    """
+
+    def __init__(
+        self,
+        loop: InnerLoop,
+        worker: Worker,
+        start: InnerStart,
+        support: Sequence[MicroBatch],
+        path: Trajectory | None = None,
+    ) -> None:
+        self.loop, self.worker, self.start, self.path, self.rates = loop, worker, start, path, loop.rates
+        device = worker.storage_device
+        # once, and not in every step
+        self.support = each_batch(support, lambda batch: batch.to(worker.device))
+        self.state = loop.optimizer.zero_state(start.phi0.numel(), device)
+        self.anchor = start.phi0.to(device) if loop.proximal else None
+        self.passes, self.sets = list[PassStats](), list[Sequence[MicroBatch] | None]()
+
+    def take(self, batches: Sequence[MicroBatch] | None = None, rate_factor: float = 1.0) -> PassStats:
+        """Take a step on the support set, or its sample, or on other `batches`. Collective: group.
+
+        rate_factor: of the rates of this step; steps beyond the last row of the table repeat it.
+        """
+        k, loop, worker, path = len(self.passes), self.loop, self.worker, self.path
+        if rate_factor != 1 or k >= len(self.rates.table):
+            self.rates = self.rates.with_factor(k, rate_factor)
+        if path is not None:
+            path.before_step(k, worker, self.start.phi0, self.state)
+        direction = worker.zeros() if path is not None and path.keeps_directions else None
+        update = loop.optimizer.update(k, self.state, self.rates, direction, self.anchor, loop.proximal)
+        sample, saved = batches, None
+        if sample is None:
+            sample, saved = batches_of_step(self.support, k), self.start.saved if k == 0 else None
+        self.sets.append(batches)
+        self.passes.append(worker.step(sample, update, saved=saved))
+        if path is not None:
+            path.after_step(k, direction)
+        return self.passes[-1]

@@ -113,6 +113,12 @@ class Rates:
         element = self.element if learned is None or self.element is None else learned.to(self.element.device)
         return replace(self, table=torch.cat([table, table[-1:].expand(more, -1)]) * scale, element=element)
 
+    def with_factor(self, k: int, factor: float) -> "Rates":
+        """A copy with row k times `factor`; rows after the last repeat it."""
+        rates = self.variant(steps=k + 1)
+        rates.table[k] *= factor
+        return rates
+
     def scale_(self, k: int, tensor: Tensor, where: slice) -> Tensor:
         """Multiply a stretch of a vector by alpha_k in place."""
         alpha = self.uniform(k)

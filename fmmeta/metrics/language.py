@@ -27,8 +27,7 @@ from fmmeta.models.load import max_positions
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
 from fmmeta.tasks.data.encode import AnswerReader, encode, labelled
-from fmmeta.tasks.loader import Prompted
-from fmmeta.tasks.sources.base import Draw
+from fmmeta.tasks.sources.base import Draw, EpisodeRows, EpisodeTransform, transformed
 
 
 class LanguageMetrics:
@@ -42,10 +41,10 @@ class LanguageMetrics:
         config: Config,
         batcher: Batcher,
         max_new_tokens: int,
-        prompt: Prompted | None,
+        prompts: Sequence[EpisodeTransform] = (),
     ) -> None:
-        """prompt: puts the support set before rows, for in-context learning."""
-        self.prompt = prompt
+        """prompts: put the support set before queries, for in-context learning."""
+        self.prompts = prompts
         self.names, self.worker, self.reader, self.config = names, worker, reader, config
         self.batcher, self.max_new_tokens = replace(batcher, pack=None), max_new_tokens  # a row per sequence
 
@@ -67,13 +66,10 @@ class LanguageMetrics:
         return {name: found[name] for name in self.names}
 
     def greedy_answers(self, draw: Draw) -> list[str]:
-        query = draw.episode().query
-        if self.prompt is not None:
-            query = self.prompt(draw.episode().support, query)
         return generate(
             self.worker,
             self.reader,
-            [row.prompt for row in query],
+            [row.prompt for row in transformed(draw.episode(), self.prompts).query],
             self.max_new_tokens,
             self.batcher.micro_batch_size,
         )
@@ -96,9 +92,8 @@ class LanguageMetrics:
             ],
             [option for of_row in options for option in of_row],
         )
-        of_support = draw.episode().support if self.prompt else []
-        found = iter(examples)
-        rows = [self.behind_one_prompt([next(found) for _ in of_row], of_support) for of_row in options]
+        found, episode = iter(examples), draw.episode()
+        rows = [self.behind_one_prompt([next(found) for _ in of_row], episode) for of_row in options]
         scores = iter(self.log_likelihoods(list(itertools.chain(*rows))))
         ranks = []
         for of_row, right in zip(options, truth, strict=True):
@@ -107,7 +102,7 @@ class LanguageMetrics:
             ranks.append(1 + sum(not score < of_right for score in likelihoods.values()))  # NaN: the last
         return ranks
 
-    def behind_one_prompt(self, options: list[Example], support: Sequence[Example]) -> list[Example]:
+    def behind_one_prompt(self, options: list[Example], episode: EpisodeRows) -> list[Example]:
         """The options of a row, all behind what is left of the input and of the support set before the
         longest of them.
         """
@@ -116,9 +111,9 @@ class LanguageMetrics:
             before = longest.prompt
             answers = [one.input_ids[len(one.prompt) :] for one in options]
             options = [labelled([*before, *answer], len(before)) for answer in answers]
-        if self.prompt is None:
+        if not self.prompts:
             return options
-        (row,) = self.prompt(support, [longest])
+        (row,) = transformed(replace(episode, query=[longest]), self.prompts).query
         # the first token of all, which may mark the start of the text, stays the first
         before = row.input_ids[: len(row.input_ids) - len(longest.input_ids) + 1]
         ignored = [IGNORE] * len(before)

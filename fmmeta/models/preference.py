@@ -201,7 +201,7 @@ class RewardLearner(PairLearner, NativeClassifier):
     """A sequence classifier of transformers with one output, the reward of an answer."""
 
     auto, pipeline = "AutoModelForSequenceClassification", "text-classification"
-    problem_type, pooled, outputs = None, None, ("reward",)
+    problem_type, pooled, outputs = None, None, ("r",)
 
     @classmethod
     def tokens(

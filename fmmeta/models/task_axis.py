@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmmeta.common.errors import UsageError
-from fmmeta.models.learner import HFLearner
+from fmmeta.models.learner import HFLearner, Learner
 from fmmeta.models.lora import ADAPTER, PREFIX, stored_scaling
 
 Values = Mapping[str, Tensor]
@@ -70,9 +70,9 @@ class TaskAxis:
     Raises `UsageError` for trained parameters of other layers than linear ones.
     """
 
-    def __init__(self, learner: HFLearner) -> None:
+    def __init__(self, learner: Learner) -> None:
         self.layers: list[tuple[Any, tuple[str, ...], Callable[..., Tensor]]] = []  # with names, forward
-        self.unpadded = learner.unpadded
+        self.unpadded = learner.unpadded if isinstance(learner, HFLearner) else None
         trained = [name for name, param in learner.named_parameters() if param.requires_grad]
         for name, module in learner.named_modules():
             adapter = tuple(f"{name}.lora_{part}.{ADAPTER}.weight" for part in "AB")
@@ -94,7 +94,8 @@ class TaskAxis:
 
         Backward passes with recomputation belong inside, too.
         """
-        counts = partial(self.unpadded.counts, tasks=len(next(iter(values.values()))))
+        tasks = len(next(iter(values.values())))
+        counts: Counts = partial(self.unpadded.counts, tasks=tasks) if self.unpadded else lambda x: None
         return computing(
             (layer, partial(forward, layer, names, values, counts)) for layer, names, forward in self.layers
         )

@@ -36,14 +36,12 @@ def rows_of(config: Config) -> tuple[int, int]:
 
 def trained_rows(config: Config) -> tuple[int, ...]:
     """Rows of each set that goes through the model in training."""
-    return rows_of(config)[find(config.algorithm).in_prompt :]
+    return rows_of(config)[find(config.algorithm).rows_before_query(config) > 0 :]
 
 
 def query_tokens(config: Config, tokens: int, most: int) -> int:
-    """Tokens of a query where a row has `tokens`, with a support set before it if the algorithm has prompts;
-    `most`: positions.
-    """
-    return min(most, tokens * (1 + config.most_shots)) if find(config.algorithm).in_prompt else tokens
+    """Tokens of a query where a row has `tokens`, with the rows before it; `most`: positions."""
+    return max(tokens, min(most, tokens * (1 + find(config.algorithm).rows_before_query(config))))
 
 
 def keeps_support(config: Config, data: int) -> bool:

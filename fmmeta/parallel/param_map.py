@@ -19,8 +19,10 @@ Vectors are processed in pieces (`chunk`). Offloading idle state: Ren et al. 202
 everywhere.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -107,9 +109,16 @@ class ParamMap:
     groups: Mapping[str, slice]
     replicated: bool
 
+    @cached_property
+    def by_name(self) -> Mapping[str, list[Fragment]]:
+        """The fragments of each parameter that this rank holds a part of."""
+        found = defaultdict[str, list[Fragment]](list)
+        for fragment in self.fragments:
+            found[fragment.name].append(fragment)
+        return found
+
     def named(self, names: Iterable[str]) -> list[Fragment]:
-        wanted = set(names)
-        return [fragment for fragment in self.fragments if fragment.name in wanted]
+        return [fragment for name in names for fragment in self.by_name.get(name, ())]
 
     def owned_slices(self) -> list[slice]:
         """The slices of the vector that count in sums over the model: all but copies of elements that another

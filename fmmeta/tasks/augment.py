@@ -1,18 +1,25 @@
-"""Transforms of training episodes: callables on an example or an episode, named `module:name` in flags.
+"""Transforms of episodes (`EpisodeTransform`): what happens to rows between a draw and its micro-batches.
+
+    row numbers --(name_rows, number_classes)--(reading)--> rows --(prompts, weigh_classes, sample_support)
+
+Callables of the user, named `module:name` in flags, change the rows of training episodes as they are read:
 
     example   (TextExample, rng) -> TextExample      text augmentation
               (ImageExample, rng) -> ImageExample    image augmentation
-    episode   (TextEpisode, rng) -> TextEpisode      label-name prompts, transforms that need all classes
+    episode   (EpisodeRows, rng) -> EpisodeRows      rows of these two types: transforms that need all classes
 
 They run in the process that loads the episode, on the texts before they are tokenised, or on the pixels
 before the image processor; so they must be importable. The seed of `rng` is the task's seed and the
 example's index: augmentation differs between tasks and outer steps, and does not depend on the number of
-loader processes. Held-out episodes are not transformed.
+loader processes. Held-out episodes are read as they are stored. Prompts are those of a method
+(meta/algorithms/baselines.py).
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,33 +30,32 @@ from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.encode import encode
 from fmmeta.tasks.data.images import ImageReader, check_array, decode
 from fmmeta.tasks.data.token_store import TokenStore, digest
-from fmmeta.tasks.sources.base import Draw, EpisodeRows
+from fmmeta.tasks.sources.base import STREAM, ClassKey, Draw, EpisodeRows, EpisodeTransform, number_classes
 
-STREAM = 1 << 20  # part of the seeds of transforms, which differ from the seeds that draw rows
+T = TypeVar("T")
+SETTINGS = ("example_transforms", "episode_transforms")
 
 
 @dataclass(frozen=True)
 class TextExample:
     """A row as text. target: name of the class, or the output. label: number of the class in this episode, 0
-    for causal_lm.
+    for causal_lm. weight: of the row in the mean loss.
     """
 
     text: str
     target: str
     label: int
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class ImageExample:
-    """A row of an image model. pixels: uint8 [H, W, 3]. target, label: as in `TextExample`."""
+    """A row of an image model. pixels: uint8 [H, W, 3]. The others: as in `TextExample`."""
 
     pixels: np.ndarray
     target: str
     label: int
-
-
-class TextEpisode(EpisodeRows):
-    """An episode as text or images: its rows are `TextExample` or `ImageExample`."""
+    weight: float = 1.0
 
 
 def drop_words(example: TextExample, rng: np.random.Generator) -> TextExample:
@@ -68,7 +74,7 @@ def swap_words(example: TextExample, rng: np.random.Generator) -> TextExample:
     return replace(example, text=" ".join(words) or example.text)
 
 
-def name_classes(episode: TextEpisode, rng: np.random.Generator) -> TextEpisode:
+def name_classes(episode: EpisodeRows, rng: np.random.Generator) -> EpisodeRows:
     """Put the names of the episode's classes before every text."""
     prompt = " | ".join(name.replace("_", " ") for name in episode.classes)
     support, query = (
@@ -77,66 +83,116 @@ def name_classes(episode: TextEpisode, rng: np.random.Generator) -> TextEpisode:
     return replace(episode, support=support, query=query)
 
 
-@dataclass(frozen=True)
-class Transforms:
-    """All transforms of a run, in order, and the tokenizer for their texts."""
+def named_transforms(config: Config, setting: str) -> list[tuple[str, Callable[..., Any]]]:
+    """The callables that a setting names. Raises `UsageError` for one that cannot be imported."""
+    return [(name, import_function(setting, name)) for name in getattr(config, setting)]
 
-    example: tuple[tuple[str, Callable[..., Any]], ...]
-    episode: tuple[tuple[str, Callable[..., Any]], ...]
-    config: Config
-    tokenizer: Any
 
-    @classmethod
-    def of(cls, config: Config, tokenizer: Any) -> "Transforms | None":
-        """The transforms that the settings name; None if there are none.
+def fingerprint(config: Config) -> str:
+    """A digest of the source of each callable that the settings name, if it has one, without the functions
+    that it calls; empty if they name none.
+    """
+    found = [one for setting in SETTINGS for one in named_transforms(config, setting)]
+    return digest([[name, source_of(function)] for name, function in found]) if found else ""
 
-        Raises `UsageError` for one that cannot be imported.
-        """
-        example, episode = (
-            tuple((name, import_function(setting, name)) for name in getattr(config, setting))
-            for setting in ("example_transforms", "episode_transforms")
-        )
-        return cls(example, episode, config, tokenizer) if example or episode else None
 
-    @property
-    def fingerprint(self) -> str:
-        """A digest of the source of each callable, if it has one, without the functions that it calls."""
-        return digest([[name, source_of(found)] for name, found in (*self.example, *self.episode)])
+def reading(
+    config: Config, tokenizer: Any, numbers: Mapping[ClassKey, int] | None = None
+) -> list[EpisodeTransform]:
+    """The transforms that read the rows of training episodes: as they are stored, or as texts for the
+    callables that the settings name, which are tokenised afterwards. numbers: of the classes of all tasks.
 
-    def __call__(self, draw: Draw) -> EpisodeRows:
-        """The transformed and tokenised episode. Raises `UsageError` naming a transform that fails."""
-        draw.store.check()
-        sets = [
-            [as_example(draw.store, row, label) for row, label in rows] for rows in (draw.support, draw.query)
-        ]
-        for part, rows in enumerate(sets):
-            for index in range(len(rows)):
-                rng = np.random.default_rng((*draw.task.seed, STREAM, part, index))
-                for name, transform in self.example:
-                    rows[index] = transformed(name, transform, rows[index], rng)
-        episode = TextEpisode(draw.task, sets[0], sets[1], draw.classes)
-        rng = np.random.default_rng((*draw.task.seed, STREAM))
-        for name, transform in self.episode:
-            episode = transformed(name, transform, episode, rng)
-        support, query = (self._encode(rows, len(draw.classes)) for rows in (episode.support, episode.query))
-        return EpisodeRows(draw.task, support, query, draw.classes)
+    Raises `UsageError` for one that cannot be imported.
+    """
+    example, episode = (named_transforms(config, setting) for setting in SETTINGS)
+    numbering = [partial(number_classes, numbers)] if numbers else []
+    if not (example or episode):
+        return [*numbering, Draw.episode]
+    return [
+        *numbering,
+        read_texts,
+        partial(each_example, example),
+        *(partial(checked, name, transform) for name, transform in episode),
+        partial(encoded, tokenizer, config),
+    ]
 
-    def _encode(self, rows: Sequence[Any], classes: int) -> list[Example]:
-        if isinstance(self.tokenizer, ImageReader):
-            reader = self.tokenizer
-            examples = [Example([0], -1, values={"pixel_values": reader.prepare(row.pixels)}) for row in rows]
-        else:
-            examples = encode(
-                self.tokenizer, self.config, [row.text for row in rows], [row.target for row in rows]
-            )
-        if not classes:
-            return examples
-        if any(not 0 <= row.label < classes for row in rows):
+
+def read_texts(draw: Draw, rng: Any = None) -> EpisodeRows:
+    """An `EpisodeTransform`: the texts of rows, or their decoded images."""
+    draw.store.check()
+    support, query = (
+        [as_example(draw.store, row, label) for row, label in rows] for rows in (draw.support, draw.query)
+    )
+    return EpisodeRows(draw.task, support, query, draw.classes)
+
+
+def each_example(
+    named: Sequence[tuple[str, Callable[..., Any]]], episode: EpisodeRows, rng: Any = None
+) -> EpisodeRows:
+    """An `EpisodeTransform`: each row changed by callables on it; a row's generator has the row's seed."""
+    sets = [[*episode.support], [*episode.query]]
+    for part, rows in enumerate(sets):
+        for index in range(len(rows)):
+            rng = np.random.default_rng((*episode.task.seed, STREAM, part, index))
+            for name, transform in named:
+                rows[index] = checked(name, transform, rows[index], rng)
+    return replace(episode, support=sets[0], query=sets[1])
+
+
+def encoded(tokenizer: Any, config: Config, episode: EpisodeRows, rng: Any = None) -> EpisodeRows:
+    """An `EpisodeTransform`: the rows of texts or images, each an `Example`.
+
+    Raises `UsageError` for a label that is none of the episode's.
+    """
+    classes, sets = len(episode.classes), list[list[Example]]()
+    for rows in (episode.support, episode.query):
+        if classes and any(not 0 <= row.label < classes for row in rows):
+            names = " ".join(name for setting in SETTINGS for name in getattr(config, setting))
             raise UsageError(
-                f"transforms {' '.join(name for name, _ in (*self.example, *self.episode))} left a label that"
-                f" is none of the episode's {classes} classes; leave labels alone"
+                f"transforms {names} left a label that is none of the episode's {classes} classes; leave"
+                " labels alone"
             )
-        return [replace(example, labels=row.label) for example, row in zip(examples, rows, strict=True)]
+        if isinstance(tokenizer, ImageReader):
+            examples = [
+                Example([0], -1, values={"pixel_values": tokenizer.prepare(row.pixels)}) for row in rows
+            ]
+        else:
+            examples = encode(tokenizer, config, [row.text for row in rows], [row.target for row in rows])
+        own = [{"weight": row.weight} | ({"labels": row.label} if classes else {}) for row in rows]
+        sets.append([replace(one, **fields) for one, fields in zip(examples, own, strict=True)])
+    return EpisodeRows(episode.task, sets[0], sets[1], episode.classes)
+
+
+def weigh_classes(weights: Mapping[str, float], episode: EpisodeRows, rng: Any = None) -> EpisodeRows:
+    """An `EpisodeTransform`: multiply the weights of rows by those of their classes; others have weight 1."""
+    of_label = [weights.get(name, 1.0) for name in episode.classes]
+    support, query = (
+        [replace(row, weight=row.weight * of_label[row.labels]) for row in rows]
+        for rows in (episode.support, episode.query)
+    )
+    return replace(episode, support=support, query=query)
+
+
+def sample_support(size: int, steps: int, episode: EpisodeRows, rng: Any = None) -> EpisodeRows:
+    """An `EpisodeTransform`: samples of at most `size` support rows for `steps` inner steps; 0: none."""
+    if not 0 < size < len(episode.support):
+        return episode
+    return replace(episode, samples=(*sampled_rows(episode.support, size, steps, episode.task.seed),))
+
+
+def sampled_rows(rows: Sequence[T], size: int, steps: int, seed: Sequence[int]) -> Iterator[list[T]]:
+    """The rows of each inner step: at most `size`, without replacement, epoch by epoch.
+
+    An epoch is a seeded order of all rows, cut into parts whose sizes differ by one at most.
+
+    >>> [sorted(rows) for rows in sampled_rows(range(5), 2, 3, (1,))]
+    [[4], [0, 1], [2, 3]]
+    """
+    parts = -(-len(rows) // size)
+    for k in range(steps):
+        epoch, part = divmod(k, parts)
+        order = np.random.default_rng([*seed, epoch]).permutation(len(rows))
+        yield [rows[i] for i in order[part * len(rows) // parts : (part + 1) * len(rows) // parts]]
 
 
 def as_example(store: TokenStore, row: int, label: int) -> TextExample | ImageExample:
@@ -147,7 +203,7 @@ def as_example(store: TokenStore, row: int, label: int) -> TextExample | ImageEx
     return ImageExample(decode(store.image(row)), target, label)
 
 
-def transformed(name: str, transform: Callable[..., Any], value: Any, rng: np.random.Generator) -> Any:
+def checked(name: str, transform: Callable[..., Any], value: Any, rng: np.random.Generator) -> Any:
     """`transform(value, rng)`. Raises `UsageError` if it fails or returns another type or an empty text."""
     with usage_errors(f"transform {name} failed", "fix it or leave it out"):
         made = transform(value, rng)
@@ -155,11 +211,13 @@ def transformed(name: str, transform: Callable[..., Any], value: Any, rng: np.ra
         raise UsageError(
             f"transform {name} returned {type(made).__name__} for a {type(value).__name__}; return one"
         )
-    examples = [*made.support, *made.query] if isinstance(made, TextEpisode) else [made]
+    examples = [*made.support, *made.query] if isinstance(made, EpisodeRows) else [made]
     for example in examples:
         if isinstance(example, ImageExample):
             check_array(example.pixels, f"transform {name} left pixels")
     texts = [example for example in examples if isinstance(example, TextExample)]
     if not all(isinstance(example.text, str) and example.text for example in texts):
         raise UsageError(f"transform {name} left an example without text; return it as it was instead")
+    if not all(0 < example.weight < math.inf for example in examples):
+        raise UsageError(f"transform {name} left a weight that is no positive number; leave out such rows")
     return made

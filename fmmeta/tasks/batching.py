@@ -5,12 +5,11 @@ micro-batches, rows of similar length are together, and the weights make the los
 the whole set. Sets of several tasks are joined where their rows go through a model together.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,7 +17,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fmmeta.common.errors import UsageError
 
-T = TypeVar("T")
 IGNORE = -100  # no loss is taken at this label
 PADDING = {
     "input_ids": 0,
@@ -27,7 +25,7 @@ PADDING = {
     "decoder_input_ids": 0,
     "labels": IGNORE,
 }
-"""Values of padding in inputs and targets whose last dimension is tokens; position 0 would begin a row."""
+"""Padding values of inputs and targets whose last dimension is tokens; position 0 would begin a row."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +36,16 @@ class Example:
     position_ids: of several rows that share a sequence (`pack`), each from 0; empty for a single row.
     values: inputs that are no tokens, by name: tensors of the same shape in every row, such as pixel_values;
     with a collate function the columns of the row too. Such a row has one entry in `input_ids`, which no
-    model reads: it counts as one token. losses: how many losses the row's is the sum of; None: one for each
-    label.
+    model reads: it counts as one token.
+    weight: of the row, or of each of its label tokens, in the mean loss of a set. losses: how many losses the
+    row's is the sum of; None: one for each label.
     """
 
     input_ids: Sequence[int]
     labels: Any
     position_ids: Sequence[int] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
     losses: int | None = None
 
     @property
@@ -91,8 +91,8 @@ class MicroBatch:
     targets: what the learner's losses read, the first dimension of each is B. `labels`: class per row [B], or
     token per position [B, T] with IGNORE where no loss is taken; `classes` [B]: how many of the head's
     classes the row's episode has.
-    weights [B]: 1 / (rows or label tokens of the whole set), or of a class over the sum of those of all rows;
-    0 for a row that only fills the batch.
+    weights [B]: of a row over the sum of those of all rows or label tokens of the whole set; 0 for a row that
+    only fills the batch.
     tokens: of the rows with a weight, without padding.
     """
 
@@ -159,44 +159,24 @@ def each_batch(batches: Sequence[MicroBatch], change: Callable[[MicroBatch], Mic
     return SupportSet(changed, ([change(batch) for batch in step] for step in batches.steps))
 
 
-def sampled_rows(rows: Sequence[T], size: int, steps: int, seed: Sequence[int]) -> Iterator[list[T]]:
-    """The rows of each inner step: at most `size`, without replacement, epoch by epoch.
-
-    An epoch is a seeded order of all rows, cut into parts whose sizes differ by one at most.
-
-    >>> [sorted(rows) for rows in sampled_rows(range(5), 2, 3, (1,))]
-    [[4], [0, 1], [2, 3]]
-    """
-    parts = -(-len(rows) // size)
-    for k in range(steps):
-        epoch, part = divmod(k, parts)
-        order = np.random.default_rng([*seed, epoch]).permutation(len(rows))
-        yield [rows[i] for i in order[part * len(rows) // parts : (part + 1) * len(rows) // parts]]
-
-
 @dataclass(frozen=True)
 class Episode:
-    """An episode as this rank's micro-batches.
-
-    prompted: the query with the support set before it, for in-context learning. notices: what the log should
-    say about the file that was read for it.
+    """An episode as this rank's micro-batches. notices: what the log should say about the file that was read
+    for it.
     """
 
     support: list[MicroBatch]
     query: list[MicroBatch]
-    prompted: list[MicroBatch] = field(default_factory=list)
     notices: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def tokens(self) -> int:
-        """Tokens of this rank's rows, without padding: of the prompts, or of support and query."""
-        return sum(batch.tokens for batch in self.prompted or (*self.support, *self.query))
+        """Tokens of this rank's rows, without padding."""
+        return sum(batch.tokens for batch in (*self.support, *self.query))
 
     def pin_memory(self) -> "Episode":
-        support, query, prompted = (
-            each_batch(part, MicroBatch.pin_memory) for part in (self.support, self.query, self.prompted)
-        )
-        return Episode(support, query, prompted, notices=self.notices)
+        support, query = (each_batch(part, MicroBatch.pin_memory) for part in (self.support, self.query))
+        return Episode(support, query, notices=self.notices)
 
 
 @dataclass(frozen=True)
@@ -205,9 +185,8 @@ class Batcher:
 
     pack: function from rows (longest first) and a minimum number of sequences to packed sequences, which then
     count as rows. max_tokens: largest number of tokens of a micro-batch of several rows, with padding; 0: no
-    limit. support_batch_size, inner_steps: of the samples of a support set; 0: inner steps use all of it.
-    collate_fn: makes the inputs and targets of rows; None: they are padded or stacked. whole_sets: refuse a
-    set that is not one micro-batch.
+    limit. collate_fn: makes the inputs and targets of rows; None: they are padded or stacked. whole_sets:
+    refuse a set that is not one micro-batch.
     """
 
     pad_token_id: int
@@ -216,36 +195,27 @@ class Batcher:
     group_size: int = 1
     pack: Callable[[Sequence[Example], int], list[Example]] | None = None
     max_tokens: int = 0
-    support_batch_size: int = 0
-    inner_steps: int = 0
     collate_fn: CollateFn | None = None
     whole_sets: bool = False
 
-    def split_support(
-        self,
-        examples: Sequence[Example],
-        seed: Sequence[int],
-        classes: int = 0,
-        class_weights: Sequence[float] = (),
-    ) -> list[MicroBatch]:
-        """`split` of a support set, and of the sample of each inner step, where it is smaller."""
-        whole, size = self.split(examples, classes, class_weights), self.support_batch_size
-        if not self.inner_steps or not 0 < size < len(examples):
-            return whole
-        samples = sampled_rows(examples, size, self.inner_steps, seed)
-        return SupportSet(whole, (self.split(rows, classes, class_weights) for rows in samples))
+    def episode(self, rows: Any) -> Episode:
+        """The micro-batches of an episode of examples (`EpisodeRows`), and of the samples of its support
+        set.
+        """
+        sets = [self.split(part, len(rows.classes)) for part in (rows.support, rows.query, *rows.samples)]
+        support, query, *samples = sets
+        return Episode(SupportSet(support, samples) if samples else support, query)
 
-    def split(
-        self, examples: Sequence[Example], classes: int = 0, class_weights: Sequence[float] = ()
-    ) -> list[MicroBatch]:
-        """Return this rank's micro-batches of a set; every rank of the group gets the same number.
+    def split(self, examples: Sequence[Example], classes: int = 0) -> list[MicroBatch]:
+        """Return this rank's micro-batches of a set; every rank of the group gets the same number, none for
+        an empty set.
 
         A rank without rows gets one row of weight 0, because it takes part in the collectives.
-        class_weights: of each label, for a weighted mean over the rows; empty: all rows count alike.
         """
-        total = sum(example.label_tokens for example in examples) or 1  # where no label is learned
-        if class_weights:
-            total = sum(class_weights[example.labels] for example in examples)  # type: ignore[call-overload]
+        if not examples:
+            return []
+        # 1 where no label is learned
+        total = sum(example.weight * example.label_tokens for example in examples) or 1
         if self.whole_sets and len(examples) > self.micro_batch_size:
             raise UsageError(
                 f"micro_batch_size={self.micro_batch_size} is below the {len(examples)} rows of a set, whose"
@@ -265,8 +235,7 @@ class Batcher:
         for part in parts[self.group_rank :: self.group_size]:
             rows, weight = part or ordered[-1:], 1 / total if part else 0.0
             batch = collate(rows, weight, self.pad_token_id, classes, self.collate_fn)
-            if class_weights:
-                batch.weights *= torch.tensor(class_weights)[batch.targets["labels"]]
+            batch.weights *= torch.tensor([row.weight for row in rows])
             batches.append(batch)
         return batches
 
@@ -443,9 +412,19 @@ def pack(rows: Sequence[Example], least: int, length: int) -> list[Example]:
 
 
 def concat_rows(rows: Sequence[Example]) -> Example:
-    """One sequence; no loss is taken on the first token of a row."""
+    """One sequence; no loss is taken on the first token of a row.
+
+    Raises `UsageError` for rows of different weights.
+    """
+    weights = {row.weight for row in rows}
+    if len(weights) > 1:
+        raise UsageError(
+            f"packing=True with rows of the weights {min(weights):g} and {max(weights):g}: a sequence has one"
+            " weight; leave --packing out"
+        )
     return Example(
         input_ids=[token for row in rows for token in row.input_ids],
         labels=[label for row in rows for label in (IGNORE, *row.token_labels[1:])],
         position_ids=[position for row in rows for position in range(len(row.input_ids))],
+        weight=weights.pop(),
     )

@@ -36,9 +36,9 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,9 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fmmeta.common.errors import UsageError, one_line
 from fmmeta.common.processes import MAIN, TimedOut, hidden_main_module, keep_output, time_limit
-from fmmeta.tasks.batching import Batcher, Episode, Example
+from fmmeta.tasks.batching import Batcher, Episode
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task, claim_order
-from fmmeta.tasks.sources.base import Draw, EpisodeRows, TaskSource
+from fmmeta.tasks.sources.base import Draw, EpisodeTransform, TaskSource, transformed
 
 
 class TaskSampler(Sampler[Task]):
@@ -174,28 +174,18 @@ class LoadResult:
         return replace(self, batches=self.batches and self.batches.pin_memory())
 
 
-Prompted = Callable[[Sequence[Example], Sequence[Example]], list[Example]]
-"""From support and query rows to query rows with the support set before them, for in-context learning."""
-PromptedEpisode = Callable[[Sequence[Example], Sequence[Example]], tuple[list[Example], list[Example]]]
-"""From support and query rows to support rows with the other ones before them, and prompted query rows."""
-
-
 @dataclass
 class LoadEpisode:
     """From a task to its micro-batches; picklable.
 
-    `transform` turns draws into episodes (default: their tokens). timeout_s: of a task. class_weights: in the
-    loss, by class name; others have weight 1.
+    transforms: of the episode that the source draws, in order, to one of examples. timeout_s: of a task.
     """
 
     source: TaskSource
     batcher: Batcher
-    transform: Callable[[Draw], EpisodeRows] | None = None
-    prompt: Prompted | None = None
-    prompt_episode: PromptedEpisode | None = None
+    transforms: Sequence[EpisodeTransform] = (Draw.episode,)
     sleep: Callable[[float], None] = time.sleep
     timeout_s: float | None = None
-    class_weights: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self, task: Task) -> LoadResult:
         began, batches, text, crash = time.perf_counter(), None, "", False
@@ -221,23 +211,13 @@ class LoadEpisode:
         for wait_s in (*BACK_OFF_S, None):
             try:
                 draw = self.source.draw(task)
-                episode = self.transform(draw) if self.transform else draw.episode()
+                rows = transformed(draw, self.transforms)
                 break
             except OSError:
                 if wait_s is None:
                     raise
                 self.sleep(wait_s)
-        support, query = episode.support, episode.query
-        if self.prompt_episode is not None:
-            support, query = self.prompt_episode(support, query)
-        classes = len(episode.classes)
-        weights = [self.class_weights.get(name, 1.0) for name in episode.classes if self.class_weights]
-        return Episode(
-            self.batcher.split_support(support, task.seed, classes, weights),
-            self.batcher.split(query, classes, weights),
-            self.batcher.split(self.prompt(support, query)) if self.prompt else [],
-            notices=draw.notices,
-        )
+        return replace(self.batcher.episode(rows), notices=draw.notices)
 
 
 class Tasks(torch.utils.data.Dataset[EpisodeFile]):

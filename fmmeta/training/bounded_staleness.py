@@ -22,23 +22,22 @@ and every group enters every reduction.
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fmmeta.common.errors import UsageError
+from fmmeta.meta.outer_step import OuterStep
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
-from fmmeta.meta.task import TaskResult, TaskRun
+from fmmeta.meta.task import TaskRun
 from fmmeta.parallel.collectives import Communicator
-from fmmeta.tasks.batching import Episode
 from fmmeta.tasks.schedule.meta_batches import Task
-from fmmeta.training.callbacks import Outcome
-from fmmeta.training.claims import first_decides
-from fmmeta.training.run_log import StepMetrics
-
-if TYPE_CHECKING:
-    from fmmeta.training.loop import Run
+from fmmeta.training.claims import ClaimedEpisodes, first_decides
+from fmmeta.training.outer_schedule import Outcome
+from fmmeta.training.schedules import DynamicSchedule, OpenStep
+from fmmeta.training.step_metrics import StepMetrics
 
 POLL_S = 0.01  # between two looks of a group that waits
 KEY = "ledger"
@@ -150,22 +149,27 @@ class SharedLedger:
         return NOT_YET
 
 
-class StepsEnded(Exception):
-    """The last outer step has closed, or the run stops; raised on all ranks, also from a running task."""
+class StepsEnded(BaseException):
+    """The last outer step has closed, or the run stops; raised on all ranks, also from a running task.
 
-
-class StaleSteps:
-    """The outer loop of one group with bounded staleness: what `Run` does with synchronous steps.
-
-    again: positions in the queue of tasks that an earlier process began and whose gradients are not in theta;
-    they are claimed first. claimed_before: tasks that were claimed before this process, `again` among them.
-    current: position of the task that this group runs, or has not counted yet. in_sum: of those that it has
-    counted in the open outer step, and the versions of theta with which they began.
+    No `Exception`, so that a loop which catches errors does not catch it.
     """
 
-    def __init__(self, run: "Run") -> None:
-        config, state, ranks = run.config, run.state, run.ranks
-        self.run = run
+
+class StaleSchedule(DynamicSchedule):
+    """The schedule of one group with bounded staleness: a step closes between two passes of any task.
+
+    A step that closes while a task runs is applied, counted and saved there, and the next one opens; `update`
+    returns the outcome of the last. again: positions in the queue of tasks that an earlier process began and
+    whose gradients are not in theta; they are claimed first. claimed_before: tasks that were claimed before
+    this process, `again` among them. current: position of the task that this group runs, or has not counted
+    yet. in_sum: of those that it has counted in the open outer step, and the versions of theta with which
+    they began. has_ended: whether no outer step follows.
+    """
+
+    def open(self) -> None:
+        super().open()
+        config, state, ranks = self.run.config, self.run.state, self.run.ranks
         self.bound = Bound(config.tasks_per_step, config.max_staleness, config.outer_steps, config.drop_stale)
         done = state.outer_step * config.tasks_per_step
         saved = state.queue or {"claimed": done, "again": [], "counted": {}, "dropped": {}}
@@ -177,28 +181,61 @@ class StaleSteps:
         ranks.world.barrier()
         self.current: int | None = None
         self.in_sum = list[tuple[int, int]]()
-        self.is_running = self.is_stopping = False
-        self.queue = lru_cache(maxsize=self.bound.max_staleness + 2)(run.schedule.queue)
+        self.is_running = self.is_stopping = self.has_ended = False
+        self.queue = lru_cache(maxsize=self.bound.max_staleness + 2)(self.run.schedule.queue)
         meta = state.meta_params
-        self.begun = MetaParameters.from_named({name: x.clone() for name, x in meta.named().items()})
+        self.theta_begun = MetaParameters.from_named({name: x.clone() for name, x in meta.named().items()})
         self.into = MetaGradient(meta.theta, meta.extra)
+        self.outcome = Outcome.STOP
+
+    @property
+    def episodes(self) -> type[ClaimedEpisodes]:
+        return ClaimedEpisodes
 
     @property
     def version(self) -> int:
         """Outer steps that this group has applied to theta."""
         return self.run.state.outer_step
 
-    def run_steps(self) -> None:
-        """Run outer steps until the last one or a stop. Collective: world."""
-        self._open_step()
+    def begin_step(self) -> OpenStep | None:
+        """The open outer step, which may have been opened during a task."""
+        if self.has_ended:
+            return None
+        return OpenStep(self, self.version) if self.is_open else super().begin_step()
+
+    def new_metrics(self) -> StepMetrics:
+        strata, ages = self.run.schedule.items.strata, range(self.bound.max_staleness + 1)
+        names = ["staleness", *(f"staleness {age}" for age in ages)]
+        names += [f"{what} {stratum}" for what in ("counted", "dropped") for stratum in strata]
+        self.loaded_s = self.feed.loader.wait_s
+        return StepMetrics(self.run.spec.numbers, self.run.worker.params.replicated, names)
+
+    def passes(self, number: int, size: int) -> Iterator[list[TaskRun]]:
+        """This group's tasks until the step has closed. Collective: group; all where a step has closed."""
         with suppress(StepsEnded):
-            while True:
+            while not self.has_ended and self.version == number:
                 self._look()
-                number = self.ledger.change(partial(self.bound.claim, version=self.version))
-                if number is None:
+                if self.version != number:
+                    break
+                claimed = self.ledger.change(partial(self.bound.claim, version=number))
+                if claimed is None:
                     self._wait()
-                else:
-                    self._run_task(number)
+                elif (task := self._begin_task(claimed)) is not None:
+                    self.begun = [task]
+                    yield self.begun
+                    self.settle()
+                    self.run.stage.begin_phase("waiting for its tasks")
+
+    def update(self, number: int) -> Outcome:
+        self.settle()
+        if self.version == number and not self.has_ended:
+            raise UsageError(
+                f"max_staleness={self.bound.max_staleness}: outer step {number + 1} is open; run all tasks of"
+                " step.tasks() before step.update()"
+            )
+        return self.outcome
+
+    def finish(self) -> None:
         self.run.worker.write(self.run.theta)
 
     def unfinished(self) -> dict[str, Any]:
@@ -215,50 +252,66 @@ class StaleSteps:
             "dropped": dict(self.dropped),
         }
 
-    def _run_task(self, number: int) -> None:
-        """Run the task of a claim and count its gradient. Collective: group; all where a step has closed."""
-        run, began = self.run, self.version
+    def _begin_task(self, number: int) -> TaskRun | None:
+        """The task of a claim; None if it was not loaded, and is counted without an episode.
+
+        Collective: group; all where a step has closed.
+        """
+        run, feed, began = self.run, self.feed, self.version
         is_new = number >= len(self.again)
         self.current = self.claimed_before + number - len(self.again) if is_new else self.again[number]
         outer_step, index = divmod(self.current, self.bound.tasks)
         task = self.queue(outer_step)[index]
-        run.feed.note_claim(self.current)
-        before = len(run.feed.errors)
-        found = run.feed.read([task])
+        feed.note_claim(self.current)
+        before = len(feed.errors)
+        found = feed.read([task])
         if not found:
-            # a step that closes before this task is counted must not gather its error
-            errors, run.feed.errors[before:] = run.feed.errors[before:], []
-
-            def add(tasks: int = 1) -> None:
-                run.feed.errors += errors
-                self.metrics.count_missing(tasks, len(run.feed.errors), 0.0)
-
-            if self._count(task, began, add) < 0:
-                add(tasks=0)
-            return
-        episode = found[0][1]
-        if began == 0 and not self.in_sum:
-            run.check_inner_loop(episode)
+            self._count_without_episode(task, began, before)
+            return None
         run.stage.begin_phase(f"task {number + 1} of the queue", passes=1)
         for name, value in run.state.meta_params.named().items():
-            self.begun.named()[name].copy_(value)
-        run.worker.write(self.begun.theta)
-        setup = replace(run.parts.setup, inner=run.parts.setup.inner.variant(self.begun.rates))
+            self.theta_begun.named()[name].copy_(value)
+        run.worker.write(self.theta_begun.theta)
+        setup = replace(run.parts.setup, inner=run.parts.setup.inner.variant(self.theta_begun.rates))
         self.is_running = True
-        result = run.rule(
-            TaskRun(setup, run.worker, self.begun, episode, self.into, began, self._between_passes)
+        return TaskRun(
+            setup,
+            run.worker,
+            self.theta_begun,
+            found[0][1],
+            self.into,
+            began,
+            self.between_passes,
+            task,
+            self.end_task,
         )
-        self.is_running = False
-        self._count(task, began, lambda: self._add(result, episode))
-        self.into.clear()
-        run.stage.begin_phase("waiting for its tasks")
 
-    def _add(self, result: TaskResult, episode: Episode) -> None:
-        """Add a task that has ended to the sums of the open outer step. Local."""
-        run = self.run
-        if result.finite:
-            run.state.updates.meta.merge(self.into)
-        self.metrics.add(result, episode.tokens if run.worker.counts_rows else 0)
+    def _count_without_episode(self, task: Task, began: int, before: int) -> None:
+        """Count a task that has failed. before: number of errors of this rank before it."""
+        # a step that closes before this task is counted must not gather its error
+        errors, self.feed.errors[before:] = self.feed.errors[before:], []
+
+        def add(tasks: int = 1) -> None:
+            self.feed.errors += errors
+            self.metrics.count_missing(tasks, len(self.feed.errors), 0.0)
+
+        if self._count(task, began, add) < 0:
+            add(tasks=0)
+
+    def end_task(self, task: TaskRun, error: BaseException | None) -> bool:
+        self.is_running = False
+        if error is not None:
+            return isinstance(error, StepsEnded)
+        assert task.drawn is not None
+        with suppress(StepsEnded):
+            if task.result is None:
+                slot = [*task.drawn.seed[-2:]]
+                before = sum([*one["slot"]] != slot for one in self.feed.errors)  # its own is the last
+                self._count_without_episode(task.drawn, task.outer_step, before)
+            else:
+                self._count(task.drawn, task.outer_step, lambda: self.add(task))
+        self.into.clear()
+        return False
 
     def _count(self, task: Task, began: int, add: Callable[[], None]) -> int:
         """Count a task that has ended, and `add` it in the outer step in which it counts; return that step,
@@ -284,8 +337,8 @@ class StaleSteps:
         self.current = None
         return step
 
-    def _between_passes(self) -> None:
-        self.run.stage.count_pass()
+    def between_passes(self) -> None:
+        super().between_passes()
         self._look()
 
     def _look(self) -> None:
@@ -310,38 +363,30 @@ class StaleSteps:
         time.sleep(POLL_S)
         self.metrics.waited += time.monotonic() - began
 
-    def _open_step(self) -> None:
-        run = self.run
-        run.stage.begin(f"outer step {self.version + 1}", "waiting for its tasks", is_step=True)
-        run.callbacks.on_step_begin(run)
-        strata, ages = run.schedule.items.strata, range(self.bound.max_staleness + 1)
-        names = ["staleness", *(f"staleness {age}" for age in ages)]
-        names += [f"{what} {stratum}" for what in ("counted", "dropped") for stratum in strata]
-        self.metrics = StepMetrics(run.spec.numbers, run.worker.params.replicated, names)
-        self.loaded_s = run.feed.loader.wait_s
-
     def _close_step(self, abandon: bool = False) -> None:
         """Reduce and apply what all groups have counted, and begin the next outer step; see `_look`.
 
         abandon: a group has received a stop signal. A task that runs continues afterwards from the weights
         that the worker holds now. Collective: world.
         """
-        run = self.run
-        phi = run.worker.read() if self.is_running else None
-        self.metrics.data_seconds = run.feed.loader.wait_s - self.loaded_s
-        outcome = run.finish_step(self.metrics, abandon, self._describe)
-        if outcome is Outcome.STOP:
-            raise StepsEnded
-        self.in_sum = []
-        run.end_step(outcome)
-        if run.is_over:
+        phi = self.run.worker.read() if self.is_running else None
+        self.metrics.data_seconds = self.feed.loader.wait_s - self.loaded_s
+        self.left_tasks = abandon
+        self.outcome = self.reduce()
+        if self.outcome is Outcome.STOP or self.run.is_over:
+            self.has_ended = True
             raise StepsEnded
         if phi is not None:
-            run.worker.write(phi)
-        self._open_step()
+            self.run.worker.write(phi)
+        super().begin_step()
 
-    def _describe(self, metrics: StepMetrics) -> None:
+    def end_step(self, outcome: Outcome, metrics: StepMetrics, update: OuterStep) -> Outcome:
+        self.in_sum = []
+        return super().end_step(outcome, metrics, update)
+
+    def describe(self, metrics: StepMetrics) -> None:
         """Set the values of metrics.jsonl from the counts of all groups. Local."""
+        super().describe(metrics)
         counts, values, strata = metrics.counts, metrics.values, self.run.schedule.items.strata
         ages = [age for age in range(self.bound.max_staleness + 1) if counts[f"staleness {age}"]]
         values["staleness_mean"] = counts["staleness"] / self.bound.tasks

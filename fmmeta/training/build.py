@@ -8,7 +8,7 @@ import copy
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
@@ -21,10 +21,9 @@ from fmmeta.common.processes import TimedOut, time_limit
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import source_of
 from fmmeta.common.text import counted
-from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.algorithms import setup as rules
-from fmmeta.meta.algorithms.baselines import in_context_rows, prompted
+from fmmeta.meta.algorithms.baselines import prompts
 from fmmeta.meta.parameters import MetaParameters
 from fmmeta.models.files import trained_with
 from fmmeta.models.forward_options import bf16_slowdown, check_attention
@@ -51,16 +50,22 @@ from fmmeta.parallel.tensor_parallel import plan_of, sharing_ranks
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.create import check_finite, create_worker
 from fmmeta.reliability.checks import check_replicas
-from fmmeta.tasks.augment import Transforms
+from fmmeta.tasks import augment
 from fmmeta.tasks.batching import Batcher, pack
 from fmmeta.tasks.collate import Collate, structure_of
 from fmmeta.tasks.data.columns import Row
 from fmmeta.tasks.data.encode import make_prompt
 from fmmeta.tasks.data.splits import SPLITS, UsedSplits
 from fmmeta.tasks.data.token_store import digest
-from fmmeta.tasks.loader import LoadEpisode, Prompted, PromptedEpisode
+from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.tasks.schedule.meta_batches import Schedule
-from fmmeta.tasks.sources.base import TaskSource, stratum_shares
+from fmmeta.tasks.sources.base import (
+    Draw,
+    EpisodeTransform,
+    TaskSource,
+    stratum_shares,
+    transformed,
+)
 from fmmeta.tasks.sources.load import Sources, load_sources
 from fmmeta.tasks.sources.own import Tasks
 from fmmeta.training.run_folder import settings_of
@@ -77,7 +82,7 @@ class RunInputs:
     description: Description
     tokenizer: Any
     sources: Sources
-    transforms: Transforms | None
+    reading: list[EpisodeTransform]  # of training episodes
     deepspeed: DeepSpeedSettings
     trained: list[UsedSplits]  # splits that the model was trained with before
     layer_costs: list[float] | None = None  # seconds of each layer, if stages are balanced by time
@@ -91,14 +96,20 @@ class RunInputs:
         return {
             **self.deepspeed.recorded(),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
-            "transforms_fingerprint": self.transforms.fingerprint if self.transforms else "",
             "class_weights_fingerprint": digest(weights) if (weights := self.sources.class_weights) else "",
             "task_type_fingerprint": self.code,
         }
 
     def settings(self, config: Config) -> dict[str, Any]:
         """The settings that identify the run."""
-        return settings_of(config, self.sources.fingerprint, **self.resolved)
+        transforms = augment.fingerprint(config)
+        return settings_of(
+            config, self.sources.fingerprint, transforms_fingerprint=transforms, **self.resolved
+        )
+
+    def prompts(self, method: str, **options: bool) -> list[EpisodeTransform]:
+        """The transforms of a method of `fmmeta evaluate`."""
+        return prompts(method, self.tokenizer, self.description.hf_config, **options)
 
     def parallel_plan(
         self, config: Config, group_size: int, device_type: str, reason: str = ""
@@ -150,14 +161,14 @@ def read_inputs(
         trained = trained_with(models or [config.model_source])
         # encoding sets the truncation of a tokenizer; export needs it as it was
         sources = load_sources(config, copy.deepcopy(tokenizer), notice, trained, rows, splits)
-        return replace(description, classes=len(sources.first.classes)), tokenizer, sources, trained
+        return replace(description, classes=len(sources.numbers)), tokenizer, sources, trained
 
     names = " ".join(config.dataset)
     description, tokenizer, sources, trained = world.run_on_first_rank_of_node(
         f"dataset={names} is being read and tokenised", read, config.prepare_timeout
     )
     with world.comm.raise_on_all("trying the transforms"):
-        transforms = tried_transforms(config, tokenizer, sources.first)
+        reading = tried_transforms(config, tokenizer, sources)
     notice(sources.summary)
     fingerprints = set(world.comm.gather_bytes(sources.fingerprint.encode()))
     if len(fingerprints) > 1:
@@ -167,10 +178,8 @@ def read_inputs(
     with world.comm.raise_on_all("trying the collate function"):
         collate = tried_collate(config, sources.first, description.pad_token_id)
     check_same_inputs(collate, world)
-    inputs, spec = (
-        RunInputs(description, tokenizer, sources, transforms, deepspeed, trained, collate=collate),
-        config.learner,
-    )
+    inputs = RunInputs(description, tokenizer, sources, reading, deepspeed, trained, collate=collate)
+    spec = config.learner
     inputs.whole_sets = spec.own is not None and not spec.own.rows_are_independent
     if own := [one for one in (spec.loss, spec.collate, spec.own) if one]:
         inputs.code = digest([*map(source_of, own)])
@@ -201,23 +210,22 @@ def with_outer_epochs(config: Config, train: TaskSource, notice: Notice) -> Conf
     return config.but(outer_steps=steps)
 
 
-def tried_transforms(config: Config, tokenizer: Any, source: TaskSource) -> Transforms | None:
-    """The transforms of the run, after a trial on one episode; None if there are none.
+def tried_transforms(config: Config, tokenizer: Any, sources: Sources) -> list[EpisodeTransform]:
+    """The transforms that read training episodes, those of the user after a trial on one episode.
 
     Raises `UsageError` for one that fails or does not return. Local.
     """
     limit = config.load_timeout or config.prepare_timeout
     try:
         with time_limit(limit):
-            transforms = Transforms.of(config, copy.deepcopy(tokenizer))
-            if transforms:
-                transforms(source.draw(Schedule(source.items, 1, config.seed).meta_batch(0)[0]))
-            return transforms
+            reading = augment.reading(config, copy.deepcopy(tokenizer), sources.numbers)
+            if config.example_transforms or config.episode_transforms:
+                (task,) = Schedule(sources.first.items, 1, config.seed).meta_batch(0)
+                transformed(sources.first.draw(task), [*sources.drawn, *reading])
+            return reading
     except TimedOut:
         named = [
-            f"{name}={' '.join(getattr(config, name))}"
-            for name in ("example_transforms", "episode_transforms")
-            if getattr(config, name)
+            f"{name}={' '.join(getattr(config, name))}" for name in augment.SETTINGS if getattr(config, name)
         ]
         flag = "load_timeout" if config.load_timeout else "prepare_timeout"
         raise UsageError(
@@ -389,27 +397,29 @@ def sizes_of(config: Config, inputs: RunInputs, device: torch.device) -> SizesAt
 
 @dataclass
 class Runtime:
-    """What a run computes with: a worker that holds theta, the rule's setup, the batcher."""
+    """What a run computes with: a worker that holds theta, the rule's setup, the batcher.
+
+    drawn: transforms of row numbers, of all episodes. prepared: transforms of their examples, the last ones.
+    """
 
     worker: Worker
     meta_params: MetaParameters
     frozen: dict[str, Tensor]  # untrained tensors by name, on the rank that exports them; empty with LoRA
     setup: rules.Setup
     batcher: Batcher
-    prompt: Prompted | None = None  # puts support sets before queries
+    drawn: list[EpisodeTransform]
+    prepared: list[EpisodeTransform]
     load_timeout: float | None = None
-    class_weights: dict[str, float] = field(default_factory=dict)
 
-    def load(self, source: TaskSource, transform: Transforms | None = None) -> LoadEpisode:
-        """Loads tasks of `source` as micro-batches of this rank."""
-        return LoadEpisode(
-            source,
-            self.batcher,
-            transform,
-            self.prompt,
-            timeout_s=self.load_timeout,
-            class_weights=self.class_weights,
-        )
+    def load(
+        self,
+        source: TaskSource,
+        prompts: Sequence[EpisodeTransform] = (),
+        reading: Sequence[EpisodeTransform] = (Draw.episode,),
+    ) -> LoadEpisode:
+        """Loads tasks of `source` as micro-batches of this rank. prompts: of the method."""
+        transforms = [*self.drawn, *reading, *prompts, *self.prepared]
+        return LoadEpisode(source, self.batcher, transforms, timeout_s=self.load_timeout)
 
 
 def training_schedule(config: Config, inputs: RunInputs, layout: Layout) -> Schedule:
@@ -438,28 +448,19 @@ def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessG
     check_replicas(ranks, theta, "although it was broadcast")
     theta = OuterMemory(worker.storage_device, config.offload_outer).store(theta)
     setup = rules.setup(config, worker, head_names, inputs.description.outputs(config), inputs.deepspeed.bf16)
-    prompt = prompt_builder(inputs) if find(config.algorithm).in_prompt else None
+    weights = inputs.sources.class_weights
+    # the final table also tries twice as many steps
+    samples = partial(augment.sample_support, config.support_batch_size, 2 * config.inner_steps)
     return Runtime(
         worker,
         MetaParameters.of(theta, setup.inner),
         frozen,
         setup,
         batcher(config, inputs, plan.coordinates(ranks.layout.group_rank)),
-        prompt,
+        inputs.sources.drawn,
+        [*([partial(augment.weigh_classes, weights)] if weights else []), samples],
         config.load_timeout,
-        inputs.sources.class_weights,
     )
-
-
-def prompt_builder(inputs: RunInputs, join: Callable[..., Any] = prompted, **options: bool) -> Any:
-    """The function that puts the support set before each query, as far as the model's positions go."""
-    positions = max_positions(inputs.description.hf_config)
-    return partial(join, bos_token_id=inputs.tokenizer.bos_token_id, positions=positions, **options)
-
-
-def episode_prompt_builder(inputs: RunInputs) -> PromptedEpisode:
-    """The function that puts support rows before the other ones and before each query."""
-    return prompt_builder(inputs, in_context_rows)
 
 
 def batcher(config: Config, inputs: RunInputs, coordinates: GroupCoordinates) -> Batcher:
@@ -471,8 +472,6 @@ def batcher(config: Config, inputs: RunInputs, coordinates: GroupCoordinates) ->
         coordinates.data,
         partial(pack, length=config.max_length) if config.packing else None,
         config.max_tokens_per_micro_batch,
-        config.support_batch_size,
-        2 * config.inner_steps,  # the final table also tries twice as many
         inputs.collate,
         whole_sets=inputs.whole_sets,
     )

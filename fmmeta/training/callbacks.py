@@ -10,9 +10,8 @@ validated weights and whether a callback has ended the run. `close` runs in reve
 wait for a server.
 """
 
-import enum
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,28 +21,63 @@ from fmmeta.common.progress import Warn
 from fmmeta.report import page
 
 if TYPE_CHECKING:
-    from fmmeta.training.loop import Run
+    from torch import Tensor
+
+    from fmmeta.common.progress import Progress
+    from fmmeta.config.settings import Config
+    from fmmeta.parallel.process_groups import ProcessGroups
+    from fmmeta.parallel.workers.base import Worker
+    from fmmeta.training.outer_schedule import Outcome
+    from fmmeta.training.state import TrainingState
 
 
-class Outcome(enum.Enum):
-    """What an outer step did to theta."""
+@dataclass(eq=False)
+class RunView:
+    """What a callback sees of a run.
 
-    APPLIED = "theta moved"
-    SKIPPED_NONFINITE = "no task was finite, or the meta-gradient was not"
-    NO_DATA = "no task was loaded"
-    STOP = "the step was abandoned, or the run is finished"
+    theta: this rank's part of the meta-parameters, fp32 [S]. state: `state.outer_step` counts the outer steps
+    done. progress: `progress.notice(text)` logs a line on the first rank. writes: whether this group writes
+    the files of the run (--elastic: it may change). metrics: numbers of the outer step that has ended, by
+    their names in metrics.jsonl. began: when its tasks began, by `time.monotonic`.
+    """
+
+    config: "Config"
+    folder: Path
+    ranks: "ProcessGroups"
+    worker: "Worker"
+    state: "TrainingState"
+    progress: "Progress"
+    writes: bool = True
+    metrics: dict[str, Any] = field(default_factory=dict)
+    began: float = 0.0
+
+    @property
+    def theta(self) -> "Tensor":
+        """The live meta-parameters of the model, fp32 [S]: this rank's part."""
+        return self.state.meta_params.theta
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether no outer step follows although `outer_steps` is not reached: set by callbacks, on all ranks
+        alike, and kept in checkpoints.
+        """
+        return self.state.ends_early
+
+    @ends_early.setter
+    def ends_early(self, ends: bool) -> None:
+        self.state.ends_early = ends
 
 
 class Callback:
     """Base class of callbacks; every hook does nothing.
 
     Hooks run on all ranks of the launch at the same place (with --elastic: of each group). A hook may use
-    collectives only if all ranks take part. It must not change theta or the settings. `run` has `config`,
-    `folder`, `ranks`, `worker`, `theta` (this rank's fp32 shard [S]) and `state` (`state.outer_step`: outer
-    steps done). `run.ends_early = True`, set on all ranks alike, makes this outer step the last one;
-    the model is then exported as usual. A run that is stopped meanwhile and resumed does the same, unless it
-    was set in `on_save`, when the checkpoint has been begun. If a hook of a user's callback raises on any
-    rank, the run ends on all of them with one line, exit code 2.
+    collectives only if all ranks take part. It must not change theta or the settings. `run` is a `RunView`:
+    `config`, `folder`, `ranks`, `worker`, `theta` (this rank's fp32 shard [S]), `state` (`state.outer_step`:
+    outer steps done), `metrics`, `progress` and `writes`. `run.ends_early = True`, set on all ranks alike,
+    makes this outer step the last one; the model is then exported as usual. A run that is stopped meanwhile
+    and resumed does the same, unless it was set in `on_save`, when the checkpoint has been begun. If a hook
+    of a user's callback raises on any rank, the run ends on all of them with one line, exit code 2.
 
     >>> from fmmeta import Callback
     >>> class PrintAccuracy(Callback):
@@ -52,33 +86,33 @@ class Callback:
     ...             print(run.state.outer_step, metrics["valid_accuracy"])
     """
 
-    def on_train_begin(self, run: "Run") -> None:
+    def on_train_begin(self, run: "RunView") -> None:
         """Before the first outer step of this process (with --elastic: before the first quorum)."""
 
-    def on_step_begin(self, run: "Run") -> None:
+    def on_step_begin(self, run: "RunView") -> None:
         """Before the tasks of an outer step. With --elastic also before each retry."""
 
-    def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
+    def on_step_end(self, run: "RunView", outcome: "Outcome") -> None:
         """After an outer step, already counted in `run.state.outer_step`. outcome: what it did to theta."""
 
-    def on_evaluate(self, run: "Run", metrics: dict[str, float]) -> None:
+    def on_evaluate(self, run: "RunView", metrics: dict[str, float]) -> None:
         """After a validation that is complete. metrics: valid_accuracy in [0, 1], valid_loss, and
         valid_NAME for the numbers of `--metrics`.
         """
 
-    def on_log(self, run: "Run", metrics: dict[str, Any]) -> None:
+    def on_log(self, run: "RunView", metrics: dict[str, Any]) -> None:
         """For every line of metrics.jsonl, and for the held-out accuracies at the end.
 
         With --elastic a line may come twice, if its writer group died before writing it.
         """
 
-    def on_save(self, run: "Run", folder: Path) -> None:
+    def on_save(self, run: "RunView", folder: Path) -> None:
         """When a checkpoint is begun. A background thread may still be writing to `folder`."""
 
-    def on_train_end(self, run: "Run") -> None:
+    def on_train_end(self, run: "RunView") -> None:
         """After the model is exported and evaluated; not where the run was stopped or failed."""
 
-    def close(self, run: "Run") -> None:
+    def close(self, run: "RunView") -> None:
         """Release resources, however the run ended. Local: must not communicate."""
 
 
@@ -98,7 +132,7 @@ class CallbackList:
             raise AttributeError(f"{hook} is not a hook of Callback")
         return partial(self._call, hook)
 
-    def close(self, run: "Run") -> None:
+    def close(self, run: "RunView") -> None:
         """Close all in reverse order; one that raises does not hide how the run ended. Local."""
         for callback in reversed((*self.built_in, *self.users)):
             try:
@@ -106,7 +140,7 @@ class CallbackList:
             except Exception as error:
                 run.progress.notice(Warn(f"{failure_of(callback, 'close', error)}; the run is not affected"))
 
-    def _call(self, hook: str, run: "Run", *arguments: Any) -> None:
+    def _call(self, hook: str, run: "RunView", *arguments: Any) -> None:
         for callback in self.built_in:
             getattr(callback, hook)(run, *arguments)
         for callback in self.users:
@@ -129,62 +163,26 @@ def failure_of(callback: Callback, hook: str, error: Exception) -> str:
 class ReportPage(Callback):
     """Writes report.html when training begins and however the run ends."""
 
-    def on_train_begin(self, run: "Run") -> None:
+    def on_train_begin(self, run: "RunView") -> None:
         self.close(run)
 
-    def close(self, run: "Run") -> None:
-        if run.ranks.first and run.controller.writes:
+    def close(self, run: "RunView") -> None:
+        if run.ranks.first and run.writes:
             page.write_or_log(run.folder, run.progress.notice)
 
 
 class NonfiniteLimit(Callback):
     """Ends a run after --max_bad_steps outer steps in a row without a finite task."""
 
-    def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
+    def on_step_end(self, run: "RunView", outcome: "Outcome") -> None:
         """Raises `UsageError`, on all ranks alike."""
         config, count = run.config, run.state.bad_steps
         if count < config.max_bad_steps:
             return
         given, lower = f"inner_lr={config.inner_lr}: no task was finite", "--inner_lr or --outer_lr"
-        if run.spec.in_prompt:
+        if not config.inner_steps:
             given, lower = f"outer_lr={config.outer_lr}: no task was finite", "--outer_lr"
         raise UsageError(
             f"{given} in {count} outer steps in a row (the last is {run.state.outer_step}); lower {lower},"
             " name what you change in --accept_changed_settings, and continue from the last checkpoint"
         )
-
-
-class Validation(Callback):
-    """Scores on validation tasks (--eval_steps).
-
-    A resumed run repeats a validation that a stop cut short: the loop calls `run_if_due` once training has
-    begun for every callback.
-    """
-
-    def on_step_end(self, run: "Run", outcome: "Outcome") -> None:
-        self.run_if_due(run)
-
-    def run_if_due(self, run: "Run") -> None:
-        """Validate if it is due. Collective: world."""
-        # imports torch, which `fmmeta.Callback` does not need
-        from fmmeta.metrics.scores import means_by_step, metric_means
-        from fmmeta.training.scoring import VALID
-
-        state, source, every = run.state, run.inputs.sources.valid, run.config.eval_steps
-        due = every and state.outer_step > state.validated and state.outer_step % every == 0
-        if source is None or not run.trains or not due:
-            return
-        meta = state.interpolate_with_initial(state.meta_params, run.config.init_interpolation)
-        learning = run.parts.setup.evaluation_method(meta.rates)
-        scores = run.held_out.scores(source, VALID, "validation", meta.theta, learning)
-        if meta is not state.meta_params:
-            run.worker.write(run.theta)
-        if run.stop.agree():
-            return  # the scores are incomplete
-        state.validated = state.outer_step
-        loss, accuracy = means_by_step(scores)[-1]
-        own = {f"valid_{name}": mean for name, (mean, _) in metric_means(scores).items()}
-        share = {} if math.isnan(accuracy) else {"valid_accuracy": accuracy}
-        run.callbacks.on_evaluate(run, {**share, "valid_loss": loss, **own})
-        if state.best is not None:
-            state.best.update(state.meta_params, state.outer_step, accuracy, loss)

@@ -6,19 +6,24 @@
 
 Every task of the queue is claimed once, by one group. A counter is removed when the next one is used: the
 store does not grow. If a group stops, it closes the counter: no group gets another task of this step.
+The loader prepares the tasks that this group may claim next.
 
 Elastic groups: the counters are in the store of the first group of the quorum. If a group is lost, the claims
 of the attempt end with its quorum. The sums of the tasks that the other groups have finished are kept; the
 next quorum claims the remaining tasks, those of the lost group among them.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
 
 from fmmeta.common.errors import PeerLost
 from fmmeta.parallel.collectives import Communicator
+from fmmeta.tasks.schedule.meta_batches import Task, claim_order
+from fmmeta.training.episodes import TrainingEpisodes
+from fmmeta.training.step_metrics import StepMetrics
 
 CLOSED = 2**40  # added to a counter that is closed: more than all tasks of an outer step
 
@@ -72,3 +77,70 @@ class TaskClaims:
             return int(self.answer_of(ask))
         except (RuntimeError, TimeoutError):  # the first is the type of all errors of torch's stores
             return 0
+
+
+class ClaimedEpisodes(TrainingEpisodes):
+    """The training tasks that this group claims.
+
+    claims: of an outer step. finished_before: slots that all groups have finished in attempts that were
+    abandoned (--elastic). head, stride: last position that this group has claimed, and from claim to claim.
+    """
+
+    claims: TaskClaims
+    keeps_finished = True
+    finished_before: Set[int] = frozenset()
+    head = stride = 0.0
+
+    @property
+    def claiming_groups(self) -> int:
+        return max(1, self.cross.size // self.schedule.nodes)
+
+    @property
+    def part(self) -> int:
+        """The node whose tasks this group claims; 0 unless nodes share the tasks (--task_sharding node)."""
+        return self.cross.rank // self.claiming_groups
+
+    def task_stream(self, task: Task) -> Iterable[Task]:
+        """`task`, then tasks of the queue after those that are claimed when the loader asks for another.
+
+        Of G equally fast groups each claims every G-th position. Where the loader prepares fewer episodes
+        than G at a time, they are those around the position that this group will claim by its last claims.
+        """
+        schedule = copy.copy(self.schedule)  # a separate reader: it runs ahead of the loop
+        yield task
+        ahead = self.loader.num_workers * self.loader.prefetch_factor
+        for outer_step in range(task.seed[2], self.config.outer_steps):
+            for index, one in enumerate(schedule.queue(outer_step, self.part)):
+                expected = self.head + max(1.0, self.stride - ahead // 2)
+                if claim_order(one) > claim_order(task) and self._position(outer_step, index) >= expected:
+                    yield one
+
+    def _position(self, outer_step: int, index: int) -> int:
+        """Position in the endless queue of this group's part of the tasks."""
+        return outer_step * self.schedule.per_node + index
+
+    def _asked(self, outer_step: int, size: int) -> Iterator[Sequence[Task]]:
+        queue = self.schedule.queue(outer_step, self.part)
+        left = [index for index, task in enumerate(queue) if task.seed[-1] not in self.finished_before]
+        self.claims.begin(f"{self.part}/{outer_step}")
+        while (begin := size * self.claims.next()) < len(left):
+            self.note_claim(self._position(outer_step, left[begin]))
+            yield [queue[index] for index in left[begin : begin + size]]
+
+    def note_claim(self, position: int) -> None:
+        """Follow where in the queue this group is, and how far its claims are from each other."""
+        gap, self.head = position - self.head, float(position)
+        if self.stride:
+            self.stride += (gap - self.stride) / 4
+        else:
+            self.stride = float(self.loader.claiming_groups)
+
+    def describe(self, metrics: StepMetrics) -> None:
+        metrics.values["tasks_by_group"] = metrics.tasks_by_group
+
+    def abandon(self) -> None:
+        self.claims.close()
+
+    def complete_step(self) -> None:
+        super().complete_step()
+        self.finished_before = frozenset()

@@ -261,8 +261,8 @@ def show(compared: Compared, config: Config, table: Table) -> None:
     """Show the table, and one by stratum where there are several."""
     rows = [[name, f"{loss[0]:.4f}"] for name, (_, loss) in compared.rows.items()]
     loop = compared.loop
-    in_prompt = find(config.algorithm).in_prompt
-    if loop.steps and not in_prompt:
+    learning = find(config.algorithm).learning
+    if loop.steps and not learning:
         rows[1][0] += f" (inner_lr {config.inner_lr * loop.scale:.3g}, {loop.steps} steps)"
     _, fall = compared.gain
     rows.append(["gain of meta-training (paired)", format_interval(fall)])
@@ -272,7 +272,7 @@ def show(compared: Compared, config: Config, table: Table) -> None:
         columns.insert(1, "accuracy %")
         rows = [[name, share, *rest] for (name, *rest), share in zip(rows, shares, strict=True)]
     head = f" (head at the start of a task: {config.head_init})" if config.learner.of_classes else ""
-    learning = "support set in the prompt" if in_prompt else f"{counted(config.inner_steps, 'inner step')}"
+    learning = learning or counted(config.inner_steps, "inner step")
     title = f"{compared.episodes} held-out {config.shape} episodes, {learning}"
     table(f"{title}{head}", columns, rows)
     if len(compared.strata) > 1:

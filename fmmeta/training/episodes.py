@@ -4,9 +4,6 @@ share of the schedule -> loader.fetch -> read                    all ranks of a 
                                                                   on one of them
                                       -> apply_bad_task_policy   gather the errors of all ranks; skip those
                                                                   tasks, or stop on all ranks
-
-With --task_schedule dynamic the loader prepares the tasks that this group may claim next, and the tasks of
-each claim (claims.py) are fetched and read when it is made.
 """
 
 import copy
@@ -22,12 +19,12 @@ import torch
 from fmmeta.common.errors import PeerError, UsageError
 from fmmeta.common.progress import LOGGER, STDERR, Warn
 from fmmeta.config.settings import Config
+from fmmeta.meta.task import TaskRun
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.tasks.batching import Episode
 from fmmeta.tasks.loader import EpisodeLoader, LoadEpisode, LoadResult, TaskSampler
-from fmmeta.tasks.schedule.meta_batches import Schedule, Task, assign_to_groups, claim_order
-from fmmeta.training.claims import TaskClaims
-from fmmeta.training.run_log import StepMetrics
+from fmmeta.tasks.schedule.meta_batches import Schedule, Task, assign_to_groups
+from fmmeta.training.step_metrics import StepMetrics
 
 # max_bad_fraction is of this many tasks at least, so that the first bad one does not stop a run
 LEAST_SEEN = 100
@@ -157,13 +154,14 @@ class EpisodeReader:
 
 
 class TrainingEpisodes(EpisodeReader):
-    """The training tasks of this group from the outer step `first` to the last, prefetched.
+    """The training tasks of this group from the outer step `first` to the last, prefetched: its share.
 
-    counts: tasks seen and bad so far, as in a checkpoint. is_claiming: whether groups claim tasks. claims:
-    those of an outer step; None if tasks are assigned, and with --max_staleness. finished: slots
-    of the tasks of this outer step that this group has finished. finished_before: the same of all groups, in
-    attempts that were abandoned (--elastic).
+    counts: tasks seen and bad so far, as in a checkpoint. finished: slots of the tasks of this outer step
+    that this group has finished. keeps_finished: whether their sum is kept if another group is lost
+    (--elastic).
     """
+
+    keeps_finished = False
 
     def __init__(
         self,
@@ -175,12 +173,8 @@ class TrainingEpisodes(EpisodeReader):
         config: Config,
         notice: Callable[[str], None],
     ) -> None:
-        self.schedule, self.layout = schedule, ranks.layout
-        dynamic = config.task_schedule == "dynamic" and not config.max_staleness
-        self.is_claiming = dynamic or config.max_staleness > 0
-        self.claims = TaskClaims(ranks.group, ranks.store) if dynamic else None
-        self.finished, self.finished_before = list[int](), set[int]()
-        self.head = self.stride = 0.0  # last position that this group has claimed, and from claim to claim
+        self.schedule, self.layout, self.cross = schedule, ranks.layout, ranks.cross
+        self.finished = list[int]()
         self.loader = EpisodeLoader(
             load,
             self.task_stream,
@@ -188,7 +182,7 @@ class TrainingEpisodes(EpisodeReader):
             config.prefetch_factor,
             pin=ranks.device.type == "cuda",
             budget=max(0, (os.cpu_count() or 1) // ranks.layout.launch.local_world_size - 1),
-            claiming_groups=max(1, ranks.cross.size // schedule.nodes) if self.is_claiming else 0,
+            claiming_groups=self.claiming_groups,
         )
         super().__init__(self.loader.fetch, ranks, config, notice)
         self.voting_group = ranks.all_groups
@@ -196,42 +190,23 @@ class TrainingEpisodes(EpisodeReader):
         if first == 0 and config.num_workers not in ("auto", "0"):
             notice(f"num_workers={config.num_workers}: loader processes per rank")
 
+    @property
+    def claiming_groups(self) -> int:
+        """Groups that claim tasks of one queue; 0: tasks are assigned."""
+        return 0
+
     def task_stream(self, task: Task) -> Iterable[Task]:
-        """The tasks of this group from `task` to the end of the run, or those that it may claim."""
-        own = copy.copy(self.schedule)  # a separate reader: it runs ahead of the loop
-        if self.is_claiming:
-            return self._candidates(own, task)
-        sampler = TaskSampler(own, self.ranks.cross.size, self.ranks.cross.rank, task.seed[2])
+        """The tasks of this group from `task` to the end of the run."""
+        schedule = copy.copy(self.schedule)  # a separate reader: it runs ahead of the loop
+        sampler = TaskSampler(schedule, self.cross.size, self.cross.rank, task.seed[2])
         return itertools.dropwhile(
             lambda one: one != task,
             itertools.takewhile(lambda one: one.seed[2] < self.config.outer_steps, sampler),
         )
 
-    def _candidates(self, schedule: Schedule, first: Task) -> Iterator[Task]:
-        """`first`, then tasks of the queue after those that are claimed when the loader asks for another.
-
-        Of G equally fast groups each claims every G-th position. Where the loader prepares fewer episodes
-        than G at a time, they are those around the position that this group will claim by its last claims.
-        """
-        yield first
-        ahead = self.loader.num_workers * self.loader.prefetch_factor
-        for outer_step in range(first.seed[2], self.config.outer_steps):
-            for index, task in enumerate(schedule.queue(outer_step, self.part)):
-                expected = self.head + max(1.0, self.stride - ahead // 2)
-                if claim_order(task) > claim_order(first) and self._position(outer_step, index) >= expected:
-                    yield task
-
-    @property
-    def part(self) -> int:
-        """The node whose tasks this group claims; 0 unless nodes share the tasks (--task_sharding node)."""
-        return self.ranks.cross.rank // max(1, self.ranks.cross.size // self.schedule.nodes)
-
-    def _position(self, outer_step: int, index: int) -> int:
-        """Position in the endless queue of this group's part of the tasks."""
-        return outer_step * self.schedule.per_node + index
-
-    def passes(self, outer_step: int, metrics: StepMetrics, size: int) -> Iterator[list[Episode]]:
-        """This group's episodes of an outer step, up to `size` at a time; run each list before the next.
+    def passes(self, outer_step: int, metrics: StepMetrics, size: int) -> Iterator[Episodes]:
+        """This group's tasks of an outer step with their episodes, up to `size` at a time; run each list
+        before the next.
 
         Tasks without an episode are counted in `metrics`. If tasks are claimed, raises `PeerLost`.
         Collective: group.
@@ -241,7 +216,7 @@ class TrainingEpisodes(EpisodeReader):
             found = self.read(asked)
             metrics.count_missing(len(asked) - len(found), len(self.errors), self.loader.wait_s - waited)
             for begin in range(0, len(found), size):
-                yield [batches for _, batches in found[begin : begin + size]]
+                yield found[begin : begin + size]
             self.finished += [task.seed[-1] for task in asked]
 
     def _asked(self, outer_step: int, size: int) -> Iterator[Sequence[Task]]:
@@ -249,32 +224,24 @@ class TrainingEpisodes(EpisodeReader):
 
         Collective: group.
         """
-        if self.claims is None:
-            yield self.schedule.share(outer_step, self.ranks.cross.size, self.ranks.cross.rank)
-            return
-        queue = self.schedule.queue(outer_step, self.part)
-        left = [index for index, task in enumerate(queue) if task.seed[-1] not in self.finished_before]
-        self.claims.begin(f"{self.part}/{outer_step}")
-        while (begin := size * self.claims.next()) < len(left):
-            self.note_claim(self._position(outer_step, left[begin]))
-            yield [queue[index] for index in left[begin : begin + size]]
+        yield self.schedule.share(outer_step, self.cross.size, self.cross.rank)
 
-    def note_claim(self, position: int) -> None:
-        """Follow where in the queue this group is, and how far its claims are from each other."""
-        gap, self.head = position - self.head, float(position)
-        if self.stride:
-            self.stride += (gap - self.stride) / 4
-        else:
-            self.stride = float(self.loader.claiming_groups)
+    def note_failure(self, task: TaskRun, error: str) -> None:
+        """Leave out a task that failed while it ran. error: empty if it failed on another rank. Local."""
+        drawn = task.drawn
+        assert drawn is not None
+        if error:
+            self.errors.append({"slot": drawn.seed[-2:], "task": drawn.name, "error": error, "crash": False})
+
+    def describe(self, metrics: StepMetrics) -> None:
+        """Set further values for metrics.jsonl. Local."""
 
     def abandon(self) -> None:
         """Let no group claim another task of this outer step. Local."""
-        if self.claims is not None:
-            self.claims.close()
 
     def complete_step(self) -> None:
         """All tasks of the outer step are finished, on all groups. Local."""
-        self.finished, self.finished_before = [], set()
+        self.finished = []
 
     def restart(self, counts: dict[str, int]) -> None:
         """Restart with other shares, or at another step: prefetched episodes are dropped.

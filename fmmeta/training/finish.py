@@ -13,7 +13,7 @@ from fmmeta.checkpoint.hf_export import export
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.report.data import AFTER, BEFORE, FROM_START, read, read_lines
 from fmmeta.training.comparison import against_start, show, verdict_of
-from fmmeta.training.loop import Run
+from fmmeta.training.run import Run
 from fmmeta.training.run_card import write_cards
 
 
@@ -102,12 +102,12 @@ def finish(run: Run, choose_interpolation: Callable[[Run], float]) -> Result:
     choose_interpolation: gives the `init_interpolation` of the exported weights. Collective: world.
     """
     result = Result(run.folder, run.state.outer_step)
-    if run.controller.writes:
+    if run.view.writes:
         _finish(run, choose_interpolation)
         result = read_result(run.folder, run.ranks.world)
     else:
         run.progress.notice("another group writes the model")
-    run.callbacks.on_train_end(run)
+    run.callbacks.on_train_end(run.view)
     return result
 
 
@@ -153,7 +153,8 @@ def _finish(run: Run, choose_interpolation: Callable[[Run], float]) -> None:
         )
         show(gains, config, run.progress.table)
         if gains.has_answers:
-            run.callbacks.on_log(run, {"step": state.outer_step, "held_out_accuracy": gains.accuracies})
+            line = {"step": state.outer_step, "held_out_accuracy": gains.accuracies}
+            run.callbacks.on_log(run.view, line)
     verdict = verdict_of(gains, config, run.inputs.sources)
     run.progress.notice(f"verdict: {verdict['text']}")
     profile = run.profiler.show(run.progress.table)

@@ -10,17 +10,16 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 
 from fmmeta.meta.parameters import MetaGradient
 from fmmeta.parallel.process_groups import PendingWork
-from fmmeta.training.callbacks import Callback, Outcome
-
-if TYPE_CHECKING:
-    from fmmeta.training.loop import Run
+from fmmeta.training.callbacks import Callback, RunView
+from fmmeta.training.episodes import EpisodeReader
+from fmmeta.training.outer_schedule import Outcome
 
 KINDS = (
     "data",
@@ -75,9 +74,12 @@ class Profiler(Callback):
         self.wrapped, self.facts = contextlib.ExitStack(), dict[str, Any]()
         self.clock: Clock | None = None
 
-    def on_step_begin(self, run: "Run") -> None:
-        """Wrap methods of `run` if this step is the chosen one."""
-        chosen = min(run.logger.first + STEP, run.config.outer_steps - 1)
+    def on_train_begin(self, run: RunView) -> None:
+        self.first = run.state.outer_step
+
+    def on_step_begin(self, run: RunView) -> None:
+        """Wrap methods if this step is the chosen one."""
+        chosen = min(self.first + STEP, run.config.outer_steps - 1)
         if not run.config.profile or run.state.outer_step != chosen or self.clock is not None:
             return
         on_gpu, activity = run.ranks.device.type == "cuda", torch.profiler.ProfilerActivity
@@ -95,7 +97,7 @@ class Profiler(Callback):
                 if hasattr(owner, name):  # a pipeline's worker has neither _loss nor backward
                     self.wrapped.enter_context(wrapped(owner, name, self.clock, kind))
 
-    def on_step_end(self, run: "Run", outcome: Outcome) -> None:
+    def on_step_end(self, run: RunView, outcome: Outcome) -> None:
         """Unwrap, write the trace, gather the shares. Collective: world, after the chosen step."""
         if self.clock is None or self.facts:
             return
@@ -113,7 +115,7 @@ class Profiler(Callback):
             "trace": file.name,
         }
 
-    def close(self, run: "Run") -> None:
+    def close(self, run: RunView) -> None:
         """Unwrap, however the step ended."""
         self.wrapped.close()
 
@@ -131,12 +133,12 @@ class Profiler(Callback):
         return {"profile": self.facts}
 
 
-def regions(run: "Run") -> list[tuple[str, Any, list[str]]]:
+def regions(run: RunView) -> list[tuple[str, Any, list[str]]]:
     """Kind of time, and the methods of an object whose time it is."""
     worker: Any = run.worker
     model = getattr(worker, "model", None) or worker.stage
     found = [
-        ("data", run.feed, ["read"]),
+        ("data", EpisodeReader, ["read"]),
         ("forward", getattr(model, "module", model), ["forward"]),
         ("forward", worker, ["_loss"]),
         ("backward", torch.autograd, ["backward", "grad"]),

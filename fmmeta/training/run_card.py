@@ -59,8 +59,8 @@ def card_content(
         "base model": f"{base}, the built-in model, trained from scratch" if config.builtin_model else base,
         "algorithm": escaped(config.algorithm),
         "tasks": f"{' '.join(map(code, data))}, {config.shape} episodes",
-        "inner loop": "" if spec.in_prompt else inner_loop(config, config.inner_steps),
-        "prompt": "the support set precedes each query" if spec.in_prompt else "",
+        "inner loop": "" if spec.learning else inner_loop(config, config.inner_steps),
+        "learning": spec.learning,
         "outer loop": f"{counted(outer_steps, 'step')} of {config.outer_optimizer} over {tasks} each,"
         f" outer_lr {config.outer_lr * config.outer_lr_factor:g}, seed {config.seed}",
         "trained weights": f"LoRA adapters of rank {config.lora_r}{merged}" if config.lora_r else "",
@@ -90,12 +90,8 @@ def results(
     metadata of a card.
     """
     spec = config.learner
-    in_prompt = find(config.algorithm).in_prompt
-    learned = (
-        "with the support set in the prompt"
-        if in_prompt
-        else f"after {counted(config.inner_steps, 'inner step')}"
-    )
+    learning = find(config.algorithm).learning
+    learned = f"with the {learning}" if learning else f"after {counted(config.inner_steps, 'inner step')}"
     found = list[EvalResult]()
     accuracy, loss = compared.rows[AFTER]
     kinds = ("exact_match", "exact match") if spec.generates else ("accuracy", "accuracy")
@@ -133,8 +129,8 @@ def scores(compared: Compared, config: Config) -> Scores:
         rows.pop(FROM_START)
     loop = ", with the inner loop that scores best on validation tasks" if compared.loop.steps else ""
     base = f" The base model is adapted to the same episodes{loop}."
-    if spec.in_prompt:
-        base = " The base model gets the same prompts, which hold the support set."
+    if spec.learning:
+        base = f" The base model learns in the same way: {spec.learning}."
     shown = ["accuracy %"] if compared.has_answers else []
     names = {BEFORE: "before adaptation", FROM_START: "base model, adapted", AFTER: "this model, adapted"}
     return Scores(

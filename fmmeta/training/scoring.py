@@ -27,19 +27,22 @@ from fmmeta.common.text import strict
 from fmmeta.config.resume import HIDDEN_ON_RESUME
 from fmmeta.config.settings import MAX_NEW_TOKENS, Config
 from fmmeta.meta.inner_loop import InnerLoop
+from fmmeta.meta.task import Setup
 from fmmeta.metrics.language import LanguageMetrics
 from fmmeta.metrics.own import EpisodeMetrics, Metric
-from fmmeta.metrics.scores import EpisodeScore
+from fmmeta.metrics.scores import EpisodeScore, means_by_step, metric_means
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.reliability.checks import hash_vector
 from fmmeta.tasks.batching import Episode
 from fmmeta.tasks.data.encode import answer_reader
-from fmmeta.tasks.loader import LoadEpisode, Prompted
+from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
-from fmmeta.tasks.sources.base import TaskSource
+from fmmeta.tasks.sources.base import EpisodeTransform, TaskSource
 from fmmeta.training import build
+from fmmeta.training.callbacks import Callback, RunView
 from fmmeta.training.episodes import EpisodeReader
+from fmmeta.training.outer_schedule import Outcome
 
 VALID, TEST = 1, 2  # streams of the schedule; training is 0
 FINISHED = "held_out.json"  # finished episodes of a final evaluation that was stopped
@@ -185,10 +188,10 @@ def metrics_of(
     config: Config,
     inputs: build.RunInputs,
     parts: build.Runtime,
-    prompt: Prompted | None,
+    prompts: Sequence[EpisodeTransform],
     max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> EpisodeMetrics:
-    """The metrics that `find_metrics` has found. prompt: puts the support set before rows, for in-context
+    """The metrics that `find_metrics` has found. prompts: put the support set before queries, for in-context
     learning.
 
     Raises `UsageError` on a layout that cannot have them.
@@ -204,7 +207,7 @@ def metrics_of(
                 f"metrics={' '.join(names)} need the whole model on one rank, and group_size="
                 f"{worker.group.size}; use --group_size 1, or leave them out"
             )
-        language = LanguageMetrics(names, worker, reader, config, parts.batcher, max_new_tokens, prompt)
+        language = LanguageMetrics(names, worker, reader, config, parts.batcher, max_new_tokens, prompts)
     return EpisodeMetrics.of_learner(config.learner.own, inputs.tokenizer, own, language, reader)
 
 
@@ -247,8 +250,7 @@ class HeldOut:
 
         def score(slot: int, task: Task, episode: Episode) -> EpisodeScore:
             found = score_of(slot, task, learn(worker, theta, episode))
-            query = episode.prompted or episode.query
-            return replace(found, metrics=metrics.of(worker, query, partial(source.draw, task)))
+            return replace(found, metrics=metrics.of(worker, episode.query, partial(source.draw, task)))
 
         key = self._key(theta, learning, each_step) if each_step or stream == TEST else ""
         read = self.reader(source).read_share
@@ -275,3 +277,47 @@ class HeldOut:
         parts = self.scoring.ranks.world.gather_bytes(json.dumps(here).encode())
         everyone = [part.decode() for part in parts]
         return sha256(json.dumps([each_step, everyone, settings], sort_keys=True).encode()).hexdigest()
+
+
+class Validation(Callback):
+    """Scores on validation tasks (--eval_steps).
+
+    A resumed run repeats a validation that a stop cut short: a schedule calls `run_if_due` once training has
+    begun for every callback. source: None without such tasks. has_stopped:
+    whether any rank has received a stop signal. evaluated: called with complete scores.
+    """
+
+    def __init__(
+        self,
+        source: TaskSource | None,
+        held_out: HeldOut,
+        setup: Setup,
+        has_stopped: Callable[[], bool],
+        evaluated: Callable[[dict[str, float]], None],
+    ) -> None:
+        self.source, self.held_out, self.setup = source, held_out, setup
+        self.has_stopped, self.evaluated = has_stopped, evaluated
+
+    def on_step_end(self, run: RunView, outcome: Outcome) -> None:
+        self.run_if_due(run)
+
+    def run_if_due(self, run: RunView) -> None:
+        """Validate if it is due. Collective: world."""
+        state, every = run.state, run.config.eval_steps
+        due = every and state.outer_step > state.validated and state.outer_step % every == 0
+        if self.source is None or not due:
+            return
+        meta = state.interpolate_with_initial(state.meta_params, run.config.init_interpolation)
+        learning = self.setup.evaluation_method(meta.rates)
+        scores = self.held_out.scores(self.source, VALID, "validation", meta.theta, learning)
+        if meta is not state.meta_params:
+            run.worker.write(run.theta)
+        if self.has_stopped():
+            return  # the scores are incomplete
+        state.validated = state.outer_step
+        loss, accuracy = means_by_step(scores)[-1]
+        own = {f"valid_{name}": mean for name, (mean, _) in metric_means(scores).items()}
+        share = {} if math.isnan(accuracy) else {"valid_accuracy": accuracy}
+        self.evaluated({**share, "valid_loss": loss, **own})
+        if state.best is not None:
+            state.best.update(state.meta_params, state.outer_step, accuracy, loss)

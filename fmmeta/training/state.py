@@ -28,7 +28,7 @@ from fmmeta.meta.parameters import MetaParameters, StateDict
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.checks import Spikes
 from fmmeta.training import build
-from fmmeta.training.callbacks import Outcome
+from fmmeta.training.outer_schedule import Outcome
 
 
 class TrainingState:

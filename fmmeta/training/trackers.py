@@ -14,16 +14,13 @@ import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fmmeta.common.errors import UsageError, one_line
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import redact
 from fmmeta.config.settings import TRACKERS, Config
-from fmmeta.training.callbacks import Callback
-
-if TYPE_CHECKING:
-    from fmmeta.training.loop import Run
+from fmmeta.training.callbacks import Callback, RunView
 
 FILE = "trackers.json"  # in the run's folder: ids of the run in the services, so that it resumes there
 SECRET_NAME = re.compile(r"(^|_)(token|secret|password|api_?key|credentials?)$")
@@ -78,13 +75,13 @@ class Trackers(Callback):
         if names:
             (folder / FILE).write_text(json.dumps(known) + "\n", encoding="utf-8")
 
-    def on_log(self, run: "Run", metrics: dict[str, Any]) -> None:
+    def on_log(self, run: RunView, metrics: dict[str, Any]) -> None:
         """Log the numbers of a line of metrics.jsonl."""
         numbers = flat(metrics)
         step = numbers.pop("step", None)
         self._call("log", numbers, step=None if step is None else int(step))
 
-    def close(self, run: "Run | None" = None) -> None:
+    def close(self, run: RunView | None = None) -> None:
         """End the trackers."""
         self._call("finish")
         self.running.clear()

@@ -20,7 +20,7 @@ from fmmeta.parallel.workers.create import check_equal, fingerprint
 from fmmeta.reliability.checks import check_replicas, hash_vector
 from fmmeta.training import build
 from fmmeta.training.finish import read_result
-from fmmeta.training.loop import StopAgreement
+from fmmeta.training.run import StopAgreement
 from tests.support import open_files
 from tests.support.fake_runs import write_run
 from tests.support.messages import check_message, refusal

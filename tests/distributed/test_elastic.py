@@ -25,12 +25,13 @@ from fmmeta.elastic.communicator import ElasticCommunicator
 from fmmeta.elastic.lighthouse import LighthouseClient, coordination
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.network import proof
-from fmmeta.training.loop import Run
+from fmmeta.training.run import Run
 from fmmeta.training.run_folder import lock_folder
 from harness.elastic import SLEEP, Born, Group, Trial, alone, lines_of, parity, theta_of
 from harness.fork_server import ROOT, environment, free_port
 from tests.support import slurm
 from tests.support.launch import run_ranks
+from tests.support.short_runs import LONG, QUICK, model_of, until
 
 os.environ.setdefault("RUST_LOG", "warn")
 pytest.importorskip("torchft", reason="elastic groups need torchft")
@@ -382,6 +383,32 @@ def test_a_group_that_starts_before_its_lighthouse_waits_for_it(tmp_path):
     finally:
         server.kill()
     assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]
+
+
+@pytest.mark.timeout(300)
+def test_groups_of_a_loop_of_the_caller_come_and_go(tmp_path, flags):
+    """One of two groups dies: the other repeats the outer step alone, and theta is that of one process."""
+    server = LighthouseProcess(tmp_path, free_port())
+    settings = {**LONG, "algorithm": "fomaml", "save_steps": 0}
+    words = ["examples/own_loop.py", *flags(tmp_path / "run", **settings)]
+    words += ["--elastic", "--lighthouse", server.address]
+    try:
+        groups = [
+            Born.of([*words, "--group_name", name], tmp_path / f"{name}.log", environment(EPISODE_S="0.1"))
+            for name in ("one", "two")
+        ]
+        until(lambda: any(line["groups"] == 2 for line in lines_of(tmp_path / "run")), PATIENCE_S)
+        groups[1].send_signal(signal.SIGKILL)
+        assert groups[0].wait() == 0, groups[0].rank.text
+    finally:
+        server.kill()
+    lines = lines_of(tmp_path / "run")
+    assert [line["step"] for line in lines] == [*range(1, LONG["outer_steps"] + 1)]
+    assert {line["tasks"] for line in lines} == {QUICK["meta_batch_size"]}
+    assert lines[-1]["groups"] == 1
+    run_ranks(["launch/train.py", *flags(tmp_path / "alone", **settings)], 1).ok()
+    found, wanted = (model_of(tmp_path / folder) for folder in ("run", "alone"))
+    assert max(float((found[name] - value).abs().max()) for name, value in wanted.items()) < 1e-5
 
 
 class LighthouseProcess:

@@ -14,7 +14,8 @@ from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.parallel.workers.zero import import_deepspeed
 from fmmeta.training import build
-from fmmeta.training.loop import Run
+from fmmeta.training.loop import train
+from fmmeta.training.run import Run
 from fmmeta.training.run_folder import RunStart
 from tests.support.messages import refusal
 from tests.support.models import save, tiny, write_pairs
@@ -84,7 +85,7 @@ def train_within_a_limit(world, model, data, folder, kind):
     parts = build.build(config, inputs, plan, ranks)
     run = Run(config, inputs, ranks, parts, RunStart(folder, None, False), Progress(enabled=False))
     run.resume()
-    run.loop()
+    train(run)
     assert run.state.outer_step == 2
     return refused, parts.worker.dot(run.theta, run.theta)
 

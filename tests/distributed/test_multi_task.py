@@ -12,7 +12,8 @@ from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.training import build
 from fmmeta.training.callbacks import Callback
-from fmmeta.training.loop import Run
+from fmmeta.training.loop import train
+from fmmeta.training.run import Run
 from fmmeta.training.run_folder import RunStart
 from tests.support.matrix import Case, ParityFixture, tolerance
 from tests.support.models import save_bert, save_llama, write_classes, write_pairs
@@ -113,7 +114,7 @@ def counted_steps(run):
                 asked[0] = 0
 
         run.callbacks.built_in = [Counting(), *run.callbacks.built_in]
-        run.loop()
+        train(run)
     return counts
 
 

@@ -64,6 +64,11 @@ def zero(stage: int, **flags: Any) -> dict[str, Any]:
 
 VALIDATED = {"eval_steps": 1, "metrics": "tests.support.own_metric:f1"}
 MEANS = {"algorithm": "protonet", "inner_steps": 0, "feature_norm": 3.0}
+NAMED = {"dataset": "OUT/rows.jsonl", "label_names": "names", "class_weights": "OUT/weights.json"}
+OWN = {
+    "example_transforms": "fmmeta.tasks.augment:swap_words",
+    "episode_transforms": "fmmeta.tasks.augment:name_classes",
+}
 NONE_HELD = {"dataset": "OUT/rows.jsonl", "class_splits": "OUT/splits.json", "eval_episodes": 0}
 
 
@@ -71,6 +76,12 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, flags
     **{f"algorithm {name}": (1, {"algorithm": name}) for name in ALGORITHMS},
     "in-context": (1, {"algorithm": "in_context", **PAIRS}),
     "meta_icl": (1, {"algorithm": "meta_icl", "inner_steps": 0, **PAIRS}),
+    "meta_icl, every answer": (
+        1,
+        {"algorithm": "meta_icl", "inner_steps": 0, "loss_on_support": True, **PAIRS},
+    ),
+    "transforms 2x1": (2, {**NAMED, **OWN, "k_shot": 2, "support_batch_size": 4}),
+    "transforms of joint training": (1, {"algorithm": "joint", **NAMED, **OWN}),
     "plain 2x1": (2, {}),
     "ZeRO 1 1x2": (2, zero(1, group_size=2)),
     "ZeRO 2 1x2": (2, zero(2, group_size=2)),
@@ -105,6 +116,11 @@ COMMANDS: dict[str, tuple[int, str, dict[str, Any]]] = {  # ranks, command, flag
         2,
         "evaluate",
         {**CLASSES, "k_shot": "1 2", "method": f"finetune {BY_FEATURES}", "compare": "tiny"},
+    ),
+    "evaluate names": (
+        1,
+        "evaluate",
+        {**CLASSES, "k_shot": 1, "label_names": "names", "method": f"finetune {BY_FEATURES}"},
     ),
     "evaluate all ways": (1, "evaluate", {**CLASSES, "n_way": "all", "method": "finetune prototype"}),
     "evaluate ZeRO 3 1x2": (2, "evaluate", zero(3, **CLASSES, k_shot=1, group_size=2)),
@@ -171,6 +187,7 @@ def execute(out: Path, only: list[str]) -> None:
     write_classes(out / "rows.jsonl")
     splits = {"train": [f"c{number}" for number in range(12)], "valid": [], "test": []}
     (out / "splits.json").write_text(json.dumps(splits))
+    (out / "weights.json").write_text('{"c1": 2.0, "c2": 0.3}')
     fork_server, found = ForkServer(), {}
     for name in [name for name in only or RUNS if name in RUNS]:
         ranks, flags = RUNS[name]

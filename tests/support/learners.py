@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.meta.algorithms.baselines import prompted
+from fmmeta.meta.algorithms.baselines import support_before_query
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
@@ -23,6 +23,7 @@ from fmmeta.models.classification import NativeClassifier, PooledClassifier
 from fmmeta.models.learner import Learner
 from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.workers.full_model import PlainWorker
+from fmmeta.tasks.augment import weigh_classes
 from fmmeta.tasks.batching import IGNORE, Batcher, Episode, Example
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.base import EpisodeRows
@@ -89,23 +90,22 @@ def episode_of(learner: Learner, support: int = 9, query: int = 6, seed: int = 5
 def batches_of(
     episode: EpisodeRows,
     micro_batch_size: int = 4,
+    prompts: bool = False,
     learn_support: bool = False,
     class_weights: Sequence[float] = (),
 ) -> Episode:
-    """Rows of a classifier have no prompts; a prompt has at most the 32 positions of `llama`."""
-    batcher = Batcher(0, micro_batch_size)
-    support, query = (
-        batcher.split(rows, class_weights=class_weights) for rows in (episode.support, episode.query)
-    )
-    if isinstance(episode.query[0].labels, int):
-        return Episode(support, query)
-    prompts = prompted(episode.support, episode.query, 1, 32, learn_support)
-    return Episode(support, query, batcher.split(prompts))
+    """A prompt has at most the 32 positions of `llama`."""
+    if class_weights:
+        weights = dict(zip(episode.classes, class_weights, strict=True))
+        episode = weigh_classes(weights, episode)
+    if prompts:
+        episode = support_before_query(episode, bos_token_id=1, positions=32, learn_support=learn_support)
+    return Batcher(0, micro_batch_size).episode(replace(episode, classes=()))
 
 
 def config_of(learner: Learner, **settings: Any) -> Config:
     fixed: dict[str, Any] = {"n_way": CLASSES, "inner_steps": 3, "inner_lr": 0.1}
-    if find(settings.get("algorithm", "fomaml")).in_prompt:
+    if find(settings.get("algorithm", "fomaml")).evaluation:
         fixed["inner_steps"] = 0
     return Config(
         **{**fixed, **settings, "task_type": "classification" if learner.head_names else "causal_lm"}
@@ -194,7 +194,9 @@ def rule_gradient(
     worker = worker_of(learner, config)
     theta = worker.read()
     rule = RuleOn(find(config.algorithm).rule, setup_of(worker, config), outer_step)
-    found = task_gradient(rule, worker, batches_of(episode, learn_support=config.loss_on_support))
+    prompts = find(config.algorithm).evaluation is not None
+    batches = batches_of(episode, prompts=prompts, learn_support=config.loss_on_support)
+    found = task_gradient(rule, worker, batches)
     assert torch.equal(worker.read(), theta)
     return found, worker
 

@@ -26,7 +26,9 @@ import torch
 from fmmeta.config.settings import Config
 from fmmeta.meta.reference import Reference, reference_run
 from fmmeta.models.load import describe, load_learner, load_tokenizer
+from fmmeta.tasks.augment import reading
 from fmmeta.tasks.schedule.meta_batches import Schedule
+from fmmeta.tasks.sources.base import transformed
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.helpers import fast_or_slow
 from tests.support.launch import ROOT
@@ -702,8 +704,9 @@ class ParityFixture:
         config = Config(**json.loads(settings))
         description = describe(config)
         tokenizer = load_tokenizer(config, description, print)
-        source = load_sources(config, tokenizer, print).train
-        learner = load_learner(config, replace(description, classes=len(source.classes)))
+        sources = load_sources(config, tokenizer, print)
+        source, read = sources.train, reading(config, tokenizer, sources.numbers)
+        learner = load_learner(config, replace(description, classes=len(sources.numbers)))
         schedule = Schedule(source.items, config.meta_batch_size, config.seed, 0)
         tasks = [schedule.meta_batch(step) for step in range(config.outer_steps)]
         versions = None
@@ -711,7 +714,7 @@ class ParityFixture:
             queue = [task for step in range(config.outer_steps) for task in schedule.queue(step)]
             tasks = [[queue[position] for position, _ in step] for step in stale]
             versions = [[version for _, version in step] for step in stale]
-        steps = [[source.draw(task).episode() for task in step] for step in tasks]
+        steps = [[transformed(source.draw(task), read) for task in step] for step in tasks]
         began = {name: p.detach().clone() for name, p in learner.named_parameters() if p.requires_grad}
         if not config.bf16:
             learner = learner.double()  # an oracle without fp32 rounding errors

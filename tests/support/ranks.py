@@ -106,7 +106,8 @@ def built(
 def first_episode(config: Config, inputs: build.RunInputs, ranks: ProcessGroups, parts: build.Runtime) -> Any:
     """The batches of the first task, as all ranks of the group have them. Collective: group."""
     task = build.training_schedule(config, inputs, ranks.layout).meta_batch(0)[0]
-    reader = EpisodeReader.of(parts.load(inputs.sources.train), ranks, config, print)
+    load = parts.load(inputs.sources.train, reading=inputs.reading)
+    reader = EpisodeReader.of(load, ranks, config, print)
     ((_, episode),) = reader.read_same_task(task)
     return episode
 

@@ -19,8 +19,10 @@ from fmmeta.models.load import empty_learner, load_learner
 from fmmeta.parallel.process_groups import World
 from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.training import build
+from fmmeta.training.bounded_staleness import StaleSchedule
 from fmmeta.training.callbacks import Callback
-from fmmeta.training.loop import Run
+from fmmeta.training.loop import train
+from fmmeta.training.run import Run
 from fmmeta.training.run_folder import RunStart
 from tests.support import nccl_rules
 from tests.support.ranks import begin, built
@@ -41,32 +43,36 @@ def poison(parts: build.Runtime, chosen: dict[tuple[int, int], str]) -> None:
                 batch.weights *= float("inf")
             return episode
 
-    def load(source, transform=None):
-        made = clean(source, transform)
-        return Poisoned(made.source, made.batcher, made.transform)
+    def load(*of, **how):
+        made = clean(*of, **how)
+        return Poisoned(made.source, made.batcher, made.transforms)
 
     parts.load = load  # type: ignore[method-assign]
 
 
 class CountedTasks(Callback):
-    """With --max_staleness: the tasks of each outer step, as (position in the queue, version of theta)."""
+    """With --max_staleness: the tasks of each outer step, as (position in the queue, version of theta).
+
+    schedule: of the run, set before it begins.
+    """
 
     def __init__(self) -> None:
+        self.schedule: Any = None
         self.steps: list[list[tuple[int, int]]] = []
         self.in_sum: list[tuple[int, int]] = []  # of this group, in the outer step that closes
 
     def on_train_begin(self, run):
-        if (stale := run.stale_steps) is not None:
-            describe = stale._describe
+        if isinstance(stale := self.schedule, StaleSchedule):
+            describe = stale.describe
 
             def noting(metrics):
                 self.in_sum = stale.in_sum if run.ranks.layout.group_rank == 0 else []
                 describe(metrics)
 
-            stale._describe = noting
+            stale.describe = noting  # type: ignore[method-assign]
 
     def on_step_end(self, run, outcome):
-        if run.stale_steps is not None:
+        if isinstance(self.schedule, StaleSchedule):
             parts = map(json.loads, run.ranks.world.gather_bytes(json.dumps(self.in_sum).encode()))
             self.steps.append(sorted(tuple(task) for part in parts for task in part))
 
@@ -118,11 +124,12 @@ def on_each_rank(world: World, listed: Sequence[dict[str, Any]], out: Path) -> O
             Progress(enabled=False),
             user_callbacks=[counted],
         )
+        counted.schedule = run.outer_schedule
         poison(parts, {(step, slot): which for step, slot, which in case.get("poison", [])})
         held = getattr(parts.worker, "model", None) or parts.worker.stage
         layers = [m for m in held.modules() if getattr(m, "gradient_checkpointing", False) and m.training]
         run.resume()
-        run.loop()
+        train(run)
         theta = {}
         skeleton = empty_learner(config, inputs.description)
         for name, param in skeleton.named_parameters():

@@ -68,7 +68,7 @@ def fault(episode, rng):
             os._exit(70)
         run = next(one for one in gc.get_objects() if type(one).__name__ == "Run")
         if os.environ["FAULT"] == "error":
-            run.end_step = None
+            run.outer_schedule.end_step = None
         run.theta[0] += os.environ["FAULT"] == "theta"
     return episode
 

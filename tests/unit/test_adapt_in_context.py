@@ -12,9 +12,11 @@ import torch.nn.functional as F
 import fmmeta
 from fmmeta.adaptation import predict
 from fmmeta.evaluation.settings import PredictConfig
-from fmmeta.meta.algorithms.baselines import in_context_rows
+from fmmeta.meta.algorithms.baselines import others_before_each
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batching import IGNORE, Example
+from fmmeta.tasks.schedule.meta_batches import Task
+from fmmeta.tasks.sources.base import EpisodeRows
 from tests.support.helpers import refusal, write_rows
 from tests.support.messages import check_message
 from tests.support.models import WORDS
@@ -207,9 +209,9 @@ def test_the_card_of_a_chat_model_has_the_prompt_in_use(llama, tmp_path):
 
 def test_a_single_support_row_is_learned_without_a_prompt():
     row, query = Example([1, 10, 11], [IGNORE, IGNORE, 11]), Example([1, 30, 31], [IGNORE, IGNORE, 31])
-    support, queries = in_context_rows([row], [query], bos_token_id=1, positions=None)
-    assert support == [row]
-    assert queries == [Example([1, 10, 11, 30, 31], [IGNORE] * 4 + [31])]
+    episode = others_before_each(EpisodeRows(Task(0, "t", "s", 1, (0,)), [row], [query]), bos_token_id=1)
+    assert episode.support == [row]
+    assert episode.query == [Example([1, 10, 11, 30, 31], [IGNORE] * 4 + [31])]
 
 
 def test_damaged_examples_of_a_folder_are_refused(llama, tmp_path):

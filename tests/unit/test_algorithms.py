@@ -15,7 +15,7 @@ from fmmeta.meta.algorithms.unrolled import step_loss_weights
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.meta.reference import reference_gradient, set_gradient, set_loss
 from fmmeta.tasks.batching import collate
-from fmmeta.training.run_log import StepMetrics
+from fmmeta.training.step_metrics import StepMetrics
 from tests.support import learners
 from tests.support.learners import (
     LEARNERS,
@@ -493,7 +493,7 @@ CLASSIFIERS = ("fomaml", "reptile", "anil", "boil", "proto_maml", "meta_sgd", "i
     ("algorithm", "poison"),
     [
         *itertools.product((*CLASSIFIERS, "joint"), ("support", "query")),
-        ("meta_icl", "prompted"),
+        ("meta_icl", "query"),
         *itertools.product(("fomaml", "reptile"), ("steps",)),
     ],
 )

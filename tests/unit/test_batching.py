@@ -1,6 +1,6 @@
 """The losses of micro-batches add up to the mean over the set, however it is split over ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fmmeta.tasks.augment import sample_support, sampled_rows
 from fmmeta.tasks.batching import (
     IGNORE,
     Batcher,
@@ -18,8 +19,9 @@ from fmmeta.tasks.batching import (
     batches_of_step,
     collate,
     each_batch,
-    sampled_rows,
 )
+from fmmeta.tasks.schedule.meta_batches import Task
+from fmmeta.tasks.sources.base import EpisodeRows
 from tests.support.episodes import objective
 from tests.support.learners import (
     compared,
@@ -224,8 +226,9 @@ def test_inner_steps_learn_from_parts_of_a_shuffle_epoch_by_epoch():
 def test_samples_of_a_support_set_are_micro_batches_of_every_rank():
     """Weights of a sample add up to 1 over the ranks; a batch size of the whole set changes nothing."""
     rows = [Example(list(range(1, 2 + index % 5)), index % 3) for index in range(11)]
-    batchers = [Batcher(0, 4, rank, 2, support_batch_size=4, inner_steps=5) for rank in range(2)]
-    sets = [batcher.split_support(rows, (7,), 3) for batcher in batchers]
+    episode = EpisodeRows(Task(0, "t", "s", 1, (7,)), rows, [], ("a", "b", "c"))
+    sampled = sample_support(4, 5, episode)
+    sets = [Batcher(0, 4, rank, 2).episode(sampled).support for rank in range(2)]
     assert all(isinstance(support, SupportSet) and len(support.steps) == 5 for support in sets)
     for k in range(5):
         of_ranks = [batches_of_step(support, k) for support in sets]
@@ -238,7 +241,7 @@ def test_samples_of_a_support_set_are_micro_batches_of_every_rank():
     assert isinstance(moved, SupportSet)
     assert moved.steps == sets[0].steps
     for size, steps in ((0, 5), (11, 5), (4, 0)):
-        whole = Batcher(0, 4, support_batch_size=size, inner_steps=steps).split_support(rows, (7,))
+        whole = Batcher(0, 4).episode(sample_support(size, steps, episode)).support
         assert not isinstance(whole, SupportSet)
         assert batches_of_step(whole, 3) is whole
 
@@ -247,6 +250,7 @@ def test_samples_of_a_support_set_are_micro_batches_of_every_rank():
 def test_class_weights_give_torchs_weighted_mean_however_a_set_is_split(ranks, rows):
     examples = [Example([1] * (2 + i), i % 3) for i in range(7)]
     weights = [1.0, 2.5, 0.25]
+    examples = [replace(row, weight=weights[row.labels]) for row in examples]
     logits = torch.randn(10, 3, generator=torch.Generator().manual_seed(1))
     wanted = F.cross_entropy(
         torch.stack([logits[len(e.input_ids)] for e in examples]),
@@ -255,7 +259,7 @@ def test_class_weights_give_torchs_weighted_mean_however_a_set_is_split(ranks, r
     )
     found = 0.0
     for rank in range(ranks):
-        for batch in Batcher(PAD, rows, rank, ranks).split(examples, class_weights=weights):
+        for batch in Batcher(PAD, rows, rank, ranks).split(examples):
             chosen = logits[batch.inputs["attention_mask"].sum(1)]
             losses = F.cross_entropy(chosen, batch.targets["labels"], reduction="none")
             found += (losses * batch.weights).sum()

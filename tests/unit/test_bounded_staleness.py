@@ -21,7 +21,7 @@ from fmmeta.common.errors import Stopped
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.memory import estimate, rank_sizes
-from fmmeta.training.bounded_staleness import Bound, Ledger, SharedLedger, StaleSteps
+from fmmeta.training.bounded_staleness import Bound, Ledger, SharedLedger, StaleSchedule
 from tests.support.helpers import one_rank
 
 
@@ -116,15 +116,15 @@ def test_one_group_that_was_stopped_in_a_task_ends_where_a_synchronous_run_ends(
         "num_workers": "0",
     }
     whole = MetaTrainer(Config(**settings, output_dir=str(tmp_path / "whole"))).train()
-    begun, run_task = [], StaleSteps._run_task
+    begun, begin_task = [], StaleSchedule._begin_task
 
     def run_or_stop(self, number):
         begun.append(number)
         if len(begun) == 7:
             os.kill(os.getpid(), signal.SIGTERM)
-        run_task(self, number)
+        return begin_task(self, number)
 
-    monkeypatch.setattr(StaleSteps, "_run_task", run_or_stop)
+    monkeypatch.setattr(StaleSchedule, "_begin_task", run_or_stop)
     trainer = MetaTrainer(Config(**settings, max_staleness=1, output_dir=str(tmp_path / "run")))
     with pytest.raises(Stopped):
         trainer.train()
@@ -150,7 +150,7 @@ def test_one_group_that_was_stopped_in_a_task_ends_where_a_synchronous_run_ends(
     ],
 )
 def test_a_second_stop_leaves_the_tasks_that_were_not_begun_again(begun, in_sum, current, claimed, again):
-    steps, ranks = object.__new__(StaleSteps), one_rank()
+    steps, ranks = object.__new__(StaleSchedule), one_rank()
     steps.run = SimpleNamespace(ranks=ranks)  # type: ignore[assignment]
     steps.ledger = SharedLedger(HashStore(), ranks.group, 0)
     steps.ledger.begin(Ledger())

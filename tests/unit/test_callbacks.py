@@ -8,9 +8,11 @@ import torch
 from fmmeta import Callback, Config, MetaTrainer
 from fmmeta.common.errors import Stopped
 from fmmeta.reliability.signals import Signals
-from fmmeta.training.callbacks import Outcome
+from fmmeta.training.bounded_staleness import StaleSchedule
 from fmmeta.training.episodes import EpisodeReader
-from fmmeta.training.loop import Run
+from fmmeta.training.outer_schedule import Outcome
+from fmmeta.training.run import Run
+from fmmeta.training.schedules import StaticSchedule
 from fmmeta.training.scoring import Scoring
 from tests.support.messages import check_message, refusal
 from tests.support.ranks import on_ranks
@@ -48,7 +50,8 @@ def missing(episode, rng):
 class Recorder(Callback):
     """A callback that records hooks, outcomes and theta, and requests a stop before step `stop_at`."""
 
-    def __init__(self, stop_at: int | None = None) -> None:
+    def __init__(self, stop_at: int | None = None, signals: Signals | None = None) -> None:
+        self.signals = signals or Signals()
         self.hooks: list[str] = []
         self.outcomes: list[Outcome] = []
         self.thetas: list[torch.Tensor] = []
@@ -61,7 +64,7 @@ class Recorder(Callback):
     def on_step_begin(self, run):
         self.hooks.append(f"step_begin {run.state.outer_step}")
         if run.state.outer_step == self.stop_at:
-            run.stop.signals.asked = "SIGTERM"
+            self.signals.asked = "SIGTERM"
 
     def on_step_end(self, run, outcome):
         self.hooks.append(f"step_end {run.state.outer_step}")
@@ -128,16 +131,18 @@ def test_a_run_without_finite_tasks_leaves_theta_and_names_the_setting(tmp_path)
 
 
 def test_a_stop_abandons_the_step_and_does_not_count_it(tmp_path, monkeypatch):
-    seen, ends = Recorder(stop_at=1), []
-    run_step = Run.run_step
+    signals = Signals()
+    seen, ends = Recorder(stop_at=1, signals=signals), []
+    update = StaticSchedule.update
 
-    def recording(self):
-        ends.append((run_step(self), self.state.outer_step, self.theta.clone()))
-        return ends[-1][0]
+    def recording(self, number):
+        outcome, run = update(self, number), self.run
+        ends.append((outcome, run.state.outer_step, run.theta.clone()))
+        return outcome
 
-    monkeypatch.setattr(Run, "run_step", recording)
+    monkeypatch.setattr(StaticSchedule, "update", recording)
     with pytest.raises(Stopped, match=r"outer step 1, .*checkpoint-1"):
-        trainer(tmp_path, seen, signals=Signals()).train()
+        trainer(tmp_path, seen, signals=signals).train()
     assert [end[0] for end in ends] == [Outcome.APPLIED, Outcome.STOP]
     assert ends[1][1] == 1
     assert ends[1][2].equal(seen.thetas[-1])
@@ -147,11 +152,11 @@ def test_a_stop_abandons_the_step_and_does_not_count_it(tmp_path, monkeypatch):
 def test_a_validation_that_a_stop_cut_short_is_repeated_after_train_begin(tmp_path):
     class Stopping(Recorder):
         def on_log(self, run, metrics):
-            run.stop.signals.asked = "SIGTERM"  # the validation of this step follows
+            self.signals.asked = "SIGTERM"  # the validation of this step follows
 
-    first, second = Stopping(), Recorder()
+    first, second = Stopping(signals=(signals := Signals())), Recorder()
     with pytest.raises(Stopped, match=r"outer step 1, .*checkpoint-1"):
-        trainer(tmp_path, first, signals=Signals(), eval_episodes=2, eval_steps=1).train()
+        trainer(tmp_path, first, signals=signals, eval_episodes=2, eval_steps=1).train()
     assert not any(hook.startswith("evaluate") for hook in first.hooks)
     trainer(tmp_path, second, eval_episodes=2, eval_steps=1).train()
     assert [hook.split()[0] for hook in second.hooks[:4]] == ["train_begin", "log", "evaluate", "step_begin"]
@@ -168,13 +173,14 @@ def test_the_stage_of_the_watchdog_names_task_and_pass_and_is_no_step_in_a_valid
     """A report of a hang names the pass that hangs; the bound of an outer step, which may be short, does not
     hold while a validation loads and gathers.
     """
-    stages = []
+    stages, runs, resume = [], [], Run.resume
+    monkeypatch.setattr(Run, "resume", lambda run: (runs.append(run), resume(run)))
 
     class Recording(Callback):
         def on_train_begin(self, run):
             def recorded(original):
                 def recording(*arguments, **named):
-                    stages.append((run.stage.text, run.stage.is_step))
+                    stages.append((runs[0].stage.text, runs[0].stage.is_step))
                     return original(*arguments, **named)
 
                 return recording
@@ -187,32 +193,30 @@ def test_the_stage_of_the_watchdog_names_task_and_pass_and_is_no_step_in_a_valid
     trainer(tmp_path, Recording(), algorithm="fomaml", **settings).train()
     passes = [f"task {task} of group 0, pass {number}" for task in (1, 2) for number in (1, 2, 3)]
     assert [*dict.fromkeys(stages)] == [
-        *((f"outer step 1, {phase}", True) for phase in (*passes, "checking the inner loop")),
+        *((f"outer step 1, {phase}", True) for phase in ("checking the inner loop", *passes)),
         ("validation, loading its episodes", False),
         ("an episode of an evaluation", False),
         ("validation, waiting for the other groups", False),
     ]
 
 
-def test_the_worker_holds_theta_after_a_step_that_closes_during_a_task(tmp_path):
+def test_the_worker_holds_theta_after_a_step_that_closes_during_a_task(tmp_path, monkeypatch):
     """With --max_staleness, where nothing is applied: the other group has counted tasks without episodes."""
-    held = []
+    held, between_passes = [], StaleSchedule.between_passes
+
+    def count_both_tasks(ledger):
+        ledger.counted += 2
+        return 0
+
+    def counting(self):
+        if not held:
+            self.ledger.change(count_both_tasks)
+        between_passes(self)
+
+    monkeypatch.setattr(StaleSchedule, "between_passes", counting)
+    monkeypatch.setattr(StaleSchedule, "check_task_count", lambda self, tasks: None)
 
     class OtherGroup(Callback):
-        def on_train_begin(self, run):
-            steps, look = run.stale_steps, run.stale_steps._between_passes
-
-            def count_both_tasks(ledger):
-                ledger.counted += 2
-                return 0
-
-            def counting():
-                if not held:
-                    steps.ledger.change(count_both_tasks)
-                look()
-
-            steps._between_passes, run.controller.check_task_count = counting, lambda run, tasks: None
-
         def on_step_end(self, run, outcome):
             held.append((outcome.name, run.worker.read().equal(run.theta)))
 

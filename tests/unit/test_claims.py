@@ -14,15 +14,14 @@ import torch.distributed as dist
 
 from fmmeta.common.errors import PeerLost
 from fmmeta.config.settings import Config
-from fmmeta.elastic.controller import share_finished_tasks
+from fmmeta.elastic.controller import ElasticSchedule
 from fmmeta.elastic.lighthouse import in_thread
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.tasks.batching import Episode, MicroBatch
 from fmmeta.tasks.loader import LoadResult
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Schedule
-from fmmeta.training.claims import TaskClaims
-from fmmeta.training.episodes import TrainingEpisodes
-from fmmeta.training.run_log import StepMetrics
+from fmmeta.training.claims import ClaimedEpisodes, TaskClaims
+from fmmeta.training.step_metrics import StepMetrics
 from tests.support.helpers import one_rank
 
 ALONE = Communicator(None, 0, 1, torch.device("cpu"))
@@ -84,13 +83,13 @@ def test_a_store_that_does_not_answer_is_a_lost_group(answer, limits):
 SIZES = [30, 10, 70, 50, 20, 60, 40, 80]
 
 
-def feeds(groups: int = 2, nodes: int = 1) -> list[TrainingEpisodes]:
+def feeds(groups: int = 2, nodes: int = 1) -> list[ClaimedEpisodes]:
     """What provides the episodes of groups over one store; an episode has the tokens of its task."""
     store, nothing = dist.HashStore(), torch.zeros(1)
     items = Items.of(Item(f"t{number}", "s", size) for number, size in enumerate(SIZES))
     config, ranks = Config(task_schedule="dynamic", num_workers="0"), one_rank()
-    return [
-        TrainingEpisodes(
+    made = [
+        ClaimedEpisodes(
             Schedule(items, len(SIZES), 0, nodes=nodes),
             lambda task: LoadResult(
                 task, Episode([MicroBatch({}, nothing, nothing, tokens=task.tokens)], [])
@@ -103,10 +102,13 @@ def feeds(groups: int = 2, nodes: int = 1) -> list[TrainingEpisodes]:
         )
         for group in range(groups)
     ]
+    for feed in made:
+        feed.claims = TaskClaims(ALONE, store)
+    return made
 
 
 def sizes(some) -> list[int]:
-    return [episode.tokens for episode in some]
+    return [episode.tokens for _, episode in some]
 
 
 def test_the_group_that_is_free_gets_the_largest_unclaimed_task():
@@ -149,20 +151,26 @@ def exchange(rank: int, others: list[bytes]) -> Any:
     )
 
 
-def run_of(feed: TrainingEpisodes, dropped: list[bool]) -> Any:
-    """A run that notes when it drops its finished tasks."""
-    state = SimpleNamespace(outer_step=0)
-    return SimpleNamespace(feed=feed, state=state, forget_tasks=lambda: dropped.append(True))
+def schedule_of(cross: Any, lines: list[str]) -> Any:
+    """A schedule that counts how often it drops its finished tasks (`dropped`)."""
+    schedule: Any = object.__new__(ElasticSchedule)
+    schedule.cross, schedule.log, schedule.dropped = cross, lines.append, 0
+    schedule.run = SimpleNamespace(state=SimpleNamespace(outer_step=0))
+
+    def forget() -> None:
+        schedule.dropped += 1
+
+    schedule.forget_tasks = forget
+    return schedule
 
 
 def test_finished_tasks_are_kept_and_only_the_others_are_claimed_again():
-    (feed, _), dropped, lines = feeds(), [], []
+    (feed, _), lines = feeds(), []
     slots = {task.tokens: task.seed[-1] for task in feed.schedule.meta_batch(0)}
     feed.finished = [slots[80], slots[50]]
-    run = run_of(feed, dropped)
-    others = [f"[{slots[70]}]".encode()]
-    share_finished_tasks(run, exchange(1, others), lines.append)
-    assert not dropped
+    schedule = schedule_of(exchange(1, [f"[{slots[70]}]".encode()]), lines)
+    schedule.share_finished_tasks(feed)
+    assert not schedule.dropped
     assert lines == ["outer step 1: 3 of its tasks are finished, and are kept"]
     assert [sizes(some) for some in feed.passes(0, StepMetrics(), 1)] == [[60], [40], [30], [20], [10]]
     feed.complete_step()
@@ -171,9 +179,9 @@ def test_finished_tasks_are_kept_and_only_the_others_are_claimed_again():
 
 @pytest.mark.parametrize(("rank", "drops"), [(0, False), (1, True)])
 def test_of_two_groups_that_finished_the_same_task_the_second_one_drops_its_sum(rank, drops):
-    (feed, _), dropped, lines = feeds(), [], []
+    (feed, _) = feeds()
     feed.finished = [3, 4]
-    run = run_of(feed, dropped)
-    share_finished_tasks(run, exchange(rank, [b"[4, 5]"]), lines.append)
-    assert bool(dropped) == drops
+    schedule = schedule_of(exchange(rank, [b"[4, 5]"]), [])
+    schedule.share_finished_tasks(feed)
+    assert bool(schedule.dropped) == drops
     assert feed.finished_before == ({3, 4} if rank == 0 else {4, 5})

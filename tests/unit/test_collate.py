@@ -1,6 +1,7 @@
 """A collate function: nested inputs reach the model, and what a function may not return."""
 
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import fmmeta
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import Example, MicroBatch
-from fmmeta.tasks.collate import Collate, structure_of
+from fmmeta.tasks.collate import Collate, of_columns, structure_of
 from tests.support.helpers import write_rows
 from tests.support.messages import check_message, refusal
 from tests.support.vision import nested_rows, save_nested
@@ -70,22 +71,23 @@ def test_a_micro_batch_moves_with_its_nested_inputs():
 
 def test_the_structure_of_inputs_is_compared():
     collate = named("nested")
-    inputs = collate(ROWS)
+    inputs, targets = collate(ROWS, 0)
     assert structure_of(inputs) == {"graph": {"nodes": "float32"}, "parts": ["float32", "float32"]}
+    assert structure_of(targets) == {"labels": "int64"}
     same = pickle.loads(pickle.dumps(collate))
-    assert structure_of(same(ROWS)) == structure_of(inputs)
+    assert structure_of(same(ROWS, 0)) == structure_of((inputs, targets))
     other = Collate("a:b", collate.function, '{"input_ids": "int64"}')
-    check_message(refusal(other, ROWS), '"graph"', '{"input_ids": "int64"}', "return the same keys")
+    check_message(refusal(other, ROWS, 0), '"graph"', '{"input_ids": "int64"}', "return the same keys")
 
 
 def test_functions_that_make_no_inputs_are_refused():
     def of(function: Any) -> Collate:
-        return Collate("a:b", function)
+        return Collate("a:b", partial(of_columns, function))
 
-    check_message(refusal(of(lambda rows: [1]), ROWS), "a:b returned [1]", "return a dictionary")
+    check_message(refusal(of(lambda rows: [1]), ROWS, 0), "a:b returned [1]", "return a dictionary")
     less = named("one_row_less")
-    check_message(refusal(less, ROWS), "pixel_values of shape [2, 3, 8, 8] for 3 rows")
-    check_message(refusal(of(lambda rows: 1 / 0), ROWS), "ZeroDivisionError", "fix it")
+    check_message(refusal(less, ROWS, 0), "pixel_values of shape [2, 3, 8, 8] for 3 rows")
+    check_message(refusal(of(lambda rows: 1 / 0), ROWS, 0), "ZeroDivisionError", "fix it")
     missing = "task_type=tests.support.vision:of_missing"
     check_message(refusal(named, "missing"), missing, "write module:name")
 

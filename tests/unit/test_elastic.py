@@ -17,7 +17,7 @@ from fmmeta.elastic import communicator, lighthouse
 from fmmeta.elastic.communicator import MAX_LOST, ElasticCommunicator, GroupInfo, Membership
 from fmmeta.elastic.controller import (
     MAX_ATTEMPTS,
-    ElasticController,
+    ElasticSchedule,
     check_kinds,
     config_hash,
     kinds,
@@ -139,12 +139,13 @@ def test_a_stage_is_renewed_while_a_group_waits():
         while_waiting()
         raise PeerLost("enough")
 
-    cross: Any = SimpleNamespace(form=form)
-    run: Any = SimpleNamespace(
+    schedule: Any = object.__new__(ElasticSchedule)
+    schedule.cross, schedule.began_step = SimpleNamespace(form=form), None
+    schedule.run = SimpleNamespace(
         state=SimpleNamespace(outer_step=3), stage=SimpleNamespace(begin=stages.append)
     )
     with pytest.raises(PeerLost):
-        ElasticController(Config(), cross, None, print).begin_step(run)  # type: ignore[arg-type]
+        schedule.form()
     assert stages == ["waiting for the other groups"] * 2
 
 
@@ -312,54 +313,64 @@ def test_tensor_of_another_dtype_or_shape_is_refused():
     assert "has to be None here" in refusal(check_kinds, kinds({"rates": rates}), None)
 
 
-class FailingController(ElasticController):
-    """A controller whose first quorums fail after it has received the state of another group."""
+class FailingSchedule(ElasticSchedule):
+    """A schedule whose first quorums fail after it has received the state of another group.
 
-    def __init__(self, failures: int) -> None:
-        cross: Any = SimpleNamespace(disconnect=lambda: None)
-        super().__init__(Config(), cross, None, lambda text: None)  # type: ignore[arg-type]
-        self.failures = failures
+    cleared: how often the sums of its tasks were dropped.
+    """
 
-    def begin_step(self, run):
+    def __init__(self, failures: int, outer_step: int = 3) -> None:
+        cross = SimpleNamespace(disconnect=lambda: None)
+        run: Any = SimpleNamespace(
+            config=Config(),
+            ranks=SimpleNamespace(cross=cross),
+            progress=SimpleNamespace(notice=lambda text: None),
+            view=SimpleNamespace(writes=True),
+            state=SimpleNamespace(outer_step=outer_step, tasks={"seen": 0, "bad": 0}),
+            schedule=SimpleNamespace(tasks_per_step=3),
+            stop=SimpleNamespace(requested=False),
+        )
+        super().__init__(run)
+        self.feed: Any = SimpleNamespace(keeps_finished=True)
+        self.failures, self.cleared = failures, 0
+
+    def form(self):
         if self.failures:
             self.failures -= 1
-            run.state.tasks = {"seen": 9, "bad": 1}
+            self.run.state.tasks = {"seen": 9, "bad": 1}
             raise PeerLost("a broadcast: lost")
-        self.quorum_step = run.state.outer_step
+        self.quorum_step = self.run.state.outer_step
+
+    def forget_tasks(self):
+        self.cleared += 1
 
 
 def test_group_lost_during_the_quorum_repeats_the_quorum():
     """The next attempt follows and keeps the state that was received before."""
-    cleared = []
     steps = Config().outer_steps
-    state = SimpleNamespace(outer_step=steps, tasks={"seen": 0, "bad": 0})
-    run: Any = SimpleNamespace(state=state, kept_metrics=None, forget_tasks=lambda: cleared.append(True))
-    controller = FailingController(3)
-    controller.finish(run)
-    assert (controller.quorum_step, controller.retries, run.state.tasks) == (steps, 3, {"seen": 9, "bad": 1})
-    assert len(cleared) == 3
+    schedule = FailingSchedule(3, steps)
+    schedule.finish()
+    assert (schedule.quorum_step, schedule.retries) == (steps, 3)
+    assert schedule.run.state.tasks == {"seen": 9, "bad": 1}
+    assert schedule.cleared == 3
     with pytest.raises(MachineFault, match=f"outer step {steps + 1} was attempted {MAX_ATTEMPTS} times"):
-        FailingController(-1).finish(run)
+        FailingSchedule(-1, steps).finish()
 
 
 def test_the_sum_of_finished_tasks_is_kept_unless_its_reduction_has_begun():
-    cleared = []
-    run: Any = SimpleNamespace(
-        state=SimpleNamespace(outer_step=3), kept_metrics=object(), forget_tasks=lambda: cleared.append(True)
-    )
-    controller = FailingController(0)
-    controller.form_again(run, PeerLost("a sum"))
-    assert not cleared
-    run.kept_metrics = None  # the metrics of all groups were added
-    controller.form_again(run, PeerLost("a sum"))
-    assert cleared == [True]
+    schedule = FailingSchedule(0)
+    schedule.is_open = True
+    schedule.form_again(PeerLost("a sum"))
+    assert not schedule.cleared
+    schedule.is_open = False  # the metrics of all groups were added
+    schedule.form_again(PeerLost("a sum"))
+    assert schedule.cleared == 1
 
 
 @pytest.mark.parametrize("tasks", [2, 4])
 def test_an_outer_step_has_the_tasks_of_the_meta_batch(tasks):
     """Fewer: the groups left out those of a lost one. More: two groups learned the same."""
-    run: Any = SimpleNamespace(schedule=SimpleNamespace(tasks_per_step=3))
-    controller = FailingController(0)
-    controller.check_task_count(run, 3)
+    schedule = FailingSchedule(0)
+    schedule.check_task_count(3)
     with pytest.raises(MachineFault, match=f"{tasks} tasks were learned from in an outer step of 3"):
-        controller.check_task_count(run, tasks)
+        schedule.check_task_count(tasks)

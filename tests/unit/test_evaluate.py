@@ -52,6 +52,7 @@ from fmmeta.models.files import hub_answers
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
+from fmmeta.tasks.sources.base import name_rows
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.training.episodes import EpisodeReader
 from fmmeta.training.scoring import Scoring
@@ -70,7 +71,8 @@ def pairs(tmp_path_factory):
 
 def draws_of(settings: EvaluateConfig, k_shot: int):
     config = settings.run_config(k_shot=k_shot)
-    return episodes_of(settings, k_shot, load_tokenizer(config, describe(config), print)).draws()
+    draws = episodes_of(settings, k_shot, load_tokenizer(config, describe(config), print)).draws()
+    return [*map(name_rows, draws)] if settings.label_names else draws
 
 
 def texts(draw, rows):

@@ -15,7 +15,7 @@ from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.metrics.scores import EpisodeScore
 from fmmeta.reliability.signals import Signals
 from fmmeta.training import comparison
-from fmmeta.training.scoring import FINISHED
+from fmmeta.training.scoring import FINISHED, HeldOut
 from tests.support.short_runs import metrics_of
 
 VARIANTS = {
@@ -161,29 +161,30 @@ def test_a_run_ended_by_a_callback_stays_ended(config_of, tmp_path, save_steps):
 class ThetaRecorder(Callback):
     """Records theta at the start of every evaluation."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch) -> None:
         self.thetas: list[torch.Tensor] = []
+        evaluate = HeldOut.scores
+
+        def record(held_out, *args, **named):
+            if not named.get("each_step"):  # not those that choose the baseline's number of steps
+                self.thetas.append(self.run.theta.clone())
+            return evaluate(held_out, *args, **named)
+
+        monkeypatch.setattr(HeldOut, "scores", record)
 
     def on_train_begin(self, run):
-        evaluate = run.held_out.scores
-
-        def record(*args, **named):
-            if not named.get("each_step"):  # not those that choose the baseline's number of steps
-                self.thetas.append(run.theta.clone())
-            return evaluate(*args, **named)
-
-        run.held_out.scores = record
+        self.run = run
 
 
 def test_held_out_episodes_see_the_trained_weights_and_a_baseline_with_its_best_inner_loop(
-    config_of, tmp_path, capsys
+    config_of, tmp_path, capsys, monkeypatch
 ):
     """theta holds the trained weights at every held-out episode, so that a checkpoint can be saved at any.
 
     The inner loop is chosen among rates and numbers of steps on validation episodes; the table and run.json
     name it.
     """
-    recorder = ThetaRecorder()
+    recorder = ThetaRecorder(monkeypatch)
     config = config_of("run", inner_lr=1e-4, init_interpolation=0.75, eval_steps=3, save_steps=3)
     MetaTrainer(config, callbacks=[recorder]).train()
     saved = load_file(tmp_path / "run" / "checkpoint-3" / "shard-00000.safetensors")

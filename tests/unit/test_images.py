@@ -28,7 +28,7 @@ from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
-from fmmeta.tasks.augment import Transforms
+from fmmeta.tasks.augment import reading
 from fmmeta.tasks.batching import Batcher
 from fmmeta.tasks.data.files import image_rows
 from fmmeta.tasks.data.images import (
@@ -41,6 +41,7 @@ from fmmeta.tasks.data.images import (
 from fmmeta.tasks.data.rows import rows_in_memory
 from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.tasks.schedule.meta_batches import Schedule
+from fmmeta.tasks.sources.base import transformed
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.helpers import ROOT, write_rows
 from tests.support.messages import check_message, refusal
@@ -306,9 +307,7 @@ def test_transforms_change_the_pixels_of_training_episodes(images, vit):
     config = config_of(vit, images, example_transforms=["tests.support.vision:darker"])
     source = opened(config).train
     plain = source.draw(first_task(source)).episode()
-    made = Transforms.of(config, source.store.images)
-    assert made
-    changed = made(source.draw(first_task(source)))
+    changed = transformed(source.draw(first_task(source)), reading(config, source.store.images))
     for before, after in zip(plain.support, changed.support, strict=True):
         assert before.labels == after.labels
         light, dark = ((row.values["pixel_values"] + 1) / 2 for row in (before, after))

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 import fmmeta
 from fmmeta import Config, MetaTrainer
-from fmmeta.meta.algorithms.baselines import prompted
-from fmmeta.tasks.batching import IGNORE, Batcher, Episode, Example, MicroBatch
+from fmmeta.meta.algorithms.baselines import prompted, support_before_query
+from fmmeta.tasks.batching import IGNORE, Batcher, Example, MicroBatch
 from fmmeta.training import comparison
 from tests.support.episodes import objective
 from tests.support.learners import LEARNERS, config_of, episode_of, setup_of, worker_of
@@ -107,9 +107,9 @@ def test_in_context_scores_the_query_with_and_without_the_support_set():
     config = config_of(learner, algorithm="in_context")
     episode = episode_of(learner, support=3)
     worker = worker_of(learner, config)
-    batcher = Batcher(0, 4)
-    query = batcher.split(episode.query)
-    batches = Episode([], query, batcher.split(prompted(episode.support, episode.query, None, 32)))
+    limits = {"bos_token_id": None, "positions": 32}
+    batches = Batcher(0, 4).episode(support_before_query(episode, alone=True, **limits))
+    assert support_before_query(episode, **limits).support == []
     before, after = setup_of(worker, config).evaluation_method().score(worker, worker.read(), batches)
     prefix = [token for row in episode.support for token in row.input_ids]
     for found, start in ((before, []), (after, prefix)):
@@ -147,7 +147,7 @@ def test_a_meta_icl_run_lowers_the_loss_in_context_and_evaluate_uses_prompts(tmp
     assert stored["method"] == "in_context"
     assert "inner_steps" not in stored
     assert stored["inner_rates"] is None
-    assert "| prompt | the support set precedes each query |" in (model / "README.md").read_text()
+    assert "| learning | support set in the prompt |" in (model / "README.md").read_text()
     lines = metrics_of(tmp_path / "run")
     assert all(line["support_loss"] is None and line["query_loss"] > 0 for line in lines)
     for asked, methods in (({}, ["in_context"]), ({"method": ["finetune"]}, ["finetune"])):

@@ -74,7 +74,7 @@ def test_a_sampled_support_set_is_compared_on_the_rows_of_its_first_step():
 
 def test_the_check_of_the_inner_loop_changes_no_weights(llama, pairs, tmp_path, monkeypatch):
     run("train", llama, pairs, tmp_path / "checked", inner_lr=0.1)
-    monkeypatch.setattr("fmmeta.training.loop.Run.check_inner_loop", lambda self, support: None)
+    monkeypatch.setattr("fmmeta.training.run.Run.check_inner_loop", lambda self, support: None)
     run("train", llama, pairs, tmp_path / "unchecked", inner_lr=0.1)
     assert same(tmp_path / "checked", tmp_path / "unchecked")
 

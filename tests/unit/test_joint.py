@@ -11,25 +11,34 @@ from transformers import AutoModelForSequenceClassification
 from fmmeta import Config, MetaTrainer
 from fmmeta.models.load import describe, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
+from fmmeta.tasks.sources.base import Draw, number_classes
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.helpers import write_rows
 from tests.support.messages import check_message, refusal
 from tests.support.models import write_classes
 
 
-def source_of(*datasets, **settings):
+def sources_of(*datasets, **settings):
     settings = {"n_way": 2, "algorithm": "joint", **settings}
     config = Config(dataset=[str(path) for path in datasets], k_shot=1, num_query=1, **settings)
-    return load_sources(config, load_tokenizer(config, describe(config), print), print).train
+    return load_sources(config, load_tokenizer(config, describe(config), print), print)
 
 
-def named(source, steps: int = 30) -> dict[tuple[str, str], set[int]]:
+def drawn(sources, task) -> Draw:
+    return number_classes(sources.numbers, sources.train.draw(task))
+
+
+def classes_of(sources) -> list[str]:
+    return list(map("/".join, sources.numbers))
+
+
+def named(sources, steps: int = 30) -> dict[tuple[str, str], set[int]]:
     """Label numbers of each class, by the name of its task and its own name."""
     found: dict[tuple[str, str], set[int]] = {}
     for step in range(steps):
-        for task in Schedule(source.items, 2, 0).meta_batch(step):
-            draw = source.draw(task)
-            assert draw.classes == source.classes
+        for task in Schedule(sources.train.items, 2, 0).meta_batch(step):
+            draw = drawn(sources, task)
+            assert [*draw.classes] == classes_of(sources)
             for row, label in (*draw.support, *draw.query):
                 key = (draw.store.text("task", row), draw.store.text("target", row))
                 found.setdefault(key, set()).add(label)
@@ -49,37 +58,37 @@ def tasks_file(path, tasks: int = 3):
 
 
 def test_a_class_has_one_number_in_all_episodes(tmp_path):
-    source = source_of(write_classes(tmp_path / "a.jsonl"))
-    found = named(source)
-    assert sorted(found) == sorted(("", name) for name in source.classes)
-    assert [found["", name] for name in source.classes] == [{number} for number in range(len(source.classes))]
-    assert len(source_of(tmp_path / "a.jsonl", algorithm="fomaml").classes) == 0
+    sources = sources_of(write_classes(tmp_path / "a.jsonl"))
+    found, names = named(sources), classes_of(sources)
+    assert sorted(found) == sorted(("", name) for name in names)
+    assert [found["", name] for name in names] == [{number} for number in range(len(names))]
+    assert not sources_of(tmp_path / "a.jsonl", algorithm="fomaml").numbers
 
 
 def test_equal_names_in_other_tasks_and_data_sets_are_other_classes(tmp_path):
     (tmp_path / "splits.json").write_text(json.dumps({"train": ["t0", "t1", "t2"], "valid": [], "test": []}))
-    one = source_of(tasks_file(tmp_path / "a.jsonl"), task_splits=str(tmp_path / "splits.json"))
+    one = sources_of(tasks_file(tmp_path / "a.jsonl"), task_splits=str(tmp_path / "splits.json"))
     found = named(one)
-    assert len(found) == len(one.classes) == 9
+    assert len(found) == len(one.numbers) == 9
     assert sorted(number for numbers in found.values() for number in numbers) == list(range(9))
-    both = source_of(tasks_file(tmp_path / "a.jsonl", 6), tasks_file(tmp_path / "b.jsonl", 6))
-    assert len(both.classes) == len(set(both.classes)) == 3 * len(both.items)
+    both = sources_of(tasks_file(tmp_path / "a.jsonl", 6), tasks_file(tmp_path / "b.jsonl", 6))
+    names, items = classes_of(both), both.train.items
+    assert len(names) == len(set(names)) == 3 * len(items)
     seen = set()
     for step in range(20):
-        for task in Schedule(both.items, 2, 0).meta_batch(step):
-            draw = both.draw(task)
+        for task in Schedule(items, 2, 0).meta_batch(step):
+            draw = drawn(both, task)
             seen.add(task.name)
             for _, label in (*draw.support, *draw.query):
-                assert both.classes[label].startswith(f"{task.name}/")
-    assert seen == set(both.items.names)
-    assert both.size(0, (0, 0, 0, 0)) == both.source.size(0, (0, 0, 0, 0))
+                assert names[label].startswith(f"{task.name}/")
+    assert seen == set(items.names)
 
 
 def test_folder_of_task_files_is_refused(tmp_path):
     for name in ("s/a.jsonl", "s/b.jsonl", "s/c.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         tasks_file(tmp_path / name, 1)
-    check_message(refusal(source_of, tmp_path), "algorithm=joint", "put the tasks into one file")
+    check_message(refusal(sources_of, tmp_path), "algorithm=joint", "put the tasks into one file")
 
 
 FIXED = {
@@ -123,7 +132,7 @@ def test_joint_training_equals_plain_fine_tuning(run, bert, tmp_path, outer, at_
     """A plain torch loop over a plain classifier with an output per training class; labels by name."""
     config, _ = run(bert, **outer)
     tokenizer = load_tokenizer(config, describe(config), print)
-    source = load_sources(config, tokenizer, print).train.source
+    source = load_sources(config, tokenizer, print).train
     names = sorted(name for (name,) in source.class_keys())
     model = AutoModelForSequenceClassification.from_pretrained(
         bert, num_labels=len(names), ignore_mismatched_sizes=True

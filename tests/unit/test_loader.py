@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import TimedOut, time_limit
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.tasks.augment import Transforms
+from fmmeta.tasks.augment import reading
 from fmmeta.tasks.batching import Batcher
 from fmmeta.tasks.loader import (
     DEATHS,
@@ -35,7 +36,7 @@ from fmmeta.tasks.loader import (
     TaskSampler,
 )
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task, claim_order
-from fmmeta.tasks.sources.base import Draw, TaskSource
+from fmmeta.tasks.sources.base import Draw, TaskSource, transformed
 from fmmeta.tasks.sources.load import load_sources
 from harness.fork_server import ROOT, environment
 from tests.support.episodes import same_episodes
@@ -123,7 +124,7 @@ def made(tmp_path_factory):
         source,
         schedule,
         [task for step in range(4) for task in schedule.meta_batch(step)],
-        Transforms.of(config, TOKENIZER),
+        reading(config, TOKENIZER),
     )
 
 
@@ -212,9 +213,8 @@ def test_augmentation_differs_between_outer_steps(made):
     task = tasks[0]
     again = Task(task.item, task.name, task.stratum, task.tokens, (*task.seed[:2], 9, 0))
     draw = source.draw(task)
-    same_rows = Draw(again, draw.store, draw.support, draw.query, draw.classes)
-    one, other = transforms(draw), transforms(same_rows)
-    assert transforms(draw) == one
+    one, other = (transformed(each, transforms) for each in (draw, replace(draw, task=again)))
+    assert transformed(draw, transforms) == one
     assert one.support + one.query != other.support + other.query
 
 

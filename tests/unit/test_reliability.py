@@ -21,7 +21,7 @@ from fmmeta.parallel.collectives import Communicator
 from fmmeta.reliability.checks import Spikes
 from fmmeta.reliability.signals import Launcher, Signals, process_stat
 from fmmeta.reliability.watchdog import Heartbeats, WatchdogStage, identity_of, stack_of, this_process
-from fmmeta.training.loop import StopAgreement
+from fmmeta.training.run import StopAgreement
 from tests.support.messages import check_message, refusal
 from tests.support.short_runs import until
 

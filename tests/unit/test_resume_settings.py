@@ -106,8 +106,9 @@ def test_changed_code_of_a_transform_changes_the_fingerprint(tmp_path, monkeypat
         (tmp_path / f"{module}.py").write_text(TRANSFORM.format(how=how))
         world = World(Launch(), torch.device("cpu"))
         monkeypatch.syspath_prepend(str(tmp_path))
-        made = read_inputs(Config(example_transforms=[f"{module}:upper"]), world, lambda text: None)
-        found.append(made.resolved["transforms_fingerprint"])
+        config = Config(example_transforms=[f"{module}:upper"])
+        made = read_inputs(config, world, lambda text: None)
+        found.append(made.settings(config)["transforms_fingerprint"])
     assert found[0] == found[1] != found[2]
 
 

@@ -19,7 +19,7 @@ from fmmeta.meta.parameters import MetaParameters
 from fmmeta.meta.reference import set_gradient
 from fmmeta.meta.task import TaskResult
 from fmmeta.parallel.workers.base import PassStats
-from fmmeta.training.run_log import StepMetrics
+from fmmeta.training.step_metrics import StepMetrics
 from tests.support import learners
 from tests.support.helpers import one_rank
 from tests.support.learners import (

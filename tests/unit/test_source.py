@@ -15,10 +15,11 @@ from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig
 from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.parallel.costs import rows_of
+from fmmeta.tasks.augment import reading
 from fmmeta.tasks.batching import IGNORE
 from fmmeta.tasks.data.encode import encode_pairs, encode_texts
 from fmmeta.tasks.schedule.meta_batches import Schedule
-from fmmeta.tasks.sources.base import EpisodeRows, EpisodeShape, GlobalLabelSource
+from fmmeta.tasks.sources.base import Draw, EpisodeRows, EpisodeShape, transformed
 from fmmeta.tasks.sources.load import Sources, load_sources
 from tests.support.helpers import DATA, refusal, write_rows
 from tests.support.messages import check_message
@@ -35,7 +36,8 @@ def load(path: Path | str, notices: list[str] | None = None, **settings) -> Sour
 
 def episodes(sources: Sources, steps: int = 5, seed: int = 3) -> list[EpisodeRows]:
     schedule = Schedule(sources.train.items, 4, seed)
-    return [sources.train.draw(task).episode() for step in range(steps) for task in schedule.meta_batch(step)]
+    tasks = [task for step in range(steps) for task in schedule.meta_batch(step)]
+    return [transformed(sources.train.draw(task), [*sources.drawn, Draw.episode]) for task in tasks]
 
 
 def text_of(row) -> str:
@@ -173,9 +175,11 @@ def test_names_of_classes_in_a_folder_of_task_files(tmp_path):
 
 
 def test_joint_training_has_the_names_of_its_classes(classes):
-    source = GlobalLabelSource(load(classes, label_names="names").train)
-    for row in source.draw(next(iter(Schedule(source.items, 1, 3).meta_batch(0)))).episode().support[2::3]:
-        assert text_of(row) == source.classes[row.labels]
+    sources = load(classes, label_names="names", algorithm="joint")
+    (task,) = Schedule(sources.train.items, 1, 3).meta_batch(0)
+    transforms = [*sources.drawn, *reading(Config(), TOKENIZER, sources.numbers)]
+    for row in transformed(sources.train.draw(task), transforms).support[2::3]:
+        assert text_of(row) == "/".join([*sources.numbers][row.labels])
 
 
 def test_episode_of_named_pairs(pairs):

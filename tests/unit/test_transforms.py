@@ -3,15 +3,18 @@
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from fmmeta.config.settings import Config
 from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.tasks.augment import TextExample, Transforms, drop_words, swap_words
-from fmmeta.tasks.loader import check_sent
+from fmmeta.tasks.augment import TextExample, drop_words, reading, swap_words, weigh_classes
+from fmmeta.tasks.batching import Batcher, pack
+from fmmeta.tasks.loader import LoadEpisode, check_sent
 from fmmeta.tasks.schedule.meta_batches import Schedule
+from fmmeta.tasks.sources.base import Draw, transformed
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.messages import check_message, refusal
 from tests.support.models import write_classes, write_pairs
@@ -46,6 +49,17 @@ def forgetful(example, rng):
     return None
 
 
+def third(episode, rng):
+    """The first support row counts three times as much as another; its text has a number of the task."""
+    first, *others = episode.support
+    first = replace(first, weight=3.0, text=f"{first.text} {rng.integers(1000)}")
+    return replace(episode, support=[first, *others])
+
+
+def weightless(example, rng):
+    return replace(example, weight=0.0)
+
+
 def relabel(example, rng):
     return replace(example, label=7)
 
@@ -60,17 +74,15 @@ def drawn(tmp_path, **settings):
 
 def run(tmp_path, **settings):
     config, draw = drawn(tmp_path, **settings)
-    transforms = Transforms.of(config, TOKENIZER)
-    assert transforms is not None
-    return draw.episode(), transforms(draw)
+    return draw.episode(), transformed(draw, reading(config, TOKENIZER))
 
 
 def texts(rows) -> list[str]:
     return [TOKENIZER.decode(row.input_ids, skip_special_tokens=True) for row in rows]
 
 
-def test_no_transforms_without_names():
-    assert Transforms.of(Config(), TOKENIZER) is None
+def test_stored_tokens_are_read_without_own_transforms():
+    assert reading(Config(), TOKENIZER) == [Draw.episode]
 
 
 def test_examples_are_changed_before_the_tokenizer(tmp_path):
@@ -108,6 +120,34 @@ def test_episode_transforms_run_last_on_complete_episodes(tmp_path):
     prompt = " | ".join(plain.classes)
     assert texts(changed.support) == [f"{prompt}: {text.upper()}" for text in texts(plain.support)]
     assert len(changed.query) == 1
+
+
+def test_own_and_built_in_transforms_of_an_episode_are_one_list(tmp_path):
+    """Own weights of rows are multiplied by those of their classes; the seed of a task gives its texts."""
+    config, draw = drawn(tmp_path, episode_transforms=[f"{HERE}:third"])
+    source = load_sources(config, TOKENIZER, lambda text: None).train
+    weights = {draw.classes[0]: 2.0, draw.classes[1]: 0.5}
+    transforms = [*reading(config, TOKENIZER), partial(weigh_classes, weights)]
+    rows = transformed(draw, transforms)
+    assert rows == transformed(draw, transforms)
+    assert [row.weight for row in rows.support] == [6.0, 2.0, 0.5, 0.5]
+    assert [row.weight for row in rows.query] == [2.0, 2.0, 0.5, 0.5]
+    assert texts(rows.support)[0].split()[-1].isdecimal()
+    loaded = LoadEpisode(source, Batcher(0, 8), transforms)(draw.task).batches
+    assert loaded is not None
+    (batch,) = loaded.support
+    assert sorted(batch.weights.tolist()) == pytest.approx([0.5 / 9, 0.5 / 9, 2 / 9, 6 / 9])
+    assert float(loaded.query[0].weights.sum()) == pytest.approx(1)
+
+
+def test_weights_of_rows_of_pairs_are_those_of_their_tokens(tmp_path):
+    config, draw = drawn(tmp_path, task_type="causal_lm", episode_transforms=[f"{HERE}:third"])
+    rows = transformed(draw, reading(config, TOKENIZER)).support
+    (batch,) = Batcher(0, 8).split(rows)
+    total = sum(row.weight * row.label_tokens for row in rows)
+    assert sorted(batch.weights.tolist()) == pytest.approx(sorted(row.weight / total for row in rows))
+    packed = Batcher(0, 8, pack=partial(pack, length=config.max_length))
+    check_message(refusal(packed.split, rows), "packing=True", "weights 1 and 3", "leave --packing out")
 
 
 def test_built_in_transforms():
@@ -162,6 +202,10 @@ def test_built_in_transforms():
             [f"{HERE}:forgetful", f"transform {HERE}:forgetful returned", "return one"],
         ),
         (
+            {"example_transforms": [f"{HERE}:weightless"]},
+            [f"{HERE}:weightless", f"transform {HERE}:weightless left a weight", "leave out such rows"],
+        ),
+        (
             {"example_transforms": [f"{HERE}:relabel"]},
             ["2 classes", f"{HERE}:relabel", "leave labels alone"],
         ),
@@ -172,7 +216,7 @@ def test_failing_transforms_are_named(tmp_path, settings, parts):
 
 
 def test_transforms_that_cannot_be_pickled_are_named():
-    transforms = Transforms.of(Config(example_transforms=[f"{HERE}:LOCAL"]), TOKENIZER)
+    transforms = reading(Config(example_transforms=[f"{HERE}:LOCAL"]), TOKENIZER)
     part = "num_workers=auto: loader processes cannot receive an object "
     check_message(
         refusal(check_sent, [transforms], "auto"), part, "; define it in a module, or use num_workers=0"
@@ -183,5 +227,5 @@ def test_modules_of_the_working_folder_are_found(tmp_path, monkeypatch):
     (tmp_path / "my_changes.py").write_text("def shout(example, rng):\n    return example\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert Transforms.of(Config(example_transforms=["my_changes:shout"]), TOKENIZER) is not None
+    assert reading(Config(example_transforms=["my_changes:shout"]), TOKENIZER) != [Draw.episode]
     assert os.getcwd() in sys.path

@@ -266,7 +266,8 @@ def test_folds_divide_the_training_part(tmp_path, kind):
         assert len(few) == 3
         assert sorted(len(few & {*held}) for held in held_out) == [0, 2]
     if kind == "joint":
-        assert all(fold.train.classes == whole.classes for fold in folds)
+        assert len(sources.numbers) == len(whole.items)
+        assert all(fold.numbers == sources.numbers for fold in folds)
 
 
 def test_few_classes_make_two_folds_of_smaller_episodes(tmp_path):

@@ -14,7 +14,7 @@ from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.workers.base import PassStats
 from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.tasks.batching import Batcher, Example
-from fmmeta.training.run_log import StepMetrics
+from fmmeta.training.step_metrics import StepMetrics
 from tests.support.learners import (
     RuleOn,
     batches_of,

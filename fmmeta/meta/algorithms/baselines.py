@@ -6,7 +6,7 @@ Joint training is multi-task fine-tuning on the same tasks, without an inner loo
 
 The baseline that meta-learning has to beat (for language models: instruction tuning). Caruana, "Multitask
 Learning", Machine Learning 28, 1997, section 2. In training a classifier has one head over the classes of all
-training tasks (GlobalLabelSource), zero at first and trained like the body. Evaluation drops it and adapts
+training tasks (`number_classes`), zero at first and trained like the body. Evaluation drops it and adapts
 with the inner loop, from a head that the task initialises. Cost per task: 2 forward and backward passes, one
 shard of work.
 
@@ -32,15 +32,22 @@ first. The same pass then trains on answers that have 1 to K examples before the
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
 
 from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.config.fields import default_of, shown
 from fmmeta.config.settings import Config, InnerConfig
 from fmmeta.meta import reference
 from fmmeta.meta.task import TaskResult, TaskRun
+from fmmeta.models.load import max_positions
 from fmmeta.parallel.costs import Passes
-from fmmeta.tasks.batching import IGNORE, Example
+from fmmeta.parallel.workers.base import PassStats, Worker
+from fmmeta.tasks.batching import IGNORE, Episode, Example
+from fmmeta.tasks.sources.base import EpisodeRows, EpisodeTransform
 
 
 def joint(task: TaskRun) -> TaskResult:
@@ -114,16 +121,27 @@ def prompted(
         learned = before[1:] if learn_support else []
         answers = [label for pair in learned for label in pair.token_labels]
         ignored = [IGNORE] * (head + len(tokens) - len(answers))
-        examples.append(
-            Example(ids[:head] + tokens + ids[head:], ignored + answers + row.token_labels[head:])
-        )
+        labels = ignored + answers + row.token_labels[head:]
+        examples.append(replace(row, input_ids=ids[:head] + tokens + ids[head:], labels=labels))
     return examples
 
 
-def in_context_rows(
-    support: Sequence[Example], query: Sequence[Example], bos_token_id: int | None, positions: int | None
-) -> tuple[list[Example], list[Example]]:
-    """Support rows with the other ones before each of them, and queries with all of them before each.
+def support_before_query(
+    episode: EpisodeRows, rng: Any = None, alone: bool = False, **options: Any
+) -> EpisodeRows:
+    """An `EpisodeTransform`: queries that are `prompted`, without a support set.
+
+    alone: the support set becomes the queries without prompts, for `InContext`.
+    """
+    query = prompted(episode.support, episode.query, **options)
+    return replace(episode, support=episode.query if alone else [], query=query)
+
+
+def others_before_each(
+    episode: EpisodeRows, rng: Any = None, bos_token_id: int | None = None, positions: int | None = None
+) -> EpisodeRows:
+    """An `EpisodeTransform`: support rows with the other ones before each of them, and queries with all of
+    them before each.
 
     An inner loop on these rows learns to use the examples in a prompt: all answers but that of the first pair
     have labels, and the pairs are rotated from row to row. A single support row stays as it is.
@@ -131,24 +149,50 @@ def in_context_rows(
     Akyürek et al., "The Surprising Effectiveness of Test-Time Training for Few-Shot Learning", 2025 (arXiv
     2411.07279), section 3, without its augmentations.
     """
-    limits, rows = (bos_token_id, positions), [*support]
+    limits, rows = (bos_token_id, positions), [*episode.support]
     learned = list[Example]()
     for turn in range(1, len(rows) + 1):
         *before, last = rows[turn:] + rows[:turn]
         learned += prompted(before, [last], *limits, learn_support=True)
-    return learned, prompted(rows, query, *limits)
+    return replace(episode, support=learned, query=prompted(rows, episode.query, *limits))
+
+
+PROMPTS = {"in_context": support_before_query, "finetune+in_context": others_before_each}
+"""What methods of `fmmeta evaluate` do to episodes; the others leave them as they are."""
+
+
+def prompts(method: str, tokenizer: Any, hf_config: Any, **options: bool) -> list[EpisodeTransform]:
+    """The transforms of a method; prompts are as long as the model's positions allow."""
+    if method not in PROMPTS:
+        return []
+    positions = max_positions(hf_config)
+    return [partial(PROMPTS[method], bos_token_id=tokenizer.bos_token_id, positions=positions, **options)]
+
+
+@dataclass(frozen=True)
+class InContext:
+    """Scores the query set without and with the support set in the prompt; see `EvaluationMethod`. Episodes
+    are those of `support_before_query` with `alone`.
+    """
+
+    def score(self, worker: Worker, theta: Tensor, episode: Episode) -> tuple[PassStats, PassStats]:
+        """Collective: group."""
+        return worker.forward(episode.support), worker.forward(episode.query)
 
 
 IN_CONTEXT = AlgorithmSpec(
     "in_context",
     needs="generates",
-    in_prompt=True,
+    method="in_context",
+    evaluation=InContext(),
+    learning="support set in the prompt",
+    rows_before_query=lambda config: config.most_shots,
     supports=frozenset({"offload_outer"}),
 )
 
 
 def meta_icl(task: TaskRun) -> TaskResult:
-    return task.backward(task.episode.prompted)
+    return task.backward(task.query)
 
 
 def meta_icl_conflicts(config: Config) -> Iterator[str]:
@@ -166,12 +210,11 @@ def meta_icl_conflicts(config: Config) -> Iterator[str]:
             )
 
 
-META_ICL = AlgorithmSpec(
-    "meta_icl",
-    meta_icl,
-    reference.in_prompt,
-    needs="generates",
-    in_prompt=True,
+META_ICL = replace(
+    IN_CONTEXT,
+    name="meta_icl",
+    rule=meta_icl,
+    reference=reference.in_prompt,
     defaults={"inner_steps": 0, "inner_lr": 0.1},
     supports=frozenset({"offload_outer", "loss_on_support"}),
     conflicts=meta_icl_conflicts,

@@ -45,18 +45,13 @@ Meta-SGD    alpha is a vector like theta and learned: dL/dalpha = - sum_k v_{k+1
             alpha, one for its sum, two for its moments. The rates are exported as model/inner_lr.safetensors.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-
-import torch
-from torch import Tensor
 
 from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.config.settings import Config
 from fmmeta.meta import reference
-from fmmeta.meta.hessian import Hessian
-from fmmeta.meta.inner_loop import Trajectory
 from fmmeta.meta.task import TaskResult, TaskRun
 from fmmeta.parallel import costs
 from fmmeta.parallel.costs import Passes
@@ -67,58 +62,11 @@ def unrolled(task: TaskRun, order: int = 2) -> TaskResult:
 
     Of order 1 and with nothing else to differentiate it is the query gradient at phi_K. Collective: group.
     """
-    config, inner = task.config, task.inner
+    config = task.config
     order = 1 if task.outer_step < config.first_order_steps else order
     weights = step_loss_weights(config.inner_steps, task.outer_step, config.multi_step_loss_steps)
-    steps = 0 if order == 1 else inner.steps if config.truncate_steps is None else config.truncate_steps
-    first = max(0, inner.steps - steps)  # of the inner steps that are differentiated
-    learned, early, path = inner.rates.learned != "no", any(weights[:-1]), None
-    if order > 1 or learned or early:
-        gib = 2**32 if config.trajectory_memory_gib is None else config.trajectory_memory_gib
-        keeps_states = order > 1 and not inner.optimizer.is_linear
-        path = Trajectory(int(gib * 2**30), learned, keeps_states, 0 if early else first)
-    task.adapt(path)
-    if path is None and not inner.head.backprop_through_means:
-        return task.backward(task.query)
-    v, query = task.gradient(task.query, weights[-1] if weights else 1.0)
-    hessian = task.hessian()
-    extra = {} if path is None else through_steps(task, hessian, path, v, first, weights)
-    return task.add_through_head(v, query, hessian, extra)
-
-
-def through_steps(
-    task: TaskRun, hessian: Hessian, path: Trajectory, v: Tensor, first: int, weights: Sequence[float]
-) -> dict[str, Tensor]:
-    """Turn v = dL/dphi_K [S] into dL/dphi_0 in place; return the gradient of learned rates.
-
-    first: the first inner step that is differentiated; all of them for rates. weights: of the query loss at
-    phi_1 .. phi_K, summing to 1; none: all on phi_K. All passes are added to those of `hessian`. Collective:
-    group.
-    """
-    worker, steps, rates, optimizer = task.worker, task.inner.steps, task.inner.rates, task.inner.optimizer
-    learned = rates.meta_parameter
-    extra = {} if learned is None else {"rates": torch.zeros_like(learned)}
-    w, bars = v, dict[str, Tensor]()  # of one kind of optimizer each
-    if first < steps and optimizer.is_linear:
-        w = torch.zeros_like(v)
-    elif first < steps:
-        bars = optimizer.zero_state(v.numel(), v.device).vectors
-    for k in reversed(range(steps)):
-        if extra:
-            rates.add_gradient_(extra["rates"], worker, k, v, path.take_direction(k))
-        if k >= first:
-            bar_u = rates.scale_(k, v.neg(), slice(0, v.numel()))
-            if optimizer.is_linear:
-                v += hessian.times(path.phi(k), w.mul_(optimizer.momentum).add_(bar_u))
-            else:
-                phi = path.phi(k)
-                v += hessian.times(phi, partial(optimizer.pull, phi, path.state(k), k + 1, bar_u, bars, v))
-        if k > 0 and weights and weights[k - 1]:
-            hessian.between_passes()
-            worker.write(path.phi(k))
-            hessian.passes.append(worker.gradient(task.query, v, weights[k - 1]))
-        path.drop(k)
-    return extra
+    task.adapt(task.trajectory(order, task.inner.steps, any(weights[:-1])))
+    return task.backward(task.query, order, step_weights=weights)
 
 
 def step_loss_weights(inner_steps: int, outer_step: int, multi_step_loss_steps: int) -> tuple[float, ...]:

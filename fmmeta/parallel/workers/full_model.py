@@ -17,6 +17,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -168,12 +169,12 @@ class FullModelWorker(Worker):
         self._add_sum(total, into)
         return PassStats(self.group.sum_(stats))
 
-    @property
+    @cached_property
     def trained_params(self) -> dict[str, nn.Parameter]:
         """The trained parameters by name, in the order of the modules."""
         return {name: param for name, param in self.learner.named_parameters() if param.requires_grad}
 
-    @property
+    @cached_property
     def trained_shapes(self) -> dict[str, torch.Size]:
         """The complete shapes of the trained parameters by name; ZeRO 3 empties those of the parameters."""
         return {name: getattr(param, "ds_shape", param.shape) for name, param in self.trained_params.items()}

@@ -89,8 +89,10 @@ def content_key(*parts: str | EncodedImage) -> int:
     """
     seen = hashlib.blake2b(digest_size=8)
     for part in parts:
-        is_text = isinstance(part, str)
-        text = " ".join(unicodedata.normalize("NFKC", part).split()) if is_text else pixels_digest(part)
+        if isinstance(part, str):
+            text = " ".join((part if part.isascii() else unicodedata.normalize("NFKC", part)).split())
+        else:
+            text = pixels_digest(part)
         seen.update(text.encode() + b"\0")
     return int.from_bytes(seen.digest(), "little")
 

@@ -2,17 +2,18 @@
 
 TaskSource.items                 the items that tasks are drawn from, for the schedule
 TaskSource.draw(task) -> Draw    row numbers of support and query, a pure function of the task's seed
-Draw.episode() -> EpisodeRows    the tokens of these rows
+EpisodeTransform                 from an episode to another one; the first that reads replaces numbers by rows
 
 ClassSource                      N-way K-shot episodes
 PairSource                       episodes of input/output pairs
-GlobalLabelSource                the episodes of a source with one numbering of all classes
 Mixture                          several data sets as one source
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ import numpy as np
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
-from fmmeta.tasks.data.images import decode
 from fmmeta.tasks.data.token_store import TokenStore
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
 
@@ -38,7 +38,7 @@ class EpisodeShape:
     class.
 
     An episode of input/output pairs has one class in this sense. all_classes: every episode has all classes
-    of its task, whatever `n_way` is. names: 1 if the name of each class is one more support row, else 0.
+    of its task, whatever `n_way` is. names: rows that `name_rows` adds to each class, for the expected size.
     """
 
     n_way: int
@@ -84,46 +84,52 @@ class EpisodeShape:
 
 @dataclass(frozen=True)
 class EpisodeRows:
-    """The support and query rows of a task, each an `Example`. classes: name of each label, if rows have
-    some. facts: what answers are read with (`batching.EncodedRows`).
+    """The support and query rows of a task, each an `Example`, or what an `EpisodeTransform` makes one of.
+
+    classes: name of each label, if rows have some. samples: the support rows of each inner step; empty: each
+    step has all of them. facts: what answers are read with (`batching.EncodedRows`).
     """
 
     task: Task
     support: list[Any]
     query: list[Any]
     classes: tuple[str, ...] = ()
+    samples: tuple[list[Any], ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
+EpisodeTransform = Callable[[Any, np.random.Generator], Any]
+"""From an episode (`EpisodeRows`) to another one. The generator is seeded by the task's seed alone."""
+STREAM = 1 << 20  # part of the seeds of transforms, which differ from the seeds that draw rows
+
+
+def transformed(episode: Any, transforms: Iterable[EpisodeTransform]) -> Any:
+    """The episode after all transforms, in order, which share a generator."""
+    rng = np.random.default_rng((*episode.task.seed, STREAM))
+    for transform in transforms:
+        episode = transform(episode, rng)
+    return episode
+
+
 @dataclass(frozen=True)
-class Draw:
-    """An episode as (row number of `store`, label in this episode) pairs."""
+class Draw(EpisodeRows):
+    """An episode whose rows are (row number of `store`, label in this episode) pairs."""
 
-    task: Task
-    store: TokenStore
-    support: list[tuple[int, int]]
-    query: list[tuple[int, int]]
-    classes: tuple[str, ...] = ()  # name of each label, empty for causal_lm
-    keys: tuple[ClassKey, ...] = ()  # of the classes
-    notices: tuple[str, ...] = ()  # of a file that was read for it
+    store: Any = field(kw_only=True)  # a TokenStore, or what has its `check`, `value` and `encode`
+    keys: tuple[ClassKey, ...] = field(default=(), kw_only=True)  # of the classes
+    notices: tuple[str, ...] = field(default=(), kw_only=True)  # of a file that was read for it
 
-    def check(self) -> None:
-        """Raise `OSError` if a file has changed or cannot be read, `UsageError` for a damaged image."""
-        self.store.check()
-        if self.store.images is not None:
-            for row, _ in (*self.support, *self.query):
-                decode(self.store.image(row))
+    def episode(self, rng: Any = None) -> EpisodeRows:
+        """An `EpisodeTransform`: read the tokens, or decode the images.
 
-    def episode(self) -> EpisodeRows:
-        """Read the tokens, or decode the images. Raises `OSError` if the store's file has changed, and as
-        `TokenStore.example` does.
+        Raises `OSError` if the store's file has changed, and as `TokenStore.example` does.
         """
         self.store.check()
         if self.store.encode is not None:
             found = self.store.encode(
                 *([self.store.value(row) for row, _ in rows] for rows in (self.support, self.query))
             )
-            return EpisodeRows(self.task, found.support, found.query, found.names, found.facts)
+            return EpisodeRows(self.task, found.support, found.query, found.names, facts=found.facts)
         support, query = (
             [self.store.example(row, label if self.classes else None) for row, label in rows]
             for rows in (self.support, self.query)
@@ -131,12 +137,26 @@ class Draw:
         return EpisodeRows(self.task, support, query, self.classes)
 
 
+def name_rows(draw: Draw, rng: Any = None) -> Draw:
+    """An `EpisodeTransform`: after the support rows of each class, the row with its name (--label_names)."""
+    support = list[tuple[int, int]]()
+    for (label, rows), key in zip(groupby(draw.support, itemgetter(1)), draw.keys, strict=True):
+        support += [*rows, (draw.store.label_rows[key[-1]], label)]
+    return replace(draw, support=support)
+
+
+def number_classes(numbers: Mapping[ClassKey, int], draw: Draw, rng: Any = None) -> Draw:
+    """An `EpisodeTransform`: labels that number the classes of all tasks, for one classifier."""
+    number = [numbers[key] for key in draw.keys]
+    support, query = ([(row, number[label]) for row, label in rows] for rows in (draw.support, draw.query))
+    return replace(draw, support=support, query=query, classes=tuple(map("/".join, numbers)))
+
+
 class TaskSource(ABC):
     """Tasks of one split."""
 
     items: Items
     kind = "task"  # what an item is: `class`, of one set, or a named `task`
-    classes: tuple[str, ...] = ()  # names of the labels if all episodes share one numbering of classes
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.items)} items, {len(self.items.strata)} strata)"
@@ -246,45 +266,9 @@ class ClassSource(TaskSource):
             drawn = rows[name][rng.choice(len(rows[name]), most + num_query, replace=False)].tolist()
             support += [(row, label) for row in drawn[:most]]
             query += [(row, label) for row in drawn[most:]]
-            if name in self.store.label_rows:
-                support.append((self.store.label_rows[name], label))
         of_task = () if anchor is not None else (self.items.names[task.item],)
         keys = tuple((*of_task, name) for name in classes)
-        return Draw(task, self.store, support, query, tuple(classes), keys)
-
-
-class GlobalLabelSource(TaskSource):
-    """The episodes of another source with labels that number the classes of all tasks, for one classifier.
-
-    Classes of different data sets or named tasks are different, also if their names are equal.
-    """
-
-    def __init__(self, source: TaskSource, numbers: Mapping[ClassKey, int] | None = None) -> None:
-        """numbers: of all classes; None: in the order in which the source lists them."""
-        self.source, self.items, self.kind = source, source.items, source.kind
-        self.numbers = numbers or {key: number for number, key in enumerate(source.class_keys())}
-        self.classes = tuple("/".join(key) for key in self.numbers)
-
-    def size(self, item: int, seed: tuple[int, ...]) -> int:
-        return self.source.size(item, seed)
-
-    def num_rows(self) -> int:
-        return self.source.num_rows()
-
-    def folds(self, most: int) -> int:
-        return self.source.folds(most)
-
-    def part(self, chosen: np.ndarray) -> "GlobalLabelSource":
-        """With the labels of all classes."""
-        return GlobalLabelSource(self.source.part(chosen), self.numbers)
-
-    def draw(self, task: Task) -> Draw:
-        draw = self.source.draw(task)
-        number = [self.numbers[key] for key in draw.keys]
-        support, query = (
-            [(row, number[label]) for row, label in rows] for rows in (draw.support, draw.query)
-        )
-        return replace(draw, support=support, query=query, classes=self.classes)
+        return Draw(task, support, query, tuple(classes), store=self.store, keys=keys)
 
 
 class PairSource(ClassSource):
@@ -296,7 +280,7 @@ class PairSource(ClassSource):
             len(rows), k_shot + self.shape.num_query, replace=False
         )
         pairs = [(int(row), 0) for row in rows[drawn]]
-        return Draw(task, self.store, pairs[:k_shot], pairs[k_shot:])
+        return Draw(task, pairs[:k_shot], pairs[k_shot:], store=self.store)
 
 
 class Mixture(TaskSource):

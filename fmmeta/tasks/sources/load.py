@@ -51,18 +51,20 @@ from fmmeta.tasks.data.splits import (
 from fmmeta.tasks.data.token_store import BYTES_PER_TOKEN, Contents, TokenStore, digest, files_digest, prepare
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
 from fmmeta.tasks.sources.base import (
+    ClassKey,
     ClassSource,
     Draw,
     EpisodeShape,
-    GlobalLabelSource,
+    EpisodeTransform,
     Mixture,
     PairSource,
     RowsByClass,
     TaskSource,
+    name_rows,
     short_names,
     those_named,
 )
-from fmmeta.tasks.sources.own import OwnSource, Tasks, encoder, tasks_named
+from fmmeta.tasks.sources.own import OwnSource, Tasks, encoder, refuse_unread, tasks_named
 from fmmeta.tasks.suites import digits, letters
 from fmmeta.tasks.word_suite import words
 
@@ -286,6 +288,9 @@ class Sources:
     used: list[UsedSplits]  # of each data set that is not a suite
     class_weights: dict[str, float] = field(default_factory=dict)  # in the loss, by class; others have 1
     contents: Mapping[str, Contents] = field(default_factory=dict)  # of the rows of one data set, by split
+    # labels of joint training: classes of other data sets or tasks are others, even if their names are equal
+    numbers: dict[ClassKey, int] = field(default_factory=dict)
+    drawn: list[EpisodeTransform] = field(default_factory=list)  # of what sources draw
 
     @classmethod
     def of(
@@ -378,8 +383,10 @@ def load_sources(
     if {*SPLITS} <= {*wanted} and sources.test is None and config.test_episodes and sources.used:
         notice(Warn(no_table(config, sources.used)))
     sources.class_weights = read_class_weights(config, sources, {*SPLITS} <= {*wanted}, notice)
+    if config.label_names is not None:
+        sources.drawn = [name_rows]
     if config.joint_head:
-        sources.of_split["train"] = GlobalLabelSource(sources.train)
+        sources.numbers = {key: number for number, key in enumerate(sources.train.class_keys())}
     return sources
 
 
@@ -429,6 +436,7 @@ def read_class_weights(config: Config, sources: Sources, complete: bool, notice:
 
 def sources_of(tasks: Tasks, config: Config, tokenizer: Any, wanted: Sequence[str]) -> Sources:
     """The sources of tasks that a function draws."""
+    refuse_unread(tasks.name, config)
     encode = encoder(config, tokenizer)
     of_split = {one: OwnSource(tasks, numbers, encode) for one in wanted if (numbers := tasks.numbers(one))}
     sizes = ", ".join(f"{len(tasks.numbers(split))} {split}" for split in SPLITS)

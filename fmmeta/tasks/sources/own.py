@@ -9,7 +9,7 @@ so that a function may ask a database, or generate.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.security import import_named, source_of
+from fmmeta.config.fields import default_of, refuse_first, shown
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import EncodedRows, Example
 from fmmeta.tasks.data.encode import encode, encode_own
@@ -24,9 +25,14 @@ from fmmeta.tasks.data.images import ImageReader
 from fmmeta.tasks.data.rows import rows_of, tabulate
 from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
-from fmmeta.tasks.sources.base import EpisodeRows, TaskSource
+from fmmeta.tasks.sources.base import Draw, TaskSource
 
 Rows = Sequence[Any]
+UNREAD = (  # settings that say how tasks are drawn from rows, which the function does
+    *("dataset_config_name", "dataset_split", "dataset_revision", "stratum_column", "stratify_by"),
+    *("task_column", "class_splits", "class_split", "task_splits", "k_shot", "k_shot_max", "num_query"),
+    *("label_names", "class_weights", "example_transforms", "episode_transforms"),
+)
 
 
 @dataclass(frozen=True)
@@ -75,27 +81,29 @@ class Tasks:
 
 
 @dataclass(frozen=True)
-class OwnDraw:
-    """The rows of a task, drawn. classes, keys, notices: as `Draw` has them; none are known."""
+class OwnRows:
+    """Rows that a function has drawn, in place of a `TokenStore`: a row is its own number.
 
-    task: Task
-    support: Rows
-    query: Rows
-    encode: Callable[[Rows, Rows], EncodedRows]
-    notices: tuple[str, ...] = ()
+    name: of the tasks. encoder: from support and query rows to examples.
+    """
+
+    name: str
+    encoder: Callable[[Rows, Rows], EncodedRows]
 
     def check(self) -> None:
         """Nothing is left to read."""
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self.episode().classes
+    def value(self, row: Any) -> Any:
+        return row
 
-    def episode(self) -> EpisodeRows:
+    def text(self, column: str, row: Any) -> str:
+        """None: the row is all there is."""
+        return ""
+
+    def encode(self, support: Rows, query: Rows) -> EncodedRows:
         """Raises `UsageError` for rows that the learner does not take."""
-        with usage_errors(f"task {self.task.name}: its rows cannot be encoded", "correct them"):
-            found = self.encode(self.support, self.query)
-        return EpisodeRows(self.task, found.support, found.query, found.names, found.facts)
+        with usage_errors(f"dataset={self.name}: rows of a task cannot be encoded", "correct them"):
+            return self.encoder(support, query)
 
 
 class OwnSource(TaskSource):
@@ -108,7 +116,7 @@ class OwnSource(TaskSource):
         stratum = tasks.stratum or (lambda number: "all")
         self.items = Items.of(Item(f"{tasks.name}/{number}", str(stratum(number)), 1) for number in numbers)
 
-    def draw(self, task: Task) -> Any:
+    def draw(self, task: Task) -> Draw:
         number = self.numbers[task.item]
         with usage_errors(f"dataset={self.tasks.name}: draw({number}) failed", "correct the function"):
             support, query = self.tasks.draw(number)
@@ -117,7 +125,8 @@ class OwnSource(TaskSource):
             raise UsageError(
                 f"dataset={self.tasks.name}: draw({number}) returned no rows; return some of each"
             )
-        return OwnDraw(task, support, query, self.encode)
+        support, query = ([(row, 0) for row in rows] for rows in (support, query))
+        return Draw(task, support, query, store=OwnRows(self.tasks.name, self.encode))
 
     def part(self, chosen: np.ndarray) -> "OwnSource":
         return OwnSource(
@@ -131,6 +140,19 @@ def tasks_named(name: str) -> Tasks:
     if not isinstance(found, Tasks):
         raise UsageError(f"dataset={name} is a {type(found).__name__}; name an object of fmmeta.Tasks")
     return replace(found, name=name)
+
+
+def refuse_unread(name: str, config: Config) -> None:
+    """Raise `UsageError` for a setting that tasks of a function do not use. name: of the tasks."""
+    changed = (one for one in fields(config) if one.name in UNREAD)
+    refuse_first(
+        (
+            getattr(config, one.name) not in (default_of(one), None),
+            f"{one.name}={shown(getattr(config, one.name))} means nothing for dataset={name}, whose tasks a"
+            " function draws; leave it out",
+        )
+        for one in changed
+    )
 
 
 def encoder(config: Config, tokenizer: Any) -> Callable[[Rows, Rows], EncodedRows]:
