@@ -1,6 +1,7 @@
 """DPO and the reward head against formulas of the papers in plain PyTorch; rows as TRL has them."""
 
 import copy
+import importlib
 import json
 import math
 
@@ -14,6 +15,7 @@ from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.models.preference import PreferenceLearner, RewardLearner
 from fmmeta.tasks.batching import Batcher, collate
+from fmmeta.tasks.sources.own import encoder
 from tests.support.launch import ROOT
 from tests.support.models import WORDS
 
@@ -49,7 +51,8 @@ def log_probability(model, tokenizer, prompt, answer):
     before = tokenizer(f"Input: {prompt}\nOutput:")["input_ids"]
     ids = [*before, *tokenizer(f" {answer}", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     probabilities = model(torch.tensor([ids])).logits[0].softmax(-1)
-    return sum(probabilities[at - 1, ids[at]].log() for at in range(len(before), len(ids)))
+    places = range(len(before), len(ids))
+    return torch.stack([probabilities[place - 1, ids[place]].log() for place in places]).sum()
 
 
 def test_the_loss_is_equation_7_and_so_is_its_gradient():
@@ -223,8 +226,7 @@ def test_the_example_trains_and_scores_users(tmp_path, monkeypatch):
     assert len(example.read_text().splitlines()) <= 60
     monkeypatch.syspath_prepend(example.parent)
     monkeypatch.chdir(tmp_path)
-    import dpo
-
+    dpo = importlib.import_module("dpo")
     support, query = dpo.draw(3)
     assert dpo.draw(3) == (support, query)
     assert not [row for row in support if row in query]
@@ -247,3 +249,13 @@ def test_the_sample_data_are_rows(kind):
     read = KINDS[kind].rows(Config(task_type=kind, lora_r=4), ["task", "prompt", "chosen", "rejected"])
     assert len({json.loads(line)["task"] for line in lines}) == 24
     assert all(read(json.loads(line))["prompt"] == "eat" for line in lines)
+
+
+def test_rows_of_a_function_are_read_as_those_of_a_file():
+    config, tokenizer, _ = loaded()
+    row = {"question": "a", "chosen": [said("b")], "rejected": "c", "chosen_logp": -1, "rejected_logp": -2.5}
+    found = encoder(config, tokenizer)([row], [row])
+    assert found.query[0].values["reference"] == [-1.0, -2.5]
+    plain = Config(task_type="preference")
+    with pytest.raises(UsageError, match="give --lora_r 8"):
+        encoder(plain, tokenizer)(ROWS, ROWS)
