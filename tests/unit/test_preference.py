@@ -14,6 +14,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.models.preference import PreferenceLearner, RewardLearner
+from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batching import Batcher, collate
 from fmmeta.tasks.sources.own import encoder
 from tests.support.launch import ROOT
@@ -259,3 +260,12 @@ def test_rows_of_a_function_are_read_as_those_of_a_file():
     plain = Config(task_type="preference")
     with pytest.raises(UsageError, match="give --lora_r 8"):
         encoder(plain, tokenizer)(ROWS, ROWS)
+
+
+def test_a_tokenizer_without_an_end_token_writes_its_own_around_the_whole():
+    tokenizer = byte_tokenizer()
+    ids = tokenizer("Input: a river\nOutput: stone")["input_ids"]
+    tokenizer.eos_token = None
+    config = Config(task_type="reward")
+    (example,) = RewardLearner.encode(config, tokenizer, ROWS[:1], []).support
+    assert list(example.values["pair"][0].input_ids) == ids
