@@ -39,6 +39,7 @@ from fmmeta.tasks.collate import Collate
 from fmmeta.tasks.data.columns import USUAL, Row, input_of, input_setting, usual
 from fmmeta.tasks.data.encode import AnswerReader, answer_reader, encode
 from fmmeta.tasks.data.images import EncodedImage, encoded_image
+from fmmeta.tasks.data.rows import prefixed
 
 TRAINED_HEADS = ("ForSequenceClassification", "ForImageClassification")
 PASSES = 16  # forward passes whose rows are encoded together, and sorted by length
@@ -119,10 +120,8 @@ class LoadedModel:
             )
         if own := self.config.learner.own:
             values = row.values if column is None else {**row.values, self.columns[0]: row.values[key]}
-            try:
+            with prefixed(row.origin):
                 return Input(row.values[key], own.rows(self.config, [*values], answered=False)(values))
-            except UsageError as error:
-                raise UsageError(f"{row.origin} {error}") from None
         if not self.description.images:
             text = input_of(self.config, row, keys)
             return Input(text, text)
@@ -192,7 +191,9 @@ class LoadedModel:
                     right = learner.answers(learner(**batch.inputs), batch) if answered else ()
                     truths = [one for _, one in right] if answered else [None] * len(part)
                 for place, *pair in zip(part, answers, truths, strict=True):
-                    shown = partial(own.present, names=encoded.names, facts=encoded.facts)
+                    shown = partial(
+                        own.present, names=encoded.names, facts=encoded.facts, tokenizer=self.tokenizer
+                    )
                     output, truth = (None if one is None else shown(one) for one in pair)
                     found[place] = output, truth
         return [found[place] for place in range(len(rows))]

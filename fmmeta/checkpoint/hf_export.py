@@ -364,7 +364,7 @@ def carry_files(folder: Path, config: Config, description: Description, tokenize
     added = read_json(str(folder), ADDED_TOKENS, dict) or {}
     if not description.images and not added.items() <= tokenizer.get_vocab().items():
         (folder / ADDED_TOKENS).unlink()  # of another tokenizer than the one that was given in Python
-    if config.learner.generates:
+    if config.learner.writes:
         stored = generation_settings(config, description.hf_config)
         ends = end_tokens(tokenizer, config.prompt_template, description.ends)
         stored["eos_token_id"] = ends if len(ends) > 1 else ends[0]

@@ -5,7 +5,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
@@ -161,3 +161,26 @@ def broken_text(text: str) -> str | None:
         return "NUL bytes"
     half = None if text.isascii() else HALF_PAIR.search(text)
     return f"half of a surrogate pair (\\u{ord(half[0]):x})" if half else None
+
+
+def rouge_l(answer: str, truth: str) -> float:
+    """ROUGE-L of an answer, between 0 and 1; of texts without letters and digits, whether they are equal.
+
+    >>> rouge_l("police killed the gunman", "police kill the gunman")  # Lin 2004, section 3
+    0.75
+    """
+    given, reference = (re.findall(r"[^\W_]+", text.lower()) for text in (answer, truth))
+    common = longest_common(given, reference)
+    if not given and not reference:  # of symbols alone
+        return float(answer.strip() == truth.strip())
+    return 2 * common / (len(given) + len(reference))
+
+
+def longest_common(a: Sequence[str], b: Sequence[str]) -> int:
+    """Length of the longest common subsequence."""
+    row = [0] * (len(b) + 1)
+    for left in a:
+        before = 0
+        for j, right in enumerate(b, 1):
+            before, row[j] = row[j], before + 1 if left == right else max(row[j], row[j - 1])
+    return row[-1]

@@ -64,7 +64,7 @@ def inner_rate(c: Any) -> float:
     SmolLM2-135M and of the built-in model, of adapters and of all weights
     (docs/how-to/evaluate-and-adapt.md).
     """
-    if not c.learner.generates:
+    if not c.learner.writes:
         return 0.1
     of_adapters = c.lora_r or c.builtin_model
     return {"adamw": 3e-3 if of_adapters else 3e-5}.get(c.inner_optimizer, 0.1 if of_adapters else 1e-3)

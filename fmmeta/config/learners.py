@@ -57,6 +57,16 @@ class LearnerSpec:
         return resolved(self.learner) if isinstance(self.learner, str) else self.learner
 
     @property
+    def auto(self) -> str:
+        """transformers' class of its model; "" where that depends on the model."""
+        return CAUSAL if self.generates else getattr(self.own, "auto", "")
+
+    @property
+    def writes(self) -> bool:
+        """Whether its model writes tokens: a text has an end token, and generation settings name it."""
+        return self.auto in (CAUSAL, SEQ2SEQ_LM)
+
+    @property
     def unit(self) -> str:
         """The unit of the loss."""
         return self.loss_unit if self.loss is None else "units of loss"
@@ -73,9 +83,26 @@ class LearnerSpec:
         return self.of_classes or getattr(self.own, "pooled", None) is not None
 
 
+CAUSAL, SEQ2SEQ_LM = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"
 CLASSIFICATION = LearnerSpec("classification", of_classes=True, has_head=True)
 CAUSAL_LM = LearnerSpec("causal_lm", generates=True)
-SPECS = ("CLASSIFICATION", "CAUSAL_LM", "TOKEN_CLASSIFICATION", "REGRESSION")
+SEQ2SEQ = LearnerSpec(
+    "seq2seq",
+    learner="fmmeta.models.seq2seq:Seq2SeqLearner",
+    reads=("input_column", "output_column", "prompt_template"),
+)
+PREFERENCE = LearnerSpec(
+    "preference",
+    learner="fmmeta.models.preference:PreferenceLearner",
+    reads=("input_column", "prompt_template"),
+)
+REWARD = replace(
+    PREFERENCE,
+    name="reward",
+    learner="fmmeta.models.preference:RewardLearner",
+    has_head=True,
+    defaults={"n_way": 1},
+)
 TOKEN_CLASSIFICATION = LearnerSpec(
     "token_classification",
     learner="fmmeta.models.token_classification:TokenClassifier",
@@ -90,6 +117,15 @@ REGRESSION = LearnerSpec(
     defaults={"n_way": 1, "inner_lr": 0.01},
     loss_unit="squared standard deviations",
 )
+SPECS = (
+    "CLASSIFICATION",
+    "CAUSAL_LM",
+    "SEQ2SEQ",
+    "PREFERENCE",
+    "REWARD",
+    "TOKEN_CLASSIFICATION",
+    "REGRESSION",
+)
 OWN = LearnerSpec("own", loss_unit="units of loss")
 """Of a module whose code a stored model names, and which is given again."""
 BUILT_IN = {
@@ -97,6 +133,9 @@ BUILT_IN = {
     "causal_lm": "fmmeta.config.learners:CAUSAL_LM",
     "token_classification": "fmmeta.config.learners:TOKEN_CLASSIFICATION",
     "regression": "fmmeta.config.learners:REGRESSION",
+    "seq2seq": "fmmeta.config.learners:SEQ2SEQ",
+    "preference": "fmmeta.config.learners:PREFERENCE",
+    "reward": "fmmeta.config.learners:REWARD",
 }
 """Name -> module:spec."""
 GIVEN = dict[str, LearnerSpec]()

@@ -358,7 +358,7 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
                     for method in self.method
                 ),
                 (
-                    "zero_shot" in self.method and not causal,
+                    "zero_shot" in self.method and config.learner.has_head,
                     "method=zero_shot answers without a support set, and a classifier of"
                     f" task_type={config.task_type} has no head then; use finetune",
                 ),

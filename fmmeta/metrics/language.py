@@ -11,9 +11,8 @@ rank      its place among them, from 1
 """
 
 import itertools
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,36 +20,14 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.text import rouge_l
 from fmmeta.config.settings import GENERATED, Config
-from fmmeta.models.answers import AnswerRow, with_cache
+from fmmeta.models.answers import AnswerRow, greedy, with_cache
 from fmmeta.models.load import max_positions
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
 from fmmeta.tasks.data.encode import AnswerReader, encode, labelled
 from fmmeta.tasks.sources.base import Draw, EpisodeRows, EpisodeTransform, transformed
-
-
-def rouge_l(answer: str, truth: str) -> float:
-    """ROUGE-L of an answer, between 0 and 1; of texts without letters and digits, whether they are equal.
-
-    >>> rouge_l("police killed the gunman", "police kill the gunman")  # Lin 2004, section 3
-    0.75
-    """
-    given, reference = (re.findall(r"[^\W_]+", text.lower()) for text in (answer, truth))
-    common = longest_common(given, reference)
-    if not given and not reference:  # of symbols alone
-        return float(answer.strip() == truth.strip())
-    return 2 * common / (len(given) + len(reference))
-
-
-def longest_common(a: Sequence[str], b: Sequence[str]) -> int:
-    """Length of the longest common subsequence."""
-    row = [0] * (len(b) + 1)
-    for left in a:
-        before = 0
-        for j, right in enumerate(b, 1):
-            before, row[j] = row[j], before + 1 if left == right else max(row[j], row[j - 1])
-    return row[-1]
 
 
 class LanguageMetrics:
@@ -155,20 +132,6 @@ class LanguageMetrics:
         # `Batcher.split` puts the longest rows first
         by_length = sorted(range(len(examples)), key=lambda i: -len(examples[i].input_ids))
         return [-loss for _, loss in sorted(zip(by_length, losses, strict=True))]
-
-
-@contextmanager
-def greedy(hf: Any) -> Iterator[None]:
-    """Leaves out what the model's generation_config.json asks for beside end tokens, such as a repetition
-    penalty, which would count the tokens of the prompt.
-    """
-    from transformers import GenerationConfig
-
-    stored, hf.generation_config = hf.generation_config, GenerationConfig()
-    try:
-        yield
-    finally:
-        hf.generation_config = stored
 
 
 @torch.no_grad()

@@ -104,13 +104,14 @@ class EpisodeMetrics:
     """The metrics of an episode: `language`, those that fmmeta has, and `own`, functions by name.
 
     reader: reads the texts of answers that are no classes. learner: the class of a learner that reads rows,
-    which says what its answers are.
+    which says what its answers are. tokenizer: for them.
     """
 
     own: Sequence[tuple[str, Metric]] = ()
     language: LanguageMetrics | None = None
     reader: AnswerReader | None = None
     learner: Any = None
+    tokenizer: Any = None
 
     @property
     def names(self) -> list[str]:
@@ -120,6 +121,7 @@ class EpisodeMetrics:
     def of_learner(
         cls,
         learner: Any,
+        tokenizer: Any,
         own: Sequence[tuple[str, Metric]],
         language: LanguageMetrics | None = None,
         reader: AnswerReader | None = None,
@@ -127,7 +129,7 @@ class EpisodeMetrics:
         """With the metrics of the learner first, if it has some."""
         if learner is not None and learner.metrics.__func__ is not Learner.metrics.__func__:
             own = [("of the learner", learner.metrics), *own]
-        return cls(own, language, reader, learner)
+        return cls(own, language, reader, learner, tokenizer)
 
     def of(self, worker: Worker, query: Sequence[MicroBatch], draw: Callable[[], Draw]) -> dict[str, float]:
         """The numbers of an episode from the weights of the worker, on the first rank of the group; others
@@ -150,7 +152,9 @@ class EpisodeMetrics:
         numbers = dict[str, float]()
         if self.learner is not None:
             rows = draw().episode()
-            read = partial(self.learner.present, names=rows.classes, facts=rows.facts)
+            read = partial(
+                self.learner.present, names=rows.classes, facts=rows.facts, tokenizer=self.tokenizer
+            )
         else:
             read = partial(self._text, names=draw().classes)
         texts = [[read(one) for one in pair] for pair in answered]

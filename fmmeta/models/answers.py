@@ -17,7 +17,7 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -236,6 +236,20 @@ class Answers:
     @property
     def _device(self) -> torch.device:
         return self.learner.hf.get_input_embeddings().weight.device
+
+
+@contextmanager
+def greedy(hf: Any) -> Iterator[None]:
+    """Leaves out what the model's generation_config.json asks for beside end tokens, such as a repetition
+    penalty, which would count the tokens of the prompt.
+    """
+    from transformers import GenerationConfig
+
+    stored, hf.generation_config = hf.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        hf.generation_config = stored
 
 
 def with_cache(hf: Any, cache: Any) -> dict[str, Any]:

@@ -167,8 +167,10 @@ class Learner(nn.Module, ABC):
         return {}
 
     @classmethod
-    def present(cls, answer: Sequence[Any], names: Sequence[str], facts: Mapping[str, Any]) -> Any:
-        """An answer of `answers` as people read it, as JSON."""
+    def present(
+        cls, answer: Sequence[Any], names: Sequence[str], facts: Mapping[str, Any], tokenizer: Any = None
+    ) -> Any:
+        """An answer of `answers` as people read it, as JSON. tokenizer: of answers that are tokens."""
         return answer
 
     @abstractmethod

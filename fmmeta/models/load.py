@@ -29,6 +29,7 @@ from fmmeta.common.progress import Warn
 from fmmeta.common.text import shortened
 from fmmeta.config.algorithms import find
 from fmmeta.config.fields import refuse_first
+from fmmeta.config.learners import CAUSAL, SEQ2SEQ_LM
 from fmmeta.config.settings import Config
 from fmmeta.models.causal_lm import CausalLearner
 from fmmeta.models.classification import NativeClassifier
@@ -219,7 +220,7 @@ def describe(config: Config) -> Description:
     if config.builtin_images:
         hf_config = tiny_vit_config()
     elif config.builtin_model:
-        hf_config = tiny_config(config.learner.generates, max(512, config.max_length))
+        hf_config = tiny_config(config.learner.auto, max(512, config.max_length))
     else:
         hf_config = read_hf_config(name, config.trust_remote_code)
     kind, alone = hf_config.model_type, hf_config.get_text_config() is hf_config
@@ -237,7 +238,7 @@ def describe(config: Config) -> Description:
             f"a {kind}, a text model with others around it; give a text model alone",
         ),
         (
-            images and config.learner.generates,
+            images and config.learner.writes,
             f"a {kind}, which reads images; use --task_type classification",
         ),
         (
@@ -245,9 +246,13 @@ def describe(config: Config) -> Description:
             f"a {kind}, an image model, and these are not split into pipeline stages; use ZeRO 3",
         ),
         (
-            config.learner.generates and bidirectional,
+            config.learner.auto == CAUSAL and bidirectional,
             f"a {kind}, whose tokens see those behind them, answers included; give a decoder, or use"
             " --task_type classification",
+        ),
+        (
+            config.learner.auto == SEQ2SEQ_LM and not getattr(hf_config, "is_encoder_decoder", False),
+            f"a {kind}, which is no encoder with a decoder; give one, such as T5 or BART",
         ),
         (
             pooling != "model" and getattr(hf_config, "is_encoder_decoder", False),
@@ -294,7 +299,7 @@ def describe(config: Config) -> Description:
         dropouts,
         normalizes,
         images=images,
-        ends=stored_ends(config, hf_config) if config.learner.generates else (),
+        ends=stored_ends(config, hf_config) if config.learner.writes else (),
     )
 
 
@@ -462,7 +467,7 @@ def load_tokenizer(
         tokenizer = bytes_
     if tokenizer.eos_token_id is None and description.ends:
         tokenizer.eos_token = next(filter(None, tokenizer.convert_ids_to_tokens([*description.ends])), None)
-    stored = generation_settings(config, hf_config) if config.learner.generates else {}
+    stored = generation_settings(config, hf_config) if config.learner.writes else {}
     if stored:
         unused = [key for key, no in CHANGING_GREEDY.items() if stored.get(key) not in (None, no)]
         if unused:
@@ -509,7 +514,7 @@ def embedding_rows(config: Config, description: Description) -> int | None:
     with suppress(Exception):  # of a user's class, or one that does not say
         layers = [hf.get_input_embeddings(), hf.get_output_embeddings()]
     # answers are scored with its size
-    if config.learner.generates and not hasattr(next(iter(layers), None), "weight"):
+    if config.learner.writes and not hasattr(next(iter(layers), None), "weight"):
         raise UsageError(
             f"model_name_or_path={config.model_name_or_path} ({type(hf).__name__}) does not say which"
             " layer its embedding is; define get_input_embeddings in its class"
@@ -899,14 +904,12 @@ def auto_class(config: Config, description: Description) -> Any:
     """transformers' class for the task; number of classes and attention go into the configuration."""
     if config.attn_implementation:
         description.hf_config._attn_implementation = config.attn_implementation
-    if config.learner.generates:
-        return transformers.AutoModelForCausalLM
     if description.pooling != "model":
         return transformers.AutoModel
     if config.learner.has_head:
         description.hf_config.num_labels = description.outputs(config)
-    if config.learner.own is not None:
-        return getattr(transformers, config.learner.own.auto)
+    if auto := config.learner.auto:
+        return getattr(transformers, auto)
     return (
         transformers.AutoModelForImageClassification
         if description.images

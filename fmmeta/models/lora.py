@@ -12,7 +12,8 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,21 @@ def scalings(learner: HFLearner) -> dict[str, float]:
         for name, module in learner.hf.named_modules()
         if ADAPTER in getattr(module, "lora_A", ())
     }
+
+
+@contextmanager
+def base_alone(hf: Any) -> Iterator[None]:
+    """Inside, a model with adapters computes as its base. Their parameters stay trainable, which peft's own
+    switch changes: an engine looks at that.
+    """
+    layers = [module for module in hf.modules() if ADAPTER in getattr(module, "lora_A", ())]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def exactly(layer: str) -> str:

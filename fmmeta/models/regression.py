@@ -102,7 +102,9 @@ class Numbers(Classifier):
         return ((predicted, right) for predicted, right, weight in rows if weight > 0)
 
     @classmethod
-    def present(cls, answer: Sequence[Any], names: Sequence[str], facts: Mapping[str, Any]) -> Any:
+    def present(
+        cls, answer: Sequence[Any], names: Sequence[str], facts: Mapping[str, Any], tokenizer: Any = None
+    ) -> Any:
         scales = zip(answer, facts["mean"], facts["std"], strict=True)
         # six digits of a standard deviation, since scaled targets are fp32
         found = [round(one * std + mean, 6 - math.floor(math.log10(std))) for one, mean, std in scales]

@@ -37,6 +37,8 @@ def lora_forward(
 ) -> Tensor:
     """A frozen layer with an adapter; names of A [r, in] and B [out, r]."""
     y = layer.base_layer(x, *rest, **named)
+    if layer.disable_adapters:
+        return y
     down, up = (values[name] for name in names)
     low = per_task(x.to(down.dtype), down, None, counts(x))
     return y + per_task(low, up, None, counts(x)).view(y.shape).to(y.dtype) * layer.scaling[ADAPTER]

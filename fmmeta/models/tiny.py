@@ -1,13 +1,15 @@
 """Built-in models and tokenizer, generated in code: the bare command needs no file and no network.
 
-`tiny` is a 2-layer BERT for classification and a 2-layer Llama for causal_lm, both over bytes, and a 2-layer
-ViT for the images of the suite `digits`.
+`tiny` is a 2-layer BERT for classification and a 2-layer Llama for language models, and a T5 of 2 and 2
+layers for encoder-decoders, all over bytes, and a 2-layer ViT for the images of the suite `digits`.
 """
 
 from typing import Any
 
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from fmmeta.config.learners import CAUSAL, SEQ2SEQ_LM
 
 BYTES = 256
 HIDDEN, LAYERS, HEADS = 64, 2, 4
@@ -67,8 +69,21 @@ def image_settings() -> dict[str, Any]:
     }
 
 
-def tiny_config(decoder: bool, max_length: int) -> Any:
-    """Configuration of the built-in model."""
+def tiny_config(auto: str, max_length: int) -> Any:
+    """Configuration of the built-in model. auto: transformers' class of it, if that is known."""
+    if auto == SEQ2SEQ_LM:
+        config = transformers.T5Config(
+            vocab_size=BYTES + 3,
+            d_model=HIDDEN,
+            d_kv=HIDDEN // HEADS,
+            d_ff=4 * HIDDEN,
+            num_layers=LAYERS,
+            num_heads=HEADS,
+            pad_token_id=0,
+            eos_token_id=2,
+        )
+        config.update({"decoder_start_token_id": 0})
+        return config
     shared: dict[str, Any] = {
         "hidden_size": HIDDEN,
         "num_hidden_layers": LAYERS,
@@ -77,7 +92,7 @@ def tiny_config(decoder: bool, max_length: int) -> Any:
         "vocab_size": BYTES + 3,
         "max_position_embeddings": max_length,
     }
-    if not decoder:
+    if auto != CAUSAL:
         return transformers.BertConfig(intermediate_size=4 * HIDDEN, type_vocab_size=1, **shared)
     return transformers.LlamaConfig(
         intermediate_size=3 * HIDDEN, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True, **shared

@@ -98,7 +98,9 @@ class TokenClassifier(NativeClassifier):
                 yield row[labels != IGNORE].tolist(), labels[labels != IGNORE].tolist()
 
     @classmethod
-    def present(cls, answer: Sequence[Any], names: Sequence[str], facts: Mapping[str, Any]) -> list[str]:
+    def present(
+        cls, answer: Sequence[Any], names: Sequence[str], facts: Mapping[str, Any], tokenizer: Any = None
+    ) -> list[str]:
         tags = [*names, *facts.get("unseen", ())]
         return [tags[number] if number >= 0 else "?" for number in answer]
 

@@ -91,7 +91,7 @@ def rank_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: b
         layers=-(-getattr(text, "num_hidden_layers", 12) // depth),
         hidden=getattr(text, "hidden_size", 768),
         heads=getattr(text, "num_attention_heads", 12),
-        vocab=getattr(text, "vocab_size", 0) if config.learner.generates else 0,
+        vocab=getattr(text, "vocab_size", 0) if config.learner.writes else 0,
         rows=forward_rows(config, data),
         tokens=costs.query_tokens(
             config, config.max_length, max_positions(text) or config.max_length * (1 + config.most_shots)

@@ -156,7 +156,7 @@ def read_inputs(
         if tensor_ranks > 1:
             plan_of(description.hf_config, tensor_ranks)
         tokenizer = load_tokenizer(config, description, notice, given_tokenizer)
-        if config.learner.generates:  # refuse what the tokenizer cannot do before any data are read
+        if config.learner.writes:  # refuse what the tokenizer cannot do before any data are read
             make_prompt(config.prompt_template, tokenizer)
         trained = trained_with(models or [config.model_source])
         # encoding sets the truncation of a tokenizer; export needs it as it was

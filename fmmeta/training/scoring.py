@@ -208,7 +208,7 @@ def metrics_of(
                 f"{worker.group.size}; use --group_size 1, or leave them out"
             )
         language = LanguageMetrics(names, worker, reader, config, parts.batcher, max_new_tokens, prompts)
-    return EpisodeMetrics.of_learner(config.learner.own, own, language, reader)
+    return EpisodeMetrics.of_learner(config.learner.own, inputs.tokenizer, own, language, reader)
 
 
 class HeldOut:

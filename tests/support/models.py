@@ -47,6 +47,7 @@ TENSOR_FAMILIES = (
 )
 DECODERS = (*TENSOR_FAMILIES, "gpt2")
 ENCODERS = ("bert", "roberta")
+ENCODER_DECODERS = ("t5", "bart")
 
 
 WIDE: dict[str, Any] = {"intermediate_size": 48}
@@ -69,6 +70,18 @@ OWN = {  # Mistral and Qwen2 look back over a short window only, the latter not 
     "granite": {**GROUPED, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     "smollm3": {**GROUPED, "no_rope_layer_interval": 2},
     "glm": {**GROUPED, "head_dim": 8},
+    "t5": {
+        "num_decoder_layers": 3,
+        "d_kv": 8,
+        "d_ff": 48,
+        "decoder_start_token_id": 0,
+        "initializer_factor": 1.0,
+    },
+    "bart": {
+        **{"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4},
+        **{"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+        **{"d_model": 32, "init_std": 0.1, "decoder_start_token_id": 2},
+    },
     "bert": ENCODER,
     "roberta": ENCODER,
 }
@@ -96,6 +109,8 @@ def tiny(kind: str, seed: int = 0, auto: str = "", **sizes: Any) -> Any:
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(kind, **{**shared, **OWN[kind], **sizes})
     usual = "AutoModelForSequenceClassification" if kind in ENCODERS else "AutoModelForCausalLM"
+    if kind in ENCODER_DECODERS:
+        usual = "AutoModelForSeq2SeqLM"
     return getattr(transformers, auto or usual).from_config(config)
 
 

@@ -23,6 +23,7 @@ import fmmeta
 from fmmeta.adaptation.model import load_model
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
+from fmmeta.common.text import longest_common, rouge_l
 from fmmeta.config.learners import CLASSIFICATION
 from fmmeta.config.settings import Config
 from fmmeta.evaluation import command
@@ -44,7 +45,7 @@ from fmmeta.evaluation.results import (
     write_output,
 )
 from fmmeta.evaluation.settings import EvaluateConfig, PredictConfig, TuneConfig
-from fmmeta.metrics.language import LanguageMetrics, generate, longest_common, rouge_l
+from fmmeta.metrics.language import LanguageMetrics, generate
 from fmmeta.metrics.own import EpisodeMetrics
 from fmmeta.metrics.scores import EpisodeScore, calibration_error, episode_score, paired, prediction_stats
 from fmmeta.models.files import hub_answers

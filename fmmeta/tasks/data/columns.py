@@ -165,6 +165,17 @@ def answers_of(row: Row, column: str) -> list[str]:
     return list(dict.fromkeys(text_of(row.origin, column, one) for one in value))
 
 
+def only_answer(row: Row, column: str) -> str:
+    """The right answer of a row that has one. Raises `UsageError`."""
+    first, *others = answers_of(row, column)
+    if others or not first.strip():
+        raise UsageError(
+            f"{row.origin} has {column}={shortened(row.values.get(column))}; give one answer, a text that is"
+            " not empty"
+        )
+    return first
+
+
 def options_of(row: Row, column: str, answers: Sequence[str]) -> list[str]:
     """The answers to choose from in a row's column `options`; [] without one. Raises `UsageError`.
 

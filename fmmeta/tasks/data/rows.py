@@ -8,7 +8,8 @@ import sys
 import unicodedata
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any
@@ -132,7 +133,10 @@ class Tabulator:
         self.name, self.config, self.bad, self.unique, self.one_task = name, config, bad, unique, one_task
         self.names, self.causal, spec = sorted(names), config.learner.generates, config.learner
         given = setting if name == setting else f"{setting}={name}"
-        self.reader = spec.own.rows(config, self.names) if spec.own else None
+        self.reader = None
+        if spec.own:
+            with prefixed(f"{given}:"):
+                self.reader = spec.own.rows(config, self.names)
         self.opaque = spec.collate is not None or self.reader is not None
         if images and config.label_names is not None:
             raise UsageError(
@@ -239,10 +243,8 @@ class Tabulator:
         if self.opaque:
             shown = {key: one for key, one in row.values.items() if key != self.image}
             if self.reader is not None:
-                try:
+                with prefixed(row.origin):
                     shown = self.reader(row.values)
-                except UsageError as error:
-                    raise UsageError(f"{row.origin} {error}") from None
                 values["values"] = as_json(row.origin, shown, default=as_plain)
                 values["input"] = hashlib.sha256(values["values"].encode()).hexdigest()[:32]
                 return values
@@ -293,6 +295,15 @@ class Tabulator:
         several = int((np.unique(distinct[0], return_counts=True)[1] > 1).sum())
         if not self.causal and self.unique and several:
             notice(f"{counted(several, 'input')} of {name} in more than one class; correct the labels")
+
+
+@contextmanager
+def prefixed(place: str) -> Iterator[None]:
+    """Inside, a `UsageError` says where."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{place} {str(error).strip()}") from None
 
 
 def holds_text(rows: Sequence[Row], column: str, depth: int = 0) -> bool:

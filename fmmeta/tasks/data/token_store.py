@@ -31,7 +31,15 @@ from fmmeta.tasks.data.columns import Bad, Row, refuse, stratifier
 from fmmeta.tasks.data.encode import encode, encode_own, full_rows
 from fmmeta.tasks.data.files import ending
 from fmmeta.tasks.data.images import EncodedImage, ImageReader
-from fmmeta.tasks.data.rows import IN_MEMORY, Table, Tabulator, columns_of, label_rows, label_texts
+from fmmeta.tasks.data.rows import (
+    IN_MEMORY,
+    Table,
+    Tabulator,
+    as_plain,
+    columns_of,
+    label_rows,
+    label_texts,
+)
 
 # part of every key: raise it when the columns, their meaning or the way texts become tokens change
 FORMAT = 7
@@ -302,8 +310,9 @@ def cache_folder() -> Path:
 
 
 def digest(value: Any) -> str:
-    """A digest of a value as JSON: 32 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+    """A digest of a value as JSON, arrays as lists and other objects as texts: 32 hexadecimal digits."""
+    written = json.dumps(value, sort_keys=True, default=as_plain)
+    return hashlib.sha256(written.encode()).hexdigest()[:32]
 
 
 def files_digest(files: Sequence[Path]) -> str:

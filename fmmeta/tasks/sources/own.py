@@ -8,7 +8,7 @@ causal_lm with an input and an output, of your learner any picklable objects. No
 so that a function may ask a database, or generate.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -156,9 +156,19 @@ def refuse_unread(name: str, config: Config) -> None:
 
 
 def encoder(config: Config, tokenizer: Any) -> Callable[[Rows, Rows], EncodedRows]:
-    """The function from rows to examples; that of texts and images takes rows as a file has them."""
+    """The function from rows, dictionaries as a file has them or what the learner takes, to examples."""
     own = config.learner.own
-    return partial(encode_rows if own is None else encode_own, config, tokenizer)
+    return partial(encode_rows if own is None else encode_read, config, tokenizer)
+
+
+def encode_read(config: Config, tokenizer: Any, support: Rows, query: Rows) -> EncodedRows:
+    """Rows as examples, by the learner that reads them. Raises `UsageError`."""
+    rows_of_kind = config.learner.own.rows
+    read = [
+        [rows_of_kind(config, [*row])(row) if isinstance(row, Mapping) else row for row in rows]
+        for rows in (support, query)
+    ]
+    return encode_own(config, tokenizer, *read)
 
 
 def encode_rows(config: Config, tokenizer: Any, support: Rows, query: Rows) -> EncodedRows:

@@ -1,0 +1,150 @@
+"""The learner of encoder-decoders, such as T5 and BART. `outputs` are the logits [B, T, V].
+
+    encoder   the input: alone with --prompt_template plain, else in a format string ('summarize: {input}')
+    decoder   the start token, then the answer (teacher forcing); labels are the answer and its end token
+
+A row has a text as input and a text as answer, in the columns of causal_lm. It is right when each of its
+label tokens is the most likely one. Input and answer lose what is beyond --max_length; the answer keeps its
+end token.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmmeta.common.errors import UsageError
+from fmmeta.common.text import PromptTemplate, rouge_l, shortened
+from fmmeta.config.settings import Config
+from fmmeta.models.answers import greedy
+from fmmeta.models.learner import HFLearner, RowLosses, at_least_fp32
+from fmmeta.tasks.batching import IGNORE, Collated, EncodedRows, Example, MicroBatch, pad_right
+from fmmeta.tasks.data.columns import PairInput, Row, only_answer, pick, template_columns
+from fmmeta.tasks.data.encode import encode_texts, text_prompt
+
+DATA = "the data"  # in messages about their columns
+
+
+class Seq2SeqLearner(HFLearner):
+    """An encoder-decoder; it has no head to reset."""
+
+    auto, peft_task = "AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"
+    example: Mapping[str, Any] = {"input": "2 + 2", "output": "4"}
+
+    @classmethod
+    def rows(
+        cls, config: Config, columns: Collection[str], answered: bool = True
+    ) -> Callable[[Mapping[str, Any]], dict[str, str]]:
+        template, names = config.prompt_template, sorted(columns)
+        if template == "chat" or PromptTemplate.of(template).after:
+            raise UsageError(
+                f"prompt_template={shortened(template)}: an encoder reads the input alone; use plain, or a"
+                " format string that ends before the answer, such as 'summarize: {input}'"
+            )
+        free = [column for column in names if column not in template_columns(config)]
+        picked = pick(DATA, config, free, "input_column")
+        answer = pick(DATA, config, names, "output_column") if answered else None
+        source = PairInput.of(config, str(picked), names, DATA, config.input_column is None)
+
+        def read(values: Mapping[str, Any]) -> dict[str, str]:
+            row = Row(dict(values), "")
+            output = {} if answer is None else {"output": only_answer(row, answer)}
+            return {"input": source.read(row)[0], **output}
+
+        return read
+
+    @classmethod
+    def encode(
+        cls,
+        config: Config,
+        tokenizer: Any,
+        support: Sequence[Any],
+        query: Sequence[Any],
+        facts: Mapping[str, Any] | None = None,
+    ) -> EncodedRows:
+        plain = config.prompt_template == "plain"
+        before = str if plain else text_prompt(config.prompt_template).before
+        end, most, parts = tokenizer.eos_token_id, config.max_length, list[list[Example]]()
+        for rows in (support, query):
+            if not rows:
+                parts.append([])
+                continue
+            inputs = encode_texts(tokenizer, [before(row["input"]) for row in rows], most)
+            outputs = [row.get("output", "") for row in rows]  # none of rows to answer
+            answers = tokenizer(text_target=outputs, verbose=False)["input_ids"]
+            labels = [[*(ids[:-1] if ids[-1:] == [end] else ids)[: most - 1], end] for ids in answers]
+            parts.append([Example(*row) for row in zip(inputs, labels, strict=True)])
+        first, second = parts
+        return EncodedRows(first, second)
+
+    @classmethod
+    def collate(cls, rows: Sequence[Example], pad_token_id: int) -> Collated:
+        """The first token for the decoder is a placeholder, which `forward` replaces."""
+        labels = pad_right([row.labels for row in rows], IGNORE)
+        inputs = {
+            "input_ids": pad_right([row.input_ids for row in rows], pad_token_id),
+            "attention_mask": pad_right([[1] * len(row.input_ids) for row in rows], 0),
+            "decoder_input_ids": pad_right([[pad_token_id, *row.labels[:-1]] for row in rows], pad_token_id),
+        }
+        return inputs, {"labels": labels}
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        ids = inputs.pop("decoder_input_ids")
+        start = torch.full_like(ids[:, :1], self.hf.config.decoder_start_token_id)
+        shifted = torch.cat([start, ids[:, 1:]], 1)
+        return self.hf(**inputs, decoder_input_ids=shifted, use_cache=False).logits
+
+    def losses(self, outputs: Tensor, batch: MicroBatch) -> RowLosses:
+        logits, labels = at_least_fp32(outputs), batch.targets["labels"]
+        losses = self.loss(logits.flatten(0, 1), labels.flatten()).view_as(labels)
+        wrong = ((logits.argmax(-1) != labels) & (labels != IGNORE)) | losses.isnan()
+        right = ~wrong.any(1)
+        return RowLosses(losses.sum(1), right.long(), torch.ones_like(right, dtype=torch.long))
+
+    def answers(self, outputs: Tensor, batch: MicroBatch) -> Iterator[tuple[list[int], list[int]]]:
+        """The likeliest tokens after the right ones before them, without the end token: a model that repeats
+        its last token would otherwise give the whole text.
+        """
+        guess = outputs.argmax(-1).masked_fill_(outputs.isnan().any(-1), -1).cpu()
+        for predicted, labels, weight in zip(
+            guess, batch.targets["labels"].cpu(), batch.weights.tolist(), strict=True
+        ):
+            if weight > 0:
+                length = int((labels != IGNORE).sum()) - 1
+                yield predicted[:length].tolist(), labels[:length].tolist()
+
+    @torch.no_grad()
+    def respond(self, batch: MicroBatch, max_new_tokens: int) -> list[list[int]]:
+        """Greedy answers, without their end tokens."""
+        hf, inputs = self.hf, {name: batch.inputs[name] for name in ("input_ids", "attention_mask")}
+        found = hf.generation_config.eos_token_id or hf.config.eos_token_id
+        ends = [*found] if isinstance(found, (list, tuple)) else [found]
+        with greedy(hf):
+            out = hf.generate(
+                **inputs,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                num_beams=1,
+                eos_token_id=ends,
+                pad_token_id=hf.config.pad_token_id,
+                decoder_start_token_id=hf.config.decoder_start_token_id,
+            )
+        rows = zip(out[:, 1:].tolist(), batch.weights.tolist(), strict=True)
+        return [[*takewhile(lambda one: one not in ends, row)] for row, weight in rows if weight > 0]
+
+    @classmethod
+    def present(
+        cls, answer: Sequence[int], names: Sequence[str], facts: Mapping[str, Any], tokenizer: Any = None
+    ) -> str:
+        known = [one for one in answer if one >= 0]
+        return tokenizer.decode(known, skip_special_tokens=True).strip()
+
+    @classmethod
+    def metrics(cls, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+        pairs = [*zip(predictions, references, strict=True)]
+        return {
+            "exact_match": sum(answer.strip() == truth.strip() for answer, truth in pairs) / len(pairs),
+            "rouge_l": sum(rouge_l(answer, truth) for answer, truth in pairs) / len(pairs),
+        }
