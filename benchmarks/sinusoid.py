@@ -22,9 +22,25 @@ from benchmarks.common import spread, table, write_json
 from benchmarks.stepping import QUIET, Cost, alone, prepare
 from examples import own_module
 from fmmeta.config.settings import Config
-from fmmeta.tasks.batching import MicroBatch
+from fmmeta.tasks.batching import Example, MicroBatch
 
 LR, TASKS, OUTER_LR, CURVE = 0.01, 25, 1e-3, 10
+SETTINGS: dict[str, Any] = {
+    "task_type": "examples.own_module:Sine",
+    "dataset": ["examples.own_module:tasks"],
+    "inner_steps": 1,
+    "inner_lr": LR,
+    "meta_batch_size": TASKS,
+    "outer_lr": OUTER_LR,
+    "adam_epsilon": 1e-8,
+    "weight_decay": 0.0,
+    "max_grad_norm": 0.0,
+    "warmup_steps": 0,
+    "lr_scheduler_type": "constant",
+    "test_episodes": 0,
+    "group_size": "1",
+    **QUIET,
+}
 
 
 def loss(net: Any, params: Any, batch: MicroBatch) -> Tensor:
@@ -42,7 +58,7 @@ class ByHand:
 
     def adapted(self, batch: MicroBatch, steps: int, exact: bool = False) -> list[dict[str, Tensor]]:
         """The parameters after 0, 1, ... inner steps."""
-        found = [dict(self.net.named_parameters())]
+        found: list[dict[str, Tensor]] = [{**dict(self.net.named_parameters())}]
         for _ in range(steps):
             grads = torch.autograd.grad(
                 loss(self.net, found[-1], batch), [*found[-1].values()], create_graph=exact
@@ -90,20 +106,16 @@ def curve(hand: ByHand, tasks: int) -> list[tuple[float, float]]:
     rows = []
     for number in own_module.tasks.numbers("test")[:tasks]:
         support, query = (
-            MicroBatch(*own_module.Sine.collate([Row(one) for one in part], 0), torch.ones(len(part)))
+            MicroBatch(
+                *own_module.Sine.collate([Example([0], 0, values={"row": one}) for one in part], 0),
+                torch.ones(len(part)),
+            )
             for part in own_module.draw(number)
         )
         rows.append([loss(hand.net, params, query).item() for params in hand.adapted(support, CURVE)])
     found = torch.tensor(rows, dtype=torch.float64)
     half = 1.96 * found.std(0) / math.sqrt(tasks)
     return [*zip(found.mean(0).tolist(), half.tolist(), strict=True)]
-
-
-class Row:
-    """A point as the module's collate takes it."""
-
-    def __init__(self, row: Any) -> None:
-        self.values = {"row": row}
 
 
 def measure(config: Config, world: Any, ranks: Any, exact: bool, tasks: int) -> tuple[dict[str, Any], Any]:
@@ -140,24 +152,10 @@ def main() -> None:
     for shots in (5, 10):
         own_module.K = shots
         for algorithm in ("fomaml", "maml"):
-            config = Config(
-                **QUIET,
-                task_type="examples.own_module:Sine",
-                dataset=["examples.own_module:tasks"],
-                algorithm=algorithm,
-                inner_steps=1,
-                inner_lr=LR,
-                meta_batch_size=TASKS,
-                outer_steps=given.outer_steps,
-                outer_lr=OUTER_LR,
-                weight_decay=0.0,
-                max_grad_norm=0.0,
-                warmup_steps=0,
-                lr_scheduler_type="constant",
-                test_episodes=0,
-                group_size="1",
-                **({"second_order": "autograd"} if algorithm == "maml" else {}),
-            )
+            flags: dict[str, Any] = {**SETTINGS, "algorithm": algorithm, "outer_steps": given.outer_steps}
+            if algorithm == "maml":
+                flags["second_order"] = "autograd"
+            config = Config(**flags)
             found, ranks = measure(config, world, ranks, algorithm == "maml", given.test_tasks)
             results[f"{algorithm}, {shots} shots"] = found
             for name, one in found.items():
