@@ -318,8 +318,6 @@ def of_inner_loop(c: Any) -> Conflicts:
 
 
 OF_OWN_ROWS = {  # what does not go with a learner that reads rows
-    "example_transforms": "they change texts and images, and the learner reads the rows",
-    "episode_transforms": "they change texts and images, and the learner reads the rows",
     "pipeline_stages": "stages are made of models for texts and answers",
 }
 OF_MODULE = {  # what does not go with a module that is no model of transformers

@@ -6,7 +6,8 @@ Callables of the user, named `module:name` in flags, change the rows of training
 
     example   (TextExample, rng) -> TextExample      text augmentation
               (ImageExample, rng) -> ImageExample    image augmentation
-    episode   (EpisodeRows, rng) -> EpisodeRows      rows of these two types: transforms that need all classes
+              (row, rng) -> row                      what a learner reads (`Learner.rows`), or `Tasks` draw
+    episode   (EpisodeRows, rng) -> EpisodeRows      rows of these types: transforms that need all of them
 
 They run in the process that loads the episode, on the texts before they are tokenised, or on the pixels
 before the image processor; so they must be importable. The seed of `rng` is the task's seed and the
@@ -118,12 +119,14 @@ def reading(
 
 
 def read_texts(draw: Draw, rng: Any = None) -> EpisodeRows:
-    """An `EpisodeTransform`: the texts of rows, or their decoded images."""
-    draw.store.check()
+    """An `EpisodeTransform`: the texts of rows, their decoded images, or what a learner has read of them."""
+    store = draw.store
+    store.check()
     support, query = (
-        [as_example(draw.store, row, label) for row, label in rows] for rows in (draw.support, draw.query)
+        [as_example(store, row, label) if store.encode is None else store.value(row) for row, label in rows]
+        for rows in (draw.support, draw.query)
     )
-    return EpisodeRows(draw.task, support, query, draw.classes)
+    return EpisodeRows(draw.task, support, query, draw.classes, encode=store.encode)
 
 
 def each_example(
@@ -144,6 +147,9 @@ def encoded(tokenizer: Any, config: Config, episode: EpisodeRows, rng: Any = Non
 
     Raises `UsageError` for a label that is none of the episode's.
     """
+    if episode.encode is not None:
+        found = episode.encode(episode.support, episode.query)
+        return EpisodeRows(episode.task, found.support, found.query, found.names, facts=found.facts)
     classes, sets = len(episode.classes), list[list[Example]]()
     for rows in (episode.support, episode.query):
         if classes and any(not 0 <= row.label < classes for row in rows):
@@ -218,6 +224,6 @@ def checked(name: str, transform: Callable[..., Any], value: Any, rng: np.random
     texts = [example for example in examples if isinstance(example, TextExample)]
     if not all(isinstance(example.text, str) and example.text for example in texts):
         raise UsageError(f"transform {name} left an example without text; return it as it was instead")
-    if not all(0 < example.weight < math.inf for example in examples):
+    if not all(0 < getattr(example, "weight", 1.0) < math.inf for example in examples):
         raise UsageError(f"transform {name} left a weight that is no positive number; leave out such rows")
     return made

@@ -16,6 +16,7 @@ from fmmeta.tasks.loader import LoadEpisode, check_sent
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import Draw, transformed
 from fmmeta.tasks.sources.load import load_sources
+from fmmeta.tasks.sources.own import Tasks
 from tests.support.messages import check_message, refusal
 from tests.support.models import write_classes, write_pairs
 
@@ -62,6 +63,19 @@ def weightless(example, rng):
 
 def relabel(example, rng):
     return replace(example, label=7)
+
+
+def raised(row, rng):
+    """A point (x, y) a step higher."""
+    return [row[0], row[1] + 1]
+
+
+def one_point(episode, rng):
+    return replace(episode, support=episode.support[:1])
+
+
+def louder(row, rng):
+    return {**row, "text": row["text"] + "!"}
 
 
 def drawn(tmp_path, **settings):
@@ -229,3 +243,29 @@ def test_modules_of_the_working_folder_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert reading(Config(example_transforms=["my_changes:shout"]), TOKENIZER) != [Draw.episode]
     assert os.getcwd() in sys.path
+
+
+def test_rows_of_other_kinds_are_transformed_as_they_were_read():
+    """Points of a module's tasks, and texts of a function's tasks, in the order of the flags."""
+    config = Config(
+        task_type="examples.own_module:Sine",
+        dataset=["examples.own_module:tasks"],
+        example_transforms=[f"{HERE}:raised"],
+        episode_transforms=[f"{HERE}:one_point"],
+    )
+    source = load_sources(config, None, lambda text: None).train
+    draw = source.draw(Schedule(source.items, 1, 5).meta_batch(0)[0])
+    episode = transformed(draw, reading(config, None))
+    points = [example.values["row"] for example in episode.support]
+    assert points == [[draw.support[0][0][0], draw.support[0][0][1] + 1]]
+    assert len(episode.query) == len(draw.query)
+    pairs = [{"text": "a b", "label": "x"}, {"text": "c d", "label": "y"}]
+    config = Config(n_way=2, example_transforms=[f"{HERE}:louder"])
+    source = load_sources(
+        config, TOKENIZER, lambda text: None, rows=Tasks(lambda seed: (pairs, pairs), 3)
+    ).train
+    episode = transformed(
+        source.draw(Schedule(source.items, 1, 5).meta_batch(0)[0]), reading(config, TOKENIZER)
+    )
+    assert texts(episode.support) == ["a b!", "c d!"]
+    assert [row.labels for row in episode.query] == [0, 1]

@@ -87,7 +87,8 @@ class EpisodeRows:
     """The support and query rows of a task, each an `Example`, or what an `EpisodeTransform` makes one of.
 
     classes: name of each label, if rows have some. samples: the support rows of each inner step; empty: each
-    step has all of them. facts: what answers are read with (`batching.EncodedRows`).
+    step has all of them. facts: what answers are read with (`batching.EncodedRows`). encode: of
+    rows that a learner reads, from support and query rows to `EncodedRows`.
     """
 
     task: Task
@@ -96,6 +97,7 @@ class EpisodeRows:
     classes: tuple[str, ...] = ()
     samples: tuple[list[Any], ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    encode: Callable[..., Any] | None = None
 
 
 EpisodeTransform = Callable[[Any, np.random.Generator], Any]
