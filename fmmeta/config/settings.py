@@ -34,12 +34,12 @@ class ModelConfig(RefusesUnknownNames):
     )
     model_revision: str | None = setting(
         None,
-        "Branch, tag or commit of the model on the hub (default: its main branch)",
+        "Branch, tag or commit on the hub (default: its main branch)",
         common=True,
     )
     task_type: str = setting(
         learners.CLASSIFICATION.name,
-        f"Kind of every task: {', '.join(learners.BUILT_IN)}, or module:name of your LearnerSpec or Learner",
+        f"Kind of every task: {', '.join(learners.BUILT_IN)}, or module:name of yours",
         remembered=True,
         keyed=True,
         common=True,
@@ -69,7 +69,7 @@ class ModelConfig(RefusesUnknownNames):
     )
     gradient_checkpointing: bool = setting(
         False,
-        "Store layer inputs only and compute activations again in the backward pass",
+        "Store layer inputs only; compute activations twice",
         resume="free",
         common=True,
     )
@@ -198,7 +198,8 @@ class TaskConfig(RowConfig):
         "One or more of: letters (a built-in suite), words (one for causal_lm), digits (one of"
         " images), a .jsonl/.json/.csv/.tsv/.parquet file (.gz too), a folder of such files, a folder of"
         " folders of them (each file is a task, read when it is drawn; its folder is the stratum), a folder"
-        " of a folder of images per class, or a hub id. Each of several data sets is a stratum",
+        " of a folder of images per class, module:name of your Tasks, or a hub id. Each of several data sets"
+        " is a stratum",
         common=True,
     )
     mix_weights: list[float] = setting(
@@ -264,20 +265,19 @@ class TaskConfig(RowConfig):
     )
     n_way: int = setting(
         None,
-        "Classes per episode, or outputs of the head: tags or targets (default: 5; 3 for the suite digits; 1"
-        " for regression)",
+        "Classes, tags or targets (default: 5; 3 for digits, 1 for regression)",
         least=1,
         common=True,
     )
     k_shot: int = setting(
         5,
-        "Support examples per class; per task where rows have no classes",
+        "Support examples per class, or of a task without classes",
         least=1,
         common=True,
     )
     num_query: int = setting(
         5,
-        "Query examples per class; per task where rows have no classes",
+        "Query examples per class, or of a task without classes",
         least=1,
         common=True,
     )

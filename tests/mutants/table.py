@@ -469,8 +469,8 @@ MUTANTS = (
     Mutant(
         "the worst validated weights are exported",
         "training/state.py",
-        "if (accuracy, -loss) > (self.accuracy, -self.loss):",
-        "if (accuracy, loss) > (self.accuracy, self.loss):",
+        "if (share or 0.0, -loss) > (self.accuracy or 0.0, -self.loss):",
+        "if (share or 0.0, loss) > (self.accuracy or 0.0, self.loss):",
         "at equal accuracy --load_best_model_at_end prefers the higher loss",
         ("unit/test_strict_json.py", "unit/test_train.py"),
     ),
@@ -638,7 +638,7 @@ MUTANTS = (
     ),
     Mutant(
         "validation scores support answers",
-        "training/loop.py",
+        "training/run.py",
         "(self.spec.method, alone=True)",
         "(self.spec.method, alone=True, learn_support=config.loss_on_support)",
         "held-out scores count answers that the prompt shows",

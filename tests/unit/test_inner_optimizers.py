@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fmmeta.config.settings import Config
-from fmmeta.meta.algorithms import unrolled
+from fmmeta.meta import task
 from fmmeta.meta.inner_loop import Trajectory
 from fmmeta.meta.inner_optimizers import Layers, Rates, inner_optimizer, layer_of, natural
 from tests.support import learners
@@ -148,7 +148,7 @@ def test_a_first_order_rule_stores_no_weights_for_learned_rates(monkeypatch):
             super().__init__(*args)
             firsts.append(self.first)
 
-    monkeypatch.setattr(unrolled, "Trajectory", Noted)
+    monkeypatch.setattr(task, "Trajectory", Noted)
     for algorithm in ("fomaml", "maml"):
         rule, worker = learners.rule_on(learner, algorithm=algorithm, inner_lr_learned="layer")
         learners.task_gradient(rule, worker, learners.batches_of(learners.episode_of(learner)))
