@@ -429,6 +429,7 @@ def load_model(
             ranks.layout.group_rank,
             ranks.layout.group_size,
             collate_fn=Collate.of(config) if config.learner.own else None,
+            whole_sets=not getattr(config.learner.own, "rows_are_independent", True),
         ),
     )
 

@@ -123,7 +123,17 @@ def problems(c: Any) -> Iterator[str]:
 
 def of_run(c: Any) -> Conflicts:
     known = {*type(c).__dataclass_fields__, "dataset_fingerprint", *RESOLVED}
+    schedule, own = c.task_schedule, ":" in c.task_schedule
     return [
+        (
+            schedule not in ("static", "dynamic") and not own,
+            f"task_schedule={schedule} is unknown; use static, dynamic, or module:class of yours",
+        ),
+        (
+            own and (c.elastic or c.max_staleness),
+            f"task_schedule={schedule} with elastic={c.elastic} and max_staleness={c.max_staleness}, which"
+            " are schedules too; leave the others out",
+        ),
         (
             c.elastic and c.output_dir is None,
             "elastic=True needs output_dir: every group must find the same folder; give one on a disk that"
@@ -429,6 +439,10 @@ def of_several_tasks(c: Any) -> Conflicts:
                 f"lora_r=0, where tasks of {c.algorithm} need a whole model each",
             ),
             (spec.multi_task is None, f"algorithm={c.algorithm}, which has no rule for several tasks"),
+            (
+                not getattr(c.learner.own, "rows_are_independent", True),
+                f"task_type={c.task_type}, whose losses of rows depend on each other",
+            ),
             (c.pipeline_stages > 1, f"pipeline_stages={c.pipeline_stages}"),
             (c.tensor_parallel_size > 1, f"tensor_parallel_size={c.tensor_parallel_size}"),
             (

@@ -210,7 +210,15 @@ def check_loss(task_type: str) -> None:
     if not same:
         raise UsageError(
             f"{given}: its loss of a row depends on the other rows, and these are divided over micro-batches"
-            " and ranks; use a loss of each row alone"
+            " and ranks; use a loss of each row alone, or a learner with rows_are_independent = False"
         )
     if not gradient.isfinite().all():
         raise UsageError(f"{given}: the gradient of its loss is not finite at random logits; correct it")
+    if spec.has_head and logits.ndim > 1:
+        fewer = logits.detach()[:2].index_fill(1, torch.tensor(2), -torch.inf).requires_grad_()
+        (gradient,) = torch.autograd.grad(loss(fewer, targets[:2]).sum(), fewer)
+        if not (gradient.isfinite().all() and loss(fewer, targets[:2]).isfinite().all()):
+            raise UsageError(
+                f"{given}: its loss or gradient is not finite where a logit is -inf, as those of classes are"
+                " that an episode does not have; leave these out of sums"
+            )

@@ -694,8 +694,7 @@ class ParallelConfig:
         "static",
         "Which group runs a task of a meta-batch. static: assigned by expected size before the outer step;"
         " dynamic: a group that is free takes the largest task that no group has taken"
-        " (docs/explanation/waiting.md)",
-        ("static", "dynamic"),
+        " (docs/explanation/waiting.md). Or module:class of yours",
         resume="free",
     )
     elastic: bool = setting(

@@ -216,11 +216,6 @@ class Batcher:
             return []
         # 1 where no label is learned
         total = sum(example.weight * example.label_tokens for example in examples) or 1
-        if self.whole_sets and len(examples) > self.micro_batch_size:
-            raise UsageError(
-                f"micro_batch_size={self.micro_batch_size} is below the {len(examples)} rows of a set, whose"
-                " losses depend on each other; raise it"
-            )
         ordered = sorted(examples, key=lambda example: len(example.input_ids), reverse=True)
         if self.pack is not None:
             ordered = self.pack(ordered, self.group_size)
@@ -231,6 +226,11 @@ class Batcher:
             size, longer = divmod(len(ordered), rounds * self.group_size)  # sizes differ by one at most
             bounds = [i * size + min(i, longer) for i in range(rounds * self.group_size + 1)]
             parts = [ordered[a:b] for a, b in pairwise(bounds)]
+        if self.whole_sets and len(parts) > 1:
+            raise UsageError(
+                f"micro_batch_size={self.micro_batch_size} and max_tokens_per_micro_batch={self.max_tokens}"
+                f" cut the {len(examples)} rows of a set, whose losses depend on each other; raise them"
+            )
         batches = []
         for part in parts[self.group_rank :: self.group_size]:
             rows, weight = part or ordered[-1:], 1 / total if part else 0.0

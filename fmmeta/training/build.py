@@ -180,7 +180,7 @@ def read_inputs(
     check_same_inputs(collate, world)
     inputs = RunInputs(description, tokenizer, sources, reading, deepspeed, trained, collate=collate)
     spec = config.learner
-    inputs.whole_sets = spec.own is not None and not spec.own.rows_are_independent
+    inputs.whole_sets = not getattr(spec.own, "rows_are_independent", True)
     if own := [one for one in (spec.loss, spec.collate, spec.own) if one]:
         inputs.code = digest([*map(source_of, own)])
     if config.pipeline_balance == "time":

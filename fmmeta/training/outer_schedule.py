@@ -7,7 +7,7 @@
 
 `static`: each group runs its share of the meta-batch. `dynamic`: a group that is free claims the next task.
 `stale`: a step closes without waiting for groups that are slower. `elastic`: groups come and go. A schedule
-is found by name and gets the `Run`; no other file names one.
+is found by name and gets the `Run`; yours is a subclass of one of them, `--task_schedule module:class`.
 """
 
 import enum
@@ -16,6 +16,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from fmmeta.common.errors import UsageError
+from fmmeta.common.security import import_named
 from fmmeta.config.settings import Config
 from fmmeta.meta.task import TaskRun
 
@@ -36,6 +38,8 @@ class Step(Protocol):
 
     def tasks(self) -> Iterator[TaskRun]:
         """This group's tasks, to be run in `with task:` one after the other. Collective: group.
+
+        With `static` a loop may leave the last ones out, if all ranks of the group do so.
 
         A task whose block raises an error before `backward` has no part in the step, on all ranks of the
         group; `on_bad_task` decides about it as about one that fails to load. Errors of fmmeta end the run.
@@ -95,6 +99,14 @@ SCHEDULES = {
 
 
 def schedule_of(config: Config) -> Any:
-    """The class of the schedule that the settings ask for."""
-    name = "stale" if config.max_staleness else config.task_schedule
-    return pkgutil.resolve_name(SCHEDULES["elastic" if config.elastic else name])
+    """The class of the schedule that the settings ask for. Raises `UsageError`."""
+    name = "elastic" if config.elastic else "stale" if config.max_staleness else config.task_schedule
+    if name in SCHEDULES:
+        return pkgutil.resolve_name(SCHEDULES[name])
+    found = import_named("task_schedule", name, "an outer schedule")
+    if not (isinstance(found, type) and hasattr(found, "steps")):
+        raise UsageError(
+            f"task_schedule={name} is no class with `steps`; name a subclass of"
+            " fmmeta.training.schedules.StaticSchedule"
+        )
+    return found

@@ -153,7 +153,9 @@ class Run:
             ),
             user_callbacks,
         )
-        self.outer_schedule: OuterSchedule = schedule_of(config)(self)
+        with ranks.world.raise_on_all("looking for the outer schedule"):
+            schedule = schedule_of(config)
+        self.outer_schedule: OuterSchedule = schedule(self)
 
     @property
     def theta(self) -> Tensor:

@@ -72,6 +72,8 @@ def promise_of(settings: Mapping[str, Any], device_type: str = "cpu") -> str:
     """
     if settings["max_staleness"]:
         return f"max_staleness={settings['max_staleness']}: theta depends on how long tasks take"
+    if ":" in settings["task_schedule"]:
+        return f"task_schedule={settings['task_schedule']}: theta depends on it"
     for name, value in (("task_schedule", "dynamic"), ("elastic", True)):
         if settings[name] == value:
             return f"{name}={value}: theta is the same to rounding, 1e-5 of its distance from the start"

@@ -136,7 +136,7 @@ class StaticSchedule:
 
     @property
     def episodes(self) -> type[TrainingEpisodes]:
-        return EPISODES[self.run.config.task_schedule]
+        return EPISODES.get(self.run.config.task_schedule, TrainingEpisodes)
 
     def begin_step(self) -> OpenStep | None:
         """Open the next outer step; None if the run is finished. Collective: all groups."""

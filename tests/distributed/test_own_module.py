@@ -150,6 +150,10 @@ def test_what_does_not_go_with_a_module_is_refused(tmp_path):
     broken = fmmeta.Tasks(lambda seed: 1 / 0, train=3)
     run = fmmeta.MetaTrainer(config_of(tmp_path / "b").but(dataset=Config().dataset), dataset=broken)
     check_message(refusal(run.train), "draw(", "ZeroDivisionError")
+    pairs = [(f"text {number}", f"class {number}") for number in range(3)]
+    given = config_of(tmp_path / "n").but(dataset=Config().dataset, task_type=Config.task_type, n_way=2)
+    run = fmmeta.MetaTrainer(given, dataset=fmmeta.Tasks(lambda seed: (pairs, pairs), train=3))
+    check_message(refusal(run.train), "n_way=2 is below the 3 classes", "raise --n_way")
     refused = refusal(fmmeta.MetaTrainer(Config(), learner=torch.nn.Linear(1, 1)).train)
     check_message(refused, "learner=Linear is no fmmeta.Learner")
 
@@ -168,7 +172,11 @@ def test_losses_that_depend_on_each_other_keep_a_set_together(tmp_path):
     config = config_of(tmp_path / "a", task_type="tests.distributed.test_own_module:Contrast")
     fmmeta.MetaTrainer(config).train()
     small = config.but(micro_batch_size=4, output_dir=str(tmp_path / "b"))
-    check_message(refusal(fmmeta.MetaTrainer(small).train), "micro_batch_size=4", "10 rows", "raise it")
+    check_message(refusal(fmmeta.MetaTrainer(small).train), "micro_batch_size=4", "10 rows", "raise them")
+    by_tokens = config.but(max_tokens_per_micro_batch=5, output_dir=str(tmp_path / "t"))
+    text = refusal(fmmeta.MetaTrainer(by_tokens).train)
+    check_message(text, "max_tokens_per_micro_batch=5", "10 rows")
+    check_message(refusal(lambda: config.but(tasks_per_pass="2")), "tasks_per_pass=2", "depend on each other")
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 2}}')
     run = {**RUN, "task_type": config.task_type, "group_size": 2, "deepspeed": file}

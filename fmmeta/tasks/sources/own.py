@@ -43,7 +43,7 @@ class Tasks:
     stratum: number of a task -> its stratum, for meta-batches with equal shares; None: all in one.
 
     >>> from fmmeta import Tasks
-    >>> Tasks(lambda seed: ([(f"text {seed}", "a")], [(f"text {seed}", "b")]), train=100, test=20)
+    >>> Tasks(lambda seed: ([(f"text {seed}", "a")], [(f"more {seed}", "a")]), train=100, test=20)
     Tasks(train=100, valid=0, test=20)
     """
 
@@ -128,6 +128,14 @@ class OwnSource(TaskSource):
         support, query = ([(row, 0) for row in rows] for rows in (support, query))
         return Draw(task, support, query, store=OwnRows(self.tasks.name, self.encode))
 
+    def class_keys(self, setting: str = "algorithm=joint") -> list[Any]:
+        raise UsageError(f"{setting} needs the names of all classes, which a function does not tell")
+
+    def num_rows(self) -> int:
+        raise UsageError(
+            "outer_epochs needs the number of rows, which a function does not tell; give outer_steps"
+        )
+
     def part(self, chosen: np.ndarray) -> "OwnSource":
         return OwnSource(
             self.tasks, [one for one, is_in in zip(self.numbers, chosen, strict=True) if is_in], self.encode
@@ -188,6 +196,8 @@ def encode_rows(config: Config, tokenizer: Any, support: Rows, query: Rows) -> E
         examples = encode(tokenizer, config, table.image or table.input, table.target)
         if config.learner.of_classes:
             names = names or sorted({*table.target})
+            if len(names) > config.most_classes:
+                raise UsageError(f"n_way={config.n_way} is below the {len(names)} classes; raise --n_way")
             if unknown := {*table.target} - {*names}:
                 raise UsageError(
                     f"the query set has the class {min(unknown)!r}, and the support set has none"
