@@ -13,7 +13,7 @@ from fmmeta.common.processes import refuse_while_importing, restored_process
 from fmmeta.common.progress import Progress, Warn, terminal_log
 from fmmeta.common.text import shortened
 from fmmeta.config.fields import refuse_first
-from fmmeta.config.learners import give
+from fmmeta.config.learners import GIVEN, give
 from fmmeta.config.settings import Config
 from fmmeta.elastic.controller import join, with_other_groups
 from fmmeta.evaluation.tune import choose_at_the_end, section_of, tune_before_training
@@ -124,6 +124,7 @@ class MetaTrainer:
             if world.comm.rank == 0:
                 check_installed(config)
         config, rows = self._read_objects(world)
+        closing.callback(GIVEN.pop, config.task_type, None)  # the name means the class again
         model = build.local_model(config.model_name_or_path, world, notice, config.prepare_timeout)
         config = config.but(model_name_or_path=model)
         with world.comm.raise_on_all("looking for metrics"):

@@ -32,7 +32,7 @@ from transformers.masking_utils import sdpa_mask
 from fmmeta.config.learners import LearnerSpec
 from fmmeta.config.settings import Config
 from fmmeta.models.unpadded import Unpadded
-from fmmeta.tasks.batching import IGNORE, Collated, EncodedRows, Example, MicroBatch, map_tensors
+from fmmeta.tasks.batching import IGNORE, Collated, EncodedRows, Example, MicroBatch, map_tensors, padded
 
 RowLoss = Callable[[Tensor, Tensor], Tensor]
 
@@ -157,9 +157,9 @@ class Learner(nn.Module, ABC):
     @classmethod
     def collate(cls, rows: Sequence[Example], pad_token_id: int) -> Collated:
         """The inputs and targets of rows that go through the module together; the first dimension of each
-        tensor is the rows.
+        tensor is the rows. By default tokens and their labels are padded (`batching.padded`).
         """
-        raise NotImplementedError
+        return padded(rows, pad_token_id)
 
     @classmethod
     def metrics(cls, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:

@@ -33,9 +33,7 @@ class Numbers(Classifier):
     """Rows, loss and answers; `labels` of a micro-batch are the scaled targets [B, number of targets]."""
 
     auto, pipeline = "AutoModelForSequenceClassification", "text-classification"
-    problem_type = (
-        REGRESSION.name
-    )  # transformers has the same word, with which a pipeline returns the numbers
+    problem_type = REGRESSION.name  # transformers' word too: a pipeline then returns the numbers
     inputs, of_numbers = (*TEXT, "sentence1"), True
     example: Mapping[str, Any] = {"text": "a fine film", "target": 4.5}
 

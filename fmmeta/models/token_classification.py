@@ -17,7 +17,7 @@ from fmmeta.common.text import broken_text, shortened
 from fmmeta.config.settings import Config
 from fmmeta.models.classification import NativeClassifier, of_episode
 from fmmeta.models.learner import RowLosses, at_least_fp32
-from fmmeta.tasks.batching import IGNORE, Collated, EncodedRows, Example, MicroBatch, padded
+from fmmeta.tasks.batching import IGNORE, EncodedRows, Example, MicroBatch
 from fmmeta.tasks.data.columns import pick
 
 TAGS = ("tags", "ner_tags", "labels", "label")
@@ -73,10 +73,6 @@ class TokenClassifier(NativeClassifier):
         ]
         first, second = examples[: len(support)], examples[len(support) :]
         return EncodedRows(first, second, tuple(names), {"unseen": unseen} if unseen else {})
-
-    @classmethod
-    def collate(cls, rows: Sequence[Example], pad_token_id: int) -> Collated:
-        return padded(rows, pad_token_id)
 
     def forward(self, **inputs: Tensor) -> Any:
         return self.hf(**self.cast(inputs), **self.unpadded.of(inputs.get("attention_mask"))).logits

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import fmmeta
 from examples.own_module import Sine, draw, tasks
+from fmmeta.config.learners import find
 from fmmeta.config.settings import Config
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Schedule
 from tests.support.launch import train
@@ -126,6 +127,7 @@ def test_a_module_and_tasks_are_given_in_python_and_weights_go_in_and_out(tmp_pa
     stored = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert distance(stored, dict(module.named_parameters())) == 0
     assert result.held_out["episodes"] == 4
+    assert find(RUN["task_type"]).make is Sine  # the module was for that run alone
     folder = tmp_path / "weights"
     folder.mkdir()
     save_file({name: value + 1 for name, value in stored.items()}, folder / "model.safetensors")
