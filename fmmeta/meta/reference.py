@@ -375,7 +375,10 @@ def set_loss(learner: Any, weights: Weights, rows: Sequence[Example], bf16: bool
     Row by row, so that bf16 gradients are added in fp32. `classes`: that a row may have; 0: those of the set,
     since each of an episode's classes has a row in each of its sets.
     """
-    if type(learner).collate.__func__ is not Learner.collate.__func__:
+    kind = type(learner)
+    if any(
+        getattr(kind, name).__func__ is not getattr(Learner, name).__func__ for name in ("encode", "collate")
+    ):
         found = [own_loss(learner, weights, row, bf16, classes) for row in rows]
         return torch.stack(found).sum() / sum(row.label_tokens for row in rows)
     known = classes or 1 + max((row.labels for row in rows if isinstance(row.labels, int)), default=0)
