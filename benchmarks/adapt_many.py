@@ -43,7 +43,7 @@ from benchmarks.stepping import Cost, find_data, find_model
 from fmmeta.adaptation.task_learner import leave_out
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig
-from fmmeta.models.load import describe, load_learner, load_tokenizer
+from fmmeta.learners.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.data.encode import encode
 from fmmeta.tasks.data.files import data_files, read_file
 from fmmeta.tasks.data.rows import Table

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from benchmarks.common import plot, spread, table, write_json
 from benchmarks.stepping import QUIET, Cost, Prepared, alone, find_data, find_model, prepare
 from fmmeta.config.settings import Config
-from fmmeta.models.load import load_learner
+from fmmeta.learners.load import load_learner
 from fmmeta.tasks.batching import Episode, MicroBatch
 
 SETTINGS = {

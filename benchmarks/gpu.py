@@ -35,8 +35,8 @@ from benchmarks.common import spread, table, write_json
 from benchmarks.floor import SETTINGS, Floor
 from benchmarks.stepping import Cost, alone, prepare
 from fmmeta.config.settings import Config
-from fmmeta.models.load import empty_learner, load_learner
-from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.learners.load import empty_learner, load_learner
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.planning.compute import MatmulCounts, count_matmuls
 from fmmeta.planning.layouts import Planner
 from fmmeta.planning.machines import find

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.common import plot, spread, table, write_json
 from fmmeta.config.settings import Config
-from fmmeta.models.load import describe, load_tokenizer
+from fmmeta.learners.load import describe, load_tokenizer
 from fmmeta.tasks.batching import Batcher
 from fmmeta.tasks.loader import EpisodeLoader, LoadEpisode, TaskSampler
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task

@@ -39,9 +39,9 @@ from benchmarks.floor import SETTINGS
 from benchmarks.stepping import Cost, Prepared, alone, find_data, find_model, prepare
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
+from fmmeta.learners.load import load_learner
 from fmmeta.meta.parameters import MetaGradient
 from fmmeta.meta.task import TaskRun
-from fmmeta.models.load import load_learner
 from fmmeta.tasks.batching import Episode, MicroBatch
 
 Grads = dict[str, Tensor]

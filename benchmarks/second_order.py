@@ -77,8 +77,8 @@ class Task:
     def __init__(self, config: Any, number: int = 0, precision: str = "fp32", rounded: bool = False) -> None:
         import torch
 
+        from fmmeta.learners.load import describe, load_learner, load_tokenizer
         from fmmeta.meta.algorithms.setup import setup
-        from fmmeta.models.load import describe, load_learner, load_tokenizer
         from fmmeta.parallel.param_map import param_groups
         from fmmeta.parallel.workers.full_model import PlainWorker
         from fmmeta.tasks.augment import reading

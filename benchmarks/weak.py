@@ -30,7 +30,7 @@ from benchmarks.common import spread, table, write_json
 from benchmarks.floor import SETTINGS
 from benchmarks.stepping import find_data, find_model
 from fmmeta.config.settings import Config
-from fmmeta.models.load import describe, empty_learner
+from fmmeta.learners.load import describe, empty_learner
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.memory import largest_part, rank_sizes
 from fmmeta.parallel.process_groups import World, pick_device

@@ -44,8 +44,8 @@ def rows() -> list[tuple[str, ...]]:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
-    from fmmeta.models.pipeline_split import family_of
-    from fmmeta.models.unpadded import MODELS
+    from fmmeta.learners.stages import family_of
+    from fmmeta.learners.unpadded import MODELS
     from fmmeta.parallel.tensor_parallel import plan_of
 
     found = []

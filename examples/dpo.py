@@ -14,7 +14,7 @@ import numpy as np
 
 import fmmeta
 from fmmeta.config.learners import PREFERENCE
-from fmmeta.models.preference import PreferenceLearner
+from fmmeta.learners.preference import PreferenceLearner
 
 K, STEPS = 8, 60
 WORDS = (("sweet", "sour"), ("hot", "cold"), ("soft", "hard"))

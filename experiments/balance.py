@@ -8,10 +8,10 @@ import torch
 
 from fmmeta import Config
 from fmmeta.config.algorithms import find
+from fmmeta.learners.load import describe, load_learner
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.meta.task import TaskRun
-from fmmeta.models.load import describe, load_learner
 from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.tasks.batching import Batcher, Episode, Example

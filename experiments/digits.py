@@ -10,7 +10,7 @@ from transformers import AutoModel
 
 from experiments.data import bent
 from experiments.run import evaluated
-from fmmeta.models.tiny import image_settings, tiny_vit_config
+from fmmeta.learners.tiny import image_settings, tiny_vit_config
 from fmmeta.tasks.data.images import ImageReader
 from fmmeta.tasks.suites import digits
 

@@ -8,8 +8,8 @@ from typing import Any
 from fmmeta.common.progress import Progress
 from fmmeta.evaluation.command import EvaluatedModel, with_local_models
 from fmmeta.evaluation.settings import EvaluateConfig
+from fmmeta.learners.shared_prefix import common_prefix, rows_of
 from fmmeta.meta.algorithms.baselines import support_before_query
-from fmmeta.models.answers import common_prefix, rows_of
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.parallel.workers.full_model import FullModelWorker

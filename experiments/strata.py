@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.common import table
 from fmmeta.config.settings import Config
-from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Items, Schedule
 from fmmeta.tasks.sources.load import load_sources
 

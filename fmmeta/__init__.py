@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from fmmeta.adaptation.python_api import load as load
     from fmmeta.common.errors import UsageError as UsageError
     from fmmeta.config.settings import Config as Config
-    from fmmeta.models.learner import Learner as Learner
-    from fmmeta.models.learner import RowLosses as RowLosses
+    from fmmeta.learners.base import Learner as Learner
+    from fmmeta.learners.base import RowLosses as RowLosses
     from fmmeta.tasks.sources.own import Tasks as Tasks
     from fmmeta.train import MetaTrainer as MetaTrainer
     from fmmeta.train import prepare as prepare
@@ -43,8 +43,8 @@ _MODULES = {
     "Callback": "fmmeta.training.callbacks",
     "Config": "fmmeta.config.settings",
     "UsageError": "fmmeta.common.errors",
-    "Learner": "fmmeta.models.learner",
-    "RowLosses": "fmmeta.models.learner",
+    "Learner": "fmmeta.learners.base",
+    "RowLosses": "fmmeta.learners.base",
     "Tasks": "fmmeta.tasks.sources.own",
     "MetaTrainer": "fmmeta.train",
     "adapt": "fmmeta.adaptation.python_api",

@@ -92,8 +92,8 @@ COMMANDS = {
     ),
     "convert": Command(
         "write a GGUF file as a Hugging Face folder with safetensors and tokenizer",
-        "fmmeta.models.from_gguf:ConvertConfig",
-        "fmmeta.models.from_gguf:run",
+        "fmmeta.learners.from_gguf:ConvertConfig",
+        "fmmeta.learners.from_gguf:run",
         "FILE DIR",
         "model_name_or_path output_dir",
     ),

@@ -16,9 +16,9 @@ from fmmeta.common.progress import Progress
 from fmmeta.common.security import printable, redact
 from fmmeta.common.text import counted, shortened
 from fmmeta.config.settings import Config, ModelConfig, TaskConfig
-from fmmeta.models.files import trained_with
-from fmmeta.models.from_gguf import as_folder
-from fmmeta.models.load import describe, fitted, load_tokenizer, suggest_chat
+from fmmeta.learners.files import trained_with
+from fmmeta.learners.from_gguf import as_folder
+from fmmeta.learners.load import describe, fitted, load_tokenizer, suggest_chat
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.encode import encode, make_prompt
 from fmmeta.tasks.data.splits import SPLITS

@@ -17,10 +17,10 @@ from fmmeta.config.learners import GIVEN, give
 from fmmeta.config.settings import Config
 from fmmeta.elastic.controller import join, with_other_groups
 from fmmeta.evaluation.tune import choose_at_the_end, section_of, tune_before_training
+from fmmeta.learners.base import Learner
+from fmmeta.learners.files import check_given_model, check_given_tokenizer, store_model
+from fmmeta.learners.load import describe, fitted, suggest_chat
 from fmmeta.metrics.own import Metric, find_metrics
-from fmmeta.models.files import check_given_model, check_given_tokenizer, store_model
-from fmmeta.models.learner import Learner
-from fmmeta.models.load import describe, fitted, suggest_chat
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.reliability.signals import Signals
@@ -41,7 +41,7 @@ class MetaTrainer:
     """Meta-trains a model by the settings of `config`, in a notebook or on every rank of a launch.
 
     model: a `PreTrainedModel`, whose weights are theta_0, instead of `config.model_name_or_path`. It is
-    written to the cache of Hugging Face once per node and content (HF_HOME/fmmeta/models) and loaded from
+    written to the cache of Hugging Face once per node and content (HF_HOME/fmmeta/learners) and loaded from
     there, as any checkpoint, so that every layout works. Its pooling is the model's own, unless
     `config.pooling` names another. learner: a `fmmeta.Learner`, any module, whose weights are theta_0.
     tokenizer: of the model; needed with `model`. dataset: `fmmeta.Tasks`, a

@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from fmmeta import Config
 from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
-from fmmeta.models.load import describe, load_learner
+from fmmeta.learners.load import describe, load_learner
 from fmmeta.tasks.sources.base import EpisodeRows
 from harness.fork_server import Rank, environment, places, shared
 

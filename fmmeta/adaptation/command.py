@@ -45,7 +45,7 @@ from fmmeta.common.text import counted, shortened
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
-from fmmeta.models.load import describe, load_tokenizer
+from fmmeta.learners.load import describe, load_tokenizer
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device

@@ -20,8 +20,8 @@ from fmmeta.common.security import printable, publish, sync
 from fmmeta.common.text import counted, units_of
 from fmmeta.config.fields import default_of
 from fmmeta.evaluation.settings import AdaptConfig
+from fmmeta.learners.files import BASE_FOLDER, SETTINGS_FILE, remembered, trained_with, weights_state
 from fmmeta.meta.algorithms.baselines import leading_bos
-from fmmeta.models.files import BASE_FOLDER, SETTINGS_FILE, remembered, trained_with, weights_state
 from fmmeta.tasks.data.encode import example_input
 from fmmeta.tasks.data.images import content_digest
 from fmmeta.tasks.data.rows import Table

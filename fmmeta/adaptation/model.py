@@ -22,13 +22,13 @@ from fmmeta.config.learners import stored_kind
 from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.methods import with_equal_classes
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig
+from fmmeta.learners.base import on_device
+from fmmeta.learners.classification import Classifier
+from fmmeta.learners.files import HEAD_FILE, SETTINGS_FILE, base_model_name, cached_file, is_path, remembered
+from fmmeta.learners.from_gguf import as_folder
+from fmmeta.learners.load import Description, describe, fitted, load_tokenizer, max_positions
 from fmmeta.meta.algorithms.baselines import prompted
 from fmmeta.metrics.language import generate
-from fmmeta.models.classification import Classifier
-from fmmeta.models.files import HEAD_FILE, SETTINGS_FILE, base_model_name, cached_file, is_path, remembered
-from fmmeta.models.from_gguf import as_folder
-from fmmeta.models.learner import on_device
-from fmmeta.models.load import Description, describe, fitted, load_tokenizer, max_positions
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch, ParallelPlan
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device

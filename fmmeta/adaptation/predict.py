@@ -38,7 +38,7 @@ from fmmeta.config.fields import refuse_first
 from fmmeta.config.learners import stored_kind
 from fmmeta.evaluation.results import check_output, open_output
 from fmmeta.evaluation.settings import SHARED_BY_BASE, PredictConfig
-from fmmeta.models.files import (
+from fmmeta.learners.files import (
     ADAPTER_FILE,
     BASE_FOLDER,
     HEAD_FILE,
@@ -48,7 +48,7 @@ from fmmeta.models.files import (
     remembered,
     weights_state,
 )
-from fmmeta.models.task_axis import StoredAdapter, adapters_of_rows
+from fmmeta.learners.task_axis import StoredAdapter, adapters_of_rows
 from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.columns import Row, is_text
 from fmmeta.tasks.data.files import ending, stream_file, unpacked

@@ -29,13 +29,13 @@ from fmmeta.common.text import counted
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.methods import with_stored_rates
 from fmmeta.evaluation.settings import AdaptConfig, has_inner_loop, has_prompts
+from fmmeta.learners.files import remembered, trained_with
+from fmmeta.learners.load import suggest_chat
+from fmmeta.learners.task_axis import TaskAxis
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.algorithms.baselines import prompts
 from fmmeta.meta.inner_optimizers import RATES_FILE
 from fmmeta.meta.multi_task import MultiTaskInnerLoop
-from fmmeta.models.files import remembered, trained_with
-from fmmeta.models.load import suggest_chat
-from fmmeta.models.task_axis import TaskAxis
 from fmmeta.parallel.layout import size_of
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import PassStats, all_finite

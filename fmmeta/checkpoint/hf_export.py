@@ -22,8 +22,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from fmmeta.common.text import to_json
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config, InnerConfig
-from fmmeta.meta.inner_optimizers import RATES_FILE, Rates
-from fmmeta.models.files import (
+from fmmeta.learners.base import HFLearner, Learner
+from fmmeta.learners.files import (
     BASE_FOLDER,
     GENERATION_FILE,
     HEAD_FILE,
@@ -33,9 +33,9 @@ from fmmeta.models.files import (
     cached_file,
     read_json,
 )
-from fmmeta.models.learner import HFLearner, Learner
-from fmmeta.models.load import Description, empty_learner, generation_settings, load_hf
-from fmmeta.models.lora import merge, save_adapter
+from fmmeta.learners.load import Description, empty_learner, generation_settings, load_hf
+from fmmeta.learners.lora import merge, save_adapter
+from fmmeta.meta.inner_optimizers import RATES_FILE, Rates
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.data.encode import end_tokens

@@ -23,7 +23,7 @@ from huggingface_hub.utils import validate_repo_id
 from fmmeta.common.security import printable
 from fmmeta.common.text import counted, render
 from fmmeta.config.settings import Config
-from fmmeta.models.files import BUILTIN, UNREADABLE, base_model_name, cached_file, is_path, split_source
+from fmmeta.learners.files import BUILTIN, UNREADABLE, base_model_name, cached_file, is_path, split_source
 from fmmeta.tasks.data.encode import example_input, make_prompt
 
 FILE = "README.md"

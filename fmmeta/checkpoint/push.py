@@ -23,7 +23,7 @@ from fmmeta.checkpoint.read import MANIFEST
 from fmmeta.common.errors import UsageError, one_line, usage_errors
 from fmmeta.common.security import inside, printable, redact
 from fmmeta.config.fields import refuse_first, setting
-from fmmeta.models.files import ADAPTER_FILE, hub_answers, read_json
+from fmmeta.learners.files import ADAPTER_FILE, hub_answers, read_json
 
 SUFFIXES = (".safetensors", ".json", ".txt", ".md", ".jinja")
 TOKENIZERS = ("*.model", "*.bpe.codes", "*.vocab")  # files of tokenizers with other endings

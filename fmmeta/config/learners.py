@@ -32,7 +32,7 @@ class LearnerSpec:
     model's inputs by name: tensors, or dictionaries and lists of them, whose first dimension is the rows. It
     is called in loader processes.
     learner: the class of the learner, or module:name of it: it reads rows, makes batches and says what an
-    answer is (models/learner.py). None: texts or images, by `of_classes` and `generates`.
+    answer is (learners/base.py). None: texts or images, by `of_classes` and `generates`.
     make: returns the module, of a learner without a Hugging Face model.
     has_head: whether a head has an output for each of --n_way classes, tags or targets.
     reads: settings of other kinds that this one uses too. defaults: of settings that are left open.
@@ -88,30 +88,30 @@ CLASSIFICATION = LearnerSpec("classification", of_classes=True, has_head=True)
 CAUSAL_LM = LearnerSpec("causal_lm", generates=True)
 SEQ2SEQ = LearnerSpec(
     "seq2seq",
-    learner="fmmeta.models.seq2seq:Seq2SeqLearner",
+    learner="fmmeta.learners.seq2seq:Seq2SeqLearner",
     reads=("input_column", "output_column", "prompt_template"),
 )
 PREFERENCE = LearnerSpec(
     "preference",
-    learner="fmmeta.models.preference:PreferenceLearner",
+    learner="fmmeta.learners.preference:PreferenceLearner",
     reads=("input_column", "prompt_template"),
 )
 REWARD = replace(
     PREFERENCE,
     name="reward",
-    learner="fmmeta.models.preference:RewardLearner",
+    learner="fmmeta.learners.preference:RewardLearner",
     has_head=True,
     defaults={"n_way": 1},
 )
 TOKEN_CLASSIFICATION = LearnerSpec(
     "token_classification",
-    learner="fmmeta.models.token_classification:TokenClassifier",
+    learner="fmmeta.learners.token_classification:TokenClassifier",
     has_head=True,
     reads=("text_column", "label_column"),
 )
 REGRESSION = LearnerSpec(
     "regression",
-    learner="fmmeta.models.regression:Regressor",
+    learner="fmmeta.learners.regression:Regressor",
     has_head=True,
     reads=("text_column", "label_column", "pooling", "feature_norm"),
     defaults={"n_way": 1, "inner_lr": 0.01},

@@ -115,7 +115,7 @@ class ModelConfig(RefusesUnknownNames):
 
     @property
     def model_source(self) -> str:
-        """The model with its revision, as models/files.py reads it: `name`, or `name@revision`."""
+        """The model with its revision, as learners/files.py reads it: `name`, or `name@revision`."""
         return (
             f"{self.model_name_or_path}@{self.model_revision}"
             if self.model_revision

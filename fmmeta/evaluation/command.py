@@ -48,10 +48,10 @@ from fmmeta.evaluation.results import (
     write_output,
 )
 from fmmeta.evaluation.settings import EvaluateConfig, has_inner_loop
+from fmmeta.learners.files import base_model_name, remembered, trained_with, weights_state
+from fmmeta.learners.load import describe, empty_learner, suggest_chat
 from fmmeta.metrics.own import find_metrics
 from fmmeta.metrics.scores import EpisodeScore, summary
-from fmmeta.models.files import base_model_name, remembered, trained_with, weights_state
-from fmmeta.models.load import describe, empty_learner, suggest_chat
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.reliability.checks import SupportLosses

@@ -39,11 +39,11 @@ from fmmeta.common.errors import UsageError, one_line, usage_errors
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import FewShotConfig
+from fmmeta.learners.files import cached_file, remembered
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.inner_optimizers import HEAD, RATES_FILE, Rates
 from fmmeta.metrics.own import EpisodeMetrics
 from fmmeta.metrics.scores import STATS, EpisodeScore, episode_score, prediction_stats
-from fmmeta.models.files import cached_file, remembered
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker

@@ -32,9 +32,9 @@ from fmmeta.config.settings import (
     RowConfig,
     TaskConfig,
 )
-from fmmeta.models.files import SETTINGS_FILE, remembered
-from fmmeta.models.from_gguf import is_gguf
-from fmmeta.models.load import describe, fitted
+from fmmeta.learners.files import SETTINGS_FILE, remembered
+from fmmeta.learners.from_gguf import is_gguf
+from fmmeta.learners.load import describe, fitted
 from fmmeta.tasks.data.files import ENDINGS, ending
 from fmmeta.tasks.data.images import IMAGE_ENDINGS
 from fmmeta.tasks.data.splits import few

@@ -48,11 +48,11 @@ from fmmeta.evaluation.command import build_on, plan_evaluation, prepared
 from fmmeta.evaluation.methods import embed, prototype, with_stored_rates
 from fmmeta.evaluation.results import write_output
 from fmmeta.evaluation.settings import OF_TRAINING, TuneConfig
+from fmmeta.learners.files import remembered, weights_state
+from fmmeta.learners.load import Description, empty_learner
 from fmmeta.meta.inner_optimizers import inner_optimizer
 from fmmeta.meta.parameters import MetaParameters
 from fmmeta.metrics.scores import EpisodeScore, mean_ci95, means_by_step
-from fmmeta.models.files import remembered, weights_state
-from fmmeta.models.load import Description, empty_learner
 from fmmeta.parallel.layout import ParallelPlan
 from fmmeta.parallel.process_groups import ProcessGroups, World
 from fmmeta.reliability.signals import Signals

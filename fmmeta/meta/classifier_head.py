@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fmmeta.config.learners import CLASSIFICATION
-from fmmeta.models.classification import of_episode
-from fmmeta.models.learner import RowLoss, loss_of
+from fmmeta.learners.base import RowLoss, loss_of
+from fmmeta.learners.classification import of_episode
 from fmmeta.parallel.workers.base import PassStats, VjpInput, Worker
 from fmmeta.tasks.batching import MicroBatch
 

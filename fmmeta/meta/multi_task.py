@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
+from fmmeta.learners.task_axis import TaskAxis
 from fmmeta.meta.classifier_head import class_means, nearest_mean_head
 from fmmeta.meta.inner_loop import InnerLoop, no_poll
 from fmmeta.meta.inner_optimizers import Layers, Rates, layer_of
 from fmmeta.meta.task import MultiTaskRule, TaskResult, TaskRun
-from fmmeta.models.task_axis import TaskAxis
 from fmmeta.parallel.costs import rows_of
 from fmmeta.parallel.workers.base import PassStats, Worker, all_finite
 from fmmeta.parallel.workers.full_model import FullModelWorker, TaskBatch

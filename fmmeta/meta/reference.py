@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fmmeta.config.algorithms import find, find_inner, find_outer
 from fmmeta.config.settings import Config
-from fmmeta.models.learner import Learner
+from fmmeta.learners.base import Learner
 from fmmeta.tasks.batching import IGNORE, Example, MicroBatch, map_tensors
 from fmmeta.tasks.sources.base import EpisodeRows
 

@@ -22,8 +22,8 @@ from torch.nn.utils.rnn import pad_sequence
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import rouge_l
 from fmmeta.config.settings import GENERATED, Config
-from fmmeta.models.answers import AnswerRow, greedy, with_cache
-from fmmeta.models.load import max_positions
+from fmmeta.learners.load import max_positions
+from fmmeta.learners.shared_prefix import AnswerRow, greedy, with_cache
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
 from fmmeta.tasks.data.encode import AnswerReader, encode, labelled

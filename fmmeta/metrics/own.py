@@ -17,8 +17,8 @@ from fmmeta.common.security import import_named
 from fmmeta.common.text import any_of, nearest, shortened
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import METRICS, Config
+from fmmeta.learners.base import Learner
 from fmmeta.metrics.language import LanguageMetrics
-from fmmeta.models.learner import Learner
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import MicroBatch

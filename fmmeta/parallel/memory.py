@@ -29,9 +29,9 @@ from fmmeta.common.processes import host_bytes
 from fmmeta.common.text import any_of
 from fmmeta.config.algorithms import find, find_outer
 from fmmeta.config.settings import Config
-from fmmeta.models.learner import Learner
-from fmmeta.models.load import max_positions
-from fmmeta.models.pipeline_split import plan_stages
+from fmmeta.learners.base import Learner
+from fmmeta.learners.load import max_positions
+from fmmeta.learners.stages import plan_stages
 from fmmeta.parallel import costs
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import can_defer_backward, differentiates_twice, divisors

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmmeta.common.errors import UsageError
-from fmmeta.models.lora import ADAPTER
+from fmmeta.learners.lora import ADAPTER
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.layout import GroupCoordinates
 from fmmeta.parallel.process_groups import subgroup

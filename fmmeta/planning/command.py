@@ -15,7 +15,7 @@ from fmmeta.common.install import shipped
 from fmmeta.common.text import counted, to_json
 from fmmeta.config.fields import default_of, shown
 from fmmeta.config.settings import Config
-from fmmeta.models.from_gguf import as_folder
+from fmmeta.learners.from_gguf import as_folder
 from fmmeta.parallel.memory import GIB
 from fmmeta.planning.layouts import PlannedLayout, Planner, Strategy
 from fmmeta.planning.machines import find

@@ -31,8 +31,8 @@ from dataclasses import astuple, dataclass
 from torch import nn
 
 from fmmeta.config.settings import Config
-from fmmeta.models.learner import HFLearner
-from fmmeta.models.pipeline_split import plan_stages
+from fmmeta.learners.base import HFLearner
+from fmmeta.learners.stages import plan_stages
 from fmmeta.parallel.costs import Passes, passes, query_tokens, rows_of
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import can_defer_backward, differentiates_twice

@@ -11,8 +11,8 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
-from fmmeta.models.learner import Learner
-from fmmeta.models.load import describe, empty_learner, fitted
+from fmmeta.learners.base import Learner
+from fmmeta.learners.load import describe, empty_learner, fitted
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.costs import second_order_by_autograd
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings

@@ -22,16 +22,16 @@ from fmmeta.common.progress import Warn
 from fmmeta.common.security import source_of
 from fmmeta.common.text import counted
 from fmmeta.config.settings import Config
+from fmmeta.learners.base import HFLearner
+from fmmeta.learners.files import trained_with
+from fmmeta.learners.forward_options import bf16_slowdown, check_attention
+from fmmeta.learners.from_gguf import as_folder, is_gguf
+from fmmeta.learners.lazy_weights import open_lazy_model
+from fmmeta.learners.load import Description, describe, empty_learner, load_tokenizer, max_positions
+from fmmeta.learners.stages import layer_seconds, plan_stages
 from fmmeta.meta.algorithms import setup as rules
 from fmmeta.meta.algorithms.baselines import prompts
 from fmmeta.meta.parameters import MetaParameters
-from fmmeta.models.files import trained_with
-from fmmeta.models.forward_options import bf16_slowdown, check_attention
-from fmmeta.models.from_gguf import as_folder, is_gguf
-from fmmeta.models.lazy_weights import open_lazy_model
-from fmmeta.models.learner import HFLearner
-from fmmeta.models.load import Description, describe, empty_learner, load_tokenizer, max_positions
-from fmmeta.models.pipeline_split import layer_seconds, plan_stages
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import GroupCoordinates, Layout, ParallelPlan, unread_settings

@@ -12,8 +12,8 @@ from fmmeta.common.security import printable
 from fmmeta.common.text import counted, strict, units_of
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
+from fmmeta.learners.load import Description
 from fmmeta.metrics.scores import format_interval
-from fmmeta.models.load import Description
 from fmmeta.report.data import AFTER, BEFORE, FROM_START
 from fmmeta.training.comparison import Compared, percent
 

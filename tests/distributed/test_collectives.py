@@ -12,8 +12,8 @@ import torch
 
 from fmmeta.common.errors import MachineFault, PeerError, UsageError
 from fmmeta.config.settings import Config
+from fmmeta.learners.load import load_learner
 from fmmeta.meta.parameters import MetaGradient
-from fmmeta.models.load import load_learner
 from fmmeta.parallel import collectives, process_groups
 from fmmeta.parallel.layout import Nodes
 from fmmeta.parallel.workers.create import check_equal, fingerprint

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from fmmeta.config.settings import Config
-from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.launch import ProcessResults, run_ranks

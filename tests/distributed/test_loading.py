@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fmmeta.config.settings import Config
+from fmmeta.learners.load import describe, load_learner, load_tokenizer
 from fmmeta.meta.reference import reference_run
-from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
 from tests.support import matrix

@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fmmeta.config.settings import Config
-from fmmeta.models.load import describe, load_learner
+from fmmeta.learners.load import describe, load_learner
 from tests.support.matrix import (
     Case,
     Launches,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fmmeta.config.settings import Config
+from fmmeta.learners.load import describe, load_learner, load_tokenizer
 from fmmeta.meta.noise_scale import NoiseScale
 from fmmeta.meta.reference import reference_gradient, reference_run
-from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.matrix import Case, ParityFixture, fast_and_slow_cases, tolerance

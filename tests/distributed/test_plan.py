@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fmmeta.config.settings import Config
-from fmmeta.models.load import empty_learner
+from fmmeta.learners.load import empty_learner
 from fmmeta.parallel.memory import largest_part, rank_sizes
 from fmmeta.planning.compute import count_matmuls, one_pass
 from fmmeta.training import build

@@ -12,8 +12,8 @@ from transformers import AutoConfig
 from fmmeta.cli import parse
 from fmmeta.config.algorithms import BUILT_IN
 from fmmeta.config.settings import Config
-from fmmeta.models.load import describe
-from fmmeta.models.pipeline_split import family_of
+from fmmeta.learners.load import describe
+from fmmeta.learners.stages import family_of
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.tensor_parallel import plan_of
 from tests.support.launch import ROOT

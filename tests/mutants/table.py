@@ -581,7 +581,7 @@ MUTANTS = (
     ),
     Mutant(
         "a converted GGUF file is found by its name",
-        "models/from_gguf.py",
+        "learners/from_gguf.py",
         "digest = digest_of(source)",
         "digest = hashlib.sha256(source.name.encode()).hexdigest()",
         "another file of the same name gives the weights of the first",

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from fmmeta.config.learners import CLASSIFICATION
-from fmmeta.models.causal_lm import CausalLearner
-from fmmeta.models.classification import Classifier
-from fmmeta.models.learner import loss_of
+from fmmeta.learners.base import loss_of
+from fmmeta.learners.causal_lm import CausalLearner
+from fmmeta.learners.classification import Classifier
 from fmmeta.tasks.batching import MicroBatch
 from fmmeta.tasks.loader import LoadResult
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fmmeta.checkpoint.hf_export import export
 from fmmeta.checkpoint.model_card import PLACEHOLDER
 from fmmeta.config.settings import Config
-from fmmeta.models.load import describe, load_learner, load_tokenizer
+from fmmeta.learners.load import describe, load_learner, load_tokenizer
 from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.workers.create import frozen_tensors
 from fmmeta.parallel.workers.full_model import PlainWorker

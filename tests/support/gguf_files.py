@@ -8,7 +8,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quantize
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from fmmeta.models import from_gguf
+from fmmeta.learners import from_gguf
 from tests.support.helpers import ROOT
 
 SMOLLM2 = ROOT.parent / "shared" / "models" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"

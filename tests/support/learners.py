@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
+from fmmeta.learners.base import Learner
+from fmmeta.learners.causal_lm import CausalLearner
+from fmmeta.learners.classification import NativeClassifier, PooledClassifier
 from fmmeta.meta.algorithms.baselines import support_before_query
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.meta.reference import reference_gradient
 from fmmeta.meta.task import Setup, TaskRun
-from fmmeta.models.causal_lm import CausalLearner
-from fmmeta.models.classification import NativeClassifier, PooledClassifier
-from fmmeta.models.learner import Learner
 from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.tasks.augment import weigh_classes

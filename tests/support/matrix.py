@@ -24,8 +24,8 @@ import pytest
 import torch
 
 from fmmeta.config.settings import Config
+from fmmeta.learners.load import describe, load_learner, load_tokenizer
 from fmmeta.meta.reference import Reference, reference_run
-from fmmeta.models.load import describe, load_learner, load_tokenizer
 from fmmeta.tasks.augment import reading
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import transformed

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.learners.tiny import byte_tokenizer
 
 WORDS = [
     "river",

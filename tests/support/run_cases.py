@@ -15,7 +15,7 @@ import torch
 from fmmeta.checkpoint.hf_export import export
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
-from fmmeta.models.load import empty_learner, load_learner
+from fmmeta.learners.load import empty_learner, load_learner
 from fmmeta.parallel.process_groups import World
 from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.training import build

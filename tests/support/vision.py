@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 from transformers.modeling_outputs import BaseModelOutput
 
 from fmmeta.config.learners import CLASSIFICATION
-from fmmeta.models.tiny import image_settings
+from fmmeta.learners.tiny import image_settings
 from fmmeta.tasks.data.images import ImageReader
 
 SIZE = 8  # pixels

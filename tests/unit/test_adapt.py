@@ -33,7 +33,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.security import CONTROL, printable
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
-from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.training.run_folder import lock_folder
 from harness.fork_server import shared

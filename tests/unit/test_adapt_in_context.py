@@ -12,8 +12,8 @@ import torch.nn.functional as F
 import fmmeta
 from fmmeta.adaptation import predict
 from fmmeta.evaluation.settings import PredictConfig
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.meta.algorithms.baselines import others_before_each
-from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.base import EpisodeRows

@@ -28,8 +28,8 @@ from fmmeta.adaptation.task_learner import TaskExamples, TaskLearner
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
+from fmmeta.learners.files import ADAPTER_FILE
 from fmmeta.meta.multi_task import MultiTaskInnerLoop
-from fmmeta.models.files import ADAPTER_FILE
 from fmmeta.parallel.workers import create
 from fmmeta.tasks.data.images import EncodedImage
 from fmmeta.tasks.data.rows import Table

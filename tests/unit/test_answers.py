@@ -17,14 +17,14 @@ from fmmeta.config.learners import CAUSAL_LM
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.command import episodes_of
 from fmmeta.evaluation.settings import EvaluateConfig
+from fmmeta.learners import answers
+from fmmeta.learners.base import loss_of
+from fmmeta.learners.causal_lm import CausalLearner
+from fmmeta.learners.load import fitted, max_positions
+from fmmeta.learners.shared_prefix import AnswerRow, Answers
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.meta.algorithms.baselines import prompted
 from fmmeta.metrics.language import LanguageMetrics, generate
-from fmmeta.models import answers
-from fmmeta.models.answers import AnswerRow, Answers
-from fmmeta.models.causal_lm import CausalLearner
-from fmmeta.models.learner import loss_of
-from fmmeta.models.load import fitted, max_positions
-from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batching import IGNORE, Example, collate
 from tests.support.helpers import refusal, write_rows
 from tests.support.messages import check_message

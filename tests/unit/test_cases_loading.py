@@ -20,9 +20,9 @@ from transformers import AutoModel, AutoTokenizer
 
 from fmmeta import Config, MetaTrainer
 from fmmeta.common.errors import UsageError
-from fmmeta.models.files import weights_state
-from fmmeta.models.lazy_weights import open_lazy_model
-from fmmeta.models.load import describe, embedding_rows, fitted, load_learner, load_tokenizer
+from fmmeta.learners.files import weights_state
+from fmmeta.learners.lazy_weights import open_lazy_model
+from fmmeta.learners.load import describe, embedding_rows, fitted, load_learner, load_tokenizer
 from fmmeta.train import train
 from tests.support.helpers import CASES, needs_cases, refusal
 from tests.support.messages import check_message

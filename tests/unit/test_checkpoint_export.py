@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from fmmeta import checkpoint
 from fmmeta.checkpoint import hf_export as export_module
 from fmmeta.config.settings import Config
-from fmmeta.models.load import describe
+from fmmeta.learners.load import describe
 from fmmeta.parallel.param_map import Fragment, ParamMap
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.training.run_folder import lock_folder, settings_of, write_run

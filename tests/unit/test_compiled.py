@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fmmeta.config.settings import Config
-from fmmeta.models import forward_options
-from fmmeta.models.forward_options import compile_model
+from fmmeta.learners import forward_options
+from fmmeta.learners.forward_options import compile_model
 from fmmeta.train import MetaTrainer
 from tests.support.learners import batches_of, bert, episode_of, rule_on, task_gradient
 from tests.support.messages import check_message, refusal

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fmmeta.config.settings import Config
-from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.tasks.batching import Batcher
 from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.tasks.schedule.meta_batches import Schedule

@@ -45,12 +45,12 @@ from fmmeta.evaluation.results import (
     write_output,
 )
 from fmmeta.evaluation.settings import EvaluateConfig, PredictConfig, TuneConfig
+from fmmeta.learners.files import hub_answers
+from fmmeta.learners.load import describe, load_tokenizer
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.metrics.language import LanguageMetrics, generate
 from fmmeta.metrics.own import EpisodeMetrics
 from fmmeta.metrics.scores import EpisodeScore, calibration_error, episode_score, paired, prediction_stats
-from fmmeta.models.files import hub_answers
-from fmmeta.models.load import describe, load_tokenizer
-from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import name_rows
 from fmmeta.tasks.sources.load import load_sources

@@ -10,10 +10,10 @@ import torch
 
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
+from fmmeta.learners.base import Learner
+from fmmeta.learners.forward_options import checkpoint_layers
+from fmmeta.learners.lora import inject
 from fmmeta.meta.gradient_check import check
-from fmmeta.models.forward_options import checkpoint_layers
-from fmmeta.models.learner import Learner
-from fmmeta.models.lora import inject
 from fmmeta.parallel.costs import passes, second_order_by_autograd
 from tests.support.learners import (
     RuleOn,

@@ -9,9 +9,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import BloomConfig, CTRLConfig, CTRLLMHeadModel
 
 from fmmeta.config.settings import Config
-from fmmeta.models import forward_options
-from fmmeta.models.forward_options import bf16_slowdown, check_attention
-from fmmeta.models.load import describe, load_learner
+from fmmeta.learners import forward_options
+from fmmeta.learners.forward_options import bf16_slowdown, check_attention
+from fmmeta.learners.load import describe, load_learner
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.training import build

@@ -33,7 +33,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import time_limit
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
-from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.parallel import deepspeed_config
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.training.run_folder import open_run, settings_of, write_run

@@ -23,8 +23,8 @@ import fmmeta
 from fmmeta import Config, MetaTrainer, UsageError, cli
 from fmmeta.evaluation.settings import TuneConfig
 from fmmeta.evaluation.tune import tune
-from fmmeta.models import from_gguf
-from fmmeta.models.from_gguf import ConvertConfig, as_folder
+from fmmeta.learners import from_gguf
+from fmmeta.learners.from_gguf import ConvertConfig, as_folder
 from tests.support.gguf_files import SMOLLM2, VOCABULARY, tensors_of, write_gguf
 from tests.support.messages import check_message, refusal
 from tests.support.models import write_pairs

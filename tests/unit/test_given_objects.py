@@ -18,9 +18,9 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 from fmmeta import Callback, Config, MetaTrainer
-from fmmeta.models import files
-from fmmeta.models.files import check_given_model, store_model
-from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.learners import files
+from fmmeta.learners.files import check_given_model, store_model
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.tasks.data.rows import rows_in_memory
 from tests.support.helpers import write_rows
 from tests.support.messages import check_message, refusal

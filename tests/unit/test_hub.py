@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from fmmeta.config.settings import Config
-from fmmeta.models.load import describe, load_learner, load_tokenizer
+from fmmeta.learners.load import describe, load_learner, load_tokenizer
 from harness.fork_server import ForkServer, environment
 from tests.support.exports import exported
 from tests.support.launch import alone, train_flags
@@ -77,7 +77,7 @@ def test_cached_model_is_loaded_without_the_hub(caches, tmp_path, monkeypatch):
     file = adapters / "snapshots" / COMMIT / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "acme/tiny-bert"}))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(caches / "hub"))
-    monkeypatch.setattr("fmmeta.models.files.hub_answers", lambda: False)
+    monkeypatch.setattr("fmmeta.learners.files.hub_answers", lambda: False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(
         "huggingface_hub.utils._headers.detect_agent", lambda: None, raising=False

@@ -25,7 +25,7 @@ from fmmeta.cli import main as fmmeta_main
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import PredictConfig
-from fmmeta.models.load import describe, load_learner, load_tokenizer
+from fmmeta.learners.load import describe, load_learner, load_tokenizer
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.tasks.augment import reading
@@ -472,7 +472,7 @@ def test_predict_reads_the_files_of_images_that_adapt_reads(vit, images, tmp_pat
 def test_digits_needs_no_pillow(tmp_path, monkeypatch):
     """The training, the exported model and the evaluation; images of another size need it."""
     encoded = EncodedImage("a.png", png(pixels(0, 0)))
-    monkeypatch.setattr("fmmeta.models.load.is_vision_available", lambda: False)
+    monkeypatch.setattr("fmmeta.learners.load.is_vision_available", lambda: False)
     monkeypatch.setitem(sys.modules, "PIL", None)
     config = Config(**SHORT, dataset=["digits"], output_dir=str(tmp_path / "run"))
     model = str(fmmeta.MetaTrainer(config).train().output_dir / "model")

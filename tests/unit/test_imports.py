@@ -19,7 +19,7 @@ ORDER = [
     "common",
     "config",
     "tasks",
-    "models",
+    "learners",
     "parallel",
     "meta",
     "checkpoint",

@@ -8,7 +8,7 @@ import pytest
 
 import fmmeta
 from fmmeta import Config, MetaTrainer
-from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.reliability.checks import SupportLosses
 from fmmeta.tasks.batching import SupportSet
 from tests.support.messages import check_message

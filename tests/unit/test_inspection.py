@@ -13,8 +13,8 @@ from fmmeta.common import progress
 from fmmeta.common.text import nearest
 from fmmeta.config.settings import Config
 from fmmeta.doctor import EnvConfig, environment, print_environment
-from fmmeta.models.files import cached_file, is_path, split_source
-from fmmeta.models.load import describe
+from fmmeta.learners.files import cached_file, is_path, split_source
+from fmmeta.learners.load import describe
 from fmmeta.parallel.memory import unsharded
 from fmmeta.training.run_folder import known_folder, new_folder
 from tests.support.helpers import write_rows
@@ -142,7 +142,7 @@ def test_a_model_with_its_revision_becomes_arguments_of_transformers(source, exp
 
 def test_every_file_of_a_model_is_read_at_the_revision(monkeypatch):
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("fmmeta.models.files.reachable", lambda name: True)
+    monkeypatch.setattr("fmmeta.learners.files.reachable", lambda name: True)
     monkeypatch.setattr(
         "transformers.utils.cached_file", lambda *given, **named: asked.append((*given, named["revision"]))
     )

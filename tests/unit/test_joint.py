@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from fmmeta import Config, MetaTrainer
-from fmmeta.models.load import describe, load_tokenizer
+from fmmeta.learners.load import describe, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import Draw, number_classes
 from fmmeta.tasks.sources.load import load_sources

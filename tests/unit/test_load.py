@@ -18,10 +18,10 @@ from transformers import (
 from fmmeta.adaptation.model import load_model
 from fmmeta.common.progress import Progress
 from fmmeta.config.settings import Config
-from fmmeta.models.classification import NativeClassifier
-from fmmeta.models.files import base_model_name
-from fmmeta.models.lazy_weights import open_lazy_model
-from fmmeta.models.load import (
+from fmmeta.learners.classification import NativeClassifier
+from fmmeta.learners.files import base_model_name
+from fmmeta.learners.lazy_weights import open_lazy_model
+from fmmeta.learners.load import (
     describe,
     embedding_rows,
     empty_learner,
@@ -519,7 +519,7 @@ def test_a_class_of_a_user_returns_what_is_read(llama, monkeypatch, settings, ch
     description = describe(config)
     hf = load_hf(config, description)
     hf.__class__ = own(type(hf), change)
-    monkeypatch.setattr("fmmeta.models.load.load_hf", lambda *_: hf)
+    monkeypatch.setattr("fmmeta.learners.load.load_hf", lambda *_: hf)
     if not shown:
         load_learner(config, description)
         return

@@ -23,7 +23,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import TimedOut, time_limit
 from fmmeta.config.settings import Config
-from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.tasks.augment import reading
 from fmmeta.tasks.batching import Batcher
 from fmmeta.tasks.loader import (

@@ -16,8 +16,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, CTRLCon
 from fmmeta import Config, MetaTrainer, adapt, evaluate
 from fmmeta.adaptation.predict import load as predict_from
 from fmmeta.evaluation.settings import EvaluateConfig, PredictConfig
-from fmmeta.models.load import describe, empty_learner, load_learner, load_tokenizer
-from fmmeta.models.lora import lora_config
+from fmmeta.learners.load import describe, empty_learner, load_learner, load_tokenizer
+from fmmeta.learners.lora import lora_config
 from fmmeta.parallel import memory
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World

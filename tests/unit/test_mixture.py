@@ -12,7 +12,7 @@ import pytest
 
 from fmmeta.common.progress import Warn
 from fmmeta.config.settings import Config
-from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.base import short_names, stratum_shares
 from fmmeta.tasks.sources.load import FolderSource, Sources, glance, load_sources, task_files

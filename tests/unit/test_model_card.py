@@ -112,7 +112,7 @@ def content(base: str, **changed) -> Content:
 
 
 def test_the_base_model_is_a_hub_id_or_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("fmmeta.models.files.hub_answers", lambda: False)
+    monkeypatch.setattr("fmmeta.learners.files.hub_answers", lambda: False)
     found = metadata(content("acme/base"), "x").to_dict()
     assert (found["base_model"], found.get("base_model_relation")) == ("acme/base", None)
     assert metadata(content("acme/base", adapter=True), "x").base_model_relation == "adapter"

@@ -12,10 +12,10 @@ from torch import nn
 
 from fmmeta import Config, MetaTrainer
 from fmmeta.config.algorithms import find
+from fmmeta.learners.lora import inject
+from fmmeta.learners.task_axis import TaskAxis, per_task
 from fmmeta.meta.multi_task import AdapterMultiTaskRule, multi_task_rule, tasks_per_pass
 from fmmeta.meta.parameters import MetaGradient
-from fmmeta.models.lora import inject
-from fmmeta.models.task_axis import TaskAxis, per_task
 from tests.support.learners import (
     RuleOn,
     batches_of,

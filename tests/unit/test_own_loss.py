@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from fmmeta.common.errors import UsageError
 from fmmeta.config.learners import BUILT_IN, CAUSAL_LM, CLASSIFICATION, LearnerSpec
 from fmmeta.config.settings import Config
-from fmmeta.models.files import remembered
-from fmmeta.models.learner import loss_of
+from fmmeta.learners.base import loss_of
+from fmmeta.learners.files import remembered
 from tests.support.launch import ROOT
 
 

@@ -9,7 +9,7 @@ import torch
 
 import fmmeta
 from fmmeta import Config, MetaTrainer
-from fmmeta.models.causal_lm import CausalLearner
+from fmmeta.learners.causal_lm import CausalLearner
 from fmmeta.tasks.batching import IGNORE, Batcher, Example, pack
 from tests.support.messages import check_message, refusal
 from tests.support.models import write_pairs

@@ -14,11 +14,11 @@ from torch import nn
 from transformers import BloomConfig, Lfm2Config, Lfm2ForCausalLM
 
 from fmmeta.config.settings import Config
-from fmmeta.models.causal_lm import CausalLearner
-from fmmeta.models.forward_options import check_packing
-from fmmeta.models.lazy_weights import open_lazy_model
-from fmmeta.models.load import describe, empty_learner, load_learner
-from fmmeta.models.pipeline_split import plan_stages, take_stage
+from fmmeta.learners.causal_lm import CausalLearner
+from fmmeta.learners.forward_options import check_packing
+from fmmeta.learners.lazy_weights import open_lazy_model
+from fmmeta.learners.load import describe, empty_learner, load_learner
+from fmmeta.learners.stages import plan_stages, take_stage
 from fmmeta.tasks.batching import IGNORE, Batcher, Example, collate, pack
 from tests.support.episodes import objective
 from tests.support.messages import check_message, refusal

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fmmeta.config.settings import Config
-from fmmeta.models import pipeline_split
-from fmmeta.models.lazy_weights import open_lazy_model
-from fmmeta.models.load import describe
-from fmmeta.models.pipeline_split import layer_seconds, plan_stages
+from fmmeta.learners import pipeline_split
+from fmmeta.learners.lazy_weights import open_lazy_model
+from fmmeta.learners.load import describe
+from fmmeta.learners.stages import layer_seconds, plan_stages
 from tests.support.messages import check_message, refusal
 from tests.support.models import DECODERS, ENCODERS, save, save_family, tiny
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file, save_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fmmeta.config.settings import Config
-from fmmeta.models.causal_lm import CausalLearner
-from fmmeta.models.lazy_weights import LazyModel, open_lazy_model
-from fmmeta.models.load import describe, empty_learner, load_learner
-from fmmeta.models.pipeline_split import balance, plan_stages, take_stage
+from fmmeta.learners.causal_lm import CausalLearner
+from fmmeta.learners.lazy_weights import LazyModel, open_lazy_model
+from fmmeta.learners.load import describe, empty_learner, load_learner
+from fmmeta.learners.stages import balance, plan_stages, take_stage
 from fmmeta.parallel.layout import GroupCoordinates
 from fmmeta.parallel.workers.create import frozen_tensors
 from fmmeta.parallel.workers.pipeline import hold_stage

@@ -18,9 +18,9 @@ from fmmeta.cli import parse
 from fmmeta.common.errors import UsageError
 from fmmeta.config.algorithms import OUTER_OPTIMIZERS
 from fmmeta.config.settings import Config
+from fmmeta.learners.load import describe, empty_learner, fitted, load_learner
 from fmmeta.meta.outer_step import OuterOptimizer
 from fmmeta.meta.parameters import MetaGradient, MetaParameters, PendingMean
-from fmmeta.models.load import describe, empty_learner, fitted, load_learner
 from fmmeta.parallel import costs
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings, find
 from fmmeta.parallel.layout import Nodes

@@ -11,7 +11,7 @@ import fmmeta
 from fmmeta.adaptation import predict
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import PredictConfig
-from fmmeta.models.load import describe, fitted, max_positions
+from fmmeta.learners.load import describe, fitted, max_positions
 from fmmeta.train import train
 from tests.support.helpers import write_rows
 from tests.support.messages import check_message, refusal

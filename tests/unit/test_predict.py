@@ -24,7 +24,7 @@ from fmmeta.cli import parse
 from fmmeta.common import security
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import EvaluateConfig, PredictConfig, TuneConfig
-from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.learners.tiny import byte_tokenizer
 from harness.fork_server import shared
 from tests.support.helpers import refusal, write_rows
 from tests.support.launch import environment

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 import fmmeta
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
-from fmmeta.models.load import describe, load_learner, load_tokenizer
-from fmmeta.models.preference import PreferenceLearner, RewardLearner
-from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.learners.load import describe, load_learner, load_tokenizer
+from fmmeta.learners.preference import PreferenceLearner, RewardLearner
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.tasks.batching import Batcher, collate
 from fmmeta.tasks.sources.own import encoder
 from tests.support.launch import ROOT

@@ -16,9 +16,9 @@ from fmmeta import Config, MetaTrainer
 from fmmeta.adaptation import predict
 from fmmeta.checkpoint.model_card import Content, write_card
 from fmmeta.evaluation.settings import PredictConfig
+from fmmeta.learners.load import describe, load_tokenizer, suggest_chat
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.metrics.own import EpisodeMetrics
-from fmmeta.models.load import describe, load_tokenizer, suggest_chat
-from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.encode import (
     answer_reader,

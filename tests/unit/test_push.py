@@ -13,7 +13,7 @@ from fmmeta.checkpoint.push import choose_files
 from fmmeta.checkpoint.read import MANIFEST
 from fmmeta.cli import main
 from fmmeta.config.settings import Config
-from fmmeta.models.files import hub_answers
+from fmmeta.learners.files import hub_answers
 from tests.support.exports import exported
 from tests.support.hub import COMMIT, TOKEN, StandIn, hub_stand_in
 from tests.support.messages import check_message

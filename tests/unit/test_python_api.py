@@ -123,7 +123,7 @@ def test_a_terminal_shows_bars_and_messages_above_them(monkeypatch):
     assert not progress.bars  # a finished bar ends those below it, and itself
 
 
-@pytest.mark.parametrize("module", ["fmmeta.models.answers", "transformers.cache_utils"])
+@pytest.mark.parametrize("module", ["fmmeta.learners.shared_prefix", "transformers.cache_utils"])
 @pytest.mark.parametrize("kind", [FutureWarning, DeprecationWarning])
 def test_a_deprecated_call_fails_the_tests(kind, module):
     with pytest.raises(kind):

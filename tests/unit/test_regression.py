@@ -19,9 +19,9 @@ from fmmeta.config import learners
 from fmmeta.config.learners import REGRESSION, check_loss
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.tune import shown
+from fmmeta.learners.regression import PooledRegressor, Regressor
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.metrics.scores import EpisodeScore
-from fmmeta.models.regression import PooledRegressor, Regressor
-from fmmeta.models.tiny import byte_tokenizer
 from fmmeta.report.page import write
 from fmmeta.tasks.batching import Batcher
 from fmmeta.train import MetaTrainer

@@ -19,7 +19,7 @@ from fmmeta.common.install import TESTED, requirement, warn_untested
 from fmmeta.common.progress import Progress, terminal_log
 from fmmeta.common.security import CONTROL, disk_trouble, redact
 from fmmeta.config.settings import Config
-from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.tasks import loader
 from fmmeta.tasks.data.files import data_files, read_file
 from fmmeta.tasks.data.images import encoded_image

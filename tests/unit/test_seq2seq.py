@@ -8,9 +8,9 @@ import torch
 import fmmeta
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
-from fmmeta.models.load import describe, load_tokenizer
-from fmmeta.models.seq2seq import Seq2SeqLearner
-from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.learners.load import describe, load_tokenizer
+from fmmeta.learners.seq2seq import Seq2SeqLearner
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.tasks.batching import IGNORE, Batcher
 from tests.support.models import save, save_llama, tiny, write_pairs
 

@@ -13,7 +13,7 @@ import pytest
 
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig
-from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.parallel.costs import rows_of
 from fmmeta.tasks.augment import reading
 from fmmeta.tasks.batching import IGNORE

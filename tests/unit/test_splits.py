@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fmmeta.common.progress import Warn
 from fmmeta.config.settings import Config
-from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.tasks.data.splits import check_splits, own_splits, read_splits
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.helpers import write_rows

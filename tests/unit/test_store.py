@@ -21,7 +21,7 @@ import pytest
 from fmmeta.common import security
 from fmmeta.common.processes import TimedOut
 from fmmeta.config.settings import Config
-from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.tasks.data import token_store as stores
 from fmmeta.tasks.data.encode import LONGEST_TOKEN, encode, encode_pairs, encode_texts
 from fmmeta.tasks.data.files import read_file, stream_file

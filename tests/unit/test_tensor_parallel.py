@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fmmeta.config.settings import Config
-from fmmeta.models.load import describe, empty_learner
-from fmmeta.models.pipeline_split import plan_stages
+from fmmeta.learners.load import describe, empty_learner
+from fmmeta.learners.stages import plan_stages
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.memory import largest_part
 from fmmeta.parallel.tensor_parallel import (

@@ -17,8 +17,8 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.command import evaluate
 from fmmeta.evaluation.settings import EvaluateConfig, PredictConfig
-from fmmeta.models.tiny import byte_tokenizer
-from fmmeta.models.token_classification import TokenClassifier, entities, first_tokens
+from fmmeta.learners.tiny import byte_tokenizer
+from fmmeta.learners.token_classification import TokenClassifier, entities, first_tokens
 from fmmeta.tasks.batching import IGNORE, Batcher
 from fmmeta.tasks.data.columns import Row
 from fmmeta.tasks.data.encode import encode_own

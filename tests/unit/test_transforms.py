@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fmmeta.config.settings import Config
-from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.tasks.augment import TextExample, drop_words, reading, swap_words, weigh_classes
 from fmmeta.tasks.batching import Batcher, pack
 from fmmeta.tasks.loader import LoadEpisode, check_sent

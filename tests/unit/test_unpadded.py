@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from fmmeta.models.classification import NativeClassifier, PooledClassifier
-from fmmeta.models.forward_options import checkpoint_layers
-from fmmeta.models.unpadded import MODELS
+from fmmeta.learners.classification import NativeClassifier, PooledClassifier
+from fmmeta.learners.forward_options import checkpoint_layers
+from fmmeta.learners.unpadded import MODELS
 
 SMALL = {
     "hidden_size": 16,

@@ -24,7 +24,7 @@ from fmmeta.common.progress import Progress
 from fmmeta.evaluation.command import episodes_of
 from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig, TuneConfig
 from fmmeta.evaluation.tune import tune
-from fmmeta.models.tiny import byte_tokenizer
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.tasks.data import splits
 from fmmeta.tasks.data.images import ImageReader
 from fmmeta.tasks.data.rows import IN_MEMORY, rows_in_memory

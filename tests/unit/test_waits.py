@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fmmeta.config.algorithms import find
-from fmmeta.models.classification import PooledClassifier
+from fmmeta.learners.classification import PooledClassifier
 from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.workers.base import PassStats
 from fmmeta.parallel.workers.full_model import PlainWorker

@@ -5,7 +5,7 @@ from collections import defaultdict
 import pytest
 
 from fmmeta.config.settings import Config
-from fmmeta.models.load import describe, load_tokenizer
+from fmmeta.learners.load import describe, load_tokenizer
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.tasks.word_suite import WORD_ROWS, all_functions, words
 from tests.support.messages import check_message, refusal

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fmmeta.config.settings import Config
+from fmmeta.learners.load import empty_learner
 from fmmeta.meta.classifier_head import class_means
-from fmmeta.models.load import empty_learner
 from fmmeta.parallel.process_groups import World
 from fmmeta.parallel.workers.base import PassStats, VjpInput, Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker

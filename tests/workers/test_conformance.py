@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fmmeta.config.settings import Config
-from fmmeta.models.load import describe, load_learner
+from fmmeta.learners.load import describe, load_learner
 from tests.support.models import save_bert, save_llama, write_classes, write_pairs
 from tests.support.nan_memory import fill
 from tests.support.ranks import begin

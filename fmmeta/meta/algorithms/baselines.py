@@ -16,8 +16,8 @@ In-context learning has no gradients: the support set precedes every query in th
 
 Brown et al., "Language Models are Few-Shot Learners", 2020 (arXiv 2005.14165), section 2. For causal_lm.
 Nothing is trained. Where the model's positions do not suffice, the first pairs are left out. Cost per task:
-one forward of the support set and one of the query set in one process (models/answers.py); elsewhere one of
-the query set with prompts K + 1 times as long.
+one forward of the support set and one of the query set in one process (learners/shared_prefix.py); elsewhere
+one of the query set with prompts K + 1 times as long.
 
 MetaICL trains the model for these prompts, without an inner loop:
 
@@ -41,9 +41,9 @@ from torch import Tensor
 from fmmeta.config.algorithms import AlgorithmSpec
 from fmmeta.config.fields import default_of, shown
 from fmmeta.config.settings import Config, InnerConfig
+from fmmeta.learners.load import max_positions
 from fmmeta.meta import reference
 from fmmeta.meta.task import TaskResult, TaskRun
-from fmmeta.models.load import max_positions
 from fmmeta.parallel.costs import Passes
 from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.tasks.batching import IGNORE, Episode, Example

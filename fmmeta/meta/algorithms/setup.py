@@ -7,12 +7,12 @@ import torch
 from fmmeta.common.errors import UsageError
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
+from fmmeta.learners.base import loss_of
 from fmmeta.meta.classifier_head import HeadInit
 from fmmeta.meta.hessian import HvpOptions
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.meta.inner_optimizers import HEAD, Layers, Rates, inner_optimizer
 from fmmeta.meta.task import Setup
-from fmmeta.models.learner import loss_of
 from fmmeta.parallel.costs import second_order_by_autograd
 from fmmeta.parallel.workers.base import Worker
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import undo_later
 from fmmeta.config.settings import Config
-from fmmeta.models.forward_options import check_packing, compile_model
-from fmmeta.models.lazy_weights import open_lazy_model
-from fmmeta.models.learner import Learner
-from fmmeta.models.load import Description, load_learner
-from fmmeta.models.pipeline_split import base_model, plan_stages, take_stage
+from fmmeta.learners.base import Learner
+from fmmeta.learners.forward_options import check_packing, compile_model
+from fmmeta.learners.lazy_weights import open_lazy_model
+from fmmeta.learners.load import Description, load_learner
+from fmmeta.learners.stages import base_model, plan_stages, take_stage
 from fmmeta.parallel.layout import GroupCoordinates, ParallelPlan
 from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.process_groups import ProcessGroups

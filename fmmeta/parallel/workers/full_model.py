@@ -8,7 +8,7 @@
 TaskBatch. phi: the adapters of N tasks, complete on every rank, fp32, one flat buffer: [N, *shape] per
 parameter. A step runs the m-th micro-batches of all tasks in one forward and backward pass, then one sum of
 N x P numbers over the group. The worker holds theta throughout: its own adapters are bypassed
-(models/task_axis.py), and no engine runs its backward pass or optimizer. Under ZeRO 3 the base is
+(learners/task_axis.py), and no engine runs its backward pass or optimizer. Under ZeRO 3 the base is
 gathered once per pass instead of once per pass and task; the gradients of all tasks are reduced as one
 tensor. Tasks are independent: a non-finite gradient of one task does not change the others.
 """
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fmmeta.common.errors import UsageError, one_line
-from fmmeta.models.learner import RowLosses, at_least_fp32, on_device
-from fmmeta.models.task_axis import TaskAxis
+from fmmeta.learners.base import RowLosses, at_least_fp32, on_device
+from fmmeta.learners.task_axis import TaskAxis
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import build_param_map
 from fmmeta.parallel.workers.base import PassStats, SavedForward, Update, VjpInput, Worker

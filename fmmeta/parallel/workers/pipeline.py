@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmmeta.models.lazy_weights import LazyModel
-from fmmeta.models.pipeline_split import Stage, StagePartition
+from fmmeta.learners.lazy_weights import LazyModel
+from fmmeta.learners.stages import Stage, StagePartition
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.layout import GroupCoordinates
 from fmmeta.parallel.param_map import ParamNames

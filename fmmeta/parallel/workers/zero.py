@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from fmmeta.common.errors import PeerError, UsageError, one_line
 from fmmeta.common.processes import quiet_logger
 from fmmeta.common.text import nearest
-from fmmeta.models.lazy_weights import LazyModel
-from fmmeta.models.pipeline_split import base_model
+from fmmeta.learners.lazy_weights import LazyModel
+from fmmeta.learners.stages import base_model
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.deepspeed_config import is_on, refusal
 from fmmeta.parallel.layout import GroupCoordinates, can_defer_backward, differentiates_twice

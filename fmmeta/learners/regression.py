@@ -20,8 +20,8 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.text import shortened
 from fmmeta.config.learners import REGRESSION
 from fmmeta.config.settings import Config
-from fmmeta.models.classification import Classifier, NativeClassifier, Outputs, PooledClassifier
-from fmmeta.models.learner import RowLosses, at_least_fp32, row_losses
+from fmmeta.learners.base import RowLosses, at_least_fp32, row_losses
+from fmmeta.learners.classification import Classifier, NativeClassifier, Outputs, PooledClassifier
 from fmmeta.tasks.batching import Collated, EncodedRows, Example, MicroBatch, padded
 from fmmeta.tasks.data.columns import TEXT, PairInput, Row, pick
 from fmmeta.tasks.data.encode import encode_texts

@@ -31,7 +31,7 @@ from transformers.masking_utils import sdpa_mask
 
 from fmmeta.config.learners import LearnerSpec
 from fmmeta.config.settings import Config
-from fmmeta.models.unpadded import Unpadded
+from fmmeta.learners.unpadded import Unpadded
 from fmmeta.tasks.batching import IGNORE, Collated, EncodedRows, Example, MicroBatch, map_tensors, padded
 
 RowLoss = Callable[[Tensor, Tensor], Tensor]

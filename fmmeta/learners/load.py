@@ -31,9 +31,10 @@ from fmmeta.config.algorithms import find
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.learners import CAUSAL, SEQ2SEQ_LM
 from fmmeta.config.settings import Config
-from fmmeta.models.causal_lm import CausalLearner
-from fmmeta.models.classification import NativeClassifier
-from fmmeta.models.files import (
+from fmmeta.learners.base import HFLearner, Learner
+from fmmeta.learners.causal_lm import CausalLearner
+from fmmeta.learners.classification import NativeClassifier
+from fmmeta.learners.files import (
     GENERATION_FILE,
     HEAD_FILE,
     SENTENCE_PROMPTS,
@@ -52,10 +53,9 @@ from fmmeta.models.files import (
     sentence_settings,
     split_source,
 )
-from fmmeta.models.forward_options import check_packing, checkpoint_layers
-from fmmeta.models.learner import HFLearner, Learner
-from fmmeta.models.lora import import_peft, inject, merge, restore_adapters
-from fmmeta.models.tiny import byte_tokenizer, image_settings, tiny_config, tiny_vit_config
+from fmmeta.learners.forward_options import check_packing, checkpoint_layers
+from fmmeta.learners.lora import import_peft, inject, merge, restore_adapters
+from fmmeta.learners.tiny import byte_tokenizer, image_settings, tiny_config, tiny_vit_config
 from fmmeta.tasks.data.images import PROCESSOR_FILE, ImageReader
 
 DEFAULT_LENGTH = Config.max_length

@@ -26,7 +26,8 @@ from fmmeta.common.errors import UsageError, one_line
 from fmmeta.common.text import shortened
 from fmmeta.config.peft_options import STARTS
 from fmmeta.config.settings import Config
-from fmmeta.models.files import (
+from fmmeta.learners.base import HFLearner
+from fmmeta.learners.files import (
     ADAPTER_FILE,
     BASE_FOLDER,
     adapter_folder,
@@ -36,7 +37,6 @@ from fmmeta.models.files import (
     reading,
     split_source,
 )
-from fmmeta.models.learner import HFLearner
 
 PREFIX = "base_model.model."  # of the names in an adapter file
 ADAPTER = "default"  # peft's name of a single adapter; names in its files lack it

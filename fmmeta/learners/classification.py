@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmmeta.common.errors import UsageError
-from fmmeta.models.learner import HFLearner, RowLosses, at_least_fp32
+from fmmeta.learners.base import HFLearner, RowLosses, at_least_fp32
 from fmmeta.tasks.batching import MicroBatch
 
 Outputs = tuple[Tensor, Tensor]

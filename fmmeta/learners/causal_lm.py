@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmmeta.models.answers import Answers, rows_of
-from fmmeta.models.learner import HFLearner, RowLosses, at_least_fp32
+from fmmeta.learners.base import HFLearner, RowLosses, at_least_fp32
+from fmmeta.learners.shared_prefix import Answers, rows_of
 from fmmeta.tasks.batching import IGNORE, MicroBatch
 
 

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmmeta.common.errors import UsageError
-from fmmeta.models.learner import HFLearner, Learner
-from fmmeta.models.lora import ADAPTER, PREFIX, stored_scaling
+from fmmeta.learners.base import HFLearner, Learner
+from fmmeta.learners.lora import ADAPTER, PREFIX, stored_scaling
 
 Values = Mapping[str, Tensor]
 """Name of a trained parameter -> [N, *shape]."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import broken_text, shortened
 from fmmeta.config.settings import Config
-from fmmeta.models.classification import NativeClassifier, of_episode
-from fmmeta.models.learner import RowLosses, at_least_fp32
+from fmmeta.learners.base import RowLosses, at_least_fp32
+from fmmeta.learners.classification import NativeClassifier, of_episode
 from fmmeta.tasks.batching import IGNORE, EncodedRows, Example, MicroBatch
 from fmmeta.tasks.data.columns import pick
 

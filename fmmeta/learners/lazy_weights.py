@@ -17,8 +17,8 @@ from torch.utils import swap_tensors
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
-from fmmeta.models.files import checkpoint_files
-from fmmeta.models.load import (
+from fmmeta.learners.files import checkpoint_files
+from fmmeta.learners.load import (
     Description,
     check_complete,
     different_tied,

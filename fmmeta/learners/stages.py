@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from fmmeta.common.errors import UsageError
-from fmmeta.models.learner import HFLearner
-from fmmeta.models.unpadded import ARGUMENT
+from fmmeta.learners.base import HFLearner
+from fmmeta.learners.unpadded import ARGUMENT
 from fmmeta.tasks.batching import MicroBatch, map_tensors
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import PromptTemplate, rouge_l, shortened
 from fmmeta.config.settings import Config
-from fmmeta.models.answers import greedy
-from fmmeta.models.learner import HFLearner, RowLosses, at_least_fp32
+from fmmeta.learners.base import HFLearner, RowLosses, at_least_fp32
+from fmmeta.learners.shared_prefix import greedy
 from fmmeta.tasks.batching import IGNORE, Collated, EncodedRows, Example, MicroBatch, pad_right
 from fmmeta.tasks.data.columns import PairInput, Row, only_answer, pick, template_columns
 from fmmeta.tasks.data.encode import encode_texts, text_prompt

@@ -24,9 +24,9 @@ from torch import Tensor
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import shortened
 from fmmeta.config.settings import Config
-from fmmeta.models.classification import NativeClassifier
-from fmmeta.models.learner import HFLearner, RowLosses, at_least_fp32, row_losses
-from fmmeta.models.lora import base_alone
+from fmmeta.learners.base import HFLearner, RowLosses, at_least_fp32, row_losses
+from fmmeta.learners.classification import NativeClassifier
+from fmmeta.learners.lora import base_alone
 from fmmeta.tasks.batching import IGNORE, Collated, EncodedRows, Example, MicroBatch, pad_right
 from fmmeta.tasks.data.columns import PairInput, Row, column_like, only_answer, pick, template_columns
 from fmmeta.tasks.data.encode import encode_pairs, encode_texts, text_prompt

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fmmeta.common.errors import UsageError
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
-from fmmeta.models.learner import HFLearner
+from fmmeta.learners.base import HFLearner
 
 
 def check_attention(config: Config, bf16: bool, device: str) -> None:

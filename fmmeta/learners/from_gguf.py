@@ -24,7 +24,7 @@ from fmmeta.common.processes import hide_download_bars, quiet_logger
 from fmmeta.common.progress import Progress, Warn
 from fmmeta.common.security import disk_trouble, publishing
 from fmmeta.config.fields import refuse_first, setting
-from fmmeta.models.files import GENERATION_FILE
+from fmmeta.learners.files import GENERATION_FILE
 
 TOKENS = ("bos", "eos", "eot", "eom", "unknown", "padding")  # whose ids are read
 UNREAD = "rope_freqs.weight"  # scaling of rotary frequencies, which transformers leaves out

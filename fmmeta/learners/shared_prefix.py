@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from fmmeta.models.learner import HFLearner, at_least_fp32
+from fmmeta.learners.base import HFLearner, at_least_fp32
 from fmmeta.tasks.batching import IGNORE, MicroBatch, pad_right
 
 LEAST_SAVED = {"cpu": 64}
