@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,11 +82,15 @@ class Prepared:
         `between` runs after every one.
         """
         run, costs, used, marks = self.run, [], [], []
-        rule = run.rule
+        rule, of_several = run.rule, run.multi_task_rule
 
         def noting(task: TaskRun) -> Any:
             used.append(task.episode)
             return rule(task)
+
+        def noting_all(tasks: Sequence[TaskRun]) -> Any:
+            used.extend(task.episode for task in tasks)
+            return of_several(tasks)
 
         class Stopwatch(Callback):
             def on_step_end(self, run: Any, outcome: Any) -> None:
@@ -96,6 +100,8 @@ class Prepared:
                 marks[:] = [time.perf_counter(), time.process_time()]
 
         run.rule = noting
+        if of_several is not None:
+            run.multi_task_rule = noting_all
         run.callbacks.built_in = [*run.callbacks.built_in, Stopwatch()]  # no agreement is timed
         marks[:] = [time.perf_counter(), time.process_time()]
         train(run)

@@ -439,6 +439,8 @@ def of_several_tasks(c: Any) -> Conflicts:
                 f"lora_r=0, where tasks of {c.algorithm} need a whole model each",
             ),
             (spec.multi_task is None, f"algorithm={c.algorithm}, which has no rule for several tasks"),
+            (spec.order > 1 and c.second_order == "differences", "second_order=differences"),
+            (c.check_meta_gradient, "check_meta_gradient=True"),
             (
                 not getattr(c.learner.own, "rows_are_independent", True),
                 f"task_type={c.task_type}, whose losses of rows depend on each other",

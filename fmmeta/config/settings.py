@@ -495,7 +495,7 @@ class MetaConfig:
         "auto",
         "Second derivatives of exact meta-gradients. autograd: exact, one inner step's graph at a time, on"
         " ranks that hold the whole model; differences: of gradients, on every layout, in fp32; auto:"
-        " autograd for LoRA and heads where it works, else differences",
+        " autograd for LoRA, heads and modules of yours where it works, else differences",
         ("auto", "autograd", "differences"),
         per_algorithm=True,
     )

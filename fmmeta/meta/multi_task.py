@@ -1,26 +1,31 @@
-"""The inner loop of several tasks at a time over `TaskBatch`, and FOMAML and Reptile with it.
+"""The inner loop of several tasks at a time over `TaskBatch`, and FOMAML, Reptile and exact MAML with it.
 
     phi_t <- phi_t - alpha u(grad L_t(phi_t)),  t = 1 .. N in one pass
-    then grad L_query,t(phi_t), or theta - phi_t
+    then grad L_query,t(phi_t), taken back through the steps where the rule is exact, or theta - phi_t
 
 The same numbers as task by task, up to rounding: a task's rows use its own adapters only. The inner
 optimizer acts element by element, so that N tasks are one long vector to it.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from fmmeta.common.errors import UsageError
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.learners.task_axis import TaskAxis
 from fmmeta.meta.classifier_head import class_means, nearest_mean_head
-from fmmeta.meta.inner_loop import InnerLoop, no_poll
+from fmmeta.meta.hessian import Hessian
+from fmmeta.meta.inner_loop import InnerLoop, Trajectory, no_poll
 from fmmeta.meta.inner_optimizers import Layers, Rates, layer_of
 from fmmeta.meta.task import MultiTaskRule, TaskResult, TaskRun
-from fmmeta.parallel.costs import rows_of
+from fmmeta.parallel.costs import rows_of, second_order_by_autograd
 from fmmeta.parallel.workers.base import PassStats, Worker, all_finite
 from fmmeta.parallel.workers.full_model import FullModelWorker, TaskBatch
 from fmmeta.tasks.batching import Episode, Sets, merge_task_batches
@@ -41,15 +46,23 @@ class MultiTaskInnerLoop:
         return batch
 
     def run(
-        self, batch: TaskBatch, sets: Sets, steps: int, after_step: Callable[[], None] = no_poll
+        self,
+        batch: TaskBatch,
+        sets: Sets,
+        steps: int,
+        after_step: Callable[[], None] = no_poll,
+        path: Trajectory | None = None,
     ) -> list[list[PassStats]]:
         """Take `steps` steps on the support sets; returns the statistics of every task, by step.
 
-        Collective: group.
+        path: receives phi_0 to phi_{K-1} of all tasks. Collective: group.
         """
-        optimizer, rates, passes = self.inner.optimizer, self._rates(batch), list[list[PassStats]]()
+        optimizer, rates, passes = self.inner.optimizer, self.rates(batch), list[list[PassStats]]()
         state = optimizer.zero_state(batch.phi.numel(), batch.phi.device)
+        phi0 = batch.phi if path is None else batch.read()
         for k in range(steps):
+            if path is not None:
+                path.before_step(k, batch, phi0, state)
             passes.append(batch.step(sets, optimizer.update(k, state, rates)))
             after_step()
         return passes
@@ -89,7 +102,7 @@ class MultiTaskInnerLoop:
         self.run(batch, support, self.inner.steps, lambda: passes.append(batch.forward(query)))
         return [[each[task] for each in passes] for task in range(len(episodes))]
 
-    def _rates(self, batch: TaskBatch) -> Rates:
+    def rates(self, batch: TaskBatch) -> Rates:
         """The rates in the order of `batch.phi`. Collective: group (rates of single elements only)."""
         rates, begin, segments = self.inner.rates, 0, list[tuple[int, int, int]]()
         for name, shape in batch.shapes.items():
@@ -111,35 +124,60 @@ class MultiTaskInnerLoop:
                 batch.set(name, task, value)
 
 
+class HessianOfTasks(Hessian):
+    """The Hessians of several tasks at a time, by autograd: vectors are like those of `tasks`."""
+
+    def __init__(self, tasks: TaskBatch, sets: Sets, between_passes: Callable[[], None]) -> None:
+        self.tasks, self.sets, self.between_passes = tasks, sets, between_passes
+        self.passes: list[Any] = []
+
+    def times(self, phi: Tensor, d: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
+        self.between_passes()
+        self.tasks.write(phi)
+        product = torch.zeros_like(phi)
+        self.passes.append(self.tasks.gradient_vjp(self.sets, d, product))
+        return product
+
+
 @dataclass(frozen=True)
 class AdapterMultiTaskRule:
     """Several tasks at a time; the worker holds theta before, during and after.
 
-    displacement: the meta-gradient of a task is theta - phi_K (Reptile), not its query gradient.
+    displacement: the meta-gradient of a task is theta - phi_K (Reptile), not its query gradient. order: of
+    the meta-gradient.
     """
 
     inner: InnerLoop
     axis: TaskAxis
     displacement: bool = False
+    order: int = 1
 
     def __call__(self, tasks: Sequence[TaskRun]) -> Iterator[TaskResult]:
         """Yields the result of each task when its gradient is added. Collective: group."""
-        worker, into, theta = tasks[0].worker, tasks[0].into, tasks[0].theta
+        first = tasks[0]
+        worker, into, theta, between_passes = first.worker, first.into, first.theta, first.between_passes
         assert isinstance(worker, FullModelWorker)
-        loop, between_passes = MultiTaskInnerLoop(self.inner, self.axis), tasks[0].between_passes
+        loop, steps = MultiTaskInnerLoop(self.inner, self.axis), self.inner.steps
         support, query = [task.support for task in tasks], [task.query for task in tasks]
+        order = 1 if first.outer_step < first.config.first_order_steps else self.order
+        path = first.trajectory(order, steps)
         batch = loop.begin(worker, theta, support)
         if self.inner.head.uses_support_features:
             between_passes()
-        passes = loop.run(batch, support, self.inner.steps, between_passes)
-        passes.append(batch.forward(query) if self.displacement else batch.gradient(query))
+        passes = loop.run(batch, support, steps, between_passes, path)
+        query_passes = batch.forward(query) if self.displacement else batch.gradient(query)
+        flat = batch.phi if self.displacement else batch.grad
+        if path is not None:
+            flat, hessian = batch.grad.clone(), HessianOfTasks(batch, support, between_passes)
+            setup = replace(first.setup, inner=replace(self.inner, rates=loop.rates(batch)))
+            replace(first, setup=setup).through_steps(hessian, path, flat, order, ())
+            passes += hessian.passes
+        passes.append(query_passes)
         for number in range(len(tasks)):
-            own = [each[number] for each in passes]
-            finite = all_finite(own)
-            if finite and self.displacement:
-                into.add(theta.to(worker.storage_device) - batch.vector(batch.phi, number))
-            elif finite:
-                into.add(batch.vector(batch.grad, number))
+            own, vector = [each[number] for each in passes], batch.vector(flat, number)
+            finite = all_finite(own) and (path is None or math.isfinite(worker.dot(vector, vector)))
+            if finite:
+                into.add(theta.to(worker.storage_device) - vector if self.displacement else vector)
             yield TaskResult(1.0, finite, own[0], own[-1])
 
 
@@ -165,4 +203,12 @@ def multi_task_rule(config: Config, worker: Worker, inner: InnerLoop) -> MultiTa
     if spec.several is not None:
         return spec.several
     assert isinstance(worker, FullModelWorker)
-    return AdapterMultiTaskRule(inner, TaskAxis(worker.learner), spec.multi_task == "displacement")
+    if spec.order > 1 and not second_order_by_autograd(config, worker.differentiates_twice):
+        raise UsageError(
+            f"tasks_per_pass={config.tasks_per_pass} with algorithm={config.algorithm} needs ranks that hold"
+            " the whole model, for second derivatives by autograd, and ZeRO 3 splits it; use ZeRO 2, or"
+            " --tasks_per_pass 1"
+        )
+    return AdapterMultiTaskRule(
+        inner, TaskAxis(worker.learner), spec.multi_task == "displacement", spec.order
+    )

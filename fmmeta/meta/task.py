@@ -259,7 +259,7 @@ class TaskRun:
         else:
             v, query = self.gradient(batches, step_weights[-1] if step_weights else 1.0)
             hessian = self.hessian()
-            extra = {} if path is None else self._through_steps(hessian, path, v, order, step_weights)
+            extra = {} if path is None else self.through_steps(hessian, path, v, order, step_weights)
             self.result = self.add_through_head(v, query, hessian, extra, weight)
         return self.result
 
@@ -268,7 +268,7 @@ class TaskRun:
         """Of the inner steps."""
         return self.adapted.passes if self.adapted else []
 
-    def _through_steps(
+    def through_steps(
         self, hessian: Hessian, path: Trajectory, v: Tensor, order: int, weights: Sequence[float]
     ) -> dict[str, Tensor]:
         """Turn v = dL/dphi_K [S] into dL/dphi_0 in place; return the gradient of learned rates.

@@ -26,6 +26,8 @@ ROWS = [
     ((1, 2), 0, "fomaml", "llama", "fp32", "zero", "micro"),
     ((1, 2), 3, "fomaml", "llama", "bf16", "zero", "none"),
     ((2, 1), "plain", "fomaml", "bert", "fp32", "zero", "none"),
+    ((2, 1), "plain", "maml", "bert", "fp32", "learned", "none"),
+    ((1, 2), 2, "maml", "llama", "fp32", "zero", "micro"),
 ]
 POOLED = [
     ((1, 2), 3, "anil", "zero", 1),

@@ -62,7 +62,8 @@ def episodes_of(learner):
 def results_of(learner, config, episodes, poison: int | None = None):
     worker = worker_of(learner, config)
     theta = worker.read()
-    batched = multi_task_rule(config, worker, setup_of(worker, config).inner)
+    setup = setup_of(worker, config)
+    batched = RuleOn(multi_task_rule(config, worker, setup.inner), setup)
     cut = [batches_of(episode) for episode in episodes]
     if poison is not None:
         cut[poison].support[0].weights *= float("inf")
@@ -73,9 +74,8 @@ def results_of(learner, config, episodes, poison: int | None = None):
 
 def each_gradient(rule, worker, episodes) -> list[SimpleNamespace]:
     """The result of each task, and its meta-gradient: the sums are cleared as soon as a task is added."""
-    into, on = MetaGradient(worker.read()), RuleOn(rule, SimpleNamespace())
-    results_of = []
-    for result in rule([on.task(worker, episode, into) for episode in episodes]):
+    into, results_of = MetaGradient(worker.read()), []
+    for result in rule.rule([rule.task(worker, episode, into) for episode in episodes]):
         results_of.append(SimpleNamespace(**vars(result), gradient=into.sum.clone()))
         into.clear()
     return results_of
@@ -92,6 +92,15 @@ def each_gradient(rule, worker, episodes) -> list[SimpleNamespace]:
         ("mean", {"algorithm": "fomaml", "head_init": "learned", "inner_optimizer": "momentum"}),
         ("mean", {"algorithm": "fomaml", "head_init": "prototype"}),
         ("model", {"algorithm": "reptile", "head_init": "zero"}),
+        ("mean", {"algorithm": "maml", "head_init": "learned"}),
+        ("mean", {"algorithm": "maml", "head_init": "learned", "truncate_steps": 1}),
+        ("model", {"algorithm": "maml", "head_init": "zero", "inner_optimizer": "momentum"}),
+        (
+            "llama",
+            {"algorithm": "maml", "inner_optimizer": "adamw", "inner_epsilon": 0.03, "inner_lr": 0.03},
+        ),
+        ("mean", {"algorithm": "proto_maml"}),
+        ("mean", {"algorithm": "boil"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
@@ -113,8 +122,9 @@ def assert_same_passes(found, wanted) -> None:
         assert mine.stats[1:].tolist() == theirs.stats[1:].tolist()  # right rows, rows
 
 
-def test_a_nonfinite_task_does_not_change_the_others():
-    learner, config = adapted("mean", algorithm="fomaml")
+@pytest.mark.parametrize("algorithm", ["fomaml", "maml"])
+def test_a_nonfinite_task_does_not_change_the_others(algorithm):
+    learner, config = adapted("mean", algorithm=algorithm)
     episodes = episodes_of(learner)
     clean, *_ = results_of(learner, config, episodes)
     directions, *_ = results_of(learner, config, episodes, poison=1)
@@ -132,7 +142,8 @@ def test_every_layer_of_the_base_is_called_once_per_pass():
     for kind, names in (("base", layers), ("lora", adapters)):
         for name in names:
             modules[name].register_forward_hook(lambda *_, kind=kind: calls.update({kind: calls[kind] + 1}))
-    rule = multi_task_rule(config, worker, setup_of(worker, config).inner)
+    setup = setup_of(worker, config)
+    rule = RuleOn(multi_task_rule(config, worker, setup.inner), setup)
     each_gradient(rule, worker, [batches_of(episode_of(learner, 4, 4, seed=seed)) for seed in range(3)])
     assert calls == {"base": len(layers) * (config.inner_steps + 1), "lora": 0}
 
@@ -142,7 +153,9 @@ def test_bf16_rounds_as_the_worker_does():
     worker = worker_of(learner, config, bf16=True)
     cut = [batches_of(episode_of(learner, 4, 4, seed=seed)) for seed in range(2)]
     setup = setup_of(worker, config, True)
-    batched, alone = multi_task_rule(config, worker, setup.inner), RuleOn(find("fomaml").rule, setup)
+    batched, alone = (
+        RuleOn(one, setup) for one in (multi_task_rule(config, worker, setup.inner), find("fomaml").rule)
+    )
     for direction, own in zip(each_gradient(batched, worker, cut), cut, strict=True):
         wanted = task_gradient(alone, worker, own).gradient
         assert float((direction.gradient - wanted).norm() / wanted.norm()) < 0.05
@@ -217,6 +230,28 @@ def test_a_trained_layer_of_another_kind_is_refused_by_name():
         "tasks_per_pass",
         "use --tasks_per_pass 1",
     )
+
+
+def test_exact_passes_of_several_tasks_need_the_whole_model_on_a_rank():
+    learner, config = adapted("mean", algorithm="maml")
+    worker = worker_of(learner, config)
+    inner, worker.differentiates_twice = setup_of(worker, config).inner, False
+    check_message(
+        refusal(multi_task_rule, config, worker, inner),
+        "tasks_per_pass=3",
+        "algorithm=maml",
+        "or --tasks_per_pass 1",
+    )
+
+
+def test_annealing_begins_with_first_order():
+    """first_order_steps: the first outer steps are those of FOMAML, also for several tasks in a pass."""
+    learner, config = adapted("mean", algorithm="maml", first_order_steps=1)
+    episodes = episodes_of(learner)
+    annealed, *_ = results_of(learner, config, episodes)
+    plain, *_ = results_of(learner, config_of(learner, lora_r=3, tasks_per_pass="3"), episodes)
+    for one, other in zip(annealed, plain, strict=True):
+        assert torch.equal(one.gradient, other.gradient)
 
 
 POOLED = [
@@ -306,8 +341,8 @@ def test_the_body_is_called_once_for_all_of_its_tasks(settings, calls):
             ["tasks_per_pass=4", "lora_r=0"],
         ),
         (
-            {"lora_r": 4, "algorithm": "maml"},
-            ["tasks_per_pass=4", "algorithm=maml"],
+            {"lora_r": 4, "algorithm": "imaml"},
+            ["tasks_per_pass=4", "algorithm=imaml"],
         ),
         (
             {"lora_r": 4, "n_way_max": 7},
@@ -331,6 +366,14 @@ def test_the_body_is_called_once_for_all_of_its_tasks(settings, calls):
             ["tasks_per_pass=4", "multi_step_loss_steps=3"],
         ),
         ({"lora_r": 4, "offload_outer": True}, ["tasks_per_pass=4", "offload_outer=True"]),
+        (
+            {"lora_r": 4, "algorithm": "maml", "second_order": "differences"},
+            ["tasks_per_pass=4", "second_order=differences"],
+        ),
+        (
+            {"lora_r": 4, "algorithm": "maml", "check_meta_gradient": True},
+            ["tasks_per_pass=4", "check_meta_gradient=True"],
+        ),
     ],
 )
 def test_conflicting_settings_are_refused(settings, text):

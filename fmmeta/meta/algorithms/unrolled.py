@@ -122,6 +122,7 @@ MAML = AlgorithmSpec(
     unrolled,
     reference.unrolled,
     order=2,
+    multi_task="query",
     supports=(FOMAML.supports - {"offload_outer"})
     | {
         "first_order_steps",

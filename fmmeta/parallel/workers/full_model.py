@@ -15,7 +15,7 @@ tensor. Tasks are independent: a non-finite gradient of one task does not change
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -155,15 +155,7 @@ class FullModelWorker(Worker):
             total = [torch.zeros_like(each) for each in w]
             for batch in batches:
                 graph = self._gradient_graph(batch, stats) if graph is None else graph
-                pairs = [(g, each.to(g.dtype)) for g, each in zip(graph, w, strict=True) if g.requires_grad]
-                if pairs:
-                    products = torch.autograd.grad(
-                        [g for g, _ in pairs],
-                        list(trained.values()),
-                        [each for _, each in pairs],
-                        materialize_grads=True,
-                    )
-                    torch._foreach_add_(total, [product.to(total[0].dtype) for product in products])
+                add_products(graph, list(trained.values()), w, total)
                 graph = None
         stats[3] = ~torch.isfinite(torch.stack([each.sum() for each in total]).sum())
         self._add_sum(total, into)
@@ -200,12 +192,15 @@ class FullModelWorker(Worker):
         batch = on_device(batch, self.learner, self.device)
         rows = self.learner.losses(self.learner(**batch.inputs), batch).weighted(batch.weights)
         stats[:3] += rows.sums()
-        gradient = torch.autograd.grad(
-            nan_gradient_if_nonfinite(rows.loss.sum()),
-            list(self.trained_params.values()),
-            create_graph=True,
-            materialize_grads=True,
+        return self.gradient_graph(
+            nan_gradient_if_nonfinite(rows.loss.sum()), [*self.trained_params.values()]
         )
+
+    def gradient_graph(self, loss: Tensor, params: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The gradient of a loss with its graph. Raises `UsageError` for a function that has one derivative
+        only. Local.
+        """
+        gradient = torch.autograd.grad(loss, params, create_graph=True, materialize_grads=True)
         if not self._graph_checked:
             refuse_once_differentiable(gradient)
             self._graph_checked = True
@@ -270,6 +265,18 @@ def refuse_once_differentiable(gradient: Sequence[Tensor]) -> None:
         if node.name() == "torch::autograd::Error":
             raise UsageError(NO_SECOND_DERIVATIVE.format("it is marked once_differentiable"))
         nodes.extend(before for before, _ in node.next_functions if before is not None)
+
+
+def add_products(
+    graph: Sequence[Tensor], params: Sequence[Tensor], w: Iterable[Tensor], total: Sequence[Tensor]
+) -> None:
+    """Add (dg/dphi)^T w to `total`, by parameter; graph: g, with its graph, which is freed."""
+    pairs = [(g, each.to(g.dtype)) for g, each in zip(graph, w, strict=True) if g.requires_grad]
+    if pairs:
+        products = torch.autograd.grad(
+            [g for g, _ in pairs], params, [each for _, each in pairs], materialize_grads=True
+        )
+        torch._foreach_add_(total, [product.to(total[0].dtype) for product in products])
 
 
 @contextmanager
@@ -386,7 +393,7 @@ class TaskBatch:
     """
 
     def __init__(self, worker: FullModelWorker, axis: TaskAxis, theta: Tensor, tasks: int) -> None:
-        self.worker, self.axis, self.tasks = worker, axis, tasks
+        self.worker, self.axis, self.tasks, self.storage_device = worker, axis, tasks, worker.device
         shapes = worker.trained_shapes
         self.shapes = {name: shapes[name] for name in axis.names}
         self.phi = self.spread(theta)
@@ -406,6 +413,14 @@ class TaskBatch:
         with torch.no_grad():
             self.blocks[name][task] = value
 
+    def read(self) -> Tensor:
+        """A copy of `phi`."""
+        return self.phi.clone()
+
+    def write(self, flat: Tensor) -> None:
+        """Replace `phi`."""
+        self.phi.copy_(flat)
+
     def step(self, sets: Sets, update: Update) -> list[PassStats]:
         """One step of every task on the mean loss over its own set. Collective: group."""
         stats = self.gradient(sets)
@@ -420,11 +435,7 @@ class TaskBatch:
         for merged in merge_task_batches(sets):
             with self.axis.of(self._values()):
                 self._loss(merged, stats).backward()
-        self.worker.group.sum_(self.grad)
-        self.worker.group.sum_(stats)
-        sums = [grad.reshape(self.tasks, -1).sum(1) for grad in self._blocks(self.grad).values()]
-        stats[:, 3] = ~torch.isfinite(torch.stack(sums).sum(0))
-        return [PassStats(row) for row in stats]
+        return self._finished(stats, self.worker.group.sum_(self.grad))
 
     @torch.no_grad()
     def forward(self, sets: Sets) -> list[PassStats]:
@@ -434,6 +445,25 @@ class TaskBatch:
             for merged in merge_task_batches(sets):
                 self._loss(merged, stats)
         return [PassStats(row) for row in self.worker.group.sum_(stats)]
+
+    def gradient_vjp(
+        self, sets: Sets, cotangent: Tensor | Callable[[Tensor], Tensor], into: Tensor
+    ) -> list[PassStats]:
+        """Add (dg_t/dphi_t)^T w_t of every task to `into`; as `FullModelWorker.gradient_vjp`, of which this
+        is the form for vectors like `phi`. Changes `grad`. Collective: group.
+        """
+        if callable(cotangent):
+            self.gradient(sets)
+            cotangent = cotangent(self.grad.clone())
+        stats, total, leaves = self._stats(), torch.zeros_like(self.phi), [*self.blocks.values()]
+        parts, w = [*self._blocks(total).values()], [*self._blocks(cotangent).values()]
+        with twice_differentiable(self.worker.learner):
+            for merged in merge_task_batches(sets):
+                with self.axis.of(self._values()):
+                    graph = self.worker.gradient_graph(self._loss(merged, stats), leaves)
+                    add_products(graph, leaves, w, parts)
+        into += self.worker.group.sum_(total)
+        return self._finished(stats, total)
 
     def weights(self, task: int) -> dict[str, Tensor]:
         """A copy of one task's adapters by name, fp32, in host memory."""
@@ -445,6 +475,13 @@ class TaskBatch:
         for name, block in self._blocks(flat).items():
             self.worker.params.put(vector, name, block[task].reshape(-1))
         return vector
+
+    def _finished(self, stats: Tensor, gradient: Tensor) -> list[PassStats]:
+        """The statistics of each task, whose gradients are summed over the group. Collective: group."""
+        self.worker.group.sum_(stats)
+        sums = [part.reshape(self.tasks, -1).sum(1) for part in self._blocks(gradient).values()]
+        stats[:, 3] = ~torch.isfinite(torch.stack(sums).sum(0))
+        return [PassStats(row) for row in stats]
 
     def _loss(self, merged: MicroBatch, stats: Tensor) -> Tensor:
         batch = on_device(merged, self.worker.learner, self.worker.device)
