@@ -39,6 +39,7 @@ from fmmeta.config.resume import changed_settings
 from fmmeta.config.settings import Config
 from fmmeta.elastic.communicator import AllGroups, ElasticCommunicator, Membership
 from fmmeta.elastic.lighthouse import LIGHTHOUSE_S, in_thread
+from fmmeta.meta.outer_step import Outcome
 from fmmeta.meta.parameters import StateDict
 from fmmeta.meta.task import TaskRun
 from fmmeta.parallel.collectives import Communicator
@@ -49,7 +50,6 @@ from fmmeta.parallel.workers.base import Worker
 from fmmeta.reliability.checks import check_replicas
 from fmmeta.report.data import read_run
 from fmmeta.training.claims import ClaimedEpisodes, TaskClaims
-from fmmeta.training.outer_schedule import Outcome
 from fmmeta.training.run import Run
 from fmmeta.training.run_folder import lock_folder, newest_complete, version
 from fmmeta.training.schedules import OpenStep, StaticSchedule

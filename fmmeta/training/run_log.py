@@ -11,9 +11,9 @@ from fmmeta.common.progress import LOGGER, STDERR, Warn
 from fmmeta.common.security import publish_text, redact
 from fmmeta.common.text import to_json
 from fmmeta.config.algorithms import find
+from fmmeta.meta.outer_step import Outcome
 from fmmeta.report.data import parse_line
 from fmmeta.training.callbacks import Callback, RunView
-from fmmeta.training.outer_schedule import Outcome
 
 
 class RunLogger(Callback):

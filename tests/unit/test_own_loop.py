@@ -8,8 +8,8 @@ import torch
 
 import fmmeta
 from fmmeta import Config
+from fmmeta.meta.outer_step import Outcome
 from fmmeta.meta.reference import set_gradient, set_loss
-from fmmeta.training.outer_schedule import Outcome
 from tests.support.learners import LEARNERS, batches_of, by_name, episode_of, rule_on, task_gradient
 from tests.support.messages import check_message, refusal
 from tests.support.short_runs import QUICK, metrics_of
