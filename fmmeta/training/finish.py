@@ -3,7 +3,6 @@ table, close run.json.
 """
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,12 +23,14 @@ class Result:
     before, after, after_from_start: mean accuracies on the held-out episodes, between 0 and 1: before and
     after adaptation of the meta-trained model, and after adaptation of the initial weights. log_history: the
     lines of metrics.jsonl. verdict: what meta-training has gained, over what it was measured, and what to do.
-    held_out: the table on held-out tasks, empty without them:
+    held_out: what run.json stores of the held-out tasks; without them the verdict alone. Pairs are a mean and
+    half its 95 % interval, None where one is not finite:
 
-        rows         [{"name", "accuracy", "ci95", "loss", "loss_ci95"}, ...], the paired gain last
-        per_stratum  [{"stratum", "after_from_start", "after"}, ...], mean accuracies
-        episodes     number of episodes
-        metrics      {NAME: {"after_from_start", "after"}}, means of the numbers of --metrics, if there are
+        NAME         {"accuracy": pair, "loss": pair} of the three rows, and of `gain`, which is paired
+        per_stratum, per_stratum_at_start
+                     mean accuracies after adaptation, meta-trained and from the initial weights
+        episodes     number of episodes, over `units` classes or tasks (`kind`)
+        metrics      {NAME: {"after_from_start": pair, "after": pair}} of the numbers of --metrics
     """
 
     output_dir: Path
@@ -63,37 +64,14 @@ def read_result(folder: Path, comm: Communicator) -> Result:
             found = {
                 "steps": facts.run.get("outer_steps", facts.settings["outer_steps"]),
                 "lines": read_lines(folder),
-                "facts": facts.held_out,
+                "held_out": facts.held_out,
             }
     found = json.loads(comm.broadcast_bytes(json.dumps(found).encode()))
-    held_out = held_out_table(found["facts"])
-    rows = held_out.get("rows", ())
-    means = {row["name"]: row["accuracy"] for row in rows if not math.isnan(row["accuracy"])}
-    before, after, from_start = (means.get(name) for name in (BEFORE, AFTER, FROM_START))
-    verdict = found["facts"].get("verdict", {}).get("text", "")
-    return Result(folder, found["steps"], before, after, from_start, found["lines"], verdict, held_out)
-
-
-def held_out_table(facts: dict[str, Any]) -> dict[str, Any]:
-    """`Result.held_out` from the entry of run.json; numbers that are not finite are NaN."""
-    if "episodes" not in facts:
-        return {}
-    rows = []
-    for name in filter(facts.get, (BEFORE, FROM_START, AFTER, "gain")):
-        (accuracy, ci95), (loss, loss_ci95) = facts[name]["accuracy"], facts[name]["loss"]
-        row = {"accuracy": accuracy, "ci95": ci95, "loss": loss, "loss_ci95": loss_ci95}
-        rows.append({"name": name, **{key: math.nan if one is None else one for key, one in row.items()}})
-    starts = facts.get("per_stratum_at_start", {})
-    strata = [
-        {"stratum": name, "after_from_start": starts.get(name), "after": after}
-        for name, after in facts.get("per_stratum", {}).items()
-    ]
-    own = {
-        name: {row: math.nan if one[0] is None else one[0] for row, one in each.items()}
-        for name, each in facts.get("metrics", {}).items()
-    }
-    found = {"rows": rows, "per_stratum": strata, "episodes": facts["episodes"]}
-    return {**found, "metrics": own} if own else found
+    table = found["held_out"]
+    rows = [table.get(name) or {"accuracy": [None]} for name in (BEFORE, AFTER, FROM_START)]
+    before, after, from_start = (row["accuracy"][0] for row in rows)
+    verdict = table.get("verdict", {}).get("text", "")
+    return Result(folder, found["steps"], before, after, from_start, found["lines"], verdict, table)
 
 
 def finish(run: Run, choose_interpolation: Callable[[Run], float]) -> Result:
