@@ -30,9 +30,9 @@ from fmmeta.tasks.loader import check_sent
 from fmmeta.tasks.sources.own import Tasks
 from fmmeta.training import build, loop
 from fmmeta.training.callbacks import Callback, RunView
-from fmmeta.training.finish import Result, finish, read_result
+from fmmeta.training.final import Result, finish, read_result
 from fmmeta.training.run import Run
-from fmmeta.training.run_folder import open_run
+from fmmeta.training.run_files import open_run
 from fmmeta.training.schedules import OpenStep
 from fmmeta.training.trackers import check_installed
 

@@ -48,10 +48,10 @@ from fmmeta.parallel.network import PROOF
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.reliability.checks import check_replicas
-from fmmeta.report.data import read_run
+from fmmeta.report.page import read_run
 from fmmeta.training.claims import ClaimedEpisodes, TaskClaims
 from fmmeta.training.run import Run
-from fmmeta.training.run_folder import lock_folder, newest_complete, version
+from fmmeta.training.run_files import lock_folder, newest_complete, version
 from fmmeta.training.schedules import OpenStep, StaticSchedule
 
 CLAIM_S = 10.0  # timeout of a claim; then the first group is lost

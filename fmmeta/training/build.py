@@ -20,7 +20,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import TimedOut, time_limit
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import source_of
-from fmmeta.common.text import counted
+from fmmeta.common.text import as_stored, counted
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import HFLearner
 from fmmeta.learners.files import trained_with
@@ -68,11 +68,15 @@ from fmmeta.tasks.sources.base import (
 )
 from fmmeta.tasks.sources.load import Sources, load_sources
 from fmmeta.tasks.sources.own import Tasks
-from fmmeta.training.run_folder import settings_of
 
 TRIED = 8  # tasks, one of which a collate function is tried with
 Notice = Callable[..., None]
 """Logs a line, or several as one."""
+
+
+def settings_of(config: Config, fingerprint: str, **resolved: Any) -> dict[str, Any]:
+    """What identifies a run: flags, fingerprint of the data, and `resolved` of RunInputs."""
+    return as_stored({**config.as_dict(), "dataset_fingerprint": fingerprint, **resolved})
 
 
 @dataclass

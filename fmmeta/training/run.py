@@ -1,6 +1,6 @@
 """A run: its state and its parts, and what every outer schedule needs of them: resume, stops, checkpoints.
 
-Files belong to state.py and run_log.py, sharding to parallel/, actions after a step to callbacks.py.
+Files belong to state.py and run_files.py, sharding to parallel/, actions after a step to callbacks.py.
 """
 
 import pkgutil
@@ -28,8 +28,7 @@ from fmmeta.reliability.watchdog import WatchdogStage
 from fmmeta.tasks.batching import Episode
 from fmmeta.training import build, callbacks
 from fmmeta.training.profiler import Profiler
-from fmmeta.training.run_folder import RunStart, manifests, promise_of, write_config, write_run
-from fmmeta.training.run_log import RunLogger
+from fmmeta.training.run_files import RunLogger, RunStart, manifests, promise_of, write_config, write_run
 from fmmeta.training.scoring import FINISHED, HeldOut, Scoring, Validation, metrics_of
 from fmmeta.training.state import TrainingState
 from fmmeta.training.trackers import Trackers

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.config.settings import Config
-from fmmeta.training.run_folder import RunStart, find_start, known_folder, new_folder
+from fmmeta.training.run_files import RunStart, find_start, known_folder, new_folder
 
 SPIKE, SKIPPED, BAD, NOT_FINITE = 60, 30, 45, 31
 

@@ -30,8 +30,8 @@ from fmmeta.parallel.workers.zero import ShardOptimizer
 from fmmeta.tasks.batching import Batcher, Episode, Example
 from fmmeta.tasks.loader import LoadResult
 from fmmeta.tasks.schedule.meta_batches import Task
-from fmmeta.training.comparison import BaselineLoop, compare, show
 from fmmeta.training.episodes import EpisodeReader
+from fmmeta.training.final import BaselineLoop, compare, show
 from fmmeta.training.scoring import Scoring, score_of
 from tests.support.episodes import objective
 from tests.support.helpers import one_rank

@@ -10,8 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from fmmeta import cli
-from fmmeta.report import data as facts_of
-from fmmeta.report.page import chart, marks, means, write, write_or_log
+from fmmeta.report.page import Facts, chart, marks, means, write, write_or_log
 from tests.support.fake_runs import held_out, metrics, write_run
 from tests.support.messages import check_message
 from tests.support.report_style import DARK, LIGHT, TEXTS
@@ -357,7 +356,7 @@ def test_the_report_command(run, capsys, tmp_path):
 
 def test_a_report_that_fails_ends_no_run(run, monkeypatch):
     text = []
-    monkeypatch.setattr(facts_of.Facts, "outer_step", property(lambda self: 1 / 0))
+    monkeypatch.setattr(Facts, "outer_step", property(lambda self: 1 / 0))
     write_or_log(run, text.append)
     assert len(text) == 1
     check_message(text[0], f"{run / 'report.html'}", "ZeroDivisionError", "the run is not affected")
