@@ -115,11 +115,9 @@ class RunInputs:
         """The transforms of a method of `fmmeta evaluate`."""
         return prompts(method, self.tokenizer, self.description.hf_config, **options)
 
-    def parallel_plan(
-        self, config: Config, group_size: int, device_type: str, reason: str = ""
-    ) -> ParallelPlan:
+    def parallel_plan(self, config: Config, group_size: int, device_type: str) -> ParallelPlan:
         """The plan of groups of `group_size`. Raises `UsageError`."""
-        return ParallelPlan.of(config, self.deepspeed, group_size, device_type, self.layer_costs, reason)
+        return ParallelPlan.of(config, self.deepspeed, group_size, device_type, self.layer_costs)
 
 
 def local_model(model_name_or_path: str, world: World, notice: Notice, timeout_s: float) -> str:
@@ -310,7 +308,7 @@ def plan_parallel(config: Config, inputs: RunInputs, world: World, notice: Notic
     if given == "auto" and not config.elastic:
         group_size, reason = choose_group_size(world, sizes_at, inputs.deepspeed, model_ranks)
         notice(reason)
-        plan = inputs.parallel_plan(config, group_size, device, reason)
+        plan = inputs.parallel_plan(config, group_size, device)
     else:
         layout = Layout(world.launch, world_size if config.elastic else int(given))
         plan = inputs.parallel_plan(config, layout.group_size, device)
