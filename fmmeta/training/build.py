@@ -67,7 +67,7 @@ from fmmeta.tasks.sources.base import (
     transformed,
 )
 from fmmeta.tasks.sources.load import Sources, load_sources
-from fmmeta.tasks.sources.own import Tasks
+from fmmeta.tasks.sources.own import OwnSource, Tasks
 
 TRIED = 8  # tasks, one of which a collate function is tried with
 Notice = Callable[..., None]
@@ -110,6 +110,12 @@ class RunInputs:
         return settings_of(
             config, self.sources.fingerprint, transforms_fingerprint=transforms, **self.resolved
         )
+
+    def shape(self, config: Config) -> str:
+        """The episodes in words, without shots where a function draws the rows."""
+        if not isinstance(self.sources.train, OwnSource):
+            return config.shape
+        return f"{config.n_way}-way" if config.learner.of_classes else ""
 
     def prompts(self, method: str, **options: bool) -> list[EpisodeTransform]:
         """The transforms of a method of `fmmeta evaluate`."""

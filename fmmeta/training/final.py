@@ -21,7 +21,6 @@ from fmmeta.common.security import printable
 from fmmeta.common.text import counted, strict, units_of
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
-from fmmeta.learners.load import Description
 from fmmeta.meta.algorithms.setup import Setup
 from fmmeta.meta.inner_loop import EvaluationMethod, InnerLoop
 from fmmeta.meta.parameters import MetaParameters
@@ -45,6 +44,7 @@ from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.report.page import AFTER, BEFORE, FROM_START, read, read_lines
 from fmmeta.tasks.sources.base import TaskSource
 from fmmeta.tasks.sources.load import Sources
+from fmmeta.tasks.sources.own import OwnSource
 from fmmeta.training.run import Run
 from fmmeta.training.scoring import TEST, VALID, HeldOut
 
@@ -162,7 +162,7 @@ def _finish(run: Run, choose_interpolation: Callable[[Run], float]) -> None:
             run.parts.setup,
             run.raise_if_stopped,
         )
-        show(gains, config, run.progress.table)
+        show(gains, config, run.inputs.shape(config), run.progress.table)
         if gains.has_answers:
             line = {"step": state.outer_step, "held_out_accuracy": gains.accuracies}
             run.callbacks.on_log(run.view, line)
@@ -171,7 +171,7 @@ def _finish(run: Run, choose_interpolation: Callable[[Run], float]) -> None:
     profile = run.profiler.show(run.progress.table)
     with run.ranks.world.raise_on_all("closing the run"):
         if run.ranks.first:
-            write_cards(run.folder, config, state.outer_step, run.inputs.description, gains, verdict["text"])
+            write_cards(run, config, gains, verdict["text"])
             run.write_run(
                 finished=True,
                 outer_steps=state.outer_step,
@@ -370,16 +370,18 @@ def verdict_of(compared: Compared | None, config: Config, sources: Sources) -> d
     assert compared is not None
     assert name is not None
     said = f"{name} than" if name in ("better", "worse") else "not distinguishable from"
-    shots = counted(config.k_shot, "shot")
+    shots = f" at {counted(config.k_shot, 'shot')}"
     if config.most_shots > config.k_shot:
-        shots = f"{config.k_shot} to {config.most_shots} shots"
+        shots = f" at {config.k_shot} to {config.most_shots} shots"
+    if isinstance(sources.train, OwnSource):  # the function decides about them
+        shots = ""
     size = (
         f"{format_interval(gain, '+.4f')} {config.learner.unit}"
         if by_loss
         else f"{percent(gain, '+')} points"
     )
     over = f"{units_of(compared.units, kind)}, {counted(compared.episodes, 'episode')}"
-    text = f"{said} the weights at the start at {shots}: {size} (over {over})"
+    text = f"{said} the weights at the start{shots}: {size} (over {over})"
     doubts = [ADVICE[name].format(nouns=nouns), warning_of_few(compared.units, kind)]
     return {"name": name, "text": "; ".join([text, *filter(None, doubts)])}
 
@@ -406,8 +408,8 @@ def incomparable(
     )
 
 
-def show(compared: Compared, config: Config, table: Table) -> None:
-    """Show the table, and one by stratum where there are several."""
+def show(compared: Compared, config: Config, shape: str, table: Table) -> None:
+    """Show the table, and one by stratum where there are several. shape: of the episodes, in words."""
     rows = [[name, f"{loss[0]:.4f}"] for name, (_, loss) in compared.rows.items()]
     loop = compared.loop
     learning = find(config.algorithm).learning
@@ -422,8 +424,8 @@ def show(compared: Compared, config: Config, table: Table) -> None:
         rows = [[name, share, *rest] for (name, *rest), share in zip(rows, shares, strict=True)]
     head = f" (head at the start of a task: {config.head_init})" if config.learner.of_classes else ""
     learning = learning or counted(config.inner_steps, "inner step")
-    title = f"{compared.episodes} held-out {config.shape} episodes, {learning}"
-    table(f"{title}{head}", columns, rows)
+    title = f"{compared.episodes} held-out {shape} episodes, {learning}{head}"
+    table(title.replace("  ", " "), columns, rows)
     if len(compared.strata) > 1:
         table(
             "after adaptation, by stratum",
@@ -465,7 +467,7 @@ def confusion(
         return {"left_out": f"task {task.name} failed to load"}
     ((_, episode),) = found
     with held_out.scoring.ranks.world.raise_on_all("naming the classes of an episode"):
-        classes = source.draw(task).classes
+        classes = source.draw(task).episode().classes  # a function tells them with its rows
     worker.write(theta)
     learning.score(worker, theta, episode)  # leaves the worker at phi
     counts = [[0] * len(classes) for _ in classes]
@@ -476,35 +478,19 @@ def confusion(
     return {"task": task.name, "stratum": task.stratum, "classes": list(classes), "counts": counts}
 
 
-def write_cards(
-    folder: Path,
-    config: Config,
-    outer_steps: int,
-    description: Description,
-    compared: Compared | None,
-    verdict: str,
-) -> None:
-    """Write the cards of model/ and merged/. outer_steps: how many were done. compared: None if nothing was
-    measured. verdict: its text.
-    """
-    for each in (folder / "model", folder / "merged"):
+def write_cards(run: Run, config: Config, compared: Compared | None, verdict: str) -> None:
+    """Write the cards of model/ and merged/. compared: None if nothing was measured. verdict: its text."""
+    for each in (run.folder / "model", run.folder / "merged"):
         if each.is_dir():
             adapter = bool(config.lora_r) and each.name == "model"
-            content = card_content(config, outer_steps, description, compared, verdict, adapter)
-            model_card.write_card(each, content)
+            model_card.write_card(each, card_content(run, config, compared, verdict, adapter))
 
 
-def card_content(
-    config: Config,
-    outer_steps: int,
-    description: Description,
-    compared: Compared | None,
-    verdict: str,
-    adapter: bool,
-) -> Content:
-    """The card of a meta-trained model. outer_steps: how many were done. verdict: its text. adapter: its
-    folder holds adapters and not a whole model.
+def card_content(run: Run, config: Config, compared: Compared | None, verdict: str, adapter: bool) -> Content:
+    """The card of a meta-trained model. verdict: its text. adapter: its folder holds adapters and not a whole
+    model.
     """
+    description, shape = run.inputs.description, run.inputs.shape(config)
     spec, learns = find(config.algorithm), config.learner.noun(description.images)
     task = f"a new {learns} task".replace("  ", " ")
     summary = f"This model learns {task} from a few examples. It was meta-trained with fmmeta."
@@ -512,15 +498,15 @@ def card_content(
         summary = "fmmeta has evaluated this model and changed none of its weights."
     data = [public_name(name) for name in config.dataset]
     base = code(public_name(config.model_name_or_path))
-    tasks = counted(config.tasks_per_step, "task")
+    steps, tasks = counted(run.state.outer_step, "step"), counted(config.tasks_per_step, "task")
     merged = "" if adapter else ", merged into the base model"
     facts = {
         "base model": f"{base}, the built-in model, trained from scratch" if config.builtin_model else base,
         "algorithm": escaped(config.algorithm),
-        "tasks": f"{' '.join(map(code, data))}, {config.shape} episodes",
+        "tasks": f"{' '.join(map(code, data))}, {shape} episodes".replace("  ", " "),
         "inner loop": "" if spec.learning else inner_loop(config, config.inner_steps),
         "learning": spec.learning,
-        "outer loop": f"{counted(outer_steps, 'step')} of {config.outer_optimizer} over {tasks} each,"
+        "outer loop": f"{steps} of {config.outer_optimizer} over {tasks} each,"
         f" outer_lr {config.outer_lr * config.outer_lr_factor:g}, seed {config.seed}",
         "trained weights": f"LoRA adapters of rank {config.lora_r}{merged}" if config.lora_r else "",
         "verdict": escaped(verdict),
@@ -537,13 +523,13 @@ def card_content(
         summary=summary,
         facts=facts,
         dataset=[] if spec.trains_nothing else config.dataset,
-        results=card_results(config, data, compared, description.images) if compared else [],
-        scores=card_scores(compared, config) if compared else None,
+        results=card_results(config, shape, data, compared, description.images) if compared else [],
+        scores=card_scores(compared, config, shape) if compared else None,
     )
 
 
 def card_results(
-    config: Config, data: Sequence[str], compared: Compared, images: bool = False
+    config: Config, shape: str, data: Sequence[str], compared: Compared, images: bool = False
 ) -> list[EvalResult]:
     """The accuracy and the loss after adaptation, and the metrics of a learner that reads rows, for the
     metadata of a card.
@@ -563,7 +549,7 @@ def card_results(
             found.append(
                 EvalResult(
                     task_type=spec.noun(images).replace(" ", "-") or "other",
-                    task_name=f"{config.shape} learning",
+                    task_name=f"{shape} learning".strip(),
                     dataset_type=printable(", ".join(data)),
                     dataset_name=printable(", ".join(data)),
                     dataset_split="test",
@@ -576,7 +562,7 @@ def card_results(
     return found
 
 
-def card_scores(compared: Compared, config: Config) -> Scores:
+def card_scores(compared: Compared, config: Config, shape: str) -> Scores:
     """The table on held-out tasks of a card."""
     spec = find(config.algorithm)
     trained = not spec.trains_nothing  # the base model is another one
@@ -589,10 +575,10 @@ def card_scores(compared: Compared, config: Config) -> Scores:
     base = f" The base model is adapted to the same episodes{loop}."
     if spec.learning:
         base = f" The base model learns in the same way: {spec.learning}."
-    shown = ["accuracy %"] if compared.has_answers else []
+    shown, episodes = ["accuracy %"] if compared.has_answers else [], f"{shape} episodes".strip()
     names = {BEFORE: "before adaptation", FROM_START: "base model, adapted", AFTER: "this model, adapted"}
     return Scores(
-        f"Mean of {compared.episodes} {config.shape} episodes and 95 % interval over their"
+        f"Mean of {compared.episodes} {episodes} and 95 % interval over their"
         f" {units_of(compared.units, compared.kind)}, which were held out." + (base if trained else ""),
         (*shown, f"loss ({config.learner.unit})"),
         [

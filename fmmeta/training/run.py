@@ -308,5 +308,6 @@ class Run:
             self.ranks.device.type,
             begun_from=self.start.begun_from or None,
             of_classes=self.config.learner.of_classes,
+            shape=self.inputs.shape(self.config),
             **facts,
         )

@@ -554,7 +554,7 @@ def test_one_held_out_episode_has_no_interval():
         BaselineLoop(1.0, 0),
         "class",
     )
-    show(compared, Config(), lambda title, header, rows: shown.extend(rows))
+    show(compared, Config(), "5-way 1-shot", lambda title, header, rows: shown.extend(rows))
     assert [row[1:] for row in shown] == [
         ["20.0 ± -", "1.0000"],
         ["40.0 ± -", "0.7500"],
