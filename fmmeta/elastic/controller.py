@@ -182,7 +182,7 @@ class ElasticSchedule(StaticSchedule):
         self.quorum_step: int | None = None  # the outer step of the last quorum
         self.began_step: float | None = None  # the first attempt at this outer step
         self.lost: PeerLost | None = None  # by a claim
-        self.retries, self.lost_s, self.tasks = 0, 0.0, 0
+        self.retries, self.lost_s = 0, 0.0
 
     def begin_step(self) -> OpenStep | None:
         self.form_until_complete()
@@ -307,7 +307,7 @@ class ElasticSchedule(StaticSchedule):
             self.forget_tasks()  # else the sum of finished tasks is complete, and is kept
 
     def check_task_count(self, tasks: int) -> None:
-        self.tasks, wanted = tasks, self.run.schedule.tasks_per_step
+        wanted = self.run.schedule.tasks_per_step
         if tasks != wanted:
             raise MachineFault(
                 f"{tasks} tasks were learned from in an outer step of {wanted}: the groups disagree which"
@@ -318,7 +318,7 @@ class ElasticSchedule(StaticSchedule):
         """The next step counts from zero."""
         values = {
             "groups": self.cross.size,
-            "tasks": self.tasks,
+            "tasks": self.metrics.tasks,
             "retries": self.retries,
             "lost_seconds": round(self.lost_s, 3),
         }

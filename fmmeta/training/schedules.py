@@ -45,15 +45,18 @@ EPISODES = {"static": TrainingEpisodes, "dynamic": ClaimedEpisodes}  # by --task
 
 
 class OpenStep:
-    """An outer step that is open. number: of outer steps applied before it; outcome: of `update`."""
+    """An outer step that is open. number: of outer steps applied before it; outcome: of `update`; left:
+    whether a loop has not taken all tasks.
+    """
 
     def __init__(self, schedule: "StaticSchedule", number: int) -> None:
-        self.schedule, self.number, self.outcome = schedule, number, None
+        self.schedule, self.number, self.outcome, self.left = schedule, number, None, True
 
     def tasks(self) -> Iterator[TaskRun]:
         """This group's tasks, to be run in `with task:` one after the other. Collective: group.
 
-        With `static` a loop may leave the last ones out, if all ranks of the group do so.
+        A loop may leave the last ones out, if all ranks of the group do so. Where groups claim their tasks,
+        the other groups run those that this one has not claimed. With --max_staleness all have to be run.
 
         A task whose block raises an error before `backward` has no part in the step, on all ranks of the
         group; `on_bad_task` decides about it as about one that fails to load. Errors of fmmeta end the run.
@@ -64,6 +67,7 @@ class OpenStep:
             for task in some:
                 task.on_end = self._end
                 yield task
+        self.left = False
 
     def passes(self) -> Iterator[list[TaskRun]]:
         """The same tasks for a rule: those that share passes (--tasks_per_pass) in one list."""
@@ -73,6 +77,7 @@ class OpenStep:
                 run.check_inner_loop(some[0].episode)
             checks = False
             yield some
+        self.left = False
 
     def between_passes(self) -> None:
         """To be called between two passes outside of `TaskRun`, whose methods call it. Collective: group."""
@@ -80,6 +85,7 @@ class OpenStep:
 
     def update(self) -> Outcome:
         """Reduce the meta-gradients of all groups and apply their mean, validate, save. Collective: world."""
+        self.schedule.metrics.left = self.left
         self.outcome = self.schedule.update(self.number)
         return self.outcome
 
@@ -249,7 +255,8 @@ class StaticSchedule:
         stage.begin_phase("agreeing with the other groups")
         if run.stop.agree_after_tasks(left_tasks, state.saver):
             return Outcome.STOP
-        self.check_task_count(metrics.tasks)
+        if not metrics.left:
+            self.check_task_count(metrics.tasks)
         self.describe(metrics)
         no_data = self._apply_bad_task_policy(metrics)
         squares = metrics.squares if run.config.gradient_noise_scale else None

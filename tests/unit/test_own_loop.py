@@ -171,8 +171,10 @@ def test_a_task_without_backward_has_no_part_in_the_step(tmp_path):
     assert [line["skipped_tasks"] for line in metrics_of(tmp_path / "run")] == [1, 1]
 
 
-def test_a_loop_may_leave_the_remaining_tasks_of_a_step(tmp_path):
-    with fmmeta.prepare(config=Config(**SETTINGS, output_dir=str(tmp_path / "run"))) as meta:
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
+def test_a_loop_may_leave_the_remaining_tasks_of_a_step(schedule, tmp_path):
+    config = Config(**SETTINGS, task_schedule=schedule, output_dir=str(tmp_path / "run"))
+    with fmmeta.prepare(config=config) as meta:
         for step in meta.steps():
             for task in step.tasks():
                 with task:
