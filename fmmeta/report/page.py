@@ -166,6 +166,9 @@ def page(facts: Facts, written: str) -> str:
     for line in valid:
         rows[line["step"]] = {**rows.get(line["step"], {}), **line}
     trained, started = (facts.held_out.get(key) or {} for key in ("per_stratum", "per_stratum_at_start"))
+    own = dict.fromkeys(key for line in valid for key in line if key.startswith("valid_"))
+    own = {key: key.replace("valid_", "valid. ") for key in own if key not in COLUMNS}
+    columns = {**COLUMNS, **own}  # with the metrics of the kind of task, and the user's
     data = settings.get("dataset") or ["?"]
     names = [Path(str(name)).name for name in (data if isinstance(data, list) else [data])]
     return render(
@@ -197,6 +200,10 @@ def page(facts: Facts, written: str) -> str:
                 for _ in [1]
                 if not steps or "accuracy" in steps[-1]
             ),
+            *(
+                chart(key.removeprefix("valid_"), [("validation", "c", points(valid, key))], last)
+                for key in own
+            ),
             chart(
                 "Seconds per outer step",
                 [
@@ -209,7 +216,7 @@ def page(facts: Facts, written: str) -> str:
         ],
         rows=[rows[step] for step in sorted(rows)[:: math.ceil(len(rows) / MOST_ROWS) or 1]],
         total=len(rows),
-        columns={key: COLUMNS[key] for key in COLUMNS if any(key in line for line in rows.values())},
+        columns={key: columns[key] for key in columns if any(key in line for line in rows.values())},
         groups=seconds_by_group(steps),
         over=units_of(facts.held_out.get("units", 0), facts.held_out.get("kind", "task")),
         about={

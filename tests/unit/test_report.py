@@ -107,6 +107,23 @@ def test_the_table_is_that_of_run_json(run):
     assert "37 held-out 5-way 5-shot episodes" in page.all("caption", "held-out")[0][2]
 
 
+def test_own_metrics_have_a_table_a_column_and_a_chart(tmp_path):
+    """Of a kind of task without an accuracy, as regression."""
+    lines = [{key: line[key] for key in line if "accuracy" not in key} for line in metrics()]
+    lines = [line | {"valid_r2": line["step"] / 1000} if "valid_loss" in line else line for line in lines]
+    run = write_run(tmp_path, lines=lines)
+    stored = json.loads((run / "run.json").read_text())
+    stored["held_out"]["metrics"] = {"r<2": {"after_from_start": [0.25, None], "after": [0.5, 0.125]}}
+    (run / "run.json").write_text(json.dumps(stored))
+    page = page_of(run)
+    assert page.numbers("held-out")[-3:] == [(0.25, "0.2500"), (0.5, "0.5000"), (0.125, "0.1250")]
+    assert "r<2" in [one[2] for one in page.all("th", "held-out")]
+    assert "valid. r2" in [one[2] for one in page.all("th", "training")]
+    assert {0.025, 0.05, 0.075, 0.1} <= {value for value, _ in page.numbers("training")}
+    titles = [one[2] for one in page.all("h3", "training")]
+    assert titles == ["Loss", "r2", "Seconds per outer step"]
+
+
 def test_strata_are_those_of_run_json_and_the_largest_gain_comes_first(run):
     page, stored = page_of(run), held_out()
     order = sorted(
