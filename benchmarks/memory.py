@@ -100,7 +100,7 @@ def run(folder: str, flags: list[str]) -> None:
     from fmmeta.training import build
     from fmmeta.training.loop import train
     from fmmeta.training.run import Run
-    from fmmeta.training.run_folder import RunStart
+    from fmmeta.training.run_files import RunStart
 
     launch = Launch.from_env(os.environ)
     work = Path(tempfile.mkdtemp())

@@ -28,7 +28,7 @@ from fmmeta.training import build
 from fmmeta.training.callbacks import Callback
 from fmmeta.training.loop import train
 from fmmeta.training.run import Run
-from fmmeta.training.run_folder import RunStart
+from fmmeta.training.run_files import RunStart
 
 ROOT = Path(__file__).parent.parent
 QUIET = {

@@ -85,7 +85,7 @@ def environment() -> dict[str, str]:
     import torch.cuda.nccl
 
     from fmmeta.parallel.process_groups import backends
-    from fmmeta.training.run_folder import PACKAGES, version
+    from fmmeta.training.run_files import PACKAGES, version
 
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     named = {f"{one.name}, {one.total_memory / GIB:.1f} GiB" for one in gpus}

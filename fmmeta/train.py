@@ -30,10 +30,10 @@ from fmmeta.tasks.loader import check_sent
 from fmmeta.tasks.sources.own import Tasks
 from fmmeta.training import build, loop
 from fmmeta.training.callbacks import Callback, RunView
-from fmmeta.training.finish import Result, finish, read_result
-from fmmeta.training.outer_schedule import Step
+from fmmeta.training.final import Result, finish, read_result
 from fmmeta.training.run import Run
-from fmmeta.training.run_folder import open_run
+from fmmeta.training.run_files import open_run
+from fmmeta.training.schedules import OpenStep
 from fmmeta.training.trackers import check_installed
 
 
@@ -265,7 +265,7 @@ class PreparedRun:
             raise UsageError(f"output_dir={self.result and self.result.output_dir} holds the run, finished")
         return self.run.view
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[OpenStep]:
         """The outer steps that are left; each needs `update()` before the next one.
 
         They validate, log and save as the settings say, the last one too. Raises `Stopped` after a signal,

@@ -54,7 +54,7 @@ from fmmeta.tasks.data.images import EncodedImage
 from fmmeta.tasks.data.rows import Examples, Table
 from fmmeta.tasks.data.splits import few
 from fmmeta.training.build import local_model
-from fmmeta.training.run_folder import lock_folder
+from fmmeta.training.run_files import lock_folder
 
 LONGEST = 200  # bytes of a task's name; file systems take 255
 

@@ -27,7 +27,7 @@ from fmmeta.tasks.data.images import content_digest
 from fmmeta.tasks.data.rows import Table
 from fmmeta.tasks.data.splits import few
 from fmmeta.tasks.data.token_store import digest
-from fmmeta.training.run_folder import LOCK
+from fmmeta.training.run_files import LOCK
 
 PARTIAL = ".partial"  # ending of folders that are being written
 NOT_IDENTIFYING = {

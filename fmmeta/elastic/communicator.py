@@ -60,12 +60,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmmeta.common.errors import PeerLost
+from fmmeta.common.errors import PeerLost, one_line
 from fmmeta.elastic.lighthouse import (
     WAIT_S,
     LighthouseClient,
     coordination,
-    first_line,
     in_thread,
     reachable_as,
 )
@@ -373,7 +372,7 @@ class ElasticCommunicator(Communicator):
         try:
             yield
         except RuntimeError as error:  # the type of all errors of gloo and its store
-            failure = first_line(error) or type(error).__name__
+            failure = one_line(error)[:200] or type(error).__name__
         if float(self.own.sum_(torch.tensor([float(bool(failure))]))) > 0:
             self.disconnect()  # the other groups need not wait for a timeout
             raise PeerLost(f"{doing}: {failure or 'another rank of this group has failed'}")

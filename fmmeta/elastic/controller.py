@@ -31,7 +31,6 @@ from secrets import token_hex
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from fmmeta import checkpoint
 from fmmeta.common.errors import MachineFault, PeerLost, UsageError, usage_errors
@@ -39,6 +38,7 @@ from fmmeta.config.resume import changed_settings
 from fmmeta.config.settings import Config
 from fmmeta.elastic.communicator import AllGroups, ElasticCommunicator, Membership
 from fmmeta.elastic.lighthouse import LIGHTHOUSE_S, in_thread
+from fmmeta.meta.outer_step import Outcome
 from fmmeta.meta.parameters import StateDict
 from fmmeta.meta.task import TaskRun
 from fmmeta.parallel.collectives import Communicator
@@ -47,40 +47,41 @@ from fmmeta.parallel.network import PROOF
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.reliability.checks import check_replicas
-from fmmeta.report.data import read_run
+from fmmeta.report.page import read_run
 from fmmeta.training.claims import ClaimedEpisodes, TaskClaims
-from fmmeta.training.outer_schedule import Outcome
 from fmmeta.training.run import Run
-from fmmeta.training.run_folder import lock_folder, newest_complete, version
+from fmmeta.training.run_files import lock_folder, newest_complete, version
 from fmmeta.training.schedules import OpenStep, StaticSchedule
 
 CLAIM_S = 10.0  # timeout of a claim; then the first group is lost
 
 
-DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}  # of vectors and tables
-
-
 def transfer_state(
     run: Run, cross: ElasticCommunicator, membership: Membership, log: Callable[[str], None]
 ) -> None:
-    """Send the donor's state to the groups that need it. Raises `PeerLost`. Collective: all groups."""
+    """Send the donor's state to the groups that need it. Raises `PeerLost`. Collective: all groups.
+
+    Tensors have equal sizes on all groups, as their `config_hash` is: gloo ends the process on a message of
+    another size. Vectors are like theta, tables like the learned rates.
+    """
     donor, meta_params = membership.donor, run.state.meta_params
     sends = membership.here == donor
     state = run.state.state_dict() if sends else StateDict()
     header: dict[str, Any] = {
         "facts": state.facts,
         "line": run.logger.line,
-        "vectors": kinds(state.vectors),
-        "tables": kinds(state.tables),
+        "vectors": list(state.vectors),
+        "tables": list(state.tables),
     }
     header = json.loads(cross.broadcast_bytes(json.dumps(header).encode() if sends else b"", donor))
-    with cross.own.raise_on_all("looking at the state to take over"):
-        check_kinds(header["vectors"], meta_params.theta)
-        check_kinds(header["tables"], meta_params.rates)
-    for tensors, listed in ((state.vectors, header["vectors"]), (state.tables, header["tables"])):
-        for name, (dtype, shape) in listed.items():
+    parts: Any = (
+        (state.vectors, header["vectors"], meta_params.theta),
+        (state.tables, header["tables"], meta_params.rates),
+    )
+    for tensors, names, like in parts:
+        for name in names:
             if not sends:
-                tensors[name] = torch.empty(shape, dtype=DTYPES[dtype])
+                tensors[name] = torch.empty_like(like, device="cpu")
             cross.broadcast_(tensors[name], donor)
     if membership.needs_state(membership.here):
         before = run.state.outer_step
@@ -91,25 +92,6 @@ def transfer_state(
             f"state received from group {membership.members[donor].label}: outer step {before} ->"
             f" {run.state.outer_step}"
         )
-
-
-def kinds(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Dtype and shape of each tensor by name, as JSON values."""
-    return {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
-
-
-def check_kinds(sent: Mapping[str, Any], like: Tensor | None) -> None:
-    """Compare dtype and shape before receiving: gloo ends the process on a message of another size.
-
-    Raises `UsageError`.
-    """
-    wanted = None if like is None else kinds({"": like})[""]
-    for name, kind in sent.items():
-        if kind != wanted:
-            raise UsageError(
-                f"elastic=True: {name} of the other groups is {kind} and has to be {wanted} here; start this"
-                " group with the same versions of fmmeta and torch as the others"
-            )
 
 
 SECRET = ".elastic-secret"
@@ -200,7 +182,7 @@ class ElasticSchedule(StaticSchedule):
         self.quorum_step: int | None = None  # the outer step of the last quorum
         self.began_step: float | None = None  # the first attempt at this outer step
         self.lost: PeerLost | None = None  # by a claim
-        self.retries, self.lost_s, self.tasks = 0, 0.0, 0
+        self.retries, self.lost_s = 0, 0.0
 
     def begin_step(self) -> OpenStep | None:
         self.form_until_complete()
@@ -325,7 +307,7 @@ class ElasticSchedule(StaticSchedule):
             self.forget_tasks()  # else the sum of finished tasks is complete, and is kept
 
     def check_task_count(self, tasks: int) -> None:
-        self.tasks, wanted = tasks, self.run.schedule.tasks_per_step
+        wanted = self.run.schedule.tasks_per_step
         if tasks != wanted:
             raise MachineFault(
                 f"{tasks} tasks were learned from in an outer step of {wanted}: the groups disagree which"
@@ -336,7 +318,7 @@ class ElasticSchedule(StaticSchedule):
         """The next step counts from zero."""
         values = {
             "groups": self.cross.size,
-            "tasks": self.tasks,
+            "tasks": self.metrics.tasks,
             "retries": self.retries,
             "lost_seconds": round(self.lost_s, 3),
         }

@@ -19,6 +19,7 @@ import importlib
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, build_opener
 
-from fmmeta.common.errors import MachineFault, UsageError, usage_errors
+from fmmeta.common.errors import MachineFault, UsageError, one_line, usage_errors
 from fmmeta.common.progress import LOGGER, STDERR
 from fmmeta.config.fields import check_values
 from fmmeta.config.settings import setting
@@ -138,7 +139,7 @@ class LighthouseClient:
             if time.monotonic() - answered > timeout_s:
                 raise MachineFault(
                     f"lighthouse={self.address} has been silent for {timeout_s:.0f} s"
-                    f" ({first_line(failure)}); look whether it runs; the last checkpoint is whole"
+                    f" ({one_line(failure)[:200]}); look whether it runs; the last checkpoint is whole"
                 ) from None
             time.sleep(0.1)
 
@@ -177,7 +178,7 @@ def wait_for(lighthouse: str, work: Callable[[], T]) -> T:
         try:
             return work()
         except Exception as error:
-            reason = first_line(error)
+            reason = one_line(error)[:200]
         if time.monotonic() - began > LIGHTHOUSE_S:
             raise MachineFault(
                 f"lighthouse={lighthouse} has not answered for {LIGHTHOUSE_S:.0f} s ({reason}); start"
@@ -234,10 +235,6 @@ def reachable_as(lighthouse: str) -> str:
     return next(iter(found.values()), address)
 
 
-def first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:200]
-
-
 @dataclass
 class LighthouseConfig:
     host: str = setting(
@@ -271,8 +268,8 @@ def open_lighthouse(config: LighthouseConfig) -> tuple[Any, str]:
     if not 0 <= config.port < 2**16:
         raise UsageError(f"port={config.port} is not in 0 to {2**16 - 1}; use 0 for any free port, or 29510")
     ft = coordination()
-    if config.host == "::":
-        config = replace(config, host=every_interface())
+    if config.host == "::" and not socket.has_dualstack_ipv6():
+        config = replace(config, host="0.0.0.0")  # all interfaces of a host without IPv6
     with usage_errors(f"host={config.host}, port={config.port} cannot be opened", "give others"):
         listen(config.host, config.port).close()  # the server would log an error in its own thread only
     host = f"[{config.host}]" if ":" in config.host else config.host
@@ -286,12 +283,3 @@ def open_lighthouse(config: LighthouseConfig) -> tuple[Any, str]:
         )
         address = server.address()  # by the name of this machine
     return server, address if config.host in ("::", "0.0.0.0") else f"http://{host}:{urlsplit(address).port}"
-
-
-def every_interface() -> str:
-    """The address of all interfaces: ::, which IPv4 reaches too, or 0.0.0.0 on a host without IPv6."""
-    try:
-        listen("::", 0).close()
-    except OSError:
-        return "0.0.0.0"
-    return "::"

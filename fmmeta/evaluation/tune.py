@@ -67,7 +67,7 @@ from fmmeta.training import build
 from fmmeta.training.episodes import EpisodeReader
 from fmmeta.training.loop import train
 from fmmeta.training.run import Run, StopAgreement
-from fmmeta.training.run_folder import RunStart, make
+from fmmeta.training.run_files import RunStart, make
 from fmmeta.training.scoring import VALID, Scoring, score_of
 
 DECIMALS = 4  # of a loss in the table; losses that are equal in them tie

@@ -9,6 +9,7 @@ mean over the tasks. With --offload_outer everything but the learned rates is in
 (parallel/param_map.py) and is copied to the device in pieces, once per outer step.
 """
 
+import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,15 @@ from fmmeta.meta.parameters import MetaGradient, MetaParameters, PendingMean, St
 from fmmeta.parallel.collectives import Communicator, Reduction
 from fmmeta.parallel.param_map import OuterMemory, overlap
 from fmmeta.parallel.workers.base import Worker, add_local_dot, over_group
+
+
+class Outcome(enum.Enum):
+    """What an outer step did to theta."""
+
+    APPLIED = "theta moved"
+    SKIPPED_NONFINITE = "no task was finite, or the meta-gradient was not"
+    NO_DATA = "no task was loaded"
+    STOP = "the step was abandoned"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The meta-parameters, which training changes and which evaluation and export get; and the meta-gradient.
 
-    rules add each task (rule.py)  -->  reduction over `cross`, a mean  -->  outer step (outer_step.py)
+    rules add each task (task.py)  -->  reduction over `cross`, a mean  -->  outer step (outer_step.py)
 
 The live meta-parameters are changed in place by the outer step, and replaced by a resume or an elastic state
 transfer. Code that needs other weights (the initial ones, the best validated, an interpolation) gets a copy

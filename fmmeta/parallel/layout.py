@@ -377,7 +377,6 @@ class ParallelPlan:
     stages: int = 1
     tensor: int = 1
     layer_costs: Sequence[float] | None = None  # seconds of each layer, if stages are balanced by time
-    reason: str = ""  # how --group_size auto chose; empty for a size that the user gave
 
     @classmethod
     def of(
@@ -387,7 +386,6 @@ class ParallelPlan:
         group_size: int,
         device_type: str,
         layer_costs: Sequence[float] | None = None,
-        reason: str = "",
     ) -> "ParallelPlan":
         """The plan of groups of `group_size`. Raises `UsageError` if a setting needs another size.
 
@@ -408,7 +406,7 @@ class ParallelPlan:
                 f" group of {group_size}: it hooks into modules; leave it out, or use --group_size 1"
             )
         used = deepspeed.of_engine() if engine == "deepspeed" else deepspeed
-        plan = cls(group_size, engine, used, stages, tensor, layer_costs, reason)
+        plan = cls(group_size, engine, used, stages, tensor, layer_costs)
         plan.coordinates(0)
         return plan
 

@@ -1,5 +1,9 @@
-"""The report of a run: report.html, one file that loads nothing and runs no script."""
+"""The report of a run: report.html, one file that loads nothing and runs no script.
 
+It shows run.json and metrics.jsonl of a run, which may still be running; their readers are here too.
+"""
+
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +17,12 @@ from fmmeta.common.progress import Warn
 from fmmeta.common.security import publish_text, redact
 from fmmeta.common.text import render, units_of
 from fmmeta.config.settings import setting
-from fmmeta.report.data import AFTER, BEFORE, FROM_START, Facts, Line, number, points, read
+
+BEFORE, FROM_START, AFTER = (  # rows of the table on held-out tasks
+    "before adaptation, meta-trained",
+    "after adaptation, weights at the start",
+    "after adaptation, meta-trained",
+)
 
 NAME = "report.html"
 MOST_ROWS = 200  # of the table of numbers, whose columns are these keys of metrics.jsonl
@@ -32,6 +41,81 @@ LEFT, RIGHT, TOP, BOTTOM = 42.0, 338.0, 8.0, 172.0  # edges of a plot, in a view
 MOST_POINTS = 60  # of a line; the points of a longer one are means over equally many steps
 
 Points = Sequence[tuple[float, float]]
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A run as its files describe it.
+
+    settings, held_out: of `run`; the latter is the table on held-out tasks, empty before the end of the run.
+    steps: logged outer steps; valid: scores on validation tasks.
+    """
+
+    folder: Path
+    run: dict[str, Any]
+    settings: dict[str, Any]
+    held_out: dict[str, Any]
+    steps: list[Line]
+    valid: list[Line]
+
+    @property
+    def outer_step(self) -> int:
+        """The last one that was logged."""
+        return max((line["step"] for line in (*self.steps, *self.valid)), default=0)
+
+
+def read_run(folder: Path) -> dict[str, Any] | None:
+    """run.json of a folder; None where there is none.
+
+    Raises `UsageError` where it cannot be read.
+    """
+    file = folder / "run.json"
+    if not file.is_file():
+        return None
+    with usage_errors(f"{file} cannot be read", "correct or remove it, or choose another output_dir"):
+        run = json.loads(file.read_text(encoding="utf-8"))
+        return run if isinstance(run["settings"], dict) else None
+
+
+def parse_line(text: str) -> Line | None:
+    """A line of metrics.jsonl, or None if it is incomplete: a process died while it wrote it."""
+    try:
+        line = json.loads(text)
+        return line if isinstance(line["step"], int) else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def read_lines(folder: Path) -> list[Line]:
+    """The complete lines of metrics.jsonl; empty where there is none."""
+    file = folder / "metrics.jsonl"
+    texts = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ()
+    return [line for text in texts if (line := parse_line(text))]
+
+
+def read(folder: Path) -> Facts:
+    """Read a run's folder; of two lines of one kind for a step the last counts.
+
+    Raises `UsageError` where the folder holds no run.
+    """
+    run = read_run(folder)
+    if run is None:
+        raise UsageError(f"output_dir={folder} holds no run.json; give the folder of a run")
+    found = {(line["step"], "valid_loss" in line): line for line in read_lines(folder)}
+    lines = [found[key] for key in sorted(found)]
+    steps, valid = ([line for line in lines if key in line] for key in ("query_loss", "valid_loss"))
+    return Facts(folder, run, run["settings"], run.get("held_out") or {}, steps, valid)
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for all else."""
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def points(lines: Sequence[Line], key: str, factor: float = 1.0) -> list[tuple[int, float]]:
+    """(step, factor * value) of the lines where the value is a finite number."""
+    return [(line["step"], factor * line[key]) for line in lines if number(line.get(key)) is not None]
 
 
 @dataclass
@@ -82,6 +166,9 @@ def page(facts: Facts, written: str) -> str:
     for line in valid:
         rows[line["step"]] = {**rows.get(line["step"], {}), **line}
     trained, started = (facts.held_out.get(key) or {} for key in ("per_stratum", "per_stratum_at_start"))
+    own = dict.fromkeys(key for line in valid for key in line if key.startswith("valid_"))
+    own = {key: key.replace("valid_", "valid. ") for key in own if key not in COLUMNS}
+    columns = {**COLUMNS, **own}  # with the metrics of the kind of task, and the user's
     data = settings.get("dataset") or ["?"]
     names = [Path(str(name)).name for name in (data if isinstance(data, list) else [data])]
     return render(
@@ -113,6 +200,10 @@ def page(facts: Facts, written: str) -> str:
                 for _ in [1]
                 if not steps or "accuracy" in steps[-1]
             ),
+            *(
+                chart(key.removeprefix("valid_"), [("validation", "c", points(valid, key))], last)
+                for key in own
+            ),
             chart(
                 "Seconds per outer step",
                 [
@@ -125,7 +216,7 @@ def page(facts: Facts, written: str) -> str:
         ],
         rows=[rows[step] for step in sorted(rows)[:: math.ceil(len(rows) / MOST_ROWS) or 1]],
         total=len(rows),
-        columns={key: COLUMNS[key] for key in COLUMNS if any(key in line for line in rows.values())},
+        columns={key: columns[key] for key in columns if any(key in line for line in rows.values())},
         groups=seconds_by_group(steps),
         over=units_of(facts.held_out.get("units", 0), facts.held_out.get("kind", "task")),
         about={

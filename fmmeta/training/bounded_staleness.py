@@ -29,13 +29,12 @@ from functools import lru_cache, partial
 from typing import Any
 
 from fmmeta.common.errors import UsageError
-from fmmeta.meta.outer_step import OuterStep
+from fmmeta.meta.outer_step import Outcome, OuterStep
 from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.meta.task import TaskRun
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.training.claims import ClaimedEpisodes, first_decides
-from fmmeta.training.outer_schedule import Outcome
 from fmmeta.training.schedules import DynamicSchedule, OpenStep
 from fmmeta.training.step_metrics import StepMetrics
 

@@ -20,7 +20,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import TimedOut, time_limit
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import source_of
-from fmmeta.common.text import counted
+from fmmeta.common.text import as_stored, counted
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import HFLearner
 from fmmeta.learners.files import trained_with
@@ -67,12 +67,16 @@ from fmmeta.tasks.sources.base import (
     transformed,
 )
 from fmmeta.tasks.sources.load import Sources, load_sources
-from fmmeta.tasks.sources.own import Tasks
-from fmmeta.training.run_folder import settings_of
+from fmmeta.tasks.sources.own import OwnSource, Tasks
 
 TRIED = 8  # tasks, one of which a collate function is tried with
 Notice = Callable[..., None]
 """Logs a line, or several as one."""
+
+
+def settings_of(config: Config, fingerprint: str, **resolved: Any) -> dict[str, Any]:
+    """What identifies a run: flags, fingerprint of the data, and `resolved` of RunInputs."""
+    return as_stored({**config.as_dict(), "dataset_fingerprint": fingerprint, **resolved})
 
 
 @dataclass
@@ -107,15 +111,19 @@ class RunInputs:
             config, self.sources.fingerprint, transforms_fingerprint=transforms, **self.resolved
         )
 
+    def shape(self, config: Config) -> str:
+        """The episodes in words, without shots where a function draws the rows."""
+        if not isinstance(self.sources.train, OwnSource):
+            return config.shape
+        return f"{config.n_way}-way" if config.learner.of_classes else ""
+
     def prompts(self, method: str, **options: bool) -> list[EpisodeTransform]:
         """The transforms of a method of `fmmeta evaluate`."""
         return prompts(method, self.tokenizer, self.description.hf_config, **options)
 
-    def parallel_plan(
-        self, config: Config, group_size: int, device_type: str, reason: str = ""
-    ) -> ParallelPlan:
+    def parallel_plan(self, config: Config, group_size: int, device_type: str) -> ParallelPlan:
         """The plan of groups of `group_size`. Raises `UsageError`."""
-        return ParallelPlan.of(config, self.deepspeed, group_size, device_type, self.layer_costs, reason)
+        return ParallelPlan.of(config, self.deepspeed, group_size, device_type, self.layer_costs)
 
 
 def local_model(model_name_or_path: str, world: World, notice: Notice, timeout_s: float) -> str:
@@ -306,7 +314,7 @@ def plan_parallel(config: Config, inputs: RunInputs, world: World, notice: Notic
     if given == "auto" and not config.elastic:
         group_size, reason = choose_group_size(world, sizes_at, inputs.deepspeed, model_ranks)
         notice(reason)
-        plan = inputs.parallel_plan(config, group_size, device, reason)
+        plan = inputs.parallel_plan(config, group_size, device)
     else:
         layout = Layout(world.launch, world_size if config.elastic else int(given))
         plan = inputs.parallel_plan(config, layout.group_size, device)

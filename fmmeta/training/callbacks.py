@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from fmmeta.common.progress import Progress
     from fmmeta.config.settings import Config
+    from fmmeta.meta.outer_step import Outcome
     from fmmeta.parallel.process_groups import ProcessGroups
     from fmmeta.parallel.workers.base import Worker
-    from fmmeta.training.outer_schedule import Outcome
     from fmmeta.training.state import TrainingState
 
 

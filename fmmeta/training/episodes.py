@@ -215,9 +215,9 @@ class TrainingEpisodes(EpisodeReader):
         for asked in self._asked(outer_step, size):
             found = self.read(asked)
             metrics.count_missing(len(asked) - len(found), len(self.errors), self.loader.wait_s - waited)
+            self.finished += [task.seed[-1] for task in asked]  # a loop may leave after the last of them
             for begin in range(0, len(found), size):
                 yield found[begin : begin + size]
-            self.finished += [task.seed[-1] for task in asked]
 
     def _asked(self, outer_step: int, size: int) -> Iterator[Sequence[Task]]:
         """This group's tasks of an outer step: its share at once, or `size` at a time as it claims them.

@@ -15,11 +15,11 @@ from unittest import mock
 
 import torch
 
+from fmmeta.meta.outer_step import Outcome
 from fmmeta.meta.parameters import MetaGradient
 from fmmeta.parallel.process_groups import PendingWork
 from fmmeta.training.callbacks import Callback, RunView
 from fmmeta.training.episodes import EpisodeReader
-from fmmeta.training.outer_schedule import Outcome
 
 KINDS = (
     "data",

@@ -1,8 +1,9 @@
 """A run: its state and its parts, and what every outer schedule needs of them: resume, stops, checkpoints.
 
-Files belong to state.py and run_log.py, sharding to parallel/, actions after a step to callbacks.py.
+Files belong to state.py and run_files.py, sharding to parallel/, actions after a step to callbacks.py.
 """
 
+import pkgutil
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from fmmeta.checkpoint.write import Saver
 from fmmeta.common.errors import Stopped, UsageError
 from fmmeta.common.progress import Progress, Warn
+from fmmeta.common.security import import_named
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.meta.multi_task import multi_task_rule, tasks_per_pass
@@ -25,13 +27,33 @@ from fmmeta.reliability.signals import Signals
 from fmmeta.reliability.watchdog import WatchdogStage
 from fmmeta.tasks.batching import Episode
 from fmmeta.training import build, callbacks
-from fmmeta.training.outer_schedule import OuterSchedule, schedule_of
 from fmmeta.training.profiler import Profiler
-from fmmeta.training.run_folder import RunStart, manifests, promise_of, write_config, write_run
-from fmmeta.training.run_log import RunLogger
+from fmmeta.training.run_files import RunLogger, RunStart, manifests, promise_of, write_config, write_run
 from fmmeta.training.scoring import FINISHED, HeldOut, Scoring, Validation, metrics_of
 from fmmeta.training.state import TrainingState
 from fmmeta.training.trackers import Trackers
+
+SCHEDULES = {
+    "static": "fmmeta.training.schedules:StaticSchedule",
+    "dynamic": "fmmeta.training.schedules:DynamicSchedule",
+    "stale": "fmmeta.training.bounded_staleness:StaleSchedule",
+    "elastic": "fmmeta.elastic.controller:ElasticSchedule",
+}
+"""Name -> module:class."""
+
+
+def schedule_of(config: Config) -> Any:
+    """The class of the outer schedule that the settings ask for. Raises `UsageError`."""
+    name = "elastic" if config.elastic else "stale" if config.max_staleness else config.task_schedule
+    if name in SCHEDULES:
+        return pkgutil.resolve_name(SCHEDULES[name])
+    found = import_named("task_schedule", name, "an outer schedule")
+    if not (isinstance(found, type) and hasattr(found, "steps")):
+        raise UsageError(
+            f"task_schedule={name} is no class with `steps`; name a subclass of"
+            " fmmeta.training.schedules.StaticSchedule"
+        )
+    return found
 
 
 class StopAgreement:
@@ -155,7 +177,7 @@ class Run:
         )
         with ranks.world.raise_on_all("looking for the outer schedule"):
             schedule = schedule_of(config)
-        self.outer_schedule: OuterSchedule = schedule(self)
+        self.outer_schedule: Any = schedule(self)  # schedules.StaticSchedule
 
     @property
     def theta(self) -> Tensor:
@@ -286,5 +308,6 @@ class Run:
             self.ranks.device.type,
             begun_from=self.start.begun_from or None,
             of_classes=self.config.learner.of_classes,
+            shape=self.inputs.shape(self.config),
             **facts,
         )

@@ -1,4 +1,14 @@
-"""The synchronous schedules: all groups meet at the end of an outer step. `StaticSchedule` is the base.
+"""Outer schedules: which task is next, when an outer step closes, which groups are members.
+
+    for step in schedule.steps():          forms the groups, validates, saves; ends after a stop
+        for task in step.tasks():          those of this group
+            ...                            a rule, or a loop over task.step and task.backward
+        step.update()                      the reduction over all groups, clipping, the outer optimizer
+
+`static`: each group runs its share of the meta-batch. `dynamic`: a group that is free claims the next task.
+`stale` (bounded_staleness.py): a step closes without waiting for groups that are slower. `elastic`
+(elastic/controller.py): groups come and go. A schedule is found by name (run.py) and gets the `Run`; an own
+one is a subclass of one of them, `--task_schedule module:class`. `StaticSchedule` is the base:
 
     passes     the tasks of this group, until a stop: those of its share, or those that it claims
     end_task   adds the numbers of a task that has ended
@@ -21,13 +31,12 @@ from fmmeta.common.errors import MachineFault, PeerError, PeerLost, Stopped, Usa
 from fmmeta.meta.gradient_check import check
 from fmmeta.meta.multi_task import tasks_per_pass
 from fmmeta.meta.noise_scale import local_square
-from fmmeta.meta.outer_step import OuterStep
+from fmmeta.meta.outer_step import Outcome, OuterStep
 from fmmeta.meta.parameters import MetaGradient
 from fmmeta.meta.task import TaskRun
 from fmmeta.reliability.checks import check_replicas
 from fmmeta.training.claims import ClaimedEpisodes, TaskClaims
 from fmmeta.training.episodes import EpisodeReader, TrainingEpisodes
-from fmmeta.training.outer_schedule import Outcome
 from fmmeta.training.run import Run
 from fmmeta.training.step_metrics import StepMetrics
 
@@ -36,31 +45,47 @@ EPISODES = {"static": TrainingEpisodes, "dynamic": ClaimedEpisodes}  # by --task
 
 
 class OpenStep:
-    """See `Step`. outcome: of `update`."""
+    """An outer step that is open. number: of outer steps applied before it; outcome: of `update`; left:
+    whether a loop has not taken all tasks.
+    """
 
     def __init__(self, schedule: "StaticSchedule", number: int) -> None:
-        self.schedule, self.number, self.outcome = schedule, number, None
+        self.schedule, self.number, self.outcome, self.left = schedule, number, None, True
 
     def tasks(self) -> Iterator[TaskRun]:
+        """This group's tasks, to be run in `with task:` one after the other. Collective: group.
+
+        A loop may leave the last ones out, if all ranks of the group do so. Where groups claim their tasks,
+        the other groups run those that this one has not claimed. With --max_staleness all have to be run.
+
+        A task whose block raises an error before `backward` has no part in the step, on all ranks of the
+        group; `on_bad_task` decides about it as about one that fails to load. Errors of fmmeta end the run.
+        """
         if (size := tasks_per_pass(self.schedule.run.config)) > 1:
             raise UsageError(f"tasks_per_pass={size} is for algorithms; leave it out where a loop runs tasks")
         for some in self.schedule.passes(self.number, 1):
             for task in some:
                 task.on_end = self._end
                 yield task
+        self.left = False
 
     def passes(self) -> Iterator[list[TaskRun]]:
+        """The same tasks for a rule: those that share passes (--tasks_per_pass) in one list."""
         run, checks = self.schedule.run, self.number == 0
         for some in self.schedule.passes(self.number, tasks_per_pass(run.config)):
             if checks:
                 run.check_inner_loop(some[0].episode)
             checks = False
             yield some
+        self.left = False
 
     def between_passes(self) -> None:
+        """To be called between two passes outside of `TaskRun`, whose methods call it. Collective: group."""
         self.schedule.between_passes()
 
     def update(self) -> Outcome:
+        """Reduce the meta-gradients of all groups and apply their mean, validate, save. Collective: world."""
+        self.schedule.metrics.left = self.left
         self.outcome = self.schedule.update(self.number)
         return self.outcome
 
@@ -82,7 +107,7 @@ def described(error: BaseException) -> str:
 
 
 class StaticSchedule:
-    """Each group runs its share of the meta-batch; see `OuterSchedule`.
+    """Each group runs its share of the meta-batch; one for a run.
 
     feed: provides the episodes, from `open` on. metrics: of the last step; is_open: whether its sums are not
     reduced. left_tasks: whether a stop has left out tasks of it.
@@ -96,6 +121,10 @@ class StaticSchedule:
         self.begun = list[TaskRun]()  # tasks that were given and may not have ended
 
     def steps(self) -> Generator[OpenStep]:
+        """The outer steps that are left. Each needs `update` before the next one.
+
+        Raises `Stopped` after a signal, with the state saved. Collective: world.
+        """
         run = self.run
         if not run.trains:
             run.skip_training()
@@ -208,7 +237,7 @@ class StaticSchedule:
         self.begun = []
 
     def update(self, number: int) -> Outcome:
-        """See `Step`; number: of the step. Collective: all groups."""
+        """See `OpenStep.update`; number: of the step. Collective: all groups."""
         self.settle()
         return self.reduce()
 
@@ -226,7 +255,8 @@ class StaticSchedule:
         stage.begin_phase("agreeing with the other groups")
         if run.stop.agree_after_tasks(left_tasks, state.saver):
             return Outcome.STOP
-        self.check_task_count(metrics.tasks)
+        if not metrics.left:
+            self.check_task_count(metrics.tasks)
         self.describe(metrics)
         no_data = self._apply_bad_task_policy(metrics)
         squares = metrics.squares if run.config.gradient_noise_scale else None
@@ -295,12 +325,18 @@ class StaticSchedule:
         return outcome
 
     def compare_theta(self) -> None:
+        """Raise `MachineFault` if theta is not the same on all groups. Collective: world."""
         check_replicas(self.run.ranks, self.run.theta, f"after outer step {self.run.state.outer_step}")
 
     def newer_than(self, refused: Path) -> Path:
+        """The checkpoint to load instead of one that cannot be read; `refused` if there is no other.
+
+        Collective: world.
+        """
         return refused
 
     def unfinished(self) -> dict[str, Any] | None:
+        """What a checkpoint stores of tasks that run meanwhile. Collective: world."""
         return None
 
     def finish(self) -> None:
@@ -310,7 +346,7 @@ class StaticSchedule:
         """End the membership of this group."""
 
     def close(self) -> None:
-        pass
+        """Release what the schedule holds, after the last file of the run is written. Local."""
 
 
 class DynamicSchedule(StaticSchedule):

@@ -27,6 +27,7 @@ from fmmeta.common.text import strict
 from fmmeta.config.resume import HIDDEN_ON_RESUME
 from fmmeta.config.settings import MAX_NEW_TOKENS, Config
 from fmmeta.meta.inner_loop import InnerLoop
+from fmmeta.meta.outer_step import Outcome
 from fmmeta.meta.task import Setup
 from fmmeta.metrics.language import LanguageMetrics
 from fmmeta.metrics.own import EpisodeMetrics, Metric
@@ -42,7 +43,6 @@ from fmmeta.tasks.sources.base import EpisodeTransform, TaskSource
 from fmmeta.training import build
 from fmmeta.training.callbacks import Callback, RunView
 from fmmeta.training.episodes import EpisodeReader
-from fmmeta.training.outer_schedule import Outcome
 
 VALID, TEST = 1, 2  # streams of the schedule; training is 0
 FINISHED = "held_out.json"  # finished episodes of a final evaluation that was stopped

@@ -23,12 +23,11 @@ from typing import Any
 from fmmeta import checkpoint
 from fmmeta.checkpoint.write import Saver
 from fmmeta.config.settings import Config
-from fmmeta.meta.outer_step import OuterOptimizer, OuterUpdate
+from fmmeta.meta.outer_step import Outcome, OuterOptimizer, OuterUpdate
 from fmmeta.meta.parameters import MetaParameters, StateDict
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.reliability.checks import Spikes
 from fmmeta.training import build
-from fmmeta.training.outer_schedule import Outcome
 
 
 class TrainingState:

@@ -18,7 +18,8 @@ class StepMetrics:
 
     names: further numbers of the algorithm's task gradients. replicated: whether each rank of a group holds
     the whole model. counts: further sums over tasks, by name. waited: seconds that this group has waited for
-    others so far. squares: of the tasks of all groups, after `all_reduce`.
+    others so far. squares: of the tasks of all groups, after `all_reduce`. left: whether a loop has left out
+    tasks.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class StepMetrics:
         self.weight = self.weight_squared = self.data_seconds = 0.0
         self.square = 0.0  # this rank's part of the sum of w |g|^2 (meta/noise_scale.py)
         self.skipped = self.tokens = self.tasks = self.failures = 0
+        self.left = False
         # sums over the finite tasks, each times its weight
         self.sums = dict.fromkeys(("support_loss", "query_loss", "accuracy", *names), 0.0)
         self.values: dict[str, Any] = {}
@@ -78,6 +80,7 @@ class StepMetrics:
             "weight": self.weight,
             "skipped": self.skipped,
             "tasks": self.tasks,
+            "left": self.left,
             "weight_squared": self.weight_squared,
             **self.sums,
             **self.counts,
@@ -108,6 +111,7 @@ class StepMetrics:
         weight = total["weight"]
         self.squares = TaskSquares(weight, total["weight_squared"], total["square"])
         self.tasks, self.failures = int(total["tasks"]), int(total["failures"])
+        self.left = total["left"] > 0
         self.counts = {name: total[name] for name in self.counts}
         self.values = {
             "tokens": int(total["tokens"]),

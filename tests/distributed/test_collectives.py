@@ -19,7 +19,7 @@ from fmmeta.parallel.layout import Nodes
 from fmmeta.parallel.workers.create import check_equal, fingerprint
 from fmmeta.reliability.checks import check_replicas, hash_vector
 from fmmeta.training import build
-from fmmeta.training.finish import read_result
+from fmmeta.training.final import read_result
 from fmmeta.training.run import StopAgreement
 from tests.support import open_files
 from tests.support.fake_runs import write_run

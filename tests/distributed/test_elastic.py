@@ -26,7 +26,7 @@ from fmmeta.elastic.lighthouse import LighthouseClient, coordination
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.network import proof
 from fmmeta.training.run import Run
-from fmmeta.training.run_folder import lock_folder
+from fmmeta.training.run_files import lock_folder
 from harness.elastic import SLEEP, Born, Group, Trial, alone, lines_of, parity, theta_of
 from harness.fork_server import ROOT, environment, free_port
 from tests.support import slurm

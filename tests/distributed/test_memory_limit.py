@@ -16,7 +16,7 @@ from fmmeta.parallel.workers.zero import import_deepspeed
 from fmmeta.training import build
 from fmmeta.training.loop import train
 from fmmeta.training.run import Run
-from fmmeta.training.run_folder import RunStart
+from fmmeta.training.run_files import RunStart
 from tests.support.messages import refusal
 from tests.support.models import save, tiny, write_pairs
 from tests.support.ranks import on_ranks

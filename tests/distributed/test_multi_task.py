@@ -14,7 +14,7 @@ from fmmeta.training import build
 from fmmeta.training.callbacks import Callback
 from fmmeta.training.loop import train
 from fmmeta.training.run import Run
-from fmmeta.training.run_folder import RunStart
+from fmmeta.training.run_files import RunStart
 from tests.support.matrix import Case, ParityFixture, tolerance
 from tests.support.models import save_bert, save_llama, write_classes, write_pairs
 from tests.support.ranks import counted_gathers, on_ranks

@@ -77,6 +77,22 @@ def test_a_loop_of_first_order_is_not_the_exact_one(flags, tmp_path):
     assert not same(tmp_path / "fomaml", tmp_path / "maml")
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("leaving", fast_or_slow([(1,), (0, 1)], lambda groups: len(groups) > 1, str))
+def test_a_group_that_leaves_its_loop_leaves_the_tasks_to_the_others(leaving, flags, tmp_path):
+    """With claimed tasks; if all groups leave, the step has fewer tasks."""
+    after, text = "task.backward(task.query, order=order)\n", (ROOT / "examples/own_loop.py").read_text()
+    leave = f"{after}                if meta.view.ranks.cross.rank in {leaving}:\n                    break\n"
+    (tmp_path / "loop.py").write_text(text.replace(after, leave))
+    settings = {**STEPS, "algorithm": "fomaml", "task_schedule": "dynamic"}
+    run_ranks([str(tmp_path / "loop.py"), *flags(tmp_path / "run", **settings)], 2).ok()
+    tasks = [line["tasks_by_group"] for line in metrics_of(tmp_path / "run")]
+    assert len(tasks) == STEPS["outer_steps"]
+    for mine, others in tasks:
+        assert others <= 1
+        assert mine + others == 4 if leaving == (1,) else mine == 1
+
+
 STOPPED = {"algorithm": "fomaml", **LONG}
 
 

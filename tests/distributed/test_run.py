@@ -427,13 +427,13 @@ def test_bad_input_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
         (
             {"stage": 2, "offload_optimiser": {"device": "cpu"}},
             (
-                'sets zero_optimization.offload_optimiser={"device": "cpu"}, which DeepSpeed does not know',
+                'sets offload_optimiser={"device": "cpu"}, which DeepSpeedZeroConfig of DeepSpeed refuses',
                 "did you mean offload_optimizer?",
             ),
         ),
         (
             {"stage": 3, "overlap_comm": "perhaps"},
-            ('sets zero_optimization.overlap_comm="perhaps", which DeepSpeed refuses', "change or remove it"),
+            ('sets overlap_comm="perhaps", which DeepSpeedZeroConfig', "change or remove it"),
         ),
     ],
     ids=["key", "value"],

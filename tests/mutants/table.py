@@ -476,7 +476,7 @@ MUTANTS = (
     ),
     Mutant(
         "changed settings are accepted on resume",
-        "training/run_folder.py",
+        "training/run_files.py",
         "refused = [text for name, text in changed.items() if name not in config.accept_changed_settings]",
         "refused = [text for name, text in changed.items() if name in ()]",
         "a run continues with another learning rate or seed without a word",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fmmeta.config.settings import Config
-from fmmeta.training.run_folder import RunStart, find_start, known_folder, new_folder
+from fmmeta.training.run_files import RunStart, find_start, known_folder, new_folder
 
 SPIKE, SKIPPED, BAD, NOT_FINITE = 60, 30, 45, 31
 
@@ -83,6 +83,7 @@ def write_run(
     run = {
         "settings": {**Config(outer_steps=100).as_dict(), "dataset_fingerprint": "f00", **settings},
         "layout": "2 groups of 1 rank",
+        "shape": "5-way 5-shot",
         "versions": {"fmmeta": "0.2.0", "torch": "2.13.0"},
         "git_commit": "c0ffee",
         "finished": finished,

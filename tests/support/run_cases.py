@@ -23,7 +23,7 @@ from fmmeta.training.bounded_staleness import StaleSchedule
 from fmmeta.training.callbacks import Callback
 from fmmeta.training.loop import train
 from fmmeta.training.run import Run
-from fmmeta.training.run_folder import RunStart
+from fmmeta.training.run_files import RunStart
 from tests.support import nccl_rules
 from tests.support.ranks import begin, built
 

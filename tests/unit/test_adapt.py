@@ -35,7 +35,7 @@ from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
 from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.tasks.sources.load import load_sources
-from fmmeta.training.run_folder import lock_folder
+from fmmeta.training.run_files import lock_folder
 from harness.fork_server import shared
 from tests.support.exports import run_python
 from tests.support.helpers import refusal, write_rows

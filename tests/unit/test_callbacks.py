@@ -7,10 +7,10 @@ import torch
 
 from fmmeta import Callback, Config, MetaTrainer
 from fmmeta.common.errors import Stopped
+from fmmeta.meta.outer_step import Outcome
 from fmmeta.reliability.signals import Signals
 from fmmeta.training.bounded_staleness import StaleSchedule
 from fmmeta.training.episodes import EpisodeReader
-from fmmeta.training.outer_schedule import Outcome
 from fmmeta.training.run import Run
 from fmmeta.training.schedules import StaticSchedule
 from fmmeta.training.scoring import Scoring

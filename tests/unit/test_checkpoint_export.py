@@ -18,8 +18,8 @@ from fmmeta.config.settings import Config
 from fmmeta.learners.load import describe
 from fmmeta.parallel.param_map import Fragment, ParamMap
 from fmmeta.parallel.workers.base import Worker
-from fmmeta.training.run_folder import lock_folder, settings_of, write_run
-from fmmeta.training.run_log import Metrics
+from fmmeta.training.build import settings_of
+from fmmeta.training.run_files import Metrics, lock_folder, write_run
 from tests.support.checkpoints import (
     CUT,
     SHAPES,

@@ -26,13 +26,8 @@ from fmmeta.checkpoint import read, write
 from fmmeta.checkpoint.write import Saver
 from fmmeta.common.progress import LOGGER
 from fmmeta.config.settings import Config
-from fmmeta.training.run_folder import (
-    accept_changes,
-    lock_folder,
-    open_run,
-    settings_of,
-    write_run,
-)
+from fmmeta.training.build import settings_of
+from fmmeta.training.run_files import accept_changes, lock_folder, open_run, write_run
 from tests.support.checkpoints import (
     CUT,
     WHOLE,

@@ -10,7 +10,7 @@ from fmmeta.config.settings import Config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.training import build
-from fmmeta.training.comparison import confusion
+from fmmeta.training.final import confusion
 from fmmeta.training.scoring import TEST, HeldOut, Scoring
 from tests.support.messages import check_message
 from tests.support.models import write_classes, write_pairs

@@ -14,7 +14,7 @@ from fmmeta.common.errors import Stopped
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.metrics.scores import EpisodeScore
 from fmmeta.reliability.signals import Signals
-from fmmeta.training import comparison
+from fmmeta.training import final
 from fmmeta.training.scoring import FINISHED, HeldOut
 from tests.support.short_runs import metrics_of
 
@@ -99,7 +99,7 @@ def table_of(folder) -> dict:
 def test_stop_in_the_final_evaluation_keeps_the_trained_model(config_of, tmp_path, settings):
     """The signal arrives in the first, a middle and the last pass; only the stop saves a checkpoint."""
     whole = scored_by(config_of("whole", **settings))
-    confused, rates = 1, len(comparison.SCALES)
+    confused, rates = 1, len(final.SCALES)
     for number in (whole - 3 * rates - 3 - confused - 2, whole - 4, whole):
         name = f"stopped-{number}"
         config = config_of(name, **settings)
@@ -195,7 +195,7 @@ def test_held_out_episodes_see_the_trained_weights_and_a_baseline_with_its_best_
     loop = table_of(tmp_path / "run")["baseline_inner_loop"]
     assert loop["episodes"] == 3
     assert loop["steps"] in (1, 2)
-    assert loop["scale"] in comparison.SCALES
+    assert loop["scale"] in final.SCALES
     rate = f"inner_lr {1e-4 * loop['scale']:.3g}, {loop['steps']} steps"
     assert f"weights at the start ({rate})" in capsys.readouterr().out
 
@@ -222,5 +222,5 @@ def test_best_inner_loop_has_the_highest_accuracy_then_the_lowest_loss(settings,
     source: Any = None
     inner = SimpleNamespace(steps=1, variant=lambda learned, scale, steps: scale)
     setup: Any = SimpleNamespace(inner=inner, config=Config(**settings))
-    found = comparison.choose_loop(scored, source, initial, setup, lambda: None)
+    found = final.choose_loop(scored, source, initial, setup, lambda: None)
     assert (found.scale, found.steps) == chosen

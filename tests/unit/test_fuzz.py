@@ -36,7 +36,8 @@ from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
 from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.parallel import deepspeed_config
 from fmmeta.tasks.sources.load import load_sources
-from fmmeta.training.run_folder import open_run, settings_of, write_run
+from fmmeta.training.build import settings_of
+from fmmeta.training.run_files import open_run, write_run
 from tests.support.checkpoints import WHOLE, parameters, saved, write_manifest
 from tests.support.helpers import one_rank
 from tests.support.launch import ROOT

@@ -1,6 +1,7 @@
 """MetaTrainer with a model, a tokenizer and a data set that were made in Python."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutput
 
-from fmmeta import Callback, Config, MetaTrainer
+from fmmeta import Callback, Config, MetaTrainer, Tasks
 from fmmeta.learners import files
 from fmmeta.learners.files import check_given_model, store_model
 from fmmeta.learners.tiny import byte_tokenizer
@@ -54,6 +55,28 @@ def test_rows_in_python_train_as_the_rows_of_a_file(tmp_path):
     for name, data in given.items():
         train(tmp_path, name, split, dataset=data)
         assert same(tmp_path / "file", tmp_path / name), name
+
+
+def test_a_function_decides_about_the_shots_of_its_tasks(tmp_path, capsys):
+    """Tables, verdict, card and report do not name the shots of the settings."""
+
+    def draw(number):
+        rows = [(f"{WORDS[number % 8]} {other}", other) for other in WORDS[8:10]]
+        return rows * 3, rows
+
+    drawn = {"k_shot": Config.k_shot, "num_query": Config.num_query}  # by the function
+    settings = {**drawn, "test_episodes": 2, "eval_steps": 0}
+    result = train(tmp_path, "run", settings, dataset=Tasks(draw, train=8, valid=2, test=2))
+    printed = capsys.readouterr().out
+    assert "\n2 held-out 2-way episodes, 1 inner step" in printed
+    run = tmp_path / "run"
+    for text in (printed, result.verdict, *((run / name).read_text() for name in PAGES)):
+        assert not re.search(r"[\d ]shots?\b|\d-shot", text)
+    assert "Mean of 2 2-way episodes and" in (run / PAGES[0]).read_text()
+    assert "2 held-out 2-way episodes; " in (run / PAGES[1]).read_text()
+
+
+PAGES = ("model/README.md", "report.html")
 
 
 def write_splits(folder: Path) -> Path:

@@ -10,7 +10,7 @@ import fmmeta
 from fmmeta import Config, MetaTrainer
 from fmmeta.meta.algorithms.baselines import prompted, support_before_query
 from fmmeta.tasks.batching import IGNORE, Batcher, Example, MicroBatch
-from fmmeta.training import comparison
+from fmmeta.training import final
 from tests.support.episodes import objective
 from tests.support.learners import LEARNERS, config_of, episode_of, setup_of, worker_of
 from tests.support.models import write_pairs
@@ -38,7 +38,7 @@ def pairs(llama, tmp_path):
 
 @pytest.mark.timeout(120)
 def test_none_trains_nothing_and_evaluates(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(comparison, "choose_loop", lambda *of: comparison.BaselineLoop(1.0, 2))
+    monkeypatch.setattr(final, "choose_loop", lambda *of: final.BaselineLoop(1.0, 2))
     result, held_out = run_of(tmp_path, algorithm="none")
     assert "algorithm=none trains nothing" in capsys.readouterr().out
     assert (

@@ -30,8 +30,8 @@ from fmmeta.parallel.workers.zero import ShardOptimizer
 from fmmeta.tasks.batching import Batcher, Episode, Example
 from fmmeta.tasks.loader import LoadResult
 from fmmeta.tasks.schedule.meta_batches import Task
-from fmmeta.training.comparison import BaselineLoop, compare, show
 from fmmeta.training.episodes import EpisodeReader
+from fmmeta.training.final import BaselineLoop, compare, show
 from fmmeta.training.scoring import Scoring, score_of
 from tests.support.episodes import objective
 from tests.support.helpers import one_rank
@@ -554,7 +554,7 @@ def test_one_held_out_episode_has_no_interval():
         BaselineLoop(1.0, 0),
         "class",
     )
-    show(compared, Config(), lambda title, header, rows: shown.extend(rows))
+    show(compared, Config(), "5-way 1-shot", lambda title, header, rows: shown.extend(rows))
     assert [row[1:] for row in shown] == [
         ["20.0 ± -", "1.0000"],
         ["40.0 ± -", "0.7500"],

@@ -16,7 +16,7 @@ from fmmeta.doctor import EnvConfig, environment, print_environment
 from fmmeta.learners.files import cached_file, is_path, split_source
 from fmmeta.learners.load import describe
 from fmmeta.parallel.memory import unsharded
-from fmmeta.training.run_folder import known_folder, new_folder
+from fmmeta.training.run_files import known_folder, new_folder
 from tests.support.helpers import write_rows
 from tests.support.messages import check_message, refusal
 
@@ -171,7 +171,7 @@ def test_the_folder_of_a_run_without_output_dir_is_its_name_or_that_of_an_unfini
     assert known_folder(Config(run_name="mine", output_dir=str(tmp_path)), {}) == tmp_path
     config = Config(dataset=["data[v2].csv"])
     (folder := new_folder(config)).mkdir(parents=True)
-    monkeypatch.setattr("fmmeta.training.run_folder.is_unfinished", lambda *_: True)
+    monkeypatch.setattr("fmmeta.training.run_files.is_unfinished", lambda *_: True)
     assert known_folder(config, {}) == folder
 
 

@@ -8,8 +8,8 @@ import torch
 
 import fmmeta
 from fmmeta import Config
+from fmmeta.meta.outer_step import Outcome
 from fmmeta.meta.reference import set_gradient, set_loss
-from fmmeta.training.outer_schedule import Outcome
 from tests.support.learners import LEARNERS, batches_of, by_name, episode_of, rule_on, task_gradient
 from tests.support.messages import check_message, refusal
 from tests.support.short_runs import QUICK, metrics_of
@@ -171,8 +171,10 @@ def test_a_task_without_backward_has_no_part_in_the_step(tmp_path):
     assert [line["skipped_tasks"] for line in metrics_of(tmp_path / "run")] == [1, 1]
 
 
-def test_a_loop_may_leave_the_remaining_tasks_of_a_step(tmp_path):
-    with fmmeta.prepare(config=Config(**SETTINGS, output_dir=str(tmp_path / "run"))) as meta:
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
+def test_a_loop_may_leave_the_remaining_tasks_of_a_step(schedule, tmp_path):
+    config = Config(**SETTINGS, task_schedule=schedule, output_dir=str(tmp_path / "run"))
+    with fmmeta.prepare(config=config) as meta:
         for step in meta.steps():
             for task in step.tasks():
                 with task:

@@ -81,6 +81,7 @@ def test_a_lighthouse_for_all_interfaces_starts_on_a_host_without_ipv6(monkeypat
         return network.listen(host, port)
 
     monkeypatch.setattr(lighthouse, "listen", without_ipv6)
+    monkeypatch.setattr("socket.has_dualstack_ipv6", lambda: False)
     server, address = open_lighthouse(LighthouseConfig(port=0))
     server.shutdown()
     assert re.fullmatch(r"http://\S+:\d+", address)

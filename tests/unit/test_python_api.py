@@ -53,16 +53,9 @@ def test_the_result_has_the_log_history_and_the_held_out_table(tmp_path):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert result.log_history == [json.loads(line) for line in lines]
     assert [line["step"] for line in result.log_history] == [1, 2]
-    rows = {row["name"]: row for row in result.held_out["rows"]}
-    assert list(rows)[-1] == "gain"
-    assert {"accuracy", "ci95", "loss", "loss_ci95"} < set(rows["gain"])
-    stored = json.loads((tmp_path / "run.json").read_text())["held_out"]
-    assert rows["gain"]["accuracy"] == stored["gain"]["accuracy"][0]
-    after = rows["after adaptation, meta-trained"]
-    assert [after["accuracy"], after["ci95"]] == stored["after adaptation, meta-trained"]["accuracy"]
-    assert result.after == after["accuracy"]
-    strata = {row["stratum"]: row["after"] for row in result.held_out["per_stratum"]}
-    assert strata == stored["per_stratum"]
+    assert result.held_out == json.loads((tmp_path / "run.json").read_text())["held_out"]
+    assert result.held_out["gain"].keys() == {"accuracy", "loss"}
+    assert result.after == result.held_out["after adaptation, meta-trained"]["accuracy"][0]
     assert repr(result).startswith(f"Result(output_dir='{tmp_path}', outer_steps=2, before=")
     assert "log_history=[2 lines], held_out={2 episodes}" in repr(result)
     assert trainer.train() == result  # the run is finished: its files are read

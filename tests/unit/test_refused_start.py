@@ -9,7 +9,8 @@ from fmmeta.common.progress import LOGGER
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.results import check_output
 from fmmeta.train import train
-from fmmeta.training.run_folder import lock_folder, open_run, settings_of, write_run
+from fmmeta.training.build import settings_of
+from fmmeta.training.run_files import lock_folder, open_run, write_run
 from tests.support.checkpoints import WHOLE, saved
 from tests.support.fake_runs import start_of
 from tests.support.helpers import one_rank
@@ -35,7 +36,7 @@ def test_runs_that_begin_in_the_same_second_have_different_folders(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda form: "20260101-000000")
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits for a lock"))
-    monkeypatch.setattr("fmmeta.training.run_folder.git_commit", lambda: None)  # may sleep in subprocess
+    monkeypatch.setattr("fmmeta.training.run_files.git_commit", lambda: None)  # may sleep in subprocess
     settings, world = [settings_of(Config(seed=seed), "f") for seed in range(3)], one_rank().world
     starts = [open_run(Config(seed=seed), settings[seed], world) for seed in range(3)]
     names = [f"20260101-000000{number}-fomaml-letters" for number in ("", "-2", "-3")]

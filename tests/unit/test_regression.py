@@ -177,7 +177,7 @@ def test_an_evaluation_prints_no_accuracy_and_compares_by_the_loss(run, capsys, 
     same: dict[str, Any] = {"k_shot": 6, "num_query": 6, "episodes": 3, "quiet": False}
     model = str(run.output_dir / "model")
     found = fmmeta.evaluate(model, DATA, **same, output=str(tmp_path / "results.json"))
-    assert found["mse"]["mean"] == pytest.approx(run.held_out["metrics"]["mse"]["after"])
+    assert found["mse"]["mean"] == pytest.approx(run.held_out["metrics"]["mse"]["after"][0])
     again = fmmeta.evaluate(model, DATA, **same, compare=str(tmp_path / "results.json"))
     assert again["compare"]["cells"][0]["loss_gain"] == 0
     assert "accuracy" not in capsys.readouterr().out

@@ -10,8 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from fmmeta import cli
-from fmmeta.report import data as facts_of
-from fmmeta.report.page import chart, marks, means, write, write_or_log
+from fmmeta.report.page import Facts, chart, marks, means, write, write_or_log
 from tests.support.fake_runs import held_out, metrics, write_run
 from tests.support.messages import check_message
 from tests.support.report_style import DARK, LIGHT, TEXTS
@@ -106,6 +105,23 @@ def test_the_table_is_that_of_run_json(run):
         ]
     assert page.numbers("held-out") == expected
     assert "37 held-out 5-way 5-shot episodes" in page.all("caption", "held-out")[0][2]
+
+
+def test_own_metrics_have_a_table_a_column_and_a_chart(tmp_path):
+    """Of a kind of task without an accuracy, as regression."""
+    lines = [{key: line[key] for key in line if "accuracy" not in key} for line in metrics()]
+    lines = [line | {"valid_r2": line["step"] / 1000} if "valid_loss" in line else line for line in lines]
+    run = write_run(tmp_path, lines=lines)
+    stored = json.loads((run / "run.json").read_text())
+    stored["held_out"]["metrics"] = {"r<2": {"after_from_start": [0.25, None], "after": [0.5, 0.125]}}
+    (run / "run.json").write_text(json.dumps(stored))
+    page = page_of(run)
+    assert page.numbers("held-out")[-3:] == [(0.25, "0.2500"), (0.5, "0.5000"), (0.125, "0.1250")]
+    assert "r<2" in [one[2] for one in page.all("th", "held-out")]
+    assert "valid. r2" in [one[2] for one in page.all("th", "training")]
+    assert {0.025, 0.05, 0.075, 0.1} <= {value for value, _ in page.numbers("training")}
+    titles = [one[2] for one in page.all("h3", "training")]
+    assert titles == ["Loss", "r2", "Seconds per outer step"]
 
 
 def test_strata_are_those_of_run_json_and_the_largest_gain_comes_first(run):
@@ -357,7 +373,7 @@ def test_the_report_command(run, capsys, tmp_path):
 
 def test_a_report_that_fails_ends_no_run(run, monkeypatch):
     text = []
-    monkeypatch.setattr(facts_of.Facts, "outer_step", property(lambda self: 1 / 0))
+    monkeypatch.setattr(Facts, "outer_step", property(lambda self: 1 / 0))
     write_or_log(run, text.append)
     assert len(text) == 1
     check_message(text[0], f"{run / 'report.html'}", "ZeroDivisionError", "the run is not affected")

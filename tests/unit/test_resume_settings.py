@@ -13,8 +13,8 @@ from fmmeta.config.settings import Config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.train import train
-from fmmeta.training.build import read_inputs
-from fmmeta.training.run_folder import settings_of, write_run
+from fmmeta.training.build import read_inputs, settings_of
+from fmmeta.training.run_files import write_run
 from tests.support.messages import check_message, refusal
 from tests.support.models import write_classes
 

@@ -24,8 +24,8 @@ from fmmeta.tasks import loader
 from fmmeta.tasks.data.files import data_files, read_file
 from fmmeta.tasks.data.images import encoded_image
 from fmmeta.tasks.sources.load import load_sources, task_files
-from fmmeta.training.run_folder import settings_of, write_run
-from fmmeta.training.run_log import Metrics
+from fmmeta.training.build import settings_of
+from fmmeta.training.run_files import Metrics, write_run
 from tests.support import audit
 from tests.support.helpers import ROOT, read_rows
 from tests.support.messages import check_message, refusal

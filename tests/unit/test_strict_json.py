@@ -12,7 +12,7 @@ from fmmeta.config.settings import Config
 from fmmeta.meta.parameters import MetaParameters, StateDict
 from fmmeta.report import page
 from fmmeta.train import train
-from fmmeta.training.run_log import Metrics
+from fmmeta.training.run_files import Metrics
 from fmmeta.training.state import Best
 from fmmeta.training.trackers import flat
 

@@ -246,7 +246,7 @@ def test_an_evaluation_scores_the_same_and_refuses_methods_of_features(run):
     }
     settings: dict[str, Any] = {**same, "dataset": [str(DATA)]}
     found = evaluate(EvaluateConfig(**settings))
-    assert found["f1"]["mean"] == pytest.approx(run.held_out["metrics"]["f1"]["after"])
+    assert found["f1"]["mean"] == pytest.approx(run.held_out["metrics"]["f1"]["after"][0])
     with pytest.raises(UsageError, match=r"method=prototype classifies features.*use finetune"):
         evaluate(EvaluateConfig(**settings, method=["prototype"]))
 

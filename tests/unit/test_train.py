@@ -13,7 +13,7 @@ from fmmeta.learners.load import describe, load_learner, load_tokenizer
 from fmmeta.meta.reference import reference_run
 from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
-from fmmeta.training import comparison, scoring
+from fmmeta.training import final, scoring
 from tests.support.models import write_classes
 from tests.support.short_runs import metrics_of, theta_of
 
@@ -140,7 +140,7 @@ def assert_rates(model: Path, learned: str) -> None:
 def test_the_exported_weights_interpolate_start_and_theta(run, bert, tmp_path, monkeypatch):
     """And so is what is validated, while theta itself goes its way as if there were none."""
     monkeypatch.setattr(
-        comparison, "choose_loop", lambda *of: comparison.BaselineLoop(1.0, 5)
+        final, "choose_loop", lambda *of: final.BaselineLoop(1.0, 5)
     )  # rows that differ by the weights alone
     fixed = {"n_way": 3, "outer_steps": 4, "logging_steps": 1, "save_steps": 4, "outer_lr": 0.05}
 

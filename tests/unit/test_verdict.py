@@ -9,7 +9,7 @@ import pytest
 
 from fmmeta import Config, MetaTrainer
 from fmmeta.metrics.scores import EpisodeScore
-from fmmeta.training.comparison import BaselineLoop, compare, verdict_of
+from fmmeta.training.final import BaselineLoop, compare, verdict_of
 from tests.support.messages import check_message
 from tests.support.models import write_classes, write_pairs
 

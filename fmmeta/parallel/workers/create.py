@@ -54,7 +54,7 @@ def create_worker(
     filled = plan.deepspeed.complete(getattr(description.hf_config, "hidden_size", 768))
     coordinates = plan.coordinates(ranks.layout.group_rank)
     create = create_stage if plan.stages > 1 else create_full
-    with refusals(config.deepspeed, filled):
+    with refusals(config.deepspeed):
         if plan.engine == "deepspeed":
             check_config(config.deepspeed or "the default", filled)
         return create(config, description, plan, filled, ranks, coordinates)

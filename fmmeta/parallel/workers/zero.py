@@ -356,13 +356,13 @@ MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
 
 @contextmanager
-def refusals(name: str | None, config: dict[str, Any]) -> Iterator[None]:
+def refusals(name: str | None) -> Iterator[None]:
     """Raise `UsageError` for what DeepSpeed raises where it reads the user's file or starts with it: a key
     that it does not know, a value that it refuses, values that do not work together, a package that is not
     installed.
 
     name: of the file; without one the error is not the user's. Memory, disks and communication have their own
-    errors, but for the folder of a monitor. config: the completed file.
+    errors, but for the folder of a monitor.
     """
     from pydantic import ValidationError
 
@@ -379,39 +379,19 @@ def refusals(name: str | None, config: dict[str, Any]) -> Iterator[None]:
         if name is None or not inside or of_run:
             raise
         if isinstance(error, ValidationError):
-            raise wrong_value(name, config, error.errors()[0]) from None
+            from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+            found = error.errors()[0]
+            key = ".".join(map(str, found["loc"]))
+            known = DeepSpeedZeroConfig.model_fields if found["type"] == "extra_forbidden" else ()
+            fix = nearest(key, known, "; change or remove it")
+            why = f", which {error.title} of DeepSpeed refuses ({found['msg']}){fix}"
+            raise refusal(name, key, found["input"], why) from None
         file = os.path.basename(inside[-1].filename)
         what = f"{type(error).__name__} in {file}: {one_line(error) or inside[-1].line}"
         raise UsageError(
             f"deepspeed={name} is refused by DeepSpeed ({what}); change or remove what this names"
         ) from None
-
-
-def wrong_value(name: str, config: dict[str, Any], found: Any) -> UsageError:
-    """The error for a value of a block. found: the first error of pydantic."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    keys = tuple(map(str, found["loc"]))
-    same = (
-        path
-        for path, value in values_of(config)
-        if path[len(path) - len(keys) :] == keys and value == found["input"]
-    )
-    path = next(same, keys)
-    if found["type"] != "extra_forbidden":
-        why = f", which DeepSpeed refuses ({found['msg']}); change or remove it"
-    else:
-        known = DeepSpeedZeroConfig.model_fields if path[:-1] == ("zero_optimization",) else ()
-        why = f", which DeepSpeed does not know{nearest(path[-1], known, '; remove it')}"
-    return refusal(name, ".".join(path), found["input"], why)
-
-
-def values_of(block: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every value inside a block, with the keys that lead to it."""
-    yield path, block
-    if isinstance(block, (dict, list)):
-        for key, value in block.items() if isinstance(block, dict) else enumerate(block):
-            yield from values_of(value, (*path, str(key)))
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

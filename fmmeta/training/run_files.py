@@ -1,4 +1,5 @@
-"""The folder of a run: run.json, the lock, the settings it may continue with, the newest complete checkpoint.
+"""The folder of a run: run.json, the lock, the settings it may continue with, the newest complete checkpoint;
+lines of metrics.jsonl, and terminal output.
 
     find the folder -> lock it -> undo a partial save -> compare settings
     -> verify checkpoints, newest first -> rename those that are newer
@@ -14,7 +15,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,14 +26,17 @@ import torch
 from fmmeta import checkpoint
 from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.processes import output_of
-from fmmeta.common.progress import LOGGER
+from fmmeta.common.progress import LOGGER, STDERR, Warn
 from fmmeta.common.security import make_folders, publish_text, redact, remove_empty
-from fmmeta.common.text import as_stored, to_json
+from fmmeta.common.text import to_json
 from fmmeta.config import recipes
+from fmmeta.config.algorithms import find
 from fmmeta.config.resume import HIDDEN_ON_RESUME, changed_settings
 from fmmeta.config.settings import Config
+from fmmeta.meta.outer_step import Outcome
 from fmmeta.parallel.process_groups import Communicator
-from fmmeta.report.data import read_run
+from fmmeta.report.page import parse_line, read_run
+from fmmeta.training.callbacks import Callback, RunView
 
 PACKAGES = ("fmmeta", "torch", "deepspeed", "transformers", "datasets", "accelerate", "safetensors", "peft")
 
@@ -40,11 +44,6 @@ WRITTEN_BY = "# Written by fmmeta"  # first line of config.yaml
 PER_LAUNCH = HIDDEN_ON_RESUME | {"lighthouse", "group_name"}  # settings that config.yaml leaves out
 LOCK = ".lock"
 MOST_LISTED = 100  # times that the checkpoints of a run are listed while others write them
-
-
-def settings_of(config: Config, fingerprint: str, **resolved: Any) -> dict[str, Any]:
-    """What identifies a run: flags, fingerprint of the data, and `resolved` of build.RunInputs."""
-    return as_stored({**config.as_dict(), "dataset_fingerprint": fingerprint, **resolved})
 
 
 def write_run(
@@ -130,7 +129,7 @@ class RunStart:
 
 
 def open_run(config: Config, settings: dict[str, Any], comm: Communicator) -> RunStart:
-    """Make or find the run's folder; its checkpoint is verified. settings: `settings_of` the run.
+    """Make or find the run's folder; its checkpoint is verified. settings: `build.settings_of` the run.
 
     Raises `UsageError` where the folder holds a run with other settings, or is in use; then it leaves neither
     a lock nor folders that it made. Collective: comm (world).
@@ -451,3 +450,96 @@ def accept_changes(before: dict[str, Any], config: Config, settings: dict[str, A
         "settings that differ, and do not change theta": free.values(),
     }
     return [f"{kind}: {'; '.join(texts)}" for kind, texts in kinds.items() if texts]
+
+
+class RunLogger(Callback):
+    """Logs every outer step and validation; only the first rank writes, from `open` on."""
+
+    def __init__(self, on_log: Callable[[dict[str, Any]], None]) -> None:
+        """on_log: called with every line."""
+        self.on_log_line = on_log
+        self.metrics: Metrics | None = None
+        self.first, self.warned = 0, False
+        self.line: dict[str, Any] | None = None  # the last of metrics.jsonl
+
+    def open(self, run: RunView) -> None:
+        """Continue metrics.jsonl; lines after the state's outer step are dropped. Local."""
+        self.metrics = Metrics(run.folder, run.state.outer_step, run.ranks.first)
+
+    def on_train_begin(self, run: RunView) -> None:
+        self.first = run.state.outer_step
+
+    def on_step_end(self, run: RunView, outcome: Outcome) -> None:
+        """Show the outer step; write a line every logging_steps, and after spikes, skips and retries."""
+        config, values = run.config, run.metrics
+        values["seconds"] = time.monotonic() - run.began  # with what callbacks before this one took
+        step, skipped = values["step"], values["skipped_tasks"]
+        due = step in (1, config.outer_steps) or step % config.logging_steps == 0
+        if due or skipped or "loss_spike" in values or values.get("retries"):
+            self.line = values
+            self._log(values)
+        text = f"loss {values['query_loss']:.4f}"
+        text += f"  accuracy {100 * values['accuracy']:.1f} %" if "accuracy" in values else ""
+        text += f"  skipped {skipped}" if skipped else ""
+        run.progress.line("outer step", step, config.outer_steps, text, self.first)
+        if not self.warned and (warning := find(config.algorithm).warning(config, values)):
+            self.warned = True
+            run.progress.notice(Warn(warning))
+
+    def on_train_end(self, run: RunView) -> None:
+        config = run.config
+        if config.gradient_noise_scale:
+            run.progress.notice(run.state.updates.noise_scale.advice(config.tasks_per_step))
+
+    def on_evaluate(self, run: RunView, metrics: dict[str, float]) -> None:
+        self._log({"step": run.state.outer_step, **metrics})
+
+    def write_pending_line(self, run: RunView) -> None:
+        """Append the last line if the previous writer group died before writing it. Collective: world."""
+        last = int(run.ranks.world.broadcast_(torch.tensor(self.metrics.last if self.metrics else 0), 0))
+        if self.line is not None and last < self.line["step"] <= run.state.outer_step:
+            self._log(self.line)
+
+    def _log(self, values: dict[str, Any]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(values)
+        self.on_log_line(values)
+
+
+class Metrics:
+    """metrics.jsonl: one object per logged outer step; only the rank that `writes` opens the file.
+
+    A resumed run drops the lines after outer_step, that of its checkpoint. last: the last step in the file.
+    """
+
+    def __init__(self, folder: Path, outer_step: int, writes: bool) -> None:
+        self.file = folder / "metrics.jsonl"
+        self.writes, self.failed, self.last = writes, False, 0
+        if writes and self.file.is_file():
+            kept = [
+                (text, line)
+                for text in self.file.read_text(encoding="utf-8", errors="replace").splitlines()
+                if (line := parse_line(text)) and line["step"] <= outer_step
+            ]
+            publish_text(self.file, "".join(f"{text}\n" for text, _ in kept))
+            self.last = max((line["step"] for _, line in kept), default=0)
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Append a line; while the disk is full lines are lost, and the run continues."""
+        self.last = max(self.last, values["step"])
+        if not self.writes:
+            return
+        try:
+            with self.file.open("a", encoding="utf-8") as file:
+                # a lost line may be written in part
+                file.write("\n" * self.failed + redact(to_json(values)) + "\n")
+            self.failed = False
+        except OSError as error:
+            if not self.failed:
+                LOGGER.warning(
+                    "%s cannot be written (%s); its lines are lost until it can",
+                    self.file,
+                    error.strerror,
+                    extra=STDERR,
+                )
+            self.failed = True

@@ -1,12 +1,23 @@
-"""The table on held-out tasks: the meta-trained weights beside the initial ones, on the same episodes."""
+"""The end of a run: export the model, compare it with the initial weights on held-out tasks, show the table,
+write the cards of the model folders, close run.json.
 
+The table has the meta-trained weights beside the initial ones, on the same episodes.
+"""
+
+import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub import EvalResult
 from torch import Tensor
 
+from fmmeta.checkpoint import model_card
+from fmmeta.checkpoint.hf_export import export
+from fmmeta.checkpoint.model_card import Content, Scores, code, escaped, inner_loop, public_name
+from fmmeta.common.security import printable
 from fmmeta.common.text import counted, strict, units_of
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
@@ -28,11 +39,149 @@ from fmmeta.metrics.scores import (
     verdict,
     warning_of_few,
 )
+from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.workers.full_model import FullModelWorker
-from fmmeta.report.data import AFTER, BEFORE, FROM_START
+from fmmeta.report.page import AFTER, BEFORE, FROM_START, read, read_lines
 from fmmeta.tasks.sources.base import TaskSource
 from fmmeta.tasks.sources.load import Sources
+from fmmeta.tasks.sources.own import OwnSource
+from fmmeta.training.run import Run
 from fmmeta.training.scoring import TEST, VALID, HeldOut
+
+
+@dataclass(repr=False)
+class Result:
+    """What `MetaTrainer.train` returns on every rank.
+
+    before, after, after_from_start: mean accuracies on the held-out episodes, between 0 and 1: before and
+    after adaptation of the meta-trained model, and after adaptation of the initial weights. log_history: the
+    lines of metrics.jsonl. verdict: what meta-training has gained, over what it was measured, and what to do.
+    held_out: what run.json stores of the held-out tasks; without them the verdict alone. Pairs are a mean and
+    half its 95 % interval, None where one is not finite:
+
+        NAME         {"accuracy": pair, "loss": pair} of the three rows, and of `gain`, which is paired
+        per_stratum, per_stratum_at_start
+                     mean accuracies after adaptation, meta-trained and from the initial weights
+        episodes     number of episodes, over `units` classes or tasks (`kind`)
+        metrics      {NAME: {"after_from_start": pair, "after": pair}} of the numbers of --metrics
+    """
+
+    output_dir: Path
+    outer_steps: int
+    before: float | None = None
+    after: float | None = None
+    after_from_start: float | None = None
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    verdict: str = ""
+    held_out: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        accuracies = "".join(
+            f", {name}={value:.4f}"
+            for name in ("before", "after_from_start", "after")
+            if (value := getattr(self, name)) is not None
+        )
+        episodes = self.held_out.get("episodes", 0)
+        return (
+            f"Result(output_dir={str(self.output_dir)!r}, outer_steps={self.outer_steps}{accuracies},"
+            f" log_history=[{len(self.log_history)} lines], held_out={{{episodes} episodes}})"
+        )
+
+
+def read_result(folder: Path, comm: Communicator) -> Result:
+    """The result of a finished run from its files, which rank 0 reads. Collective: comm (world)."""
+    found: dict[str, Any] = {}
+    with comm.raise_on_all("reading the result"):
+        if comm.rank == 0:
+            facts = read(folder)
+            found = {
+                "steps": facts.run.get("outer_steps", facts.settings["outer_steps"]),
+                "lines": read_lines(folder),
+                "held_out": facts.held_out,
+            }
+    found = json.loads(comm.broadcast_bytes(json.dumps(found).encode()))
+    table = found["held_out"]
+    rows = [table.get(name) or {"accuracy": [None]} for name in (BEFORE, AFTER, FROM_START)]
+    before, after, from_start = (row["accuracy"][0] for row in rows)
+    verdict = table.get("verdict", {}).get("text", "")
+    return Result(folder, found["steps"], before, after, from_start, found["lines"], verdict, table)
+
+
+def finish(run: Run, choose_interpolation: Callable[[Run], float]) -> Result:
+    """Export, evaluate, show, close run.json; then `on_train_end`.
+
+    choose_interpolation: gives the `init_interpolation` of the exported weights. Collective: world.
+    """
+    result = Result(run.folder, run.state.outer_step)
+    if run.view.writes:
+        _finish(run, choose_interpolation)
+        result = read_result(run.folder, run.ranks.world)
+    else:
+        run.progress.notice("another group writes the model")
+    run.callbacks.on_train_end(run.view)
+    return result
+
+
+def _finish(run: Run, choose_interpolation: Callable[[Run], float]) -> None:
+    """Collective: world."""
+    config, state, test = run.config, run.state, run.inputs.sources.test
+    if config.save_steps and run.trains:
+        run.save(last=True)
+    if state.best is not None:
+        run.progress.notice(state.best.text)
+    final, alpha = state.meta_params, config.init_interpolation
+    if run.trains:
+        alpha = choose_interpolation(run)
+        config = replace(config, init_interpolation=alpha)
+        final = state.interpolate_with_initial(state.trained, alpha)
+    if run.trains and alpha < 1:
+        run.progress.notice(
+            f"init_interpolation={alpha:g}: the exported weights are {1 - alpha:g} * initial + {alpha:g} *"
+            " trained"
+        )
+    run.stage.begin("exporting the model")
+    export(
+        run.folder / "model",
+        final.theta,
+        run.worker,
+        run.parts.frozen,
+        config,
+        run.inputs.description,
+        run.inputs.tokenizer,
+        run.ranks,
+        run.parts.setup.inner.rates.variant(final.rates),
+        trained=[*run.inputs.trained, *(run.inputs.sources.used if run.trains else ())],
+    )
+    gains, facts = None, dict[str, Any]()
+    if test is not None and config.test_episodes:
+        gains, facts = against_start(
+            run.held_out,
+            run.inputs.sources,
+            final,
+            state.initial if run.trains else None,
+            run.parts.setup,
+            run.raise_if_stopped,
+        )
+        show(gains, config, run.inputs.shape(config), run.progress.table)
+        if gains.has_answers:
+            line = {"step": state.outer_step, "held_out_accuracy": gains.accuracies}
+            run.callbacks.on_log(run.view, line)
+    verdict = verdict_of(gains, config, run.inputs.sources)
+    run.progress.notice(f"verdict: {verdict['text']}")
+    profile = run.profiler.show(run.progress.table)
+    with run.ranks.world.raise_on_all("closing the run"):
+        if run.ranks.first:
+            write_cards(run, config, gains, verdict["text"])
+            run.write_run(
+                finished=True,
+                outer_steps=state.outer_step,
+                init_interpolation=alpha,
+                held_out={**facts, "verdict": verdict},
+                **profile,
+            )
+            run.held_out.scoring.clear()
+    run.progress.notice(f"model {run.folder / 'model'}")
+
 
 SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # factors of the training's inner rates, tried for the baseline
 CHOICE_EPISODES = 20  # validation episodes for each factor, at most
@@ -221,16 +370,18 @@ def verdict_of(compared: Compared | None, config: Config, sources: Sources) -> d
     assert compared is not None
     assert name is not None
     said = f"{name} than" if name in ("better", "worse") else "not distinguishable from"
-    shots = counted(config.k_shot, "shot")
+    shots = f" at {counted(config.k_shot, 'shot')}"
     if config.most_shots > config.k_shot:
-        shots = f"{config.k_shot} to {config.most_shots} shots"
+        shots = f" at {config.k_shot} to {config.most_shots} shots"
+    if isinstance(sources.train, OwnSource):  # the function decides about them
+        shots = ""
     size = (
         f"{format_interval(gain, '+.4f')} {config.learner.unit}"
         if by_loss
         else f"{percent(gain, '+')} points"
     )
     over = f"{units_of(compared.units, kind)}, {counted(compared.episodes, 'episode')}"
-    text = f"{said} the weights at the start at {shots}: {size} (over {over})"
+    text = f"{said} the weights at the start{shots}: {size} (over {over})"
     doubts = [ADVICE[name].format(nouns=nouns), warning_of_few(compared.units, kind)]
     return {"name": name, "text": "; ".join([text, *filter(None, doubts)])}
 
@@ -257,8 +408,8 @@ def incomparable(
     )
 
 
-def show(compared: Compared, config: Config, table: Table) -> None:
-    """Show the table, and one by stratum where there are several."""
+def show(compared: Compared, config: Config, shape: str, table: Table) -> None:
+    """Show the table, and one by stratum where there are several. shape: of the episodes, in words."""
     rows = [[name, f"{loss[0]:.4f}"] for name, (_, loss) in compared.rows.items()]
     loop = compared.loop
     learning = find(config.algorithm).learning
@@ -273,8 +424,8 @@ def show(compared: Compared, config: Config, table: Table) -> None:
         rows = [[name, share, *rest] for (name, *rest), share in zip(rows, shares, strict=True)]
     head = f" (head at the start of a task: {config.head_init})" if config.learner.of_classes else ""
     learning = learning or counted(config.inner_steps, "inner step")
-    title = f"{compared.episodes} held-out {config.shape} episodes, {learning}"
-    table(f"{title}{head}", columns, rows)
+    title = f"{compared.episodes} held-out {shape} episodes, {learning}{head}"
+    table(title.replace("  ", " "), columns, rows)
     if len(compared.strata) > 1:
         table(
             "after adaptation, by stratum",
@@ -316,7 +467,7 @@ def confusion(
         return {"left_out": f"task {task.name} failed to load"}
     ((_, episode),) = found
     with held_out.scoring.ranks.world.raise_on_all("naming the classes of an episode"):
-        classes = source.draw(task).classes
+        classes = source.draw(task).episode().classes  # a function tells them with its rows
     worker.write(theta)
     learning.score(worker, theta, episode)  # leaves the worker at phi
     counts = [[0] * len(classes) for _ in classes]
@@ -325,3 +476,113 @@ def confusion(
             counts[reference][prediction] += 1
     worker.write(theta)
     return {"task": task.name, "stratum": task.stratum, "classes": list(classes), "counts": counts}
+
+
+def write_cards(run: Run, config: Config, compared: Compared | None, verdict: str) -> None:
+    """Write the cards of model/ and merged/. compared: None if nothing was measured. verdict: its text."""
+    for each in (run.folder / "model", run.folder / "merged"):
+        if each.is_dir():
+            adapter = bool(config.lora_r) and each.name == "model"
+            model_card.write_card(each, card_content(run, config, compared, verdict, adapter))
+
+
+def card_content(run: Run, config: Config, compared: Compared | None, verdict: str, adapter: bool) -> Content:
+    """The card of a meta-trained model. verdict: its text. adapter: its folder holds adapters and not a whole
+    model.
+    """
+    description, shape = run.inputs.description, run.inputs.shape(config)
+    spec, learns = find(config.algorithm), config.learner.noun(description.images)
+    task = f"a new {learns} task".replace("  ", " ")
+    summary = f"This model learns {task} from a few examples. It was meta-trained with fmmeta."
+    if spec.trains_nothing:
+        summary = "fmmeta has evaluated this model and changed none of its weights."
+    data = [public_name(name) for name in config.dataset]
+    base = code(public_name(config.model_name_or_path))
+    steps, tasks = counted(run.state.outer_step, "step"), counted(config.tasks_per_step, "task")
+    merged = "" if adapter else ", merged into the base model"
+    facts = {
+        "base model": f"{base}, the built-in model, trained from scratch" if config.builtin_model else base,
+        "algorithm": escaped(config.algorithm),
+        "tasks": f"{' '.join(map(code, data))}, {shape} episodes".replace("  ", " "),
+        "inner loop": "" if spec.learning else inner_loop(config, config.inner_steps),
+        "learning": spec.learning,
+        "outer loop": f"{steps} of {config.outer_optimizer} over {tasks} each,"
+        f" outer_lr {config.outer_lr * config.outer_lr_factor:g}, seed {config.seed}",
+        "trained weights": f"LoRA adapters of rank {config.lora_r}{merged}" if config.lora_r else "",
+        "verdict": escaped(verdict),
+        "sentence vector": f"{description.pooling} pooling" if description.pooling != "model" else "",
+    }
+    if spec.trains_nothing:
+        facts["outer loop"] = facts["trained weights"] = ""
+    return Content(
+        base=config.model_name_or_path,
+        config=config,
+        pooling=description.pooling,
+        images=description.images,
+        adapter=adapter,
+        summary=summary,
+        facts=facts,
+        dataset=[] if spec.trains_nothing else config.dataset,
+        results=card_results(config, shape, data, compared, description.images) if compared else [],
+        scores=card_scores(compared, config, shape) if compared else None,
+    )
+
+
+def card_results(
+    config: Config, shape: str, data: Sequence[str], compared: Compared, images: bool = False
+) -> list[EvalResult]:
+    """The accuracy and the loss after adaptation, and the metrics of a learner that reads rows, for the
+    metadata of a card.
+    """
+    spec, learning = config.learner, find(config.algorithm).learning
+    learned = f"with the {learning}" if learning else f"after {counted(config.inner_steps, 'inner step')}"
+    found = list[EvalResult]()
+    accuracy, loss = compared.rows[AFTER]
+    kinds = ("exact_match", "exact match") if spec.generates else ("accuracy", "accuracy")
+    own = [((name, name), each["after"]) for name, each in compared.metrics.items() if spec.own]
+    for (metric, name), (mean, half) in (
+        (kinds, accuracy),
+        (("loss", f"loss ({config.learner.unit})"), loss),
+        *own,
+    ):
+        if math.isfinite(mean):
+            found.append(
+                EvalResult(
+                    task_type=spec.noun(images).replace(" ", "-") or "other",
+                    task_name=f"{shape} learning".strip(),
+                    dataset_type=printable(", ".join(data)),
+                    dataset_name=printable(", ".join(data)),
+                    dataset_split="test",
+                    metric_type=metric,
+                    metric_name=f"{name} {learned}",
+                    metric_value=round(mean, 4),
+                    metric_args=strict({"episodes": compared.episodes, "ci95": round(half, 4)}),
+                )
+            )
+    return found
+
+
+def card_scores(compared: Compared, config: Config, shape: str) -> Scores:
+    """The table on held-out tasks of a card."""
+    spec = find(config.algorithm)
+    trained = not spec.trains_nothing  # the base model is another one
+    rows = dict(compared.rows)
+    if trained:
+        rows["gain of meta-training (paired)"] = compared.gain
+    else:
+        rows.pop(FROM_START)
+    loop = ", with the inner loop that scores best on validation tasks" if compared.loop.steps else ""
+    base = f" The base model is adapted to the same episodes{loop}."
+    if spec.learning:
+        base = f" The base model learns in the same way: {spec.learning}."
+    shown, episodes = ["accuracy %"] if compared.has_answers else [], f"{shape} episodes".strip()
+    names = {BEFORE: "before adaptation", FROM_START: "base model, adapted", AFTER: "this model, adapted"}
+    return Scores(
+        f"Mean of {compared.episodes} {episodes} and 95 % interval over their"
+        f" {units_of(compared.units, compared.kind)}, which were held out." + (base if trained else ""),
+        (*shown, f"loss ({config.learner.unit})"),
+        [
+            (names.get(name, name), *(percent(accuracy) for _ in shown), format_interval(loss))
+            for name, (accuracy, loss) in rows.items()
+        ],
+    )
