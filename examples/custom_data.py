@@ -18,7 +18,9 @@ HERE = Path(__file__).parent
 
 
 def rows() -> Dataset:
-    """Texts with labels; here from a file, yours from a database, a spreadsheet or the hub."""
+    """Texts with labels, all at once; here from a file, yours from a spreadsheet or the hub. `fmmeta.Tasks`
+    asks for the rows of each task alone.
+    """
     lines = Dataset.from_json(str(HERE / "data/intents.jsonl"))
     return lines.filter(lambda row: len(row["text"]) > 15)
 

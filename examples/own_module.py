@@ -34,9 +34,9 @@ class Sine(Learner):
         return RowLosses.of(losses)
 
 
-def draw(seed):
-    """K support and K query points (x, y) of task `seed`."""
-    rng = np.random.default_rng(seed)
+def draw(number):
+    """K support and K query points (x, y) of task `number`."""
+    rng = np.random.default_rng(number)
     amplitude, phase = rng.uniform(0.1, 5.0), rng.uniform(0.0, np.pi)
     x = rng.uniform(-5.0, 5.0, 2 * K)
     points = np.stack([x, amplitude * np.sin(x - phase)], axis=1).astype("float32").tolist()

@@ -35,6 +35,7 @@ from fmmeta.tasks.sources.base import (
     transformed,
 )
 from fmmeta.tasks.sources.load import FolderSource, Sources, load_sources
+from fmmeta.tasks.sources.own import refuse_drawn
 
 DRAWN = 200  # task files of a split that are opened
 NOTES, ROWS, EXAMPLES, TOKENS = 12, 5, 5, 60  # notes, rows, examples of an episode and tokens that are shown
@@ -59,6 +60,7 @@ def run(settings: InspectConfig) -> None:
         suggest_chat(config, tokenizer, print)
     sources, notes, refused = read_all(config, tokenizer)
     show_notes([sources.summary, *notes])
+    refuse_drawn(sources.train, "fmmeta inspect", "call draw(0) to see the first of them")
     tasks, of_files = dict[str, list[OpenedTask]](), dict[str, None]()
     for split in SPLITS:
         tasks[split], problems = opened(getattr(sources, split), of_files)

@@ -55,8 +55,9 @@ def one_line(text: object) -> str:
 
 
 @contextmanager
-def usage_errors(broken: str, fix: str) -> Iterator[None]:
-    """Raise a `UsageError`, `{broken} ({error}); {fix}`, if the block fails.
+def usage_errors(broken: str, fix: str, passes: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Raise a `UsageError`, `{broken} ({error}); {fix}`, if the block fails. passes: errors that stay as they
+    are.
 
     It is for reading files, and for the user's code. Libraries raise errors of every type for damaged files.
 
@@ -67,7 +68,7 @@ def usage_errors(broken: str, fix: str) -> Iterator[None]:
     """
     try:
         yield
-    except (UsageError, Stopped, PeerError, MemoryError):
+    except (UsageError, Stopped, PeerError, MemoryError, *passes):
         raise
     except Exception as error:
         text = (getattr(error, "strerror", None) or one_line(error))[:MOST_SHOWN]

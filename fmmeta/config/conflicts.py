@@ -2,7 +2,7 @@
 
 A conflict is a pair (whether it is there, its line). Reads a Config's values and nothing else, neither files
 nor other processes; `settings.py` calls it and raises. Conflicts of one algorithm are in its spec
-(AlgorithmSpec.conflicts), those of one setting in its rule (fields.py: needs, of, per_algorithm).
+(AlgorithmSpec.conflicts), those of one setting in its rule (fields.py: excludes, needs, of, per_algorithm).
 """
 
 import math

@@ -160,7 +160,7 @@ def run_secret(folder: Path) -> bytes:
 def config_hash(settings: Mapping[str, Any], layout: str, numel: int, precision: DeepSpeedSettings) -> str:
     """Hash of what the groups of one run must share: settings that change theta, layout and versions."""
     fixed = {name: settings[name] for name in changed_settings(dict.fromkeys(settings, ...), dict(settings))}
-    fixed["task_schedule"] = settings["task_schedule"]  # free on resume, and groups must claim alike
+    fixed["task_schedule"] = settings["task_schedule"]  # groups must claim alike
     shared = [fixed, layout, numel, precision.zero_stage, precision.bf16, version("fmmeta"), version("torch")]
     return sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
 
@@ -175,6 +175,8 @@ class ElasticSchedule(StaticSchedule):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.config, self.log = run.config, run.progress.notice
+        if self.config.task_schedule == "dynamic":
+            self.episodes = ClaimedEpisodes
         self.cross = cast(ElasticCommunicator, run.ranks.cross)
         self.membership: Membership | None = None
         self.lock: Any = None

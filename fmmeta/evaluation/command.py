@@ -62,6 +62,7 @@ from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.base import ClassSource, Draw, Mixture, TaskSource, transformed
 from fmmeta.tasks.sources.load import load_sources
+from fmmeta.tasks.sources.own import refuse_drawn
 from fmmeta.training import build
 from fmmeta.training.episodes import LEAST_SEEN, EpisodeReader
 from fmmeta.training.scoring import TEST, Scoring, metrics_of, tasks_of
@@ -391,6 +392,7 @@ class EvaluatedModel:
             self.metrics, self.config, self.inputs, self.parts, prompts, settings.max_new_tokens
         )
         if method in CLASSIFIERS:
+            refuse_drawn(episodes.source, f"method={method}", "use finetune")
             read, classify = (
                 partial(self.draws_of_share, episodes.source),
                 partial(classifier_score, method, metrics),

@@ -34,7 +34,7 @@ from fmmeta.meta.parameters import MetaGradient, MetaParameters
 from fmmeta.meta.task import TaskRun
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.tasks.schedule.meta_batches import Task
-from fmmeta.training.claims import ClaimedEpisodes, first_decides
+from fmmeta.training.claims import first_decides
 from fmmeta.training.schedules import DynamicSchedule, OpenStep
 from fmmeta.training.step_metrics import StepMetrics
 
@@ -186,10 +186,6 @@ class StaleSchedule(DynamicSchedule):
         self.theta_begun = MetaParameters.from_named({name: x.clone() for name, x in meta.named().items()})
         self.into = MetaGradient(meta.theta, meta.extra)
         self.outcome = Outcome.STOP
-
-    @property
-    def episodes(self) -> type[ClaimedEpisodes]:
-        return ClaimedEpisodes
 
     @property
     def version(self) -> int:

@@ -211,7 +211,7 @@ class Run:
         if found is not None:
             self.worker.write(self.theta)
             text = f"resumed from {found}, outer step {self.state.outer_step}"
-            if self.config.task_schedule == "dynamic" or self.config.max_staleness:
+            if self.config.task_schedule != "static" or self.config.max_staleness:
                 text += f"; {promise_of(self.config.as_dict(), self.ranks.device.type)}"
             self.progress.notice(text)
 

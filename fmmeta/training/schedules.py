@@ -41,16 +41,13 @@ from fmmeta.training.run import Run
 from fmmeta.training.step_metrics import StepMetrics
 
 ENDS_RUN = (UsageError, PeerError, PeerLost, MachineFault, Stopped)
-EPISODES = {"static": TrainingEpisodes, "dynamic": ClaimedEpisodes}  # by --task_schedule
 
 
 class OpenStep:
-    """An outer step that is open. number: of outer steps applied before it; outcome: of `update`; left:
-    whether a loop has not taken all tasks.
-    """
+    """An outer step that is open. number: of outer steps applied before it; outcome: of `update`."""
 
     def __init__(self, schedule: "StaticSchedule", number: int) -> None:
-        self.schedule, self.number, self.outcome, self.left = schedule, number, None, True
+        self.schedule, self.number, self.outcome = schedule, number, None
 
     def tasks(self) -> Iterator[TaskRun]:
         """This group's tasks, to be run in `with task:` one after the other. Collective: group.
@@ -67,7 +64,6 @@ class OpenStep:
             for task in some:
                 task.on_end = self._end
                 yield task
-        self.left = False
 
     def passes(self) -> Iterator[list[TaskRun]]:
         """The same tasks for a rule: those that share passes (--tasks_per_pass) in one list."""
@@ -77,7 +73,6 @@ class OpenStep:
                 run.check_inner_loop(some[0].episode)
             checks = False
             yield some
-        self.left = False
 
     def between_passes(self) -> None:
         """To be called between two passes outside of `TaskRun`, whose methods call it. Collective: group."""
@@ -85,7 +80,6 @@ class OpenStep:
 
     def update(self) -> Outcome:
         """Reduce the meta-gradients of all groups and apply their mean, validate, save. Collective: world."""
-        self.schedule.metrics.left = self.left
         self.outcome = self.schedule.update(self.number)
         return self.outcome
 
@@ -109,10 +103,11 @@ def described(error: BaseException) -> str:
 class StaticSchedule:
     """Each group runs its share of the meta-batch; one for a run.
 
-    feed: provides the episodes, from `open` on. metrics: of the last step; is_open: whether its sums are not
-    reduced. left_tasks: whether a stop has left out tasks of it.
+    episodes: the class of `feed`. feed: provides the episodes, from `open` on. metrics: of the last step;
+    is_open: whether its sums are not reduced. left_tasks: whether a stop has left out tasks of it.
     """
 
+    episodes: type[TrainingEpisodes] = TrainingEpisodes
     feed: TrainingEpisodes
     metrics: StepMetrics
 
@@ -163,10 +158,6 @@ class StaticSchedule:
                 task = replace(run.task_run(episode, state.updates.meta), outer_step=config.outer_steps)
                 notice(check(run.rule, task, precision).text)
 
-    @property
-    def episodes(self) -> type[TrainingEpisodes]:
-        return EPISODES.get(self.run.config.task_schedule, TrainingEpisodes)
-
     def begin_step(self) -> OpenStep | None:
         """Open the next outer step; None if the run is finished. Collective: all groups."""
         run, number = self.run, self.run.state.outer_step
@@ -188,6 +179,7 @@ class StaticSchedule:
         run, metrics, begun = self.run, self.metrics, 0
         meta, total = run.state.meta_params, run.state.updates.meta
         into = MetaGradient(meta.theta, total.extra) if run.config.gradient_noise_scale else total
+        metrics.left = True
         for some in self.feed.passes(number, metrics, size):
             if run.stop.should_leave_tasks():
                 self.feed.abandon()
@@ -202,6 +194,7 @@ class StaticSchedule:
             yield self.begun
             self.settle()
             run.stage.begin_phase("waiting for its tasks")
+        metrics.left = False
 
     def between_passes(self) -> None:
         self.run.stage.count_pass()
@@ -352,6 +345,7 @@ class StaticSchedule:
 class DynamicSchedule(StaticSchedule):
     """A group that is free claims the next task of the meta-batch (claims.py)."""
 
+    episodes = ClaimedEpisodes
     feed: ClaimedEpisodes
 
     def open(self) -> None:

@@ -40,6 +40,7 @@ from fmmeta.tasks.data.encode import answer_reader
 from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import EpisodeTransform, TaskSource
+from fmmeta.tasks.sources.own import refuse_drawn
 from fmmeta.training import build
 from fmmeta.training.callbacks import Callback, RunView
 from fmmeta.training.episodes import EpisodeReader
@@ -202,6 +203,7 @@ def metrics_of(
     if config.learner.generates:
         reader = answer_reader(inputs.tokenizer, config.prompt_template, inputs.description.ends)
     if reader and names:
+        refuse_drawn(inputs.sources.first, f"metrics={' '.join(names)}", "give functions module:name")
         if worker.group.size > 1:
             raise UsageError(
                 f"metrics={' '.join(names)} need the whole model on one rank, and group_size="

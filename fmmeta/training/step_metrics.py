@@ -18,8 +18,8 @@ class StepMetrics:
 
     names: further numbers of the algorithm's task gradients. replicated: whether each rank of a group holds
     the whole model. counts: further sums over tasks, by name. waited: seconds that this group has waited for
-    others so far. squares: of the tasks of all groups, after `all_reduce`. left: whether a loop has left out
-    tasks.
+    others so far. squares: of the tasks of all groups, after `all_reduce`. left: whether a loop, or an
+    own schedule, has left out tasks.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutput
 
-from fmmeta import Callback, Config, MetaTrainer, Tasks
+from fmmeta import Callback, Config, MetaTrainer, Tasks, evaluate, inspection
 from fmmeta.learners import files
 from fmmeta.learners.files import check_given_model, store_model
 from fmmeta.learners.tiny import byte_tokenizer
@@ -64,8 +64,7 @@ def test_a_function_decides_about_the_shots_of_its_tasks(tmp_path, capsys):
         rows = [(f"{WORDS[number % 8]} {other}", other) for other in WORDS[8:10]]
         return rows * 3, rows
 
-    drawn = {"k_shot": Config.k_shot, "num_query": Config.num_query}  # by the function
-    settings = {**drawn, "test_episodes": 2, "eval_steps": 0}
+    settings = {**DRAWN, "test_episodes": 2, "eval_steps": 0}
     result = train(tmp_path, "run", settings, dataset=Tasks(draw, train=8, valid=2, test=2))
     printed = capsys.readouterr().out
     assert "\n2 held-out 2-way episodes, 1 inner step" in printed
@@ -74,6 +73,54 @@ def test_a_function_decides_about_the_shots_of_its_tasks(tmp_path, capsys):
         assert not re.search(r"[\d ]shots?\b|\d-shot", text)
     assert "Mean of 2 2-way episodes and" in (run / PAGES[0]).read_text()
     assert "2 held-out 2-way episodes; " in (run / PAGES[1]).read_text()
+
+
+def draw_rows(number):
+    rows = [{"text": f"{WORDS[number % 8]} {other}", "label": other} for other in WORDS[8:10]]
+    return rows * 2, rows
+
+
+DRAWN = {"k_shot": Config.k_shot, "num_query": Config.num_query}  # by the function
+TASKS = Tasks(draw_rows, train=8, valid=2, test=2)
+GIVEN = "tests.unit.test_given_objects:TASKS"
+
+
+def test_a_lost_connection_of_a_function_is_tried_again(tmp_path):
+    """An OSError; any other error is one of the task."""
+    failing = [ConnectionError("gone"), ConnectionError("gone")]
+
+    def draw(number):
+        if failing:
+            raise failing.pop()
+        return draw_rows(number)
+
+    tasks, settings = Tasks(draw, train=8), {**DRAWN, "eval_steps": 0}
+    train(tmp_path, "run", settings, dataset=tasks)
+    assert not failing
+    failing.append(ValueError("wrong"))
+    text = refusal(train, tmp_path, "other", settings, dataset=tasks)
+    check_message(text, "failed (wrong)", "correct")
+
+
+@pytest.mark.parametrize(
+    ("run", "texts"),
+    [
+        (
+            lambda: evaluate("tiny", dataset=GIVEN, method="prototype", episodes=2),
+            ["method=prototype", "use finetune"],
+        ),
+        (
+            lambda: evaluate(
+                "tiny", dataset=GIVEN, task_type="causal_lm", metrics=["exact_match"], episodes=2
+            ),
+            ["metrics=exact_match", "module:name"],
+        ),
+        (lambda: inspection.run(inspection.InspectConfig(dataset=[GIVEN])), ["fmmeta inspect", "draw(0)"]),
+    ],
+    ids=["features", "answers", "inspect"],
+)
+def test_what_reads_a_data_set_by_number_refuses_tasks_of_a_function(run, texts):
+    check_message(refusal(run), GIVEN, *texts)
 
 
 PAGES = ("model/README.md", "report.html")

@@ -1,6 +1,6 @@
 """Tasks of a user's function: rows of any kind, drawn by number.
 
-    Tasks(draw, train=1000, test=100)    draw(seed) -> (support rows, query rows), a pure function
+    Tasks(draw, train=1000, test=100)    draw(number) -> (support rows, query rows), a pure function
         --dataset module:name, or MetaTrainer(dataset=Tasks(...))
 
 Rows are what the learner's `encode` takes: of classification dictionaries with a text and a class, of
@@ -39,11 +39,13 @@ UNREAD = (  # settings that say how tasks are drawn from rows, which the functio
 class Tasks:
     """Tasks by number. train, valid, test: how many; those of validation follow those of training.
 
-    draw: number of a task -> its support and query rows: always the same ones. name: in messages and files.
-    stratum: number of a task -> its stratum, for meta-batches with equal shares; None: all in one.
+    draw: number of a task -> its support and query rows: always the same ones. An `OSError`, of a connection
+    say, is retried three times; other errors are those of a task that cannot be read (on_bad_task). name: in
+    messages and files. stratum: number of a task -> its stratum, for meta-batches with equal shares; None:
+    all in one.
 
     >>> from fmmeta import Tasks
-    >>> Tasks(lambda seed: ([(f"text {seed}", "a")], [(f"more {seed}", "a")]), train=100, test=20)
+    >>> Tasks(lambda n: ([(f"text {n}", "a")], [(f"more {n}", "a")]), train=100, test=20)
     Tasks(train=100, valid=0, test=20)
     """
 
@@ -62,8 +64,8 @@ class Tasks:
             or not self.train
         ):
             raise UsageError(
-                f"{self!r}: give a function draw(seed) -> (support, query) and numbers of tasks, at least one"
-                " of them to train on"
+                f"{self!r}: give a function draw(number) -> (support, query) and numbers of tasks, at least"
+                " one of them to train on"
             )
 
     def __repr__(self) -> str:
@@ -118,7 +120,8 @@ class OwnSource(TaskSource):
 
     def draw(self, task: Task) -> Draw:
         number = self.numbers[task.item]
-        with usage_errors(f"dataset={self.tasks.name}: draw({number}) failed", "correct the function"):
+        failed = f"dataset={self.tasks.name}: draw({number}) failed"
+        with usage_errors(failed, "correct the function", passes=(OSError,)):  # which is retried
             support, query = self.tasks.draw(number)
             support, query = [*support], [*query]
         if not support or not query:
@@ -139,6 +142,15 @@ class OwnSource(TaskSource):
     def part(self, chosen: np.ndarray) -> "OwnSource":
         return OwnSource(
             self.tasks, [one for one, is_in in zip(self.numbers, chosen, strict=True) if is_in], self.encode
+        )
+
+
+def refuse_drawn(source: TaskSource, what: str, fix: str) -> None:
+    """Raise `UsageError` for tasks of a function, where `what` reads rows of a data set by their numbers."""
+    if isinstance(source, OwnSource):
+        raise UsageError(
+            f"{what} reads the rows of a data set, and dataset={source.tasks.name} are tasks that a function"
+            f" draws; {fix}"
         )
 
 
