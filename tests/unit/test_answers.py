@@ -17,7 +17,7 @@ from fmmeta.config.learners import CAUSAL_LM
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.command import episodes_of
 from fmmeta.evaluation.settings import EvaluateConfig
-from fmmeta.learners import answers
+from fmmeta.learners import shared_prefix
 from fmmeta.learners.base import loss_of
 from fmmeta.learners.causal_lm import CausalLearner
 from fmmeta.learners.load import fitted, max_positions
@@ -102,7 +102,7 @@ def counted(model: Any):
 @pytest.mark.parametrize("least_saved", [0, 60, 10**6])
 def test_losses_behind_shared_prefixes_are_those_of_complete_rows(families, family, least_saved, monkeypatch):
     model, rows = model_of(families(family)), some_rows()
-    monkeypatch.setattr(answers, "LEAST_SAVED", {"cpu": least_saved})
+    monkeypatch.setattr(shared_prefix, "LEAST_SAVED", {"cpu": least_saved})
     found = Answers(CausalLearner(model))
     shares = found.can_share and least_saved < 10**6
     assert found.can_share == (family not in ("mistral", "qwen2"))  # these see a window of 8 tokens
@@ -121,7 +121,7 @@ def test_losses_behind_shared_prefixes_are_those_of_complete_rows(families, fami
 
 def test_a_limit_of_tokens_holds_for_the_padded_rows_of_each_pass(families, monkeypatch):
     model, rows = model_of(families("llama")), some_rows()
-    monkeypatch.setattr(answers, "LEAST_SAVED", {"cpu": 10**6})
+    monkeypatch.setattr(shared_prefix, "LEAST_SAVED", {"cpu": 10**6})
     found, sizes = Answers(CausalLearner(model)), list[int]()
     hook = model.get_input_embeddings().register_forward_pre_hook(
         lambda _, args: sizes.append(args[0].numel())
@@ -137,7 +137,7 @@ def test_rows_without_a_common_token_and_equal_rows_are_scored(families, monkeyp
     model = model_of(families("gpt2"))
     rows = [AnswerRow.of([5, 6, 7], [IGNORE, 6, 7]), AnswerRow.of([9, 6, 7, 8], [IGNORE] * 3 + [8])]
     rows += [rows[0], AnswerRow.of([5, 6, 7, 7], [IGNORE] * 3 + [7])]
-    monkeypatch.setattr(answers, "LEAST_SAVED", {"cpu": 0})
+    monkeypatch.setattr(shared_prefix, "LEAST_SAVED", {"cpu": 0})
     losses, _ = Answers(CausalLearner(model)).losses(rows, 32)
     assert losses.tolist() == pytest.approx(plain_losses(model, rows)[0], abs=1e-5)
 
@@ -146,7 +146,7 @@ def test_a_loss_that_is_nan_is_no_right_answer(families, monkeypatch):
     model = model_of(families("llama"))
     with torch.no_grad():
         model.get_output_embeddings().weight.fill_(torch.nan)
-    monkeypatch.setattr(answers, "LEAST_SAVED", {"cpu": 0})
+    monkeypatch.setattr(shared_prefix, "LEAST_SAVED", {"cpu": 0})
     losses, right = Answers(CausalLearner(model)).losses(some_rows(), 32)
     assert losses.isnan().all()
     assert not right.any()
@@ -161,7 +161,7 @@ def test_a_model_that_ignores_the_positions_behind_a_cache_computes_complete_row
         return forward(input_ids, **{**named, "position_ids": torch.arange(input_ids.shape[1])[None]})
 
     monkeypatch.setattr(model.transformer, "forward", from_zero)
-    monkeypatch.setattr(answers, "LEAST_SAVED", {"cpu": 0})
+    monkeypatch.setattr(shared_prefix, "LEAST_SAVED", {"cpu": 0})
     found, rows = Answers(CausalLearner(model)), some_rows()
     assert not found.can_share
     assert found.losses(rows, 5)[0].tolist() == pytest.approx(plain_losses(model, rows)[0], abs=1e-5)
@@ -191,7 +191,7 @@ def test_prompts_end_below_the_length_at_which_the_rotary_table_changes(kind, mo
     prompts = prompted(pairs, query, None, max_positions(config))
     rows = [AnswerRow.of(row.input_ids, row.token_labels) for row in prompts]
     assert max(len(row.ids) for row in rows) > 24
-    monkeypatch.setattr(answers, "LEAST_SAVED", {"cpu": 0})
+    monkeypatch.setattr(shared_prefix, "LEAST_SAVED", {"cpu": 0})
     losses, _ = Answers(CausalLearner(model)).losses(rows, 5)
     assert losses.tolist() == pytest.approx(plain_losses(model, rows)[0], abs=1e-4)
     message = refusal(fitted, Config(max_length=64), config)
@@ -200,7 +200,7 @@ def test_prompts_end_below_the_length_at_which_the_rotary_table_changes(kind, mo
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
 def test_generated_answers_behind_a_shared_prefix_are_those_of_single_prompts(families, family, monkeypatch):
-    monkeypatch.setattr(answers, "LEAST_SAVED", {"cpu": 1})
+    monkeypatch.setattr(shared_prefix, "LEAST_SAVED", {"cpu": 1})
     settings = Config(model_name_or_path=str(families(family)), task_type="causal_lm", algorithm="none")
     single, model = load_model(settings, Progress(False)), model_of(families(family))
     prompts = [row.ids for row in some_rows()[:5]]
@@ -216,7 +216,7 @@ def test_generated_answers_behind_a_shared_prefix_are_those_of_single_prompts(fa
 def test_in_context_scores_and_metrics_are_those_of_the_concatenated_text(
     families, family, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(answers, "LEAST_SAVED", {"cpu": 1})
+    monkeypatch.setattr(shared_prefix, "LEAST_SAVED", {"cpu": 1})
     data = write_pairs(tmp_path / "pairs.jsonl")
     flags: dict[str, Any] = {
         "task_type": "causal_lm",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fmmeta.config.settings import Config
-from fmmeta.learners import pipeline_split
+from fmmeta.learners import stages
 from fmmeta.learners.lazy_weights import open_lazy_model
 from fmmeta.learners.load import describe
 from fmmeta.learners.stages import layer_seconds, plan_stages
@@ -47,9 +47,9 @@ def test_every_family_is_measured_layer_by_layer(tmp_path, monkeypatch, family):
     so that both are measured.
     """
     held = []
-    ordinary = pipeline_split.with_random_weights
+    ordinary = stages.with_random_weights
     monkeypatch.setattr(
-        pipeline_split,
+        stages,
         "with_random_weights",
         lambda stage, *rest: held.append(len(layers_of(stage))) or ordinary(stage, *rest),
     )
@@ -73,7 +73,7 @@ def layers_of(stage) -> set[str]:
 def test_layers_with_different_attention_windows_are_two_kinds(tmp_path):
     learner = stream_of(save_family(tmp_path, "qwen2", layers=4), task_type="causal_lm")
     layers = learner.hf.model.layers
-    kinds = [pipeline_split.kind_of(learner, layer, number) for number, layer in enumerate(layers)]
+    kinds = [stages.kind_of(learner, layer, number) for number, layer in enumerate(layers)]
     assert kinds[0] != kinds[1]
     assert kinds[1] == kinds[2] == kinds[3]
 
