@@ -17,7 +17,7 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of, as_stored, nearest, shortened
 from fmmeta.config.fields import KINDS, default_of, kind_of, refuse_first, shown
-from fmmeta.config.settings import REMEMBERED
+from fmmeta.config.settings import GROUPS, REMEMBERED, names_of
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 LARGEST_FILE = 2**20  # bytes of a recipe
@@ -43,12 +43,11 @@ def text_of(config: Any, without: Container[str]) -> str:
             if type(config)(**others) == config:
                 values = others
     parts = []
-    for group in type(config).__mro__:
-        names_ = [name for name in vars(group).get("__annotations__", ()) if name in values]
-        part = {name: as_stored(values[name]) for name in names_ if name not in without}
-        if part:
+    for group in GROUPS:
+        named = [name for name in names_of(group) if name in values and name not in without]
+        if part := {name: as_stored(values[name]) for name in named}:
             text = yaml.safe_dump(part, sort_keys=False, allow_unicode=True, width=1000)
-            parts.append(f"\n# {group.__name__.removesuffix('Config').lower()}\n{text}")
+            parts.append(f"\n# {group}\n{text}")
     return "".join(parts) or "{}\n"
 
 

@@ -175,7 +175,7 @@ def test_config_yaml_holds_what_differs_from_the_defaults_by_group(tmp_path):
     text = Path(saved(tmp_path, config)).read_text()
     assert text.startswith(f"# Written by fmmeta {version('fmmeta')}: ")
     lines = [line for line in text.splitlines()[3:] if line]
-    assert lines == ["# model", "head_init: learned", "# task", "n_way: 3", "# meta", "outer_steps: 3"]
+    assert lines == ["# model", "head_init: learned", "# data", "n_way: 3", "# algorithm", "outer_steps: 3"]
 
 
 def test_config_yaml_does_not_replace_a_file_of_the_user(tmp_path):
