@@ -301,10 +301,11 @@ def parse(argv: list[str], command: str = "train") -> Any:
         values = parser.parse_known_args(argv)[0]
     for flag in unknown:
         name = flag.split("=")[0]
-        close = ""
+        close, of_run = "", name.removeprefix("--") in Config.__dataclass_fields__
         if name.startswith("--"):
             close = nearest(name, [option for action in parser._actions for option in action.option_strings])
-        raise UsageError(f"{name} is not a flag{close}; --help lists them")
+        where = f" of {command}, but of training" if of_run else ""
+        raise UsageError(f"{name} is not a flag{where}{close}; --help lists them")
     return settings(**{name: value for name, value in vars(values).items() if name != "config"})
 
 
