@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from fmmeta.cli import main, parse
+from fmmeta.common.install import version
 from fmmeta.config import recipes
 from fmmeta.config.settings import Config
 from fmmeta.train import train
-from fmmeta.training.run_folder import version, write_config
+from fmmeta.training.run_folder import write_config
 from tests.support.messages import check_message, refusal
 from tests.support.short_runs import QUICK, same
 
