@@ -85,7 +85,7 @@ def find(what: str, name: str) -> Path:
 
 
 def read(what: str, name: str, settings: Any) -> dict[str, Any]:
-    """The values of a recipe, as defaults of a parser of flags: text that the parser checks and converts.
+    """The values of a recipe, converted as flags are.
 
     what: `recipe` or `config`, for messages. settings: the dataclass of the command. null means the default.
     Raises `UsageError`.
@@ -95,14 +95,13 @@ def read(what: str, name: str, settings: Any) -> dict[str, Any]:
     if "tuned" in values:
         values = chosen(values, settings, where)
     check_names(values, settings, where)
-    texts = dict[str, Any]()
-    for key, value in values.items():
-        if key == "tune" and isinstance(value, dict):
-            texts[key] = json.dumps(value)
-        elif value is not None:
-            listed = isinstance(value, (list, dict)) or kind_of(settings, key)[1]
-            texts[key] = typed(settings, key, value, where) if listed else value
-    return texts
+    return {
+        name: json.dumps(value)
+        if name == "tune" and isinstance(value, dict)
+        else typed(settings, name, value, where)
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 def chosen(values: Mapping[str, Any], settings: Any, where: str) -> dict[str, Any]:
@@ -196,7 +195,7 @@ def typed(settings: Any, name: str, value: Any, where: str) -> Any:
             (nested, f"{where} sets {name}={text}, which is nested; write one list of values"),
         ]
     )
-    convert = TRUTH.__getitem__ if kind is bool else kind
+    convert = (lambda text: TRUTH[text.lower()]) if kind is bool else kind
     try:
         converted = [convert(str(one)) for one in values]
     except (ValueError, KeyError):
@@ -206,4 +205,7 @@ def typed(settings: Any, name: str, value: Any, where: str) -> Any:
     return converted if is_list else converted[0]
 
 
-TRUTH = {"true": True, "True": True, "false": False, "False": False}
+TRUTH = {  # as of flags
+    **dict.fromkeys(("true", "yes", "t", "y", "1"), True),
+    **dict.fromkeys(("false", "no", "f", "n", "0"), False),
+}
