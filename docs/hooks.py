@@ -13,8 +13,8 @@ from mkdocs.structure.files import File
 
 import fmmeta
 from fmmeta.cli import COMMANDS
-from fmmeta.config.fields import default_of, hints_of, shown
-from fmmeta.config.help import groups_of
+from fmmeta.config.fields import hints_of, shown
+from fmmeta.config.help import groups_of, text_and_default
 from fmmeta.config.settings import Config
 
 ROOT = Path(__file__).parent.parent
@@ -71,13 +71,13 @@ def command_page(command):
 
 def described(settings, item):
     """An entry of a definition list: flag, values and default, help text."""
-    text, default = item.metadata["help"], default_of(item)
-    rule = text.rule
+    text, default = text_and_default(item, settings)
+    rule = item.metadata["help"].rule
     parts = [f"`--{item.name}`{{ #{item.name} }}", values_of(settings, item)]
     if default not in (None, [], ""):
         parts.append(f"default `{shown(default)}`")
     resume = "" if rule.resume == "fixed" or settings is not Config else " May change on resume."
-    body = escaped(text.replace("%%", "%")).rstrip(".") + "."
+    body = escaped(text).rstrip(".") + "."
     return f"{parts[0]} <small>{' · '.join(parts[1:])}</small>\n:   {body}{resume}\n"
 
 

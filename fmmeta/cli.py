@@ -245,19 +245,14 @@ def global_rank() -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are `UsageError`s. recipe: `recipe=NAME sets ` for values of a recipe."""
-
-    recipe = ""
+    """A parser whose errors are `UsageError`s."""
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError:
             wanted = KINDS.get(cast(type, action.type), KINDS[bool])[0]
-            of_recipe = bool(self.recipe) and action.default == arg_string
-            given = f"{action.dest}={arg_string}{',' if of_recipe else ''}"
-            where, which = (self.recipe, "which ") if of_recipe else ("", "")
-            raise UsageError(f"{where}{given} {which}is not {wanted}; give one") from None
+            raise UsageError(f"{action.dest}={arg_string} is not {wanted}; give one") from None
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
@@ -266,7 +261,7 @@ class Parser(argparse.ArgumentParser):
 def parse(argv: list[str], command: str = "train") -> Any:
     """Turn flags into the command's settings.
 
-    A recipe (`--config`, or the first word that is no flag) gives defaults that flags override.
+    A recipe (`--config`, or the first word that is no flag) gives values that flags override.
     """
     settings, words = pkgutil.resolve_name(COMMANDS[command].settings), COMMANDS[command].values.split()
     print_help(argv, command, settings)
@@ -287,25 +282,26 @@ def parse(argv: list[str], command: str = "train") -> Any:
     parser.__class__ = type("HfParser", (Parser, HfArgumentParser), {})
     for action in parser._actions:
         action.choices = None  # the settings check them, with a suggestion
+        action.default = argparse.SUPPRESS  # so that the parser returns the given flags only
     parser.add_argument("--config", help="A recipe, by its name or its YAML or JSON file; flags win")
     values, unknown = parser.parse_known_args(argv)
+    flags, found = vars(values), dict[str, Any]()
     takes_recipe = command == "inspect" or issubclass(settings, Config)
-    if recipe := recipes.choose(values.config, unknown if takes_recipe else []):
+    if recipe := recipes.choose(flags.pop("config"), unknown if takes_recipe else []):
         # inspect has some of the settings of a run
         found = recipes.read(*recipe, Config if command == "inspect" else settings)
-        elastic = command == "elastic" or getattr(values, "elastic", False)
-        if elastic and values.tune is None and found.pop("tune", None) and global_rank() == 0:
+        found = {name: one for name, one in found.items() if name in settings.__dataclass_fields__}
+        elastic = command == "elastic" or flags.get("elastic")
+        if elastic and "tune" not in flags and found.pop("tune", None) and global_rank() == 0:
             print(f"fmmeta: {recipe[1]} without its tune, which elastic runs do not have", flush=True)
-        parser.set_defaults(**{name: one for name, one in found.items() if name in vars(values)})
-        cast(Any, parser).recipe = f"{'='.join(recipe)} sets "
-        values = parser.parse_known_args(argv)[0]
     for flag in unknown:
         name = flag.split("=")[0]
-        close = ""
+        close, of_run = "", name.removeprefix("--") in Config.__dataclass_fields__
         if name.startswith("--"):
             close = nearest(name, [option for action in parser._actions for option in action.option_strings])
-        raise UsageError(f"{name} is not a flag{close}; --help lists them")
-    return settings(**{name: value for name, value in vars(values).items() if name != "config"})
+        where = f" of {command}, but of training" if of_run else ""
+        raise UsageError(f"{name} is not a flag{where}{close}; --help lists them")
+    return settings(**{**found, **flags})
 
 
 def print_help(argv: list[str], command: str, settings: Any) -> None:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import fmmeta
+from fmmeta.common import install
 from fmmeta.common.errors import one_line
-from fmmeta.common.install import TESTED, is_tested, requirement
 from fmmeta.common.processes import host_bytes, output_of
 from fmmeta.common.security import GIB, SECRET, printable, redact
 
@@ -85,7 +85,7 @@ def environment() -> dict[str, str]:
     import torch.cuda.nccl
 
     from fmmeta.parallel.process_groups import backends
-    from fmmeta.training.run_files import PACKAGES, version
+    from fmmeta.training.run_files import PACKAGES
 
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     named = {f"{one.name}, {one.total_memory / GIB:.1f} GiB" for one in gpus}
@@ -94,9 +94,9 @@ def environment() -> dict[str, str]:
     _, nccl = backends()
     launcher = {name: os.environ[name] for name in sorted(os.environ) if LAUNCHER.match(name)}
     return {
-        "fmmeta": f"{version('fmmeta') or fmmeta.__version__}, {installation()}",
+        "fmmeta": f"{install.version('fmmeta') or fmmeta.__version__}, {installation()}",
         "python": f"{platform.python_version()} ({sys.executable})",
-        **{name: version(name) or "not installed" for name in PACKAGES if name != "fmmeta"},
+        **{name: install.version(name) or "not installed" for name in PACKAGES if name != "fmmeta"},
         "system": f"{platform.platform()}, {platform.machine()}",
         "CPUs": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, {torch.get_num_threads()} threads",
         "memory": f"{host_bytes(1) / GIB:.1f} GiB that a process may allocate",
@@ -145,14 +145,12 @@ def findings_of(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
 
 def versions() -> Iterator[Finding]:
     """Versions of packages against those that are tested."""
-    for package in TESTED:
-        wanted = f"pip install '{requirement(package)}'"
-        try:
-            here = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding(package, False, "is not installed", wanted, "problem")
-            continue
-        yield Finding(package, is_tested(package, here), here, f"it is not tested; {wanted}")
+    for wanted, here, tested in install.versions():
+        fix = f"pip install '{wanted}'"
+        if here is None:
+            yield Finding(wanted.name, False, "is not installed", fix, "problem")
+        else:
+            yield Finding(wanted.name, tested, here, f"it is not tested; {fix}")
 
 
 def accelerator() -> Iterator[Finding]:

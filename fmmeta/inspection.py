@@ -15,7 +15,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress
 from fmmeta.common.security import printable, redact
 from fmmeta.common.text import counted, shortened
-from fmmeta.config.settings import Config, ModelConfig, TaskConfig
+from fmmeta.config.settings import Config, ModelConfig, SamplingConfig, TaskConfig
 from fmmeta.learners.files import trained_with
 from fmmeta.learners.from_gguf import as_folder
 from fmmeta.learners.load import describe, fitted, load_tokenizer, suggest_chat
@@ -44,7 +44,7 @@ LONGER = 64  # times max_length: tokens that are counted of a truncated row
 
 
 @dataclass
-class InspectConfig(ModelConfig, TaskConfig):
+class InspectConfig(ModelConfig, TaskConfig, SamplingConfig):
     """`fmmeta inspect`: the settings of the data and of the model, as a run has them."""
 
 

@@ -18,7 +18,7 @@ from fmmeta.checkpoint.model_card import INPUT, Content, code, escaped, inner_lo
 from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.security import printable, publish, sync
 from fmmeta.common.text import counted, units_of
-from fmmeta.config.fields import default_of
+from fmmeta.config.fields import unset_of
 from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.learners.files import BASE_FOLDER, SETTINGS_FILE, remembered, trained_with, weights_state
 from fmmeta.meta.algorithms.baselines import leading_bos
@@ -214,7 +214,7 @@ def support_digest(table: Table) -> str:
 
 def identifying(settings: AdaptConfig, method: str) -> dict[str, Any]:
     """The settings that change an adapted model, where they are not the defaults. method: the one in use."""
-    unchanged = {item.name: default_of(item) for item in fields(AdaptConfig)} | {"method": "finetune"}
+    unchanged = {item.name: unset_of(item) for item in fields(AdaptConfig)} | {"method": "finetune"}
     return {
         name: value
         for name, value in {**vars(settings), "method": method}.items()

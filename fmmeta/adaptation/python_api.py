@@ -21,6 +21,7 @@ from fmmeta.common.processes import refuse_while_importing, restored_process
 from fmmeta.common.progress import Progress, terminal_log
 from fmmeta.common.text import shortened
 from fmmeta.config.fields import of_type, refuse_unknown
+from fmmeta.config.settings import Config
 from fmmeta.evaluation import command as evaluate_command
 from fmmeta.evaluation.results import EvaluationResults
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, AdaptConfig, EvaluateConfig, PredictConfig
@@ -171,7 +172,6 @@ def settings_of(kind: type[T], values: Mapping[str, Any], known: Sequence[str] =
 
     known: the names that are used; default: all. Raises `UsageError` for names and types that do not fit.
     """
-    every = [item.name for item in fields(cast(Any, kind))]
-    known = known or every
-    refuse_unknown(values, known, every)
+    own = [item.name for item in fields(cast(Any, kind))]
+    refuse_unknown(values, known or own, {*own, *Config.__dataclass_fields__})
     return kind(**{name: of_type(kind, name, value) for name, value in values.items()})

@@ -6,39 +6,32 @@ Only safetensors, configurations, cards and tokenizer files are uploaded: exactl
 card on the hub names the repository in its commands and in its model-index; the folder itself stays as it is.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub import ModelCard, constants
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub import ModelCard
+from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 from tqdm import tqdm
 
 from fmmeta.checkpoint.model_card import FILE, PLACEHOLDER, is_hub_id
 from fmmeta.checkpoint.read import MANIFEST
-from fmmeta.common.errors import UsageError, one_line, usage_errors
-from fmmeta.common.security import inside, printable, redact
+from fmmeta.common.errors import UsageError, usage_errors
+from fmmeta.common.security import inside, printable
 from fmmeta.config.fields import refuse_first, setting
-from fmmeta.learners.files import ADAPTER_FILE, hub_answers, read_json
+from fmmeta.learners.files import ADAPTER_FILE, read_json
 
-SUFFIXES = (".safetensors", ".json", ".txt", ".md", ".jinja")
-TOKENIZERS = ("*.model", "*.bpe.codes", "*.vocab")  # files of tokenizers with other endings
+SENT = ["*.safetensors", "*.json", "*.txt", "*.md", "*.jinja", "*.model", "*.bpe.codes", "*.vocab"]
 LEFT_OUT = {
     "predictions.jsonl": "texts of the query set",
-    "merged": "another model; push it by its folder",
+    "merged/*": "another model; push it by its folder",
     "*.trials.json": "of an unfinished fmmeta tune or evaluate",
     "*.finished.json": "of an unfinished fmmeta tune or evaluate",
+    ".*": "hidden",
+    "*/.*": "hidden",
 }
 """What commands write beside a model, and why it is not uploaded."""
-ANSWERS = {
-    401: "the hub does not accept the token; log in again with `hf auth login`, or set HF_TOKEN",
-    403: "the token may not write there; use a token with write access, and your own user or organisation",
-    404: "the hub has no such user, organisation or branch; check repo_id and revision",
-}
 
 
 @dataclass
@@ -62,7 +55,6 @@ def run(settings: PushConfig) -> None:
     folder = model_folder(Path(settings.folder))
     files, left_out = choose_files(folder)
     card = pushed_card(folder, settings.repo_id)
-    token = "" if settings.dry_run else usable_token(settings.repo_id)
     sizes = {name: (folder / name).stat().st_size for name in files}
     print(
         f"{folder}: {len(files)} files, {tqdm.format_sizeof(sum(sizes.values()), 'B')}, to {settings.repo_id}"
@@ -73,8 +65,12 @@ def run(settings: PushConfig) -> None:
         print(f"  left out: {printable(name)} ({why})")
     if settings.dry_run:
         return
+    given = f"repo_id={settings.repo_id}"
+    if not (token := huggingface_hub.get_token()):
+        raise UsageError(f"{given} needs a token of the hub; set HF_TOKEN, or run `hf auth login`")
     api = huggingface_hub.HfApi(token=token)
-    with hub_errors(settings.repo_id):
+    fix = "check the network, the token (`hf auth login`, with write access), repo_id and revision; try again"
+    with usage_errors(f"{given}: the upload failed", fix):
         api.create_repo(settings.repo_id, private=settings.private or None, exist_ok=True)
         branch = settings.revision or "main"
         if branch != "main" and not branch.startswith("refs/"):
@@ -93,37 +89,11 @@ def run(settings: PushConfig) -> None:
 
 def check_repo_id(repo_id: str) -> None:
     """Raise `UsageError` if this is not USER/NAME."""
-    named = False
-    with suppress(HFValidationError):
+    refuse_first([(not repo_id, "repo_id is missing; give --repo_id USER/NAME")])
+    form = "give USER/NAME of letters, digits, -, _ and . (no -- or ..)"
+    with usage_errors(f"repo_id={repo_id} is no name of a repository", form):
         validate_repo_id(repo_id)
-        named = repo_id.count("/") == 1
-    refuse_first(
-        [
-            (not repo_id, "repo_id is missing; give --repo_id USER/NAME"),
-            (
-                not named,
-                f"repo_id={repo_id} is no name of a repository; give USER/NAME of letters, digits, -, _ and ."
-                " (no -- or ..)",
-            ),
-        ]
-    )
-
-
-def usable_token(repo_id: str) -> str:
-    """The user's token. Raises `UsageError` without a token or a network."""
-    given, token = f"repo_id={repo_id}", huggingface_hub.get_token()
-    refuse_first(
-        [
-            (
-                constants.HF_HUB_OFFLINE,
-                f"{given} cannot be uploaded to with HF_HUB_OFFLINE=1; unset HF_HUB_OFFLINE",
-            ),
-            (not token, f"{given} needs a token of the hub; set HF_TOKEN, or run `hf auth login`"),
-        ]
-    )
-    if not hub_answers():
-        raise UsageError(f"{given}: {constants.ENDPOINT} cannot be reached; check the network")
-    return str(token)
+    refuse_first([(repo_id.count("/") != 1, f"repo_id={repo_id} names no user or organisation; {form}")])
 
 
 def model_folder(folder: Path) -> Path:
@@ -167,34 +137,28 @@ def choose_files(folder: Path) -> tuple[list[str], dict[str, str]]:
 
     Raises `UsageError` for any other file, pickles among them, and for links that leave the folder.
     """
-    chosen, left_out = list[str](), dict[str, str]()
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder)
-        top = name.parts[0]
-        why = next((why for kind, why in LEFT_OUT.items() if fnmatch(top, kind)), "")
-        if why or any(part.startswith(".") for part in name.parts):
-            left_out[top] = why or "hidden"
-            continue
-        inside(folder, path)
-        if path.is_dir():
-            continue
-        known = path.suffix in SUFFIXES or any(fnmatch(path.name, kind) for kind in TOKENIZERS)
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    chosen = list(filter_repo_objects(names, ignore_patterns=[*LEFT_OUT]))
+    known = list(filter_repo_objects(chosen, allow_patterns=SENT))
+    for name in chosen:
+        is_file = inside(folder, folder / name).is_file()
         refuse_first(
             [
                 (
-                    not path.is_file(),
+                    not is_file,
                     f"folder={folder} holds {name}, which is no file (a link without a target, or a device);"
                     " remove it",
                 ),
                 (
-                    not known,
-                    f"folder={folder} holds {name}, which is none of {' '.join(SUFFIXES)} or a tokenizer's"
-                    " file; move it out of the folder",
+                    name not in known,
+                    f"folder={folder} holds {name}, which is none of {' '.join(SENT)}; move it out of the"
+                    " folder",
                 ),
             ]
         )
-        chosen.append(name.as_posix())
-    return chosen, left_out
+    reasons = {name: [why for kind, why in LEFT_OUT.items() if fnmatch(name, kind)] for name in names}
+    return chosen, {name.split("/")[0]: why[0] for name, why in reasons.items() if why}
 
 
 def pushed_card(folder: Path, repo_id: str) -> bytes | None:
@@ -210,20 +174,3 @@ def pushed_card(folder: Path, repo_id: str) -> bytes | None:
             card.data["model_name"] = repo_id
         card.text = card.text.replace(PLACEHOLDER, repo_id)
         return str(card).encode()
-
-
-@contextmanager
-def hub_errors(repo_id: str) -> Iterator[None]:
-    """Raise a `UsageError` of one line for an error of the hub or of the network."""
-    try:
-        yield
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        text = redact(printable(error.server_message or one_line(error)))[:300]
-        why = ANSWERS.get(status) or f"{text}; try again later"
-        raise UsageError(f"repo_id={repo_id}: {why} (HTTP status {status})") from None
-    except Exception as error:  # each HTTP client has other exceptions
-        raise UsageError(
-            f"repo_id={repo_id}: the upload failed ({type(error).__name__}: {redact(one_line(error))[:300]});"
-            " run the command again, files that were uploaded are not sent again"
-        ) from None

@@ -2,21 +2,17 @@
 
 import importlib.metadata
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 PACKAGE = Path(__file__).parents[1]
-TESTED = {
-    "torch": ("2.6", "2.14"),
-    "deepspeed": ("0.19.8", "0.20"),
-    "transformers": ("5.0", "6"),
-    "datasets": ("4.0", "6"),
-    "accelerate": ("1.10", "2"),
-    "safetensors": ("0.5", ""),
-}
-"""The first tested version, and the first untested one after it; as in pyproject.toml."""
+CHECKED = ("torch", "deepspeed", "transformers", "datasets", "accelerate", "safetensors")
+"""Packages whose version decides whether a run works."""
 
 
 def shipped(folder: str) -> Path:
@@ -25,34 +21,33 @@ def shipped(folder: str) -> Path:
     return inside if inside.is_dir() else PACKAGE.parent / folder
 
 
-def is_tested(package: str, version: str) -> bool:
-    """Whether a version is in the package's range of `TESTED`; a pre-release counts as its release."""
-    (least, beyond), release = TESTED[package], Version(Version(version).base_version)
-    return Version(least) <= release and (not beyond or release < Version(beyond))
+def version(package: str) -> str | None:
+    """The installed version of a package; None without one."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
 
 
-def requirement(package: str) -> str:
-    """The tested range as pip reads it, such as `torch>=2.6,<2.14`."""
-    least, beyond = TESTED[package]
-    return f"{package}>={least}" + (f",<{beyond}" if beyond else "")
+def versions() -> Iterator[tuple[Requirement, str | None, bool]]:
+    """The tested range of each package of `CHECKED` by the metadata of fmmeta, the installed version, and
+    whether it is tested: a pre-release counts as its release. Of a checkout that is not installed nothing.
+    """
+    with suppress(importlib.metadata.PackageNotFoundError):
+        for wanted in map(Requirement, importlib.metadata.requires("fmmeta") or ()):
+            if wanted.name in CHECKED and wanted.marker is None:
+                here = version(wanted.name)
+                yield wanted, here, bool(here and wanted.specifier.contains(Version(here).base_version))
 
 
 @cache
 def warn_untested(global_rank: int) -> None:
     """Print one line on rank 0 that names the packages outside their tested range; once in a process."""
-    untested = []
-    for package in TESTED:
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # the import of it ends with a better message
-        if not is_tested(package, version):
-            untested.append((package, version))
+    # the import of a package that is not installed ends with a better message
+    untested = [(wanted, here) for wanted, here, tested in versions() if here and not tested]
     if untested and global_rank == 0:
-        found = ", ".join(f"{package} {version}" for package, version in untested)
-        wanted = " ".join(f"'{requirement(package)}'" for package, _ in untested)
+        found = ", ".join(f"{wanted.name} {here}" for wanted, here in untested)
+        ranges = " ".join(f"'{wanted}'" for wanted, _ in untested)
         print(
-            f"fmmeta: {found}: not tested with this fmmeta; if the run fails, try: pip install {wanted}",
+            f"fmmeta: {found}: not tested with this fmmeta; if the run fails, try: pip install {ranges}",
             file=sys.stderr,
             flush=True,
         )

@@ -18,8 +18,7 @@ from inspect import signature
 from typing import Any
 
 from fmmeta.common.errors import UsageError, usage_errors
-from fmmeta.common.security import import_named
-from fmmeta.common.text import any_of, nearest
+from fmmeta.common.text import any_of
 from fmmeta.config.registry import find_spec
 
 
@@ -153,6 +152,7 @@ class OuterOptimizerSpec:
         return vectors, {name: float(item) for name, item in left.items() if name not in vectors}
 
 
+OWN_OPTIMIZERS = "docs/how-to/own-learner-source-rule.md"
 OUTER_OPTIMIZERS = {
     "adamw": OuterOptimizerSpec("AdamW", ("exp_avg", "exp_avg_sq")),
     "sgd": OuterOptimizerSpec("SGD", options={}),
@@ -182,28 +182,21 @@ def find_outer(name: str) -> OuterOptimizerSpec:
     """The spec of a built-in name or of `module:name`. Raises `UsageError` in one line."""
     if name in OUTER_OPTIMIZERS:
         return OUTER_OPTIMIZERS[name]
-    given = f"outer_optimizer={name}"
     if name.lower() in NOT_ELEMENTWISE:
         raise UsageError(
-            f"{given} does not act element by element: {NOT_ELEMENTWISE[name.lower()]}, and theta is held in"
-            f" shards; use {' or '.join(OUTER_OPTIMIZERS)}"
+            f"outer_optimizer={name} does not act element by element: {NOT_ELEMENTWISE[name.lower()]}, and"
+            f" theta is held in shards; use {' or '.join(OUTER_OPTIMIZERS)}"
         )
-    if ":" not in name:
-        raise UsageError(
-            f"{given} is unknown{nearest(name, OUTER_OPTIMIZERS)}; use {', '.join(OUTER_OPTIMIZERS)}, or"
-            " module:name of another"
-        )
-    found = import_named("outer_optimizer", name, "an OuterOptimizerSpec or a torch.optim.Optimizer")
-    if isinstance(found, OuterOptimizerSpec):
-        return found
+    kind = OuterOptimizerSpec
+    return find_spec("outer_optimizer", name, OUTER_OPTIMIZERS, "", kind, OWN_OPTIMIZERS, of_torch)
+
+
+def of_torch(found: Any) -> Any:
+    """The spec of a class of optimizers of torch; anything else as it is."""
     from torch.optim import Optimizer
 
-    if not (isinstance(found, type) and issubclass(found, Optimizer)):
-        raise UsageError(
-            f"{given} is a {type(found).__name__}, neither an OuterOptimizerSpec nor a subclass of"
-            " torch.optim.Optimizer; name one (docs/how-to/own-learner-source-rule.md)"
-        )
-    return OuterOptimizerSpec(found, _moments(found), {})
+    is_class = isinstance(found, type) and issubclass(found, Optimizer)
+    return OuterOptimizerSpec(found, _moments(found), {}) if is_class else found
 
 
 @cache
@@ -257,7 +250,7 @@ def check_outer(c: Any) -> None:
         )
 
 
-INNER_OPTIMIZERS = ("sgd", "momentum", "adamw")
+INNER_OPTIMIZERS: tuple[str, ...] = ("sgd", "momentum", "adamw")
 
 
 def find_inner(name: str) -> Any:
@@ -266,17 +259,11 @@ def find_inner(name: str) -> Any:
     Three updates of 8 random numbers, whole, in two halves and by `differentiable`, must agree. Raises
     `UsageError` in one line.
     """
-    given = f"inner_optimizer={name}"
-    if ":" not in name:
-        known = any_of(INNER_OPTIMIZERS)
-        raise UsageError(f"{given} is unknown{nearest(name, INNER_OPTIMIZERS)}; use {known}, or module:name")
-    found = import_named("inner_optimizer", name, "an InnerOptimizer")
+    given, names = f"inner_optimizer={name}", dict.fromkeys(INNER_OPTIMIZERS)
     kind = pkgutil.resolve_name("fmmeta.meta.inner_optimizers:InnerOptimizer")
-    if not isinstance(found, kind) or found.momentum:
-        raise UsageError(
-            f"{given} is a {type(found).__name__}, no InnerOptimizer(state_names, direction) without"
-            " momentum=; name one (docs/how-to/own-learner-source-rule.md)"
-        )
+    found = find_spec("inner_optimizer", name, names, "", kind, OWN_OPTIMIZERS)
+    if found.momentum:
+        raise UsageError(f"{given} has momentum=, which is for the built-in one; leave that out of yours")
     import torch
 
     random = torch.Generator().manual_seed(0)

@@ -65,6 +65,7 @@ def _of_kind(kind: type, name: str, value: Any) -> Any:
 class SettingRule:
     """The values that a setting may have, the settings that it needs, and where it is stored and compared."""
 
+    open: Any = None  # the value of a run that leaves the setting open, which is None then
     least: float | None = None
     most: float = LARGEST
     below: float | None = None  # values from 0 to below this one
@@ -92,8 +93,9 @@ class Help(str):
 def setting(default: Any, text: str, choices: tuple[str, ...] | None = None, **rule: Any) -> Any:
     """A dataclass field. rule: fields of `SettingRule`."""
     described = Help(text.replace("%", "%%"))
-    is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
-    described.rule = SettingRule(**{"example": f"{default:g}" if is_number else "", **rule})
+    usual = rule.get("open", default)
+    is_number = isinstance(usual, (int, float)) and not isinstance(usual, bool)
+    described.rule = SettingRule(**{"example": f"{usual:g}" if is_number else "", **rule})
     metadata = {"help": described, **({"choices": list(choices)} if choices else {})}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -101,6 +103,12 @@ def setting(default: Any, text: str, choices: tuple[str, ...] | None = None, **r
 
 
 def default_of(item: Field[Any]) -> Any:
+    """The value of a run that does not set it. `unset_of`: what the field holds until it is set."""
+    rule: SettingRule = item.metadata["help"].rule
+    return unset_of(item) if rule.open is None else rule.open
+
+
+def unset_of(item: Field[Any]) -> Any:
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 

@@ -9,7 +9,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of, nearest
 from fmmeta.config import recipes
 from fmmeta.config.fields import default_of, kind_of, shown
-from fmmeta.config.settings import GROUPS, Config
+from fmmeta.config.settings import GROUPS, Config, OfStoredModel, names_of
 
 INDENT = 30  # columns before the text of a flag
 FEW = 45  # flags that --help shows all; of more it shows those that most runs need
@@ -23,13 +23,8 @@ def groups_of(command: str, settings: Any) -> Groups:
     """The settings of a command by group: first the command's own, then those that it shares with a run."""
     known = {item.name: item for item in fields(settings)}
     shared = dict[str, tuple[str, list[Field[Any]]]]()
-    for group, (title, dataclass) in GROUPS.items():
-        names = [item.name for item in fields(dataclass)]
-        inherited = {
-            name for base in dataclass.__bases__ for name in getattr(base, "__dataclass_fields__", ())
-        }
-        names.sort(key=lambda name: name in inherited)
-        if items := [known.pop(name) for name in names if name in known]:
+    for group, (title, _) in GROUPS.items():
+        if items := [known.pop(name) for name in names_of(group) if name in known]:
             shared[group] = (title, items)
     own = {command: (command.capitalize(), list(known.values()))} if known else {}
     return {**own, **shared}
@@ -37,8 +32,8 @@ def groups_of(command: str, settings: Any) -> Groups:
 
 def is_common(item: Field[Any]) -> bool:
     """Whether --help shows a setting: one that most runs need, or one that only this command has."""
-    known = [one.__dataclass_fields__.get(item.name) for _, one in GROUPS.values()]
-    return all(one.metadata["help"].rule.common for one in known if one is not None)
+    known = Config.__dataclass_fields__.get(item.name)
+    return known is None or known.metadata["help"].rule.common
 
 
 def help_text(
@@ -82,7 +77,7 @@ def flag_lines(item: Field[Any], settings: Any, width: int) -> list[str]:
     kind, is_list = kind_of(settings, item.name)
     value = " N|auto" if item.metadata["help"].rule.or_auto is not None else KINDS[kind]
     flag = f"--{item.name}{value}{' ...' if is_list else ''}"
-    text, default = str(item.metadata["help"]).replace("%%", "%"), default_of(item)
+    text, default = text_and_default(item, settings)
     text, opening, of_text = text.partition(" (default: ")
     choices = item.metadata.get("choices", ())
     if any(one not in text for one in choices):
@@ -92,6 +87,14 @@ def flag_lines(item: Field[Any], settings: Any, width: int) -> list[str]:
     elif default not in (None, "", []):
         text += f" (default: {shown(default)}{f'; --no_{item.name}' if default is True else ''})"
     return row(flag, text.replace("(default: ", f"(default:{NO_BREAK}"), width)
+
+
+def text_and_default(item: Field[Any], settings: Any) -> tuple[str, Any]:
+    """The help text of a command's flag, and its default unless the text names it."""
+    text = str(item.metadata["help"]).replace("%%", "%")
+    if item.metadata["help"].rule.remembered and issubclass(settings, OfStoredModel):
+        return f"{text.split(' (default:')[0]} (default: as the model was meta-trained)", None
+    return text, default_of(item)
 
 
 def row(flag: str, text: str, width: int) -> list[str]:

@@ -66,7 +66,7 @@ def apply_peft_options(config: Any) -> None:
         except UsageError as error:
             raise UsageError(f"{given}: {error}") from None
         now = getattr(config, name)
-        if now not in (default_of(config.__dataclass_fields__[name]), value):
+        if now not in (None, default_of(config.__dataclass_fields__[name]), value):
             raise UsageError(
                 f"{name}={shown(now)} contradicts {option} {shown(value)} of peft_config; give one of them"
             )

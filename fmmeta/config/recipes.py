@@ -17,7 +17,7 @@ from typing import Any
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of, as_stored, nearest, shortened
 from fmmeta.config.fields import KINDS, default_of, kind_of, refuse_first, shown
-from fmmeta.config.settings import REMEMBERED
+from fmmeta.config.settings import GROUPS, REMEMBERED, names_of
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 LARGEST_FILE = 2**20  # bytes of a recipe
@@ -43,12 +43,11 @@ def text_of(config: Any, without: Container[str]) -> str:
             if type(config)(**others) == config:
                 values = others
     parts = []
-    for group in type(config).__mro__:
-        names_ = [name for name in vars(group).get("__annotations__", ()) if name in values]
-        part = {name: as_stored(values[name]) for name in names_ if name not in without}
-        if part:
+    for group in GROUPS:
+        named = [name for name in names_of(group) if name in values and name not in without]
+        if part := {name: as_stored(values[name]) for name in named}:
             text = yaml.safe_dump(part, sort_keys=False, allow_unicode=True, width=1000)
-            parts.append(f"\n# {group.__name__.removesuffix('Config').lower()}\n{text}")
+            parts.append(f"\n# {group}\n{text}")
     return "".join(parts) or "{}\n"
 
 
@@ -86,7 +85,7 @@ def find(what: str, name: str) -> Path:
 
 
 def read(what: str, name: str, settings: Any) -> dict[str, Any]:
-    """The values of a recipe, as defaults of a parser of flags: text that the parser checks and converts.
+    """The values of a recipe, converted as flags are.
 
     what: `recipe` or `config`, for messages. settings: the dataclass of the command. null means the default.
     Raises `UsageError`.
@@ -96,14 +95,13 @@ def read(what: str, name: str, settings: Any) -> dict[str, Any]:
     if "tuned" in values:
         values = chosen(values, settings, where)
     check_names(values, settings, where)
-    texts = dict[str, Any]()
-    for key, value in values.items():
-        if key == "tune" and isinstance(value, dict):
-            texts[key] = json.dumps(value)
-        elif value is not None:
-            listed = isinstance(value, (list, dict)) or kind_of(settings, key)[1]
-            texts[key] = typed(settings, key, value, where) if listed else value
-    return texts
+    return {
+        name: json.dumps(value)
+        if name == "tune" and isinstance(value, dict)
+        else typed(settings, name, value, where)
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 def chosen(values: Mapping[str, Any], settings: Any, where: str) -> dict[str, Any]:
@@ -197,7 +195,7 @@ def typed(settings: Any, name: str, value: Any, where: str) -> Any:
             (nested, f"{where} sets {name}={text}, which is nested; write one list of values"),
         ]
     )
-    convert = TRUTH.__getitem__ if kind is bool else kind
+    convert = (lambda text: TRUTH[text.lower()]) if kind is bool else kind
     try:
         converted = [convert(str(one)) for one in values]
     except (ValueError, KeyError):
@@ -207,4 +205,7 @@ def typed(settings: Any, name: str, value: Any, where: str) -> Any:
     return converted if is_list else converted[0]
 
 
-TRUTH = {"true": True, "True": True, "false": False, "False": False}
+TRUTH = {  # as of flags
+    **dict.fromkeys(("true", "yes", "t", "y", "1"), True),
+    **dict.fromkeys(("false", "no", "f", "n", "0"), False),
+}

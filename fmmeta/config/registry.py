@@ -23,16 +23,17 @@ resolved = cache(pkgutil.resolve_name)
 def find_spec(
     setting: str,
     name: str,
-    built_in: Mapping[str, str],
+    built_in: Mapping[str, Any],
     plug_ins: str,
     kind: type,
     example: str,
     spec_of: Callable[[Any], Any] = lambda found: found,
 ) -> Any:
-    """The spec that a setting names. built_in: name -> module:spec; these names come first.
+    """The spec that a setting names. built_in: name -> module:spec, which come first; names that the caller
+    looks up may have any value.
 
-    plug_ins: a group of entry points. kind: the class of the spec. example: a file that has one. spec_of:
-    makes a spec of what is imported, or returns it. Raises `UsageError` in one line.
+    plug_ins: a group of entry points, "" for none. kind: the class of the spec. example: a file that has one.
+    spec_of: makes a spec of what is imported, or returns it. Raises `UsageError` in one line.
     """
     group = installed(plug_ins)
     if name in built_in:

@@ -1,16 +1,26 @@
-"""The settings of a run: one dataclass per subject, together the flags of the command line.
+"""The settings of a run: one dataclass per subject, together the flags of the command line. Other commands
+are made of the same sections.
 
-Owns names, defaults, help texts and rules. It reads and starts nothing, so that `import fmmeta` is cheap.
+A setting may be left open (None) in every section; `Config` alone resolves it. Owns names, defaults, help
+texts and rules. It reads and starts nothing, so that `import fmmeta` is cheap.
 """
 
 import math
 from dataclasses import asdict, dataclass, fields, replace
+from inspect import get_annotations
 from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config import algorithms, conflicts, learners
 from fmmeta.config.algorithms import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
-from fmmeta.config.fields import RefusesUnknownNames, check_values, names_where, of_type, setting
+from fmmeta.config.fields import (
+    RefusesUnknownNames,
+    check_values,
+    default_of,
+    names_where,
+    of_type,
+    setting,
+)
 from fmmeta.config.json_files import label_texts_of
 from fmmeta.config.learners import LearnerSpec
 from fmmeta.config.peft_options import apply_peft_options
@@ -26,20 +36,18 @@ MAX_NEW_TOKENS = 64  # of a generated answer
 
 
 @dataclass
-class ModelConfig(RefusesUnknownNames):
+class LoadConfig(RefusesUnknownNames):
+    """A model, and how it is loaded."""
+
     model_name_or_path: str = setting(
         "tiny",
         "HF folder, hub id or GGUF file; tiny: the built-in model, trained from scratch",
         common=True,
     )
-    model_revision: str | None = setting(
-        None,
-        "Branch, tag or commit on the hub (default: its main branch)",
-        common=True,
-    )
     task_type: str = setting(
-        learners.CLASSIFICATION.name,
+        None,
         f"Kind of every task: {', '.join(learners.BUILT_IN)}, or module:name of yours",
+        open=learners.CLASSIFICATION.name,
         remembered=True,
         keyed=True,
         common=True,
@@ -53,11 +61,29 @@ class ModelConfig(RefusesUnknownNames):
         common=True,
     )
     feature_norm: float = setting(
-        0.0,
+        None,
         "Scale the sentence vectors of --pooling mean or cls to this L2 norm; 0: do not scale",
         least=0,
+        open=0.0,
         remembered=True,
         of="of_classes",
+    )
+    attn_implementation: str | None = setting(
+        None,
+        "Attention of transformers: eager, sdpa, flash_attention_2, ... (default: its choice)",
+        resume="free",
+    )
+    trust_remote_code: bool = setting(False, "Let transformers run Python code from the checkpoint")
+
+
+@dataclass
+class ModelConfig(LoadConfig):
+    """The parts of a model that are trained."""
+
+    model_revision: str | None = setting(
+        None,
+        "Branch, tag or commit on the hub (default: its main branch)",
+        common=True,
     )
     head_init: str = setting(
         None,
@@ -74,9 +100,10 @@ class ModelConfig(RefusesUnknownNames):
         common=True,
     )
     lora_r: int = setting(
-        0,
+        None,
         "Rank of LoRA adapters, which are trained instead of the base's weights; 0: train all weights",
         least=0,
+        open=0,
         remembered=True,
         common=True,
     )
@@ -106,12 +133,6 @@ class ModelConfig(RefusesUnknownNames):
         resume="free",
         needs=("lora_r",),
     )
-    attn_implementation: str | None = setting(
-        None,
-        "Attention of transformers: eager, sdpa, flash_attention_2, ... (default: its choice)",
-        resume="free",
-    )
-    trust_remote_code: bool = setting(False, "Let transformers run Python code from the checkpoint")
 
     @property
     def model_source(self) -> str:
@@ -124,8 +145,33 @@ class ModelConfig(RefusesUnknownNames):
 
 
 @dataclass
-class RowConfig:
-    """The columns of a row, and how rows become tokens."""
+class TokenConfig:
+    """How rows become tokens."""
+
+    prompt_template: str = setting(
+        None,
+        "causal_lm: plain (Input: ... Output: ...), chat (the tokenizer's chat template), or a format string"
+        " with {input}, names of other columns in braces, and {output} unless it is the end",
+        open="plain",
+        remembered=True,
+        keyed=True,
+        of="generates",
+        common=True,
+    )
+    max_length: int = setting(
+        None,
+        "Tokens of a text at most; longer texts are truncated",
+        least=4,
+        open=128,
+        remembered=True,
+        keyed=True,
+        common=True,
+    )
+
+
+@dataclass
+class RowConfig(TokenConfig):
+    """The columns of a row."""
 
     text_column: str | None = setting(
         None,
@@ -163,24 +209,6 @@ class RowConfig:
         of="generates",
         common=True,
     )
-    prompt_template: str = setting(
-        "plain",
-        "causal_lm: plain (Input: ... Output: ...), chat (the tokenizer's chat template), or a format string"
-        " with {input}, names of other columns in braces, and {output} unless it is the end",
-        remembered=True,
-        keyed=True,
-        of="generates",
-        common=True,
-    )
-    max_length: int = setting(
-        128,
-        "Tokens of a text at most; longer texts are truncated",
-        least=4,
-        remembered=True,
-        keyed=True,
-        common=True,
-    )
-
     label_names: str | None = setting(
         None,
         "The name of each class is one more support example of it. names: the names in the data, with spaces"
@@ -193,6 +221,8 @@ class RowConfig:
 
 @dataclass
 class TaskConfig(RowConfig):
+    """Data sets, their splits and the episodes that are drawn from them."""
+
     dataset: list[str] = setting(
         ["letters"],
         "One or more of: letters (a built-in suite), words (one for causal_lm), digits (one of"
@@ -201,24 +231,6 @@ class TaskConfig(RowConfig):
         " of a folder of images per class, module:name of your Tasks, or a hub id. Each of several data sets"
         " is a stratum",
         common=True,
-    )
-    mix_weights: list[float] = setting(
-        [],
-        "Share of each data set in the tasks, one positive number each (default: in proportion to its tasks);"
-        " excludes --mix_temperature",
-    )
-    mix_temperature: float = setting(
-        1.0,
-        "T: a stratum of n tasks is drawn in proportion to n ** (1 / T). 1: by size; above 1: small strata"
-        " more often; inf: all strata equally often",
-        positive="such as 1, or more to draw small strata more often",
-        most=math.inf,
-        excludes={"mix_weights": "both set the shares"},
-    )
-    task_sharding: str = setting(
-        "global",
-        "global: meta-batches are drawn from all tasks; node: each node draws from its stratified share",
-        ("global", "node"),
     )
     dataset_config_name: str | None = setting(None, "Configuration of a hub data set")
     dataset_split: str = setting(
@@ -304,24 +316,6 @@ class TaskConfig(RowConfig):
         resume="free",
         of="generates",
     )
-    example_transforms: list[str] = setting(
-        [], "Callables module:name, applied to each example of training episodes (fmmeta/tasks/augment.py)"
-    )
-    episode_transforms: list[str] = setting(
-        [], "Callables module:name, applied to training episodes after --example_transforms"
-    )
-    num_workers: str = setting(
-        "auto",
-        "Loader processes per rank; auto: as many as the measured loading time needs, possibly none",
-        or_auto=0,
-        resume="free",
-    )
-    prefetch_factor: int = setting(
-        4,
-        "Episodes that each loader process prefetches",
-        least=1,
-        resume="free",
-    )
     on_bad_task: str = setting(
         "raise",
         "If a row or task cannot be read. raise: stop the run with file and line; skip: retry, then skip the"
@@ -362,6 +356,48 @@ class TaskConfig(RowConfig):
 
 
 @dataclass
+class SamplingConfig:
+    """In which shares training tasks are drawn, and how their examples are changed and loaded."""
+
+    mix_weights: list[float] = setting(
+        [],
+        "Share of each data set in the tasks, one positive number each (default: in proportion to its tasks);"
+        " excludes --mix_temperature",
+    )
+    mix_temperature: float = setting(
+        1.0,
+        "T: a stratum of n tasks is drawn in proportion to n ** (1 / T). 1: by size; above 1: small strata"
+        " more often; inf: all strata equally often",
+        positive="such as 1, or more to draw small strata more often",
+        most=math.inf,
+        excludes={"mix_weights": "both set the shares"},
+    )
+    task_sharding: str = setting(
+        "global",
+        "global: meta-batches are drawn from all tasks; node: each node draws from its stratified share",
+        ("global", "node"),
+    )
+    example_transforms: list[str] = setting(
+        [], "Callables module:name, applied to each example of training episodes (fmmeta/tasks/augment.py)"
+    )
+    episode_transforms: list[str] = setting(
+        [], "Callables module:name, applied to training episodes after --example_transforms"
+    )
+    num_workers: str = setting(
+        "auto",
+        "Loader processes per rank; auto: as many as the measured loading time needs, possibly none",
+        or_auto=0,
+        resume="free",
+    )
+    prefetch_factor: int = setting(
+        4,
+        "Episodes that each loader process prefetches",
+        least=1,
+        resume="free",
+    )
+
+
+@dataclass
 class InnerConfig:
     """The inner loop, which learns a task from its support set."""
 
@@ -381,39 +417,44 @@ class InnerConfig:
         common=True,
     )
     inner_optimizer: str = setting(
-        "sgd",
+        None,
         f"Optimizer of the inner loop: {', '.join(INNER_OPTIMIZERS)}, or module:name; every task"
         " starts with zero moments",
+        open="sgd",
         remembered=True,
         common=True,
     )
     support_batch_size: int = setting(
-        0,
+        None,
         "Support examples of an inner step at most: parts of a seeded shuffle of the support set, epoch by"
         " epoch; 0: all of them in every step",
         least=0,
+        open=0,
         remembered=True,
         common=True,
         excludes={"tasks_per_pass": "this is not implemented"},
     )
     inner_momentum: float = setting(
-        0.9,
+        None,
         "Momentum of inner_optimizer=momentum",
         below=1,
+        open=0.9,
         remembered=True,
         needs=("inner_optimizer", "momentum"),
     )
     inner_epsilon: float = setting(
-        1e-8,
+        None,
         "Epsilon of inner_optimizer=adamw",
         positive=True,
+        open=1e-8,
         remembered=True,
         needs=("inner_optimizer", "adamw"),
     )
     inner_weight_decay: float = setting(
-        0.0,
+        None,
         "Decoupled weight decay of inner_optimizer=adamw",
         least=0,
+        open=0.0,
         remembered=True,
         needs=("inner_optimizer", "adamw"),
     )
@@ -633,7 +674,9 @@ class MetaConfig:
 
 
 @dataclass
-class ParallelConfig:
+class WorkerConfig:
+    """The engine, the group and the micro-batches of a model."""
+
     deepspeed: str | None = setting(
         None,
         "DeepSpeed JSON file as for transformers, or a shipped one: zero0, zero1, zero2, zero3, zero3_offload"
@@ -648,6 +691,24 @@ class ParallelConfig:
         resume="free",
         common=True,
     )
+    micro_batch_size: int = setting(
+        32,
+        "Examples of one forward pass on one rank at most",
+        least=1,
+        resume="free",
+        common=True,
+    )
+    bf16: bool = setting(
+        False,
+        "bf16 weights and activations over fp32 shards; a value in the DeepSpeed file that is not auto wins",
+        common=True,
+    )
+
+
+@dataclass
+class ParallelConfig(WorkerConfig):
+    """How the ranks of a launch share models and tasks."""
+
     pipeline_stages: int = setting(
         1,
         "Pipeline stages of a group; --tensor_parallel_size splits the layers of each",
@@ -668,13 +729,6 @@ class ParallelConfig:
         least=1,
         resume="free",
         excludes={"engine=plain": "it holds a whole model on one rank"},
-    )
-    micro_batch_size: int = setting(
-        32,
-        "Examples of one forward pass on one rank at most",
-        least=1,
-        resume="free",
-        common=True,
     )
     max_tokens_per_micro_batch: int = setting(
         0,
@@ -743,11 +797,6 @@ class ParallelConfig:
             "packing": "this is not implemented",
             "second_order=autograd": "compiled layers have no second derivative",
         },
-    )
-    bf16: bool = setting(
-        False,
-        "bf16 weights and activations over fp32 shards; a value in the DeepSpeed file that is not auto wins",
-        common=True,
     )
     offload_outer: bool = setting(
         False,
@@ -878,14 +927,21 @@ class RunConfig:
     )
 
 
+class OfStoredModel:
+    """Base of settings of commands for a model that is there: what is left open has the value that its
+    fmmeta.json stores.
+    """
+
+
 @dataclass
-class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, RunConfig):
+class Config(ModelConfig, TaskConfig, SamplingConfig, InnerConfig, MetaConfig, ParallelConfig, RunConfig):
     """Every setting of a run. Raises `UsageError` in one line where values contradict each other."""
 
     def __post_init__(self) -> None:
         """Resolve settings that were left open, then refuse values that cannot work."""
         for item in fields(self):
-            setattr(self, item.name, of_type(type(self), item.name, getattr(self, item.name)))
+            value = of_type(type(self), item.name, getattr(self, item.name))
+            setattr(self, item.name, default_of(item) if value is None else value)
         self.label_names = label_texts_of(self.label_names)
         if self.peft_config:
             apply_peft_options(self)
@@ -985,14 +1041,23 @@ class Config(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig, R
 
 
 GROUPS = {
-    "model": ("Model", ModelConfig),
-    "data": ("Data and episodes", TaskConfig),
-    "algorithm": ("Algorithm and outer loop", MetaConfig),
-    "inner": ("Inner loop", InnerConfig),
-    "parallel": ("Parallelism and precision", ParallelConfig),
-    "run": ("Run: folder, checkpoints, evaluation, logging", RunConfig),
+    "model": ("Model", (LoadConfig, ModelConfig)),
+    "data": ("Data and episodes", (TaskConfig, SamplingConfig, RowConfig, TokenConfig)),
+    "algorithm": ("Algorithm and outer loop", (MetaConfig,)),
+    "inner": ("Inner loop", (InnerConfig,)),
+    "parallel": ("Parallelism and precision", (WorkerConfig, ParallelConfig)),
+    "run": ("Run: folder, checkpoints, evaluation, logging", (RunConfig,)),
 }
-"""Groups of --help, in its order: title, and the dataclass whose fields they are."""
+"""Groups of --help and of a stored recipe, in their order: title, and the sections whose own settings they
+hold.
+"""
+
+
+def names_of(group: str) -> list[str]:
+    """The settings of a group."""
+    return [name for section in GROUPS[group][1] for name in get_annotations(section)]
+
+
 REMEMBERED = names_where(Config, lambda rule: rule.remembered)
 """Settings that an exported model stores in fmmeta.json, so that it is adapted as it was trained."""
 KEYED = names_where(Config, lambda rule: rule.keyed)

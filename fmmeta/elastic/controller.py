@@ -34,6 +34,7 @@ import torch
 
 from fmmeta import checkpoint
 from fmmeta.common.errors import MachineFault, PeerLost, UsageError, usage_errors
+from fmmeta.common.install import version
 from fmmeta.config.resume import changed_settings
 from fmmeta.config.settings import Config
 from fmmeta.elastic.communicator import AllGroups, ElasticCommunicator, Membership
@@ -50,7 +51,7 @@ from fmmeta.reliability.checks import check_replicas
 from fmmeta.report.page import read_run
 from fmmeta.training.claims import ClaimedEpisodes, TaskClaims
 from fmmeta.training.run import Run
-from fmmeta.training.run_files import lock_folder, newest_complete, version
+from fmmeta.training.run_files import lock_folder, newest_complete
 from fmmeta.training.schedules import OpenStep, StaticSchedule
 
 CLAIM_S = 10.0  # timeout of a claim; then the first group is lost

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, make_dataclass, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.security import is_inside
 from fmmeta.common.text import any_of
 from fmmeta.config.algorithms import INNER_OPTIMIZERS, find_inner
-from fmmeta.config.fields import check_values, default_of, hints_of, refuse_first, setting, shown
+from fmmeta.config.fields import check_values, refuse_first, setting, unset_of
 from fmmeta.config.json_files import PEFT_EXAMPLE, label_texts_of, text_of
 from fmmeta.config.learners import OWN
 from fmmeta.config.settings import (
@@ -27,10 +27,14 @@ from fmmeta.config.settings import (
     REMEMBERED,
     Config,
     InnerConfig,
+    LoadConfig,
     ModelConfig,
+    OfStoredModel,
     ParallelConfig,
     RowConfig,
     TaskConfig,
+    TokenConfig,
+    WorkerConfig,
 )
 from fmmeta.learners.files import SETTINGS_FILE, remembered
 from fmmeta.learners.from_gguf import is_gguf
@@ -67,16 +71,6 @@ MODEL_FILES = (  # that an output may not replace in a model's folder
 )
 SPLIT_FILES = ("class_splits.json", "task_splits.json")
 EVAL_SPLITS = ("train", "valid", "test")
-OF_TRAINING = (  # no effect on an evaluation
-    "mix_weights",
-    "mix_temperature",
-    "example_transforms",
-    "episode_transforms",
-    "task_sharding",
-    "num_workers",
-    "prefetch_factor",
-    "lora_merge",
-)
 BELONG_TO = {  # stored settings that are not used with another inner optimizer, or with other adapters
     "inner_optimizer": {
         "inner_lr",
@@ -131,23 +125,8 @@ def refuse_input_as_output(settings: Any) -> None:
                 raise UsageError(f"output={output} is an input too, of {name}={value}; give another file")
 
 
-def settings_of_training(*names: str) -> Any:
-    """A dataclass of these settings of `Config`; those that a model stores are None, or empty lists."""
-    items = []
-    for name in names:
-        item = Config.__dataclass_fields__[name]
-        text, default, choices = item.metadata["help"], item.default, item.metadata.get("choices")
-        rule = text.rule
-        if rule.remembered:
-            text, default = text.split(" (default:")[0] + " (default: as the model was meta-trained)", None
-        if item.default is MISSING:
-            default = []
-        items.append((name, hints_of(Config)[name], setting(default, text, choices, **vars(rule))))
-    return make_dataclass("SettingsOfTraining", items)
-
-
 @dataclass
-class FewShotConfig(settings_of_training(*REMEMBERED), ModelConfig, RowConfig, InnerConfig):
+class FewShotConfig(OfStoredModel, ModelConfig, RowConfig, InnerConfig):
     """Settings of a model that learns a task: shared by `evaluate`, `tune` and `adapt`."""
 
     model_name_or_path: str = setting("tiny", "HF folder, hub id or GGUF file")
@@ -297,13 +276,9 @@ class EvaluateConfig(FewShotConfig, TaskConfig, ParallelConfig):
             [
                 (not self.dataset, "dataset=[] names no data set; give one or more"),
                 (not self.k_shot, "k_shot names nothing; give one or more"),
-                *(
-                    (
-                        getattr(self, name) != default_of(self.__dataclass_fields__[name]),
-                        f"{name}={shown(getattr(self, name))} is of training and has no effect here: all"
-                        " tasks are scored in turn, their examples as they are; leave it out",
-                    )
-                    for name in OF_TRAINING
+                (
+                    self.lora_merge,
+                    "lora_merge=True is of training, and no model is written here; leave it out",
                 ),
                 (
                     self.n_way != "all" and not self.n_way.isdecimal(),
@@ -484,7 +459,7 @@ class TuneConfig(EvaluateConfig):
 
 
 @dataclass
-class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
+class AdaptConfig(FewShotConfig, WorkerConfig):
     """`fmmeta adapt`."""
 
     support: str = setting(
@@ -579,16 +554,14 @@ class AdaptConfig(FewShotConfig, settings_of_training("deepspeed")):
 SHARED_BY_BASE = ("task_type", "pooling", "feature_norm", "max_length", "prompt_template")
 """Settings that adapters of one pass have in common; their folders store them."""
 SHARED_BY_PREDICT = (
-    "model_name_or_path",
-    *SHARED_BY_BASE,
-    "attn_implementation",
-    "trust_remote_code",
+    *LoadConfig.__dataclass_fields__,
+    *TokenConfig.__dataclass_fields__,
     "micro_batch_size",
 )
 
 
 @dataclass
-class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
+class PredictConfig(OfStoredModel, TokenConfig, LoadConfig):
     """`fmmeta predict`."""
 
     model_name_or_path: str = setting(
@@ -674,4 +647,4 @@ class PredictConfig(settings_of_training(*SHARED_BY_PREDICT)):
 
     def _is_set(self, name: str) -> bool:
         """Whether a setting differs from its default."""
-        return getattr(self, name) != default_of(self.__dataclass_fields__[name])
+        return getattr(self, name) != unset_of(self.__dataclass_fields__[name])

@@ -47,7 +47,7 @@ from fmmeta.config.settings import Config
 from fmmeta.evaluation.command import build_on, plan_evaluation, prepared
 from fmmeta.evaluation.methods import embed, prototype, with_stored_rates
 from fmmeta.evaluation.results import write_output
-from fmmeta.evaluation.settings import OF_TRAINING, TuneConfig
+from fmmeta.evaluation.settings import TuneConfig
 from fmmeta.learners.files import remembered, weights_state
 from fmmeta.learners.load import Description, empty_learner
 from fmmeta.meta.inner_optimizers import inner_optimizer
@@ -520,7 +520,7 @@ def inner_loop_section(config: Config, given: dict[str, Any]) -> TuneConfig:
     Of a classifier the run's own head is tried, unless the section names head_inits. Raises `UsageError`,
     also for a head or an optimizer that the run cannot use.
     """
-    unused = {*CHOSEN, *OF_TRAINING} - {"inner_optimizer"}
+    unused = {*CHOSEN, "lora_merge"} - {"inner_optimizer"}
     shared = (Config.__dataclass_fields__.keys() & TuneConfig.__dataclass_fields__.keys()) - unused
     own = {name: getattr(config, name) for name in shared}
     own.update(n_way=str(config.n_way), k_shot=[config.k_shot], method=["finetune"])

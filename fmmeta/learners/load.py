@@ -28,7 +28,7 @@ from fmmeta.common.processes import hide_download_bars, quiet_logger
 from fmmeta.common.progress import Warn
 from fmmeta.common.text import shortened
 from fmmeta.config.algorithms import find
-from fmmeta.config.fields import refuse_first
+from fmmeta.config.fields import default_of, refuse_first
 from fmmeta.config.learners import CAUSAL, SEQ2SEQ_LM
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import HFLearner, Learner
@@ -58,7 +58,7 @@ from fmmeta.learners.lora import import_peft, inject, merge, restore_adapters
 from fmmeta.learners.tiny import byte_tokenizer, image_settings, tiny_config, tiny_vit_config
 from fmmeta.tasks.data.images import PROCESSOR_FILE, ImageReader
 
-DEFAULT_LENGTH = Config.max_length
+DEFAULT_LENGTH = default_of(Config.__dataclass_fields__["max_length"])
 MODULE_FILE = "model.safetensors"  # of a user's module
 NO_CONFIG = transformers.PretrainedConfig.from_dict({"num_hidden_layers": 0})
 """Of a module without a configuration, whose activations are not known."""

@@ -25,7 +25,6 @@ of few flops, loading (in other processes), evaluation and saving.
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from torch import nn
@@ -118,52 +117,14 @@ class Wire:
         return self.gather + self.reduce + self.tensor + self.send
 
 
-@dataclass(frozen=True)
-class PassCost:
-    """A pass over one set on the rank with the most work."""
-
-    flops: float
-    wire: Wire
-    update: bool
-    fetched: int = 0  # bytes of weights from host memory (offload_param)
-
-
-@dataclass(frozen=True)
-class TaskCost:
-    """All passes of one task."""
-
-    passes: Sequence[tuple[int, PassCost]]  # how often, and its cost
-    many: Passes
-    refresh: Wire  # of each complete vector that is written to the worker besides
-
-    @property
-    def wire(self) -> Wire:
-        return sum((one.wire * times for times, one in self.passes), self.refresh * self.many.writes)
-
-
-def task_work(
-    config: Config,
-    precision: DeepSpeedSettings,
-    sizes: Sizes,
-    matmuls: MatmulCounts,
-    data: int,
-    row_tokens: int,
-) -> TaskCost:
-    """The work of one task. data: data-parallel ranks of the group."""
+def task_passes(config: Config, precision: DeepSpeedSettings, data: int) -> Passes:
+    """How often the sets of a task go through the model. data: data-parallel ranks of the group."""
     stage, stages = precision.zero_stage, config.pipeline_stages
-    many = passes(
+    return passes(
         config,
         data,
         keeps=can_defer_backward(stage, stages),
         twice=differentiates_twice(stage, stages, config.tensor_parallel_size),
-    )
-    return TaskCost(
-        [
-            (times, one_pass(config, precision, sizes, matmuls, data, rows, tokens, back))
-            for times, rows, tokens, back in passes_by_set(config, many, row_tokens, sizes.tokens)
-        ],
-        many,
-        refresh(precision, sizes, data),
     )
 
 
@@ -202,8 +163,10 @@ def one_pass(
     rows: int,
     tokens: int,
     backward: bool,
-) -> PassCost:
-    """A pass over `rows` rows of `tokens` tokens that `data` ranks share."""
+) -> tuple[float, Wire, int]:
+    """A pass over `rows` rows of `tokens` tokens that `data` ranks share: flops of the rank with the most
+    work, its payload, and the bytes of weights that it fetches from host memory (offload_param).
+    """
     stages, width = config.pipeline_stages, 2 if precision.bf16 else 4
     rounds, each = micro_batches(rows, data, micro_batch_rows(config, data))
     one = each * tokens * matmuls.flops(tokens, backward, config.gradient_checkpointing) * matmuls.fullest
@@ -229,12 +192,8 @@ def one_pass(
             reduce=each_time * 4 * sizes.params,
             collectives=each_time * max(1, -(-sizes.params // (precision.bucket or sizes.hidden**2))),
         )
-    return PassCost(
-        (rounds + stages - 1) * one,  # a pipeline fills and empties
-        wire,
-        backward,
-        fetched=gathers * held * width // data if precision.offload_param else 0,
-    )
+    fetched = gathers * held * width // data if precision.offload_param else 0
+    return (rounds + stages - 1) * one, wire, fetched  # a pipeline fills and empties
 
 
 def refresh(precision: DeepSpeedSettings, sizes: Sizes, data: int) -> Wire:
@@ -278,21 +237,34 @@ class Seconds:
         return self.compute + self.group + self.shards + self.cross
 
 
-def task_seconds(
-    task: TaskCost, sizes: Sizes, precision: DeepSpeedSettings, topology: Topology, profile: Profile
-) -> Seconds:
-    """Seconds of one task."""
+def task_cost(
+    config: Config,
+    precision: DeepSpeedSettings,
+    sizes: Sizes,
+    matmuls: MatmulCounts,
+    row_tokens: int,
+    topology: Topology,
+    profile: Profile,
+) -> tuple[Wire, Seconds]:
+    """The payload and the seconds of one task on the rank with the most work."""
     stage, on_host = precision.zero_stage, precision.offload and not sizes.lazy
-    compute, updates, writes = 0.0, task.many.training, task.many.writes
-    group = writes * wire_seconds(task.refresh, stage, topology, profile)
-    for times, one in task.passes:
-        took = one.flops / profile.matmul(precision.bf16)
-        wire = wire_seconds(one.wire, stage, topology, profile)
+    many = task_passes(config, precision, topology.data)
+    updates, writes = many.training, many.writes
+    written = refresh(precision, sizes, topology.data)  # of a complete vector that is written to the worker
+    payload, compute = written * writes, 0.0
+    group = writes * wire_seconds(written, stage, topology, profile)
+    for times, rows, tokens, backward in passes_by_set(config, many, row_tokens, sizes.tokens):
+        flops, sent, fetched = one_pass(
+            config, precision, sizes, matmuls, topology.data, rows, tokens, backward
+        )
+        payload += sent * times
+        took = flops / profile.matmul(precision.bf16)
+        wire = wire_seconds(sent, stage, topology, profile)
         if not sizes.lazy:
-            wire += one.fetched / profile.host_link
+            wire += fetched / profile.host_link
         if stage == 3:
             wire -= profile.hidden * min(wire, took)
-        compute += times * (took + (profile.step_overhead if one.update else 0.0))
+        compute += times * (took + (profile.step_overhead if backward else 0.0))
         group += times * wire
     shard = shard_of(sizes, precision, topology)
     moved = (updates * UPDATE + CAPTURED + writes * WRITTEN) * shard
@@ -304,7 +276,7 @@ def task_seconds(
     elif sizes.offload_outer and not sizes.lazy:  # theta, to restore it, and the direction
         offloaded = 8.0 * shard
     shards = moved / (profile.host_memory if on_host else profile.memory) + offloaded / profile.host_link
-    return Seconds(compute, group, shards, 0.0)
+    return payload, Seconds(compute, group, shards, 0.0)
 
 
 def step_seconds(

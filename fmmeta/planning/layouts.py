@@ -29,8 +29,7 @@ from fmmeta.planning.compute import (
     refresh,
     shard_of,
     step_seconds,
-    task_seconds,
-    task_work,
+    task_cost,
 )
 from fmmeta.planning.settings import LORA_R, ROWS, PlanConfig
 
@@ -218,8 +217,7 @@ class Planner:
         size, tokens = strategy.group_size, plan.row_tokens or self.base.max_length
         topology = Topology(strategy.data, size, plan.gpus // size, size <= ranks, plan.gpus <= ranks)
         _, of_one_rank = self.counts(strategy.lora_r, 1, 1)
-        work = task_work(config, precision, sizes, matmuls, strategy.data, tokens)
-        task = task_seconds(work, sizes, precision, topology, profile)
+        payload, task = task_cost(config, precision, sizes, matmuls, tokens, topology, profile)
         most = -(-plan.tasks // topology.groups)  # tasks of the fullest group
         step = step_seconds(task, most, sizes, precision, topology, profile)
         return PlannedLayout(
@@ -230,7 +228,7 @@ class Planner:
             memory,
             lacking,
             host_bytes=memory.host * ranks,
-            wire=work.wire * most + refresh(precision, sizes, strategy.data),  # the last: of the outer step
+            wire=payload * most + refresh(precision, sizes, strategy.data),  # the last: of the outer step
             cross_bytes=sizes.crossing * shard_of(sizes, precision, topology) if topology.groups > 1 else 0,
             step=step,
             efficiency=plan.tasks

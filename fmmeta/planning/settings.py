@@ -14,6 +14,7 @@ from fmmeta.config.settings import (
     MetaConfig,
     ModelConfig,
     ParallelConfig,
+    SamplingConfig,
     TaskConfig,
 )
 from fmmeta.parallel import deepspeed_config
@@ -24,7 +25,7 @@ ROWS = (32, 16, 8, 4, 2, 1)  # micro-batch sizes, of which the largest that fits
 
 
 @dataclass
-class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfig):
+class PlanConfig(ModelConfig, TaskConfig, SamplingConfig, InnerConfig, MetaConfig, ParallelConfig):
     """`fmmeta plan`. Raises `UsageError` in one line."""
 
     gpus: int = setting(None, "GPUs of all nodes together, one rank each", least=1)
@@ -87,11 +88,6 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
                     f"deepspeed={self.deepspeed} sets the ZeRO stage and the offload; leave out zero_stage"
                     " and offload",
                 ),
-                (
-                    (self.row_tokens or 0) > self.max_length,
-                    f"row_tokens={self.row_tokens} is above max_length={self.max_length}; use"
-                    f" {self.max_length} or less",
-                ),
                 (self.elastic, "elastic=True is a setting of a launch; leave it out"),
                 (
                     find(self.algorithm).trains_nothing,
@@ -100,7 +96,9 @@ class PlanConfig(ModelConfig, TaskConfig, InnerConfig, MetaConfig, ParallelConfi
                 ),
             ]
         )
-        Config(**self.run_settings())  # its checks hold here too
+        longest = Config(**self.run_settings()).max_length  # its checks hold here too
+        above = f"row_tokens={self.row_tokens} is above max_length={longest}; use {longest} or less"
+        refuse_first([((self.row_tokens or 0) > longest, above)])
 
     @property
     def bf16_planned(self) -> bool:

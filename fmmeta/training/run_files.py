@@ -10,7 +10,6 @@ named in the log.
 
 import fcntl
 import glob
-import importlib.metadata
 import json
 import os
 import platform
@@ -25,6 +24,7 @@ import torch
 
 from fmmeta import checkpoint
 from fmmeta.common.errors import UsageError, usage_errors
+from fmmeta.common.install import version
 from fmmeta.common.processes import output_of
 from fmmeta.common.progress import LOGGER, STDERR, Warn
 from fmmeta.common.security import make_folders, publish_text, redact, remove_empty
@@ -97,13 +97,6 @@ def write_config(folder: Path, config: Config) -> None:
         "# with the --output_dir of this run it resumes.\n"
     )
     publish_text(path, redact(head + recipes.text_of(config, PER_LAUNCH)))
-
-
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def git_commit() -> str | None:

@@ -115,8 +115,8 @@ def counted_and_planned(world, model, data, folder, cases):
         sizes = rank_sizes(config, hf_config, largest_part(config, learner, hf_config), True, plan.data)
         length = support[0].inputs["input_ids"].shape[1]
         matmuls = count_matmuls(learner, config)
-        planned = one_pass(config, plan.deepspeed, sizes, matmuls, plan.data, 4, length, True)
-        found.append((dict(COUNTED), asdict(planned.wire)))
+        _, planned, _ = one_pass(config, plan.deepspeed, sizes, matmuls, plan.data, 4, length, True)
+        found.append((dict(COUNTED), asdict(planned)))
     return found
 
 

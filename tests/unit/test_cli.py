@@ -187,6 +187,7 @@ def test_an_unreadable_config_file(config_file, tmp_path):
     [
         (["train", "--n_way", "1"], ("n_way=1", "use 2 or more")),
         (["train", "--n_wey", "1"], ("--n_wey is not a flag", "did you mean --n_way?")),
+        (["evaluate", "--outer_steps", "1"], ("--outer_steps is not a flag of evaluate, but of training",)),
         (["trian"], ("command=trian", "did you mean train?")),
         (["train", "--config"], ("--config", "expected one argument")),
         (["train", "--algorithm", "nowhere:spec"], ("algorithm=nowhere:spec ", "write module:name")),

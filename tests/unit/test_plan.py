@@ -32,8 +32,8 @@ from fmmeta.planning.compute import (
     count_matmuls,
     needed_flops,
     step_seconds,
-    task_seconds,
-    task_work,
+    task_cost,
+    task_passes,
 )
 from fmmeta.planning.layouts import Planner, Strategy, strategies
 from fmmeta.planning.machines import PROFILES, Profile
@@ -231,8 +231,7 @@ def seconds_of(
     sizes, matmuls = sizes_of(config, group_size)
     precision = DeepSpeedSettings(stage, False, False)
     room = Topology(group_size, group_size, groups, True, groups == 1)
-    task = task_work(config, precision, sizes, matmuls, group_size, 16)
-    one = task_seconds(task, sizes, precision, room, profile)
+    _, one = task_cost(config, precision, sizes, matmuls, 16, room, profile)
     return sizes, one, step_seconds(one, tasks, sizes, precision, room, profile)
 
 
@@ -281,9 +280,7 @@ def test_offloaded_weights_are_fetched_for_every_micro_batch(folders):
     room = Topology(1, 1, 1, True, True)
     for live, times in ((1000, 2 * 4), (10**9, 4)):
         precision = DeepSpeedSettings(3, False, True, live, offload_param=True)
-        task = task_work(config, precision, sizes, matmuls, 1, 16)
-        assert [one.fetched for _, one in task.passes] == [times * 4 * sizes.params] * 2
-        found = task_seconds(task, sizes, precision, room, RATES)
+        _, found = task_cost(config, precision, sizes, matmuls, 16, room, RATES)
         assert found.group == pytest.approx(6 * times * 4 * sizes.params / 1e8)
 
 
@@ -291,8 +288,9 @@ def test_micro_batches_are_reduced_one_by_one_at_zero_2(folders):
     many = language(folders, micro_batch_size=1)
     sizes, _ = sizes_of(many, 2)
     for stage, times in ((0, 1), (1, 1), (2, 4), (3, 4)):
-        task = task_work(many, DeepSpeedSettings(stage, False, False), sizes, MatmulCounts(1, 1), 2, 16)
-        assert task.wire.reduce == 6 * times * 4 * sizes.params, stage
+        precision, room = DeepSpeedSettings(stage, False, False), Topology(2, 2, 1, True, True)
+        payload, _ = task_cost(many, precision, sizes, MatmulCounts(1, 1), 16, room, RATES)
+        assert payload.reduce == 6 * times * 4 * sizes.params, stage
 
 
 # what is tried
@@ -365,9 +363,8 @@ def test_tensor_ranks_defer_a_backward_pass_and_zero_3_does_not(folders, stage, 
         num_query=1,
         tensor_parallel_size=tensor,
     )
-    sizes, matmuls = sizes_of(config)
-    work = task_work(config, DeepSpeedSettings(stage, False, stage == 3), sizes, matmuls, 1, 64)
-    assert sum(times for times, one in work.passes if not one.update) == forwards
+    many = task_passes(config, DeepSpeedSettings(stage, False, stage == 3), 1)
+    assert many.support_forwards + many.query_forwards == forwards
 
 
 @pytest.mark.parametrize(("given", "ranks"), [({}, {4}), ({"lora_r": 4}, {4})])

@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from fmmeta.cli import main, parse
+from fmmeta.common.install import version
 from fmmeta.config import recipes
 from fmmeta.config.settings import Config
 from fmmeta.train import train
-from fmmeta.training.run_files import version, write_config
+from fmmeta.training.run_files import write_config
 from tests.support.messages import check_message, refusal
 from tests.support.short_runs import QUICK, same
 
@@ -175,7 +176,7 @@ def test_config_yaml_holds_what_differs_from_the_defaults_by_group(tmp_path):
     text = Path(saved(tmp_path, config)).read_text()
     assert text.startswith(f"# Written by fmmeta {version('fmmeta')}: ")
     lines = [line for line in text.splitlines()[3:] if line]
-    assert lines == ["# model", "head_init: learned", "# task", "n_way: 3", "# meta", "outer_steps: 3"]
+    assert lines == ["# model", "head_init: learned", "# data", "n_way: 3", "# algorithm", "outer_steps: 3"]
 
 
 def test_config_yaml_does_not_replace_a_file_of_the_user(tmp_path):

@@ -11,11 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
 
 from fmmeta import doctor
 from fmmeta.adaptation.model import Answer
 from fmmeta.cli import main
-from fmmeta.common.install import TESTED, requirement, warn_untested
+from fmmeta.common.install import CHECKED, versions, warn_untested
 from fmmeta.common.progress import Progress, terminal_log
 from fmmeta.common.security import CONTROL, disk_trouble, redact
 from fmmeta.config.settings import Config
@@ -241,7 +242,7 @@ def test_doctor_warns_about_untested_versions(monkeypatch):
     monkeypatch.setattr(
         "importlib.metadata.version", lambda package: {"torch": "2.14.1+cu128"}.get(package, "5.0")
     )
-    check_message(str(next(doctor.versions())), "warning  torch", "pip install 'torch>=2.6,<2.14'")
+    check_message(str(next(doctor.versions())), "warning  torch", "pip install 'torch<2.14,>=2.6'")
 
 
 def test_audit_names_packages_that_differ_from_the_lock():
@@ -253,7 +254,20 @@ def test_audit_names_packages_that_differ_from_the_lock():
 
 def test_tested_ranges_are_those_of_the_metadata():
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert {requirement(package) for package in TESTED} <= set(wanted)
+    named = {one.name: one for one in map(Requirement, wanted)}
+    assert [wanted for wanted, _, _ in versions()] == [named[package] for package in CHECKED]
+
+
+def test_a_checkout_that_is_not_installed_warns_of_no_version(monkeypatch, capfd):
+    def missing(package: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr("importlib.metadata.requires", missing)
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.0.1")
+    warn_untested.cache_clear()
+    warn_untested(0)
+    assert capfd.readouterr().err == ""
+    assert [*versions()] == []
 
 
 def test_untested_versions_are_named_once_on_rank_0(monkeypatch, capfd):
@@ -265,7 +279,7 @@ def test_untested_versions_are_named_once_on_rank_0(monkeypatch, capfd):
     warn_untested(0)
     text = capfd.readouterr().err
     known = "torch 2.14.1+cu130, transformers 4.57.0, datasets 6.0.0rc1"
-    check_message(text, known, "pip install", "'torch>=2.6,<2.14' 'transformers>=5.0,<6'")
+    check_message(text, known, "pip install", "'torch<2.14,>=2.6' 'transformers<6,>=5.0'")
     assert "accelerate" not in text
     warn_untested(0)
     assert capfd.readouterr().err == ""
