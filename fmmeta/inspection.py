@@ -220,7 +220,7 @@ def show_rows(progress: Progress, store: TokenStore) -> None:
     """A few rows as they were read."""
     chosen = sorted({int(row) for row in np.linspace(0, len(store) - 1, ROWS)})
     lengths = store.lengths()
-    source = "input" if store.encode is None else "values"  # what a learner has stored of a row
+    source = "input" if store.encoder is None else "values"  # what a learner has stored of a row
     rows = [
         [
             f"{row}",

@@ -45,7 +45,7 @@ from fmmeta.common.text import counted, shortened
 from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
-from fmmeta.learners.load import describe, load_tokenizer
+from fmmeta.learners.load import describe
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
@@ -179,7 +179,9 @@ def adapt(
             if learned.weights is not None:
                 learner.hold(learned.weights)
             if adapted.loaded.config.learner.own is not None:
-                adapted.answer_queries(values_of(queries), settings.max_new_tokens)
+                support, rows = values_of(tasks[0].table), values_of(queries)
+                facts = adapted.loaded.config.learner.own.facts(support, rows)
+                adapted.answer_queries(rows, settings.max_new_tokens, facts)
             else:
                 inputs = [*map(Input, queries.input, queries.encodable)]
                 answers = adapted.loaded.answer(inputs, settings.max_new_tokens)
@@ -274,10 +276,13 @@ def tasks_of(
                 if settings.output_dir:
                     stack.enter_context(closing(lock_folder(Path(settings.output_dir), timeout_s=10)))
                 tasks, complete, failed = find_tasks(settings, sources, progress.notice)
-                found = [[one.name, vars(one.table), one.labels] for one in tasks], complete, failed
+                found = [{**vars(one), "table": vars(one.table)} for one in tasks], complete, failed
                 payload = json.dumps(found, default=lambda content: b64encode(content).decode()).encode()
         stored, complete, failed = json.loads(world.comm.broadcast_bytes(payload))
-        tasks = [TaskExamples(name, table_of(table), tuple(labels)) for name, table, labels in stored]
+        tasks = [
+            TaskExamples(one["name"], table_of(one["table"]), tuple(one["labels"]), one["facts"])
+            for one in stored
+        ]
         yield settings, (tasks, complete, failed)
 
 
@@ -291,9 +296,7 @@ def find_tasks(settings: AdaptConfig, sources: Sources, notice: Callable[[str], 
     """Read the tasks, and remove what an interrupted command has left. Raises `UsageError`."""
     config, output = settings.run_config(n_way=2), Path(settings.output_dir or "")
     description, method = describe(config), settings.method_of(config)
-    images, tokenizer = description.images, None
-    if config.learner.own is not None:
-        tokenizer = load_tokenizer(config, description, lambda text: None)
+    images = description.images
     tasks, complete, failed = list[TaskExamples](), list[str](), dict[str, str]()
     counts = Counter(name for name, _ in sources)
     for name, source in sources:
@@ -308,7 +311,7 @@ def find_tasks(settings: AdaptConfig, sources: Sources, notice: Callable[[str], 
             if name is not None and is_complete(output / name, table, settings, method):
                 complete.append(name)
             else:
-                tasks.append(support_set(name, table, settings, config, tokenizer, notice))
+                tasks.append(support_set(name, table, settings, config, notice))
         except ChangedSettings:
             raise
         except UsageError as error:
@@ -439,4 +442,4 @@ def model_of(learner: TaskLearner, learned: Encoded) -> AdaptedModel:
         loaded = replace(loaded, description=description, config=replace(loaded.config, n_way=len(labels)))
     if learner.prompts:
         loaded = replace(loaded, prompt_examples=learned.examples)
-    return AdaptedModel(labels, learned.steps, learned.left_out, replace(loaded, facts=learned.facts))
+    return AdaptedModel(labels, learned.steps, learned.left_out, replace(loaded, facts=learned.task.facts))

@@ -188,7 +188,7 @@ def write_folder(adapted: AdaptedModel, folder: Path, learner: TaskLearner, lear
         "settings": identifying(settings, learner.method),
         "weights": weights_state(settings.model_name_or_path),
         **({"prompt_examples": pairs} if pairs else {}),
-        **({"facts": learned.facts} if learned.facts else {}),
+        **({"facts": learned.task.facts} if learned.task.facts else {}),
     }
     for each in model_folders(folder):
         stored = json.loads((each / SETTINGS_FILE).read_text(encoding="utf-8"))

@@ -87,7 +87,7 @@ class LoadedModel:
     """A model on a worker, with its tokenizer and batcher.
 
     frozen: untrained tensors by name. prompt_examples: causal_lm: the pairs before every input. facts: of the
-    support set, see `EncodedRows`.
+    support set (`Learner.facts`), without names of labels.
     """
 
     config: Config
@@ -159,7 +159,8 @@ class LoadedModel:
         )
         found: list[Any] = []
         if self.config.learner.own is not None:
-            pairs = self.respond([one.content for one in inputs], max_new_tokens)
+            facts = {**self.facts, "names": names}
+            pairs = self.respond([one.content for one in inputs], max_new_tokens, facts)
             return [Answer(one.text, output) for one, (output, _) in zip(inputs, pairs, strict=True)]
         for start in range(0, len(inputs), size):
             some = inputs[start : start + size]
@@ -170,20 +171,22 @@ class LoadedModel:
         return [self.choose(one.text, output, names) for one, output in zip(inputs, found, strict=True)]
 
     def respond(
-        self, rows: Sequence[Any], max_new_tokens: int, answered: bool = False
+        self, rows: Sequence[Any], max_new_tokens: int, facts: Mapping[str, Any], answered: bool = False
     ) -> list[tuple[Any, Any]]:
         """The answers to rows of a learner that reads them, each with the right one, which rows have if they
-        are `answered`. Raises `UsageError`.
+        are `answered`. facts: of the task, with names of labels. Raises `UsageError`.
         """
+        if not rows:
+            return []
         own, learner, size = self.config.learner.own, self.worker.learner, self.config.micro_batch_size
-        labels, found = self.description.labels, dict[int, tuple[Any, Any]]()
+        labels, found = tuple(facts.get("names", ())), dict[int, tuple[Any, Any]]()
         name = self.config.model_name_or_path
         with usage_errors(f"model_name_or_path={name} cannot answer", "correct the rows, or adapt it again"):
-            encoded = own.encode(self.config, self.tokenizer, [], rows, {**self.facts, "names": labels})
-            lengths = [len(one.input_ids) for one in encoded.query]
+            encoded = own.encode(self.config, self.tokenizer, rows, facts)
+            lengths = [len(one.input_ids) for one in encoded]
             order = sorted(range(len(rows)), key=lengths.__getitem__, reverse=True)
             for part in (order[begin : begin + size] for begin in range(0, len(order), size)):
-                examples = [encoded.query[place] for place in part]
+                examples = [encoded[place] for place in part]
                 batch = collate(examples, 1.0, self.batcher.pad_token_id, len(labels), own.collate)
                 batch = on_device(batch, learner, self.worker.device)
                 with torch.no_grad():
@@ -191,9 +194,7 @@ class LoadedModel:
                     right = learner.answers(learner(**batch.inputs), batch) if answered else ()
                     truths = [one for _, one in right] if answered else [None] * len(part)
                 for place, *pair in zip(part, answers, truths, strict=True):
-                    shown = partial(
-                        own.present, names=encoded.names, facts=encoded.facts, tokenizer=self.tokenizer
-                    )
+                    shown = partial(own.present, names=labels, facts=facts, tokenizer=self.tokenizer)
                     output, truth = (None if one is None else shown(one) for one in pair)
                     found[place] = output, truth
         return [found[place] for place in range(len(rows))]
@@ -353,9 +354,12 @@ class AdaptedModel:
         ]
         return sum(right) / len(right)
 
-    def answer_queries(self, rows: Sequence[Any], max_new_tokens: int) -> None:
-        """Answer the query set of a learner that reads rows, and score it. Raises `UsageError`."""
-        found, own = self.loaded.respond(rows, max_new_tokens, answered=True), self.loaded.config.learner.own
+    def answer_queries(self, rows: Sequence[Any], max_new_tokens: int, facts: Mapping[str, Any]) -> None:
+        """Answer the query set of a learner that reads rows, and score it. facts: of the task, with the query
+        set. Raises `UsageError`.
+        """
+        own = self.loaded.config.learner.own
+        found = self.loaded.respond(rows, max_new_tokens, facts, answered=True)
         for row, (output, truth) in zip(rows, found, strict=True):
             key = usual(own.inputs, row) if isinstance(row, Mapping) else None
             self.predictions.append(Answer(row[key] if key else row, output, truth=truth))

@@ -57,12 +57,14 @@ ROUND = 4  # passes whose tasks are learned together, so that those with as many
 @dataclass(frozen=True)
 class TaskExamples:
     """The examples of a task. name: None for the only task of a command. labels: names of its classes,
-    sorted, or of what a learner's labels are; none for causal_lm.
+    sorted, or of what a learner's labels are; none for causal_lm. facts: of the examples (`Learner.facts`),
+    without these names.
     """
 
     name: str | None
     table: Table
     labels: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_task(
@@ -102,19 +104,17 @@ def support_set(
     table: Table,
     settings: AdaptConfig,
     config: Config,
-    tokenizer: Any,
     notice: Callable[[str], None],
 ) -> TaskExamples:
-    """The task of these examples. name: None for the task of `settings.support`. tokenizer: for a learner
-    that reads rows.
+    """The task of these examples. name: None for the task of `settings.support`.
 
     Logs classes that the model was trained on. Raises `UsageError` for a single class.
     """
     labels, own = tuple(sorted({*table.target} - {""})), config.learner.own
     source = name or settings.support
     if own is not None:
-        labels = tuple(own.encode(config, tokenizer, values_of(table), []).names)
-        return TaskExamples(name, table, labels)
+        facts = own.facts(values_of(table))
+        return TaskExamples(name, table, tuple(facts.pop("names", ())), facts)
     if config.learner.generates:
         return TaskExamples(name, table)
     if len(labels) == 1:
@@ -154,9 +154,8 @@ class Encoded:
     """A task as tokens, and what came of it.
 
     folds: indices of the examples that are left out in turn. steps: that it takes. left_out: accuracy on
-    those examples, None without them. facts: of the support set, see `EncodedRows`. weights: complete
-    trained parameters by name, with LoRA; without it the worker holds them until the next task. failure: why
-    the task was not learned.
+    those examples, None without them. weights: complete trained parameters by name, with LoRA; without it
+    the worker holds them until the next task. failure: why the task was not learned.
     """
 
     task: TaskExamples
@@ -166,7 +165,6 @@ class Encoded:
     left_out: float | None = None
     weights: dict[str, Tensor] | None = None
     failure: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class TaskLearner:
@@ -231,12 +229,12 @@ class TaskLearner:
         name = task.name or self.settings.support or "support"
         if message := answer_without_room(self.config, self.tokenizer, task.table.target):
             raise UsageError(f"support={task.name or self.settings.support or 'pairs'}: {message}")
-        own, facts = self.config.learner.own, dict[str, Any]()
+        own = self.config.learner.own
         if own is None:
             examples = encode(self.tokenizer, self.config, task.table.encodable, task.table.target)
         else:
-            found = own.encode(self.config, self.tokenizer, values_of(task.table), [])
-            examples, facts = found.support, dict(found.facts)
+            facts = {**task.facts, "names": task.labels}
+            examples = own.encode(self.config, self.tokenizer, values_of(task.table), facts)
         if message := full_rows(self.config, [len(one.input_ids) for one in examples]):
             self.progress.notice(Warn(f"{name}: {message}"))
         if self.config.learner.of_classes:
@@ -250,7 +248,7 @@ class TaskLearner:
         if self.prompts and (message := self.model.dropped_examples(examples, self.settings.max_new_tokens)):
             self.progress.notice(Warn(f"{name}: {message}"))
         folds = leave_out(task.table, task.labels) if self.chooses else []
-        return Encoded(task, examples, self.steps, folds, facts=facts)
+        return Encoded(task, examples, self.steps, folds)
 
     def rounds(self, tasks: Iterable[Encoded]) -> list[list[Encoded]]:
         """Tasks of similar sizes, the largest first, as many as fit into a few passes."""

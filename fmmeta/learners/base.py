@@ -6,7 +6,8 @@
     learner.score(micro_batches)                   losses without gradient by a faster way, where there is one
 
     Class.rows(config, columns)(row)               what is stored of a row of the data
-    Class.encode(config, tokenizer, support, query)    rows of an episode as examples
+    Class.facts(support, query)                    what is known of an episode, such as names of labels
+    Class.encode(config, tokenizer, rows, facts)   rows of a set as examples
     Class.collate(examples, pad_token_id)          inputs and targets of a micro-batch
     Class.present(answer, names, facts)            an answer as people read it
     Class.metrics(predictions, references)         numbers of an episode
@@ -32,7 +33,7 @@ from transformers.masking_utils import sdpa_mask
 from fmmeta.config.learners import LearnerSpec
 from fmmeta.config.settings import Config
 from fmmeta.learners.unpadded import Unpadded
-from fmmeta.tasks.batching import IGNORE, Collated, EncodedRows, Example, MicroBatch, map_tensors, padded
+from fmmeta.tasks.batching import IGNORE, Collated, Example, MicroBatch, map_tensors, padded
 
 RowLoss = Callable[[Tensor, Tensor], Tensor]
 
@@ -140,19 +141,19 @@ class Learner(nn.Module, ABC):
         return dict
 
     @classmethod
-    def encode(
-        cls,
-        config: Config,
-        tokenizer: Any,
-        support: Sequence[Any],
-        query: Sequence[Any],
-        facts: Mapping[str, Any] | None = None,
-    ) -> EncodedRows:
-        """The rows of an episode as examples. facts: those of the support set and its `names`, where it is
-        known already: to answer new rows, which may lack their targets.
+    def facts(cls, support: Sequence[Any], query: Sequence[Any] = ()) -> dict[str, Any]:
+        """What rows of an episode are encoded with and answers are read with, as JSON: the scale of targets,
+        say. `names`: of the labels, where rows have some; the micro-batches then say how many
+        (`targets["classes"]`). An adapted model stores those of its support set. Raises `UsageError`.
         """
-        first, second = ([Example([0], 0, values={"row": row}) for row in rows] for rows in (support, query))
-        return EncodedRows(first, second)
+        return {}
+
+    @classmethod
+    def encode(
+        cls, config: Config, tokenizer: Any, rows: Sequence[Any], facts: Mapping[str, Any]
+    ) -> list[Example]:
+        """The rows of a set as examples. facts: of their episode. Rows to answer may lack their targets."""
+        return [Example([0], 0, values={"row": row}) for row in rows]
 
     @classmethod
     def collate(cls, rows: Sequence[Example], pad_token_id: int) -> Collated:

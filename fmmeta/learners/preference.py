@@ -27,7 +27,7 @@ from fmmeta.config.settings import Config
 from fmmeta.learners.base import HFLearner, RowLosses, at_least_fp32, row_losses
 from fmmeta.learners.classification import NativeClassifier
 from fmmeta.learners.lora import base_alone
-from fmmeta.tasks.batching import IGNORE, Collated, EncodedRows, Example, MicroBatch, pad_right
+from fmmeta.tasks.batching import IGNORE, Collated, Example, MicroBatch, pad_right
 from fmmeta.tasks.data.columns import PairInput, Row, column_like, only_answer, pick, template_columns
 from fmmeta.tasks.data.encode import encode_pairs, encode_texts, text_prompt
 from fmmeta.tasks.data.turns import read_turns
@@ -89,29 +89,19 @@ class PairLearner(HFLearner):
         return encode_pairs(tokenizer, prompts, answers, config.max_length, config.prompt_template)
 
     @classmethod
+    def facts(cls, support: Sequence[Any], query: Sequence[Any] = ()) -> dict[str, Any]:
+        return {"names": cls.outputs}
+
+    @classmethod
     def encode(
-        cls,
-        config: Config,
-        tokenizer: Any,
-        support: Sequence[Any],
-        query: Sequence[Any],
-        facts: Mapping[str, Any] | None = None,
-    ) -> EncodedRows:
-        parts = list[list[Example]]()
-        for rows in (support, query):
-            if not rows:
-                parts.append([])
-                continue
-            prompts = [row["prompt"] for row in rows]
-            sides = [cls.tokens(config, tokenizer, prompts, [row[side] for row in rows]) for side in SIDES]
-            parts.append(
-                [
-                    Example([*pair[0].input_ids, *pair[1].input_ids], 0, values={**row, "pair": pair})
-                    for row, *pair in zip(rows, *sides, strict=True)
-                ]
-            )
-        first, second = parts
-        return EncodedRows(first, second, cls.outputs)
+        cls, config: Config, tokenizer: Any, rows: Sequence[Any], facts: Mapping[str, Any]
+    ) -> list[Example]:
+        prompts = [row["prompt"] for row in rows]
+        sides = [cls.tokens(config, tokenizer, prompts, [row[side] for row in rows]) for side in SIDES]
+        return [
+            Example([*pair[0].input_ids, *pair[1].input_ids], 0, values={**row, "pair": pair})
+            for row, *pair in zip(rows, *sides, strict=True)
+        ]
 
     @classmethod
     def collate(cls, rows: Sequence[Example], pad_token_id: int) -> Collated:

@@ -20,7 +20,7 @@ from fmmeta.common.text import PromptTemplate, rouge_l, shortened
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import HFLearner, RowLosses, at_least_fp32
 from fmmeta.learners.shared_prefix import greedy
-from fmmeta.tasks.batching import IGNORE, Collated, EncodedRows, Example, MicroBatch, pad_right
+from fmmeta.tasks.batching import IGNORE, Collated, Example, MicroBatch, pad_right
 from fmmeta.tasks.data.columns import PairInput, Row, only_answer, pick, template_columns
 from fmmeta.tasks.data.encode import encode_texts, text_prompt
 
@@ -57,27 +57,16 @@ class Seq2SeqLearner(HFLearner):
 
     @classmethod
     def encode(
-        cls,
-        config: Config,
-        tokenizer: Any,
-        support: Sequence[Any],
-        query: Sequence[Any],
-        facts: Mapping[str, Any] | None = None,
-    ) -> EncodedRows:
+        cls, config: Config, tokenizer: Any, rows: Sequence[Any], facts: Mapping[str, Any]
+    ) -> list[Example]:
         plain = config.prompt_template == "plain"
         before = str if plain else text_prompt(config.prompt_template).before
-        end, most, parts = tokenizer.eos_token_id, config.max_length, list[list[Example]]()
-        for rows in (support, query):
-            if not rows:
-                parts.append([])
-                continue
-            inputs = encode_texts(tokenizer, [before(row["input"]) for row in rows], most)
-            outputs = [row.get("output", "") for row in rows]  # none of rows to answer
-            answers = tokenizer(text_target=outputs, verbose=False)["input_ids"]
-            labels = [[*(ids[:-1] if ids[-1:] == [end] else ids)[: most - 1], end] for ids in answers]
-            parts.append([Example(*row) for row in zip(inputs, labels, strict=True)])
-        first, second = parts
-        return EncodedRows(first, second)
+        end, most = tokenizer.eos_token_id, config.max_length
+        inputs = encode_texts(tokenizer, [before(row["input"]) for row in rows], most)
+        outputs = [row.get("output", "") for row in rows]  # none of rows to answer
+        answers = tokenizer(text_target=outputs, verbose=False)["input_ids"]
+        labels = [[*(ids[:-1] if ids[-1:] == [end] else ids)[: most - 1], end] for ids in answers]
+        return [Example(*row) for row in zip(inputs, labels, strict=True)]
 
     @classmethod
     def collate(cls, rows: Sequence[Example], pad_token_id: int) -> Collated:

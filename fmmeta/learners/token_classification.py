@@ -17,7 +17,7 @@ from fmmeta.common.text import broken_text, shortened
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import RowLosses, at_least_fp32
 from fmmeta.learners.classification import NativeClassifier, of_episode
-from fmmeta.tasks.batching import IGNORE, EncodedRows, Example, MicroBatch
+from fmmeta.tasks.batching import IGNORE, Example, MicroBatch
 from fmmeta.tasks.data.columns import pick
 
 TAGS = ("tags", "ner_tags", "labels", "label")
@@ -54,25 +54,18 @@ class TokenClassifier(NativeClassifier):
         return read
 
     @classmethod
+    def facts(cls, support: Sequence[Any], query: Sequence[Any] = ()) -> dict[str, Any]:
+        names, of_query = ({tag for row in rows for tag in row["tags"]} for rows in (support, query))
+        unseen = sorted(of_query - names)
+        return {"names": sorted(names), **({"unseen": unseen} if unseen else {})}
+
+    @classmethod
     def encode(
-        cls,
-        config: Config,
-        tokenizer: Any,
-        support: Sequence[Any],
-        query: Sequence[Any],
-        facts: Mapping[str, Any] | None = None,
-    ) -> EncodedRows:
-        of_support, of_query = (
-            {tag for row in rows for tag in row.get("tags", ())} for rows in (support, query)
-        )
-        names = sorted(of_support) if facts is None else facts["names"]
-        unseen = sorted(of_query.difference(names))
-        numbers = {tag: number for number, tag in enumerate([*names, *unseen])}
-        examples = [
-            encoded(tokenizer, row, numbers, len(names), config.max_length) for row in (*support, *query)
-        ]
-        first, second = examples[: len(support)], examples[len(support) :]
-        return EncodedRows(first, second, tuple(names), {"unseen": unseen} if unseen else {})
+        cls, config: Config, tokenizer: Any, rows: Sequence[Any], facts: Mapping[str, Any]
+    ) -> list[Example]:
+        names = facts["names"]
+        numbers = {tag: number for number, tag in enumerate([*names, *facts.get("unseen", ())])}
+        return [encoded(tokenizer, row, numbers, len(names), config.max_length) for row in rows]
 
     def forward(self, **inputs: Tensor) -> Any:
         return self.hf(**self.cast(inputs), **self.unpadded.of(inputs.get("attention_mask"))).logits

@@ -122,11 +122,12 @@ def read_texts(draw: Draw, rng: Any = None) -> EpisodeRows:
     """An `EpisodeTransform`: the texts of rows, their decoded images, or what a learner has read of them."""
     store = draw.store
     store.check()
+    if store.encoder is not None:
+        return draw.read()
     support, query = (
-        [as_example(store, row, label) if store.encode is None else store.value(row) for row, label in rows]
-        for rows in (draw.support, draw.query)
+        [as_example(store, row, label) for row, label in rows] for rows in (draw.support, draw.query)
     )
-    return EpisodeRows(draw.task, support, query, draw.classes, encode=store.encode)
+    return EpisodeRows(draw.task, support, query, draw.classes)
 
 
 def each_example(
@@ -147,9 +148,8 @@ def encoded(tokenizer: Any, config: Config, episode: EpisodeRows, rng: Any = Non
 
     Raises `UsageError` for a label that is none of the episode's.
     """
-    if episode.encode is not None:
-        found = episode.encode(episode.support, episode.query)
-        return EpisodeRows(episode.task, found.support, found.query, found.names, facts=found.facts)
+    if episode.encoder is not None:
+        return episode.encoded()
     classes, sets = len(episode.classes), list[list[Example]]()
     for rows in (episode.support, episode.query):
         if classes and any(not 0 <= row.label < classes for row in rows):

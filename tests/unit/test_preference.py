@@ -43,7 +43,7 @@ def loaded(**settings):
 
 def batch_of(config, tokenizer, learner, rows):
     own = type(learner)
-    examples = own.encode(config, tokenizer, rows, rows).query
+    examples = own.encode(config, tokenizer, rows, {})
     return collate(examples, 1 / len(rows), 0, collate_fn=own.collate)
 
 
@@ -118,7 +118,7 @@ def test_a_reward_model_learns_by_bradley_and_terry():
 
 def test_a_pair_counts_once_however_long_its_answers_are():
     config, tokenizer, _ = loaded()
-    examples = PreferenceLearner.encode(config, tokenizer, ROWS, []).support
+    examples = PreferenceLearner.encode(config, tokenizer, ROWS, {})
     (batch,) = Batcher(0, collate_fn=PreferenceLearner.collate).split(examples)
     assert batch.weights.tolist() == pytest.approx([1 / 3] * 3)
     assert batch.inputs["input_ids"].shape == batch.inputs["labels"].shape
@@ -255,11 +255,11 @@ def test_the_sample_data_are_rows(kind):
 def test_rows_of_a_function_are_read_as_those_of_a_file():
     config, tokenizer, _ = loaded()
     row = {"question": "a", "chosen": [said("b")], "rejected": "c", "chosen_logp": -1, "rejected_logp": -2.5}
-    found = encoder(config, tokenizer)([row], [row])
-    assert found.query[0].values["reference"] == [-1.0, -2.5]
+    found = encoder("rows", config, tokenizer).examples([row], {})
+    assert found[0].values["reference"] == [-1.0, -2.5]
     plain = Config(task_type="preference")
     with pytest.raises(UsageError, match="give --lora_r 8"):
-        encoder(plain, tokenizer)(ROWS, ROWS)
+        encoder("rows", plain, tokenizer).examples(ROWS, {})
 
 
 def test_a_tokenizer_without_an_end_token_writes_its_own_around_the_whole():
@@ -267,5 +267,5 @@ def test_a_tokenizer_without_an_end_token_writes_its_own_around_the_whole():
     ids = tokenizer("Input: a river\nOutput: stone")["input_ids"]
     tokenizer.eos_token = None
     config = Config(task_type="reward")
-    (example,) = RewardLearner.encode(config, tokenizer, ROWS[:1], []).support
+    (example,) = RewardLearner.encode(config, tokenizer, ROWS[:1], {})
     assert list(example.values["pair"][0].input_ids) == ids

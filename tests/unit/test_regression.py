@@ -24,6 +24,9 @@ from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.metrics.scores import EpisodeScore
 from fmmeta.report.page import write
 from fmmeta.tasks.batching import Batcher
+from fmmeta.tasks.data.encode import RowEncoder
+from fmmeta.tasks.schedule.meta_batches import Task
+from fmmeta.tasks.sources.base import EpisodeRows
 from fmmeta.train import MetaTrainer
 from fmmeta.training.state import Best
 from tests.support.launch import ROOT
@@ -75,7 +78,8 @@ def test_other_rows_are_refused_in_one_line(row, message):
 
 
 def encoded(support, query, **settings):
-    return Regressor.encode(Config(**KIND, **settings), byte_tokenizer(), support, query)
+    encoder = RowEncoder(Config(**KIND, **{"n_way": 2, **settings}), byte_tokenizer())
+    return EpisodeRows(Task(0, "", "", 0, ()), support, query, encoder=encoder).encoded()
 
 
 def test_targets_are_scaled_by_the_support_set_and_answers_are_not():
@@ -83,10 +87,9 @@ def test_targets_are_scaled_by_the_support_set_and_answers_are_not():
     assert found.facts == {"mean": [2.0, 5.0], "std": [1.0, 1.0]}  # a constant target keeps its unit
     assert [row.labels for row in found.support] == [[-1.0, 0.0], [1.0, 0.0]]
     assert found.query[0].labels == [2.0, 1.0]
-    assert Regressor.present(found.query[0].labels, found.names, found.facts) == [4.0, 6.0]
-    known = {**found.facts, "names": found.names}
-    again = Regressor.encode(Config(**KIND), byte_tokenizer(), [], [{"text": "c"}], known)
-    assert (again.query[0].labels, again.facts) == ([0.0, 0.0], found.facts)
+    assert Regressor.present(found.query[0].labels, found.classes, found.facts) == [4.0, 6.0]
+    (unknown,) = Regressor.encode(Config(**KIND), byte_tokenizer(), [{"text": "c"}], found.facts)
+    assert unknown.labels == [0.0, 0.0]
     with pytest.raises(UsageError, match="a row has 1 targets, and others 2"):
         encoded(SUPPORT, [{"text": "c", "target": [4.0]}])
 

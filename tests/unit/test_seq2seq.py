@@ -23,7 +23,7 @@ ROWS = [
 
 def batch_of(rows, **settings):
     config = Config(task_type="seq2seq", **settings)
-    examples = Seq2SeqLearner.encode(config, byte_tokenizer(), rows, []).support
+    examples = Seq2SeqLearner.encode(config, byte_tokenizer(), rows, {})
     (batch,) = Batcher(0, collate_fn=Seq2SeqLearner.collate).split(examples)
     order = sorted(range(len(rows)), key=lambda i: -len(examples[i].input_ids))
     return batch, [examples[i] for i in order]
@@ -84,7 +84,7 @@ def test_labels_are_the_answer_and_its_end_also_where_it_is_cut():
     tokenizer = byte_tokenizer()
     rows = [{"input": "x" * 40, "output": "y" * 40}, {"input": "a", "output": "b"}]
     config = Config(task_type="seq2seq", max_length=8)
-    cut, short = Seq2SeqLearner.encode(config, tokenizer, rows, []).support
+    cut, short = Seq2SeqLearner.encode(config, tokenizer, rows, {})
     assert len(cut.input_ids) == len(cut.labels) == 8
     assert cut.labels[-1] == short.labels[-1] == tokenizer.eos_token_id
     assert short.labels == [*tokenizer("b")["input_ids"], tokenizer.eos_token_id]
@@ -98,7 +98,7 @@ def test_the_input_is_read_alone_or_in_a_format_string():
     def text(**more):
         config = Config(**settings, **more)
         stored = Seq2SeqLearner.rows(config, columns)(row)
-        (example,) = Seq2SeqLearner.encode(config, tokenizer, [stored], []).support
+        (example,) = Seq2SeqLearner.encode(config, tokenizer, [stored], {})
         return tokenizer.decode(example.input_ids, skip_special_tokens=True)
 
     assert text() == "abc"

@@ -14,7 +14,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,9 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import publish, publishing, source_of
 from fmmeta.config.settings import KEYED, Config
-from fmmeta.tasks.batching import EncodedRows, Example
+from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.columns import Bad, Row, refuse, stratifier
-from fmmeta.tasks.data.encode import encode, encode_own, full_rows
+from fmmeta.tasks.data.encode import RowEncoder, encode, full_rows
 from fmmeta.tasks.data.files import ending
 from fmmeta.tasks.data.images import EncodedImage, ImageReader
 from fmmeta.tasks.data.rows import (
@@ -56,8 +55,6 @@ KINDS = {
 }
 Contents = Mapping[str, np.ndarray]
 """What identifies the rows of each unit of splits: `rows.content_key`, uint64."""
-Encode = Callable[[Sequence[Any], Sequence[Any]], EncodedRows]
-"""From support and query rows to examples."""
 BYTES_PER_TOKEN = 4
 OF_TOKENIZER = (
     "eos_token_id",
@@ -73,13 +70,15 @@ class TokenStore:
     """Rows by number. Tokens, labels and texts are read from disk when they are needed.
 
     table: columns `input_ids`, `labels` and those of `rows.Table`; of images `image`, their bytes or null,
-    and `image_where`. images: reads them, None for texts. encode: from `value` of support and query rows to
-    examples, of learners that read rows. label_rows: with --label_names, the number of the
-    row that holds the text of each class; these rows come last. of_data: the table without them.
+    and `image_where`. images: reads them, None for texts. encoder: of learners that read rows, whose stored
+    rows are `value`. label_rows: with --label_names, the number of the row that holds the text of each class;
+    these rows come last. of_data: the table without them.
     """
 
-    def __init__(self, path: Path, images: ImageReader | None = None, encode: Encode | None = None) -> None:
-        self.path, self.bytes, self.images, self.encode = path, path.stat().st_size, images, encode
+    def __init__(
+        self, path: Path, images: ImageReader | None = None, encoder: RowEncoder | None = None
+    ) -> None:
+        self.path, self.bytes, self.images, self.encoder = path, path.stat().st_size, images, encoder
         stream = pa.ipc.open_stream(pa.memory_map(str(path)))
         *batches, last = stream.iter_batches_with_custom_metadata()
         facts = json.loads((last.custom_metadata or {})[b"fmmeta"])
@@ -95,7 +94,7 @@ class TokenStore:
         return self.of_data.num_rows
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenStore, (self.path, self.images, self.encode)  # another process maps the file for itself
+        return TokenStore, (self.path, self.images, self.encoder)  # another process maps the file for itself
 
     def check(self) -> None:
         """Raise `OSError` if the size of the file has changed: reading a mapping past its end would kill the
@@ -174,22 +173,22 @@ def prepare(
         module = str(config.stratify_by).partition(":")[0]
         settings["stratify_by"] = [config.stratify_by, source_of(sys.modules.get(module))]
     settings["task_type"] = config.learner.name
-    own, encode_with = config.learner.own, None
+    own, encoder = config.learner.own, None
     if config.learner.collate is not None:
         settings["collate"] = True
     if own is not None:
         settings["rows"] = source_of(sys.modules.get(own.__module__))
-        encode_with = partial(encode_own, config, tokenizer)
+        encoder = RowEncoder(config, tokenizer)
     images = tokenizer if isinstance(tokenizer, ImageReader) else None
     root = Path("" if name == IN_MEMORY else name)  # paths below it are stored as absolute ones
     where = str(root.absolute()) if images and root.exists() else ""
     key = [FORMAT, content, where, tokenizer_print(tokenizer), settings, one_task]
     # notes name files, so that a store with notes is that of one data set
     path, noted = (cache_folder() / f"{digest(one)}.arrow" for one in (key, [*key, name]))
-    store, facts = stored(images, path, noted, encode=encode_with), dict[str, Any]()
+    store, facts = stored(images, path, noted, encoder=encoder), dict[str, Any]()
     if store is None:
         parts = tables(name, read, config, images is not None, one_task, facts)
-        store = TokenStore(write((path, noted), parts, config, tokenizer, facts), images, encode_with)
+        store = TokenStore(write((path, noted), parts, config, tokenizer, facts), images, encoder)
     for note in store.notes:
         notice(note)
     if message := full_rows(config, store.lengths().tolist()):
@@ -197,11 +196,11 @@ def prepare(
     return store
 
 
-def stored(images: ImageReader | None, *paths: Path, encode: Encode | None = None) -> TokenStore | None:
+def stored(images: ImageReader | None, *paths: Path, encoder: RowEncoder | None = None) -> TokenStore | None:
     """The first of these stores that exists and is complete."""
     for path in paths:
         with contextlib.suppress(pa.ArrowException, OSError, ValueError, KeyError):
-            return TokenStore(path, images, encode)
+            return TokenStore(path, images, encoder)
     return None
 
 

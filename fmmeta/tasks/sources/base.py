@@ -87,8 +87,8 @@ class EpisodeRows:
     """The support and query rows of a task, each an `Example`, or what an `EpisodeTransform` makes one of.
 
     classes: name of each label, if rows have some. samples: the support rows of each inner step; empty: each
-    step has all of them. facts: what answers are read with (`batching.EncodedRows`). encode: of
-    rows that a learner reads, from support and query rows to `EncodedRows`.
+    step has all of them. facts: what answers are read with (`Learner.facts`). encoder: of rows
+    that a learner reads.
     """
 
     task: Task
@@ -97,7 +97,13 @@ class EpisodeRows:
     classes: tuple[str, ...] = ()
     samples: tuple[list[Any], ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
-    encode: Callable[..., Any] | None = None
+    encoder: Any = None  # a RowEncoder
+
+    def encoded(self, rng: Any = None) -> "EpisodeRows":
+        """An `EpisodeTransform`: the rows that a learner reads, each an `Example`. Raises `UsageError`."""
+        facts = self.encoder.facts(self.support, self.query)
+        support, query = (self.encoder.examples(rows, facts) for rows in (self.support, self.query))
+        return EpisodeRows(self.task, support, query, tuple(facts.pop("names", ())), facts=facts)
 
 
 EpisodeTransform = Callable[[Any, np.random.Generator], Any]
@@ -117,7 +123,7 @@ def transformed(episode: Any, transforms: Iterable[EpisodeTransform]) -> Any:
 class Draw(EpisodeRows):
     """An episode whose rows are (row number of `store`, label in this episode) pairs."""
 
-    store: Any = field(kw_only=True)  # a TokenStore, or what has its `check`, `value` and `encode`
+    store: Any = field(kw_only=True)  # a TokenStore, or what has its `check`, `value` and `encoder`
     keys: tuple[ClassKey, ...] = field(default=(), kw_only=True)  # of the classes
     notices: tuple[str, ...] = field(default=(), kw_only=True)  # of a file that was read for it
 
@@ -127,16 +133,18 @@ class Draw(EpisodeRows):
         Raises `OSError` if the store's file has changed, and as `TokenStore.example` does.
         """
         self.store.check()
-        if self.store.encode is not None:
-            found = self.store.encode(
-                *([self.store.value(row) for row, _ in rows] for rows in (self.support, self.query))
-            )
-            return EpisodeRows(self.task, found.support, found.query, found.names, facts=found.facts)
+        if self.store.encoder is not None:
+            return self.read().encoded()
         support, query = (
             [self.store.example(row, label if self.classes else None) for row, label in rows]
             for rows in (self.support, self.query)
         )
         return EpisodeRows(self.task, support, query, self.classes)
+
+    def read(self) -> EpisodeRows:
+        """The rows as a learner has stored them."""
+        support, query = ([self.store.value(row) for row, _ in rows] for rows in (self.support, self.query))
+        return EpisodeRows(self.task, support, query, self.classes, encoder=self.store.encoder)
 
 
 def name_rows(draw: Draw, rng: Any = None) -> Draw:

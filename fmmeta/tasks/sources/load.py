@@ -437,7 +437,7 @@ def read_class_weights(config: Config, sources: Sources, complete: bool, notice:
 def sources_of(tasks: Tasks, config: Config, tokenizer: Any, wanted: Sequence[str]) -> Sources:
     """The sources of tasks that a function draws."""
     refuse_unread(tasks.name, config)
-    encode = encoder(config, tokenizer)
+    encode = encoder(tasks.name, config, tokenizer)
     of_split = {one: OwnSource(tasks, numbers, encode) for one in wanted if (numbers := tasks.numbers(one))}
     sizes = ", ".join(f"{len(tasks.numbers(split))} {split}" for split in SPLITS)
     summary, contents = f"{tasks.name}: drawn by a function: {sizes}", {split: {} for split in SPLITS}

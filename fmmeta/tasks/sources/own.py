@@ -9,8 +9,8 @@ so that a function may ask a database, or generate.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,10 @@ from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.security import import_named, source_of
 from fmmeta.config.fields import default_of, refuse_first, shown
 from fmmeta.config.settings import Config
-from fmmeta.tasks.batching import EncodedRows, Example
-from fmmeta.tasks.data.encode import encode, encode_own
+from fmmeta.tasks.batching import Example
+from fmmeta.tasks.data.encode import RowEncoder, encode
 from fmmeta.tasks.data.images import ImageReader
-from fmmeta.tasks.data.rows import rows_of, tabulate
+from fmmeta.tasks.data.rows import Table, rows_of, tabulate
 from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
 from fmmeta.tasks.sources.base import Draw, TaskSource
@@ -84,11 +84,10 @@ class Tasks:
 class OwnRows:
     """Rows that a function has drawn, in place of a `TokenStore`: a row is its own number.
 
-    name: of the tasks. encoder: from support and query rows to examples.
+    encoder: of the rows.
     """
 
-    name: str
-    encoder: Callable[[Rows, Rows], EncodedRows]
+    encoder: RowEncoder
 
     def check(self) -> None:
         """Nothing is left to read."""
@@ -100,19 +99,12 @@ class OwnRows:
         """What identifies a row, as its input; it has no other columns."""
         return repr(row) if column == "input" else ""
 
-    def encode(self, support: Rows, query: Rows) -> EncodedRows:
-        """Raises `UsageError` for rows that the learner does not take."""
-        with usage_errors(f"dataset={self.name}: rows of a task cannot be encoded", "correct them"):
-            return self.encoder(support, query)
-
 
 class OwnSource(TaskSource):
     """The tasks of a split. numbers: of its tasks."""
 
-    def __init__(
-        self, tasks: Tasks, numbers: Sequence[int], encode: Callable[[Rows, Rows], EncodedRows]
-    ) -> None:
-        self.tasks, self.numbers, self.encode = tasks, numbers, encode
+    def __init__(self, tasks: Tasks, numbers: Sequence[int], encoder: RowEncoder) -> None:
+        self.tasks, self.numbers, self.encoder = tasks, numbers, encoder
         stratum = tasks.stratum or (lambda number: "all")
         self.items = Items.of(Item(f"{tasks.name}/{number}", str(stratum(number)), 1) for number in numbers)
 
@@ -126,7 +118,7 @@ class OwnSource(TaskSource):
                 f"dataset={self.tasks.name}: draw({number}) returned no rows; return some of each"
             )
         support, query = ([(row, 0) for row in rows] for rows in (support, query))
-        return Draw(task, support, query, store=OwnRows(self.tasks.name, self.encode))
+        return Draw(task, support, query, store=OwnRows(self.encoder))
 
     def class_keys(self, setting: str = "algorithm=joint") -> list[Any]:
         raise UsageError(f"{setting} needs the names of all classes, which a function does not tell")
@@ -138,7 +130,7 @@ class OwnSource(TaskSource):
 
     def part(self, chosen: np.ndarray) -> "OwnSource":
         return OwnSource(
-            self.tasks, [one for one, is_in in zip(self.numbers, chosen, strict=True) if is_in], self.encode
+            self.tasks, [one for one, is_in in zip(self.numbers, chosen, strict=True) if is_in], self.encoder
         )
 
 
@@ -163,48 +155,62 @@ def refuse_unread(name: str, config: Config) -> None:
     )
 
 
-def encoder(config: Config, tokenizer: Any) -> Callable[[Rows, Rows], EncodedRows]:
-    """The function from rows, dictionaries as a file has them or what the learner takes, to examples."""
-    own = config.learner.own
-    return partial(encode_rows if own is None else encode_read, config, tokenizer)
+def encoder(name: str, config: Config, tokenizer: Any) -> RowEncoder:
+    """Encodes rows, dictionaries as a file has them or what the learner takes. name: of the tasks."""
+    return (TextEncoder if config.learner.own is None else ReadEncoder)(config, tokenizer, name)
 
 
-def encode_read(config: Config, tokenizer: Any, support: Rows, query: Rows) -> EncodedRows:
-    """Rows as examples, by the learner that reads them. Raises `UsageError`."""
-    rows_of_kind = config.learner.own.rows
-    read = [
-        [rows_of_kind(config, [*row])(row) if isinstance(row, Mapping) else row for row in rows]
-        for rows in (support, query)
-    ]
-    return encode_own(config, tokenizer, *read)
+@dataclass(frozen=True)
+class ReadEncoder(RowEncoder):
+    """Encodes rows that a learner reads, as they are or as dictionaries of columns. name: of the tasks."""
+
+    name: str
+
+    def facts(self, support: Rows, query: Rows) -> dict[str, Any]:
+        with self.errors():
+            return super().facts(self.read(support), self.read(query))
+
+    def examples(self, rows: Rows, facts: Mapping[str, Any]) -> list[Example]:
+        with self.errors():
+            return super().examples(self.read(rows), facts)
+
+    def errors(self) -> AbstractContextManager[None]:
+        return usage_errors(f"dataset={self.name}: rows of a task cannot be encoded", "correct them")
+
+    def read(self, rows: Rows) -> list[Any]:
+        own = self.config.learner.own
+        return [own.rows(self.config, [*row])(row) if isinstance(row, Mapping) else row for row in rows]
 
 
-def encode_rows(config: Config, tokenizer: Any, support: Rows, query: Rows) -> EncodedRows:
-    """Rows of texts or images as examples; the classes are those of the support set. Raises `UsageError`."""
-    names, parts = list[str](), list[list[Example]]()
-    for rows in (support, query):
-        images = isinstance(tokenizer, ImageReader)
-        table = tabulate(
-            "rows",
-            rows_of("rows", rows, config),
-            config,
-            lambda text: None,
-            one_task=True,
-            unique=False,
-            images=images,
-        )
-        examples = encode(tokenizer, config, table.image or table.input, table.target)
-        if config.learner.of_classes:
-            names = names or sorted({*table.target})
-            if len(names) > config.most_classes:
-                raise UsageError(f"n_way={config.n_way} is below the {len(names)} classes; raise --n_way")
-            if unknown := {*table.target} - {*names}:
-                raise UsageError(
-                    f"the query set has the class {min(unknown)!r}, and the support set has none"
-                )
-            examples = [
-                replace(one, labels=names.index(label))
-                for one, label in zip(examples, table.target, strict=True)
-            ]
-        parts.append(examples)
-    return EncodedRows(*parts, names=tuple(names))
+class TextEncoder(ReadEncoder):
+    """Encodes texts, images or pairs; the classes are those of the support set."""
+
+    def facts(self, support: Rows, query: Rows) -> dict[str, Any]:
+        if not self.config.learner.of_classes:
+            return {}
+        names, found = ({*self.table(rows).target} for rows in (support, query))
+        if len(names) > self.config.most_classes:
+            raise UsageError(f"n_way={self.config.n_way} is below the {len(names)} classes; raise --n_way")
+        if unknown := found - names:
+            raise UsageError(f"the query set has the class {min(unknown)!r}, and the support set has none")
+        return {"names": sorted(names)}
+
+    def examples(self, rows: Rows, facts: Mapping[str, Any]) -> list[Example]:
+        table, names = self.table(rows), facts.get("names")
+        with self.errors():
+            found = encode(self.tokenizer, self.config, table.image or table.input, table.target)
+        labels = [names.index(one) for one in table.target] if names else [one.labels for one in found]
+        return [replace(one, labels=label) for one, label in zip(found, labels, strict=True)]
+
+    def table(self, rows: Rows) -> Table:
+        images = isinstance(self.tokenizer, ImageReader)
+        with self.errors():
+            return tabulate(
+                "rows",
+                rows_of("rows", rows, self.config),
+                self.config,
+                lambda text: None,
+                one_task=True,
+                unique=False,
+                images=images,
+            )
