@@ -8,7 +8,7 @@ metrics are in the units of the data. The loss of a set is the mean over its row
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from fmmeta.config.settings import Config
 from fmmeta.learners.base import RowLosses, at_least_fp32, row_losses
 from fmmeta.learners.classification import Classifier, NativeClassifier, Outputs, PooledClassifier
 from fmmeta.tasks.batching import Collated, Example, MicroBatch, padded
-from fmmeta.tasks.data.columns import TEXT, PairInput, Row, pick
+from fmmeta.tasks.data.columns import PairInput, Row, RowReader, pick
 from fmmeta.tasks.data.encode import encode_texts
 
 TARGETS = ("target", "score", "label", "value")
@@ -34,22 +34,21 @@ class Numbers(Classifier):
 
     auto, pipeline = "AutoModelForSequenceClassification", "text-classification"
     problem_type = REGRESSION.name  # transformers' word too: a pipeline then returns the numbers
-    inputs, of_numbers = (*TEXT, "sentence1"), True
+    of_numbers = True
     example: Mapping[str, Any] = {"text": "a fine film", "target": 4.5}
+    pair = ()
 
     @classmethod
-    def rows(
-        cls, config: Config, columns: Collection[str], answered: bool = True
-    ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        text = str(pick("the data", config, columns, "text_column"))
-        target = pick("the data", config, columns, "label_column", names=TARGETS, required=answered)
-        pair = PairInput.of(config, text, columns, "the data", config.text_column is None)
+    def rows(cls, config: Config, tokenizer: Any, columns: Sequence[str], answered: bool = True) -> RowReader:
+        text = str(pick(config, columns, "text_column"))
+        target = pick(config, columns, "label_column", names=TARGETS, required=answered)
+        pair = PairInput.of(config, text, columns, config.text_column is None)
 
-        def read(row: Mapping[str, Any]) -> dict[str, Any]:
-            found: dict[str, Any] = {"text": pair.read(Row(dict(row), "row"))[0]}
-            return {**found, "target": numbers(row, str(target))} if answered else found
+        def read(row: Row) -> dict[str, Any]:
+            found: dict[str, Any] = {"text": pair.read(row)[0]}
+            return {**found, "target": numbers(row.values, str(target))} if answered else found
 
-        return read
+        return RowReader(read)
 
     @classmethod
     def facts(cls, support: Sequence[Any], query: Sequence[Any] = ()) -> dict[str, Any]:

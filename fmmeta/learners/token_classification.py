@@ -7,7 +7,7 @@ that --max_length cuts off do not count. A tag of the query set that the support
 right: no loss is taken there, and metrics see it. `outputs` are the logits [B, T, C].
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from fmmeta.config.settings import Config
 from fmmeta.learners.base import RowLosses, at_least_fp32
 from fmmeta.learners.classification import NativeClassifier, of_episode
 from fmmeta.tasks.batching import IGNORE, Example, MicroBatch
-from fmmeta.tasks.data.columns import pick
+from fmmeta.tasks.data.columns import Row, RowReader, pick
 
 TAGS = ("tags", "ner_tags", "labels", "label")
 ENDS, STARTS = ("E", "L", "S", "U"), ("B", "S", "U")  # of an entity, in BIO, BIOES (IOBES) and BILOU
@@ -29,29 +29,27 @@ class TokenClassifier(NativeClassifier):
 
     auto, peft_task, pipeline = "AutoModelForTokenClassification", "TOKEN_CLS", "token-classification"
     problem_type = pooled = None
-    inputs = ("tokens", "words")
+    inputs, pair = ("tokens", "words"), ()
     example: Mapping[str, Any] = {
         "tokens": ["Anna", "lives", "in", "Rome"],
         "tags": ["B-PER", "O", "O", "B-LOC"],
     }
 
     @classmethod
-    def rows(
-        cls, config: Config, columns: Collection[str], answered: bool = True
-    ) -> Callable[[Mapping[str, Any]], dict[str, list[str]]]:
-        tokens = str(pick("the data", config, columns, "text_column", names=cls.inputs))
-        tags = pick("the data", config, columns, "label_column", names=TAGS, required=answered)
+    def rows(cls, config: Config, tokenizer: Any, columns: Sequence[str], answered: bool = True) -> RowReader:
+        tokens = str(pick(config, columns, "text_column", names=cls.inputs))
+        tags = pick(config, columns, "label_column", names=TAGS, required=answered)
 
-        def read(row: Mapping[str, Any]) -> dict[str, list[str]]:
-            found = {"tokens": listed(row, tokens)}
+        def read(row: Row) -> dict[str, list[str]]:
+            found = {"tokens": listed(row.values, tokens)}
             if answered:
-                found["tags"] = listed(row, str(tags))
+                found["tags"] = listed(row.values, str(tags))
                 counts = [len(one) for one in found.values()]
                 if counts[0] != counts[1]:
                     raise UsageError(f"has {counts[0]} {tokens} and {counts[1]} {tags}; give one for each")
             return found
 
-        return read
+        return RowReader(read)
 
     @classmethod
     def facts(cls, support: Sequence[Any], query: Sequence[Any] = ()) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Token classification: rows, labels of words, losses, metrics of entities, and a run with adaptation."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from fmmeta.tasks.data.hub import class_names, named
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.base import EpisodeRows
 from fmmeta.train import MetaTrainer
+from tests.support.helpers import stored_by
 from tests.support.launch import ROOT
 
 KIND: dict[str, Any] = {"task_type": "token_classification"}
@@ -52,7 +54,7 @@ def config(**settings):
     ],
 )
 def test_rows_have_words_and_tags_under_usual_names(row, found):
-    assert TokenClassifier.rows(config(), [*row])(row) == found
+    assert stored_by(TokenClassifier, config(), row) == found
 
 
 @pytest.mark.parametrize(
@@ -70,13 +72,12 @@ def test_rows_have_words_and_tags_under_usual_names(row, found):
 )
 def test_other_rows_are_refused_in_one_line(row, message):
     with pytest.raises(UsageError, match=message):
-        TokenClassifier.rows(config(), [*row])(row)
+        stored_by(TokenClassifier, config(), row)
 
 
 def test_rows_to_answer_need_no_tags():
-    assert TokenClassifier.rows(config(), ["tokens"], answered=False)({"tokens": "a b"}) == {
-        "tokens": ["a", "b"]
-    }
+    stored = stored_by(TokenClassifier, config(), {"tokens": "a b"}, answered=False)
+    assert stored == {"tokens": ["a", "b"]}
 
 
 def test_lists_of_class_labels_get_their_names():
@@ -91,7 +92,7 @@ def test_lists_of_class_labels_get_their_names():
 
 def encoded(support, query, **settings):
     encoder = RowEncoder(config(**settings), byte_tokenizer())
-    return EpisodeRows(Task(0, "", "", 0, ()), support, query, encoder=encoder).encoded()
+    return EpisodeRows(Task(0, "", "", 0, ()), support, query).encoded(encoder)
 
 
 def test_the_label_of_a_word_is_on_its_first_token():
@@ -284,7 +285,7 @@ def test_a_task_is_adapted_to_answered_and_loaded(run, tmp_path, lora):
         assert set(by_word.values()) <= tags
 
 
-def test_tasks_of_other_tag_sets_are_learned_in_one_pass_and_answered_one_by_one(run, tmp_path):
+def test_tasks_of_other_tag_sets_are_learned_and_answered_in_one_pass(run, tmp_path):
     """With adapters, whose head has as many outputs as the task has tags."""
     rows = [json.loads(line) for line in DATA.read_text().splitlines()]
     supports = {
@@ -301,10 +302,12 @@ def test_tasks_of_other_tag_sets_are_learned_in_one_pass_and_answered_one_by_one
     alone = fmmeta.adapt(run.output_dir / "model", supports["long"], lora_r=2, inner_steps=3)
     words = [row["tokens"] for row in rows[8:12]]
     assert models["long"].predict(words) == alone.predict(words)
-    with pytest.raises(
-        UsageError, match="are of task_type=token_classification, whose models answer one at a"
-    ):
-        AdapterDirectory(PredictConfig(adapters=str(tmp_path / "all")))
+    adapters = AdapterDirectory(PredictConfig(adapters=str(tmp_path / "all")))
+    asked = [("long", words[0]), ("short", ["a", "b"]), ("long", words[1]), ("short", words[2])]
+    found = adapters.answer(
+        [replace(adapters.model.read(Row({"tokens": one}, "row")), adapter=name) for name, one in asked]
+    )
+    assert found == [models[name].predict([one])[0] for name, one in asked]
 
 
 def test_a_model_of_another_origin_answers_by_the_names_in_its_configuration(tmp_path):

@@ -210,17 +210,6 @@ def end_tokens(tokenizer: Any, template: str, stored: Sequence[int]) -> list[int
 LONGEST_TOKEN = 64  # characters: texts are cut to max_length of these before they are tokenised
 
 
-def encode(tokenizer: Any, config: Config, inputs: Sequence[Any], targets: Sequence[str]) -> list[Example]:
-    """Examples of (input, output) pairs for causal_lm; else of texts, or of images (`EncodedImage`) for an
-    `ImageReader`, whose label -1 the caller replaces.
-    """
-    if isinstance(tokenizer, ImageReader):
-        return [Example([0], -1, values={"pixel_values": read_image(tokenizer, image)}) for image in inputs]
-    if config.learner.generates:
-        return encode_pairs(tokenizer, inputs, targets, config.max_length, config.prompt_template)
-    return [Example(ids, -1) for ids in encode_texts(tokenizer, inputs, config.max_length)]
-
-
 @dataclass(frozen=True)
 class RowEncoder:
     """Makes examples of what a learner has stored of rows. Picklable."""
@@ -230,7 +219,7 @@ class RowEncoder:
 
     def facts(self, support: Sequence[Any], query: Sequence[Any]) -> dict[str, Any]:
         """See `Learner.facts`. Raises `UsageError`, also for more labels than the head has outputs."""
-        found, most = self.config.learner.own.facts(support, query), self.config.most_classes
+        found, most = self.config.learner.kind.facts(support, query), self.config.most_classes
         names = found.get("names", ())
         if self.config.learner.has_head and len(names) > most:
             raise UsageError(
@@ -241,7 +230,7 @@ class RowEncoder:
 
     def examples(self, rows: Sequence[Any], facts: Mapping[str, Any]) -> list[Example]:
         """See `Learner.encode`. Raises `UsageError`."""
-        return self.config.learner.own.encode(self.config, self.tokenizer, rows, facts)
+        return self.config.learner.kind.encode(self.config, self.tokenizer, rows, facts)
 
 
 def read_image(reader: ImageReader, image: EncodedImage) -> Tensor:

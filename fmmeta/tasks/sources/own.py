@@ -3,9 +3,8 @@
     Tasks(draw, train=1000, test=100)    draw(seed) -> (support rows, query rows), a pure function
         --dataset module:name, or MetaTrainer(dataset=Tasks(...))
 
-Rows are what the learner's `encode` takes: of classification dictionaries with a text and a class, of
-causal_lm with an input and an output, of your learner any picklable objects. Nothing is read before training,
-so that a function may ask a database, or generate.
+Rows are pairs or dictionaries, as a file has them, or any picklable objects that the learner's `encode`
+takes. Nothing is read before training, so that a function may ask a database, or generate.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +19,8 @@ from fmmeta.common.security import import_named, source_of
 from fmmeta.config.fields import default_of, refuse_first, shown
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import Example
-from fmmeta.tasks.data.encode import RowEncoder, encode
-from fmmeta.tasks.data.images import ImageReader
-from fmmeta.tasks.data.rows import Table, rows_of, tabulate
+from fmmeta.tasks.data.encode import RowEncoder
+from fmmeta.tasks.data.rows import prefixed, rows_of
 from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
 from fmmeta.tasks.sources.base import Draw, TaskSource
@@ -82,11 +80,13 @@ class Tasks:
 
 @dataclass(frozen=True)
 class OwnRows:
-    """Rows that a function has drawn, in place of a `TokenStore`: a row is its own number.
+    """Rows that a function has drawn and the learner has read, in place of a `TokenStore`: a row is its own
+    number.
 
-    encoder: of the rows.
+    name: of the tasks.
     """
 
+    name: str
     encoder: RowEncoder
 
     def check(self) -> None:
@@ -98,6 +98,27 @@ class OwnRows:
     def text(self, column: str, row: Any) -> str:
         """What identifies a row, as its input; it has no other columns."""
         return repr(row) if column == "input" else ""
+
+    def facts(self, support: Rows, query: Rows) -> dict[str, Any]:
+        with self.errors():
+            return self.encoder.facts(support, query)
+
+    def examples(self, rows: Rows, facts: Mapping[str, Any]) -> list[Example]:
+        with self.errors():
+            return self.encoder.examples(rows, facts)
+
+    def read(self, row: Any) -> Any:
+        """A pair, or a dictionary as a file has it, as the learner reads it; another object as it is."""
+        config, kind = self.encoder.config, self.encoder.config.learner.kind
+        if not (kind.pair or isinstance(row, Mapping)):
+            return row
+        with self.errors():
+            (given,) = rows_of("rows", [row], config)
+            with prefixed(given.origin):
+                return kind.rows(config, self.encoder.tokenizer, [*given.values]).read(given)
+
+    def errors(self) -> AbstractContextManager[None]:
+        return usage_errors(f"dataset={self.name}: rows of a task cannot be encoded", "correct them")
 
 
 class OwnSource(TaskSource):
@@ -117,8 +138,15 @@ class OwnSource(TaskSource):
             raise UsageError(
                 f"dataset={self.tasks.name}: draw({number}) returned no rows; return some of each"
             )
-        support, query = ([(row, 0) for row in rows] for rows in (support, query))
-        return Draw(task, support, query, store=OwnRows(self.encoder))
+        store, classes = OwnRows(self.tasks.name, self.encoder), tuple[str, ...]()
+        support, query = ([store.read(row) for row in rows] for rows in (support, query))
+        if self.encoder.config.learner.of_classes:
+            classes = tuple(store.facts(support, query)["names"])
+        support, query = (
+            [(row, classes.index(row["label"]) if classes else 0) for row in rows]
+            for rows in (support, query)
+        )
+        return Draw(task, support, query, classes, store=store)
 
     def class_keys(self, setting: str = "algorithm=joint") -> list[Any]:
         raise UsageError(f"{setting} needs the names of all classes, which a function does not tell")
@@ -153,64 +181,3 @@ def refuse_unread(name: str, config: Config) -> None:
         )
         for one in changed
     )
-
-
-def encoder(name: str, config: Config, tokenizer: Any) -> RowEncoder:
-    """Encodes rows, dictionaries as a file has them or what the learner takes. name: of the tasks."""
-    return (TextEncoder if config.learner.own is None else ReadEncoder)(config, tokenizer, name)
-
-
-@dataclass(frozen=True)
-class ReadEncoder(RowEncoder):
-    """Encodes rows that a learner reads, as they are or as dictionaries of columns. name: of the tasks."""
-
-    name: str
-
-    def facts(self, support: Rows, query: Rows) -> dict[str, Any]:
-        with self.errors():
-            return super().facts(self.read(support), self.read(query))
-
-    def examples(self, rows: Rows, facts: Mapping[str, Any]) -> list[Example]:
-        with self.errors():
-            return super().examples(self.read(rows), facts)
-
-    def errors(self) -> AbstractContextManager[None]:
-        return usage_errors(f"dataset={self.name}: rows of a task cannot be encoded", "correct them")
-
-    def read(self, rows: Rows) -> list[Any]:
-        own = self.config.learner.own
-        return [own.rows(self.config, [*row])(row) if isinstance(row, Mapping) else row for row in rows]
-
-
-class TextEncoder(ReadEncoder):
-    """Encodes texts, images or pairs; the classes are those of the support set."""
-
-    def facts(self, support: Rows, query: Rows) -> dict[str, Any]:
-        if not self.config.learner.of_classes:
-            return {}
-        names, found = ({*self.table(rows).target} for rows in (support, query))
-        if len(names) > self.config.most_classes:
-            raise UsageError(f"n_way={self.config.n_way} is below the {len(names)} classes; raise --n_way")
-        if unknown := found - names:
-            raise UsageError(f"the query set has the class {min(unknown)!r}, and the support set has none")
-        return {"names": sorted(names)}
-
-    def examples(self, rows: Rows, facts: Mapping[str, Any]) -> list[Example]:
-        table, names = self.table(rows), facts.get("names")
-        with self.errors():
-            found = encode(self.tokenizer, self.config, table.image or table.input, table.target)
-        labels = [names.index(one) for one in table.target] if names else [one.labels for one in found]
-        return [replace(one, labels=label) for one, label in zip(found, labels, strict=True)]
-
-    def table(self, rows: Rows) -> Table:
-        images = isinstance(self.tokenizer, ImageReader)
-        with self.errors():
-            return tabulate(
-                "rows",
-                rows_of("rows", rows, self.config),
-                self.config,
-                lambda text: None,
-                one_task=True,
-                unique=False,
-                images=images,
-            )
