@@ -20,7 +20,7 @@ from fmmeta.learners.files import trained_with
 from fmmeta.learners.from_gguf import as_folder
 from fmmeta.learners.load import describe, fitted, load_tokenizer, suggest_chat
 from fmmeta.tasks.batching import IGNORE, Example
-from fmmeta.tasks.data.encode import encode, make_prompt
+from fmmeta.tasks.data.encode import RowEncoder, make_prompt
 from fmmeta.tasks.data.splits import SPLITS
 from fmmeta.tasks.data.token_store import TokenStore
 from fmmeta.tasks.schedule.meta_batches import Schedule
@@ -198,8 +198,8 @@ def show_lengths(config: Config, tokenizer: Any, stores: Sequence[TokenStore]) -
         rows = [int(row) for row in np.flatnonzero(store.lengths()[: len(store)] >= config.max_length)]
         full += len(rows)
         rows = rows[:CHECKED]
-        texts = [[store.text(column, row) for row in rows] for column in ("input", "target")]
-        for row, example in zip(rows, encode(tokenizer, longer, *texts) if rows else [], strict=True):
+        whole = RowEncoder(longer, tokenizer).examples([store.value(row) for row in rows], {}) if rows else []
+        for row, example in zip(rows, whole, strict=True):
             if len(example.input_ids) > config.max_length:
                 cut += 1
                 answers += config.learner.generates and learned(example.labels) > learned(store.labels(row))
@@ -222,7 +222,7 @@ def show_rows(progress: Progress, store: TokenStore) -> None:
     """A few rows as they were read."""
     chosen = sorted({int(row) for row in np.linspace(0, len(store) - 1, ROWS)})
     lengths = store.lengths()
-    source = "input" if store.encode is None else "values"  # what a learner has stored of a row
+    source = "input" if store.kind.pair else "values"  # what a learner has stored of a row
     rows = [
         [
             f"{row}",

@@ -28,7 +28,7 @@ from fmmeta.adaptation.folder import (
     remove_partial,
     write_task,
 )
-from fmmeta.adaptation.model import AdaptedModel, Input, with_labels
+from fmmeta.adaptation.model import AdaptedModel, with_labels
 from fmmeta.adaptation.task_learner import (
     Encoded,
     TaskExamples,
@@ -36,7 +36,6 @@ from fmmeta.adaptation.task_learner import (
     head_key,
     read_task,
     support_set,
-    values_of,
 )
 from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Progress, Warn
@@ -51,7 +50,7 @@ from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
 from fmmeta.tasks.data.files import ENDINGS, ending, files_of, stem
 from fmmeta.tasks.data.images import EncodedImage
-from fmmeta.tasks.data.rows import Examples, Table
+from fmmeta.tasks.data.rows import Examples, Table, prefixed
 from fmmeta.tasks.data.splits import few
 from fmmeta.training.build import local_model
 from fmmeta.training.run_files import lock_folder
@@ -171,21 +170,14 @@ def adapt(
     sources: Sources = [(None, settings.support if support is None else support)]
     found: list[AdaptedModel] = []
     with tasks_of(settings, sources, world, progress) as (settings, (tasks, _, _)):
-        queries = read_queries(settings, query, tasks[0], progress.notice)
+        queries, facts = read_queries(settings, query, tasks[0], progress.notice)
 
         def finish(learner: TaskLearner, learned: Encoded) -> None:
             """Answer the query set, and write the folder."""
             adapted = model_of(learner, learned)
             if learned.weights is not None:
                 learner.hold(learned.weights)
-            if adapted.loaded.config.learner.own is not None:
-                adapted.answer_queries(values_of(queries), settings.max_new_tokens)
-            else:
-                inputs = [*map(Input, queries.input, queries.encodable)]
-                answers = adapted.loaded.answer(inputs, settings.max_new_tokens)
-                for answer, truth, others in zip(answers, queries.target, queries.answers, strict=True):
-                    right = next((one for one in others if one.strip() == answer.output), truth)
-                    adapted.predictions.append(replace(answer, truth=right))
+            adapted.answer_queries(queries, settings.max_new_tokens, facts)
             if settings.output_dir:
                 write_task(adapted, learner, learned)
             found.append(replace(adapted, output_dir=settings.output_dir))
@@ -196,17 +188,17 @@ def adapt(
 
 def read_queries(
     settings: AdaptConfig, query: Examples | None, task: TaskExamples, notice: Callable[[str], None]
-) -> Table:
-    """The query set of a task. Logs rows that the model or the task has learned from. Raises `UsageError`."""
+) -> tuple[list[Any], dict[str, Any]]:
+    """The query set of a task, and what is known of the task with it. Logs rows that the model or the task
+    has learned from. Raises `UsageError`.
+    """
     config, name = settings.run_config(n_way=2), settings.query or "query"
-    source, images = settings.query or None if query is None else query, describe(config).images
-    queries = read_task("query", source, config, notice, images=images)
-    classes = {*queries.target} if config.learner.of_classes else set()
-    if unknown := sorted(classes - set(task.labels)):
-        raise UsageError(
-            f"{'query=' if settings.query else ''}{name} has the class {unknown[0]!r}, of which the support"
-            " set has none; add some"
-        )
+    source, kind = settings.query or None if query is None else query, config.learner.kind
+    tokenizer = load_tokenizer(config, describe(config), lambda text: None)
+    queries = read_task("query", source, config, notice, tokenizer=tokenizer)
+    rows = queries.rows(kind)
+    with prefixed(f"{'query=' if settings.query else ''}{name}:"):
+        facts = kind.facts(task.table.rows(kind), rows)
     if shared := len(set(queries.content) & set(task.table.content)):
         notice(
             Warn(
@@ -214,7 +206,7 @@ def read_queries(
                 " by their contents; the accuracy on them is not that on new rows: leave them out"
             )
         )
-    return queries
+    return rows, facts
 
 
 def adapt_many(
@@ -274,10 +266,13 @@ def tasks_of(
                 if settings.output_dir:
                     stack.enter_context(closing(lock_folder(Path(settings.output_dir), timeout_s=10)))
                 tasks, complete, failed = find_tasks(settings, sources, progress.notice)
-                found = [[one.name, vars(one.table), one.labels] for one in tasks], complete, failed
+                found = [{**vars(one), "table": vars(one.table)} for one in tasks], complete, failed
                 payload = json.dumps(found, default=lambda content: b64encode(content).decode()).encode()
         stored, complete, failed = json.loads(world.comm.broadcast_bytes(payload))
-        tasks = [TaskExamples(name, table_of(table), tuple(labels)) for name, table, labels in stored]
+        tasks = [
+            TaskExamples(one["name"], table_of(one["table"]), tuple(one["labels"]), one["facts"])
+            for one in stored
+        ]
         yield settings, (tasks, complete, failed)
 
 
@@ -291,9 +286,7 @@ def find_tasks(settings: AdaptConfig, sources: Sources, notice: Callable[[str], 
     """Read the tasks, and remove what an interrupted command has left. Raises `UsageError`."""
     config, output = settings.run_config(n_way=2), Path(settings.output_dir or "")
     description, method = describe(config), settings.method_of(config)
-    images, tokenizer = description.images, None
-    if config.learner.own is not None:
-        tokenizer = load_tokenizer(config, description, lambda text: None)
+    tokenizer = load_tokenizer(config, description, lambda text: None)
     tasks, complete, failed = list[TaskExamples](), list[str](), dict[str, str]()
     counts = Counter(name for name, _ in sources)
     for name, source in sources:
@@ -304,11 +297,11 @@ def find_tasks(settings: AdaptConfig, sources: Sources, notice: Callable[[str], 
                 refuse_files(output)
             if settings.output_dir:
                 remove_partial(partial_folder(output, name))
-            table = read_task("support", source, config, notice, name, images)
+            table = read_task("support", source, config, notice, name, tokenizer)
             if name is not None and is_complete(output / name, table, settings, method):
                 complete.append(name)
             else:
-                tasks.append(support_set(name, table, settings, config, tokenizer, notice))
+                tasks.append(support_set(name, table, settings, config, notice))
         except ChangedSettings:
             raise
         except UsageError as error:
@@ -439,4 +432,4 @@ def model_of(learner: TaskLearner, learned: Encoded) -> AdaptedModel:
         loaded = replace(loaded, description=description, config=replace(loaded.config, n_way=len(labels)))
     if learner.prompts:
         loaded = replace(loaded, prompt_examples=learned.examples)
-    return AdaptedModel(labels, learned.steps, learned.left_out, replace(loaded, facts=learned.facts))
+    return AdaptedModel(labels, learned.steps, learned.left_out, replace(loaded, facts=learned.task.facts))

@@ -188,7 +188,7 @@ def write_folder(adapted: AdaptedModel, folder: Path, learner: TaskLearner, lear
         "settings": identifying(settings, learner.method),
         "weights": weights_state(settings.model_name_or_path),
         **({"prompt_examples": pairs} if pairs else {}),
-        **({"facts": learned.facts} if learned.facts else {}),
+        **({"facts": learned.task.facts} if learned.task.facts else {}),
     }
     for each in model_folders(folder):
         stored = json.loads((each / SETTINGS_FILE).read_text(encoding="utf-8"))
@@ -272,7 +272,7 @@ def prompt_text(model: LoadedModel) -> str:
     """The text of an input with the model's pairs before it, as far as there are positions, without a leading
     `bos`.
     """
-    examples = model.encode_inputs([example_input(model.config.prompt_template, INPUT)])
+    examples = model.encode([{"input": example_input(model.config.prompt_template, INPUT)}], {})
     (ids,) = model.prompts_of(model.prompt_examples, examples, 1)
     begin = leading_bos(ids, model.tokenizer.bos_token_id)
     return model.tokenizer.decode(ids[begin:], clean_up_tokenization_spaces=False)

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -23,7 +23,6 @@ from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.methods import with_equal_classes
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig
 from fmmeta.learners.base import on_device
-from fmmeta.learners.classification import Classifier
 from fmmeta.learners.files import HEAD_FILE, SETTINGS_FILE, base_model_name, cached_file, is_path, remembered
 from fmmeta.learners.from_gguf import as_folder
 from fmmeta.learners.load import Description, describe, fitted, load_tokenizer, max_positions
@@ -36,9 +35,9 @@ from fmmeta.parallel.workers.create import create_worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import Batcher, Example, collate
 from fmmeta.tasks.collate import Collate
-from fmmeta.tasks.data.columns import USUAL, Row, input_of, input_setting, usual
-from fmmeta.tasks.data.encode import AnswerReader, answer_reader, encode
-from fmmeta.tasks.data.images import EncodedImage, encoded_image
+from fmmeta.tasks.data.columns import USUAL, Row, input_setting, usual
+from fmmeta.tasks.data.encode import RowEncoder
+from fmmeta.tasks.data.images import EncodedImage
 from fmmeta.tasks.data.rows import prefixed
 
 TRAINED_HEADS = ("ForSequenceClassification", "ForImageClassification")
@@ -72,13 +71,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Input:
-    """A text to answer, or the name of an image. content: what the model reads: the text, the image, or what
-    a learner stores of a row, whose input `text` is. adapter: the folder of its adapter, if there is a
-    directory of them.
+    """A text to answer, the name of an image, or what else a row shows of its input. row: what the learner
+    stores of it. adapter: the folder of its adapter, if there is a directory of them.
     """
 
     text: Any
-    content: Any
+    row: Any
     adapter: str = ""
 
 
@@ -87,7 +85,7 @@ class LoadedModel:
     """A model on a worker, with its tokenizer and batcher.
 
     frozen: untrained tensors by name. prompt_examples: causal_lm: the pairs before every input. facts: of the
-    support set, see `EncodedRows`.
+    support set (`Learner.facts`), without names of labels.
     """
 
     config: Config
@@ -100,38 +98,47 @@ class LoadedModel:
     batcher: Batcher
     prompt_examples: Sequence[Example] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    configs: dict[str | None, Config] = field(default_factory=dict, init=False)  # of inputs, by their column
+
+    @property
+    def kind(self) -> Any:
+        """The class of the learner."""
+        return self.config.learner.kind
 
     @property
     def columns(self) -> Sequence[str]:
         """Usual keys or columns of an input, as in the files of `adapt`; the first one of a row counts."""
-        own = self.config.learner.own
-        return own.inputs if own else USUAL[input_setting(self.config, self.description.images)]
+        return USUAL["image_column"] if self.description.images else self.kind.inputs
 
     def read(self, row: Row, column: str | None = None) -> Input:
         """The input of a row. column: the one to read. Paths of images begin at the folder of the row's file.
 
         Raises `UsageError`.
         """
-        keys = [column] if column else self.columns
-        key = usual(keys, row.values)
+        keys, values = [column] if column else self.columns, dict(row.values)
+        key = usual(keys, values)
         if key is None:
             raise UsageError(
                 f"{row.origin} has none of the columns {', '.join(keys)}; name one with --text_column"
             )
-        if own := self.config.learner.own:
-            values = row.values if column is None else {**row.values, self.columns[0]: row.values[key]}
-            with prefixed(row.origin):
-                return Input(row.values[key], own.rows(self.config, [*values], answered=False)(values))
-        if not self.description.images:
-            text = input_of(self.config, row, keys)
-            return Input(text, text)
-        value = row.values[key]
-        if isinstance(value, dict) and value.get("bytes") is None:
-            value = value.get("path")  # as `datasets` stores an image that is a file
-        name, image = encoded_image(value, key, row.origin, None)
-        if row.folder and isinstance(value, str):
-            image = EncodedImage(str(Path(row.folder, value).absolute()))
-        return Input(name, image)
+        if column not in self.configs:  # without the columns of the examples that it was adapted to
+            setting = input_setting(self.config, self.description.images)
+            chosen = {setting: key} if column and setting else {}
+            unset = dict.fromkeys(("text_column", "image_column", "input_column"))
+            self.configs[column] = self.config.but(**{**unset, **chosen})
+        config = self.configs[column]
+        if column and not input_setting(config, False):
+            values[self.columns[0]] = values[key]
+        value = values[key]
+        if self.description.images and isinstance(value, dict) and value.get("bytes") is None:
+            value = values[key] = value.get("path")  # as `datasets` stores an image that is a file
+        with prefixed(f"{row.origin}:"):
+            reader = self.kind.rows(config, self.tokenizer, [*values], answered=False)
+        with prefixed(row.origin):
+            found = reader.read(replace(row, values=values, folder=None))
+        if self.description.images and row.folder and isinstance(value, str):
+            found["image"] = EncodedImage(str(Path(row.folder, value).absolute()))
+        return Input(found[self.kind.pair[0]] if self.kind.pair else value, found)
 
     def answer(
         self, inputs: Sequence[Input], max_new_tokens: int, equal_classes: bool = False
@@ -157,89 +164,80 @@ class LoadedModel:
                 ),
             ]
         )
-        found: list[Any] = []
-        if self.config.learner.own is not None:
-            pairs = self.respond([one.content for one in inputs], max_new_tokens)
-            return [Answer(one.text, output) for one, (output, _) in zip(inputs, pairs, strict=True)]
+        found, facts = list[Any](), {**self.facts, "names": names}
         for start in range(0, len(inputs), size):
-            some = inputs[start : start + size]
-            found += self.outputs(some, max_new_tokens, [self.prompt_examples] * len(some))
+            examples = self.encode([one.row for one in inputs[start : start + size]], facts)
+            before = [self.prompt_examples] * len(examples)
+            found += [answer for answer, _ in self.respond(examples, max_new_tokens, len(names), before)]
         if equal_classes:
             scores = [self.log_probabilities(one.text, row) for one, row in zip(inputs, found, strict=True)]
             found = [*with_equal_classes(torch.stack(scores)).log()]
-        return [self.choose(one.text, output, names) for one, output in zip(inputs, found, strict=True)]
+        return [self.choose(one.text, output, facts) for one, output in zip(inputs, found, strict=True)]
 
-    def respond(
-        self, rows: Sequence[Any], max_new_tokens: int, answered: bool = False
-    ) -> list[tuple[Any, Any]]:
-        """The answers to rows of a learner that reads them, each with the right one, which rows have if they
-        are `answered`. Raises `UsageError`.
+    def encode(self, rows: Sequence[Any], facts: Mapping[str, Any]) -> list[Example]:
+        """Rows as examples. facts: of their task, with names of labels.
+
+        Raises `UsageError` for a text without tokens, and for an image that cannot be decoded.
         """
-        own, learner, size = self.config.learner.own, self.worker.learner, self.config.micro_batch_size
-        labels, found = self.description.labels, dict[int, tuple[Any, Any]]()
-        name = self.config.model_name_or_path
+        name, generates = self.config.model_name_or_path, self.config.learner.generates
         with usage_errors(f"model_name_or_path={name} cannot answer", "correct the rows, or adapt it again"):
-            encoded = own.encode(self.config, self.tokenizer, [], rows, {**self.facts, "names": labels})
-            lengths = [len(one.input_ids) for one in encoded.query]
-            order = sorted(range(len(rows)), key=lengths.__getitem__, reverse=True)
-            for part in (order[begin : begin + size] for begin in range(0, len(order), size)):
-                examples = [encoded.query[place] for place in part]
-                batch = collate(examples, 1.0, self.batcher.pad_token_id, len(labels), own.collate)
-                batch = on_device(batch, learner, self.worker.device)
-                with torch.no_grad():
-                    answers = learner.respond(batch, max_new_tokens)
-                    right = learner.answers(learner(**batch.inputs), batch) if answered else ()
-                    truths = [one for _, one in right] if answered else [None] * len(part)
-                for place, *pair in zip(part, answers, truths, strict=True):
-                    shown = partial(
-                        own.present, names=encoded.names, facts=encoded.facts, tokenizer=self.tokenizer
-                    )
-                    output, truth = (None if one is None else shown(one) for one in pair)
-                    found[place] = output, truth
-        return [found[place] for place in range(len(rows))]
-
-    def outputs(
-        self,
-        inputs: Sequence[Input],
-        max_new_tokens: int,
-        before: Sequence[Sequence[Example]],
-        around: Callable[[Sequence[int]], AbstractContextManager[None]] | None = None,
-    ) -> Sequence[str | Tensor]:
-        """The generated text, or the logits of the classes, of each input.
-
-        before: causal_lm: the pairs before each input. around: see `generate`; then one pass has all inputs.
-        Raises `UsageError` for a text without tokens, and for an image that cannot be decoded.
-        """
-        examples = self.encode_inputs([one.content for one in inputs])
-        if self.config.learner.generates:
-            rows, size = zip(before, examples, strict=True), self.config.micro_batch_size
-            prompts = [self.prompts_of(pairs, [row], max_new_tokens)[0] for pairs, row in rows]
-            return generate(self.worker, self.reader, prompts, max_new_tokens, size, around)
-        if around is None:
-            return [*self.class_logits(examples)]
-        rows = [replace(example, labels=0) for example in examples]
-        with around(range(len(rows))):
-            (logits,) = self.worker.logits([collate(rows, 1.0, self.batcher.pad_token_id)])
-        return [*logits.cpu()]
-
-    def encode_inputs(self, contents: Sequence[Any]) -> list[Example]:
-        """Texts or images as examples without answers.
-
-        Raises `UsageError` for a text without tokens, and for an image that cannot be decoded.
-        """
-        examples = encode(self.tokenizer, self.config, contents, [""] * len(contents))
-        causal = self.config.learner.generates
-        for text, row in zip(contents, examples, strict=True):
-            if not (row.prompt if causal else row.input_ids):  # some tokenizers drop white space
+            examples = RowEncoder(self.config, self.tokenizer).examples(rows, facts)
+        for row, example in zip(rows, examples, strict=True) if self.kind.pair else ():
+            if not (example.prompt if generates else example.input_ids):  # tokenizers may drop white space
                 raise UsageError(
-                    f"text={shortened(text)} has no tokens for"
-                    f" model_name_or_path={self.config.model_name_or_path}; fix or remove it"
+                    f"text={shortened(row[self.kind.pair[0]])} has no tokens for model_name_or_path={name};"
+                    " fix or remove it"
                 )
         return examples
 
+    def respond(
+        self,
+        examples: Sequence[Example],
+        max_new_tokens: int,
+        classes: int,
+        before: Sequence[Sequence[Example]] = (),
+        around: Callable[[Sequence[int]], AbstractContextManager[None]] | None = None,
+        answered: bool = False,
+    ) -> list[tuple[Any, Any]]:
+        """The answer to each example: the logits of its classes, a generated text, or one of
+        `Learner.respond`; and the right one, if the rows are `answered`.
+
+        classes: of the task, or the most of several. before: of a language model, the pairs before each
+        input. around: see `generate`; then one pass has all examples.
+        """
+        learner, size = self.worker.learner, self.config.micro_batch_size
+        if self.config.learner.generates:
+            rows = zip(before, examples, strict=True)
+            prompts = [self.prompts_of(pairs, [row], max_new_tokens)[0] for pairs, row in rows]
+            texts = generate(self.worker, self.reader, prompts, max_new_tokens, size, around)
+            return [(text, None) for text in texts]
+        found, passes = dict[int, tuple[Any, Any]](), 1 if around else -(-len(examples) // size)
+        order = sorted(range(len(examples)), key=lambda place: -len(examples[place].input_ids))
+        for part in np.array_split(range(len(examples)) if around else order, passes):
+            places = part.tolist()
+            batch = collate(
+                [examples[place] for place in places],
+                1.0,
+                self.batcher.pad_token_id,
+                classes,
+                self.batcher.collate_fn,
+            )
+            batch = on_device(batch, learner, self.worker.device)
+            right = [None] * len(places)
+            with torch.no_grad(), around(places) if around else nullcontext():
+                if self.config.learner.of_classes:
+                    answers = [*self.worker.logits([batch])[0].cpu()]
+                else:
+                    answers = learner.respond(batch, max_new_tokens)
+                if answered:
+                    right = [one for _, one in learner.answers(learner(**batch.inputs), batch)]
+            found |= dict(zip(places, zip(answers, right, strict=True), strict=True))
+        return [found[place] for place in range(len(examples))]
+
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Example]:
         """Pairs of input and output as tokens."""
-        return encode(self.tokenizer, self.config, *zip(*pairs, strict=True)) if pairs else []
+        rows = [dict(zip(self.kind.pair, pair, strict=True)) for pair in pairs]
+        return RowEncoder(self.config, self.tokenizer).examples(rows, {}) if rows else []
 
     def prompts_of(
         self, support: Sequence[Example], examples: Sequence[Example], max_new_tokens: int
@@ -271,24 +269,29 @@ class LoadedModel:
         )
 
     @property
-    def reader(self) -> AnswerReader:
-        """Reads the generated answers of a language model."""
-        return answer_reader(self.tokenizer, self.config.prompt_template, self.description.ends)
+    def reader(self) -> Any:
+        """Reads the answers (`Learner.reader`)."""
+        return self.kind.reader(self.config, self.tokenizer, self.description.ends)
 
     @property
     def positions(self) -> int | None:
         """The number of positions of a language model; None: no limit."""
         return max_positions(self.description.hf_config)
 
-    def choose(self, text: str, output: str | Tensor, names: Mapping[int, str] | Sequence[str]) -> Answer:
-        """The answer to an input: the likeliest of the first classes by logits [C], or a generated text.
+    def choose(self, text: Any, output: Any, facts: Mapping[str, Any]) -> Answer:
+        """The answer to an input, of what `respond` returns. facts: of the task, with names of labels.
 
         Raises `UsageError` for probabilities that are not numbers.
         """
-        if isinstance(output, str):
-            return Answer(text, output)
-        score, label = self.log_probabilities(text, output[: len(names)]).exp().max(0)
-        return Answer(text, names[int(label)], float(score))
+        names = facts["names"]
+        if isinstance(output, Tensor):
+            score, label = self.log_probabilities(text, output[: len(names)]).exp().max(0)
+            return Answer(text, names[int(label)], float(score))
+        return Answer(text, output if isinstance(output, str) else self.present(output, facts))
+
+    def present(self, answer: Any, facts: Mapping[str, Any]) -> Any:
+        """An answer of the learner as people read it."""
+        return self.kind.present(answer, names=facts["names"], facts=facts, tokenizer=self.reader)
 
     def log_probabilities(self, text: str, logits: Tensor) -> Tensor:
         """Of the classes of a text, from its logits [C]. Raises `UsageError` if they are not numbers."""
@@ -299,14 +302,6 @@ class LoadedModel:
                 f" {shortened(text)}; adapt it with a lower --inner_lr"
             )
         return found
-
-    def class_logits(self, examples: Sequence[Example]) -> Tensor:
-        """Logits [Q, C] of Q examples, in their order; the labels of the examples are not used."""
-        batches = self.batcher.split(
-            [replace(example, labels=index) for index, example in enumerate(examples)]
-        )
-        logits = torch.cat([rows.cpu() for rows in self.worker.logits(batches)])
-        return logits[torch.cat([batch.targets["labels"] for batch in batches]).argsort()]
 
 
 @dataclass(repr=False)
@@ -353,13 +348,27 @@ class AdaptedModel:
         ]
         return sum(right) / len(right)
 
-    def answer_queries(self, rows: Sequence[Any], max_new_tokens: int) -> None:
-        """Answer the query set of a learner that reads rows, and score it. Raises `UsageError`."""
-        found, own = self.loaded.respond(rows, max_new_tokens, answered=True), self.loaded.config.learner.own
-        for row, (output, truth) in zip(rows, found, strict=True):
-            key = usual(own.inputs, row) if isinstance(row, Mapping) else None
+    def answer_queries(self, rows: Sequence[Any], max_new_tokens: int, facts: Mapping[str, Any]) -> None:
+        """Answer the query set, and score it. rows: as the learner has stored them. facts: of the task, with
+        the query set. Raises `UsageError`.
+        """
+        loaded, kind = self.loaded, self.loaded.kind
+        if not rows:
+            return
+        if kind.pair:
+            source, target = kind.pair
+            inputs = [Input(row[source], row) for row in rows]
+            for row, answer in zip(rows, loaded.answer(inputs, max_new_tokens), strict=True):
+                others = (one for one in row.get("answers", ()) if one.strip() == answer.output)
+                self.predictions.append(replace(answer, truth=next(others, row[target])))
+            return
+        examples = loaded.encode(rows, facts)
+        found = loaded.respond(examples, max_new_tokens, len(facts.get("names", ())), answered=True)
+        texts = [[loaded.present(one, {"names": (), **facts}) for one in pair] for pair in found]
+        for row, (output, truth) in zip(rows, texts, strict=True):
+            key = usual(kind.inputs, row) if isinstance(row, Mapping) else None
             self.predictions.append(Answer(row[key] if key else row, output, truth=truth))
-        self.metrics = own.metrics(*zip(*found, strict=True)) if found else {}
+        self.metrics = kind.metrics(*zip(*texts, strict=True))
 
     def predict(
         self, texts: Sequence[Any], max_new_tokens: int = 64, equal_classes: bool = False
@@ -381,7 +390,7 @@ class AdaptedModel:
         (('colour', 'number'), [True, True])
         """
         loaded, spec = self.loaded, self.loaded.config.learner
-        whole = spec.generates or spec.own is not None
+        whole = not spec.of_classes
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise UsageError(f"texts={shortened(texts)} is no list; give a list of texts")
         images = loaded.description.images
@@ -428,8 +437,8 @@ def load_model(
             config.micro_batch_size,
             ranks.layout.group_rank,
             ranks.layout.group_size,
-            collate_fn=Collate.of(config) if config.learner.own else None,
-            whole_sets=not getattr(config.learner.own, "rows_are_independent", True),
+            collate_fn=Collate.of(config),
+            whole_sets=not config.learner.kind.rows_are_independent,
         ),
     )
 
@@ -445,8 +454,7 @@ def with_labels(config: Config, description: Description, labels: Sequence[str])
     served = labels if description.pooling == "model" else ()
     hf_config.id2label = dict(enumerate(served))
     hf_config.label2id = {label: number for number, label in enumerate(served)}
-    kind = config.learner.own or Classifier
-    hf_config.problem_type = kind.problem_type if served else None
+    hf_config.problem_type = config.learner.kind.problem_type if served else None
     return replace(description, hf_config=hf_config, labels=tuple(labels))
 
 
@@ -536,7 +544,7 @@ def refuse_untrained_head(config: Config, description: Description, stored: dict
     elif pooling != "model":
         trained = cached_file(name, HEAD_FILE) is not None
     else:  # adapters of another origin contain their head
-        kinds, own = description.hf_config.architectures or (), getattr(config.learner.own, "auto", "")
+        kinds, own = description.hf_config.architectures or (), config.learner.auto
         ends = [own.removeprefix("AutoModel")] if own else TRAINED_HEADS
         trained = base_model_name(name) != name or any(kind.endswith(end) for kind in kinds for end in ends)
     adapted = bool(stored.get("labels"))

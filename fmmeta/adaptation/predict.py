@@ -20,7 +20,7 @@ import os
 import sys
 import zlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
@@ -118,12 +118,12 @@ def batches(inputs: Iterator[Input], settings: PredictConfig) -> Iterator[list[I
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """An adapter and the names of its classes. state: of its files when they were read (`state_of`).
-    prompt_examples: causal_lm: the pairs before every input.
+    """An adapter. facts: of its task, with `names` of labels. state: of its files when they were read
+    (`state_of`). prompt_examples: of a language model, the pairs before every input.
     """
 
     weights: StoredAdapter
-    labels: tuple[str, ...]
+    facts: Mapping[str, Any]
     state: dict[str, list[int]]
     prompt_examples: Sequence[Example]
 
@@ -141,12 +141,7 @@ class AdapterDirectory:
         self.loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()
         self.failed: dict[str, str] = {}
         base_model, self.base = most_common_base(self.folder)
-        if stored_kind(self.base).own is not None:
-            raise UsageError(
-                f"adapters={settings.adapters} are of task_type={self.base['task_type']}, whose models answer"
-                " one at a time; give each folder to --model_name_or_path"
-            )
-        pooling = self.base["pooling"] if stored_kind(self.base).of_classes else None
+        pooling = self.base["pooling"] if stored_kind(self.base).pools else None
         config, _ = config_of(settings, base_model, self.base, pooling or "auto")
         self.model = load_model(config, Progress(enabled=False))
 
@@ -166,11 +161,16 @@ class AdapterDirectory:
             weights = [run[0].weights for run in runs]
             return adapters_of_rows(self.model.worker.learner, weights, [len(run) for run in runs])
 
-        asked, before = [one for _, one, _ in rows], [adapter.prompt_examples for _, _, adapter in rows]
-        outputs = self.model.outputs(asked, self.settings.max_new_tokens, before, around) if rows else []
-        for (index, one, adapter), output in zip(rows, outputs, strict=True):
+        examples, before = list[Example](), [adapter.prompt_examples for _, _, adapter in rows]
+        for _, of_one in groupby(rows, key=lambda row: id(row[2])):
+            run = [*of_one]
+            examples += self.model.encode([one.row for _, one, _ in run], run[0][2].facts)
+        most = max((len(adapter.facts["names"]) for _, _, adapter in rows), default=0)
+        limit = self.settings.max_new_tokens
+        found = self.model.respond(examples, limit, most, before, around) if rows else []
+        for (index, one, adapter), (output, _) in zip(rows, found, strict=True):
             try:
-                answers[index] = self.model.choose(one.text, output, adapter.labels)
+                answers[index] = self.model.choose(one.text, output, adapter.facts)
             except UsageError as error:
                 answers[index] = f"with this adapter: {error}"
         return answers
@@ -238,7 +238,8 @@ class AdapterDirectory:
             raise UsageError(
                 f"adapters={self.folder}: {name} does not fit its base: {wrong}; adapt the model again"
             )
-        return LoadedAdapter(weights, labels, state, self.model.encode_pairs(pairs))
+        facts = {**((stored.get("adapted") or {}).get("facts") or {}), "names": labels}
+        return LoadedAdapter(weights, facts, state, self.model.encode_pairs(pairs))
 
 
 def state_of(folder: Path) -> dict[str, list[int]]:

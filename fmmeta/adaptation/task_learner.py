@@ -8,7 +8,6 @@ other models learn one task at a time (meta/inner_loop.py). Both give a task the
 """
 
 import copy
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,7 +41,7 @@ from fmmeta.parallel.workers.base import PassStats, all_finite
 from fmmeta.reliability.checks import rising_loss
 from fmmeta.tasks.augment import sample_support
 from fmmeta.tasks.batching import Episode, Example, batches_of_step
-from fmmeta.tasks.data.encode import answer_without_room, encode, full_rows
+from fmmeta.tasks.data.encode import RowEncoder, answer_without_room, full_rows
 from fmmeta.tasks.data.files import read_file
 from fmmeta.tasks.data.rows import Examples, Table, label_texts, rows_in_memory, tabulate
 from fmmeta.tasks.data.splits import few, known_rows
@@ -57,12 +56,14 @@ ROUND = 4  # passes whose tasks are learned together, so that those with as many
 @dataclass(frozen=True)
 class TaskExamples:
     """The examples of a task. name: None for the only task of a command. labels: names of its classes,
-    sorted, or of what a learner's labels are; none for causal_lm.
+    sorted, or of what a learner's labels are; none for causal_lm. facts: of the examples (`Learner.facts`),
+    without these names.
     """
 
     name: str | None
     table: Table
     labels: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_task(
@@ -71,11 +72,11 @@ def read_task(
     config: Config,
     notice: Callable[[str], None],
     task: str | None = None,
-    images: bool = False,
+    tokenizer: Any = None,
 ) -> Table:
     """The rows of a file, or examples, as one task; no rows without a source.
 
-    task: its name, for messages. images: whether the model reads images. Duplicates in the support set are
+    task: its name, for messages. tokenizer: an `ImageReader` for images. Duplicates in the support set are
     dropped. Logs rows that the model was trained on in classes of other names. Raises `UsageError`.
     """
     if source is None:
@@ -89,7 +90,7 @@ def read_task(
         lambda text: notice(f"{name}: {text}"),
         one_task=True,
         unique=setting == "support",
-        images=images,
+        tokenizer=tokenizer,
         setting=setting,
     )
     for text in known_rows(trained_with([config.model_source]), name, "class", table.contents):
@@ -102,21 +103,17 @@ def support_set(
     table: Table,
     settings: AdaptConfig,
     config: Config,
-    tokenizer: Any,
     notice: Callable[[str], None],
 ) -> TaskExamples:
-    """The task of these examples. name: None for the task of `settings.support`. tokenizer: for a learner
-    that reads rows.
+    """The task of these examples. name: None for the task of `settings.support`.
 
     Logs classes that the model was trained on. Raises `UsageError` for a single class.
     """
-    labels, own = tuple(sorted({*table.target} - {""})), config.learner.own
-    source = name or settings.support
-    if own is not None:
-        labels = tuple(own.encode(config, tokenizer, values_of(table), []).names)
-        return TaskExamples(name, table, labels)
-    if config.learner.generates:
-        return TaskExamples(name, table)
+    source, kind = name or settings.support, config.learner.kind
+    facts = {**kind.facts(table.rows(kind))}
+    labels = tuple(facts.pop("names", ()))
+    if not config.learner.of_classes:
+        return TaskExamples(name, table, labels, facts)
     if len(labels) == 1:
         given = f"support={source}" if source else "support"
         raise UsageError(f"{given} has one class only, {labels[0]!r}; give examples of two or more")
@@ -129,12 +126,7 @@ def support_set(
                     " accuracy on them is not that on new classes"
                 )
             )
-    return TaskExamples(name, table, labels)
-
-
-def values_of(table: Table) -> list[Any]:
-    """What a learner that reads rows has stored of them."""
-    return [json.loads(one) for one in table.values]
+    return TaskExamples(name, table, labels, facts)
 
 
 def leave_out(table: Table, labels: Sequence[str]) -> list[list[int]]:
@@ -154,9 +146,8 @@ class Encoded:
     """A task as tokens, and what came of it.
 
     folds: indices of the examples that are left out in turn. steps: that it takes. left_out: accuracy on
-    those examples, None without them. facts: of the support set, see `EncodedRows`. weights: complete
-    trained parameters by name, with LoRA; without it the worker holds them until the next task. failure: why
-    the task was not learned.
+    those examples, None without them. weights: complete trained parameters by name, with LoRA; without it
+    the worker holds them until the next task. failure: why the task was not learned.
     """
 
     task: TaskExamples
@@ -166,7 +157,6 @@ class Encoded:
     left_out: float | None = None
     weights: dict[str, Tensor] | None = None
     failure: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class TaskLearner:
@@ -228,29 +218,19 @@ class TaskLearner:
 
     def encode(self, task: TaskExamples) -> Encoded:
         """The examples as tokens; classes by their index in the labels."""
-        name = task.name or self.settings.support or "support"
+        name, kind = task.name or self.settings.support or "support", self.config.learner.kind
         if message := answer_without_room(self.config, self.tokenizer, task.table.target):
             raise UsageError(f"support={task.name or self.settings.support or 'pairs'}: {message}")
-        own, facts = self.config.learner.own, dict[str, Any]()
-        if own is None:
-            examples = encode(self.tokenizer, self.config, task.table.encodable, task.table.target)
-        else:
-            found = own.encode(self.config, self.tokenizer, values_of(task.table), [])
-            examples, facts = found.support, dict(found.facts)
+        facts, encode = {**task.facts, "names": task.labels}, RowEncoder(self.config, self.tokenizer).examples
+        examples = encode(task.table.rows(kind), facts)
         if message := full_rows(self.config, [len(one.input_ids) for one in examples]):
             self.progress.notice(Warn(f"{name}: {message}"))
-        if self.config.learner.of_classes:
-            examples = [
-                replace(row, labels=task.labels.index(label))
-                for row, label in zip(examples, task.table.target, strict=True)
-            ]
         if names := label_texts(self.config, task.labels):  # after the others: no fold leaves them out
-            more = encode(self.tokenizer, self.config, [*names.values()], [*names])
-            examples += [replace(row, labels=label) for label, row in enumerate(more)]
+            examples += encode([{"text": text, "label": label} for label, text in names.items()], facts)
         if self.prompts and (message := self.model.dropped_examples(examples, self.settings.max_new_tokens)):
             self.progress.notice(Warn(f"{name}: {message}"))
         folds = leave_out(task.table, task.labels) if self.chooses else []
-        return Encoded(task, examples, self.steps, folds, facts=facts)
+        return Encoded(task, examples, self.steps, folds)
 
     def rounds(self, tasks: Iterable[Encoded]) -> list[list[Encoded]]:
         """Tasks of similar sizes, the largest first, as many as fit into a few passes."""

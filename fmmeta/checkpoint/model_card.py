@@ -74,7 +74,7 @@ class Content:
         """What the folder is to programs that read it without fmmeta; a key of `KINDS`."""
         if self.config.learner.generates:
             return "generator"
-        if self.config.learner.own is not None and self.pooling == "model":
+        if not self.config.learner.plain and self.pooling == "model":
             return "learner"
         if self.images and (self.pooling == "model" or not self.adapted) and not self.adapter:
             return "image classifier" if self.adapted else "image encoder"
@@ -109,8 +109,8 @@ def write_card(folder: Path, content: Content) -> None:
         classes=list(map(code, content.classes)),
         names=printable(repr(dict(enumerate(content.classes)))),
         prompt=python_text(content.prompt) if content.prompt else prompt_of(content.config.prompt_template),
-        own=content.config.learner.own,
-        auto=getattr(content.config.learner.own, "auto", ""),
+        own=None if content.config.learner.plain else content.config.learner.kind,
+        auto=content.config.learner.auto,
     )
     header = metadata(content, printable(title)).to_yaml()
     ModelCard(f"---\n{header}\n---\n\n{text}").save(folder / FILE)
@@ -120,7 +120,7 @@ def metadata(content: Content, title: str) -> ModelCardData:
     """The metadata block of a card."""
     library, pipeline = KINDS[content.kind]
     if content.kind == "learner":
-        own = content.config.learner.own
+        own = content.config.learner.kind
         pipeline = getattr(own, "pipeline", None) if content.adapted else None
         library = library if getattr(own, "auto", "") else "fmmeta"
     base = base_without_revision(content.base) if content.adapter else origin(content.base)

@@ -114,8 +114,7 @@ def problems(c: Any) -> Iterator[str]:
         [(True, text) for text in find(c.algorithm).conflicts(c)],
         of_inner_loop(c),
         of_outer_step(c),
-        of_own_inputs(c) if c.learner.collate else [],
-        of_own_rows(c) if c.learner.own else [],
+        [] if c.learner.plain else of_own_rows(c),
         of_several_tasks(c) if c.tasks_per_pass != "1" else [],
     ):
         yield from (text for is_there, text in conflicts if is_there)
@@ -330,6 +329,13 @@ def of_inner_loop(c: Any) -> Conflicts:
 OF_OWN_ROWS = {  # what does not go with a learner that reads rows
     "pipeline_stages": "stages are made of models for texts and answers",
 }
+OF_OWN_INPUTS = {  # what does not go with other inputs of a classifier
+    "tensor_parallel_size": "tensor ranks are not tested with other inputs",
+    "tasks_per_pass": "inputs of several tasks are not joined",
+    "example_transforms": "the learner reads the rows and can change them itself",
+    "episode_transforms": "the learner reads the rows and can change them itself",
+    "label_names": "the text of a class is no row of the data",
+}
 OF_MODULE = {  # what does not go with a module that is no model of transformers
     "tensor_parallel_size": "no plan says how to split it",
     "lora_r": "adapters are for models of transformers",
@@ -342,9 +348,11 @@ OF_MODULE = {  # what does not go with a module that is no model of transformers
 
 def of_own_rows(c: Any) -> Conflicts:
     changed = [item.name for item in fields(c) if getattr(c, item.name) not in (default_of(item), None)]
+    excluded = OF_OWN_ROWS | (OF_OWN_INPUTS if c.learner.of_classes else {})
+    excluded |= OF_MODULE if c.learner.make else {}
     return [
         (
-            c.head_init == "prototype",
+            c.head_init == "prototype" and not c.learner.of_classes,
             f"head_init=prototype is made of means of classes, and task_type={c.task_type} has none; use zero"
             " or learned",
         ),
@@ -353,29 +361,7 @@ def of_own_rows(c: Any) -> Conflicts:
                 name in changed,
                 f"{name}={shown(getattr(c, name))} with task_type={c.task_type}: {why}; leave it out",
             )
-            for name, why in {**OF_OWN_ROWS, **(OF_MODULE if c.learner.make else {})}.items()
-        ),
-    ]
-
-
-OF_OWN_INPUTS = {  # what does not go with inputs that a function of the user makes
-    "pipeline_stages": "stages pass token ids and masks",
-    "tensor_parallel_size": "tensor ranks are not tested with other inputs",
-    "tasks_per_pass": "inputs of several tasks are not joined",
-    "example_transforms": "the function gets rows and can change them itself",
-    "episode_transforms": "the function gets rows and can change them itself",
-    "label_names": "the text of a class is no row of the data",
-}
-
-
-def of_own_inputs(c: Any) -> Conflicts:
-    given = f"task_type={c.task_type}, whose collate function makes the inputs"
-    changed = [item.name for item in fields(c) if getattr(c, item.name) not in (default_of(item), None)]
-    return [
-        (not c.learner.of_classes, f"{given}, has no classes; use a copy of CLASSIFICATION"),
-        *(
-            (name in changed, f"{name}={shown(getattr(c, name))} with {given}: {why}; leave one out")
-            for name, why in OF_OWN_INPUTS.items()
+            for name, why in excluded.items()
         ),
     ]
 
@@ -442,7 +428,7 @@ def of_several_tasks(c: Any) -> Conflicts:
             (spec.order > 1 and c.second_order == "differences", "second_order=differences"),
             (c.check_meta_gradient, "check_meta_gradient=True"),
             (
-                not getattr(c.learner.own, "rows_are_independent", True),
+                not c.learner.kind.rows_are_independent,
                 f"task_type={c.task_type}, whose losses of rows depend on each other",
             ),
             (c.pipeline_stages > 1, f"pipeline_stages={c.pipeline_stages}"),

@@ -28,11 +28,8 @@ class LearnerSpec:
     each token of them; fp32 or fp64. None: cross-entropy. The loss of a row depends on this row alone, and
     is differentiable, for exact meta-gradients twice. Classes that a row's episode does not have are logits
     of -inf.
-    collate: of kinds with classes: rows as dictionaries of their columns, of images with pixel_values -> the
-    model's inputs by name: tensors, or dictionaries and lists of them, whose first dimension is the rows. It
-    is called in loader processes.
     learner: the class of the learner, or module:name of it: it reads rows, makes batches and says what an
-    answer is (learners/base.py). None: texts or images, by `of_classes` and `generates`.
+    answer is (learners/base.py).
     make: returns the module, of a learner without a Hugging Face model.
     has_head: whether a head has an output for each of --n_way classes, tags or targets.
     reads: settings of other kinds that this one uses too. defaults: of settings that are left open.
@@ -43,7 +40,6 @@ class LearnerSpec:
     of_classes: bool = False
     generates: bool = False
     loss: Callable[[Any, Any], Any] | None = None
-    collate: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None
     learner: Any = None
     make: Callable[[], Any] | None = None
     has_head: bool = False
@@ -52,14 +48,19 @@ class LearnerSpec:
     loss_unit: str = "nats"
 
     @property
-    def own(self) -> Any:
-        """The class of the learner that reads the rows; None for texts or images."""
+    def kind(self) -> Any:
+        """The class of the learner; None if it is not known. Its module imports torch."""
         return resolved(self.learner) if isinstance(self.learner, str) else self.learner
+
+    @property
+    def plain(self) -> bool:
+        """Whether the learner is that of texts, images or answers, which stages and tensor ranks know."""
+        return self.learner in (CLASSIFICATION.learner, CAUSAL_LM.learner)
 
     @property
     def auto(self) -> str:
         """transformers' class of its model; "" where that depends on the model."""
-        return CAUSAL if self.generates else getattr(self.own, "auto", "")
+        return CAUSAL if self.generates else "" if self.of_classes else getattr(self.kind, "auto", "")
 
     @property
     def writes(self) -> bool:
@@ -80,12 +81,17 @@ class LearnerSpec:
     @property
     def pools(self) -> bool:
         """Whether the head of a model is on the vector of a text (--pooling)."""
-        return self.of_classes or getattr(self.own, "pooled", None) is not None
+        return self.of_classes or getattr(self.kind, "pooled", None) is not None
 
 
 CAUSAL, SEQ2SEQ_LM = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"
-CLASSIFICATION = LearnerSpec("classification", of_classes=True, has_head=True)
-CAUSAL_LM = LearnerSpec("causal_lm", generates=True)
+CLASSIFICATION = LearnerSpec(
+    "classification",
+    learner="fmmeta.learners.classification:NativeClassifier",
+    of_classes=True,
+    has_head=True,
+)
+CAUSAL_LM = LearnerSpec("causal_lm", learner="fmmeta.learners.causal_lm:CausalLearner", generates=True)
 SEQ2SEQ = LearnerSpec(
     "seq2seq",
     learner="fmmeta.learners.seq2seq:Seq2SeqLearner",
@@ -193,7 +199,7 @@ def check_loss(task_type: str) -> None:
         return
     logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
     targets = torch.tensor([0, 1, 2, 0])
-    if getattr(spec.own, "of_numbers", False):
+    if spec.kind.of_numbers:
         logits, targets = logits.detach()[:, 0].requires_grad_(), targets.float()
     with usage_errors(
         f"{given} cannot compute a loss",

@@ -101,7 +101,11 @@ def embed(
     for done, begin in enumerate(begins):
         progress.line("rows embedded", done, len(begins))
         try:
-            rows = [stores[keys[i][0]].example(keys[i][1], i) for i in order[begin : begin + size]]
+            rows = [
+                replace(one, labels=i)
+                for i in order[begin : begin + size]
+                for one in stores[keys[i][0]].examples([keys[i][1]], {})
+            ]
             micro_batches = batcher.split(rows)
         except (UsageError, OSError) as error:
             failure = UsageError(one_line(error))

@@ -5,8 +5,9 @@
     learner.answers(outputs, micro_batch)          what was answered, and what is right
     learner.score(micro_batches)                   losses without gradient by a faster way, where there is one
 
-    Class.rows(config, columns)(row)               what is stored of a row of the data
-    Class.encode(config, tokenizer, support, query)    rows of an episode as examples
+    Class.rows(config, tokenizer, columns)         what is read and stored of a row of the data
+    Class.facts(support, query)                    what is known of an episode, such as names of labels
+    Class.encode(config, tokenizer, rows, facts)   rows of a set as examples
     Class.collate(examples, pad_token_id)          inputs and targets of a micro-batch
     Class.present(answer, names, facts)            an answer as people read it
     Class.metrics(predictions, references)         numbers of an episode
@@ -19,7 +20,7 @@ classification.py: `outputs` are the features that the head sees and the logits.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +33,8 @@ from transformers.masking_utils import sdpa_mask
 from fmmeta.config.learners import LearnerSpec
 from fmmeta.config.settings import Config
 from fmmeta.learners.unpadded import Unpadded
-from fmmeta.tasks.batching import IGNORE, Collated, EncodedRows, Example, MicroBatch, map_tensors, padded
+from fmmeta.tasks.batching import IGNORE, Collated, Example, MicroBatch, map_tensors, padded
+from fmmeta.tasks.data.columns import RowReader
 
 RowLoss = Callable[[Tensor, Tensor], Tensor]
 
@@ -115,6 +117,8 @@ class Learner(nn.Module, ABC):
     depend on each other (contrastive, batch norm): then a set is one micro-batch on one rank. inputs: usual
     names of the column by which `fmmeta predict` shows an input, and that a plain line is read as. example: a
     row, for the card of a model. of_numbers: the loss is one of outputs [N] and targets [N], both numbers.
+    pair: names of input and target in a stored row, of learners whose texts are encoded without `facts`: they
+    are tokenised once, and transforms see them as `TextExample`.
     """
 
     head_path: str = ""
@@ -127,32 +131,36 @@ class Learner(nn.Module, ABC):
     inputs: tuple[str, ...] = ("input",)
     example: Mapping[str, Any] = {"input": "a b", "output": "b"}
     of_numbers = False
+    pair: tuple[str, ...] = ()
 
     @classmethod
-    def rows(
-        cls, config: Config, columns: Collection[str], answered: bool = True
-    ) -> Callable[[Mapping[str, Any]], Any]:
-        """A function from the columns of a row to what is stored of it, as JSON.
+    def rows(cls, config: Config, tokenizer: Any, columns: Sequence[str], answered: bool = True) -> RowReader:
+        """What is read of rows.
 
-        columns: those of the data. answered: whether rows must have their targets, as those to answer need
-        not. Both raise `UsageError`, the function without the place of the row.
+        tokenizer: an `ImageReader` for models of images. columns: those of the data. answered: whether rows
+        must have their targets, as those to answer need not. Raises `UsageError`.
         """
-        return dict
+        return RowReader(lambda row: row.values)
+
+    @classmethod
+    def content(cls, row: Any) -> Sequence[str]:
+        """The texts that identify a stored row of a `pair` in all data sets."""
+        return (row[cls.pair[0]],)
+
+    @classmethod
+    def facts(cls, support: Sequence[Any], query: Sequence[Any] = ()) -> dict[str, Any]:
+        """What rows of an episode are encoded with and answers are read with, as JSON: the scale of targets,
+        say. `names`: of the labels, where rows have some; the micro-batches then say how many
+        (`targets["classes"]`). An adapted model stores those of its support set. Raises `UsageError`.
+        """
+        return {}
 
     @classmethod
     def encode(
-        cls,
-        config: Config,
-        tokenizer: Any,
-        support: Sequence[Any],
-        query: Sequence[Any],
-        facts: Mapping[str, Any] | None = None,
-    ) -> EncodedRows:
-        """The rows of an episode as examples. facts: those of the support set and its `names`, where it is
-        known already: to answer new rows, which may lack their targets.
-        """
-        first, second = ([Example([0], 0, values={"row": row}) for row in rows] for rows in (support, query))
-        return EncodedRows(first, second)
+        cls, config: Config, tokenizer: Any, rows: Sequence[Any], facts: Mapping[str, Any]
+    ) -> list[Example]:
+        """The rows of a set as examples. facts: of their episode. Rows to answer may lack their targets."""
+        return [Example([0], 0, values={"row": row}) for row in rows]
 
     @classmethod
     def collate(cls, rows: Sequence[Example], pad_token_id: int) -> Collated:
@@ -170,8 +178,13 @@ class Learner(nn.Module, ABC):
     def present(
         cls, answer: Sequence[Any], names: Sequence[str], facts: Mapping[str, Any], tokenizer: Any = None
     ) -> Any:
-        """An answer of `answers` as people read it, as JSON. tokenizer: of answers that are tokens."""
+        """An answer of `answers` as people read it, as JSON. tokenizer: see `reader`."""
         return answer
+
+    @classmethod
+    def reader(cls, config: Config, tokenizer: Any, ends: Sequence[int]) -> Any:
+        """The `tokenizer` of `present`. ends: the end tokens of the checkpoint. Raises `UsageError`."""
+        return tokenizer
 
     @abstractmethod
     def losses(self, outputs: Any, batch: MicroBatch) -> RowLosses:

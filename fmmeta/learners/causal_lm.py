@@ -6,22 +6,92 @@ a sequence come with position_ids and without attention_mask: transformers then 
 positions restart (masking_utils.find_packed_sequence_indices). Their answers share an element of RowLosses.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fmmeta.common.errors import UsageError
+from fmmeta.config.settings import Config
 from fmmeta.learners.base import HFLearner, RowLosses, at_least_fp32
 from fmmeta.learners.shared_prefix import Answers, rows_of
-from fmmeta.tasks.batching import IGNORE, MicroBatch
+from fmmeta.tasks.batching import IGNORE, Example, MicroBatch
+from fmmeta.tasks.data.columns import (
+    CHATS,
+    OPTIONS,
+    USUAL,
+    PairInput,
+    Row,
+    RowReader,
+    answers_of,
+    column_like,
+    options_of,
+    pick,
+    template_columns,
+)
+from fmmeta.tasks.data.encode import AnswerReader, answer_reader, encode_pairs
 
 
 class CausalLearner(HFLearner):
-    """A causal language model; it has no separate head to reset."""
+    """A causal language model; it has no separate head to reset. Rows have an input and an answer, or several
+    right ones (`answers`), the first of which is learned, and maybe `options` to choose from.
+    """
 
     peft_task = "CAUSAL_LM"
+    inputs, pair = USUAL["input_column"], ("input", "output")
+
+    @classmethod
+    def rows(cls, config: Config, tokenizer: Any, columns: Sequence[str], answered: bool = True) -> RowReader:
+        usual = config.input_column is None
+        free = [one for one in columns if not (usual and one in template_columns(config))]
+        picked = str(pick(config, free, "input_column"))
+        answer = str(pick(config, columns, "output_column")) if answered else ""
+        chat = usual and answer.lower() in CHATS
+        source = PairInput.of(config, answer if chat else picked, columns, usual, chat)
+        if answer in source.columns and not chat:
+            raise UsageError(
+                f"prompt_template={config.prompt_template} names {{{answer}}}, the column of the answer;"
+                " write {output}, after all other names"
+            )
+        options = column_like(OPTIONS, columns) or OPTIONS
+
+        def read(row: Row) -> dict[str, Any]:
+            stored = dict[str, Any]()
+            if answered:
+                right = answers_of(row, answer)
+                several = {"answers": right[1:] and right, "options": options_of(row, options, right)}
+                stored = {"output": right[0], **{name: texts for name, texts in several.items() if texts}}
+            text, alone = source.read(row)
+            return {"input": text, **({} if alone == text else {"alone": alone}), **stored}
+
+        return RowReader(read, (*source.columns, answer, options))
+
+    @classmethod
+    def content(cls, row: Any) -> Sequence[str]:
+        """Of a prompt that --prompt_template has filled, its columns alone."""
+        return row.get("alone", row["input"]), row["output"]
+
+    @classmethod
+    def encode(
+        cls, config: Config, tokenizer: Any, rows: Sequence[Any], facts: Mapping[str, Any]
+    ) -> list[Example]:
+        inputs, outputs = [row["input"] for row in rows], [row.get("output", "") for row in rows]
+        examples = encode_pairs(tokenizer, inputs, outputs, config.max_length, config.prompt_template)
+        return [replace(one, weight=row.get("weight", 1.0)) for one, row in zip(examples, rows, strict=True)]
+
+    @classmethod
+    def present(
+        cls, answer: Sequence[int], names: Sequence[str], facts: Mapping[str, Any], tokenizer: Any = None
+    ) -> str:
+        return tokenizer.text([one for one in answer if one >= 0])
+
+    @classmethod
+    def reader(cls, config: Config, tokenizer: Any, ends: Sequence[int]) -> AnswerReader:
+        return answer_reader(tokenizer, config.prompt_template, ends)
 
     def forward(self, **inputs: Tensor) -> Tensor:
         return self.hf(**inputs, use_cache=False).logits

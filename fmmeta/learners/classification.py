@@ -7,7 +7,8 @@ transformers ships it (pooling: model). Texts and images alike.
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,14 +16,88 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.text import shortened
+from fmmeta.config.fields import refuse_first
+from fmmeta.config.settings import Config
 from fmmeta.learners.base import HFLearner, RowLosses, at_least_fp32
-from fmmeta.tasks.batching import MicroBatch
+from fmmeta.tasks.batching import Example, MicroBatch
+from fmmeta.tasks.data.columns import TEXT, PairInput, Row, RowReader, cell, pick
+from fmmeta.tasks.data.encode import encode_texts, read_image
+from fmmeta.tasks.data.images import ImageReader, encoded_image
 
 Outputs = tuple[Tensor, Tensor]
 
 
 class Classifier(HFLearner):
+    """Rows of a text (one of a pair of texts too) or an image, with a class."""
+
     problem_type = "single_label_classification"  # a pipeline takes softmax
+    inputs, pair = (*TEXT, "sentence1"), ("text", "label")
+    example: Mapping[str, Any] = {"text": "a fine film", "label": "praise"}
+
+    @classmethod
+    def rows(cls, config: Config, tokenizer: Any, columns: Sequence[str], answered: bool = True) -> RowReader:
+        images = isinstance(tokenizer, ImageReader)
+        setting, unread = ("image_column", "text_column") if images else ("text_column", "image_column")
+        refuse_first(
+            [
+                (
+                    images and config.label_names is not None,
+                    f"label_names={shortened(config.label_names)} needs texts, and the data has images; leave"
+                    " it out",
+                ),
+                (
+                    getattr(config, unread) is not None,
+                    f"{unread}={getattr(config, unread)}: the model reads {'images' if images else 'texts'},"
+                    " not this column; leave it out",
+                ),
+            ]
+        )
+        source, label = str(pick(config, columns, setting)), ""
+        if answered:
+            label = str(pick(config, columns, "label_column"))
+        pair = None if images else PairInput.of(config, source, columns, config.text_column is None)
+
+        def read(row: Row) -> dict[str, Any]:
+            given = {"label": cell(row, label)} if answered else {}
+            if pair is not None:
+                return {"text": pair.read(row)[0], **given}
+            name, image = encoded_image(row.values.get(source), source, row.origin, row.folder)
+            return {"text": name, "image": image, **given}
+
+        return RowReader(read, pair.columns if pair else (source,), label)
+
+    @classmethod
+    def facts(cls, support: Sequence[Any], query: Sequence[Any] = ()) -> dict[str, Any]:
+        names, of_query = ({row["label"] for row in rows} for rows in (support, query))
+        if unknown := sorted(of_query - names):
+            raise UsageError(
+                f"the query set has the class {unknown[0]!r}, of which the support set has none; add some"
+            )
+        return {"names": sorted(names)}
+
+    @classmethod
+    def encode(
+        cls, config: Config, tokenizer: Any, rows: Sequence[Any], facts: Mapping[str, Any]
+    ) -> list[Example]:
+        """Labels number `names`; they are -1 without them."""
+        if isinstance(tokenizer, ImageReader):
+            images = [read_image(tokenizer, row["image"]) for row in rows]
+            examples = [Example([0], -1, values={"pixel_values": one}) for one in images]
+        else:
+            texts = encode_texts(tokenizer, [row["text"] for row in rows], config.max_length)
+            examples = [Example(ids, -1) for ids in texts]
+        numbers = {name: number for number, name in enumerate(facts.get("names", ()))}
+        return [
+            replace(one, labels=numbers.get(row.get("label"), -1), weight=row.get("weight", 1.0))
+            for one, row in zip(examples, rows, strict=True)
+        ]
+
+    @classmethod
+    def present(
+        cls, answer: Sequence[int], names: Sequence[str], facts: Mapping[str, Any], tokenizer: Any = None
+    ) -> str:
+        return names[answer[0]] if answer[0] >= 0 else ""
 
     @abstractmethod
     def forward(self, **inputs: Tensor) -> Outputs:

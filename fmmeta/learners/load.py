@@ -32,8 +32,6 @@ from fmmeta.config.fields import default_of, refuse_first
 from fmmeta.config.learners import CAUSAL, SEQ2SEQ_LM
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import HFLearner, Learner
-from fmmeta.learners.causal_lm import CausalLearner
-from fmmeta.learners.classification import NativeClassifier
 from fmmeta.learners.files import (
     GENERATION_FILE,
     HEAD_FILE,
@@ -659,7 +657,7 @@ def load_learner(config: Config, description: Description) -> Any:
         check_packing(hf, lambda given: learner(**given))
     of_library = type(hf).__module__.startswith("transformers.")
     if not (
-        of_library or description.images or config.learner.own
+        of_library or description.images or not config.learner.plain
     ):  # outputs of other learners are of any kind
         check_output(learner, config, description)
     return learner.train()
@@ -944,11 +942,9 @@ def wrap(hf: Any, config: Config, description: Description) -> HFLearner:
             f"packing=True: {type(hf).__name__} takes no position_ids, which keep packed rows apart; leave"
             " it out"
         )
-    native: Any = config.learner.own or NativeClassifier
-    if config.learner.generates:
-        learner: HFLearner = CausalLearner(hf)
-    elif description.pooling == "model":
-        learner = native(hf, outputs)
+    native: Any = config.learner.kind
+    if description.pooling == "model":
+        learner: HFLearner = native(hf, outputs)
         if config.feature_norm:
             raise UsageError(
                 f"feature_norm={config.feature_norm:g} scales pooled features, and {type(hf).__name__} pools"

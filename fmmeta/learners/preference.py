@@ -15,7 +15,7 @@ of turns, whose last one is the answer. Prompts are written by --prompt_template
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,14 +27,21 @@ from fmmeta.config.settings import Config
 from fmmeta.learners.base import HFLearner, RowLosses, at_least_fp32, row_losses
 from fmmeta.learners.classification import NativeClassifier
 from fmmeta.learners.lora import base_alone
-from fmmeta.tasks.batching import IGNORE, Collated, EncodedRows, Example, MicroBatch, pad_right
-from fmmeta.tasks.data.columns import PairInput, Row, column_like, only_answer, pick, template_columns
+from fmmeta.tasks.batching import IGNORE, Collated, Example, MicroBatch, pad_right
+from fmmeta.tasks.data.columns import (
+    PairInput,
+    Row,
+    RowReader,
+    column_like,
+    only_answer,
+    pick,
+    template_columns,
+)
 from fmmeta.tasks.data.encode import encode_pairs, encode_texts, text_prompt
 from fmmeta.tasks.data.turns import read_turns
 
 SIDES = ("chosen", "rejected")
 REFERENCE = ("chosen_logp", "rejected_logp")
-DATA = "the data"  # in messages about their columns
 
 
 class PairLearner(HFLearner):
@@ -47,21 +54,17 @@ class PairLearner(HFLearner):
     example: Mapping[str, Any] = {"prompt": "2 + 2", "chosen": "4", "rejected": "5"}
 
     @classmethod
-    def rows(
-        cls, config: Config, columns: Collection[str], answered: bool = True
-    ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        names = sorted(columns)
-        sides = [column_like(side, names) or "" for side in SIDES]
+    def rows(cls, config: Config, tokenizer: Any, columns: Sequence[str], answered: bool = True) -> RowReader:
+        sides = [column_like(side, columns) or "" for side in SIDES]
         if missing := [side for side, column in zip(SIDES, sides, strict=True) if not column]:
-            raise UsageError(f"{DATA} has no column {missing[0]}; it has {', '.join(names)}: rename one")
-        free = [column for column in names if column not in (*template_columns(config), *sides)]
+            raise UsageError(f"the data has no column {missing[0]}; it has {', '.join(columns)}: rename one")
+        free = [column for column in columns if column not in (*template_columns(config), *sides)]
         needed, source = bool(template_columns(config)), None
-        if picked := pick(DATA, config, free, "input_column", needed):
-            source = PairInput.of(config, picked, names, DATA, config.input_column is None)
+        if picked := pick(config, free, "input_column", needed):
+            source = PairInput.of(config, picked, columns, config.input_column is None)
         whole = PairInput((), chat=config.prompt_template == "chat", answered=True)
 
-        def read(values: Mapping[str, Any]) -> dict[str, Any]:
-            row = Row(dict(values), "")
+        def read(row: Row) -> dict[str, Any]:
             answers = [only_answer(row, column) for column in sides]
             several = [len(read_turns(row.values[column]) or ()) > 1 for column in sides]
             begins = [
@@ -79,7 +82,7 @@ class PairLearner(HFLearner):
                 )
             return {"prompt": prompt, **dict(zip(SIDES, answers, strict=True))}
 
-        return read
+        return RowReader(read)
 
     @classmethod
     def tokens(
@@ -89,29 +92,19 @@ class PairLearner(HFLearner):
         return encode_pairs(tokenizer, prompts, answers, config.max_length, config.prompt_template)
 
     @classmethod
+    def facts(cls, support: Sequence[Any], query: Sequence[Any] = ()) -> dict[str, Any]:
+        return {"names": cls.outputs}
+
+    @classmethod
     def encode(
-        cls,
-        config: Config,
-        tokenizer: Any,
-        support: Sequence[Any],
-        query: Sequence[Any],
-        facts: Mapping[str, Any] | None = None,
-    ) -> EncodedRows:
-        parts = list[list[Example]]()
-        for rows in (support, query):
-            if not rows:
-                parts.append([])
-                continue
-            prompts = [row["prompt"] for row in rows]
-            sides = [cls.tokens(config, tokenizer, prompts, [row[side] for row in rows]) for side in SIDES]
-            parts.append(
-                [
-                    Example([*pair[0].input_ids, *pair[1].input_ids], 0, values={**row, "pair": pair})
-                    for row, *pair in zip(rows, *sides, strict=True)
-                ]
-            )
-        first, second = parts
-        return EncodedRows(first, second, cls.outputs)
+        cls, config: Config, tokenizer: Any, rows: Sequence[Any], facts: Mapping[str, Any]
+    ) -> list[Example]:
+        prompts = [row["prompt"] for row in rows]
+        sides = [cls.tokens(config, tokenizer, prompts, [row[side] for row in rows]) for side in SIDES]
+        return [
+            Example([*pair[0].input_ids, *pair[1].input_ids], 0, values={**row, "pair": pair})
+            for row, *pair in zip(rows, *sides, strict=True)
+        ]
 
     @classmethod
     def collate(cls, rows: Sequence[Example], pad_token_id: int) -> Collated:
@@ -152,10 +145,8 @@ class PreferenceLearner(PairLearner):
     beta = 0.1
 
     @classmethod
-    def rows(
-        cls, config: Config, columns: Collection[str], answered: bool = True
-    ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        pairs = super().rows(config, columns, answered)
+    def rows(cls, config: Config, tokenizer: Any, columns: Sequence[str], answered: bool = True) -> RowReader:
+        pairs = super().rows(config, tokenizer, columns, answered)
         named = [column_like(one, columns) for one in REFERENCE]
         if any(named) != all(named) or not (config.lora_r or all(named)):
             raise UsageError(
@@ -163,13 +154,13 @@ class PreferenceLearner(PairLearner):
                 f" is the reference, or both columns {' and '.join(REFERENCE)} of the data"
             )
 
-        def read(values: Mapping[str, Any]) -> dict[str, Any]:
-            found: list[Any] = [values.get(column) for column in named if column]
+        def read(row: Row) -> dict[str, Any]:
+            found: list[Any] = [row.values.get(column) for column in named if column]
             if not all(type(one) in (int, float) and math.isfinite(one) for one in found):
                 raise UsageError(f"has {' and '.join(REFERENCE)}={found}, which are no numbers; fix the row")
-            return {**pairs(values), **({"reference": [*map(float, found)]} if found else {})}
+            return {**pairs.read(row), **({"reference": [*map(float, found)]} if found else {})}
 
-        return read
+        return RowReader(read)
 
     @classmethod
     def collate(cls, rows: Sequence[Example], pad_token_id: int) -> Collated:
@@ -201,7 +192,7 @@ class RewardLearner(PairLearner, NativeClassifier):
     """A sequence classifier of transformers with one output, the reward of an answer."""
 
     auto, pipeline = "AutoModelForSequenceClassification", "text-classification"
-    problem_type, pooled, outputs = None, None, ("r",)
+    problem_type, pooled, outputs, pair = None, None, ("r",), ()
 
     @classmethod
     def tokens(

@@ -8,7 +8,7 @@ metrics are in the units of the data. The loss of a set is the mean over its row
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,8 @@ from fmmeta.config.learners import REGRESSION
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import RowLosses, at_least_fp32, row_losses
 from fmmeta.learners.classification import Classifier, NativeClassifier, Outputs, PooledClassifier
-from fmmeta.tasks.batching import Collated, EncodedRows, Example, MicroBatch, padded
-from fmmeta.tasks.data.columns import TEXT, PairInput, Row, pick
+from fmmeta.tasks.batching import Collated, Example, MicroBatch, padded
+from fmmeta.tasks.data.columns import PairInput, Row, RowReader, pick
 from fmmeta.tasks.data.encode import encode_texts
 
 TARGETS = ("target", "score", "label", "value")
@@ -34,51 +34,45 @@ class Numbers(Classifier):
 
     auto, pipeline = "AutoModelForSequenceClassification", "text-classification"
     problem_type = REGRESSION.name  # transformers' word too: a pipeline then returns the numbers
-    inputs, of_numbers = (*TEXT, "sentence1"), True
+    of_numbers = True
     example: Mapping[str, Any] = {"text": "a fine film", "target": 4.5}
+    pair = ()
 
     @classmethod
-    def rows(
-        cls, config: Config, columns: Collection[str], answered: bool = True
-    ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        text = str(pick("the data", config, columns, "text_column"))
-        target = pick("the data", config, columns, "label_column", names=TARGETS, required=answered)
-        pair = PairInput.of(config, text, columns, "the data", config.text_column is None)
+    def rows(cls, config: Config, tokenizer: Any, columns: Sequence[str], answered: bool = True) -> RowReader:
+        text = str(pick(config, columns, "text_column"))
+        target = pick(config, columns, "label_column", names=TARGETS, required=answered)
+        pair = PairInput.of(config, text, columns, config.text_column is None)
 
-        def read(row: Mapping[str, Any]) -> dict[str, Any]:
-            found: dict[str, Any] = {"text": pair.read(Row(dict(row), "row"))[0]}
-            return {**found, "target": numbers(row, str(target))} if answered else found
+        def read(row: Row) -> dict[str, Any]:
+            found: dict[str, Any] = {"text": pair.read(row)[0]}
+            return {**found, "target": numbers(row.values, str(target))} if answered else found
 
-        return read
+        return RowReader(read)
+
+    @classmethod
+    def facts(cls, support: Sequence[Any], query: Sequence[Any] = ()) -> dict[str, Any]:
+        count = len(support[0]["target"])
+        if wrong := [row["target"] for row in (*support, *query) if len(row["target"]) != count]:
+            raise UsageError(f"a row has {len(wrong[0])} targets, and others {count}; give as many in each")
+        values = np.array([row["target"] for row in support])
+        spread = values.std(0)
+        names = ["target"] if count == 1 else [f"target {number}" for number in range(count)]
+        std = np.where(spread > 0, spread, 1.0)
+        return {"names": names, "mean": values.mean(0).tolist(), "std": std.tolist()}
 
     @classmethod
     def encode(
-        cls,
-        config: Config,
-        tokenizer: Any,
-        support: Sequence[Any],
-        query: Sequence[Any],
-        facts: Mapping[str, Any] | None = None,
-    ) -> EncodedRows:
-        given = [row["target"] for row in (*support, *query) if "target" in row]
-        count = len(given[0]) if facts is None else len(facts["names"])
-        if wrong := [one for one in given if len(one) != count]:
-            raise UsageError(f"a row has {len(wrong[0])} targets, and others {count}; give as many in each")
-        scale = {key: list((facts or {}).get(key, [no] * count)) for key, no in (("mean", 0.0), ("std", 1.0))}
-        if facts is None:
-            values = np.array(given[: len(support)])
-            spread = values.std(0)
-            scale = {"mean": values.mean(0).tolist(), "std": np.where(spread > 0, spread, 1.0).tolist()}
-        texts = encode_texts(tokenizer, [row["text"] for row in (*support, *query)], config.max_length)
-        examples = []
-        for row, ids in zip((*support, *query), texts, strict=True):
+        cls, config: Config, tokenizer: Any, rows: Sequence[Any], facts: Mapping[str, Any]
+    ) -> list[Example]:
+        texts = encode_texts(tokenizer, [row["text"] for row in rows], config.max_length)
+        examples, mean = list[Example](), facts["mean"]
+        for row, ids in zip(rows, texts, strict=True):
             if not ids:
                 raise UsageError(f"text={shortened(row['text'])} has no tokens; fix or remove it")
-            scaled = (np.array(row.get("target", scale["mean"])) - scale["mean"]) / scale["std"]
-            examples.append(Example(ids, scaled.tolist(), losses=count))
-        names = ["target"] if count == 1 else [f"target {number}" for number in range(count)]
-        first, second = examples[: len(support)], examples[len(support) :]
-        return EncodedRows(first, second, tuple(names), scale)
+            scaled = (np.array(row.get("target", mean)) - mean) / facts["std"]
+            examples.append(Example(ids, scaled.tolist(), losses=len(mean)))
+        return examples
 
     @classmethod
     def collate(cls, rows: Sequence[Example], pad_token_id: int) -> Collated:

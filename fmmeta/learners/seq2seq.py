@@ -8,7 +8,7 @@ label tokens is the most likely one. Input and answer lose what is beyond --max_
 end token.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -20,11 +20,9 @@ from fmmeta.common.text import PromptTemplate, rouge_l, shortened
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import HFLearner, RowLosses, at_least_fp32
 from fmmeta.learners.shared_prefix import greedy
-from fmmeta.tasks.batching import IGNORE, Collated, EncodedRows, Example, MicroBatch, pad_right
-from fmmeta.tasks.data.columns import PairInput, Row, only_answer, pick, template_columns
+from fmmeta.tasks.batching import IGNORE, Collated, Example, MicroBatch, pad_right
+from fmmeta.tasks.data.columns import PairInput, Row, RowReader, only_answer, pick, template_columns
 from fmmeta.tasks.data.encode import encode_texts, text_prompt
-
-DATA = "the data"  # in messages about their columns
 
 
 class Seq2SeqLearner(HFLearner):
@@ -34,50 +32,36 @@ class Seq2SeqLearner(HFLearner):
     example: Mapping[str, Any] = {"input": "2 + 2", "output": "4"}
 
     @classmethod
-    def rows(
-        cls, config: Config, columns: Collection[str], answered: bool = True
-    ) -> Callable[[Mapping[str, Any]], dict[str, str]]:
-        template, names = config.prompt_template, sorted(columns)
+    def rows(cls, config: Config, tokenizer: Any, columns: Sequence[str], answered: bool = True) -> RowReader:
+        template = config.prompt_template
         if template == "chat" or PromptTemplate.of(template).after:
             raise UsageError(
                 f"prompt_template={shortened(template)}: an encoder reads the input alone; use plain, or a"
                 " format string that ends before the answer, such as 'summarize: {input}'"
             )
-        free = [column for column in names if column not in template_columns(config)]
-        picked = pick(DATA, config, free, "input_column")
-        answer = pick(DATA, config, names, "output_column") if answered else None
-        source = PairInput.of(config, str(picked), names, DATA, config.input_column is None)
+        free = [column for column in columns if column not in template_columns(config)]
+        picked = pick(config, free, "input_column")
+        answer = pick(config, columns, "output_column") if answered else None
+        source = PairInput.of(config, str(picked), columns, config.input_column is None)
 
-        def read(values: Mapping[str, Any]) -> dict[str, str]:
-            row = Row(dict(values), "")
+        def read(row: Row) -> dict[str, str]:
             output = {} if answer is None else {"output": only_answer(row, answer)}
             return {"input": source.read(row)[0], **output}
 
-        return read
+        return RowReader(read)
 
     @classmethod
     def encode(
-        cls,
-        config: Config,
-        tokenizer: Any,
-        support: Sequence[Any],
-        query: Sequence[Any],
-        facts: Mapping[str, Any] | None = None,
-    ) -> EncodedRows:
+        cls, config: Config, tokenizer: Any, rows: Sequence[Any], facts: Mapping[str, Any]
+    ) -> list[Example]:
         plain = config.prompt_template == "plain"
         before = str if plain else text_prompt(config.prompt_template).before
-        end, most, parts = tokenizer.eos_token_id, config.max_length, list[list[Example]]()
-        for rows in (support, query):
-            if not rows:
-                parts.append([])
-                continue
-            inputs = encode_texts(tokenizer, [before(row["input"]) for row in rows], most)
-            outputs = [row.get("output", "") for row in rows]  # none of rows to answer
-            answers = tokenizer(text_target=outputs, verbose=False)["input_ids"]
-            labels = [[*(ids[:-1] if ids[-1:] == [end] else ids)[: most - 1], end] for ids in answers]
-            parts.append([Example(*row) for row in zip(inputs, labels, strict=True)])
-        first, second = parts
-        return EncodedRows(first, second)
+        end, most = tokenizer.eos_token_id, config.max_length
+        inputs = encode_texts(tokenizer, [before(row["input"]) for row in rows], most)
+        outputs = [row.get("output", "") for row in rows]  # none of rows to answer
+        answers = tokenizer(text_target=outputs, verbose=False)["input_ids"]
+        labels = [[*(ids[:-1] if ids[-1:] == [end] else ids)[: most - 1], end] for ids in answers]
+        return [Example(*row) for row in zip(inputs, labels, strict=True)]
 
     @classmethod
     def collate(cls, rows: Sequence[Example], pad_token_id: int) -> Collated:

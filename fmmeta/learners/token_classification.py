@@ -7,7 +7,7 @@ that --max_length cuts off do not count. A tag of the query set that the support
 right: no loss is taken there, and metrics see it. `outputs` are the logits [B, T, C].
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,8 +17,8 @@ from fmmeta.common.text import broken_text, shortened
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import RowLosses, at_least_fp32
 from fmmeta.learners.classification import NativeClassifier, of_episode
-from fmmeta.tasks.batching import IGNORE, EncodedRows, Example, MicroBatch
-from fmmeta.tasks.data.columns import pick
+from fmmeta.tasks.batching import IGNORE, Example, MicroBatch
+from fmmeta.tasks.data.columns import Row, RowReader, pick
 
 TAGS = ("tags", "ner_tags", "labels", "label")
 ENDS, STARTS = ("E", "L", "S", "U"), ("B", "S", "U")  # of an entity, in BIO, BIOES (IOBES) and BILOU
@@ -29,50 +29,41 @@ class TokenClassifier(NativeClassifier):
 
     auto, peft_task, pipeline = "AutoModelForTokenClassification", "TOKEN_CLS", "token-classification"
     problem_type = pooled = None
-    inputs = ("tokens", "words")
+    inputs, pair = ("tokens", "words"), ()
     example: Mapping[str, Any] = {
         "tokens": ["Anna", "lives", "in", "Rome"],
         "tags": ["B-PER", "O", "O", "B-LOC"],
     }
 
     @classmethod
-    def rows(
-        cls, config: Config, columns: Collection[str], answered: bool = True
-    ) -> Callable[[Mapping[str, Any]], dict[str, list[str]]]:
-        tokens = str(pick("the data", config, columns, "text_column", names=cls.inputs))
-        tags = pick("the data", config, columns, "label_column", names=TAGS, required=answered)
+    def rows(cls, config: Config, tokenizer: Any, columns: Sequence[str], answered: bool = True) -> RowReader:
+        tokens = str(pick(config, columns, "text_column", names=cls.inputs))
+        tags = pick(config, columns, "label_column", names=TAGS, required=answered)
 
-        def read(row: Mapping[str, Any]) -> dict[str, list[str]]:
-            found = {"tokens": listed(row, tokens)}
+        def read(row: Row) -> dict[str, list[str]]:
+            found = {"tokens": listed(row.values, tokens)}
             if answered:
-                found["tags"] = listed(row, str(tags))
+                found["tags"] = listed(row.values, str(tags))
                 counts = [len(one) for one in found.values()]
                 if counts[0] != counts[1]:
                     raise UsageError(f"has {counts[0]} {tokens} and {counts[1]} {tags}; give one for each")
             return found
 
-        return read
+        return RowReader(read)
+
+    @classmethod
+    def facts(cls, support: Sequence[Any], query: Sequence[Any] = ()) -> dict[str, Any]:
+        names, of_query = ({tag for row in rows for tag in row["tags"]} for rows in (support, query))
+        unseen = sorted(of_query - names)
+        return {"names": sorted(names), **({"unseen": unseen} if unseen else {})}
 
     @classmethod
     def encode(
-        cls,
-        config: Config,
-        tokenizer: Any,
-        support: Sequence[Any],
-        query: Sequence[Any],
-        facts: Mapping[str, Any] | None = None,
-    ) -> EncodedRows:
-        of_support, of_query = (
-            {tag for row in rows for tag in row.get("tags", ())} for rows in (support, query)
-        )
-        names = sorted(of_support) if facts is None else facts["names"]
-        unseen = sorted(of_query.difference(names))
-        numbers = {tag: number for number, tag in enumerate([*names, *unseen])}
-        examples = [
-            encoded(tokenizer, row, numbers, len(names), config.max_length) for row in (*support, *query)
-        ]
-        first, second = examples[: len(support)], examples[len(support) :]
-        return EncodedRows(first, second, tuple(names), {"unseen": unseen} if unseen else {})
+        cls, config: Config, tokenizer: Any, rows: Sequence[Any], facts: Mapping[str, Any]
+    ) -> list[Example]:
+        names = facts["names"]
+        numbers = {tag: number for number, tag in enumerate([*names, *facts.get("unseen", ())])}
+        return [encoded(tokenizer, row, numbers, len(names), config.max_length) for row in rows]
 
     def forward(self, **inputs: Tensor) -> Any:
         return self.hf(**self.cast(inputs), **self.unpadded.of(inputs.get("attention_mask"))).logits

@@ -22,6 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fmmeta.config.algorithms import find, find_inner, find_outer
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import Learner
+from fmmeta.learners.causal_lm import CausalLearner
+from fmmeta.learners.classification import Classifier
 from fmmeta.tasks.batching import IGNORE, Example, MicroBatch, map_tensors
 from fmmeta.tasks.sources.base import EpisodeRows
 
@@ -370,15 +372,14 @@ def set_gradient(
 
 
 def set_loss(learner: Any, weights: Weights, rows: Sequence[Example], bf16: bool, classes: int = 0) -> Tensor:
-    """Mean over rows, or over label tokens; of learners that read rows over what their losses are sums of.
+    """Mean over rows, or over label tokens; of other learners over what their losses are sums of.
 
     Row by row, so that bf16 gradients are added in fp32. `classes`: that a row may have; 0: those of the set,
     since each of an episode's classes has a row in each of its sets.
     """
     kind = type(learner)
-    if any(
-        getattr(kind, name).__func__ is not getattr(Learner, name).__func__ for name in ("encode", "collate")
-    ):
+    plain = kind.losses in (Classifier.losses, CausalLearner.losses)
+    if not plain or kind.collate.__func__ is not Learner.collate.__func__:
         found = [own_loss(learner, weights, row, bf16, classes) for row in rows]
         return torch.stack(found).sum() / sum(row.label_tokens for row in rows)
     known = classes or 1 + max((row.labels for row in rows if isinstance(row.labels, int)), default=0)

@@ -26,8 +26,13 @@ from fmmeta.learners.load import max_positions
 from fmmeta.learners.shared_prefix import AnswerRow, greedy, with_cache
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import IGNORE, Batcher, Example
-from fmmeta.tasks.data.encode import AnswerReader, encode, labelled
+from fmmeta.tasks.data.encode import AnswerReader, RowEncoder, labelled
 from fmmeta.tasks.sources.base import Draw, EpisodeRows, EpisodeTransform, transformed
+
+
+def values_of(draw: Draw, rows: Sequence[tuple[Any, int]]) -> list[Any]:
+    """What the learner has stored of some rows of a draw."""
+    return [draw.store.value(row) for row, _ in rows]
 
 
 class LanguageMetrics:
@@ -51,7 +56,7 @@ class LanguageMetrics:
     def of(self, draw: Draw) -> dict[str, float]:
         """The value of each metric: the mean over the queries."""
         found: dict[str, float] = {}
-        truth = [draw.store.answers(row) for row, _ in draw.query]
+        truth = [row.get("answers", [row["output"]]) for row in values_of(draw, draw.query)]
         if {*GENERATED} & {*self.names}:
             pairs = [*zip(self.greedy_answers(draw), truth, strict=True)]
             found["rouge_l"] = sum(
@@ -79,19 +84,15 @@ class LanguageMetrics:
         options; of a row without options, among the distinct answers of the episode. Wrong ones that are as
         likely, or whose likelihood is NaN, come before it.
         """
-        store = draw.store
-        answers = list(dict.fromkeys(store.text("target", row) for row, _ in (*draw.support, *draw.query)))
-        options = [store.options(row) or answers for row, _ in draw.query]
-        examples = encode(
-            self.reader.tokenizer,
-            self.config,
-            [
-                store.text("input", row)
-                for (row, _), of_row in zip(draw.query, options, strict=True)
-                for _ in of_row
-            ],
-            [option for of_row in options for option in of_row],
-        )
+        query = values_of(draw, draw.query)
+        answers = list(dict.fromkeys(row["output"] for row in (*values_of(draw, draw.support), *query)))
+        options = [row.get("options", answers) for row in query]
+        pairs = [
+            {"input": row["input"], "output": option}
+            for row, of_row in zip(query, options, strict=True)
+            for option in of_row
+        ]
+        examples = RowEncoder(self.config, self.reader.tokenizer).examples(pairs, {})
         found, episode = iter(examples), draw.episode()
         rows = [self.behind_one_prompt([next(found) for _ in of_row], episode) for of_row in options]
         scores = iter(self.log_likelihoods(list(itertools.chain(*rows))))

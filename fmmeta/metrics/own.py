@@ -22,7 +22,6 @@ from fmmeta.metrics.language import LanguageMetrics
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import MicroBatch
-from fmmeta.tasks.data.encode import AnswerReader
 from fmmeta.tasks.sources.base import Draw
 
 Metric = Callable[[list[Any], list[Any]], Mapping[str, float]]
@@ -103,15 +102,13 @@ def answers_of_group(worker: Worker, query: Sequence[MicroBatch]) -> list[Answer
 class EpisodeMetrics:
     """The metrics of an episode: `language`, those that fmmeta has, and `own`, functions by name.
 
-    reader: reads the texts of answers that are no classes. learner: the class of a learner that reads rows,
-    which says what its answers are. tokenizer: for them.
+    learner: the class of the learner, which says what its answers are. reader: for them (`Learner.reader`).
     """
 
     own: Sequence[tuple[str, Metric]] = ()
     language: LanguageMetrics | None = None
-    reader: AnswerReader | None = None
-    learner: Any = None
-    tokenizer: Any = None
+    learner: Any = Learner
+    reader: Any = None
 
     @property
     def names(self) -> list[str]:
@@ -121,15 +118,14 @@ class EpisodeMetrics:
     def of_learner(
         cls,
         learner: Any,
-        tokenizer: Any,
+        reader: Any,
         own: Sequence[tuple[str, Metric]],
         language: LanguageMetrics | None = None,
-        reader: AnswerReader | None = None,
     ) -> "EpisodeMetrics":
         """With the metrics of the learner first, if it has some."""
-        if learner is not None and learner.metrics.__func__ is not Learner.metrics.__func__:
+        if learner.metrics.__func__ is not Learner.metrics.__func__:
             own = [("of the learner", learner.metrics), *own]
-        return cls(own, language, reader, learner, tokenizer)
+        return cls(own, language, learner, reader)
 
     def of(self, worker: Worker, query: Sequence[MicroBatch], draw: Callable[[], Draw]) -> dict[str, float]:
         """The numbers of an episode from the weights of the worker, on the first rank of the group; others
@@ -149,28 +145,17 @@ class EpisodeMetrics:
 
         Raises `UsageError`. Local.
         """
-        numbers = dict[str, float]()
-        if self.learner is not None:
-            rows = draw().episode()
-            read = partial(
-                self.learner.present, names=rows.classes, facts=rows.facts, tokenizer=self.tokenizer
-            )
-        else:
-            read = partial(self._text, names=draw().classes)
+        numbers, pair, rows = dict[str, float](), self.learner.pair, draw()
+        if not pair:  # facts are known once rows are read
+            rows = rows.episode()
+        read = partial(self.learner.present, names=rows.classes, facts=rows.facts, tokenizer=self.reader)
         texts = [[read(one) for one in pair] for pair in answered]
         pairs = sorted(((reference, prediction) for prediction, reference in texts), key=in_order)
         for name, metric in self.own:
             with usage_errors(f"metrics={name} failed", "correct the metric, or leave it out"):
                 found = metric([prediction for _, prediction in pairs], [reference for reference, _ in pairs])
-            of_language = METRICS if self.learner is None else ()
-            numbers |= checked(name, found, (*numbers, *TAKEN, *of_language))
+            numbers |= checked(name, found, (*numbers, *TAKEN, *(METRICS if pair else ())))
         return numbers
-
-    def _text(self, answer: Sequence[int], names: Sequence[str]) -> str:
-        known = [one for one in answer if one >= 0]
-        if self.reader is not None:
-            return self.reader.text(known)
-        return names[known[0]] if known else ""
 
 
 def in_order(pair: tuple[Any, Any]) -> list[str]:

@@ -6,7 +6,7 @@ Callables of the user, named `module:name` in flags, change the rows of training
 
     example   (TextExample, rng) -> TextExample      text augmentation
               (ImageExample, rng) -> ImageExample    image augmentation
-              (row, rng) -> row                      what a learner reads (`Learner.rows`), or `Tasks` draw
+              (row, rng) -> row                      what another learner reads (`Learner.rows`)
     episode   (EpisodeRows, rng) -> EpisodeRows      rows of these types: transforms that need all of them
 
 They run in the process that loads the episode, on the texts before they are tokenised, or on the pixels
@@ -27,10 +27,9 @@ import numpy as np
 from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.security import import_function, source_of
 from fmmeta.config.settings import Config
-from fmmeta.tasks.batching import Example
-from fmmeta.tasks.data.encode import encode
-from fmmeta.tasks.data.images import ImageReader, check_array, decode
-from fmmeta.tasks.data.token_store import TokenStore, digest
+from fmmeta.tasks.data.encode import RowEncoder
+from fmmeta.tasks.data.images import EncodedImage, array_bytes, check_array, decode
+from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.sources.base import STREAM, ClassKey, Draw, EpisodeRows, EpisodeTransform, number_classes
 
 T = TypeVar("T")
@@ -106,27 +105,28 @@ def reading(
     Raises `UsageError` for one that cannot be imported.
     """
     example, episode = (named_transforms(config, setting) for setting in SETTINGS)
-    numbering = [partial(number_classes, numbers)] if numbers else []
+    numbering, kind = [partial(number_classes, numbers)] if numbers else [], config.learner.kind
     if not (example or episode):
         return [*numbering, Draw.episode]
     return [
         *numbering,
-        read_texts,
+        partial(read_rows, kind),
         partial(each_example, example),
         *(partial(checked, name, transform) for name, transform in episode),
-        partial(encoded, tokenizer, config),
+        partial(encoded, RowEncoder(config, tokenizer)),
     ]
 
 
-def read_texts(draw: Draw, rng: Any = None) -> EpisodeRows:
-    """An `EpisodeTransform`: the texts of rows, their decoded images, or what a learner has read of them."""
-    store = draw.store
-    store.check()
+def read_rows(kind: Any, draw: Draw, rng: Any = None) -> EpisodeRows:
+    """An `EpisodeTransform`: what a learner has read of rows, texts and images as examples with a label.
+    kind: the class of the learner.
+    """
+    draw.store.check()
     support, query = (
-        [as_example(store, row, label) if store.encode is None else store.value(row) for row, label in rows]
+        [as_example(kind, draw.store.value(row), label) for row, label in rows]
         for rows in (draw.support, draw.query)
     )
-    return EpisodeRows(draw.task, support, query, draw.classes, encode=store.encode)
+    return EpisodeRows(draw.task, support, query, draw.classes)
 
 
 def each_example(
@@ -142,31 +142,22 @@ def each_example(
     return replace(episode, support=sets[0], query=sets[1])
 
 
-def encoded(tokenizer: Any, config: Config, episode: EpisodeRows, rng: Any = None) -> EpisodeRows:
-    """An `EpisodeTransform`: the rows of texts or images, each an `Example`.
+def encoded(encoder: RowEncoder, episode: EpisodeRows, rng: Any = None) -> EpisodeRows:
+    """An `EpisodeTransform`: the rows, each an `Example`.
 
-    Raises `UsageError` for a label that is none of the episode's.
+    Raises `UsageError` for a label that is none of the episode's, and for rows that the learner cannot read.
     """
-    if episode.encode is not None:
-        found = episode.encode(episode.support, episode.query)
-        return EpisodeRows(episode.task, found.support, found.query, found.names, facts=found.facts)
-    classes, sets = len(episode.classes), list[list[Example]]()
-    for rows in (episode.support, episode.query):
-        if classes and any(not 0 <= row.label < classes for row in rows):
-            names = " ".join(name for setting in SETTINGS for name in getattr(config, setting))
-            raise UsageError(
-                f"transforms {names} left a label that is none of the episode's {classes} classes; leave"
-                " labels alone"
-            )
-        if isinstance(tokenizer, ImageReader):
-            examples = [
-                Example([0], -1, values={"pixel_values": tokenizer.prepare(row.pixels)}) for row in rows
-            ]
-        else:
-            examples = encode(tokenizer, config, [row.text for row in rows], [row.target for row in rows])
-        own = [{"weight": row.weight} | ({"labels": row.label} if classes else {}) for row in rows]
-        sets.append([replace(one, **fields) for one, fields in zip(examples, own, strict=True)])
-    return EpisodeRows(episode.task, sets[0], sets[1], episode.classes)
+    classes, kind = len(episode.classes), encoder.config.learner.kind
+    names = " ".join(name for setting in SETTINGS for name in getattr(encoder.config, setting))
+    labels = [[row.label for row in rows] for rows in (episode.support, episode.query)] if classes else ()
+    if any(not 0 <= label < classes for rows in labels for label in rows):
+        raise UsageError(
+            f"transforms {names} left a label that is none of the episode's {classes} classes; leave labels"
+            " alone"
+        )
+    support, query = ([as_row(kind, row) for row in rows] for rows in (episode.support, episode.query))
+    with usage_errors(f"transforms {names} left rows that cannot be encoded", "correct them"):
+        return replace(episode, support=support, query=query).encoded(encoder, labels)
 
 
 def weigh_classes(weights: Mapping[str, float], episode: EpisodeRows, rng: Any = None) -> EpisodeRows:
@@ -201,12 +192,24 @@ def sampled_rows(rows: Sequence[T], size: int, steps: int, seed: Sequence[int]) 
         yield [rows[i] for i in order[part * len(rows) // parts : (part + 1) * len(rows) // parts]]
 
 
-def as_example(store: TokenStore, row: int, label: int) -> TextExample | ImageExample:
-    """A row as transforms see it. Raises `UsageError` and `OSError` for an image that cannot be read."""
-    target = store.text("target", row)
-    if store.images is None:
-        return TextExample(store.text("input", row), target, label)
-    return ImageExample(decode(store.image(row)), target, label)
+def as_example(kind: Any, row: Any, label: int) -> Any:
+    """A stored row as transforms see it. Raises `UsageError` and `OSError` for unreadable images."""
+    if not kind.pair:
+        return row
+    source, target = (row[name] for name in kind.pair)
+    if "image" in row:
+        return ImageExample(decode(row["image"]), target, label)
+    return TextExample(source, target, label)
+
+
+def as_row(kind: Any, example: Any) -> Any:
+    """The row of what `as_example` has made, and transforms have changed."""
+    if isinstance(example, ImageExample):
+        return {"image": EncodedImage("an image", array_bytes(example.pixels)), "weight": example.weight}
+    if isinstance(example, TextExample):
+        row = dict(zip(kind.pair, (example.text, example.target), strict=True))
+        return {**row, "weight": example.weight}
+    return example
 
 
 def checked(name: str, transform: Callable[..., Any], value: Any, rng: np.random.Generator) -> Any:

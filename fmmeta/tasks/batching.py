@@ -8,7 +8,7 @@ the whole set. Sets of several tasks are joined where their rows go through a mo
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -65,19 +65,6 @@ class Example:
         if self.losses is not None:
             return self.losses
         return 1 if isinstance(self.labels, int) else sum(label != IGNORE for label in self.labels)
-
-
-class EncodedRows(NamedTuple):
-    """Rows of an episode as a learner's batches take them.
-
-    names: of the labels, where rows have some: the micro-batches then say how many (`targets["classes"]`).
-    facts: what answers are read with, as JSON, such as the scale of targets; an adapted model stores them.
-    """
-
-    support: list[Example]
-    query: list[Example]
-    names: tuple[str, ...] = ()
-    facts: Mapping[str, Any] = {}
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""A function of the user that makes a model's inputs from rows (LearnerSpec.collate).
+"""The function that makes a model's inputs from rows (`Learner.collate`), with checks of what it returns.
 
-    rows of a micro-batch, as dictionaries of their columns --> collate --> {name: tensor [B, ...], or
-                                                             dictionaries, lists and tuples of tensors}
+    examples of a micro-batch --> collate --> {name: tensor [B, ...], or dictionaries, lists and tuples of
+                                            tensors}, and targets
 
 It runs in the process that loads the episode, so it must be importable. Before training all ranks call it
 with the same rows and compare the structure of what it returns (training/build.py); from then on a
@@ -12,9 +12,8 @@ B rows of a micro-batch.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +21,7 @@ from torch import Tensor
 from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.text import shortened
 from fmmeta.config.settings import Config
-from fmmeta.tasks.batching import Collated, CollateFn, Example, labels_of
+from fmmeta.tasks.batching import Collated, CollateFn, Example
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,9 @@ class Collate:
 
     @classmethod
     def of(cls, config: Config) -> "Collate | None":
-        """The function of the kind of task; None without one."""
-        spec, name = config.learner, f"task_type={config.task_type}: collate"
-        if spec.own is not None:
-            return cls(name, spec.own.collate)
-        return None if spec.collate is None else cls(name, partial(of_columns, spec.collate))
+        """The function of the kind of task; None where tokens are padded, or images stacked."""
+        spec = config.learner
+        return None if spec.plain else cls(f"task_type={config.task_type}: collate", spec.kind.collate)
 
     def __call__(self, rows: Sequence[Example], pad_token_id: int) -> Collated:
         """The inputs and targets of rows. Raises `UsageError` if the function fails or returns another
@@ -67,13 +64,6 @@ class Collate:
                 " the same keys for all rows"
             )
         return inputs, targets
-
-
-def of_columns(
-    function: Callable[[list[dict[str, Any]]], dict[str, Any]], rows: Sequence[Example], pad_token_id: int
-) -> Collated:
-    """The inputs that the user's function makes of the columns of rows, and their labels."""
-    return function([dict(row.values) for row in rows]), {"labels": labels_of(rows)}
 
 
 def structure_of(value: Any) -> Any:

@@ -188,8 +188,8 @@ def read_inputs(
     check_same_inputs(collate, world)
     inputs = RunInputs(description, tokenizer, sources, reading, deepspeed, trained, collate=collate)
     spec = config.learner
-    inputs.whole_sets = not getattr(spec.own, "rows_are_independent", True)
-    if own := [one for one in (spec.loss, spec.collate, spec.own) if one]:
+    inputs.whole_sets = not spec.kind.rows_are_independent
+    if own := [one for one in (spec.loss, None if spec.plain else spec.kind) if one]:
         inputs.code = digest([*map(source_of, own)])
     if config.pipeline_balance == "time":
         inputs.layer_costs = measure_layers(config, inputs, world)

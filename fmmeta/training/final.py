@@ -539,7 +539,7 @@ def card_results(
     found = list[EvalResult]()
     accuracy, loss = compared.rows[AFTER]
     kinds = ("exact_match", "exact match") if spec.generates else ("accuracy", "accuracy")
-    own = [((name, name), each["after"]) for name, each in compared.metrics.items() if spec.own]
+    own = [((name, name), each["after"]) for name, each in compared.metrics.items() if not spec.plain]
     for (metric, name), (mean, half) in (
         (kinds, accuracy),
         (("loss", f"loss ({config.learner.unit})"), loss),

@@ -36,7 +36,6 @@ from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import PassStats, Worker
 from fmmeta.reliability.checks import hash_vector
 from fmmeta.tasks.batching import Episode
-from fmmeta.tasks.data.encode import answer_reader
 from fmmeta.tasks.loader import LoadEpisode
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import EpisodeTransform, TaskSource
@@ -197,12 +196,11 @@ def metrics_of(
 
     Raises `UsageError` on a layout that cannot have them.
     """
-    reader, language, worker = None, None, parts.worker
+    language, worker, kind = None, parts.worker, config.learner.kind
     names = [name for name, metric in found if metric is None]
     own = [(name, metric) for name, metric in found if metric is not None]
-    if config.learner.generates:
-        reader = answer_reader(inputs.tokenizer, config.prompt_template, inputs.description.ends)
-    if reader and names:
+    reader = kind.reader(config, inputs.tokenizer, inputs.description.ends)
+    if names:
         refuse_drawn(inputs.sources.first, f"metrics={' '.join(names)}", "give functions module:name")
         if worker.group.size > 1:
             raise UsageError(
@@ -210,7 +208,7 @@ def metrics_of(
                 f"{worker.group.size}; use --group_size 1, or leave them out"
             )
         language = LanguageMetrics(names, worker, reader, config, parts.batcher, max_new_tokens, prompts)
-    return EpisodeMetrics.of_learner(config.learner.own, inputs.tokenizer, own, language, reader)
+    return EpisodeMetrics.of_learner(kind, reader, own, language)
 
 
 class HeldOut:

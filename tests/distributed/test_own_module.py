@@ -155,7 +155,7 @@ def test_what_does_not_go_with_a_module_is_refused(tmp_path):
     pairs = [(f"text {number}", f"class {number}") for number in range(3)]
     given = config_of(tmp_path / "n").but(dataset=Config().dataset, task_type=Config.task_type, n_way=2)
     run = fmmeta.MetaTrainer(given, dataset=fmmeta.Tasks(lambda seed: (pairs, pairs), train=3))
-    check_message(refusal(run.train), "n_way=2 is below the 3 classes", "raise --n_way")
+    check_message(refusal(run.train), "n_way=2 is the number of outputs", "raise --n_way")
     refused = refusal(fmmeta.MetaTrainer(Config(), learner=torch.nn.Linear(1, 1)).train)
     check_message(refused, "learner=Linear is no fmmeta.Learner")
 

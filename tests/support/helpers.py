@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fmmeta.config.settings import Config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import ProcessGroups, World
 from fmmeta.tasks.data import files, hub
@@ -58,6 +59,11 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
         path.write_bytes(gzip.compress(plain.read_bytes()))
         plain.unlink()
     return path
+
+
+def stored_by(kind: Any, config: Config, row: dict[str, Any], answered: bool = True) -> Any:
+    """What a learner stores of a row. kind: its class."""
+    return kind.rows(config, None, [*row], answered).read(Row(row, "row"))
 
 
 def read_rows(dataset: str, config_name: str | None = None) -> list[Row]:

@@ -1,6 +1,7 @@
 """Models, files and functions for tests of images and of collate functions."""
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,11 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 from transformers.modeling_outputs import BaseModelOutput
 
 from fmmeta.config.learners import CLASSIFICATION
+from fmmeta.config.settings import Config
+from fmmeta.learners.classification import NativeClassifier
 from fmmeta.learners.tiny import image_settings
+from fmmeta.tasks.batching import Collated, Example, labels_of
+from fmmeta.tasks.data.columns import RowReader, pick
 from fmmeta.tasks.data.images import ImageReader
 
 SIZE = 8  # pixels
@@ -121,11 +126,6 @@ def one_row_less(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"pixel_values": torch.zeros(len(rows) - 1, 3, SIZE, SIZE)}
 
 
-def stacked(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A collate function of images, the same as without one."""
-    return {"pixel_values": torch.stack([row["pixel_values"] for row in rows])}
-
-
 def darker(example: Any, rng: np.random.Generator) -> Any:
     """A transform of images."""
     from dataclasses import replace
@@ -133,7 +133,49 @@ def darker(example: Any, rng: np.random.Generator) -> Any:
     return replace(example, pixels=(example.pixels // 2).astype(np.uint8))
 
 
+class Nested(NativeClassifier):
+    """Reads all columns of a row."""
+
+    pair, inputs_of = (), staticmethod(nested)
+
+    @classmethod
+    def rows(cls, config: Config, tokenizer: Any, columns: Sequence[str], answered: bool = True) -> RowReader:
+        return RowReader(lambda row: row.values, label=str(pick(config, columns, "label_column")))
+
+    @classmethod
+    def encode(
+        cls, config: Config, tokenizer: Any, rows: Sequence[Any], facts: Mapping[str, Any]
+    ) -> list[Example]:
+        return [Example([0], -1, values=row) for row in rows]
+
+    @classmethod
+    def collate(cls, rows: Sequence[Example], pad_token_id: int) -> Collated:
+        return cls.inputs_of([dict(row.values) for row in rows]), {"labels": labels_of(rows)}
+
+
+class OtherKeysOnRank1(Nested):
+    inputs_of = staticmethod(other_keys_on_rank_1)
+
+
+class OtherKeysLater(Nested):
+    inputs_of = staticmethod(other_keys_later)
+
+
+class OneRowLess(Nested):
+    inputs_of = staticmethod(one_row_less)
+
+
+class Stacked(NativeClassifier):
+    """The same inputs as without `collate`."""
+
+    @classmethod
+    def collate(cls, rows: Sequence[Example], pad_token_id: int) -> Collated:
+        return {"pixel_values": torch.stack([row.values["pixel_values"] for row in rows])}, {
+            "labels": labels_of(rows)
+        }
+
+
 of_nested, of_other_keys_on_rank_1, of_other_keys_later, of_one_row_less, of_stacked = (
-    replace(CLASSIFICATION, collate=function)
-    for function in (nested, other_keys_on_rank_1, other_keys_later, one_row_less, stacked)
+    replace(CLASSIFICATION, learner=kind)
+    for kind in (Nested, OtherKeysOnRank1, OtherKeysLater, OneRowLess, Stacked)
 )

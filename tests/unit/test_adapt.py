@@ -529,12 +529,12 @@ def test_python_api_accepts_rows_and_pairs_and_lists_of_texts(bert):
         ({"support": [("a", "x"), ("\ud800b", "y")]}, ("support[1]", "\\ud800", "fix the row")),
         (
             {"support": [{"words": "a", "label": "x"}]},
-            ("support has none", "it has label, words", "--text_column"),
+            ("support: the data has none", "it has label, words", "--text_column"),
         ),
         ({"support": [("a", "x"), ("b", "x")]}, ("support has one", "give examples of two or more")),
         ({"query": ["ab"]}, ("query[0]='ab'", "give (text, label) or {'text': ...")),
         ({"query": []}, ("query=[] holds no rows", "give pairs")),
-        ({"query": [("a", "z")]}, ("query has the class", "add some")),
+        ({"query": [("a", "z")]}, ("query: the query set has the class", "add some")),
     ],
 )
 def test_bad_data_from_python_are_refused(data, parts):
@@ -546,8 +546,8 @@ def test_missing_columns_are_of_the_set_that_lacks_them(name, tmp_path):
     rows = [{"words": "a", "class": "b"}]
     file = write_rows(tmp_path / "rows.csv", rows)
     for data, more, parts in (
-        (rows, {}, (f"{name} has none of the columns", "name one with --text_column")),
-        (file, {}, (f"{name}={file} has none of the columns", "name one with --text_column")),
+        (rows, {}, (f"{name}: the data has none of the columns", "name one with --text_column")),
+        (file, {}, (f"{name}={file}: the data has none of the columns", "name one with --text_column")),
         (file, {"text_column": "title"}, ("text_column=title", f"{name}={file}")),
     ):
         sets = {"support": PAIRS, "query": PAIRS, name: data}

@@ -132,7 +132,7 @@ def test_examples_without_room_are_left_out_of_the_prompt(llama, terminal, capsy
     pairs = [*PAIRS, *((word, word[0]) for word in WORDS[6:9])]
     adapted = fmmeta.adapt(llama, pairs, method="in_context", quiet=False, **SETTINGS)
     model, whole = adapted.loaded, adapted.loaded.prompt_examples
-    examples = model.encode_inputs(INPUTS[:1])
+    examples = model.encode([{"input": INPUTS[0]}], {})
     (ids,), (short,) = (model.prompts_of(whole, examples, most) for most in (64, 1))
     kept = [token for pair in pairs[2:] for token in tokens_of(*pair)[0]]
     assert [*ids] == [*short] == [BOS, *kept, *tokens_of(INPUTS[0])[0]]
@@ -201,7 +201,7 @@ def test_the_card_of_a_chat_model_has_the_prompt_in_use(llama, tmp_path):
     )
     assert prompt_in(tmp_path / "out") == "<u>river<a>r<eos><u>stone<a>s<eos><u>5 + 1<a>"
     loaded = adapted.loaded
-    examples = loaded.encode_inputs(["5 + 1"])
+    examples = loaded.encode([{"input": "5 + 1"}], {})
     (ids,) = loaded.prompts_of(loaded.prompt_examples, examples, 1)
     assert byte_tokenizer().decode(ids[1:]) == prompt_in(tmp_path / "out")
     assert ids[0] == BOS

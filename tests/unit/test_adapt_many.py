@@ -193,7 +193,8 @@ def test_whole_models_and_the_builtin_model_learn_many_tasks(bert, tmp_path):
 
 def encoded(learner: TaskLearner, name: str, pairs) -> task_learner.Encoded:
     """A task as the learner sees it."""
-    columns = Table([], [], [], [text for text, _ in pairs], [label for _, label in pairs])
+    values, (texts, labels) = ["{}"] * len(pairs), map(list, zip(*pairs, strict=True))
+    columns = Table(input=texts, target=labels, values=values)
     return learner.encode(TaskExamples(name, columns, tuple(sorted(set(columns.target)))))
 
 
@@ -419,7 +420,7 @@ def test_folders_learned_with_another_file_are_not_taken_for_complete(
 
 def test_other_content_of_an_image_file_is_another_example(tmp_path):
     file = tmp_path / "0.png"
-    table = Table(["c"], [""], [""], ["0.png"], ["c"], image=[EncodedImage(str(file))])
+    table = Table(["c"], [""], [""], ["0.png"], ["c"], image=[EncodedImage(str(file))], values=["{}"])
     digests = {support_digest(table)}  # without the file
     for content in (b"one", b"other"):
         file.write_bytes(content)
@@ -525,7 +526,7 @@ def test_the_adapter_that_was_used_longest_ago_leaves_the_memory(mixed, tmp_path
 
 def test_adapters_are_read_again_when_their_files_change(mixed, tmp_path, capsys, terminal):
     """Those that could not be used are tried again, and changed weights are read."""
-    later, row = tmp_path / "adapters" / "later", predict.Input(TEXTS[0], TEXTS[0], "later")
+    later, row = tmp_path / "adapters" / "later", predict.Input(TEXTS[0], {"text": TEXTS[0]}, "later")
     for name in ("task 0", "later"):
         shutil.copytree(mixed / "task 0", later.parent / name)
     (later / ADAPTER_FILE).unlink()

@@ -1,7 +1,6 @@
 """A collate function: nested inputs reach the model, and what a function may not return."""
 
 import pickle
-from functools import partial
 from typing import Any
 
 import pytest
@@ -9,8 +8,8 @@ import torch
 
 import fmmeta
 from fmmeta.config.settings import Config
-from fmmeta.tasks.batching import Example, MicroBatch
-from fmmeta.tasks.collate import Collate, of_columns, structure_of
+from fmmeta.tasks.batching import Example, MicroBatch, labels_of
+from fmmeta.tasks.collate import Collate, structure_of
 from tests.support.helpers import write_rows
 from tests.support.messages import check_message, refusal
 from tests.support.vision import nested_rows, save_nested
@@ -82,7 +81,7 @@ def test_the_structure_of_inputs_is_compared():
 
 def test_functions_that_make_no_inputs_are_refused():
     def of(function: Any) -> Collate:
-        return Collate("a:b", partial(of_columns, function))
+        return Collate("a:b", lambda rows, pad_token_id: (function(rows), {"labels": labels_of(rows)}))
 
     check_message(refusal(of(lambda rows: [1]), ROWS, 0), "a:b returned [1]", "return a dictionary")
     less = named("one_row_less")

@@ -227,7 +227,7 @@ def test_arguments_that_are_bad_or_contradict_the_settings_are_refused(bert, tmp
         (
             {},
             {"dataset": [{"words": "a", "label": "b"}]},
-            ("dataset=in-memory has none of the columns text", "--text_column"),
+            ("dataset=in-memory: the data has none of the columns text", "--text_column"),
         ),
         (
             {},

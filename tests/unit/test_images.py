@@ -145,7 +145,7 @@ def test_values_that_are_no_images_are_refused(tmp_path):
     for value in ("", None, 3, [1], b"", {"bytes": None, "path": None}):
         check_message(refusal(encoded_image, value, "image", "rows.jsonl:3", None), "which is no image")
     text = refusal(encoded_image, np.zeros((2, 2)), "image", "rows[1]", None)
-    check_message(text, "rows[1]", "float64", "give uint8")
+    check_message(text, "has image with the shape", "float64", "give uint8")
     (tmp_path / "outside.png").write_bytes(png(pixels(0, 0)))
     (tmp_path / "data").mkdir()
     for value, name in (
@@ -217,7 +217,7 @@ def test_folders_files_bytes_and_data_sets_give_the_same_rows(images, vit, tmp_p
         {
             store.text("input", row): (
                 store.text("target", row),
-                store.example(row, 0).values["pixel_values"],
+                store.examples([row], {})[0].values["pixel_values"],
             )
             for row in range(len(store))
         }
@@ -238,7 +238,7 @@ def test_paths_given_in_python_are_those_of_the_working_folder(tmp_path, monkeyp
         monkeypatch.chdir(folder)
         names = [(row.origin, row.values["label"]) for row in image_rows("images")]
         store = opened(config, rows_in_memory(names, config)).train.store
-        assert Path(store.image(0).where).is_relative_to(folder)
+        assert Path(store.value(0)["image"].where).is_relative_to(folder)
 
 
 def test_a_folder_of_folders_of_images_has_strata(tmp_path, vit):
@@ -307,7 +307,7 @@ def test_transforms_change_the_pixels_of_training_episodes(images, vit):
     config = config_of(vit, images, example_transforms=["tests.support.vision:darker"])
     source = opened(config).train
     plain = source.draw(first_task(source)).episode()
-    changed = transformed(source.draw(first_task(source)), reading(config, source.store.images))
+    changed = transformed(source.draw(first_task(source)), reading(config, source.store.encoder.tokenizer))
     for before, after in zip(plain.support, changed.support, strict=True):
         assert before.labels == after.labels
         light, dark = ((row.values["pixel_values"] + 1) / 2 for row in (before, after))

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import fmmeta
 from fmmeta.adaptation import model as models
@@ -24,6 +25,7 @@ from fmmeta.cli import parse
 from fmmeta.common import security
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import EvaluateConfig, PredictConfig, TuneConfig
+from fmmeta.learners.classification import NativeClassifier
 from fmmeta.learners.tiny import byte_tokenizer
 from harness.fork_server import shared
 from tests.support.helpers import refusal, write_rows
@@ -218,10 +220,10 @@ def test_rows_are_read_as_they_are_answered(name, adapted, tmp_path):
 
 
 def test_some_inputs_at_a_time_are_encoded(adapted, monkeypatch):
-    texts, sizes, encode = [f"{text} {n}" for n in range(12) for text in TEXTS], [], models.encode
+    texts, sizes, encode = [f"{text} {n}" for n in range(12) for text in TEXTS], [], NativeClassifier.encode
     loaded = fmmeta.load(adapted[0], micro_batch_size=2)
     wanted = loaded.predict(texts)
-    monkeypatch.setattr(models, "encode", lambda *args: sizes.append(len(args[2])) or encode(*args))
+    monkeypatch.setattr(NativeClassifier, "encode", lambda *args: sizes.append(len(args[2])) or encode(*args))
     monkeypatch.setattr(models, "PASSES", 2)
     found = loaded.predict(texts)
     assert sizes == [4] * (len(texts) // 4)
@@ -291,8 +293,8 @@ def test_equal_classes_spreads_inputs_evenly(adapted, tmp_path):
     """Sinkhorn by hand, in numpy, from the model's probabilities; from Python the same."""
     texts = [f"{word} {other}" for word in WORDS[:2] for other in WORDS[10:16]]
     model = fmmeta.load(adapted[0])
-    examples = model.loaded.encode_inputs(texts)
-    shares = model.loaded.class_logits(examples).double().softmax(1).numpy()
+    found = model.loaded.respond(model.loaded.encode([{"text": text} for text in texts], {}), 1, 2)
+    shares = torch.stack([logits for logits, _ in found]).double().softmax(1).numpy()
     for _ in range(10):
         shares /= shares.sum(0)
         shares /= shares.sum(1, keepdims=True)

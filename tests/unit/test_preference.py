@@ -16,7 +16,9 @@ from fmmeta.learners.load import describe, load_learner, load_tokenizer
 from fmmeta.learners.preference import PreferenceLearner, RewardLearner
 from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.tasks.batching import Batcher, collate
-from fmmeta.tasks.sources.own import encoder
+from fmmeta.tasks.data.encode import RowEncoder
+from fmmeta.tasks.sources.own import OwnRows
+from tests.support.helpers import stored_by
 from tests.support.launch import ROOT
 from tests.support.models import WORDS
 
@@ -43,7 +45,7 @@ def loaded(**settings):
 
 def batch_of(config, tokenizer, learner, rows):
     own = type(learner)
-    examples = own.encode(config, tokenizer, rows, rows).query
+    examples = own.encode(config, tokenizer, rows, {})
     return collate(examples, 1 / len(rows), 0, collate_fn=own.collate)
 
 
@@ -90,9 +92,9 @@ def test_the_loss_is_equation_7_and_so_is_its_gradient():
 
 def test_columns_of_the_reference_replace_the_base():
     rows = [{**row, "chosen_logp": -3.0 * i, "rejected_logp": -7.5} for i, row in enumerate(ROWS)]
-    read = PreferenceLearner.rows(Config(task_type="preference"), list(rows[0]))
+    plain = Config(task_type="preference")
     config, tokenizer, learner = loaded(lora_r=0)
-    batch = batch_of(config, tokenizer, learner, [read(row) for row in rows])
+    batch = batch_of(config, tokenizer, learner, [stored_by(PreferenceLearner, plain, row) for row in rows])
     found = learner.losses(learner(**batch.inputs), batch).loss
     for i, row in enumerate(ROWS):
         pi = [log_probability(learner.hf, tokenizer, row["prompt"], row[s]) for s in ("chosen", "rejected")]
@@ -118,7 +120,7 @@ def test_a_reward_model_learns_by_bradley_and_terry():
 
 def test_a_pair_counts_once_however_long_its_answers_are():
     config, tokenizer, _ = loaded()
-    examples = PreferenceLearner.encode(config, tokenizer, ROWS, []).support
+    examples = PreferenceLearner.encode(config, tokenizer, ROWS, {})
     (batch,) = Batcher(0, collate_fn=PreferenceLearner.collate).split(examples)
     assert batch.weights.tolist() == pytest.approx([1 / 3] * 3)
     assert batch.inputs["input_ids"].shape == batch.inputs["labels"].shape
@@ -142,8 +144,8 @@ def said(text):
     ],
 )
 def test_the_forms_of_trl_are_the_same_row(row):
-    read = PreferenceLearner.rows(Config(task_type="preference", lora_r=4), list(row))
-    assert read(row) == {"prompt": "2 + 2", "chosen": "4", "rejected": "5"}
+    stored = stored_by(PreferenceLearner, Config(task_type="preference", lora_r=4), row)
+    assert stored == {"prompt": "2 + 2", "chosen": "4", "rejected": "5"}
 
 
 @pytest.mark.parametrize(
@@ -159,18 +161,17 @@ def test_the_forms_of_trl_are_the_same_row(row):
     ],
 )
 def test_rows_that_cannot_be_compared_are_refused(row, why):
-    read = PreferenceLearner.rows(Config(task_type="preference", lora_r=4), list(row))
     with pytest.raises(UsageError, match=why) as refused:
-        read(row)
+        stored_by(PreferenceLearner, Config(task_type="preference", lora_r=4), row)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("columns", [["chosen", "rejected"], ["chosen", "rejected", "chosen_logp"]])
 def test_without_a_reference_the_fix_is_named(columns):
     with pytest.raises(UsageError, match="give --lora_r 8, whose base is the reference, or both columns"):
-        PreferenceLearner.rows(Config(task_type="preference"), columns)
+        PreferenceLearner.rows(Config(task_type="preference"), None, columns)
     with pytest.raises(UsageError, match="has no column rejected; it has chosen, text"):
-        PreferenceLearner.rows(Config(task_type="preference", lora_r=4), ["chosen", "text"])
+        PreferenceLearner.rows(Config(task_type="preference", lora_r=4), None, ["chosen", "text"])
 
 
 def write(path, tasks=9, rows=8):
@@ -247,19 +248,21 @@ def test_stages_are_refused_in_one_line(kind):
 @pytest.mark.parametrize("kind", ["preference", "reward"])
 def test_the_sample_data_are_rows(kind):
     lines = (ROOT / "examples/data/preferences.jsonl").read_text().splitlines()
-    read = KINDS[kind].rows(Config(task_type=kind, lora_r=4), ["task", "prompt", "chosen", "rejected"])
+    config = Config(task_type=kind, lora_r=4)
     assert len({json.loads(line)["task"] for line in lines}) == 24
-    assert all(read(json.loads(line))["prompt"] == "eat" for line in lines)
+    rows = (stored_by(KINDS[kind], config, json.loads(line)) for line in lines)
+    assert all(row["prompt"] == "eat" for row in rows)
 
 
 def test_rows_of_a_function_are_read_as_those_of_a_file():
     config, tokenizer, _ = loaded()
     row = {"question": "a", "chosen": [said("b")], "rejected": "c", "chosen_logp": -1, "rejected_logp": -2.5}
-    found = encoder(config, tokenizer)([row], [row])
-    assert found.query[0].values["reference"] == [-1.0, -2.5]
+    rows = OwnRows("rows", RowEncoder(config, tokenizer))
+    found = rows.examples([rows.read(row)], {})
+    assert found[0].values["reference"] == [-1.0, -2.5]
     plain = Config(task_type="preference")
     with pytest.raises(UsageError, match="give --lora_r 8"):
-        encoder(plain, tokenizer)(ROWS, ROWS)
+        OwnRows("rows", RowEncoder(plain, tokenizer)).read(ROWS[0])
 
 
 def test_a_tokenizer_without_an_end_token_writes_its_own_around_the_whole():
@@ -267,5 +270,5 @@ def test_a_tokenizer_without_an_end_token_writes_its_own_around_the_whole():
     ids = tokenizer("Input: a river\nOutput: stone")["input_ids"]
     tokenizer.eos_token = None
     config = Config(task_type="reward")
-    (example,) = RewardLearner.encode(config, tokenizer, ROWS[:1], []).support
+    (example,) = RewardLearner.encode(config, tokenizer, ROWS[:1], {})
     assert list(example.values["pair"][0].input_ids) == ids

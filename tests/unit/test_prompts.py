@@ -16,9 +16,9 @@ from fmmeta import Config, MetaTrainer
 from fmmeta.adaptation import predict
 from fmmeta.checkpoint.model_card import Content, write_card
 from fmmeta.evaluation.settings import PredictConfig
+from fmmeta.learners.causal_lm import CausalLearner
 from fmmeta.learners.load import describe, load_tokenizer, suggest_chat
 from fmmeta.learners.tiny import byte_tokenizer
-from fmmeta.metrics.own import EpisodeMetrics
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.encode import (
     answer_reader,
@@ -182,7 +182,7 @@ def test_an_answer_is_learned_as_rendered_and_read_without_what_surrounds_it(nam
     ids = list(row.input_ids)[len(row.prompt) :]
     assert ids[-1] in reader.ends
     assert reader.text(ids) == reader.text([*ids, 7, 8]) == "4"
-    assert EpisodeMetrics(reader=reader)._text(ids, ()) == "4"
+    assert CausalLearner.present(ids, (), {}, reader) == "4"
 
 
 def test_end_tokens_are_those_of_checkpoint_tokenizer_and_template():
@@ -395,7 +395,7 @@ def test_an_instruction_precedes_its_input_which_may_be_empty(tmp_path, template
     rows = [{name.title(): value for name, value in row.items()} for row in ROWS]
     store, notes = stored(tmp_path, rows, prompt_template=template)
     assert [store.text("input", row) for row in (0, 5)] == ["add 0\n0 {x}", "add 5"]
-    prompt, _ = parts(byte_tokenizer(), store.example(5))
+    prompt, _ = parts(byte_tokenizer(), *store.examples([5], {}))
     assert prompt == ("<bos>Input: add 5\nOutput:" if template == "plain" else "<bos>Q: add 5\nA:")
     assert not any("not read" in note for note in notes)
 
@@ -403,7 +403,7 @@ def test_an_instruction_precedes_its_input_which_may_be_empty(tmp_path, template
 def test_a_template_is_filled_from_columns_which_may_be_empty(tmp_path):
     rows = [{**row, "context": row["instruction"].upper()} for row in ROWS]
     store, notes = stored(tmp_path, rows, prompt_template="{context}; {input}{{}}\\n{context} ={output}.")
-    shown = [parts(byte_tokenizer(), store.example(row)) for row in (1, 5)]
+    shown = [parts(byte_tokenizer(), one) for one in store.examples([1, 5], {})]
     assert shown[0] == ("<bos>ADD 1; 1 {x}{}\nADD 1 =", "1.<eos>")
     assert shown[1][0] == "<bos>ADD 5; {}\nADD 5 ="
     (unread,) = [note for note in notes if "not read" in note]
@@ -446,7 +446,7 @@ def test_an_adapted_model_answers_rows_with_the_columns_of_its_template(llama, t
     (answer,) = loaded.predict([row], max_new_tokens=1)
     assert answer.input == "add 5|\n"
     for one in ("add 5", {"input": "5"}):
-        check_message(refusal(loaded.predict, [one]), "{instruction}", "no column of texts[0]")
+        check_message(refusal(loaded.predict, [one]), "texts[0]: ", "{instruction}", "no column of the data")
     file = write_rows(tmp_path / "new.csv", [row])
     predict.run(PredictConfig(str(folder), input=str(file), max_new_tokens=1))
     assert json.loads(capsys.readouterr().out)["input"] == "add 5|\n"

@@ -14,18 +14,26 @@ import torch.nn.functional as F
 import transformers
 
 import fmmeta
+from fmmeta.adaptation.model import Answer
+from fmmeta.adaptation.predict import AdapterDirectory
 from fmmeta.common.errors import UsageError
 from fmmeta.config import learners
 from fmmeta.config.learners import REGRESSION, check_loss
 from fmmeta.config.settings import Config
+from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.evaluation.tune import shown
 from fmmeta.learners.regression import PooledRegressor, Regressor
 from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.metrics.scores import EpisodeScore
 from fmmeta.report.page import write
 from fmmeta.tasks.batching import Batcher
+from fmmeta.tasks.data.columns import Row
+from fmmeta.tasks.data.encode import RowEncoder
+from fmmeta.tasks.schedule.meta_batches import Task
+from fmmeta.tasks.sources.base import EpisodeRows
 from fmmeta.train import MetaTrainer
 from fmmeta.training.state import Best
+from tests.support.helpers import stored_by
 from tests.support.launch import ROOT
 
 KIND: dict[str, Any] = {"task_type": "regression"}
@@ -49,12 +57,12 @@ SUPPORT = [{"text": "a", "target": [1.0, 5.0]}, {"text": "bb", "target": [3.0, 5
     ],
 )
 def test_rows_have_a_text_and_numbers(row, found):
-    assert Regressor.rows(Config(**KIND), [*row])(row) == found
+    assert stored_by(Regressor, Config(**KIND), row) == found
 
 
 def test_two_sentences_are_joined():
     row = {"sentence1": "a", "sentence2": "b", "score": 1}
-    text = Regressor.rows(Config(**KIND), [*row])(row)["text"]
+    text = stored_by(Regressor, Config(**KIND), row)["text"]
     assert (text[0], text[-1]) == ("a", "b")
 
 
@@ -71,11 +79,12 @@ def test_two_sentences_are_joined():
 )
 def test_other_rows_are_refused_in_one_line(row, message):
     with pytest.raises(UsageError, match=message):
-        Regressor.rows(Config(**KIND), [*row])(row)
+        stored_by(Regressor, Config(**KIND), row)
 
 
 def encoded(support, query, **settings):
-    return Regressor.encode(Config(**KIND, **settings), byte_tokenizer(), support, query)
+    encoder = RowEncoder(Config(**KIND, **{"n_way": 2, **settings}), byte_tokenizer())
+    return EpisodeRows(Task(0, "", "", 0, ()), support, query).encoded(encoder)
 
 
 def test_targets_are_scaled_by_the_support_set_and_answers_are_not():
@@ -83,10 +92,9 @@ def test_targets_are_scaled_by_the_support_set_and_answers_are_not():
     assert found.facts == {"mean": [2.0, 5.0], "std": [1.0, 1.0]}  # a constant target keeps its unit
     assert [row.labels for row in found.support] == [[-1.0, 0.0], [1.0, 0.0]]
     assert found.query[0].labels == [2.0, 1.0]
-    assert Regressor.present(found.query[0].labels, found.names, found.facts) == [4.0, 6.0]
-    known = {**found.facts, "names": found.names}
-    again = Regressor.encode(Config(**KIND), byte_tokenizer(), [], [{"text": "c"}], known)
-    assert (again.query[0].labels, again.facts) == ([0.0, 0.0], found.facts)
+    assert Regressor.present(found.query[0].labels, found.classes, found.facts) == [4.0, 6.0]
+    (unknown,) = Regressor.encode(Config(**KIND), byte_tokenizer(), [{"text": "c"}], found.facts)
+    assert unknown.labels == [0.0, 0.0]
     with pytest.raises(UsageError, match="a row has 1 targets, and others 2"):
         encoded(SUPPORT, [{"text": "c", "target": [4.0]}])
 
@@ -217,3 +225,22 @@ def test_more_targets_than_outputs_are_refused(tmp_path):
         MetaTrainer(Config(**settings, output_dir=str(tmp_path / "one"))).train()
     result = MetaTrainer(Config(**settings, n_way=2, output_dir=str(tmp_path / "two"))).train()
     assert result.held_out["metrics"].keys() == {"mse", "mae", "r2"}
+
+
+@pytest.mark.parametrize("pooling", ["mean", "model"])
+def test_adapters_answer_in_one_pass_in_the_units_of_their_tasks(tmp_path, bert, pooling):
+    supports = {
+        name: [{"text": text, "target": unit * number} for number, text in enumerate(("a", "b c", "d"))]
+        for name, unit in (("low", 1.0), ("high", 1000.0))
+    }
+    settings: dict[str, Any] = {**KIND, "pooling": pooling, "inner_steps": 3, "lora_r": 2}
+    models = fmmeta.adapt_many(bert, supports, output_dir=tmp_path / "all", **settings)
+    adapters = AdapterDirectory(PredictConfig(adapters=str(tmp_path / "all")))
+    asked = [("high", "a"), ("low", "d"), ("high", "b c d")]
+    found = adapters.answer(
+        [replace(adapters.model.read(Row({"text": one}, "row")), adapter=name) for name, one in asked]
+    )
+    for (name, text), answer in zip(asked, found, strict=True):
+        assert isinstance(answer, Answer)
+        (wanted,) = models[name].predict([text])
+        assert (answer.input, answer.output) == (text, pytest.approx(wanted.output, rel=1e-4))

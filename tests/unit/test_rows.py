@@ -20,11 +20,14 @@ import pytest
 
 import fmmeta
 from fmmeta.config.settings import Config
+from fmmeta.learners.causal_lm import CausalLearner
+from fmmeta.learners.classification import NativeClassifier
 from fmmeta.tasks.data import files, hub
-from fmmeta.tasks.data.columns import USUAL, Row, input_of
-from fmmeta.tasks.data.rows import rows_in_memory, tabulate
+from fmmeta.tasks.data.columns import Row
+from fmmeta.tasks.data.images import ImageReader
+from fmmeta.tasks.data.rows import Table, rows_in_memory, tabulate
 from fmmeta.tasks.sources.load import load_sources, reader_of, task_files
-from tests.support.helpers import read_rows, refusal, write_rows
+from tests.support.helpers import read_rows, refusal, stored_by, write_rows
 from tests.support.messages import check_message
 
 ROWS = [
@@ -436,7 +439,8 @@ def png(shade: int) -> bytes:
 
 def tabulated(given, bad, images) -> tuple[list[str], list[str]]:
     rows = given if isinstance(given, list) else rows_in_memory(given, Config())
-    table = tabulate("d", rows, Config(), lambda text: None, bad.append, images=images)
+    reader = ImageReader({}) if images else None
+    table = tabulate("d", rows, Config(), lambda text: None, bad.append, tokenizer=reader)
     return table.input, table.target
 
 
@@ -602,6 +606,10 @@ def test_pairs_read_as_texts_are_told_the_task_type():
 CAUSAL = Config(task_type="causal_lm")
 
 
+def options_in(table: Table) -> list[list[str] | None]:
+    return [row.get("options") for row in table.rows(CausalLearner)]
+
+
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
@@ -635,9 +643,9 @@ def test_options_are_read_from_files(tmp_path, ending):
     ]
     path = write_rows(tmp_path / f"d{ending}", given)
     table = tabulate("d", read_rows(str(path)), CAUSAL, print, one_task=True)
-    assert table.options == [["no", "yes"], ["a", "b"], [], []]
+    assert options_in(table) == [["no", "yes"], ["a", "b"], None, None]
     rows = [Row({"input": "q", "output": "yes"}, "d.jsonl:1")]
-    assert tabulate("d", rows, CAUSAL, print, one_task=True).options == [[]]
+    assert options_in(tabulate("d", rows, CAUSAL, print, one_task=True)) == [None]
 
 
 def test_columns_are_found_in_upper_and_lower_case():
@@ -648,7 +656,7 @@ def test_columns_are_found_in_upper_and_lower_case():
     rows = [Row({"Text": "x", "text": "y", "label": "a"}, "here")]
     assert tabulate("d", rows, Config(), print).input == ["y"]
     rows = [Row({"Question": "q", "Answer": "yes", "Options": ["yes", "no"]}, "here")]
-    assert tabulate("d", rows, CAUSAL, print, one_task=True).options == [["yes", "no"]]
+    assert options_in(tabulate("d", rows, CAUSAL, print, one_task=True)) == [["yes", "no"]]
 
 
 def test_two_sentences_are_one_text(tmp_path):
@@ -684,7 +692,7 @@ def test_the_last_turn_of_an_assistant_is_the_answer(tmp_path, values):
             '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},'
             ' {"role": "user", "content": "c"}]'
         ]
-        assert (table.target, table.answers) == (["d"], [[]])
+        assert (table.target, table.values) == (["d"], ["{}"])
 
 
 @pytest.mark.parametrize("column", ["messages", "Conversations"])
@@ -696,7 +704,8 @@ def test_conversations_may_be_the_text_of_a_json_list(tmp_path, column):
         wanted = tabulate("d", [Row(lists[0], "d:1")], config, print, one_task=True)
         assert wanted.target == ["d"]
         assert tabulate("d", list(rows), config, print, one_task=True) == wanted
-        assert input_of(config, Row(texts[0], "d:1"), [column]) == wanted.input[0]
+        asked = stored_by(CausalLearner, config, texts[0], answered=False)
+        assert asked == {"input": wanted.input[0]}
 
 
 def test_a_single_turn_is_a_text():
@@ -729,17 +738,18 @@ def test_all_of_several_answers_are_right():
     rows = [Row({"question": "q", "answers": ["yes", "yes", "sure"]}, "d:1")]
     rows.append(Row({"question": "r", "answers": ["no"]}, "d:2"))
     table = tabulate("d", rows, CAUSAL, print, one_task=True)
-    assert (table.target, table.answers) == (["yes", "no"], [["yes", "sure"], []])
+    assert table.target == ["yes", "no"]
+    assert [row.get("answers") for row in table.rows(CausalLearner)] == [["yes", "sure"], None]
     rows[0].values["options"] = ["sure", "never"]
-    assert tabulate("d", rows, CAUSAL, print, one_task=True).options == [["sure", "never"], []]
+    assert options_in(tabulate("d", rows, CAUSAL, print, one_task=True)) == [["sure", "never"], None]
 
 
 def test_inputs_of_predict_are_those_of_training():
-    chat, keys = Config(task_type="causal_lm", prompt_template="chat"), USUAL["input_column"]
+    chat = Config(task_type="causal_lm", prompt_template="chat")
     asked = '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},'
     asked += ' {"role": "user", "content": "c"}]'
     for turns in (MESSAGES, MESSAGES[:3]):
-        assert input_of(chat, Row({"Messages": turns}, "d:1"), keys) == asked
-    pair, keys = Row({"Sentence1": "a", "sentence2": "b"}, "d:1"), USUAL["text_column"]
-    assert input_of(Config(), pair, keys) == "a [SEP] b"
-    assert input_of(Config(), pair, ["sentence1"]) == "a"
+        assert stored_by(CausalLearner, chat, {"Messages": turns}, answered=False) == {"input": asked}
+    pair = {"Sentence1": "a", "sentence2": "b"}
+    for config, text in ((Config(), "a [SEP] b"), (Config(text_column="sentence1"), "a")):
+        assert stored_by(NativeClassifier, config, pair, answered=False) == {"text": text}

@@ -12,6 +12,7 @@ from fmmeta.learners.load import describe, load_tokenizer
 from fmmeta.learners.seq2seq import Seq2SeqLearner
 from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.tasks.batching import IGNORE, Batcher
+from tests.support.helpers import stored_by
 from tests.support.models import save, save_llama, tiny, write_pairs
 
 ROWS = [
@@ -23,7 +24,7 @@ ROWS = [
 
 def batch_of(rows, **settings):
     config = Config(task_type="seq2seq", **settings)
-    examples = Seq2SeqLearner.encode(config, byte_tokenizer(), rows, []).support
+    examples = Seq2SeqLearner.encode(config, byte_tokenizer(), rows, {})
     (batch,) = Batcher(0, collate_fn=Seq2SeqLearner.collate).split(examples)
     order = sorted(range(len(rows)), key=lambda i: -len(examples[i].input_ids))
     return batch, [examples[i] for i in order]
@@ -84,7 +85,7 @@ def test_labels_are_the_answer_and_its_end_also_where_it_is_cut():
     tokenizer = byte_tokenizer()
     rows = [{"input": "x" * 40, "output": "y" * 40}, {"input": "a", "output": "b"}]
     config = Config(task_type="seq2seq", max_length=8)
-    cut, short = Seq2SeqLearner.encode(config, tokenizer, rows, []).support
+    cut, short = Seq2SeqLearner.encode(config, tokenizer, rows, {})
     assert len(cut.input_ids) == len(cut.labels) == 8
     assert cut.labels[-1] == short.labels[-1] == tokenizer.eos_token_id
     assert short.labels == [*tokenizer("b")["input_ids"], tokenizer.eos_token_id]
@@ -92,13 +93,13 @@ def test_labels_are_the_answer_and_its_end_also_where_it_is_cut():
 
 def test_the_input_is_read_alone_or_in_a_format_string():
     tokenizer = byte_tokenizer()
-    columns, row = ["document", "output", "style"], {"document": "abc", "style": "short", "output": "a"}
+    row = {"document": "abc", "style": "short", "output": "a"}
     settings = {"task_type": "seq2seq", "input_column": "document"}
 
     def text(**more):
         config = Config(**settings, **more)
-        stored = Seq2SeqLearner.rows(config, columns)(row)
-        (example,) = Seq2SeqLearner.encode(config, tokenizer, [stored], []).support
+        stored = stored_by(Seq2SeqLearner, config, row)
+        (example,) = Seq2SeqLearner.encode(config, tokenizer, [stored], {})
         return tokenizer.decode(example.input_ids, skip_special_tokens=True)
 
     assert text() == "abc"
@@ -117,16 +118,17 @@ def test_the_input_is_read_alone_or_in_a_format_string():
 )
 def test_columns_and_templates_that_do_not_fit_are_refused(settings, columns, why):
     with pytest.raises(UsageError, match=why) as refused:
-        Seq2SeqLearner.rows(Config(task_type="seq2seq", **settings), columns)
+        Seq2SeqLearner.rows(Config(task_type="seq2seq", **settings), None, columns)
     assert "\n" not in str(refused.value)
 
 
 def test_a_row_has_one_answer():
-    read = Seq2SeqLearner.rows(Config(task_type="seq2seq"), ["input", "output"])
-    assert read({"input": "a", "output": ["b"]}) == {"input": "a", "output": "b"}
+    config = Config(task_type="seq2seq")
+    stored = stored_by(Seq2SeqLearner, config, {"input": "a", "output": ["b"]})
+    assert stored == {"input": "a", "output": "b"}
     for output in (["b", "c"], " ", None):
         with pytest.raises(UsageError, match="output="):
-            read({"input": "a", "output": output})
+            stored_by(Seq2SeqLearner, config, {"input": "a", "output": output})
 
 
 def test_a_model_without_an_encoder_is_refused(tmp_path):

@@ -149,7 +149,7 @@ def test_names_of_classes_that_are_refused(classes, pairs):
     check_message(
         refusal(Config, label_names="names", task_type="tests.support.vision:of_nested"),
         "label_names=names with task_type=tests.support.vision:of_nested",
-        "leave one out",
+        "leave it out",
     )
 
 

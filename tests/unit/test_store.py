@@ -21,9 +21,10 @@ import pytest
 from fmmeta.common import security
 from fmmeta.common.processes import TimedOut
 from fmmeta.config.settings import Config
+from fmmeta.learners.classification import NativeClassifier
 from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.tasks.data import token_store as stores
-from fmmeta.tasks.data.encode import LONGEST_TOKEN, encode, encode_pairs, encode_texts
+from fmmeta.tasks.data.encode import LONGEST_TOKEN, encode_pairs, encode_texts
 from fmmeta.tasks.data.files import read_file, stream_file
 from fmmeta.tasks.data.rows import tabulate
 from fmmeta.tasks.data.token_store import TokenStore, cache_folder, files_digest, prepare, tokenizer_print
@@ -137,21 +138,21 @@ def test_a_store_without_its_last_batch_is_rebuilt(tmp_path, monkeypatch):
     whole, rows, mark = store.path.read_bytes(), len(store), 8  # bytes of the mark at the end of a stream
     for size in range(0, len(whole) - mark, 8):
         cut.write_bytes(whole[:size])
-        assert stores.stored(None, cut) is None
+        assert stores.stored(NativeClassifier, cut) is None
     cut.write_bytes(whole)
-    assert len(stores.stored(None, cut) or []) == rows
+    assert len(stores.stored(NativeClassifier, cut) or []) == rows
 
 
 def test_batches_are_written_as_they_are_tokenised(tmp_path, cache, monkeypatch):
     """The memory of a large data set would be that of all its tokens otherwise."""
-    sizes: list[int] = []
+    sizes, encode = list[int](), NativeClassifier.encode
 
     def watched(*arguments):
         sizes.extend(file.stat().st_size for file in cache.iterdir())
         return encode(*arguments)
 
     monkeypatch.setattr(stores, "CHUNK", 7)
-    monkeypatch.setattr(stores, "encode", watched)
+    monkeypatch.setattr(NativeClassifier, "encode", watched)
     made(write_classes(tmp_path / "c.jsonl"))
     assert len(sizes) > 4
     assert sizes == sorted({*sizes})
@@ -186,10 +187,8 @@ def test_a_column_that_only_later_rows_have_is_refused(tmp_path, monkeypatch):
 
 def test_texts_of_a_batch_may_have_more_than_2_gib(tmp_path):
     schema = made(write_pairs(tmp_path / "p.jsonl"), task_type="causal_lm").table.schema
-    assert {schema.field(name).type for name in ("unit", "stratum", "task", "input", "target")} == {
-        pa.large_string()
-    }
-    assert schema.field("options").type == pa.list_(pa.large_string())
+    names = ("unit", "stratum", "task", "input", "target", "values")
+    assert {schema.field(name).type for name in names} == {pa.large_string()}
 
 
 def test_a_store_that_another_process_has_written_meanwhile_stays(tmp_path, cache):
@@ -204,10 +203,12 @@ def test_a_store_that_another_process_has_written_meanwhile_stays(tmp_path, cach
 
 
 @pytest.mark.parametrize("error", [TimedOut, KeyboardInterrupt])
-@pytest.mark.parametrize("where", [(stores, "encode"), (security, "publish")], ids=["encode", "publish"])
+@pytest.mark.parametrize(
+    "where", [(NativeClassifier, "encode"), (security, "publish")], ids=["encode", "publish"]
+)
 def test_an_interrupted_write_leaves_no_file(tmp_path, cache, monkeypatch, error, where):
     def fail(*_, **__):
-        assert list(cache.iterdir()) or where == (stores, "encode")
+        assert list(cache.iterdir()) or where == (NativeClassifier, "encode")
         raise error
 
     monkeypatch.setattr(*where, fail)
@@ -422,7 +423,9 @@ def test_every_attribute_that_encoding_reads_is_in_the_key(tmp_path, settings):
     tokenizer, seen = byte_tokenizer(), set[str]()
     tokenizer.chat_template = CHAT
     watched = recording(tokenizer, seen)
-    encode(watched, Config(dataset=["d"], max_length=24, **settings), ["a long text " * 9], ["an answer"])
+    config, text = Config(dataset=["d"], max_length=24, **settings), "a long text " * 9
+    row = dict(zip(config.learner.kind.pair, (text, "an answer"), strict=True))
+    config.learner.kind.encode(config, watched, [row], {})
     harmless = {"model_input_names", "model_max_length", "verbose", "deprecation_warnings"}  # change no token
     inner = {
         "_tokenizer",

@@ -1,6 +1,7 @@
 """Token classification: rows, labels of words, losses, metrics of entities, and a run with adaptation."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +22,12 @@ from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.learners.token_classification import TokenClassifier, entities, first_tokens
 from fmmeta.tasks.batching import IGNORE, Batcher
 from fmmeta.tasks.data.columns import Row
-from fmmeta.tasks.data.encode import encode_own
+from fmmeta.tasks.data.encode import RowEncoder
 from fmmeta.tasks.data.hub import class_names, named
+from fmmeta.tasks.schedule.meta_batches import Task
+from fmmeta.tasks.sources.base import EpisodeRows
 from fmmeta.train import MetaTrainer
+from tests.support.helpers import stored_by
 from tests.support.launch import ROOT
 
 KIND: dict[str, Any] = {"task_type": "token_classification"}
@@ -50,7 +54,7 @@ def config(**settings):
     ],
 )
 def test_rows_have_words_and_tags_under_usual_names(row, found):
-    assert TokenClassifier.rows(config(), [*row])(row) == found
+    assert stored_by(TokenClassifier, config(), row) == found
 
 
 @pytest.mark.parametrize(
@@ -68,13 +72,12 @@ def test_rows_have_words_and_tags_under_usual_names(row, found):
 )
 def test_other_rows_are_refused_in_one_line(row, message):
     with pytest.raises(UsageError, match=message):
-        TokenClassifier.rows(config(), [*row])(row)
+        stored_by(TokenClassifier, config(), row)
 
 
 def test_rows_to_answer_need_no_tags():
-    assert TokenClassifier.rows(config(), ["tokens"], answered=False)({"tokens": "a b"}) == {
-        "tokens": ["a", "b"]
-    }
+    stored = stored_by(TokenClassifier, config(), {"tokens": "a b"}, answered=False)
+    assert stored == {"tokens": ["a", "b"]}
 
 
 def test_lists_of_class_labels_get_their_names():
@@ -87,10 +90,15 @@ def test_lists_of_class_labels_get_their_names():
     assert named(Row({"tags": [1, 0, -1]}, "row"), names).values == {"tags": ["B-x", "O", None]}
 
 
+def encoded(support, query, **settings):
+    encoder = RowEncoder(config(**settings), byte_tokenizer())
+    return EpisodeRows(Task(0, "", "", 0, ()), support, query).encoded(encoder)
+
+
 def test_the_label_of_a_word_is_on_its_first_token():
     """Of the words with spaces between them, as the tokenizer cuts them."""
-    found = TokenClassifier.encode(config(), byte_tokenizer(), ROWS, [])
-    assert found.names == ("B-loc", "B-per", "I-loc", "O")
+    found = encoded(ROWS, [])
+    assert found.classes == ("B-loc", "B-per", "I-loc", "O")
     first, second = found.support
     assert first.input_ids == byte_tokenizer()("ann is in new york")["input_ids"]
     at = {place: label for place, label in enumerate(first.labels) if label != IGNORE}
@@ -112,30 +120,30 @@ def wordpiece(**marks):
 
 def test_words_that_are_cut_off_do_not_count_and_dropped_ones_keep_their_place():
     row = {"tokens": ["a", "bcd", "\u200b", "e"], "tags": ["w", "x", "y", "z"]}
-    (whole,) = TokenClassifier.encode(config(), wordpiece(), [row], []).support
+    (whole,) = TokenClassifier.encode(config(), wordpiece(), [row], {"names": [*"wxyz"]})
     assert whole.input_ids == [2, 3, 4, 1, 5]
     assert whole.labels == [0, 1, IGNORE, 2, 3]
-    (cut,) = TokenClassifier.encode(config(max_length=4), wordpiece(), [row], []).support
+    (cut,) = TokenClassifier.encode(config(max_length=4), wordpiece(), [row], {"names": [*"wxyz"]})
     assert cut.labels == [0, 1, IGNORE, 2]
     assert first_tokens([(0, 0), (0, 1), (2, 4), (4, 5), (0, 0)], ["a", "bcd", "e"]) == [1, 2, None]
 
 
 def test_a_slow_tokenizer_is_refused():
     with pytest.raises(UsageError, match="give a fast one"):
-        TokenClassifier.encode(config(), SimpleNamespace(is_fast=False), ROWS, [])
+        TokenClassifier.encode(config(), SimpleNamespace(is_fast=False), ROWS, TokenClassifier.facts(ROWS))
 
 
 def test_more_tags_than_outputs_are_refused_by_n_way():
     with pytest.raises(
         UsageError, match=r"has 4 labels \(B-loc, B-per, I-loc, O\), and n_way=3 .*raise --n_way"
     ):
-        encode_own(config(n_way=3), byte_tokenizer(), ROWS, ROWS)
+        encoded(ROWS, ROWS, n_way=3)
 
 
 def batch_of(support, query):
-    found = TokenClassifier.encode(config(), byte_tokenizer(), support, query)
+    found = encoded(support, query)
     batcher = Batcher(0, collate_fn=TokenClassifier.collate)
-    return found, batcher.split(found.query, len(found.names))[0]
+    return found, batcher.split(found.query, len(found.classes))[0]
 
 
 def learner(outputs):
@@ -172,7 +180,7 @@ def test_losses_are_those_of_plain_pytorch_over_the_words():
     assert (rows.correct.tolist(), rows.answers.tolist()) == (right.tolist(), [3, 1])
     assert batch.weights.tolist() == pytest.approx([1 / 3, 1 / 3])  # of words with a loss
     ((guess, truth), _) = made.answers(outputs, batch)
-    assert TokenClassifier.present(truth, found.names, found.facts) == ["B-per", "O", "B-new"]
+    assert TokenClassifier.present(truth, found.classes, found.facts) == ["B-per", "O", "B-new"]
     assert max(guess) < 4
 
 
@@ -277,7 +285,7 @@ def test_a_task_is_adapted_to_answered_and_loaded(run, tmp_path, lora):
         assert set(by_word.values()) <= tags
 
 
-def test_tasks_of_other_tag_sets_are_learned_in_one_pass_and_answered_one_by_one(run, tmp_path):
+def test_tasks_of_other_tag_sets_are_learned_and_answered_in_one_pass(run, tmp_path):
     """With adapters, whose head has as many outputs as the task has tags."""
     rows = [json.loads(line) for line in DATA.read_text().splitlines()]
     supports = {
@@ -294,10 +302,12 @@ def test_tasks_of_other_tag_sets_are_learned_in_one_pass_and_answered_one_by_one
     alone = fmmeta.adapt(run.output_dir / "model", supports["long"], lora_r=2, inner_steps=3)
     words = [row["tokens"] for row in rows[8:12]]
     assert models["long"].predict(words) == alone.predict(words)
-    with pytest.raises(
-        UsageError, match="are of task_type=token_classification, whose models answer one at a"
-    ):
-        AdapterDirectory(PredictConfig(adapters=str(tmp_path / "all")))
+    adapters = AdapterDirectory(PredictConfig(adapters=str(tmp_path / "all")))
+    asked = [("long", words[0]), ("short", ["a", "b"]), ("long", words[1]), ("short", words[2])]
+    found = adapters.answer(
+        [replace(adapters.model.read(Row({"tokens": one}, "row")), adapter=name) for name, one in asked]
+    )
+    assert found == [models[name].predict([one])[0] for name, one in asked]
 
 
 def test_a_model_of_another_origin_answers_by_the_names_in_its_configuration(tmp_path):

@@ -74,8 +74,8 @@ def one_point(episode, rng):
     return replace(episode, support=episode.support[:1])
 
 
-def louder(row, rng):
-    return {**row, "text": row["text"] + "!"}
+def louder(example, rng):
+    return replace(example, text=f"{example.text}!")
 
 
 def drawn(tmp_path, **settings):
@@ -246,7 +246,7 @@ def test_modules_of_the_working_folder_are_found(tmp_path, monkeypatch):
 
 
 def test_rows_of_other_kinds_are_transformed_as_they_were_read():
-    """Points of a module's tasks, and texts of a function's tasks, in the order of the flags."""
+    """Points of a module's tasks in the order of the flags; texts of a function's tasks as those of files."""
     config = Config(
         task_type="examples.own_module:Sine",
         dataset=["examples.own_module:tasks"],

@@ -1,6 +1,7 @@
 """A row, and its columns by role: text or image and class, or input and output, options, stratum.
 
-A column has the name that a setting gives, or a usual one. Errors of a row name its origin, `file:line`.
+A column has the name that a setting gives, or a usual one. Errors of a row begin with a verb: `prefixed` puts
+its origin, `file:line`, before them.
 """
 
 import datetime
@@ -11,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -32,6 +33,19 @@ class Row:
     values: dict[str, Any]
     origin: str
     folder: Path | None = None
+
+
+class RowReader(NamedTuple):
+    """What a learner reads of rows (`Learner.rows`).
+
+    read: from a row to what is stored of it, as JSON, and the `image` for a model of images. Raises
+    `UsageError` without the place of the row. columns: those that are read; none: there are no notices about
+    unread ones. label: the column of classes.
+    """
+
+    read: Callable[[Row], Any]
+    columns: tuple[str, ...] = ()
+    label: str = ""
 
 
 def refuse(error: UsageError) -> NoReturn:
@@ -55,7 +69,6 @@ OPTIONS = "options"  # column of the answers to choose from, for causal_lm
 
 
 def pick(
-    given: str,
     config: Config,
     columns: Collection[str],
     setting: str,
@@ -64,19 +77,19 @@ def pick(
 ) -> str | None:
     """The column that a setting names, else the first usual one, else None unless it is required.
 
-    given: the setting and the name of the data, for messages. names: usual ones, in place of those in USUAL.
+    names: usual ones, in place of those in USUAL. Raises `UsageError` without the name of the data.
     """
     asked = getattr(config, setting)
     names = (names or USUAL[setting]) if asked is None else [asked]
     found = usual(names, columns)
     if asked is not None and found is None:
-        raise UsageError(f"{setting}={asked} is no column of {given}; it has {', '.join(columns)}")
+        raise UsageError(f"{setting}={asked} is no column of the data; it has {', '.join(columns)}")
     if found is None and required:
         pairs = config.learner.of_classes and all(
             usual(USUAL[one], columns) for one in ("input_column", "output_column")
         )
         raise UsageError(
-            f"{given} has none of the columns {', '.join(names)}; it has "
+            f"the data has none of the columns {', '.join(names)}; it has "
             f"{', '.join(columns)}: name one with --{setting}"
             + (", or use --task_type causal_lm for pairs of input and output" if pairs else "")
         )
@@ -84,9 +97,14 @@ def pick(
 
 
 def input_setting(config: Config, images: bool) -> str:
-    """The setting that names the column of inputs. images: whether the model reads images."""
-    if config.learner.generates:
+    """The setting that names the column of inputs; "" if no setting does. images: whether the model reads
+    images.
+    """
+    spec = config.learner
+    if spec.generates or "input_column" in spec.reads:
         return "input_column"
+    if not (spec.of_classes or "text_column" in spec.reads):
+        return ""
     return "image_column" if images else "text_column"
 
 
@@ -125,17 +143,17 @@ def is_missing(value: Any) -> bool:
 
 def cell(row: Row, column: str) -> str:
     """The text of a row in a column. Raises `UsageError`."""
-    return text_of(row.origin, column, row.values.get(column))
+    return text_of(column, row.values.get(column))
 
 
-def text_of(origin: str, column: str, value: Any) -> str:
+def text_of(column: str, value: Any) -> str:
     """The text of a value in a column. Raises `UsageError`."""
     if not is_text(value):
         why = " (missing, null, or the number of no class, such as -1)" if value is None else ""
-        raise UsageError(f"{origin} has {column}={shortened(value)}, which is no text{why}; fix the row")
+        raise UsageError(f"has {column}={shortened(value)}, which is no text{why}; fix the row")
     text = str(value)
     if wrong := broken_text(text):
-        raise UsageError(f"{origin} has {wrong} in {column}; fix the row")
+        raise UsageError(f"has {wrong} in {column}; fix the row")
     return text
 
 
@@ -158,11 +176,11 @@ def answers_of(row: Row, column: str) -> list[str]:
     value = row.values.get(column)
     if turns := turns_of(row, column):
         if (end := last_answer(turns)) < 0:
-            raise UsageError(f"{row.origin} has no turn of an assistant in {column}; add the answer")
+            raise UsageError(f"has no turn of an assistant in {column}; add the answer")
         value = [turns[end]["content"]]
     if not isinstance(value, (list, tuple)) or not value:
         value = [value]
-    return list(dict.fromkeys(text_of(row.origin, column, one) for one in value))
+    return list(dict.fromkeys(text_of(column, one) for one in value))
 
 
 def only_answer(row: Row, column: str) -> str:
@@ -170,8 +188,7 @@ def only_answer(row: Row, column: str) -> str:
     first, *others = answers_of(row, column)
     if others or not first.strip():
         raise UsageError(
-            f"{row.origin} has {column}={shortened(row.values.get(column))}; give one answer, a text that is"
-            " not empty"
+            f"has {column}={shortened(row.values.get(column))}; give one answer, a text that is not empty"
         )
     return first
 
@@ -182,7 +199,7 @@ def options_of(row: Row, column: str, answers: Sequence[str]) -> list[str]:
     A right answer is one of them, and each has more than spaces in it.
     """
     if blank := [answer for answer in answers if not answer.strip()]:
-        raise UsageError(f"{row.origin} has the answer {blank[0]!r}, which is empty; fix the row")
+        raise UsageError(f"has the answer {blank[0]!r}, which is empty; fix the row")
     options = row.values.get(column)
     if is_missing(options):
         return []
@@ -190,13 +207,13 @@ def options_of(row: Row, column: str, answers: Sequence[str]) -> list[str]:
         isinstance(one, str) and one.strip() for one in options
     ):
         raise UsageError(
-            f"{row.origin} has {column}={shortened(options)}, which is no list of texts; write"
+            f"has {column}={shortened(options)}, which is no list of texts; write"
             f' "{column}": ["yes", "no"], say, or leave it out'
         )
-    distinct = list(dict.fromkeys(text_of(row.origin, column, one) for one in options))
+    distinct = list(dict.fromkeys(text_of(column, one) for one in options))
     if len(distinct) < 2 or not {*answers} & {*distinct}:
         raise UsageError(
-            f"{row.origin} has {column}={shortened(options)}, which are not two or more texts with the"
+            f"has {column}={shortened(options)}, which are not two or more texts with the"
             f" answer {shortened(answers[0])} among them; add it"
         )
     return distinct
@@ -225,18 +242,17 @@ class PairInput:
         config: RowConfig,
         picked: str,
         columns: Collection[str],
-        where: str,
         joins: bool,
         answered: bool = False,
     ) -> "PairInput":
-        """picked: the column of {input}. columns: those of the data `where`. joins: whether `picked` is a
-        usual name, which another column may precede or follow. Raises `UsageError`.
+        """picked: the column of {input}. columns: those of the data. joins: whether `picked` is a usual name,
+        which another column may precede or follow. Raises `UsageError`.
         """
         if named := template_columns(config):
             if missing := [name for name in named if name not in columns]:
                 raise UsageError(
                     f"prompt_template={config.prompt_template} names {{{missing[0]}}}, which is no column of"
-                    f" {where}; it has {', '.join(columns)}"
+                    f" the data; it has {', '.join(columns)}"
                 )
             return cls((*named, picked), PromptTemplate.of(config.prompt_template), picked)
         kind = picked.lower() if joins else ""
@@ -255,7 +271,7 @@ class PairInput:
         }
         parts = list(filter(None, texts.values()))
         if not parts:
-            raise UsageError(f"{row.origin} has no text in {', '.join(self.columns)}; fix the row")
+            raise UsageError(f"has no text in {', '.join(self.columns)}; fix the row")
         joined = self.separator.join(parts)
         if self.template is None:
             return joined, joined
@@ -266,7 +282,7 @@ class PairInput:
         turns = turns_of(row, column)
         if turns is None and self.answered:
             raise UsageError(
-                f"{row.origin} has {column}={shortened(row.values.get(column))}, which is no list of turns;"
+                f"has {column}={shortened(row.values.get(column))}, which is no list of turns;"
                 f' write "{column}": [{{"role": "user", "content": "..."}}, ...]'
             )
         if turns is None:
@@ -274,24 +290,12 @@ class PairInput:
         end = last_answer(turns)
         if end >= 0 and (self.answered or end == len(turns) - 1):
             turns = turns[:end]
-        text = text_of(row.origin, column, as_text(turns))
+        text = text_of(column, as_text(turns))
         if text.startswith(BEGIN) and not self.chat:
             raise UsageError(
-                f"{row.origin} has several turns in {column}, which a chat template writes; give"
-                " --prompt_template chat"
+                f"has several turns in {column}, which a chat template writes; give --prompt_template chat"
             )
         return text
-
-
-def input_of(config: RowConfig, row: Row, keys: Sequence[str]) -> str:
-    """The input of a row by itself. keys: usual names of the column of {input}, the first of which counts, or
-    the one that was given.
-
-    Raises `UsageError`.
-    """
-    free = [key for key in row.values if key not in template_columns(config)]
-    column = usual(keys, free) or keys[0]
-    return PairInput.of(config, column, row.values, row.origin, len(keys) > 1).read(row)[0]
 
 
 def stratifier(config: Config) -> Callable[[Row], str] | None:

@@ -14,7 +14,7 @@ answer, and is no part of the text of a generated answer (`AnswerReader`). An an
 token that the prompt writes behind it, or with the tokenizer's end of text.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from torch import Tensor
 from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.text import PromptTemplate, counted, shortened
 from fmmeta.config.settings import Config
-from fmmeta.tasks.batching import IGNORE, EncodedRows, Example
+from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.images import EncodedImage, ImageReader
 from fmmeta.tasks.data.turns import BEGIN, PAIR, as_text, from_text
 
@@ -210,28 +210,27 @@ def end_tokens(tokenizer: Any, template: str, stored: Sequence[int]) -> list[int
 LONGEST_TOKEN = 64  # characters: texts are cut to max_length of these before they are tokenised
 
 
-def encode(tokenizer: Any, config: Config, inputs: Sequence[Any], targets: Sequence[str]) -> list[Example]:
-    """Examples of (input, output) pairs for causal_lm; else of texts, or of images (`EncodedImage`) for an
-    `ImageReader`, whose label -1 the caller replaces.
-    """
-    if isinstance(tokenizer, ImageReader):
-        return [Example([0], -1, values={"pixel_values": read_image(tokenizer, image)}) for image in inputs]
-    if config.learner.generates:
-        return encode_pairs(tokenizer, inputs, targets, config.max_length, config.prompt_template)
-    return [Example(ids, -1) for ids in encode_texts(tokenizer, inputs, config.max_length)]
+@dataclass(frozen=True)
+class RowEncoder:
+    """Makes examples of what a learner has stored of rows. Picklable."""
 
+    config: Config
+    tokenizer: Any
 
-def encode_own(config: Config, tokenizer: Any, support: Sequence[Any], query: Sequence[Any]) -> EncodedRows:
-    """The rows of an episode, by the learner that reads them. Raises `UsageError`, also for more names of
-    labels than the head has outputs.
-    """
-    found = config.learner.own.encode(config, tokenizer, support, query)
-    if config.learner.has_head and len(found.names) > config.most_classes:
-        raise UsageError(
-            f"the support set has {len(found.names)} labels ({', '.join(found.names)[:100]}), and"
-            f" n_way={config.most_classes} is the number of outputs; raise --n_way"
-        )
-    return found
+    def facts(self, support: Sequence[Any], query: Sequence[Any]) -> dict[str, Any]:
+        """See `Learner.facts`. Raises `UsageError`, also for more labels than the head has outputs."""
+        found, most = self.config.learner.kind.facts(support, query), self.config.most_classes
+        names = found.get("names", ())
+        if self.config.learner.has_head and len(names) > most:
+            raise UsageError(
+                f"the support set has {len(names)} labels ({', '.join(names)[:100]}), and n_way={most} is"
+                " the number of outputs; raise --n_way"
+            )
+        return found
+
+    def examples(self, rows: Sequence[Any], facts: Mapping[str, Any]) -> list[Example]:
+        """See `Learner.encode`. Raises `UsageError`."""
+        return self.config.learner.kind.encode(self.config, self.tokenizer, rows, facts)
 
 
 def read_image(reader: ImageReader, image: EncodedImage) -> Tensor:

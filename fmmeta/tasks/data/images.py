@@ -43,7 +43,7 @@ def encoded_image(value: Any, column: str, origin: str, folder: Path | None) -> 
 
     value: a path, bytes, {"bytes": ..., "path": ...} as `datasets` stores an image, an array uint8 [H, W] or
     [H, W, 3], or an image of Pillow; an `EncodedImage` is returned unchanged. folder: relative paths begin
-    there and may not leave it; None: at the current folder. Raises `UsageError`.
+    there and may not leave it; None: at the current folder. Raises `UsageError` without the origin.
     """
     if isinstance(value, EncodedImage):
         return value.where, value
@@ -53,17 +53,17 @@ def encoded_image(value: Any, column: str, origin: str, folder: Path | None) -> 
     if isinstance(value, (str, os.PathLike)) and str(value) and "\0" not in str(value):
         name, path = str(value), Path(folder or "", value)
         if folder and not is_inside(folder, path):
-            raise UsageError(f"{origin} has {column}={shortened(name)}, outside of {folder}; copy the image")
+            raise UsageError(f"has {column}={shortened(name)}, outside of {folder}; copy the image")
         return name, EncodedImage(str(path.absolute()))
     if isinstance(value, np.ndarray):
-        value = array_bytes(value, f"{origin} has {column}")
+        value = array_bytes(value, f"has {column}")
     elif hasattr(given, "mode") and hasattr(given, "save"):
         file = io.BytesIO()
-        as_rgb(given, f"{origin} has {column}").save(file, "PNG")
+        as_rgb(given, f"has {column}").save(file, "PNG")
         value = file.getvalue()
     if not isinstance(value, bytes) or not value:
         raise UsageError(
-            f"{origin} has {column}={shortened(given)}, which is no image; give a path, the bytes of a file,"
+            f"has {column}={shortened(given)}, which is no image; give a path, the bytes of a file,"
             " or an array of uint8"
         )
     return hashlib.sha256(value).hexdigest()[:32], EncodedImage(origin, value)

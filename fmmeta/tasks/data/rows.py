@@ -21,27 +21,21 @@ from fmmeta.common.text import counted, shortened
 from fmmeta.config.json_files import NAMES
 from fmmeta.config.settings import Config, RowConfig
 from fmmeta.tasks.data.columns import (
-    CHATS,
     OPTIONS,
     PAIRED,
     USUAL,
     Bad,
-    PairInput,
     Row,
-    answers_of,
     as_json,
     cell,
-    column_like,
     input_setting,
     is_text,
-    options_of,
     pick,
     refuse,
     stratifier,
-    template_columns,
 )
 from fmmeta.tasks.data.hub import split_rows
-from fmmeta.tasks.data.images import EncodedImage, encoded_image, pixels_digest
+from fmmeta.tasks.data.images import EncodedImage, ImageReader, pixels_digest
 
 Examples = Sequence[tuple[Any, Any] | Mapping[str, Any]]
 """Pairs of text and class, or of input and output; or rows as a file has them."""
@@ -54,17 +48,18 @@ MOST_IMAGES = 5000  # of a data set that are decoded to compare them
 
 @dataclass
 class Table:
-    """Rows by role. `unit` is what splits assign: the named task, or the class if tasks have no names."""
+    """Rows by role. `unit` is what splits assign: the named task, or the class if tasks have no names.
+
+    input, target: of a `Learner.pair`; of other rows a digest, and the class, if there is one.
+    """
 
     unit: list[str] = field(default_factory=list)
     stratum: list[str] = field(default_factory=list)
     task: list[str] = field(default_factory=list)  # "" if tasks have no names
-    input: list[str] = field(default_factory=list)  # text or input
-    target: list[str] = field(default_factory=list)  # class or output
-    options: list[list[str]] = field(default_factory=list)  # causal_lm: answers to choose from; [] without
-    answers: list[list[str]] = field(default_factory=list)  # causal_lm: all right ones; [] for `target` alone
+    input: list[str] = field(default_factory=list)
+    target: list[str] = field(default_factory=list)
     image: list[EncodedImage] = field(default_factory=list)  # of image models; `input` has their names
-    values: list[str] = field(default_factory=list)  # with a collate function: all columns of a row, as JSON
+    values: list[str] = field(default_factory=list)  # what else is stored of a row, as JSON
     content: list[int] = field(default_factory=list)  # what identifies a row in any data: `content_key`
 
     @property
@@ -75,10 +70,21 @@ class Table:
             found[unit].append(key)
         return {unit: np.array(keys, np.uint64) for unit, keys in found.items()}
 
-    @property
-    def encodable(self) -> Sequence[Any]:
-        """What a model reads: texts, or images."""
-        return self.image or self.input
+    def rows(self, kind: Any) -> list[Any]:
+        """What the learner of class `kind` has stored of the rows."""
+        images = self.image or [None] * len(self.input)
+        columns = zip(self.input, self.target, self.values, images, strict=True)
+        return [stored_row(kind, *row) for row in columns]
+
+
+def stored_row(kind: Any, source: str, target: str, values: str, image: EncodedImage | None = None) -> Any:
+    """What a learner has stored of a row, from its columns. kind: the class of the learner."""
+    found = json.loads(values)
+    if kind.pair:
+        found |= dict(zip(kind.pair, (source, target), strict=True))
+    if image is not None:
+        found["image"] = image
+    return found
 
 
 def content_key(*parts: str | EncodedImage) -> int:
@@ -115,8 +121,8 @@ class Tabulator:
     """Chooses columns by role, checks that every row fills them, and drops duplicate rows.
 
     names: the columns of the rows. one_task: the rows are one task; columns of tasks and strata are ignored.
-    unique: False keeps duplicates. images: whether the inputs are images. setting: that names the data, for
-    messages. With a collate function, rows need neither a text nor an image. Raises `UsageError`.
+    unique: False keeps duplicates. tokenizer: an `ImageReader` for images. setting: that names the data, for
+    messages. Raises `UsageError`.
     """
 
     def __init__(
@@ -127,56 +133,23 @@ class Tabulator:
         bad: Bad = refuse,
         one_task: bool = False,
         unique: bool = True,
-        images: bool = False,
+        tokenizer: Any = None,
         setting: str = "dataset",
     ) -> None:
         self.name, self.config, self.bad, self.unique, self.one_task = name, config, bad, unique, one_task
-        self.names, self.causal, spec = sorted(names), config.learner.generates, config.learner
-        given = setting if name == setting else f"{setting}={name}"
-        self.reader = None
-        if spec.own:
-            with prefixed(f"{given}:"):
-                self.reader = spec.own.rows(config, self.names)
-        self.opaque = spec.collate is not None or self.reader is not None
-        if images and config.label_names is not None:
-            raise UsageError(
-                f"label_names={shortened(config.label_names)} needs texts, and {name} has images; leave it"
-                " out"
-            )
-        unread = "text_column" if images else "image_column"
-        if (value := getattr(config, unread)) is not None and not self.opaque:
-            raise UsageError(
-                f"{unread}={value}: the model reads {'images' if images else 'texts'}, not this column; leave"
-                " it out"
-            )
-        of_input = input_setting(config, images)
-        placed = template_columns(config) if self.causal and config.input_column is None else []
-        others = [column for column in self.names if column not in placed]
-        source = pick(given, config, others, of_input, required=not self.opaque) if not self.reader else None
-        self.answer = None
-        if not self.reader:
-            self.answer = pick(given, config, self.names, "output_column" if self.causal else "label_column")
-        self.image, self.pair, usual = source if images else None, None, getattr(config, of_input) is None
-        if source and not images:
-            chat = self.causal and usual and str(self.answer).lower() in CHATS
-            picked = str(self.answer) if chat else source
-            self.pair = PairInput.of(config, picked, self.names, given, usual, chat)
-            if self.causal and self.answer in self.pair.columns and not chat:
-                raise UsageError(
-                    f"prompt_template={config.prompt_template} names {{{self.answer}}}, the column of the"
-                    " answer; write {output}, after all other names"
-                )
-        self.columns = {"target": str(self.answer)} if spec.of_classes else {}
-        self.stratum_of, self.stratum = None if one_task else stratifier(config), None
-        if not one_task:
-            if task := pick(given, config, self.names, "task_column", required=not spec.of_classes):
-                self.columns["task"] = task
-            if self.stratum_of is None:
-                self.stratum = pick(given, config, self.names, "stratum_column", required=False)
-        self.options = column_like(OPTIONS, self.names) or OPTIONS
-        inputs = self.pair.columns if self.pair else (self.image,)
-        read = {*inputs, *self.columns.values(), self.stratum, self.answer, self.options}
-        self.unread = [column for column in self.names if column not in read]
+        self.names, self.kind = sorted(names), config.learner.kind
+        self.images = isinstance(tokenizer, ImageReader)
+        self.stratum_of, self.stratum, task = None if one_task else stratifier(config), None, None
+        with prefixed(f"{setting if name == setting else f'{setting}={name}'}:"):
+            self.reader = self.kind.rows(config, tokenizer, self.names)
+            if not one_task:
+                task = pick(config, self.names, "task_column", required=not config.learner.of_classes)
+                if self.stratum_of is None:
+                    self.stratum = pick(config, self.names, "stratum_column", required=False)
+        roles = {"target": self.reader.label, "task": task}
+        self.columns = {role: column for role, column in roles.items() if column}
+        read = {*self.reader.columns, *self.columns.values(), self.stratum}
+        self.unread = [one for one in self.names if self.reader.columns and one not in read]
         self.texts, self.nested = set[str](), set[str]()  # unread columns of texts, and of lists of texts
         self.count, self.wrong = 0, 0  # rows; bad rows
         self.seen, self.inputs, self.targets = set[int](), array("q"), array("q")  # hashes
@@ -188,14 +161,7 @@ class Tabulator:
         for row in rows:
             self.count += 1
             try:
-                values = {
-                    "stratum": "all",
-                    "task": "",
-                    "target": "",
-                    "options": [],
-                    "answers": [],
-                    **self.read(row),
-                }
+                values = {"stratum": "all", "task": "", "target": "", **self.read(row)}
             except UsageError as error:
                 self.bad(error)
                 self.wrong += 1
@@ -205,9 +171,8 @@ class Tabulator:
             for role, rows_of_names in self.firsts.items():
                 rows_of_names.setdefault(values[role], row)
             image, task, target = values.get("image"), values["task"], values["target"]
-            alone = image if image and decoded else values["input"]
-            content = content_key(*((values["alone"], target) if self.causal else (alone,)))
-            key = hash((content if image else values["input"], task, target, values.get("values")))
+            content = content_key(*((image,) if image and decoded else values["parts"]))
+            key = hash((content if image else values["input"], task, target))
             if not self.unique or key not in self.seen:
                 self.seen.add(key)
                 self.inputs.append(hash((task, content)))
@@ -227,50 +192,40 @@ class Tabulator:
         return Table(**{role: [values[role] for values in kept] for role in given})
 
     def read(self, row: Row) -> dict[str, Any]:
-        """The values of a row by role. Raises `UsageError`."""
-        values: dict[str, Any] = {role: cell(row, column) for role, column in self.columns.items()}
-        if self.causal:
-            right = answers_of(row, str(self.answer))
-            values["target"], values["answers"] = right[0], right[1:] and right
-            values["options"] = options_of(row, self.options, right)
-        if self.pair:
-            values["input"], values["alone"] = self.pair.read(row)
-        if self.stratum and (self.config.stratum_column or is_text(row.values.get(self.stratum))):
-            values["stratum"] = cell(row, self.stratum)  # rows without a usual one are in that of `all`
-        if self.image:
-            value = row.values.get(self.image)
-            values["input"], values["image"] = encoded_image(value, self.image, row.origin, row.folder)
-        if self.opaque:
-            shown = {key: one for key, one in row.values.items() if key != self.image}
-            if self.reader is not None:
-                with prefixed(row.origin):
-                    shown = self.reader(row.values)
-                values["values"] = as_json(row.origin, shown, default=as_plain)
-                values["input"] = hashlib.sha256(values["values"].encode()).hexdigest()[:32]
-                return values
-            values["values"] = as_json(row.origin, shown, default=as_plain)
-            inputs = {key: one for key, one in shown.items() if key not in self.columns.values()}
-            inputs = as_json(row.origin, inputs, default=as_plain, sort_keys=True)
-            values.setdefault("input", hashlib.sha256(inputs.encode()).hexdigest()[:32])
+        """The values of a row by role, and `parts`, which identify it. Raises `UsageError`."""
+        with prefixed(row.origin):
+            values: dict[str, Any] = {role: cell(row, column) for role, column in self.columns.items()}
+            stored = self.reader.read(row)
+            if self.stratum and (self.config.stratum_column or is_text(row.values.get(self.stratum))):
+                values["stratum"] = cell(row, self.stratum)  # rows without a usual one are in that of `all`
+        if pair := self.kind.pair:
+            values["parts"], stored = self.kind.content(stored), {**stored}
+            values["input"], values["target"] = (stored.pop(name) for name in pair)
+            if self.images:
+                values["image"] = stored.pop("image")
+        values["values"] = as_json(row.origin, stored, default=as_plain)
+        if not pair:
+            values["input"] = hashlib.sha256(values["values"].encode()).hexdigest()[:32]
+            values["parts"] = (values["input"],)
         return values
 
     def finish(self, notice: Notice) -> None:
         """Log what is doubtful in all rows."""
-        name, config, collated = self.name, self.config, self.opaque
-        if self.image and self.count > MOST_IMAGES:
+        name, config, causal = self.name, self.config, self.config.learner.generates
+        if self.images and self.count > MOST_IMAGES:
             notice(
                 f"{self.count} images of {name} are compared with others by their names: above {MOST_IMAGES}"
             )
         for role, firsts in self.firsts.items():
             note_alike(self.columns[role], firsts, notice)
-        if self.nested and not collated:
+        if self.nested:
             unread, texts = sorted(self.nested), sorted(self.texts)
-            advice = f"--{input_setting(config, bool(self.image))} names another input"
+            advice = f"--{input_setting(config, self.images)} names another input"
             if not texts:
                 advice = "write each value as one text to use it"
-            elif "input" in texts and self.causal:
+            elif "input" in texts and causal:
                 advice = "leave --input_column out to read it"
-            elif self.causal:
+            elif causal:
                 advice = (
                     f"--prompt_template 'Q: {{{texts[0]}}} {{input}}\\nA:', say, puts them into the prompt"
                 )
@@ -280,7 +235,7 @@ class Tabulator:
             notice(f"{duplicates} of {self.count} rows repeat another one and are left out")
         distinct = np.unique(np.array([self.inputs, self.targets]), axis=1)
         alike = len(self.inputs) - distinct.shape[1]
-        if self.unique and alike and not collated:
+        if self.unique and alike and self.kind.pair:
             notice(
                 f"{alike} of {self.count} rows equal another one but for spaces or Unicode form; remove them"
             )
@@ -293,7 +248,7 @@ class Tabulator:
                 " texts of the classes in a JSON file, or leave --label_names out"
             )
         several = int((np.unique(distinct[0], return_counts=True)[1] > 1).sum())
-        if not self.causal and self.unique and several:
+        if classes and self.unique and several:
             notice(f"{counted(several, 'input')} of {name} in more than one class; correct the labels")
 
 
@@ -360,8 +315,8 @@ def label_texts(config: RowConfig, classes: Sequence[str]) -> dict[str, str]:
 
 def label_rows(labels: Mapping[str, str]) -> Table:
     """A row per class, with the text that names it."""
-    none, lists = [""] * len(labels), [[] for _ in labels]
-    return Table(none, none, none, [*labels.values()], [*labels], lists, lists, content=[0] * len(labels))
+    none, zeros = [""] * len(labels), [0] * len(labels)
+    return Table(none, none, none, [*labels.values()], [*labels], values=["{}"] * len(labels), content=zeros)
 
 
 def as_plain(value: Any) -> Any:
@@ -371,9 +326,8 @@ def as_plain(value: Any) -> Any:
 
 def rows_of(setting: str, examples: Iterable[Any], config: Config) -> list[Row]:
     """Examples as if they came from a file. Raises `UsageError`."""
-    columns = (config.text_column or "text", config.label_column or "label")
-    if config.learner.generates:
-        columns = (config.input_column or "input", config.output_column or "output")
+    names = config.learner.kind.pair or ("text", "label")
+    columns = [getattr(config, f"{name}_column") or name for name in names]
     rows = []
     for index, one in enumerate(examples):
         if isinstance(one, (list, tuple)) and len(one) == 2:

@@ -14,7 +14,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,9 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import publish, publishing, source_of
 from fmmeta.config.settings import KEYED, Config
-from fmmeta.tasks.batching import EncodedRows, Example
+from fmmeta.tasks.batching import Example
 from fmmeta.tasks.data.columns import Bad, Row, refuse, stratifier
-from fmmeta.tasks.data.encode import encode, encode_own, full_rows
+from fmmeta.tasks.data.encode import RowEncoder, full_rows
 from fmmeta.tasks.data.files import ending
 from fmmeta.tasks.data.images import EncodedImage, ImageReader
 from fmmeta.tasks.data.rows import (
@@ -39,25 +38,22 @@ from fmmeta.tasks.data.rows import (
     columns_of,
     label_rows,
     label_texts,
+    stored_row,
 )
 
 # part of every key: raise it when the columns, their meaning or the way texts become tokens change
-FORMAT = 7
+FORMAT = 8
 CHUNK = 8192  # rows of a record batch, and of a call of the tokenizer
 # 64-bit offsets: the texts of a batch may have more than 2 GiB
 TEXT, TOKENS = pa.large_string(), pa.list_(pa.int32())
 KINDS = {
     "input_ids": TOKENS,
     "labels": TOKENS,
-    "options": pa.list_(TEXT),
-    "answers": pa.list_(TEXT),
     "image": pa.large_binary(),
     "content": pa.uint64(),
 }
 Contents = Mapping[str, np.ndarray]
 """What identifies the rows of each unit of splits: `rows.content_key`, uint64."""
-Encode = Callable[[Sequence[Any], Sequence[Any]], EncodedRows]
-"""From support and query rows to examples."""
 BYTES_PER_TOKEN = 4
 OF_TOKENIZER = (
     "eos_token_id",
@@ -73,13 +69,13 @@ class TokenStore:
     """Rows by number. Tokens, labels and texts are read from disk when they are needed.
 
     table: columns `input_ids`, `labels` and those of `rows.Table`; of images `image`, their bytes or null,
-    and `image_where`. images: reads them, None for texts. encode: from `value` of support and query rows to
-    examples, of learners that read rows. label_rows: with --label_names, the number of the
-    row that holds the text of each class; these rows come last. of_data: the table without them.
+    and `image_where`. kind: the class of the learner. encoder: of rows that become examples when they are
+    drawn; None for those whose tokens are stored. label_rows: with --label_names, the number of the row that
+    holds the text of each class; these rows come last. of_data: the table without them.
     """
 
-    def __init__(self, path: Path, images: ImageReader | None = None, encode: Encode | None = None) -> None:
-        self.path, self.bytes, self.images, self.encode = path, path.stat().st_size, images, encode
+    def __init__(self, path: Path, kind: Any, encoder: RowEncoder | None = None) -> None:
+        self.path, self.bytes, self.kind, self.encoder = path, path.stat().st_size, kind, encoder
         stream = pa.ipc.open_stream(pa.memory_map(str(path)))
         *batches, last = stream.iter_batches_with_custom_metadata()
         facts = json.loads((last.custom_metadata or {})[b"fmmeta"])
@@ -95,7 +91,7 @@ class TokenStore:
         return self.of_data.num_rows
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenStore, (self.path, self.images, self.encode)  # another process maps the file for itself
+        return TokenStore, (self.path, self.kind, self.encoder)  # another process maps the file for itself
 
     def check(self) -> None:
         """Raise `OSError` if the size of the file has changed: reading a mapping past its end would kill the
@@ -106,20 +102,16 @@ class TokenStore:
             raise OSError(f"{self.path} has {size} bytes instead of {self.bytes}: something has changed it")
 
     def text(self, column: str, row: int) -> str:
-        """`input` (text or input), `target` (class or output), `unit`, `task` or `stratum` of a row."""
+        """`input`, `target`, `unit`, `task` or `stratum` of a row."""
         return self.table[column][row].as_py()
 
-    def options(self, row: int) -> list[str]:
-        """The answers that a row has to choose from; empty without a column of them."""
-        return self.table["options"][row].as_py()
-
-    def answers(self, row: int) -> list[str]:
-        """The right answers of a row, that which is learned first."""
-        return self.table["answers"][row].as_py() or [self.text("target", row)]
-
     def value(self, row: int) -> Any:
-        """What a learner that reads rows, or a collate function, has stored of a row."""
-        return json.loads(self.text("values", row))
+        """What the learner has stored of a row."""
+        image = None
+        if "image" in self.table.column_names:
+            image = EncodedImage(self.text("image_where", row), self.table["image"][row].as_py())
+        source, target, values = (self.text(one, row) for one in ("input", "target", "values"))
+        return stored_row(self.kind, source, target, values, image)
 
     def input_ids(self, row: int) -> list[int]:
         return self.table["input_ids"][row].values.to_numpy().tolist()
@@ -128,19 +120,20 @@ class TokenStore:
         """One label per token (causal_lm); empty for classification."""
         return self.table["labels"][row].values.to_numpy().tolist()
 
-    def image(self, row: int) -> EncodedImage:
-        return EncodedImage(self.text("image_where", row), self.table["image"][row].as_py())
+    def facts(self, support: Sequence[int], query: Sequence[int]) -> dict[str, Any]:
+        """Of an episode of these rows, where they are encoded now. Raises `UsageError`."""
+        if self.encoder is None:
+            return {}
+        return self.encoder.facts(*([self.value(row) for row in rows] for rows in (support, query)))
 
-    def example(self, row: int, label: int | None = None) -> Example:
-        """A row with its inputs, and with `label` or the labels of its tokens.
+    def examples(self, rows: Sequence[int], facts: Mapping[str, Any]) -> list[Example]:
+        """Rows with their inputs, and the labels of their tokens. facts: of their episode.
 
         Raises `UsageError` for an image that cannot be decoded, and `OSError` for a file that cannot be read.
         """
-        values = self.value(row) if "values" in self.table.column_names else {}
-        if "image" in self.table.column_names and self.images is not None:
-            values["pixel_values"] = self.images.read(self.image(row))
-        labels = self.labels(row) if label is None else label
-        return Example(self.input_ids(row), labels, values=values)
+        if self.encoder is None:
+            return [Example(self.input_ids(row), self.labels(row)) for row in rows]
+        return self.encoder.examples([self.value(row) for row in rows], facts)
 
     def contents(self) -> Contents:
         """See `Contents`."""
@@ -174,22 +167,18 @@ def prepare(
         module = str(config.stratify_by).partition(":")[0]
         settings["stratify_by"] = [config.stratify_by, source_of(sys.modules.get(module))]
     settings["task_type"] = config.learner.name
-    own, encode_with = config.learner.own, None
-    if config.learner.collate is not None:
-        settings["collate"] = True
-    if own is not None:
-        settings["rows"] = source_of(sys.modules.get(own.__module__))
-        encode_with = partial(encode_own, config, tokenizer)
-    images = tokenizer if isinstance(tokenizer, ImageReader) else None
+    kind, images = config.learner.kind, isinstance(tokenizer, ImageReader)
+    settings["rows"] = source_of(sys.modules.get(kind.__module__))
+    encoder = None if kind.pair and not images else RowEncoder(config, tokenizer)
     root = Path("" if name == IN_MEMORY else name)  # paths below it are stored as absolute ones
     where = str(root.absolute()) if images and root.exists() else ""
     key = [FORMAT, content, where, tokenizer_print(tokenizer), settings, one_task]
     # notes name files, so that a store with notes is that of one data set
     path, noted = (cache_folder() / f"{digest(one)}.arrow" for one in (key, [*key, name]))
-    store, facts = stored(images, path, noted, encode=encode_with), dict[str, Any]()
+    store, facts = stored(kind, path, noted, encoder=encoder), dict[str, Any]()
     if store is None:
-        parts = tables(name, read, config, images is not None, one_task, facts)
-        store = TokenStore(write((path, noted), parts, config, tokenizer, facts), images, encode_with)
+        parts = tables(name, read, config, tokenizer, one_task, facts)
+        store = TokenStore(write((path, noted), parts, config, tokenizer, facts), kind, encoder)
     for note in store.notes:
         notice(note)
     if message := full_rows(config, store.lengths().tolist()):
@@ -197,11 +186,11 @@ def prepare(
     return store
 
 
-def stored(images: ImageReader | None, *paths: Path, encode: Encode | None = None) -> TokenStore | None:
+def stored(kind: Any, *paths: Path, encoder: RowEncoder | None = None) -> TokenStore | None:
     """The first of these stores that exists and is complete."""
     for path in paths:
         with contextlib.suppress(pa.ArrowException, OSError, ValueError, KeyError):
-            return TokenStore(path, images, encode)
+            return TokenStore(path, kind, encoder)
     return None
 
 
@@ -209,7 +198,7 @@ def tables(
     name: str,
     read: Callable[[Bad], Iterable[Row]],
     config: Config,
-    images: bool,
+    tokenizer: Any,
     one_task: bool,
     facts: dict[str, Any],
 ) -> Iterator[Table]:
@@ -221,7 +210,7 @@ def tables(
     bad = refuse if config.on_bad_task == "raise" else errors.append
     rows = iter(read(bad))
     while part := [*islice(rows, CHUNK)]:
-        tabulator = tabulator or Tabulator(name, columns_of(part), config, bad, one_task, images=images)
+        tabulator = tabulator or Tabulator(name, columns_of(part), config, bad, one_task, tokenizer=tokenizer)
         yield tabulator.add(part)
     count = len(errors) + (tabulator.count - tabulator.wrong if tabulator else 0)
     facts["notes"] = [f"{check_errors(name, errors, count, config)}; left out"] if errors else []
@@ -264,7 +253,7 @@ def write(
                 facts["fingerprint"] = seen.hexdigest()
                 stream.write_batch(batch.slice(0, 0), custom_metadata={"fmmeta": json.dumps(facts)})
             path = paths[bool(facts["notes"])]
-            if stored(None, path) is not None:
+            if stored(config.learner.kind, path) is not None:
                 temporary.unlink()
             elif path != paths[0]:
                 publish(temporary, path)
@@ -278,22 +267,18 @@ def write(
 def record_batch(table: Table, config: Config, tokenizer: Any, seen: Any) -> pa.RecordBatch:
     """Rows with their tokens, and in the digest `seen` all that a model reads of them."""
     seen.update(json.dumps([table.unit, table.stratum, table.target]).encode())
-    columns = dict(vars(table))
-    images, values = columns.pop("image"), columns.pop("values")
-    pairs: list[Any] = [([0], []) for _ in table.input]  # a row that is no text counts as one token
-    if config.learner.own is not None:  # the size of rows that are not tokenised yet
-        most = config.max_length - 1
+    columns, kind, most = dict(vars(table)), config.learner.kind, config.max_length - 1
+    images, values = columns.pop("image"), columns["values"]
+    if kind.pair and not images:
+        examples = kind.encode(config, tokenizer, table.rows(kind), {})
+        pairs = [(one.input_ids, one.labels if isinstance(one.labels, list) else []) for one in examples]
+    else:  # the size of rows that are not tokenised yet; an image counts as one token
         pairs = [([0] * max(1, min(most, len(one) // BYTES_PER_TOKEN)), []) for one in values]
-    elif not (images or values):
-        causal = config.learner.generates
-        examples = encode(tokenizer, config, table.input, table.target)
-        pairs = [(example.input_ids, example.labels if causal else []) for example in examples]
     if images:
         columns["image"] = [one.content for one in images]
         columns["image_where"] = [one.where for one in images]
         seen.update(json.dumps(table.input).encode())
-    if values:
-        columns["values"] = values
+    if not kind.pair:
         seen.update(json.dumps(values).encode())
     columns["input_ids"], columns["labels"] = zip(*pairs, strict=True)
     arrays = {name: pa.array(column, KINDS.get(name, TEXT)) for name, column in columns.items()}

@@ -87,8 +87,7 @@ class EpisodeRows:
     """The support and query rows of a task, each an `Example`, or what an `EpisodeTransform` makes one of.
 
     classes: name of each label, if rows have some. samples: the support rows of each inner step; empty: each
-    step has all of them. facts: what answers are read with (`batching.EncodedRows`). encode: of
-    rows that a learner reads, from support and query rows to `EncodedRows`.
+    step has all of them. facts: what answers are read with (`Learner.facts`).
     """
 
     task: Task
@@ -97,7 +96,16 @@ class EpisodeRows:
     classes: tuple[str, ...] = ()
     samples: tuple[list[Any], ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
-    encode: Callable[..., Any] | None = None
+
+    def encoded(self, encoder: Any, labels: Sequence[Sequence[int]] = ()) -> "EpisodeRows":
+        """The rows, each an `Example`. encoder: has their `facts` and `examples`. labels: of the rows of
+        both sets, where `classes` are known. Raises `UsageError`.
+        """
+        facts = {} if labels else {**encoder.facts(self.support, self.query)}
+        support, query = (encoder.examples(rows, facts) for rows in (self.support, self.query))
+        for rows, numbers in zip((support, query), labels, strict=False):
+            rows[:] = [replace(one, labels=label) for one, label in zip(rows, numbers, strict=True)]
+        return EpisodeRows(self.task, support, query, tuple(facts.pop("names", self.classes)), facts=facts)
 
 
 EpisodeTransform = Callable[[Any, np.random.Generator], Any]
@@ -117,26 +125,19 @@ def transformed(episode: Any, transforms: Iterable[EpisodeTransform]) -> Any:
 class Draw(EpisodeRows):
     """An episode whose rows are (row number of `store`, label in this episode) pairs."""
 
-    store: Any = field(kw_only=True)  # a TokenStore, or what has its `check`, `value` and `encode`
+    store: Any = field(kw_only=True)  # a TokenStore, or what has its methods for rows
     keys: tuple[ClassKey, ...] = field(default=(), kw_only=True)  # of the classes
     notices: tuple[str, ...] = field(default=(), kw_only=True)  # of a file that was read for it
 
     def episode(self, rng: Any = None) -> EpisodeRows:
-        """An `EpisodeTransform`: read the tokens, or decode the images.
+        """An `EpisodeTransform`: read the tokens, or encode the rows.
 
-        Raises `OSError` if the store's file has changed, and as `TokenStore.example` does.
+        Raises `OSError` if the store's file has changed, and as `TokenStore.examples` does.
         """
         self.store.check()
-        if self.store.encode is not None:
-            found = self.store.encode(
-                *([self.store.value(row) for row, _ in rows] for rows in (self.support, self.query))
-            )
-            return EpisodeRows(self.task, found.support, found.query, found.names, facts=found.facts)
-        support, query = (
-            [self.store.example(row, label if self.classes else None) for row, label in rows]
-            for rows in (self.support, self.query)
-        )
-        return EpisodeRows(self.task, support, query, self.classes)
+        support, query = ([row for row, _ in rows] for rows in (self.support, self.query))
+        labels = [[label for _, label in rows] for rows in (self.support, self.query)] if self.classes else ()
+        return EpisodeRows(self.task, support, query, self.classes).encoded(self.store, labels)
 
 
 def name_rows(draw: Draw, rng: Any = None) -> Draw:

@@ -31,6 +31,7 @@ from fmmeta.config.fields import refuse_first, shown
 from fmmeta.config.json_files import read_object
 from fmmeta.config.settings import Config
 from fmmeta.tasks.data.columns import Bad, Row, as_json
+from fmmeta.tasks.data.encode import RowEncoder
 from fmmeta.tasks.data.files import data_files, files_of, image_rows, read_file, stem, stream_file
 from fmmeta.tasks.data.hub import cards_of, hub_rows, open_hub, split_rows
 from fmmeta.tasks.data.images import ImageReader, content_of
@@ -64,7 +65,7 @@ from fmmeta.tasks.sources.base import (
     short_names,
     those_named,
 )
-from fmmeta.tasks.sources.own import OwnSource, Tasks, encoder, refuse_unread, tasks_named
+from fmmeta.tasks.sources.own import OwnSource, Tasks, refuse_unread, tasks_named
 from fmmeta.tasks.suites import digits, letters
 from fmmeta.tasks.word_suite import words
 
@@ -195,16 +196,16 @@ def task_files(dataset: str, max_length: int) -> list[TaskFile] | None:
 MOST_BYTES = 2**25  # of task files whose rows are compared at the start
 
 
-def contents_of(files: Sequence[TaskFile], config: Config, images: bool) -> Contents:
+def contents_of(files: Sequence[TaskFile], config: Config, tokenizer: Any) -> Contents:
     """Of task files that can be read; empty for more than MOST_BYTES or MOST_IMAGES."""
-    found: dict[str, np.ndarray] = {}
+    found, images = dict[str, np.ndarray](), isinstance(tokenizer, ImageReader)
     for file in files if sum(file.size for file in files) <= MOST_BYTES else []:
         with suppress(UsageError, OSError):
             rows = read_file(file.path, lambda error: None, config.max_file_gib)
             if images and len(rows) + sum(map(len, found.values())) > MOST_IMAGES:
                 return {}
             name, ignore = str(file.path), lambda _: None
-            table = tabulate(name, rows, config, ignore, ignore, one_task=True, images=images)
+            table = tabulate(name, rows, config, ignore, ignore, one_task=True, tokenizer=tokenizer)
             found[file.name] = np.array(table.content, np.uint64)
     return found
 
@@ -437,8 +438,8 @@ def read_class_weights(config: Config, sources: Sources, complete: bool, notice:
 def sources_of(tasks: Tasks, config: Config, tokenizer: Any, wanted: Sequence[str]) -> Sources:
     """The sources of tasks that a function draws."""
     refuse_unread(tasks.name, config)
-    encode = encoder(config, tokenizer)
-    of_split = {one: OwnSource(tasks, numbers, encode) for one in wanted if (numbers := tasks.numbers(one))}
+    encoder = RowEncoder(config, tokenizer)
+    of_split = {one: OwnSource(tasks, numbers, encoder) for one in wanted if (numbers := tasks.numbers(one))}
     sizes = ", ".join(f"{len(tasks.numbers(split))} {split}" for split in SPLITS)
     summary, contents = f"{tasks.name}: drawn by a function: {sizes}", {split: {} for split in SPLITS}
     return Sources({**of_split}, tasks.fingerprint, summary, [], contents=contents)
@@ -472,7 +473,7 @@ def load_one(
         files = {file.name: file for file in task_per_file}
         strata = {file.name: file.stratum for file in task_per_file}
         content = digest([(file.name, file.size) for file in task_per_file])  # the files are not read
-        contents = contents_of(task_per_file, config, isinstance(tokenizer, ImageReader))
+        contents = contents_of(task_per_file, config, tokenizer)
         if not contents:
             notice(f"{label(name)}: {counted(len(files), 'task file')} are too many to compare their rows")
         splits, used = choose_splits(name, content, config, strata, True, notice, trained, contents)

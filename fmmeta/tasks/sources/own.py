@@ -3,14 +3,13 @@
     Tasks(draw, train=1000, test=100)    draw(number) -> (support rows, query rows), a pure function
         --dataset module:name, or MetaTrainer(dataset=Tasks(...))
 
-Rows are what the learner's `encode` takes: of classification dictionaries with a text and a class, of
-causal_lm with an input and an output, of your learner any picklable objects. Nothing is read before training,
-so that a function may ask a database, or generate.
+Rows are pairs or dictionaries, as a file has them, or any picklable objects that the learner's `encode`
+takes. Nothing is read before training, so that a function may ask a database, or generate.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,9 @@ from fmmeta.common.errors import UsageError, usage_errors
 from fmmeta.common.security import import_named, source_of
 from fmmeta.config.fields import default_of, refuse_first, shown
 from fmmeta.config.settings import Config
-from fmmeta.tasks.batching import EncodedRows, Example
-from fmmeta.tasks.data.encode import encode, encode_own
-from fmmeta.tasks.data.images import ImageReader
-from fmmeta.tasks.data.rows import rows_of, tabulate
+from fmmeta.tasks.batching import Example
+from fmmeta.tasks.data.encode import RowEncoder
+from fmmeta.tasks.data.rows import prefixed, rows_of
 from fmmeta.tasks.data.token_store import digest
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
 from fmmeta.tasks.sources.base import Draw, TaskSource
@@ -84,13 +82,14 @@ class Tasks:
 
 @dataclass(frozen=True)
 class OwnRows:
-    """Rows that a function has drawn, in place of a `TokenStore`: a row is its own number.
+    """Rows that a function has drawn and the learner has read, in place of a `TokenStore`: a row is its own
+    number.
 
-    name: of the tasks. encoder: from support and query rows to examples.
+    name: of the tasks.
     """
 
     name: str
-    encoder: Callable[[Rows, Rows], EncodedRows]
+    encoder: RowEncoder
 
     def check(self) -> None:
         """Nothing is left to read."""
@@ -102,19 +101,33 @@ class OwnRows:
         """What identifies a row, as its input; it has no other columns."""
         return repr(row) if column == "input" else ""
 
-    def encode(self, support: Rows, query: Rows) -> EncodedRows:
-        """Raises `UsageError` for rows that the learner does not take."""
-        with usage_errors(f"dataset={self.name}: rows of a task cannot be encoded", "correct them"):
-            return self.encoder(support, query)
+    def facts(self, support: Rows, query: Rows) -> dict[str, Any]:
+        with self.errors():
+            return self.encoder.facts(support, query)
+
+    def examples(self, rows: Rows, facts: Mapping[str, Any]) -> list[Example]:
+        with self.errors():
+            return self.encoder.examples(rows, facts)
+
+    def read(self, row: Any) -> Any:
+        """A pair, or a dictionary as a file has it, as the learner reads it; another object as it is."""
+        config, kind = self.encoder.config, self.encoder.config.learner.kind
+        if not (kind.pair or isinstance(row, Mapping)):
+            return row
+        with self.errors():
+            (given,) = rows_of("rows", [row], config)
+            with prefixed(given.origin):
+                return kind.rows(config, self.encoder.tokenizer, [*given.values]).read(given)
+
+    def errors(self) -> AbstractContextManager[None]:
+        return usage_errors(f"dataset={self.name}: rows of a task cannot be encoded", "correct them")
 
 
 class OwnSource(TaskSource):
     """The tasks of a split. numbers: of its tasks."""
 
-    def __init__(
-        self, tasks: Tasks, numbers: Sequence[int], encode: Callable[[Rows, Rows], EncodedRows]
-    ) -> None:
-        self.tasks, self.numbers, self.encode = tasks, numbers, encode
+    def __init__(self, tasks: Tasks, numbers: Sequence[int], encoder: RowEncoder) -> None:
+        self.tasks, self.numbers, self.encoder = tasks, numbers, encoder
         stratum = tasks.stratum or (lambda number: "all")
         self.items = Items.of(Item(f"{tasks.name}/{number}", str(stratum(number)), 1) for number in numbers)
 
@@ -128,8 +141,15 @@ class OwnSource(TaskSource):
             raise UsageError(
                 f"dataset={self.tasks.name}: draw({number}) returned no rows; return some of each"
             )
-        support, query = ([(row, 0) for row in rows] for rows in (support, query))
-        return Draw(task, support, query, store=OwnRows(self.tasks.name, self.encode))
+        store, classes = OwnRows(self.tasks.name, self.encoder), tuple[str, ...]()
+        support, query = ([store.read(row) for row in rows] for rows in (support, query))
+        if self.encoder.config.learner.of_classes:
+            classes = tuple(store.facts(support, query)["names"])
+        support, query = (
+            [(row, classes.index(row["label"]) if classes else 0) for row in rows]
+            for rows in (support, query)
+        )
+        return Draw(task, support, query, classes, store=store)
 
     def class_keys(self, setting: str = "algorithm=joint") -> list[Any]:
         raise UsageError(f"{setting} needs the names of all classes, which a function does not tell")
@@ -141,7 +161,7 @@ class OwnSource(TaskSource):
 
     def part(self, chosen: np.ndarray) -> "OwnSource":
         return OwnSource(
-            self.tasks, [one for one, is_in in zip(self.numbers, chosen, strict=True) if is_in], self.encode
+            self.tasks, [one for one, is_in in zip(self.numbers, chosen, strict=True) if is_in], self.encoder
         )
 
 
@@ -173,50 +193,3 @@ def refuse_unread(name: str, config: Config) -> None:
         )
         for one in changed
     )
-
-
-def encoder(config: Config, tokenizer: Any) -> Callable[[Rows, Rows], EncodedRows]:
-    """The function from rows, dictionaries as a file has them or what the learner takes, to examples."""
-    own = config.learner.own
-    return partial(encode_rows if own is None else encode_read, config, tokenizer)
-
-
-def encode_read(config: Config, tokenizer: Any, support: Rows, query: Rows) -> EncodedRows:
-    """Rows as examples, by the learner that reads them. Raises `UsageError`."""
-    rows_of_kind = config.learner.own.rows
-    read = [
-        [rows_of_kind(config, [*row])(row) if isinstance(row, Mapping) else row for row in rows]
-        for rows in (support, query)
-    ]
-    return encode_own(config, tokenizer, *read)
-
-
-def encode_rows(config: Config, tokenizer: Any, support: Rows, query: Rows) -> EncodedRows:
-    """Rows of texts or images as examples; the classes are those of the support set. Raises `UsageError`."""
-    names, parts = list[str](), list[list[Example]]()
-    for rows in (support, query):
-        images = isinstance(tokenizer, ImageReader)
-        table = tabulate(
-            "rows",
-            rows_of("rows", rows, config),
-            config,
-            lambda text: None,
-            one_task=True,
-            unique=False,
-            images=images,
-        )
-        examples = encode(tokenizer, config, table.image or table.input, table.target)
-        if config.learner.of_classes:
-            names = names or sorted({*table.target})
-            if len(names) > config.most_classes:
-                raise UsageError(f"n_way={config.n_way} is below the {len(names)} classes; raise --n_way")
-            if unknown := {*table.target} - {*names}:
-                raise UsageError(
-                    f"the query set has the class {min(unknown)!r}, and the support set has none"
-                )
-            examples = [
-                replace(one, labels=names.index(label))
-                for one, label in zip(examples, table.target, strict=True)
-            ]
-        parts.append(examples)
-    return EncodedRows(*parts, names=tuple(names))
