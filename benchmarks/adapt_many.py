@@ -44,7 +44,7 @@ from fmmeta.adaptation.task_learner import leave_out
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig
 from fmmeta.learners.load import describe, load_learner, load_tokenizer
-from fmmeta.tasks.data.encode import encode
+from fmmeta.tasks.data.encode import encode_texts
 from fmmeta.tasks.data.files import data_files, read_file
 from fmmeta.tasks.data.rows import Table
 
@@ -93,10 +93,10 @@ class Floor:
 
     def inputs(self, pairs: Pairs) -> tuple[dict[str, Tensor], Tensor]:
         labels = sorted({label for _, label in pairs})
-        rows = encode(self.tokenizer, self.config, [text for text, _ in pairs], [label for _, label in pairs])
-        length = max(len(row.input_ids) for row in rows)
-        ids = torch.tensor([[*row.input_ids, *[self.pad] * (length - len(row.input_ids))] for row in rows])
-        mask = torch.tensor([[1] * len(row.input_ids) + [0] * (length - len(row.input_ids)) for row in rows])
+        rows = encode_texts(self.tokenizer, [text for text, _ in pairs], self.config.max_length)
+        length = max(map(len, rows))
+        ids = torch.tensor([[*row, *[self.pad] * (length - len(row))] for row in rows])
+        mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
         return {"input_ids": ids, "attention_mask": mask}, torch.tensor(
             [labels.index(one) for _, one in pairs]
         )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -82,7 +82,7 @@ class Prepared:
         `between` runs after every one.
         """
         run, costs, used, marks = self.run, [], [], []
-        rule, of_several = run.rule, run.multi_task_rule
+        rule, of_several = run.rule, cast(Any, run.multi_task_rule)
 
         def noting(task: TaskRun) -> Any:
             used.append(task.episode)

@@ -13,6 +13,7 @@ from torch import Tensor
 from fmmeta.meta.classifier_head import ClassMeans, FeatureRows, Head, HeadInit, all_gather_features
 from fmmeta.meta.inner_optimizers import HEAD, InnerOptimizer, InnerState, Rates
 from fmmeta.parallel.workers.base import PassStats, SavedForward, Worker
+from fmmeta.parallel.workers.full_model import TaskBatch
 from fmmeta.tasks.batching import Episode, MicroBatch, SupportSet, batches_of_step, each_batch
 
 STATE = "state "  # before the names of the optimizer's vectors, which are the user's choice
@@ -34,8 +35,8 @@ class Trajectory:
         self.keeps_directions, self.keeps_states, self.first = keeps_directions, keeps_states, first
         self.left, self.steps = budget_bytes, list[dict[str, Tensor]]()
 
-    def before_step(self, k: int, worker: Worker, phi0: Tensor, state: "InnerState") -> None:
-        """Store phi_k, which the worker holds, and the optimizer's state. Local."""
+    def before_step(self, k: int, worker: Worker | TaskBatch, phi0: Tensor, state: "InnerState") -> None:
+        """Store phi_k, which the worker (or the batch of tasks) holds, and the optimizer's state. Local."""
         self.device = worker.storage_device
         self.steps.append({} if k else {"phi": phi0})
         if k and k >= self.first:

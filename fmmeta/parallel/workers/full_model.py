@@ -268,7 +268,7 @@ def refuse_once_differentiable(gradient: Sequence[Tensor]) -> None:
 
 
 def add_products(
-    graph: Sequence[Tensor], params: Sequence[Tensor], w: Iterable[Tensor], total: Sequence[Tensor]
+    graph: Sequence[Tensor], params: Sequence[Tensor], w: Iterable[Tensor], total: list[Tensor]
 ) -> None:
     """Add (dg/dphi)^T w to `total`, by parameter; graph: g, with its graph, which is freed."""
     pairs = [(g, each.to(g.dtype)) for g, each in zip(graph, w, strict=True) if g.requires_grad]
