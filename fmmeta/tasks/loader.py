@@ -217,7 +217,11 @@ class LoadEpisode:
                 if wait_s is None:
                     raise
                 self.sleep(wait_s)
-        return replace(self.batcher.episode(rows), notices=draw.notices)
+        encoder, notices = draw.store.encoder, draw.notices
+        examples = [*rows.support, *rows.query]
+        if encoder is not None and any(map(encoder.fills, examples)):
+            notices = (*notices, encoder.full)
+        return replace(self.batcher.episode(rows), notices=notices)
 
 
 class PreparedTasks(torch.utils.data.Dataset[EpisodeFile]):

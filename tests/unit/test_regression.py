@@ -171,6 +171,16 @@ def test_a_run_prints_no_accuracy_and_is_judged_by_the_loss(run, capsys):
     assert json.loads((model / "fmmeta.json").read_text())["task_type"] == "regression"
 
 
+def test_texts_that_are_cut_when_they_are_drawn_are_reported_once(tmp_path, capsys):
+    short = {**SHORT, "eval_steps": 0, "test_episodes": 0}
+    for length, lines in (("8", 1), ("64", 0)):
+        config = Config(
+            **KIND, **short, dataset=[str(DATA)], max_length=int(length), output_dir=str(tmp_path / length)
+        )
+        MetaTrainer(config).train()
+        assert "".join(capsys.readouterr()).count(f"rows fill max_length={length}") == lines
+
+
 def test_the_best_weights_and_interpolation_are_those_of_the_lowest_loss():
     best, weights = Best(None), SimpleNamespace(snapshot=lambda: "weights")  # type: ignore[arg-type]
     for step, loss in enumerate([2.0, 1.0, 1.5], 1):

@@ -232,6 +232,16 @@ class RowEncoder:
         """See `Learner.encode`. Raises `UsageError`."""
         return self.config.learner.kind.encode(self.config, self.tokenizer, rows, facts)
 
+    def fills(self, example: Example) -> bool:
+        """Whether an example has `max_length` tokens, and so has probably lost a part."""
+        return len(example.input_ids) >= self.config.max_length
+
+    @property
+    def full(self) -> str:
+        """A message about such examples, the same one for all."""
+        most = self.config.max_length
+        return f"some rows fill max_length={most}; longer texts lose a part: raise --max_length"
+
 
 def read_image(reader: ImageReader, image: EncodedImage) -> Tensor:
     """The pixels of an image, fp32 [3, H, W]. Raises `UsageError`, also for a file that cannot be read."""
