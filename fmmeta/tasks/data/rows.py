@@ -203,7 +203,7 @@ class Tabulator:
             values["input"], values["target"] = (stored.pop(name) for name in pair)
             if self.images:
                 values["image"] = stored.pop("image")
-        values["values"] = as_json(row.origin, stored, default=as_plain)
+        values["values"] = as_json(row.origin, stored, default=as_plain) if stored else "{}"
         if not pair:
             values["input"] = hashlib.sha256(values["values"].encode()).hexdigest()[:32]
             values["parts"] = (values["input"],)
