@@ -950,7 +950,8 @@ def wrap(hf: Any, config: Config, description: Description) -> HFLearner:
                 f"feature_norm={config.feature_norm:g} scales pooled features, and {type(hf).__name__} pools"
                 " by itself; use --pooling mean or cls, or leave it out"
             )
-        if config.head_init == "prototype" and len(learner.head_names) < 2:
+        has_no_bias = len(learner.head_names) < 2 and not config.learner.generates
+        if config.head_init == "prototype" and has_no_bias:
             raise UsageError(
                 f"head_init=prototype needs a head with a bias, and that of {type(hf).__name__} has none; "
                 "use --pooling mean or another --head_init"

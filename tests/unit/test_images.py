@@ -153,7 +153,7 @@ def test_values_that_are_no_images_are_refused(tmp_path):
         ({"bytes": None, "path": "/elsewhere/a.png"}, "/elsewhere/a.png"),
     ):
         text = refusal(encoded_image, value, "image", "rows.jsonl:1", tmp_path / "data")
-        check_message(text, "rows.jsonl:1", name, "copy the image")
+        check_message(text, name, "copy the image")
 
 
 def test_damaged_files_are_refused_by_name_and_pickles_are_never_read(tmp_path):

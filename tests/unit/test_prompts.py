@@ -455,7 +455,8 @@ def test_an_adapted_model_answers_rows_with_the_columns_of_its_template(llama, t
         refusal(predict.run, PredictConfig(str(folder), input=str(tmp_path / "new.txt"))),
         "{instruction}",
         "no column of",
-        "new.txt:1; it has input",
+        "new.txt:1: ",
+        "it has input",
     )
     assert "5 + 1|5 + 1" in (folder / "README.md").read_text()
 
