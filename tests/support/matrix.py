@@ -162,7 +162,8 @@ HEADS = {
     "proto_maml": "prototype",
     "protonet": "prototype",
 }  # of the algorithms that demand one
-TOLERANCE = {("fp32", "sgd"): 1e-5, ("fp32", "adamw"): 1e-4, ("bf16", "sgd"): 0.1, ("bf16", "adamw"): 0.1}
+TOLERANCE = {("fp32", "sgd"): 1e-5, ("fp32", "adamw"): 1e-4, ("bf16", "sgd"): 0.12, ("bf16", "adamw"): 0.12}
+BF16_PROTOTYPE = 0.25  # logits are small differences of w f and b = -|mu|^2, each rounded to three digits
 
 
 def tolerance(case: Case) -> float:
@@ -171,6 +172,8 @@ def tolerance(case: Case) -> float:
     """
     differences = 3e-3 if case.algorithm == "proto_maml" else 1e-3
     takes_differences = case.algorithm in SECOND_ORDER and not case.by_autograd
+    if case.dtype == "bf16" and case.head == "prototype" and not takes_differences:
+        return BF16_PROTOTYPE
     return differences if takes_differences else TOLERANCE[case.dtype, case.outer]
 
 
