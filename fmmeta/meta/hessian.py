@@ -21,13 +21,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fmmeta.meta.inner_loop import no_poll
-from fmmeta.parallel.workers.base import PassStats, Worker
-from fmmeta.parallel.workers.full_model import FullModelWorker
+from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.batching import MicroBatch
 
 CHANGE = {"fp32": 0.004, "bf16": 0.2}  # cube root of a gradient's relative rounding error: 3e-7, 1e-2
@@ -52,13 +52,17 @@ class HvpOptions:
 
 @dataclass
 class Hessian(ABC):
-    """The Hessian of the mean loss over `batches`, for one task. A product changes the worker's weights."""
+    """The Hessian of the mean loss over `batches`, for one task. A product changes the worker's weights.
+
+    Of several tasks at a time (by autograd), worker is their `TaskBatch`, batches are their sets, and a
+    vector has the parts of all tasks.
+    """
 
     options: HvpOptions
-    worker: Worker
-    batches: Sequence[MicroBatch]
+    worker: Any
+    batches: Sequence[Any]
     between_passes: Callable[[], None] = no_poll
-    passes: list[PassStats] = field(default_factory=list)
+    passes: list[Any] = field(default_factory=list)
 
     @abstractmethod
     def times(self, phi: Tensor, d: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
@@ -75,7 +79,6 @@ class AutogradHessian(Hessian):
         self.between_passes()
         self.worker.write(phi)
         product = self.worker.zeros()
-        assert isinstance(self.worker, FullModelWorker)
         self.passes.append(self.worker.gradient_vjp(self.batches, d, product))
         return product
 

@@ -11,9 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from fmmeta.common.errors import UsageError
@@ -21,7 +19,7 @@ from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.learners.task_axis import TaskAxis
 from fmmeta.meta.classifier_head import class_means, nearest_mean_head
-from fmmeta.meta.hessian import Hessian
+from fmmeta.meta.hessian import AutogradHessian
 from fmmeta.meta.inner_loop import InnerLoop, Trajectory, no_poll
 from fmmeta.meta.inner_optimizers import Layers, Rates, layer_of
 from fmmeta.meta.task import MultiTaskRule, TaskResult, TaskRun
@@ -124,21 +122,6 @@ class MultiTaskInnerLoop:
                 batch.set(name, task, value)
 
 
-class HessianOfTasks(Hessian):
-    """The Hessians of several tasks at a time, by autograd: vectors are like those of `tasks`."""
-
-    def __init__(self, tasks: TaskBatch, sets: Sets, between_passes: Callable[[], None]) -> None:
-        self.tasks, self.sets, self.between_passes = tasks, sets, between_passes
-        self.passes: list[Any] = []
-
-    def times(self, phi: Tensor, d: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
-        self.between_passes()
-        self.tasks.write(phi)
-        product = torch.zeros_like(phi)
-        self.passes.append(self.tasks.gradient_vjp(self.sets, d, product))
-        return product
-
-
 @dataclass(frozen=True)
 class AdapterMultiTaskRule:
     """Several tasks at a time; the worker holds theta before, during and after.
@@ -168,7 +151,8 @@ class AdapterMultiTaskRule:
         query_passes = batch.forward(query) if self.displacement else batch.gradient(query)
         flat = batch.phi if self.displacement else batch.grad
         if path is not None:
-            flat, hessian = batch.grad.clone(), HessianOfTasks(batch, support, between_passes)
+            flat = batch.grad.clone()
+            hessian = AutogradHessian(first.setup.hvp, batch, support, between_passes)
             setup = replace(first.setup, inner=replace(self.inner, rates=loop.rates(batch)))
             replace(first, setup=setup).through_steps(hessian, path, flat, order, ())
             passes += hessian.passes

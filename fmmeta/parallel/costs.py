@@ -88,8 +88,8 @@ def second_order_by_autograd(config: Config, whole: bool, only_head: bool = Fals
             " weights, without --compile and with sdpa or eager attention: ZeRO 3, pipeline stages and tensor"
             " ranks do not; use ZeRO 2, or --second_order differences with --inner_optimizer sgd or momentum"
         )
-    small = bool(config.lora_r) or only_head or config.learner.make is not None  # the trained part
-    return twice and (asked or (config.second_order == "auto" and small))
+    by_default = bool(config.lora_r) or only_head or config.learner.make is not None
+    return twice and (asked or (config.second_order == "auto" and by_default))
 
 
 def task_vectors(config: Config) -> int:

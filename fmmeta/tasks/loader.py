@@ -220,7 +220,7 @@ class LoadEpisode:
         encoder, notices = draw.store.encoder, draw.notices
         examples = [*rows.support, *rows.query]
         if encoder is not None and any(map(encoder.fills, examples)):
-            notices = (*notices, encoder.full)
+            notices = (*notices, encoder.cut_message)
         return replace(self.batcher.episode(rows), notices=notices)
 
 

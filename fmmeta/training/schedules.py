@@ -8,7 +8,7 @@
 `static`: each group runs its share of the meta-batch. `dynamic`: a group that is free claims the next task.
 `stale` (bounded_staleness.py): a step closes without waiting for groups that are slower. `elastic`
 (elastic/controller.py): groups come and go. A schedule is found by name (run.py) and gets the `Run`; an own
-one is a subclass of one of them, `--task_schedule module:class`. `StaticSchedule` is the base:
+one is a subclass of the first or the second, `--task_schedule module:class`. `StaticSchedule` is the base:
 
     passes     the tasks of this group, until a stop: those of its share, or those that it claims
     end_task   adds the numbers of a task that has ended
@@ -179,7 +179,7 @@ class StaticSchedule:
         run, metrics, begun = self.run, self.metrics, 0
         meta, total = run.state.meta_params, run.state.updates.meta
         into = MetaGradient(meta.theta, total.extra) if run.config.gradient_noise_scale else total
-        metrics.left = True
+        metrics.is_partial = True
         for some in self.feed.passes(number, metrics, size):
             if run.stop.should_leave_tasks():
                 self.feed.abandon()
@@ -194,7 +194,7 @@ class StaticSchedule:
             yield self.begun
             self.settle()
             run.stage.begin_phase("waiting for its tasks")
-        metrics.left = False
+        metrics.is_partial = False
 
     def between_passes(self) -> None:
         self.run.stage.count_pass()
@@ -248,7 +248,7 @@ class StaticSchedule:
         stage.begin_phase("agreeing with the other groups")
         if run.stop.agree_after_tasks(left_tasks, state.saver):
             return Outcome.STOP
-        if not metrics.left:
+        if not metrics.is_partial:
             self.check_task_count(metrics.tasks)
         self.describe(metrics)
         no_data = self._apply_bad_task_policy(metrics)

@@ -18,7 +18,7 @@ class StepMetrics:
 
     names: further numbers of the algorithm's task gradients. replicated: whether each rank of a group holds
     the whole model. counts: further sums over tasks, by name. waited: seconds that this group has waited for
-    others so far. squares: of the tasks of all groups, after `all_reduce`. left: whether a loop, or an
+    others so far. squares: of the tasks of all groups, after `all_reduce`. is_partial: whether a loop, or an
     own schedule, has left out tasks.
     """
 
@@ -31,7 +31,7 @@ class StepMetrics:
         self.weight = self.weight_squared = self.data_seconds = 0.0
         self.square = 0.0  # this rank's part of the sum of w |g|^2 (meta/noise_scale.py)
         self.skipped = self.tokens = self.tasks = self.failures = 0
-        self.left = False
+        self.is_partial = False
         # sums over the finite tasks, each times its weight
         self.sums = dict.fromkeys(("support_loss", "query_loss", "accuracy", *names), 0.0)
         self.values: dict[str, Any] = {}
@@ -80,7 +80,7 @@ class StepMetrics:
             "weight": self.weight,
             "skipped": self.skipped,
             "tasks": self.tasks,
-            "left": self.left,
+            "is_partial": self.is_partial,
             "weight_squared": self.weight_squared,
             **self.sums,
             **self.counts,
@@ -111,7 +111,7 @@ class StepMetrics:
         weight = total["weight"]
         self.squares = TaskSquares(weight, total["weight_squared"], total["square"])
         self.tasks, self.failures = int(total["tasks"]), int(total["failures"])
-        self.left = total["left"] > 0
+        self.is_partial = total["is_partial"] > 0
         self.counts = {name: total[name] for name in self.counts}
         self.values = {
             "tokens": int(total["tokens"]),

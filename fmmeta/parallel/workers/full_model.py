@@ -413,6 +413,10 @@ class TaskBatch:
         with torch.no_grad():
             self.blocks[name][task] = value
 
+    def zeros(self) -> Tensor:
+        """Zeros like `phi`, to accumulate into."""
+        return torch.zeros_like(self.phi)
+
     def read(self) -> Tensor:
         """A copy of `phi`."""
         return self.phi.clone()
@@ -435,7 +439,7 @@ class TaskBatch:
         for merged in merge_task_batches(sets):
             with self.axis.of(self._values()):
                 self._loss(merged, stats).backward()
-        return self._finished(stats, self.worker.group.sum_(self.grad))
+        return self._stats_of_tasks(stats, self.worker.group.sum_(self.grad))
 
     @torch.no_grad()
     def forward(self, sets: Sets) -> list[PassStats]:
@@ -463,7 +467,7 @@ class TaskBatch:
                     graph = self.worker.gradient_graph(self._loss(merged, stats), leaves)
                     add_products(graph, leaves, w, parts)
         into += self.worker.group.sum_(total)
-        return self._finished(stats, total)
+        return self._stats_of_tasks(stats, total)
 
     def weights(self, task: int) -> dict[str, Tensor]:
         """A copy of one task's adapters by name, fp32, in host memory."""
@@ -476,7 +480,7 @@ class TaskBatch:
             self.worker.params.put(vector, name, block[task].reshape(-1))
         return vector
 
-    def _finished(self, stats: Tensor, gradient: Tensor) -> list[PassStats]:
+    def _stats_of_tasks(self, stats: Tensor, gradient: Tensor) -> list[PassStats]:
         """The statistics of each task, whose gradients are summed over the group. Collective: group."""
         self.worker.group.sum_(stats)
         sums = [part.reshape(self.tasks, -1).sum(1) for part in self._blocks(gradient).values()]

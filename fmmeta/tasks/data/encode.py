@@ -237,7 +237,7 @@ class RowEncoder:
         return len(example.input_ids) >= self.config.max_length
 
     @property
-    def full(self) -> str:
+    def cut_message(self) -> str:
         """A message about such examples, the same one for all."""
         most = self.config.max_length
         return f"some rows fill max_length={most}; longer texts lose a part: raise --max_length"
