@@ -1,31 +1,52 @@
 """entities.yaml: entity F1 on domains that were not trained on, of initial and of meta-trained weights."""
 
 import json
+import random
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from examples.generate_entities import rows
+from experiments.data import texts_of
 from fmmeta import evaluate
 
 EPISODES = 54
+MARKS = {"[E1]": "head", "[E2]": "tail"}
 
 
-def write(folder: Path) -> None:
-    """The rows of all tasks, and their splits by domain."""
-    found, tasks = [*rows(30)], list[str]()
+def relations(data: str) -> Iterator[dict[str, Any]]:
+    """For each relation of FewRel 100 sentences of at most 40 words, with its two entities as tags."""
+    for relation, texts in sorted(texts_of(data, "fewrel_val_wiki", "all").items()):
+        short = [text.split() for text in texts if len(text.split()) <= 44]
+        for words in random.Random(relation).sample(short, 100):
+            tokens, tags, inside = list[str](), list[str](), "O"
+            for word in words:
+                if word in MARKS or word in ("[/E1]", "[/E2]"):
+                    inside = f"B-{MARKS[word]}" if word in MARKS else "O"
+                else:
+                    tokens, tags = [*tokens, word], [*tags, inside]
+                    inside = inside.replace("B-", "I-")
+            yield {"task": relation, "tokens": tokens, "tags": tags}
+
+
+def write(folder: Path, data: str, held: int) -> None:
+    """The rows of all tasks, and their splits: 3/8 of the tasks for tests, `held` for validation."""
+    found, tasks = [*(relations(data) if data else rows(30))], list[str]()
     for row in found:
         tasks += [row["task"]] if row["task"] not in tasks else []
-    parts = {"train": tasks[:24], "valid": tasks[24:30], "test": tasks[30:]}
+    test = len(tasks) * 5 // 8
+    parts = {"train": tasks[: test - held], "valid": tasks[test - held : test], "test": tasks[test:]}
     (folder / "splits.json").write_text(json.dumps(parts))
     (folder / "entities.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in found))
 
 
 def measure(study: Any, cell: Any) -> dict[str, Any]:
     """F1 by domain, of both weights and of their difference, and CPU minutes."""
-    write(Path(study.folder))
+    of_relations = cell.settings.get("relations", False)
+    write(Path(study.folder), study.data if of_relations else "", 2 if of_relations else 6)
     (trained, seconds), train, began = study.trained(cell), cell.settings["train"], time.process_time()
     loop = json.loads(Path(trained).with_name("run.json").read_text())["held_out"]["baseline_inner_loop"]
     of_base = {"inner_lr": 0.1 * loop["scale"], "inner_steps": loop["steps"]}
