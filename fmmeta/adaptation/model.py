@@ -367,6 +367,8 @@ class AdaptedModel:
         texts = [[loaded.present(one, {"names": (), **facts}) for one in pair] for pair in found]
         for row, (output, truth) in zip(rows, texts, strict=True):
             key = usual(kind.inputs, row) if isinstance(row, Mapping) else None
+            right = truth if isinstance(truth, list) and isinstance(output, str) else [truth]
+            truth = output if output in right else right[0]
             self.predictions.append(Answer(row[key] if key else row, output, truth=truth))
         self.metrics = kind.metrics(*zip(*texts, strict=True))
 

@@ -5,11 +5,12 @@
 
 A row has a text as input and a text as answer, in the columns of causal_lm. It is right when each of its
 label tokens is the most likely one. Input and answer lose what is beyond --max_length; the answer keeps its
-end token.
+end token. Of several right answers the first is learned; in metrics the best counts. The target `others`
+[B, L] has the tokens of the others, each with IGNORE before it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
+from itertools import chain, groupby, takewhile
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from fmmeta.config.settings import Config
 from fmmeta.learners.base import HFLearner, RowLosses, at_least_fp32
 from fmmeta.learners.shared_prefix import greedy
 from fmmeta.tasks.batching import IGNORE, Collated, Example, MicroBatch, pad_right
-from fmmeta.tasks.data.columns import PairInput, Row, RowReader, only_answer, pick, template_columns
+from fmmeta.tasks.data.columns import PairInput, Row, RowReader, answers_of, pick, template_columns
 from fmmeta.tasks.data.encode import encode_texts, text_prompt
 
 
@@ -44,9 +45,12 @@ class Seq2SeqLearner(HFLearner):
         answer = pick(config, columns, "output_column") if answered else None
         source = PairInput.of(config, str(picked), columns, config.input_column is None)
 
-        def read(row: Row) -> dict[str, str]:
-            output = {} if answer is None else {"output": only_answer(row, answer)}
-            return {"input": source.read(row)[0], **output}
+        def read(row: Row) -> dict[str, Any]:
+            found = dict[str, Any](input=source.read(row)[0])
+            if answer is not None:
+                found["output"], *others = answers_of(row, answer)
+                found |= {"others": others} if others else {}
+            return found
 
         return RowReader(read)
 
@@ -58,10 +62,15 @@ class Seq2SeqLearner(HFLearner):
         before = str if plain else text_prompt(config.prompt_template).before
         end, most = tokenizer.eos_token_id, config.max_length
         inputs = encode_texts(tokenizer, [before(row["input"]) for row in rows], most)
-        outputs = [row.get("output", "") for row in rows]  # none of rows to answer
-        answers = tokenizer(text_target=outputs, verbose=False)["input_ids"]
-        labels = [[*(ids[:-1] if ids[-1:] == [end] else ids)[: most - 1], end] for ids in answers]
-        return [Example(*row) for row in zip(inputs, labels, strict=True)]
+        answers = [(row.get("output", ""), *row.get("others", ())) for row in rows]  # none of rows to answer
+        every = tokenizer(text_target=[*chain(*answers)], verbose=False)["input_ids"]
+        ids = iter([(one[:-1] if one[-1:] == [end] else one)[: most - 1] for one in every])
+        examples = list[Example]()
+        for before, of_row in zip(inputs, answers, strict=True):
+            first, *others = (next(ids) for _ in of_row)
+            values = {"others": [token for one in others for token in (IGNORE, *one)]}
+            examples.append(Example(before, [*first, end], values=values))
+        return examples
 
     @classmethod
     def collate(cls, rows: Sequence[Example], pad_token_id: int) -> Collated:
@@ -72,7 +81,8 @@ class Seq2SeqLearner(HFLearner):
             "attention_mask": pad_right([[1] * len(row.input_ids) for row in rows], 0),
             "decoder_input_ids": pad_right([[pad_token_id, *row.labels[:-1]] for row in rows], pad_token_id),
         }
-        return inputs, {"labels": labels}
+        others = pad_right([row.values["others"] for row in rows], IGNORE)
+        return inputs, {"labels": labels, "others": others}
 
     def forward(self, **inputs: Tensor) -> Tensor:
         ids = inputs.pop("decoder_input_ids")
@@ -87,17 +97,17 @@ class Seq2SeqLearner(HFLearner):
         right = ~wrong.any(1)
         return RowLosses(losses.sum(1), right.long(), torch.ones_like(right, dtype=torch.long))
 
-    def answers(self, outputs: Tensor, batch: MicroBatch) -> Iterator[tuple[list[int], list[int]]]:
+    def answers(self, outputs: Tensor, batch: MicroBatch) -> Iterator[tuple[list[int], list[Any]]]:
         """The likeliest tokens after the right ones before them, without the end token: a model that repeats
-        its last token would otherwise give the whole text.
+        its last token would otherwise give the whole text. Of several right answers, all are the reference.
         """
-        guess = outputs.argmax(-1).masked_fill_(outputs.isnan().any(-1), -1).cpu()
-        for predicted, labels, weight in zip(
-            guess, batch.targets["labels"].cpu(), batch.weights.tolist(), strict=True
-        ):
+        guess = outputs.argmax(-1).masked_fill_(outputs.isnan().any(-1), -1).tolist()
+        labels, others = (batch.targets[name].tolist() for name in ("labels", "others"))
+        for predicted, right, more, weight in zip(guess, labels, others, batch.weights.tolist(), strict=True):
             if weight > 0:
-                length = int((labels != IGNORE).sum()) - 1
-                yield predicted[:length].tolist(), labels[:length].tolist()
+                first = [token for token in right if token != IGNORE][:-1]
+                runs = [[*run] for known, run in groupby(more, lambda token: token != IGNORE) if known]
+                yield predicted[: len(first)], [first, *runs] if runs else first
 
     @torch.no_grad()
     def respond(self, batch: MicroBatch, max_new_tokens: int) -> list[list[int]]:
@@ -120,15 +130,19 @@ class Seq2SeqLearner(HFLearner):
 
     @classmethod
     def present(
-        cls, answer: Sequence[int], names: Sequence[str], facts: Mapping[str, Any], tokenizer: Any = None
-    ) -> str:
+        cls, answer: Sequence[Any], names: Sequence[str], facts: Mapping[str, Any], tokenizer: Any = None
+    ) -> str | list[str]:
+        if answer and isinstance(answer[0], list):
+            return [tokenizer.decode(one, skip_special_tokens=True).strip() for one in answer]
         known = [one for one in answer if one >= 0]
         return tokenizer.decode(known, skip_special_tokens=True).strip()
 
     @classmethod
-    def metrics(cls, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-        pairs = [*zip(predictions, references, strict=True)]
+    def metrics(cls, predictions: Sequence[str], references: Sequence[str | list[str]]) -> dict[str, float]:
+        right = [[one] if isinstance(one, str) else one for one in references]
+        pairs = [*zip(predictions, right, strict=True)]
+        best = [max(rouge_l(answer, one) for one in of_row) for answer, of_row in pairs]
         return {
-            "exact_match": sum(answer.strip() == truth.strip() for answer, truth in pairs) / len(pairs),
-            "rouge_l": sum(rouge_l(answer, truth) for answer, truth in pairs) / len(pairs),
+            "exact_match": sum(answer in of_row for answer, of_row in pairs) / len(pairs),
+            "rouge_l": sum(best) / len(pairs),
         }

@@ -24,6 +24,7 @@ PADDING = {
     "position_ids": 1,
     "decoder_input_ids": 0,
     "labels": IGNORE,
+    "others": IGNORE,
 }
 """Padding values of inputs and targets whose last dimension is tokens; position 0 would begin a row."""
 

@@ -152,7 +152,7 @@ def test_the_forms_of_trl_are_the_same_row(row):
     ("row", "why"),
     [
         ({"prompt": "x", "chosen": "4", "rejected": "4"}, "the same answer .4. in chosen and rejected"),
-        ({"prompt": "x", "chosen": "4", "rejected": " "}, "give one answer"),
+        ({"prompt": "x", "chosen": "4", "rejected": " "}, "which is empty"),
         ({"chosen": [ASKED, said("4")], "rejected": [said("5")]}, "compare answers to one prompt"),
         ({"prompt": "3", "chosen": [ASKED, said("4")], "rejected": [ASKED, said("5")]}, "one prompt"),
         ({"chosen": [ASKED, said("4"), ASKED, said("1")], "rejected": "5"}, "prompt_template chat"),

@@ -122,13 +122,33 @@ def test_columns_and_templates_that_do_not_fit_are_refused(settings, columns, wh
     assert "\n" not in str(refused.value)
 
 
-def test_a_row_has_one_answer():
-    config = Config(task_type="seq2seq")
-    stored = stored_by(Seq2SeqLearner, config, {"input": "a", "output": ["b"]})
-    assert stored == {"input": "a", "output": "b"}
-    for output in (["b", "c"], " ", None):
-        with pytest.raises(UsageError, match="output="):
-            stored_by(Seq2SeqLearner, config, {"input": "a", "output": output})
+def test_of_several_right_answers_the_first_is_learned_and_the_best_counts():
+    config, tokenizer = Config(task_type="seq2seq", max_length=8), byte_tokenizer()
+    rows = [{"input": "a", "output": ["b c", "d", "x" * 9]}, {"input": "aa", "output": ["d"]}]
+    stored = [stored_by(Seq2SeqLearner, config, row) for row in rows]
+    assert stored[1] == {"input": "aa", "output": "d"}
+    examples = Seq2SeqLearner.encode(config, tokenizer, stored, {})
+    alone = Seq2SeqLearner.encode(config, tokenizer, [{"input": "a", "output": "b c"}, stored[1]], {})
+    assert [one.labels for one in examples] == [one.labels for one in alone]
+    (batch,) = Batcher(0, collate_fn=Seq2SeqLearner.collate).split(examples)
+    outputs = torch.nn.functional.one_hot(batch.targets["labels"].clamp(min=0), 259).float()
+    pairs = [*Seq2SeqLearner(tiny("t5")).answers(outputs, batch)]
+
+    def texts(answer):
+        return Seq2SeqLearner.present(answer, (), {}, tokenizer)
+
+    references = [texts(right) for _, right in pairs]
+    assert sorted(references, key=str) == [["b c", "d", "x" * 6], "d"]
+    assert sorted(texts(predicted) for predicted, _ in pairs) == ["b c", "d"]
+    assert Seq2SeqLearner.metrics(["d", "d"], references) == {"exact_match": 1.0, "rouge_l": 1.0}
+    found = Seq2SeqLearner.metrics(["c", "c"], references)
+    assert found == {"exact_match": 0.0, "rouge_l": pytest.approx(sum((2 / 3, 0.0)) / 2)}
+
+
+def test_a_row_without_an_answer_is_refused():
+    for output in (["b", " "], " ", None):
+        with pytest.raises(UsageError, match=r"output=|empty"):
+            stored_by(Seq2SeqLearner, Config(task_type="seq2seq"), {"input": "a", "output": output})
 
 
 def test_a_model_without_an_encoder_is_refused(tmp_path):
@@ -166,7 +186,7 @@ def test_train_evaluate_adapt_and_load_with_transformers(family, tmp_path):
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run" / "model")
     assert model.generation_config.decoder_start_token_id == model.config.decoder_start_token_id
     assert model.generation_config.eos_token_id == 2
-    rows = [{"input": one, "output": "yes"} for one in ("a", "bb", "ccc")]
+    rows = [{"input": one, "output": ["yes", "y"]} for one in ("a", "bb", "ccc")]
     adapted = fmmeta.adapt(
         str(tmp_path / "run" / "model"),
         rows,
@@ -180,6 +200,8 @@ def test_train_evaluate_adapt_and_load_with_transformers(family, tmp_path):
     assert set(adapted.metrics) == {"exact_match", "rouge_l"}
     answers = adapted.predict([{"input": "dd"}], max_new_tokens=5)
     assert isinstance(answers[0].output, str)
-    assert [one.truth for one in adapted.predictions] == ["yes"] * 3
-    assert adapted.metrics["exact_match"] == sum(one.output == "yes" for one in adapted.predictions) / 3
+    right = [one.output in ("yes", "y") for one in adapted.predictions]
+    truths = [one.output if found else "yes" for one, found in zip(adapted.predictions, right, strict=True)]
+    assert [one.truth for one in adapted.predictions] == truths
+    assert adapted.metrics["exact_match"] == adapted.accuracy == sum(right) / 3
     assert json.loads((tmp_path / "run" / "model" / "fmmeta.json").read_text())["task_type"] == "seq2seq"

@@ -169,7 +169,7 @@ def turns_of(row: Row, column: str) -> Turns | None:
 
 
 def answers_of(row: Row, column: str) -> list[str]:
-    """The right answers of a row: a text, a list of texts, or the last turn of an assistant.
+    """The right answers of a row: a text, a list of texts, or the last turn of an assistant; none is empty.
 
     Raises `UsageError`.
     """
@@ -180,16 +180,17 @@ def answers_of(row: Row, column: str) -> list[str]:
         value = [turns[end]["content"]]
     if not isinstance(value, (list, tuple)) or not value:
         value = [value]
-    return list(dict.fromkeys(text_of(column, one) for one in value))
+    answers = list(dict.fromkeys(text_of(column, one) for one in value))
+    if blank := [answer for answer in answers if not answer.strip()]:
+        raise UsageError(f"has the answer {blank[0]!r}, which is empty; fix the row")
+    return answers
 
 
 def only_answer(row: Row, column: str) -> str:
     """The right answer of a row that has one. Raises `UsageError`."""
     first, *others = answers_of(row, column)
-    if others or not first.strip():
-        raise UsageError(
-            f"has {column}={shortened(row.values.get(column))}; give one answer, a text that is not empty"
-        )
+    if others:
+        raise UsageError(f"has {column}={shortened(row.values.get(column))}; give one answer")
     return first
 
 
@@ -198,8 +199,6 @@ def options_of(row: Row, column: str, answers: Sequence[str]) -> list[str]:
 
     A right answer is one of them, and each has more than spaces in it.
     """
-    if blank := [answer for answer in answers if not answer.strip()]:
-        raise UsageError(f"has the answer {blank[0]!r}, which is empty; fix the row")
     options = row.values.get(column)
     if is_missing(options):
         return []
