@@ -1,12 +1,11 @@
 """seq2seq, preference and reward end where the oracle ends, on every layout."""
 
 import json
-import random
 
 import pytest
 
 from tests.support.matrix import ALSO, Case, ParityFixture, tolerance
-from tests.support.models import WORDS, write_pairs
+from tests.support.models import write_pairs, write_preferences
 
 ROWS = [  # layout, stage, algorithm, model, head, also, tensor ranks as -T
     ((1, 1), "plain", "fomaml", "t53", "zero", "seq2seq", 1),
@@ -35,20 +34,6 @@ CASES = [
     Case.of_row(layout, stage, algorithm, model, "fp32", "sgd", head, also, spread)
     for layout, stage, algorithm, model, head, also, spread in ROWS
 ]
-
-
-def write_preferences(path):
-    """Tasks of prompts with two answers of unequal length, and log-probabilities of a reference."""
-    rng = random.Random(0)
-    with path.open("w") as file:
-        for task in range(9):
-            for _ in range(12):
-                words = [rng.choice(WORDS) for _ in range(rng.randint(1, 4))]
-                good, bad = rng.sample(WORDS, 2)
-                row = {"task": f"t{task}", "prompt": " ".join(words), "chosen": good, "rejected": bad}
-                row |= {"chosen_logp": -30 * rng.random(), "rejected_logp": -30 * rng.random()}
-                file.write(json.dumps(row) + "\n")
-    return path
 
 
 @pytest.fixture(scope="module", autouse=True)

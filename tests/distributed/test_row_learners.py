@@ -1,13 +1,9 @@
 """Learners that read rows end where the oracle ends, on every layout, and refuse where they cannot run."""
 
-import json
-import random
-from pathlib import Path
-
 import pytest
 
 from tests.support.matrix import ALSO, Case, ParityFixture, tolerance
-from tests.support.models import WORDS
+from tests.support.models import write_rows
 
 ROWS = [  # layout, stage, algorithm, model, head, also, tensor ranks as -T
     ((1, 1), "plain", "maml-adapters", "bert", "zero", "tags-lora", 1),
@@ -29,27 +25,6 @@ CASES = [
     Case.of_row(layout, stage, algorithm, model, "fp32", "sgd", head, also, spread)
     for layout, stage, algorithm, model, head, also, spread in ROWS
 ]
-
-
-def write_rows(folder: Path) -> tuple[Path, Path]:
-    """Tasks of tagged sentences, whose tag sets differ in size, and of texts with two numbers."""
-    rng, tags, numbers = random.Random(0), folder / "tagged.jsonl", folder / "numbers.jsonl"
-    with tags.open("w") as tagged, numbers.open("w") as scored:
-        for task in range(9):
-            kinds = ["O", "B-a", "I-a", "B-b"][: 3 + task % 2]
-            for _ in range(12):
-                words = [rng.choice(WORDS) for _ in range(rng.randint(1, 5))]
-                row = {
-                    "task": f"t{task}",
-                    "tokens": words,
-                    "tags": [kinds[WORDS.index(w) % len(kinds)] for w in words],
-                }
-                tagged.write(json.dumps(row) + "\n")
-                target = [len(words) + task, rng.random()]
-                scored.write(
-                    json.dumps({"task": f"t{task}", "text": " ".join(words), "target": target}) + "\n"
-                )
-    return tags, numbers
 
 
 @pytest.fixture(scope="module", autouse=True)

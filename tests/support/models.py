@@ -194,3 +194,38 @@ def write_tasks(root: Path) -> Path:
         json.dumps({"train": [f"s{s}/t{f:02}" for s in range(2) for f in range(24)]})
     )
     return root
+
+
+def write_rows(folder: Path) -> tuple[Path, Path]:
+    """Tasks of tagged sentences, whose tag sets differ in size, and of texts with two numbers."""
+    rng, tags, numbers = random.Random(0), folder / "tagged.jsonl", folder / "numbers.jsonl"
+    with tags.open("w") as tagged, numbers.open("w") as scored:
+        for task in range(9):
+            kinds = ["O", "B-a", "I-a", "B-b"][: 3 + task % 2]
+            for _ in range(12):
+                words = [rng.choice(WORDS) for _ in range(rng.randint(1, 5))]
+                row = {
+                    "task": f"t{task}",
+                    "tokens": words,
+                    "tags": [kinds[WORDS.index(w) % len(kinds)] for w in words],
+                }
+                tagged.write(json.dumps(row) + "\n")
+                target = [len(words) + task, rng.random()]
+                scored.write(
+                    json.dumps({"task": f"t{task}", "text": " ".join(words), "target": target}) + "\n"
+                )
+    return tags, numbers
+
+
+def write_preferences(path: Path) -> Path:
+    """Tasks of prompts with two answers of unequal length, and log-probabilities of a reference."""
+    rng = random.Random(0)
+    with path.open("w") as file:
+        for task in range(9):
+            for _ in range(12):
+                words = [rng.choice(WORDS) for _ in range(rng.randint(1, 4))]
+                good, bad = rng.sample(WORDS, 2)
+                row = {"task": f"t{task}", "prompt": " ".join(words), "chosen": good, "rejected": bad}
+                row |= {"chosen_logp": -30 * rng.random(), "rejected_logp": -30 * rng.random()}
+                file.write(json.dumps(row) + "\n")
+    return path

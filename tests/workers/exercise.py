@@ -3,7 +3,8 @@
 Results by operation are vectors by parameter name ("gradient/model.layers.0...") and the numbers of the pass
 ("gradient/stats"), which do not depend on the layout. The rows are uneven: 7 support and 5 query rows of
 different lengths, in micro-batches of at most 2, so that the ranks of a group get different numbers of rows.
-Row i has label i, so that results by row can be put in order.
+Row i has label i, so that results by row can be put in order. Other learners than those of classes and of
+language models have the sets of the first task of their data.
 """
 
 import math
@@ -21,9 +22,9 @@ from fmmeta.meta.classifier_head import class_means
 from fmmeta.parallel.process_groups import World
 from fmmeta.parallel.workers.base import PassStats, VjpInput, Worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
-from fmmeta.tasks.batching import IGNORE, Example, MicroBatch
+from fmmeta.tasks.batching import IGNORE, Episode, Example, MicroBatch
 from fmmeta.training import build
-from tests.support.ranks import built
+from tests.support.ranks import built, first_episode
 
 ROWS, QUERY_ROWS, LR = 7, 5, 0.1
 Shapes = dict[str, tuple[int, ...]]
@@ -48,18 +49,23 @@ def made_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
 class Exercise:
     """The operations of one worker. results: tensors in host memory that do not depend on the layout."""
 
-    def __init__(self, config: Config, parts: build.Runtime, shapes: Shapes) -> None:
+    def __init__(
+        self, config: Config, parts: build.Runtime, shapes: Shapes, episode: Episode | None = None
+    ) -> None:
+        """episode: the sets, instead of those of this file."""
         self.worker: Worker = parts.worker
         self.theta, self.shapes = self.worker.read(), shapes
-        self.causal = config.task_type == "causal_lm"
-        batcher = replace(parts.batcher, micro_batch_size=2)
-        self.support = batcher.split(examples(ROWS, self.causal, 0))
-        self.query = batcher.split(examples(QUERY_ROWS, self.causal, 1))
+        self.of_classes = config.task_type == "classification"
+        if episode is None:
+            batcher, causal = replace(parts.batcher, micro_batch_size=2), not self.of_classes
+            sets = [batcher.split(examples(*one)) for one in ((ROWS, causal, 0), (QUERY_ROWS, causal, 1))]
+            episode = Episode(*sets)
+        self.support, self.query = episode.support, episode.query
         self.results: dict[str, Tensor] = {}
 
     def run(self) -> dict[str, Tensor]:
         for name, (operation, classification_only) in OPERATIONS.items():
-            if not (classification_only and self.causal):
+            if self.of_classes or not classification_only:
                 operation(self, name)
                 self.keep(f"{name}, theta", self.worker.read())
                 self.worker.write(self.theta)
@@ -72,7 +78,8 @@ class Exercise:
                 value = self.worker.gather_param(vector, parameter, shape)
                 self.results[f"{name}/{parameter}"] = value.cpu().clone()
         if stats is not None:
-            numbers = [stats.loss if stats.finite else 0.0, stats.accuracy, float(stats.finite)]
+            accuracy = 0.0 if math.isnan(stats.accuracy) else stats.accuracy  # of numbers
+            numbers = [stats.loss if stats.finite else 0.0, accuracy, float(stats.finite)]
             self.results[f"{name}/stats"] = torch.tensor(numbers, dtype=torch.float64)
 
     def made(self, name: str) -> Tensor:
@@ -235,5 +242,7 @@ def exercise(world: World, listed: dict[str, dict[str, Any]]) -> dict[str, dict[
         inputs, ranks, parts = built(world, config, ranks)
         named = empty_learner(config, inputs.description).named_parameters()
         shapes = {name: tuple(param.shape) for name, param in named if param.requires_grad}
-        results[case] = Exercise(config, parts, shapes).run()
+        own = config.task_type not in ("classification", "causal_lm")
+        episode = first_episode(config, inputs, ranks, parts) if own else None
+        results[case] = Exercise(config, parts, shapes, episode).run()
     return results
