@@ -81,7 +81,10 @@ class CausalLearner(HFLearner):
     ) -> list[Example]:
         inputs, outputs = [row["input"] for row in rows], [row.get("output", "") for row in rows]
         examples = encode_pairs(tokenizer, inputs, outputs, config.max_length, config.prompt_template)
-        return [replace(one, weight=row.get("weight", 1.0)) for one, row in zip(examples, rows, strict=True)]
+        return [
+            replace(one, weight=row["weight"]) if "weight" in row else one
+            for one, row in zip(examples, rows, strict=True)
+        ]
 
     @classmethod
     def present(

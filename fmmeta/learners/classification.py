@@ -8,7 +8,6 @@ transformers ships it (pooling: model). Texts and images alike.
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,15 +81,15 @@ class Classifier(HFLearner):
     ) -> list[Example]:
         """Labels number `names`; they are -1 without them."""
         if isinstance(tokenizer, ImageReader):
-            images = [read_image(tokenizer, row["image"]) for row in rows]
-            examples = [Example([0], -1, values={"pixel_values": one}) for one in images]
+            images = [{"pixel_values": read_image(tokenizer, row["image"])} for row in rows]
+            inputs = [([0], one) for one in images]
         else:
             texts = encode_texts(tokenizer, [row["text"] for row in rows], config.max_length)
-            examples = [Example(ids, -1) for ids in texts]
+            inputs = [(ids, dict[str, Tensor]()) for ids in texts]
         numbers = {name: number for number, name in enumerate(facts.get("names", ()))}
         return [
-            replace(one, labels=numbers.get(row.get("label"), -1), weight=row.get("weight", 1.0))
-            for one, row in zip(examples, rows, strict=True)
+            Example(ids, numbers.get(row.get("label"), -1), values=values, weight=row.get("weight", 1.0))
+            for (ids, values), row in zip(inputs, rows, strict=True)
         ]
 
     @classmethod

@@ -79,9 +79,9 @@ class Table:
 
 def stored_row(kind: Any, source: str, target: str, values: str, image: EncodedImage | None = None) -> Any:
     """What a learner has stored of a row, from its columns. kind: the class of the learner."""
-    found = json.loads(values)
+    found = json.loads(values) if values != "{}" else dict[str, Any]()
     if kind.pair:
-        found |= dict(zip(kind.pair, (source, target), strict=True))
+        found[kind.pair[0]], found[kind.pair[1]] = source, target
     if image is not None:
         found["image"] = image
     return found
