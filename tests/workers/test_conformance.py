@@ -1,9 +1,8 @@
 """Each operation of each worker gives what the plain worker gives, which gives what plain PyTorch gives.
 
-To add an engine: a line in KINDS. To add an operation: a function in exercise.py.
+To add an engine: a line in KINDS (cases.py). To add an operation: a function in exercise.py.
 """
 
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,26 +17,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fmmeta.config.settings import Config
 from fmmeta.learners.load import describe, load_learner
 from tests.support.models import save_bert, save_llama, write_classes, write_pairs
-from tests.support.nan_memory import fill
-from tests.support.ranks import begin
-from tests.workers.exercise import LR, OPERATIONS, QUERY_ROWS, ROWS, examples, exercise, made_tensor
+from tests.workers.cases import EXACT, KINDS, Results, engine, launch, relative_error
+from tests.workers.exercise import LR, OPERATIONS, QUERY_ROWS, ROWS, examples, made_tensor
 
-Results = dict[str, Tensor]
 MODELS = ("llama", "bert", "decoder")  # tied embeddings; classifiers: with LayerNorms and biases, a decoder
-KINDS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, settings; stage: of ZeRO
-    "ZeRO 0": (2, {"stage": 0}),
-    "ZeRO 1": (2, {"stage": 1}),
-    "ZeRO 2": (2, {"stage": 2}),
-    "ZeRO 3": (2, {"stage": 3}),
-    "pipeline": (2, {"stage": 1, "pipeline_stages": 2}),
-    "tensor": (2, {"stage": 0, "tensor_parallel_size": 2}),
-    "tensor with LoRA": (2, {"stage": 1, "tensor_parallel_size": 2, "lora_r": 2}),
-    "pipeline of tensor ranks": (4, {"stage": 1, "pipeline_stages": 2, "tensor_parallel_size": 2}),
-    "ZeRO 3 with LoRA": (2, {"stage": 3, "lora_r": 2}),
-}
 TOLERANCE = {"fp32": 2e-6, "bf16": 5e-2}  # processors round sums of bf16 differently: up to 3.2e-2 was seen
 SPLIT_SUMS = 0.1  # bf16: tensor ranks round their parts of a product before they are added; 7.2e-2 was seen
-EXACT = ("write", "nonfinite step", "nonfinite gradient", "dot")  # no pass of the model changes their vectors
 
 
 def cases(kind: str) -> list[tuple[str, str]]:
@@ -64,19 +49,7 @@ def settings(folder: Path, model: str, dtype: str, stage: int | None = None, **e
     }
     data["decoder"] = {**data["bert"], "pooling": "mean"}
     shared = {"model_name_or_path": str(folder / model), "bf16": dtype == "bf16", "k_shot": 1, "num_query": 1}
-    engine: dict[str, Any] = {"engine": "plain"}
-    if stage is not None:
-        file = folder / f"zero{stage}.json"
-        zero = {"stage": stage, "reduce_bucket_size": 10**6}  # memory is filled: DeepSpeed's default is 2 GB
-        file.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
-        engine = {"engine": "deepspeed", "deepspeed": str(file)}
-    return {**shared, **data[model], **engine, **extra}
-
-
-def launch(ranks: int, listed: dict[str, dict[str, Any]]) -> dict[str, Results]:
-    """Run cases in one launch, in which memory that is not written gives NaN; results of rank 0 by case."""
-    grouped = {case: {**config, "group_size": str(ranks)} for case, config in listed.items()}
-    return begin(exercise, ranks, grouped, timeout_s=240, rules=True, before=fill)()[0]
+    return {**shared, **data[model], **engine(folder, stage), **extra}
 
 
 @pytest.fixture(scope="module")
@@ -102,21 +75,6 @@ def results(folder) -> Callable[[str], dict[str, Results]]:
         return launch(ranks, listed)
 
     return of
-
-
-def relative_error(found: Results, wanted: Results, operation: str) -> float:
-    """The largest relative error among an operation's tensors, vectors over the whole model."""
-    names = [name for name in wanted if name.split("/")[0] in (operation, f"{operation}, theta")]
-    assert names == [name for name in found if name.split("/")[0] in (operation, f"{operation}, theta")]
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(name if name.endswith("/stats") else name.split("/")[0], []).append(name)
-    errors = []
-    for members in groups.values():
-        off = sum(float((found[name] - wanted[name]).double().square().sum()) for name in members)
-        size = sum(float(wanted[name].double().square().sum()) for name in members)
-        errors.append((off / (size or 1.0)) ** 0.5)  # the numbers of a pass that is not finite are zeros
-    return max(errors)
 
 
 def tolerance(kind: str, dtype: str) -> float:

@@ -14,9 +14,8 @@ from fmmeta.learners.load import describe, load_learner
 from fmmeta.tasks.batching import map_tensors
 from tests.support.models import save, save_bert, save_llama, tiny, write_pairs, write_preferences, write_rows
 from tests.support.ranks import built, first_episode, on_ranks
+from tests.workers.cases import EXACT, KINDS, engine, launch, relative_error
 from tests.workers.exercise import LR, OPERATIONS, made_tensor
-from tests.workers.test_conformance import EXACT, KINDS, launch, relative_error
-from tests.workers.test_conformance import settings as of_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 LEARNERS = {  # model, rows, further settings
@@ -47,7 +46,7 @@ def folder(tmp_path_factory):
 
 def settings(folder, learner, stage=None, **extra):
     model, rows, more = LEARNERS[learner]
-    found = {**of_engine(folder, "llama", "fp32", stage, **extra), **SETS, **more, "task_type": learner}
+    found = {**engine(folder, stage), **extra, **SETS, **more, "task_type": learner}
     found |= {"dataset": [rows], "model_name_or_path": "tiny"}
     if model:
         return found | {

@@ -148,6 +148,8 @@ class Tabulator:
                     self.stratum = pick(config, self.names, "stratum_column", required=False)
         roles = {"target": self.reader.label, "task": task}
         self.columns = {role: column for role, column in roles.items() if column}
+        # the target of a pair is the learner's to read
+        self.read_here = [one for one in self.columns.items() if one[0] == "task" or not self.kind.pair]
         read = {*self.reader.columns, *self.columns.values(), self.stratum}
         self.unread = [one for one in self.names if self.reader.columns and one not in read]
         self.texts, self.nested = set[str](), set[str]()  # unread columns of texts, and of lists of texts
@@ -163,7 +165,7 @@ class Tabulator:
             try:
                 values = {"stratum": "all", "task": "", "target": "", **self.read(row)}
             except UsageError as error:
-                self.bad(error)
+                self.bad(UsageError(f"{row.origin} {str(error).strip()}"))
                 self.wrong += 1
                 continue
             if self.stratum_of is not None:
@@ -192,18 +194,19 @@ class Tabulator:
         return Table(**{role: [values[role] for values in kept] for role in given})
 
     def read(self, row: Row) -> dict[str, Any]:
-        """The values of a row by role, and `parts`, which identify it. Raises `UsageError`."""
-        with prefixed(row.origin):
-            values: dict[str, Any] = {role: cell(row, column) for role, column in self.columns.items()}
-            stored = self.reader.read(row)
-            if self.stratum and (self.config.stratum_column or is_text(row.values.get(self.stratum))):
-                values["stratum"] = cell(row, self.stratum)  # rows without a usual one are in that of `all`
+        """The values of a row by role, and `parts`, which identify it. Raises `UsageError` without the place
+        of the row.
+        """
+        values: dict[str, Any] = {role: cell(row, column) for role, column in self.read_here}
+        stored = self.reader.read(row)
+        if self.stratum and (self.config.stratum_column or is_text(row.values.get(self.stratum))):
+            values["stratum"] = cell(row, self.stratum)  # rows without a usual one are in that of `all`
         if pair := self.kind.pair:
             values["parts"], stored = self.kind.content(stored), {**stored}
             values["input"], values["target"] = (stored.pop(name) for name in pair)
             if self.images:
                 values["image"] = stored.pop("image")
-        values["values"] = as_json(row.origin, stored, default=as_plain) if stored else "{}"
+        values["values"] = as_json("", stored, default=as_plain) if stored else "{}"
         if not pair:
             values["input"] = hashlib.sha256(values["values"].encode()).hexdigest()[:32]
             values["parts"] = (values["input"],)
