@@ -219,9 +219,10 @@ class RowEncoder:
 
     def facts(self, support: Sequence[Any], query: Sequence[Any]) -> dict[str, Any]:
         """See `Learner.facts`. Raises `UsageError`, also for more labels than the head has outputs."""
-        found, most = self.config.learner.kind.facts(support, query), self.config.most_classes
+        spec, most = self.config.learner, self.config.most_classes
+        found = spec.kind.facts(support, query)
         names = found.get("names", ())
-        if self.config.learner.has_head and len(names) > most:
+        if spec.has_head and len(names) > most:
             raise UsageError(
                 f"the support set has {len(names)} labels ({', '.join(names)[:100]}), and n_way={most} is"
                 " the number of outputs; raise --n_way"
