@@ -23,7 +23,7 @@ from fmmeta.learners.base import HFLearner, RowLosses, at_least_fp32
 from fmmeta.learners.shared_prefix import greedy
 from fmmeta.tasks.batching import IGNORE, Collated, Example, MicroBatch, pad_right
 from fmmeta.tasks.data.columns import PairInput, Row, RowReader, answers_of, pick, template_columns
-from fmmeta.tasks.data.encode import encode_texts, text_prompt
+from fmmeta.tasks.data.encode import IDS_ALONE, encode_texts, text_prompt
 
 
 class Seq2SeqLearner(HFLearner):
@@ -63,7 +63,7 @@ class Seq2SeqLearner(HFLearner):
         end, most = tokenizer.eos_token_id, config.max_length
         inputs = encode_texts(tokenizer, [before(row["input"]) for row in rows], most)
         answers = [(row.get("output", ""), *row.get("others", ())) for row in rows]  # none of rows to answer
-        every = tokenizer(text_target=[*chain(*answers)], verbose=False)["input_ids"]
+        every = tokenizer(text_target=[*chain(*answers)], **IDS_ALONE)["input_ids"]
         ids = iter([(one[:-1] if one[-1:] == [end] else one)[: most - 1] for one in every])
         examples = list[Example]()
         for before, of_row in zip(inputs, answers, strict=True):

@@ -148,6 +148,8 @@ def cell(row: Row, column: str) -> str:
 
 def text_of(column: str, value: Any) -> str:
     """The text of a value in a column. Raises `UsageError`."""
+    if type(value) is str and value and value.isascii() and "\0" not in value:
+        return value
     if not is_text(value):
         why = " (missing, null, or the number of no class, such as -1)" if value is None else ""
         raise UsageError(f"has {column}={shortened(value)}, which is no text{why}; fix the row")
@@ -162,7 +164,9 @@ def turns_of(row: Row, column: str) -> Turns | None:
     the text of a JSON list.
     """
     value = row.values.get(column)
-    if isinstance(value, str) and column.lower() in CHATS:
+    if isinstance(value, str):
+        if column.lower() not in CHATS:
+            return None
         with suppress(ValueError, RecursionError):
             value = json.loads(value)
     return read_turns(value)
@@ -263,7 +267,10 @@ class PairInput:
 
     def read(self, row: Row) -> tuple[str, str]:
         """The input, and the texts of its columns alone. Raises `UsageError`."""
-        some = len(self.columns) > 1 and self.separator != PAIR
+        if len(self.columns) == 1 and self.template is None:
+            text = self.text(row, self.columns[0])
+            return text, text
+        some = self.separator != PAIR
         texts = {
             column: "" if some and is_missing(row.values.get(column)) else self.text(row, column)
             for column in self.columns

@@ -163,7 +163,7 @@ class Tabulator:
         for row in rows:
             self.count += 1
             try:
-                values = {"stratum": "all", "task": "", "target": "", **self.read(row)}
+                values = self.read(row)
             except UsageError as error:
                 self.bad(UsageError(f"{row.origin} {str(error).strip()}"))
                 self.wrong += 1
@@ -179,7 +179,8 @@ class Tabulator:
                 self.seen.add(key)
                 self.inputs.append(hash((task, content)))
                 self.targets.append(hash(target))
-                kept.append({**values, "unit": task or target, "content": content})
+                values["unit"], values["content"] = task or target, content
+                kept.append(values)
         for columns, depth in ((self.texts, 0), (self.nested, DEPTH)):
             new = [column for column in self.unread if column not in columns]
             columns.update(column for column in new if holds_text(rows, column, depth))
@@ -197,15 +198,18 @@ class Tabulator:
         """The values of a row by role, and `parts`, which identify it. Raises `UsageError` without the place
         of the row.
         """
-        values: dict[str, Any] = {role: cell(row, column) for role, column in self.read_here}
+        values: dict[str, Any] = {"stratum": "all", "task": "", "target": ""}
+        for role, column in self.read_here:
+            values[role] = cell(row, column)
         stored = self.reader.read(row)
         if self.stratum and (self.config.stratum_column or is_text(row.values.get(self.stratum))):
             values["stratum"] = cell(row, self.stratum)  # rows without a usual one are in that of `all`
         if pair := self.kind.pair:
-            values["parts"], stored = self.kind.content(stored), {**stored}
-            values["input"], values["target"] = (stored.pop(name) for name in pair)
+            values["parts"] = self.kind.content(stored)
+            values["input"], values["target"] = stored[pair[0]], stored[pair[1]]
             if self.images:
-                values["image"] = stored.pop("image")
+                values["image"], pair = stored["image"], (*pair, "image")
+            stored = {name: one for name, one in stored.items() if name not in pair}
         values["values"] = as_json("", stored, default=as_plain) if stored else "{}"
         if not pair:
             values["input"] = hashlib.sha256(values["values"].encode()).hexdigest()[:32]

@@ -109,11 +109,9 @@ class OwnRows:
         with self.errors():
             return self.encoder.examples(rows, facts)
 
-    def read(self, kind: Any, row: Any) -> Any:
-        """A pair, or a dictionary as a file has it, as the learner of class `kind` reads it; another object
-        as it is.
-        """
-        config = self.encoder.config
+    def read(self, row: Any) -> Any:
+        """A pair, or a dictionary as a file has it, as the learner reads it; another object as it is."""
+        config, kind = self.encoder.config, self.encoder.config.learner.kind
         if not (kind.pair or isinstance(row, Mapping)):
             return row
         with self.errors():
@@ -144,9 +142,8 @@ class OwnSource(TaskSource):
                 f"dataset={self.tasks.name}: draw({number}) returned no rows; return some of each"
             )
         store, classes = OwnRows(self.tasks.name, self.encoder), tuple[str, ...]()
-        spec = self.encoder.config.learner
-        support, query = ([store.read(spec.kind, row) for row in rows] for rows in (support, query))
-        if spec.of_classes:
+        support, query = ([store.read(row) for row in rows] for rows in (support, query))
+        if self.encoder.config.learner.of_classes:
             classes = tuple(store.facts(support, query)["names"])
         support, query = (
             [(row, classes.index(row["label"]) if classes else 0) for row in rows]
