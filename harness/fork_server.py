@@ -40,6 +40,8 @@ from harness.fork_server_process import read_line
 
 ROOT = Path(__file__).parents[1]
 SERVERS = 2
+PRETENDED = "FMMETA_PRETENDED_CUDA"
+"""Environment variable: processes have a pretended GPU (tests/support/pretended_cuda), by their PYTHONPATH."""
 NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 DROPPED = ("MASTER_ADDR", "MASTER_PORT", "FMMETA_GLOBAL_RANK")
 
@@ -56,7 +58,9 @@ def environment(**extra: str) -> dict[str, str]:
     NVML counts GPUs without starting CUDA, which a forked process could not use after its server did.
     """
     kept = {key: value for key, value in without_ranks(os.environ).items() if key not in DROPPED}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **NVML, **extra}
+    if PRETENDED not in kept:
+        kept["PYTHONPATH"] = str(ROOT)
+    return {**kept, "OMP_NUM_THREADS": "1", **NVML, **extra}
 
 
 def places(ranks: int) -> list[dict[str, str]]:
