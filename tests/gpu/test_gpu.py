@@ -41,18 +41,18 @@ CASES = [  # every stage without an option, and every option on one stage
 ROWS = [  # layout, stage, algorithm, model, dtype, outer, extra, also, pipeline stages (-T: tensor ranks)
     ((2, 1), "plain", "fomaml", "llama", "fp32", "sgd", "none", "offload_outer", 1),
     ((2, 1), 2, "reptile", "llama", "bf16", "adamw", "none", "nothing", 1),
-    ((2, 1), 1, "fomaml", "llama", "fp32", "sgd", "none", "delay", 1),
+    ((2, 1), 1, "fomaml", "llama", "fp32", "sgd", "none", "checkpointing", 1),
     ((1, 2), 1, "fomaml", "llama", "bf16", "adamw", "none", "lora", 1),
     ((1, 2), 3, "fomaml", "llama", "fp32", "sgd", "none", "nothing", 1),
     ((1, 2), 0, "fomaml", "llama3", "fp32", "sgd", "none", "nothing", 2),
     ((1, 2), 0, "reptile", "llama3", "fp32", "adamw", "none", "nothing", -2),
     ((2, 2), 2, "fomaml", "llama", "fp32", "sgd", "offload", "nothing", 1),
     ((2, 2), 3, "reptile", "llama", "bf16", "adamw", "none", "offload_outer", 1),
-    ((2, 2), 3, "fomaml", "llama", "fp32", "adamw", "offload", "delay", 1),
+    ((2, 2), 3, "fomaml", "llama", "fp32", "adamw", "offload", "nothing", 1),
     ((2, 2), 1, "fomaml", "llama3", "fp32", "sgd", "none", "nothing", 2),
     ((1, 4), 1, "fomaml", "llama3", "bf16", "adamw", "none", "nothing", 2),
     ((1, 4), 1, "fomaml", "qwen33", "fp32", "sgd", "none", "nothing", -2),
-    ((4, 1), "plain", "reptile", "llama", "fp32", "adamw", "none", "delay-wire", 1),
+    ((4, 1), "plain", "reptile", "llama", "fp32", "adamw", "none", "wire", 1),
 ]
 SEVERAL = [
     Case.of_row(layout, stage, algorithm, model, dtype, outer, "zero", also, spread, extra=extra)

@@ -314,7 +314,7 @@ bool begins(Name name, std::initializer_list<const char*> beginnings) {
 void check_devices(const c10::OperatorHandle& op, const Call& call, const torch::jit::Stack& stack, size_t first) {
   for (const auto& [tensor, alias] : call.lent)
     if (tensor.device() != call.lent[0].first.device()) call.refuse(tensor);
-  const bool indexes = begins(call.name, {"aten::index.Tensor", "aten::_index_put_impl_", "aten::index_put"});
+  const bool indexes = begins(call.name, {"aten::index.Tensor", "aten::_index_put_impl_"});
   const bool takes_numbers =
       op.hasTag(Tag::pointwise) || indexes ||
       begins(call.name, {"aten::fill_", "aten::masked_fill", "aten::_foreach_", "aten::_fused_adam"});
@@ -329,22 +329,28 @@ void check_devices(const c10::OperatorHandle& op, const Call& call, const torch:
     TORCH_CHECK(!value.isGenerator() || !value.toGenerator().device().is_cpu(),
                 "Expected a 'cuda' device type for generator but found 'cpu' (", call.name, ")");
   }
-  for (const Tensor& tensor : call.host) {
+  for (const Tensor& tensor : call.host)
     if (!call.lent.empty() && !indexes && (tensor.dim() || !takes_numbers)) call.refuse(tensor);
-    if (indexes || begins(call.name, {"aten::where"})) report_copy(true, tensor, tensor.nbytes(), false);
-  }
 }
 
-// Operators whose result has a shape, or is a number, that only the device knows.
-bool waits(const c10::OperatorHandle& op, const Call& call, const torch::jit::Stack& stack, size_t first) {
-  if (!begins(call.name, {"aten::index.Tensor", "aten::_index_put_impl_"}))
-    return op.hasTag(Tag::data_dependent_output) || op.hasTag(Tag::dynamic_output_shape);
-  for (const std::optional<Tensor> index : stack[first + 1].toOptionalTensorVector())
-    if (index && index->defined() && (index->scalar_type() == kBool || index->scalar_type() == kByte)) {
-      // one number of the host that is put somewhere becomes a masked_fill
-      return !begins(call.name, {"aten::_index_put"}) || call.host.empty() || stack[first + 2].toTensor().numel() > 1;
-    }
+bool has_mask(const IValue& indices) {
+  for (const std::optional<Tensor> index : indices.toOptionalTensorVector())
+    if (index && index->defined() && (index->scalar_type() == kBool || index->scalar_type() == kByte)) return true;
   return false;
+}
+
+// Reports waits for what only the device knows, a shape or a number, and copies that CUDA's kernels make themselves.
+void report_waits(const c10::OperatorHandle& op, const Call& call, const torch::jit::Stack& stack, size_t first) {
+  if (begins(call.name, {"aten::index.Tensor"})) return;  // torch has copied indices, and searched masks
+  if (begins(call.name, {"aten::_index_put_impl_", "aten::where"})) {
+    const bool put = call.name == "aten::_index_put_impl_";
+    const bool mask = put && has_mask(stack[first + 1]);
+    if (mask && !call.host.empty() && stack[first + 2].toTensor().numel() == 1) return;  // it becomes a masked_fill
+    for (const Tensor& tensor : call.host) report_copy(true, tensor, tensor.nbytes(), false);
+    if (mask) report("wait", call.name);
+  } else if (op.hasTag(Tag::data_dependent_output) || op.hasTag(Tag::dynamic_output_shape)) {
+    report("wait", call.name);
+  }
 }
 
 // ---- operators ----
@@ -364,7 +370,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
   }
   check_devices(op, call, *stack, first);
-  if (waits(op, call, *stack, first)) report("wait", call.name);
+  report_waits(op, call, *stack, first);
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     op.callBoxed(stack);
@@ -457,6 +463,9 @@ TORCH_LIBRARY_IMPL(_, CUDA, library) {
 }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  // torch would compose these of others on a device without their kernels
+  for (const char* name : {"native_layer_norm", "native_group_norm", "addr", "addr.out", "all.dims", "any.dims"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
   library.impl("copy_", &copy_);
