@@ -464,7 +464,8 @@ TORCH_LIBRARY_IMPL(_, CUDA, library) {
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   // torch would compose these of others on a device without their kernels
-  for (const char* name : {"native_layer_norm", "native_group_norm", "addr", "addr.out", "all.dims", "any.dims"})
+  for (const char* name : {"native_layer_norm", "native_group_norm", "addr", "addr.out", "all.dims", "any.dims",
+                           "silu_backward", "mish_backward", "convolution", "convolution_backward"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);

@@ -26,7 +26,7 @@ for name in ("kernels", "in_use", "peak"):
     getattr(device, f"pretended_{name}").restype = ctypes.c_int64
 
 
-@dataclass
+@dataclass(eq=False)
 class Counts:
     """What happened in a block. waits: by call and origin. copies: between host and device, by direction and
     kind; `copied` their bytes. collectives, sent: by name, times and bytes of the tensors that a rank gives.
