@@ -41,7 +41,7 @@ from harness.fork_server_process import read_line
 ROOT = Path(__file__).parents[1]
 SERVERS = 2
 PRETENDED = "FMMETA_PRETENDED_CUDA"
-"""Environment variable: processes have a pretended GPU (tests/support/pretended_cuda), by their PYTHONPATH."""
+"""Environment variable: processes have a pretended GPU (tests/support/pretended_cuda), by PYTHONPATH."""
 NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 DROPPED = ("MASTER_ADDR", "MASTER_PORT", "FMMETA_GLOBAL_RANK")
 

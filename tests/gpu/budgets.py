@@ -17,6 +17,7 @@ import os
 import shlex
 import sys
 import tempfile
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,10 @@ LAYOUTS: dict[str, tuple[int, str]] = {  # ranks, flags; negative: real ranks
     "ZeRO 3 of 8 llama": (8, f"{SHARDED} --task_type=causal_lm --deepspeed=ds_configs/zero3.json"),
     "ZeRO 3 of 8, offload": (8, f"{SHARDED} --deepspeed=ds_configs/zero3_offload.json"),
     "8 groups": (8, "--group_size=1 --meta_batch_size=16 --bf16"),
-    "4 groups of 2, ZeRO 1": (8, "--group_size=2 --meta_batch_size=8 --bf16 --deepspeed=ds_configs/zero1.json"),
+    "4 groups of 2, ZeRO 1": (
+        8,
+        "--group_size=2 --meta_batch_size=8 --bf16 --deepspeed=ds_configs/zero1.json",
+    ),
     "tensor 4": (4, "--group_size=4 --tensor_parallel_size=4 --task_type=causal_lm --bf16"),
     "2 ranks, ZeRO 1": (-2, "--group_size=2 --bf16 --deepspeed=ds_configs/zero1.json"),
     "pipeline 2": (-2, "--group_size=2 --pipeline_stages=2 --deepspeed=ds_configs/zero1.json"),
@@ -125,7 +129,7 @@ def measured(names: Sequence[str], lines: bool = False) -> dict[str, Any]:
                 for place in places(real)
             ]
             codes = shared().wait(started, 300)
-            assert set(codes) == {0} and file.exists(), f"{name}: {codes}\n{started[0].text[-6000:]}"
+            assert (set(codes), file.exists()) == ({0}, True), f"{name}: {codes}\n{started[0].text[-6000:]}"
             found[name] = json.loads(file.read_text())
     return found
 
@@ -145,12 +149,14 @@ def shown(value: Any, depth: int = 0) -> str:
     """JSON with a line for every kind of number of a step."""
     if depth == 4 or not isinstance(value, dict):
         return json.dumps(value)
-    inside = ",\n".join(f"{' ' * (depth + 1)}{json.dumps(k)}: {shown(v, depth + 1)}" for k, v in value.items())
-    return f"{{\n{inside}\n{' ' * depth}}}"
+    inside = [
+        f"{' ' * (depth + 1)}{json.dumps(key)}: {shown(each, depth + 1)}" for key, each in value.items()
+    ]
+    return "{\n" + ",\n".join(inside) + f"\n{' ' * depth}}}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=[])
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--lines", action="store_true")

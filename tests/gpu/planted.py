@@ -1,6 +1,6 @@
 """Errors that a run on the CPU does not show, planted into fmmeta one by one: each must be noticed.
 
-    python -m tests.gpu.planted FILE NAME       train with the error of that name; what was counted goes to FILE
+python -m tests.gpu.planted FILE NAME       train with the error NAME; write what was counted to FILE
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def on_step(act: Callable[[Any, Any], None]) -> Callable[[], None]:
     return lambda: after(InnerSteps, "take", lambda steps, stats: act(steps, stats) and None)
 
 
-def rank_1_sums_more(steps: Any, stats: Any) -> None:
+def rank_1_sends_more(steps: Any, stats: Any) -> None:
     group = steps.worker.group
     if group.rank == 1:
         group.broadcast_(torch.zeros(1, device=group.device))
@@ -72,7 +72,11 @@ ERRORS: dict[str, tuple[str, Callable[[], Any], str]] = {  # layout, how to plan
         on_loss(lambda loss: loss * torch.rand(1, device=loss.device, generator=torch.Generator())),
         "Expected a 'cuda' device type for generator",
     ),
-    "numpy of a tensor of the device": (PLAIN, on_step(lambda _, stats: stats.stats.numpy()), "can't convert cuda"),
+    "numpy of a tensor of the device": (
+        PLAIN,
+        on_step(lambda _, stats: stats.stats.numpy()),
+        "can't convert cuda",
+    ),
     "inputs that stay on the host": (
         PLAIN,
         lambda: change(MicroBatch, "to", lambda original, batch, device: batch),
@@ -99,9 +103,14 @@ ERRORS: dict[str, tuple[str, Callable[[], Any], str]] = {  # layout, how to plan
         on_step(lambda steps, _: steps.worker.group.broadcast_(torch.ones(4, 4, device="cuda")[:, 1])),
         "NCCL rule broken: dense: rank 0 of group",
     ),
-    "collectives in another order": ("2 ranks, ZeRO 1", on_step(rank_1_sums_more), "NCCL rule broken: order: "),
+    "collectives in another order": (
+        "2 ranks, ZeRO 1",
+        on_step(rank_1_sends_more),
+        "NCCL rule broken: order: ",
+    ),
 }
-COUNTED: dict[str, tuple[str, Callable[[], Any], str, str, str]] = {  # also: step, kind and text of what is more
+# layout, how to plant it; step, kind and text of what is counted more often
+COUNTED: dict[str, tuple[str, Callable[[], Any], str, str, str]] = {
     "a number of every inner step": (
         PLAIN,
         on_step(lambda _, stats: stats.stats.sum().item()),
@@ -111,7 +120,7 @@ COUNTED: dict[str, tuple[str, Callable[[], Any], str, str, str]] = {  # also: st
     ),
     "a decision of the host in every pass": (
         PLAIN,
-        lambda: after(PlainWorker, "apply", lambda worker, bad: bad if bad else bad),
+        lambda: after(PlainWorker, "apply", lambda worker, bad: bool(bad) and None),
         "inner step",
         "waits",
         "item < tests/gpu/planted.py:",

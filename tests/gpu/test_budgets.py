@@ -1,4 +1,4 @@
-"""Waits, kernels, copies and collectives of each layout are those of budgets.json; planted errors are noticed."""
+"""Waits, kernels, copies and collectives of layouts are those of budgets.json; planted errors are noticed."""
 
 import json
 
@@ -6,12 +6,12 @@ import pytest
 
 from harness.fork_server import environment, places, shared
 from tests.gpu import budgets, planted
-from tests.support import pretended_cuda
+from tests.support.pretended_cuda import skip
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(pretended_cuda.unavailable()), reason=pretended_cuda.unavailable() or "-"),
+    pytest.mark.usefixtures("pretended"),
 ]
 REPAIR = "python -m tests.gpu.budgets --write"
 
@@ -20,7 +20,7 @@ REPAIR = "python -m tests.gpu.budgets --write"
 def table():
     found = budgets.table()
     if found["versions"] != budgets.versions():
-        pytest.skip(f"the numbers are of {found['versions']}; {REPAIR}")
+        skip(f"the numbers are of {found['versions']}; {REPAIR}")
     return found["layouts"]
 
 

@@ -1,5 +1,7 @@
-"""The pretended GPU notices what a GPU refuses, and counts what makes the host wait: planted errors, one by one."""
+"""The pretended GPU refuses what a GPU refuses, counts what makes the host wait, and is built once."""
 
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -7,11 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from tests.support import pretended_cuda
+from tests.support.launch import ROOT, environment
 from tests.support.ranks import on_ranks
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(pretended_cuda.unavailable()), reason=pretended_cuda.unavailable() or "-"),
+    pytest.mark.usefixtures("pretended"),
 ]
 D, H = torch.device("cuda", 0), torch.device("cpu")
 
@@ -22,11 +25,17 @@ def x(*shape, device=D, **options):
 
 REFUSED = {  # what a GPU refuses, and the words of the error
     "a host tensor in a sum": (lambda: x(3) + x(3, device=H), "same device"),
-    "a target on the host": (lambda: F.cross_entropy(x(2, 3), torch.zeros(2, dtype=torch.long)), "same device"),
+    "a target on the host": (
+        lambda: F.cross_entropy(x(2, 3), torch.zeros(2, dtype=torch.long)),
+        "same device",
+    ),
     "a host input of a layer": (lambda: F.linear(x(2, 3, device=H), x(4, 3), x(4)), "same device"),
     "host indices of an embedding": (lambda: F.embedding(torch.tensor([1]), x(4, 3)), "same device"),
     "a mask on the host": (lambda: x(3).masked_fill(x(3, device=H) > 0, 0.0), "same device"),
-    "a number of the host in a product of matrices": (lambda: torch.addmv(x((), device=H), x(2, 3), x(3)), "same"),
+    "a number of the host in a product of matrices": (
+        lambda: torch.addmv(x((), device=H), x(2, 3), x(3)),
+        "same device",
+    ),
     "a device tensor into a host one": (lambda: x(3, device=H).add_(x(3)), "same device"),
     "a list of tensors": (lambda: torch._foreach_add_([x(3)], [x(3, device=H)]), "same device"),
     "two devices": (lambda: x(3) + x(3, device="cuda:1"), "same device"),
@@ -151,7 +160,8 @@ def compared(world):
     del held
     kept = torch.cuda.memory_allocated() - before
     del view
-    return list(map(torch.equal, found["cpu"], found["cuda"])), used, kept, torch.cuda.memory_allocated() - before
+    left = torch.cuda.memory_allocated() - before
+    return list(map(torch.equal, found["cpu"], found["cuda"])), used, kept, left
 
 
 def test_results_are_the_cpus_and_memory_is_counted():
@@ -159,3 +169,28 @@ def test_results_are_the_cpus_and_memory_is_counted():
     assert len(equal) > 15
     assert all(equal)
     assert bytes_ == [4096, 4096, 0]  # 4,000 bytes, in pieces of 512
+
+
+def test_processes_that_build_at_once_build_once(tmp_path):
+    code = "from tests.support.pretended_cuda import build; print(build())"
+    env = {**environment(), "XDG_CACHE_HOME": str(tmp_path)}
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    names = {process.communicate()[0].strip() for process in started}
+    assert len(names) == 1
+    assert [str(file) for file in tmp_path.rglob("*.so")] == list(names)
+
+
+def test_without_a_compiler_the_tests_are_skipped_but_in_ci_they_fail(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    reason = pretended_cuda.unavailable.__wrapped__()
+    assert "g++" in reason
+    monkeypatch.delenv("FMMETA_REQUIRE_CUDA", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="not on PATH"):
+        pretended_cuda.skip(reason)
+    monkeypatch.setenv("FMMETA_REQUIRE_CUDA", "1")
+    with pytest.raises(pytest.fail.Exception, match="not on PATH"):
+        pretended_cuda.skip(reason)
+    assert "export FMMETA_REQUIRE_CUDA=1" in (ROOT / ".ci" / "run").read_text()

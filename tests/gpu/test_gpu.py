@@ -1,7 +1,7 @@
 """On GPUs: NCCL, bf16 and memory.
 
-Without a GPU the ranks have a pretended one (conftest.py). One is enough for most cases, whose groups have one
-rank; those of `SEVERAL` have one rank per GPU and are skipped where there are fewer GPUs.
+Without a GPU the ranks have pretended ones (conftest.py). One is enough for most cases, whose groups have
+one rank; those of `SEVERAL` have one rank per GPU and are skipped where there are fewer GPUs.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     nccl_rules.install()     before the first process group: `group`, its subgroups and `cross` are wrapped
     nccl_rules.check()       at the end: raises the first broken rule, even if something caught it
 
-On CPUs gloo is wrapped. On the pretended GPU (pretended_cuda) `nccl` is this wrapper, in every process; it lends
-gloo the memory of the device's tensors.
+On CPUs gloo is wrapped. On the pretended GPU (pretended_cuda) `nccl` is this wrapper, in every process; it
+lends gloo the memory of the device's tensors.
 
 The world communicator, `background` and the connections of elastic groups are gloo on GPUs too, and are not
 wrapped. DeepSpeed's collectives are checked too: it uses the default group and its subgroups.
@@ -35,8 +35,8 @@ The side exchange of `order` is a file that the ranks of a communicator map into
 rank writes each operation there and compares it with those of the others that have come as far. So it never
 waits, and of two ranks that differ the later one raises.
 
-On CPUs a vector in host memory is like any other tensor; it is marked there. So that `Communicator` copies marked ones to the
-device, as on a GPU, it sees another device in them.
+On CPUs a vector in host memory is like any other tensor, and is marked. So that `Communicator` copies marked
+ones to the device, as on a GPU, it sees another device in them.
 """
 
 import mmap
@@ -184,8 +184,9 @@ class CheckedGroup(dist.ProcessGroup):
         if PRETENDED:
             from tests.support.pretended_cuda import events
 
-            sent = args[1:2] if any(word in name for word in ("gather", "scatter", "all_to_all")) else args[:1]
-            events.note("collective", f"{name} of {self.kind}", sum(each.nbytes for each in tensors_in(sent)))
+            has_output = any(word in name for word in ("gather", "scatter", "all_to_all"))
+            sent = tensors_in(args[1:2] if has_output else args[:1])
+            events.note("collective", f"{name} of {self.kind}", sum(each.nbytes for each in sent))
         if name == "barrier":  # its options name a device
             args, kwargs = (), {}
         return self._run(name, args, kwargs)
@@ -381,8 +382,8 @@ class AsOnGpu(TorchFunctionMode):
 
 @cache
 def install() -> None:
-    """Wrap what this process creates from now on. With a GPU it does nothing: NCCL is there, or `install_nccl`
-    was called.
+    """Wrap what this process creates from now on. With a GPU it does nothing: NCCL is there, or
+    `install_nccl` was called.
     """
     if torch.cuda.is_available():
         return

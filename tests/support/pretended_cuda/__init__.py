@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 HERE = Path(__file__).parent
 LIBRARY, COUNT = "FMMETA_PRETENDED_CUDA", "FMMETA_PRETENDED_GPUS"  # variables of processes with the device
@@ -44,9 +45,16 @@ def unavailable() -> str:
     return ""
 
 
+def skip(reason: str) -> NoReturn:
+    """Skip a test for want of a GPU; fail it in CI, where there must be one."""
+    import pytest
+
+    (pytest.fail if os.environ.get("FMMETA_REQUIRE_CUDA") else pytest.skip)(reason)
+
+
 @cache
 def build() -> Path:
-    """Compile device.cpp unless this version of it is there. Several processes may call it at the same time."""
+    """Compile device.cpp unless this version of it is there. Several processes may call it at once."""
     import torch
 
     source, torch_folder = HERE / "device.cpp", Path(torch.__file__).parent
@@ -61,8 +69,8 @@ def build() -> Path:
             with tempfile.TemporaryDirectory(dir=folder) as work:
                 made = Path(work, "device.so")
                 command = ["g++", *FLAGS, str(source), "-o", str(made)]
-                command += [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu"]
-                command += [f"-Wl,-rpath,{torch_folder / 'lib'}"]
+                command += [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
+                command += ["-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch_folder / 'lib'}"]
                 ended = subprocess.run(command, capture_output=True, text=True)
                 if ended.returncode:
                     raise RuntimeError(f"device.cpp does not compile:\n{ended.stderr[-6000:]}")
@@ -105,7 +113,7 @@ def on_cpu() -> AbstractContextManager[None]:
 
 
 def gpus() -> int:
-    """How many GPUs the tests have, real ones or pretended ones."""
+    """How many GPUs the tests of tests/gpu have, real ones or pretended ones."""
     import torch
 
-    return torch.cuda.device_count() or (0 if unavailable() else GPUS)
+    return torch.cuda.device_count() or GPUS

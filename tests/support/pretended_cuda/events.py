@@ -1,8 +1,8 @@
-"""What a process with the pretended device has done: waits, copies, kernels and collectives, with their origin.
+"""What a process with the pretended device does: waits, with their origin, copies, kernels, collectives.
 
-    with count() as counted:
-        step()
-    counted.waits      {"item < fmmeta/training/pass_stats.py:finite": 2}
+with count() as counted:
+    step()
+counted.waits      {"item < fmmeta/training/pass_stats.py:finite": 2}
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lets torch.cuda of this process show the pretended device; sitecustomize.py calls it after `import torch`."""
+"""Lets torch.cuda show the pretended device; sitecustomize.py calls it after `import torch`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ class TorchWithDevice(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
         sys.meta_path.insert(0, self)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         run = spec.loader.exec_module
 
         def run_and_install(module):
