@@ -18,6 +18,7 @@ from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.workers import zero
 from fmmeta.parallel.workers.full_model import FullModelWorker, PlainWorker
 from fmmeta.tasks.batching import MicroBatch
+from tests.support.nccl_rules import CheckedGroup
 
 
 def change(owner: Any, name: str, instead: Callable[..., Any]) -> None:
@@ -42,14 +43,18 @@ def on_loss(act: Callable[[Tensor], Tensor]) -> Callable[[], None]:
 
 
 def on_step(act: Callable[[Any, Any], None]) -> Callable[[], None]:
-    """act: gets the steps of a task and the numbers of the last one; its result does not count."""
-    return lambda: after(InnerSteps, "take", lambda steps, stats: act(steps, stats) and None)
+    """act: gets the steps of a task and the numbers of the last one."""
+
+    def run(steps: Any, stats: Any) -> None:
+        act(steps, stats)
+
+    return lambda: after(InnerSteps, "take", run)
 
 
-def rank_1_sends_more(steps: Any, stats: Any) -> None:
+def in_the_order_of_ranks(steps: Any, stats: Any) -> None:
     group = steps.worker.group
-    if group.rank == 1:
-        group.broadcast_(torch.zeros(1, device=group.device))
+    for verb in (group.sum_, group.broadcast_)[:: -1 if group.rank else 1]:
+        verb(torch.zeros(1, device=group.device))
 
 
 def all_on_the_host() -> None:
@@ -82,11 +87,6 @@ ERRORS: dict[str, tuple[str, Callable[[], Any], str]] = {  # layout, how to plan
         lambda: change(MicroBatch, "to", lambda original, batch, device: batch),
         "same device",
     ),
-    "a gradient that stays on the host": (
-        PLAIN,
-        lambda: after(PlainWorker, "zeros", lambda worker, vector: vector.cpu()),
-        "same device",
-    ),
     "a buffer on the host under ZeRO 3": (
         "ZeRO 3 of 8",
         lambda: change(zero, "move_buffers", lambda original, model, device: None),
@@ -105,7 +105,7 @@ ERRORS: dict[str, tuple[str, Callable[[], Any], str]] = {  # layout, how to plan
     ),
     "collectives in another order": (
         "2 ranks, ZeRO 1",
-        on_step(rank_1_sends_more),
+        on_step(in_the_order_of_ranks),
         "NCCL rule broken: order: ",
     ),
 }
@@ -139,6 +139,13 @@ COUNTED: dict[str, tuple[str, Callable[[], Any], str, str, str]] = {
         "copies",
         "to device pinned blocking",
     ),
+    "weights that are kept on the host": (
+        PLAIN,
+        on_step(lambda steps, _: steps.worker.read().cpu()),
+        "inner step",
+        "copies",
+        "to host pageable blocking",
+    ),
     "synchronisation after every step": (
         PLAIN,
         on_step(lambda _, stats: torch.cuda.synchronize()),
@@ -163,11 +170,18 @@ COUNTED: dict[str, tuple[str, Callable[[], Any], str, str, str]] = {
 }
 
 
+def printed(original: Any, group: Any, rule: str, text: str) -> None:
+    """Print a broken rule at once: the other ranks wait for a rank that it has ended."""
+    print(f"NCCL rule broken: {rule}: rank {group.rank()} of {group.kind}: {text}", flush=True)
+    original(group, rule, text)
+
+
 def main(file: str, name: str) -> None:
     from tests.gpu.budgets import measure
 
     layout, plant, *_ = {**ERRORS, **COUNTED}[name]
     plant()
+    change(CheckedGroup, "refuse", printed)
     measure(layout, Path(file))
 
 

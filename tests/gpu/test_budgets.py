@@ -1,6 +1,8 @@
 """Waits, kernels, copies and collectives of layouts are those of budgets.json; planted errors are noticed."""
 
 import json
+import signal
+import time
 
 import pytest
 
@@ -33,22 +35,28 @@ def test_a_layout_keeps_its_budget(name, table):
     assert budgets.measured([name])[name] == table[name], REPAIR
 
 
-def train_with(name, layout, folder):
-    """The exit codes, the output and the numbers of a run with a planted error."""
+def train_with(name, layout, folder, words=""):
+    """Output and numbers of a run with a planted error, which is ended once it has printed `words`."""
     file = folder / "numbers.json"
-    words = ["-m", "tests.gpu.planted", str(file), name]
+    command = ["-m", "tests.gpu.planted", str(file), name]
     ranks = [
-        shared().start(words, folder / f"rank-{place['RANK']}.log", environment(**place))
+        shared().start(command, folder / f"rank-{place['RANK']}.log", environment(**place))
         for place in places(max(1, -budgets.LAYOUTS[layout][0]))
     ]
-    shared().wait(ranks, 200)
+    deadline = time.monotonic() + 200
+    while any(rank.code is None for rank in ranks) and time.monotonic() < deadline:
+        shared().poll(1.0)
+        if words and any(words in rank.text for rank in ranks):
+            break
+    for rank in ranks:
+        shared().signal(rank, signal.SIGKILL)
     return "".join(rank.text for rank in ranks), json.loads(file.read_text()) if file.exists() else {}
 
 
 @pytest.mark.parametrize("name", planted.ERRORS)
 def test_a_planted_error_ends_the_run(name, tmp_path):
     layout, _, words = planted.ERRORS[name]
-    assert words in train_with(name, layout, tmp_path)[0]
+    assert words in train_with(name, layout, tmp_path, words)[0]
 
 
 @pytest.mark.parametrize("name", planted.COUNTED)

@@ -1,5 +1,6 @@
 """The pretended GPU refuses what a GPU refuses, counts what makes the host wait, and is built once."""
 
+import io
 import subprocess
 import sys
 from collections import Counter
@@ -43,6 +44,12 @@ REFUSED = {  # what a GPU refuses, and the words of the error
     "a generator of the host": (lambda: torch.rand(3, device=D, generator=torch.Generator()), "generator"),
     "a device that is not there": (lambda: x(3, device="cuda:99"), "invalid device ordinal"),
     "the memory of a device tensor for numpy": (lambda: x(3).numpy(), "can't convert cuda"),
+}
+CANNOT = {  # what a GPU does and the pretended one does not, and the call that stops it
+    "a sparse tensor": (lambda: x(2, 2).to_sparse(), "SparseCUDA"),
+    "random numbers of the device's own": (lambda: torch.Generator("cuda"), "Cannot get CUDA generator"),
+    "a file that is loaded to the device": (lambda: loaded(x(3)), "torch.UntypedStorage(): Storage device"),
+    "a new stream of the device": (lambda: torch.Stream("cuda"), "NewStream"),
 }
 WAIT = "copy to {} {}".format
 COUNTED = {  # what makes the host wait, or does not
@@ -89,6 +96,13 @@ COUNTED = {  # what makes the host wait, or does not
 }
 
 
+def loaded(tensor):
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    return torch.load(file, map_location="cuda")
+
+
 def parameter():
     made = x(3).requires_grad_()
     made.sum().backward()
@@ -101,7 +115,7 @@ def tried(world):
     from tests.support.pretended_cuda.events import count
 
     errors, waits = {}, {}
-    for name, (call, _) in REFUSED.items():
+    for name, (call, _) in {**REFUSED, **CANNOT}.items():
         try:
             call()
         except (RuntimeError, TypeError) as error:
@@ -121,6 +135,11 @@ def outcome():
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_gpu_refuses_is_refused(name, outcome):
     assert REFUSED[name][1] in outcome[0].get(name, "nothing was raised")
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_the_pretended_gpu_lacks_raises(name, outcome):
+    assert CANNOT[name][1] in outcome[0].get(name, "nothing was raised")
 
 
 @pytest.mark.parametrize("name", COUNTED)
