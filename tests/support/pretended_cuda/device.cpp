@@ -1,7 +1,7 @@
-// A CUDA device in host memory, for the CPU build of torch. __init__.py says what it shows and what it does not.
+// A CUDA device in host memory, for the CPU build of torch; __init__.py says what it shows.
 //
 // Every device storage wraps a host storage (Block), so that a device tensor has a host tensor over the same
-// memory at no cost. Operators of the CUDA key run the CPU's kernel on these; views and allocation are torch's own.
+// memory at no cost. Operators of the CUDA key run the CPU's kernel on these; views and allocation are torch's.
 // What the process should know is reported to a listener as (kind, text, bytes):
 //   wait    the host waits for the device
 //   copy    between host and device
@@ -34,7 +34,7 @@
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-// The CPU build has decided that there is no accelerator. Autograd asks here; this library is loaded before torch's.
+// The CPU build has no accelerator. Autograd asks here, since this library is loaded before torch's.
 namespace at::accelerator {
 __attribute__((visibility("default"))) std::optional<c10::DeviceType> getAccelerator(bool) {
   return c10::DeviceType::CUDA;
@@ -104,7 +104,7 @@ struct Block {  // the owner of one piece of device memory
   Storage host;
   int64_t bytes;
 
-  explicit Block(Storage memory) : host(std::move(memory)), bytes((int64_t(host.nbytes()) + 511) / 512 * 512) {
+  explicit Block(Storage memory) : host(std::move(memory)), bytes((host.nbytes() + 511) / 512 * 512) {
     const int64_t now = in_use += bytes;
     for (int64_t most = peak; now > most && !peak.compare_exchange_weak(most, now);) {
     }
@@ -121,15 +121,17 @@ DataPtr device_memory(const Storage& host) {
   return {block->host.mutable_data(), block, &Block::release, Device(kCUDA, current)};
 }
 
-struct DeviceAllocator final : Allocator {
+struct HostMemory : Allocator {
+  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+};
+
+struct DeviceAllocator final : HostMemory {
   DataPtr allocate(size_t bytes) override {
     return device_memory(Storage(Storage::use_byte_size_t(), bytes, c10::GetCPUAllocator(), false));
   }
-  DeleterFnPtr raw_deleter() const override { return nullptr; }
-  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
 } device_allocator;
 
-struct PinnedAllocator final : Allocator {
+struct PinnedAllocator final : HostMemory {
   inline static std::mutex lock;
   inline static std::map<const char*, size_t> blocks;
 
@@ -152,7 +154,6 @@ struct PinnedAllocator final : Allocator {
     return {memory, memory, &release, Device(kCPU)};
   }
   DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
 } pinned_allocator;
 
 }  // namespace
@@ -213,21 +214,21 @@ struct Call {
   }
 
   [[noreturn]] void refuse(const Tensor& other) const {
-    const Device device = lent.front().first.device();
-    const std::string text = c10::str(name, ": ", device, " and ", other.device(), ", ", other.dtype(), other.sizes());
-    TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two: ", text);
+    TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two: ", name, ": ",
+                lent.front().first.device(), " and ", other.device(), ", ", other.dtype(), other.sizes());
   }
 
   // Memory that the kernel has given to an empty tensor becomes the device's.
   void adopt_resized() const {
     for (const auto& [original, alias] : lent) {
       if (alias.sizes() == original.sizes()) continue;
-      if (original.storage().nbytes() == 0) {
-        auto* storage = original.storage().unsafeGetStorageImpl();
+      auto *tensor = original.unsafeGetTensorImpl(), *resized = alias.unsafeGetTensorImpl();
+      auto* storage = original.storage().unsafeGetStorageImpl();
+      if (storage->nbytes() == 0) {
         storage->set_data_ptr_noswap(device_memory(alias.storage()));
         storage->set_nbytes(alias.storage().nbytes());
       }
-      original.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides(), alias.storage_offset());
+      tensor->set_sizes_and_strides(resized->sizes(), resized->strides(), resized->storage_offset());
     }
   }
 
@@ -240,10 +241,10 @@ struct Call {
     }
     for (const Tensor& each : host)
       if (each.is_same(tensor)) return tensor;
-    const c10::DeviceGuard guard(asked ? *asked : lent.empty() ? Device(kCUDA, current) : lent[0].first.device());
-    const Storage& memory = tensor.storage();
-    Storage storage(Storage::use_byte_size_t(), memory.nbytes(), device_memory(memory), &device_allocator, true);
-    return tensor_over(std::move(storage), tensor, DispatchKey::CUDA);
+    const c10::DeviceGuard guard(asked.value_or(lent.empty() ? Device(kCUDA) : lent[0].first.device()));
+    const Storage& host = tensor.storage();
+    Storage made(Storage::use_byte_size_t(), host.nbytes(), device_memory(host), &device_allocator, true);
+    return tensor_over(std::move(made), tensor, DispatchKey::CUDA);
   }
 };
 
@@ -265,14 +266,11 @@ void change_tensors(IValue& value, const Change& change) {
 
 // ---- copies ----
 
-std::string blocking(bool pinned, bool non_blocking) {
-  return std::string(pinned ? " pinned" : " pageable") + (non_blocking ? "" : " blocking");
-}
-
 // CUDA itself stages pageable memory while the host waits, also where torch asks it not to.
 void report_copy(bool to_device, const Tensor& host, int64_t bytes, bool non_blocking) {
   const bool pinned = PinnedAllocator::holds(host.const_data_ptr());
-  const std::string text = (to_device ? "to device" : "to host") + blocking(pinned, non_blocking);
+  const std::string text = c10::str("to ", to_device ? "device" : "host", pinned ? " pinned" : " pageable",
+                                    non_blocking ? "" : " blocking");
   report("copy", text, bytes);
   if (!pinned || !non_blocking) report("wait", "copy " + text);
 }
@@ -311,7 +309,10 @@ bool begins(Name name, std::initializer_list<const char*> beginnings) {
   return false;
 }
 
-void check_devices(const c10::OperatorHandle& op, const Call& call, const torch::jit::Stack& stack, size_t first) {
+using Operator = c10::OperatorHandle;
+using Stack = torch::jit::Stack;
+
+void check_devices(const Operator& op, const Call& call, const Stack& stack, size_t first) {
   for (const auto& [tensor, alias] : call.lent)
     if (tensor.device() != call.lent[0].first.device()) call.refuse(tensor);
   const bool indexes = begins(call.name, {"aten::index.Tensor", "aten::_index_put_impl_"});
@@ -335,17 +336,18 @@ void check_devices(const c10::OperatorHandle& op, const Call& call, const torch:
 
 bool has_mask(const IValue& indices) {
   for (const std::optional<Tensor> index : indices.toOptionalTensorVector())
-    if (index && index->defined() && (index->scalar_type() == kBool || index->scalar_type() == kByte)) return true;
+    if (index && index->defined() && isIntegralType(index->scalar_type(), true) && index->itemsize() == 1)
+      return true;
   return false;
 }
 
-// Reports waits for what only the device knows, a shape or a number, and copies that CUDA's kernels make themselves.
-void report_waits(const c10::OperatorHandle& op, const Call& call, const torch::jit::Stack& stack, size_t first) {
+// Reports waits for what only the device knows, a shape or a number, and copies that CUDA's kernels make.
+void report_waits(const Operator& op, const Call& call, const Stack& stack, size_t first) {
   if (begins(call.name, {"aten::index.Tensor"})) return;  // torch has copied indices, and searched masks
   if (begins(call.name, {"aten::_index_put_impl_", "aten::where"})) {
     const bool put = call.name == "aten::_index_put_impl_";
     const bool mask = put && has_mask(stack[first + 1]);
-    if (mask && !call.host.empty() && stack[first + 2].toTensor().numel() == 1) return;  // it becomes a masked_fill
+    if (mask && !call.host.empty() && stack[first + 2].toTensor().numel() == 1) return;  // a masked_fill
     for (const Tensor& tensor : call.host) report_copy(true, tensor, tensor.nbytes(), false);
     if (mask) report("wait", call.name);
   } else if (op.hasTag(Tag::data_dependent_output) || op.hasTag(Tag::dynamic_output_shape)) {
@@ -355,7 +357,7 @@ void report_waits(const c10::OperatorHandle& op, const Call& call, const torch::
 
 // ---- operators ----
 
-void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void run_on_host(const Operator& op, Stack* stack) {
   const auto& schema = op.schema();
   const size_t first = stack->size() - schema.arguments().size();
   Call call;
@@ -410,7 +412,7 @@ Tensor& set_to_storage(Tensor& self, Storage source, int64_t offset, IntArrayRef
   return at::native::set_storage_cpu_(self, std::move(source), offset, size, stride);
 }
 
-Tensor& set_to_whole_storage(Tensor& self, Storage source) { return at::native::set_(self, std::move(source)); }
+Tensor& set_to_whole_storage(Tensor& self, Storage source) { return at::native::set_(self, source); }
 
 Tensor& set_to_tensor(Tensor& self, const Tensor& source) { return at::native::set_tensor_(self, source); }
 
@@ -424,14 +426,15 @@ int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& v
                          double dropout, bool causal, std::optional<double> scale, bool grouped) {
   const int64_t choice = at::_fused_sdp_choice(
       on_host(query), on_host(key), on_host(value), lent(mask), dropout, causal, scale, grouped);
-  return int64_t(choice == int64_t(SDPBackend::flash_attention) ? SDPBackend::overrideable : SDPBackend::math);
+  const bool fused = choice == int64_t(SDPBackend::flash_attention);
+  return int64_t(fused ? SDPBackend::overrideable : SDPBackend::math);
 }
 
 Tensor adopted(const Tensor& host) { return Call().returned(host); }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor> attention(
-    const Tensor& query, const Tensor& key, const Tensor& value, const Given& mask, double dropout, bool causal,
-    bool, std::optional<double> scale) {
+    const Tensor& query, const Tensor& key, const Tensor& value, const Given& mask, double dropout,
+    bool causal, bool, std::optional<double> scale) {
   count_kernel("attention");
   at::AutoDispatchBelowADInplaceOrView guard;
   auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
@@ -447,8 +450,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   count_kernel("attention_backward");
   at::AutoDispatchBelowADInplaceOrView guard;
   auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-      on_host(grad), on_host(query), on_host(key), on_host(value), on_host(out), on_host(sums), dropout, causal,
-      mask.defined() ? lent(mask) : Given(), scale);
+      on_host(grad), on_host(query), on_host(key), on_host(value), on_host(out), on_host(sums), dropout,
+      causal, mask.defined() ? lent(mask) : Given(), scale);
   return {adopted(dq), adopted(dk), adopted(dv), Tensor()};
 }
 
@@ -464,8 +467,9 @@ TORCH_LIBRARY_IMPL(_, CUDA, library) {
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   // torch would compose these of others on a device without their kernels
-  for (const char* name : {"native_layer_norm", "native_group_norm", "addr", "addr.out", "all.dims", "any.dims",
-                           "silu_backward", "mish_backward", "convolution", "convolution_backward"})
+  for (const char* name : {"native_layer_norm", "native_group_norm", "addr", "addr.out", "all.dims",
+                           "any.dims", "silu_backward", "mish_backward", "convolution",
+                           "convolution_backward"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
