@@ -4,7 +4,7 @@ BIN := .venv/bin
 JOBS ?= 3
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all parity mutants cluster docs check audit clean
+.PHONY: demo test test-all test-cuda parity mutants cluster docs check audit clean
 
 demo: .venv/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus 2 launch/train.py --deepspeed ds_configs/zero2.json $(FLAGS)
@@ -13,9 +13,13 @@ demo: .venv/.installed
 test: .venv/.installed-test
 	$(BIN)/python -m pytest --numprocesses $(JOBS) $(ARGS)
 
-# everything else that needs neither root nor a GPU
+# everything else that needs no root, with test-cuda
 test-all: .venv/.installed-test
 	$(BIN)/python -m pytest --numprocesses $(JOBS) -m "slow and not cluster" $(ARGS)
+
+# on a GPU, or on a pretended one (needs g++)
+test-cuda: .venv/.installed-test
+	$(BIN)/python -m pytest --numprocesses $(JOBS) -m slow tests/gpu $(ARGS)
 
 parity: .venv/.installed-test
 	FMMETA_PARITY=full $(BIN)/python -m pytest -m 'not cluster' tests/distributed/test_parity.py tests/distributed/test_model_parallel.py

@@ -40,6 +40,8 @@ from harness.fork_server_process import read_line
 
 ROOT = Path(__file__).parents[1]
 SERVERS = 2
+PRETENDED = "FMMETA_PRETENDED_CUDA"
+"""Environment variable: processes have a pretended GPU (tests/support/pretended_cuda), by PYTHONPATH."""
 NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 DROPPED = ("MASTER_ADDR", "MASTER_PORT", "FMMETA_GLOBAL_RANK")
 
@@ -56,7 +58,9 @@ def environment(**extra: str) -> dict[str, str]:
     NVML counts GPUs without starting CUDA, which a forked process could not use after its server did.
     """
     kept = {key: value for key, value in without_ranks(os.environ).items() if key not in DROPPED}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **NVML, **extra}
+    if PRETENDED not in kept:
+        kept["PYTHONPATH"] = str(ROOT)
+    return {**kept, "OMP_NUM_THREADS": "1", **NVML, **extra}
 
 
 def places(ranks: int) -> list[dict[str, str]]:
@@ -127,7 +131,8 @@ class ForkServer:
     def _connect(self, folder: Path, servers: int, owner: int) -> list[socket.socket]:
         """A connection to each server, which is started if no process has done so."""
         # DeepSpeed would search for an accelerator and log that; pyarrow's allocator would start a thread
-        env = {**self.env, "DS_ACCELERATOR": "cpu", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+        device = "cuda" if PRETENDED in self.env else "cpu"
+        env = {**self.env, "DS_ACCELERATOR": device, "JE_ARROW_MALLOC_CONF": "background_thread:false"}
         command = [sys.executable, "-m", "harness.fork_server_process"]
         connections = [socket.socket(socket.AF_UNIX) for _ in range(servers)]
         with (folder / "lock").open("w") as lock:
@@ -251,12 +256,20 @@ class ForkServer:
         rank.code, rank.ended = int(line[2]), time.monotonic()
 
 
-@cache
 def shared() -> ForkServer:
-    """The fork server of a test session."""
-    if folder := os.environ.get(SESSION_FOLDER):
-        owner = int((Path(folder) / "owner").read_text())
-        fork_server = ForkServer(SESSION_ENVIRONMENT, folder=Path(folder), owner=owner)
+    """The fork server of a test session: where processes have a pretended GPU, one that has it too."""
+    return _shared(PRETENDED in os.environ)
+
+
+@cache
+def _shared(pretended: bool) -> ForkServer:
+    if session := os.environ.get(SESSION_FOLDER):
+        folder, owner = Path(session), int((Path(session) / "owner").read_text())
+        env = SESSION_ENVIRONMENT
+        if pretended:
+            folder, env = folder / "pretended", environment()
+            folder.mkdir(exist_ok=True)
+        fork_server = ForkServer(env, folder=folder, owner=owner)
     else:
         fork_server = ForkServer()
     atexit.register(fork_server.close)

@@ -1,7 +1,7 @@
 """On GPUs: NCCL, bf16 and memory.
 
-Skipped without a GPU. One is enough for most cases, whose groups have one rank; those of `SEVERAL` have one
-rank per GPU and are skipped where there are fewer GPUs.
+Without a GPU the ranks have pretended ones (conftest.py). One is enough for most cases, whose groups have
+one rank; those of `SEVERAL` have one rank per GPU and are skipped where there are fewer GPUs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
 from fmmeta.elastic.starter import ElasticConfig, start, wait
@@ -20,8 +19,10 @@ from harness.elastic import SLEEP
 from tests.support.launch import run_ranks
 from tests.support.matrix import AXES, TOLERANCE, Case, Launches, ParityFixture, selected, tolerance
 from tests.support.nccl_breaks import ALONE
+from tests.support.pretended_cuda import gpus
+from tests.support.ranks import on_ranks
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = pytest.mark.slow
 STAGES = ("plain", 0, 1, 2, 3)
 CASES = [  # every stage without an option, and every option on one stage
     case
@@ -40,18 +41,18 @@ CASES = [  # every stage without an option, and every option on one stage
 ROWS = [  # layout, stage, algorithm, model, dtype, outer, extra, also, pipeline stages (-T: tensor ranks)
     ((2, 1), "plain", "fomaml", "llama", "fp32", "sgd", "none", "offload_outer", 1),
     ((2, 1), 2, "reptile", "llama", "bf16", "adamw", "none", "nothing", 1),
-    ((2, 1), 1, "fomaml", "llama", "fp32", "sgd", "none", "delay", 1),
+    ((2, 1), 1, "fomaml", "llama", "fp32", "sgd", "none", "checkpointing", 1),
     ((1, 2), 1, "fomaml", "llama", "bf16", "adamw", "none", "lora", 1),
     ((1, 2), 3, "fomaml", "llama", "fp32", "sgd", "none", "nothing", 1),
     ((1, 2), 0, "fomaml", "llama3", "fp32", "sgd", "none", "nothing", 2),
     ((1, 2), 0, "reptile", "llama3", "fp32", "adamw", "none", "nothing", -2),
     ((2, 2), 2, "fomaml", "llama", "fp32", "sgd", "offload", "nothing", 1),
     ((2, 2), 3, "reptile", "llama", "bf16", "adamw", "none", "offload_outer", 1),
-    ((2, 2), 3, "fomaml", "llama", "fp32", "adamw", "offload", "delay", 1),
+    ((2, 2), 3, "fomaml", "llama", "fp32", "adamw", "offload", "nothing", 1),
     ((2, 2), 1, "fomaml", "llama3", "fp32", "sgd", "none", "nothing", 2),
     ((1, 4), 1, "fomaml", "llama3", "bf16", "adamw", "none", "nothing", 2),
     ((1, 4), 1, "fomaml", "qwen33", "fp32", "sgd", "none", "nothing", -2),
-    ((4, 1), "plain", "reptile", "llama", "fp32", "adamw", "none", "delay-wire", 1),
+    ((4, 1), "plain", "reptile", "llama", "fp32", "adamw", "none", "wire", 1),
 ]
 SEVERAL = [
     Case.of_row(layout, stage, algorithm, model, dtype, outer, "zero", also, spread, extra=extra)
@@ -61,7 +62,7 @@ SEVERAL = [
 
 def on_gpus(case: Case):
     """A case, skipped where it has more ranks than there are GPUs."""
-    ranks, visible = case.layout[0] * case.layout[1], torch.cuda.device_count()
+    ranks, visible = case.layout[0] * case.layout[1], gpus()
     reason = f"needs {ranks} GPUs, one per rank; {visible} visible"
     return pytest.param(case, id=case.id, marks=pytest.mark.skipif(visible < ranks, reason=reason))
 
@@ -86,7 +87,7 @@ def bench(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def launches(request, bench):
-    visible = torch.cuda.device_count()
+    visible = gpus()
     chosen = [case for case in selected(request) if case in SEVERAL and math.prod(case.layout) <= visible]
     return Launches(bench, chosen, lambda case: (case.layout, case.stages, case.tensor))
 
@@ -100,19 +101,26 @@ def test_several_gpus_end_where_the_oracle_ends(case, bench, launches):
     assert facts["effects"] == case.settings
 
 
+@on_ranks(1)
+def refusals(world):
+    """What NCCL raises in a group of one rank, by name of the break."""
+    group, raised = world.split(1).group.backend, {}
+    for name, (_, call) in ALONE.items():
+        try:
+            call(group, torch.device("cuda", 0))
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            raised[name] = str(error)
+    return raised
+
+
 @pytest.fixture(scope="module")
-def nccl():
-    """The default process group of this process: NCCL, one rank."""
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+def refused():
+    return refusals()[0]
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_nccl_refuses_what_the_rules_on_cpus_refuse(name, nccl):
-    with pytest.raises((RuntimeError, ValueError, TypeError)):
-        ALONE[name][1](nccl, torch.device("cuda", 0))
+def test_nccl_refuses_what_the_rules_on_cpus_refuse(name, refused):
+    assert refused[name]
 
 
 @pytest.mark.timeout(600)

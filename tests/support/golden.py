@@ -178,49 +178,66 @@ def printed(text: str) -> str:
     return "\n".join(line.partition("; about ")[0] for line in lines)
 
 
+def server_module() -> Any:
+    """The fork server of the commit."""
+    try:
+        from harness import fork_server
+    except ImportError:  # before 2026-11-26
+        from tests.support import fork_server
+    return fork_server
+
+
+def trained(fork_server: Any, name: str, ranks: int, flags: dict[str, Any], out: Path) -> dict[str, str]:
+    """The results of a run of `flags` in `out`; OUT in a flag is this folder. `resumed` is stopped once."""
+    folder = out / name.replace(" ", "-")
+    words = [
+        f"--{key}={value}".replace("OUT", str(out))
+        for key, value in {**SHORT, **flags, "output_dir": folder}.items()
+    ]
+    for attempt in range(2 if name == "resumed" else 1):
+        started = fork_server.train(words, ranks, out / f"{folder.name}-logs-{attempt}")
+        codes = fork_server.wait(started, 300)
+        assert set(codes) == {0}, f"{name}: {codes}\n" + "\n".join(rank.text[-3000:] for rank in started)
+        run = json.loads((folder / "run.json").read_text())
+        if name == "resumed" and attempt == 0:
+            (folder / "run.json").write_text(json.dumps({**run, "finished": False}))
+            shutil.rmtree(folder / "checkpoint-3")  # the second attempt continues from checkpoint-2
+    return results(folder)
+
+
+def printed_by(
+    fork_server: Any, name: str, ranks: int, command: str, flags: dict[str, Any], out: Path
+) -> dict[str, str]:
+    """What a command writes and prints."""
+    server = server_module()
+    file = out / f"{name.replace(' ', '-')}.json"
+    words = [word for key, value in flags.items() for word in (f"--{key}", *str(value).split())]
+    started = [
+        fork_server.start(
+            ["-m", "fmmeta", command, *words, "--output", str(file)],
+            file.with_suffix(f".{rank}.log"),
+            server.environment(**place),
+        )
+        for rank, place in enumerate(server.places(ranks))
+    ]
+    codes = fork_server.wait(started, 300)
+    assert set(codes) == {0}, f"{name}: {codes}\n" + "\n".join(rank.text[-3000:] for rank in started)
+    return {"output": file.read_text(), "printed": printed(started[0].text)}
+
+
 def execute(out: Path, only: list[str]) -> None:
     """Run everything with the code in the current folder; results go to `out`/results.json."""
-    try:  # those of the commit
-        from harness.fork_server import ForkServer, environment, places
-    except ImportError:  # before 2026-11-26
-        from tests.support.fork_server import ForkServer, environment, places
+    ForkServer = server_module().ForkServer
     write_classes(out / "rows.jsonl")
     splits = {"train": [f"c{number}" for number in range(12)], "valid": [], "test": []}
     (out / "splits.json").write_text(json.dumps(splits))
     (out / "weights.json").write_text('{"c1": 2.0, "c2": 0.3}')
     fork_server, found = ForkServer(), {}
     for name in [name for name in only or RUNS if name in RUNS]:
-        ranks, flags = RUNS[name]
-        folder = out / name.replace(" ", "-")
-        words = [
-            f"--{key}={value}".replace("OUT", str(out))
-            for key, value in {**SHORT, **flags, "output_dir": folder}.items()
-        ]
-        for attempt in range(2 if name == "resumed" else 1):
-            started = fork_server.train(words, ranks, out / f"{folder.name}-logs-{attempt}")
-            codes = fork_server.wait(started, 300)
-            assert set(codes) == {0}, f"{name}: {codes}\n" + "\n".join(rank.text[-3000:] for rank in started)
-            run = json.loads((folder / "run.json").read_text())
-            if name == "resumed" and attempt == 0:
-                (folder / "run.json").write_text(json.dumps({**run, "finished": False}))
-                shutil.rmtree(folder / "checkpoint-3")  # the second attempt continues from checkpoint-2
-        found[name] = results(folder)
+        found[name] = trained(fork_server, name, *RUNS[name], out)
         print(f"{out.name}: {name}", flush=True)
     for name in [name for name in only or COMMANDS if name in COMMANDS]:
-        ranks, command, flags = COMMANDS[name]
-        file = out / f"{name.replace(' ', '-')}.json"
-        words = [word for key, value in flags.items() for word in (f"--{key}", *str(value).split())]
-        started = [
-            fork_server.start(
-                ["-m", "fmmeta", command, *words, "--output", str(file)],
-                file.with_suffix(f".{rank}.log"),
-                environment(**place),
-            )
-            for rank, place in enumerate(places(ranks))
-        ]
-        codes = fork_server.wait(started, 300)
-        assert set(codes) == {0}, f"{name}: {codes}\n" + "\n".join(rank.text[-3000:] for rank in started)
-        found[name] = {"output": file.read_text(), "printed": printed(started[0].text)}
+        found[name] = printed_by(fork_server, name, *COMMANDS[name], out)
         print(f"{out.name}: {name}", flush=True)
     for name in [name for name in only or ADAPTED if name in ADAPTED]:
         folder = out / name.replace(" ", "-")

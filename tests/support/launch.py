@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from harness.fork_server import ROOT, ForkServer, environment, free_port, places, shared
+from harness.fork_server import PRETENDED, ROOT, ForkServer, environment, free_port, places, shared
 
 ON_GPU = Path("/dev/nvidiactl").exists()  # what has been looked for on a GPU cannot be forked
 WAITS = re.compile(r"fmmeta: rank \d+ waits for rank \d+ on ")
@@ -82,7 +83,8 @@ def start_ranks(
     envs = [
         environment(**place, **(per_rank or {}).get(rank, {})) for rank, place in enumerate(places(ranks))
     ]
-    fresh = fresh or ON_GPU or any(imported(env) != imported(shared().env) for env in envs)
+    fresh = fresh or ON_GPU or PRETENDED in os.environ
+    fresh = fresh or any(imported(env) != imported(shared().env) for env in envs)
     return (Fresh if fresh else Forked)(arguments, envs, cwd, before)
 
 

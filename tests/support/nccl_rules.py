@@ -1,13 +1,17 @@
-"""NCCL's rules for the communicators that are NCCL on GPUs, enforced over gloo on CPUs.
+"""NCCL's rules for the communicators that are NCCL on GPUs, enforced over gloo.
 
     nccl_rules.install()     before the first process group: `group`, its subgroups and `cross` are wrapped
     nccl_rules.check()       at the end: raises the first broken rule, even if something caught it
+
+On CPUs gloo is wrapped. On the pretended GPU (pretended_cuda) `nccl` is this wrapper, in every process; it
+lends gloo the memory of the device's tensors.
 
 The world communicator, `background` and the connections of elastic groups are gloo on GPUs too, and are not
 wrapped. DeepSpeed's collectives are checked too: it uses the default group and its subgroups.
 
     rule           checked
-    thread         one thread issues everything on a communicator
+    thread         one thread issues everything on a communicator; autograd's threads too, which run while
+                   that one waits
     order          at the same place all ranks issue the same operation with the same shapes, dtype, reduction
                    and root; a send and its recv; all ranks issue as many
     interleaving   the ranks of a communicator have issued as much on the wider ones before an operation
@@ -31,8 +35,8 @@ The side exchange of `order` is a file that the ranks of a communicator map into
 rank writes each operation there and compares it with those of the others that have come as far. So it never
 waits, and of two ranks that differ the later one raises.
 
-On CPUs a vector in host memory is like any other tensor. So that `Communicator` copies marked ones to the
-device, as on a GPU, it sees another device in them.
+On CPUs a vector in host memory is like any other tensor, and is marked. So that `Communicator` copies marked
+ones to the device, as on a GPU, it sees another device in them.
 """
 
 import mmap
@@ -53,12 +57,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from fmmeta.meta.parameters import MetaGradient
-from fmmeta.parallel.collectives import Communicator
-from fmmeta.parallel.param_map import OuterMemory
-from fmmeta.parallel.process_groups import World
-from fmmeta.parallel.workers.zero import EngineWorker
-from harness.fork_server import SESSION_FOLDER
+from tests.support import pretended_cuda
 
 BACKEND = "nccl_rules"  # the name for torch; it must not be gloo's, which DeepSpeed and torch treat apart
 REDUCED = (
@@ -84,6 +83,9 @@ MISSING = ("recv_anysource", "allgather_coalesced", "monitored_barrier")
 UNEVEN = ("alltoall", "all_to_all_single", "alltoall_base")  # shapes may differ between ranks
 WIDTH = {"cross": 0, "group": 1, "subgroup": 2}  # of communicators; the widest first
 
+PRETENDED = pretended_cuda.LIBRARY in os.environ
+"""Whether this process has the pretended GPU."""
+
 broken: list[str] = []
 """The broken rules of this process."""
 
@@ -107,7 +109,8 @@ class Ledger:
         self.numbers = [0] * size  # by line: of collectives at [rank], of exchanges with the other ranks
         length = size * size * self.RECORDS * self.BYTES
         if rank == 0:
-            handle, name = tempfile.mkstemp(dir=os.environ.get(SESSION_FOLDER))  # removed with the session
+            # the folder is removed with the session
+            handle, name = tempfile.mkstemp(dir=os.environ.get("FMMETA_TEST_SESSION"))
             os.truncate(handle, length)
             store.set("ledger", name)
         else:
@@ -143,6 +146,7 @@ class CheckedGroup(dist.ProcessGroup):
     """A process group over gloo that raises `RuleBroken`; see the table.
 
     inner: of gloo; kind: cross, group or subgroup. Ranks are those of this communicator. group_name: torch's.
+    store: of the ledger; None without other ranks.
     """
 
     group_name = ""  # type: ignore[assignment]
@@ -150,7 +154,7 @@ class CheckedGroup(dist.ProcessGroup):
 
     def __init__(self, inner: Any, store: Any, kind: str, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self.inner, self.kind, self.ledger = inner, kind, Ledger(store, rank, size)
+        self.inner, self.kind, self.ledger = inner, kind, store and Ledger(store, rank, size)
         self.thread: int | None = None
         self.ended = ""  # why it must not be used any more
 
@@ -177,6 +181,14 @@ class CheckedGroup(dist.ProcessGroup):
             self.refuse("dtype", f"{text}; gloo and NCCL reduce {wrong[0]} differently, or not at all")
         self._record(self.rank(), text)
         self.issued[self.kind] += 1
+        if PRETENDED:
+            from tests.support.pretended_cuda import events
+
+            has_output = any(word in name for word in ("gather", "scatter", "all_to_all"))
+            sent = tensors_in(args[1:2] if has_output else args[:1])
+            events.note("collective", f"{name} of {self.kind}", sum(each.nbytes for each in sent))
+        if name == "barrier":  # its options name a device
+            args, kwargs = (), {}
         return self._run(name, args, kwargs)
 
     def exchange(self, name: str, tensors: list[Tensor], peer: int, tag: int) -> Any:
@@ -196,7 +208,8 @@ class CheckedGroup(dist.ProcessGroup):
         self.thread = self.thread or threading.get_ident()
         if self.ended:
             self.refuse("abort", f"{text}; {self.ended}")
-        if self.thread != threading.get_ident():
+        of_autograd = isinstance(threading.current_thread(), threading._DummyThread)
+        if self.thread != threading.get_ident() and not (PRETENDED and of_autograd):
             self.refuse("thread", f"{text}; in a second thread")
         for tensor in tensors:
             if tensor.layout != torch.strided:
@@ -209,6 +222,8 @@ class CheckedGroup(dist.ProcessGroup):
                 self.refuse("host", f"{text}; the tensor is in host memory")
 
     def _record(self, line: int, text: str) -> None:
+        if self.ledger is None:
+            return
         number = self.ledger.numbers[line]
         if (other := self.ledger.write(line, text)) is not None:
             mine, its = (each.partition(" after ")[0] for each in (text, other[1]))
@@ -217,6 +232,8 @@ class CheckedGroup(dist.ProcessGroup):
 
     def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
+            if PRETENDED:
+                args, kwargs = lend(args), {key: lend(value) for key, value in kwargs.items()}
             return CheckedWork(getattr(self.inner, name)(*args, **kwargs), self)
         except RuntimeError as error:
             self.fail(error)
@@ -289,6 +306,13 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
+def lend(value: Any) -> Any:
+    """The same in nested lists, with tensors of the host over the memory of those of the pretended GPU."""
+    if isinstance(value, Tensor):
+        return torch.ops.pretended_cuda.host(value.detach())
+    return type(value)(map(lend, value)) if isinstance(value, (list, tuple)) else value
+
+
 def rank_independent(name: str, given: Sequence[Any]) -> Sequence[Any]:
     """The arguments that must be alike on all ranks: only the root has the list of a gather or a scatter."""
     return {"gather": given[1:2], "scatter": given[:1]}.get(name, given)
@@ -331,7 +355,9 @@ def mark_host(tensor: Tensor) -> Tensor:
 
 
 def is_host(tensor: Tensor) -> bool:
-    """Whether a tensor is (a part of) a marked one."""
+    """Whether a tensor is (a part of) a marked one; on the pretended GPU, whether it is not the device's."""
+    if PRETENDED:
+        return not tensor.is_cuda
     address = tensor.untyped_storage().data_ptr() if HOST else 0
     if (found := HOST.get(address)) is not None and found.expired():
         del HOST[address]  # another tensor has its place
@@ -356,9 +382,17 @@ class AsOnGpu(TorchFunctionMode):
 
 @cache
 def install() -> None:
-    """Wrap what this process creates from now on. With a GPU it does nothing: NCCL is there."""
+    """Wrap what this process creates from now on. With a GPU it does nothing: NCCL is there, or
+    `install_nccl` was called.
+    """
     if torch.cuda.is_available():
         return
+    from fmmeta.meta.parameters import MetaGradient
+    from fmmeta.parallel.collectives import Communicator
+    from fmmeta.parallel.param_map import OuterMemory
+    from fmmeta.parallel.process_groups import World
+    from fmmeta.parallel.workers.zero import EngineWorker
+
     dist.Backend.register_backend(BACKEND, create_group, extended_api=True, devices=["cpu"])
     replace(
         dist,
@@ -421,17 +455,39 @@ def replace(owner: Any, name: str, instead: Callable[..., Any]) -> None:
     setattr(owner, name, lambda *args, **kwargs: instead(original, *args, **kwargs))
 
 
-def create_group(options: Any, _: Any) -> CheckedGroup:
-    """The default group of this process, or a subgroup: torch calls it."""
-    store, rank, size = options.store, options.group_rank, options.group_size
+def gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A group that reduces on the host."""
     inner = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
     inner._set_default_backend(kind)
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options.timeout)
-    inner._register_backend(torch.device("cpu"), kind, gloo)
-    found = CheckedGroup(inner, store, "subgroup" if options.global_ranks_in_group else "group", rank, size)
+    backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+    inner._register_backend(torch.device("cpu"), kind, backend)
+    return inner
+
+
+def create_group(options: Any, _: Any) -> CheckedGroup:
+    """The default group of this process, or a subgroup: torch calls it."""
+    store, rank, size = options.store, options.group_rank, options.group_size
+    kind = "subgroup" if options.global_ranks_in_group else "group"
+    found = CheckedGroup(gloo(store, rank, size, options.timeout), store, kind, rank, size)
     found.group_name = options.group_id
     return found
+
+
+def install_nccl() -> None:
+    """Let `nccl` be `CheckedGroup` in a process with the pretended GPU."""
+    dist.Backend.register_backend(BACKEND, create_group, extended_api=True, devices=["cuda"])
+
+    def begin(original: Any, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return original(BACKEND if backend == "nccl" else backend, *args, **kwargs)
+
+    def connect(store: Any, rank: int, size: int, timeout: timedelta) -> CheckedGroup:
+        return CheckedGroup(gloo(store, rank, size, timeout), store, "cross", rank, size)
+
+    replace(dist, "init_process_group", begin)
+    dist.ProcessGroupNCCL = connect  # type: ignore[misc, assignment]
+    dist.is_nccl_available = lambda: True
+    torch.cuda.nccl.version = lambda: (2, 27, 0)
 
 
 def check() -> None:
