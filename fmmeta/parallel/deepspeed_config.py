@@ -213,6 +213,7 @@ class DeepSpeedSettings:
         filled = without_auto(kept | {"zero_optimization": zero})
         if self.zero_stage > 0:  # ZeRO 0 accumulates in the model's type only
             filled["data_types"] = {"grad_accum_dtype": "fp32"}
+        timers = filled.get("timers", {})
         return filled | {
             "bf16": {"enabled": self.bf16},
             "train_micro_batch_size_per_gpu": 1,
@@ -222,6 +223,8 @@ class DeepSpeedSettings:
             "zero_force_ds_cpu_optimizer": False,
             "communication_data_type": "fp32",
             "steps_per_print": None,
+            # it waits for the device twice in each step
+            "timers": {**timers, "throughput": {"enabled": False, **timers.get("throughput", {})}},
         }
 
 

@@ -343,6 +343,14 @@ def test_values_of_the_right_kind_are_accepted(ds_file):
     assert read(ds_file(file), False, pytest.fail).file == {**file, "zero_optimization": {"stage": 0}}
 
 
+def test_the_timer_that_waits_for_the_device_is_off_unless_it_is_asked_for(ds_file):
+    def timer(file):
+        return read(ds_file(file), False, pytest.fail).complete(64)["timers"]["throughput"]
+
+    assert timer({}) == timer({"timers": {"throughput": {}}}) == {"enabled": False}
+    assert timer({"timers": {"throughput": {"enabled": True}}}) == {"enabled": True}
+
+
 @pytest.mark.parametrize("key", NO_EFFECT)
 def test_a_key_without_effect_is_warned_of(ds_file, key):
     scalar = {"communication_data_type": "bf16", "dataloader_drop_last": True}

@@ -400,6 +400,7 @@ class TaskBatch:
         self.grad = torch.zeros_like(self.phi)
         self.blocks = self._blocks(self.phi)
         self.dtype = worker.learner.get_parameter(axis.names[0]).dtype
+        self.merged = list[tuple[Sets, list[MicroBatch]]]()  # sets that were given, on the device
         for name, grad in self._blocks(self.grad).items():
             self.blocks[name].requires_grad_().grad = grad
 
@@ -436,7 +437,7 @@ class TaskBatch:
         """Set `grad` to the gradient of every task's mean loss. Collective: group."""
         self.grad.zero_()
         stats = self._stats()
-        for merged in merge_task_batches(sets):
+        for merged in self._merged(sets):
             with self.axis.of(self._values()):
                 self._loss(merged, stats).backward()
         return self._stats_of_tasks(stats, self.worker.group.sum_(self.grad))
@@ -446,7 +447,7 @@ class TaskBatch:
         """Loss and accuracy of every task. Collective: group."""
         stats = self._stats()
         with self.axis.of(self._values()):
-            for merged in merge_task_batches(sets):
+            for merged in self._merged(sets):
                 self._loss(merged, stats)
         return [PassStats(row) for row in self.worker.group.sum_(stats)]
 
@@ -462,7 +463,7 @@ class TaskBatch:
         stats, total, leaves = self._stats(), torch.zeros_like(self.phi), [*self.blocks.values()]
         parts, w = [*self._blocks(total).values()], [*self._blocks(cotangent).values()]
         with twice_differentiable(self.worker.learner):
-            for merged in merge_task_batches(sets):
+            for merged in self._merged(sets):
                 with self.axis.of(self._values()):
                     graph = self.worker.gradient_graph(self._loss(merged, stats), leaves)
                     add_products(graph, leaves, w, parts)
@@ -487,8 +488,18 @@ class TaskBatch:
         stats[:, 3] = ~torch.isfinite(torch.stack(sums).sum(0))
         return [PassStats(row) for row in stats]
 
-    def _loss(self, merged: MicroBatch, stats: Tensor) -> Tensor:
-        batch = on_device(merged, self.worker.learner, self.worker.device)
+    def _merged(self, sets: Sets) -> list[MicroBatch]:
+        """The micro-batches of all tasks on the device, once for all steps that are given the same sets."""
+        if (known := next((found for given, found in self.merged if given is sets), None)) is None:
+            learner, device = self.worker.learner, self.worker.device
+            batches = merge_task_batches(sets)
+            if device.type == "cuda":  # so that the host need not wait for the copies
+                batches = [batch.pin_memory() for batch in batches]
+            known = [on_device(batch, learner, device) for batch in batches]
+            self.merged.append((sets, known))
+        return known
+
+    def _loss(self, batch: MicroBatch, stats: Tensor) -> Tensor:
         rows = self.worker.learner.losses(self.worker.learner(**batch.inputs), batch)
         sums = [each.reshape(self.tasks, -1).sum(1) for each in rows.weighted(batch.weights)]
         stats[:, :3] += torch.stack([each.detach().double() for each in sums], 1)
