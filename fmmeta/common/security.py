@@ -236,8 +236,6 @@ def import_named(setting: str, name: str, what: str) -> Any:
     setting, what: name of the setting and kind of object, for the message. Raises `UsageError` in one line.
     """
     module, _, attribute = name.partition(":")
-    if module in sys.modules and hasattr(sys.modules[module], attribute):  # looked up in each episode
-        return getattr(sys.modules[module], attribute)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:

@@ -9,7 +9,7 @@ a copy of one of these with another loss or other inputs (examples/own_loss.py, 
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from fmmeta.common.errors import UsageError, usage_errors
@@ -176,11 +176,8 @@ def find(name: str) -> LearnerSpec:
 def of_class(found: Any) -> Any:
     """The spec of the class of a learner; anything else as it is."""
     is_learner = isinstance(found, type) and hasattr(found, "losses") and hasattr(found, "collate")
-    return spec_of(found) if is_learner else found
-
-
-@cache
-def spec_of(found: type) -> LearnerSpec:
+    if not is_learner:
+        return found
     return replace(OWN, learner=found, make=None if getattr(found, "auto", "") else found)
 
 

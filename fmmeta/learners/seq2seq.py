@@ -48,8 +48,8 @@ class Seq2SeqLearner(HFLearner):
         def read(row: Row) -> dict[str, Any]:
             found = dict[str, Any](input=source.read(row)[0])
             if answer is not None:
-                found["output"], *others = answers_of(row, answer)
-                found |= {"others": others} if others else {}
+                right = answers_of(row, answer)
+                found |= {"output": right[0], **({"answers": right} if right[1:] else {})}
             return found
 
         return RowReader(read)
@@ -62,7 +62,7 @@ class Seq2SeqLearner(HFLearner):
         before = str if plain else text_prompt(config.prompt_template).before
         end, most = tokenizer.eos_token_id, config.max_length
         inputs = encode_texts(tokenizer, [before(row["input"]) for row in rows], most)
-        answers = [(row.get("output", ""), *row.get("others", ())) for row in rows]  # none of rows to answer
+        answers = [row.get("answers", [row.get("output", "")]) for row in rows]  # none of rows to answer
         every = tokenizer(text_target=[*chain(*answers)], **IDS_ALONE)["input_ids"]
         ids = iter([(one[:-1] if one[-1:] == [end] else one)[: most - 1] for one in every])
         examples = list[Example]()

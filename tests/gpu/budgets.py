@@ -111,9 +111,7 @@ def measure(name: str, file: Path) -> None:
         with contextlib.suppress(SystemExit):
             fmmeta(["train", f"--output_dir={folder}/run", *words])
     if rank == "0":
-        numbers = {step: {**vars(counted)} for step, counted in found.items()}
-        for counted in numbers.values():
-            counted.pop("kernel_names")
+        numbers = {step: vars(counted) for step, counted in found.items()}
         file.write_text(json.dumps(numbers, sort_keys=True))
 
 

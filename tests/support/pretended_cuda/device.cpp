@@ -5,7 +5,6 @@
 // What the process should know is reported to a listener as (kind, text, bytes):
 //   wait    the host waits for the device
 //   copy    between host and device
-//   kernel  one operator, where names of kernels are wanted
 #include <ATen/EmptyTensor.h>
 #include <ATen/SDPBackend.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -49,15 +48,9 @@ using Name = const std::string&;
 
 void (*listener)(const char*, const char*, int64_t) = nullptr;
 std::atomic<int64_t> kernels{0};
-std::atomic<bool> names_kernels{false};
 
 void report(const char* kind, Name text, int64_t bytes = 0) {
   if (listener) listener(kind, text.c_str(), bytes);
-}
-
-void count_kernel(Name name) {
-  ++kernels;
-  if (names_kernels) report("kernel", name);
 }
 
 // ---- devices and streams: every stream is the default one, and work has ended when it is issued ----
@@ -278,7 +271,7 @@ void report_copy(bool to_device, const Tensor& host, int64_t bytes, bool non_blo
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.numel() == 0) return self;
   if (self.is_cuda() && source.is_cuda()) {
-    count_kernel("aten::copy_");
+    ++kernels;
   } else {
     report_copy(self.is_cuda(), self.is_cuda() ? source : self, source.nbytes(), non_blocking);
   }
@@ -291,7 +284,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
 void foreach_copy_(TensorList self, TensorList source, bool non_blocking) {
   bool device = true;
   for (size_t i = 0; i < self.size(); ++i) device = device && self[i].is_cuda() && source[i].is_cuda();
-  if (device) count_kernel("aten::_foreach_copy_");
+  if (device) ++kernels;
   for (size_t i = 0; i < self.size(); ++i) {
     at::AutoDispatchBelowADInplaceOrView guard;
     if (device)
@@ -362,7 +355,7 @@ void run_on_host(const Operator& op, Stack* stack) {
   const size_t first = stack->size() - schema.arguments().size();
   Call call;
   call.name = schema.name() + (schema.overload_name().empty() ? "" : "." + schema.overload_name());
-  count_kernel(call.name);
+  ++kernels;
   for (size_t i = first; i < stack->size(); ++i) {
     IValue& value = (*stack)[i];
     change_tensors(value, [&](const Tensor& tensor) { return call.lend(tensor); });
@@ -435,7 +428,7 @@ Tensor adopted(const Tensor& host) { return Call().returned(host); }
 std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor> attention(
     const Tensor& query, const Tensor& key, const Tensor& value, const Given& mask, double dropout,
     bool causal, bool, std::optional<double> scale) {
-  count_kernel("attention");
+  ++kernels;
   at::AutoDispatchBelowADInplaceOrView guard;
   auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
       on_host(query), on_host(key), on_host(value), dropout, causal, lent(mask), scale);
@@ -447,7 +440,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask,
     std::array<bool, 4>, const Tensor& out, const Tensor& sums, const Tensor&, const Tensor&, c10::SymInt,
     c10::SymInt, double dropout, bool causal, const Tensor&, const Tensor&, std::optional<double> scale) {
-  count_kernel("attention_backward");
+  ++kernels;
   at::AutoDispatchBelowADInplaceOrView guard;
   auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
       on_host(grad), on_host(query), on_host(key), on_host(value), on_host(out), on_host(sums), dropout,
@@ -492,7 +485,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
 TORCH_LIBRARY(pretended_cuda, library) { library.def("host(Tensor(a) tensor) -> Tensor(a)", &on_host); }
 
 EXPORTED void pretended_listen(void (*call)(const char*, const char*, int64_t)) { listener = call; }
-EXPORTED void pretended_name_kernels(bool wanted) { names_kernels = wanted; }
 EXPORTED void pretended_set_count(int count) { device_count = DeviceIndex(count); }
 EXPORTED void pretended_set_device(int index) { make_current(DeviceIndex(index)); }
 EXPORTED int pretended_device() { return current; }

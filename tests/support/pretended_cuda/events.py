@@ -34,7 +34,6 @@ class Counts:
     """
 
     kernels: int = 0
-    kernel_names: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
     copies: Counter[str] = field(default_factory=Counter)
     copied: Counter[str] = field(default_factory=Counter)
@@ -78,11 +77,9 @@ def note(kind: str, text: str, size: int = 0) -> None:
         elif kind == "copy":
             counted.copies[text] += 1
             counted.copied[text] += size
-        elif kind == "collective":
+        else:
             counted.collectives[text] += 1
             counted.sent[text] += size
-        else:
-            counted.kernel_names[text] += 1
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64)
