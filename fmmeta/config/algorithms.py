@@ -135,9 +135,9 @@ class OuterOptimizerSpec:
 
     def step(
         self, value: Any, grad: Any, state: Mapping[str, Any], lr: float, c: Any, **more: Any
-    ) -> tuple[dict[str, Any], dict[str, float]]:
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """One step on a tensor, in place, from a state that may be empty; its vectors and its numbers
-        afterwards.
+        afterwards, which may be tensors on the device of `value`.
         """
         import torch
 
@@ -149,7 +149,7 @@ class OuterOptimizerSpec:
         value.grad = None
         left = {name: item for name, item in optimizer.state[value].items() if item is not None}
         vectors = {name: item for name, item in left.items() if torch.is_tensor(item) and item.ndim > 0}
-        return vectors, {name: float(item) for name, item in left.items() if name not in vectors}
+        return vectors, {name: item for name, item in left.items() if name not in vectors}
 
 
 OWN_OPTIMIZERS = "docs/how-to/own-learner-source-rule.md"
@@ -232,7 +232,7 @@ def check_outer(c: Any) -> None:
         for grad in grads:
             whole.grad = grad.clone()
             kept.step()
-            before = numbers
+            before = {name: float(item) for name, item in numbers.items()}
             for i, part in enumerate(halves):
                 state = {**{name: torch.tensor(x) for name, x in before.items()}, **moments[i]}
                 moments[i], numbers = spec.step(part, grad.split(4)[i].clone(), state, 0.1, c)

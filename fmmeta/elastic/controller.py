@@ -262,7 +262,7 @@ class ElasticSchedule(StaticSchedule):
             self.lost_s = time.monotonic() - self.began_step
         every = self.config.check_replicas_steps
         if members.restarted or (every and step % every == 0):
-            check_replicas(run.ranks, run.theta, f"after outer step {step}")
+            check_replicas(run.ranks, run.theta, f"after outer step {step}", run.worker.params.replicated)
         if members.writer == members.here and not run.view.writes:
             self._become_writer(LOCK_S)
         self.membership = members

@@ -143,7 +143,8 @@ def class_means(
     sums = torch.zeros(classes, features[0].shape[1] + 1, device=worker.device)
     for batch, rows in zip(support, features, strict=True):
         with_ones = torch.cat([rows, torch.ones_like(rows[:, :1])], 1) * row_mask(batch, rows)
-        sums.index_add_(0, batch.targets["labels"].to(rows.device), with_ones)
+        # a product: on GPUs index_add_ adds in an order that varies
+        sums += F.one_hot(batch.targets["labels"].to(rows.device), classes).to(rows).T @ with_ones
     worker.group.sum_(sums if worker.counts_rows else sums.zero_())
     counts = sums[:, -1:].clamp(min=1)
     return ClassMeans(sums[:, :-1] / counts, counts)

@@ -101,12 +101,13 @@ class OuterOptimizer:
             return OuterStep(norm, lr, applied=False)
         if 0 < self.config.max_grad_norm < norm:
             gradient.mul_(self.config.max_grad_norm / norm)
-        scalars, moments = dict(self.scalar_state), dict(self.moments)  # from before the first piece
+        moments, numbers = dict(self.moments), dict[str, Any]()  # of before the first piece, of after a step
         for piece, weight_decay in self.pieces:
             value = self.memory.load(meta.theta[piece])
             stored = {name: self.memory.load(moment[piece]) for name, moment in moments.items()}
             grad = self.memory.load(gradient[piece])
-            for name, moment in self._update(value, grad, scalars, stored, lr, weight_decay).items():
+            updated, numbers = self._update(value, grad, stored, lr, weight_decay)
+            for name, moment in updated.items():
                 if name not in self.moments:
                     self.moments[name] = self.memory.zeros(meta.theta)
                 self.memory.write_back(self.moments[name][piece], moment)
@@ -114,7 +115,9 @@ class OuterOptimizer:
         if meta.rates is not None:
             rates_lr = self.config.inner_lr_outer_lr * self.config.outer_lr_factor * self.factor(outer_step)
             grad = extra["rates"].clone()
-            self.rate_moments = self._update(meta.rates, grad, scalars, self.rate_moments, rates_lr, 0.0)
+            self.rate_moments, numbers = self._update(meta.rates, grad, self.rate_moments, rates_lr, 0.0)
+        self.scalar_state = {name: float(number) for name, number in numbers.items()}
+        self.memory.settle()
         return OuterStep(norm, lr, applied=True)
 
     def _finish_theta(self, mean: PendingMean) -> float:
@@ -135,19 +138,17 @@ class OuterOptimizer:
         self,
         value: Tensor,
         grad: Tensor,
-        scalars: Mapping[str, float],
         moments: Mapping[str, Tensor],
         lr: float,
         weight_decay: float,
-    ) -> dict[str, Tensor]:
-        """One step of torch's optimizer on a tensor, in place; return its moments, store its scalars."""
-        more = dict[str, Any]()
-        if self.spec.torch_class == "AdamW" and value.device.type == "cpu":
-            more["fused"] = True  # one pass over memory instead of nine; on GPUs foreach is the default
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """One step of torch's optimizer on a tensor, in place; its moments and its scalars."""
+        more, device = dict[str, Any](), torch.device("cpu")
+        if self.spec.torch_class == "AdamW":  # one pass over memory instead of nine
+            more["fused"], device = True, value.device
         value.mul_(1 - lr * weight_decay)
-        state = {**{name: torch.tensor(x) for name, x in scalars.items()}, **moments}
-        vectors, self.scalar_state = self.spec.step(value, grad, state, lr, self.config, **more)
-        return vectors
+        scalars = {name: torch.full((), x, device=device) for name, x in self.scalar_state.items()}
+        return self.spec.step(value, grad, {**scalars, **moments}, lr, self.config, **more)
 
     def add_state(self, state: StateDict) -> None:
         """Add moments and step counts, uncopied, to what a checkpoint holds."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.parallel.collectives import Communicator, Reduction
+from fmmeta.parallel.param_map import add_to
 
 
 @dataclass(frozen=True)
@@ -97,18 +98,19 @@ class StateDict:
 class MetaGradient:
     """Weighted sums over the tasks of this group, then over those of all groups.
 
-    sum: of meta-gradients, fp32 [S], on the device of theta. extra: of gradients of learned rates, by name.
-    weight: of the tasks.
+    running: the sum of meta-gradients, fp32 [S], on the device of theta; workers add to it. extra: of
+    gradients of learned rates, by name. weight: of the tasks.
     """
 
     def __init__(self, theta: Tensor, extra: Mapping[str, Tensor] | None = None) -> None:
-        self.sum = torch.zeros_like(theta, pin_memory=theta.is_pinned())
+        self.pinned = theta.is_pinned()
+        self.running = torch.zeros_like(theta, pin_memory=self.pinned)
         self.extra = {name: torch.zeros_like(like) for name, like in (extra or {}).items()}
         self.weight = 0.0
 
     def add(self, vector: Tensor, weight: float = 1.0, extra: Mapping[str, Tensor] | None = None) -> None:
         """Add a finite task with the meta-gradient `vector` [S]."""
-        self.sum.add_(vector.to(self.sum.device), alpha=weight)
+        add_to(self.running, vector, weight)
         self.count(weight, extra)
 
     def count(self, weight: float = 1.0, extra: Mapping[str, Tensor] | None = None) -> None:
@@ -122,9 +124,17 @@ class MetaGradient:
 
     def merge(self, other: "MetaGradient") -> None:
         """Add the sums of another."""
+        others = other.sums
         for name, total in self.sums.items():
-            total.add_(other.sums[name])
+            total.add_(others[name])
         self.weight += other.weight
+
+    @property
+    def sum(self) -> Tensor:
+        """The sum of meta-gradients, once everything is added to it that a device has yet to add."""
+        if self.pinned:
+            torch.cuda.current_stream().synchronize()
+        return self.running
 
     @property
     def sums(self) -> dict[str, Tensor]:
@@ -141,11 +151,9 @@ class MetaGradient:
         """
         if weight == 0:
             return None
-        return PendingMean(
-            self.sums,
-            weight,
-            {name: cross.begin_sum_(total, comm_dtype) for name, total in self.sums.items()},
-        )
+        sums = self.sums
+        reductions = {name: cross.begin_sum_(total, comm_dtype) for name, total in sums.items()}
+        return PendingMean(sums, weight, reductions)
 
     def clear(self) -> None:
         for total in self.sums.values():

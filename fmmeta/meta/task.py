@@ -251,7 +251,7 @@ class TaskRun:
         if path is None and not (self.adapted and self.inner.head.backprop_through_means):
             factor = weight if all_finite(passes) else 0.0
             restore = self.theta if self.adapted else None  # at no extra cost
-            query = self.worker.gradient(batches, self.into.sum, factor, restore)
+            query = self.worker.gradient(batches, self.into.running, factor, restore)
             if finite := bool(factor) and query.finite:
                 self.into.count(weight)
             without_loss = PassStats(torch.full_like(query.stats, torch.nan))
@@ -313,7 +313,7 @@ class TaskRun:
         query = self.worker.forward(self.query)
         finite = all_finite([*self.adapted.passes, query])
         if finite:
-            self.worker.displacement(self.theta, self.into.sum)
+            self.worker.displacement(self.theta, self.into.running)
             self.into.count()
         self.worker.write(self.theta)
         self.result = TaskResult(1.0, finite, self.adapted.passes[0], query)

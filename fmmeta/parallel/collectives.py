@@ -18,6 +18,7 @@ from fmmeta.common.errors import PeerError, UsageError
 from fmmeta.common.security import disk_trouble
 
 BUCKET = 2**23  # elements of one bucket: 32 MiB in fp32
+SMALL = 2**16  # elements of the largest tensor in host memory that counts as a decision
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Reduction:
             part, staging, work = self.pending.pop(number)
             work.wait()
             if staging is not part:
-                part.copy_(staging)
+                part.copy_(staging, non_blocking=part.is_cuda)
 
     def wait_all(self) -> None:
         """Wait until the whole tensor holds the sum."""
@@ -48,13 +49,28 @@ class Reduction:
 class Communicator:
     """A set of `size` ranks, of which this process is `rank`. With one rank every collective returns at once.
 
-    backend: a process group of torch; None for one rank. bytes_sent: payload of the sums since it was last
-    set to 0.
+    backend: a process group of torch; None for one rank. host: the same ranks over gloo, if `device` is a
+    GPU: small tensors in host memory (decisions, numbers of bytes) go that way, because over NCCL each would
+    wait for all that the device has yet to do. bytes_sent: payload of the sums since it was last set to 0.
     """
 
-    def __init__(self, backend: Any, rank: int, size: int, device: torch.device) -> None:
-        self.backend, self.rank, self.size, self.device = backend, rank, size, device
+    host: "Communicator | None" = None
+
+    def __init__(
+        self,
+        backend: Any,
+        rank: int,
+        size: int,
+        device: torch.device,
+        host: "Communicator | None" = None,
+    ) -> None:
+        self.backend, self.rank, self.size, self.device, self.host = backend, rank, size, device, host
         self.bytes_sent = 0
+
+    def _way(self, tensor: Tensor) -> "Communicator":
+        """The communicator of these ranks that a tensor goes over."""
+        small = tensor.device.type == "cpu" and tensor.numel() <= SMALL
+        return self.host if self.host is not None and small else self
 
     def sum_(self, tensor: Tensor, comm_dtype: torch.dtype | None = None) -> Tensor:
         """Replace `tensor` by its sum over the ranks. Collective: this communicator.
@@ -73,12 +89,19 @@ class Communicator:
         flat = tensor.view(-1)
         if self.size == 1:
             return Reduction([slice(0, flat.numel())])
+        if (way := self._way(tensor)) is not self:
+            return way.begin_sum_(tensor, comm_dtype)
         comm_dtype, away = comm_dtype or tensor.dtype, tensor.device != self.device
         size = flat.numel()
         reduction = Reduction([slice(b, min(b + BUCKET, size)) for b in range(0, size, BUCKET)])
         for number, bucket in enumerate(reduction.buckets):
             part = flat[bucket]
-            staging = part.to(self.device, comm_dtype)
+            if away:  # pinned blocks are used again
+                to_host = self.device.type == "cpu"
+                room = torch.empty(part.shape, dtype=comm_dtype, device=self.device, pin_memory=to_host)
+                staging = room.copy_(part, non_blocking=not to_host)
+            else:
+                staging = part.to(comm_dtype)
             reduction.pending[number] = part, staging, self.backend.allreduce([staging])
             if away and number:
                 reduction.wait(number - 1)
@@ -90,8 +113,9 @@ class Communicator:
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Replace `tensor` by the tensor of rank `root`. Collective: this communicator."""
         if self.size > 1:
-            staging = tensor.to(self.device)
-            self.backend.broadcast(staging, root).wait()
+            way = self._way(tensor)
+            staging = tensor.to(way.device)
+            way.backend.broadcast(staging, root).wait()
             if staging is not tensor:
                 tensor.copy_(staging)
         return tensor
@@ -133,6 +157,8 @@ class Communicator:
 
     def set_timeout(self, seconds: float) -> None:
         """Let a collective raise an exception after waiting for another rank for longer than `seconds`."""
+        if self.host is not None:
+            self.host.set_timeout(seconds)
         if self.backend is not None:
             set_timeout = getattr(self.backend, "set_timeout", None) or self.backend._set_default_timeout
             set_timeout(timedelta(seconds=seconds))

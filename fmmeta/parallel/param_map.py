@@ -14,6 +14,9 @@ places:
     device (default)          next to the shards; vectors are processed in place
     host (--offload_outer)    in host memory, pinned if the device is a GPU; pieces are processed as copies
 
+Copies between the two do not make the host wait: they happen in the order in which they were issued. So the
+host itself reads or changes such a vector only after `OuterMemory.settle`.
+
 Vectors are processed in pieces (`chunk`). Offloading idle state: Ren et al. 2021, ZeRO-Offload (arXiv
 2101.06840). On CPUs both are the same memory; the copies are made all the same, so that one path is tested
 everywhere.
@@ -242,9 +245,26 @@ class OuterMemory:
 
     def load(self, part: Tensor) -> Tensor:
         """Part of a vector to process: the part itself, or a copy on the device, for `write_back`."""
-        return part.to(self.device, copy=True) if self.offload else part
+        return part.to(self.device, copy=True, non_blocking=True) if self.offload else part
 
     def write_back(self, part: Tensor, value: Tensor) -> None:
         """Copy a processed value to the part that it was loaded from."""
         if part.data_ptr() != value.data_ptr():
-            part.copy_(value)
+            part.copy_(value, non_blocking=True)
+
+    def settle(self) -> None:
+        """Wait until everything that was written back is in host memory."""
+        if self.offload and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def add_to(part: Tensor, more: Tensor, alpha: float = 1.0) -> None:
+    """Add `alpha` times a tensor to part of a vector that may be in host memory, where the host does not wait
+    (OuterMemory).
+    """
+    if part.device == more.device:
+        part.add_(more, alpha=alpha)
+    elif more.is_cuda:
+        part.copy_(part.to(more.device, non_blocking=True).add_(more, alpha=alpha), non_blocking=True)
+    else:
+        part.add_(more.to(part.device), alpha=alpha)

@@ -95,7 +95,18 @@ class World:
         if size > 1:
             make: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
             backend = make(dist.PrefixStore(name, self.store), rank, size, TIMEOUT)
-        self.communicators.append(Communicator(backend, rank, size, device))
+        return self._communicator(name, backend, rank, size, device)
+
+    def _communicator(
+        self, name: str, backend: Any, rank: int, size: int, device: torch.device
+    ) -> Communicator:
+        """A communicator that `close` closes. On GPUs it has a gloo communicator too. Collective: its
+        ranks.
+        """
+        host = None
+        if device.type == "cuda":
+            host = self._connect(f"{name}_host", rank, size, torch.device("cpu"))
+        self.communicators.append(Communicator(backend, rank, size, device, host))
         return self.communicators[-1]
 
     def run_on_first_rank_of_node(self, doing: str, work: Callable[[], T], timeout_s: float) -> T:
@@ -163,17 +174,17 @@ class World:
             LOCAL_RANK=str(self.launch.local_rank if gpu is None else gpu),
         )
         backend = background = None
+        name = f"group{layout.group_index}"
         if default_group or group_size > 1:
             dist.init_process_group(
                 "nccl" if self.device.type == "cuda" else "gloo",
-                store=dist.PrefixStore(f"group{layout.group_index}", self.store),
+                store=dist.PrefixStore(name, self.store),
                 rank=layout.group_rank,
                 world_size=group_size,
                 timeout=TIMEOUT,
             )
             backend = dist.group.WORLD
-        group = Communicator(backend, layout.group_rank, group_size, self.device)
-        self.communicators.append(group)
+        group = self._communicator(name, backend, layout.group_rank, group_size, self.device)
         cross = self._connect(f"cross{layout.group_rank}", layout.group_index, layout.num_groups, self.device)
         if layout.group_index == 0:
             background = self._connect("background", layout.group_rank, group_size, torch.device("cpu"))
@@ -192,6 +203,10 @@ class World:
         Their threads end here: threads that live until the interpreter exits can abort the process (exit code
         134). DeepSpeed's own call also clears the module globals in which it keeps groups and `mpu`.
         """
+        for communicator in self.communicators:
+            if communicator.host is not None and communicator.backend not in (None, dist.group.WORLD):
+                # NCCL frees its memory on the GPU and closes its connections; torch's call below does not
+                (communicator.backend.abort if sys.exc_info()[0] else communicator.backend.shutdown)()
         deepspeed = sys.modules.get("deepspeed.comm")
         owner: Any = deepspeed if deepspeed and deepspeed.is_initialized() else dist
         if dist.is_initialized():

@@ -18,23 +18,28 @@ from fmmeta.tasks.batching import MicroBatch, batches_of_step
 
 def hash_vector(vector: Tensor) -> int:
     """A 64-bit hash of the bits of an fp32 vector [S] and their positions, computed on its device."""
-    total, mask = 0, 2**64 - 1
+    sums = list[Tensor]()
     for number, part in enumerate(vector.split(2**20)):
         bits = part.contiguous().view(torch.int32).long()
         places = torch.arange(1, len(bits) + 1, device=bits.device, dtype=torch.int64)
-        total = (total * 1000003 + int((bits * (places * 2654435761 + number)).sum())) & mask
+        sums.append((bits * (places * 2654435761 + number)).sum())
+    total = 0
+    for number in torch.stack(sums).tolist():  # one read
+        total = (total * 1000003 + number) & (2**64 - 1)
     return total
 
 
-def check_replicas(ranks: ProcessGroups, theta: Tensor, when: str) -> None:
-    """Check that ranks with the same shard hold the same bits. when: for the message.
+def check_replicas(ranks: ProcessGroups, theta: Tensor, when: str, whole: bool = False) -> None:
+    """Check that ranks with the same shard hold the same bits. when: for the message. whole: every rank of a
+    group holds the whole model (ZeRO 0), so that those of a group are compared too: they are summed over
+    different communicators.
 
-    Raises `MachineFault` on all ranks, with the ranks that differ from the majority of the groups; all of a
-    shard's ranks if there is no majority. Collective: all groups.
+    Raises `MachineFault` on all ranks, with the ranks that differ from the majority; all of a shard's ranks
+    if there is no majority. Collective: all groups.
     """
-    if ranks.cross.size == 1:
+    size = 1 if whole else ranks.layout.group_size
+    if ranks.all_groups.size == size:
         return
-    size = ranks.layout.group_size
     hashes = ranks.all_groups.gather_bytes(str(hash_vector(theta)).encode())
     odd = []
     for group_rank in range(size):
@@ -43,8 +48,9 @@ def check_replicas(ranks: ProcessGroups, theta: Tensor, when: str) -> None:
         odd += [rank for rank in range(group_rank, len(hashes), size) if tied or hashes[rank] != majority]
     if odd:
         raise MachineFault(
-            f"theta is not the same in all groups {when} (ranks {', '.join(map(str, sorted(odd)))} differ);"
-            " nothing of it is saved; check their machines, then run the same command again"
+            f"theta is not the same on all ranks that hold it {when} (ranks"
+            f" {', '.join(map(str, sorted(odd)))} differ); nothing of it is saved; check their machines, then"
+            " run the same command again"
         )
 
 

@@ -453,7 +453,7 @@ def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessG
         for part in worker.params.fragments:
             check_finite(config, part.name, theta[part.here])
     worker.write(theta)
-    check_replicas(ranks, theta, "although it was broadcast")
+    check_replicas(ranks, theta, "although it was broadcast", worker.params.replicated)
     theta = OuterMemory(worker.storage_device, config.offload_outer).store(theta)
     setup = rules.setup(config, worker, head_names, inputs.description.outputs(config), inputs.deepspeed.bf16)
     weights = inputs.sources.class_weights

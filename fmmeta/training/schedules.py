@@ -318,8 +318,9 @@ class StaticSchedule:
         return outcome
 
     def compare_theta(self) -> None:
-        """Raise `MachineFault` if theta is not the same on all groups. Collective: world."""
-        check_replicas(self.run.ranks, self.run.theta, f"after outer step {self.run.state.outer_step}")
+        """Raise `MachineFault` if theta is not the same on ranks that share it. Collective: world."""
+        run, step = self.run, self.run.state.outer_step
+        check_replicas(run.ranks, run.theta, f"after outer step {step}", run.worker.params.replicated)
 
     def newer_than(self, refused: Path) -> Path:
         """The checkpoint to load instead of one that cannot be read; `refused` if there is no other.

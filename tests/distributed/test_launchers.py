@@ -311,7 +311,7 @@ def test_submitit_queues_a_run_again_after_a_fault(flags, undisturbed_run, tmp_p
     )
     logs = "".join(file.read_text() for file in sorted((tmp_path / "jobs").glob("*_log.*")))
     assert ended.returncode == 0, ended.stdout + ended.stderr + logs[-6000:]
-    assert "fmmeta: error: theta is not the same in all groups after outer step 8" in logs
+    assert "fmmeta: error: theta is not the same on all ranks that hold it after outer step 8" in logs
     assert "Requeued job " in logs
     assert f"resumed from {tmp_path / 'run'}/checkpoint-5" in logs
     assert same(tmp_path / "run", undisturbed_run)

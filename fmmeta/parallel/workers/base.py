@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from fmmeta.parallel.collectives import Communicator
-from fmmeta.parallel.param_map import ParamMap, overlap, pieces
+from fmmeta.parallel.param_map import ParamMap, add_to, overlap, pieces
 from fmmeta.tasks.batching import MicroBatch
 
 Update = Callable[[Tensor, Tensor, slice], None]
@@ -149,7 +149,7 @@ class Worker(ABC):
         A pipeline with tied weights first makes their copies in `vector` equal. Collective: group.
         """
         shards = [shard for shard, _ in self.local_shards]
-        torch._foreach_copy_(shards, [vector[where] for _, where in self.local_shards])
+        torch._foreach_copy_(shards, [vector[where] for _, where in self.local_shards], non_blocking=True)
         self.refresh()
 
     @abstractmethod
@@ -229,22 +229,23 @@ class Worker(ABC):
 
         def add(shard: Tensor, grad: Tensor, where: slice) -> None:
             for part, more in pieces(self.device, total[where], grad):
-                part.add_(more.to(part.device), alpha=scale)
+                add_to(part, more, scale)
             if restore is not None:
-                shard.copy_(restore[where])
+                shard.copy_(restore[where], non_blocking=True)
 
         result = run(add, not buffered)
         if restore is not None and not result.finite:
             self.write(restore)  # a skipped step restores nothing
         if buffered and result.finite:
-            into.add_(total.to(into.device), alpha=weight)
+            for part, more in pieces(self.device, into, total):
+                add_to(part, more, weight)
         return result
 
     def displacement(self, theta: Tensor, into: Tensor) -> None:
         """Add theta minus the shards to `into`, fp32 [S] on any device, piece by piece."""
         for tensor, where in self.local_shards:
             for part, there, here in pieces(self.device, into[where], theta[where], tensor):
-                part.add_(there.to(here.device).sub(here).to(part.device))
+                add_to(part, there.to(here.device, non_blocking=True).sub(here))
 
     def dot(self, a: Tensor, b: Tensor) -> float:
         """Inner product over the whole model, the same bits on every rank of the group. Collective: group."""
@@ -283,7 +284,8 @@ def add_local_dot(worker: Worker, product: Tensor, a: Tensor, b: Tensor, where: 
     for run in worker.params.owned_slices():
         here = overlap(where, run)
         for x, y in pieces(worker.device, a[here], b[here]):  # fp64 copies are twice the size
-            product += torch.dot(x.to(worker.device).double(), y.to(worker.device).double())
+            x, y = (each.to(worker.device, non_blocking=True).double() for each in (x, y))
+            product += torch.dot(x, y)
 
 
 def over_group(worker: Worker, product: Tensor) -> Tensor:

@@ -346,6 +346,8 @@ class PlainWorker(FullModelWorker):
                 self.working.append((param, theta, grad))
             else:
                 param.data, param.grad = theta, grad
+        self.all_working = len(self.working) == len(params)
+        self.added = False  # whether `grad` holds bf16 gradients of this step
         if device.type == "cpu" and not bf16:
             # Backward passes add only the rows that occur to an embedding's gradient, not those of the whole
             # vocabulary. The sums are the same. CPU only: on GPUs sparse sums have no fixed order.
@@ -369,8 +371,12 @@ class PlainWorker(FullModelWorker):
     def backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()
         if self.working:
-            used = [(view, param.grad.float()) for param, _, view in self.working if param.grad is not None]
-            torch._foreach_add_([view for view, _ in used], [grad for _, grad in used])
+            used = [(view, param.grad) for param, _, view in self.working if param.grad is not None]
+            if not self.added and len(used) < len(self.working):
+                torch._foreach_zero_([view for param, _, view in self.working if param.grad is None])
+            accumulate = torch._foreach_add_ if self.added else torch._foreach_copy_
+            accumulate([view for view, _ in used], [grad for _, grad in used])
+            self.added = True
             for param, _, _ in self.working:
                 param.grad = None
 
@@ -380,7 +386,9 @@ class PlainWorker(FullModelWorker):
         if skip_nonfinite_everywhere and (self.device.type != "cpu" or bad):
             self.grad.masked_fill_(bad, 0.0)
         update(self.theta, self.grad, slice(0, self.theta.numel()))
-        self.grad.zero_()
+        self.added = False
+        if not self.all_working:
+            self.grad.zero_()
         self.refresh()
         return bad
 
