@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from fmmeta.learners.base import HFLearner, at_least_fp32
-from fmmeta.tasks.batching import IGNORE, MicroBatch, pad_right
+from fmmeta.tasks.batching import IGNORE, MicroBatch, pad_right, sent
 
 LEAST_SAVED = {"cpu": 64}
 """Fewest tokens that a pass for a shared prefix must save, by type of device."""
@@ -133,10 +133,10 @@ class Answers:
                 part = chosen[which]
                 here = [rows[index] for index in part]
                 logits = self._logits(here, start, cache)
-                owner = torch.tensor([i for i in part for _ in rows[i].positions], device=device)
-                targets = torch.tensor([token for row in here for token in row.targets], device=device)
-                if not len(targets):
+                if not (tokens := [token for row in here for token in row.targets]):
                     continue
+                owner = sent([i for i in part for _ in rows[i].positions], device)
+                targets = sent(tokens, device)
                 each = self.learner.loss(logits, targets).double()
                 losses.index_add_(0, owner, each)
                 wrong.index_add_(0, owner, ((logits.argmax(-1) != targets) | each.isnan()).double())
@@ -160,7 +160,7 @@ class Answers:
         length = cache.get_seq_length() + len(ids)
         with self._head_at([], []):  # no logits are needed
             hf(
-                input_ids=torch.tensor([list(ids)], device=self._device),
+                input_ids=sent([list(ids)], self._device),
                 attention_mask=torch.ones(1, length, dtype=torch.long, device=self._device),
                 use_cache=True,
                 **with_cache(hf, cache),
@@ -202,7 +202,7 @@ class Answers:
     def _logits(self, rows: Sequence[AnswerRow], start: int, cache: Any) -> Tensor:
         """Logits at the positions of all rows, fp32 [N, V]; `cache` holds their first `start` tokens."""
         where = [(number, place - start) for number, row in enumerate(rows) for place in row.positions]
-        lines, places = [line for line, _ in where], [place for _, place in where]
+        lines, places = (sent([pair[axis] for pair in where], self._device).long() for axis in (0, 1))
         ids = pad_right([row.ids[start:] for row in rows], self.learner.hf.config.pad_token_id or 0)
         mask = pad_right([[1] * len(row.ids) for row in rows], 0)  # of the tokens in the cache too
         behind = (
@@ -212,13 +212,13 @@ class Answers:
         )
         with self._head_at(lines, places):
             logits = self.learner.hf(
-                input_ids=ids.to(self._device), attention_mask=mask.to(self._device), **behind
+                input_ids=sent(ids, self._device), attention_mask=sent(mask, self._device), **behind
             ).logits
         if logits.shape[:2] == ids.shape and (1, len(places)) != ids.shape:  # the head is no module
             logits = logits[lines, places][None]
         return at_least_fp32(logits[0])
 
-    def _head_at(self, lines: Sequence[int], places: Sequence[int]) -> AbstractContextManager[Any]:
+    def _head_at(self, lines: Any, places: Any) -> AbstractContextManager[Any]:
         """In the block the output embeddings see the hidden states at `places` of rows `lines` only, as
         [1, N, H].
         """

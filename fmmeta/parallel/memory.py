@@ -35,6 +35,7 @@ from fmmeta.learners.stages import plan_stages
 from fmmeta.parallel import costs
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import can_defer_backward, differentiates_twice, divisors
+from fmmeta.parallel.param_map import chunk
 from fmmeta.parallel.process_groups import World
 from fmmeta.parallel.tensor_parallel import sharing_ranks
 
@@ -74,6 +75,7 @@ class Sizes:
     second_order: bool = False  # graphs of gradients, below ZeRO 3
     lazy: bool = True  # untouched parts of a buffer cost no memory (CPUs)
     tensor: int = 1  # tensor ranks
+    engine: str = "auto"  # that of the settings
 
 
 def rank_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: bool, data: int = 1) -> Sizes:
@@ -110,6 +112,7 @@ def rank_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: b
         ),
         lazy=lazy,
         tensor=config.tensor_parallel_size,
+        engine=config.engine,
     )
 
 
@@ -164,7 +167,7 @@ def gradient_bytes(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> t
     made = used if sizes.lazy else most
     flat = min(params, FLATTENED)
     if stage == 0 and sharers == 1:  # bf16 gradients are accumulated in fp32
-        return 4 * params, 2 * params if bf16 else 0, 6 * params if bf16 else 0
+        return 4 * params, 2 * params if bf16 else 0, 2 * params if bf16 else 0
     if stage == 0:
         return 4 * params, 0, 4 * flat
     if stage == 1 and bf16:  # BF16_Optimizer stores all fp32 gradients on every rank
@@ -193,6 +196,8 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
     if sizes.second_order and can_defer_backward(stage):
         per_token = SECOND_ORDER * sizes.layers * layer
     gradients, buffers, staging = gradient_bytes(sizes, settings, sharers)
+    if not sizes.lazy:  # two fp64 copies of a piece (Worker.dot), which CPUs cut smaller
+        staging = max(staging, 16 * min(shard // 4, chunk(torch.device("cuda"))))
     near = sizes.trajectory if sizes.budget is None else min(sizes.trajectory, sizes.budget // max(1, shard))
     away = settings.offload and not sizes.lazy  # shards and all work on them are in host memory
     outer = away or sizes.offload_outer
@@ -213,7 +218,7 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
         "activations": (sizes.in_flight * sizes.rows * sizes.tokens * per_token * width // 2, False),
         "logits": (12 * sizes.rows * sizes.tokens * sizes.vocab, False),
         "buffers": (buffers, False),  # DeepSpeed's, for reductions in the backward pass
-        "staging": (staging, False),  # DeepSpeed's, after the backward pass, to reduce and to step
+        "staging": (staging, False),  # after the backward pass: to reduce and to step, and of norms
     }
     host = sum(size for size, moved in kinds.values() if moved) + (sizes.trajectory - near) * shard
     return Estimate({kind: 0 if moved else size for kind, (size, moved) in kinds.items()}, host)
@@ -286,11 +291,13 @@ def free_bytes(device: torch.device, local_world_size: int) -> int:
     return host_bytes(local_world_size)
 
 
-def at_size(settings: DeepSpeedSettings, group_size: int, on_cpu: bool) -> DeepSpeedSettings:
+def at_size(
+    settings: DeepSpeedSettings, group_size: int, on_cpu: bool, engine: str = "auto"
+) -> DeepSpeedSettings:
     """The settings of a group of this size: a group of one runs plain PyTorch and needs what ZeRO 0 needs,
-    unless DeepSpeed offloads from a GPU (ParallelPlan.of).
+    unless DeepSpeed was asked for or offloads from a GPU (ParallelPlan.of).
     """
-    if group_size > 1 or (settings.offload and not on_cpu):
+    if group_size > 1 or engine == "deepspeed" or (settings.offload and not on_cpu):
         return settings.of_engine()
     return replace(settings, zero_stage=0, offload=False, offload_param=False)
 
@@ -299,7 +306,7 @@ def needed_at(sizes_at: SizesAt, settings: DeepSpeedSettings, group_size: int, m
     """Peak bytes of one rank. model_ranks: pipeline stages x tensor ranks."""
     data = group_size // model_ranks
     sizes = sizes_at(data)
-    return estimate(sizes, at_size(settings, group_size, sizes.lazy), data)
+    return estimate(sizes, at_size(settings, group_size, sizes.lazy, sizes.engine), data)
 
 
 def least_free(world: World) -> tuple[int, int]:
@@ -341,7 +348,7 @@ def check_group_size(
         "more ranks": needed.host <= host,
         "nodes with more memory": needed.host > host,
     }
-    stage = at_size(settings, group_size, world.device.type == "cpu").zero_stage
+    stage = at_size(settings, group_size, world.device.type == "cpu", sizes.engine).zero_stage
     helpful = f"group_size {any_of(enough)}" if enough else any_of(filter(others.get, others))
     in_host = f" (and {host / GIB:.3g} in host memory)" if needed.host else ""
     raise UsageError(

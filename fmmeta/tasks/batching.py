@@ -106,6 +106,12 @@ class MicroBatch:
         )
 
 
+def sent(values: Any, device: torch.device) -> Tensor:
+    """A tensor in host memory, or numbers, on a device; the host does not wait for the copy."""
+    tensor = torch.as_tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """The value with each tensor changed, in dictionaries, lists and tuples too."""
     if isinstance(value, Tensor):

@@ -30,7 +30,7 @@ from fmmeta.learners.task_axis import TaskAxis
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import build_param_map
 from fmmeta.parallel.workers.base import PassStats, SavedForward, Update, VjpInput, Worker
-from fmmeta.tasks.batching import MicroBatch, Sets, merge_task_batches
+from fmmeta.tasks.batching import MicroBatch, Sets, merge_task_batches, sent
 
 
 class FullModelWorker(Worker):
@@ -360,7 +360,8 @@ class PlainWorker(FullModelWorker):
         if (found := self.learner.score(batches)) is None:
             return super().forward(batches)
         stats = self._stats()
-        stats[:3] = found.weighted(torch.cat([batch.weights for batch in batches]).to(found.loss)).sums()
+        weights = sent(torch.cat([batch.weights for batch in batches]), self.device)
+        stats[:3] = found.weighted(weights.to(found.loss)).sums()
         return PassStats(stats)
 
     def refresh(self) -> None:
