@@ -118,15 +118,15 @@ def main() -> None:
         wanted = [(name, f"{trained}, {name}, {dtype}") for name in asked.layouts]
         if all(title in cells for _, title in wanted):
             continue
-        _, start = measured(asked, trained, 1, [*of_dtype, "--outer_lr=1e-12"])
-        _, end = measured(asked, trained, 1, of_dtype)
+        _, start = measured(asked, trained, 1, [*of_dtype, "--bf16=false", "--outer_lr=1e-12"])
+        _, end = measured(asked, trained, 1, [*of_dtype, "--bf16=false"])
         travelled = distance(end, start)
         for name, title in wanted:
             if title in cells:
                 continue
             ranks, flags = RANKS[name]
-            bf16 = ["--bf16"] if dtype == "bf16" else []
-            fullest, theta = measured(asked, trained, ranks, [*of_dtype, *flags, *bf16])
+            bf16 = f"--bf16={dtype == 'bf16'}"
+            fullest, theta = measured(asked, trained, ranks, [*of_dtype, *flags, bf16])
             cells[title] = {
                 "off": distance(theta, end) / travelled,
                 "measured_gb": fullest["train_gb"],

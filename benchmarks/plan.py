@@ -118,7 +118,7 @@ def measured(folder: str, size: int, stage: int, split: int | tuple[int, int], b
         str(stages),
         "--tensor_parallel_size",
         str(tensor),
-        *(["--bf16"] if bf16 else []),
+        f"--bf16={bf16}",
     ]
     ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=590, check=False)
     if ran.returncode:

@@ -258,6 +258,13 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
+def truth_or_auto(text: str) -> bool | None:
+    """The value of a switch that may be left open. Raises `argparse.ArgumentTypeError`."""
+    from transformers.hf_argparser import string_to_bool
+
+    return None if text == "auto" else string_to_bool(text)
+
+
 def parse(argv: list[str], command: str = "train") -> Any:
     """Turn flags into the command's settings.
 
@@ -281,6 +288,8 @@ def parse(argv: list[str], command: str = "train") -> Any:
     parser = HfArgumentParser(settings, add_help=False, allow_abbrev=False)
     parser.__class__ = type("HfParser", (Parser, HfArgumentParser), {})
     for action in parser._actions:
+        if action.nargs == "?" and action.default is None:  # a switch that may be left open
+            action.type = truth_or_auto
         action.choices = None  # the settings check them, with a suggestion
         action.default = argparse.SUPPRESS  # so that the parser returns the given flags only
     parser.add_argument("--config", help="A recipe, by its name or its YAML or JSON file; flags win")

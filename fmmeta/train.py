@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -32,7 +33,7 @@ from fmmeta.training import build, loop
 from fmmeta.training.callbacks import Callback, RunView
 from fmmeta.training.final import Result, finish, read_result
 from fmmeta.training.run import Run
-from fmmeta.training.run_files import open_run
+from fmmeta.training.run_files import open_run, recorded_precision
 from fmmeta.training.schedules import OpenStep
 from fmmeta.training.trackers import check_installed
 
@@ -145,6 +146,11 @@ class MetaTrainer:
         if config.warmup >= config.outer_steps:
             short = f"warmup_steps={config.warmup_steps:g} with outer_steps={config.outer_steps}"
             notice(Warn(f"{short}: the run ends before the rate is outer_lr={config.outer_lr}; lower it"))
+        if config.bf16 is None:
+            kept = recorded_precision(config, inputs.settings(config), world.comm)
+            if kept != inputs.deepspeed.precision:
+                deepspeed = build.read_deepspeed(config, kept == "bf16", world, lambda text: None)
+                inputs = replace(inputs, deepspeed=deepspeed)
         plan, ranks, signals = None, None, self.signals
         if config.tune is not None:
             signals = signals or closing.enter_context(Signals())

@@ -30,7 +30,13 @@ from fmmeta.meta.algorithms.baselines import prompted
 from fmmeta.metrics.language import generate
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.layout import Launch, ParallelPlan
-from fmmeta.parallel.process_groups import ProcessGroups, World, pick_device
+from fmmeta.parallel.process_groups import (
+    ProcessGroups,
+    World,
+    chosen_bf16,
+    pick_device,
+    set_matmul_precision,
+)
 from fmmeta.parallel.workers.create import create_worker
 from fmmeta.parallel.workers.full_model import FullModelWorker
 from fmmeta.tasks.batching import Batcher, Example, collate
@@ -410,7 +416,6 @@ def load_model(
     config: Config,
     progress: Progress,
     labels: Sequence[str] = (),
-    bf16: bool = False,
     ranks: ProcessGroups | None = None,
 ) -> LoadedModel:
     """Load the model of `config`. labels: names of its classes. ranks: default is this process alone.
@@ -422,6 +427,8 @@ def load_model(
         description = with_labels(config, description, labels)
     tokenizer = load_tokenizer(config, description, progress.notice)
     ranks = ranks or World(Launch(), pick_device(Launch())).split(1, default_group=False)
+    set_matmul_precision(config)
+    bf16 = chosen_bf16(config, ranks.world, ranks.device)
     deepspeed = deepspeed_config.read(config.deepspeed, bf16, progress.notice)
     plan = ParallelPlan.of(config, deepspeed, ranks.layout.group_size, ranks.device.type)
     worker, head_names, frozen = create_worker(config, description, plan, ranks)
@@ -496,7 +503,8 @@ def config_of(
         for key in SHARED_BY_PREDICT
     }
     given = {key: one for key, one in values.items() if one is not None}
-    config = Config(**{**given, "model_name_or_path": name, "pooling": pooling, "algorithm": "none"})
+    fixed = {"model_name_or_path": name, "pooling": pooling, "algorithm": "none", "bf16": False}
+    config = Config(**{**given, **fixed})
     description = describe(config)
     return fitted(config, description.hf_config), description
 

@@ -179,7 +179,7 @@ class TaskLearner:
         self.method = method = settings.method_of(config)
         if message := settings.unusable_head(config, labels):
             progress.notice(Warn(message))
-        self.model = model = load_model(config, progress, labels, settings.bf16, ranks)
+        self.model = model = load_model(config, progress, labels, ranks)
         suggest_chat(config, model.tokenizer, progress.notice)
         self.tokenizer = copy.deepcopy(model.tokenizer)  # encoding sets its truncation
         self.prompts, learns = has_prompts(method), has_inner_loop(method)

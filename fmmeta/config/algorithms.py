@@ -98,6 +98,13 @@ def find(name: str) -> AlgorithmSpec:
     )
 
 
+def bf16_by_default(algorithm: str, lora_r: int | None) -> bool:
+    """Whether bf16 is the default on GPUs: not for finite differences of gradients, which adapters do not
+    need.
+    """
+    return bool(lora_r) or not find(algorithm).takes_differences
+
+
 def supporting(setting: str) -> list[str]:
     """Names of the built-in algorithms that support a setting."""
     return [name for name in BUILT_IN if setting in find(name).supports]

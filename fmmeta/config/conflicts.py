@@ -30,7 +30,6 @@ POLYNOMIAL_END = 1e-7  # the rate at which transformers' polynomial schedule end
 # Settings of a run beside the flags and the data's fingerprint (build.RunInputs.resolved).
 RESOLVED = (
     "precision",
-    "float32_matmul_precision",
     "deepspeed_values",
     "deepspeed_layout",
     "transforms_fingerprint",

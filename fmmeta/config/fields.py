@@ -39,12 +39,19 @@ def kind_of(settings: Any, name: str) -> tuple[type, bool]:
     return next(one for one in get_args(hint) or (hint,) if one is not type(None)), get_origin(hint) is list
 
 
+def is_open(settings: Any, name: str, value: Any) -> bool:
+    """Whether a value leaves the setting open: None, or auto of a switch, where None is the default."""
+    if settings.__dataclass_fields__[name].default is not None:
+        return False
+    return value is None or (kind_of(settings, name)[0] is bool and str(value) == "auto")
+
+
 def of_type(settings: Any, name: str, value: Any) -> Any:
     """A value of a dataclass's field, converted as the flag's text is. Raises `UsageError`.
 
-    A single value for a list becomes a list of one; None is accepted if it is the default.
+    A single value for a list becomes a list of one.
     """
-    if value is None and settings.__dataclass_fields__[name].default is None:
+    if is_open(settings, name, value):
         return None
     kind, is_list = kind_of(settings, name)
     if is_list:

@@ -16,7 +16,7 @@ from typing import Any
 
 from fmmeta.common.errors import UsageError
 from fmmeta.common.text import any_of, as_stored, nearest, shortened
-from fmmeta.config.fields import KINDS, default_of, kind_of, refuse_first, shown
+from fmmeta.config.fields import KINDS, default_of, is_open, kind_of, refuse_first, shown
 from fmmeta.config.settings import GROUPS, REMEMBERED, names_of
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -182,6 +182,8 @@ def check_names(values: Mapping[str, Any], settings: Any, where: str) -> None:
 
 def typed(settings: Any, name: str, value: Any, where: str) -> Any:
     """A text, or a list of them, as values of the type of a setting. Raises `UsageError`."""
+    if is_open(settings, name, value):
+        return None
     kind, is_list = kind_of(settings, name)
     values = value if isinstance(value, list) else [value]
     text = shortened(value).replace("'", "")  # lists without quotes, as in YAML

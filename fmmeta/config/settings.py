@@ -699,9 +699,15 @@ class WorkerConfig:
         common=True,
     )
     bf16: bool = setting(
-        False,
-        "bf16 weights and activations over fp32 shards; a value in the DeepSpeed file that is not auto wins",
+        None,
+        "bf16 weights over fp32 shards; auto: if all GPUs have it, except for finite differences; a DeepSpeed"
+        " file's value wins (default: auto)",
         common=True,
+    )
+    float32_matmul_precision: str = setting(
+        "highest",
+        "torch's precision of matrix products in fp32; high: TF32, on GPUs that have it",
+        ("highest", "high", "medium"),
     )
 
 

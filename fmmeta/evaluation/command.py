@@ -375,6 +375,7 @@ class EvaluatedModel:
             settings.k_shot,
             config,
             remembered(model),
+            self.inputs.deepspeed.precision,
             self.inputs.sources.class_weights,
             list(self.prints.values()),
             *(weights_state(folder) for folder in (model, base_model_name(model))),

@@ -483,7 +483,6 @@ class AdaptConfig(FewShotConfig, WorkerConfig):
         "class in turn, where each class has two or more",
     )
     micro_batch_size: int = setting(32, "Most examples of one forward pass", least=1)
-    bf16: bool = setting(False, "bf16 weights and activations over fp32 master weights")
     max_new_tokens: int = setting(MAX_NEW_TOKENS, "causal_lm: longest generated answer to a query", least=1)
     tokens_per_pass: int = setting(
         4096,

@@ -182,7 +182,13 @@ class TuneRun:
         free = {*FREE_ON_RESUME, *choices, "minutes", "output"}
         values = {name: value for name, value in vars(settings).items() if name not in free}
         weights = weights_state(settings.model_name_or_path)
-        facts = [values, self.inputs.sources.class_weights, fingerprint, weights]
+        facts = [
+            values,
+            self.inputs.deepspeed.precision,
+            self.inputs.sources.class_weights,
+            fingerprint,
+            weights,
+        ]
         return world.comm.broadcast_bytes(digest(as_stored(facts)).encode()).decode()
 
     def log_trial(self, choice: Choice) -> None:
@@ -555,7 +561,7 @@ def tune_before_training(
     determine; the same command finds it and resumes the same run. Raises `UsageError`, and `Stopped` with
     nothing stored. Collective: world.
     """
-    section, of_section, names = section_of(config), config.tune, CHOSEN
+    section, of_section, names = section_of(config.but(bf16=inputs.deepspeed.bf16)), config.tune, CHOSEN
     if isinstance(section, InterpolationConfig):
         if inputs.sources.valid is not None:
             return config

@@ -20,13 +20,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from fmmeta.common.errors import UsageError
+from fmmeta.common.processes import undo_later
 from fmmeta.common.progress import LOGGER, STDERR
+from fmmeta.config.algorithms import bf16_by_default
+from fmmeta.config.settings import Config
 from fmmeta.parallel import network
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.layout import Launch, Layout, Nodes
@@ -75,13 +79,13 @@ class World:
         self.launch, self.device = launch, device
         os.environ["FMMETA_GLOBAL_RANK"] = str(launch.global_rank)  # RANK will be the group's
         os.environ.setdefault("DS_ACCELERATOR", device.type)
-        self.warnings: list[str] = []  # of the network, logged by rank 0
+        self.warnings = idle_accelerator()  # of the device and the network, logged by rank 0
         self.store: Any = dist.HashStore()
         self.communicators: list[Communicator] = []
         if launch.world_size > 1:
             network.raise_file_limit(launch)
             self.store = connect_store(launch)
-            self.warnings = network.check_and_choose_interface(self.store, launch)
+            self.warnings += network.check_and_choose_interface(self.store, launch)
         self.comm = self._connect("world", launch.global_rank, launch.world_size, torch.device("cpu"))
         if launch.world_size > 1 and device.type == "cuda":
             refuse_shared_gpus(self.comm, str(torch.cuda.get_device_properties(device).uuid))
@@ -319,6 +323,34 @@ def connect_gloo(address: str, name: str, rank: int, size: int, timeout: timedel
 def backends() -> tuple[bool, bool]:
     """Whether this torch has gloo, and NCCL."""
     return dist.is_gloo_available(), dist.is_nccl_available()
+
+
+def idle_accelerator() -> list[str]:
+    """A line if this machine has an accelerator that fmmeta does not use."""
+    found = str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cuda"
+    line = f"the accelerator {found} of this machine is not used: fmmeta computes on CUDA devices or the CPU"
+    return [line] if found != "cuda" else []
+
+
+def chosen_bf16(config: Config, comm: Communicator, device: torch.device) -> bool:
+    """Whether the weights are in bf16, unless the DeepSpeed file says it: as set, else where the GPU of every
+    rank has it. Collective: comm (world).
+    """
+    if config.bf16 is not None:
+        return config.bf16
+    here = b"1" if has_bf16(device) and bf16_by_default(config.algorithm, config.lora_r) else b""
+    return all(comm.gather_bytes(here))
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether this is a GPU that computes in bf16; such GPUs have TF32 too."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def set_matmul_precision(config: Config) -> None:
+    """Set torch's precision of fp32 matrix products, until `restored_process` ends."""
+    undo_later(partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
+    torch.set_float32_matmul_precision(config.float32_matmul_precision)
 
 
 def pick_device(launch: Launch, small: bool = False) -> torch.device:

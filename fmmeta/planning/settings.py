@@ -5,7 +5,7 @@ planned with every value.
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fmmeta.config.algorithms import find
+from fmmeta.config.algorithms import bf16_by_default, find
 from fmmeta.config.fields import check_values, refuse_first, setting
 from fmmeta.config.peft_options import apply_peft_options
 from fmmeta.config.settings import (
@@ -105,9 +105,7 @@ class PlanConfig(ModelConfig, TaskConfig, SamplingConfig, InnerConfig, MetaConfi
         """Whether the weights are in bf16; a DeepSpeed file that names a precision wins. Raises `UsageError`
         for a bad file.
         """
-        bf16 = self.bf16
-        if bf16 is None:
-            bf16 = bool(self.lora_r) or not find(self.algorithm).takes_differences
+        bf16 = bf16_by_default(self.algorithm, self.lora_r) if self.bf16 is None else self.bf16
         return bf16 if self.deepspeed is None else deepspeed_config.read(self.deepspeed, bf16).bf16
 
     @property

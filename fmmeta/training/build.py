@@ -21,6 +21,7 @@ from fmmeta.common.processes import TimedOut, time_limit
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import source_of
 from fmmeta.common.text import as_stored, counted
+from fmmeta.config.algorithms import bf16_by_default
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import HFLearner
 from fmmeta.learners.files import trained_with
@@ -45,10 +46,17 @@ from fmmeta.parallel.memory import (
     rank_sizes,
 )
 from fmmeta.parallel.param_map import OuterMemory
-from fmmeta.parallel.process_groups import ProcessGroups, World
+from fmmeta.parallel.process_groups import (
+    ProcessGroups,
+    World,
+    chosen_bf16,
+    has_bf16,
+    set_matmul_precision,
+)
 from fmmeta.parallel.tensor_parallel import plan_of, sharing_ranks
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.parallel.workers.create import check_finite, create_worker
+from fmmeta.planning.machines import PROFILES
 from fmmeta.reliability.checks import check_replicas
 from fmmeta.tasks import augment
 from fmmeta.tasks.batching import Batcher, pack
@@ -99,7 +107,6 @@ class RunInputs:
         """What changes theta beside the flags and the data (conflicts.RESOLVED)."""
         return {
             **self.deepspeed.recorded(),
-            "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "class_weights_fingerprint": digest(weights) if (weights := self.sources.class_weights) else "",
             "task_type_fingerprint": self.code,
         }
@@ -140,6 +147,15 @@ def local_model(model_name_or_path: str, world: World, notice: Notice, timeout_s
     )
 
 
+def read_deepspeed(config: Config, bf16: bool, world: World, notice: Notice) -> DeepSpeedSettings:
+    """Read and check the DeepSpeed file. bf16: the precision if the file leaves it open. Raises `UsageError`.
+    Collective: world.
+    """
+    with world.comm.raise_on_all("reading settings"):
+        found = deepspeed_config.read(config.deepspeed, bf16, notice)
+        return deepspeed_config.with_model_ranks(found, config.pipeline_stages, config.tensor_parallel_size)
+
+
 def read_inputs(
     config: Config,
     world: World,
@@ -154,10 +170,10 @@ def read_inputs(
     models: those whose training splits count (default: that of `config`). given_tokenizer: instead of the
     checkpoint's. rows: of a data set that was given in Python, or its tasks. splits: see `load_sources`.
     """
+    set_matmul_precision(config)
+    bf16 = chosen_bf16(config, world.comm, world.device)
+    deepspeed = read_deepspeed(config, bf16, world, notice)
     tensor_ranks = config.tensor_parallel_size
-    with world.comm.raise_on_all("reading settings"):
-        deepspeed = deepspeed_config.read(config.deepspeed, config.bf16, notice)
-        deepspeed = deepspeed_config.with_model_ranks(deepspeed, config.pipeline_stages, tensor_ranks)
 
     def read() -> tuple[Description, Any, Sources, list[UsedSplits]]:
         description = describe(config)
@@ -333,11 +349,26 @@ def plan_parallel(config: Config, inputs: RunInputs, world: World, notice: Notic
             f"{', '.join(map(str, world.nodes.sizes))}; use global"
         )
     log_layout(config, inputs, plan, world, sizes_at(1).params, notice)
+    if device == "cuda" or inputs.deepspeed.bf16:
+        notice(f"precision: {precision_text(config, inputs.deepspeed.bf16, world.device)}")
     slow = slow_bf16(config, inputs.deepspeed, device) if world.launch.global_rank == 0 else ""
-    unread = unread_settings(os.environ, config.but(bf16=inputs.deepspeed.bf16), device == "cuda")
+    unread = unread_settings(os.environ, config.but(bf16=inputs.deepspeed.bf16 or None), device == "cuda")
     for text in filter(None, [*world.warnings, warned, slow, *unread]):
         notice(Warn(text))
     return plan
+
+
+def precision_text(config: Config, bf16: bool, device: torch.device) -> str:
+    """The precision in words, with its price on GPUs that have a faster one."""
+    if bf16:
+        return "bf16 weights and activations over fp32 shards"
+    if config.float32_matmul_precision != "highest" or not has_bf16(device):
+        return f"fp32, float32_matmul_precision={config.float32_matmul_precision}"
+    use, rates = "use --bf16 or --float32_matmul_precision high", PROFILES["h100"]
+    if not bf16_by_default(config.algorithm, config.lora_r):
+        use = f"the finite differences of algorithm={config.algorithm} need it"
+    times = f"about 1/{rates.matmul_bf16 / rates.matmul_fp32:.0f} of bf16's rate on an H100"
+    return f"fp32 without TF32: matrix products run at {times}; {use}"
 
 
 def slow_bf16(config: Config, deepspeed: DeepSpeedSettings, device: str) -> str:

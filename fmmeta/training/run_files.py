@@ -261,6 +261,25 @@ def known_folder(config: Config, settings: dict[str, Any]) -> Path | None:
     return None
 
 
+def recorded_precision(config: Config, settings: dict[str, Any], comm: Communicator) -> str:
+    """The precision of the run that a start with these settings resumes; that of `settings` if there is none.
+
+    Raises `UsageError`. Collective: comm (world).
+    """
+    found = settings["precision"]
+    with comm.raise_on_all("looking for a run to resume"):
+        if comm.rank == 0:
+            named, all_settings = named_checkpoint(config), [settings]  # the last ones count
+            if named:
+                all_settings.append(checkpoint.read_state(named)["settings"])
+            for precision in ("bf16", "fp32", found):
+                folder = known_folder(config, {**settings, "precision": precision})
+                if folder and (run := read_run(folder)):
+                    all_settings.append(run["settings"])
+            found = all_settings[-1].get("precision", found)
+    return comm.broadcast_bytes(found.encode()).decode()
+
+
 def new_folder(config: Config, number: int = 1) -> Path:
     """The name of a new folder. number: of the run among those that begin in the same second."""
     second = time.strftime("%Y%m%d-%H%M%S") + (f"-{number}" if number > 1 else "")

@@ -29,14 +29,14 @@ TABLE = Path(__file__).with_name("budgets.json")
 BASE = "--outer_steps=2 --inner_steps=3 --meta_batch_size=2 --eval_episodes=0 --save_steps=0 --num_workers=0"
 SHARDED = "--meta_batch_size=2 --group_size=8 --bf16"
 LAYOUTS: dict[str, tuple[int, str]] = {  # ranks, flags; negative: real ranks
-    "plain fp32": (1, ""),
+    "plain fp32": (1, "--bf16=false"),
     "plain bf16": (1, "--bf16"),
     "plain bf16 llama": (1, "--bf16 --task_type=causal_lm"),
     "images": (1, "--bf16 --dataset=digits"),
     "LoRA": (1, "--bf16 --lora_r=2"),
     "LoRA, two tasks per pass": (1, "--bf16 --lora_r=2 --tasks_per_pass=2"),
     "maml": (1, "--bf16 --algorithm=maml --lora_r=2"),
-    "imaml": (1, "--algorithm=imaml"),
+    "imaml": (1, "--bf16=false --algorithm=imaml"),
     "offload_outer": (1, "--bf16 --algorithm=reptile --inner_optimizer=adamw --offload_outer"),
     **{f"ZeRO {n} of 8": (8, f"{SHARDED} --deepspeed=ds_configs/zero{n}.json") for n in range(4)},
     "ZeRO 3 of 8 llama": (8, f"{SHARDED} --task_type=causal_lm --deepspeed=ds_configs/zero3.json"),
@@ -48,7 +48,10 @@ LAYOUTS: dict[str, tuple[int, str]] = {  # ranks, flags; negative: real ranks
     ),
     "tensor 4": (4, "--group_size=4 --tensor_parallel_size=4 --task_type=causal_lm --bf16"),
     "2 ranks, ZeRO 1": (-2, "--group_size=2 --bf16 --deepspeed=ds_configs/zero1.json"),
-    "pipeline 2": (-2, "--group_size=2 --pipeline_stages=2 --deepspeed=ds_configs/zero1.json"),
+    "pipeline 2": (
+        -2,
+        "--bf16=false --group_size=2 --pipeline_stages=2 --deepspeed=ds_configs/zero1.json",
+    ),
 }
 
 

@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.usefixtures("pretended"),
 ]
 SAME = {"attn_implementation": "eager", "outer_optimizer": "sgd", "outer_lr": 0.1}
+FP32 = {"bf16": "false"}  # unless a run says otherwise: the default on the GPU is bf16
 ON_DEVICE = {"engine": "deepspeed"}
 STALE = {"max_staleness": 1, "meta_batch_size": 4, "outer_steps": 4}
 LORA = {"lora_r": 2}
@@ -85,7 +86,7 @@ def test_a_run_is_the_cpus(name, folders):
     for device, out in folders.items():
         with on(device):
             ranks, flags = RUNS[name]
-            found[device] = golden.trained(shared(), name, ranks, {**flags, **SAME}, out)
+            found[device] = golden.trained(shared(), name, ranks, {**FP32, **flags, **SAME}, out)
         said = (out / f"{name.replace(' ', '-')}-logs-0" / "rank-0.log").read_text()
         assert f" on {device}; " in said
     assert found["cuda"] == found["cpu"]
@@ -97,7 +98,7 @@ def test_a_command_is_the_cpus(name, folders):
     for device, out in folders.items():
         with on(device):
             ranks, command, flags = golden.COMMANDS[name]
-            flags = {**flags, "attn_implementation": "eager"}
+            flags = {**FP32, **flags, "attn_implementation": "eager"}
             found[device] = golden.printed_by(shared(), name, ranks, command, flags, out)
     assert json.loads(found["cuda"]["output"]) == json.loads(found["cpu"]["output"])
 
@@ -105,7 +106,8 @@ def test_a_command_is_the_cpus(name, folders):
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_groups_that_claim_tasks_train_on_the_device(name, folders):
     with on("cuda"):
-        found = golden.trained(shared(), name, *UNEQUAL[name], folders["cuda"])
+        ranks, flags = UNEQUAL[name]
+        found = golden.trained(shared(), name, ranks, {**FP32, **flags}, folders["cuda"])
     run = json.loads((folders["cuda"] / name.replace(" ", "-") / "run.json").read_text())
     assert run["finished"]
     assert json.loads(found["held_out"])["episodes"] == golden.SHORT["eval_episodes"]

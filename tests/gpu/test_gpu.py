@@ -19,7 +19,7 @@ from harness.elastic import SLEEP
 from tests.support.launch import run_ranks
 from tests.support.matrix import AXES, TOLERANCE, Case, Launches, ParityFixture, selected, tolerance
 from tests.support.nccl_breaks import ALONE
-from tests.support.pretended_cuda import gpus
+from tests.support.pretended_cuda import gpus, on_cpu
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -132,6 +132,26 @@ def test_a_run_uses_the_gpu_and_offload_starts_the_engine(tmp_path):
 
 
 @pytest.mark.timeout(600)
+def test_bf16_is_the_default_and_a_resume_on_the_cpu_keeps_it(tmp_path, monkeypatch):
+    """fp32 has to be asked for, and its price is named."""
+    flags = ["launch/train.py", "--outer_steps=1", "--eval_episodes=0"]
+    first = [*flags, f"--output_dir={tmp_path / 'run'}"]
+    text = run_ranks(first, 1).ok().output[0]
+    assert "on cuda; plain PyTorch, nothing to shard; bf16" in text
+    assert "precision: bf16 weights and activations over fp32 shards" in text
+    run = tmp_path / "run" / "run.json"
+    run.write_text(json.dumps({**json.loads(run.read_text()), "finished": False}))
+    for more in (["--bf16=false"], ["--algorithm=imaml"]):
+        text = run_ranks([*flags, f"--output_dir={tmp_path / more[0]}", *more], 1).ok().output[0]
+        assert "precision: fp32 without TF32: matrix products run at about 1/" in text
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with on_cpu():
+        text = run_ranks(first, 1).ok().output[0]
+    assert "on cpu; plain PyTorch, nothing to shard; bf16" in text
+    assert "resumed from" in text
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -147,7 +167,13 @@ def test_a_run_uses_the_gpu_and_offload_starts_the_engine(tmp_path):
 )
 def test_theta_in_host_memory_is_adapted_on_the_gpu(tmp_path, flags):
     """The held-out table adapts copies in host memory; DeepSpeed's offload keeps the shards there."""
-    flags = [f"--output_dir={tmp_path / 'run'}", "--outer_steps=2", "--eval_episodes=2", *flags]
+    flags = [
+        f"--output_dir={tmp_path / 'run'}",
+        "--outer_steps=2",
+        "--eval_episodes=2",
+        "--bf16=false",
+        *flags,
+    ]
     run_ranks(["launch/train.py", *flags], 1).ok()
     assert json.loads((tmp_path / "run" / "run.json").read_text())["held_out"]["episodes"] == 2
 
@@ -170,6 +196,7 @@ def test_a_group_that_joins_has_its_moments_on_the_gpu(tmp_path, monkeypatch, ca
         "inner_lr_learned": "element",
         "num_workers": "0",
         "meta_batch_size": 2,
+        "bf16": False,
         "episode_transforms": ["harness.elastic:slowly"],
         "output_dir": str(folder),
         "elastic": True,

@@ -86,6 +86,11 @@ def test_flags_become_settings():
         (["--n_way", "x"], ("n_way=x is not a whole number", "give one")),
         (["--n_way", "2.5"], ("n_way=2.5 is not a whole number", "give one")),
         (["--bf16", "maybe"], ("bf16=maybe is not True or False", "give one")),
+        (["--lora_merge", "auto"], ("lora_merge=auto is not True or False", "give one")),
+        (
+            ["--float32_matmul_precision", "highe"],
+            ("float32_matmul_precision=highe is unknown", "use highest, high or medium"),
+        ),
         (["--dataset", ""], ("dataset= is empty", "leave it out")),
         (["--output_dir", ""], ("output_dir= is empty", "leave it out")),
         (["--output_dir", "~/runs"], ("output_dir=~/runs begins with ~", "write the whole path")),
@@ -129,6 +134,33 @@ def test_flags_win_over_the_file(config_file):
     path = config_file("n_way: 3\nk_shot: 4\nbf16: true\n")
     config = parse(["--n_way", "7", "--bf16", "false", f"--config={path}"])
     assert (config.n_way, config.k_shot, config.bf16) == (7, 4, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "bf16"),
+    [
+        ([], None),
+        (["--bf16"], True),
+        (["--bf16", "true"], True),
+        (["--bf16=false"], False),
+        (["--bf16", "auto"], None),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "evaluate", "tune", "adapt", "plan"])
+def test_bf16_is_open_unless_it_is_given(command, words, bf16):
+    assert parse([*words, *(["--gpus=1"] if command == "plan" else [])], command).bf16 is bf16
+
+
+def test_auto_leaves_open_what_a_file_sets(config_file):
+    path = config_file("bf16: true\n")
+    assert parse([f"--config={path}", "--bf16", "auto"]).bf16 is None
+    for name, text in (
+        ("a.json", '{"bf16": "auto"}'),
+        ("b.json", '{"bf16": null}'),
+        ("c.yaml", "bf16: auto"),
+    ):
+        assert parse([f"--config={config_file(text, name)}"]).bf16 is None
+    assert Config(bf16="auto").bf16 is None  # type: ignore[arg-type]
 
 
 ALIASES = (

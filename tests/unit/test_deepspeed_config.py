@@ -5,8 +5,11 @@ import json
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from fmmeta.common.progress import Warn
 from fmmeta.config.settings import Config
@@ -20,6 +23,7 @@ from fmmeta.parallel.deepspeed_config import (
     with_model_ranks,
 )
 from fmmeta.parallel.layout import ParallelPlan
+from fmmeta.parallel.process_groups import chosen_bf16
 from fmmeta.parallel.workers.zero import refusals
 from tests.support.helpers import ROOT
 from tests.support.messages import check_message, refusal
@@ -119,6 +123,28 @@ def test_a_completed_file_leaves_gradients_alone(stage):
 )
 def test_bf16_by_file_or_flag(ds_file, file, flag, bf16):
     assert read(ds_file(file), flag, pytest.fail) == DeepSpeedSettings(0, bf16, False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "native", "others", "bf16"),
+    [
+        ({}, "cuda", True, b"1", True),
+        ({}, "cuda", True, b"", False),  # another rank has none
+        ({}, "cuda", False, b"1", False),  # torch would emulate it
+        ({}, "cpu", True, b"1", False),
+        ({"bf16": True}, "cpu", False, b"", True),
+        ({"bf16": False}, "cuda", True, b"1", False),
+        ({"algorithm": "maml"}, "cuda", True, b"1", False),  # finite differences
+        ({"algorithm": "imaml"}, "cuda", True, b"1", False),
+        ({"algorithm": "maml", "lora_r": 2}, "cuda", True, b"1", True),
+    ],
+)
+def test_bf16_is_chosen_where_every_gpu_has_it(monkeypatch, settings, device, native, others, bf16):
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation
+    )
+    comm: Any = SimpleNamespace(gather_bytes=lambda payload: [payload, others])
+    assert chosen_bf16(Config(**settings), comm, torch.device(device)) is bf16
 
 
 def test_no_file_is_zero_0():

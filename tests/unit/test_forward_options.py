@@ -15,7 +15,7 @@ from fmmeta.learners.load import describe, load_learner
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.training import build
-from fmmeta.training.build import plan_parallel, read_inputs
+from fmmeta.training.build import plan_parallel, precision_text, read_inputs
 from tests.support.messages import check_message, refusal
 from tests.support.models import save, write_pairs
 
@@ -194,3 +194,31 @@ def test_bf16_on_a_cpu_without_bf16_instructions_is_warned_of(
     found = [line for line in lines if line.startswith("bf16 on this CPU: ")]
     assert found if wanted else not found
     assert all(wanted in line for line in found)
+    assert "precision: bf16 weights and activations over fp32 shards" in lines
+
+
+@pytest.mark.parametrize(
+    ("settings", "bf16", "native", "wanted"),
+    [
+        ({}, True, True, "bf16 weights and activations over fp32 shards"),
+        ({}, False, True, "fp32 without TF32: matrix products run at about 1/9 of bf16's rate on an H100;"),
+        ({}, False, True, "; use --bf16 or --float32_matmul_precision high"),
+        ({"algorithm": "imaml"}, False, True, "; the finite differences of algorithm=imaml need it"),
+        ({"float32_matmul_precision": "high"}, False, True, "fp32, float32_matmul_precision=high"),
+        ({}, False, False, "fp32, float32_matmul_precision=highest"),
+    ],
+)
+def test_the_precision_is_named_with_its_price(monkeypatch, settings, bf16, native, wanted):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
+    assert wanted in precision_text(Config(**settings), bf16, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("kind", "lines"), [("xpu", 1), ("mps", 1), ("cuda", 0), (None, 0)])
+def test_an_accelerator_that_is_not_used_is_named(monkeypatch, kind, lines):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind and torch.device(kind))
+    world, said, config = World(Launch(), torch.device("cpu")), [], Config()
+    plan_parallel(config, read_inputs(config, world, print), world, said.append)
+    found = [line for line in said if f"accelerator {kind} of this machine is not used" in line]
+    assert len(found) == lines
+    assert not [line for line in said if "precision: " in line]  # of fp32 on CPUs

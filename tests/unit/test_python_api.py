@@ -12,9 +12,11 @@ import time
 import warnings
 
 import pytest
+import torch
 
 import fmmeta
 from fmmeta import Config, MetaTrainer
+from fmmeta.adaptation import model
 from fmmeta.common.processes import restored_process
 from fmmeta.common.progress import LOGGER, Progress, Warn, terminal_log
 from fmmeta.parallel.workers.zero import import_deepspeed
@@ -45,6 +47,15 @@ def records():
     yield found
     LOGGER.removeHandler(handler)
     LOGGER.setLevel(logging.NOTSET)
+
+
+def test_adapt_has_the_precision_of_training_and_load_has_fp32(tmp_path, monkeypatch):
+    """On hardware where bf16 is the default, which this pretends to be."""
+    monkeypatch.setattr(model, "chosen_bf16", lambda config, *_: config.bf16 is not False)
+    short = {"inner_steps": 1, "early_stopping": False, "output_dir": str(tmp_path / "task")}
+    made = [fmmeta.adapt("tiny", PAIRS, **short), fmmeta.load(str(tmp_path / "task"))]
+    found = [next(iter(one.loaded.worker.model.parameters())).dtype for one in made]
+    assert found == [torch.bfloat16, torch.float32]
 
 
 def test_the_result_has_the_log_history_and_the_held_out_table(tmp_path):

@@ -3,6 +3,7 @@ transforms.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from fmmeta.config.settings import Config
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
-from fmmeta.train import train
+from fmmeta.train import MetaTrainer, train
+from fmmeta.training import build
 from fmmeta.training.build import read_inputs, settings_of
+from fmmeta.training.callbacks import Callback
 from fmmeta.training.run_files import write_run
 from tests.support.messages import check_message, refusal
 from tests.support.models import write_classes
@@ -59,11 +62,7 @@ def config(tmp_path, ds):
 
 def test_an_edited_file_that_changes_the_precision_is_refused(config, ds, tmp_path, capsys):
     """So is another precision of matrix products; bf16 by the flag or by the file is the same precision."""
-    torch.set_float32_matmul_precision("high")
-    try:
-        message = refusal(train, config())
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    message = refusal(train, config(float32_matmul_precision="high"))
     assert "(float32_matmul_precision: highest -> high);" in message
     edit(ds, {"bf16": {"enabled": True}})
     message = refusal(train, config())
@@ -73,7 +72,54 @@ def test_an_edited_file_that_changes_the_precision_is_refused(config, ds, tmp_pa
     edit(tmp_path / "run" / "run.json", {"finished": False})
     edit(ds, {"bf16": {"enabled": "auto"}})  # the same precision, by the flag
     train(config(bf16=True))
-    assert "do not change theta: bf16: False -> True\n" in capsys.readouterr().out
+    assert "do not change theta: bf16: None -> True\n" in capsys.readouterr().out
+
+
+def has_bf16(monkeypatch):
+    """Let bf16 be the default, as on GPUs."""
+    monkeypatch.setattr(build, "chosen_bf16", lambda config, *_: config.bf16 is not False)
+
+
+@pytest.mark.parametrize("recorded", ["bf16", "fp32"])
+def test_a_resume_keeps_the_precision_unless_another_is_given(config, tmp_path, monkeypatch, recorded):
+    """On hardware with another default too; from the checkpoint of another folder as well."""
+    in_bf16, folder = recorded == "bf16", tmp_path / recorded
+    train(replace(config(bf16=in_bf16), output_dir=str(folder)))
+    if not in_bf16:
+        has_bf16(monkeypatch)
+    named = {"output_dir": str(tmp_path / "new"), "resume_from_checkpoint": str(folder / "checkpoint-1")}
+    for more in ({"output_dir": str(folder)}, named):
+        edit(folder / "run.json", {"finished": False})
+        result = train(replace(config(), **more))
+        settings = json.loads((Path(result.output_dir) / "run.json").read_text())["settings"]
+        assert (settings["bf16"], settings["precision"]) == (None, recorded)
+    edit(folder / "run.json", {"finished": False})
+    message = refusal(train, replace(config(bf16=not in_bf16), output_dir=str(folder)))
+    assert f"precision: {recorded} -> {'fp32' if in_bf16 else 'bf16'}" in message
+
+
+def test_a_run_without_output_dir_is_found_on_other_hardware(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = train(replace(config(), output_dir=None))
+    edit(Path(first.output_dir) / "run.json", {"finished": False})
+    has_bf16(monkeypatch)
+    assert train(replace(config(), output_dir=None)).output_dir == first.output_dir
+    other = train(replace(config(), output_dir=None))  # the first one is finished
+    assert other.output_dir != first.output_dir
+    settings = json.loads((Path(other.output_dir) / "run.json").read_text())["settings"]
+    assert settings["precision"] == "bf16"
+
+
+def test_matrix_products_have_their_precision_in_the_run_alone(config):
+    found = []
+
+    class Seen(Callback):
+        def on_train_begin(self, run):
+            found.append(torch.get_float32_matmul_precision())
+
+    given = config(float32_matmul_precision="high", accept_changed_settings=["float32_matmul_precision"])
+    MetaTrainer(given, callbacks=[Seen()]).train()
+    assert [*found, torch.get_float32_matmul_precision()] == ["high", "highest"]
 
 
 @pytest.mark.parametrize(
