@@ -103,15 +103,7 @@ class OuterOptimizer:
             gradient.mul_(self.config.max_grad_norm / norm)
         moments, numbers = dict(self.moments), dict[str, Any]()  # of before the first piece, of after a step
         for piece, weight_decay in self.pieces:
-            value = self.memory.load(meta.theta[piece])
-            stored = {name: self.memory.load(moment[piece]) for name, moment in moments.items()}
-            grad = self.memory.load(gradient[piece])
-            updated, numbers = self._update(value, grad, stored, lr, weight_decay)
-            for name, moment in updated.items():
-                if name not in self.moments:
-                    self.moments[name] = self.memory.zeros(meta.theta)
-                self.memory.write_back(self.moments[name][piece], moment)
-            self.memory.write_back(meta.theta[piece], value)
+            numbers = self._step_piece(piece, gradient, moments, lr, weight_decay)
         if meta.rates is not None:
             rates_lr = self.config.inner_lr_outer_lr * self.config.outer_lr_factor * self.factor(outer_step)
             grad = extra["rates"].clone()
@@ -119,6 +111,20 @@ class OuterOptimizer:
         self.scalar_state = {name: float(number) for name, number in numbers.items()}
         self.memory.settle()
         return OuterStep(norm, lr, applied=True)
+
+    def _step_piece(
+        self, piece: slice, gradient: Tensor, moments: Mapping[str, Tensor], lr: float, weight_decay: float
+    ) -> dict[str, Any]:
+        """The step of one piece of theta; the optimizer's scalars after it. What it loads is freed here."""
+        load, theta = self.memory.load, self.meta_params.theta
+        value, stored = load(theta[piece]), {name: load(moment[piece]) for name, moment in moments.items()}
+        updated, numbers = self._update(value, load(gradient[piece]), stored, lr, weight_decay)
+        for name, moment in updated.items():
+            if name not in self.moments:
+                self.moments[name] = self.memory.zeros(theta)
+            self.memory.write_back(self.moments[name][piece], moment)
+        self.memory.write_back(theta[piece], value)
+        return numbers
 
     def _finish_theta(self, mean: PendingMean) -> float:
         """Finish the mean of theta without a head, bucket by bucket; return its norm over the whole model.

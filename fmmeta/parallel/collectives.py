@@ -112,12 +112,12 @@ class Communicator:
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Replace `tensor` by the tensor of rank `root`. Collective: this communicator."""
-        if self.size > 1:
-            way = self._way(tensor)
-            staging = tensor.to(way.device)
+        way = self._way(tensor)
+        for part in tensor.view(-1).split(BUCKET) if self.size > 1 else ():
+            staging = part.to(way.device)
             way.backend.broadcast(staging, root).wait()
-            if staging is not tensor:
-                tensor.copy_(staging)
+            if staging is not part:
+                part.copy_(staging)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:

@@ -23,7 +23,7 @@ everywhere.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -232,8 +232,15 @@ class OuterMemory:
     def zeros(self, like: Tensor) -> Tensor:
         """A vector of zeros on the storage device, as long as `like`."""
         if not self.offload:
-            return torch.zeros_like(like)
+            return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
         return torch.zeros(like.shape, dtype=like.dtype, pin_memory=self.device.type == "cuda")
+
+    def joined(self, shards: Sequence[tuple[Tensor, slice]], numel: int) -> Tensor:
+        """A copy of `numel` elements from shards, without another one on the device."""
+        vector = self.zeros(torch.empty(()).expand(numel))
+        for shard, where in shards:
+            vector[where] = shard
+        return vector
 
     def pieces(self, whole: slice) -> Iterator[slice]:
         """`whole` cut into slices of `chunk` elements: torch's AdamW allocates as much for its intermediate

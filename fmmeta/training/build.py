@@ -479,13 +479,13 @@ def training_schedule(config: Config, inputs: RunInputs, layout: Layout) -> Sche
 def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessGroups) -> Runtime:
     """Read the weights, start the worker and make the replicas equal. Collective: world."""
     worker, head_names, frozen = create_worker(config, inputs.description, plan, ranks)
-    theta = ranks.cross.broadcast_(worker.read())
+    memory = OuterMemory(worker.storage_device, config.offload_outer)
+    theta = ranks.cross.broadcast_(memory.joined(worker.local_shards, worker.params.numel))
     with ranks.world.raise_on_all("looking at the weights"):
         for part in worker.params.fragments:
             check_finite(config, part.name, theta[part.here])
     worker.write(theta)
     check_replicas(ranks, theta, "although it was broadcast", worker.params.replicated)
-    theta = OuterMemory(worker.storage_device, config.offload_outer).store(theta)
     setup = rules.setup(config, worker, head_names, inputs.description.outputs(config), inputs.deepspeed.bf16)
     weights = inputs.sources.class_weights
     # the final table also tries twice as many steps

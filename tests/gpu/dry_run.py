@@ -1,12 +1,12 @@
 """Rank 0 of a large launch, without the launch: that a configuration starts, what its rank sends, how much
 memory its GPU needs beside the estimate of fmmeta/parallel/memory.py.
 
-    python -m tests.gpu.dry_run 64 --model llama-8b -- --group_size=64 --deepspeed=ds_configs/zero3.json --bf16
+    python -m tests.gpu.dry_run 64 -- --group_size=64 --deepspeed=ds_configs/zero3.json --bf16
 
     covered        the real code, from reading the checkpoint to the second outer step: sizes of shards and
                    buffers, devices, the order and the bytes of collectives, waits
-    not covered    the other ranks, which are made up (lone_rank.py): numbers, stages of a pipeline, ranks that
-                   differ; NCCL's buffers and the context of CUDA; the fragments of its allocator; speed
+    not covered    the other ranks, which are made up (lone_rank.py): numbers, stages of a pipeline, what
+                   differs by rank; NCCL's buffers and the context of CUDA; fragments of memory; speed
 
 Weights are zeros, in a checkpoint without blocks on the disk. Rows are short (ROWS), because each kernel is
 computed by this machine's CPU.

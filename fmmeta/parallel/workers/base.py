@@ -281,11 +281,17 @@ def add_local_dot(worker: Worker, product: Tensor, a: Tensor, b: Tensor, where: 
 
     Elements that another rank of the group owns do not count. Local.
     """
+
+    def exact(part: Tensor) -> Tensor:  # twice the size, so in pieces
+        return part.to(worker.device, non_blocking=True).double()
+
+    def add(x: Tensor, y: Tensor) -> None:
+        product.add_(torch.dot(x := exact(x), x if a is b else exact(y)))
+
     for run in worker.params.owned_slices():
         here = overlap(where, run)
-        for x, y in pieces(worker.device, a[here], b[here]):  # fp64 copies are twice the size
-            x, y = (each.to(worker.device, non_blocking=True).double() for each in (x, y))
-            product += torch.dot(x, y)
+        for x, y in pieces(worker.device, a[here], b[here]):
+            add(x, y)
 
 
 def over_group(worker: Worker, product: Tensor) -> Tensor:
