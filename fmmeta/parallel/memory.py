@@ -295,7 +295,7 @@ def at_size(
     settings: DeepSpeedSettings, group_size: int, on_cpu: bool, engine: str = "auto"
 ) -> DeepSpeedSettings:
     """The settings of a group of this size: a group of one runs plain PyTorch and needs what ZeRO 0 needs,
-    unless DeepSpeed was asked for or offloads from a GPU (ParallelPlan.of).
+    unless the engine is DeepSpeed or it offloads from a GPU (ParallelPlan.of).
     """
     if group_size > 1 or engine == "deepspeed" or (settings.offload and not on_cpu):
         return settings.of_engine()

@@ -84,6 +84,10 @@ def text(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
                 f" {counted(plan.tasks, 'task')} an outer step: give --gpus {busy}, --meta_batch_size"
                 f" {fastest.groups} or more, or a larger --group_size",
             ]
+        if len(found) > 1:
+            (_, whole), (_, adapters) = found.items()
+            cheaper = whole[0].step.total / adapters[0].step.total
+            lines += ["", f"a task costs {number(cheaper)} times less with adapters than with all weights"]
         lines += [
             "",
             *(f"memory of a rank, {trained}: {ways[0].memory}" for trained, ways in found.items()),

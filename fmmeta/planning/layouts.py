@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from math import inf
+from math import inf, log
 from typing import Any
 
 from fmmeta.common.errors import UsageError
@@ -182,13 +182,16 @@ class Planner:
         self.host_bytes = HEADROOM * GIB * (inf if plan.host_memory_gib is None else plan.host_memory_gib)
 
     def layouts(self) -> list[PlannedLayout]:
-        """All layouts: those that fit first, the fastest first, of equals those with the fewest idle groups;
-        then those that lack least.
+        """All layouts: those that fit first, the fastest first, of those as fast (to about 5 %) the one with
+        the smallest group; then those that lack least.
         """
-        return sorted(
-            filter(None, map(self.largest, strategies(self.plan))),
-            key=lambda one: (one.lacking, 0 if one.lacking else one.step.total, one.idle, one.memory.total),
-        )
+
+        def order(one: PlannedLayout) -> tuple[float, ...]:
+            seconds = 0 if one.lacking else one.step.total
+            about = round(20 * log(seconds)) if seconds else 0
+            return (one.lacking, about, one.strategy.group_size, seconds, one.idle, one.memory.total)
+
+        return sorted(filter(None, map(self.largest, strategies(self.plan))), key=order)
 
     def largest(self, strategy: Strategy) -> PlannedLayout | None:
         """The layout with the most rows of a micro-batch that fit, and its time; None if the settings are
