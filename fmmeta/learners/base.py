@@ -21,6 +21,7 @@ classification.py: `outputs` are the features that the head sees and the logits.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -79,7 +80,13 @@ class RowLosses(NamedTuple):
 
 
 def on_device(batch: MicroBatch, learner: Any, device: torch.device) -> MicroBatch:
-    """The batch on the device of a model. For sdpa on a GPU, a mask without zeros is one number, expanded."""
+    """The batch on the device of a model, with the `places` of its loss. For sdpa on a GPU, a mask without
+    zeros is one number, expanded.
+    """
+    new = isinstance(learner, Learner) and batch.weights.is_cpu and "places" not in batch.inputs
+    if new and (places := learner.places(batch)) is not None:
+        places = places.pin_memory() if device.type == "cuda" else places
+        batch = replace(batch, inputs={**batch.inputs, "places": places})
     mask, moved = batch.inputs.get("attention_mask"), batch.to(device)
     if (
         mask is not None
@@ -193,6 +200,12 @@ class Learner(nn.Module, ABC):
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The loss of rows or tokens [N] from logits [N, C] and targets [N]; 0 where a target is IGNORE."""
         return row_losses(self.own_loss, logits, targets)
+
+    def places(self, batch: MicroBatch) -> Tensor | None:
+        """Of a batch in host memory: the tokens of the flattened rows [N] whose outputs `losses` reads, for
+        `forward`; None: all.
+        """
+        return None
 
     def logits(self, outputs: Any) -> Tensor:
         """The logits in the outputs, fp32: [B, C] of classes, or [B, T, V] of tokens."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import HFLearner, RowLosses, at_least_fp32
-from fmmeta.learners.shared_prefix import Answers, rows_of
+from fmmeta.learners.shared_prefix import Answers, logits_at, rows_of
 from fmmeta.tasks.batching import IGNORE, Example, MicroBatch
 from fmmeta.tasks.data.columns import (
     CHATS,
@@ -96,16 +96,26 @@ class CausalLearner(HFLearner):
     def reader(cls, config: Config, tokenizer: Any, ends: Sequence[int]) -> AnswerReader:
         return answer_reader(tokenizer, config.prompt_template, ends)
 
-    def forward(self, **inputs: Tensor) -> Tensor:
-        return self.hf(**inputs, use_cache=False).logits
+    def forward(self, places: Tensor | None = None, **inputs: Tensor) -> Tensor:
+        if places is None:
+            return self.hf(**inputs, use_cache=False).logits
+        return logits_at(self.hf, places, **inputs, use_cache=False)[None]
+
+    def places(self, batch: MicroBatch) -> Tensor | None:
+        """Those of the tokens before label tokens: the others need no logits, which are large."""
+        if self.prefixes.compiled:  # it would be compiled for each number of places
+            return None
+        return (following(batch) != IGNORE).flatten().nonzero()[:, 0]
 
     def losses(self, outputs: Tensor, batch: MicroBatch) -> RowLosses:
-        logits, labels = at_least_fp32(outputs), batch.targets["labels"][:, 1:]
+        targets, labels = following(batch), batch.targets["labels"][:, 1:]
+        places, flat = batch.inputs.get("places"), targets.flatten()
+        seen = flat if places is None else flat[places]
         # over the last dimension: sums over a strided one lose digits where the vocabulary is large
-        following = F.pad(labels, (0, 1), value=IGNORE)
-        losses = self.loss(logits.flatten(0, 1), following.flatten())
-        losses = losses.view_as(following)[:, :-1]
-        wrong = ((logits.argmax(-1)[:, :-1] != labels) & (labels != IGNORE)) | losses.isnan()
+        logits = at_least_fp32(outputs).flatten(0, 1)
+        losses = self.loss(logits, seen)
+        wrong = ((logits.argmax(-1) != seen) & (seen != IGNORE)) | losses.isnan()
+        losses, wrong = (spread(each, places, targets, 0)[:, :-1] for each in (losses, wrong))
         # the answer that each token belongs to, from 1: several where a sequence holds packed rows or pairs
         labelled = F.pad(labels != IGNORE, (1, 0))  # the first token is not predicted
         numbers = (labelled.long().diff(dim=1) > 0).cumsum(1)
@@ -119,7 +129,8 @@ class CausalLearner(HFLearner):
         return at_least_fp32(outputs)
 
     def answers(self, outputs: Tensor, batch: MicroBatch) -> Iterator[tuple[list[int], list[int]]]:
-        guess = outputs.argmax(-1).masked_fill_(outputs.isnan().any(-1), -1).cpu()
+        best = outputs.argmax(-1).masked_fill_(outputs.isnan().any(-1), -1).flatten()
+        guess = spread(best, batch.inputs.get("places"), batch.targets["labels"], -1).cpu()
         labels = batch.targets["labels"].cpu()
         single = torch.arange(labels.shape[1]).expand_as(labels)
         rows = (batch.inputs.get("position_ids", single).cpu() == 0).cumsum(1)  # of packed sequences
@@ -141,3 +152,15 @@ class CausalLearner(HFLearner):
         tokens = max(batch.targets["labels"].numel() for batch in batches)
         losses, right = self.prefixes.losses(rows_of(batches), most, tokens)
         return RowLosses(losses, right.long(), torch.ones_like(right, dtype=torch.long))
+
+
+def following(batch: MicroBatch) -> Tensor:
+    """The label that each token predicts, that of the next one; [B, T], IGNORE at the end."""
+    return F.pad(batch.targets["labels"][:, 1:], (0, 1), value=IGNORE)
+
+
+def spread(values: Tensor, places: Tensor | None, like: Tensor, fill: int) -> Tensor:
+    """Values [N] at `places` of the flattened rows, as [B, T]; `fill` elsewhere. None: at all of them."""
+    if places is not None:
+        values = values.new_full((like.numel(),), fill).scatter(0, places, values)
+    return values.view_as(like)

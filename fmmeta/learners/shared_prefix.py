@@ -88,7 +88,7 @@ class Answers:
 
     def can_score(self, batches: Sequence[MicroBatch]) -> bool:
         """Whether `losses` holds for these micro-batches: those of packed rows have no attention mask."""
-        return not self._compiled and all("attention_mask" in batch.inputs for batch in batches)
+        return not self.compiled and all("attention_mask" in batch.inputs for batch in batches)
 
     @cached_property
     def can_share(self) -> bool:
@@ -97,7 +97,7 @@ class Answers:
         Two short rows go through the model with and without a shared prefix.
         """
         hf = self.learner.hf
-        if self._compiled or getattr(hf, "_is_stateful", False):
+        if self.compiled or getattr(hf, "_is_stateful", False):
             return False
         weight = hf.get_input_embeddings().weight
         ids = torch.randint(weight.shape[0], (2, 9), generator=torch.Generator().manual_seed(0))
@@ -158,7 +158,7 @@ class Answers:
         hf = self.learner.hf
         cache = DynamicCache(config=hf.config) if cache is None else expanded(cache, 1)
         length = cache.get_seq_length() + len(ids)
-        with self._head_at([], []):  # no logits are needed
+        with head_at(hf, torch.empty(0, dtype=torch.long, device=self._device)):  # no logits are needed
             hf(
                 input_ids=sent([list(ids)], self._device),
                 attention_mask=torch.ones(1, length, dtype=torch.long, device=self._device),
@@ -201,8 +201,6 @@ class Answers:
     @torch.no_grad()
     def _logits(self, rows: Sequence[AnswerRow], start: int, cache: Any) -> Tensor:
         """Logits at the positions of all rows, fp32 [N, V]; `cache` holds their first `start` tokens."""
-        where = [(number, place - start) for number, row in enumerate(rows) for place in row.positions]
-        lines, places = (sent([pair[axis] for pair in where], self._device).long() for axis in (0, 1))
         ids = pad_right([row.ids[start:] for row in rows], self.learner.hf.config.pad_token_id or 0)
         mask = pad_right([[1] * len(row.ids) for row in rows], 0)  # of the tokens in the cache too
         behind = (
@@ -210,32 +208,41 @@ class Answers:
             if cache is None
             else {**with_cache(self.learner.hf, expanded(cache, len(rows))), "use_cache": True}
         )
-        with self._head_at(lines, places):
-            logits = self.learner.hf(
-                input_ids=sent(ids, self._device), attention_mask=sent(mask, self._device), **behind
-            ).logits
-        if logits.shape[:2] == ids.shape and (1, len(places)) != ids.shape:  # the head is no module
-            logits = logits[lines, places][None]
-        return at_least_fp32(logits[0])
-
-    def _head_at(self, lines: Any, places: Any) -> AbstractContextManager[Any]:
-        """In the block the output embeddings see the hidden states at `places` of rows `lines` only, as
-        [1, N, H].
-        """
-        head = self.learner.hf.get_output_embeddings()
-        if head is None:
-            return nullcontext()
-        return head.register_forward_pre_hook(
-            lambda _, args: (args[0][lines, places][None], *args[1:]) if args else None
-        )
+        width = ids.shape[1]
+        places = [
+            number * width + place - start for number, row in enumerate(rows) for place in row.positions
+        ]
+        given = {"input_ids": sent(ids, self._device), "attention_mask": sent(mask, self._device), **behind}
+        return at_least_fp32(logits_at(self.learner.hf, sent(places, self._device).long(), **given))
 
     @property
-    def _compiled(self) -> bool:
+    def compiled(self) -> bool:
         return getattr(self.learner.hf, "_compiled_call_impl", None) is not None
 
     @property
     def _device(self) -> torch.device:
         return self.learner.hf.get_input_embeddings().weight.device
+
+
+def head_at(hf: Any, places: Tensor) -> AbstractContextManager[Any]:
+    """In the block the output embeddings see the hidden states at `places` [N] of the flattened rows only, as
+    [1, N, H].
+    """
+    head = hf.get_output_embeddings()
+    if head is None:
+        return nullcontext()
+    return head.register_forward_pre_hook(
+        lambda _, args: (args[0].flatten(0, 1)[places][None], *args[1:]) if args else None
+    )
+
+
+def logits_at(hf: Any, places: Tensor, **inputs: Any) -> Tensor:
+    """Logits [N, V] at `places` of the flattened rows."""
+    with head_at(hf, places):
+        logits = hf(**inputs).logits
+    if logits.shape[:2] != (1, len(places)):  # the head is no module
+        logits = logits.flatten(0, 1)[places][None]
+    return logits[0]
 
 
 @contextmanager

@@ -93,7 +93,12 @@ class FullModelWorker(Worker):
 
         Collective: group.
         """
-        return [self.learner.logits(self._call(batch)) for batch in batches]
+        found = []
+        for batch in batches:
+            inputs = dict(on_device(batch, self.learner, self.device).inputs)
+            inputs.pop("places", None)
+            found.append(self.learner.logits(self.model(**inputs)))
+        return found
 
     @torch.no_grad()
     def losses(self, batch: MicroBatch) -> RowLosses:
