@@ -1,4 +1,4 @@
-"""Language models compute logits where a label follows and nowhere else, with the same losses and gradients."""
+"""Language models compute logits before label tokens only, with the same losses and gradients."""
 
 import pytest
 import torch
