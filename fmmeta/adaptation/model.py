@@ -428,7 +428,7 @@ def load_model(
     tokenizer = load_tokenizer(config, description, progress.notice)
     ranks = ranks or World(Launch(), pick_device(Launch())).split(1, default_group=False)
     set_matmul_precision(config)
-    bf16 = chosen_bf16(config, ranks.world, ranks.device)
+    bf16 = chosen_bf16(config, 0, ranks.world, ranks.device)
     deepspeed = deepspeed_config.read(config.deepspeed, bf16, progress.notice)
     plan = ParallelPlan.of(config, deepspeed, ranks.layout.group_size, ranks.device.type)
     worker, head_names, frozen = create_worker(config, description, plan, ranks)

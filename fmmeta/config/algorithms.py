@@ -98,11 +98,11 @@ def find(name: str) -> AlgorithmSpec:
     )
 
 
-def bf16_by_default(algorithm: str, lora_r: int | None) -> bool:
-    """Whether bf16 is the default on GPUs: not for finite differences of gradients, which adapters do not
-    need.
+def bf16_by_default(algorithm: str, by_autograd: bool) -> bool:
+    """Whether bf16 is the default on GPUs: not for finite differences of gradients. by_autograd: whether the
+    products of an algorithm that may take them are computed by autograd, as those of adapters.
     """
-    return bool(lora_r) or not find(algorithm).takes_differences
+    return by_autograd or not find(algorithm).takes_differences
 
 
 def supporting(setting: str) -> list[str]:

@@ -705,8 +705,9 @@ class WorkerConfig:
         common=True,
     )
     float32_matmul_precision: str = setting(
-        "highest",
-        "torch's precision of matrix products in fp32; high: TF32, on GPUs that have it",
+        None,
+        "torch's precision of matrix products in fp32; high: TF32, on GPUs that have it (default: torch's own"
+        " setting, highest)",
         ("highest", "high", "medium"),
     )
 

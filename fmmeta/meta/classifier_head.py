@@ -108,7 +108,7 @@ class HeadInit:
         )
         of_mean = (2 * of_weight - 2 * means.means * of_bias[:, None]) / means.counts
         cotangents = [
-            of_mean[batch.targets["labels"].to(of_mean.device)] * row_mask(batch, of_mean)
+            of_mean[batch.targets["labels"].to(of_mean.device, non_blocking=True)] * row_mask(batch, of_mean)
             for batch in support
         ]
         worker.write(theta)
@@ -130,7 +130,7 @@ def nearest_mean_head(means: Tensor) -> tuple[Tensor, Tensor]:
 
 def row_mask(batch: MicroBatch, like: Tensor) -> Tensor:
     """1 for rows of the set, 0 for rows that only fill a batch; [B, 1]."""
-    return (batch.weights > 0).to(like.device, like.dtype)[:, None]
+    return (batch.weights.to(like.device, non_blocking=True) > 0).to(like.dtype)[:, None]
 
 
 def class_means(
@@ -144,7 +144,8 @@ def class_means(
     for batch, rows in zip(support, features, strict=True):
         with_ones = torch.cat([rows, torch.ones_like(rows[:, :1])], 1) * row_mask(batch, rows)
         # a product: on GPUs index_add_ adds in an order that varies
-        sums += F.one_hot(batch.targets["labels"].to(rows.device), classes).to(rows).T @ with_ones
+        labels = batch.targets["labels"].to(rows.device, non_blocking=True)
+        sums += F.one_hot(labels, classes).double().T @ with_ones.double()  # not in TF32
     worker.group.sum_(sums if worker.counts_rows else sums.zero_())
     counts = sums[:, -1:].clamp(min=1)
     return ClassMeans(sums[:, :-1] / counts, counts)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fmmeta.learners.base import on_device
 from fmmeta.meta.classifier_head import ClassMeans, FeatureRows, Head, HeadInit, all_gather_features
 from fmmeta.meta.inner_optimizers import HEAD, InnerOptimizer, InnerState, Rates
 from fmmeta.parallel.workers.base import PassStats, SavedForward, Worker
@@ -52,16 +53,19 @@ class Trajectory:
 
     def phi(self, k: int) -> Tensor:
         """phi_k on the device of the shards."""
-        return self.steps[k]["phi"].to(self.device)
+        return self.steps[k]["phi"].to(self.device, non_blocking=True)
 
     def take_direction(self, k: int) -> Tensor:
         """u_k on the device of the shards; its storage here is released."""
-        return self.steps[k].pop("u").to(self.device)
+        return self.steps[k].pop("u").to(self.device, non_blocking=True)
 
     def state(self, k: int) -> dict[str, Tensor]:
         """The optimizer's state before step k on the device of the shards."""
         stored = {name: vector for name, vector in self.steps[k].items() if name.startswith(STATE)}
-        return {name.removeprefix(STATE): vector.to(self.device) for name, vector in stored.items()}
+        return {
+            name.removeprefix(STATE): vector.to(self.device, non_blocking=True)
+            for name, vector in stored.items()
+        }
 
     def drop(self, k: int) -> None:
         """Release all that is stored of step k."""
@@ -71,7 +75,8 @@ class Trajectory:
         if vector.nbytes <= self.left:
             self.left -= vector.nbytes
         else:
-            vector = torch.empty_like(vector, device="cpu", pin_memory=vector.is_cuda).copy_(vector)
+            room = torch.empty_like(vector, device="cpu", pin_memory=vector.is_cuda)
+            vector = room.copy_(vector, non_blocking=True)  # only the device reads it
         self.steps[k][name] = vector
 
 
@@ -276,7 +281,8 @@ class InnerSteps:
         self.loop, self.worker, self.start, self.path, self.rates = loop, worker, start, path, loop.rates
         device = worker.storage_device
         # once, and not in every step
-        self.support = each_batch(support, lambda batch: batch.to(worker.device))
+        learner = getattr(worker, "learner", None)  # a stage of a pipeline has none
+        self.support = each_batch(support, lambda batch: on_device(batch, learner, worker.device))
         self.state = loop.optimizer.zero_state(start.phi0.numel(), device)
         self.anchor = start.phi0.to(device) if loop.proximal else None
         self.passes, self.sets = list[PassStats](), list[Sequence[MicroBatch] | None]()

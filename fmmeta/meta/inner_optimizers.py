@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fmmeta.config.algorithms import find_inner
 from fmmeta.config.settings import Config
-from fmmeta.parallel.param_map import chunk, pieces
+from fmmeta.parallel.param_map import pieces
 from fmmeta.parallel.workers.base import Update, Worker
 
 HEAD = "head"
@@ -252,9 +252,9 @@ class InnerOptimizer:
                 shard.sub_(rates.scale_(k, u.clone(), where))
 
         def in_pieces(shard: Tensor, grad: Tensor, where: slice) -> None:
-            places = torch.arange(where.start, where.stop, chunk(shard.device)).tolist()
-            for begin, (part, of_grad) in zip(places, pieces(shard.device, shard, grad), strict=True):
-                apply(part, of_grad, slice(begin, begin + part.numel()))
+            begin = where.start
+            for part, of_grad in pieces(shard.device, shard, grad):
+                apply(part, of_grad, slice(begin, begin := begin + part.numel()))
 
         # what makes temporary tensors makes small ones
         return in_pieces if state.vectors or anchor is not None else apply

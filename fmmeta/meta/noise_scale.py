@@ -39,8 +39,8 @@ def local_square(worker: Worker, gradient: Tensor) -> float:
     initialises. Local: the part of each rank of a group counts, or where every rank holds the whole model
     that of rank 0.
     """
-    head, total = worker.params.groups.get("head", slice(0, 0)), torch.zeros((), dtype=torch.float64)
-    total = total.to(worker.device)
+    head = worker.params.groups.get("head", slice(0, 0))
+    total = torch.zeros((), dtype=torch.float64, device=worker.device)
     for part in (slice(0, head.start), slice(head.stop, len(gradient))):
         add_local_dot(worker, total, gradient, gradient, part)
     return float(total)

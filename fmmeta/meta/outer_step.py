@@ -92,7 +92,9 @@ class OuterOptimizer:
         lr, meta = self.lr(outer_step), self.meta_params
         if mean is None:
             return OuterStep(math.nan, lr, applied=False)
-        extra = {name: mean.finish(name) for name in meta.extra}
+        group = self.worker.group
+        # ranks of a group sum over different communicators, which may add in another order
+        extra = {name: group.broadcast_(mean.finish(name)) for name in meta.extra}
         norm, gradient = self._finish_theta(mean), mean.sums["theta"]
         if meta.rates is not None:
             nonfinite = (~torch.isfinite(extra["rates"].sum())).double()
@@ -135,6 +137,8 @@ class OuterOptimizer:
         reduction = mean.reductions.get("theta") or Reduction([slice(0, len(gradient))])
         for number, bucket in enumerate(reduction.buckets):
             reduction.wait(number)
+            if self.worker.params.replicated:
+                self.worker.group.broadcast_(gradient[bucket])
             gradient[bucket].div_(mean.weight)
             gradient[overlap(bucket, self.head)] = 0
             add_local_dot(self.worker, square, gradient, gradient, bucket)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.parallel.collectives import Communicator, Reduction
-from fmmeta.parallel.param_map import add_to
+from fmmeta.parallel.param_map import add_to, pieces
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ class MetaGradient:
 
     def add(self, vector: Tensor, weight: float = 1.0, extra: Mapping[str, Tensor] | None = None) -> None:
         """Add a finite task with the meta-gradient `vector` [S]."""
-        add_to(self.running, vector, weight)
+        for part, more in pieces(vector.device, self.running, vector):
+            add_to(part, more, weight)
         self.count(weight, extra)
 
     def count(self, weight: float = 1.0, extra: Mapping[str, Tensor] | None = None) -> None:

@@ -89,10 +89,10 @@ class Communicator:
         flat = tensor.view(-1)
         if self.size == 1:
             return Reduction([slice(0, flat.numel())])
+        comm_dtype, away, size = comm_dtype or tensor.dtype, tensor.device != self.device, flat.numel()
+        self.bytes_sent += size * comm_dtype.itemsize
         if (way := self._way(tensor)) is not self:
             return way.begin_sum_(tensor, comm_dtype)
-        comm_dtype, away = comm_dtype or tensor.dtype, tensor.device != self.device
-        size = flat.numel()
         reduction = Reduction([slice(b, min(b + BUCKET, size)) for b in range(0, size, BUCKET)])
         for number, bucket in enumerate(reduction.buckets):
             part = flat[bucket]
@@ -107,7 +107,6 @@ class Communicator:
                 reduction.wait(number - 1)
         if away:
             reduction.wait_all()
-        self.bytes_sent += size * comm_dtype.itemsize
         return reduction
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:

@@ -33,7 +33,8 @@ from fmmeta.config.algorithms import bf16_by_default
 from fmmeta.config.settings import Config
 from fmmeta.parallel import network
 from fmmeta.parallel.collectives import Communicator
-from fmmeta.parallel.layout import Launch, Layout, Nodes
+from fmmeta.parallel.costs import second_order_by_autograd
+from fmmeta.parallel.layout import Launch, Layout, Nodes, differentiates_twice
 from fmmeta.parallel.network import SharedStore, agree_on_generation
 
 TIMEOUT = timedelta(minutes=30)
@@ -210,7 +211,8 @@ class World:
         for communicator in self.communicators:
             if communicator.host is not None and communicator.backend not in (None, dist.group.WORLD):
                 # NCCL frees its memory on the GPU and closes its connections; torch's call below does not
-                (communicator.backend.abort if sys.exc_info()[0] else communicator.backend.shutdown)()
+                with suppress(RuntimeError):  # of a rank that has ended
+                    (communicator.backend.abort if sys.exc_info()[0] else communicator.backend.shutdown)()
         deepspeed = sys.modules.get("deepspeed.comm")
         owner: Any = deepspeed if deepspeed and deepspeed.is_initialized() else dist
         if dist.is_initialized():
@@ -332,14 +334,21 @@ def idle_accelerator() -> list[str]:
     return [line] if found != "cuda" else []
 
 
-def chosen_bf16(config: Config, comm: Communicator, device: torch.device) -> bool:
+def chosen_bf16(config: Config, zero_stage: int, comm: Communicator, device: torch.device) -> bool:
     """Whether the weights are in bf16, unless the DeepSpeed file says it: as set, else where the GPU of every
-    rank has it. Collective: comm (world).
+    rank has it. Raises `UsageError`. Collective: comm (world).
     """
     if config.bf16 is not None:
         return config.bf16
-    here = b"1" if has_bf16(device) and bf16_by_default(config.algorithm, config.lora_r) else b""
+    with comm.raise_on_all("choosing the precision"):
+        here = b"1" if has_bf16(device) and suits_bf16(config, zero_stage) else b""
     return all(comm.gather_bytes(here))
+
+
+def suits_bf16(config: Config, zero_stage: int) -> bool:
+    """Whether bf16 is the default on GPUs for these settings. Raises `UsageError`."""
+    twice = differentiates_twice(zero_stage, config.pipeline_stages, config.tensor_parallel_size)
+    return bf16_by_default(config.algorithm, bool(config.lora_r) and second_order_by_autograd(config, twice))
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -348,7 +357,9 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def set_matmul_precision(config: Config) -> None:
-    """Set torch's precision of fp32 matrix products, until `restored_process` ends."""
+    """Set torch's precision of fp32 matrix products, until `restored_process` ends, if one is given."""
+    if config.float32_matmul_precision is None:
+        return
     undo_later(partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
     torch.set_float32_matmul_precision(config.float32_matmul_precision)
 

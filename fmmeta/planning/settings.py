@@ -105,7 +105,7 @@ class PlanConfig(ModelConfig, TaskConfig, SamplingConfig, InnerConfig, MetaConfi
         """Whether the weights are in bf16; a DeepSpeed file that names a precision wins. Raises `UsageError`
         for a bad file.
         """
-        bf16 = bf16_by_default(self.algorithm, self.lora_r) if self.bf16 is None else self.bf16
+        bf16 = bf16_by_default(self.algorithm, bool(self.lora_r)) if self.bf16 is None else self.bf16
         return bf16 if self.deepspeed is None else deepspeed_config.read(self.deepspeed, bf16).bf16
 
     @property

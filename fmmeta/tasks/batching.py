@@ -109,7 +109,9 @@ class MicroBatch:
 def sent(values: Any, device: torch.device) -> Tensor:
     """A tensor in host memory, or numbers, on a device; the host does not wait for the copy."""
     tensor = torch.as_tensor(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if device.type == "cuda" and tensor.is_cpu:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:

@@ -21,7 +21,6 @@ from fmmeta.common.processes import TimedOut, time_limit
 from fmmeta.common.progress import Warn
 from fmmeta.common.security import source_of
 from fmmeta.common.text import as_stored, counted
-from fmmeta.config.algorithms import bf16_by_default
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import HFLearner
 from fmmeta.learners.files import trained_with
@@ -52,6 +51,7 @@ from fmmeta.parallel.process_groups import (
     chosen_bf16,
     has_bf16,
     set_matmul_precision,
+    suits_bf16,
 )
 from fmmeta.parallel.tensor_parallel import plan_of, sharing_ranks
 from fmmeta.parallel.workers.base import Worker
@@ -107,6 +107,7 @@ class RunInputs:
         """What changes theta beside the flags and the data (conflicts.RESOLVED)."""
         return {
             **self.deepspeed.recorded(),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "class_weights_fingerprint": digest(weights) if (weights := self.sources.class_weights) else "",
             "task_type_fingerprint": self.code,
         }
@@ -171,8 +172,9 @@ def read_inputs(
     checkpoint's. rows: of a data set that was given in Python, or its tasks. splits: see `load_sources`.
     """
     set_matmul_precision(config)
-    bf16 = chosen_bf16(config, world.comm, world.device)
-    deepspeed = read_deepspeed(config, bf16, world, notice)
+    deepspeed = read_deepspeed(config, False, world, notice)
+    if chosen_bf16(config, deepspeed.zero_stage, world.comm, world.device):
+        deepspeed = read_deepspeed(config, True, world, lambda *lines: None)
     tensor_ranks = config.tensor_parallel_size
 
     def read() -> tuple[Description, Any, Sources, list[UsedSplits]]:
@@ -350,7 +352,7 @@ def plan_parallel(config: Config, inputs: RunInputs, world: World, notice: Notic
         )
     log_layout(config, inputs, plan, world, sizes_at(1).params, notice)
     if device == "cuda" or inputs.deepspeed.bf16:
-        notice(f"precision: {precision_text(config, inputs.deepspeed.bf16, world.device)}")
+        notice(f"precision: {precision_text(config, inputs.deepspeed, world.device)}")
     slow = slow_bf16(config, inputs.deepspeed, device) if world.launch.global_rank == 0 else ""
     unread = unread_settings(os.environ, config.but(bf16=inputs.deepspeed.bf16 or None), device == "cuda")
     for text in filter(None, [*world.warnings, warned, slow, *unread]):
@@ -358,14 +360,15 @@ def plan_parallel(config: Config, inputs: RunInputs, world: World, notice: Notic
     return plan
 
 
-def precision_text(config: Config, bf16: bool, device: torch.device) -> str:
+def precision_text(config: Config, deepspeed: DeepSpeedSettings, device: torch.device) -> str:
     """The precision in words, with its price on GPUs that have a faster one."""
-    if bf16:
+    products = torch.get_float32_matmul_precision()
+    if deepspeed.bf16:
         return "bf16 weights and activations over fp32 shards"
-    if config.float32_matmul_precision != "highest" or not has_bf16(device):
-        return f"fp32, float32_matmul_precision={config.float32_matmul_precision}"
+    if products != "highest" or not has_bf16(device):
+        return f"fp32, float32_matmul_precision={products}"
     use, rates = "use --bf16 or --float32_matmul_precision high", PROFILES["h100"]
-    if not bf16_by_default(config.algorithm, config.lora_r):
+    if not suits_bf16(config, deepspeed.zero_stage):
         use = f"the finite differences of algorithm={config.algorithm} need it"
     times = f"about 1/{rates.matmul_bf16 / rates.matmul_fp32:.0f} of bf16's rate on an H100"
     return f"fp32 without TF32: matrix products run at {times}; {use}"

@@ -272,9 +272,9 @@ def recorded_precision(config: Config, settings: dict[str, Any], comm: Communica
             named, all_settings = named_checkpoint(config), [settings]  # the last ones count
             if named:
                 all_settings.append(checkpoint.read_state(named)["settings"])
-            for precision in ("bf16", "fp32", found):
-                folder = known_folder(config, {**settings, "precision": precision})
-                if folder and (run := read_run(folder)):
+            both = [known_folder(config, {**settings, "precision": one}) for one in ("bf16", "fp32")]
+            for folder in sorted(filter(None, both)):  # the newest last
+                if run := read_run(folder):
                     all_settings.append(run["settings"])
             found = all_settings[-1].get("precision", found)
     return comm.broadcast_bytes(found.encode()).decode()

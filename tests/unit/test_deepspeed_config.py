@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -137,14 +138,21 @@ def test_bf16_by_file_or_flag(ds_file, file, flag, bf16):
         ({"algorithm": "maml"}, "cuda", True, b"1", False),  # finite differences
         ({"algorithm": "imaml"}, "cuda", True, b"1", False),
         ({"algorithm": "maml", "lora_r": 2}, "cuda", True, b"1", True),
+        ({"algorithm": "maml", "lora_r": 2, "second_order": "differences"}, "cuda", True, b"1", False),
+        ({"algorithm": "maml", "lora_r": 2, "tensor_parallel_size": 2}, "cuda", True, b"1", False),
+        ({"algorithm": "maml", "lora_r": 2, "zero_stage": 3}, "cuda", True, b"1", False),
     ],
 )
 def test_bf16_is_chosen_where_every_gpu_has_it(monkeypatch, settings, device, native, others, bf16):
     monkeypatch.setattr(
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation
     )
-    comm: Any = SimpleNamespace(gather_bytes=lambda payload: [payload, others])
-    assert chosen_bf16(Config(**settings), comm, torch.device(device)) is bf16
+    comm: Any = SimpleNamespace(
+        gather_bytes=lambda payload: [payload, others], raise_on_all=lambda doing: nullcontext()
+    )
+    stage = settings.get("zero_stage", 0)
+    config = Config(**{name: value for name, value in settings.items() if name != "zero_stage"})
+    assert chosen_bf16(config, stage, comm, torch.device(device)) is bf16
 
 
 def test_no_file_is_zero_0():

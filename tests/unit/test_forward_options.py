@@ -8,12 +8,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import BloomConfig, CTRLConfig, CTRLLMHeadModel
 
+from fmmeta.common.processes import restored_process
 from fmmeta.config.settings import Config
 from fmmeta.learners import forward_options
 from fmmeta.learners.forward_options import bf16_slowdown, check_attention
 from fmmeta.learners.load import describe, load_learner
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import Launch
-from fmmeta.parallel.process_groups import World
+from fmmeta.parallel.process_groups import World, set_matmul_precision
 from fmmeta.training import build
 from fmmeta.training.build import plan_parallel, precision_text, read_inputs
 from tests.support.messages import check_message, refusal
@@ -204,13 +206,22 @@ def test_bf16_on_a_cpu_without_bf16_instructions_is_warned_of(
         ({}, False, True, "fp32 without TF32: matrix products run at about 1/9 of bf16's rate on an H100;"),
         ({}, False, True, "; use --bf16 or --float32_matmul_precision high"),
         ({"algorithm": "imaml"}, False, True, "; the finite differences of algorithm=imaml need it"),
+        (
+            {"algorithm": "maml", "lora_r": 2},
+            False,
+            True,
+            "; the finite differences of algorithm=maml need it",
+        ),
         ({"float32_matmul_precision": "high"}, False, True, "fp32, float32_matmul_precision=high"),
         ({}, False, False, "fp32, float32_matmul_precision=highest"),
     ],
 )
 def test_the_precision_is_named_with_its_price(monkeypatch, settings, bf16, native, wanted):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
-    assert wanted in precision_text(Config(**settings), bf16, torch.device("cuda"))
+    config, deepspeed = Config(**settings), DeepSpeedSettings(3, bf16, False)
+    with restored_process():
+        set_matmul_precision(config)
+        assert wanted in precision_text(config, deepspeed, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(("kind", "lines"), [("xpu", 1), ("mps", 1), ("cuda", 0), (None, 0)])

@@ -70,7 +70,7 @@ class FullModelWorker(Worker):
         skip_nonfinite_everywhere: bool = False,
         saved: SavedForward | None = None,
     ) -> PassStats:
-        stats, outputs = self._stats(), self._take_outputs(saved, batches)
+        stats, outputs = self.begin(), self._take_outputs(saved, batches)
         for index, (batch, given) in enumerate(zip(batches, outputs, strict=True)):
             loss = self._loss(batch, stats, given)
             self.backward(nan_gradient_if_nonfinite(loss), last=index == len(batches) - 1)
@@ -120,7 +120,7 @@ class FullModelWorker(Worker):
 
     def vjp(self, parts: Sequence[VjpInput], into: Tensor) -> PassStats:
         def run(update: Update, everywhere: bool) -> PassStats:
-            stats, left = self._stats(), sum(len(part.batches) for part in parts)
+            stats, left = self.begin(), sum(len(part.batches) for part in parts)
             for part in parts:
                 cotangent, saved = part.begin(), self._take_outputs(part.saved, part.batches)
                 for index, (batch, given) in enumerate(zip(part.batches, saved, strict=True)):
@@ -223,6 +223,10 @@ class FullModelWorker(Worker):
     def _finish(self, stats: Tensor, update: Update, skip_nonfinite_everywhere: bool) -> PassStats:
         stats[3] = self.apply(update, skip_nonfinite_everywhere)
         return PassStats(self.group.sum_(stats))
+
+    def begin(self) -> Tensor:
+        """Start a pass with gradients; its statistics."""
+        return self._stats()
 
     def _stats(self) -> Tensor:
         return torch.zeros(4, dtype=torch.float64, device=self.device)
@@ -352,7 +356,7 @@ class PlainWorker(FullModelWorker):
             else:
                 param.data, param.grad = theta, grad
         self.all_working = len(self.working) == len(params)
-        self.added = False  # whether `grad` holds bf16 gradients of this step
+        self.backwards = 0  # backward passes whose gradients are in `grad`
         if device.type == "cpu" and not bf16:
             # Backward passes add only the rows that occur to an embedding's gradient, not those of the whole
             # vocabulary. The sums are the same. CPU only: on GPUs sparse sums have no fixed order.
@@ -374,25 +378,35 @@ class PlainWorker(FullModelWorker):
             params, thetas, _ = zip(*self.working, strict=True)
             torch._foreach_copy_([param.data for param in params], thetas)
 
+    def begin(self) -> Tensor:
+        if self.backwards:  # an error has ended the last pass
+            self.grad.zero_()
+            for param, _, _ in self.working:
+                param.grad = None
+        self.backwards = 0
+        return super().begin()
+
     def backward(self, loss: Tensor, last: bool) -> None:
+        self.backwards += 1
         loss.backward()
         if self.working:
             used = [(view, param.grad) for param, _, view in self.working if param.grad is not None]
-            if not self.added and len(used) < len(self.working):
+            if self.backwards == 1 and len(used) < len(self.working):
                 torch._foreach_zero_([view for param, _, view in self.working if param.grad is None])
-            accumulate = torch._foreach_add_ if self.added else torch._foreach_copy_
+            accumulate = torch._foreach_add_ if self.backwards > 1 else torch._foreach_copy_
             accumulate([view for view, _ in used], [grad for _, grad in used])
-            self.added = True
             for param, _, _ in self.working:
                 param.grad = None
 
     def apply(self, update: Update, skip_nonfinite_everywhere: bool) -> Tensor:
+        if not self.backwards:  # of no micro-batches; what the last pass left is not zeroed before
+            self.grad.zero_()
         bad = ~torch.isfinite(self.grad.sum())
         # reading `bad` would make the CPU wait for a GPU: there the mask is applied in any case
         if skip_nonfinite_everywhere and (self.device.type != "cpu" or bad):
             self.grad.masked_fill_(bad, 0.0)
         update(self.theta, self.grad, slice(0, self.theta.numel()))
-        self.added = False
+        self.backwards = 0
         if not self.all_working:
             self.grad.zero_()
         self.refresh()
