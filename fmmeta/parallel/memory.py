@@ -205,15 +205,17 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
     largest = sizes.vocab * sizes.hidden if weight_ranks > 1 and sizes.lazy else 0  # gloo gathers into a copy
     # ranks of a pipeline at ZeRO 1 in fp32 do not agree on what is finite (parallel/workers/zero.py)
     agreeing = not (sizes.in_flight > 1 and stage == 1 and not settings.bf16)
+    # torch allocates pinned memory in powers of two
+    pinned = shard if away or not outer else 1 << (shard - 1).bit_length()
     kinds = {  # (bytes, whether in host memory)
         "weights": (held * width // weight_ranks, away and settings.offload_param),
         "gathered": ((min(held, settings.live) + largest) * width if gathers else 0, False),
         "gradients": (gradients, away),
         "master": (0 if stage == 0 and not settings.bf16 else shard, away),
-        "theta": (shard, outer),
-        "meta_gradient": (shard, outer),
+        "theta": (pinned, outer),
+        "meta_gradient": (pinned, outer),
         "direction": ((sizes.directions if agreeing else 1) * shard, away),
-        "moments": (sizes.moments * shard, outer),
+        "moments": (sizes.moments * pinned, outer),
         "kept": ((sizes.kept + near) * shard, away),
         "activations": (sizes.in_flight * sizes.rows * sizes.tokens * per_token * width // 2, False),
         "logits": (12 * sizes.rows * sizes.tokens * sizes.vocab, False),

@@ -165,6 +165,17 @@ def test_differing_replicas_are_named_on_all_ranks(world):
 
 
 @on_ranks(2)
+def test_differing_replicas_inside_a_group_are_named(world):
+    """Two ranks of a group that both hold the whole model (ZeRO 0); shards of two ranks differ anyway."""
+    ranks, theta = world.split(2), torch.arange(10.0)
+    check_replicas(ranks, theta, "after outer step 6", whole=True)
+    theta[0] += ranks.group.rank
+    check_replicas(ranks, theta, "after outer step 7")
+    with pytest.raises(MachineFault, match=r"\(ranks 0, 1 differ\)"):
+        check_replicas(ranks, theta, "after outer step 7", whole=True)
+
+
+@on_ranks(2)
 def test_a_node_that_is_done_waits_for_a_slower_one(world):
     """Longer than the timeout of its communicator, up to prepare_timeout."""
     world.nodes = Nodes((0, 1), ("a", "b"))

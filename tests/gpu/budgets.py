@@ -36,6 +36,10 @@ LAYOUTS: dict[str, tuple[int, str]] = {  # ranks, flags; negative: real ranks
     "LoRA": (1, "--bf16 --lora_r=2"),
     "LoRA, two tasks per pass": (1, "--bf16 --lora_r=2 --tasks_per_pass=2"),
     "maml": (1, "--bf16 --algorithm=maml --lora_r=2"),
+    "maml, path in host memory": (
+        1,
+        "--bf16 --algorithm=maml --lora_r=2 --trajectory_memory_gib=0",
+    ),
     "imaml": (1, "--bf16=false --algorithm=imaml"),
     "offload_outer": (1, "--bf16 --algorithm=reptile --inner_optimizer=adamw --offload_outer"),
     **{f"ZeRO {n} of 8": (8, f"{SHARDED} --deepspeed=ds_configs/zero{n}.json") for n in range(4)},

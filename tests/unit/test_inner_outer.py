@@ -200,6 +200,30 @@ def test_theta_is_restored_bitwise(rule, bf16, poison):
     assert again.finite  # the bad task has left no gradients
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_pass_starts_without_gradients_of_others(bf16, monkeypatch):
+    """Its micro-batches are added up; nothing is left of a pass before it, nor of one that an error ends."""
+    worker = worker_over(bert("mean"), "prototype", bf16)
+    support = batches_of(episode_of(worker.model), 2).support
+    assert len(support) > 2
+    total = gradient_of(worker, support)
+    parts = [gradient_of(worker, [batch]) for batch in support]
+    torch.testing.assert_close(total, torch.stack(parts).sum(0), rtol=0, atol=2e-6)
+    assert total.any()
+    assert not gradient_of(worker, []).any()
+    forward, calls = worker.model.forward, [0]
+
+    def second_fails(**inputs):
+        calls[0] += 1
+        return forward(**inputs) if calls[0] == 1 else 1 / 0
+
+    monkeypatch.setattr(worker.model, "forward", second_fails)
+    with pytest.raises(ZeroDivisionError):
+        gradient_of(worker, support)
+    monkeypatch.undo()
+    assert torch.equal(gradient_of(worker, support), total)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_sparse_embedding_gradients_equal_dense_ones(tied):
     """With and without an output layer tied to the embeddings, over several micro-batches."""

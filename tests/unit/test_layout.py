@@ -29,7 +29,7 @@ from fmmeta.parallel.layout import (
     first_host,
     unread_settings,
 )
-from fmmeta.parallel.memory import HEADROOM, Sizes, check_group_size, choose_group_size, estimate
+from fmmeta.parallel.memory import HEADROOM, Sizes, at_size, check_group_size, choose_group_size, estimate
 from fmmeta.parallel.network import PORTS, listen
 from fmmeta.parallel.process_groups import World, pick_device
 from harness.fork_server import ROOT, environment, shared
@@ -391,6 +391,17 @@ def test_peak_is_the_larger_of_two_phases():
     assert found.kinds["activations"] == 4 * (34 * 8 + 5 * 4)
     assert found.total == 4000 + 1000 + 1000 + 5000 + 8000  # the reduction, after activations are freed
     assert str(found).split(" = ")[0].split(" + ")[-1].startswith("staging")
+
+
+def test_pinned_vectors_take_powers_of_two():
+    found = estimate(replace(SIZES, lazy=False, offload_outer=True), DeepSpeedSettings(1, False, False), 4)
+    assert (found.kinds["theta"], found.host) == (0, 4 * 1024)  # with meta-gradient and two moments
+
+
+def test_a_group_of_one_counts_as_its_engine():
+    settings = DeepSpeedSettings(2, True, False)
+    stages = [at_size(settings, 1, False, engine).zero_stage for engine in ("auto", "plain", "deepspeed")]
+    assert stages == [0, 0, 2]
 
 
 def test_offload_moves_the_shards_of_a_gpu():

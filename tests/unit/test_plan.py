@@ -3,6 +3,7 @@ messages.
 """
 
 import json
+import math
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -387,11 +388,11 @@ def test_shipped_deepspeed_files_are_what_is_planned():
         assert json.loads(find(way.deepspeed_file).read_text()) == {"zero_optimization": zero}
 
 
-def test_layouts_are_sorted_by_time(planned):
+def test_layouts_are_sorted_by_time_and_those_as_fast_by_the_size_of_their_groups(planned):
     planner, layouts = planned
     assert all(not one.lacking for one in layouts)
-    times = [one.step.total for one in layouts]
-    assert times == sorted(times)
+    order = [(round(20 * math.log(one.step.total)), one.strategy.group_size) for one in layouts]
+    assert order == sorted(order)
     assert layouts[0].memory.total <= planner.gpu_bytes
     assert all(0 < one.efficiency <= 1 for one in layouts)
     assert {one.strategy.tensor for one in layouts if one.strategy.lora_r} > {1}
@@ -501,6 +502,7 @@ def test_the_command_prints_table_memory_and_commands(capfd, folders):
         "adapters (LoRA)",
         "'my rows.jsonl'",
         "memory of a rank, all weights: weights ",
+        "times less with adapters than with all weights",
         "deepspeed --num_gpus 2 launch/train.py",
     ):
         assert words in text
