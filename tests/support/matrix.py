@@ -162,7 +162,8 @@ HEADS = {
     "proto_maml": "prototype",
     "protonet": "prototype",
 }  # of the algorithms that demand one
-TOLERANCE = {("fp32", "sgd"): 1e-5, ("fp32", "adamw"): 1e-4, ("bf16", "sgd"): 0.12, ("bf16", "adamw"): 0.12}
+TOLERANCE = {("fp32", "sgd"): 1e-5, ("fp32", "adamw"): 1e-4, ("bf16", "sgd"): 0.16, ("bf16", "adamw"): 0.16}
+# in bf16 it depends on the processor: 0.147 was seen with AMX, where f65fd24f has the same bits
 BF16_PROTOTYPE = 0.25  # logits are small differences of w f and b = -|mu|^2, each rounded to three digits
 
 
