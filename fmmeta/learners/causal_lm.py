@@ -1,4 +1,4 @@
-"""The learner of causal language models. `outputs` are the logits [B, T, V].
+"""The learner of causal language models. `outputs` are the logits [B, T, V], or [1, N, V] of `places`.
 
 Target of a micro-batch: `labels` [B, T], the token itself where a loss is taken on it, IGNORE elsewhere. A
 row's answer is a run of label tokens; it is right when each of them is the most likely one. Rows that share
@@ -103,7 +103,8 @@ class CausalLearner(HFLearner):
 
     def places(self, batch: MicroBatch) -> Tensor | None:
         """Those of the tokens before label tokens: the others need no logits, which are large."""
-        if self.prefixes.compiled:  # it would be compiled for each number of places
+        # a compiled model would be compiled for each number of places; losses of yours may read all logits
+        if self.prefixes.compiled or type(self).losses is not CausalLearner.losses:
             return None
         return (following(batch) != IGNORE).flatten().nonzero()[:, 0]
 

@@ -49,12 +49,12 @@ class Reduction:
 class Communicator:
     """A set of `size` ranks, of which this process is `rank`. With one rank every collective returns at once.
 
-    backend: a process group of torch; None for one rank. host: the same ranks over gloo, if `device` is a
-    GPU: small tensors in host memory (decisions, numbers of bytes) go that way, because over NCCL each would
+    backend: a process group of torch; None for one rank. on_host: the same ranks over gloo, if `device`
+    is a GPU: small tensors in host memory (decisions, numbers of bytes) go that way, because over NCCL each would
     wait for all that the device has yet to do. bytes_sent: payload of the sums since it was last set to 0.
     """
 
-    host: "Communicator | None" = None
+    on_host: "Communicator | None" = None
 
     def __init__(
         self,
@@ -62,15 +62,16 @@ class Communicator:
         rank: int,
         size: int,
         device: torch.device,
-        host: "Communicator | None" = None,
+        on_host: "Communicator | None" = None,
     ) -> None:
-        self.backend, self.rank, self.size, self.device, self.host = backend, rank, size, device, host
+        self.backend, self.rank, self.size, self.device = backend, rank, size, device
+        self.on_host = on_host
         self.bytes_sent = 0
 
     def _way(self, tensor: Tensor) -> "Communicator":
         """The communicator of these ranks that a tensor goes over."""
         small = tensor.device.type == "cpu" and tensor.numel() <= SMALL
-        return self.host if self.host is not None and small else self
+        return self.on_host if self.on_host is not None and small else self
 
     def sum_(self, tensor: Tensor, comm_dtype: torch.dtype | None = None) -> Tensor:
         """Replace `tensor` by its sum over the ranks. Collective: this communicator.
@@ -156,8 +157,8 @@ class Communicator:
 
     def set_timeout(self, seconds: float) -> None:
         """Let a collective raise an exception after waiting for another rank for longer than `seconds`."""
-        if self.host is not None:
-            self.host.set_timeout(seconds)
+        if self.on_host is not None:
+            self.on_host.set_timeout(seconds)
         if self.backend is not None:
             set_timeout = getattr(self.backend, "set_timeout", None) or self.backend._set_default_timeout
             set_timeout(timedelta(seconds=seconds))

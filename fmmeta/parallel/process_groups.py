@@ -108,10 +108,10 @@ class World:
         """A communicator that `close` closes. On GPUs it has a gloo communicator too. Collective: its
         ranks.
         """
-        host = None
+        on_host = None
         if device.type == "cuda":
-            host = self._connect(f"{name}_host", rank, size, torch.device("cpu"))
-        self.communicators.append(Communicator(backend, rank, size, device, host))
+            on_host = self._connect(f"{name}_host", rank, size, torch.device("cpu"))
+        self.communicators.append(Communicator(backend, rank, size, device, on_host))
         return self.communicators[-1]
 
     def run_on_first_rank_of_node(self, doing: str, work: Callable[[], T], timeout_s: float) -> T:
@@ -209,7 +209,7 @@ class World:
         134). DeepSpeed's own call also clears the module globals in which it keeps groups and `mpu`.
         """
         for communicator in self.communicators:
-            if communicator.host is not None and communicator.backend not in (None, dist.group.WORLD):
+            if communicator.on_host is not None and communicator.backend not in (None, dist.group.WORLD):
                 # NCCL frees its memory on the GPU and closes its connections; torch's call below does not
                 with suppress(RuntimeError):  # of a rank that has ended
                     (communicator.backend.abort if sys.exc_info()[0] else communicator.backend.shutdown)()

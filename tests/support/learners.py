@@ -56,8 +56,8 @@ def bert(pooling: str = "mean", classes: int = CLASSES, seed: int = 1, **sizes: 
     )
 
 
-def llama() -> Learner:
-    """A Llama of two layers with tied embeddings."""
+def llama(tied: bool = True) -> Learner:
+    """A Llama of two layers."""
     small = {"hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 32}
     return CausalLearner(
         tiny(
@@ -69,6 +69,7 @@ def llama() -> Learner:
             num_key_value_heads=1,
             vocab_size=40,
             initializer_range=0.2,
+            tie_word_embeddings=tied,
         )
     )
 

@@ -42,7 +42,7 @@ RARE = (
 
 def adapted(kind: str, **settings):
     """A learner with adapters that do something, and a Config for it."""
-    learner = llama() if kind == "llama" else bert(kind)
+    learner = llama(tied=kind == "llama") if kind in ("llama", "untied") else bert(kind)
     config = config_of(learner, lora_r=3, tasks_per_pass="3", **settings)
     inject(learner, config)
     with torch.no_grad():
@@ -85,6 +85,7 @@ def each_gradient(rule, worker, episodes) -> list[SimpleNamespace]:
     ("kind", "settings"),
     [
         ("llama", {"algorithm": "fomaml"}),
+        ("untied", {"algorithm": "fomaml", "lora_target_modules": ["q_proj", "lm_head"]}),
         (
             "llama",
             {"algorithm": "reptile", "inner_optimizer": "adamw", "inner_epsilon": 0.03, "inner_lr": 0.03},

@@ -524,6 +524,8 @@ class TaskBatch:
             if device.type == "cuda":  # so that the host need not wait for the copies
                 batches = [batch.pin_memory() for batch in batches]
             known = [on_device(batch, learner, device) for batch in batches]
+            for batch in known if self.axis.whole_rows else ():
+                batch.inputs.pop("places", None)
             self.merged.append((sets, known))
         return known
 
