@@ -49,8 +49,8 @@ class Reduction:
 class Communicator:
     """A set of `size` ranks, of which this process is `rank`. With one rank every collective returns at once.
 
-    backend: a process group of torch; None for one rank. on_host: the same ranks over gloo, if `device`
-    is a GPU: small tensors in host memory (decisions, numbers of bytes) go that way, because over NCCL each would
+    backend: a process group of torch; None for one rank. on_host: the same ranks over gloo, if `device` is a
+    GPU: small tensors in host memory (decisions, numbers of bytes) go that way, because over NCCL each would
     wait for all that the device has yet to do. bytes_sent: payload of the sums since it was last set to 0.
     """
 
