@@ -25,7 +25,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from fmmeta.planning.compute import MatmulCounts, count_matmuls
 from fmmeta.planning.layouts import Planner
 from fmmeta.planning.machines import find
 from fmmeta.planning.settings import PlanConfig
-from fmmeta.tasks.batching import Episode, MicroBatch
+from fmmeta.tasks.batching import IGNORE, Episode, MicroBatch
 
 # dense TFLOPS by precision, from the vendors' data sheets; fp32 is without TF32, as torch computes by default
 PEAKS = {
@@ -98,9 +98,18 @@ def peak_of(name: str, precision: str, given: float | None) -> float:
 
 
 def flops_of(asked: MatmulCounts, batches: list[MicroBatch], backward: bool) -> float:
-    """Of one pass over a set, padding included."""
-    ids = [batch.inputs["input_ids"] for batch in batches]
-    return sum(each.numel() * asked.flops(each.shape[1], backward, False) for each in ids)
+    """Of one pass over a set, padding included; the output layer of a language model sees the tokens before
+    label tokens alone.
+    """
+    total, outputs = 0.0, asked.whole - asked.inside
+    body = replace(asked, whole=asked.inside, trained=min(asked.trained, asked.inside))
+    for batch in batches:
+        ids, labels = batch.inputs["input_ids"], batch.targets["labels"]
+        of_tokens = labels.ndim == 2
+        total += ids.numel() * (body if of_tokens else asked).flops(ids.shape[1], backward, False)
+        if of_tokens:
+            total += int((labels[:, 1:] != IGNORE).sum()) * (3 if backward else 1) * 2 * outputs
+    return total
 
 
 def task_flops(asked: MatmulCounts, episode: Episode, inner_steps: int) -> float:

@@ -137,6 +137,10 @@ class MetaGradient:
             torch.cuda.current_stream().synchronize()
         return self.running
 
+    @sum.setter
+    def sum(self, value: Tensor) -> None:
+        self.running = value
+
     @property
     def sums(self) -> dict[str, Tensor]:
         """All sums by name; that of theta is the last one."""

@@ -97,12 +97,11 @@ class Communicator:
         reduction = Reduction([slice(b, min(b + BUCKET, size)) for b in range(0, size, BUCKET)])
         for number, bucket in enumerate(reduction.buckets):
             part = flat[bucket]
-            if away:  # pinned blocks are used again
-                to_host = self.device.type == "cpu"
-                room = torch.empty(part.shape, dtype=comm_dtype, device=self.device, pin_memory=to_host)
-                staging = room.copy_(part, non_blocking=not to_host)
-            else:
-                staging = part.to(comm_dtype)
+            room = part
+            if away:  # pinned blocks of the host are used again
+                room = torch.empty(part.shape, dtype=part.dtype, device=self.device, pin_memory=part.is_cuda)
+                room.copy_(part, non_blocking=not part.is_cuda)
+            staging = room.to(comm_dtype)
             reduction.pending[number] = part, staging, self.backend.allreduce([staging])
             if away and number:
                 reduction.wait(number - 1)

@@ -232,11 +232,15 @@ class OuterMemory:
     def zeros(self, like: Tensor) -> Tensor:
         """A vector of zeros on the storage device, as long as `like`."""
         if not self.offload:
-            return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
+            return torch.zeros_like(like)
         return torch.zeros(like.shape, dtype=like.dtype, pin_memory=self.device.type == "cuda")
 
     def joined(self, shards: Sequence[tuple[Tensor, slice]], numel: int) -> Tensor:
-        """A copy of `numel` elements from shards, without another one on the device."""
+        """A copy of shards with `numel` elements: without another one on the device where it is offloaded, or
+        beside the shards.
+        """
+        if not self.offload:
+            return torch.cat([shard for shard, _ in shards])
         vector = self.zeros(torch.empty(()).expand(numel))
         for shard, where in shards:
             vector[where] = shard

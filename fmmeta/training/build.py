@@ -489,6 +489,7 @@ def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessG
             check_finite(config, part.name, theta[part.here])
     worker.write(theta)
     check_replicas(ranks, theta, "although it was broadcast", worker.params.replicated)
+    theta = theta if memory.offload else memory.store(theta)
     setup = rules.setup(config, worker, head_names, inputs.description.outputs(config), inputs.deepspeed.bf16)
     weights = inputs.sources.class_weights
     # the final table also tries twice as many steps

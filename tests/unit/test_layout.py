@@ -300,7 +300,7 @@ ACTIVATIONS = 3 * 10 * 2 * (34 * 8 + 5 * 4 * 10)  # bytes in bf16
             4000,
         ),  # in fp32 the weights are the masters; gradients flattened for a reduction
         (0, False, 1, (4000, 4000, 0, 20000), 0, 0),
-        (0, True, 1, (2000, 4000, 4000, 20000), 2000, 6000),  # autograd's in bf16, added up in fp32
+        (0, True, 1, (2000, 4000, 4000, 20000), 2000, 2000),  # autograd's in bf16, added up in fp32
         (1, False, 4, (4000, 4000, 1000, 5000), 0, 4000 + 1000),  # flattened, and the rank's part
         (1, True, 4, (2000, 6000, 1000, 5000), 0, 4000),  # all of them in bf16 and in fp32
         (2, False, 4, (4000, 1000, 1000, 5000), 4000, 8000),  # a bucket of all gradients, flattened

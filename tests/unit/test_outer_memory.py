@@ -184,7 +184,7 @@ def test_offloaded_run_gives_the_same_model(bert, classes, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("stage", "group_size", "meta", "host"), [(0, 4, 4000, 16000), (1, 4, 1000, 4000), (3, 1, 4000, 16000)]
+    ("stage", "group_size", "meta", "host"), [(0, 4, 4000, 4 * 4096), (1, 4, 1000, 4096), (3, 1, 4000, 16384)]
 )
 def test_estimate_moves_outer_state_to_the_host(stage, group_size, meta, host):
     sizes = memory.Sizes(**{**vars(SIZES), "offload_outer": True})
@@ -192,8 +192,8 @@ def test_estimate_moves_outer_state_to_the_host(stage, group_size, meta, host):
         memory.estimate(s, DeepSpeedSettings(stage, True, False), group_size) for s in (sizes, SIZES)
     )
     assert (found.meta, found.host) == (meta, host)
-    assert without.total - found.total == host
-    assert (without.meta, without.host) == (meta + host, 0)
+    assert without.total - found.total == 4 * meta
+    assert (without.meta, without.host) == (5 * meta, 0)
 
 
 def test_auto_group_size_needs_host_memory_too(monkeypatch):
