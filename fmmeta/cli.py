@@ -252,6 +252,7 @@ class Parser(argparse.ArgumentParser):
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError:
             wanted = KINDS.get(cast(type, action.type), KINDS[bool])[0]
+            wanted = "true, false or auto" if action.type is truth_or_auto else wanted
             raise UsageError(f"{action.dest}={arg_string} is not {wanted}; give one") from None
 
     def error(self, message: str) -> NoReturn:

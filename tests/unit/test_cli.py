@@ -85,7 +85,7 @@ def test_flags_become_settings():
         (["--n_w", "3"], ("--n_w is not a flag", "did you mean --n_way?")),  # no abbreviations
         (["--n_way", "x"], ("n_way=x is not a whole number", "give one")),
         (["--n_way", "2.5"], ("n_way=2.5 is not a whole number", "give one")),
-        (["--bf16", "maybe"], ("bf16=maybe is not True or False", "give one")),
+        (["--bf16", "maybe"], ("bf16=maybe is not true, false or auto", "give one")),
         (["--lora_merge", "auto"], ("lora_merge=auto is not True or False", "give one")),
         (
             ["--float32_matmul_precision", "highe"],

@@ -280,7 +280,10 @@ class EngineWorker(Worker):
             optimizer.reject_nonfinite = lambda bad: self.group.sum_(bad.to(self.device, torch.float32)) > 0
         run()
         optimizer.update = None
-        return optimizer.bad.to(self.device) | (not self.engine.was_step_applied())
+        skipped = not self.engine.was_step_applied()
+        if optimizer.bad.device == self.device:
+            return optimizer.bad | skipped
+        return torch.full((), bool(optimizer.bad) or skipped, device=self.device)  # of shards on the host
 
 
 class DeepSpeedWorker(EngineWorker, FullModelWorker):
