@@ -59,9 +59,11 @@ def in_the_order_of_ranks(steps: Any, stats: Any) -> None:
 
 def all_on_the_host() -> None:
     """The communicators take their tensors for the host's: nothing is copied to the device."""
-    change(Communicator, "__init__", lambda original, self, backend, rank, size, device: original(
-        self, backend, rank, size, torch.device("cpu")
-    ))  # fmt: skip
+
+    def on_the_host(original, self, backend, rank, size, device, on_host=None):  # type: ignore[no-untyped-def]
+        original(self, backend, rank, size, torch.device("cpu"), on_host)
+
+    change(Communicator, "__init__", on_the_host)
 
 
 PLAIN, SHARDED = "plain bf16", "ZeRO 2 of 8"
