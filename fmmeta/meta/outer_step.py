@@ -92,9 +92,10 @@ class OuterOptimizer:
         lr, meta = self.lr(outer_step), self.meta_params
         if mean is None:
             return OuterStep(math.nan, lr, applied=False)
-        group = self.worker.group
-        # ranks of a group sum over different communicators, which may add in another order
-        extra = {name: group.broadcast_(mean.finish(name)) for name in meta.extra}
+        extra = {name: mean.finish(name) for name in meta.extra}
+        for value in extra.values():
+            if value.ndim == 2:  # a table, the same on all ranks; they sum over different communicators
+                self.worker.group.broadcast_(value)
         norm, gradient = self._finish_theta(mean), mean.sums["theta"]
         if meta.rates is not None:
             nonfinite = (~torch.isfinite(extra["rates"].sum())).double()
