@@ -196,8 +196,9 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
     if sizes.second_order and can_defer_backward(stage):
         per_token = SECOND_ORDER * sizes.layers * layer
     gradients, buffers, staging = gradient_bytes(sizes, settings, sharers)
-    if not sizes.lazy:  # two fp64 copies of a piece (Worker.dot), which CPUs cut smaller
-        staging = max(staging, 16 * min(shard // 4, chunk(torch.device("cuda"))))
+    if not sizes.lazy:  # a piece in fp64, for a norm, or pieces that the outer step loads; smaller on CPUs
+        of_element = 16 if sizes.offload_outer else 8
+        staging = max(staging, of_element * min(shard // 4, chunk(torch.device("cuda"))))
     near = sizes.trajectory if sizes.budget is None else min(sizes.trajectory, sizes.budget // max(1, shard))
     away = settings.offload and not sizes.lazy  # shards and all work on them are in host memory
     outer = away or sizes.offload_outer

@@ -31,4 +31,4 @@ ROWS = {  # ranks, flags
 def test_the_peak_is_the_estimate(name):
     ranks, flags = ROWS[name]
     found = dry_run(ranks, "llama-20m", flags.split())
-    assert 0.85 < found["peak"] / found["estimate"]["total"] < 1.02
+    assert 0.88 < found["peak"] / found["estimate"]["total"] < 1.02
