@@ -22,6 +22,7 @@ from fmmeta.learners.base import Learner
 from fmmeta.learners.files import check_given_model, check_given_tokenizer, store_model
 from fmmeta.learners.load import describe, fitted, suggest_chat
 from fmmeta.metrics.own import Metric, find_metrics
+from fmmeta.parallel.deepspeed_config import quiet
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, pick_device
 from fmmeta.reliability.signals import Signals
@@ -149,7 +150,7 @@ class MetaTrainer:
         if config.bf16 is None:
             kept = recorded_precision(config, inputs.settings(config), world.comm)
             if kept != inputs.deepspeed.precision:
-                deepspeed = build.read_deepspeed(config, kept == "bf16", world, lambda text: None)
+                deepspeed = build.read_deepspeed(config, kept == "bf16", world, quiet)
                 inputs = replace(inputs, deepspeed=deepspeed)
         plan, ranks, signals = None, None, self.signals
         if config.tune is not None:

@@ -79,14 +79,18 @@ class RowLosses(NamedTuple):
         return torch.stack([part.detach().sum().double() for part in self])
 
 
-def on_device(batch: MicroBatch, learner: Any, device: torch.device) -> MicroBatch:
-    """The batch on the device of a model, with the `places` of its loss. For sdpa on a GPU, a mask without
-    zeros is one number, expanded.
+def on_device(batch: MicroBatch, learner: Any, device: torch.device, all_outputs: bool = False) -> MicroBatch:
+    """The batch on the device of a model, with the `places` that its loss reads. all_outputs: without them.
+    For sdpa on a GPU, a mask without zeros is one number, expanded.
     """
-    new = isinstance(learner, Learner) and batch.weights.is_cpu and "places" not in batch.inputs
-    if new and (places := learner.places(batch)) is not None:
-        places = places.pin_memory() if device.type == "cuda" else places
-        batch = replace(batch, inputs={**batch.inputs, "places": places})
+    inputs = {name: value for name, value in batch.inputs.items() if name != "places"}
+    if all_outputs:
+        batch = replace(batch, inputs=inputs)
+    elif (
+        isinstance(learner, Learner) and batch.weights.is_cpu and (found := learner.places(batch)) is not None
+    ):
+        places = found.pin_memory() if device.type == "cuda" else found
+        batch = replace(batch, inputs={**inputs, "places": places})
     mask, moved = batch.inputs.get("attention_mask"), batch.to(device)
     if (
         mask is not None

@@ -83,9 +83,9 @@ class TaskAxis:
             elif linear and direct and set(direct) <= set(trained):
                 self.layers.append((module, direct, linear_forward))
         self.names = [name for _, names, _ in self.layers for name in names]
-        # the rows of a task must reach an output layer that is trained
+        # a trained output layer must see as many tokens of each task
         outputs = learner.hf.get_output_embeddings() if isinstance(learner, HFLearner) else None
-        self.whole_rows = any(layer is outputs for layer, *_ in self.layers)
+        self.needs_all_outputs = any(layer is outputs for layer, *_ in self.layers)
         if missing := [name for name in trained if name not in self.names]:
             raise UsageError(
                 f"tasks_per_pass: {missing[0]} is trained, and belongs to no linear layer nor to an adapter"

@@ -256,7 +256,7 @@ class InnerOptimizer:
             for part, of_grad in pieces(shard.device, shard, grad):
                 apply(part, of_grad, slice(begin, begin := begin + part.numel()))
 
-        # what makes temporary tensors makes small ones
+        # a state or a proximal term needs temporary tensors, which are small for small pieces
         return in_pieces if state.vectors or anchor is not None else apply
 
 

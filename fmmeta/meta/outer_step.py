@@ -94,7 +94,9 @@ class OuterOptimizer:
             return OuterStep(math.nan, lr, applied=False)
         extra = {name: mean.finish(name) for name in meta.extra}
         for value in extra.values():
-            if value.ndim == 2:  # a table, the same on all ranks; they sum over different communicators
+            # Ranks of a group that hold the same values sum them over different communicators. A table of
+            # rates by layer is the same on all ranks; rates by element are divided like theta.
+            if self.worker.params.replicated or value.ndim == 2:
                 self.worker.group.broadcast_(value)
         norm, gradient = self._finish_theta(mean), mean.sums["theta"]
         if meta.rates is not None:
@@ -104,7 +106,8 @@ class OuterOptimizer:
             return OuterStep(norm, lr, applied=False)
         if 0 < self.config.max_grad_norm < norm:
             gradient.mul_(self.config.max_grad_norm / norm)
-        moments, numbers = dict(self.moments), dict[str, Any]()  # of before the first piece, of after a step
+        moments = dict(self.moments)  # those before the first piece
+        numbers = dict[str, Any]()  # the optimizer's scalars after the step
         for piece, weight_decay in self.pieces:
             numbers = self._step_piece(piece, gradient, moments, lr, weight_decay)
         if meta.rates is not None:

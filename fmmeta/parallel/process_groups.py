@@ -209,9 +209,10 @@ class World:
         134). DeepSpeed's own call also clears the module globals in which it keeps groups and `mpu`.
         """
         for communicator in self.communicators:
-            if communicator.on_host is not None and communicator.backend not in (None, dist.group.WORLD):
-                # NCCL frees its memory on the GPU and closes its connections; torch's call below does not
-                with suppress(RuntimeError):  # of a rank that has ended
+            on_gpu = communicator.device.type == "cuda"
+            if on_gpu and communicator.backend not in (None, dist.group.WORLD):
+                # torch does not know the communicators that were made directly: NCCL would keep their memory
+                with suppress(RuntimeError):  # another rank has ended
                     (communicator.backend.abort if sys.exc_info()[0] else communicator.backend.shutdown)()
         deepspeed = sys.modules.get("deepspeed.comm")
         owner: Any = deepspeed if deepspeed and deepspeed.is_initialized() else dist

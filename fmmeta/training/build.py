@@ -174,7 +174,7 @@ def read_inputs(
     set_matmul_precision(config)
     deepspeed = read_deepspeed(config, False, world, notice)
     if chosen_bf16(config, deepspeed.zero_stage, world.comm, world.device):
-        deepspeed = read_deepspeed(config, True, world, lambda *lines: None)
+        deepspeed = read_deepspeed(config, True, world, deepspeed_config.quiet)
     tensor_ranks = config.tensor_parallel_size
 
     def read() -> tuple[Description, Any, Sources, list[UsedSplits]]:

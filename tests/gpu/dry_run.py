@@ -80,36 +80,34 @@ def run(ranks: int, model: str, flags: Sequence[str], file: Path) -> None:
     from fmmeta.training import build
     from fmmeta.training.schedules import OpenStep
     from tests.gpu.budgets import recorded
+    from tests.support.nccl_rules import replace
     from tests.support.pretended_cuda.events import device
     from tests.support.pretended_cuda.lone_rank import be_rank_0_of
 
     if ranks > 1:
         be_rank_0_of(ranks)
-    found, estimated = dict[str, Any](), dict[str, Any]()
-    log = build.log_layout
+    found, estimated, folder = dict[str, Any](), dict[str, Any](), file.parent
 
-    def estimate(config: Any, inputs: Any, plan: Any, world: Any, *args: Any) -> None:
+    def estimate(original: Any, config: Any, inputs: Any, plan: Any, world: Any, *args: Any) -> None:
         sizes_at = build.sizes_of(config, inputs, world.device)
         model_ranks = config.pipeline_stages * config.tensor_parallel_size
         needed = needed_at(sizes_at, inputs.deepspeed, plan.group_size, model_ranks)
         estimated.update(kinds=needed.peak, total=needed.total, host=needed.host)
-        log(config, inputs, plan, world, *args)
+        original(config, inputs, plan, world, *args)
 
-    build.log_layout = estimate
-    with recorded(found), tempfile.TemporaryDirectory() as folder:
-        update = OpenStep.update
+    def update(original: Any, step: Any) -> Any:
+        result = original(step)
+        if step.number == 1:
+            numbers = {name: vars(counted) for name, counted in found.items()}
+            numbers |= {"peak": device.pretended_peak(), "estimate": estimated}
+            file.write_text(json.dumps(numbers))
+            os._exit(0)  # nothing is evaluated or saved
+        return result
 
-        def ended(step: Any) -> Any:
-            result = update(step)
-            if step.number == 1:
-                numbers = {name: vars(counted) for name, counted in found.items()}
-                numbers |= {"peak": device.pretended_peak(), "estimate": estimated}
-                file.write_text(json.dumps(numbers))
-                os._exit(0)  # nothing is evaluated or saved
-            return result
-
-        OpenStep.update = ended  # type: ignore[method-assign]
-        save_zeros(Path(folder, "model"), MODELS[model])
+    with recorded(found):
+        replace(build, "log_layout", estimate)
+        replace(OpenStep, "update", update)
+        save_zeros(folder / "model", MODELS[model])
         fmmeta(
             [
                 *("train", "--task_type=causal_lm", f"--output_dir={folder}/run"),

@@ -60,8 +60,9 @@ def in_the_order_of_ranks(steps: Any, stats: Any) -> None:
 def all_on_the_host() -> None:
     """The communicators take their tensors for the host's: nothing is copied to the device."""
 
-    def on_the_host(original, self, backend, rank, size, device, on_host=None):  # type: ignore[no-untyped-def]
-        original(self, backend, rank, size, torch.device("cpu"), on_host)
+    def on_the_host(original: Any, communicator: Any, *given: Any) -> None:
+        backend, rank, size, _, *on_host = given
+        original(communicator, backend, rank, size, torch.device("cpu"), *on_host)
 
     change(Communicator, "__init__", on_the_host)
 

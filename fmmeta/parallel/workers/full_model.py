@@ -93,12 +93,7 @@ class FullModelWorker(Worker):
 
         Collective: group.
         """
-        found = []
-        for batch in batches:
-            inputs = dict(on_device(batch, self.learner, self.device).inputs)
-            inputs.pop("places", None)
-            found.append(self.learner.logits(self.model(**inputs)))
-        return found
+        return [self.learner.logits(self._call(batch, all_outputs=True)) for batch in batches]
 
     @torch.no_grad()
     def losses(self, batch: MicroBatch) -> RowLosses:
@@ -239,8 +234,8 @@ class FullModelWorker(Worker):
         outputs, saved.outputs = saved.outputs, None
         return outputs
 
-    def _call(self, batch: MicroBatch) -> Any:
-        return self.model(**on_device(batch, self.learner, self.device).inputs)
+    def _call(self, batch: MicroBatch, all_outputs: bool = False) -> Any:
+        return self.model(**on_device(batch, self.learner, self.device, all_outputs).inputs)
 
     def _loss(self, batch: MicroBatch, stats: Tensor, given: Any = None) -> Tensor:
         """This rank's share of the mean loss; adds to `stats`. given: outputs of the same body, if there are
@@ -399,7 +394,7 @@ class PlainWorker(FullModelWorker):
                 param.grad = None
 
     def apply(self, update: Update, skip_nonfinite_everywhere: bool) -> Tensor:
-        if not self.backwards:  # of no micro-batches; what the last pass left is not zeroed before
+        if not self.backwards:  # no micro-batches, and gradients of an earlier pass may be left
             self.grad.zero_()
         bad = ~torch.isfinite(self.grad.sum())
         # reading `bad` would make the CPU wait for a GPU: there the mask is applied in any case
@@ -523,9 +518,7 @@ class TaskBatch:
             batches = merge_task_batches(sets)
             if device.type == "cuda":  # so that the host need not wait for the copies
                 batches = [batch.pin_memory() for batch in batches]
-            known = [on_device(batch, learner, device) for batch in batches]
-            for batch in known if self.axis.whole_rows else ():
-                batch.inputs.pop("places", None)
+            known = [on_device(batch, learner, device, self.axis.needs_all_outputs) for batch in batches]
             self.merged.append((sets, known))
         return known
 
