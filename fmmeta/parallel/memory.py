@@ -13,7 +13,9 @@ weight. A kind is divided by M from the stage in brackets on (docs/explanation/m
 
 In addition, the larger of two: in the backward pass activations, logits and buffers; in the reduction after
 it, DeepSpeed's copies to reduce and to step (`gradient_bytes`). Activations: Korthikanti et al. 2022 (arXiv
-2205.05198), equation 2 and, with checkpointed layers, section 5. A new term needs a measurement in
+2205.05198), equation 2 and, with checkpointed layers, section 5; attention scores only where the kernel
+stores them; for models with RMS norms, their fp32 copies and a gated feed-forward part
+(tests/unit/test_plan.py counts what autograd saves). A new term needs a measurement in
 benchmarks/plan.py.
 """
 
@@ -58,10 +60,12 @@ class Sizes:
     params: int  # trained
     layers: int
     hidden: int
-    heads: int
+    heads: int  # whose scores are stored for the backward pass: 0 with a fused kernel of attention
     vocab: int  # 0 without logits over the vocabulary
     rows: int  # of a micro-batch
     tokens: int  # of a row
+    wide: int | None = None  # of the feed-forward part; None: 4 hidden
+    gated: bool = False  # RMS norms in fp32 and a gated feed-forward part, as in Llama
     frozen: int = 0  # parameters that are not trained
     checkpointing: bool = False  # layers store their inputs only
     offload_outer: bool = False  # from a device to host memory
@@ -87,12 +91,18 @@ def rank_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: b
     text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
     depth, gib = config.pipeline_stages, config.trajectory_memory_gib
     shards = costs.shards(config)
+    second_order = costs.second_order_by_autograd(
+        config, differentiates_twice(0, depth, config.tensor_parallel_size)
+    )
+    scores = second_order or getattr(text, "_attn_implementation", None) == "eager"
     return Sizes(
         params=counted[0],
         frozen=counted[1],
         layers=-(-getattr(text, "num_hidden_layers", 12) // depth),
         hidden=getattr(text, "hidden_size", 768),
-        heads=getattr(text, "num_attention_heads", 12),
+        heads=getattr(text, "num_attention_heads", 12) if scores else 0,
+        wide=getattr(text, "intermediate_size", None),
+        gated=hasattr(text, "rms_norm_eps"),
         vocab=getattr(text, "vocab_size", 0) if config.learner.writes else 0,
         rows=forward_rows(config, data),
         tokens=costs.query_tokens(
@@ -107,9 +117,7 @@ def rank_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: b
         kept=shards.work,
         trajectory=shards.trajectory,
         budget=None if gib is None or lazy else int(gib * GIB),
-        second_order=costs.second_order_by_autograd(
-            config, differentiates_twice(0, depth, config.tensor_parallel_size)
-        ),
+        second_order=second_order,
         lazy=lazy,
         tensor=config.tensor_parallel_size,
         engine=config.engine,
@@ -190,8 +198,9 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
     stage, width = settings.zero_stage, 2 if settings.bf16 else 4
     weight_ranks, shard_ranks = sharers if stage == 3 else 1, sharers if stage > 0 else 1
     held, shard = sizes.params + sizes.frozen, 4 * sizes.params // shard_ranks
-    split = 24 * sizes.hidden + 5 * sizes.heads * sizes.tokens  # over tensor ranks
-    layer = 10 * sizes.hidden + split // sizes.tensor  # bytes of a token in bf16
+    wide = 4 * sizes.hidden if sizes.wide is None else sizes.wide
+    split = 8 * sizes.hidden + (8 if sizes.gated else 4) * wide + 6 * sizes.heads * sizes.tokens
+    layer = (16 if sizes.gated else 10) * sizes.hidden + split // sizes.tensor  # bytes of a token in bf16
     per_token = 2 * sizes.layers * sizes.hidden + layer if sizes.checkpointing else sizes.layers * layer
     if sizes.second_order and can_defer_backward(stage):
         per_token = SECOND_ORDER * sizes.layers * layer

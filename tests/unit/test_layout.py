@@ -285,7 +285,7 @@ def test_layout_as_text():
     assert str(Layout(Launch(0, 1), 1)) == "1 group of 1 rank"
 
 
-ACTIVATIONS = 3 * 10 * 2 * (34 * 8 + 5 * 4 * 10)  # bytes in bf16
+ACTIVATIONS = 3 * 10 * 2 * (34 * 8 + 6 * 4 * 10)  # bytes in bf16
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,13 @@ def test_estimate_by_hand(stage, bf16, group_size, kinds, buffers, staging):
         (  # tensor ranks share activations, but not those between split layers
             {"tensor": 2},
             DeepSpeedSettings(0, True, False),
-            {"activations": 3 * 10 * 2 * (10 * 8 + (24 * 8 + 5 * 4 * 10) // 2)},
+            {"activations": 3 * 10 * 2 * (10 * 8 + (24 * 8 + 6 * 4 * 10) // 2)},
+        ),
+        # a fused kernel of attention, a gated feed-forward part and norms in fp32
+        (
+            {"heads": 0, "wide": 16, "gated": True},
+            DeepSpeedSettings(0, True, False),
+            {"activations": 3 * 10 * 2 * (24 * 8 + 8 * 16)},
         ),
         # with checkpointing: the inputs of two layers and one complete layer
         (
@@ -388,7 +394,7 @@ def test_a_trajectory_beyond_its_budget_is_in_host_memory():
 
 def test_peak_is_the_larger_of_two_phases():
     found = estimate(replace(SIZES, rows=1, tokens=1), DeepSpeedSettings(2, False, False), 4)
-    assert found.kinds["activations"] == 4 * (34 * 8 + 5 * 4)
+    assert found.kinds["activations"] == 4 * (34 * 8 + 6 * 4)
     assert found.total == 4000 + 1000 + 1000 + 5000 + 8000  # the reduction, after activations are freed
     assert str(found).split(" = ")[0].split(" + ")[-1].startswith("staging")
 
