@@ -5,6 +5,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -32,9 +33,25 @@ def relations(data: str) -> Iterator[dict[str, Any]]:
             yield {"task": relation, "tokens": tokens, "tags": tags}
 
 
-def write(folder: Path, data: str, held: int) -> None:
+def roles(things: dict[str, str], said: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """For each domain and role 40 sentences with a thing in each role; those of one role are tagged."""
+    rng = random.Random(0)
+    for domain, role, _ in product(things, said, range(40)):
+        words = list[tuple[str, str]]()
+        for part, thing in zip(
+            rng.sample([*said], 3), rng.sample(things[domain].split(", "), 3), strict=True
+        ):
+            before, after = rng.choice(said[part].split(", ")).split("X")
+            tags = ["B-thing", "I-thing", "I-thing"] if part == role else ["O"] * 3
+            words += [(word, "O") for word in before.split()] + [*zip(thing.split(), tags, strict=False)]
+            words += [(word, "O") for word in [*after.split(), ","]]
+        tokens, tags = zip(*words, strict=True)
+        yield {"task": f"{domain}: {role}", "tokens": [*tokens], "tags": [*tags]}
+
+
+def write(folder: Path, found: list[dict[str, Any]], held: int) -> None:
     """The rows of all tasks, and their splits: 3/8 of the tasks for tests, `held` for validation."""
-    found, tasks = [*(relations(data) if data else rows(30))], list[str]()
+    tasks = list[str]()
     for row in found:
         tasks += [row["task"]] if row["task"] not in tasks else []
     test = len(tasks) * 5 // 8
@@ -45,18 +62,25 @@ def write(folder: Path, data: str, held: int) -> None:
 
 def measure(study: Any, cell: Any) -> dict[str, Any]:
     """F1 by domain, of both weights and of their difference, and CPU minutes."""
-    of_relations = cell.settings.get("relations", False)
-    write(Path(study.folder), study.data if of_relations else "", 2 if of_relations else 6)
+    if given := cell.settings.get("roles"):
+        found, held = roles(**given), 6
+    elif cell.settings.get("relations", False):
+        found, held = relations(study.data), 2
+    else:
+        found, held = rows(30), 6
+    write(Path(study.folder), [*found], held)
     (trained, seconds), train, began = study.trained(cell), cell.settings["train"], time.process_time()
     loop = json.loads(Path(trained).with_name("run.json").read_text())["held_out"]["baseline_inner_loop"]
     of_base = {"inner_lr": 0.1 * loop["scale"], "inner_steps": loop["steps"]}
     names = ("task_type", "dataset", "task_splits", "max_length", "num_query")
-    same, found = {name: train[name] for name in names} | {"episodes": EPISODES}, dict[str, Any]()
+    same, scores = {name: train[name] for name in names} | {"episodes": EPISODES}, dict[str, Any]()
     for name, model, more in (("base", study.model, of_base), ("trained", trained, {})):
         by_domain = defaultdict[str, list[float]](list)
         for score in evaluate(model, **same, **more)["cells"][0]["scores"]:
             by_domain[score["task"].split(":")[0]].append(score["metrics"]["f1"])
-        found[name] = {domain: round(mean(values), 4) for domain, values in by_domain.items()}
-    found["gain"] = {domain: round(f1 - found["base"][domain], 4) for domain, f1 in found["trained"].items()}
+        scores[name] = {domain: round(mean(values), 4) for domain, values in by_domain.items()}
+    scores["gain"] = {
+        domain: round(f1 - scores["base"][domain], 4) for domain, f1 in scores["trained"].items()
+    }
     minutes = (seconds + time.process_time() - began) / 60
-    return {**found, "base_loop": of_base, "cpu_minutes": round(minutes, 1)}
+    return {**scores, "base_loop": of_base, "cpu_minutes": round(minutes, 1)}
