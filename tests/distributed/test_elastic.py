@@ -388,22 +388,32 @@ def test_a_group_that_starts_before_its_lighthouse_waits_for_it(tmp_path):
 @pytest.mark.timeout(300)
 def test_groups_of_a_loop_of_the_caller_come_and_go(tmp_path, flags):
     """One of two groups dies: the other repeats the outer step alone, and theta is that of one process."""
-    server = LighthouseProcess(tmp_path, free_port())
-    settings = {**LONG, "algorithm": "fomaml", "save_steps": 0}
+    server, seconds = LighthouseProcess(tmp_path, free_port()), tmp_path / "seconds"
+    settings = {
+        **LONG,
+        "outer_steps": 40,
+        "algorithm": "fomaml",
+        "save_steps": 0,
+        "episode_transforms": "harness.elastic:slowly",
+    }
     words = ["examples/own_loop.py", *flags(tmp_path / "run", **settings)]
     words += ["--elastic", "--lighthouse", server.address]
+    seconds.write_text("1")  # of a task: one group alone would take as long as the test waits for the other
     try:
         groups = [
-            Born.of([*words, "--group_name", name], tmp_path / f"{name}.log", environment(EPISODE_S="0.1"))
+            Born.of(
+                [*words, "--group_name", name], tmp_path / f"{name}.log", environment(**{SLEEP: str(seconds)})
+            )
             for name in ("one", "two")
         ]
         until(lambda: any(line["groups"] == 2 for line in lines_of(tmp_path / "run")), PATIENCE_S)
+        seconds.unlink()
         groups[1].send_signal(signal.SIGKILL)
         assert groups[0].wait() == 0, groups[0].rank.text
     finally:
         server.kill()
     lines = lines_of(tmp_path / "run")
-    assert [line["step"] for line in lines] == [*range(1, LONG["outer_steps"] + 1)]
+    assert [line["step"] for line in lines] == [*range(1, settings["outer_steps"] + 1)]
     assert {line["tasks"] for line in lines} == {QUICK["meta_batch_size"]}
     assert lines[-1]["groups"] == 1
     run_ranks(["launch/train.py", *flags(tmp_path / "alone", **settings)], 1).ok()
