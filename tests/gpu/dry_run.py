@@ -125,7 +125,7 @@ def dry_run(ranks: int, model: str, flags: Sequence[str], limit: float = 300) ->
         words = ["-m", "tests.gpu.dry_run", str(ranks), "--model", model, "--file", str(file), "--", *flags]
         started = shared().start(words, Path(folder, "log"), environment(**places(1)[0]))
         codes = shared().wait([started], limit)
-        assert (codes, file.exists()) == ([0], True), started.text[-6000:]
+        assert (codes, file.exists()) == ([0], True), f"exit codes {codes}: {started.text[-6000:]}"
         return json.loads(file.read_text())
 
 
