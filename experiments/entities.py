@@ -62,13 +62,10 @@ def write(folder: Path, found: list[dict[str, Any]], held: int) -> None:
 
 def measure(study: Any, cell: Any) -> dict[str, Any]:
     """F1 by domain, of both weights and of their difference, and CPU minutes."""
-    if given := cell.settings.get("roles"):
-        found, held = roles(**given), 6
-    elif cell.settings.get("relations", False):
-        found, held = relations(study.data), 2
-    else:
-        found, held = rows(30), 6
-    write(Path(study.folder), [*found], held)
+    asked = cell.settings
+    found = relations(study.data) if "relations" in asked else rows(30)
+    found = roles(**asked["roles"]) if "roles" in asked else found
+    write(Path(study.folder), [*found], asked.get("held", 6))
     (trained, seconds), train, began = study.trained(cell), cell.settings["train"], time.process_time()
     loop = json.loads(Path(trained).with_name("run.json").read_text())["held_out"]["baseline_inner_loop"]
     of_base = {"inner_lr": 0.1 * loop["scale"], "inner_steps": loop["steps"]}

@@ -398,7 +398,9 @@ def test_groups_of_a_loop_of_the_caller_come_and_go(tmp_path, flags):
     }
     words = ["examples/own_loop.py", *flags(tmp_path / "run", **settings)]
     words += ["--elastic", "--lighthouse", server.address]
-    seconds.write_text("1")  # of a task: one group alone would take as long as the test waits for the other
+    seconds.write_text(
+        "1"
+    )  # of a task: alone the first group would need 160 s, so that the other one can join
     try:
         groups = [
             Born.of(
