@@ -27,7 +27,7 @@ from typing import Any
 
 from tests.support import pretended_cuda
 
-ROWS = "--k_shot=1 --num_query=1 --max_length=16 --micro_batch_size=1 --inner_steps=2 --outer_steps=2"
+ROWS = "--k_shot=1 --num_query=1 --max_length=16 --micro_batch_size=1 --inner_steps=2 --outer_steps=2 --meta_batch_size=1"
 QUIET = "--eval_episodes=0 --save_steps=0 --num_workers=0"
 GIB = 2**30
 MODELS: dict[str, dict[str, Any]] = {
@@ -159,7 +159,7 @@ def main() -> None:
     if args.file:
         run(args.ranks, args.model, flags, args.file)
     else:
-        print(report(dry_run(args.ranks, args.model, flags, limit=3600)))
+        print(report(dry_run(args.ranks, args.model, flags, limit=10_000)))
 
 
 if __name__ == "__main__":
