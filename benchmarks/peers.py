@@ -52,42 +52,42 @@ def loss_of(model: Any, batch: MicroBatch) -> Tensor:
     return F.cross_entropy(model(**batch.inputs)[1], batch.targets["labels"])
 
 
-def by_learn2learn(model: nn.Module, episode: Episode, steps: int, lr: float) -> Grads:
+def by_learn2learn(model: nn.Module, episode: Episode, steps: int, lr: float, exact: bool = False) -> Grads:
     """As in its README: clone, adapt, backward through the clone."""
     from learn2learn.algorithms.maml import MAML  # type: ignore[import-not-found]
 
-    maml = MAML(model, lr=lr, first_order=True, allow_nograd=True)
-    learner = maml.clone()
+    learner = MAML(model, lr=lr, first_order=not exact, allow_nograd=True).clone()
     for _ in range(steps):
-        learner.adapt(loss_of(learner, episode.support[0]), allow_unused=True)
+        learner.adapt(loss_of(learner, episode.support[0]), allow_unused=exact)
     model.zero_grad()
     loss_of(learner, episode.query[0]).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def by_higher(model: nn.Module, episode: Episode, steps: int, lr: float) -> Grads:
-    """Its inner loop context, first order: no graph through the steps, gradients at the fast weights."""
+def by_higher(model: nn.Module, episode: Episode, steps: int, lr: float, exact: bool = False) -> Grads:
+    """Its inner loop context; of first order: no graph through the steps, gradients at the fast weights."""
     import higher  # type: ignore[import-not-found]
 
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
-    with higher.innerloop_ctx(model, optimizer, copy_initial_weights=False, track_higher_grads=False) as (
+    with higher.innerloop_ctx(model, optimizer, copy_initial_weights=False, track_higher_grads=exact) as (
         fast,
         inner,
     ):
         for _ in range(steps):
             inner.step(loss_of(fast, episode.support[0]))
-        named = [(name, p) for name, p in fast.named_parameters() if p.requires_grad]
-        grads = torch.autograd.grad(loss_of(fast, episode.query[0]), [p for _, p in named])
-    return dict(zip([name for name, _ in named], grads, strict=True))
+        leaves = model if exact else fast
+        named = {name: p for name, p in leaves.named_parameters() if p.requires_grad}
+        grads = torch.autograd.grad(loss_of(fast, episode.query[0]), [*named.values()])
+    return dict(zip(named, grads, strict=True))
 
 
-def by_torchopt(model: nn.Module, episode: Episode, steps: int, lr: float) -> Grads:
-    """Its functional optimizer on the parameters by name; gradients at the last ones."""
+def by_torchopt(model: nn.Module, episode: Episode, steps: int, lr: float, exact: bool = False) -> Grads:
+    """Its functional optimizer on the parameters by name; of first order: gradients at the last ones."""
     import torchopt  # type: ignore[import-not-found]
 
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     names, params = list(named), tuple(named.values())
-    optimizer = torchopt.sgd(lr=lr)
+    optimizer, leaves = torchopt.sgd(lr=lr), params
     state = optimizer.init(params)
 
     def loss_at(params: tuple[Tensor, ...], batch: MicroBatch) -> Tensor:
@@ -95,11 +95,19 @@ def by_torchopt(model: nn.Module, episode: Episode, steps: int, lr: float) -> Gr
         return F.cross_entropy(outputs[1], batch.targets["labels"])
 
     for _ in range(steps):
-        found = torch.autograd.grad(loss_at(params, episode.support[0]), params)
-        updates, state = optimizer.update(found, state, params=params, inplace=True)
-        moved = torchopt.apply_updates(params, updates, inplace=False)
-        params = tuple(p.detach().requires_grad_() for p in moved)
-    return dict(zip(names, torch.autograd.grad(loss_at(params, episode.query[0]), params), strict=True))
+        found = torch.autograd.grad(loss_at(params, episode.support[0]), params, create_graph=exact)
+        updates, state = optimizer.update(found, state, params=params, inplace=not exact)
+        params = torchopt.apply_updates(params, updates, inplace=False)
+        if not exact:
+            leaves = params = tuple(p.detach().requires_grad_() for p in params)
+    return dict(zip(names, torch.autograd.grad(loss_at(params, episode.query[0]), leaves), strict=True))
+
+
+PEERS: dict[str, Callable[..., Grads]] = {
+    "learn2learn": by_learn2learn,
+    "higher": by_higher,
+    "torchopt": by_torchopt,
+}
 
 
 def anil_by_learn2learn(model: Any, episode: Episode, steps: int, lr: float) -> Grads:
@@ -251,7 +259,6 @@ def main() -> None:
         "group_size": "1",
         "micro_batch_size": 64,
     }
-    both = {"learn2learn": by_learn2learn, "higher": by_higher, "torchopt": by_torchopt}
     for question in given.questions:
         anil = question == "anil"
         config = Config(
@@ -262,7 +269,7 @@ def main() -> None:
         model.unpadded.works = False  # the peers get the model as transformers has it
         for p in model.head.parameters():  # type: ignore[union-attr]
             nn.init.zeros_(p)
-        peers: dict[str, Callable[..., Grads]] = {"learn2learn": anil_by_learn2learn} if anil else both
+        peers: dict[str, Callable[..., Grads]] = {"learn2learn": anil_by_learn2learn} if anil else PEERS
         results[question] = compare(
             Ours(prepared), model, peers, given.repeats, config, prepared.inputs.tokenizer, question != "same"
         )

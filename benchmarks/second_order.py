@@ -45,6 +45,7 @@ TARGETS = {"few": ["query", "value"], "all": ["all-linear"]}
 TARGETS_LM = {"few": ["q_proj", "v_proj"], "all": ["all-linear"]}
 ADAPTERS = {"few": 8, "all": 16}  # rank
 PARTS = ["memory", "time", "error", "peers"]
+LIBRARIES = ["learn2learn", "higher", "torchopt"]  # PEERS in benchmarks/peers.py
 LAYERS = {"few": "r 8 on query and value", "all": "r 16 on all linears"}
 
 
@@ -150,29 +151,20 @@ class Task:
         )
 
 
-def high_water() -> int:
-    with open("/proc/self/status", encoding="ascii") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
-
-def resident() -> int:
-    with open("/proc/self/statm", encoding="ascii") as line:
-        return int(line.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def memory_cell(args: argparse.Namespace) -> dict[str, float]:
     """Peak bytes of a meta-gradient: fmmeta's, or that of `--library`, which must be the same to 1e-4."""
+    from benchmarks.memory import resident
+
     config = settings(args, args.adapters, inner_steps=args.steps[0])
     task = Task(config)
     model = task.reference
     if args.library == "fmmeta":
         task.reference = None
     task.worker.forward(task.batches.query)
-    before = resident()
-    with open("/proc/self/clear_refs", "w", encoding="ascii") as reset:
-        reset.write("5")  # VmHWM begins again
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
     found = task.gradient() if args.library == "fmmeta" else of_peer(args.library, model, task, config)
-    peak = high_water() - before
+    peak = resident("VmHWM") - before
     moments = {"sgd": 0, "momentum": 1, "adamw": 2}[config.inner_optimizer]
     stored = 1 + (moments if config.inner_optimizer == "adamw" else 0)
     cell: dict[str, float] = {"bytes": peak, "vectors": stored * 4 * task.worker.params.numel}
@@ -186,6 +178,7 @@ def of_peer(library: str, model: Any, task: Task, config: Any) -> Any:
     """The meta-gradient of the adapters by a library that differentiates through the whole inner loop."""
     import torch
 
+    from benchmarks.peers import PEERS
     from fmmeta.parallel.workers.full_model import twice_differentiable
 
     model.unpadded.works = False  # the model as transformers has it
@@ -193,7 +186,7 @@ def of_peer(library: str, model: Any, task: Task, config: Any) -> Any:
         torch.nn.init.zeros_(param)
     plain_adapters(model)
     with twice_differentiable(model):
-        grads = PEERS[library](model, task.batches, config.inner_steps, config.inner_lr)
+        grads = PEERS[library](model, task.batches, config.inner_steps, config.inner_lr, exact=True)
     return torch.cat([grads[n].double().reshape(-1) for n in sorted(grads) if n not in model.head_names])
 
 
@@ -214,65 +207,6 @@ def plain_adapters(model: Any) -> None:
         if hasattr(module, "lora_A"):
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, Adapted(module))
-
-
-def by_learn2learn(model: Any, episode: Any, steps: int, lr: float) -> dict[str, Any]:
-    """As in its README: clone, adapt, backward through the clone."""
-    from learn2learn.algorithms.maml import MAML  # type: ignore[import-not-found]
-
-    from benchmarks.peers import loss_of
-
-    learner = MAML(model, lr=lr, first_order=False, allow_nograd=True).clone()
-    for _ in range(steps):
-        learner.adapt(loss_of(learner, episode.support[0]), allow_unused=True)
-    loss_of(learner, episode.query[0]).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def by_higher(model: Any, episode: Any, steps: int, lr: float) -> dict[str, Any]:
-    """Its inner loop context."""
-    import higher  # type: ignore[import-not-found]
-    import torch
-
-    from benchmarks.peers import loss_of
-
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.SGD(named.values(), lr=lr)
-    with higher.innerloop_ctx(model, optimizer, copy_initial_weights=False) as (fast, inner):
-        for _ in range(steps):
-            inner.step(loss_of(fast, episode.support[0]))
-        loss_of(fast, episode.query[0]).backward()
-    return {name: p.grad for name, p in named.items()}
-
-
-def by_torchopt(model: Any, episode: Any, steps: int, lr: float) -> dict[str, Any]:
-    """Its functional optimizer on the parameters by name."""
-    import torch
-    import torch.nn.functional as F
-    import torchopt  # type: ignore[import-not-found]
-
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    start = params = tuple(named.values())
-    optimizer = torchopt.sgd(lr=lr)
-    state = optimizer.init(params)
-
-    def loss_at(params: Any, batch: Any) -> Any:
-        outputs = torch.func.functional_call(model, dict(zip(named, params, strict=True)), (), batch.inputs)
-        return F.cross_entropy(outputs[1], batch.targets["labels"])
-
-    for _ in range(steps):
-        grads = torch.autograd.grad(loss_at(params, episode.support[0]), params, create_graph=True)
-        updates, state = optimizer.update(grads, state, params=params, inplace=False)
-        params = torchopt.apply_updates(params, updates, inplace=False)
-    found = torch.autograd.grad(loss_at(params, episode.query[0]), start)
-    return dict(zip(named, found, strict=True))
-
-
-PEERS: dict[str, Callable[..., dict[str, Any]]] = {
-    "learn2learn": by_learn2learn,
-    "higher": by_higher,
-    "torchopt": by_torchopt,
-}
 
 
 def time_cell(args: argparse.Namespace) -> dict[str, float]:
@@ -325,7 +259,7 @@ def run_cell(kind: str, words: list[str], **more: Any) -> dict[str, Any]:
 
 def missing_peers() -> list[str]:
     """The libraries that are not installed here; logs what to install."""
-    missing = [name for name in PEERS if find_spec(name) is None]
+    missing = [name for name in LIBRARIES if find_spec(name) is None]
     if missing:
         print(
             f"peers: {', '.join(missing)} are not installed and left out; give them a separate environment"
@@ -342,7 +276,7 @@ def memory(
     from benchmarks.common import table
 
     peers = "peers" in args.parts
-    libraries = [name for name in PEERS if name not in missing_peers()] if peers else []
+    libraries = [name for name in LIBRARIES if name not in missing_peers()] if peers else []
     plan = [(adapters, "fmmeta") for adapters in args.adapters.split()] if "memory" in args.parts else []
     plan += [("few", library) for library in libraries]
     rows = []
@@ -386,7 +320,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cell", choices=CELLS, help=argparse.SUPPRESS)
-    parser.add_argument("--library", choices=["fmmeta", *PEERS], default="fmmeta", help=argparse.SUPPRESS)
+    parser.add_argument("--library", choices=["fmmeta", *LIBRARIES], default="fmmeta", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.cell:
         print(json.dumps(CELLS[args.cell](args)))

@@ -5,8 +5,8 @@
 The floors, measured in turn: an interpreter that does nothing, one that imports torch and transformers' model
 classes, which every run has to, and the `deepspeed` launcher with ranks that import those and DeepSpeed and
 do nothing else. First outer step: its line in metrics.jsonl, of the built-in model and suite, by `fmmeta
-train` and by the launcher, bare and on two ranks as in `make demo`. The first run of each warms the disk and
-is left out.
+train` and by the launcher, bare and on two ranks as in `make demo`. With --model and --support the whole of
+`fmmeta adapt` too, with all cores. The first run of each warms the disk and is left out.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ LAUNCHERS = {
 }
 
 
-def environment() -> dict[str, str]:
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+def environment(**more: str) -> dict[str, str]:
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "OMP_NUM_THREADS")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     kept = {key: value for key, value in os.environ.items() if key not in dropped}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path}
+    return {**kept, "PYTHONPATH": str(ROOT), "PATH": path, **more}
+
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def statement(code: str) -> tuple[float, float]:
@@ -47,7 +50,7 @@ def statement(code: str) -> tuple[float, float]:
     """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-c", TIMED.format(code)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment())
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment(**ONE_THREAD))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return float(ran.stdout), after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -61,7 +64,7 @@ def first_step(command: list[str]) -> tuple[float, float]:
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [*command, *SHORT, "--output_dir", str(folder / "run")],
-            env=environment(),
+            env=environment(**ONE_THREAD),
             cwd=ROOT,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -80,15 +83,27 @@ def first_step(command: list[str]) -> tuple[float, float]:
     return seen, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+def whole(command: list[str], **more: str) -> tuple[float, float]:
+    """Seconds of a command from start to end, by the clock and of CPU."""
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run(command, check=True, env=environment(**more), cwd=ROOT, capture_output=True)
+    wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def imports_alone(launcher: list[str]) -> tuple[float, float]:
     """Seconds that the launcher needs for ranks that import what every rank has to, from start to end."""
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "imports.py")
         script.write_text(f"{IMPORTS}, deepspeed\n")
-        subprocess.run([*launcher, str(script)], check=True, env=environment(), cwd=ROOT, capture_output=True)
-    wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return whole([*launcher, str(script)], **ONE_THREAD)
+
+
+def adapted(model: str, support: str) -> tuple[float, float]:
+    """Seconds of `fmmeta adapt`, imports included."""
+    words = ["--model_name_or_path", model, "--support", str(Path(support).resolve())]
+    with tempfile.TemporaryDirectory() as folder:
+        return whole([sys.executable, "-m", "fmmeta", "adapt", *words, "--output_dir", f"{folder}/out"])
 
 
 def main() -> None:
@@ -96,6 +111,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--model", help="of `fmmeta adapt`")
+    parser.add_argument("--support", help="its examples, a .jsonl file")
     parser.add_argument("--json")
     given = parser.parse_args()
     imports = {
@@ -117,6 +134,8 @@ def main() -> None:
             found.setdefault(name, []).append(first_step(command))
         for name, launcher in LAUNCHERS.items():
             found.setdefault(f"{name}, imports alone", []).append(imports_alone(launcher))
+        if given.model:
+            found.setdefault("fmmeta adapt", []).append(adapted(given.model, given.support))
     results: dict[str, Any] = {
         name: {"wall": spread([w for w, _ in costs[1:]]), "cpu": spread([c for _, c in costs[1:]])}
         for name, costs in found.items()

@@ -9,7 +9,7 @@ a copy of one of these with another loss or other inputs (examples/own_loss.py, 
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from fmmeta.common.errors import UsageError, usage_errors
@@ -176,9 +176,12 @@ def find(name: str) -> LearnerSpec:
 def of_class(found: Any) -> Any:
     """The spec of the class of a learner; anything else as it is."""
     is_learner = isinstance(found, type) and hasattr(found, "losses") and hasattr(found, "collate")
-    if not is_learner:
-        return found
-    return replace(OWN, learner=found, make=None if getattr(found, "auto", "") else found)
+    return own(found) if is_learner else found
+
+
+@cache
+def own(learner: type) -> LearnerSpec:
+    return replace(OWN, learner=learner, make=None if getattr(learner, "auto", "") else learner)
 
 
 def stored_kind(facts: Mapping[str, Any]) -> LearnerSpec:

@@ -10,6 +10,7 @@ takes. Nothing is read before training, so that a function may ask a database, o
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,11 @@ class OwnRows:
     name: str
     encoder: RowEncoder
 
+    @cached_property
+    def kind(self) -> Any:
+        """The class of the learner."""
+        return self.encoder.config.learner.kind
+
     def check(self) -> None:
         """Nothing is left to read."""
 
@@ -111,7 +117,7 @@ class OwnRows:
 
     def read(self, row: Any) -> Any:
         """A pair, or a dictionary as a file has it, as the learner reads it; another object as it is."""
-        config, kind = self.encoder.config, self.encoder.config.learner.kind
+        config, kind = self.encoder.config, self.kind
         if not (kind.pair or isinstance(row, Mapping)):
             return row
         with self.errors():
