@@ -568,19 +568,12 @@ class MetaConfig:
         positive="such as 2e-5 for all weights of a checkpoint",
         common=True,
     )
-    scale_outer_lr: str = setting(
-        None,
-        "Multiply outer_lr and inner_lr_outer_lr by r (linear, for SGD) or by its root (sqrt, for AdamW); r:"
-        " tasks of an outer step over base_meta_batch_size. --warmup_steps begins at 0 and ends at the"
-        " multiplied rate (default: no scaling)",
-        ("linear", "sqrt"),
-        needs=("base_meta_batch_size",),
-    )
     base_meta_batch_size: int = setting(
         None,
-        "Tasks of an outer step for which outer_lr was chosen",
+        "Tasks of an outer step for which outer_lr and inner_lr_outer_lr were chosen: both are multiplied by"
+        " r, the tasks of an outer step over these (outer_optimizer=sgd and nesterov), or by its root"
+        " (others). --warmup_steps ends at the multiplied rate (default: no scaling)",
         least=1,
-        needs=("scale_outer_lr",),
     )
     gradient_noise_scale: bool = setting(
         False,
@@ -811,11 +804,6 @@ class ParallelConfig(WorkerConfig):
         per_algorithm=True,
         resume="free",
     )
-    show_layout: bool = setting(
-        False,
-        "Log at the start on which node each rank of each group is, and what each link carries",
-        resume="free",
-    )
 
 
 @dataclass
@@ -927,7 +915,8 @@ class RunConfig:
     )
     log_level: str = setting(
         "info",
-        "Least severe messages that are logged",
+        "Least severe messages that are logged; debug: also on which node each rank is, and what each link"
+        " carries",
         ("debug", "info", "warning", "error"),
         resume="hidden",
         common=True,
@@ -1016,13 +1005,11 @@ class Config(ModelConfig, TaskConfig, SamplingConfig, InnerConfig, MetaConfig, P
 
     @property
     def outer_lr_factor(self) -> float:
-        """Factor of the outer learning rates by `scale_outer_lr` (Goyal et al. 2017, arXiv 1706.02677, for
-        SGD; Malladi et al. 2022, arXiv 2205.10287, for Adam).
+        """Factor of the outer learning rates by `base_meta_batch_size` (Goyal et al. 2017, arXiv 1706.02677,
+        for SGD; Malladi et al. 2022, arXiv 2205.10287, for Adam).
         """
-        if self.scale_outer_lr is None:
-            return 1.0
-        ratio = self.tasks_per_step / self.base_meta_batch_size
-        return ratio if self.scale_outer_lr == "linear" else math.sqrt(ratio)
+        ratio = self.tasks_per_step / (self.base_meta_batch_size or self.tasks_per_step)
+        return ratio if self.outer_optimizer in ("sgd", "nesterov") else math.sqrt(ratio)
 
     @property
     def most_shots(self) -> int:

@@ -128,7 +128,7 @@ def mean_of(tables: Sequence[Weights]) -> Weights:
 
 def outer_optimizer(meta_params: Weights, rates: Weights, config: Config) -> torch.optim.Optimizer:
     learned = {id(rate): rate for rate in rates.values() if rate.requires_grad}  # each once
-    power = {None: 0.0, "sqrt": 0.5, "linear": 1.0}[config.scale_outer_lr]
+    power = 1.0 if config.outer_optimizer in ("sgd", "nesterov") else 0.5
     tasks = config.meta_batch_size * config.meta_accumulation_steps
     scale = (tasks / (config.base_meta_batch_size or tasks)) ** power
     lr, params = config.outer_lr * scale, meta_params.values()

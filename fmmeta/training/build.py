@@ -386,7 +386,7 @@ def slow_bf16(config: Config, deepspeed: DeepSpeedSettings, device: str) -> str:
 def log_layout(
     config: Config, inputs: RunInputs, plan: ParallelPlan, world: World, params: int, notice: Notice
 ) -> None:
-    """Log groups, stages and adapters; with --show_layout also where each rank is and what each link carries.
+    """Log groups, stages and adapters; at log level debug also where each rank is and what each link carries.
 
     params: trained parameters of the largest rank's part of the model.
     """
@@ -395,7 +395,7 @@ def log_layout(
     if plan.stages > 1:
         learner = empty_learner(config, inputs.description)
         notice(f"stages by {config.pipeline_balance}: {stages_text(plan, learner)}")
-    if config.show_layout:
+    if config.log_level == "debug":
         kinds = {
             "gradients": plan.data > 1 and stage < 3,
             "weights and gradients": plan.data > 1 and stage == 3,
@@ -406,7 +406,7 @@ def log_layout(
         inside = ", ".join(kind for kind, is_sent in kinds.items() if is_sent) or "nothing"
         shard_bytes = 4 * params / (plan.data if plan.engine == "deepspeed" and stage else 1)
         notice(
-            f"show_layout: {layout} on {counted(len(world.nodes.hosts), 'node')}",
+            f"{layout} on {counted(len(world.nodes.hosts), 'node')}",
             *world.nodes.map(plan.group_size, inside, shard_bytes, world.device.type),
         )
     if config.offload_outer and world.device.type == "cpu":

@@ -89,13 +89,13 @@ def deepspeed_command(folder: Path, slots: int, flags: list[str]):
 def test_deepspeed_without_ssh_trains_on_two_hosts(hosts, flags, alone, tmp_path):
     run = tmp_path / "run"
     started = Launchers(
-        hosts, tmp_path, deepspeed_command(tmp_path, 2, [*flags(run, **SHORT), "--show_layout"])
+        hosts, tmp_path, deepspeed_command(tmp_path, 2, [*flags(run, **SHORT), "--log_level", "debug"])
     )
     assert started.codes(250) == [0, 0], started.texts
     text, cable = started.texts[0], hosts.cables[0]
     assert f"GLOO_SOCKET_IFNAME={cable}: " in text
     assert (
-        "fmmeta: show_layout: 4 groups of 1 rank on 2 nodes\ngroup 0: rank 0 on alpha\ngroup 1: rank 1 on"
+        "fmmeta: 4 groups of 1 rank on 2 nodes\ngroup 0: rank 0 on alpha\ngroup 1: rank 1 on"
         " alpha\ngroup 2: rank 2 on beta\ngroup 3: rank 3 on beta\nacross groups, between nodes"
         f" (GLOO_SOCKET_IFNAME={cable}): " in text
     )

@@ -103,15 +103,7 @@ def weights_file(tmp_path: Path, content: str) -> str:
         ({"class_weights": '{"c1": NaN}'}, ("class_weights=", "nan", "write a number from 1e-06 to 1e+06")),
         ({"class_weights": "[1, 2]"}, ("class_weights=", "holds no object", 'write {"rare": 3.0}')),
         ({"class_weights": "{"}, ("class_weights=", "cannot be read as JSON", "fix it")),
-        (
-            {"scale_outer_lr": "linear", "base_meta_batch_size": 0},
-            ("base_meta_batch_size=0", "below 1", "use 1 or more"),
-        ),
-        (
-            {"scale_outer_lr": "sqrt"},
-            ("scale_outer_lr=sqrt", "give --base_meta_batch_size"),
-        ),
-        ({"base_meta_batch_size": 4}, ("base_meta_batch_size=4", "leave it out, or give --scale_outer_lr")),
+        ({"base_meta_batch_size": 0}, ("base_meta_batch_size=0", "below 1", "use 1 or more")),
         (
             {"gradient_noise_scale": True, "meta_batch_size": 1},
             ("gradient_noise_scale=True", "meta_batch_size=1", "use --meta_batch_size 2 or more"),

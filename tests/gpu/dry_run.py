@@ -27,8 +27,8 @@ from typing import Any
 
 from tests.support import pretended_cuda
 
-ROWS = "--k_shot=1 --num_query=1 --max_length=16 --micro_batch_size=1 --inner_steps=2 --outer_steps=2 --meta_batch_size=1"
-QUIET = "--eval_episodes=0 --save_steps=0 --num_workers=0"
+ROWS = "--k_shot=1 --num_query=1 --max_length=16 --micro_batch_size=1"
+QUIET = "--inner_steps=2 --outer_steps=2 --meta_batch_size=1 --eval_episodes=0 --save_steps=0 --num_workers=0"
 GIB = 2**30
 MODELS: dict[str, dict[str, Any]] = {
     "llama-8b": {  # Llama 3.1 8B

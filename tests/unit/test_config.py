@@ -13,9 +13,6 @@ from fmmeta.config.settings import KEYED, REMEMBERED, Config, InnerConfig
 from tests.support.messages import check_message, refusal
 
 COMPANIONS = {  # settings without which a choice is refused
-    ("scale_outer_lr", "linear"): {"base_meta_batch_size": 4},
-    ("scale_outer_lr", "sqrt"): {"base_meta_batch_size": 4},
-    ("base_meta_batch_size", 1): {"scale_outer_lr": "sqrt"},
     ("inner_optimizer", "adamw"): {"algorithm": "reptile"},
     ("algorithm", "in_context"): {"task_type": "causal_lm"},
     ("algorithm", "meta_icl"): {"task_type": "causal_lm"},

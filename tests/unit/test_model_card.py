@@ -47,8 +47,7 @@ def test_a_classifier_has_its_held_out_scores_and_runnable_code(bert, tmp_path):
         tmp_path / "my-run",
         pooling="mean",
         outer_lr=0.01,
-        scale_outer_lr="linear",
-        base_meta_batch_size=4,
+        base_meta_batch_size=8,
     )
     card = read(run / "model")
     assert "over 2 tasks each, outer_lr 0.005" in str(card)  # the rate that was used

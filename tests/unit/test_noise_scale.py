@@ -83,10 +83,19 @@ def test_a_run_logs_reports_and_stores_it(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("rule", "tasks", "steps", "factor"),
-    [("linear", 8, 1, 2.0), ("sqrt", 8, 2, 2.0), ("linear", 2, 1, 0.5), (None, 8, 1, 1.0)],
+    ("optimizer", "base", "tasks", "steps", "factor"),
+    [
+        ("sgd", 4, 8, 1, 2.0),
+        ("nesterov", 4, 2, 1, 0.5),
+        ("adamw", 4, 8, 2, 2.0),
+        ("adamw", None, 8, 1, 1.0),
+    ],
 )
-def test_the_outer_rate_is_scaled_by_the_tasks_of_an_outer_step(rule, tasks, steps, factor):
-    base = {"scale_outer_lr": rule, "base_meta_batch_size": 4} if rule else {}
-    config = Config(meta_batch_size=tasks, meta_accumulation_steps=steps, **base)
+def test_the_outer_rate_is_scaled_by_the_tasks_of_an_outer_step(optimizer, base, tasks, steps, factor):
+    config = Config(
+        outer_optimizer=optimizer,
+        base_meta_batch_size=base,
+        meta_batch_size=tasks,
+        meta_accumulation_steps=steps,
+    )
     assert config.outer_lr_factor == pytest.approx(factor)
