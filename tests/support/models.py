@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,13 @@ def tiny(kind: str, seed: int = 0, auto: str = "", **sizes: Any) -> Any:
     if kind in ENCODER_DECODERS:
         usual = "AutoModelForSeq2SeqLM"
     return getattr(transformers, auto or usual).from_config(config)
+
+
+def with_settings(model: Path, folder: Path, **stored: Any) -> Path:
+    """A copy of a model that stores these settings with it."""
+    shutil.copytree(model, folder)
+    (folder / "fmmeta.json").write_text(json.dumps(stored))
+    return folder
 
 
 def save_family(folder: Path, family: str, tied: bool = True, layers: int = 3) -> Path:
