@@ -5,6 +5,7 @@ import gzip
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +60,24 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
         path.write_bytes(gzip.compress(plain.read_bytes()))
         plain.unlink()
     return path
+
+
+def recorded(patch: pytest.MonkeyPatch, owner: Any, name: str, **failures: Any) -> list[Any]:
+    """The positional arguments and the result of each call of `owner.name` from now on.
+
+    failures: `at` and `error`, the number of a call, from 0, that raises this error instead.
+    """
+    original, calls = getattr(owner, name), []
+
+    def call(*args: Any, **named: Any) -> Any:
+        if failures and len(calls) == failures["at"]:
+            raise failures["error"]
+        calls.append(SimpleNamespace(args=args, result=None))
+        calls[-1].result = original(*args, **named)
+        return calls[-1].result
+
+    patch.setattr(owner, name, call)
+    return calls
 
 
 def stored_by(kind: Any, config: Config, row: dict[str, Any], answered: bool = True) -> Any:

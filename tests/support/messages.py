@@ -25,3 +25,9 @@ def check_message(text: str, part: str, *more: str) -> None:
     assert not missing, f"{missing} not in {text!r}"
     assert "\n" not in text.strip(), text
     assert "did you mean" not in text or ("remove it" not in text and "leave it out" not in text), text
+
+
+def check_text(text: str, *parts: str) -> None:
+    """Check that a text of any number of lines contains its parts."""
+    missing = [part for part in parts if part not in text]
+    assert not missing, f"{missing} not in {text!r}"
