@@ -7,12 +7,15 @@ import json
 import os
 import re
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from fmmeta.common.errors import UsageError
+from harness.fork_server import Rank, shared
 
 QUICK = {
     "n_way": 2,
@@ -78,6 +81,34 @@ def hold(episode, rng):
     while episode.task.seed[2] >= 2 and not Path(os.environ["HOLD"]).exists():
         time.sleep(0.05)
     return episode
+
+
+@dataclass
+class Job:
+    """A run in a folder, and its ranks."""
+
+    run: Path
+    ranks: list[Rank]
+
+    @classmethod
+    def start(cls, argv: Sequence[str], ranks: int, folder: Path, **env: str) -> "Job":
+        """Begin launch/train.py with these flags, which name FOLDER/run; logs go to `folder`."""
+        return cls(folder / "run", shared().train(argv, ranks, folder, **env))
+
+    def reach(self, step: int, timeout_s: float = 60.0) -> "Job":
+        """Wait for the line of an outer step."""
+        until(lambda: steps_of(self.run) >= step, timeout_s)
+        return self
+
+    def signal(self, number: int, *ranks: int) -> None:
+        for rank in ranks:
+            os.kill(self.ranks[rank].pid, number)
+
+    def end(self, codes: int | list[int] = 0, timeout_s: float = 100) -> str:
+        """Wait for the exit codes, or one of all ranks; returns what the first rank has printed."""
+        wanted = [codes] * len(self.ranks) if isinstance(codes, int) else codes
+        assert shared().wait(self.ranks, timeout_s) == wanted, [rank.text for rank in self.ranks]
+        return self.ranks[0].text
 
 
 def theta_of(run: Path) -> dict[str, torch.Tensor]:
