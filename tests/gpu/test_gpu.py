@@ -18,7 +18,7 @@ from fmmeta.elastic.starter import ElasticConfig, start, wait
 from harness.elastic import SLEEP
 from tests.support.launch import run_ranks
 from tests.support.matrix import AXES, TOLERANCE, Case, Launches, ParityFixture, selected, tolerance
-from tests.support.nccl_breaks import ALONE
+from tests.support.nccl_breaks import ALONE, HOST
 from tests.support.pretended_cuda import gpus, on_cpu
 from tests.support.ranks import on_ranks
 
@@ -105,7 +105,7 @@ def test_several_gpus_end_where_the_oracle_ends(case, bench, launches):
 def refusals(world):
     """What NCCL raises in a group of one rank, by name of the break."""
     group, raised = world.split(1).group.backend, {}
-    for name, (_, call) in ALONE.items():
+    for name, (_, call) in {**ALONE, **HOST}.items():
         try:
             call(group, torch.device("cuda", 0))
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
@@ -118,7 +118,7 @@ def refused():
     return refusals()[0]
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", [*ALONE, *HOST])
 def test_nccl_refuses_what_the_rules_on_cpus_refuse(name, refused):
     assert refused[name]
 
