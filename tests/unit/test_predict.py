@@ -16,6 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import normalizers, processors
+from transformers import AutoModelForSequenceClassification
 
 import fmmeta
 from fmmeta.adaptation import model as models
@@ -28,10 +31,10 @@ from fmmeta.evaluation.settings import EvaluateConfig, PredictConfig, TuneConfig
 from fmmeta.learners.classification import NativeClassifier
 from fmmeta.learners.tiny import byte_tokenizer
 from harness.fork_server import shared
-from tests.support.helpers import refusal, write_rows
+from tests.support.helpers import recorded, refusal, write_rows
 from tests.support.launch import environment
 from tests.support.messages import check_message
-from tests.support.models import WORDS
+from tests.support.models import WORDS, with_settings
 from tests.support.short_runs import until
 
 PAIRS = [(f"{word} {other}", f"class {word}") for word in WORDS[:3] for other in WORDS[5:9]]
@@ -46,8 +49,8 @@ def adapted(bert, tmp_path_factory):
     return folder, [one.as_dict() for one in model.predict(TEXTS)]
 
 
-def answers(folder, source, tmp_path, **settings):
-    target = tmp_path / "answers.jsonl"
+def answers(folder, source, tmp_path, output="answers.jsonl", **settings):
+    target = tmp_path / output
     predict.run(PredictConfig(str(folder), input=str(source), output=str(target), **settings))
     return [json.loads(line) for line in target.read_text().splitlines()]
 
@@ -56,11 +59,28 @@ def same(found, expected):
     assert found == [{**one, "score": pytest.approx(one["score"], abs=1e-4)} for one in expected]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.jsonl.gz", "a.csv.gz", "a.parquet.gz"])
-def test_predict_reads_the_files_that_adapt_reads(adapted, tmp_path, name):
+def lines_of_text(*texts):
+    return "\n".join(texts).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        *((f"a{ending}", None) for ending in (".jsonl", ".csv", ".parquet", ".csv.gz", ".parquet.gz")),
+        ("a.txt", lines_of_text(*TEXTS)),
+        # a byte order mark, before text and before JSON
+        ("a.txt", b"\xef\xbb\xbf" + lines_of_text(*TEXTS).replace(b"\n", b"\r\n")),
+        ("a.jsonl", b"\xef\xbb\xbf" + lines_of_text(*(json.dumps({"text": text}) for text in TEXTS))),
+        ("a.txt.gz", gzip.compress(lines_of_text(*TEXTS), mtime=0)),
+    ],
+)
+def test_predict_reads_the_files_that_adapt_reads_and_lines_of_text(adapted, tmp_path, name, data):
     folder, expected = adapted
-    rows = [{"Label": "not read", "Text": text} for text in TEXTS]
-    same(answers(folder, write_rows(tmp_path / name, rows), tmp_path), expected)
+    if data is None:
+        write_rows(tmp_path / name, [{"Label": "not read", "Text": text} for text in TEXTS])
+    else:
+        (tmp_path / name).write_bytes(data)
+    same(answers(folder, tmp_path / name, tmp_path), expected)
 
 
 def test_numbers_are_texts_as_they_are_in_data(adapted, tmp_path):
@@ -73,37 +93,19 @@ def test_numbers_are_texts_as_they_are_in_data(adapted, tmp_path):
     check_message(refusal(answers, adapted[0], missing, tmp_path), "1 has text=None", "fix the row")
 
 
-@pytest.mark.parametrize(
-    ("name", "data"),
-    [
-        ("a.txt", "\n".join(TEXTS).encode()),
-        (
-            "a.txt",
-            b"\xef\xbb\xbf" + "\r\n".join(TEXTS).encode(),
-        ),  # a byte order mark, before text and before JSON
-        ("a.jsonl", b"\xef\xbb\xbf" + "\n".join(json.dumps({"text": text}) for text in TEXTS).encode()),
-        ("a.txt.gz", gzip.compress("\n".join(TEXTS).encode(), mtime=0)),
-    ],
-)
-def test_lines_of_text_are_inputs(adapted, tmp_path, name, data):
-    (tmp_path / name).write_bytes(data)
-    same(answers(adapted[0], tmp_path / name, tmp_path), adapted[1])
-
-
 def test_standard_streams_are_utf_8_in_every_locale(adapted, monkeypatch):
     out, text = io.BytesIO(), "größe 雪"
-    for given in (text, "\ufeff" + json.dumps({"text": text}, ensure_ascii=False)):  # a byte order mark
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode()), encoding="latin-1"))
+
+    def run(given):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given), encoding="latin-1"))
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
         predict.run(PredictConfig(str(adapted[0])))
+
+    for given in (text, "\ufeff" + json.dumps({"text": text}, ensure_ascii=False)):  # a byte order mark
+        run(given.encode())
     found = [json.loads(line)["text"] for line in out.getvalue().decode().splitlines()]
     assert found == [text, text]
-
-
-def test_standard_input_that_is_not_utf_8_is_refused(adapted, monkeypatch):
-    stdin = io.TextIOWrapper(io.BytesIO(b"a\n\xff\n"), encoding="ascii", errors="surrogateescape")
-    monkeypatch.setattr(sys, "stdin", stdin)
-    check_message(refusal(predict.run, PredictConfig(str(adapted[0]))), "input is not UTF-8", "convert it")
+    check_message(refusal(run, b"a\n\xff\n"), "input is not UTF-8", "convert it")
 
 
 def test_load_answers_as_the_model_that_was_saved(adapted):
@@ -118,10 +120,13 @@ def test_load_answers_as_the_model_that_was_saved(adapted):
 def test_load_and_predict_refuse_a_folder_without_a_model(tmp_path, use):
     (tmp_path / "run" / "model").mkdir(parents=True)
     (tmp_path / "file").touch()
-    check_message(refusal(use, tmp_path / "none"), f"{tmp_path}/none is no folder", "fmmeta adapt wrote")
-    check_message(refusal(use, tmp_path / "file"), f"{tmp_path}/file is no folder")
-    check_message(refusal(use, tmp_path), "holds neither config.json nor adapter_config.json", "adapt writes")
-    check_message(refusal(use, tmp_path / "run"), "holds neither", f"fmmeta adapt on {tmp_path}/run/model")
+    for name, parts in (
+        ("none", (f"{tmp_path}/none is no folder", "fmmeta adapt wrote")),
+        ("file", (f"{tmp_path}/file is no folder",)),
+        ("", ("holds neither config.json nor adapter_config.json", "adapt writes")),
+        ("run", ("holds neither", f"fmmeta adapt on {tmp_path}/run/model")),
+    ):
+        check_message(refusal(use, tmp_path / name), *parts)
 
 
 @pytest.mark.parametrize(
@@ -138,13 +143,15 @@ def test_load_refuses_settings_that_it_does_not_use(adapted, name, value, remedy
     check_message(refusal(fmmeta.load, adapted[0], **{name: value}), f"{name}={value!r}", remedy)
 
 
-@pytest.mark.parametrize("tokens", [0, -1, 1.5])
-def test_an_answer_has_one_token_or_more(adapted, tokens):
-    check_message(refusal(fmmeta.load(adapted[0]).predict, ["a"], tokens), f"max_new_tokens={tokens}")
-
-
-def test_dir_lists_the_public_names():
-    assert [name for name in dir(fmmeta) if not name.startswith("_")] == sorted(fmmeta.__all__)
+@pytest.mark.parametrize(
+    ("texts", "settings", "parts"),
+    [
+        *((["a"], {"max_new_tokens": count}, (f"max_new_tokens={count}",)) for count in (0, -1, 1.5)),
+        (["a"] * 2, {"equal_classes": True}, ("equal_classes=True", "2 inputs", "3 classes")),
+    ],
+)
+def test_a_loaded_model_refuses_what_it_cannot_answer(adapted, texts, settings, parts):
+    check_message(refusal(fmmeta.load(adapted[0]).predict, texts, **settings), *parts)
 
 
 @pytest.mark.parametrize(
@@ -201,12 +208,8 @@ def test_answers_never_replace_the_input(tmp_path):
     path, link = write_rows(tmp_path / "same.jsonl", [{"text": "a"}]), tmp_path / "link.jsonl"
     link.symlink_to(path)
     for other in (path, link):
-        check_message(
-            refusal(PredictConfig, "x", input=str(path), output=str(other)),
-            f"output={other}",
-            "give another file",
-        )
-    assert path.read_text() == '{"text": "a"}\n'
+        message = refusal(PredictConfig, "x", input=str(path), output=str(other))
+        check_message(message, f"output={other}", "give another file")
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
@@ -220,46 +223,36 @@ def test_rows_are_read_as_they_are_answered(name, adapted, tmp_path):
 
 
 def test_some_inputs_at_a_time_are_encoded(adapted, monkeypatch):
-    texts, sizes, encode = [f"{text} {n}" for n in range(12) for text in TEXTS], [], NativeClassifier.encode
+    texts = [f"{text} {n}" for n in range(12) for text in TEXTS]
     loaded = fmmeta.load(adapted[0], micro_batch_size=2)
     wanted = loaded.predict(texts)
-    monkeypatch.setattr(NativeClassifier, "encode", lambda *args: sizes.append(len(args[2])) or encode(*args))
+    calls = recorded(monkeypatch, NativeClassifier, "encode")
     monkeypatch.setattr(models, "PASSES", 2)
     found = loaded.predict(texts)
-    assert sizes == [4] * (len(texts) // 4)
-    assert [(one.input, one.output) for one in found] == [(one.input, one.output) for one in wanted]
-    assert [one.score for one in found] == pytest.approx([one.score for one in wanted], abs=4e-7)
+    assert [len(one.args[2]) for one in calls] == [4] * (len(texts) // 4)
+    same([one.as_dict() for one in found], [one.as_dict() for one in wanted])
 
 
 def test_an_output_that_cannot_be_written_is_refused_first(adapted, tmp_path, monkeypatch):
     source = write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
-    new = tmp_path / "new" / "folder" / "answers.jsonl"
-    predict.run(PredictConfig(str(adapted[0]), input=str(source), output=str(new)))
-    assert len(new.read_text().splitlines()) == 1
+    assert len(answers(adapted[0], source, tmp_path, "new/folder/answers.jsonl")) == 1
     monkeypatch.setattr(predict, "load", lambda *_: pytest.fail("loaded before the check"))
-    for target, reason in ((tmp_path, "is a folder"), (source / "b", "is no folder")):
-        check_message(
-            refusal(predict.run, PredictConfig(str(adapted[0]), input=str(source), output=str(target))),
-            f"output={target}",
-            f"{reason}",
-            "give a",
-        )
+    for target, reason in (("", "is a folder"), ("a.jsonl/b", "is no folder")):
+        message = refusal(answers, adapted[0], source, tmp_path, target)
+        check_message(message, f"output={tmp_path / target}", reason, "give a")
 
 
 def test_an_untrained_head_is_refused(bert, tmp_path):
     """The built-in model, an encoder without a head, a head beside the model's own, and what a meta-trained
     run leaves.
     """
-    plain, run = shutil.copytree(bert, tmp_path / "plain"), shutil.copytree(bert, tmp_path / "run")
+    run = with_settings(bert, tmp_path / "run", algorithm="fomaml", head_init="zero", n_way=5)
+    plain = shutil.copytree(bert, tmp_path / "plain")
     config = json.loads((plain / "config.json").read_text())
     (plain / "config.json").write_text(json.dumps({**config, "architectures": ["BertModel"]}))
-    (run / "fmmeta.json").write_text(json.dumps({"algorithm": "fomaml", "head_init": "zero", "n_way": 5}))
     for name, pooling in (("tiny", "auto"), (plain, "auto"), (bert, "mean"), (run, "auto")):
-        check_message(
-            refusal(predict.load, PredictConfig(str(name), pooling=pooling)),
-            f"model_name_or_path={name}",
-            "run fmmeta adapt first",
-        )
+        message = refusal(predict.load, PredictConfig(str(name), pooling=pooling))
+        check_message(message, f"model_name_or_path={name}", "run fmmeta adapt first")
 
 
 def test_a_head_trained_with_other_pooling_or_another_length_of_features_is_refused(bert, adapted, tmp_path):
@@ -267,22 +260,23 @@ def test_a_head_trained_with_other_pooling_or_another_length_of_features_is_refu
     mean = tmp_path / "mean"
     settings = {"pooling": "mean", "feature_norm": 3.0, "inner_steps": 1, "early_stopping": False}
     fmmeta.adapt(bert, PAIRS, output_dir=mean, **settings)
+
+    def load(folder, **settings):
+        return predict.load(PredictConfig(str(folder), **settings)).loaded
+
     for folder, own, others in ((adapted[0], "model", ("mean", "cls")), (mean, "mean", ("model", "cls"))):
         for other in others:
-            message = refusal(predict.load, PredictConfig(str(folder), pooling=other))
+            message = refusal(load, folder, pooling=other)
             check_message(message, f"pooling={other}", f"={folder}", f"{own}", f"use --pooling {own}")
-        assert predict.load(PredictConfig(str(folder), pooling=own)).loaded.description.pooling == own
-    message = refusal(predict.load, PredictConfig(str(mean), feature_norm=30.0))
+        assert load(folder, pooling=own).description.pooling == own
+    message = refusal(load, mean, feature_norm=30.0)
     check_message(message, "feature_norm=30.0 does not fit", "was trained with 3.0", "leave it out")
-    assert predict.load(PredictConfig(str(mean), feature_norm=3.0)).loaded.config.feature_norm == 3
+    assert load(mean, feature_norm=3.0).config.feature_norm == 3
     (mean / "head.safetensors").unlink()
-    message = refusal(predict.load, PredictConfig(str(mean)))
-    check_message(message, f"model_name_or_path={mean}", "fetch it again")
+    check_message(refusal(load, mean), f"model_name_or_path={mean}", "fetch it again")
 
 
 def test_a_classifier_not_made_by_fmmeta_answers(bert):
-    from transformers import AutoModelForSequenceClassification
-
     model = AutoModelForSequenceClassification.from_pretrained(bert).eval()
     logits = model(**byte_tokenizer()(TEXTS, padding=True, return_tensors="pt")).logits
     found = predict.load(PredictConfig(str(bert))).predict(TEXTS)
@@ -292,164 +286,140 @@ def test_a_classifier_not_made_by_fmmeta_answers(bert):
 def test_equal_classes_spreads_inputs_evenly(adapted, tmp_path):
     """Sinkhorn by hand, in numpy, from the model's probabilities; from Python the same."""
     texts = [f"{word} {other}" for word in WORDS[:2] for other in WORDS[10:16]]
-    model = fmmeta.load(adapted[0])
+    model, source = fmmeta.load(adapted[0]), write_rows(tmp_path / "a.csv", [{"text": one} for one in texts])
     found = model.loaded.respond(model.loaded.encode([{"text": text} for text in texts], {}), 1, 2)
     shares = torch.stack([logits for logits, _ in found]).double().softmax(1).numpy()
+    scores = shares.max(1)
     for _ in range(10):
         shares /= shares.sum(0)
         shares /= shares.sum(1, keepdims=True)
-    found = answers(adapted[0], write_rows(tmp_path / "a.csv", [{"text": one} for one in texts]), tmp_path)
-    even = answers(adapted[0], tmp_path / "a.csv", tmp_path, equal_classes=True, micro_batch_size=5)
-    assert [one["score"] for one in even] == pytest.approx(shares.max(1), abs=1e-4)
-    assert [one["label"] for one in even] == [model.labels[place] for place in shares.argmax(1)]
-    assert [one["score"] for one in found] != pytest.approx(shares.max(1), abs=1e-2)
-    from_python = model.predict(texts, equal_classes=True)
-    assert [one.score for one in from_python] == pytest.approx(shares.max(1), abs=1e-4)
-    check_message(
-        refusal(model.predict, texts[:2], equal_classes=True), "equal_classes=True", "2 inputs", "3 classes"
-    )
+    assert scores != pytest.approx(shares.max(1), abs=1e-2)
+    even = answers(adapted[0], source, tmp_path, equal_classes=True, micro_batch_size=5)
+    wanted = [
+        {"text": text, "label": model.labels[row.argmax()], "score": row.max()}
+        for text, row in zip(texts, shares, strict=True)
+    ]
+    same(even, wanted)
+    same([one.as_dict() for one in model.predict(texts, equal_classes=True)], wanted)
 
 
-def test_equal_classes_needs_the_classes_of_one_model(llama, tmp_path):
-    check_message(
-        refusal(PredictConfig, adapters=str(tmp_path), equal_classes=True),
-        "equal_classes=True",
-        "leave it out",
-    )
+def test_equal_classes_needs_classes(llama):
     language = fmmeta.load(llama, task_type="causal_lm")
-    check_message(
-        refusal(language.predict, ["a"], equal_classes=True),
-        "equal_classes=True",
-        "language model",
-        "leave it out",
-    )
-
-
-def test_settings_that_predict_does_not_use_are_refused(bert):
-    assert refusal(PredictConfig, str(bert), max_length=0) == "max_length=0 is below 4; use 4 or more"
-    for flag, value in (("--lora_r", "4"), ("--head_init", "zero"), ("--gradient_checkpointing", "true")):
-        assert f"{flag} is not a flag" in refusal(
-            parse, ["--model_name_or_path", "x", flag, value], "predict"
-        )
+    message = refusal(language.predict, ["a"], equal_classes=True)
+    check_message(message, "equal_classes=True", "language model", "leave it out")
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("flag", "value"), [("--lora_r", "4"), ("--head_init", "zero"), ("--gradient_checkpointing", "true")]
+)
+def test_flags_that_predict_does_not_use_are_refused(flag, value):
+    words = ["--model_name_or_path", "x", flag, value]
+    assert f"{flag} is not a flag" in refusal(parse, words, "predict")
+
+
+ADAPTERS, A_MODEL = {"adapters": str(Path(__file__).parent)}, {"model_name_or_path": "x"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "of", "other"),
     [
-        ("task_type", "causal_lm"),
-        ("pooling", "mean"),
-        ("feature_norm", 0.0),
-        ("max_length", 64),
-        ("prompt_template", "plain"),
+        ("task_type", "causal_lm", ADAPTERS, A_MODEL),
+        ("pooling", "mean", ADAPTERS, A_MODEL),
+        ("feature_norm", 0.0, ADAPTERS, A_MODEL),
+        ("max_length", 64, ADAPTERS, A_MODEL),
+        ("prompt_template", "plain", ADAPTERS, A_MODEL),
+        ("equal_classes", True, ADAPTERS, A_MODEL),
+        ("adapter_column", "customer", A_MODEL, ADAPTERS),
+        ("adapters_in_memory", 2, A_MODEL, ADAPTERS),
+        ("max_length", 0, A_MODEL, {}),
     ],
 )
-def test_settings_that_adapters_store_are_refused(tmp_path, name, value):
-    check_message(
-        refusal(PredictConfig, adapters=str(tmp_path), **{name: value}),
-        f"{name}={value}",
-        "adapters=",
-        "leave it out",
-    )
-    PredictConfig("x", **{name: value})
+def test_settings_of_a_model_and_of_adapters_exclude_each_other(name, value, of, other):
+    """Adapters store those of their model."""
+    message = refusal(PredictConfig, **of, **{name: value})
+    check_message(message, f"{name}={value}", "leave it out" if other else "use 4 or more")
+    if other:
+        assert next(iter(of)) in message
+        PredictConfig(**other, **{name: value})
 
 
-@pytest.mark.parametrize(("name", "value"), [("adapter_column", "customer"), ("adapters_in_memory", 2)])
-def test_settings_of_adapters_are_refused_for_a_model(tmp_path, name, value):
-    check_message(
-        refusal(PredictConfig, "x", **{name: value}),
-        f"{name}={value}",
-        "model_name_or_path=x",
-        "leave it out",
-    )
-    PredictConfig(adapters=str(tmp_path), **{name: value})
-
-
-def test_nonfinite_scores_are_refused(bert, tmp_path):
-    from safetensors.torch import load_file, save_file
-
+@pytest.mark.parametrize("equal_classes", [False, True])
+def test_nonfinite_scores_are_refused(bert, tmp_path, equal_classes):
     broken = shutil.copytree(bert, tmp_path / "broken")
     weights = load_file(broken / "model.safetensors")
     weights["classifier.bias"][0] = float("nan")
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     model = predict.load(PredictConfig(str(broken)))
-    for equal_classes in (False, True):
-        check_message(
-            refusal(model.predict, ["a"] * 15, equal_classes=equal_classes),
-            f"model_name_or_path={broken}",
-            "'a'",
-            "adapt it with a lower --inner_lr",
-        )
+    message = refusal(model.predict, ["a"] * 15, equal_classes=equal_classes)
+    check_message(message, f"model_name_or_path={broken}", "'a'", "adapt it with a lower --inner_lr")
 
 
-def test_a_text_without_tokens_is_refused(bert, tmp_path, monkeypatch):
+def test_a_text_without_tokens_is_refused(bert, tmp_path):
     """A tokenizer that adds no special tokens and drops blanks."""
-    from tokenizers import normalizers, processors
-
     folder, tokenizer = shutil.copytree(bert, tmp_path / "plain"), byte_tokenizer(128)
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     tokenizer.backend_tokenizer.normalizer = normalizers.Strip()
     tokenizer.save_pretrained(folder)
     single = predict.load(PredictConfig(str(folder)))
     assert len(single.predict(["a"])) == 1
-    check_message(
-        refusal(single.predict, ["a", " "]), "text='", f"model_name_or_path={folder}", "fix or remove it"
-    )
-    monkeypatch.setattr(sys, "stdin", io.StringIO('{"text": "a"}\n{"text": ""}\n'))
-    check_message(
-        refusal(predict.run, PredictConfig(str(folder), output=str(tmp_path / "answers"))),
-        "input line 2 has text=''",
-        "fix the row",
-    )
+    message = refusal(single.predict, ["a", " "])
+    check_message(message, "text='", f"model_name_or_path={folder}", "fix or remove it")
 
 
 def test_answers_are_a_table_in_a_csv_file(adapted, tmp_path):
     source = write_rows(tmp_path / "a.jsonl", [{"text": 'say "river,\nstone"'}, {"text": "stone"}])
-    flags = {"model_name_or_path": str(adapted[0]), "input": str(source)}
-    predict.run(PredictConfig(**flags, output=str(tmp_path / "b.CSV")))
-    predict.run(PredictConfig(**flags, output=str(tmp_path / "b.jsonl")))
-    with (tmp_path / "b.CSV").open(newline="") as file:
+    wanted, table = answers(adapted[0], source, tmp_path), tmp_path / "b.CSV"
+    predict.run(PredictConfig(str(adapted[0]), input=str(source), output=str(table)))
+    with table.open(newline="") as file:
         found = [{**row, "score": float(row["score"])} for row in csv.DictReader(file)]
-    assert found == [json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines()]
+    assert found == wanted
     assert list(found[0]) == ["text", "label", "score"]
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "file", "written"),
+    ("kind", "file", "written"),
     [
-        (PredictConfig, "output", "b.tsv", ".jsonl, .json or .csv"),
-        (PredictConfig, "output", "b.jsonl.gz", ".jsonl, .json or .csv"),
-        (EvaluateConfig, "output", "b.csv", ".json"),
-        (TuneConfig, "output", "b.yaml", ".json"),
+        (PredictConfig, "b.tsv", ".jsonl, .json or .csv"),
+        (PredictConfig, "b.jsonl.gz", ".jsonl, .json or .csv"),
+        (EvaluateConfig, "b.csv", ".json"),
+        (TuneConfig, "b.yaml", ".json"),
     ],
 )
-def test_an_output_whose_ending_promises_another_format_is_refused(kind, name, file, written):
-    given = {PredictConfig: {"model_name_or_path": "m"}}
-    check_message(
-        refusal(kind, **given.get(kind, {"dataset": ["letters"]}), **{name: file}),
-        f"{name}={file} ends with",
-        f"{written} is written",
-        "change the ending",
-    )
+def test_an_output_whose_ending_promises_another_format_is_refused(kind, file, written):
+    data = {} if kind is PredictConfig else {"dataset": ["letters"]}
+    message = refusal(kind, "model", **data, output=file)
+    check_message(message, f"output={file} ends with", f"{written} is written", "change the ending")
 
 
 @pytest.mark.parametrize("task_type", ["classification", "causal_lm"])
 def test_predict_reads_the_column_that_adapt_reads(bert, llama, adapted, tmp_path, task_type):
     """Of rows with columns of both kinds of task."""
-    causal = task_type == "causal_lm"
+    folder, column = (llama, "input") if task_type == "causal_lm" else (adapted[0], "text")
     row = {"question": "0", "prompt": "a", "input": "b", "sentence": "c", "text": "d"}
     source = write_rows(tmp_path / "a.csv", [{**row, "label": "x"}])
     config = Config(model_name_or_path=str(bert), task_type=task_type)
     table = read_task("support", str(source), config, print)
-    folder = llama if causal else adapted[0]
-    for settings in ({}, {"text_column": "question"}):
-        (one,) = answers(folder, source, tmp_path, task_type=task_type, max_new_tokens=2, **settings)
-        wanted = ["0"] if settings else table.input
-        assert [one["input" if causal else "text"]] == wanted
+    for settings, wanted in (({}, table.input), ({"text_column": "question"}, ["0"])):
+        found = answers(folder, source, tmp_path, task_type=task_type, max_new_tokens=2, **settings)
+        assert [one[column] for one in found] == wanted
 
 
 def restore_sigint() -> None:
     """What a shell starts in the background ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def started(adapted, tmp_path):
+    """Starts the command on a pipe: its process, the pipe, and the file of its errors."""
+    given, errors = fifo(tmp_path / "given"), tmp_path / "errors"
+    words = ["-m", "fmmeta", "predict", f"--model_name_or_path={adapted[0]}"]
+
+    def start(out, *more, **how):
+        process = shared().start([*words, *more], out, environment(), errors=errors, stdin=given, **how)
+        return process, given.open("w", buffering=1), errors
+
+    return start
 
 
 def fifo(path: Path) -> Path:
@@ -460,15 +430,11 @@ def fifo(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("leave", "code", "error"), [("closed", 141, ""), ("interrupted", 130, "fmmeta: interrupted")]
 )
-def test_a_closed_pipe_and_ctrl_c_end_predict_without_traceback(adapted, tmp_path, leave, code, error):
+def test_a_closed_pipe_and_ctrl_c_end_predict_without_traceback(started, tmp_path, leave, code, error):
     """As `fmmeta predict | head -1` does, and Ctrl-C while standard input is waited for."""
-    given, out = fifo(tmp_path / "given"), fifo(tmp_path / "out")
-    words = ["-m", "fmmeta", "predict", f"--model_name_or_path={adapted[0]}"]
-    before = f"{__name__}:{restore_sigint.__name__}"
-    process = shared().start(
-        words, out, environment(), before=before, errors=tmp_path / "errors", stdin=given
-    )
-    with given.open("w", buffering=1) as stdin, out.open() as stdout:
+    out = fifo(tmp_path / "out")
+    process, stdin, errors = started(out, before=f"{__name__}:{restore_sigint.__name__}")
+    with stdin, out.open() as stdout:
         stdin.write("first\n")
         assert json.loads(stdout.readline())["text"] == "first"
         if leave == "closed":
@@ -477,23 +443,21 @@ def test_a_closed_pipe_and_ctrl_c_end_predict_without_traceback(adapted, tmp_pat
         else:
             shared().signal(process, signal.SIGINT)
         assert shared().wait([process], 60) == [code]
-    assert (tmp_path / "errors").read_text().strip() == error
+    assert errors.read_text().strip() == error
 
 
-def test_a_stop_removes_incomplete_answers(adapted, tmp_path):
-    folder, given, errors = tmp_path / "out", fifo(tmp_path / "given"), tmp_path / "errors"
+def test_a_stop_removes_incomplete_answers(started, tmp_path):
+    folder = tmp_path / "out"
     folder.mkdir()
     file = folder / "answers.jsonl"
     file.write_text("earlier\n")
-    words = ["-m", "fmmeta", "predict", f"--model_name_or_path={adapted[0]}", f"--output={file}"]
-    process = shared().start(words, tmp_path / "log", environment(), errors=errors, stdin=given)
-    with given.open("w", buffering=1) as stdin:
+    process, stdin, errors = started(tmp_path / "log", f"--output={file}")
+    with stdin:
         stdin.write("first\n")
         until(lambda: any(one.stat().st_size for one in folder.glob(".answers*.tmp")) or shared().poll(), 200)
         shared().signal(process, signal.SIGTERM)
         assert shared().wait([process], 60) == [75]
-    check_message(
-        errors.read_text().strip(), "fmmeta: stopped by SIGTERM", "outputs that were not finished are"
-    )
+    said = errors.read_text().strip()
+    check_message(said, "fmmeta: stopped by SIGTERM", "outputs that were not finished are")
     assert [one.name for one in folder.iterdir()] == ["answers.jsonl"]
     assert file.read_text() == "earlier\n"
