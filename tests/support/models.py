@@ -116,6 +116,14 @@ def tiny(kind: str, seed: int = 0, auto: str = "", **sizes: Any) -> Any:
     return getattr(transformers, auto or usual).from_config(config)
 
 
+FROZEN = (
+    *(f"bert.{name}" for name in ("encoder.layer.0", "encoder.layer.1", "pooler.dense")),
+    *(f"bert.embeddings.{name}_embeddings" for name in ("position", "token_type", "word")),
+    "bert.embeddings.LayerNorm",
+)
+"""The layers of `save_bert` that have inner rates, but the head."""
+
+
 def with_settings(model: Path, folder: Path, **stored: Any) -> Path:
     """A copy of a model that stores these settings with it."""
     shutil.copytree(model, folder)
