@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import math
@@ -20,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
-from transformers import AutoModel, AutoModelForSequenceClassification
 
 import fmmeta
 from fmmeta.common.errors import UsageError
@@ -60,7 +58,8 @@ from fmmeta.training.episodes import EpisodeReader
 from fmmeta.training.scoring import Scoring
 from tests.support.helpers import recorded, refusal, write_rows
 from tests.support.messages import check_message
-from tests.support.models import WORDS, with_settings, write_classes, write_pairs
+from tests.support.models import FROZEN, WORDS, with_settings, write_classes, write_pairs
+from tests.support.plain import PlainClassifier, batch
 
 SMALL: dict[str, Any] = {"n_way": "3", "num_query": 3, "episodes": 3}
 LANGUAGE: dict[str, Any] = {"task_type": "causal_lm", "k_shot": 2, "num_query": 2, "episodes": 3}
@@ -80,39 +79,25 @@ def draws_of(model, data, k_shot=2, **given):
 
 
 def texts(draw, rows):
-    return [draw.store.text("input", row) for row, _ in rows], torch.tensor([label for _, label in rows])
+    return batch([draw.store.text("input", row) for row, _ in rows]), torch.tensor(
+        [label for _, label in rows]
+    )
 
 
-def batch(texts):
-    return byte_tokenizer()(texts, padding=True, truncation=True, max_length=128, return_tensors="pt")
+def plain_loop(folder, draws, rates, trained=""):
+    """Losses and accuracies of plain PyTorch."""
+    losses, right = [], []
+    for draw in draws:
+        model, (query, truth) = PlainClassifier(folder, 3), texts(draw, draw.query)
+        model.learn(*texts(draw, draw.support), rates, trained)
+        logits = model(query).detach()
+        losses.append(float(F.cross_entropy(logits, truth)))
+        right.append(float((logits.argmax(1) == truth).float().mean()))
+    return losses, right
 
 
 def losses_of(results, cell=0):
     return [score["loss"] for score in results["cells"][cell]["scores"]]
-
-
-def plain_loop(folder, draws, rates, trained=""):
-    """Losses and accuracies of plain PyTorch: from a head of zeros a step at each rate, over the parameters
-    whose names begin with `trained`.
-    """
-    base = AutoModelForSequenceClassification.from_pretrained(
-        folder, num_labels=3, ignore_mismatched_sizes=True
-    ).eval()
-    for param in base.classifier.parameters():
-        param.data.zero_()
-    losses, right = [], []
-    for draw in draws:
-        model = copy.deepcopy(base)
-        params = [param for name, param in model.named_parameters() if name.startswith(trained)]
-        (support, labels), (query, truth) = texts(draw, draw.support), texts(draw, draw.query)
-        for rate in rates:
-            loss = F.cross_entropy(model(**batch(support)).logits, labels)
-            for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
-                param.data -= rate * grad
-        logits = model(**batch(query)).logits.detach()
-        losses.append(float(F.cross_entropy(logits, truth)))
-        right.append(float((logits.argmax(1) == truth).float().mean()))
-    return losses, right
 
 
 def test_finetuning_equals_a_plain_loop(bert, classes):
@@ -142,19 +127,11 @@ def test_finetuning_equals_a_plain_loop(bert, classes):
 def test_frozen_methods_equal_scikit_learn_on_plain_features(method, names, bert, classes):
     given = {**SMALL, "pooling": "mean", "episodes": 5, "label_names": names}
     results = fmmeta.evaluate(bert, classes, method=method, k_shot=2, **given)
-    encoder, expected = AutoModel.from_pretrained(bert).eval(), []
-
-    def features(rows):
-        inputs = batch(rows)
-        hidden = encoder(**inputs).last_hidden_state.detach()
-        mask = inputs["attention_mask"][..., None]
-        found = ((hidden * mask).sum(1) / mask.sum(1)).numpy()
-        return found / np.linalg.norm(found, axis=1, keepdims=True)
-
+    encoder, expected = PlainClassifier(bert, 3, "mean"), []
     for draw in draws_of(bert, classes, **given):
         (support, labels), (query, truth) = texts(draw, draw.support), texts(draw, draw.query)
-        assert len(support) == 3 * (2 + (names is not None))
-        s, q, labels = features(support), features(query), labels.numpy()
+        assert len(labels) == 3 * (2 + (names is not None))
+        s, q = (F.normalize(encoder.features(inputs).detach()).numpy() for inputs in (support, query))
         if method == "prototype":
             means = np.stack([s[labels == c].mean(0) for c in range(3)])
             guess = (q @ (means / np.linalg.norm(means, axis=1, keepdims=True)).T).argmax(1)
@@ -217,22 +194,20 @@ def test_only_the_evaluated_split_has_to_hold_episodes(bert, tmp_path, train):
         weights.write_text(json.dumps(weighted))
         losses.append(fmmeta.evaluate(bert, rows, **asked, class_weights=str(weights))["loss"])
     assert losses[0] == losses[1] != losses[2]
-    message = refusal(fmmeta.evaluate, bert, rows, **asked, eval_split="valid")
-    check_message(message, "eval_split=valid", "is empty")
+    check_message(
+        refusal(fmmeta.evaluate, bert, rows, **asked, eval_split="valid"), "eval_split=valid", "is empty"
+    )
     why = "n_way=3 is above the 2 classes" if train else "nothing to train on"
     run = Config(dataset=[str(rows)], n_way=3, **few)
     check_message(refusal(load_sources, run, byte_tokenizer(), print), why)
 
 
 def test_model_is_adapted_with_its_stored_settings(bert, classes, tmp_path):
-    names = (*(f"encoder.layer.{n}" for n in range(2)), "pooler.dense")
-    parts = ("LayerNorm", "position_embeddings", "token_type_embeddings", "word_embeddings")
-    frozen = [f"bert.{name}" for name in (*names, *(f"embeddings.{part}" for part in parts))]
-    rates = {"head": [0.5, 0.1], **{layer: [0.0, 0.0] for layer in frozen}}
-    stored = {"inner_steps": 2, "inner_lr": 9.0, "head_init": "zero", "inner_rates": rates}
-    folder = with_settings(bert, tmp_path / "model", **stored)
+    stored = {"inner_steps": 2, "inner_lr": 9.0, "head_init": "zero"}
+    rates = {"head": [0.5, 0.1], **{layer: [0.0, 0.0] for layer in FROZEN}}
+    folder = with_settings(bert, tmp_path / "model", **stored, inner_rates=rates)
     ours = fmmeta.evaluate(folder, classes, k_shot=2, **SMALL)
-    losses, _ = plain_loop(bert, draws_of(bert, classes, **SMALL), [0.5, 0.1], "classifier")
+    losses, _ = plain_loop(bert, draws_of(bert, classes, **SMALL), [0.5, 0.1], "head")
     assert losses_of(ours) == pytest.approx(losses, rel=1e-4)
     mine = fmmeta.evaluate(folder, classes, k_shot=2, inner_lr=0.1, **SMALL)
     plain = fmmeta.evaluate(bert, classes, k_shot=2, inner_lr=0.1, inner_steps=2, **SMALL)
@@ -269,8 +244,11 @@ def test_bad_task_file_is_skipped_for_both_models(llama, tmp_path, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if "failed to load" in line]
     assert len(lines) == 2  # for either number of shots, once for both models
     check_message(lines[0], "fmmeta: 2 of 12 1-shot episodes", "task s1/t3: ", "left out")
-    message = refusal(fmmeta.evaluate, llama, data, **flags, on_bad_task="skip", max_bad_fraction=0.01)
-    check_message(message, "max_bad_fraction=0.01: 2 of 12 1-shot episodes", "task s1/t3: ")
+    check_message(
+        refusal(fmmeta.evaluate, llama, data, **flags, on_bad_task="skip", max_bad_fraction=0.01),
+        "max_bad_fraction=0.01: 2 of 12 1-shot episodes",
+        "task s1/t3: ",
+    )
 
 
 @pytest.mark.parametrize(
@@ -430,8 +408,11 @@ def test_feature_norm_gives_cosine_prototypes(bert, classes):
     )
     assert ours == pytest.approx(cosine, rel=1e-4)
     assert ours != pytest.approx(plain, rel=1e-2)
-    message = refusal(fmmeta.evaluate, bert, classes, **{**flags, "pooling": "model"}, feature_norm=3.0)
-    check_message(message, "feature_norm=3", "use --pooling mean or cls, or leave it out")
+    check_message(
+        refusal(fmmeta.evaluate, bert, classes, **{**flags, "pooling": "model"}, feature_norm=3.0),
+        "feature_norm=3",
+        "use --pooling mean or cls, or leave it out",
+    )
 
 
 def test_a_stopped_evaluation_keeps_the_methods_that_have_finished(
@@ -551,8 +532,11 @@ def test_an_output_that_is_an_input_is_refused(kind, name, file, is_folder, tmp_
     link.symlink_to(path)
     given, output = (str(folder), path) if is_folder else (str(path), link)
     value: Any = {name: [given] if name == "dataset" else given}
-    message = refusal(kind, output=str(output), **value)
-    check_message(message, f"output={output} is an input too, of {name}={given}", "give another file")
+    check_message(
+        refusal(kind, output=str(output), **value),
+        f"output={output} is an input too, of {name}={given}",
+        "give another file",
+    )
     assert kind(output=other, dataset=[str(folder)], model_name_or_path=str(folder)).output
 
 
@@ -562,9 +546,11 @@ def test_damaged_results_to_compare_with_are_refused_first(tmp_path, nothing_com
     no_accuracy = {**cell["scores"][0], "accuracy": None}
     for damage in ({"scores": []}, {"k_shot": [1, 5]}, {"scores": [no_accuracy]}):
         file.write_text(json.dumps({"cells": [{**cell, **damage}]}))
-        message = refusal(fmmeta.evaluate, "tiny", "letters", k_shot=[1], compare=str(file))
         check_message(
-            message, f"compare={file} holds no results", "a cell without scores", "give such a file"
+            refusal(fmmeta.evaluate, "tiny", "letters", k_shot=[1], compare=str(file)),
+            f"compare={file} holds no results",
+            "a cell without scores",
+            "give such a file",
         )
 
 
@@ -589,8 +575,9 @@ def test_a_model_to_compare_with_is_checked_first(bert, llama, tmp_path, monkeyp
         (tmp_path, ("give a Hugging Face folder or hub id",)),
         ("no-such-folder", ("check the path, or the network",)),
     ):
-        message = refusal(fmmeta.evaluate, bert, "letters", compare=str(compare))
-        check_message(message, f"compare={compare}", *parts)
+        check_message(
+            refusal(fmmeta.evaluate, bert, "letters", compare=str(compare)), f"compare={compare}", *parts
+        )
     assert no_network.call_count == 3  # and not for every file
     hub_answers.cache_clear()
 
