@@ -67,13 +67,10 @@ def test_trajectory_respects_its_memory_budget():
     path.drop(1)
     with pytest.raises(KeyError):
         path.phi(1)
-
-
-def test_trajectory_uses_its_whole_memory_budget():
-    path = Trajectory(budget_bytes=40, keeps_directions=False)
+    whole = Trajectory(budget_bytes=40, keeps_directions=False)
     for steps in (2, 3):
-        stored_steps(path, steps)
-        assert path.left == 0
+        stored_steps(whole, steps)
+        assert whole.left == 0
 
 
 def test_trajectory_stores_the_optimizers_state_of_the_steps_that_are_differentiated():
@@ -218,38 +215,25 @@ DENSE = {
 }
 
 
-@pytest.fixture(scope="module")
-def dense_solution():
-    """At the phi that the worker reaches: the whole Hessian in fp64, and the query gradient."""
+def test_imaml_is_the_dense_solution():
+    """At the phi that the worker reaches: with the whole Hessian in fp64, and the query gradient."""
     learner = learners.bert(**learners.SMALL)
     episode, (rule, worker) = episode_of(learner), rule_on(learner, **DENSE)
     rule.inner.adapt(worker, worker.read(), batches_of(episode).support)
-    exact = copy.deepcopy(learner).double()
     phi = {name: value.double().requires_grad_() for name, value in by_name(worker, worker.read()).items()}
-    gradient = set_gradient(exact, phi, episode.support, False, create_graph=True)
-    flat = torch.cat([gradient[name].reshape(-1) for name in phi])
-    rows = torch.autograd.grad(
-        flat,
-        list(phi.values()),
-        torch.eye(len(flat), dtype=flat.dtype),
-        is_grads_batched=True,
-        materialize_grads=True,
+    exact = copy.deepcopy(learner).double()
+    support, b = (
+        torch.cat([x.reshape(-1) for x in set_gradient(exact, phi, rows, False, create_graph=True).values()])
+        for rows in (episode.support, episode.query)
     )
-    hessian = torch.cat([of.reshape(len(flat), -1) for of in rows], 1)
+    eye = torch.eye(len(b), dtype=b.dtype)
+    rows = torch.autograd.grad(support, [*phi.values()], eye, is_grads_batched=True, materialize_grads=True)
+    hessian = torch.cat([of.reshape(len(b), -1) for of in rows], 1)
     torch.testing.assert_close(hessian, hessian.T)
-    return hessian, torch.cat(
-        [x.reshape(-1) for x in set_gradient(exact, phi, episode.query, False).values()]
-    )
-
-
-def test_imaml_is_the_dense_solution(dense_solution):
-    hessian, b = dense_solution
-    learner = learners.bert(**learners.SMALL)
-    config, episode = config_of(learner, **DENSE), episode_of(learner)
-    found, worker = learners.rule_gradient(learner, config, episode)
-    assert found.numbers["too_little_proximal_weight"] == 0
     assert 8.0 + float(torch.linalg.eigvalsh(hessian)[0]) > 0  # the system is positive definite
-    wanted = torch.linalg.solve(torch.eye(len(b), dtype=b.dtype) + hessian / 8.0, b)
+    wanted = torch.linalg.solve(eye + hessian / 8.0, b)
+    found, worker = learners.rule_gradient(learner, config_of(learner, **DENSE), episode)
+    assert found.numbers["too_little_proximal_weight"] == 0
     solved = torch.cat([x.double().reshape(-1) for x in by_name(worker, found.gradient).values()])
     assert (solved - wanted).norm() < 1e-2 * wanted.norm()
     assert (b - wanted).norm() > 0.1 * wanted.norm()  # the query gradient is no solution
