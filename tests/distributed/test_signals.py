@@ -2,6 +2,7 @@
 lost.
 """
 
+import os
 import random
 import re
 import signal
@@ -14,8 +15,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from harness.fork_server import shared
-from tests.support.launch import ROOT, environment, free_port
+from harness.fork_server import ROOT, environment, free_port, places, shared
 from tests.support.short_runs import (
     LONG,
     Job,
@@ -65,7 +65,12 @@ def stopped_by(what: str, text: str, run: Path) -> tuple[int, Path]:
 
 @pytest.mark.parametrize(
     ("number", "whom"),
-    [(signal.SIGTERM, [0, 1]), (signal.SIGINT, [0, 0, 1]), (signal.SIGUSR1, [1]), (signal.SIGHUP, [0])],
+    [
+        (signal.SIGTERM, [0, 1]),
+        (signal.SIGINT, [0, 0, 1]),
+        (signal.SIGHUP, [0]),
+        pytest.param(signal.SIGUSR1, [1], marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_saves_and_ends_every_rank_with_75(start, undisturbed_run, tmp_path, number, whom):
     """To all ranks, to one twice as Ctrl-C does, to one alone; the same command then resumes to the same
@@ -244,26 +249,23 @@ def test_a_suspended_run_continues(start, tmp_path, count):
 def test_ranks_save_and_end_when_their_launcher_is_killed(flags, tmp_path):
     """A launcher that is killed leaves its ranks behind."""
     run = tmp_path / "run"
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     code = f"""
-import subprocess, sys, time, os
-for rank in range(2):
-    env = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), **{place!r})
-    out = open({str(tmp_path)!r} + f"/rank-{{rank}}.log", "w")
-    command = [sys.executable, "launch/train.py", *{flags(run, **LONG)!r}]
-    print(subprocess.Popen(command, env=env, stdout=out, stderr=out).pid, flush=True)
+import os, runpy, sys, time
+sys.argv = {["launch/train.py", *flags(run, **LONG)]!r}
+for rank in ("0", "1"):
+    if os.fork() == 0:
+        os.environ.update(RANK=rank, LOCAL_RANK=rank)
+        sys.exit(runpy.run_path(sys.argv[0], run_name="__main__") and 0)
 time.sleep(1000)
 """
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
-    )
-    assert launcher.stdout is not None
-    pids = [int(launcher.stdout.readline()) for _ in range(2)]
-    until(lambda: steps_of(run) >= 2, 120)
-    launcher.kill()
-    launcher.wait()
-    until(lambda: not any(map(psutil.pid_exists, pids)), 40)
-    stopped_by("the end of the launcher", (tmp_path / "rank-0.log").read_text(), run)
+    launcher = shared().start(["-c", code], tmp_path / "log", environment(**places(2)[0]))
+    until(lambda: steps_of(run) >= 2)
+    ranks = psutil.Process(launcher.pid).children()
+    os.kill(launcher.pid, signal.SIGKILL)
+    assert shared().wait([launcher], 10) == [-9]
+    gone, _ = psutil.wait_procs(ranks, 40)
+    assert len(gone) == 2
+    stopped_by("the end of the launcher", launcher.text, run)
 
 
 @pytest.mark.slow
