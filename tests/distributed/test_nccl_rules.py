@@ -5,8 +5,8 @@ breaks by one rank alone that NCCL refuses too, `GLOO_ONLY` others by one rank, 
 two: the second of them raises.
 """
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -103,19 +103,9 @@ TOGETHER: dict[str, tuple[str, Call, Call]] = {  # rule, what the first rank doe
 
 def in_thread(group: Any) -> None:
     """Issue one operation in this thread and one in another, whose error is raised here."""
-    raised: list[Exception] = []
     group.broadcast(torch.zeros(2), 0).wait()
-
-    def issue() -> None:
-        try:
-            group.broadcast(torch.zeros(2), 0).wait()
-        except Exception as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=issue)
-    thread.start()
-    thread.join()
-    raise raised[0]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: group.broadcast(torch.zeros(2), 0).wait()).result()
 
 
 def attempt(call: Callable[[], Any]) -> str:

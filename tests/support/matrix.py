@@ -37,9 +37,7 @@ from tests.support.models import (
     DECODERS,
     ENCODERS,
     TENSOR_FAMILIES,
-    save_bert,
     save_family,
-    save_llama,
     write_classes,
     write_pairs,
 )
@@ -112,6 +110,10 @@ ALSO: dict[str, dict[str, Any]] = {
         "peft_config": '{"use_rslora": true, "rank_pattern": {"q_proj": 2, "layers.1.mlp.*": 3},'
         ' "alpha_pattern": {"o_proj": 3}}',
     },
+}
+ZERO: dict[str, dict[str, Any]] = {  # DeepSpeed's settings of two axes
+    "tiny": {"sub_group_size": 1000},
+    "offload": {"offload_optimizer": {"device": "cpu"}},
 }
 EQUAL = {
     "gradient_checkpointing",
@@ -594,12 +596,11 @@ class ParityFixture:
         return [json.loads(line) for line in file.read_text().splitlines()]
 
     def _model(self, name: str) -> Path:
-        if name in ("llama", "bert"):
-            return save_llama(self.folder / name) if name == "llama" else save_bert(self.folder / name)
-        if name.startswith(CLASSIFIER):
-            return save_llama(self.folder / name)
-        family, tied = name.removesuffix("-untied").removesuffix("3"), not name.endswith("-untied")
-        return save_family(self.folder / name, family, tied)
+        """By its name: FAMILY, CLASSIFIER3, or FAMILY3 or FAMILY3-untied with three layers instead of two."""
+        family = name.removesuffix("-untied").removesuffix("3")
+        layers = 2 if name == family or family == CLASSIFIER else 3
+        folder, family = self.folder / name, family.removesuffix("-classifier")
+        return save_family(folder, family, not name.endswith("-untied"), layers)
 
     def settings(self, case: Case) -> dict[str, Any]:
         """Step sizes are such that theta travels much further than fp32 rounds, and chaos stays small in
@@ -607,11 +608,9 @@ class ParityFixture:
         """
         causal = not is_classifier(case.model)
         rule = VARIANTS.get(case.algorithm, {"algorithm": case.algorithm})
-        prototype_lr = 0.1 if case.algorithm == "reptile" else 0.01
-        if case.algorithm == "fomaml-rates":
-            prototype_lr = 0.1
-        if case.algorithm == "reptile" and case.settings.get("lora_r"):
-            prototype_lr = 0.5  # theta - phi is a difference of numbers that are much larger than it
+        # of Reptile with adapters: theta - phi is a difference of numbers that are much larger than it
+        of_reptile = 0.5 if case.settings.get("lora_r") else 0.1
+        prototype_lr = {"reptile": of_reptile, "fomaml-rates": 0.1}.get(case.algorithm, 0.01)
         inner_lr = 0.1 if causal else prototype_lr if case.head == "prototype" else 0.3
         return {
             "model_name_or_path": str(self.models(case.model)),
@@ -652,15 +651,10 @@ class ParityFixture:
         listed = []
         for case in chosen:
             ds = self.folder / f"{case.id}.json"
-            zero: dict[str, Any] = {"stage": 0 if case.stage == "plain" else case.stage}
-            if case.sub_group == "tiny":
-                zero["sub_group_size"] = 1000
-            if case.extra == "offload":
-                zero["offload_optimizer"] = {"device": "cpu"}
-            if before:
-                zero["reduce_bucket_size"] = (
-                    10**6
-                )  # DeepSpeed's 2 GB are never touched, unless a test fills memory
+            zero = {"stage": 0 if case.stage == "plain" else case.stage}
+            zero |= ZERO.get(case.sub_group, {}) | ZERO.get(case.extra, {})
+            if before:  # DeepSpeed's 2 GB are never touched, unless a test fills memory
+                zero["reduce_bucket_size"] = 10**6
             ds.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
             config = {
                 **self.settings(case),
