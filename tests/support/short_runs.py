@@ -166,3 +166,11 @@ def off(found, whole: Path, begin, wanted) -> float:
         if key.startswith("theta/")
     )
     return (error / way) ** 0.5
+
+
+def tensorboard_of(run: Path) -> dict[str, dict[int, float]]:
+    """What a run has logged to TensorBoard: tag -> step -> number."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    return {tag: {one.step: one.value for one in events.Scalars(tag)} for tag in events.Tags()["scalars"]}

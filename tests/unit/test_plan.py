@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from fmmeta import cli
-from fmmeta.cli import parse
+from fmmeta.cli import main, parse
 from fmmeta.config.algorithms import OUTER_OPTIMIZERS
 from fmmeta.config.settings import Config
 from fmmeta.learners.load import describe, empty_learner, fitted, load_learner
@@ -267,8 +266,8 @@ def test_one_rank_computes_and_nothing_else(folders):
     ],
 )
 def test_communication_time_of_a_task_is_bytes_over_bandwidth(folders, stage, profile, parts):
-    config = language(folders, inner_steps=3)
-    sizes, one, _ = seconds_of(config, stage, 4, profile=replace(RATES, **profile))
+    rates = replace(RATES, **profile)
+    sizes, one, _ = seconds_of(language(folders, inner_steps=3), stage, 4, profile=rates)
     assert one.group == pytest.approx(4 * parts * sizes.params / 1e9)
 
 
@@ -406,7 +405,7 @@ def starts(strategy: Strategy) -> list[str]:
 def test_train_accepts_every_printed_command(planned):
     planner, layouts = planned
     for one in layouts:
-        config = cli.parse(command.flags(planner, one.strategy))
+        config = parse(command.flags(planner, one.strategy))
         wanted = planner.config_of(**one.strategy.settings(planner.plan.bf16_planned))
         assert replace(config, deepspeed=None) == replace(wanted, deepspeed=None), one.strategy
         assert (config.deepspeed is None) == (one.strategy.group_size == 1 and not one.strategy.offload)
@@ -433,7 +432,7 @@ def test_rows_are_no_longer_than_the_positions_of_the_model(folders, tmp_path):
     planner = Planner(plan_of(model_name_or_path=str(model)), PROFILES["h100"])
     layouts = planner.layouts()
     assert "rows of up to 100 tokens" in command.text(planner, layouts)
-    config = cli.parse(command.flags(planner, layouts[0].strategy))
+    config = parse(command.flags(planner, layouts[0].strategy))
     assert fitted(config, planner.description.hf_config).max_length == 100
 
 
@@ -445,7 +444,7 @@ def test_the_precision_of_a_deepspeed_file_is_planned(folders, tmp_path, enabled
     planner = Planner(plan, PROFILES["h100"])
     layouts = planner.layouts()
     assert f"tokens, {'bf16' if enabled else 'fp32'}" in command.text(planner, layouts)
-    assert cli.parse(command.flags(planner, layouts[0].strategy)).bf16 == enabled
+    assert parse(command.flags(planner, layouts[0].strategy)).bf16 == enabled
 
 
 def test_printed_commands_start_the_module_outside_a_checkout(tmp_path, monkeypatch):
@@ -463,7 +462,7 @@ def test_printed_commands_start_the_module_outside_a_checkout(tmp_path, monkeypa
 
 def exit_of(capfd, *argv: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as left:
-        cli.main(["plan", *argv])
+        main(["plan", *argv])
     output = capfd.readouterr()
     return left.value.code, output.out, output.err  # type: ignore[return-value]
 
@@ -571,8 +570,7 @@ def test_profiles_from_files(tmp_path):
         ({"memory": 1e12}, replace(PROFILES["h100"], name="mine", memory=1e12)),
     ):
         path.write_text(json.dumps(stored))
-        found = machines.find(str(path))
-        assert replace(found, source=wanted.source) == wanted
+        assert replace(machines.find(str(path)), source=wanted.source) == wanted
 
 
 @pytest.mark.parametrize(
