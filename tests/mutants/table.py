@@ -31,7 +31,7 @@ RULES = (
 )
 EXACT = ("unit/test_exact_adapters.py",)
 WORKERS = ("workers/test_conformance.py",)
-TASKS = ("unit/test_source.py", "unit/test_schedule.py", "unit/test_stratified_order.py")
+TASKS = ("unit/test_source.py", "unit/test_schedule.py")
 BATCHES = ("unit/test_batching.py", "unit/test_pack.py")
 CHECKPOINTS = ("unit/test_checkpoint_saving.py", "unit/test_checkpoint_export.py")
 SCORES = ("unit/test_evaluate.py",)
