@@ -1,10 +1,11 @@
 """The message of a refusal, and what a test asks of it: the setting with its value, and what to do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
+from fmmeta.cli import main
 from fmmeta.common.errors import UsageError
 
 
@@ -31,3 +32,10 @@ def check_text(text: str, *parts: str) -> None:
     """Check that a text of any number of lines contains its parts."""
     missing = [part for part in parts if part not in text]
     assert not missing, f"{missing} not in {text!r}"
+
+
+def exit_code(words: Iterable[str]) -> Any:
+    """The code that `fmmeta WORDS` exits with, in this process."""
+    with pytest.raises(SystemExit) as ended:
+        main([*words])
+    return ended.value.code

@@ -7,24 +7,22 @@ import pkgutil
 import re
 import runpy
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import yaml
 
 import fmmeta
-from fmmeta.cli import COMMANDS, main, parse
+from fmmeta.cli import COMMANDS, parse
 from fmmeta.common.install import version
 from fmmeta.config import recipes
 from fmmeta.config.settings import GROUPS, Config, InnerConfig
 from fmmeta.train import train
 from fmmeta.training.run_files import write_config
 from tests.support.helpers import ROOT
-from tests.support.messages import check_message, refusal
+from tests.support.messages import check_message, exit_code, refusal
 from tests.support.short_runs import QUICK, same
 
 
@@ -37,12 +35,6 @@ def written(tmp_path):
         return str(tmp_path / name)
 
     return write
-
-
-def exit_code(words: Iterable[str]) -> Any:
-    with pytest.raises(SystemExit) as ended:
-        main([*words])
-    return ended.value.code
 
 
 GIVEN = {"n_way": 3, "inner_lr": 0.01, "bf16": True, "dataset": ["a.csv"], "group_size": "2"}

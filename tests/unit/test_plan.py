@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from fmmeta.cli import main, parse
+from fmmeta.cli import parse
 from fmmeta.config.algorithms import OUTER_OPTIMIZERS
 from fmmeta.config.settings import Config
 from fmmeta.learners.load import describe, empty_learner, fitted, load_learner
@@ -38,7 +38,7 @@ from fmmeta.planning.machines import PROFILES, Profile
 from fmmeta.planning.settings import PlanConfig
 from fmmeta.tasks.batching import Batcher, Example
 from tests.support.learners import LEARNERS, config_of, passes_of, worker_of
-from tests.support.messages import check_message, check_text, refusal
+from tests.support.messages import check_message, check_text, exit_code, refusal
 from tests.support.models import save_family, tiny
 
 FAMILIES = [("llama", "causal_lm"), ("bert", "classification"), ("gpt2", "causal_lm")]
@@ -461,10 +461,8 @@ def test_printed_commands_start_the_module_outside_a_checkout(tmp_path, monkeypa
 
 
 def exit_of(capfd, *argv: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as left:
-        main(["plan", *argv])
-    output = capfd.readouterr()
-    return left.value.code, output.out, output.err  # type: ignore[return-value]
+    code, output = exit_code(["plan", *argv]), capfd.readouterr()
+    return code, output.out, output.err
 
 
 def test_groups_without_a_task_are_named(capfd, folders):

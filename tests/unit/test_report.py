@@ -9,11 +9,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from fmmeta.cli import main
 from fmmeta.report.page import Facts, chart, marks, means, write, write_or_log
 from tests.support.browser import Browser, find
 from tests.support.fake_runs import held_out, metrics, write_run
-from tests.support.messages import check_message
+from tests.support.messages import check_message, exit_code
 from tests.support.report_style import DARK, LIGHT, TEXTS
 
 VOID = {"meta", "link", "br"}
@@ -299,12 +298,10 @@ def test_text_contrast_meets_wcag(colours):
 
 def test_the_report_command(run, capsys, tmp_path):
     def ended(*words) -> tuple[int, str]:
-        with pytest.raises(SystemExit) as end:
-            main(["report", *words])
-        stored = capsys.readouterr()
-        return end.value.code, (stored.out + stored.err).strip()
+        code = exit_code(["report", *map(str, words)])
+        return code, "".join(capsys.readouterr()).strip()
 
-    assert ended("--output_dir", str(run)) == (0, f"fmmeta: report {run / 'report.html'}")
+    assert ended("--output_dir", run) == (0, f"fmmeta: report {run / 'report.html'}")
     assert Page((run / "report.html").read_text()).texts("h1")[0] == "fomaml on letters"
     none, strange, full, damaged = (tmp_path / name for name in ("none", "strange", "full", "damaged"))
     (write_run(full) / "report.html").mkdir()
@@ -319,7 +316,7 @@ def test_the_report_command(run, capsys, tmp_path):
         (["--output_dri", "x"], ["--output_dri", "did you mean --output_dir?", "--help lists them"]),
         (["--output_dir", damaged], [f"{damaged / 'run.json'}", "correct or remove it"]),
     ):
-        code, message = ended(*map(str, words))
+        code, message = ended(*words)
         assert code == 2
         check_message(message, "fmmeta: error: ", *parts)
 
