@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,3 +92,14 @@ def read_rows(dataset: str, config_name: str | None = None) -> list[Row]:
     if paths is None:
         return [*hub.hub_rows(f"{dataset}[train]", hub.open_hub(dataset, config_name))]
     return [row for path in paths for row in files.read_file(path)]
+
+
+def tables_of(text: str) -> dict[tuple[str, ...], list[list[str]]]:
+    """Rows of Markdown tables by their header, without bold marks."""
+    found: dict[tuple[str, ...], list[list[str]]] = {}
+    for table in re.findall(r"(?:^\|.*\n?)+", text.replace("**", ""), re.MULTILINE):
+        header, _, *rows = [
+            [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
+        ]
+        found.setdefault(tuple(header), []).extend(rows)
+    return found
