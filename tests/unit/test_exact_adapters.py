@@ -147,7 +147,10 @@ def test_the_error_in_fp32_is_that_of_autograd_through_the_whole_loop():
     assert means["differences"] > means["auto"]
 
 
-@pytest.mark.parametrize(("model", "optimizer"), [("llama", {}), *(("bert", one) for one in OPTIMIZERS)])
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [pytest.param("llama", {}, marks=pytest.mark.slow), *(("bert", one) for one in OPTIMIZERS)],
+)
 def test_in_bf16_the_direction_is_that_of_the_rounded_base(model, optimizer):
     """With 16 features; benchmarks/adapters.py measures MiniLM and a language model."""
     learner, settings = ADAPTED[model], {**MAML, **optimizer}
