@@ -55,14 +55,6 @@ def ran(folder: Path) -> list[str]:
     return (folder / "runs.txt").read_text().split()
 
 
-def test_a_script_without_a_guard_trains_once(tmp_path):
-    write_script(tmp_path, TRAIN + CALL)
-    ended = python([str(tmp_path / "script.py")], tmp_path, cwd=tmp_path)
-    assert (ended.stdout.split()[-2:], ended.stderr) == (["done", "2"], "")
-    assert "loader process" in ended.stdout
-    assert ran(tmp_path) == ["__main__"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_every_way_to_start_a_program(form, tmp_path):
@@ -99,8 +91,8 @@ def test_the_snippet_of_the_quickstart_saved_as_a_script(tmp_path):
     assert ran(tmp_path) == ["ran"]
 
 
-def test_a_process_that_the_program_starts_does_not_train(tmp_path):
-    """Spawned without a guard it runs the script, which is refused in one line there."""
+def test_a_script_without_a_guard_trains_once_whatever_it_starts(tmp_path):
+    """A process that it spawns runs the script, which is refused in one line; loader processes do not."""
     start = """
 import multiprocessing
 process = multiprocessing.get_context("spawn").Process(target=print)
@@ -111,6 +103,7 @@ print("exit code", process.exitcode)
     write_script(tmp_path, TRAIN + CALL + start)
     ended = python([str(tmp_path / "script.py")], tmp_path, cwd=tmp_path)
     assert ended.stdout.split("\n")[-3:-1] == ["done 2", "exit code 1"]
+    assert "loader process" in ended.stdout
     check_message(ended.stderr.splitlines()[-1], "MetaTrainer.train()", '`if __name__ == "__main__":`')
     assert ran(tmp_path) == ["__main__", "__mp_main__"]
 
