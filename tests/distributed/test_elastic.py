@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -30,7 +29,7 @@ from fmmeta.training.run_files import lock_folder
 from harness.elastic import SLEEP, Born, Group, Trial, alone, lines_of, parity, theta_of
 from harness.fork_server import ROOT, environment, free_port
 from tests.support import slurm
-from tests.support.launch import run_ranks
+from tests.support.launch import run_ranks, train
 from tests.support.short_runs import LONG, QUICK, model_of, until
 
 os.environ.setdefault("RUST_LOG", "warn")
@@ -87,22 +86,12 @@ def finished_lines(run: Trial, steps: int = STEPS) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Error of a run against the same run of one process, which trains in the background."""
+    """Error of a run against the same run of one process."""
     folder = tmp_path_factory.mktemp("alone")
-    config = alone(SETTINGS, folder / "run")
-    (folder / "config.json").write_text(
-        json.dumps(
-            {name: getattr(config, name) for name in (*SETTINGS, "output_dir") if hasattr(config, name)}
-        )
-    )
-    words = ["-m", "fmmeta", "train", "--config", str(folder / "config.json")]
-    rank = Born.of(words, folder / "log", environment(**{SLEEP: ""}))
-
-    def relative_error(run: Trial) -> float:
-        assert rank.wait() == 0, rank.rank.text
-        return parity(config, run.folder, folder / "run")
-
-    return relative_error
+    settings = {**SETTINGS, "episode_transforms": "harness.elastic:slowly"}
+    del settings["heartbeat_timeout"]
+    train(folder, 1, **settings).ok()
+    return lambda run: parity(alone(SETTINGS, folder), run.folder, folder)
 
 
 def writers_of(trial: Trial) -> list[str]:
@@ -479,40 +468,6 @@ def joined(opened: ExitStack, address: str, names: str) -> list[ElasticCommunica
     return groups
 
 
-@pytest.mark.cluster
-def test_groups_with_different_memberships_agree_on_a_restart(opened):
-    """One joins late, and the others take a step without it; one loses its communicator.
-
-    A group that still has the previous communicator must form a new one with the others, and all must agree
-    on it: what they do after a change is collective.
-    """
-    address = served(opened, min_replicas=1, join_timeout_ms=3000, heartbeat_timeout_ms=9000)
-    groups = joined(opened, address, "abc")
-
-    def form_all(pool, those, step):
-        asked = []
-        for cross in reversed(
-            those
-        ):  # the late one first: the lighthouse does not make those of the last roll wait for it
-            asked.insert(0, pool.submit(cross.form, step, 30.0))
-            time.sleep(0.2)
-        memberships = [one.result() for one in asked]
-        sums = list(pool.map(lambda cross: float(cross.sum_(torch.ones(1))), those))
-        assert sums == [len(those)] * len(those)
-        return [found.restarted for found in memberships]
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda cross: form_until(cross, 3), groups))
-        assert form_all(pool, groups, 0) == [False] * 3
-        assert form_all(pool, groups[:2], 1) == [True] * 2  # c is late and not in this membership
-        assert form_all(pool, groups, 2) == [True] * 3
-        assert form_all(pool, groups, 3) == [False] * 3
-        with pytest.raises(PeerLost, match="a sum: the cable"), groups[1]._raise_peer_lost("a sum"):
-            raise RuntimeError("the cable")
-        assert form_all(pool, groups, 3) == [True] * 3
-        assert form_all(pool, groups, 4) == [False] * 3
-
-
 def form_until(cross: ElasticCommunicator, size: int) -> None:
     """Form until the membership has this size: the first may have begun without the last, whose request waits
     until they request again.
@@ -582,11 +537,9 @@ def test_a_killed_group_is_left_out_long_before_a_stopped_one(tmp_path, opened):
     after(signal.SIGCONT, "b", "abc")
     assert after(signal.SIGKILL, "a", "bc") < 15
     assert after(signal.SIGKILL, "c", "b") < 15
-    connections = defaultdict(set)
-    for name in "abc":
-        for _, step, _, connection in steps(name):
-            connections[step].add(connection)
-    assert {len(found) for found in connections.values()} == {1}
+    taken = {(step, connection) for name in "abc" for _, step, _, connection in steps(name)}
+    assert len(taken) == len({step for step, _ in taken}) > 10
+    assert len({connection for _, connection in taken}) < 10  # groups that did not change stay connected
 
 
 @pytest.fixture
