@@ -8,7 +8,8 @@ import copy
 import gzip
 import json
 import pickle
-from collections import Counter
+import random
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from fmmeta.tasks.sources.base import (
     transformed,
 )
 from fmmeta.tasks.sources.load import FolderSource, Sources, glance, load_sources, task_files
+from fmmeta.tasks.word_suite import WORD_ROWS, all_functions, words
 from tests.support.helpers import DATA, refusal, write_rows
 from tests.support.messages import check_message
 from tests.support.models import WORDS, write_classes, write_pairs
@@ -74,11 +76,6 @@ def pairs(tmp_path):
     return write_pairs(tmp_path / "pairs.jsonl")
 
 
-def test_episodes_are_a_function_of_the_seed(classes):
-    assert episodes(load(classes)) == episodes(load(classes))
-    assert episodes(load(classes), seed=3) != episodes(load(classes), seed=4)
-
-
 def test_episode_of_a_labelled_set(classes):
     class_of = {row["text"]: row["label"] for row in map(json.loads, classes.read_text().splitlines())}
     sources = load(classes, n_way=3)
@@ -110,12 +107,16 @@ def test_names_of_classes_are_support_examples(tmp_path):
         assert episode.query == plain.query
 
 
-def test_names_of_classes_belong_to_no_split(tmp_path, classes):
+def test_names_of_classes_belong_to_no_split(classes):
     sources, plain = (load(classes, label_names=names) for names in ("names", None))
-    for split in ("train", "valid", "test"):
-        assert getattr(sources, split).class_keys() == getattr(plain, split).class_keys()
+    for one, other in (
+        (sources.train, plain.train),
+        (sources.valid, plain.valid),
+        (sources.test, plain.test),
+    ):
+        assert one.class_keys() == other.class_keys()
+        assert len(one.store) == len(other.store)
     assert sources.summary == plain.summary
-    assert len(sources.train.store) == len(plain.train.store)
     assert sources.fingerprint != plain.fingerprint
 
 
@@ -256,12 +257,20 @@ def test_names_of_classes_count_as_rows(classes):
     assert (items[0] > items[1]).all()
 
 
+def folder_of(tmp_path, files: dict[str, list]) -> Path:
+    """A folder with one stratum of task files."""
+    (tmp_path / "tasks" / "s0").mkdir(parents=True)
+    for name, rows in files.items():
+        write_rows(tmp_path / "tasks" / "s0" / f"{name}.jsonl", rows)
+    return tmp_path / "tasks"
+
+
 def test_names_of_classes_in_a_folder_of_task_files(tmp_path):
-    (tmp_path / "tasks" / "one").mkdir(parents=True)
-    for task in range(3):
-        rows = [{"text": f"{c}{i} {task}", "label": f"{c}_{c}"} for c in "abc" for i in range(6)]
-        write_rows(tmp_path / "tasks" / "one" / f"t{task}.jsonl", rows)
-    for episode in episodes(load(tmp_path / "tasks", label_names="names")):
+    files = {
+        f"t{task}": [{"text": f"{c}{i} {task}", "label": f"{c}_{c}"} for c in "abc" for i in range(6)]
+        for task in range(3)
+    }
+    for episode in episodes(load(folder_of(tmp_path, files), label_names="names")):
         named = {text_of(row): row.labels for row in episode.support if len(text_of(row)) == 3}
         assert named == {f"{name[0]} {name[0]}": label for label, name in enumerate(episode.classes)}
 
@@ -275,18 +284,13 @@ def test_joint_training_has_the_names_of_its_classes(classes):
 
 
 def test_episode_of_named_pairs(pairs):
-    sources = load(pairs, task_type="causal_lm")
-    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
-    for episode in episodes(sources):
-        texts = [text_of(row) for row in episode.support + episode.query]
-        of_task = [
-            f"Input: {row['input']}\nOutput: {row['output']}"
-            for row in rows
-            if row["task"] == episode.task.name
-        ]
-        assert (len(episode.support), len(episode.query), len(set(texts))) == (2, 3, 5)
-        assert set(texts) <= set(of_task)
-        assert episode.classes == ()
+    of_task = defaultdict(set)
+    for row in map(json.loads, pairs.read_text().splitlines()):
+        of_task[row["task"]].add(f"Input: {row['input']}\nOutput: {row['output']}")
+    for episode in episodes(load(pairs, **CAUSAL)):
+        texts = {text_of(row) for row in episode.support + episode.query}
+        assert (len(episode.support), len(episode.query), len(texts), episode.classes) == (2, 3, 5, ())
+        assert texts <= of_task[episode.task.name]
 
 
 def test_an_episode_of_named_tasks_has_classes_of_one_task():
@@ -294,11 +298,9 @@ def test_an_episode_of_named_tasks_has_classes_of_one_task():
     sources = load("letters", n_way=5)
     for episode in episodes(sources, steps=2):
         assert {name.split()[0] for name in episode.classes} == {episode.task.name.split("-")[0]}
-    names = [{item.name for item in source.items} for source in (sources.train, sources.valid, sources.test)]
-    assert sum(map(len, names)) == len(set.union(*names))
-    assert len({item.stratum for item in sources.train.items}) == len(
-        {name.split("-")[0] for name in names[0]}
-    )
+    parts = [{item.name for item in part.items} for part in (sources.train, sources.valid, sources.test)]
+    assert sum(map(len, parts)) == len(set.union(*parts))
+    assert len({*sources.train.items.strata}) == len({name.split("-")[0] for name in parts[0]})
 
 
 def test_items_know_their_expected_tokens(tmp_path):
@@ -307,11 +309,12 @@ def test_items_know_their_expected_tokens(tmp_path):
     assert item.tokens == 2 * 5 * 11  # ways, rows per class, <bos> and ten letters
 
 
-def test_fingerprint_follows_the_data(tmp_path, classes):
-    first = load(classes).fingerprint
-    assert load(classes).fingerprint == first
-    assert load(write_classes(tmp_path / "other.jsonl", classes=11)).fingerprint != first
-    assert load(classes, max_length=10).fingerprint != first
+def test_episodes_are_a_function_of_the_seed_and_the_fingerprint_follows_the_data(tmp_path, classes):
+    sources, other = load(classes), load(write_classes(tmp_path / "other.jsonl", classes=11))
+    assert episodes(sources) == episodes(load(classes)) != episodes(sources, seed=4)
+    fingerprints = [one.fingerprint for one in (sources, load(classes), other, load(classes, max_length=10))]
+    assert fingerprints[0] == fingerprints[1]
+    assert len({*fingerprints}) == 3
 
 
 def test_repeated_rows_are_left_out_and_logged(tmp_path):
@@ -361,11 +364,12 @@ def test_long_pairs_lose_the_start_of_the_prompt(max_length, label_tokens):
     assert len(encode_texts(TOKENIZER, ["a long question"], max_length)[0]) == max_length
 
 
-def test_long_texts_keep_the_side_that_the_tokenizer_keeps():
-    tokenizer, text = copy.deepcopy(TOKENIZER), "begin" + "x" * 64 * 32 + "end"
-    assert tokenizer.decode(encode_texts(tokenizer, [text], 16)[0], skip_special_tokens=True)[:5] == "begin"
-    tokenizer.truncation_side = "left"
-    assert tokenizer.decode(encode_texts(tokenizer, [text], 16)[0], skip_special_tokens=True)[-3:] == "end"
+@pytest.mark.parametrize(("side", "kept"), [("right", slice(5)), ("left", slice(-5, None))])
+def test_long_texts_keep_the_side_that_the_tokenizer_keeps(side, kept):
+    tokenizer, text = copy.deepcopy(TOKENIZER), "begin" + "x" * 64 * 32 + "final"
+    tokenizer.truncation_side = side
+    (ids,) = encode_texts(tokenizer, [text], 16)
+    assert tokenizer.decode(ids, skip_special_tokens=True)[kept] == text[kept]
 
 
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data sets are not at {DATA}")
@@ -464,14 +468,6 @@ def folder(tmp_path) -> Path:
             made = [{"text": f"{WORDS[f]} {WORDS[i]}", "label": "ab"[i % 2]} for i in range(8)]
             write_rows(root / f"s{s}" / f"t{f}.{('jsonl', 'csv', 'jsonl.gz')[f % 3]}", made)
     return root
-
-
-def folder_of(tmp_path, files: dict[str, list]) -> Path:
-    """A folder with one stratum of task files."""
-    (tmp_path / "tasks" / "s0").mkdir(parents=True)
-    for name, rows in files.items():
-        write_rows(tmp_path / "tasks" / "s0" / f"{name}.jsonl", rows)
-    return tmp_path / "tasks"
 
 
 def tasks_of(config: Config, sources: Sources, count: int):
@@ -642,3 +638,44 @@ def test_tokens_of_a_file_are_guessed_from_its_first_line(tmp_path):
     packed.write_bytes(gzip.compress(short.read_bytes()))
     assert glance(packed, 512)[1] == 512
     assert glance(tmp_path / "gone.jsonl", 512) == (-1, 512)
+
+
+def test_the_suite_words_holds_functions_of_words_for_language_models():
+    """Every task has as many different inputs, answers that are not empty and differ, and other functions are
+    held out in every stratum.
+    """
+    rows, splits = words()
+    tasks = [task for names in splits.values() for task in names]
+    assert len(set(tasks)) == len(tasks)
+    assert {row.values["task"] for row in rows} == {*tasks}
+    inputs, answers, stratum = (defaultdict(set) for _ in range(3))
+    for row in (row.values for row in rows):
+        inputs[row["task"]].add(row["input"])
+        answers[row["task"]].add(row["output"])
+        stratum[row["task"]].add(row["stratum"])
+    assert {len(found) for found in inputs.values()} == {WORD_ROWS}
+    assert min(map(len, answers.values())) >= 3
+    assert all(answer.strip() == answer != "" for found in answers.values() for answer in found)
+    for names in splits.values():
+        assert set().union(*(stratum[task] for task in names)) == {"pick", "list", "word", "number"}
+    sources = load("words", **CAUSAL)
+    assert [len(source.items) for source in (sources.train, sources.valid, sources.test)] == [67, 23, 23]
+    check_message(refusal(load, "words"), "dataset=words", "use --task_type causal_lm")
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("first capitals", lambda words: words[0].upper()),
+        ("last but one last letter", lambda words: words[-2][-1]),
+        ("alphabetically first backwards", lambda words: min(words)[::-1]),
+        ("longest as it is", lambda words: sorted(words, key=len)[-1]),
+        ("list last and first", lambda words: f"{words[-1]} {words[0]}"),
+    ],
+)
+def test_functions_of_words_do_what_their_names_say(name, right):
+    rng = random.Random(0)
+    (function,) = (functions[name] for functions in all_functions().values() if name in functions)
+    for _ in range(20):
+        given, answer = function(rng, "; ", 5)
+        assert answer == right(given.split("; "))
