@@ -2,6 +2,7 @@
 matrix of the first, and the verdict: in words, over how many classes or tasks, and what to do.
 """
 
+import copy
 import json
 import math
 import re
@@ -16,7 +17,6 @@ from safetensors.torch import load_file
 from fmmeta import Callback, Config, MetaTrainer
 from fmmeta.common.errors import Stopped
 from fmmeta.common.progress import Progress
-from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.metrics.scores import EpisodeScore
 from fmmeta.parallel.layout import Launch
@@ -27,7 +27,6 @@ from fmmeta.training.final import BaselineLoop, compare, confusion, verdict_of
 from fmmeta.training.scoring import FINISHED, TEST, HeldOut, Scoring
 from tests.support.messages import check_message
 from tests.support.models import write_classes, write_pairs
-from tests.support.plain import PlainClassifier
 from tests.support.short_runs import metrics_of
 
 UNITS = 20
@@ -137,28 +136,45 @@ def held_out_of(config: Config) -> tuple[HeldOut, Any, build.Runtime]:
     return HeldOut(config, scoring, parts.load), inputs.sources.test, parts
 
 
-def test_counts_equal_those_of_a_plain_loop(bert, classes):
+def test_counts_equal_those_of_a_plain_loop(tmp_path, bert):
     """The report's confusion matrix is that of the first held-out episode."""
-    tasks = {"n_way": 3, "n_way_max": 4, "k_shot": 1, "num_query": 4, "eval_episodes": 6, "seed": 3}
-    loop = {"inner_lr": 0.05, "inner_steps": 20, "micro_batch_size": 5}
-    config = Config(model_name_or_path=str(bert), dataset=[str(classes)], **tasks, **loop)
+    config = Config(
+        model_name_or_path=str(bert),
+        dataset=[str(write_classes(tmp_path / "data.jsonl", 15, 12))],
+        n_way=3,
+        n_way_max=4,
+        k_shot=1,
+        num_query=4,
+        inner_lr=0.05,
+        inner_steps=20,
+        micro_batch_size=5,
+        eval_episodes=6,
+        seed=3,
+    )
     held_out, source, parts = held_out_of(config)
     theta = parts.meta_params.theta.clone()
     found = confusion(held_out, source, parts.meta_params.theta, parts.setup.evaluation_method())
     assert torch.equal(parts.worker.read(), theta)  # as it was
+
     episode = source.draw(held_out.tasks(source, TEST)[0]).episode()
-    (support, labels), (query, truth) = (
-        (
-            byte_tokenizer().pad({"input_ids": [row.input_ids for row in rows]}, return_tensors="pt"),
-            torch.tensor([row.labels for row in rows]),
-        )
-        for rows in (episode.support, episode.query)
-    )
-    model = PlainClassifier(bert, len(episode.classes))
-    model.learn(support, labels, [0.05] * 20)
+    model = copy.deepcopy(parts.worker.model).float()  # the loop below shares nothing else with it
+    for name in model.head_names:
+        model.get_parameter(name).data.zero_()
+
+    def logits_of(rows):
+        ids = [torch.tensor([row.input_ids]) for row in rows]
+        found = [model(input_ids=row, attention_mask=torch.ones_like(row))[1] for row in ids]
+        return torch.cat(found)[:, : len(episode.classes)]
+
+    optimizer = torch.optim.SGD(model.parameters(), config.inner_lr)
+    for _ in range(config.inner_steps):
+        optimizer.zero_grad()
+        labels = torch.tensor([row.labels for row in episode.support])
+        F.cross_entropy(logits_of(episode.support), labels).backward()
+        optimizer.step()
     counts = torch.zeros(len(episode.classes), len(episode.classes), dtype=torch.long)
-    for right, answer in zip(truth, model(query).argmax(1), strict=True):
-        counts[right, answer] += 1
+    for row, answer in zip(episode.query, logits_of(episode.query).argmax(1), strict=True):
+        counts[row.labels, answer] += 1
     task = {"task": episode.task.name, "stratum": episode.task.stratum}
     assert found == {**task, "classes": [*episode.classes], "counts": counts.tolist()}
     assert (counts.sum(1) == 4).all()
