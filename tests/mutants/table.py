@@ -545,7 +545,7 @@ MUTANTS = (
         "weights = [run[0].weights for run in runs]",
         "weights = [runs[0][0].weights for run in runs]",
         "rows of a pass get the answers of another adapter",
-        ("unit/test_adapt_many.py", "unit/test_predict.py"),
+        ("unit/test_adapt_many.py", "unit/test_adapt.py"),
     ),
     Mutant(
         "the latest adapter leaves the memory",
@@ -553,7 +553,7 @@ MUTANTS = (
         "self.loaded.popitem(last=False)",
         "self.loaded.popitem(last=True)",
         "once the memory is full, an adapter is read again for each batch that names it",
-        ("unit/test_adapt_many.py", "unit/test_predict.py"),
+        ("unit/test_adapt_many.py", "unit/test_adapt.py"),
     ),
     Mutant(
         "every epoch samples the same support rows together",
@@ -642,7 +642,7 @@ MUTANTS = (
         "(self.spec.method, alone=True)",
         "(self.spec.method, alone=True, learn_support=config.loss_on_support)",
         "held-out scores count answers that the prompt shows",
-        ("unit/test_in_context.py",),
+        ("unit/test_answers.py",),
     ),
     # rewrites that compute the same up to rounding
     Mutant(

@@ -554,12 +554,12 @@ def test_damaged_results_to_compare_with_are_refused_first(tmp_path, nothing_com
         )
 
 
-def test_only_tune_writes_the_stored_settings_of_a_model(tmp_path):
+@pytest.mark.parametrize("kind", [EvaluateConfig, PredictConfig])
+def test_only_tune_writes_the_stored_settings_of_a_model(tmp_path, kind):
     (tmp_path / "fmmeta.json").write_text("{}")
     given = {"model_name_or_path": str(tmp_path), "output": str(tmp_path / "fmmeta.json")}
     assert TuneConfig(**given).output
-    for kind in (EvaluateConfig, PredictConfig):
-        check_message(refusal(kind, **given), f"is an input too, of model_name_or_path={tmp_path}")
+    check_message(refusal(kind, **given), f"is an input too, of model_name_or_path={tmp_path}")
 
 
 def test_a_model_to_compare_with_is_checked_first(bert, llama, tmp_path, monkeypatch, nothing_computed):
@@ -639,26 +639,26 @@ def test_the_table_names_ranges_of_shots_and_ways_and_a_language_model_has_no_wa
 @pytest.mark.parametrize("method", [soft_kmeans, sinkhorn])
 def test_transductive_methods_compute_shares_and_means_in_turn(method):
     """Against loops over queries and classes in double precision."""
-    rng = np.random.default_rng(0)
+    rng, labels = np.random.default_rng(0), np.array([0, 1, 2, 1])
     centres = rng.normal(size=(3, 6))
-    labels, truth = np.array([0, 1, 2, 1]), np.array([0, 0, 1, 1, 2, 2])
-    support, query = (centres[of] + rng.normal(size=(len(of), 6)) for of in (labels, truth))
-    s, q = (rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (support, query))
-    own = np.stack([s[labels == c].sum(0) for c in range(3)])
-    sums = own.copy()
+    rows = [centres[of] + rng.normal(size=(len(of), 6)) for of in (labels, np.array([0, 0, 1, 1, 2, 2]))]
+
+    def unit(vectors):
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+    s, q = map(unit, rows)
+    sums = own = np.stack([s[labels == c].sum(0) for c in range(3)])
     for _ in range(5):
-        means = sums / np.linalg.norm(sums, axis=1, keepdims=True)
-        shares = np.exp(q @ means.T / 0.1)
+        shares = np.exp(q @ unit(sums).T / 0.1)
         for _ in range(10 if method is sinkhorn else 0):
             shares /= shares.sum(0)
             shares /= shares.sum(1, keepdims=True)
         shares /= shares.sum(1, keepdims=True)
         sums = np.stack([own[c] + sum(shares[i, c] * q[i] for i in range(6)) for c in range(3)])
-    means = sums / np.linalg.norm(sums, axis=1, keepdims=True)
-    expected = np.exp(q @ means.T / 0.05)
+    expected = np.exp(q @ unit(sums).T / 0.05)
     expected = shares if method is sinkhorn else expected / expected.sum(1, keepdims=True)
-    given = [torch.tensor(rows, dtype=torch.float32) for rows in (support, query)]
-    found = method(given[0], torch.from_numpy(labels), given[1], 3).exp().numpy()
+    support, query = (torch.tensor(one, dtype=torch.float32) for one in rows)
+    found = method(support, torch.from_numpy(labels), query, 3).exp().numpy()
     assert found == pytest.approx(expected, abs=1e-5)
 
 

@@ -2,22 +2,23 @@
 matrix of the first, and the verdict: in words, over how many classes or tasks, and what to do.
 """
 
-import copy
+import itertools
 import json
 import math
 import re
 import signal
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from fmmeta import Callback, Config, MetaTrainer
 from fmmeta.common.errors import Stopped
 from fmmeta.common.progress import Progress
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.meta.inner_loop import InnerLoop
 from fmmeta.metrics.scores import EpisodeScore
 from fmmeta.parallel.layout import Launch
@@ -28,6 +29,7 @@ from fmmeta.training.final import BaselineLoop, compare, confusion, verdict_of
 from fmmeta.training.scoring import FINISHED, TEST, HeldOut, Scoring
 from tests.support.messages import check_message
 from tests.support.models import write_classes, write_pairs
+from tests.support.plain import PlainClassifier
 from tests.support.short_runs import metrics_of
 
 UNITS = 20
@@ -137,45 +139,28 @@ def held_out_of(config: Config) -> tuple[HeldOut, Any, build.Runtime]:
     return HeldOut(config, scoring, parts.load), inputs.sources.test, parts
 
 
-def test_counts_equal_those_of_a_plain_loop(tmp_path, bert):
+def test_counts_equal_those_of_a_plain_loop(bert, classes):
     """The report's confusion matrix is that of the first held-out episode."""
-    config = Config(
-        model_name_or_path=str(bert),
-        dataset=[str(write_classes(tmp_path / "data.jsonl", 15, 12))],
-        n_way=3,
-        n_way_max=4,
-        k_shot=1,
-        num_query=4,
-        inner_lr=0.05,
-        inner_steps=20,
-        micro_batch_size=5,
-        eval_episodes=6,
-        seed=3,
-    )
+    tasks = {"n_way": 3, "n_way_max": 4, "k_shot": 1, "num_query": 4, "eval_episodes": 6, "seed": 3}
+    loop = {"inner_lr": 0.05, "inner_steps": 20, "micro_batch_size": 5}
+    config = Config(model_name_or_path=str(bert), dataset=[str(classes)], **tasks, **loop)
     held_out, source, parts = held_out_of(config)
     theta = parts.meta_params.theta.clone()
     found = confusion(held_out, source, parts.meta_params.theta, parts.setup.evaluation_method())
     assert torch.equal(parts.worker.read(), theta)  # as it was
-
     episode = source.draw(held_out.tasks(source, TEST)[0]).episode()
-    model = copy.deepcopy(parts.worker.model).float()  # the loop below shares nothing else with it
-    for name in model.head_names:
-        model.get_parameter(name).data.zero_()
-
-    def logits_of(rows):
-        ids = [torch.tensor([row.input_ids]) for row in rows]
-        found = [model(input_ids=row, attention_mask=torch.ones_like(row))[1] for row in ids]
-        return torch.cat(found)[:, : len(episode.classes)]
-
-    optimizer = torch.optim.SGD(model.parameters(), config.inner_lr)
-    for _ in range(config.inner_steps):
-        optimizer.zero_grad()
-        labels = torch.tensor([row.labels for row in episode.support])
-        F.cross_entropy(logits_of(episode.support), labels).backward()
-        optimizer.step()
+    (support, labels), (query, truth) = (
+        (
+            byte_tokenizer().pad({"input_ids": [row.input_ids for row in rows]}, return_tensors="pt"),
+            torch.tensor([row.labels for row in rows]),
+        )
+        for rows in (episode.support, episode.query)
+    )
+    model = PlainClassifier(bert, len(episode.classes))
+    model.learn(support, labels, [0.05] * 20)
     counts = torch.zeros(len(episode.classes), len(episode.classes), dtype=torch.long)
-    for row, answer in zip(episode.query, logits_of(episode.query).argmax(1), strict=True):
-        counts[row.labels, answer] += 1
+    for right, answer in zip(truth, model(query).argmax(1), strict=True):
+        counts[right, answer] += 1
     task = {"task": episode.task.name, "stratum": episode.task.stratum}
     assert found == {**task, "classes": [*episode.classes], "counts": counts.tolist()}
     assert (counts.sum(1) == 4).all()
@@ -205,24 +190,6 @@ VARIANTS = {
 }
 
 
-class StopAt:
-    """Sends a signal while the held-out episode with this number is scored, and counts episodes."""
-
-    def __init__(self, monkeypatch, number: int | None) -> None:
-        self.signals, self.number, self.scored = Signals(leave=lambda code: None), number, 0
-        for name in ("score", "scores_after_each_step"):
-            monkeypatch.setattr(InnerLoop, name, self.counting(getattr(InnerLoop, name)))
-
-    def counting(self, original):
-        def scoring(*args, **kwargs):
-            self.scored += 1
-            if self.scored == self.number:
-                self.signals.receive("SIGTERM", 128 + signal.SIGTERM)
-            return original(*args, **kwargs)
-
-        return scoring
-
-
 FIXED = {
     "k_shot": 1,
     "num_query": 2,
@@ -249,15 +216,22 @@ def config_of(bert, classes, tmp_path):
 
 def scored_by(config: Config, stop_at: int | None = None, why: str = "the same command", callbacks=()) -> int:
     """Train, and count held-out episodes; a signal in the episode `stop_at` ends the run."""
+    signals, numbers = Signals(leave=lambda code: None), itertools.count(1)
+
+    def counting(original):
+        def scoring(*args, **kwargs):
+            if next(numbers) == stop_at:
+                signals.receive("SIGTERM", 128 + signal.SIGTERM)
+            return original(*args, **kwargs)
+
+        return scoring
+
     with pytest.MonkeyPatch.context() as patch:
-        stop = StopAt(patch, stop_at)
-        trainer = MetaTrainer(config, stop.signals, callbacks)
-        if stop_at is None:
-            trainer.train()
-        else:
-            with pytest.raises(Stopped, match=why):
-                trainer.train()
-    return stop.scored
+        for name in ("score", "scores_after_each_step"):
+            patch.setattr(InnerLoop, name, counting(getattr(InnerLoop, name)))
+        with pytest.raises(Stopped, match=why) if stop_at else nullcontext():
+            MetaTrainer(config, signals, callbacks).train()
+    return next(numbers) - 1
 
 
 def exported(folder) -> dict[str, bytes]:
@@ -281,11 +255,9 @@ def test_stop_in_the_final_evaluation_keeps_the_trained_model(config_of, tmp_pat
     confused, rates = 1, len(final.SCALES)
     for number in (whole - 3 * rates - 3 - confused - 2, whole - 4, whole):
         name = f"stopped-{number}"
-        config = config_of(name, **settings)
-        stopped = scored_by(config, number, "the same command")
-        again = scored_by(config)
-        assert exported(tmp_path / name) == exported(tmp_path / "whole")
-        assert table_of(tmp_path / name) == table_of(tmp_path / "whole")
+        stopped, again = (scored_by(config_of(name, **settings), stop_at) for stop_at in (number, None))
+        for part in (exported, table_of):
+            assert part(tmp_path / name) == part(tmp_path / "whole")
         assert stopped + again - whole <= confused  # no finished episode was scored twice
         assert not (tmp_path / name / FINISHED).exists()
 
