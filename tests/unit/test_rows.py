@@ -258,6 +258,8 @@ NO_TEXTS = [
     b"x",
     None,
     "",
+    [1],
+    {"a": 1},
     float("nan"),
     Decimal("sNaN"),  # cannot be compared
     10**5000,  # Python writes at most 4,300 digits

@@ -8,6 +8,7 @@ import stat
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -174,11 +175,15 @@ def test_an_oversized_archive_is_not_unpacked(tmp_path):
     check_message(message, "max_file_gib=0.015625", f"{oversized}", "raise it if you trust the file")
 
 
-def test_episode_files_are_private(tmp_path, monkeypatch):
+def test_episode_files_are_private_and_removed(tmp_path, monkeypatch):
+    """Those that a killed trainer has left are removed when a loader starts."""
     monkeypatch.setattr(loader, "SHM", str(tmp_path))
-    folder = loader.EpisodeFolder()
-    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
-    folder.close()
+    (tmp_path / "fmmeta-loader-1-x").mkdir()
+    one = loader.EpisodeLoader(SimpleNamespace(timeout_s=0), lambda task: [], "1")
+    one._start(None)
+    assert list(tmp_path.iterdir()) == [one.folder.path]
+    assert stat.S_IMODE(one.folder.path.stat().st_mode) == 0o700
+    one.close()
     assert not list(tmp_path.iterdir())
 
 

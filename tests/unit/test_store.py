@@ -170,10 +170,8 @@ def test_a_column_that_only_later_rows_have_is_refused(tmp_path, monkeypatch):
     check_message(refusal(made, path), f"{path} has a column Category that its first 2 rows", "with null")
 
 
-@pytest.mark.parametrize(
-    ("error", "where"),
-    [(TimedOut, (NativeClassifier, "encode")), (KeyboardInterrupt, (security, "publish"))],
-)
+@pytest.mark.parametrize("error", [TimedOut, KeyboardInterrupt])
+@pytest.mark.parametrize("where", [(NativeClassifier, "encode"), (security, "publish")])
 def test_an_interrupted_write_leaves_no_file(classes, cache, monkeypatch, error, where):
     def fail(*_, **__):
         assert list(cache.iterdir()) or where[1] == "encode"
