@@ -47,7 +47,15 @@ from fmmeta.tasks.sources.base import transformed
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.helpers import ROOT, write_rows
 from tests.support.messages import check_message, refusal
-from tests.support.vision import nested_rows, pixels, save_nested, save_vision, write_images
+from tests.support.vision import (
+    nested,
+    nested_rows,
+    one_row_less,
+    pixels,
+    save_nested,
+    save_vision,
+    write_images,
+)
 
 SHORT = {
     "n_way": 3,
@@ -291,7 +299,8 @@ def test_texts_and_images_are_not_mixed_up(vit, bert, images):
     check_message(refusal(Config, dataset=["digits"], **own), "pipeline_stages")
 
 
-@pytest.mark.parametrize(("kind", "pooling"), [("vit", "model"), ("vit", "mean"), ("convnext", "mean")])
+@pytest.mark.parametrize("pooling", ["model", "mean"])
+@pytest.mark.parametrize("kind", ["vit", "convnext"])
 def test_backbones_and_classifiers_have_features_and_a_head(kind, pooling, tmp_path):
     config = config_of(save_vision(tmp_path, kind), "letters", pooling=pooling)
     learner = load_learner(config, describe(config))
@@ -418,8 +427,9 @@ def forms(images, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("settings", [{}, LORA], ids=["whole", "lora"])
 def test_many_tasks_of_images_equal_single_adaptations(vit, forms, tmp_path, settings):
-    supports = forms("support", 0, 1, 2)
-    models = fmmeta.adapt_many(vit, supports, output_dir=tmp_path / "many", **FEW, **settings)
+    """Predict reads the image of a row that has a text too, with a model and with adapters."""
+    supports, out = forms("support", 0, 1, 2), tmp_path / "many"
+    models = fmmeta.adapt_many(vit, supports, output_dir=out, **FEW, **settings)
     assert models.failed == {}
     queries = [pixels(c, 7) for c in range(3)]
     for name, support in supports.items():
@@ -427,6 +437,16 @@ def test_many_tasks_of_images_equal_single_adaptations(vit, forms, tmp_path, set
         wanted = fmmeta.adapt(vit, support, **FEW, **settings).predict(queries)
         assert outputs_of(found) == outputs_of(wanted)
         assert [one.score for one in found] == scores_of(wanted)
+    (tmp_path / "query.png").write_bytes(png(queries[0]))
+    row = {"text": "a caption", "image": "query.png", "adapter": "paths"}
+    rows, answers = str(write_rows(tmp_path / "in.jsonl", [row])), tmp_path / "answers.jsonl"
+    wanted = models["paths"].predict(queries[:1])
+    model, adapters = {"model_name_or_path": str(out / "paths")}, {"adapters": str(out)}
+    for place in (model, adapters) if settings else (model,):
+        predict.run(PredictConfig(**place, input=rows, output=str(answers)))
+        (line,) = lines_of(answers)
+        assert (line["text"], line["label"]) == ("query.png", wanted[0].output)
+        assert [line["score"]] == scores_of(wanted)
 
 
 def test_query_images_are_answered_under_the_names_of_their_rows(vit, forms, tmp_path):
@@ -453,20 +473,6 @@ def test_query_images_are_answered_under_the_names_of_their_rows(vit, forms, tmp
     damaged = write_rows(tmp_path / "damaged.parquet", [{"image": b"no image", "label": "c00"}])
     message = refusal(fmmeta.adapt, vit, support, query=damaged, inner_steps=1)
     check_message(message, f"{damaged}:1 cannot be decoded", "fix or remove it")
-
-
-def test_predict_reads_the_image_of_a_row_with_a_text(vit, images, tmp_path):
-    """With a model, and with adapters."""
-    support, out = paths_of(images, 2, 0, 1, 2), tmp_path / "out"
-    fmmeta.adapt_many(vit, {"task": support}, output_dir=out, **FEW, **LORA)
-    ((path, _), _) = paths_of(images, 2, 7)
-    rows = write_rows(tmp_path / "in.jsonl", [{"text": "a caption", "image": path, "adapter": "task"}])
-    (wanted,) = fmmeta.load(str(out / "task")).predict([path])
-    for place in ({"model_name_or_path": str(out / "task")}, {"adapters": str(out)}):
-        predict.run(PredictConfig(**place, input=str(rows), output=str(tmp_path / "answers.jsonl")))
-        (line,) = lines_of(tmp_path / "answers.jsonl")
-        assert (line["text"], line["label"]) == (path, wanted.output)
-        assert line["score"] == pytest.approx(wanted.score, abs=1e-5)
 
 
 def test_digits_needs_no_pillow(tmp_path, monkeypatch):
@@ -533,30 +539,32 @@ def test_nested_inputs_train_a_model(workers, tmp_path):
 def test_a_micro_batch_moves_with_its_nested_inputs():
     inputs = {"graph": {"nodes": torch.zeros(2, 3)}, "parts": [torch.zeros(2)], "name": "x"}
     batch = MicroBatch(inputs, {"labels": torch.zeros(2, dtype=torch.long)}, torch.ones(2))
-    moved = batch.to(torch.device("meta"))
-    assert moved.inputs["graph"]["nodes"].is_meta
-    assert moved.inputs["parts"][0].is_meta
-    assert moved.inputs["name"] == "x"
+    moved = batch.to(torch.device("meta")).inputs
+    assert [moved["graph"]["nodes"].is_meta, moved["parts"][0].is_meta, moved["name"]] == [True, True, "x"]
 
 
 def test_the_structure_of_inputs_is_compared():
     collate = named("nested")
-    inputs, targets = collate(ROWS, 0)
-    assert structure_of(inputs) == {"graph": {"nodes": "float32"}, "parts": ["float32", "float32"]}
-    assert structure_of(targets) == {"labels": "int64"}
-    same = pickle.loads(pickle.dumps(collate))
-    assert structure_of(same(ROWS, 0)) == structure_of((inputs, targets))
-    other = Collate("a:b", collate.function, '{"input_ids": "int64"}')
-    check_message(refusal(other, ROWS, 0), '"graph"', '{"input_ids": "int64"}', "return the same keys")
+    made = collate(ROWS, 0)
+    shown = {"graph": {"nodes": "float32"}, "parts": ["float32", "float32"]}
+    assert structure_of(made) == [shown, {"labels": "int64"}]
+    assert structure_of(pickle.loads(pickle.dumps(collate))(ROWS, 0)) == structure_of(made)
 
 
-def test_functions_that_make_no_inputs_are_refused():
-    def of(function: Any) -> Collate:
-        return Collate("a:b", lambda rows, pad_token_id: (function(rows), {"labels": labels_of(rows)}))
+@pytest.mark.parametrize(
+    ("function", "parts"),
+    [
+        (lambda rows: [1], ["a:b returned [1]", "return a dictionary"]),
+        (lambda rows: 1 / 0, ["ZeroDivisionError", "fix it"]),
+        (one_row_less, ["pixel_values of shape [2, 3, 8, 8] for 3 rows"]),
+        (nested, ['"graph"', '{"input_ids": "int64"}', "return the same keys"]),
+    ],
+)
+def test_functions_that_make_other_inputs_are_refused(function, parts):
+    def call(rows, pad_token_id):
+        return function([row.values for row in rows]), {"labels": labels_of(rows)}
 
-    check_message(refusal(of(lambda rows: [1]), ROWS, 0), "a:b returned [1]", "return a dictionary")
-    less = named("one_row_less")
-    check_message(refusal(less, ROWS, 0), "pixel_values of shape [2, 3, 8, 8] for 3 rows")
-    check_message(refusal(of(lambda rows: 1 / 0), ROWS, 0), "ZeroDivisionError", "fix it")
+    collate = Collate("a:b", call, '{"input_ids": "int64"}' if function is nested else "")
+    check_message(refusal(collate, ROWS, 0), *parts)
     missing = "task_type=tests.support.vision:of_missing"
     check_message(refusal(named, "missing"), missing, "write module:name")

@@ -45,7 +45,6 @@ from tests.support.learners import (
     episode_of,
     gradient_of,
     norm,
-    task_gradient,
     worker_over,
 )
 

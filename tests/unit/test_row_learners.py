@@ -238,9 +238,8 @@ def test_a_run_has_the_metrics_of_the_learner_everywhere(run):
         assert result.before is None
         assert "squared standard deviations (over " in result.verdict
     else:
-        assert "learns a new token classification task" in shown[0]
-        assert "type: f1" in shown[0]
-        assert "AutoModelForTokenClassification.from_pretrained" in shown[0]
+        for part in ("learns a new token classification task", "type: f1", "AutoModelForTokenClass"):
+            assert part in shown[0]
         loaded = transformers.AutoModelForTokenClassification.from_pretrained(model)
         assert loaded.config.num_labels == 5
         assert "valid_accuracy" in result.log_history[-1]
@@ -276,14 +275,8 @@ def test_a_task_is_adapted_to_answered_and_loaded(run, tmp_path, lora):
     result, kind = run
     rows = read(kind)[:12]
     source, target = [*rows[0]][-2:]
-    adapted = fmmeta.adapt(
-        result.output_dir / "model",
-        rows[:8],
-        query=rows[8:],
-        output_dir=tmp_path / "task",
-        lora_r=lora or None,
-        inner_steps=3,
-    )
+    settings = {"lora_r": lora or None, "inner_steps": 3, "output_dir": tmp_path / "task"}
+    adapted = fmmeta.adapt(result.output_dir / "model", rows[:8], query=rows[8:], **settings)
     truths, given = [row[target] for row in rows[8:]], [row[source] for row in rows[8:]]
     assert [one.truth for one in adapted.predictions] == [pytest.approx(one, abs=1e-4) for one in truths]
     found = [[getattr(one, name) for one in adapted.predictions] for name in ("output", "truth")]
@@ -377,7 +370,7 @@ def test_a_folder_of_files_has_a_task_in_each(tmp_path):
         folder = tmp_path / "data" / f"s{number % 2}"
         folder.mkdir(parents=True, exist_ok=True)
         write_rows(folder / f"t{number}.jsonl", rows[12 * number : 12 * number + 12])
-    settings = {**TAGS, **SHORT, "n_way": 5, "eval_steps": 0, "test_episodes": 2}
+    settings = {**TAGS, **SHORT, "n_way": 5, "outer_steps": 1, "eval_steps": 0, "test_episodes": 1}
     config = Config(**settings, dataset=[str(tmp_path / "data")], output_dir=str(tmp_path / "run"))
     assert MetaTrainer(config).train().held_out["metrics"].keys() == {"precision", "recall", "f1"}
 
