@@ -57,8 +57,8 @@ ELSEWHERE = {
     ("dynamic schedule", "plain"): "tests/distributed/test_task_schedule.py",
     ("elastic groups", "plain"): "tests/distributed/test_elastic.py",
     ("elastic groups", "ZeRO 0-2"): "tests/distributed/test_elastic.py",
-    ("compiled", "plain"): "tests/unit/test_compiled.py",
-    ("in_context", "plain"): "tests/unit/test_evaluate.py",
+    ("compiled", "plain"): "tests/unit/test_forward_options.py",
+    ("in_context", "plain"): "tests/unit/test_answers.py",
     ("none", "plain"): "tests/unit/test_joint.py",
 }
 MODULES = ("bounded_staleness", "multi_task", "noise_scale", "support_batches")

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from fmmeta.adaptation import command, task_learner
@@ -30,39 +31,33 @@ def place(tmp_path_factory) -> Path:
     folder, rng = tmp_path_factory.mktemp("adapt_many"), random.Random(0)
     save_bert(folder / "bert")
     (folder / "tasks").mkdir()
-    for number in range(COUNT):
+    for number, name in enumerate(NAMES):
         rows = [
             {"text": f"{word} {' '.join(rng.sample(WORDS, 1 + number % 3))}", "label": word}
             for word in rng.sample(WORDS, 2 + number % 2)
             for _ in range(3)
         ]
-        write_rows(folder / "tasks" / f"task-{number}.jsonl", rows)
+        write_rows(folder / "tasks" / f"{name}.jsonl", rows)
     (folder / "tasks" / "empty.jsonl").write_text("")
     run_ranks(["-m", "fmmeta", "adapt", *flags(folder, "plain")], 1, cwd=folder)
     return folder
 
 
 def flags(folder: Path, output: str) -> list[str]:
-    values = {
-        "model_name_or_path": folder / "bert",
-        "support": folder / "tasks",
-        "output_dir": folder / output,
-        "lora_r": 4,
-        "inner_steps": 3,
-        "inner_lr": 0.5,
-    }
-    return [f"--{key}={value}" for key, value in values.items()]
+    paths = {"model_name_or_path": "bert", "support": "tasks", "output_dir": output}
+    loop = ["--lora_r=4", "--inner_steps=3", "--inner_lr=0.5"]
+    return [*(f"--{key}={folder / name}" for key, name in paths.items()), *loop]
+
+
+NAMES = [f"task-{number}" for number in range(COUNT)]
 
 
 def compare(folder: Path, output: str) -> None:
     """Every adapter equals that of one process to 1e-5."""
-    names = [f"task-{number}" for number in range(COUNT)]
-    assert sorted(path.name for path in (folder / output).iterdir()) == names
-    for name in names:
-        one, other = (
-            load_file(folder / each / name / "adapter_model.safetensors") for each in ("plain", output)
-        )
-        assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-5
+    assert sorted(path.name for path in (folder / output).iterdir()) == NAMES
+    for name in NAMES:
+        files = (folder / each / name / "adapter_model.safetensors" for each in ("plain", output))
+        torch.testing.assert_close(*map(load_file, files), atol=1e-5, rtol=0)
 
 
 @pytest.mark.timeout(300)
@@ -98,15 +93,14 @@ def adapt_and_count(world, tokens_per_pass, words):
 
     def counted(*arguments):
         with counted_gathers() as asked:
-            found = list(learn(*arguments))
+            found = [*learn(*arguments)]
         counts.append(asked[0])
         return found
-
-    task_learner.TaskLearner.learn = counted
 
     def finish(learner, learned):
         write_task(command.model_of(learner, learned), learner, learned)
 
+    task_learner.TaskLearner.learn = counted
     assert not command.learn_all(settings, tasks, world, progress, finish)
     return sum(counts)
 

@@ -3,7 +3,6 @@ began; a resumed run counts every task once; metrics, signals and dropped gradie
 """
 
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from tests.support.matrix import Case, ParityFixture, fast_and_slow_cases, tolerance
 from tests.support.models import write_tasks
-from tests.support.short_runs import metrics_of, steps_of, until
+from tests.support.short_runs import Job, metrics_of
 
 ROWS = [  # layout, stage, algorithm, model, dtype, outer, head, pipeline stages
     ((1, 1), "plain", "slow-fomaml", "bert", "fp32", "adamw", "learned", 1),
@@ -66,77 +65,51 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def start(fork_server, flags):
-    """start(folder, **settings): a run of two groups in folder/run; returns its ranks."""
+def start(flags):
+    """start(folder, **settings): a run of two groups in folder/run."""
 
-    def begin(folder: Path, **settings):
-        return fork_server.train(flags(folder / "run", **{**SETTINGS, **settings}), 2, folder)
+    def begin(folder: Path, **settings) -> Job:
+        return Job.start(flags(folder / "run", **{**SETTINGS, **settings}), 2, folder)
 
     return begin
 
 
-def test_a_stopped_run_begins_the_tasks_again_that_are_not_in_theta(fork_server, start, tmp_path):
+def test_a_stopped_run_begins_the_tasks_again_that_are_not_in_theta(start, tmp_path):
     for attempt in range(3):  # a stop may come when each group has just finished a task
         folder = tmp_path / str(attempt)
-        ranks = start(folder)
-        until(lambda run=folder / "run": steps_of(run) >= 3)
-        for rank in ranks:
-            os.kill(rank.pid, signal.SIGTERM)
-        assert fork_server.wait(ranks, 60) == [75, 75], ranks[0].text + ranks[1].text
-        newest = max(int(path.name[11:]) for path in (folder / "run").glob("checkpoint-*"))
-        state = json.loads((folder / "run" / f"checkpoint-{newest}" / "state.json").read_text())
-        queue = state["queue"]
+        job = start(folder).reach(3)
+        job.signal(signal.SIGTERM, 0, 1)
+        job.end(75)
+        newest = max(int(path.name[11:]) for path in job.run.glob("checkpoint-*"))
+        queue = json.loads((job.run / f"checkpoint-{newest}" / "state.json").read_text())["queue"]
         assert queue["claimed"] == 3 * newest + len(queue["again"])
         if queue["again"]:
             break
     assert queue["again"]
-    ranks = start(folder)
-    assert fork_server.wait(ranks, 100) == [0, 0], ranks[0].text
-    assert "theta depends on how long tasks take" in ranks[0].text
-    assert [line["step"] for line in metrics_of(folder / "run")] == list(range(1, 9))
-    assert sum(line["skipped_tasks"] for line in metrics_of(folder / "run")) == 0
+    assert "theta depends on how long tasks take" in start(folder).end()
+    lines = metrics_of(job.run)
+    assert [(line["step"], line["skipped_tasks"]) for line in lines] == [(step, 0) for step in range(1, 9)]
 
 
-def test_a_bad_task_is_named_in_the_step_in_which_it_counts(fork_server, start, tmp_path):
+def test_a_bad_task_is_named_in_the_step_in_which_it_counts(start, tmp_path):
     root = write_tasks(tmp_path / "tasks")
     for file in sorted(root.glob("s*/*.jsonl"))[::2]:
         file.write_bytes(b"\0")
-    ranks = start(
-        tmp_path,
-        dataset=root,
-        n_way=2,
-        k_shot=1,
-        num_query=1,
-        on_bad_task="skip",
-        max_bad_fraction=1,
-        max_staleness=1,
-        meta_batch_size=2,
-        outer_steps=30,
-        inner_steps=1,
-        save_steps=0,
-        algorithm="fomaml",
-    )
-    assert fork_server.wait(ranks, 100) == [0, 0], ranks[0].text + ranks[1].text
-    counts = [
-        (len(line.get("bad_tasks", ())), line["skipped_tasks"]) for line in metrics_of(tmp_path / "run")
-    ]
-    assert [bad for bad, _ in counts] == [skipped for _, skipped in counts]
-    assert sum(bad for bad, _ in counts) > 10
+    short = {"n_way": 2, "k_shot": 1, "num_query": 1, "meta_batch_size": 2, "inner_steps": 1, "save_steps": 0}
+    skips = {"on_bad_task": "skip", "max_bad_fraction": 1, "max_staleness": 1, "algorithm": "fomaml"}
+    job = start(tmp_path, dataset=root, outer_steps=20, **short, **skips)
+    job.end()
+    lines = metrics_of(job.run)
+    bad = [len(line.get("bad_tasks", ())) for line in lines]
+    assert bad == [line["skipped_tasks"] for line in lines]
+    assert sum(bad) > 5
 
 
-def test_old_gradients_are_dropped_by_stratum(fork_server, start, tmp_path):
-    ranks = start(
-        tmp_path,
-        max_staleness=1,
-        drop_stale=True,
-        meta_batch_size=1,
-        outer_steps=20,
-        save_steps=10,
-        inner_steps=5,
-        algorithm="tests.support.slow_group:TEN_TIMES_SLOWER",
-    )
-    assert fork_server.wait(ranks, 100) == [0, 0], ranks[0].text + ranks[1].text
-    lines = metrics_of(tmp_path / "run")
+def test_old_gradients_are_dropped_by_stratum(start, tmp_path):
+    drops = {"max_staleness": 1, "drop_stale": True, "algorithm": "tests.support.slow_group:TEN_TIMES_SLOWER"}
+    job = start(tmp_path, **drops, meta_batch_size=1, outer_steps=20, save_steps=10, inner_steps=5)
+    job.end()
+    lines = metrics_of(job.run)
     assert len(lines) == 20
     assert max(line["staleness_max"] for line in lines) <= 1
     assert sum(line["dropped_tasks"] for line in lines) > 0

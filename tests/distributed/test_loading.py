@@ -7,17 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from fmmeta.config.settings import Config
-from fmmeta.learners.load import describe, load_learner, load_tokenizer
+from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.meta.reference import reference_run
-from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
 from tests.support import matrix
 from tests.support.launch import ProcessResults, run_ranks
-from tests.support.matrix import Case, ParityFixture, tolerance
-from tests.support.messages import check_message
+from tests.support.matrix import Case, ParityFixture, oracle_inputs, relative_error, tolerance
+from tests.support.messages import check_message, refusal
 from tests.support.models import write_classes
 from tests.support.short_runs import QUICK, metrics_of
 
@@ -50,23 +48,6 @@ def test_a_task_that_sleeps_for_ever_is_left_out_and_the_run_ends(tmp_path, work
 
 
 @pytest.mark.timeout(300)
-def test_a_hanging_task_ends_all_ranks_if_bad_tasks_are_not_skipped(tmp_path):
-    ended = train(tmp_path, load_timeout=1, episode_transforms=f"{HERE}:hang_once")
-    assert ended.codes == [2, 2]
-    check_message(
-        ended.output[0].splitlines()[-1],
-        "load_timeout=1 s",
-        "correct it, or skip such tasks by --on_bad_task",
-    )
-
-
-def weights_file(tmp_path: Path, content: str) -> str:
-    file = tmp_path / "weights.json"
-    file.write_text(content)
-    return str(file)
-
-
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
@@ -75,9 +56,26 @@ def weights_file(tmp_path: Path, content: str) -> str:
             (f"episode_transforms={HERE}:hang", "load_timeout=1 s", "fix it, or raise --load_timeout"),
         ),
         (
+            {"episode_transforms": f"{HERE}:hang_once", "load_timeout": 1},
+            ("load_timeout=1 s", "correct it, or skip such tasks by --on_bad_task"),
+        ),
+        (
             {"stratify_by": f"{HERE}:no_such_column"},
             (f"stratify_by={HERE}:no_such_column", "KeyError", "classes.jsonl:1", "fix the function"),
         ),
+    ],
+)
+def test_what_a_rank_cannot_load_ends_all_ranks_with_one_line(tmp_path, flags, parts):
+    ended = train(tmp_path, **flags)
+    assert ended.codes == [2, 2]
+    (line,) = [line for line in ended.output[0].splitlines() if "error:" in line]
+    assert "Traceback" not in "".join(ended.output)
+    check_message(line, *parts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
         (
             {"stratify_by": f"{HERE}:several"},
             (f"stratify_by={HERE}:several", "['c0']", "names no stratum", "return a text or a number"),
@@ -111,15 +109,16 @@ def weights_file(tmp_path: Path, content: str) -> str:
         ({"load_timeout": 0}, ("load_timeout=0", "no positive number", "leave it out")),
     ],
 )
-def test_wrong_input_ends_all_ranks_with_one_line(tmp_path, flags, parts):
-    if "class_weights" in flags:
-        flags = {"class_weights": weights_file(tmp_path, flags["class_weights"])}
-    ended = train(tmp_path, **flags)
-    assert ended.codes == [2, 2]
-    errors = [line for line in ended.output[0].splitlines() if "error:" in line]
-    assert len(errors) == 1
-    assert "Traceback" not in "".join(ended.output)
-    check_message(errors[0], *parts)
+def test_wrong_input_is_refused(tmp_path, settings, parts):
+    if "class_weights" in settings:
+        (tmp_path / "weights.json").write_text(settings["class_weights"])
+        settings = {"class_weights": str(tmp_path / "weights.json")}
+    data = str(write_classes(tmp_path / "classes.jsonl"))
+
+    def load():
+        load_sources(Config(dataset=[data], n_way=2, k_shot=1, **settings), byte_tokenizer(), print)
+
+    check_message(refusal(load), *parts)
 
 
 CASE = Case((2, 1), "plain", "fomaml", "one", "default", "bert", "fp32", "sgd", "zero", "none", "weighted")
@@ -139,14 +138,13 @@ def test_class_weights_end_where_the_oracle_ends_with_rows_repeated(
     tmp_path, monkeypatch, layout, stage, algorithm
 ):
     """A weight of 2 is the same loss as every row of the class twice, which the oracle gets."""
-    settings = {"class_weights": weights_file(tmp_path, json.dumps(WEIGHTS))}
-    monkeypatch.setitem(matrix.ALSO, "weighted", settings)
+    file = tmp_path / "weights.json"
+    file.write_text(json.dumps(WEIGHTS))
+    monkeypatch.setitem(matrix.ALSO, "weighted", {"class_weights": str(file)})
     bench, case = ParityFixture(tmp_path), replace(CASE, layout=layout, stage=stage, algorithm=algorithm)
     theta, _ = bench.run([case])[case.id]
     config = Config(**bench.settings(case))
-    description = describe(config)
-    source = load_sources(config, load_tokenizer(config, description, print), print).train
-    schedule = Schedule(source.items, config.meta_batch_size, config.seed)
+    learner, began, steps = oracle_inputs(config.but(class_weights=None))
 
     def repeated(episode):
         support, query = (
@@ -155,20 +153,7 @@ def test_class_weights_end_where_the_oracle_ends_with_rows_repeated(
         )
         return replace(episode, support=support, query=query)
 
-    steps = [
-        [source.draw(task).episode() for task in schedule.meta_batch(step)]
-        for step in range(config.outer_steps)
-    ]
-    learner = load_learner(config, description).double()
-    began = torch.cat([p.detach().flatten() for p in learner.parameters()])
-    names = [name for name, _ in learner.named_parameters()]
-
-    def end(episodes):
-        found = reference_run(learner, episodes, config).thetas[-1]
-        return torch.cat([found[name].flatten() for name in names])
-
-    wanted, unweighted = end([[repeated(one) for one in step] for step in steps]), end(steps)
-    travelled = (wanted - began).norm()
-    ours = torch.cat([theta[name].double().flatten() for name in names])
-    assert (ours - wanted).norm() < tolerance(case) * travelled
-    assert (unweighted - wanted).norm() > 0.01 * travelled  # the weights have an effect
+    twice = [[repeated(episode) for episode in step] for step in steps]
+    wanted, unweighted = (reference_run(learner, one, config).thetas[-1] for one in (twice, steps))
+    assert relative_error(theta, wanted, began) < tolerance(case)
+    assert relative_error(unweighted, wanted, began) > 0.01  # the weights have an effect

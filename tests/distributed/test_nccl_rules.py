@@ -5,8 +5,8 @@ breaks by one rank alone that NCCL refuses too, `GLOO_ONLY` others by one rank, 
 two: the second of them raises.
 """
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 
 from fmmeta.parallel.collectives import Communicator
-from fmmeta.parallel.param_map import OuterMemory
 from fmmeta.parallel.process_groups import World
 from tests.support import nccl_rules
 from tests.support.nccl_breaks import ALONE, Call, reduction
 from tests.support.ranks import leave_at_once, on_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs the backend is NCCL itself")
-RULES = {"thread", "order", "interleaving", "dtype", "operation", "dense", "host", "abort"}
+RULES = {"thread", "order", "interleaving", "dtype", "operation", "dense", "abort"}
 
 
 def aborted(group: Any, device: torch.device) -> None:
@@ -104,19 +103,9 @@ TOGETHER: dict[str, tuple[str, Call, Call]] = {  # rule, what the first rank doe
 
 def in_thread(group: Any) -> None:
     """Issue one operation in this thread and one in another, whose error is raised here."""
-    raised: list[Exception] = []
     group.broadcast(torch.zeros(2), 0).wait()
-
-    def issue() -> None:
-        try:
-            group.broadcast(torch.zeros(2), 0).wait()
-        except Exception as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=issue)
-    thread.start()
-    thread.join()
-    raise raised[0]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: group.broadcast(torch.zeros(2), 0).wait()).result()
 
 
 def attempt(call: Callable[[], Any]) -> str:
@@ -189,16 +178,19 @@ def test_every_rule_is_broken_and_none_is_forgotten(found):
         assert raised.pop("counted") == len(raised)
 
 
-class OnDevice:
-    """A backend that returns the tensor's double at once, and refuses tensors in host memory."""
+class OfDevice:
+    """A backend that returns the tensor's double at once, and is never given the memory of `vector`."""
+
+    def __init__(self, vector):
+        self.host = vector.untyped_storage().data_ptr()
 
     def allreduce(self, tensors):
-        assert not nccl_rules.is_host(tensors[0])
+        assert tensors[0].untyped_storage().data_ptr() != self.host
         tensors[0].mul_(2)
         return self
 
     def broadcast(self, tensor, root):
-        assert not nccl_rules.is_host(tensor)
+        assert tensor.untyped_storage().data_ptr() != self.host
         tensor.fill_(7)
         return self
 
@@ -208,20 +200,10 @@ class OnDevice:
 
 def test_a_communicator_copies_a_vector_in_host_memory_to_the_device():
     """As on a GPU: the backend gets a copy, and the vector the result."""
-    comm = Communicator(OnDevice(), 0, 2, torch.device("cpu"))
-    vector = nccl_rules.mark_host(torch.ones(5))
-    with nccl_rules.AsOnGpu():
-        reduction = comm.begin_sum_(vector[1:])
-        assert not reduction.pending  # complete on return
-        assert vector.tolist() == [1, 2, 2, 2, 2]
-        comm.broadcast_(vector)
+    vector = torch.ones(5)
+    comm = Communicator(OfDevice(vector), 0, 2, torch.device("cpu", 0))  # for torch another device than "cpu"
+    reduction = comm.begin_sum_(vector[1:])
+    assert not reduction.pending  # complete on return
+    assert vector.tolist() == [1, 2, 2, 2, 2]
+    comm.broadcast_(vector)
     assert vector.tolist() == [7] * 5
-
-
-def test_a_mark_ends_with_its_memory():
-    nccl_rules.HOST.clear()
-    vector = nccl_rules.mark_host(OuterMemory(torch.device("cpu"), True).zeros(torch.zeros(100)))
-    assert nccl_rules.is_host(vector[3:])
-    address = vector.untyped_storage().data_ptr()
-    del vector
-    assert nccl_rules.HOST[address].expired()

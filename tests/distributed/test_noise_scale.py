@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from fmmeta.config.settings import Config
-from fmmeta.learners.load import describe, load_learner, load_tokenizer
 from fmmeta.meta.noise_scale import NoiseScale
 from fmmeta.meta.reference import reference_gradient, reference_run
-from fmmeta.tasks.schedule.meta_batches import Schedule
-from fmmeta.tasks.sources.load import load_sources
-from tests.support.matrix import Case, ParityFixture, fast_and_slow_cases, tolerance
+from tests.support.matrix import Case, ParityFixture, fast_and_slow_cases, oracle_inputs, tolerance
 
 ROWS = [  # layout, stage, algorithm, model, head, also, pipeline stages (-T: tensor ranks)
     ((1, 1), "plain", "fomaml", "bert", "zero", "measured", 1),
@@ -42,15 +39,7 @@ def bench(tmp_path_factory):
 def oracle(bench: ParityFixture, case: Case) -> list[tuple[float, float]]:
     """|G|^2 and tr(Sigma) of every outer step, from the gradient of each task by itself."""
     config = Config(**bench.settings(case))
-    description = describe(config)
-    source = load_sources(config, load_tokenizer(config, description, print), print).train
-    learner = load_learner(config, description).double()
-    schedule = Schedule(source.items, config.meta_batch_size, config.seed)
-    steps = [
-        [source.draw(task).episode() for task in schedule.meta_batch(step)]
-        for step in range(config.outer_steps)
-    ]
-    theta = {name: p.detach().clone() for name, p in learner.named_parameters() if p.requires_grad}
+    learner, theta, steps = oracle_inputs(config)
     found = []
     for episodes, after in zip(steps, reference_run(learner, steps, config).thetas, strict=True):
         tasks = [reference_gradient(learner, theta, one, config, False)[0] for one in episodes]
@@ -62,7 +51,7 @@ def oracle(bench: ParityFixture, case: Case) -> list[tuple[float, float]]:
     return found
 
 
-FAST = [case for case in CASES if case.layout[1] == 1]
+FAST = [case for case in CASES if case.layout == (2, 1)]
 
 
 @pytest.mark.timeout(600)
@@ -75,13 +64,11 @@ def test_the_estimates_are_those_of_the_oracle_and_theta_is_as_without_them(case
         unscaled = bench.settings(replace(case, also="nothing"))["outer_lr"]
         assert [line["lr"] for line in lines] == pytest.approx([0.0, unscaled / 2, unscaled / 4])
         return
-    wanted, smoothed = oracle(bench, case), NoiseScale()
-    for step, line in enumerate(lines):
-        assert line["gradient_square"] == pytest.approx(wanted[step][0], rel=1e-3, abs=1e-5 * wanted[step][1])
-        assert line["gradient_variance"] == pytest.approx(wanted[step][1], rel=1e-3)
-    for signal, noise in wanted:
-        smoothed.signal += signal / len(wanted)
-        smoothed.noise += noise / len(wanted)
+    wanted = oracle(bench, case)
+    for line, (square, variance) in zip(lines, wanted, strict=True):
+        assert line["gradient_square"] == pytest.approx(square, rel=1e-3, abs=1e-5 * variance)
+        assert line["gradient_variance"] == pytest.approx(variance, rel=1e-3)
+    smoothed = NoiseScale([sum(each) / len(each) for each in zip(*wanted, strict=True)] + [len(wanted)])
     assert lines[-1]["noise_scale"] == pytest.approx(smoothed.tasks, rel=2e-3, nan_ok=True) or (
         smoothed.signal <= 0 and lines[-1]["noise_scale"] is None
     )

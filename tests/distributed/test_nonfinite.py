@@ -7,6 +7,7 @@ import math
 import shutil
 import tempfile
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fmmeta.config.settings import Config
-from fmmeta.learners.load import describe, load_learner, load_tokenizer
 from fmmeta.meta.reference import reference_run
-from fmmeta.tasks.schedule.meta_batches import Schedule
-from fmmeta.tasks.sources.load import load_sources
-from tests.support.launch import run_ranks
-from tests.support.matrix import Case, ParityFixture, tolerance
+from tests.support.launch import train
+from tests.support.matrix import Case, ParityFixture, oracle_inputs, relative_error, tolerance
 from tests.support.messages import check_message
 from tests.support.models import save_llama, write_pairs
 from tests.support.nan_memory import fill
@@ -70,39 +68,35 @@ def settings(model, data, **extra):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("groups", "group_size", "spread"),
+    ("group_size", "stages", "spread", "every_rule"),
     [
-        (2, 1, {}),
-        pytest.param(2, 2, {}, marks=pytest.mark.slow),
-        pytest.param(2, 2, {"pipeline_stages": 2}, marks=pytest.mark.slow),
-        pytest.param(2, 2, {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        (1, ("plain", 0), {}, False),
+        pytest.param(1, ("plain",), {}, True, marks=pytest.mark.slow),
+        pytest.param(2, (0, 1, 2, 3), {}, False, marks=pytest.mark.slow),
+        pytest.param(2, (0, 1), {"pipeline_stages": 2}, False, marks=pytest.mark.slow),
+        pytest.param(2, (0, 1), {"tensor_parallel_size": 2}, False, marks=pytest.mark.slow),
     ],
 )
-def test_theta_is_that_of_the_finite_tasks(files, expected_theta, groups, group_size, spread):
+def test_theta_is_that_of_the_finite_tasks(files, expected_theta, group_size, stages, spread, every_rule):
+    """On two groups. every_rule: with each poison; otherwise each poison has one rule."""
     folder, model, data = files
-    stages = ("plain", 0) if group_size == 1 else (0, 1) if spread else (0, 1, 2, 3)
-    listed, ends = [], {}
-    for stage in stages:
+    chosen = [
+        (stage, algorithm, name)
+        for stage, algorithm, name in product(stages, ("fomaml", "reptile"), POISONS)
+        if every_rule or (name == "last") == (algorithm == "reptile")
+    ]
+    listed = []
+    for stage, algorithm, name in chosen:
+        zero, engine = (0, "plain") if stage == "plain" else (stage, "deepspeed")
         ds = folder / f"zero{stage}.json"
-        ds.write_text(json.dumps({"zero_optimization": {"stage": 0 if stage == "plain" else stage}}))
-        for algorithm in ("fomaml", "reptile"):
-            for name, poison in POISONS.items():
-                if group_size == 2 and (name == "last") != (algorithm == "reptile"):
-                    continue  # each place of a poison with one rule is enough for the larger layout
-                engine = "plain" if stage == "plain" else "deepspeed"
-                own = {
-                    "deepspeed": str(ds),
-                    "algorithm": algorithm,
-                    "group_size": str(group_size),
-                    "engine": engine,
-                }
-                config = settings(model, data, **own, **spread)
-                listed.append({"id": f"{stage}-{algorithm}-{name}", "config": config, "poison": poison})
-                ends[listed[-1]["id"]] = expected_theta(algorithm, name)
-    out = folder / f"out-{groups}x{group_size}-{'-'.join(spread)}"
-    found = run_cases(listed, out, groups * group_size, timeout_s=500)
-    for case in listed:
-        assert error(found[case["id"]][0], *ends[case["id"]]) < 1e-5, case["id"]
+        ds.write_text(json.dumps({"zero_optimization": {"stage": zero}}))
+        own = {"deepspeed": str(ds), "algorithm": algorithm, "group_size": str(group_size), "engine": engine}
+        config = settings(model, data, **own, **spread)
+        listed.append({"id": f"{stage}-{algorithm}-{name}", "config": config, "poison": POISONS[name]})
+    out = folder / f"out-{group_size}-{every_rule}-{'-'.join(spread)}"
+    found = run_cases(listed, out, 2 * group_size, timeout_s=500)
+    for case, (_, algorithm, name) in zip(listed, chosen, strict=True):
+        assert relative_error(found[case["id"]][0], *expected_theta(algorithm, name)) < 1e-5, case["id"]
         metrics = metrics_of(out / case["id"])
         skipped = [sum(step == line["step"] - 1 for step, *_ in case["poison"]) for line in metrics]
         assert [line["skipped_tasks"] for line in metrics] == skipped, case["id"]
@@ -150,93 +144,61 @@ def test_a_gradient_rejected_by_one_stage_is_rejected_by_all(world, files):
         episode = first_episode(config, inputs, ranks, parts)
         begin = torch.linspace(-1, 1, worker.params.numel)
         total = begin.clone()
-        if ranks.layout.group_rank == 0:
-            last = [param for param in worker.stage.parameters() if param.requires_grad][-1]
-            hook = last.register_hook(lambda grad: grad * float("nan"))
-        assert not worker.gradient(episode.query, total, restore=theta).finite
-        assert torch.equal(total, begin)
-        assert torch.equal(worker.read(), theta)
-        if ranks.layout.group_rank == 0:
+        last = [param for param in worker.stage.parameters() if param.requires_grad][-1]
+        for broken in (True, False):
+            factor = float("nan") if broken and ranks.layout.group_rank == 0 else 1.0
+            hook = last.register_hook(lambda grad, factor=factor: grad * factor)
+            assert worker.gradient(episode.query, total, restore=theta).finite != broken
             hook.remove()
-        assert worker.gradient(episode.query, total, restore=theta).finite
-        assert not torch.equal(total, begin)
-        assert torch.equal(worker.read(), theta)
-
-
-def error(theta, final, began):
-    """|theta - final| / |final - began|."""
-    off = torch.cat([(theta[name] - final[name]).flatten() for name in final]).norm()
-    return off / torch.cat([(final[name] - began[name]).flatten() for name in final]).norm()
+            assert torch.equal(total, begin) == broken
+            assert torch.equal(worker.read(), theta)
 
 
 def oracle(config, poison):
     """The reference run without the poisoned tasks; a step that loses all of them leaves theta alone."""
-    description = describe(config)
-    learner = load_learner(config, description)
-    source = load_sources(config, load_tokenizer(config, description, print), print).train
-    schedule = Schedule(source.items, config.meta_batch_size, config.seed, 0)
+    learner, began, steps = oracle_inputs(config)
     dropped = {(step, slot) for step, slot, _ in poison}
-    steps = []
-    for step in range(config.outer_steps):
-        tasks = schedule.meta_batch(step)
-        steps.append(
-            [source.draw(task).episode() for slot, task in enumerate(tasks) if (step, slot) not in dropped]
-        )
-    began = {name: p.detach().clone() for name, p in learner.named_parameters()}
-    return reference_run(learner, steps, config).thetas[-1], began
+    finite = [
+        [episode for slot, episode in enumerate(episodes) if (step, slot) not in dropped]
+        for step, episodes in enumerate(steps)
+    ]
+    return reference_run(learner, finite, config).thetas[-1], began
+
+
+def refused(files, tmp_path, **own):
+    """The lines of a run on two ranks that refuses or ends with an error on both."""
+    _, model, data = files
+    flags = {"model_name_or_path": model, "dataset": data, "task_type": "causal_lm", "num_query": 3}
+    ended = train(tmp_path / "run", 2, **{**flags, **own})
+    assert ended.codes == [2, 2]
+    assert not ended.others
+    assert "Traceback" not in ended.output[0]
+    return ended.output[0].splitlines()
 
 
 def test_a_run_without_finite_tasks_ends_with_an_error(files, tmp_path):
-    _, model, data = files
-    flags = {
-        **{
-            "model_name_or_path": model,
-            "dataset": data,
-            "task_type": "causal_lm",
-            "num_query": 3,
-            "meta_batch_size": 2,
-        },
-        **{
-            "outer_steps": 20,
-            "inner_lr": 1e30,
-            "max_bad_steps": 4,
-            "output_dir": tmp_path / "run",
-            "eval_episodes": 0,
-        },
-    }
-    ended = run_ranks(["launch/train.py", *(f"--{key}={value}" for key, value in flags.items())], 2)
-    assert ended.codes == [2, 2]
-    line = next(line for line in ended.output[0].splitlines() if "no task was finite" in line)
+    diverging = {"meta_batch_size": 2, "outer_steps": 20, "inner_lr": 1e30, "max_bad_steps": 4}
+    (line,) = [line for line in refused(files, tmp_path, **diverging) if "no task was finite" in line]
     check_message(line, "4 outer steps in a row (the last is 4)", "lower --inner_lr")
-    assert not ended.others
-    assert "Traceback" not in ended.output[0]
 
 
 @pytest.mark.parametrize(
     ("value", "own"),
     [
         (math.nan, {}),
-        (math.inf, {}),
-        (math.nan, {"lora_r": 2}),
-        (math.nan, {"group_size": 2, "deepspeed": "zero3"}),
+        (math.inf, {"lora_r": 2}),
+        (-math.inf, {"group_size": 2, "deepspeed": "zero3"}),
         (math.nan, {"group_size": 2, "pipeline_stages": 2}),
-        (-math.inf, {}),
     ],
 )
 def test_a_model_with_weights_that_are_not_finite_is_refused_on_all_ranks(files, tmp_path, value, own):
-    _, model, data = files
-    broken, name = shutil.copytree(model, tmp_path / "broken"), "layers.1.self_attn.q_proj.weight"
+    broken, name = shutil.copytree(files[1], tmp_path / "broken"), "layers.1.self_attn.q_proj.weight"
     weights = load_file(broken / "model.safetensors")
     (key,) = [key for key in weights if key.endswith(name)]
     weights[key][3, 4] = value
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
-    flags = {"model_name_or_path": broken, "dataset": data, "task_type": "causal_lm", "num_query": 3, **own}
-    flags = {**flags, "output_dir": tmp_path / "run", "eval_episodes": 0}
-    ended = run_ranks(["launch/train.py", *(f"--{key}={value}" for key, value in flags.items())], 2)
-    assert ended.codes == [2, 2]
-    (line,) = [line for line in ended.output[0].splitlines() if "NaN" in line]
+    lines = refused(files, tmp_path, **{"model_name_or_path": broken, **own})
+    (line,) = [line for line in lines if "NaN" in line]
     layer = name.replace(".weight", "")
     check_message(line, f"model_name_or_path={broken}", "NaN or infinite", layer, "give a checkpoint")
-    assert not ended.others
-    assert "Traceback" not in ended.output[0]
     assert not (tmp_path / "run").exists()

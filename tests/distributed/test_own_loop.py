@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+import torch
 
 from harness.fork_server import environment, places
 from tests.support.helpers import fast_or_slow
@@ -32,7 +33,7 @@ CASES = {  # name: ranks, settings
         {"algorithm": "fomaml", "on_bad_task": "skip", "episode_transforms": f"{__name__}:sometimes_missing"},
     ),
 }
-FAST = ("zero2", "pipeline", "stale")
+FAST = ("pipeline", "stale")
 
 
 def sometimes_missing(episode, rng):
@@ -58,9 +59,8 @@ def test_theta_is_that_of_the_trainer_bit_for_bit(name, flags, tmp_path):
     settings = {**STEPS, **settings}
     for end, words in (("loop", program(settings, tmp_path)), ("trainer", "launch/train.py")):
         run_ranks([words, *flags(tmp_path / end, **settings)], ranks).ok()
-    found, expected = (model_of(tmp_path / end) for end in ("loop", "trainer"))
-    assert found.keys() == expected.keys()
-    assert [name for name, value in expected.items() if not value.equal(found[name])] == []
+    found, wanted = (model_of(tmp_path / end) for end in ("loop", "trainer"))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     names = ("step", "query_loss", "support_loss", "skipped_tasks", "grad_norm", "tokens")
     lines, wanted = (
         [{key: line[key] for key in names} for line in metrics_of(tmp_path / end)]
@@ -70,6 +70,7 @@ def test_theta_is_that_of_the_trainer_bit_for_bit(name, flags, tmp_path):
     assert len(lines) == STEPS["outer_steps"]
 
 
+@pytest.mark.slow
 def test_a_loop_of_first_order_is_not_the_exact_one(flags, tmp_path):
     """The comparisons above would hold for a loop without `order`, too."""
     for algorithm in ("fomaml", "maml"):

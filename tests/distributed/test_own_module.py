@@ -3,7 +3,6 @@ PyTorch ends, and weights go in and out as safetensors.
 """
 
 import json
-from functools import partial
 
 import pytest
 import torch
@@ -14,7 +13,9 @@ from examples.own_module import Sine, draw, tasks
 from fmmeta.config.learners import find
 from fmmeta.config.settings import Config
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Schedule
+from tests.support.helpers import fast_or_slow
 from tests.support.launch import train
+from tests.support.learners import norm
 from tests.support.messages import check_message, refusal
 
 RUN = {
@@ -35,12 +36,6 @@ RUN = {
 }
 
 
-def schedule():
-    """The tasks of training: one stratum, in the order of the seed."""
-    items = Items.of(Item(f"{RUN['dataset']}/{number}", "all", 1) for number in range(tasks.train))
-    return Schedule(items, RUN["meta_batch_size"], Config.seed)
-
-
 def oracle(algorithm):
     """theta after the run, by a hand-written loop: SGD on the mean meta-gradient, fp32."""
     torch.manual_seed(Config.seed)
@@ -53,9 +48,11 @@ def oracle(algorithm):
         outputs = torch.func.functional_call(model, dict(zip(names, params, strict=True)), (x,))
         return (outputs - y).square().mean()
 
+    items = Items.of(Item(f"{RUN['dataset']}/{number}", "all", 1) for number in range(tasks.train))
+    schedule = Schedule(items, RUN["meta_batch_size"], Config.seed)
     for step in range(RUN["outer_steps"]):
         total = [torch.zeros_like(one) for one in theta]
-        for task in schedule().meta_batch(step):
+        for task in schedule.meta_batch(step):
             support, query = draw(task.item)
             begin = [one.clone().requires_grad_() for one in theta]
             phi = begin
@@ -75,46 +72,46 @@ def oracle(algorithm):
 
 def distance(weights, wanted):
     assert weights.keys() == wanted.keys()
-    wanted = {name: one.detach() for name, one in wanted.items()}
-    off = sum(float((weights[name] - one).double().square().sum()) for name, one in wanted.items())
-    return (off / sum(float(one.double().square().sum()) for one in wanted.values())) ** 0.5
+    off = {name: weights[name] - one.detach() for name, one in wanted.items()}
+    return norm(off) / norm(wanted)
+
+
+FAST = [  # algorithm, ranks, ranks of a group, ZeRO stage; tasks: two of them in a pass
+    ("reptile", 2, 1, 0),
+    ("fomaml", 2, 2, 1),
+    ("maml", 2, 2, 2),
+    ("fomaml", 2, 2, 3),
+    ("maml-tasks", 1, 1, 0),
+]
+SLOW = [
+    ("fomaml", 1, 1, 0),
+    ("maml", 1, 1, 0),
+    ("maml", 2, 2, 0),
+    ("maml", 2, 2, 3),
+    ("fomaml", 4, 2, 2),
+    ("fomaml-tasks", 1, 1, 0),
+    ("fomaml-tasks", 4, 2, 2),
+    ("maml-tasks", 4, 2, 2),
+]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("algorithm", "ranks", "group_size", "stage"),
-    [
-        ("fomaml", 1, 1, 0),
-        ("maml", 1, 1, 0),
-        ("reptile", 2, 1, 0),
-        ("maml", 2, 2, 0),
-        ("fomaml", 2, 2, 1),
-        ("maml", 2, 2, 2),
-        ("fomaml", 2, 2, 3),
-        ("maml", 2, 2, 3),
-        ("fomaml", 4, 2, 2),
-        ("fomaml-tasks", 1, 1, 0),
-        ("fomaml-tasks", 4, 2, 2),
-        ("maml-tasks", 1, 1, 0),
-        ("maml-tasks", 4, 2, 2),
-    ],
-)
-def test_ends_where_plain_pytorch_ends(algorithm, ranks, group_size, stage, tmp_path):
+@pytest.mark.parametrize("case", fast_or_slow([*FAST, *SLOW], FAST.__contains__, str))
+def test_ends_where_plain_pytorch_ends(case, tmp_path):
+    named, ranks, group_size, stage = case
+    algorithm, _, several = named.partition("-")
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
-    run = {**RUN, "algorithm": algorithm, "group_size": group_size, "deepspeed": file}
-    algorithm, _, several = algorithm.partition("-")
-    if several:
-        run |= {"algorithm": algorithm, "tasks_per_pass": 2}
-    exact = algorithm != "maml" or stage < 3  # differences have kinks of ReLU between their points
-    train(tmp_path / "run", ranks, **run).ok()
+    layout = {"group_size": group_size, "deepspeed": file, **({"tasks_per_pass": 2} if several else {})}
+    train(tmp_path / "run", ranks, **RUN, algorithm=algorithm, **layout).ok()
     weights = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    exact = algorithm != "maml" or stage < 3  # differences have kinks of ReLU between their points
     assert distance(weights, oracle(algorithm)) < (2e-6 if exact else 1e-2)
 
 
 def config_of(folder, **changes):
-    run = {**RUN, "dataset": [RUN["dataset"]], "output_dir": str(folder), **changes}
-    return Config(**{**run, "eval_episodes": 0})
+    run = {**RUN, "dataset": [RUN["dataset"]], "output_dir": str(folder), "eval_episodes": 0, **changes}
+    return Config(**run)
 
 
 def test_a_module_and_tasks_are_given_in_python_and_weights_go_in_and_out(tmp_path):
@@ -128,36 +125,50 @@ def test_a_module_and_tasks_are_given_in_python_and_weights_go_in_and_out(tmp_pa
     assert distance(stored, dict(module.named_parameters())) == 0
     assert result.held_out["episodes"] == 4
     assert find(RUN["task_type"]).make is Sine  # the module was for that run alone
-    folder = tmp_path / "weights"
-    folder.mkdir()
-    save_file({name: value + 1 for name, value in stored.items()}, folder / "model.safetensors")
-    config = config_of(tmp_path / "again", algorithm="none", model_name_or_path=str(folder))
+    moved = {name: value + 1 for name, value in stored.items()}
+    save_file(moved, tmp_path / "model.safetensors")
+    config = config_of(tmp_path / "again", algorithm="none", model_name_or_path=str(tmp_path))
     fmmeta.MetaTrainer(config).train()
     again = load_file(tmp_path / "again" / "model" / "model.safetensors")
-    assert distance(again, {name: value + 1 for name, value in stored.items()}) == 0
+    assert distance(again, moved) == 0
     facts = json.loads((tmp_path / "again" / "model" / "fmmeta.json").read_text())
     assert (facts["task_type"], facts["own_task_type"]) == ("own", RUN["task_type"])
 
 
-def test_what_does_not_go_with_a_module_is_refused(tmp_path):
-    for name, value in {"lora_r": 4, "pipeline_stages": 2}.items():
-        text = refusal(partial(config_of, tmp_path, **{name: value}))
-        check_message(text, f"{name}={value}", "leave it out")
-    for name, value in {"k_shot": 3, "num_query": 2}.items():
-        run = fmmeta.MetaTrainer(config_of(tmp_path, **{name: value}))
-        check_message(refusal(run.train), f"{name}={value}", "examples.own_module:tasks", "leave it out")
+def run_of(given, **settings):
+    fmmeta.MetaTrainer(config_of("run", **settings), **given).train()
+
+
+BROKEN = fmmeta.Tasks(lambda seed: 1 / 0, train=3)
+PAIRS = [(f"text {number}", f"class {number}") for number in range(3)]
+OF_TEXTS = fmmeta.Tasks(lambda seed: (PAIRS, PAIRS), train=3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "parts"),
+    [
+        ({"lora_r": 4}, {}, ("lora_r=4", "leave it out")),
+        ({"pipeline_stages": 2}, {}, ("pipeline_stages=2", "leave it out")),
+        ({"k_shot": 3}, {}, ("k_shot=3", "examples.own_module:tasks", "leave it out")),
+        ({"num_query": 2}, {}, ("num_query=2", "examples.own_module:tasks", "leave it out")),
+        ({"model_name_or_path": "."}, {}, ("model_name_or_path=.", "model.safetensors")),
+        ({"dataset": Config().dataset}, {"dataset": BROKEN}, ("draw(", "ZeroDivisionError")),
+        (
+            {"dataset": Config().dataset, "task_type": Config.task_type, "n_way": 2},
+            {"dataset": OF_TEXTS},
+            ("n_way=2 is the number of outputs", "raise --n_way"),
+        ),
+        (
+            {"dataset": Config().dataset, "task_type": Config.task_type},
+            {"learner": torch.nn.Linear(1, 1)},
+            ("learner=Linear is no fmmeta.Learner",),
+        ),
+    ],
+)
+def test_what_does_not_go_with_a_module_is_refused(settings, given, parts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
-    run = fmmeta.MetaTrainer(config_of(tmp_path / "run", model_name_or_path=str(tmp_path)))
-    check_message(refusal(run.train), f"model_name_or_path={tmp_path}", "model.safetensors")
-    broken = fmmeta.Tasks(lambda seed: 1 / 0, train=3)
-    run = fmmeta.MetaTrainer(config_of(tmp_path / "b").but(dataset=Config().dataset), dataset=broken)
-    check_message(refusal(run.train), "draw(", "ZeroDivisionError")
-    pairs = [(f"text {number}", f"class {number}") for number in range(3)]
-    given = config_of(tmp_path / "n").but(dataset=Config().dataset, task_type=Config.task_type, n_way=2)
-    run = fmmeta.MetaTrainer(given, dataset=fmmeta.Tasks(lambda seed: (pairs, pairs), train=3))
-    check_message(refusal(run.train), "n_way=2 is the number of outputs", "raise --n_way")
-    refused = refusal(fmmeta.MetaTrainer(Config(), learner=torch.nn.Linear(1, 1)).train)
-    check_message(refused, "learner=Linear is no fmmeta.Learner")
+    check_message(refusal(run_of, given, **settings), *parts)
 
 
 class Contrast(Sine):

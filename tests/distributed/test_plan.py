@@ -14,19 +14,22 @@ from fmmeta.learners.load import empty_learner
 from fmmeta.parallel.memory import largest_part, rank_sizes
 from fmmeta.planning.compute import count_matmuls, one_pass
 from fmmeta.training import build
+from tests.support.helpers import write_rows
 from tests.support.models import save_family
 from tests.support.ranks import built, on_ranks
 
 COUNTED = dict.fromkeys(("gather", "reduce", "sum", "send"), 0)
 SMALL = 8  # elements of an all-reduce of norms and flags
+RELEASED = "zero3 released"
 CASES = {
     "zero0": {"zero_stage": 0},
     "zero1": {"zero_stage": 1},
     "zero2": {"zero_stage": 2},
     "zero3": {"zero_stage": 3},
+    "zero1 in rounds": {"zero_stage": 1, "micro_batch_size": 1},
     "zero2 in rounds": {"zero_stage": 2, "micro_batch_size": 1},
     "zero3 in rounds": {"zero_stage": 3, "micro_batch_size": 1},
-    "zero3 released": {"zero_stage": 3, "micro_batch_size": 1, "live": 1000},
+    RELEASED: {"zero_stage": 3, "micro_batch_size": 1, "live": 1000},
     "tensor": {"tensor_parallel_size": 2},
     "pipeline": {"pipeline_stages": 2},
 }
@@ -37,18 +40,11 @@ def files(tmp_path_factory):
     """Rows of one length, so that padding does not blur the counts."""
     folder = tmp_path_factory.mktemp("plan")
     rows = [
-        {"task": f"t{t}", "input": "river stone maple candle", "output": "quiet pepper"}
-        for t in range(3)
-        for _ in range(9)
+        {"task": f"t{i // 9}", "input": f"river stone maple candle {i:03}", "output": "quiet pepper"}
+        for i in range(27)
     ]
-    (folder / "rows.jsonl").write_text(
-        "".join(json.dumps({**row, "input": f"{row['input']} {i:03}"}) + "\n" for i, row in enumerate(rows))
-    )
-    return save_family(folder / "llama", "llama", tied=False, layers=4), folder / "rows.jsonl", folder
-
-
-def size(tensor):
-    return tensor.numel() * tensor.element_size()
+    data = write_rows(folder / "rows.jsonl", rows)
+    return save_family(folder / "llama", "llama", tied=False, layers=4), data, folder
 
 
 def count(name, kind, which):
@@ -63,8 +59,8 @@ def count(name, kind, which):
         group = kwargs.get("group")
         alone = group is not None and dist.get_world_size(group) == 1  # nothing travels
         small = name == "all_reduce" and given.numel() <= SMALL
-        is_control = alone or small or (name == "send" and given.dtype == torch.int32)  # shapes to come
-        COUNTED[kind] += 0 if is_control else sum(map(size, listed))
+        if not (alone or small or (name == "send" and given.dtype == torch.int32)):  # shapes to come
+            COUNTED[kind] += sum(tensor.nbytes for tensor in listed)
         return ordinary(*args, **kwargs)
 
     setattr(dist, name, counted)
@@ -82,6 +78,16 @@ def counted_and_planned(world, model, data, folder, cases):
     ):
         count(name, kind, which)
     ranks, found = None, []
+    fixed = {
+        "model_name_or_path": str(model),
+        "dataset": [str(data)],
+        "task_type": "causal_lm",
+        "k_shot": 4,
+        "num_query": 4,
+        "group_size": "2",
+        "max_length": 32,
+        "eval_episodes": 0,
+    }
     for name in cases:
         given = dict(CASES[name])
         stage, live = given.pop("zero_stage", 0), given.pop("live", None)
@@ -89,18 +95,7 @@ def counted_and_planned(world, model, data, folder, cases):
         zero |= {"stage3_max_live_parameters": live, "stage3_max_reuse_distance": live} if live else {}
         path = folder / f"{name} {world.launch.global_rank}.json"
         path.write_text(json.dumps({"zero_optimization": zero}))
-        config = Config(
-            model_name_or_path=str(model),
-            dataset=[str(data)],
-            task_type="causal_lm",
-            k_shot=4,
-            num_query=4,
-            group_size="2",
-            max_length=32,
-            eval_episodes=0,
-            deepspeed=str(path),
-            **given,
-        )
+        config = Config(**fixed, deepspeed=str(path), **given)
         inputs, ranks, parts = built(world, config, ranks)
         plan = inputs.parallel_plan(config, 2, "cpu")
         task = build.training_schedule(config, inputs, ranks.layout).meta_batch(0)[0]
@@ -111,11 +106,10 @@ def counted_and_planned(world, model, data, folder, cases):
             worker.step(support, lambda shard, grad, where: None)
             COUNTED["sum"] += worker.mpu.tensor.bytes_sent - before if worker.mpu else 0
         learner = empty_learner(config, inputs.description)
-        hf_config = learner.hf.config
-        sizes = rank_sizes(config, hf_config, largest_part(config, learner, hf_config), True, plan.data)
-        length = support[0].inputs["input_ids"].shape[1]
-        matmuls = count_matmuls(learner, config)
-        _, planned, _ = one_pass(config, plan.deepspeed, sizes, matmuls, plan.data, 4, length, True)
+        part = largest_part(config, learner, learner.hf.config)
+        sizes = rank_sizes(config, learner.hf.config, part, True, plan.data)
+        asked = (sizes, count_matmuls(learner, config), plan.data, 4, support[0].inputs["input_ids"].shape[1])
+        _, planned, _ = one_pass(config, plan.deepspeed, *asked, True)
         found.append((dict(COUNTED), asdict(planned)))
     return found
 
@@ -124,7 +118,11 @@ def counted_and_planned(world, model, data, folder, cases):
 @pytest.mark.parametrize(
     "cases",
     [
-        ("zero0", "zero1", "zero2", "zero3", "zero2 in rounds", "zero3 in rounds", "zero3 released"),
+        (
+            *(f"zero{stage}" for stage in range(4)),
+            *(f"zero{stage} in rounds" for stage in (1, 2, 3)),
+            RELEASED,
+        ),
         ("tensor",),
         ("pipeline",),
     ],
@@ -135,7 +133,7 @@ def test_planned_bytes_equal_the_bytes_communicated(files, cases):
     found = counted_and_planned(*files, cases)
     for of_rank in found:
         for name, (counted, planned) in zip(cases, of_rank, strict=True):
-            if name == "zero3 released":
+            if name == RELEASED:
                 # the output layer, last of the forward pass, is still there for the backward pass
                 assert 0.9 * planned["gather"] < counted["gather"] < planned["gather"]
             else:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from fmmeta.cli import parse
 from fmmeta.config.settings import Config
@@ -26,7 +26,7 @@ from harness.fork_server import shared
 from tests.support import open_files
 from tests.support.launch import ProcessResults, run_ranks, train, train_flags
 from tests.support.messages import check_message, refusal
-from tests.support.models import save, save_llama, write_classes, write_pairs
+from tests.support.models import save, save_llama, tiny, write_classes, write_pairs
 from tests.support.ranks import built, first_episode, on_ranks
 from tests.support.short_runs import metrics_of, model_of
 
@@ -37,22 +37,26 @@ def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
     return (off / sum(float(value.double().square().sum()) for value in a.values())) ** 0.5
 
 
+ZERO = {stage: {"deepspeed": f"ds_configs/zero{stage}.json", "group_size": 2} for stage in range(4)}
+STAGES = {**ZERO[1], "pipeline_stages": 2}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_same_flags_on_other_layouts_give_the_same_model(tmp_path):
-    one = train(tmp_path / "1", 1, deepspeed="ds_configs/zero2.json").ok()
-    two = train(tmp_path / "2", 2, deepspeed="ds_configs/zero2.json").ok()
-    four = train(tmp_path / "4", 4, deepspeed="ds_configs/zero2.json", group_size=2).ok()
-    assert "1 group of 1 rank" in one.output[0]
-    assert "2 groups of 1 rank" in two.output[0]
+def test_other_layouts_and_a_resumption_on_another_one_give_the_same_model(tmp_path):
+    settings = {"outer_steps": 6, "save_steps": 2}
+    whole = train(tmp_path / "whole", 2, **settings).ok()
+    four = train(tmp_path / "four", 4, **settings, **ZERO[2]).ok()
+    assert "2 groups of 1 rank" in whole.output[0]
     assert "2 groups of 2 ranks on cpu; DeepSpeed ZeRO 2" in four.output[0]
-    assert not two.others  # only rank 0 logs
-    assert not four.others
-    assert relative_difference(model_of(tmp_path / "1"), model_of(tmp_path / "2")) < 1e-6
-    assert relative_difference(model_of(tmp_path / "1"), model_of(tmp_path / "4")) < 1e-6
-    assert [line["accuracy"] for line in metrics_of(tmp_path / "1")] == pytest.approx(
-        [x["accuracy"] for x in metrics_of(tmp_path / "4")]
-    )
+    assert not whole.others + four.others  # only rank 0 logs
+    assert "holds this run, finished" in train(tmp_path / "whole", 2, **settings).ok().output[0]
+    begun = shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / "from")
+    train(tmp_path / "moved", 2, **settings, **ZERO[3], resume_from_checkpoint=begun).ok()
+    for name in ("four", "moved"):
+        assert relative_difference(model_of(tmp_path / "whole"), model_of(tmp_path / name)) < 1e-6
+    one, other = ([line["accuracy"] for line in metrics_of(tmp_path / name)] for name in ("whole", "four"))
+    assert one == pytest.approx(other)
 
 
 @pytest.mark.slow
@@ -63,109 +67,66 @@ def test_adapters_are_the_same_on_other_layouts_and_after_a_resumption(tmp_path)
     """
     base, data = save_llama(tmp_path / "base"), write_pairs(tmp_path / "pairs.jsonl")
     flags = {
-        **{
-            "model_name_or_path": base,
-            "dataset": data,
-            "task_type": "causal_lm",
-            "num_query": 3,
-            "meta_batch_size": 3,
-        },
-        **{
-            "lora_r": 4,
-            "lora_target_modules": "all-linear",
-            "outer_lr": 5e-3,
-            "adam_epsilon": 1e-3,
-            "save_steps": 2,
-        },
+        **{"model_name_or_path": base, "dataset": data, "task_type": "causal_lm", "num_query": 3},
+        **{"meta_batch_size": 3, "outer_lr": 5e-3, "adam_epsilon": 1e-3, "save_steps": 2, "lora_r": 4},
+        "lora_target_modules": "all-linear",
     }
-    one = train(tmp_path / "one", 1, **flags).ok()
-    sharded = {**flags, "deepspeed": "ds_configs/zero3.json", "group_size": 2}
-    two = train(tmp_path / "two", 2, **sharded, lora_merge=True).ok()
-    resumed = train(
-        tmp_path / "again", 2, **sharded, resume_from_checkpoint=tmp_path / "one" / "checkpoint-2"
-    ).ok()
-    assert "3,712 of 27,520 parameters" in one.output[0]
-    assert not two.others
-    assert not resumed.others
-    adapters = [
-        load_file(tmp_path / run / "model" / "adapter_model.safetensors") for run in ("one", "two", "again")
-    ]
-    assert relative_difference(adapters[0], adapters[1]) < 1e-6
-    assert relative_difference(adapters[0], adapters[2]) < 1e-6
-    assert all(
-        float(value.abs().max()) > 1e-4 for name, value in adapters[0].items() if "lora_B" in name
-    )  # B began at zero
     few = {**flags, "lora_target_modules": "layers.1.self_attn.v_proj"}
-    train(tmp_path / "few", 1, **few).ok()
-    staged = {**few, "group_size": 2, "pipeline_stages": 2, "deepspeed": "ds_configs/zero1.json"}
-    stages = train(tmp_path / "stages", 2, **staged).ok()
-    assert "192 of 24,000 parameters" in stages.output[0]
-    train(
-        tmp_path / "stages-again", 2, **staged, resume_from_checkpoint=tmp_path / "stages" / "checkpoint-2"
-    ).ok()
-    train(tmp_path / "few-again", 1, **few, resume_from_checkpoint=tmp_path / "stages" / "checkpoint-2").ok()
-    wanted = load_file(tmp_path / "few" / "model" / "adapter_model.safetensors")
-    for run in ("stages", "stages-again", "few-again"):
-        assert (
-            relative_difference(wanted, load_file(tmp_path / run / "model" / "adapter_model.safetensors"))
-            < 1e-6
+    outputs = {}
+    for name, ranks, settings, begun in (
+        ("one", 1, flags, None),
+        ("two", 2, {**flags, **ZERO[3], "lora_merge": True}, None),
+        ("two-again", 2, {**flags, **ZERO[3]}, "one"),
+        ("few", 1, few, None),
+        ("stages", 2, {**few, **STAGES}, None),
+        ("stages-again", 2, {**few, **STAGES}, "stages"),
+        ("few-again", 1, few, "stages"),
+    ):
+        named = {"resume_from_checkpoint": tmp_path / begun / "checkpoint-2"} if begun else {}
+        ended = train(tmp_path / name, ranks, **settings, **named).ok()
+        assert not ended.others
+        outputs[name] = ended.output[0]
+    assert "3,712 of 27,520 parameters" in outputs["one"]
+    assert "192 of 24,000 parameters" in outputs["stages"]
+    found = {name: load_file(tmp_path / name / "model" / "adapter_model.safetensors") for name in outputs}
+    for whole, others in (("one", ("two", "two-again")), ("few", ("stages", "stages-again", "few-again"))):
+        assert all(
+            float(value.abs().max()) > 1e-4 for name, value in found[whole].items() if "lora_B" in name
         )
+        for name in others:
+            assert relative_difference(found[whole], found[name]) < 1e-6, name
     ids = torch.randint(3, 250, (2, 9))
+    plain, below, merged = (
+        AutoModelForCausalLM.from_pretrained(one) for one in (base, base, tmp_path / "two" / "merged")
+    )
     with torch.no_grad():
-        loaded = PeftModel.from_pretrained(
-            AutoModelForCausalLM.from_pretrained(base), tmp_path / "two" / "model"
-        )(ids).logits
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "merged")(ids).logits
-        plain = AutoModelForCausalLM.from_pretrained(base)(ids).logits
-    torch.testing.assert_close(merged, loaded, rtol=1e-5, atol=1e-5)
-    assert float((merged - plain).abs().max()) > 1e-3
+        logits = merged(ids).logits
+        loaded = PeftModel.from_pretrained(below, tmp_path / "two" / "model")(ids).logits
+        torch.testing.assert_close(logits, loaded, rtol=1e-5, atol=1e-5)
+        assert float((logits - plain(ids).logits).abs().max()) > 1e-3
 
 
 @pytest.mark.slow
 def test_cross_group_traffic_is_one_reduction_of_the_shard(tmp_path):
     few = {"meta_batch_size": 4, "inner_steps": 1, "outer_steps": 2}
+    many = {"meta_batch_size": 64, "inner_steps": 10, "outer_steps": 1, "meta_accumulation_steps": 1}
     train(tmp_path / "few", 2, **few).ok()
-    train(
-        tmp_path / "many",
-        2,
-        meta_batch_size=64,
-        inner_steps=10,
-        outer_steps=1,
-        meta_accumulation_steps=1,
-        k_shot=1,
-        num_query=1,
-    ).ok()
-    parameters = sum(value.numel() for value in model_of(tmp_path / "few").values())
-    pooler = sum(
-        value.numel() for name, value in model_of(tmp_path / "few").items() if name.startswith("pooler")
-    )
+    train(tmp_path / "many", 2, **many, k_shot=1, num_query=1).ok()
+    tensors = {name: value.numel() for name, value in model_of(tmp_path / "few").items()}
+    shard = sum(size for name, size in tensors.items() if not name.startswith("pooler"))
     head = 64 * 5 + 5  # the head is in the shard, though every task reinitializes it
-    expected = 4 * (parameters - pooler + head)
     seen = [line["comm_bytes"] for folder in ("few", "many") for line in metrics_of(tmp_path / folder)]
-    assert seen == [expected] * 3
+    assert seen == [4 * (shard + head)] * 3
 
 
 @pytest.mark.slow
 def test_metrics_and_run_json_hold_the_documented_keys(tmp_path):
     train(tmp_path / "run", 1, outer_steps=2, fresh=True).ok()
-    keys = {
-        "step",
-        "epoch",
-        "seconds",
-        "tokens",
-        "support_loss",
-        "query_loss",
-        "accuracy",
-        "grad_norm",
-        "lr",
-        "skipped_tasks",
-        "comm_bytes",
-        "data_seconds",
-        "wait_seconds",
-        "wait_seconds_by_group",
-        "imbalance",
-    }
-    assert all(keys == set(line) for line in metrics_of(tmp_path / "run"))
+    keys = (
+        "step epoch seconds tokens support_loss query_loss accuracy grad_norm lr skipped_tasks comm_bytes"
+        " data_seconds wait_seconds wait_seconds_by_group imbalance"
+    )
+    assert all({*keys.split()} == set(line) for line in metrics_of(tmp_path / "run"))
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run["finished"]
     assert run["settings"]["outer_lr"] == 2e-3
@@ -210,35 +171,10 @@ def test_a_killed_run_resumes_to_the_theta_of_an_undisturbed_run(tmp_path, monke
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_run_of_two_groups_resumes_as_one_group_of_zero3(tmp_path):
-    settings = {"outer_steps": 6, "save_steps": 2}
-    train(tmp_path / "whole", 2, **settings).ok()
-    finished = train(tmp_path / "whole", 2, **settings).ok()
-    assert "holds this run, finished" in finished.output[0]
-    shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / "from")
-    moved = {
-        **settings,
-        "resume_from_checkpoint": tmp_path / "from",
-        "group_size": 2,
-        "deepspeed": "ds_configs/zero3.json",
-    }
-    train(tmp_path / "moved", 2, **moved).ok()
-    assert relative_difference(model_of(tmp_path / "whole"), model_of(tmp_path / "moved")) < 1e-6
-
-
 @pytest.mark.timeout(300)
 def test_a_stage_that_trains_a_task_initialised_head_alone_resumes(tmp_path):
     """Adapters are in the first stage only, so that the last one moves no meta-parameter."""
-    settings = {
-        "lora_r": 2,
-        "peft_config": '{"layers_to_transform": [0]}',
-        "group_size": 2,
-        "pipeline_stages": 2,
-        "deepspeed": "ds_configs/zero1.json",
-        "save_steps": 2,
-    }
+    settings = {"lora_r": 2, "peft_config": '{"layers_to_transform": [0]}', **STAGES, "save_steps": 2}
     train(tmp_path / "run", 2, **settings).ok()
     named = tmp_path / "run" / "checkpoint-2"
     train(tmp_path / "again", 2, **settings, resume_from_checkpoint=named).ok()
@@ -253,66 +189,43 @@ def test_a_stage_that_trains_a_task_initialised_head_alone_resumes(tmp_path):
 @pytest.mark.timeout(600)
 def test_a_run_resumes_across_pipeline_tensor_and_zero3(tmp_path):
     """A pipeline's checkpoint resumes under tensor parallelism, and that one's under ZeRO 3."""
-    data = write_pairs(tmp_path / "pairs.jsonl")
     settings = {
-        "task_type": "causal_lm",
-        "dataset": data,
-        "num_query": 3,
-        "meta_batch_size": 2,
-        "inner_steps": 2,
-        "outer_steps": 4,
-        "save_steps": 1,
-        "save_total_limit": 4,
+        **{"task_type": "causal_lm", "dataset": write_pairs(tmp_path / "pairs.jsonl"), "num_query": 3},
+        **{"meta_batch_size": 2, "inner_steps": 2, "outer_steps": 4, "save_steps": 1, "save_total_limit": 4},
     }
     train(tmp_path / "plain", 1, **settings).ok()
-    spread = {**settings, "group_size": 2}
-    first = train(tmp_path / "stages", 2, pipeline_stages=2, deepspeed="ds_configs/zero1.json", **spread).ok()
-    assert "DeepSpeed ZeRO 1, 2 pipeline stages; fp32" in first.output[0]
-    assert not first.others
-    begun = tmp_path / "stages" / "checkpoint-1"
-    second = train(
-        tmp_path / "tensor", 2, tensor_parallel_size=2, resume_from_checkpoint=begun, **spread
-    ).ok()
-    assert "DeepSpeed ZeRO 0, 2 tensor ranks" in second.output[0]
-    begun = tmp_path / "tensor" / "checkpoint-2"
-    train(
-        tmp_path / "zero3", 2, deepspeed="ds_configs/zero3.json", resume_from_checkpoint=begun, **spread
-    ).ok()
     wanted = model_of(tmp_path / "plain")
-    for name in ("stages", "tensor", "zero3"):
+    for name, layout, begun, said in (
+        ("stages", STAGES, "", "DeepSpeed ZeRO 1, 2 pipeline stages; fp32"),
+        (
+            "tensor",
+            {"group_size": 2, "tensor_parallel_size": 2},
+            "stages/checkpoint-1",
+            "ZeRO 0, 2 tensor ranks",
+        ),
+        ("zero3", ZERO[3], "tensor/checkpoint-2", "DeepSpeed ZeRO 3"),
+    ):
+        named = {"resume_from_checkpoint": tmp_path / begun} if begun else {}
+        ended = train(tmp_path / name, 2, **settings, **layout, **named).ok()
+        assert said in ended.output[0]
+        assert not ended.others
         assert relative_difference(wanted, model_of(tmp_path / name)) < 1e-6, name
     assert len(list((tmp_path / "stages" / "model").glob("model-*.safetensors"))) == 2  # one from each stage
-    lines = [metrics_of(tmp_path / name) for name in ("plain", "stages")]
-    for key in ("tokens", "query_loss", "accuracy", "grad_norm"):
-        assert [line[key] for line in lines[1]] == pytest.approx(
-            [line[key] for line in lines[0]], rel=1e-4
-        ), key
+    for plain, staged in zip(*(metrics_of(tmp_path / name) for name in ("plain", "stages")), strict=True):
+        for key in ("tokens", "query_loss", "accuracy", "grad_norm"):
+            assert staged[key] == pytest.approx(plain[key], rel=1e-4), key
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_stages_by_measured_time_hold_the_printed_layers(tmp_path):
     """A large head: the first stage gets more layers than by parameters; theta is the same either way."""
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "intermediate_size": 32,
-        "vocab_size": 20000,
-    }
-    model = save(
-        LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False, pad_token_id=0)), tmp_path / "model"
-    )
+    sizes = {"num_hidden_layers": 6, "intermediate_size": 32, "vocab_size": 20000}
+    model = save(tiny("llama", **sizes, num_key_value_heads=4, tie_word_embeddings=False), tmp_path / "model")
     settings = {
-        "model_name_or_path": model,
-        "task_type": "causal_lm",
-        "dataset": write_pairs(tmp_path / "pairs.jsonl"),
-        "num_query": 3,
-        "meta_batch_size": 2,
-        "inner_steps": 1,
-        "outer_steps": 2,
-        "group_size": 2,
-        "pipeline_stages": 2,
+        **{"model_name_or_path": model, "task_type": "causal_lm", "meta_batch_size": 2, "num_query": 3},
+        **{"dataset": write_pairs(tmp_path / "pairs.jsonl"), "inner_steps": 1, "outer_steps": 2},
+        **{"group_size": 2, "pipeline_stages": 2},
     }
     for balance in ("parameters", "time"):
         ran = train(tmp_path / balance, 2, pipeline_balance=balance, **settings).ok()
@@ -326,9 +239,8 @@ def test_stages_by_measured_time_hold_the_printed_layers(tmp_path):
         files = sorted((tmp_path / balance / "model").glob("model-*.safetensors"))
         held = [{int(name.split(".")[2]) for name in load_file(file) if ".layers." in name} for file in files]
         assert held == [set(range(int(matches[4]))), set(range(int(matches[4]), 6))]
-        assert sum(value.numel() for value in load_file(files[0]).values()) == int(
-            matches[2].replace(",", "")
-        )
+        first = sum(value.numel() for value in load_file(files[0]).values())
+        assert f"{first:,}" == matches[2]
     assert relative_difference(model_of(tmp_path / "parameters"), model_of(tmp_path / "time")) < 1e-6
 
 
@@ -343,10 +255,12 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
     (folder / "splits.json").write_text('{"train": ["c0", "no such class"]}')
     (folder / "fp16.json").write_text('{"fp16": {"enabled": true}}')
     (folder / "clip.json").write_text('{"gradient_clipping": 1.0}')
-    (folder / "electra").mkdir()
-    (folder / "electra" / "config.json").write_text('{"model_type": "electra", "vocab_size": 260}')
-    (folder / "moe").mkdir()
-    (folder / "moe" / "config.json").write_text('{"model_type": "mixtral", "num_local_experts": 8}')
+    for name, config in (
+        ("electra", {"model_type": "electra", "vocab_size": 260}),
+        ("moe", {"model_type": "mixtral", "num_local_experts": 8}),
+    ):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
     return {
         "unknown flag": ({"inner_step": 3}, "did you mean --inner_steps?"),
         "choice": ({"algorithm": "maml2"}, "maml2"),

@@ -39,7 +39,7 @@ def source(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def wheel(source, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    checked([*PIP, "wheel", *OFFLINE, "--wheel-dir", str(folder), str(source)], folder)
+    checked(ended([*PIP, "wheel", *OFFLINE, "--wheel-dir", str(folder), str(source)], folder))
     (built,) = folder.glob("*.whl")
     return built
 
@@ -57,7 +57,8 @@ def environment_with(folder: Path, *package: str) -> Path:
     venv.create(folder, symlinks=True)
     own = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
     (own / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-    checked([*PIP, "--python", str(folder), "install", *OFFLINE, "--ignore-installed", *package], folder)
+    words = [*PIP, "--python", str(folder), "install", *OFFLINE, "--ignore-installed", *package]
+    checked(ended(words, folder))
     for name in LAUNCHERS:
         script = shutil.which(name, path=str(Path(sys.executable).parent))
         assert script, f"{name} is not installed beside {sys.executable}"
@@ -73,23 +74,24 @@ def run(command: str, bin: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     if words[0] in LAUNCHERS:  # a port of this test
         place, flag = (2, "--main_process_port") if words[0] == "accelerate" else (1, "--master_port")
         words[place:place] = [flag, str(free_port())]
-    env = environment(PATH=f"{bin}:/usr/bin:/bin", PYTHONPATH="")
+    return ended(words, cwd, PATH=f"{bin}:/usr/bin:/bin")
+
+
+def ended(words: list[str], cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    env = environment(**env, PYTHONPATH="")
     return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=280, check=False)
 
 
-def checked(words: list[str], cwd: Path) -> None:
-    ended = subprocess.run(
-        words, cwd=cwd, env=environment(PYTHONPATH=""), capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+def checked(result: subprocess.CompletedProcess[str]) -> str:
+    """What a command printed, which has ended well."""
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+    return result.stdout + result.stderr
 
 
 def trained(command: str, bin: Path, cwd: Path) -> str:
-    ended = run(f"{command} {SHORT} --output_dir run", bin, cwd)
-    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
-    model = cwd / "run" / "model"
-    assert {"config.json", "adapter_config.json"} & {file.name for file in model.iterdir()}
-    return ended.stdout + ended.stderr
+    text = checked(run(f"{command} {SHORT} --output_dir run", bin, cwd))
+    assert {"config.json", "adapter_config.json"} & {file.name for file in (cwd / "run/model").iterdir()}
+    return text
 
 
 def test_wheel_holds_every_file_of_the_package_and_the_shipped_folders(wheel):
@@ -97,8 +99,7 @@ def test_wheel_holds_every_file_of_the_package_and_the_shipped_folders(wheel):
     listed = subprocess.run(
         ["git", "ls-files", "fmmeta", "ds_configs", "launch"], cwd=ROOT, capture_output=True, text=True
     ).stdout.split()
-    wanted = {name if name.startswith("fmmeta/") else f"fmmeta/{name}" for name in listed}
-    assert wanted - set(names) == set()
+    assert {name if name.startswith("fmmeta/") else f"fmmeta/{name}" for name in listed} <= set(names)
     assert wheel.name.split("-")[1] == fmmeta.__version__
     assert not [name for name in names if name.startswith(("tests", "setup", "launch", "ds_configs"))]
 
@@ -124,27 +125,21 @@ def test_launchers_start_the_installed_module_in_an_empty_folder(command, instal
 
 def test_every_command_that_plan_prints_runs_in_an_empty_folder(installed, tmp_path):
     plan = "fmmeta plan --model_name_or_path tiny --gpus 2 --gpu_memory_gib 0.02 --group_size 2 --bf16 false"
-    ended = run(plan, installed, tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    commands = re.findall(r"^deepspeed .*", ended.stdout, re.MULTILINE)
-    assert len(commands) == 2  # all weights, LoRA
+    commands = re.findall(r"^deepspeed .*", checked(run(plan, installed, tmp_path)), re.MULTILINE)
+    assert [" --module fmmeta train " in command for command in commands] == [True] * 2  # all weights, LoRA
     for number, command in enumerate(commands):
-        assert " --module fmmeta train " in command
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        trained(command, installed, folder)
+        (tmp_path / str(number)).mkdir()
+        trained(command, installed, tmp_path / str(number))
 
 
 def test_unknown_name_of_a_deepspeed_file_ends_with_one_line(installed, tmp_path):
-    ended = run("fmmeta train --deepspeed zero4", installed, tmp_path)
-    assert ended.returncode == 2
-    check_message(ended.stderr, "deepspeed=zero4", "zero0, zero1, zero2, zero3, zero3_offload")
-    assert list(tmp_path.iterdir()) == []
+    result = run("fmmeta train --deepspeed zero4", installed, tmp_path)
+    check_message(result.stderr, "deepspeed=zero4", "zero0, zero1, zero2, zero3, zero3_offload")
+    assert (result.returncode, list(tmp_path.iterdir())) == (2, [])
 
 
 def test_editable_install_finds_the_folders_of_its_checkout(source, tmp_path_factory):
     bin = environment_with(tmp_path_factory.mktemp("editable"), "--editable", str(source))
-    empty = tmp_path_factory.mktemp("empty")
     code = "import fmmeta.common.install as i; print(i.shipped('ds_configs'), i.shipped('launch'))"
-    ended = run(f'python -c "{code}"', bin, empty)
-    assert ended.stdout.split() == [f"{source}/ds_configs", f"{source}/launch"], ended.stderr
+    printed = checked(run(f'python -c "{code}"', bin, tmp_path_factory.mktemp("empty")))
+    assert printed.split() == [f"{source}/ds_configs", f"{source}/launch"]

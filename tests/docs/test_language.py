@@ -55,16 +55,11 @@ def prose(file: Path) -> Iterator[str]:
 
 def files() -> dict[str, list[Path]]:
     """Modules by folder of fmmeta and of tests, and the pages."""
-    found: dict[str, list[Path]] = {
-        "pages": [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
-    }
+    found = {"pages": [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]}
     found["pages"] += [page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "log"]
-    for file in (ROOT / "fmmeta").rglob("*.py"):
-        inside = file.relative_to(ROOT / "fmmeta").parts
-        found.setdefault(inside[0] if len(inside) > 1 else "top", []).append(file)
-    for file in python_files():
-        folder = file.relative_to(ROOT / "tests").parts[0]
-        found.setdefault("tests" if folder.endswith(".py") else f"tests/{folder}", []).append(file)
+    for file in [*(ROOT / "fmmeta").rglob("*.py"), *python_files()]:
+        package, *folders = file.relative_to(ROOT).parts[:-1]
+        found.setdefault("/".join([package, *folders[:1]]), []).append(file)
     return found
 
 
@@ -73,50 +68,31 @@ def python_files() -> list[Path]:
     return [file for file in (ROOT / "tests").rglob("*.py") if file != Path(__file__)]
 
 
-def imported_test_modules(file: Path) -> Iterator[str]:
-    """Names of test modules that a file imports, also in code that it holds as text for a subprocess."""
-    pattern = r"^\s*(?:from|import)\s+(tests\.(?:[\w.]+\.)?test_\w+)"
-    yield from re.findall(pattern, file.read_text(), re.MULTILINE)
+FILES = files()
 
 
-@pytest.mark.parametrize("folder", sorted(files()))
+@pytest.mark.parametrize("folder", FILES)
 def test_forbidden_words_do_not_occur(folder):
-    found = []
-    for file in sorted(files()[folder]):
-        found += [
-            f"{file.relative_to(ROOT)}: {text[max(match.start() - 40, 0) : match.end() + 40]!r}"
-            for text in prose(file)
-            for match in FORBIDDEN.finditer(text)
-        ]
+    found = [
+        f"{file.relative_to(ROOT)}: {text[max(match.start() - 40, 0) : match.end() + 40]!r}"
+        for file in FILES[folder]
+        for text in prose(file)
+        for match in FORBIDDEN.finditer(text)
+    ]
     assert not found, "\n".join(found)
 
 
 def test_the_pattern_finds_forbidden_words():
-    assert FORBIDDEN.search("tasks that could not be\nhad")
-    assert FORBIDDEN.search("Nobody waits")
+    assert all(map(FORBIDDEN.search, ("tasks that could not be\nhad", "Nobody waits")))
     assert not FORBIDDEN.search("recommended, amended, akin, belies")
 
 
 def test_no_test_module_imports_another():
-    """What two test modules share is in tests/support."""
-    found = {
-        f"{file.relative_to(ROOT / 'tests').with_suffix('')} {name.removeprefix('tests.')}"
+    """What two test modules share is in tests/support; code that a test holds as text counts."""
+    pattern = re.compile(r"^\s*(?:from|import)\s+(tests\.(?:[\w.]+\.)?test_\w+)", re.MULTILINE)
+    found = [
+        f"{file.relative_to(ROOT)} {name}"
         for file in python_files()
-        for name in imported_test_modules(file)
-    }
-    assert not found, f"move what is shared to tests/support: {sorted(found)}"
-
-
-def test_the_library_is_tested_without_benchmarks_and_studies():
-    """Tests of benchmarks are in tests/benchmarks; what both need is in harness/."""
-    folders = [ROOT / "tests" / name for name in ("unit", "workers", "distributed", "support")]
-    pattern = re.compile(r"^\s*(?:from|import) (?:benchmarks|experiments)\b(?!\.elastic)", re.MULTILINE)
-    found = [file for folder in folders for file in folder.rglob("*.py") if pattern.search(file.read_text())]
-    assert not found
-
-
-def test_studies_and_harness_import_no_tests():
-    files = [file for name in ("experiments", "harness") for file in (ROOT / name).glob("*.py")]
-    assert not [
-        file for file in files if re.search(r"^(?:from|import) tests\b", file.read_text(), re.MULTILINE)
+        for name in pattern.findall(file.read_text())
     ]
+    assert not found, "move what is shared to tests/support"

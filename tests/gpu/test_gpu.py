@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-import time
 
 import pytest
 import torch
 
-from fmmeta.elastic.lighthouse import LighthouseConfig, open_lighthouse
-from fmmeta.elastic.starter import ElasticConfig, start, wait
-from harness.elastic import SLEEP
+from harness.elastic import Group, Trial
 from tests.support.launch import run_ranks
-from tests.support.matrix import AXES, TOLERANCE, Case, Launches, ParityFixture, selected, tolerance
-from tests.support.nccl_breaks import ALONE
+from tests.support.matrix import AXES, Case, Launches, ParityFixture, selected, tolerance
+from tests.support.nccl_breaks import ALONE, HOST
 from tests.support.pretended_cuda import gpus, on_cpu
 from tests.support.ranks import on_ranks
 
@@ -68,36 +65,21 @@ def on_gpus(case: Case):
 
 
 @pytest.fixture(scope="module")
-def outcomes(request, tmp_path_factory):
-    bench = ParityFixture(tmp_path_factory.mktemp("gpu"))
-    done = bench.run([case for case in selected(request) if case in CASES])
-    return lambda case: bench.error(case, done[case.id][0])
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_ends_where_the_oracle_ends(case, outcomes):
-    assert outcomes(case) < TOLERANCE[case.dtype, case.outer]
-
-
-@pytest.fixture(scope="module")
 def bench(tmp_path_factory):
     return ParityFixture(tmp_path_factory.mktemp("gpus"))
 
 
 @pytest.fixture(scope="module")
 def launches(request, bench):
-    visible = gpus()
-    chosen = [case for case in selected(request) if case in SEVERAL and math.prod(case.layout) <= visible]
-    return Launches(bench, chosen, lambda case: (case.layout, case.stages, case.tensor))
+    chosen = [case for case in selected(request) if math.prod(case.layout) <= gpus()]
+    return Launches(bench, chosen, lambda case: (case.layout, case.stages, case.tensor), most=50)
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", [on_gpus(case) for case in SEVERAL])
-def test_several_gpus_end_where_the_oracle_ends(case, bench, launches):
+@pytest.mark.parametrize("case", [on_gpus(case) for case in (*CASES, *SEVERAL)])
+def test_ends_where_the_oracle_ends(case, bench, launches):
     theta, facts = launches.outcome(case)
-    error = bench.error(case, theta)
-    assert error < (0.05 if "wire" in case.also else tolerance(case))
+    assert bench.error(case, theta) < (0.05 if "wire" in case.also else tolerance(case))
     assert facts["effects"] == case.settings
 
 
@@ -105,7 +87,7 @@ def test_several_gpus_end_where_the_oracle_ends(case, bench, launches):
 def refusals(world):
     """What NCCL raises in a group of one rank, by name of the break."""
     group, raised = world.split(1).group.backend, {}
-    for name, (_, call) in ALONE.items():
+    for name, (_, call) in {**ALONE, **HOST}.items():
         try:
             call(group, torch.device("cuda", 0))
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
@@ -118,7 +100,7 @@ def refused():
     return refusals()[0]
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", [*ALONE, *HOST])
 def test_nccl_refuses_what_the_rules_on_cpus_refuse(name, refused):
     assert refused[name]
 
@@ -179,16 +161,12 @@ def test_theta_in_host_memory_is_adapted_on_the_gpu(tmp_path, flags):
 
 
 @pytest.mark.timeout(600)
-def test_a_group_that_joins_has_its_moments_on_the_gpu(tmp_path, monkeypatch, capfd):
+def test_a_group_that_joins_has_its_moments_on_the_gpu(tmp_path):
     """Two elastic groups share the device.
 
     The second starts after an outer step; the moments reach it by way of host memory.
     """
     pytest.importorskip("torchft", reason="elastic groups need torchft")
-    folder, seconds, out = tmp_path / "run", tmp_path / "seconds", ""
-    seconds.write_text("1")
-    monkeypatch.setenv(SLEEP, str(seconds))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # of this process: all groups see the device
     settings = {
         "outer_steps": 200,
         "eval_episodes": 0,
@@ -198,26 +176,18 @@ def test_a_group_that_joins_has_its_moments_on_the_gpu(tmp_path, monkeypatch, ca
         "meta_batch_size": 2,
         "bf16": False,
         "episode_transforms": ["harness.elastic:slowly"],
-        "output_dir": str(folder),
-        "elastic": True,
+        "output_dir": str(tmp_path / "run"),
     }
-    server, address = open_lighthouse(LighthouseConfig("127.0.0.1", 0))
-    file = tmp_path / "settings.json"
-    file.write_text(json.dumps({**settings, "lighthouse": address}))
-    config = ElasticConfig(output_dir=str(folder))
-    groups = [start(config, 0, str(file))]
+    run = Trial({**settings, "groups": 1, "heartbeat_timeout": 5.0}, 1.0)
     try:
-        while not (folder / "metrics.jsonl").is_file() and groups[0][0].poll() is None:
-            time.sleep(0.1)
-        groups.append(start(config, 1, str(file)))
-        while "state received from group group0" not in out and groups[1][0].poll() is None:
-            time.sleep(0.1)
-            out += capfd.readouterr().out
-        seconds.unlink()
-        assert wait(groups, []) == 0, out[-6000:]
+        run.start()
+        run.wait_for_step(1, 200)
+        run.launch(Group("late"))
+        run.wait_for_step(2, 200)
+        run.hurry()
+        run.end(300)
     finally:
-        for rank in (rank for ranks in groups for rank in ranks):
-            rank.kill()
-        server.shutdown()
-    assert json.loads((folder / "run.json").read_text())["finished"]
-    assert 2 in {json.loads(line)["groups"] for line in (folder / "metrics.jsonl").read_text().splitlines()}
+        run.close()
+    assert run.code == 0, "\n".join(run.log[-50:])
+    assert any("state received from group group0" in line for line in run.log)
+    assert json.loads((run.folder / "run.json").read_text())["finished"]

@@ -37,10 +37,10 @@ def exported(
     return config, worker
 
 
-def run_python(card: str, folder: Path) -> dict[str, Any]:
-    """Run the last Python block of a model card, for the model in `folder`; its variables."""
+def run_python(card: str, folder: Path, block: int = -1) -> dict[str, Any]:
+    """Run a Python block of a model card, the last one, for the model in `folder`; its variables."""
     found: dict[str, Any] = {}
-    exec(card.split("```python\n")[-1].split("```")[0].replace(PLACEHOLDER, str(folder)), found)
+    exec(card.split("```python\n")[block].split("```")[0].replace(PLACEHOLDER, str(folder)), found)
     return found
 
 

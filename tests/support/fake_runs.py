@@ -76,9 +76,13 @@ def metrics(steps: int = 100, groups: int = 2) -> list[dict[str, Any]]:
 
 
 def write_run(
-    folder: Path, lines: list[dict[str, Any]] | None = None, finished: bool = True, **settings: Any
+    folder: Path,
+    lines: list[dict[str, Any]] | None = None,
+    finished: bool = True,
+    scored: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> Path:
-    """`settings` change those of run.json; a run that is not finished has no table."""
+    """`settings` change those of run.json, `scored` its table, which a run that is not finished lacks."""
     folder.mkdir(parents=True, exist_ok=True)
     run = {
         "settings": {**Config(outer_steps=100).as_dict(), "dataset_fingerprint": "f00", **settings},
@@ -87,7 +91,7 @@ def write_run(
         "versions": {"fmmeta": "0.2.0", "torch": "2.13.0"},
         "git_commit": "c0ffee",
         "finished": finished,
-        **({"held_out": held_out()} if finished else {}),
+        **({"held_out": {**held_out(), **(scored or {})}} if finished else {}),
     }
     (folder / "run.json").write_text(json.dumps(run))
     lines = metrics() if lines is None else lines

@@ -21,6 +21,32 @@ VOCABULARY = len(ALPHABET)
 WORDS = [*map(chr, range(97, 123)), "\u2581", "\u2581t", "he", "the", "\u2581the"]
 PIECES = ["<unk>", "<s>", "</s>", *WORDS]  # of sentencepiece, with texts of bytes to the same number
 PIECES += [f"<0x{byte:02X}>" for byte in range(VOCABULARY - len(PIECES))]
+UNKNOWN, CONTROL, NORMAL = TokenType.UNKNOWN, TokenType.CONTROL, TokenType.NORMAL
+KINDS = [UNKNOWN, CONTROL, CONTROL, *[NORMAL] * len(WORDS)]  # of the pieces; the others are bytes
+TOKENIZERS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "tokenizer_model": "llama",
+        "token_list": PIECES,
+        "token_scores": [-float(index) for index in range(VOCABULARY)],
+        "token_types": [*KINDS, *[TokenType.BYTE] * (VOCABULARY - len(KINDS))],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unk_token_id": 0,
+        "add_bos_token": True,
+    },
+    "gpt2": {
+        "tokenizer_model": "gpt2",
+        "token_list": ALPHABET,
+        "token_types": [CONTROL if token.startswith("<|") else NORMAL for token in ALPHABET],
+        "token_merges": ["\u0120 t", "h e"],
+        "unk_token_id": 0,
+        "eos_token_id": VOCABULARY - 1,
+        "bos_token_id": VOCABULARY - 2,
+        "chat_template": TEMPLATE,
+        "eot_token_id": VOCABULARY - 3,
+    },
+    "none": {},
+}
 SETTINGS = {
     "block_count": 2,
     "context_length": 128,
@@ -104,28 +130,9 @@ def write_gguf(
         if value is not None:
             add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
             add(f"{architecture}.{name}", value)
-    if tokenizer == "llama":
-        kinds = [TokenType.UNKNOWN, *[TokenType.CONTROL] * 2, *[TokenType.NORMAL] * len(WORDS)]
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(PIECES)
-        writer.add_token_scores([-float(index) for index in range(VOCABULARY)])
-        writer.add_token_types([*kinds, *[TokenType.BYTE] * (VOCABULARY - len(kinds))])
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-        writer.add_unk_token_id(0)
-        writer.add_add_bos_token(True)
-    elif tokenizer == "gpt2":
-        normal, control = TokenType.NORMAL, TokenType.CONTROL
-        writer.add_tokenizer_model("gpt2")
-        writer.add_token_list(ALPHABET)
-        writer.add_token_types([control if token.startswith("<|") else normal for token in ALPHABET])
-        writer.add_token_merges(["\u0120 t", "h e"])
-        writer.add_unk_token_id(0)
-        writer.add_eos_token_id(VOCABULARY - 1)
-        writer.add_bos_token_id(VOCABULARY - 2)
-        writer.add_chat_template(TEMPLATE)
-        writer.add_eot_token_id(VOCABULARY - 3)
-    else:
+    for name, value in TOKENIZERS[tokenizer].items():
+        getattr(writer, f"add_{name}")(value)
+    if not TOKENIZERS[tokenizer]:
         writer.add_uint32(f"{architecture}.vocab_size", VOCABULARY)
     for name, value in (tensors or tensors_of(architecture)).items():
         if kind != "F32" and value.ndim > 1:

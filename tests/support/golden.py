@@ -20,16 +20,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
+from harness.fork_server import Rank, environment, places, shared
+from tests.mutants.run import checkout
 from tests.support.models import write_classes
 
-GIT = ["git", "worktree"]
-ROOT = Path(__file__).parent.parent.parent
 SHORT: dict[str, Any] = {
     "outer_steps": 3,
     "inner_steps": 2,
@@ -178,26 +179,20 @@ def printed(text: str) -> str:
     return "\n".join(line.partition("; about ")[0] for line in lines)
 
 
-def server_module() -> Any:
-    """The fork server of the commit."""
-    try:
-        from harness import fork_server
-    except ImportError:  # before 2026-11-26
-        from tests.support import fork_server
-    return fork_server
+def ended_well(name: str, ranks: Sequence[Rank]) -> str:
+    """Wait for ranks, which must succeed; what the first has printed."""
+    codes = shared().wait(ranks, 300)
+    assert set(codes) == {0}, f"{name}: {codes}\n" + "\n".join(rank.text[-3000:] for rank in ranks)
+    return ranks[0].text
 
 
-def trained(fork_server: Any, name: str, ranks: int, flags: dict[str, Any], out: Path) -> dict[str, str]:
+def trained(out: Path, name: str, ranks: int, flags: dict[str, Any]) -> dict[str, str]:
     """The results of a run of `flags` in `out`; OUT in a flag is this folder. `resumed` is stopped once."""
     folder = out / name.replace(" ", "-")
-    words = [
-        f"--{key}={value}".replace("OUT", str(out))
-        for key, value in {**SHORT, **flags, "output_dir": folder}.items()
-    ]
+    given = {**SHORT, **flags, "output_dir": folder}
+    words = [f"--{key}={value}".replace("OUT", str(out)) for key, value in given.items()]
     for attempt in range(2 if name == "resumed" else 1):
-        started = fork_server.train(words, ranks, out / f"{folder.name}-logs-{attempt}")
-        codes = fork_server.wait(started, 300)
-        assert set(codes) == {0}, f"{name}: {codes}\n" + "\n".join(rank.text[-3000:] for rank in started)
+        ended_well(name, shared().train(words, ranks, out / f"{folder.name}-logs-{attempt}"))
         run = json.loads((folder / "run.json").read_text())
         if name == "resumed" and attempt == 0:
             (folder / "run.json").write_text(json.dumps({**run, "finished": False}))
@@ -205,55 +200,47 @@ def trained(fork_server: Any, name: str, ranks: int, flags: dict[str, Any], out:
     return results(folder)
 
 
-def printed_by(
-    fork_server: Any, name: str, ranks: int, command: str, flags: dict[str, Any], out: Path
-) -> dict[str, str]:
+def printed_by(out: Path, name: str, ranks: int, command: str, flags: dict[str, Any]) -> dict[str, str]:
     """What a command writes and prints."""
-    server = server_module()
     file = out / f"{name.replace(' ', '-')}.json"
     words = [word for key, value in flags.items() for word in (f"--{key}", *str(value).split())]
+    words = ["-m", "fmmeta", command, *words, "--output", str(file)]
     started = [
-        fork_server.start(
-            ["-m", "fmmeta", command, *words, "--output", str(file)],
-            file.with_suffix(f".{rank}.log"),
-            server.environment(**place),
-        )
-        for rank, place in enumerate(server.places(ranks))
+        shared().start(words, file.with_suffix(f".{rank}.log"), environment(**place))
+        for rank, place in enumerate(places(ranks))
     ]
-    codes = fork_server.wait(started, 300)
-    assert set(codes) == {0}, f"{name}: {codes}\n" + "\n".join(rank.text[-3000:] for rank in started)
-    return {"output": file.read_text(), "printed": printed(started[0].text)}
+    return {"printed": printed(ended_well(name, started)), "output": file.read_text()}
+
+
+def adapted(out: Path, name: str, *commands: list[str]) -> dict[str, str]:
+    """The results of commands in a folder with two tasks."""
+    folder = out / name.replace(" ", "-")
+    (folder / "tasks").mkdir(parents=True)
+    for task in ("0", "1"):
+        rows = [
+            {"text": f"{kind} {n} {task}", "label": kind, "adapter": task}
+            for kind in ("one", "two")
+            for n in range(3)
+        ]
+        (folder / "tasks" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for words in commands:
+        subprocess.run([sys.executable, "-m", "fmmeta", *words], cwd=folder, check=True)
+    return results(folder)
 
 
 def execute(out: Path, only: list[str]) -> None:
     """Run everything with the code in the current folder; results go to `out`/results.json."""
-    ForkServer = server_module().ForkServer
     write_classes(out / "rows.jsonl")
     splits = {"train": [f"c{number}" for number in range(12)], "valid": [], "test": []}
     (out / "splits.json").write_text(json.dumps(splits))
     (out / "weights.json").write_text('{"c1": 2.0, "c2": 0.3}')
-    fork_server, found = ForkServer(), {}
-    for name in [name for name in only or RUNS if name in RUNS]:
-        found[name] = trained(fork_server, name, *RUNS[name], out)
-        print(f"{out.name}: {name}", flush=True)
-    for name in [name for name in only or COMMANDS if name in COMMANDS]:
-        found[name] = printed_by(fork_server, name, *COMMANDS[name], out)
-        print(f"{out.name}: {name}", flush=True)
-    for name in [name for name in only or ADAPTED if name in ADAPTED]:
-        folder = out / name.replace(" ", "-")
-        (folder / "tasks").mkdir(parents=True)
-        for task in ("0", "1"):
-            rows = [
-                {"text": f"{kind} {n} {task}", "label": kind} for kind in ("one", "two") for n in range(3)
-            ]
-            lines = [json.dumps({**row, "adapter": task}) + "\n" for row in rows]
-            (folder / "tasks" / f"{task}.jsonl").write_text("".join(lines))
-        for words in ADAPTED[name]:
-            subprocess.run([sys.executable, "-m", "fmmeta", *words], cwd=folder, check=True)
-        found[name] = results(folder)
-        print(f"{out.name}: {name}", flush=True)
+    found = {}
+    kinds: tuple[tuple[Any, Any], ...] = ((RUNS, trained), (COMMANDS, printed_by), (ADAPTED, adapted))
+    for rows, results_of in kinds:
+        for name in [name for name in only or rows if name in rows]:
+            found[name] = results_of(out, name, *rows[name])
+            print(f"{out.name}: {name}", flush=True)
     (out / "results.json").write_text(json.dumps(found, indent=1))
-    fork_server.close()
 
 
 def main() -> None:
@@ -268,29 +255,23 @@ def main() -> None:
     if args.execute:
         execute(Path(args.old), args.only)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        found = []
-        for side, commit in (("old", args.old), ("new", args.new)):
-            tree, out = Path(folder, f"{side}-tree"), Path(folder, side)
+    found = []
+    for side, commit in (("old", args.old), ("new", args.new)):
+        with checkout(commit) as tree, tempfile.TemporaryDirectory() as folder:
+            out = Path(folder, side)
             out.mkdir()
-            subprocess.run(
-                ["git", "worktree", "add", "--quiet", "--detach", tree, commit], cwd=ROOT, check=True
-            )
-            try:
-                env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-                command = [sys.executable, __file__, str(out), "--execute", "--only", *args.only]
-                subprocess.run(command, cwd=tree, env=env, check=True)
-            finally:
-                subprocess.run([*GIT, "remove", "--force", tree], cwd=ROOT, check=True)
+            env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, __file__, str(out), "--execute", "--only", *args.only]
+            subprocess.run(command, cwd=tree, env=env, check=True)
             found.append(json.loads((out / "results.json").read_text()))
-        old, new = found
-        differ = {name: [key for key in old[name] if old[name][key] != new[name][key]] for name in old}
-        for name, keys in differ.items():
-            print(f"{name:24} {'differs in ' + ' and '.join(keys) if keys else 'the same'}")
-            for key in keys:
-                sides = [re.sub(r"([,{}\[])", r"\1\n", found[name][key]).splitlines() for found in (old, new)]
-                print(*difflib.unified_diff(*sides, lineterm="", n=0), sep="\n")
-        sys.exit(any(differ.values()))
+    old, new = found
+    differ = {name: [key for key in old[name] if old[name][key] != new[name][key]] for name in old}
+    for name, keys in differ.items():
+        print(f"{name:24} {'differs in ' + ' and '.join(keys) if keys else 'the same'}")
+        for key in keys:
+            sides = [re.sub(r"([,{}\[])", r"\1\n", side[name][key]).splitlines() for side in found]
+            print(*difflib.unified_diff(*sides, lineterm="", n=0), sep="\n")
+    sys.exit(any(differ.values()))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 import csv
 import gzip
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +63,24 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
+def recorded(patch: pytest.MonkeyPatch, owner: Any, name: str, **failures: Any) -> list[Any]:
+    """The positional arguments and the result of each call of `owner.name` from now on.
+
+    failures: `at` and `error`, the number of a call, from 0, that raises this error instead.
+    """
+    original, calls = getattr(owner, name), []
+
+    def call(*args: Any, **named: Any) -> Any:
+        if failures and len(calls) == failures["at"]:
+            raise failures["error"]
+        calls.append(SimpleNamespace(args=args, result=None))
+        calls[-1].result = original(*args, **named)
+        return calls[-1].result
+
+    patch.setattr(owner, name, call)
+    return calls
+
+
 def stored_by(kind: Any, config: Config, row: dict[str, Any], answered: bool = True) -> Any:
     """What a learner stores of a row. kind: its class."""
     return kind.rows(config, None, [*row], answered).read(Row(row, "row"))
@@ -72,3 +92,14 @@ def read_rows(dataset: str, config_name: str | None = None) -> list[Row]:
     if paths is None:
         return [*hub.hub_rows(f"{dataset}[train]", hub.open_hub(dataset, config_name))]
     return [row for path in paths for row in files.read_file(path)]
+
+
+def tables_of(text: str) -> dict[tuple[str, ...], list[list[str]]]:
+    """Rows of Markdown tables by their header, without bold marks."""
+    found: dict[tuple[str, ...], list[list[str]]] = {}
+    for table in re.findall(r"(?:^\|.*\n?)+", text.replace("**", ""), re.MULTILINE):
+        header, _, *rows = [
+            [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
+        ]
+        found.setdefault(tuple(header), []).extend(rows)
+    return found

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-from harness.fork_server import PRETENDED, ROOT, ForkServer, environment, free_port, places, shared
+import psutil
+
+from harness.fork_server import ROOT, ForkServer, environment, free_port, places, shared
 
 ON_GPU = Path("/dev/nvidiactl").exists()  # what has been looked for on a GPU cannot be forked
 WAITS = re.compile(r"fmmeta: rank \d+ waits for rank \d+ on ")
@@ -83,8 +82,7 @@ def start_ranks(
     envs = [
         environment(**place, **(per_rank or {}).get(rank, {})) for rank, place in enumerate(places(ranks))
     ]
-    fresh = fresh or ON_GPU or PRETENDED in os.environ
-    fresh = fresh or any(imported(env) != imported(shared().env) for env in envs)
+    fresh = fresh or ON_GPU or any(imported(env) != imported(shared().env) for env in envs)
     return (Fresh if fresh else Forked)(arguments, envs, cwd, before)
 
 
@@ -139,46 +137,31 @@ class Fresh:
     def __init__(
         self, arguments: Sequence[str], envs: Sequence[dict[str, str]], cwd: Path, before: Callable | None
     ) -> None:
-        # a pipe that is not read would stop its rank, and so all of them
-        self.files = [tempfile.TemporaryFile("w+") for _ in envs]  # noqa: SIM115
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, *arguments],
-                env=env,
-                cwd=cwd,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                preexec_fn=before,
-            )
-            for env, file in zip(envs, self.files, strict=True)
-        ]
+        self.folder = tempfile.TemporaryDirectory()
+        self.logs = [Path(self.folder.name) / f"rank-{rank}.log" for rank in range(len(envs))]
+        self.processes = []
+        for env, log in zip(envs, self.logs, strict=True):
+            with log.open("w") as out:  # a pipe that is not read would stop its rank, and so all of them
+                streams = {"stdout": out, "stderr": subprocess.STDOUT}
+                command = [sys.executable, *arguments]
+                self.processes.append(psutil.Popen(command, env=env, cwd=cwd, preexec_fn=before, **streams))
 
     def end(self, timeout_s: float) -> ProcessResults:
-        deadline = time.monotonic() + timeout_s
-        late = False
-        for process in self.processes:
-            try:
-                process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+        with self.folder:
+            _, late = psutil.wait_procs(self.processes, timeout_s)
+            for process in late:
                 process.kill()
                 process.wait()
-                late = True
-        output = [read_back(file) for file in self.files]
-        if late:
-            raise too_late(timeout_s, output)
-        return ProcessResults([process.returncode for process in self.processes], output)
+            output = [log.read_text() for log in self.logs]
+            if late:
+                raise too_late(timeout_s, output)
+            return ProcessResults([process.returncode for process in self.processes], output)
 
 
 def too_late(timeout_s: float, output: Sequence[str]) -> AssertionError:
     return AssertionError(
         f"ranks still ran after {timeout_s} s:\n" + "\n".join(text[-3000:] for text in output)
     )
-
-
-def read_back(file: IO[str]) -> str:
-    with file:
-        file.seek(0)
-        return file.read()
 
 
 def python(

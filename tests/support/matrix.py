@@ -11,10 +11,10 @@ import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, reduce
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 from operator import or_
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,12 @@ import pytest
 import torch
 
 from fmmeta.config.settings import Config
+from fmmeta.learners.base import Learner
 from fmmeta.learners.load import describe, load_learner, load_tokenizer
-from fmmeta.meta.reference import Reference, reference_run
+from fmmeta.meta.reference import reference_run
 from fmmeta.tasks.augment import reading
 from fmmeta.tasks.schedule.meta_batches import Schedule
-from fmmeta.tasks.sources.base import transformed
+from fmmeta.tasks.sources.base import EpisodeRows, transformed
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.helpers import fast_or_slow
 from tests.support.launch import ROOT
@@ -36,14 +37,13 @@ from tests.support.models import (
     DECODERS,
     ENCODERS,
     TENSOR_FAMILIES,
-    save_bert,
     save_family,
-    save_llama,
     write_classes,
     write_pairs,
 )
 from tests.support.run_cases import Outcomes, begin_cases
 
+Weights = dict[str, torch.Tensor]  # by name
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))  # groups, ranks of a group
 AXES: dict[str, tuple[Any, ...]] = {
     "layout": LAYOUTS,
@@ -110,6 +110,10 @@ ALSO: dict[str, dict[str, Any]] = {
         "peft_config": '{"use_rslora": true, "rank_pattern": {"q_proj": 2, "layers.1.mlp.*": 3},'
         ' "alpha_pattern": {"o_proj": 3}}',
     },
+}
+ZERO: dict[str, dict[str, Any]] = {  # DeepSpeed's settings of two axes
+    "tiny": {"sub_group_size": 1000},
+    "offload": {"offload_optimizer": {"device": "cpu"}},
 }
 EQUAL = {
     "gradient_checkpointing",
@@ -295,44 +299,35 @@ def full() -> list[Case]:
 @cache
 def pairwise() -> list[Case]:
     """Greedy cover: every pair of values that some possible case holds is held by a chosen one."""
-    return covering([(case, pairs(case)) for case in cases()])
+    return covering(cases(), pairs)
 
 
-def covering(marked: Sequence[tuple[Case, int]]) -> list[Case]:
+def pairs(case: Case) -> Iterable[Any]:
+    """Every pair of values of two axes."""
+    return itertools.combinations(((name, vars(case)[name]) for name in AXES), 2)
+
+
+def covering(chosen: Sequence[Case], marks: Callable[[Case], Iterable[Any]]) -> list[Case]:
     """Few cases that bear all marks between them with little work, chosen greedily: by marks that they add
-    over the root of their work. Marks are bits.
+    over the root of their work.
 
     What a case would add only shrinks, so that a number that is out of date is looked at again when its turn
     comes.
     """
-    missing = reduce(or_, (marks for _, marks in marked), 0)
-    worth = [1 / math.sqrt(case.work) for case, _ in marked]
-    waiting = [(-marks.bit_count() * worth[number], number) for number, (_, marks) in enumerate(marked)]
-    heapify(waiting)
-    chosen = []
+    bits: dict[Any, int] = defaultdict(lambda: 1 << len(bits))
+    marked = [sum(bits[mark] for mark in marks(case)) for case in chosen]
+    missing = reduce(or_, marked, 0)
+    waiting = [(-math.inf, number) for number in range(len(chosen))]
+    cover = []
     while missing:
         number = waiting[0][1]
-        case, marks = marked[number]
-        now = (-(marks & missing).bit_count() * worth[number], number)
+        now = (-(marked[number] & missing).bit_count() / math.sqrt(chosen[number].work), number)
         if now > waiting[0]:
             heapreplace(waiting, now)
             continue
-        chosen.append(case)
-        missing &= ~marks
-    return chosen
-
-
-def pairs(case: Case) -> int:
-    """A bit for every pair of values of two axes."""
-    values = [(name, value) for name, value in vars(case).items() if name in AXES]
-    return reduce(or_, (bits_of_pairs()[pair] for pair in itertools.combinations(values, 2)))
-
-
-@cache
-def bits_of_pairs() -> dict[tuple[Any, Any], int]:
-    axes = [[(name, value) for value in values] for name, values in AXES.items()]
-    named = (pair for two in itertools.combinations(axes, 2) for pair in itertools.product(*two))
-    return {pair: 1 << number for number, pair in enumerate(named)}
+        cover.append(chosen[number])
+        missing &= ~marked[number]
+    return cover
 
 
 def model_ranks(split: int | tuple[int, int]) -> tuple[int, int]:
@@ -535,7 +530,7 @@ def spread_cover() -> list[Case]:
             (way, case.outer),
         }
 
-    return covering(numbered(spread(), marks))
+    return covering(spread(), marks)
 
 
 def diagonal() -> list[Case]:
@@ -544,7 +539,7 @@ def diagonal() -> list[Case]:
     def marks(case: Case) -> set[tuple[Any, ...]]:
         return {(case.layout, case.stage), *((name, vars(case)[name]) for name in AXES)}
 
-    return covering(numbered(cases(), marks))
+    return covering(cases(), marks)
 
 
 def spread_diagonal() -> list[Case]:
@@ -556,13 +551,7 @@ def spread_diagonal() -> list[Case]:
         kind, adapters = (case.stages, case.tensor), case.stages > 1 and "lora_r" in case.settings
         return {(kind, "encoder", case.model.startswith(ENCODERS)), (kind, "adapters", adapters)}
 
-    return covering(numbered([case for case in spread() if case.layout == (1, 2)], marks))
-
-
-def numbered(chosen: Sequence[Case], marks: Callable[[Case], set[tuple[Any, ...]]]) -> list[tuple[Case, int]]:
-    """Cases with their marks as bits, for `covering`."""
-    numbers: dict[tuple[Any, ...], int] = defaultdict(lambda: len(numbers))
-    return [(case, sum(1 << numbers[mark] for mark in marks(case))) for case in chosen]
+    return covering([case for case in spread() if case.layout == (1, 2)], marks)
 
 
 def fast_and_slow_cases(
@@ -607,12 +596,11 @@ class ParityFixture:
         return [json.loads(line) for line in file.read_text().splitlines()]
 
     def _model(self, name: str) -> Path:
-        if name in ("llama", "bert"):
-            return save_llama(self.folder / name) if name == "llama" else save_bert(self.folder / name)
-        if name.startswith(CLASSIFIER):
-            return save_llama(self.folder / name)
-        family, tied = name.removesuffix("-untied").removesuffix("3"), not name.endswith("-untied")
-        return save_family(self.folder / name, family, tied)
+        """By its name: FAMILY, CLASSIFIER3, or FAMILY3 or FAMILY3-untied with three layers instead of two."""
+        family = name.removesuffix("-untied").removesuffix("3")
+        layers = 2 if name == family or family == CLASSIFIER else 3
+        folder, family = self.folder / name, family.removesuffix("-classifier")
+        return save_family(folder, family, not name.endswith("-untied"), layers)
 
     def settings(self, case: Case) -> dict[str, Any]:
         """Step sizes are such that theta travels much further than fp32 rounds, and chaos stays small in
@@ -620,11 +608,9 @@ class ParityFixture:
         """
         causal = not is_classifier(case.model)
         rule = VARIANTS.get(case.algorithm, {"algorithm": case.algorithm})
-        prototype_lr = 0.1 if case.algorithm == "reptile" else 0.01
-        if case.algorithm == "fomaml-rates":
-            prototype_lr = 0.1
-        if case.algorithm == "reptile" and case.settings.get("lora_r"):
-            prototype_lr = 0.5  # theta - phi is a difference of numbers that are much larger than it
+        # of Reptile with adapters: theta - phi is a difference of numbers that are much larger than it
+        of_reptile = 0.5 if case.settings.get("lora_r") else 0.1
+        prototype_lr = {"reptile": of_reptile, "fomaml-rates": 0.1}.get(case.algorithm, 0.01)
         inner_lr = 0.1 if causal else prototype_lr if case.head == "prototype" else 0.3
         return {
             "model_name_or_path": str(self.models(case.model)),
@@ -665,15 +651,10 @@ class ParityFixture:
         listed = []
         for case in chosen:
             ds = self.folder / f"{case.id}.json"
-            zero: dict[str, Any] = {"stage": 0 if case.stage == "plain" else case.stage}
-            if case.sub_group == "tiny":
-                zero["sub_group_size"] = 1000
-            if case.extra == "offload":
-                zero["offload_optimizer"] = {"device": "cpu"}
-            if before:
-                zero["reduce_bucket_size"] = (
-                    10**6
-                )  # DeepSpeed's 2 GB are never touched, unless a test fills memory
+            zero = {"stage": 0 if case.stage == "plain" else case.stage}
+            zero |= ZERO.get(case.sub_group, {}) | ZERO.get(case.extra, {})
+            if before:  # DeepSpeed's 2 GB are never touched, unless a test fills memory
+                zero["reduce_bucket_size"] = 10**6
             ds.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
             config = {
                 **self.settings(case),
@@ -697,32 +678,46 @@ class ParityFixture:
         counted: with max_staleness, position in the queue and version of theta of the tasks of each step.
         """
         settings = {key: value for key, value in self.settings(case).items() if key not in EQUAL}
-        wanted, began = self.reference(json.dumps(settings, sort_keys=True), json.dumps(counted))
-        final = wanted.thetas[-1]
-        assert sorted(theta) == sorted(final)
-        off = sum(float((theta[name] - final[name]).double().square().sum()) for name in final)
-        travelled = sum(float((final[name] - began[name]).double().square().sum()) for name in final)
-        return (off / travelled) ** 0.5
+        return relative_error(
+            theta, *self.reference(json.dumps(settings, sort_keys=True), json.dumps(counted))
+        )
 
-    def _reference(self, settings: str, counted: str = "[]") -> tuple[Reference, dict[str, torch.Tensor]]:
-        config = Config(**json.loads(settings))
-        description = describe(config)
-        tokenizer = load_tokenizer(config, description, print)
-        sources = load_sources(config, tokenizer, print)
-        source, read = sources.train, reading(config, tokenizer, sources.numbers)
-        learner = load_learner(config, replace(description, classes=len(sources.numbers)))
-        schedule = Schedule(source.items, config.meta_batch_size, config.seed, 0)
-        tasks = [schedule.meta_batch(step) for step in range(config.outer_steps)]
-        versions = None
-        if stale := json.loads(counted):
-            queue = [task for step in range(config.outer_steps) for task in schedule.queue(step)]
-            tasks = [[queue[position] for position, _ in step] for step in stale]
-            versions = [[version for _, version in step] for step in stale]
-        steps = [[transformed(source.draw(task), read) for task in step] for step in tasks]
-        began = {name: p.detach().clone() for name, p in learner.named_parameters() if p.requires_grad}
-        if not config.bf16:
-            learner = learner.double()  # an oracle without fp32 rounding errors
-        return reference_run(learner, steps, config, config.bf16, versions), began
+    def _reference(self, settings: str, counted: str = "[]") -> tuple[Weights, Weights]:
+        config, stale = Config(**json.loads(settings)), json.loads(counted)
+        versions = [[version for _, version in step] for step in stale] or None
+        learner, began, steps = oracle_inputs(config, [[position for position, _ in step] for step in stale])
+        return reference_run(learner, steps, config, config.bf16, versions).thetas[-1], began
+
+
+def oracle_inputs(
+    config: Config, positions: Sequence[Sequence[int]] = ()
+) -> tuple[Learner, Weights, list[list[EpisodeRows]]]:
+    """The learner, which has no fp32 rounding errors; its weights; and the episodes of every outer step.
+
+    positions: in the queue of tasks, of those that each step takes; none: as tasks are assigned.
+    """
+    description = describe(config)
+    tokenizer = load_tokenizer(config, description, print)
+    sources = load_sources(config, tokenizer, print)
+    source, read = sources.train, reading(config, tokenizer, sources.numbers)
+    schedule = Schedule(source.items, config.meta_batch_size, config.seed, 0)
+    tasks = [schedule.meta_batch(step) for step in range(config.outer_steps)]
+    if positions:
+        queue = [task for step in range(config.outer_steps) for task in schedule.queue(step)]
+        tasks = [[queue[position] for position in step] for step in positions]
+    learner = load_learner(config, replace(description, classes=len(sources.numbers)))
+    learner = learner if config.bf16 else learner.double()
+    began = {name: p.detach().clone() for name, p in learner.named_parameters() if p.requires_grad}
+    episodes = [[transformed(source.draw(task), read) for task in step] for step in tasks]
+    return learner, began, episodes
+
+
+def relative_error(found: Weights, wanted: Weights, began: Weights) -> float:
+    """|found - wanted| / |wanted - began|, over the parameters of a model."""
+    assert sorted(found) == sorted(wanted)
+    off = sum(float((found[name] - wanted[name]).double().square().sum()) for name in wanted)
+    travelled = sum(float((wanted[name] - began[name]).double().square().sum()) for name in wanted)
+    return (off / travelled) ** 0.5
 
 
 class Launches:
@@ -782,7 +777,9 @@ __all__ = [
     "fast_and_slow_cases",
     "full",
     "is_classifier",
+    "oracle_inputs",
     "pairwise",
+    "relative_error",
     "selected",
     "spread",
     "spread_cover",

@@ -1,10 +1,11 @@
 """The message of a refusal, and what a test asks of it: the setting with its value, and what to do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
+from fmmeta.cli import main
 from fmmeta.common.errors import UsageError
 
 
@@ -25,3 +26,16 @@ def check_message(text: str, part: str, *more: str) -> None:
     assert not missing, f"{missing} not in {text!r}"
     assert "\n" not in text.strip(), text
     assert "did you mean" not in text or ("remove it" not in text and "leave it out" not in text), text
+
+
+def check_text(text: str, *parts: str) -> None:
+    """Check that a text of any number of lines contains its parts."""
+    missing = [part for part in parts if part not in text]
+    assert not missing, f"{missing} not in {text!r}"
+
+
+def exit_code(words: Iterable[str]) -> Any:
+    """The code that `fmmeta WORDS` exits with, in this process."""
+    with pytest.raises(SystemExit) as ended:
+        main([*words])
+    return ended.value.code

@@ -2,6 +2,8 @@
 
 import json
 import random
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,21 @@ def tiny(kind: str, seed: int = 0, auto: str = "", **sizes: Any) -> Any:
     return getattr(transformers, auto or usual).from_config(config)
 
 
+FROZEN = (
+    *(f"bert.{name}" for name in ("encoder.layer.0", "encoder.layer.1", "pooler.dense")),
+    *(f"bert.embeddings.{name}_embeddings" for name in ("position", "token_type", "word")),
+    "bert.embeddings.LayerNorm",
+)
+"""The layers of `save_bert` that have inner rates, but the head."""
+
+
+def with_settings(model: Path, folder: Path, **stored: Any) -> Path:
+    """A copy of a model that stores these settings with it."""
+    shutil.copytree(model, folder)
+    (folder / "fmmeta.json").write_text(json.dumps(stored))
+    return folder
+
+
 def save_family(folder: Path, family: str, tied: bool = True, layers: int = 3) -> Path:
     if family in ENCODERS:
         return save_bert(folder, family, layers)
@@ -152,80 +169,71 @@ def save(model, folder: Path) -> Path:
     return folder
 
 
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    """Write rows as JSON Lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def drawn(rng: random.Random, most: int) -> list[str]:
+    """One to `most` words."""
+    return [rng.choice(WORDS) for _ in range(rng.randint(1, most))]
+
+
 def write_classes(path: Path, classes: int = 12, rows: int = 6, strata: int = 3) -> Path:
     """Labelled texts of unequal length."""
     rng = random.Random(0)
-    with path.open("w") as file:
-        for c in range(classes):
-            for _ in range(rows):
-                text = " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 6)))
-                file.write(
-                    json.dumps({"text": f"{WORDS[c]} {text}", "label": f"c{c}", "stratum": f"s{c % strata}"})
-                    + "\n"
-                )
-    return path
+    made = [
+        {"text": f"{WORDS[c]} {' '.join(drawn(rng, 6))}", "label": f"c{c}", "stratum": f"s{c % strata}"}
+        for c in range(classes)
+        for _ in range(rows)
+    ]
+    return write_lines(path, made)
 
 
 def write_pairs(path: Path, tasks: int = 9, rows: int = 12, strata: int = 3) -> Path:
     """Named tasks of input/output pairs of unequal length."""
+
+    def row(task: int, words: list[str]) -> dict[str, Any]:
+        name, output = f"t{task}", words[task % len(words)][: task + 1]
+        return {"task": name, "category": f"s{task % strata}", "input": " ".join(words), "output": output}
+
     rng = random.Random(0)
-    with path.open("w") as file:
-        for t in range(tasks):
-            for _ in range(rows):
-                words = [rng.choice(WORDS) for _ in range(rng.randint(1, 5))]
-                row = {
-                    "task": f"t{t}",
-                    "category": f"s{t % strata}",
-                    "input": " ".join(words),
-                    "output": words[t % len(words)][: t + 1],
-                }
-                file.write(json.dumps(row) + "\n")
-    return path
+    return write_lines(path, [row(task, drawn(rng, 5)) for task in range(tasks) for _ in range(rows)])
 
 
 def write_tasks(root: Path) -> Path:
     """Two strata of 24 files, each a task with two classes."""
-    for s in range(2):
-        (root / f"s{s}").mkdir(parents=True)
-        for f in range(24):
-            rows = [{"text": f"{WORDS[f % 15]} {WORDS[i]}", "label": "ab"[i % 2]} for i in range(8)]
-            (root / f"s{s}" / f"t{f:02}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (root / "task_splits.json").write_text(
-        json.dumps({"train": [f"s{s}/t{f:02}" for s in range(2) for f in range(24)]})
-    )
+    names = [f"s{s}/t{f:02}" for s in range(2) for f in range(24)]
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        word = WORDS[int(name[-2:]) % 15]
+        rows = [{"text": f"{word} {WORDS[i]}", "label": "ab"[i % 2]} for i in range(8)]
+        write_lines(root / f"{name}.jsonl", rows)
+    (root / "task_splits.json").write_text(json.dumps({"train": names}))
     return root
 
 
 def write_rows(folder: Path) -> tuple[Path, Path]:
     """Tasks of tagged sentences, whose tag sets differ in size, and of texts with two numbers."""
-    rng, tags, numbers = random.Random(0), folder / "tagged.jsonl", folder / "numbers.jsonl"
-    with tags.open("w") as tagged, numbers.open("w") as scored:
-        for task in range(9):
-            kinds = ["O", "B-a", "I-a", "B-b"][: 3 + task % 2]
-            for _ in range(12):
-                words = [rng.choice(WORDS) for _ in range(rng.randint(1, 5))]
-                row = {
-                    "task": f"t{task}",
-                    "tokens": words,
-                    "tags": [kinds[WORDS.index(w) % len(kinds)] for w in words],
-                }
-                tagged.write(json.dumps(row) + "\n")
-                target = [len(words) + task, rng.random()]
-                scored.write(
-                    json.dumps({"task": f"t{task}", "text": " ".join(words), "target": target}) + "\n"
-                )
-    return tags, numbers
+    rng, tagged, scored = random.Random(0), list[dict[str, Any]](), list[dict[str, Any]]()
+    for task in range(9):
+        kinds = ["O", "B-a", "I-a", "B-b"][: 3 + task % 2]
+        for _ in range(12):
+            words = drawn(rng, 5)
+            tags = [kinds[WORDS.index(word) % len(kinds)] for word in words]
+            tagged.append({"task": f"t{task}", "tokens": words, "tags": tags})
+            target = [len(words) + task, rng.random()]
+            scored.append({"task": f"t{task}", "text": " ".join(words), "target": target})
+    return write_lines(folder / "tagged.jsonl", tagged), write_lines(folder / "numbers.jsonl", scored)
 
 
 def write_preferences(path: Path) -> Path:
     """Tasks of prompts with two answers of unequal length, and log-probabilities of a reference."""
-    rng = random.Random(0)
-    with path.open("w") as file:
-        for task in range(9):
-            for _ in range(12):
-                words = [rng.choice(WORDS) for _ in range(rng.randint(1, 4))]
-                good, bad = rng.sample(WORDS, 2)
-                row = {"task": f"t{task}", "prompt": " ".join(words), "chosen": good, "rejected": bad}
-                row |= {"chosen_logp": -30 * rng.random(), "rejected_logp": -30 * rng.random()}
-                file.write(json.dumps(row) + "\n")
-    return path
+    rng, made = random.Random(0), list[dict[str, Any]]()
+    for task in range(9):
+        for _ in range(12):
+            prompt, (good, bad) = " ".join(drawn(rng, 4)), rng.sample(WORDS, 2)
+            row = {"task": f"t{task}", "prompt": prompt, "chosen": good, "rejected": bad}
+            made.append({**row, **{f"{key}_logp": -30 * rng.random() for key in ("chosen", "rejected")}})
+    return write_lines(path, made)

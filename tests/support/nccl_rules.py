@@ -18,8 +18,7 @@ wrapped. DeepSpeed's collectives are checked too: it uses the default group and 
     dtype          dtypes of tensors; those of reductions
     operation      no bitwise reduction, no recv from any rank, no monitored barrier
     dense          no sparse tensor; contiguous ones, but for send and recv
-    host           no tensor that is marked as in host memory: vectors of OuterMemory, shards that DeepSpeed
-                   offloads
+    host           on the pretended GPU: no tensor in host memory
     abort          nothing is issued after abort, shutdown or an error
 
 Sources. NCCL user guide: "Thread Safety" (never two threads at a time; on GPUs autograd runs the hooks of
@@ -34,9 +33,6 @@ Stricter than NCCL: shapes instead of counts; no complex numbers, which torch pa
 The side exchange of `order` is a file that the ranks of a communicator map into memory (they share a host). A
 rank writes each operation there and compares it with those of the others that have come as far. So it never
 waits, and of two ranks that differ the later one raises.
-
-On CPUs a vector in host memory is like any other tensor, and is marked. So that `Communicator` copies marked
-ones to the device, as on a GPU, it sees another device in them.
 """
 
 import mmap
@@ -46,7 +42,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, partialmethod
 from typing import Any, ClassVar, NoReturn
@@ -54,8 +50,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.support import pretended_cuda
 
@@ -169,7 +164,7 @@ class CheckedGroup(dist.ProcessGroup):
             f"after {self.issued[kind]} of {kind}" for kind in WIDTH if WIDTH[kind] < WIDTH[self.kind]
         )
         given = (*args, *kwargs.values())
-        tensors = list(tensors_in(given))
+        tensors = tensors_in(given)
         op, root = reduction_and_root(name, given)
         listed = tensors_in(rank_independent(name, given)) if name not in UNEVEN else tensors[:1]
         shown = ", ".join(show(tensor, shape=name not in UNEVEN) for tensor in listed)
@@ -191,7 +186,7 @@ class CheckedGroup(dist.ProcessGroup):
             args, kwargs = (), {}
         return self._run(name, args, kwargs)
 
-    def exchange(self, name: str, tensors: list[Tensor], peer: int, tag: int) -> Any:
+    def exchange(self, name: str, tensors: list[Tensor], peer: int, tag: int = 0) -> Any:
         """Check and run a send or a recv."""
         ends = (self.rank(), peer) if name == "send" else (peer, self.rank())
         shown = ", ".join(map(show, tensors))
@@ -218,7 +213,7 @@ class CheckedGroup(dist.ProcessGroup):
                 self.refuse("dense", f"{text}; strides {tensor.stride()}")
             if tensor.dtype not in MOVED:
                 self.refuse("dtype", f"{text}; NCCL has no {tensor.dtype}")
-            if is_host(tensor):
+            if PRETENDED and not tensor.is_cuda:
                 self.refuse("host", f"{text}; the tensor is in host memory")
 
     def _record(self, line: int, text: str) -> None:
@@ -233,7 +228,7 @@ class CheckedGroup(dist.ProcessGroup):
     def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             if PRETENDED:
-                args, kwargs = lend(args), {key: lend(value) for key, value in kwargs.items()}
+                args, kwargs = lend((args, kwargs))
             return CheckedWork(getattr(self.inner, name)(*args, **kwargs), self)
         except RuntimeError as error:
             self.fail(error)
@@ -264,17 +259,10 @@ class CheckedGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self.inner._get_backend(device)
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Any:
-        return self.exchange("send", tensors, peer, tag)
 
-    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Any:
-        return self.exchange("recv", tensors, peer, tag)
-
-
-for method in COLLECTIVES:
-    setattr(CheckedGroup, method, partialmethod(CheckedGroup.collective, method))
-for method in MISSING:
-    setattr(CheckedGroup, method, partialmethod(CheckedGroup.missing, method))
+for verb, methods in (("collective", COLLECTIVES), ("exchange", ("send", "recv")), ("missing", MISSING)):
+    for method in methods:
+        setattr(CheckedGroup, method, partialmethod(getattr(CheckedGroup, verb), method))
 
 
 class CheckedWork(dist.Work):
@@ -297,20 +285,14 @@ class CheckedWork(dist.Work):
         return getattr(self.work, name)
 
 
-def tensors_in(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> list[Tensor]:
     """The tensors of nested lists, in their order."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
-def lend(value: Any) -> Any:
+def lend(values: Any) -> Any:
     """The same in nested lists, with tensors of the host over the memory of those of the pretended GPU."""
-    if isinstance(value, Tensor):
-        return torch.ops.pretended_cuda.host(value.detach())
-    return type(value)(map(lend, value)) if isinstance(value, (list, tuple)) else value
+    return tree_map_only(Tensor, lambda tensor: torch.ops.pretended_cuda.host(tensor.detach()), values)
 
 
 def rank_independent(name: str, given: Sequence[Any]) -> Sequence[Any]:
@@ -343,43 +325,6 @@ def is_contiguous(tensor: Tensor) -> bool:
     )
 
 
-HOST: dict[int, StorageWeakRef] = {}  # storages in host memory by address
-
-
-def mark_host(tensor: Tensor) -> Tensor:
-    """Mark a tensor's memory as the host's: on a GPU it would not be on the device."""
-    storage = tensor.untyped_storage()
-    if storage.nbytes():
-        HOST[storage.data_ptr()] = StorageWeakRef(storage)
-    return tensor
-
-
-def is_host(tensor: Tensor) -> bool:
-    """Whether a tensor is (a part of) a marked one; on the pretended GPU, whether it is not the device's."""
-    if PRETENDED:
-        return not tensor.is_cuda
-    address = tensor.untyped_storage().data_ptr() if HOST else 0
-    if (found := HOST.get(address)) is not None and found.expired():
-        del HOST[address]  # another tensor has its place
-    return address in HOST
-
-
-DEVICE_OF = Tensor.device.__get__  # type: ignore[attr-defined]
-
-
-class AsOnGpu(TorchFunctionMode):
-    """Marked tensors are on another device than a communicator's, and are copied to it."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        marked = args and isinstance(args[0], Tensor) and is_host(args[0])
-        if marked and func == DEVICE_OF:
-            return torch.device("cpu", 1)
-        if marked and func == Tensor.to and torch.device("cpu") in args and is_host(result):
-            return result.clone()
-        return result
-
-
 @cache
 def install() -> None:
     """Wrap what this process creates from now on. With a GPU it does nothing: NCCL is there, or
@@ -387,66 +332,27 @@ def install() -> None:
     """
     if torch.cuda.is_available():
         return
-    from fmmeta.meta.parameters import MetaGradient
-    from fmmeta.parallel.collectives import Communicator
-    from fmmeta.parallel.param_map import OuterMemory
     from fmmeta.parallel.process_groups import World
-    from fmmeta.parallel.workers.zero import EngineWorker
 
-    dist.Backend.register_backend(BACKEND, create_group, extended_api=True, devices=["cpu"])
-    replace(
-        dist,
-        "init_process_group",
-        lambda original, backend, *args, **kwargs: original(
-            BACKEND if backend == "gloo" else backend, *args, **kwargs
-        ),
-    )
-
-    def connect(original: Any, world: World, name: str, rank: int, size: int, device: Any) -> Communicator:
+    def connect(original: Any, world: World, name: str, rank: int, size: int, device: Any) -> Any:
         found = original(world, name, rank, size, device)
         if found.backend is not None and name.startswith("cross"):
             store = dist.PrefixStore(f"{name}/{BACKEND}", world.store)
             found.backend = CheckedGroup(found.backend, store, "cross", rank, size)
         return found
 
-    def copied(original: Any, comm: Communicator, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(comm.backend, CheckedGroup) and is_host(tensor):
-            with AsOnGpu():
-                return original(comm, tensor, *args, **kwargs)
-        return original(comm, tensor, *args, **kwargs)
-
-    def zeros(original: Any, memory: OuterMemory, like: Tensor) -> Tensor:
-        vector = original(memory, like)
-        return mark_host(vector) if memory.offload else vector
-
-    def accumulate(original: Any, gradient: MetaGradient, theta: Tensor, *args: Any, **kwargs: Any) -> None:
-        original(gradient, theta, *args, **kwargs)
-        if is_host(theta):
-            mark_host(gradient.sum)
-
-    def start_engine(
-        original: Any,
-        worker: EngineWorker,
-        model: Any,
-        groups: Any,
-        config: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        original(worker, model, groups, config, *args, **kwargs)
-        if config["zero_optimization"].get("offload_optimizer", {}).get("device") == "cpu":
-            for shard, _ in worker.local_shards:
-                mark_host(shard)
-            for name in ("zeros", "read"):  # vectors are stored where the shards are
-                made = getattr(worker, name)
-                setattr(worker, name, lambda made=made: mark_host(made()))
-
+    stand_for("gloo", "cpu")
     replace(World, "_connect", connect)
-    replace(Communicator, "begin_sum_", copied)
-    replace(Communicator, "broadcast_", copied)
-    replace(OuterMemory, "zeros", zeros)
-    replace(MetaGradient, "__init__", accumulate)
-    replace(EngineWorker, "start_engine", start_engine)
+
+
+def stand_for(backend: str, device: str) -> None:
+    """Let the default groups of `backend` be `CheckedGroup`."""
+
+    def begin(original: Any, name: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return original(BACKEND if name == backend else name, *args, **kwargs)
+
+    dist.Backend.register_backend(BACKEND, create_group, extended_api=True, devices=[device])
+    replace(dist, "init_process_group", begin)
 
 
 def replace(owner: Any, name: str, instead: Callable[..., Any]) -> None:
@@ -476,15 +382,11 @@ def create_group(options: Any, _: Any) -> CheckedGroup:
 
 def install_nccl() -> None:
     """Let `nccl` be `CheckedGroup` in a process with the pretended GPU."""
-    dist.Backend.register_backend(BACKEND, create_group, extended_api=True, devices=["cuda"])
-
-    def begin(original: Any, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return original(BACKEND if backend == "nccl" else backend, *args, **kwargs)
 
     def connect(store: Any, rank: int, size: int, timeout: timedelta) -> CheckedGroup:
         return CheckedGroup(gloo(store, rank, size, timeout), store, "cross", rank, size)
 
-    replace(dist, "init_process_group", begin)
+    stand_for("nccl", "cuda")
     dist.ProcessGroupNCCL = connect  # type: ignore[misc, assignment]
     dist.is_nccl_available = lambda: True
     torch.cuda.nccl.version = lambda: (2, 27, 0)

@@ -7,12 +7,15 @@ import json
 import os
 import re
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from fmmeta.common.errors import UsageError
+from harness.fork_server import Rank, shared
 
 QUICK = {
     "n_way": 2,
@@ -80,6 +83,34 @@ def hold(episode, rng):
     return episode
 
 
+@dataclass
+class Job:
+    """A run in a folder, and its ranks."""
+
+    run: Path
+    ranks: list[Rank]
+
+    @classmethod
+    def start(cls, argv: Sequence[str], ranks: int, folder: Path, **env: str) -> "Job":
+        """Begin launch/train.py with these flags, which name FOLDER/run; logs go to `folder`."""
+        return cls(folder / "run", shared().train(argv, ranks, folder, **env))
+
+    def reach(self, step: int, timeout_s: float = 60.0) -> "Job":
+        """Wait for the line of an outer step."""
+        until(lambda: steps_of(self.run) >= step, timeout_s)
+        return self
+
+    def signal(self, number: int, *ranks: int) -> None:
+        for rank in ranks:
+            os.kill(self.ranks[rank].pid, number)
+
+    def end(self, codes: int | list[int] = 0, timeout_s: float = 100) -> str:
+        """Wait for the exit codes, or one of all ranks; returns what the first rank has printed."""
+        wanted = [codes] * len(self.ranks) if isinstance(codes, int) else codes
+        assert shared().wait(self.ranks, timeout_s) == wanted, [rank.text for rank in self.ranks]
+        return self.ranks[0].text
+
+
 def theta_of(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "model" / "model.safetensors")
 
@@ -135,3 +166,11 @@ def off(found, whole: Path, begin, wanted) -> float:
         if key.startswith("theta/")
     )
     return (error / way) ** 0.5
+
+
+def tensorboard_of(run: Path) -> dict[str, dict[int, float]]:
+    """What a run has logged to TensorBoard: tag -> step -> number."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    return {tag: {one.step: one.value for one in events.Scalars(tag)} for tag in events.Tags()["scalars"]}

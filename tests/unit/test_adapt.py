@@ -1,21 +1,34 @@
-"""`fmmeta adapt` and `predict`: the exported folder equals a plain training loop; transformers loads it."""
+"""`fmmeta adapt` and `predict`: the exported folder equals a plain training loop; transformers loads it; all
+files that `adapt` reads are answered, and answers appear when they are whole.
+"""
 
 from __future__ import annotations
 
-import copy
+import csv
+import gzip
+import io
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 import signal
+import sys
 import time
+from collections import Counter
 from contextlib import closing
-from unittest.mock import Mock
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers.utils
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+from tokenizers import normalizers, processors
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -25,281 +38,275 @@ from transformers import (
 )
 
 import fmmeta
-from fmmeta.adaptation import command
+from fmmeta.adaptation import command, predict
+from fmmeta.adaptation import model as models
 from fmmeta.adaptation.folder import PARTIAL
 from fmmeta.adaptation.model import AdaptedModel, Answer
 from fmmeta.adaptation.task_learner import leave_out, read_task
+from fmmeta.cli import parse
+from fmmeta.common import security
 from fmmeta.common.errors import UsageError
 from fmmeta.common.security import CONTROL, printable
 from fmmeta.config.settings import Config
-from fmmeta.evaluation.settings import AdaptConfig, PredictConfig
+from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig, PredictConfig, TuneConfig
+from fmmeta.learners.classification import NativeClassifier
 from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.training.run_files import lock_folder
 from harness.fork_server import shared
 from tests.support.exports import run_python
-from tests.support.helpers import refusal, write_rows
+from tests.support.helpers import fast_or_slow, recorded, refusal, write_rows
 from tests.support.launch import environment, python
-from tests.support.messages import check_message
-from tests.support.models import WORDS, save_bert
+from tests.support.messages import check_message, check_text
+from tests.support.models import WORDS, save_bert, with_settings
+from tests.support.plain import PlainClassifier, batch
 from tests.support.short_runs import until
 
 PAIRS = [(f"{word} {other}", f"class {word}") for word in WORDS[:3] for other in WORDS[5:9]]
 TEXTS = [f"{word} {WORDS[10]}" for word in WORDS[:3]]
+
+
+NAMES = sorted({label for _, label in PAIRS})
+LEARNED = batch([text for text, _ in PAIRS]), torch.tensor([NAMES.index(label) for _, label in PAIRS])
 ONE_STEP = {"inner_steps": 1, "early_stopping": False}
+MIXED = [(text, f"class {place % 3}") for place, (text, _) in enumerate(PAIRS)]  # not what the words tell
 
 
-def batch(texts):
-    return byte_tokenizer()(texts, padding=True, return_tensors="pt")
+def rows_of(pairs):
+    return [{"text": text, "label": label} for text, label in pairs]
+
+
+def lines_with(part, capsys):
+    return [line for line in "".join(capsys.readouterr()).splitlines() if part in line]
+
+
+def labels_of(answers):
+    return [one.output for one in answers]
+
+
+def scores_of(answers):
+    return [one.score for one in answers]
+
+
+def stored_in(folder):
+    return json.loads((folder / "fmmeta.json").read_text())
+
+
+def encoder(family, request, tmp_path):
+    """The folder of a shared model, or of one of another family."""
+    return save_bert(tmp_path / family, family) if family == "roberta" else request.getfixturevalue(family)
+
+
+def one_of_each(fast, *factors):
+    """Parameters for all combinations; those that are not among `fast` are slow."""
+    return fast_or_slow([*itertools.product(*factors)], lambda one: one in fast, "-".join)
 
 
 def test_adapted_folder_equals_a_plain_training_loop(bert, tmp_path):
-    adapted = fmmeta.adapt(
-        bert, PAIRS, output_dir=tmp_path / "out", inner_steps=4, inner_lr=0.5, early_stopping=False
-    )
+    out, flags = tmp_path / "out", {"inner_steps": 4, "inner_lr": 0.5, "early_stopping": False}
+    adapted = fmmeta.adapt(bert, PAIRS, output_dir=out, **flags)
     assert (adapted.inner_steps, adapted.left_out, adapted.accuracy) == (4, None, None)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        bert, num_labels=3, ignore_mismatched_sizes=True
-    ).eval()
-    torch.nn.init.zeros_(model.classifier.weight)
-    torch.nn.init.zeros_(model.classifier.bias)
-    names = sorted({label for _, label in PAIRS})
-    labels = torch.tensor([names.index(label) for _, label in PAIRS])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for _ in range(4):
-        optimizer.zero_grad()
-        F.cross_entropy(model(**batch([text for text, _ in PAIRS])).logits, labels).backward()
-        optimizer.step()
-    folder = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
-    with torch.no_grad():
-        ours, theirs = folder(**batch(TEXTS)).logits, model(**batch(TEXTS)).logits
+    model = PlainClassifier(bert, 3)
+    model.learn(*LEARNED, [0.5] * 4)
+    folder = AutoModelForSequenceClassification.from_pretrained(out).eval()
+    ours, theirs = folder(**batch(TEXTS)).logits.detach(), model(batch(TEXTS)).detach()
     assert torch.allclose(ours, theirs, atol=1e-5)
-    assert folder.config.id2label == dict(enumerate(names))
+    assert folder.config.id2label == dict(enumerate(NAMES))
     answers = adapted.predict(TEXTS)
-    assert [one.output for one in answers] == [names[i] for i in theirs.argmax(1)]
-    assert [one.score for one in answers] == pytest.approx(theirs.softmax(1).amax(1).tolist(), abs=1e-5)
-    card = (tmp_path / "out" / "README.md").read_text()
-    for part in (
+    assert labels_of(answers) == [NAMES[i] for i in theirs.argmax(1)]
+    assert scores_of(answers) == pytest.approx(theirs.softmax(1).amax(1).tolist(), abs=1e-5)
+    card = (out / "README.md").read_text()
+    check_text(
+        card,
         f"| base model | `{bert.name}` |",
         "| support | given in Python: 12 examples of 3 classes |",
         "library_name: transformers\npipeline_tag: text-classification\n",
         "- `class lantern`",
-    ):
-        assert part in card
+    )
     assert str(bert) not in card
     assert "model-index" not in card  # nothing was measured
 
 
-@pytest.mark.parametrize("pooling", ["model", "mean", "cls"])
-@pytest.mark.parametrize("base", ["bert", "roberta", "llama"])
-def test_a_pipeline_of_transformers_gives_our_answers_or_none(base, pooling, bert, llama, tmp_path):
+@pytest.mark.parametrize(
+    "case",
+    one_of_each(
+        [("bert", "model"), ("llama", "model"), ("roberta", "mean"), ("llama", "cls")],
+        ["bert", "roberta", "llama"],
+        ["model", "mean", "cls"],
+    ),
+)
+def test_a_pipeline_of_transformers_gives_our_answers_or_none(case, request, tmp_path):
     """Not those of a random head, nor under the names of another task."""
-    source = shutil.copytree(
-        {"bert": bert, "llama": llama}.get(base) or save_bert(tmp_path / base), tmp_path / "base"
-    )
+    (family, pooling), out = case, tmp_path / "out"
+    source = shutil.copytree(encoder(family, request, tmp_path), tmp_path / "base")
     config = json.loads((source / "config.json").read_text())
-    config |= {
-        "id2label": {0: "NEGATIVE", 1: "POSITIVE", 2: "NEUTRAL"},
-        "problem_type": "multi_label_classification",
-    }
+    config["id2label"] = {0: "NEGATIVE", 1: "POSITIVE", 2: "NEUTRAL"}
+    config["problem_type"] = "multi_label_classification"
     (source / "config.json").write_text(json.dumps(config))
     lora = {"lora_r": 2, "lora_merge": True} if pooling == "mean" else {}
     flags = {"inner_steps": 3, "inner_lr": 0.5, "early_stopping": False, "pooling": pooling, **lora}
-    adapted = fmmeta.adapt(source, PAIRS, output_dir=tmp_path / "out", **flags)
-    folder = tmp_path / "out" / "merged" if lora else tmp_path / "out"
-    answers, pipe = adapted.predict(TEXTS), pipeline("text-classification", str(folder))
+    answers = fmmeta.adapt(source, PAIRS, output_dir=out, **flags).predict(TEXTS)
+    folder, name = (out / "merged", "out (merged)") if lora else (out, "out")
+    pipe, card = pipeline("text-classification", str(folder)), (folder / "README.md").read_text()
     if pooling == "model":
-        found = pipe(TEXTS)
-        assert [one["label"] for one in found] == [one.output for one in answers]
-        assert [one["score"] for one in found] == pytest.approx([one.score for one in answers], abs=1e-5)
+        for found, wanted in zip(pipe(TEXTS), answers, strict=True):
+            assert found == {"label": wanted.output, "score": pytest.approx(wanted.score, abs=1e-5)}
     else:
         assert pipe(TEXTS, top_k=None) == [[], [], []]
         with pytest.raises(ValueError, match="empty sequence"):
             pipe(TEXTS)
         assert (folder / "head.safetensors").is_file()
     assert fmmeta.load(folder).predict(TEXTS) == answers or lora  # merged weights are rounded
-    card = (folder / "README.md").read_text()
-    assert ("library_name: fmmeta\n" in card) == (pooling != "model")
-    assert ("`fmmeta predict` loads them" in card) == (pooling != "model")
-    assert ("pipeline_tag" in card) == (pooling == "model")
-    assert f"\n# {'out (merged)' if lora else 'out'}\n" in card.replace("\\", "")
-    texts = [path.read_text() for path in (tmp_path / "out").rglob("*") if path.suffix in (".md", ".json")]
+    for part, owner in (
+        ("pipeline_tag", True),
+        ("library_name: fmmeta\n", False),
+        ("`fmmeta predict` ", False),
+    ):
+        assert (part in card) == (owner == (pooling == "model"))
+    assert f"\n# {name}\n" in card.replace("\\", "")
+    texts = [path.read_text() for path in out.rglob("*") if path.suffix in (".md", ".json")]
     assert not any("partial" in text for text in texts)
 
 
-@pytest.mark.parametrize("base", ["bert", "roberta", "llama"])
-def test_a_pipeline_of_transformers_refuses_adapters_of_a_pooled_encoder(base, bert, llama, tmp_path):
+@pytest.mark.parametrize("family", fast_or_slow(["bert", "roberta", "llama"], lambda one: one == "bert"))
+def test_a_pipeline_of_transformers_refuses_adapters_of_a_pooled_encoder(family, request, tmp_path):
     """It would put a random head on them, here under the names of the base's classes."""
-    source = {"bert": bert, "llama": llama}.get(base) or save_bert(tmp_path / base)
+    source, base, out = encoder(family, request, tmp_path), tmp_path / "base", tmp_path / "out"
     AutoModelForSequenceClassification.from_pretrained(
         source, id2label={0: "NO", 1: "YES"}, ignore_mismatched_sizes=True
-    ).save_pretrained(tmp_path / "base")
-    AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path / "base")
+    ).save_pretrained(base)
+    AutoTokenizer.from_pretrained(source).save_pretrained(base)
     flags = {"inner_steps": 2, "inner_lr": 0.5, "pooling": "mean", "lora_r": 2, "early_stopping": False}
-    fmmeta.adapt(tmp_path / "base", PAIRS, output_dir=tmp_path / "out", **flags)
+    fmmeta.adapt(base, PAIRS, output_dir=out, **flags)
     with pytest.raises(ValueError, match=r"modules were excluded|No modules were targeted"):
-        pipeline("text-classification", str(tmp_path / "out"))
-    adapters = AutoModel.from_pretrained(tmp_path / "out").state_dict()
+        pipeline("text-classification", str(out))
+    adapters = AutoModel.from_pretrained(out).state_dict()
     assert any(value.any() for name, value in adapters.items() if ".lora_B." in name)
-    again = {**flags, "peft_config": str(tmp_path / "out" / "adapter_config.json")}
-    fmmeta.adapt(tmp_path / "out", PAIRS, output_dir=tmp_path / "again", **again)
+    fmmeta.adapt(out, PAIRS, **{**flags, "peft_config": str(out / "adapter_config.json")})
 
 
 def test_early_stopping_chooses_steps_by_cross_validation(bert):
     """An independent loop over the left out examples finds the same number of steps, of 1 to 2K."""
     adapted = fmmeta.adapt(bert, PAIRS, pooling="mean", inner_steps=3, inner_lr=2.0)
-    names = sorted({label for _, label in PAIRS})
     losses, right = torch.zeros(7), torch.zeros(7)
-    base = AutoModel.from_pretrained(bert).eval()
+    inputs, labels = LEARNED
     for fold in range(2):
-        held = [4 * c + fold for c in range(3)]
-        kept = [i for i in range(12) if i not in held]
-        model, head = copy.deepcopy(base), torch.nn.Linear(32, 3)
-        torch.nn.init.zeros_(head.weight)
-        torch.nn.init.zeros_(head.bias)
-        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=2.0)
-
-        def loss_of(places, model=model, head=head):
-            inputs = batch([PAIRS[i][0] for i in places])
-            mask = inputs["attention_mask"][..., None]
-            logits = head((model(**inputs).last_hidden_state * mask).sum(1) / mask.sum(1))
-            labels = torch.tensor([names.index(PAIRS[i][1]) for i in places])
-            return F.cross_entropy(logits, labels), (logits.argmax(1) == labels).float().mean()
-
+        held = torch.tensor([place % 4 == fold for place in range(12)])
+        kept, asked = ({name: one[rows] for name, one in inputs.items()} for rows in (~held, held))
+        model = PlainClassifier(bert, 3, "mean")
         for step in range(7):
-            if step:
-                optimizer.zero_grad()
-                loss_of(kept)[0].backward()
-                optimizer.step()
-            with torch.no_grad():
-                loss, accuracy = loss_of(held)
-            losses[step] += loss
-            right[step] += accuracy / 2
+            model.learn(kept, labels[~held], [2.0] if step else [])
+            logits = model(asked).detach()
+            losses[step] += F.cross_entropy(logits, labels[held])
+            right[step] += (logits.argmax(1) == labels[held]).float().mean() / 2
     assert adapted.inner_steps == 1 + int(losses[1:].argmin())
     assert adapted.left_out == pytest.approx(float(right[adapted.inner_steps]))
 
 
-def test_a_class_with_one_example_gives_no_folds():
-    few = read_task("support", [("a", "x"), ("b", "x"), ("c", "y")], Config(), print)
-    more = read_task("support", [("a", "x"), ("b", "y"), ("c", "x"), ("d", "y"), ("e", "y")], Config(), print)
-    assert leave_out(few, ["x", "y"]) == []
-    assert leave_out(more, ["x", "y"]) == [[0, 1], [2, 3]]
+@pytest.mark.parametrize(("labels", "folds"), [("xxy", []), ("xyxyy", [[0, 1], [2, 3]])])
+def test_a_class_with_one_example_gives_no_folds(labels, folds):
+    task = read_task("support", [*zip("abcde"[: len(labels)], labels, strict=True)], Config(), print)
+    assert leave_out(task, ["x", "y"]) == folds
 
 
 def test_names_of_classes_are_learned_as_examples_and_never_left_out(bert):
-    names = sorted({label for _, label in PAIRS})
     settings = {"inner_steps": 4, "inner_lr": 0.5, "early_stopping": False}
-    scores = [
-        [one.score for one in fmmeta.adapt(bert, pairs, **settings, **more).predict(TEXTS)]
+    named, as_rows, plain = (
+        scores_of(fmmeta.adapt(bert, pairs, **settings, **more).predict(TEXTS))
         for pairs, more in (
             (PAIRS, {"label_names": "names"}),
-            ([*PAIRS, *zip(names, names, strict=True)], {}),
+            ([*PAIRS, *zip(NAMES, NAMES, strict=True)], {}),
             (PAIRS, {}),
         )
-    ]
-    assert scores[0] == pytest.approx(scores[1], abs=1e-6)
-    assert scores[0] != pytest.approx(scores[2], abs=1e-4)
+    )
+    assert named == pytest.approx(as_rows, abs=1e-6)
+    assert named != pytest.approx(plain, abs=1e-4)
     assert fmmeta.adapt(bert, PAIRS[::4], label_names="names", inner_steps=2).left_out is None
 
 
 def test_lora_adaptation_exports_adapters_and_a_merged_model_in_their_folder(bert, tmp_path):
     """Also into a folder whose own name is that of merged weights."""
-    flags = {"lora_r": 4, "lora_merge": True, "early_stopping": False}
-    for name, rate, steps in (("one", 0.5, 3), ("merged", 0.1, 1)):
-        out = tmp_path / name
-        adapted = fmmeta.adapt(bert, PAIRS, output_dir=out, inner_lr=rate, inner_steps=steps, **flags)
-        theirs, ours = adapted.predict(TEXTS), fmmeta.load(out).predict(TEXTS)
-        labels, scores = [one.output for one in theirs], [one.score for one in theirs]
-        assert [one.output for one in ours] == labels
-        assert [one.score for one in ours] == pytest.approx(scores, abs=1e-5)
-        card = (out / "README.md").read_text()
-        assert "library_name: peft\n" in card
-        assert "pipeline_tag" not in card
-        plain = run_python(card, out)["model"]  # the base has 15 classes, and the adapters 3
-        for model in (plain, AutoModelForSequenceClassification.from_pretrained(out / "merged")):
-            with torch.no_grad():
-                shares = model.eval()(**batch(TEXTS)).logits.softmax(1)
-            assert [model.config.id2label[i] for i in shares.argmax(1).tolist()] == labels
-            assert shares.amax(1).tolist() == pytest.approx(scores, abs=1e-5)
-        assert (out / "adapter_config.json").is_file()
-        assert not (out / "model.safetensors").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "one"]
+    flags = {"lora_r": 4, "lora_merge": True, "inner_lr": 0.5, "inner_steps": 3, "early_stopping": False}
+    out = tmp_path / "merged"
+    wanted = fmmeta.adapt(bert, PAIRS, output_dir=out, **flags).predict(TEXTS)
+    found = fmmeta.load(out).predict(TEXTS)
+    assert found == [replace(one, score=pytest.approx(one.score, abs=1e-5)) for one in wanted]
+    card = (out / "README.md").read_text()
+    assert "library_name: peft\n" in card
+    assert "pipeline_tag" not in card
+    plain = run_python(card, out)["model"]  # the base has 15 classes, and the adapters 3
+    for model in (plain, AutoModelForSequenceClassification.from_pretrained(out / "merged")):
+        shares = model.eval()(**batch(TEXTS)).logits.detach().softmax(1)
+        assert [model.config.id2label[i] for i in shares.argmax(1).tolist()] == labels_of(wanted)
+        assert shares.amax(1).tolist() == pytest.approx(scores_of(wanted), abs=1e-5)
+    assert {*(path.name for path in out.iterdir())} & {"adapter_config.json", "model.safetensors"} == {
+        "adapter_config.json"
+    }
+    assert [*tmp_path.iterdir()] == [out]
 
 
 def test_exports_carry_the_files_of_their_checkpoint(llama, tmp_path):
     """All chat templates too; from adapters that are adapted again; not the tokens of another tokenizer."""
-    model = shutil.copytree(llama, tmp_path / "model")
-    tokenizer = byte_tokenizer()
+    model, tokenizer = shutil.copytree(llama, tmp_path / "model"), byte_tokenizer()
     tokenizer.chat_template = {"default": "a", "tool_use": "b"}
     tokenizer.add_tokens(["<eot>"])
     tokenizer.save_pretrained(model)
     hf = AutoModelForCausalLM.from_pretrained(model)
     hf.resize_token_embeddings(len(tokenizer) + 1)
     hf.save_pretrained(model)
-    carried = {"added_tokens.json": {"<eot>": len(tokenizer) - 1}, "chat_template.json": {}}
-    carried |= {"preprocessor_config.json": {"a": 1}, "processor_config.json": {}}
-    carried |= {"config_sentence_transformers.json": {"prompts": {"query": "q: "}}}
+    carried = {
+        "added_tokens.json": {"<eot>": len(tokenizer) - 1},
+        "chat_template.json": {},
+        "preprocessor_config.json": {"a": 1},
+        "processor_config.json": {},
+        "config_sentence_transformers.json": {"prompts": {"query": "q: "}},
+    }
     for name, content in carried.items():
         (model / name).write_text(json.dumps(content))
-    flags = {"task_type": "causal_lm", "lora_r": 2, "lora_merge": True, "inner_steps": 1}
-    for source, name in ((model, "one"), (tmp_path / "one", "two")):
-        pairs = [("a", "b"), ("c", "d")]
-        fmmeta.adapt(source, pairs, output_dir=tmp_path / name, early_stopping=False, **flags)
-        for folder in (tmp_path / name, tmp_path / name / "merged"):
+    flags = {"task_type": "causal_lm", "lora_r": 2, "lora_merge": True, **ONE_STEP}
+    learn = partial(fmmeta.adapt, support=[("a", "b"), ("c", "d")], **flags)
+    for source, out in ((model, tmp_path / "one"), (tmp_path / "one", tmp_path / "two")):
+        learn(source, output_dir=out)
+        for folder in (out, out / "merged"):
             assert {one: json.loads((folder / one).read_text()) for one in carried} == carried
             loaded = AutoTokenizer.from_pretrained(folder)
-            assert loaded.chat_template == tokenizer.chat_template
-            assert loaded.added_tokens_decoder == tokenizer.added_tokens_decoder
+            for fact in ("chat_template", "added_tokens_decoder"):
+                assert getattr(loaded, fact) == getattr(tokenizer, fact)
     (model / "added_tokens.json").write_text('{"<other>": 5}')
-    fmmeta.adapt(model, pairs, output_dir=tmp_path / "three", early_stopping=False, **flags)
+    learn(model, output_dir=tmp_path / "three")
     assert not (tmp_path / "three" / "added_tokens.json").exists()
-
-
-def test_adapters_of_the_builtin_model_can_be_moved(tmp_path):
-    adapted = fmmeta.adapt("tiny", PAIRS, output_dir=tmp_path / "out", lora_r=4, **ONE_STEP)
-    (tmp_path / "out").rename(tmp_path / "moved")
-    answers = zip(fmmeta.load(tmp_path / "moved").predict(TEXTS), adapted.predict(TEXTS), strict=True)
-    assert all(one.output == other.output for one, other in answers)
 
 
 @pytest.mark.parametrize("lora_r", [0, 4])
 def test_the_head_of_an_adapted_folder_is_for_its_own_classes_alone(lora_r, bert, classes, tmp_path, capsys):
     """Other classes begin with zeros, as many as they are; the same ones with the learned head."""
-    adapted = fmmeta.adapt(
-        bert, PAIRS, output_dir=tmp_path / "one", pooling="mean", lora_r=lora_r, inner_steps=3, inner_lr=0.5
-    )
+    one, line = tmp_path / "one", "the model's head is for the classes class"
+    flags = {"pooling": "mean", "lora_r": lora_r, "inner_steps": 3, "inner_lr": 0.5}
+    own = scores_of(fmmeta.adapt(bert, PAIRS, output_dir=one, **flags).predict(TEXTS))
     tasks = {"same": PAIRS[::-1], "renamed": [(text, f"z{label[-5:]}") for text, label in PAIRS]}
-    many = fmmeta.adapt_many(tmp_path / "one", tasks, output_dir=tmp_path / "many", inner_steps=0)
-    for name, pairs in tasks.items():
-        alone = fmmeta.adapt(tmp_path / "one", pairs, inner_steps=0, quiet=False)
-        line = "the model's head is for the classes class"
-        assert (line in "".join(capsys.readouterr())) == (name == "renamed")
-        wanted = [one.score for one in adapted.predict(TEXTS)] if name == "same" else [1 / 3] * 3
+    many = fmmeta.adapt_many(one, tasks, output_dir=tmp_path / "many", inner_steps=0)
+    for name, wanted in (("same", own), ("renamed", [1 / 3] * 3)):
+        alone = fmmeta.adapt(one, tasks[name], inner_steps=0, quiet=False)
+        assert bool(lines_with(line, capsys)) == (name == "renamed")
         for model in (alone, many[name]):
-            assert [one.score for one in model.predict(TEXTS)] == pytest.approx(wanted, abs=1e-5)
-    found = fmmeta.evaluate(
-        tmp_path / "one", classes, n_way=3, k_shot=1, num_query=2, episodes=2, inner_steps=0, quiet=False
-    )
-    assert found["loss"] == pytest.approx(math.log(3))
-    assert line in "".join(capsys.readouterr())
+            assert scores_of(model.predict(TEXTS)) == pytest.approx(wanted, abs=1e-5)
+    few = {"n_way": 3, "k_shot": 1, "num_query": 2, "episodes": 2, "inner_steps": 0}
+    assert fmmeta.evaluate(one, classes, **few, quiet=False)["loss"] == pytest.approx(math.log(3))
+    assert lines_with(line, capsys)
 
 
 @pytest.mark.parametrize(
     ("stored", "row"),
     [
-        (
-            {"head_init": "zero", "inner_lr": 0.1, "inner_steps": 1},
-            "none",
-        ),  # as `fmmeta tune` leaves a plain model
-        ({"algorithm": "fomaml", "k_shot": 2, "inner_steps": 1}, "fomaml, 2-shot"),
+        ({"head_init": "zero", "inner_lr": 0.1}, "none"),  # as `fmmeta tune` leaves a plain model
+        ({"algorithm": "fomaml", "k_shot": 2}, "fomaml, 2-shot"),
     ],
 )
 def test_a_stored_inner_loop_is_used_and_the_card_names_the_meta_training(bert, tmp_path, stored, row):
-    base = shutil.copytree(bert, tmp_path / "base")
-    (base / "fmmeta.json").write_text(json.dumps(stored))
+    base = with_settings(bert, tmp_path / "base", **stored, inner_steps=1)
     fmmeta.adapt(base, PAIRS, output_dir=tmp_path / "out")
     assert f"| meta-training | {row} |" in (tmp_path / "out" / "README.md").read_text()
-    assert json.loads((tmp_path / "out" / "fmmeta.json").read_text())["inner_steps"] == 1
+    assert stored_in(tmp_path / "out")["inner_steps"] == 1
 
 
 MARKS = [
@@ -320,31 +327,23 @@ MARKS = [
 
 def test_names_in_the_model_card_are_escaped(bert, tmp_path):
     """Labels, file names and stored settings become neither Markdown, nor HTML, nor YAML."""
-    from huggingface_hub import ModelCard
-
     markdown = pytest.importorskip("markdown_it")
-    base = shutil.copytree(bert, tmp_path / "a`b|<i>\U0001f600")
-    (base / "fmmeta.json").write_text(json.dumps({"algorithm": "<b>|x", "k_shot": "](y)", "inner_steps": 1}))
+    stored = {"algorithm": "<b>|x", "k_shot": "](y)", "inner_steps": 1}
+    base = with_settings(bert, tmp_path / "a`b|<i>\U0001f600", **stored)
     run = {"settings": {"dataset": ["<img src=x>|`"], "outer_steps": "<u>", "meta_batch_size": "*4*"}}
     (tmp_path / "run.json").write_text(json.dumps(run))
-    support = write_rows(
-        tmp_path / "s`<s>|t.jsonl",
-        [{"text": f"{label} {i}", "label": label} for label in MARKS for i in (1, 2)],
-    )
-    folder = tmp_path / "<h1>"
+    rows = rows_of([(f"{label} {i}", label) for label in MARKS for i in (1, 2)])
+    support, folder = write_rows(tmp_path / "s`<s>|t.jsonl", rows), tmp_path / "<h1>"
     fmmeta.adapt(base, str(support), query=str(support), output_dir=folder, early_stopping=False)
-    text = (folder / "README.md").read_text(encoding="utf-8")
-    assert not CONTROL.search(text.replace("\n", ""))
+    assert not CONTROL.search((folder / "README.md").read_text(encoding="utf-8").replace("\n", ""))
     card = ModelCard.load(folder / "README.md")
-    body, (result,) = card.text, card.data.eval_results
+    (result,) = card.data.eval_results
     assert (result.dataset_name, result.metric_args) == (support.name, {"examples": 2 * len(MARKS)})
     assert "base_model" not in card.data.to_dict()
-    tokens = markdown.MarkdownIt("commonmark").enable("table").parse(body)
+    tokens = markdown.MarkdownIt("commonmark").enable("table").parse(card.text)
     inner = [child for token in tokens for child in token.children or []]
-    assert not {"html_block", "hr"} & {token.type for token in tokens}
-    assert not {"html_inline", "link_open", "image", "em_open", "strong_open"} & {
-        child.type for child in inner
-    }
+    kinds = {token.type for token in (*tokens, *inner)}
+    assert not kinds & {"html_block", "hr", "html_inline", "link_open", "image", "em_open", "strong_open"}
     assert [token.tag for token in tokens if token.type == "heading_open"] == ["h1", "h2", "h2", "h2"]
     codes = [child.content for child in inner if child.type == "code_inline"]
     shown = [printable(" ".join(label.split())) for label in sorted(MARKS)]
@@ -352,91 +351,110 @@ def test_names_in_the_model_card_are_escaped(bert, tmp_path):
     assert {base.name, support.name, "<img src=x>|`"} <= set(codes)
     texts = "".join(child.content for child in inner if child.type == "text")
     assert "<b>|x, ](y)-shot, on , <u> outer steps of *4* tasks" in texts
-    rows = [token for token in tokens if token.type == "tr_open"]
-    cells = [token for token in tokens if token.type in ("td_open", "th_open")]
-    assert len(cells) == 2 * len(rows)
+    count = Counter(token.type for token in tokens)
+    assert count["td_open"] + count["th_open"] == 2 * count["tr_open"]
 
 
-def test_builtin_model_with_a_learned_head_needs_no_hub(monkeypatch):
-    requested = []
-    monkeypatch.setattr("transformers.utils.cached_file", lambda name, *_, **__: requested.append(name))
-    fmmeta.adapt("tiny", PAIRS, head_init="learned", **ONE_STEP)
+def test_builtin_model_needs_no_hub_and_its_adapters_can_be_moved(tmp_path, monkeypatch):
+    requested = recorded(monkeypatch, transformers.utils, "cached_file")
+    flags = {"head_init": "learned", "lora_r": 4, **ONE_STEP}
+    wanted = fmmeta.adapt("tiny", PAIRS, output_dir=tmp_path / "out", **flags).predict(TEXTS)
     assert not requested
+    (tmp_path / "out").rename(tmp_path / "moved")
+    assert labels_of(fmmeta.load(tmp_path / "moved").predict(TEXTS)) == labels_of(wanted)
 
 
 def test_language_model_learns_pairs_and_generates_answers(llama, tmp_path):
-    pairs = [(word, word[0]) for word in WORDS[:3]]
-    adapted = fmmeta.adapt(
-        llama,
-        pairs,
-        output_dir=tmp_path / "out",
-        task_type="causal_lm",
-        inner_steps=60,
-        inner_lr=0.3,
-        early_stopping=False,
-    )
-    answers = adapted.predict([word for word, _ in pairs], max_new_tokens=4)
-    assert sum(one.output == right for one, (_, right) in zip(answers, pairs, strict=True)) == 3
+    pairs = {word: word[0] for word in WORDS[:3]}
+    flags = {"task_type": "causal_lm", "inner_steps": 60, "inner_lr": 0.3, "early_stopping": False}
+    adapted = fmmeta.adapt(llama, [*pairs.items()], output_dir=tmp_path / "out", **flags)
+    answers = adapted.predict([*pairs], max_new_tokens=4)
+    assert labels_of(answers) == [*pairs.values()]
     single = fmmeta.load(tmp_path / "out")
     assert single.loaded.config.task_type == "causal_lm"
-    assert single.predict([word for word, _ in pairs], 4) == answers
+    assert single.predict([*pairs], 4) == answers
 
 
 def test_adapt_and_predict_commands(bert, tmp_path):
-    rows = [{"text": text, "label": label} for text, label in PAIRS]
-    support = write_rows(tmp_path / "support.jsonl", rows)
-    rows = [{"text": f"{word} harbor", "label": f"class {word}"} for word in WORDS[:3]]
-    query = write_rows(tmp_path / "query.csv", rows)
+    """Every query row is predicted, and repeated support rows are dropped."""
+    support = write_rows(tmp_path / "support.jsonl", rows_of([*PAIRS, *PAIRS[:2]]))
+    asked = rows_of([(f"{word} harbor", f"class {word}") for word in (*WORDS[:3], WORDS[0])])
+    query, out = write_rows(tmp_path / "query.csv", asked), tmp_path / "out"
 
-    def run(*words, stdin=""):
-        return python(["-m", "fmmeta", *words], tmp_path, stdin=stdin)
+    def run(code, *words, stdin=""):
+        ended = python(["-m", "fmmeta", *words], tmp_path, stdin=stdin)
+        assert ended.returncode == code, ended.stderr
+        return ended.stdout, ended.stderr.strip()
 
-    out = tmp_path / "out"
     data = ["adapt", f"--model_name_or_path={bert}", f"--support={support}", f"--output_dir={out}"]
-    ended = run(*data, f"--query={query}", "--inner_lr=0.5", "--inner_steps=10")
-    assert ended.returncode == 0, ended.stderr
+    said, _ = run(0, *data, f"--query={query}", "--inner_lr=0.5", "--inner_steps=10")
     predictions = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
-    assert [one["truth"] for one in predictions] == [row["label"] for row in rows]
-    accuracy = sum(one["label"] == one["truth"] for one in predictions) / 3
-    assert f"accuracy on {query}: {100 * accuracy:.1f} % of 3" in ended.stdout
-    assert "right of examples that were left out" in ended.stdout
+    assert rows_of((one["text"], one["truth"]) for one in predictions) == asked
+    accuracy = sum(one["label"] == one["truth"] for one in predictions) / 4
+    check_text(
+        said, f"accuracy on {query}: {100 * accuracy:.1f} % of 4", "right of examples that were left out"
+    )
+    (line,) = [line for line in said.splitlines() if "repeat" in line]
+    check_message(line, f"fmmeta: {support}: 2 of 14 rows", "left out")
     lines = f'{predictions[0]["text"]}\n\n{{"sentence": "{predictions[1]["text"]}"}}\n{{"words": "x"}}\n'
-    ended = run("predict", f"--model_name_or_path={out}", stdin=lines)
-    answers = [json.loads(line)["label"] for line in ended.stdout.splitlines()]
-    assert answers == [one["label"] for one in predictions[:2]], ended.stderr
-    assert ended.returncode == 2
-    check_message(ended.stderr.strip(), "fmmeta: error: input line 4", "name one with --text_column")
-    ended = run(*data)
-    assert ended.returncode == 2
-    check_message(ended.stderr.strip(), f"fmmeta: error: output_dir={out} is not empty", "choose another")
+    said, error = run(2, "predict", f"--model_name_or_path={out}", stdin=lines)
+    assert [json.loads(line)["label"] for line in said.splitlines()] == [
+        one["label"] for one in predictions[:2]
+    ]
+    check_message(error, "fmmeta: error: input line 4", "name one with --text_column")
+    check_message(run(2, *data)[1], f"fmmeta: error: output_dir={out} is not empty", "choose another")
 
 
-def test_bad_files_are_refused(bert, tmp_path):
+def test_bad_files_are_refused(tmp_path):
     query = write_rows(tmp_path / "query.jsonl", [{"text": "a", "label": "z"}])
-    message = refusal(fmmeta.adapt, bert, PAIRS, query=str(query), output_dir=tmp_path / "out")
-    check_message(message, f"query={query}", "add some")
-    assert not (tmp_path / "out").exists()
-    none = tmp_path / "none.jsonl"
-    formats = "give a .jsonl, .json, .csv, .tsv, .parquet file"
-    check_message(refusal(fmmeta.adapt, bert, none), f"support={none}", formats)
-    support = tmp_path / "support.jsonl"
+    none, support = tmp_path / "none.jsonl", tmp_path / "support.jsonl"
     support.write_text('{"text": "a", "label": "x"}\n{"text": "b\\ud800", "label": "y"}\n')
-    check_message(refusal(fmmeta.adapt, bert, support), f"{support}:2", "\\ud800", "fix the row")
-    for name in ("notes.txt", "notes.md"):
-        file = tmp_path / name
-        file.write_text("{}")
-        for setting in ("support", "query"):
-            message = refusal(AdaptConfig, **{setting: str(file)})
-            check_message(message, f"{setting}={file}", "convert it to one of them")
+    for given, parts in (
+        ({"support": PAIRS, "query": query}, (f"query={query}", "add some")),
+        ({"support": none}, (f"support={none}", "give a .jsonl, .json, .csv, .tsv, .parquet file")),
+        ({"support": support}, (f"{support}:2", "\\ud800", "fix the row")),
+    ):
+        check_message(refusal(fmmeta.adapt, "tiny", **given, output_dir=tmp_path / "out"), *parts)
+    assert not (tmp_path / "out").exists()
 
 
-def test_commands_without_data_or_model_are_refused():
-    message = refusal(command.run, AdaptConfig(output_dir="out"))
-    check_message(message, "support is missing", "give --support")
-    message = refusal(PredictConfig)
-    check_message(message, "model_name_or_path is missing", "give the folder that fmmeta adapt wrote")
-    message = refusal(PredictConfig, "x", input="nowhere")
-    check_message(message, "input=nowhere", "give one, or - for standard input")
+@pytest.mark.parametrize("setting", ["support", "query"])
+@pytest.mark.parametrize("name", ["notes.txt", "notes.md"])
+def test_a_text_without_columns_is_refused(name, setting, tmp_path):
+    (tmp_path / name).write_text("{}")
+    check_message(
+        refusal(AdaptConfig, **{setting: str(tmp_path / name)}),
+        f"{setting}={tmp_path / name}",
+        "convert it to one of them",
+    )
+
+
+ENDINGS = "change the ending", "output=b."
+
+
+@pytest.mark.parametrize(
+    ("call", "parts"),
+    [
+        (partial(command.run, AdaptConfig(output_dir="out")), ("support is missing", "give --support")),
+        (PredictConfig, ("model_name_or_path is missing", "give the folder that fmmeta adapt wrote")),
+        (partial(PredictConfig, "x", input="nowhere"), ("input=nowhere", "or - for standard input")),
+        # an ending that promises another format
+        *(
+            (partial(PredictConfig, "x", output=name), (".jsonl, .json or .csv is written", *ENDINGS))
+            for name in ("b.tsv", "b.jsonl.gz")
+        ),
+        *(
+            (partial(kind, "x", output=name, dataset=["letters"]), (".json is written", *ENDINGS))
+            for kind, name in ((EvaluateConfig, "b.csv"), (TuneConfig, "b.yaml"))
+        ),
+        *(
+            (partial(parse, ["--model_name_or_path", "x", *flag.split()], "predict"), ("is not a flag",))
+            for flag in ("--lora_r 4", "--head_init zero", "--gradient_checkpointing true")
+        ),
+    ],
+)
+def test_commands_that_cannot_be_meant_are_refused(call, parts):
+    check_message(refusal(call), *parts)
 
 
 def test_diverging_inner_loop_leaves_no_folder_that_was_not_there(bert, tmp_path):
@@ -447,61 +465,45 @@ def test_diverging_inner_loop_leaves_no_folder_that_was_not_there(bert, tmp_path
         ("there", False, "the support set is not finite after 1 "),
     ):
         flags = {"inner_lr": 3e38, "inner_steps": 1, "early_stopping": stops}
-        message = refusal(fmmeta.adapt, bert, PAIRS, output_dir=tmp_path / name, **flags)
-        check_message(message, "inner_lr=3e+38", steps, "lower --inner_lr")
+        check_message(
+            refusal(fmmeta.adapt, bert, PAIRS, output_dir=tmp_path / name, **flags),
+            "inner_lr=3e+38",
+            steps,
+            "lower --inner_lr",
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
 def test_rising_support_loss_is_logged(bert, capsys):
-    mixed = [
-        (text, f"class {place % 3}") for place, (text, _) in enumerate(PAIRS)
-    ]  # other classes than the words tell
-    for rate, rises in ((100.0, True), (0.1, False)):
-        fmmeta.adapt(bert, mixed, inner_lr=rate, inner_steps=2, early_stopping=False, quiet=False)
-        lines = [line for line in capsys.readouterr().out.splitlines() if "rises" in line]
-        assert len(lines) == rises
-        for line in lines:
-            assert line.startswith(f"fmmeta: inner_lr={rate:g}: ")
-            assert "rises from 1.1 to " in line  # ln 3
-            assert line.endswith(f"(2 steps of sgd); try --inner_lr {rate / 10:g}")
+    fmmeta.adapt(bert, MIXED, inner_lr=100.0, inner_steps=2, early_stopping=False, quiet=False)
+    (line,) = lines_with("rises", capsys)
+    assert line.startswith("fmmeta: inner_lr=100: ")
+    assert "rises from 1.1 to " in line  # ln 3
+    assert line.endswith("(2 steps of sgd); try --inner_lr 10")
 
 
-@pytest.mark.parametrize("learned", [True, False])
-def test_the_support_loss_and_examples_that_were_not_learned_are_logged(bert, tmp_path, capsys, learned):
-    pairs = PAIRS if learned else [(text, f"class {place % 3}") for place, (text, _) in enumerate(PAIRS)]
+@pytest.mark.parametrize("pairs", [PAIRS, MIXED], ids=["learned", "not learned"])
+def test_the_support_loss_and_examples_that_were_not_learned_are_logged(bert, tmp_path, capsys, pairs):
     flags = {"inner_lr": 0.1, "inner_steps": 5, "early_stopping": False, "quiet": False}
     adapted = fmmeta.adapt(bert, pairs, **flags)
     fmmeta.adapt_many(bert, {"one": pairs}, output_dir=tmp_path, lora_r=2, **flags)
     fmmeta.adapt(bert, PAIRS, head_init="prototype", inner_steps=0, early_stopping=False, quiet=False)
-    answers = adapted.predict([text for text, _ in pairs])
-    right = sum(one.output == label for one, (_, label) in zip(answers, pairs, strict=True))
-    assert (right > 8) == learned
-    *lines, means = [line for line in capsys.readouterr().out.splitlines() if " right" in line]
-    assert re.fullmatch(r"fmmeta: support set: loss [0-9.e-]+; \d+ of 12 right", means)
+    answers = labels_of(adapted.predict([text for text, _ in pairs]))
+    right = sum(one == label for one, (_, label) in zip(answers, pairs, strict=True))
+    assert (right > 8) == (pairs is PAIRS)
+    first, *lines, means = lines_with(" right", capsys)
     log = rf"fmmeta: support set: loss 1\.1 before, [0-9.e-]+ after 5 inner steps; {right} of 12 right"
-    assert re.fullmatch(log, lines[0])
-    starts = [] if learned else ["fmmeta: the examples were not", "fmmeta: one: the examples were not"]
-    assert [line.split(" learned: ")[0] for line in lines[1:]] == starts
-    for line in lines[1:]:
-        assert line.endswith("; try more --inner_steps than 5, or another --inner_lr than 0.1")
-
-
-def test_every_query_row_is_predicted_and_repeated_support_rows_are_dropped(bert, tmp_path, capsys):
-    rows = [{"text": text, "label": label} for text, label in PAIRS]
-    support = write_rows(tmp_path / "support.jsonl", rows + rows[:2])
-    query = [rows[3], rows[0], rows[3], rows[3]]
-    file, out = write_rows(tmp_path / "query.jsonl", query), tmp_path / "out"
-    adapted = fmmeta.adapt(bert, support, query=file, output_dir=out, quiet=False, **ONE_STEP)
-    predictions = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
-    assert [{"text": one["text"], "label": one["truth"]} for one in predictions] == query
-    assert adapted.accuracy == sum(one["label"] == one["truth"] for one in predictions) / 4
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "repeat" in line]
-    check_message(line, f"fmmeta: {support}: 2 of 14 rows", "left out")
+    assert re.fullmatch(log, first)
+    assert re.fullmatch(r"fmmeta: support set: loss [0-9.e-]+; \d+ of 12 right", means)
+    warned = [] if pairs is PAIRS else ["fmmeta: the examples were not", "fmmeta: one: the examples were not"]
+    assert [line.split(" learned: ")[0] for line in lines] == warned
+    advice = "; try more --inner_steps than 5, or another --inner_lr than 0.1"
+    assert all(line.endswith(advice) for line in lines)
 
 
 def test_python_api_accepts_rows_and_pairs_and_lists_of_texts(bert):
-    rows, query = [{"text": text, "label": label} for text, label in PAIRS], PAIRS[:2] * 2
-    adapted = fmmeta.adapt(bert, rows, query=query, **ONE_STEP)
+    query = PAIRS[:2] * 2
+    adapted = fmmeta.adapt(bert, rows_of(PAIRS), query=query, **ONE_STEP)
     assert [(one.input, one.truth) for one in adapted.predictions] == query
     assert adapted.predict(TEXTS) == fmmeta.adapt(bert, tuple(PAIRS), **ONE_STEP).predict(TEXTS)
     assert adapted.predict([]) == []
@@ -516,7 +518,7 @@ def test_python_api_accepts_rows_and_pairs_and_lists_of_texts(bert):
 
 
 @pytest.mark.parametrize(
-    ("data", "parts"),
+    ("given", "parts"),
     [
         ({"support": []}, ("support=[] holds no rows", "give pairs")),
         ({"support": ""}, ("support=''", "give one, or pairs of text and class")),
@@ -535,28 +537,10 @@ def test_python_api_accepts_rows_and_pairs_and_lists_of_texts(bert):
         ({"query": ["ab"]}, ("query[0]='ab'", "give (text, label) or {'text': ...")),
         ({"query": []}, ("query=[] holds no rows", "give pairs")),
         ({"query": [("a", "z")]}, ("query: the query set has the class", "add some")),
-    ],
-)
-def test_bad_data_from_python_are_refused(data, parts):
-    check_message(refusal(fmmeta.adapt, "tiny", **{"support": PAIRS, **data}), *parts)
-
-
-@pytest.mark.parametrize("name", ["support", "query"])
-def test_missing_columns_are_of_the_set_that_lacks_them(name, tmp_path):
-    rows = [{"words": "a", "class": "b"}]
-    file = write_rows(tmp_path / "rows.csv", rows)
-    for data, more, parts in (
-        (rows, {}, (f"{name}: the data has none of the columns", "name one with --text_column")),
-        (file, {}, (f"{name}={file}: the data has none of the columns", "name one with --text_column")),
-        (file, {"text_column": "title"}, ("text_column=title", f"{name}={file}")),
-    ):
-        sets = {"support": PAIRS, "query": PAIRS, name: data}
-        check_message(refusal(fmmeta.adapt, "tiny", **sets, **more), *parts)
-
-
-@pytest.mark.parametrize(
-    ("settings", "parts"),
-    [
+        (
+            {"query": [{"words": "a", "class": "b"}]},
+            ("query: the data has none of the columns", "name one with --text_column"),
+        ),
         ({"inner_step": 3}, ("inner_step=3", "did you mean inner_steps?")),
         ({"quite_else": 3}, ("quite_else=3", "leave it out")),
         ({"inner_steps": "3"}, ("inner_steps='3'", "give one")),
@@ -567,16 +551,29 @@ def test_missing_columns_are_of_the_set_that_lacks_them(name, tmp_path):
         ({"micro_batch_size": None}, ("micro_batch_size=None", "give one")),
         ({"text_column": ["a"]}, ("text_column=['a']", "give one")),
         ({"micro_batch_size": 0}, ("micro_batch_size=0", "use 1 or more")),
+        # of a classifier
+        ({"max_new_tokens": 7}, ("max_new_tokens=7", "a classifier gives classes", "leave it out")),
+        ({"group_size": "2"}, ("group_size=2", "leave them out")),
     ],
 )
-def test_bad_settings_from_python_are_refused(settings, parts):
-    check_message(refusal(fmmeta.adapt, "tiny", PAIRS, **settings), *parts)
+def test_bad_data_and_settings_from_python_are_refused(given, parts):
+    check_message(refusal(fmmeta.adapt, "tiny", **{"support": PAIRS, **given}), *parts)
+
+
+@pytest.mark.parametrize("name", ["support", "query"])
+def test_missing_columns_are_of_the_file_that_lacks_them(name, tmp_path):
+    file = write_rows(tmp_path / "rows.csv", [{"words": "a", "class": "b"}])
+    for more, parts in (
+        ({}, (f"{name}={file}: the data has none of the columns", "name one with --text_column")),
+        ({"text_column": "title"}, ("text_column=title", f"{name}={file}")),
+    ):
+        sets = {"support": PAIRS, "query": PAIRS, name: file}
+        check_message(refusal(fmmeta.adapt, "tiny", **sets, **more), *parts)
 
 
 def test_reprs_are_one_line(bert, tmp_path):
-    adapted = fmmeta.adapt(
-        bert, PAIRS, query=PAIRS[:3], output_dir=tmp_path / "out", inner_steps=2, early_stopping=False
-    )
+    flags = {"output_dir": tmp_path / "out", "inner_steps": 2, "early_stopping": False}
+    adapted = fmmeta.adapt(bert, PAIRS, query=PAIRS[:3], **flags)
     assert (
         repr(adapted) == f"AdaptedModel(base={str(bert)!r}, task_type='classification',"
         f" labels={adapted.labels}, inner_steps=2, left_out=None, accuracy={adapted.accuracy:.4f},"
@@ -593,68 +590,64 @@ def test_reprs_are_one_line(bert, tmp_path):
     )
     assert json.loads(json.dumps(results)) == results
     config = Config(dataset=["letters"])
-    sources = load_sources(config, byte_tokenizer(), print)
-    assert repr(sources.train) == "ClassSource(140 items, 7 strata)"
+    train = load_sources(config, byte_tokenizer(), print).train
+    assert repr(train) == "ClassSource(140 items, 7 strata)"
     assert repr(fmmeta.MetaTrainer(config)) == f"MetaTrainer({config!r})"
 
 
-def test_unfinished_folder_is_removed(bert, tmp_path, monkeypatch):
-    stopped = Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr("fmmeta.adaptation.folder.write_card", stopped)  # after the weights
-    (tmp_path / "empty").mkdir()
-    for name in ("new", "empty"):
-        with pytest.raises(KeyboardInterrupt):
-            fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / name, **ONE_STEP)
-    assert [*tmp_path.rglob("*")] == [tmp_path / "empty"]
-
-
 @pytest.mark.parametrize(
-    ("error", "text"), [(KeyboardInterrupt, None), (UsageError, "out is not empty.*; choose")]
+    ("other", "error", "text"),
+    [
+        ("", KeyboardInterrupt, None),
+        ("of another process", KeyboardInterrupt, None),
+        ("of another process", UsageError, "out is not empty.*; choose"),
+    ],
 )
-def test_files_of_another_process_stay_as_they_are(bert, tmp_path, monkeypatch, error, text):
-    """They appear while the task is learned, and nothing is written beside them."""
-    other = tmp_path / "out" / "of another process"
+@pytest.mark.parametrize("there", [False, True])
+def test_unfinished_folder_is_removed(tmp_path, monkeypatch, there, other, error, text):
+    """But files of another process, which appear while the task is learned, stay as they are."""
+    out = tmp_path / "out"
 
-    def write_card(*_):
-        other.write_text("")
+    def write_card(*_):  # after the weights
+        if other:
+            (out / other).write_text("")
         if error is KeyboardInterrupt:
             raise error
 
     monkeypatch.setattr("fmmeta.adaptation.folder.write_card", write_card)
+    if there:
+        out.mkdir()
     with pytest.raises(error, match=text):
-        fmmeta.adapt(bert, PAIRS, output_dir=tmp_path / "out", **ONE_STEP)
-    assert [*other.parent.iterdir()] == [other]
+        fmmeta.adapt("tiny", PAIRS, output_dir=out, **ONE_STEP)
+    left = [out, out / other] if other else [out] if there else []
+    assert [*tmp_path.rglob("*")] == left
 
 
-def test_what_a_killed_command_left_is_removed(bert, tmp_path):
+def test_what_a_killed_command_left_is_removed(tmp_path):
     """As of one of several tasks; nothing else is."""
-    out = tmp_path / "out"
+    out, other = tmp_path / "out", tmp_path / "out" / ".partial"
     (out / f".out{PARTIAL}" / "out").mkdir(parents=True)
-    (other := out / ".partial").mkdir()
-    message = refusal(fmmeta.adapt, bert, PAIRS, output_dir=out, **ONE_STEP)
-    check_message(message, "is not empty (.partial)", "choose another")
+    other.mkdir()
+    learn = partial(fmmeta.adapt, "tiny", PAIRS, output_dir=out, **ONE_STEP)
+    check_message(refusal(learn), "is not empty (.partial)", "choose another")
     other.rmdir()
-    fmmeta.adapt(bert, PAIRS, output_dir=out, **ONE_STEP)
+    learn()
     assert (out / "config.json").is_file()
     assert not [*out.glob(".*")]
 
 
-def test_a_folder_in_use_is_refused(bert, tmp_path, monkeypatch):
+def test_a_folder_in_use_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "monotonic", itertools.count(0, 6).__next__)  # the lock is waited for
     with closing(lock_folder(tmp_path / "out")):
-        message = refusal(fmmeta.adapt, bert, PAIRS, output_dir=tmp_path / "out")
+        message = refusal(fmmeta.adapt, "tiny", PAIRS, output_dir=tmp_path / "out")
     message = re.sub(r"process \d+ on \S+;", "process 1;", message)
     check_message(message, f"output_dir={tmp_path / 'out'} is in use by process 1", "choose another")
 
 
 def test_sigterm_during_adaptation_leaves_no_folder(bert, tmp_path):
-    rows = [{"text": text, "label": label} for text, label in [*PAIRS, PAIRS[0]]]
-    flags = {
-        "model_name_or_path": bert,
-        "support": write_rows(tmp_path / "rows.jsonl", rows),
-        "inner_steps": 10**6,
-        "output_dir": tmp_path / "out",
-    }
+    support = write_rows(tmp_path / "rows.jsonl", rows_of([*PAIRS, PAIRS[0]]))
+    flags = {"model_name_or_path": bert, "support": support, "inner_steps": 10**6}
+    flags["output_dir"] = tmp_path / "out"
     words = ["-m", "fmmeta", "adapt", *(f"--{key}={value}" for key, value in flags.items())]
     process = shared().start(words, tmp_path / "log", environment())
     until(lambda: "repeat another one" in process.text or shared().poll(), 200)  # the data are read
@@ -668,27 +661,27 @@ def test_sigterm_during_adaptation_leaves_no_folder(bert, tmp_path):
 @pytest.mark.parametrize("template", ["plain", "Q: {input}\\nA:"])
 def test_an_answer_that_is_longer_than_max_length_is_refused(template, llama, tmp_path):
     """The longest answer that fits is learned; one with a token more would lose its end."""
-    settings = {"task_type": "causal_lm", "max_length": 32, "inner_steps": 1, "prompt_template": template}
+    settings = {"task_type": "causal_lm", "max_length": 32, "prompt_template": template, **ONE_STEP}
     fits = [("a", "b" * 29), ("c", "d")]  # with a space before it and the end of the text: 31 tokens
-    fmmeta.adapt(llama, fits, early_stopping=False, **settings)
-    message = refusal(fmmeta.adapt, llama, [("a", "b" * 30), ("c", "d")], **settings)
-    check_message(
-        message, "support=pairs", "32 tokens", "max_length=32 has room for 31", "raise --max_length"
-    )
-    file = write_rows(tmp_path / "support.jsonl", [{"input": "a", "output": ""}])
-    check_message(refusal(fmmeta.adapt, llama, str(file), **settings), f"{file}:1 has output=''", "fix")
+    fmmeta.adapt(llama, fits, **settings)
+    empty = write_rows(tmp_path / "support.jsonl", [{"input": "a", "output": ""}])
+    cut = "support=pairs", "32 tokens", "max_length=32 has room for 31", "raise --max_length"
+    for support, parts in (
+        ([("a", "b" * 30), ("c", "d")], cut),
+        (str(empty), (f"{empty}:1 has output=''", "fix")),
+    ):
+        check_message(refusal(fmmeta.adapt, llama, support, **settings), *parts)
 
 
 def test_adapt_takes_inner_steps_on_samples_of_the_support_set(bert):
     """Samples give other weights than the whole set, the same ones every time, and the task is learned."""
     rows = [(f"{word} {other}", word) for word in WORDS[:3] for other in WORDS[3:13]]
     settings = {"inner_steps": 12, "early_stopping": False}
-    scores = [
-        [one.score for one in fmmeta.adapt(bert, rows, query=rows, **settings, **more).predictions]
+    whole, sampled, again, all_rows = (
+        scores_of(fmmeta.adapt(bert, rows, query=rows, **settings, **more).predictions)
         for more in ({}, {"support_batch_size": 4}, {"support_batch_size": 4}, {"support_batch_size": 30})
-    ]
-    assert scores[0] != scores[1] == scores[2]
-    assert scores[3] == scores[0]
+    )
+    assert whole == all_rows != sampled == again
     adapted = fmmeta.adapt(bert, rows, query=rows, support_batch_size=4, inner_steps=12)
     assert adapted.accuracy == 1.0
 
@@ -697,3 +690,426 @@ def test_a_generated_answer_is_right_apart_from_spaces_around_it():
     """What `generate` returns has none; a class is right if its name is the same."""
     found = [Answer("a", "x", None, "x "), Answer("b", "y", None, "z"), Answer("c", "x ", 0.9, "x ")]
     assert AdaptedModel((), 1, None, None, found).accuracy == pytest.approx(2 / 3)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def adapted(bert, tmp_path_factory):
+    """A folder that `adapt` wrote, and its answers to TEXTS."""
+    folder = tmp_path_factory.mktemp("adapted") / "out"
+    flags = {"inner_steps": 4, "inner_lr": 0.5, "early_stopping": False}
+    model, loaded = fmmeta.adapt(bert, PAIRS, output_dir=folder, **flags), fmmeta.load(folder)
+    assert (loaded.output_dir, loaded.inner_steps, loaded.left_out) == (str(folder), 4, None)
+    assert loaded.labels == model.labels == tuple(NAMES)
+    return folder, [one.as_dict() for one in model.predict(TEXTS)]
+
+
+def answers(folder, source, tmp_path, output="answers.jsonl", **settings):
+    target = tmp_path / output
+    predict.run(PredictConfig(str(folder), input=str(source), output=str(target), **settings))
+    return [json.loads(line) for line in target.read_text().splitlines()]
+
+
+def same(found, expected):
+    assert found == [{**one, "score": pytest.approx(one["score"], abs=1e-4)} for one in expected]
+
+
+def lines_of_text(*texts):
+    return "\n".join(texts).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        *((f"a{ending}", None) for ending in (".jsonl", ".csv", ".parquet", ".csv.gz", ".parquet.gz")),
+        ("a.txt", lines_of_text(*TEXTS)),
+        # a byte order mark, before text and before JSON
+        ("a.txt", b"\xef\xbb\xbf" + lines_of_text(*TEXTS).replace(b"\n", b"\r\n")),
+        ("a.jsonl", b"\xef\xbb\xbf" + lines_of_text(*(json.dumps({"text": text}) for text in TEXTS))),
+        ("a.txt.gz", gzip.compress(lines_of_text(*TEXTS), mtime=0)),
+    ],
+)
+def test_predict_reads_the_files_that_adapt_reads_and_lines_of_text(adapted, tmp_path, name, data):
+    folder, expected = adapted
+    if data is None:
+        write_rows(tmp_path / name, [{"Label": "not read", "Text": text} for text in TEXTS])
+    else:
+        (tmp_path / name).write_bytes(data)
+    same(answers(folder, tmp_path / name, tmp_path), expected)
+
+
+def test_numbers_are_texts_as_they_are_in_data(adapted, tmp_path):
+    rows = write_rows(tmp_path / "a.jsonl", [{"text": 7, "label": 0}, {"text": 2.5}])
+    words = write_rows(tmp_path / "b.jsonl", [{"text": "7"}, {"text": "2.5"}])
+    found = answers(adapted[0], rows, tmp_path)
+    assert found == answers(adapted[0], words, tmp_path)
+    same([one.as_dict() for one in fmmeta.load(adapted[0]).predict([7, 2.5])], found)
+    missing = write_rows(tmp_path / "c.jsonl", [{"text": None}])
+    check_message(refusal(answers, adapted[0], missing, tmp_path), "1 has text=None", "fix the row")
+
+
+def test_standard_streams_are_utf_8_in_every_locale(adapted, monkeypatch):
+    out, text = io.BytesIO(), "größe 雪"
+
+    def run(given):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given), encoding="latin-1"))
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
+        predict.run(PredictConfig(str(adapted[0])))
+
+    for given in (text, "\ufeff" + json.dumps({"text": text}, ensure_ascii=False)):  # a byte order mark
+        run(given.encode())
+    found = [json.loads(line)["text"] for line in out.getvalue().decode().splitlines()]
+    assert found == [text, text]
+    check_message(refusal(run, b"a\n\xff\n"), "input is not UTF-8", "convert it")
+
+
+@pytest.mark.parametrize("use", [fmmeta.load, lambda folder: predict.run(PredictConfig(str(folder)))])
+def test_load_and_predict_refuse_a_folder_without_a_model(tmp_path, use):
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    for name, parts in (
+        ("none", (f"{tmp_path}/none is no folder", "fmmeta adapt wrote")),
+        ("file", (f"{tmp_path}/file is no folder",)),
+        ("", ("holds neither config.json nor adapter_config.json", "adapt writes")),
+        ("run", ("holds neither", f"fmmeta adapt on {tmp_path}/run/model")),
+    ):
+        check_message(refusal(use, tmp_path / name), *parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("equal_classes", True, "leave it out"),
+        ("input", "a.csv", "leave it out"),
+        ("text_column", "words", "leave it out"),
+        ("max_new_tokens", 3, "leave it out"),
+        ("pooled", "mean", "did you mean pooling?"),
+    ],
+)
+def test_load_refuses_settings_that_it_does_not_use(adapted, name, value, remedy):
+    check_message(refusal(fmmeta.load, adapted[0], **{name: value}), f"{name}={value!r}", remedy)
+
+
+@pytest.mark.parametrize(
+    ("texts", "settings", "parts"),
+    [
+        *((["a"], {"max_new_tokens": count}, (f"max_new_tokens={count}",)) for count in (0, -1, 1.5)),
+        (["a"] * 2, {"equal_classes": True}, ("equal_classes=True", "2 inputs", "3 classes")),
+    ],
+)
+def test_a_loaded_model_refuses_what_it_cannot_answer(adapted, texts, settings, parts):
+    check_message(refusal(fmmeta.load(adapted[0]).predict, texts, **settings), *parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "parts"),
+    [
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "\\ud800"}\n',
+            ["2 has half of a surrogate pair", "fix the row"],
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": [5]}\n',
+            ["2 has text=[5], which is no text", "fix the row"],
+        ),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ""}\n', ["2 has text=''", "fix the row"]),
+        ("a.csv", b"text,label\na,x\n,y\n", ["3 has text=''", "fix the row"]),
+        (
+            "a.csv",
+            b"Words,label\nx,y\n",
+            ["2 has none of the columns text, sentence, utterance", "name one with --text_column"],
+        ),
+        ("a.csv", b"text,label\nx\n", ["2 has another number of fields", "fix the line"]),
+        ("a.txt", b"x\n\xff\n", ["a.txt is not UTF-8 at line"]),
+        ("a.jsonl", b'{"text": "a"}\n[1, 2]\n', ["2 is no JSON object", "write"]),
+        ("a.jsonl", b"", ["is empty", "fill it"]),
+        ("a.csv", b"text,label\n", ["is empty", "fill it"]),
+        ("a.txt.gz", b"plain", ["'pl'", "cannot be read", "fix it, or give another file"]),
+    ],
+)
+def test_unreadable_input_leaves_earlier_answers_unchanged(adapted, tmp_path, name, data, parts):
+    source, target = tmp_path / name, tmp_path / "answers.jsonl"
+    source.write_bytes(data)
+    target.write_text("of before")
+    check_message(refusal(answers, adapted[0], source, tmp_path, micro_batch_size=1), *parts)
+    assert target.read_text() == "of before"
+    assert {path.name for path in tmp_path.iterdir()} == {name, "answers.jsonl"}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv.gz", "a.parquet", "a.txt.gz"])
+def test_a_file_beyond_the_bound_of_commands_without_max_file_gib(bert, adapted, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(security, "MOST_GIB", 2e-8)  # 21 bytes
+    path = tmp_path / name
+    rows = [{"text": text, "label": label} for text, label in PAIRS]
+    if name == "a.txt.gz":
+        path.write_bytes(gzip.compress("\n".join(TEXTS).encode()))
+    else:
+        check_message(
+            refusal(fmmeta.adapt, bert, write_rows(path, rows)), "more than 2e-08 GiB", "split the file"
+        )
+    check_message(refusal(answers, adapted[0], path, tmp_path), "more than 2e-08 GiB", "split the file")
+
+
+def test_answers_never_replace_the_input(tmp_path):
+    path, link = write_rows(tmp_path / "same.jsonl", [{"text": "a"}]), tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    for other in (path, link):
+        check_message(
+            refusal(PredictConfig, "x", input=str(path), output=str(other)),
+            f"output={other}",
+            "give another file",
+        )
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_rows_are_read_as_they_are_answered(name, adapted, tmp_path):
+    source = write_rows(tmp_path / name, [{"text": "first"}])
+    with source.open("a") as file:
+        file.write('second,"')
+    found = predict.inputs_of(PredictConfig("x", input=str(source)), fmmeta.load(adapted[0]).loaded)
+    assert next(found).text == "first"
+    check_message(refusal(next, found), f"{source}:", "fix the line")
+
+
+def test_some_inputs_at_a_time_are_encoded(adapted, monkeypatch):
+    texts = [f"{text} {n}" for n in range(12) for text in TEXTS]
+    loaded = fmmeta.load(adapted[0], micro_batch_size=2)
+    wanted = loaded.predict(texts)
+    calls = recorded(monkeypatch, NativeClassifier, "encode")
+    monkeypatch.setattr(models, "PASSES", 2)
+    found = loaded.predict(texts)
+    assert [len(one.args[2]) for one in calls] == [4] * (len(texts) // 4)
+    same([one.as_dict() for one in found], [one.as_dict() for one in wanted])
+
+
+def test_an_output_that_cannot_be_written_is_refused_first(adapted, tmp_path, monkeypatch):
+    source = write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
+    assert len(answers(adapted[0], source, tmp_path, "new/folder/answers.jsonl")) == 1
+    monkeypatch.setattr(predict, "load", lambda *_: pytest.fail("loaded before the check"))
+    for target, reason in (("", "is a folder"), ("a.jsonl/b", "is no folder")):
+        check_message(
+            refusal(answers, adapted[0], source, tmp_path, target),
+            f"output={tmp_path / target}",
+            reason,
+            "give a",
+        )
+
+
+def test_an_untrained_head_is_refused(bert, tmp_path):
+    """The built-in model, an encoder without a head, a head beside the model's own, and what a meta-trained
+    run leaves.
+    """
+    run = with_settings(bert, tmp_path / "run", algorithm="fomaml", head_init="zero", n_way=5)
+    plain = shutil.copytree(bert, tmp_path / "plain")
+    config = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps({**config, "architectures": ["BertModel"]}))
+    for name, pooling in (("tiny", "auto"), (plain, "auto"), (bert, "mean"), (run, "auto")):
+        check_message(
+            refusal(predict.load, PredictConfig(str(name), pooling=pooling)),
+            f"model_name_or_path={name}",
+            "run fmmeta adapt first",
+        )
+
+
+def test_a_head_trained_with_other_pooling_or_another_length_of_features_is_refused(bert, adapted, tmp_path):
+    """A folder is read with the settings that it was adapted with, and its head must be there."""
+    mean = tmp_path / "mean"
+    settings = {"pooling": "mean", "feature_norm": 3.0, "inner_steps": 1, "early_stopping": False}
+    fmmeta.adapt(bert, PAIRS, output_dir=mean, **settings)
+
+    def load(folder, **settings):
+        return predict.load(PredictConfig(str(folder), **settings)).loaded
+
+    for folder, own, others in ((adapted[0], "model", ("mean", "cls")), (mean, "mean", ("model", "cls"))):
+        for other in others:
+            check_message(
+                refusal(load, folder, pooling=other),
+                f"pooling={other}",
+                f"={folder}",
+                f"{own}",
+                f"use --pooling {own}",
+            )
+        assert load(folder, pooling=own).description.pooling == own
+    check_message(
+        refusal(load, mean, feature_norm=30.0),
+        "feature_norm=30.0 does not fit",
+        "was trained with 3.0",
+        "leave it out",
+    )
+    assert load(mean, feature_norm=3.0).config.feature_norm == 3
+    (mean / "head.safetensors").unlink()
+    check_message(refusal(load, mean), f"model_name_or_path={mean}", "fetch it again")
+
+
+def test_a_classifier_not_made_by_fmmeta_answers(bert):
+    model = AutoModelForSequenceClassification.from_pretrained(bert).eval()
+    logits = model(**byte_tokenizer()(TEXTS, padding=True, return_tensors="pt")).logits
+    found = predict.load(PredictConfig(str(bert))).predict(TEXTS)
+    assert [one.output for one in found] == [f"LABEL_{place}" for place in logits.argmax(1).tolist()]
+
+
+def test_equal_classes_spreads_inputs_evenly(adapted, tmp_path):
+    """Sinkhorn by hand, in numpy, from the model's probabilities; from Python the same."""
+    texts = [f"{word} {other}" for word in WORDS[:2] for other in WORDS[10:16]]
+    model, source = fmmeta.load(adapted[0]), write_rows(tmp_path / "a.csv", [{"text": one} for one in texts])
+    found = model.loaded.respond(model.loaded.encode([{"text": text} for text in texts], {}), 1, 2)
+    shares = torch.stack([logits for logits, _ in found]).double().softmax(1).numpy()
+    scores = shares.max(1)
+    for _ in range(10):
+        shares /= shares.sum(0)
+        shares /= shares.sum(1, keepdims=True)
+    assert scores != pytest.approx(shares.max(1), abs=1e-2)
+    even = answers(adapted[0], source, tmp_path, equal_classes=True, micro_batch_size=5)
+    wanted = [
+        {"text": text, "label": model.labels[row.argmax()], "score": row.max()}
+        for text, row in zip(texts, shares, strict=True)
+    ]
+    same(even, wanted)
+    same([one.as_dict() for one in model.predict(texts, equal_classes=True)], wanted)
+
+
+def test_equal_classes_needs_classes(llama):
+    language = fmmeta.load(llama, task_type="causal_lm")
+    check_message(
+        refusal(language.predict, ["a"], equal_classes=True),
+        "equal_classes=True",
+        "language model",
+        "leave it out",
+    )
+
+
+ADAPTERS, A_MODEL = {"adapters": str(Path(__file__).parent)}, {"model_name_or_path": "x"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "of", "other"),
+    [
+        ("task_type", "causal_lm", ADAPTERS, A_MODEL),
+        ("pooling", "mean", ADAPTERS, A_MODEL),
+        ("feature_norm", 0.0, ADAPTERS, A_MODEL),
+        ("max_length", 64, ADAPTERS, A_MODEL),
+        ("prompt_template", "plain", ADAPTERS, A_MODEL),
+        ("equal_classes", True, ADAPTERS, A_MODEL),
+        ("adapter_column", "customer", A_MODEL, ADAPTERS),
+        ("adapters_in_memory", 2, A_MODEL, ADAPTERS),
+        ("max_length", 0, A_MODEL, {}),
+    ],
+)
+def test_settings_of_a_model_and_of_adapters_exclude_each_other(name, value, of, other):
+    """Adapters store those of their model."""
+    message = refusal(PredictConfig, **of, **{name: value})
+    check_message(message, f"{name}={value}", "leave it out" if other else "use 4 or more")
+    if other:
+        assert next(iter(of)) in message
+        PredictConfig(**other, **{name: value})
+
+
+@pytest.mark.parametrize("equal_classes", [False, True])
+def test_nonfinite_scores_are_refused(bert, tmp_path, equal_classes):
+    broken = shutil.copytree(bert, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["classifier.bias"][0] = float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    model = predict.load(PredictConfig(str(broken)))
+    check_message(
+        refusal(model.predict, ["a"] * 15, equal_classes=equal_classes),
+        f"model_name_or_path={broken}",
+        "'a'",
+        "adapt it with a lower --inner_lr",
+    )
+
+
+def test_a_text_without_tokens_is_refused(bert, tmp_path):
+    """A tokenizer that adds no special tokens and drops blanks."""
+    folder, tokenizer = shutil.copytree(bert, tmp_path / "plain"), byte_tokenizer(128)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Strip()
+    tokenizer.save_pretrained(folder)
+    single = predict.load(PredictConfig(str(folder)))
+    assert len(single.predict(["a"])) == 1
+    check_message(
+        refusal(single.predict, ["a", " "]), "text='", f"model_name_or_path={folder}", "fix or remove it"
+    )
+
+
+def test_answers_are_a_table_in_a_csv_file(adapted, tmp_path):
+    source = write_rows(tmp_path / "a.jsonl", [{"text": 'say "river,\nstone"'}, {"text": "stone"}])
+    wanted, table = answers(adapted[0], source, tmp_path), tmp_path / "b.CSV"
+    predict.run(PredictConfig(str(adapted[0]), input=str(source), output=str(table)))
+    with table.open(newline="") as file:
+        found = [{**row, "score": float(row["score"])} for row in csv.DictReader(file)]
+    assert found == wanted
+    assert list(found[0]) == ["text", "label", "score"]
+
+
+@pytest.mark.parametrize("task_type", ["classification", "causal_lm"])
+def test_predict_reads_the_column_that_adapt_reads(bert, llama, adapted, tmp_path, task_type):
+    """Of rows with columns of both kinds of task."""
+    folder, column = (llama, "input") if task_type == "causal_lm" else (adapted[0], "text")
+    row = {"question": "0", "prompt": "a", "input": "b", "sentence": "c", "text": "d"}
+    source = write_rows(tmp_path / "a.csv", [{**row, "label": "x"}])
+    config = Config(model_name_or_path=str(bert), task_type=task_type)
+    table = read_task("support", str(source), config, print)
+    for settings, wanted in (({}, table.input), ({"text_column": "question"}, ["0"])):
+        found = answers(folder, source, tmp_path, task_type=task_type, max_new_tokens=2, **settings)
+        assert [one[column] for one in found] == wanted
+
+
+def restore_sigint() -> None:
+    """What a shell starts in the background ignores Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def started(adapted, tmp_path):
+    """Starts the command on a pipe: its process, the pipe, and the file of its errors."""
+    given, errors = fifo(tmp_path / "given"), tmp_path / "errors"
+    words = ["-m", "fmmeta", "predict", f"--model_name_or_path={adapted[0]}"]
+
+    def start(out, *more, **how):
+        process = shared().start([*words, *more], out, environment(), errors=errors, stdin=given, **how)
+        return process, given.open("w", buffering=1), errors
+
+    return start
+
+
+def fifo(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("leave", "code", "error"), [("closed", 141, ""), ("interrupted", 130, "fmmeta: interrupted")]
+)
+def test_a_closed_pipe_and_ctrl_c_end_predict_without_traceback(started, tmp_path, leave, code, error):
+    """As `fmmeta predict | head -1` does, and Ctrl-C while standard input is waited for."""
+    out = fifo(tmp_path / "out")
+    process, stdin, errors = started(out, before=f"{__name__}:{restore_sigint.__name__}")
+    with stdin, out.open() as stdout:
+        stdin.write("first\n")
+        assert json.loads(stdout.readline())["text"] == "first"
+        if leave == "closed":
+            stdout.close()
+            stdin.write("second\n")
+        else:
+            shared().signal(process, signal.SIGINT)
+        assert shared().wait([process], 60) == [code]
+    assert errors.read_text().strip() == error
+
+
+def test_a_stop_removes_incomplete_answers(started, tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    file = folder / "answers.jsonl"
+    file.write_text("earlier\n")
+    process, stdin, errors = started(tmp_path / "log", f"--output={file}")
+    with stdin:
+        stdin.write("first\n")
+        until(lambda: any(one.stat().st_size for one in folder.glob(".answers*.tmp")) or shared().poll(), 200)
+        shared().signal(process, signal.SIGTERM)
+        assert shared().wait([process], 60) == [75]
+    said = errors.read_text().strip()
+    check_message(said, "fmmeta: stopped by SIGTERM", "outputs that were not finished are")
+    assert [one.name for one in folder.iterdir()] == ["answers.jsonl"]
+    assert file.read_text() == "earlier\n"

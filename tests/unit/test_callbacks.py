@@ -14,29 +14,25 @@ from fmmeta.training.episodes import EpisodeReader
 from fmmeta.training.run import Run
 from fmmeta.training.schedules import StaticSchedule
 from fmmeta.training.scoring import Scoring
+from tests.support.helpers import recorded
 from tests.support.messages import check_message, refusal
 from tests.support.ranks import on_ranks
+from tests.support.short_runs import QUICK
 
 SHORT = {
-    "n_way": 2,
-    "k_shot": 1,
-    "num_query": 1,
+    **QUICK,
     "meta_batch_size": 2,
-    "inner_steps": 1,
-    "max_length": 16,
-    "num_workers": "0",
     "outer_steps": 2,
-    "outer_lr": 1e-3,
-    "lr_scheduler_type": "constant",
-    "eval_episodes": 0,
     "test_episodes": 0,
     "save_steps": 0,
-    "logging_steps": 1,
+    "outer_lr": 1e-3,
+    "lr_scheduler_type": "constant",
 }
 
 
-def trainer(folder, *callbacks, signals=None, **settings):
-    """A short run with these callbacks."""
+def trainer(folder, *callbacks, **settings):
+    """A short run with these callbacks, which the signals of the first one stop."""
+    signals = getattr(callbacks[0], "signals", None) if callbacks else None
     return MetaTrainer(Config(**{**SHORT, **settings}, output_dir=str(folder)), signals, callbacks)
 
 
@@ -50,12 +46,11 @@ def missing(episode, rng):
 class Recorder(Callback):
     """A callback that records hooks, outcomes and theta, and requests a stop before step `stop_at`."""
 
-    def __init__(self, stop_at: int | None = None, signals: Signals | None = None) -> None:
-        self.signals = signals or Signals()
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.signals, self.stop_at, self.held = Signals(), stop_at, list[bool]()
         self.hooks: list[str] = []
         self.outcomes: list[Outcome] = []
         self.thetas: list[torch.Tensor] = []
-        self.stop_at = stop_at
 
     def on_train_begin(self, run):
         self.hooks.append("train_begin")
@@ -70,6 +65,7 @@ class Recorder(Callback):
         self.hooks.append(f"step_end {run.state.outer_step}")
         self.outcomes.append(outcome)
         self.thetas.append(run.theta.clone())
+        self.held.append(run.worker.read().equal(run.theta))
 
     def on_evaluate(self, run, metrics):
         self.hooks.append(f"evaluate {sorted(metrics)}")
@@ -85,6 +81,7 @@ class Recorder(Callback):
 
     def close(self, run):
         self.hooks.append("close")
+        self.last = run.theta.clone()
 
     @property
     def moved(self) -> list[bool]:
@@ -103,49 +100,30 @@ def test_hooks_run_in_the_documented_order(tmp_path):
         *("step_begin 1", "log 2 False", "log 2 False", metrics, "step_end 2"),
         *("save checkpoint-2", "log 2 True", "train_end True", "close"),
     ]
-    assert seen.outcomes == [Outcome.APPLIED] * 2
-    assert seen.moved == [True, True]
+    assert (seen.outcomes, seen.moved) == ([Outcome.APPLIED] * 2, [True, True])
 
 
 def test_outcome_matches_the_change_of_theta_where_tasks_are_missing(tmp_path):
     seen = Recorder()
     trainer(tmp_path, seen, on_bad_task="skip", episode_transforms=f"{__name__}:missing").train()
-    assert seen.outcomes == [Outcome.APPLIED, Outcome.NO_DATA]
-    assert seen.moved == [True, False]
+    assert (seen.outcomes, seen.moved) == ([Outcome.APPLIED, Outcome.NO_DATA], [True, False])
 
 
 def test_a_run_without_finite_tasks_leaves_theta_and_names_the_setting(tmp_path):
-    moved = list[bool]()
-
-    class Watching(Callback):
-        def on_train_begin(self, run):
-            self.begin = run.theta.clone()
-
-        def close(self, run):
-            moved.append(not run.theta.equal(self.begin))
-
-    run = trainer(tmp_path, Watching(), inner_lr=3e38, inner_steps=2, max_bad_steps=1)
+    seen = Recorder()
+    run = trainer(tmp_path, seen, inner_lr=3e38, inner_steps=2, max_bad_steps=1)
     parts = ("inner_lr=3e+38: no task was finite", "lower --inner_lr or --outer_lr")
     check_message(refusal(run.train), *parts, "--accept_changed_settings")
-    assert moved == [False]
+    assert seen.last.equal(seen.thetas[0])
 
 
 def test_a_stop_abandons_the_step_and_does_not_count_it(tmp_path, monkeypatch):
-    signals = Signals()
-    seen, ends = Recorder(stop_at=1, signals=signals), []
-    update = StaticSchedule.update
-
-    def recording(self, number):
-        outcome, run = update(self, number), self.run
-        ends.append((outcome, run.state.outer_step, run.theta.clone()))
-        return outcome
-
-    monkeypatch.setattr(StaticSchedule, "update", recording)
+    seen, updates = Recorder(stop_at=1), recorded(monkeypatch, StaticSchedule, "update")
     with pytest.raises(Stopped, match=r"outer step 1, .*checkpoint-1"):
-        trainer(tmp_path, seen, signals=signals).train()
-    assert [end[0] for end in ends] == [Outcome.APPLIED, Outcome.STOP]
-    assert ends[1][1] == 1
-    assert ends[1][2].equal(seen.thetas[-1])
+        trainer(tmp_path, seen).train()
+    assert [update.result for update in updates] == [Outcome.APPLIED, Outcome.STOP]
+    assert updates[1].args[0].run.state.outer_step == 1
+    assert seen.last.equal(seen.thetas[-1])
     assert seen.hooks[-2:] == ["save checkpoint-1", "close"]
 
 
@@ -154,19 +132,19 @@ def test_a_validation_that_a_stop_cut_short_is_repeated_after_train_begin(tmp_pa
         def on_log(self, run, metrics):
             self.signals.asked = "SIGTERM"  # the validation of this step follows
 
-    first, second = Stopping(signals=(signals := Signals())), Recorder()
+    first, second = Stopping(), Recorder()
     with pytest.raises(Stopped, match=r"outer step 1, .*checkpoint-1"):
-        trainer(tmp_path, first, signals=signals, eval_episodes=2, eval_steps=1).train()
+        trainer(tmp_path, first, eval_episodes=2, eval_steps=1).train()
     assert not any(hook.startswith("evaluate") for hook in first.hooks)
     trainer(tmp_path, second, eval_episodes=2, eval_steps=1).train()
     assert [hook.split()[0] for hook in second.hooks[:4]] == ["train_begin", "log", "evaluate", "step_begin"]
 
 
-def test_a_warm_up_as_long_as_the_run_is_warned_of(tmp_path, capsys, terminal):
-    text = "warmup_steps=2 with outer_steps=2: the run ends before the rate is outer_lr"
-    for steps in (1, 2):
-        trainer(tmp_path / f"{steps}", lr_scheduler_type="linear", warmup_steps=steps).train()
-        assert (text in "".join(capsys.readouterr())) == (steps == 2)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_warm_up_as_long_as_the_run_is_warned_of(tmp_path, capsys, terminal, steps):
+    trainer(tmp_path, lr_scheduler_type="linear", warmup_steps=steps).train()
+    warned = "warmup_steps=2 with outer_steps=2: the run ends before the rate is outer_lr"
+    assert (warned in "".join(capsys.readouterr())) == (steps == 2)
 
 
 def test_the_stage_of_the_watchdog_names_task_and_pass_and_is_no_step_in_a_validation(tmp_path, monkeypatch):
@@ -176,18 +154,20 @@ def test_the_stage_of_the_watchdog_names_task_and_pass_and_is_no_step_in_a_valid
     stages, runs, resume = [], [], Run.resume
     monkeypatch.setattr(Run, "resume", lambda run: (runs.append(run), resume(run)))
 
+    def record(owner, name):
+        original = getattr(owner, name)
+
+        def recording(*arguments, **named):
+            stages.append((runs[0].stage.text, runs[0].stage.is_step))
+            return original(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, recording)
+
     class Recording(Callback):
         def on_train_begin(self, run):
-            def recorded(original):
-                def recording(*arguments, **named):
-                    stages.append((runs[0].stage.text, runs[0].stage.is_step))
-                    return original(*arguments, **named)
-
-                return recording
-
-            run.worker.step = recorded(run.worker.step)
-            monkeypatch.setattr(EpisodeReader, "read_share", recorded(EpisodeReader.read_share))
-            monkeypatch.setattr(Scoring, "_gather", recorded(Scoring._gather))
+            record(run.worker, "step")
+            record(EpisodeReader, "read_share")
+            record(Scoring, "_gather")
 
     settings = {"inner_steps": 2, "outer_steps": 1, "eval_episodes": 1, "eval_steps": 1}
     trainer(tmp_path, Recording(), algorithm="fomaml", **settings).train()
@@ -202,26 +182,22 @@ def test_the_stage_of_the_watchdog_names_task_and_pass_and_is_no_step_in_a_valid
 
 def test_the_worker_holds_theta_after_a_step_that_closes_during_a_task(tmp_path, monkeypatch):
     """With --max_staleness, where nothing is applied: the other group has counted tasks without episodes."""
-    held, between_passes = [], StaleSchedule.between_passes
+    seen, between_passes = Recorder(), StaleSchedule.between_passes
 
     def count_both_tasks(ledger):
         ledger.counted += 2
         return 0
 
     def counting(self):
-        if not held:
+        if not seen.outcomes:
             self.ledger.change(count_both_tasks)
         between_passes(self)
 
     monkeypatch.setattr(StaleSchedule, "between_passes", counting)
     monkeypatch.setattr(StaleSchedule, "check_task_count", lambda self, tasks: None)
-
-    class OtherGroup(Callback):
-        def on_step_end(self, run, outcome):
-            held.append((outcome.name, run.worker.read().equal(run.theta)))
-
-    trainer(tmp_path, OtherGroup(), max_staleness=1).train()
-    assert held == [("SKIPPED_NONFINITE", True), ("APPLIED", True)]
+    trainer(tmp_path, seen, max_staleness=1).train()
+    assert seen.outcomes == [Outcome.SKIPPED_NONFINITE, Outcome.APPLIED]
+    assert seen.held == [True, True]
 
 
 def test_a_callback_that_raises_ends_the_run_in_one_line(tmp_path):
@@ -247,6 +223,5 @@ class FailsOnOne(Callback):
 @on_ranks(2, timeout_s=150)
 def test_a_callback_that_raises_on_one_rank_ends_all(world, tmp_path):
     world.close()  # the run opens another
-    config = Config(**{**SHORT, "outer_steps": 4, "group_size": "1", "output_dir": str(tmp_path)})
-    line = refusal(MetaTrainer(config, callbacks=[FailsOnOne()]).train)
+    line = refusal(trainer(tmp_path, FailsOnOne(), outer_steps=4, group_size="1").train)
     check_message(line, "callbacks=FailsOnOne", "on_step_end", "outer step 2", "correct the callback")

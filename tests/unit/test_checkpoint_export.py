@@ -1,8 +1,11 @@
 """Checkpoints that every layout reads, exported Hugging Face folders, and resumed or refused runs."""
 
 import errno
+import itertools
 import json
 import shutil
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +21,7 @@ from fmmeta.config.settings import Config
 from fmmeta.learners.load import describe
 from fmmeta.parallel.param_map import Fragment, ParamMap
 from fmmeta.parallel.workers.base import Worker
+from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.training.build import settings_of
 from fmmeta.training.run_files import Metrics, lock_folder, write_run
 from tests.support.checkpoints import (
@@ -41,31 +45,30 @@ FIRST = param_map(("a", 0, 12), ("b", 0, 2), gap=1)  # the two ranks of a group
 SECOND = param_map(("b", 2, 3), ("c", 0, 4))
 
 
-@pytest.mark.parametrize("reader", [WHOLE, CUT, FIRST, SECOND], ids=["whole", "cut", "first", "second"])
-@pytest.mark.parametrize("writer", [WHOLE, CUT], ids=["whole", "cut"])
-def test_every_layout_reads_checkpoints_of_every_layout(tmp_path, writer, reader):
-    folder = saved(tmp_path, writer)
-    assert_holds(folder, reader)
-    assert checkpoint.read_state(folder)["outer_step"] == 3
-    assert not list(tmp_path.glob("tmp-*"))
-
-
-def two_shards(tmp_path: Path) -> Path:
+def two_shards(tmp_path: Path, *writers: ParamMap) -> Path:
     """A checkpoint with the files of two ranks."""
-    folder = saved(tmp_path, FIRST)
-    theirs = {
-        f"{vector}/{f.name}@{f.offset}": laid_out(SECOND, parameters(seed))[f.here].clone()
-        for vector, seed in (("theta", 100), ("exp_avg", 500))
-        for f in SECOND.fragments
-    }
-    save_file(theirs, folder / "shard-00001.safetensors")
+    folder, second = (
+        saved(tmp_path / str(rank), params) for rank, params in enumerate(writers or (FIRST, SECOND))
+    )
+    (second / "shard-00000.safetensors").rename(folder / "shard-00001.safetensors")
     write_manifest(folder)
     return folder
 
 
-@pytest.mark.parametrize("reader", [WHOLE, CUT, SECOND], ids=["whole", "cut", "second"])
-def test_shards_of_two_ranks_are_one_checkpoint(tmp_path, reader):
-    assert_holds(two_shards(tmp_path), reader)
+@pytest.mark.parametrize(
+    ("write", "reader"),
+    [
+        *itertools.product(
+            (partial(saved, params=WHOLE), partial(saved, params=CUT)), (WHOLE, CUT, FIRST, SECOND)
+        ),
+        *itertools.product([two_shards], (WHOLE, CUT, SECOND)),
+    ],
+)
+def test_every_layout_reads_checkpoints_of_every_layout(tmp_path, write, reader):
+    folder = write(tmp_path)
+    assert_holds(folder, reader)
+    assert checkpoint.read_state(folder)["outer_step"] == 3
+    assert not list(folder.parent.glob("tmp-*"))
 
 
 ACROSS = [
@@ -94,79 +97,86 @@ ACROSS = [
 
 def test_tensor_parallel_shards_are_one_checkpoint(tmp_path):
     """Two tensor ranks hold the first column and the other columns of `a`; `b` is replicated."""
-    folder = saved(tmp_path, ACROSS[0])
-    one, two = load_file(folder / "shard-00000.safetensors"), saved(tmp_path / "two", ACROSS[1])
+    folder, whole = two_shards(tmp_path, *ACROSS), saved(tmp_path / "whole", WHOLE)
+    one, two = (load_file(folder / f"shard-0000{rank}.safetensors") for rank in range(2))
     assert torch.equal(one["theta/a@0#1:0:1"], torch.tensor([100.0, 103.0, 106.0, 109.0]))
-    (two / "shard-00000.safetensors").rename(folder / "shard-00001.safetensors")
-    write_manifest(folder)
-    assert "theta/b@0" not in load_file(folder / "shard-00001.safetensors")
+    assert "theta/b@0" not in two
     for reader in (*ACROSS, WHOLE, CUT, SECOND):
         assert_holds(folder, reader)
-    (folder / "shard-00001.safetensors").unlink()
-    write_manifest(folder)
-    message = load_refusal(folder)
-    check_message(message, f"{folder} lacks 8 elements of theta/a", "give another checkpoint")
-    whole = saved(tmp_path / "whole", WHOLE)
     for reader in ACROSS:
         assert_holds(whole, reader)
 
 
 def test_replicated_parameters_count_once():
-    assert ACROSS[0].owned_slices() == [slice(0, 11)]
-    assert ACROSS[1].owned_slices() == [slice(0, 8), slice(13, 15)]
-    vectors = [laid_out(params, parameters(100)) for params in ACROSS]
-    held = {
-        name: [
-            params.assemble(v, name, shape, lambda t: t) for params, v in zip(ACROSS, vectors, strict=True)
-        ]
-        for name, shape in SHAPES.items()
-    }
-    for name, parts in held.items():
-        assert torch.equal(sum(parts).view(-1), parameters(100)[name]), name
-
-
-def test_inner_products_count_replicated_parameters_once():
-    """`b` is on both ranks and counts only on the first, by layer and in total."""
-    sums = torch.zeros(3, dtype=torch.float64)
-    total = 0.0
+    """In the tensors that are put together, and in inner products, by layer and in total."""
+    assert [params.owned_slices() for params in ACROSS] == [[slice(0, 11)], [slice(0, 8), slice(13, 15)]]
+    parts: dict[str, Any] = dict.fromkeys(SHAPES, 0.0)
+    sums, total = torch.zeros(3, dtype=torch.float64), 0.0
     for params in ACROSS:
-        worker: Any = SimpleNamespace(
-            params=params, device=torch.device("cpu"), group=SimpleNamespace(sum_=lambda t: t)
-        )
+        group = SimpleNamespace(sum_=lambda t: t)
+        worker: Any = SimpleNamespace(params=params, device=torch.device("cpu"), group=group)
         a, b = laid_out(params, parameters(100)), laid_out(params, parameters(7))
         segments = [(f.here.start, f.here.stop, "abc".index(f.name)) for f in params.fragments]
         sums += Worker.dot_by_layer(worker, a, b, segments, 3)
         total += Worker.dot(worker, a, b)
+        for name, shape in SHAPES.items():
+            parts[name] = parts[name] + params.assemble(a, name, shape, lambda t: t)
+    for name, found in parts.items():
+        assert torch.equal(found.view(-1), parameters(100)[name]), name
     wanted = [torch.dot(parameters(100)[name].double(), parameters(7)[name].double()) for name in "abc"]
     torch.testing.assert_close(sums, torch.stack(wanted), rtol=0, atol=0)
     assert total == float(sums.sum())
 
 
-def load_refusal(folder: Path) -> str:
-    return refusal(checkpoint.load, folder, ["theta"], WHOLE, torch.zeros(WHOLE.numel))
-
-
-def test_a_missing_and_a_damaged_shard_are_named(tmp_path):
-    folder = two_shards(tmp_path)
+def without(folder: Path) -> None:
+    """A checkpoint whose manifest knows nothing of the second file."""
     (folder / "shard-00001.safetensors").unlink()
-    assert load_refusal(folder).startswith(f"{folder} cannot be read (")
     write_manifest(folder)
-    message = load_refusal(folder)
-    check_message(message, f"{folder} lacks 3 elements of theta/b", "give another checkpoint")
-    (folder / "shard-00000.safetensors").write_bytes(b"\x00" * 10)
-    check_message(load_refusal(folder), f"{folder} cannot be read (", "; give an older checkpoint")
 
 
-def test_newest_checkpoints_are_kept(tmp_path):
+def with_tensor(folder: Path, key: str) -> None:
+    save_file({key: torch.zeros(3)}, folder / "shard-00000.safetensors")
+    write_manifest(folder)
+
+
+TURNED = replace(
+    WHOLE, fragments=tuple(replace(f, shape=(3, 4)) if f.name == "a" else f for f in WHOLE.fragments)
+)
+SMALLER = replace(WHOLE, fragments=WHOLE.fragments[:2], numel=17)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reader", "parts"),
+    [
+        (lambda f: (f / "shard-00001.safetensors").unlink(), WHOLE, (" cannot be read (",)),
+        (without, WHOLE, (" lacks 3 elements of theta/b", "give another checkpoint")),
+        (
+            lambda f: (f / "shard-00000.safetensors").write_bytes(b"\x00" * 10),
+            WHOLE,
+            (" cannot be read (", "; give an older checkpoint"),
+        ),
+        *(
+            (partial(with_tensor, key=key), WHOLE, (" cannot be read (",))
+            for key in ("theta/a", "theta/a@x", "theta/a@0#1:2:y")
+        ),
+        (lambda f: None, TURNED, ("[4, 3]", "[3, 4]", "give a checkpoint of this one")),
+        (lambda f: None, SMALLER, (" is of another model", "give a checkpoint of this one")),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_loaded_is_named(tmp_path, damage, reader, parts):
+    folder = two_shards(tmp_path)
+    damage(folder)
+    message = refusal(checkpoint.load, folder, ["theta"], reader, torch.zeros(reader.numel))
+    check_message(message, f"{folder}", *parts)
+
+
+def test_saving_again_replaces_the_checkpoint_and_the_newest_are_kept(tmp_path):
+    stray = saved(tmp_path, CUT, 10) / "stray"
+    stray.write_text("x")
     kept = [saved(tmp_path, WHOLE, step, keep=2) for step in (9, 10, 11)][1:]
     assert checkpoint.list_complete(tmp_path) == kept
     assert sorted(tmp_path.iterdir()) == kept
-
-
-def test_saving_again_replaces_the_checkpoint(tmp_path):
-    stray = saved(tmp_path, CUT) / "stray"
-    stray.write_text("x")
-    assert_holds(saved(tmp_path, WHOLE), CUT)
+    assert_holds(kept[0], CUT)
     assert not stray.exists()
 
 
@@ -181,18 +191,21 @@ def test_incomplete_folders_are_not_listed_as_checkpoints(tmp_path):
     check_message(message, f"resume_from_checkpoint={folder} ", "give a checkpoint-N folder")
 
 
+def check_logits(worker: PlainWorker, folder: Path, plain: Any) -> None:
+    """The exported model gives the logits that the worker's model gives."""
+    batch = inputs(folder)
+    with torch.no_grad():
+        wanted = worker.model.logits(worker.model(**batch))
+        assert_same_logits(plain.eval()(**batch).logits, wanted, batch["attention_mask"])
+
+
 def test_export_of_a_sequence_classifier(tmp_path, bert):
     source, tmp_path = shutil.copytree(bert, tmp_path / "source"), tmp_path / "out"
-    stored = read_json(source / "config.json")
-    stored["id2label"] = {0: "NEGATIVE", 1: "POSITIVE", 2: "NEUTRAL"}
-    (source / "config.json").write_text(json.dumps(stored))
+    names = {"id2label": {0: "NEGATIVE", 1: "POSITIVE", 2: "NEUTRAL"}}
+    (source / "config.json").write_text(json.dumps({**read_json(source / "config.json"), **names}))
     _, worker = exported(source, tmp_path, pooling="model", head_init="learned")
-    batch = inputs(tmp_path)
-    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
-    with torch.no_grad():
-        assert_same_logits(
-            plain(**batch).logits, worker.model.logits(worker.model(**batch)), batch["attention_mask"]
-        )
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    check_logits(worker, tmp_path, plain)
     assert plain.config.id2label == {number: f"LABEL_{number}" for number in range(3)}  # of no task
     assert plain.config.hidden_dropout_prob == AutoConfig.from_pretrained(bert).hidden_dropout_prob == 0.1
     assert plain.config.attention_probs_dropout_prob == 0.1
@@ -213,10 +226,9 @@ def test_export_of_a_pooled_encoder(tmp_path, bert, pooling, head_init):
     assert plain.config.hidden_dropout_prob == 0.1
     modules = [(one["path"], one["type"].split(".")[-1]) for one in read_json(tmp_path / "modules.json")]
     assert modules == [("", "Transformer"), ("1_Pooling", "Pooling")]
-    modes = read_json(tmp_path / "1_Pooling" / "config.json")
-    assert modes["pooling_mode_mean_tokens"] == (pooling == "mean")
-    assert modes["pooling_mode_cls_token"] == (pooling == "cls")
-    assert modes["word_embedding_dimension"] == 32
+    modes = {"pooling_mode_mean_tokens": pooling == "mean", "pooling_mode_cls_token": pooling == "cls"}
+    modes["word_embedding_dimension"] = 32
+    assert modes.items() <= read_json(tmp_path / "1_Pooling" / "config.json").items()
     assert read_json(tmp_path / "sentence_bert_config.json")["max_seq_length"] == 128
 
 
@@ -234,14 +246,10 @@ def features_of(folder: Path, pooling: str) -> tuple[dict[str, Any], Any, Any]:
 
 def test_exported_encoder_is_loaded_with_its_pooling(tmp_path, bert):
     exported(bert, tmp_path / "one", pooling="cls")
-    again = Config(model_name_or_path=str(tmp_path / "one"), n_way=3)
-    assert describe(again).pooling == "cls"
+    assert describe(Config(model_name_or_path=str(tmp_path / "one"), n_way=3)).pooling == "cls"
     listed = tmp_path / "one" / "modules.json"
-    listed.write_text(
-        json.dumps(
-            [*read_json(listed), {"path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}]
-        )
-    )
+    normalize = {"path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
+    listed.write_text(json.dumps([*read_json(listed), normalize]))
     exported(tmp_path / "one", tmp_path / "two", feature_norm=1.0)
     modules = read_json(tmp_path / "two" / "modules.json")
     assert [module["path"] for module in modules] == ["", "1_Pooling", "2_Normalize"]
@@ -251,12 +259,8 @@ def test_exported_encoder_is_loaded_with_its_pooling(tmp_path, bert):
 def test_export_of_a_language_model(tmp_path, tied):
     source = save_llama(tmp_path / "llama", tied)
     _, worker = exported(source, tmp_path / "out", task_type="causal_lm")
-    batch = inputs(tmp_path / "out")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    with torch.no_grad():
-        assert_same_logits(
-            plain(**batch).logits, worker.model.logits(worker.model(**batch)), batch["attention_mask"]
-        )
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    check_logits(worker, tmp_path / "out", plain)
     assert ("lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")) is not tied
     assert plain.config.tie_word_embeddings is tied
 
@@ -327,9 +331,25 @@ def weights(folder: Path) -> set[str]:
     }
 
 
-def test_run_is_resumed_or_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "fingerprint", "parts"),
+    [
+        (
+            {"seed": 2, "inner_steps": 9},
+            "f",
+            ("inner_steps: 5 -> 9; seed: 42 -> 2", "--accept_changed_settings"),
+        ),
+        ({}, "g", ("dataset_fingerprint: f -> g",)),
+        (
+            {"resume_from_checkpoint": "never"},
+            "f",
+            ("resume_from_checkpoint=never", "choose another output_dir"),
+        ),
+    ],
+)
+def test_run_is_resumed_or_refused(tmp_path, changes, fingerprint, parts):
     run = tmp_path / "run"
-    config = Config(output_dir=str(run), seed=1)
+    config = Config(output_dir=str(run))
     settings = settings_of(config, "f")
     assert start_of(config, settings).checkpoint is None
     run.mkdir()
@@ -337,21 +357,9 @@ def test_run_is_resumed_or_refused(tmp_path):
     newest = saved(run, WHOLE, 4)
     start = start_of(config, settings)
     assert (start.checkpoint, start.finished) == (newest, False)
-    for other, fingerprint, parts in (
-        (
-            config.but(seed=2, inner_steps=9),
-            "f",
-            (f"inner_steps: {config.inner_steps} -> 9; seed: 1 -> 2", "--accept_changed_settings"),
-        ),
-        (config, "g", ("dataset_fingerprint: f -> g",)),
-        (
-            config.but(resume_from_checkpoint="never"),
-            "f",
-            ("resume_from_checkpoint=never", "choose another output_dir"),
-        ),
-    ):
-        message = refusal(start_of, other, settings_of(other, fingerprint))
-        check_message(message, f"output_dir={run}", *parts)
+    other = config.but(**changes)
+    message = refusal(start_of, other, settings_of(other, fingerprint))
+    check_message(message, f"output_dir={run}", *parts)
     write_run(run, settings, "1 group of 1 rank", finished=True)
     assert start_of(config, settings).finished
 

@@ -27,10 +27,13 @@ from tests.support.helpers import one_rank
 ALONE = Communicator(None, 0, 1, torch.device("cpu"))
 
 
-def two_groups(**settings):
-    """The claims of two groups over one store, and the store."""
+def two_groups(step: str = "", **settings):
+    """The claims of two groups over one store, which have begun a step, and the store."""
     store = dist.HashStore()
-    return [TaskClaims(ALONE, store, **settings) for _ in range(2)], store
+    groups = [TaskClaims(ALONE, store, **settings) for _ in range(2)]
+    for claims in groups if step else []:
+        claims.begin(step)
+    return groups, store
 
 
 def test_every_number_is_claimed_once_by_groups_that_claim_at_the_same_time():
@@ -52,13 +55,11 @@ def test_counters_of_earlier_steps_are_removed():
         for claims in groups:
             claims.begin(f"0/{step}")
         assert [claims.next() for claims in groups for _ in range(2)] == [0, 1, 2, 3]
-        assert [store.check([f"0/{before}"]) for before in range(step)] == [False] * step
+        assert not any(store.check([f"0/{before}"]) for before in range(step))
 
 
 def test_a_closed_counter_gives_no_further_task_to_any_group():
-    (first, second), _ = two_groups()
-    for claims in (first, second):
-        claims.begin("0/3")
+    (first, second), _ = two_groups("0/3")
     assert first.next() == 0
     second.close()
     assert first.next() > 10**9
@@ -107,38 +108,30 @@ def feeds(groups: int = 2, nodes: int = 1) -> list[ClaimedEpisodes]:
     return made
 
 
-def sizes(some) -> list[int]:
-    return [episode.tokens for _, episode in some]
+def passes(feed: ClaimedEpisodes, most: int = 1):
+    """The tokens of the episodes of each pass of the first outer step."""
+    return ([one.tokens for _, one in some] for some in feed.passes(0, StepMetrics(), most))
 
 
 def test_the_group_that_is_free_gets_the_largest_unclaimed_task():
     first, second = feeds()
-    one, other = (feed.passes(0, StepMetrics(), 1) for feed in (first, second))
-    assert sizes(next(one)) == [80]
-    assert sizes(next(other)) == [70]
-    assert [sizes(next(other)) for _ in range(3)] == [[60], [50], [40]]
-    assert sizes(next(one)) == [30]
-    assert [sizes(some) for some in other] == [[20], [10]]
-    assert list(one) == []
-    assert len(first.finished) == 2
-    assert len(second.finished) == 6
+    one, other = map(passes, (first, second))
+    taken = [next(group) for group in (one, other, other, other, other, one, other, other)]
+    assert taken == [[80], [70], [60], [50], [40], [30], [20], [10]]
+    assert list(one) == list(other) == []
+    assert [len(feed.finished) for feed in (first, second)] == [2, 6]
 
 
 def test_a_claim_takes_all_tasks_of_a_pass():
-    first, second = feeds()
-    one, other = (feed.passes(0, StepMetrics(), 3) for feed in (first, second))
-    assert sizes(next(one)) == [80, 70, 60]
-    assert sizes(next(other)) == [50, 40, 30]
-    assert sizes(next(one)) == [20, 10]
+    one, other = (passes(feed, 3) for feed in feeds())
+    assert [next(group) for group in (one, other, one)] == [[80, 70, 60], [50, 40, 30], [20, 10]]
     assert list(one) == list(other) == []
 
 
 def test_groups_claim_tasks_of_their_node():
-    steps = [[sizes(some)[0] for some in feed.passes(0, StepMetrics(), 1)] for feed in feeds(2, nodes=2)]
-    schedule = feeds(2, nodes=2)[0].schedule
-    parts = [sorted(task.tokens for task in schedule.meta_batch(0)[4 * n : 4 * n + 4]) for n in range(2)]
-    assert [sorted(found, reverse=True) for found in steps] == steps
-    assert [sorted(found) for found in steps] == parts
+    steps = [[tokens for (tokens,) in passes(feed)] for feed in feeds(2, nodes=2)]
+    tasks = [task.tokens for task in feeds(2, nodes=2)[0].schedule.meta_batch(0)]
+    assert steps == [sorted(part, reverse=True) for part in (tasks[:4], tasks[4:])]
 
 
 def exchange(rank: int, others: list[bytes]) -> Any:
@@ -152,15 +145,9 @@ def exchange(rank: int, others: list[bytes]) -> Any:
 
 
 def schedule_of(cross: Any, lines: list[str]) -> Any:
-    """A schedule that counts how often it drops its finished tasks (`dropped`)."""
     schedule: Any = object.__new__(ElasticSchedule)
-    schedule.cross, schedule.log, schedule.dropped = cross, lines.append, 0
+    schedule.cross, schedule.log, schedule.forget_tasks = cross, lines.append, Mock()
     schedule.run = SimpleNamespace(state=SimpleNamespace(outer_step=0))
-
-    def forget() -> None:
-        schedule.dropped += 1
-
-    schedule.forget_tasks = forget
     return schedule
 
 
@@ -170,18 +157,18 @@ def test_finished_tasks_are_kept_and_only_the_others_are_claimed_again():
     feed.finished = [slots[80], slots[50]]
     schedule = schedule_of(exchange(1, [f"[{slots[70]}]".encode()]), lines)
     schedule.share_finished_tasks(feed)
-    assert not schedule.dropped
+    schedule.forget_tasks.assert_not_called()
     assert lines == ["outer step 1: 3 of its tasks are finished, and are kept"]
-    assert [sizes(some) for some in feed.passes(0, StepMetrics(), 1)] == [[60], [40], [30], [20], [10]]
+    assert [*passes(feed)] == [[60], [40], [30], [20], [10]]
     feed.complete_step()
     assert (feed.finished, feed.finished_before) == ([], set())
 
 
-@pytest.mark.parametrize(("rank", "drops"), [(0, False), (1, True)])
-def test_of_two_groups_that_finished_the_same_task_the_second_one_drops_its_sum(rank, drops):
+@pytest.mark.parametrize(("rank", "kept"), [(0, {3, 4}), (1, {4, 5})])
+def test_of_two_groups_that_finished_the_same_task_the_second_one_drops_its_sum(rank, kept):
     (feed, _) = feeds()
     feed.finished = [3, 4]
     schedule = schedule_of(exchange(rank, [b"[4, 5]"]), [])
     schedule.share_finished_tasks(feed)
-    assert bool(schedule.dropped) == drops
-    assert feed.finished_before == ({3, 4} if rank == 0 else {4, 5})
+    assert schedule.forget_tasks.called == (rank == 1)
+    assert feed.finished_before == kept

@@ -1,6 +1,7 @@
-"""Attention implementations and checkpointed layers: same numbers, and conflicts are refused."""
+"""Attention implementations, checkpointed layers and --compile: same numbers, and conflicts are refused."""
 
 import json
+import shutil
 from collections import Counter
 
 import pytest
@@ -16,8 +17,10 @@ from fmmeta.learners.load import describe, load_learner
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World, set_matmul_precision
+from fmmeta.train import MetaTrainer
 from fmmeta.training import build
 from fmmeta.training.build import plan_parallel, precision_text, read_inputs
+from tests.support.learners import batches_of, bert, episode_of, rule_on, task_gradient
 from tests.support.messages import check_message, refusal
 from tests.support.models import save, write_pairs
 
@@ -35,26 +38,22 @@ def learner_of(source: str, **settings):
     return load_learner(config, describe(config))
 
 
-def one_pass(learner) -> tuple[torch.Tensor, dict[str, torch.Tensor], int, list[int]]:
+def one_pass(learner) -> tuple[torch.Tensor, dict[str, torch.Tensor], int, Counter]:
     """Loss, gradients, bytes stored for the backward pass, and how often each layer ran."""
     kept, weights = {}, {p.untyped_storage().data_ptr() for p in learner.parameters()}
     layers = next(module for module in learner.modules() if isinstance(module, torch.nn.ModuleList))
-    runs = [0] * len(layers)
-    for number, layer in enumerate(
-        layers
-    ):  # transformers checkpoints inside the layer's own call, so a part of it counts
-        part = next(layer.children())
-        part.register_forward_pre_hook(lambda *_, number=number: runs.__setitem__(number, runs[number] + 1))
+    runs = Counter[int]()
+    for number, layer in enumerate(layers):
+        # transformers checkpoints inside the layer's own call, so that a part of it counts
+        next(layer.children()).register_forward_pre_hook(lambda *_, number=number: runs.update([number]))
 
     def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = learner.logits(learner(input_ids=IDS, attention_mask=MASK)).float().logsumexp(-1).mean()
-    held = sum(kept.values())
+    held = sum(size for place, size in kept.items() if place not in weights)
     loss.backward()
     return loss, {name: p.grad for name, p in learner.named_parameters() if p.requires_grad}, held, runs
 
@@ -64,15 +63,14 @@ def one_pass(learner) -> tuple[torch.Tensor, dict[str, torch.Tensor], int, list[
     ("base", "settings"), [("llama", {"task_type": "causal_lm"}), ("bert", {"pooling": "mean"})]
 )
 def test_checkpointed_layers_save_memory_and_give_equal_gradients(sources, base, settings, lora):
-    loss, gradients, held, runs = one_pass(learner_of(sources[base], **settings, **lora))
-    learner = learner_of(sources[base], gradient_checkpointing=True, **settings, **lora)
-    again_loss, again, again_held, again_runs = one_pass(learner)
-    assert (runs, again_runs) == ([1, 1], [2, 2])
+    (loss, gradients, held, runs), (again_loss, again, again_held, again_runs) = (
+        one_pass(learner_of(sources[base], gradient_checkpointing=checkpointing, **settings, **lora))
+        for checkpointing in (False, True)
+    )
+    assert (runs, again_runs) == ({0: 1, 1: 1}, {0: 2, 1: 2})
     assert again_held < 0.5 * held
     assert torch.equal(loss, again_loss)
-    assert gradients.keys() == again.keys()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(again[name], gradient, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(again, gradients, rtol=1e-6, atol=1e-8)
 
 
 def test_a_model_without_checkpointing_is_refused(tmp_path):
@@ -97,36 +95,34 @@ def test_chosen_attention_is_used(sources):
 
 
 @pytest.mark.parametrize(
-    ("name", "bf16", "device", "cause", "remedy"),
+    ("name", "bf16", "device", "parts"),
     [
-        ("flash_attention_2", True, "cpu", "needs a GPU", "use sdpa or eager"),
-        ("kernels-community/flash-attn2", True, "cpu", "needs a GPU", "use sdpa or eager"),
-        ("flash_attention_2", False, "cuda", "in fp32", "add --bf16, or use sdpa or eager"),
-        ("flex_attention", True, "cpu", "no backward pass on CPUs", "use sdpa or eager"),
-        ("paged|eager", True, "cuda", "needs the cache", "use sdpa or eager"),
+        ("flash_attention_2", True, "cpu", ("needs a GPU", "use sdpa or eager")),
+        ("kernels-community/flash-attn2", True, "cpu", ("needs a GPU", "use sdpa or eager")),
+        ("flash_attention_2", False, "cuda", ("in fp32", "add --bf16, or use sdpa or eager")),
+        ("flex_attention", True, "cpu", ("no backward pass on CPUs", "use sdpa or eager")),
+        ("paged|eager", True, "cuda", ("needs the cache", "use sdpa or eager")),
+        (None, False, "cpu", ()),
+        ("sdpa", False, "cpu", ()),
+        ("eager", True, "cpu", ()),
+        ("flash_attention_2", True, "cuda", ()),
+        ("flex_attention", False, "cuda", ()),
     ],
 )
-def test_attention_that_cannot_train_is_refused(name, bf16, device, cause, remedy):
-    check_message(
-        refusal(check_attention, Config(attn_implementation=name), bf16, device),
-        f"attn_implementation={name} ",
-        cause,
-        remedy,
-    )
+def test_attention_that_cannot_train_is_refused(name, bf16, device, parts):
+    config = Config(attn_implementation=name)
+    if parts:
+        message = refusal(check_attention, config, bf16, device)
+        check_message(message, f"attn_implementation={name} ", *parts)
+    else:
+        check_attention(config, bf16, device)
 
 
-@pytest.mark.parametrize(
-    ("name", "bf16", "device"),
-    [
-        (None, False, "cpu"),
-        ("sdpa", False, "cpu"),
-        ("eager", True, "cpu"),
-        ("flash_attention_2", True, "cuda"),
-        ("flex_attention", False, "cuda"),
-    ],
-)
-def test_attention_that_can_train_is_accepted(name, bf16, device):
-    check_attention(Config(attn_implementation=name), bf16, device)
+def plan_lines(config: Config) -> list[str]:
+    """What a run says of its plan."""
+    world, lines = World(Launch(), torch.device("cpu")), list[str]()
+    plan_parallel(config, read_inputs(config, world, print), world, lines.append)
+    return lines
 
 
 @pytest.mark.parametrize(
@@ -138,15 +134,9 @@ def test_attention_that_can_train_is_accepted(name, bf16, device):
     ],
 )
 def test_unsupported_attention_is_refused_before_weights_are_read(tmp_path, name, cause):
-    BloomConfig(vocab_size=259, hidden_size=8, n_layer=1, n_head=2).save_pretrained(
-        tmp_path
-    )  # there are no weights
-    data = write_pairs(tmp_path / "pairs.jsonl")
-    config = Config(
-        model_name_or_path=str(tmp_path), dataset=[str(data)], task_type="causal_lm", attn_implementation=name
-    )
-    world = World(Launch(), torch.device("cpu"))
-    message = refusal(plan_parallel, config, read_inputs(config, world, print), world, print)
+    BloomConfig(vocab_size=259, hidden_size=8, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    inputs = {"model_name_or_path": str(tmp_path), "dataset": [str(write_pairs(tmp_path / "pairs.jsonl"))]}
+    message = refusal(plan_lines, Config(**inputs, task_type="causal_lm", attn_implementation=name))
     assert message.startswith(f"attn_implementation={name} ")
     assert cause in message
     assert message.endswith(("; use eager, or leave it out", "; use sdpa or eager"))
@@ -162,12 +152,8 @@ def test_the_price_of_bf16_is_measured(monkeypatch):
 
     monkeypatch.setattr(forward_options.F, "linear", product)
     monkeypatch.setattr(forward_options, "process_time", lambda: clock[0])
-    bf16_slowdown.cache_clear()
-    try:
-        assert bf16_slowdown() == pytest.approx(5)
-        assert seen == {torch.bfloat16: 5, torch.float32: 5}
-    finally:
-        bf16_slowdown.cache_clear()
+    assert bf16_slowdown.__wrapped__() == pytest.approx(5)  # without its cache
+    assert seen == {torch.bfloat16: 5, torch.float32: 5}
 
 
 @pytest.mark.parametrize(
@@ -191,8 +177,7 @@ def test_bf16_on_a_cpu_without_bf16_instructions_is_warned_of(
         deepspeed=str(ds),
         bf16=True,
     )
-    world, lines = World(Launch(), torch.device("cpu")), []
-    plan_parallel(config, read_inputs(config, world, print), world, lines.append)
+    lines = plan_lines(config)
     found = [line for line in lines if line.startswith("bf16 on this CPU: ")]
     assert found if wanted else not found
     assert all(wanted in line for line in found)
@@ -228,8 +213,55 @@ def test_the_precision_is_named_with_its_price(monkeypatch, settings, bf16, nati
 def test_an_accelerator_that_is_not_used_is_named(monkeypatch, kind, lines):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind is not None)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind and torch.device(kind))
-    world, said, config = World(Launch(), torch.device("cpu")), [], Config()
-    plan_parallel(config, read_inputs(config, world, print), world, said.append)
+    said = plan_lines(Config())
     found = [line for line in said if f"accelerator {kind} of this machine is not used" in line]
     assert len(found) == lines
     assert not [line for line in said if "precision: " in line]  # of fp32 on CPUs
+
+
+def gradient_of(learner, algorithm, compiles: bool):
+    """The meta-gradient of an episode with micro-batches of different lengths."""
+    rule, worker = rule_on(learner, algorithm=algorithm)
+    if compiles:
+        forward_options.compile_model(worker.model, torch.device("cpu"))
+    return task_gradient(rule, worker, batches_of(episode_of(learner))).gradient
+
+
+@pytest.mark.parametrize("algorithm", ["fomaml", pytest.param("anil", marks=pytest.mark.slow)])
+def test_the_meta_gradient_of_a_compiled_model_is_that_of_the_plain_one(algorithm, monkeypatch):
+    """The model is traced, differentiated and run as graphs, without a C++ compiler."""
+    calls = []
+
+    def backend(graph, inputs):
+        from functorch.compile import aot_module_simplified, nop
+
+        calls.append(graph)
+        return aot_module_simplified(graph, inputs, fw_compiler=nop)
+
+    monkeypatch.setattr(forward_options, "BACKEND", backend)
+    torch._dynamo.reset()
+    found = gradient_of(bert(), algorithm, True)
+    # with and without gradients; the first size may get a separate graph, but not every length
+    assert 1 <= len(calls) <= 4
+    torch.testing.assert_close(found, gradient_of(bert(), algorithm, False), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+def test_inductor_gives_the_same_gradient(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    one, other = (gradient_of(bert(), "fomaml", compiles) for compiles in (True, False))
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert list(tmp_path.rglob("*.so"))
+
+
+def test_missing_compiler_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    run = MetaTrainer(Config(compile=True, outer_steps=1, eval_episodes=0, output_dir=str(tmp_path / "run")))
+    parts = ("CXX=no-such-compiler", "install one, or leave it out")
+    check_message(refusal(run.train), "compile=True", *parts)
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "neither g++ nor clang++ is there" in refusal(forward_options.check_compiler, "cpu")

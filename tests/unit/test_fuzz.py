@@ -1,6 +1,6 @@
 """Every input gives a run or one line of text: no traceback, no hang, no file elsewhere.
 
-Each test tries 200 inputs, and 2,000 in a process with FMMETA_HYPOTHESIS=thorough.
+Each test tries 100 inputs, and 2,000 in a process with FMMETA_HYPOTHESIS=thorough.
 """
 
 import gzip
@@ -45,33 +45,12 @@ from tests.support.models import write_classes
 
 HANG_S = 20
 DEEP = "deep"  # a short name for a text that is too long to show
-IN_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-TEXTS = st.one_of(
-    st.sampled_from(
-        [
-            "",
-            "-1",
-            "0",
-            "1",
-            "1e309",
-            "nan",
-            "inf",
-            "auto",
-            "true",
-            "../..",
-            "/etc/passwd",
-            "latest",
-            "{",
-            "\0",
-            "tiny",
-            "letters",
-            "--",
-            "0x10",
-            "1_000",
-        ]
-    ),
-    st.text(max_size=12),
+EXAMPLES = 2000 if os.environ.get("FMMETA_HYPOTHESIS") == "thorough" else 100
+IN_FOLDER = settings(
+    max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
+WORDS = "-1 0 1 1e309 nan inf auto true ../.. /etc/passwd latest { tiny letters -- 0x10 1_000"
+TEXTS = st.sampled_from(["", "\0", *WORDS.split()]) | st.text(max_size=12)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats() | st.text(max_size=8) | st.just("auto"),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=8), inner, max_size=2),
@@ -79,13 +58,38 @@ JSON = st.recursive(
 )
 
 
-def deep(content: str) -> str:
-    return "[" * 50000 if content == DEEP else content
+def written(file: Path, content: str) -> Path:
+    """A file with a text, which may hold what is no UTF-8."""
+    text = "[" * 50000 if content == DEEP else content
+    file.write_text(text, encoding="utf-8", errors="replace")
+    return file
+
+
+@pytest.fixture
+def work_folder(tmp_path, monkeypatch):
+    """A separate working folder, with the cache of data sets; a file that appears next to it is an error."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(work / "cache"))
+    yield work
+    assert {*tmp_path.iterdir()} == {work}
+
+
+def load(file: Path, task_type: str = "classification", **settings) -> None:
+    """Open a data set as a run does."""
+    n_way = {} if task_type == "causal_lm" else {"n_way": 2}
+    shape = {"k_shot": 1, "num_query": 1, "task_type": task_type, **n_way}
+    load_sources(Config(dataset=[str(file)], **shape, **settings), byte_tokenizer(), lambda text: None)
 
 
 @contextmanager
-def one_line_at_most() -> Iterator[None]:
-    """Accept a UsageError of one line, a help text (a text may be -h), and no other exception."""
+def one_line_at_most(folder: Path, *files: str) -> Iterator[None]:
+    """Accept a UsageError of one line, a help text (a text may be -h), and no other exception.
+
+    files: what the folder holds afterwards, but for the cache of data sets.
+    """
     message, code = "nothing", 0
     with time_limit(HANG_S):
         try:
@@ -98,21 +102,7 @@ def one_line_at_most() -> Iterator[None]:
     assert message.strip()
     assert "\n" not in message
     assert "Traceback" not in message
-
-
-def files_in(folder: Path) -> set[Path]:
-    return set(folder.rglob("*"))
-
-
-@pytest.fixture
-def work_folder(tmp_path, monkeypatch):
-    """A separate working folder; a file that appears next to it is an error."""
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    yield work
-    assert files_in(tmp_path) - files_in(work) <= {work}
+    assert {file.name for file in folder.iterdir()} - {"cache"} == {*files}
 
 
 OTHERS = ["evaluate", "tune", "adapt", "predict", "report", "doctor"]
@@ -128,9 +118,8 @@ def test_flags(commands, data, work_folder):
     argv = []
     for name, value, joined in data.draw(st.lists(pair, max_size=4)):
         argv += [f"--{name}={value}"] if joined else [f"--{name}", value]
-    with one_line_at_most():
+    with one_line_at_most(work_folder):
         parse(argv, command)
-    assert not files_in(work_folder)
 
 
 @IN_FOLDER
@@ -142,18 +131,15 @@ def test_flags(commands, data, work_folder):
 )
 def test_support_files(rows, raw, name, task_type, work_folder):
     content = "".join(json.dumps(row) + "\n" for row in rows.draw(ROWS)).encode() + raw
-    file = work_folder / name
-    if name != "none.jsonl":
+    file, there = work_folder / name, [name] if name != "none.jsonl" else []
+    if there:
         file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    with one_line_at_most():
-        config = AdaptConfig(support=str(file), task_type=task_type, model_name_or_path="tiny").run_config(
-            n_way=2
-        )
-        table = read_task("support", str(file), config, lambda text: None)
+    with one_line_at_most(work_folder, *there):
+        settings = AdaptConfig(support=str(file), task_type=task_type, model_name_or_path="tiny")
+        table = read_task("support", str(file), settings.run_config(n_way=2), lambda text: None)
         assert len(table.input) == len(table.target)
         leave_out(table, sorted(set(table.target)))
     file.unlink(missing_ok=True)
-    assert not files_in(work_folder)
 
 
 @IN_FOLDER
@@ -170,10 +156,21 @@ def test_lines_to_predict(content, column, work_folder):
     file.write_bytes(content)
     description: Any = SimpleNamespace(images=False)
     model: Any = LoadedModel(Config(), description, *cast(Any, [None] * 6))  # what reads inputs
-    with one_line_at_most():
+    with one_line_at_most(work_folder, "lines"):
         settings = PredictConfig(model_name_or_path="x", input=str(file), text_column=column)
         assert all(isinstance(one.text, str) for one in inputs_of(settings, model))
-    assert files_in(work_folder) == {file}
+
+
+STORED = [
+    "task_type",
+    "n_way",
+    "inner_lr",
+    "labels",
+    "head_init",
+    "inner_optimizer",
+    "max_length",
+    "feature_norm",
+]
 
 
 @IN_FOLDER
@@ -182,29 +179,13 @@ def test_lines_to_predict(content, column, work_folder):
         JSON.map(json.dumps),
         st.text(max_size=20),
         st.just(DEEP),
-        st.dictionaries(
-            st.sampled_from(
-                [
-                    "task_type",
-                    "n_way",
-                    "inner_lr",
-                    "labels",
-                    "head_init",
-                    "inner_optimizer",
-                    "max_length",
-                    "feature_norm",
-                ]
-            ),
-            JSON,
-            max_size=4,
-        ).map(json.dumps),
+        st.dictionaries(st.sampled_from(STORED), JSON, max_size=4).map(json.dumps),
     )
 )
 def test_stored_settings_of_a_model(content, work_folder):
-    (work_folder / "fmmeta.json").write_text(deep(content), encoding="utf-8", errors="replace")
-    with one_line_at_most():
+    written(work_folder / "fmmeta.json", content)
+    with one_line_at_most(work_folder, "fmmeta.json"):
         AdaptConfig(model_name_or_path=str(work_folder)).run_config(n_way=2)
-    assert files_in(work_folder) == {work_folder / "fmmeta.json"}
 
 
 KNOWN = [
@@ -236,11 +217,9 @@ BLOCKS = st.dictionaries(
     bf16=st.booleans(),
 )
 def test_deepspeed_files(content, bf16, work_folder):
-    file = work_folder / "ds.json"
-    file.write_text(deep(content), encoding="utf-8", errors="replace")
-    with one_line_at_most():
+    file = written(work_folder / "ds.json", content)
+    with one_line_at_most(work_folder, "ds.json"):
         deepspeed_config.read(str(file), bf16).complete(64)
-    assert files_in(work_folder) == {file}
 
 
 CELLS = st.one_of(
@@ -261,34 +240,24 @@ ROWS = st.lists(
     kind=st.sampled_from(["rows", "raw", "both"]),
     seed=st.integers(0, 99),
     name=st.sampled_from(["d.jsonl", "d.csv", "d.parquet", "d.jsonl.gz", "d.csv.gz"]),
-    skip=st.booleans(),
+    policy=st.sampled_from([{}, {"on_bad_task": "skip", "max_bad_fraction": 1.0}]),
     task_type=st.sampled_from(["classification", "causal_lm"]),
 )
-def test_data_files(rows, raw, kind, seed, name, skip, task_type, work_folder, monkeypatch, tmp_path):
+def test_data_files(rows, raw, kind, seed, name, policy, task_type, work_folder):
     content = b"" if kind == "raw" else "".join(json.dumps(row) + "\n" for row in rows).encode()
     content += b"" if kind == "rows" else raw
     if name.endswith(".gz") and seed % 3:
         content = gzip.compress(content)
         content = content[: len(content) - seed % 7]
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(work_folder / "cache"))
-    for old in work_folder.glob("d.*"):
-        old.unlink()
     file = work_folder / name
     file.write_bytes(content)
-    with one_line_at_most():
-        config = Config(
-            dataset=[str(file)],
-            n_way=2,
-            k_shot=1,
-            num_query=1,
-            on_bad_task="skip" if skip else "raise",
-            task_type=task_type,
-            max_bad_fraction=1.0,
-        )
-        if task_type == "causal_lm":
-            config = Config(dataset=[str(file)], k_shot=1, num_query=1, task_type=task_type)
-        load_sources(config, byte_tokenizer(), lambda text: None)
-    assert files_in(work_folder) - files_in(work_folder / "cache") <= {file, work_folder / "cache"}
+    with one_line_at_most(work_folder, name):
+        load(file, task_type, **policy)
+    file.unlink()
+
+
+CLASSES = st.lists(st.sampled_from(["c0", "c1", "c2", "c3", "c4", "../../x", "/etc/passwd", ""]), max_size=6)
+PARTS = st.sampled_from(["train", "valid", "test", "01", ".."])
 
 
 @IN_FOLDER
@@ -297,31 +266,16 @@ def test_data_files(rows, raw, kind, seed, name, skip, task_type, work_folder, m
         JSON.map(json.dumps),
         st.text(max_size=20),
         st.just(DEEP),
-        st.dictionaries(
-            st.sampled_from(["train", "valid", "test", "01", ".."]),
-            st.one_of(
-                JSON,
-                st.lists(
-                    st.sampled_from(["c0", "c1", "c2", "c3", "c4", "../../x", "/etc/passwd", ""]), max_size=6
-                ),
-            ),
-            max_size=4,
-        ).map(json.dumps),
+        st.dictionaries(PARTS, JSON | CLASSES, max_size=4).map(json.dumps),
     ),
     split=st.sampled_from([None, "01", "..", ""]),
 )
-def test_split_files(content, split, work_folder, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(work_folder / "cache"))
-    rows, file = work_folder / "rows.jsonl", work_folder / "splits.json"
+def test_split_files(content, split, work_folder):
+    rows, file = work_folder / "rows.jsonl", written(work_folder / "splits.json", content)
     if not rows.exists():
         write_classes(rows)
-    file.write_text(deep(content), encoding="utf-8", errors="replace")
-    with one_line_at_most():
-        config = Config(
-            dataset=[str(rows)], class_splits=str(file), class_split=split, n_way=2, k_shot=1, num_query=1
-        )
-        load_sources(config, byte_tokenizer(), lambda text: None)
-    assert files_in(work_folder) - files_in(work_folder / "cache") <= {file, rows, work_folder / "cache"}
+    with one_line_at_most(work_folder, "splits.json", "rows.jsonl"):
+        load(rows, class_splits=str(file), class_split=split)
 
 
 REPLACEMENTS = st.one_of(
@@ -354,15 +308,14 @@ def test_checkpoints(file, seed, how, replacement, listed, work_folder):
     at = draw.randrange(len(content))
     if how == "flip":
         content[at] ^= 1 << draw.randrange(8)
-    content = {
-        "cut": content[:at],
-        "append": content + b"x",
-        "replace": deep(replacement).encode(errors="replace"),
-    }.get(how, content)
-    target.unlink() if how == "remove" else target.write_bytes(content)
+    target.write_bytes({"cut": content[:at], "append": content + b"x"}.get(how, content))
+    if how == "remove":
+        target.unlink()
+    if how == "replace":
+        written(target, replacement)
     if listed and target.parent == folder:
         write_manifest(folder)
-    with one_line_at_most():
+    with one_line_at_most(work_folder, "run"):
         start = open_run(config, settings_of(config, "f"), one_rank().world)
         start.lock.close()
         if start.checkpoint is not None:
@@ -370,7 +323,6 @@ def test_checkpoints(file, seed, how, replacement, listed, work_folder):
             found = checkpoint.load(start.checkpoint, ["theta"], WHOLE, torch.zeros(WHOLE.numel))["theta"]
             if not listed:
                 assert float(found.sum()) == float(sum(value.sum() for value in parameters(100).values()))
-    assert {path.name for path in work_folder.iterdir()} == {"run"}
 
 
 @pytest.mark.slow

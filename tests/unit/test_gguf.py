@@ -66,25 +66,23 @@ def check_same_model(folder: Path, file: Path) -> None:
     assert tokenizers[0].special_tokens_map == tokenizers[1].special_tokens_map
 
 
+UNTIED = {**TENSORS, "output.weight": TENSORS["token_embd.weight"][::-1].copy()}
+
+
 @pytest.mark.parametrize(
-    ("architecture", "kind", "tokenizer"),
+    ("architecture", "given"),
     [
-        *(("llama", kind, "gpt2") for kind in ("Q8_0", "Q4_1", "Q5_0", "F16", "BF16", "F32")),
-        ("llama", "Q8_0", "llama"),
-        ("qwen2", "Q8_0", "gpt2"),
-        ("qwen3", "Q4_0", "gpt2"),
-        ("gemma2", "Q8_0", "llama"),
-        ("gpt2", "Q8_0", "gpt2"),
+        *(("llama", {"kind": kind}) for kind in ("Q8_0", "Q4_1", "Q5_0", "F16", "BF16", "F32")),
+        ("llama", {"tokenizer": "llama"}),
+        ("llama", {"tensors": UNTIED}),
+        ("qwen2", {}),
+        ("qwen3", {"kind": "Q4_0"}),
+        ("gemma2", {"tokenizer": "llama"}),
+        ("gpt2", {}),
     ],
 )
-def test_the_folder_has_the_logits_of_the_file(architecture, kind, tokenizer, tmp_path):
-    file = write_gguf(tmp_path / "model.gguf", architecture, kind, tokenizer=tokenizer)
-    check_same_model(Path(as_folder(str(file), print)), file)
-
-
-def test_an_untied_output_layer_is_converted(tmp_path):
-    tensors = {**TENSORS, "output.weight": TENSORS["token_embd.weight"][::-1].copy()}
-    file = write_gguf(tmp_path / "model.gguf", tensors=tensors)
+def test_the_folder_has_the_logits_of_the_file(architecture, given, tmp_path):
+    file = write_gguf(tmp_path / "model.gguf", architecture, **given)
     check_same_model(Path(as_folder(str(file), print)), file)
 
 
@@ -106,11 +104,6 @@ def test_a_file_is_converted_once_for_its_content(file, cache, tmp_path, monkeyp
         assert said in note
 
 
-def test_the_tokens_that_end_a_text_are_converted(file):
-    ends = AutoModelForCausalLM.from_pretrained(as_folder(str(file), print)).generation_config.eos_token_id
-    assert ends == [VOCABULARY - 1, VOCABULARY - 3]
-
-
 def test_other_names_of_models_stay_as_they_are(tmp_path):
     (tmp_path / "folder.gguf").mkdir()
     for name in ("tiny", "org/model", str(tmp_path / "folder.gguf"), "org/model-GGUF"):
@@ -118,10 +111,13 @@ def test_other_names_of_models_stay_as_they_are(tmp_path):
 
 
 def test_files_beside_the_file_are_not_read(file, tmp_path):
+    """Nor what ends a text, which the file has."""
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "other"}')
-    folder = Path(as_folder(str(file), print))
-    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1}')
+    model = AutoModelForCausalLM.from_pretrained(folder := as_folder(str(file), print))
+    assert model.config.model_type == "llama"
+    assert model.generation_config.eos_token_id == [VOCABULARY - 1, VOCABULARY - 3]
     assert AutoTokenizer.from_pretrained(folder).chat_template.startswith("{% for turn")
 
 
@@ -135,14 +131,8 @@ def test_a_process_that_was_slower_uses_the_folder_of_the_other(file, cache, mon
     assert len(list(cache.iterdir())) == 1
 
 
-def test_a_tensor_that_transformers_leaves_out_is_named(tmp_path):
-    tensors = {**TENSORS, "rope_freqs.weight": np.ones(4, np.float32)}
-    notes: list[str] = []
-    as_folder(str(write_gguf(tmp_path / "model.gguf", tensors=tensors)), notes.append)
-    assert "does not read rope_freqs.weight" in notes[1]
-
-
-def test_convert_writes_a_folder_and_refuses_a_full_one(file, tmp_path, capsys):
+def test_convert_writes_a_folder_and_refuses_a_full_one(file, tmp_path, monkeypatch):
+    """Also into the current folder."""
     target = tmp_path / "new" / "folder"
     settings = cli.parse([str(file), str(target)], "convert")
     assert settings == ConvertConfig(str(file), str(target))
@@ -151,6 +141,25 @@ def test_convert_writes_a_folder_and_refuses_a_full_one(file, tmp_path, capsys):
     check_message(refusal(from_gguf.run, settings), "output_dir=", "choose another")
     check_message(refusal(from_gguf.run, cli.parse([str(file)], "convert")), "output_dir", "FOLDER")
     check_message(refusal(from_gguf.run, cli.parse([], "convert")), "model_name_or_path is missing", "give")
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+    from_gguf.run(ConvertConfig(model_name_or_path=str(file), output_dir="."))
+    assert (here / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("given", "note"),
+    [
+        ({"tensors": {**TENSORS, "rope_freqs.weight": np.ones(4, np.float32)}}, "does not read rope_freqs"),
+        ({"tokenizer": "none"}, "converted in"),
+        ({"settings": {"rope.scaling.factor": 1.0}}, "converted in"),  # which is no scaling
+    ],
+)
+def test_files_with_less_or_more_are_converted(given, note, tmp_path):
+    notes: list[str] = []
+    folder = Path(as_folder(str(write_gguf(tmp_path / "model.gguf", **given)), notes.append))
+    assert note in notes[1]
+    assert bool(list(folder.glob("token*"))) == ("tokenizer" not in given)
 
 
 def test_every_command_reads_a_file(file, tmp_path):
@@ -186,14 +195,6 @@ def test_every_command_reads_a_file(file, tmp_path):
         assert ended.value.code == 0
 
 
-def test_tune_does_not_store_into_the_cache(file, tmp_path):
-    check_message(
-        refusal(tune, TuneConfig(model_name_or_path=str(file), dataset=["letters"])),
-        "model_name_or_path=",
-        "give --output FILE",
-    )
-
-
 HUGE = struct.pack("<Q", 2**60)
 DAMAGE = {  # bytes at a place of the file
     "magic": (0, b"GGML", "does not begin with GGUF"),
@@ -202,6 +203,9 @@ DAMAGE = {  # bytes at a place of the file
     "number of tensors": (8, HUGE, "damaged"),
     "number of values": (16, HUGE, "damaged"),
     "length of a name": (24, HUGE, "and its header says"),
+    # the reader of the gguf package continues with empty values, as often as the header says
+    "number of tokens": (b"token_type", HUGE, "and its header says"),
+    "tokenizer": (b"gpt2", b"none", "transformers cannot read the tokenizer"),
 }
 
 
@@ -209,15 +213,10 @@ DAMAGE = {  # bytes at a place of the file
 def test_a_damaged_header_is_refused(what, file):
     at, damage, cause = DAMAGE[what]
     content = file.read_bytes()
+    if isinstance(at, bytes):  # the length of a list follows its name, its type and that of its values
+        at = content.index(at) + (len(at) + 8 if damage == HUGE else 0)
     file.write_bytes(content[:at] + damage + content[at + len(damage) :])
-    check_message(refused(file), f"model_name_or_path={file}", cause, "give another")
-
-
-def test_a_list_of_more_values_than_the_file_has_is_refused(file):
-    """The reader of the gguf package continues with empty values, as often as the header says."""
-    at = (content := file.read_bytes()).index(b"token_type") + len("token_type") + 8
-    file.write_bytes(content[:at] + HUGE + content[at + 8 :])
-    check_message(refused(file), "and its header says", "download it again")
+    check_message(refused(file), f"model_name_or_path={file}", cause, " give a")
 
 
 def test_a_truncated_file_is_refused_at_every_length(file):
@@ -242,11 +241,6 @@ def test_flipped_bytes_of_a_header_end_in_a_model_or_in_one_line(file, flipped):
         from_gguf.convert(changed, file.with_name("out"), "", lambda text: None)
 
 
-def test_what_is_no_file_is_refused(tmp_path):
-    for name in (str(tmp_path / "missing.gguf"), "org/repository/model.gguf"):
-        check_message(refused(name), f"model_name_or_path={name}", "check the path")
-
-
 INCOMPLETE = {name: value for name, value in TENSORS.items() if name != "blk.1.ffn_up.weight"}
 
 
@@ -261,17 +255,17 @@ INCOMPLETE = {name: value for name, value in TENSORS.items() if name != "blk.1.f
         ("llama", {"settings": {"rope.scaling.factor": 4.0}}, ("rotary positions", "Hugging Face folder")),
         # transformers gives a Qwen2 with a vocabulary of sentencepiece another tokenizer from a folder
         ("qwen2", {"tokenizer": "llama"}, ("the tokenizer", "gives other tokens")),
+        # transformers would leave blocks out that the file does not count
+        (
+            "llama",
+            {"settings": {"block_count": 1}},
+            ("llama.block_count=1", "tensors of block 1", "give a file whose block_count"),
+        ),
     ],
-    ids=["diffusion", "encoder-decoder", "tensor", "sizes", "positions", "tokenizer"],
+    ids=["diffusion", "encoder-decoder", "tensor", "sizes", "positions", "tokenizer", "blocks"],
 )
 def test_models_that_cannot_be_converted_are_refused(architecture, given, parts, tmp_path):
     check_message(refused(write_gguf(tmp_path / "model.gguf", architecture, **given)), *parts)
-
-
-def test_blocks_that_the_file_does_not_count_are_refused(tmp_path):
-    """transformers would leave them out."""
-    file = write_gguf(tmp_path / "model.gguf", settings={"block_count": 1})
-    check_message(refused(file), "llama.block_count=1", "tensors of block 1", "give a file whose block_count")
 
 
 @pytest.mark.parametrize("kind", ["eos", "bos", "unknown", "padding", "eot"])
@@ -289,17 +283,11 @@ def test_ids_of_no_token_are_refused(kind, number, tmp_path, monkeypatch):
     check_message(message, f"{key}={number},", f"its vocabulary has {VOCABULARY} tokens", "give a file with")
 
 
-def test_a_tokenizer_that_transformers_cannot_read_is_refused(file):
-    file.write_bytes(file.read_bytes().replace(b"gpt2", b"none", 1))
-    check_message(refused(file), "transformers cannot read the tokenizer", "'none'")
-
-
-def test_a_file_without_a_tokenizer_is_converted(tmp_path):
-    file = write_gguf(tmp_path / "model.gguf", tokenizer="none")
-    assert not list(Path(as_folder(str(file), print)).glob("token*"))
-
-
-def test_without_the_package_the_command_that_installs_it_is_named(file, monkeypatch):
+def test_what_is_no_file_and_a_missing_package_are_refused(file, monkeypatch):
+    for name in (str(file.with_name("missing.gguf")), "org/repository/model.gguf"):
+        check_message(refused(name), f"model_name_or_path={name}", "check the path")
+    in_cache = TuneConfig(model_name_or_path=str(file), dataset=["letters"])  # which tune does not change
+    check_message(refusal(tune, in_cache), "model_name_or_path=", "give --output FILE")
     monkeypatch.setitem(sys.modules, "gguf", None)
     check_message(refused(file), "needs the package gguf", "fmmeta[gguf]")
 
@@ -316,15 +304,3 @@ def test_a_full_disk_is_named(file, cache, monkeypatch):
 @pytest.mark.timeout(600)
 def test_smollm2_has_the_logits_of_the_file(cache):
     check_same_model(Path(as_folder(str(SMOLLM2), print)), SMOLLM2)
-
-
-def test_a_scaling_of_positions_by_one_is_none(tmp_path):
-    file = write_gguf(tmp_path / "model.gguf", settings={"rope.scaling.factor": 1.0})
-    assert Path(as_folder(str(file), print)).is_dir()
-
-
-def test_convert_into_the_current_folder(file, tmp_path, monkeypatch):
-    (folder := tmp_path / "here").mkdir()
-    monkeypatch.chdir(folder)
-    from_gguf.run(ConvertConfig(model_name_or_path=str(file), output_dir="."))
-    assert (folder / "model.safetensors").is_file()

@@ -51,14 +51,22 @@ def run(command, model, data, folder, **settings):
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "adapt"])
-def test_a_rising_support_loss_is_one_warning_with_a_lower_rate(command, llama, pairs, tmp_path, capsys):
-    for rate, sampled, rises in ((30.0, 0, True), (0.01, 0, False), (30.0, 1, True)):
-        settings = {"inner_lr": rate, "support_batch_size": sampled}
-        run(command, llama, pairs, tmp_path / f"{rate}-{sampled}", **settings)
-        lines = [line for line in capsys.readouterr().out.splitlines() if "loss on the support set" in line]
-        assert len(lines) == rises
-        for line in lines:
-            check_message(line.replace(str(llama), "MODEL"), "inner_lr=30", "try --inner_lr 3")
+def test_a_rising_support_loss_and_a_chat_template_are_one_line_each(
+    command, chat_model, llama, pairs, tmp_path, capsys
+):
+    """The former suggests a lower rate, the latter --prompt_template chat, unless it is given."""
+    for number, (model, template, rate, sampled) in enumerate(
+        ((llama, "plain", 30.0, 0), (chat_model, "plain", 0.01, 0), (chat_model, "chat", 30.0, 1))
+    ):
+        settings = {"prompt_template": template, "inner_lr": rate, "support_batch_size": sampled}
+        run(command, model, pairs, tmp_path / str(number), **settings)
+        lines = capsys.readouterr().out.splitlines()
+        warned = [line for line in lines if "loss on the support set" in line]
+        assert len(warned) == (rate == 30)
+        for line in warned:
+            check_message(line.replace(str(model), "MODEL"), "inner_lr=30", "try --inner_lr 3")
+        suggested = [line for line in lines if "--prompt_template chat" in line]
+        assert len(suggested) == (model == chat_model and template == "plain")
 
 
 def test_a_sampled_support_set_is_compared_on_the_rows_of_its_first_step():
@@ -77,11 +85,3 @@ def test_the_check_of_the_inner_loop_changes_no_weights(llama, pairs, tmp_path, 
     monkeypatch.setattr("fmmeta.training.run.Run.check_inner_loop", lambda self, support: None)
     run("train", llama, pairs, tmp_path / "unchecked", inner_lr=0.1)
     assert same(tmp_path / "checked", tmp_path / "unchecked")
-
-
-@pytest.mark.parametrize("command", ["train", "evaluate", "adapt"])
-def test_a_chat_template_is_suggested_in_one_line(command, chat_model, llama, pairs, tmp_path, capsys):
-    for model, template, hints in ((chat_model, "plain", 1), (chat_model, "chat", 0), (llama, "plain", 0)):
-        settings = {"prompt_template": template, "inner_steps": 1}
-        run(command, model, pairs, tmp_path / f"{hints}-{template}-{model.name}", **settings)
-        assert capsys.readouterr().out.count("--prompt_template chat") == hints

@@ -1,16 +1,15 @@
 """Inner steps, head inits, rules and the outer step in one process, against their definitions."""
 
 import copy
+import itertools
 import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import get_scheduler
 
@@ -20,53 +19,39 @@ from fmmeta.config.settings import SCHEDULES, Config
 from fmmeta.meta.algorithms.setup import setup
 from fmmeta.meta.classifier_head import class_means
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.meta.outer_step import OuterOptimizer, OuterStep
+from fmmeta.meta.noise_scale import TaskSquares
+from fmmeta.meta.outer_step import OuterOptimizer, OuterStep, OuterUpdate
 from fmmeta.meta.parameters import MetaGradient, MetaParameters, PendingMean, StateDict
+from fmmeta.meta.reference import set_gradient, set_loss
 from fmmeta.metrics.scores import EpisodeScore, mean_ci95, per_stratum
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import param_groups
 from fmmeta.parallel.workers.full_model import PlainWorker, nan_gradient_if_nonfinite
 from fmmeta.parallel.workers.zero import ShardOptimizer
-from fmmeta.tasks.batching import Batcher, Episode, Example
 from fmmeta.tasks.loader import LoadResult
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.training.episodes import EpisodeReader
 from fmmeta.training.final import BaselineLoop, compare, show
 from fmmeta.training.scoring import Scoring, score_of
-from tests.support.episodes import objective
 from tests.support.helpers import one_rank
 from tests.support.learners import (
+    CLASSES,
+    CPU,
+    LEARNERS,
     RuleOn,
     batches_of,
     bert,
     by_name,
-    config_of,
     episode_of,
     gradient_of,
-    llama,
-    task_gradient,
-    worker_of,
+    norm,
     worker_over,
 )
 
-CPU = torch.device("cpu")
-LR, STEPS, CLASSES = 0.1, 3, 3
+LR, STEPS = 0.1, 3
 RNG = torch.Generator().manual_seed(5)
-
-
-def rows(count: int) -> list[Example]:
-    """Rows of 2 to 6 tokens whose classes alternate."""
-    return [
-        Example(torch.randint(1, 40, (2 + i % 5,), generator=RNG).tolist(), i % CLASSES) for i in range(count)
-    ]
-
-
-SUPPORT, QUERY = rows(10), rows(6)  # of one class four, of the others three
-
-
-def batches(micro_batch_size: int = 4) -> Episode:
-    batcher = Batcher(0, micro_batch_size)
-    return Episode(batcher.split(SUPPORT), batcher.split(QUERY))
+ROWS = episode_of(LEARNERS["bert"], support=10)  # of one class four, of the others three
+ALONE = Communicator(None, 0, 1, CPU)
 
 
 def rule_of(name: str, worker: PlainWorker, head_init: str, lr: float = LR) -> RuleOn:
@@ -74,69 +59,21 @@ def rule_of(name: str, worker: PlainWorker, head_init: str, lr: float = LR) -> R
     return RuleOn(find(name).rule, setup(config, worker, worker.model.head_names, CLASSES, bf16=False))
 
 
-def inner_loop(worker: PlainWorker, head_init: str) -> InnerLoop:
-    return rule_of("fomaml", worker, head_init).inner
-
-
-def call(model: nn.Module, row: Example) -> tuple[Tensor, Tensor]:
-    """Features and logits of a row."""
-    ids = torch.tensor([list(row.input_ids)])
-    return model(input_ids=ids, attention_mask=torch.ones_like(ids))
-
-
-def mean_loss(model: nn.Module, examples: Sequence[Example]) -> Tensor:
-    """The mean loss over a set, computed row by row."""
-    return F.cross_entropy(
-        torch.cat([call(model, row)[1] for row in examples]), torch.tensor([row.labels for row in examples])
-    )
-
-
-def gradients(model: nn.Module, examples: Sequence[Example]) -> dict[str, Tensor]:
-    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    found = torch.autograd.grad(mean_loss(model, examples), list(trained.values()))
-    return dict(zip(trained, found, strict=True))
-
-
-def means_by_hand(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        features = torch.cat([call(model, row)[0] for row in SUPPORT])
-    return torch.stack(
-        [features[torch.tensor([row.labels == c for row in SUPPORT])].mean(0) for c in range(CLASSES)]
-    )
-
-
-def adapted_copy(model: nn.Module, head_init: str) -> nn.Module:
-    """A copy of the model with an initialised head, after SGD steps on the support set."""
-    phi = copy.deepcopy(model)
-    if head_init == "prototype":
-        means = means_by_hand(phi)
-        with torch.no_grad():
-            phi.get_parameter(phi.head_names[0]).copy_(2 * means)
-            phi.get_parameter(phi.head_names[1]).copy_(-means.square().sum(1))
-    optimizer = torch.optim.SGD([param for param in phi.parameters() if param.requires_grad], lr=LR)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        mean_loss(phi, SUPPORT).backward()
-        optimizer.step()
-    return phi
-
-
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    """Compare relative to the norm of the whole vector, as docs/explanation/architecture.md does."""
-    assert list(found) == list(wanted)
-    off = math.sqrt(sum(float((found[name] - wanted[name]).square().sum()) for name in wanted))
-    size = math.sqrt(sum(float(value.square().sum()) for value in wanted.values()))
-    assert size > 1e-2
-    assert off < tolerance * size
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "model"])
 def test_prototypes_are_class_means(pooling):
     model = bert(pooling)
-    means = means_by_hand(model)
+    features: dict[int, list[Tensor]] = {c: [] for c in range(CLASSES)}
+    for row in ROWS.support:
+        ids = torch.tensor([row.input_ids])
+        features[row.labels].append(model(input_ids=ids, attention_mask=torch.ones_like(ids))[0].detach())
+    means = torch.stack([torch.cat(of_class).mean(0) for of_class in features.values()])
     worker = worker_over(model, "prototype")
-    theta = worker.read()
-    phi0, found = inner_loop(worker, "prototype").head.start(worker, theta, batches().support)
+    theta, head = worker.read(), rule_of("fomaml", worker, "prototype").inner.head
+    phi0, found = head.start(worker, theta, batches_of(ROWS).support)
     assert torch.equal(phi0, worker.read())
     torch.testing.assert_close(found.means, means)
     weight, bias = (model.get_parameter(name) for name in model.head_names)
@@ -148,64 +85,51 @@ def test_prototypes_are_class_means(pooling):
 
 def test_a_row_that_only_fills_a_batch_is_no_part_of_a_class_mean():
     """A rank without rows runs a copy of a row of another rank, with weight 0."""
-    worker, (first, *_) = worker_over(bert("mean"), "prototype"), batches().support
-    features = torch.randn(len(first.targets["labels"]), 16, generator=RNG)
-    weights = first.weights.clone()
+    worker, (first, *_) = worker_over(bert("mean"), "prototype"), batches_of(ROWS).support
+    labels, weights = first.targets["labels"], first.weights.clone()
+    features = torch.randn(len(labels), 16, generator=RNG)
     weights[1] = 0
     found = class_means(worker, [replace(first, weights=weights)], [features], CLASSES)
-    others = [row for row in range(len(first.targets["labels"])) if row != 1]
-    for c in {int(first.targets["labels"][row]) for row in others}:
-        rows_of_c = [row for row in others if first.targets["labels"][row] == c]
-        torch.testing.assert_close(found.means[c], features[rows_of_c].mean(0))
+    for c in labels[weights > 0].unique():
+        torch.testing.assert_close(found.means[c], features[(labels == c) & (weights > 0)].mean(0))
 
 
 @pytest.mark.parametrize("head_init", ["zero", "learned"])
 def test_other_head_inits_leave_theta_unchanged(head_init):
     worker = worker_over(bert("mean"), head_init)
-    theta = worker.read()
-    phi0, means = inner_loop(worker, head_init).head.start(worker, theta, batches().support)
+    theta, head = worker.read(), rule_of("fomaml", worker, head_init).inner.head
+    phi0, means = head.start(worker, theta, batches_of(ROWS).support)
     assert phi0 is theta
     assert means is None
     assert torch.equal(worker.read(), theta)
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 4, 32])
-def test_gradient_of_micro_batches_equals_that_of_the_whole_set(micro_batch_size):
-    model = bert("mean")
-    wanted = gradients(model, SUPPORT)
-    worker = worker_over(model)
+@pytest.mark.parametrize(
+    ("model", "micro_batch_size"), [("bert", 1), ("bert", 4), ("bert", 32), ("llama", 2)]
+)
+def test_gradient_of_micro_batches_equals_that_of_the_whole_set(model, micro_batch_size):
+    """Embeddings have sparse gradients in each, with and without an output layer that is tied to them."""
+    learner = LEARNERS[model]
+    rows, weights = episode_of(learner, support=10), weights_of(learner)
+    wanted = set_gradient(learner, weights, rows.support, False)
+    worker, support = worker_over(copy.deepcopy(learner)), batches_of(rows, micro_batch_size).support
+    sparse = [module.sparse for module in worker.model.modules() if isinstance(module, nn.Embedding)]
+    assert set(sparse) == {True}
     found = worker.zeros()
-    passed = worker.gradient(batches(micro_batch_size).support, found)
-    assert_same(by_name(worker, found), wanted)
-    assert passed.loss == pytest.approx(mean_loss(model, SUPPORT).item(), rel=1e-5)
+    passed = worker.gradient(support, found)
+    off = {name: value - wanted[name] for name, value in by_name(worker, found).items()}
+    assert off.keys() == wanted.keys()
+    assert norm(off) < 1e-5 * norm(wanted)
+    assert passed.loss == pytest.approx(set_loss(learner, weights, rows.support, False).item(), rel=1e-5)
     assert passed.finite
-
-
-@pytest.mark.parametrize("rule", ["fomaml", "maml", "reptile"])
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("poison", [False, True])
-def test_theta_is_restored_bitwise(rule, bf16, poison):
-    """Also after a non-finite task, which adds nothing."""
-    model = bert("mean")
-    worker = worker_over(model, "prototype", bf16)
-    theta = worker.read()
-    before = [param.detach().clone() for param in model.parameters()]
-    episode = batches()
-    found = task_gradient(rule_of(rule, worker, "prototype", 1e38 if poison else LR), worker, episode)
-    assert found.finite is not poison
-    assert found.gradient.any() != poison
-    assert torch.equal(worker.read(), theta)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    again = task_gradient(rule_of(rule, worker, "prototype"), worker, episode)
-    assert again.finite  # the bad task has left no gradients
+    worker.write(worker.read())
+    assert torch.equal(gradient_of(worker, support), found)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_pass_starts_without_gradients_of_others(bf16, monkeypatch):
     """Its micro-batches are added up; nothing is left of a pass before it, nor of one that an error ends."""
-    worker = worker_over(bert("mean"), "prototype", bf16)
-    support = batches_of(episode_of(worker.model), 2).support
-    assert len(support) > 2
+    worker, support = worker_over(bert("mean"), "prototype", bf16), batches_of(ROWS, 2).support
     total = gradient_of(worker, support)
     parts = [gradient_of(worker, [batch]) for batch in support]
     torch.testing.assert_close(total, torch.stack(parts).sum(0), rtol=0, atol=2e-6)
@@ -224,105 +148,55 @@ def test_a_pass_starts_without_gradients_of_others(bf16, monkeypatch):
     assert torch.equal(gradient_of(worker, support), total)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_sparse_embedding_gradients_equal_dense_ones(tied):
-    """With and without an output layer tied to the embeddings, over several micro-batches."""
-    learner = llama() if tied else bert()
-    dense = copy.deepcopy(learner)
-    episode = episode_of(learner)
-    worker = worker_of(learner, config_of(learner))
-    embeddings = [module for module in worker.model.modules() if isinstance(module, nn.Embedding)]
-    assert embeddings
-    assert all(module.sparse for module in embeddings)
-    found = gradient_of(worker, batches_of(episode, 2).support)
-    worker.write(worker.read())
-    assert torch.equal(found, gradient_of(worker, batches_of(episode, 2).support))
-    if not tied:
-        for name in dense.head_names:
-            dense.get_parameter(name).data.zero_()
-    loss = torch.zeros(())
-    for batch in Batcher(0, 100).split(episode.support):
-        loss = loss + objective(dense(**batch.inputs), batch)[0]
-    loss.backward()
-    trained = {name: param.grad for name, param in dense.named_parameters() if param.grad is not None}
-    assert_same(by_name(worker, found), trained)
-
-
-@pytest.mark.parametrize("rule", ["fomaml", "reptile"])
-@pytest.mark.parametrize("bf16", [False, True])
-def test_a_gradient_added_to_a_sum_is_the_same_gradient(rule, bf16):
-    worker, other = (worker_over(bert("mean"), "prototype", bf16) for _ in range(2))
-    start = torch.linspace(-1, 1, worker.params.numel)
-    into = MetaGradient(start)
-    into.sum.copy_(start)
-    added = task_gradient(rule_of(rule, worker, "prototype"), worker, batches(), into)
-    apart = task_gradient(rule_of(rule, other, "prototype"), other, batches())
-    assert added.finite
-    assert into.weight == 1
-    assert (added.query.loss, added.support.loss) == (apart.query.loss, apart.support.loss)
-    assert torch.equal(into.sum, start + apart.gradient)
-
-
-def test_nonfinite_loss_has_a_nan_gradient():
+@pytest.mark.parametrize(
+    ("loss", "slope"),
+    [(lambda x: 2 * x, 2.0), (lambda x: 2 * x + math.inf, math.nan), (lambda x: 2 * x * math.nan, math.nan)],
+)
+def test_nonfinite_loss_has_a_nan_gradient(loss, slope):
     x = torch.tensor(3.0, requires_grad=True)
-    for loss, slope in ((2 * x, 2.0), (2 * x + math.inf, math.nan), (2 * x * math.nan, math.nan)):
-        (found,) = torch.autograd.grad(nan_gradient_if_nonfinite(loss), x)
-        assert found.item() == pytest.approx(slope, nan_ok=True)
+    (found,) = torch.autograd.grad(nan_gradient_if_nonfinite(loss(x)), x)
+    assert found.item() == pytest.approx(slope, nan_ok=True)
 
 
-def test_shard_optimizer_passes_zeros_when_ranks_reject_the_gradient():
-    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer, updates = ShardOptimizer([{"params": params}]), []
+@pytest.mark.parametrize(
+    ("grads", "reject", "wanted"),
+    [([1.0, math.nan], True, 0.0), ([1.0, 1.0], False, 1.0), ([1.0, 1.0], True, 0.0)],
+)
+def test_shard_optimizer_passes_zeros_when_ranks_reject_the_gradient(grads, reject, wanted):
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer, updates, flags = ShardOptimizer([{"params": params}]), [], []
     optimizer.slices = {p.data_ptr(): slice(2 * i, 2 * i + 2) for i, p in enumerate(params)}
     optimizer.update = lambda shard, grad, where: updates.append((where, grad.tolist()))
-    for grads, reject, wanted in (
-        ([1.0, math.nan], True, 0.0),
-        ([1.0, 1.0], False, 1.0),
-        ([1.0, 1.0], True, 0.0),
-    ):
-        for param, value in zip(params, grads, strict=True):
-            param.grad = torch.full((2,), value)
-        flags = []
-        optimizer.bad, optimizer.reject_nonfinite = (
-            torch.tensor(False),
-            lambda bad, reject=reject, flags=flags: flags.append(bool(bad)) or torch.tensor(reject),
-        )
-        optimizer.step()
-        assert flags == [any(map(math.isnan, grads))]
-        assert updates == [(slice(0, 2), [wanted] * 2), (slice(2, 4), [wanted] * 2)]
-        updates.clear()
-
-
-def test_untrained_parameters_are_not_in_the_param_map():
-    model = bert("mean")
-    worker = worker_over(model)
-    assert {f.name for f in worker.params.fragments} == {
-        n for n, p in model.named_parameters() if "pooler" not in n
-    }
+    optimizer.bad = torch.tensor(False)
+    optimizer.reject_nonfinite = lambda bad: flags.append(bool(bad)) or torch.tensor(reject)
+    for param, value in zip(params, grads, strict=True):
+        param.grad = torch.full((2,), value)
+    optimizer.step()
+    assert flags == [any(map(math.isnan, grads))]
+    assert updates == [(slice(0, 2), [wanted] * 2), (slice(2, 4), [wanted] * 2)]
 
 
 def test_parameter_groups():
     model = bert("model")
-    groups = {
-        group["name"]: group["params"] for group in param_groups(model, model.head_names, weight_decay=True)
-    }
+    groups = {one["name"]: one["params"] for one in param_groups(model, model.head_names, weight_decay=True)}
     names = {id(param): name for name, param in model.named_parameters()}
     assert [names[id(p)] for p in groups["head"]] == list(model.head_names)
     assert all(p.ndim > 1 for p in groups["decay"])
     assert all(p.ndim == 1 for p in groups["no_decay"])
     assert sum(map(len, groups.values())) == len(names)
     assert [g["name"] for g in param_groups(model, (), weight_decay=False)] == ["no_decay"]
+    pooled = worker_over(bert("mean"))  # which does not train the pooler
+    trained = {name for name, _ in pooled.model.named_parameters() if "pooler" not in name}
+    assert {f.name for f in pooled.params.fragments} == trained
 
 
-def outer_of(worker: PlainWorker, theta: Tensor, **settings) -> OuterOptimizer:
-    fixed = {"outer_optimizer": "sgd", "outer_lr": 0.5, "lr_scheduler_type": "constant"}
-    config = Config(**{**fixed, "max_grad_norm": 0.0, "weight_decay": 0.0, **settings})
-    return OuterOptimizer(MetaParameters(theta), worker, config)
-
-
-def mean_of(theta: Tensor, **extra: Tensor) -> PendingMean:
-    """A meta-gradient that is already reduced."""
-    return PendingMean({**extra, "theta": theta})
+PLAIN_SGD = {
+    "outer_optimizer": "sgd",
+    "outer_lr": 0.5,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "weight_decay": 0.0,
+}
 
 
 def outer_step(
@@ -332,26 +206,26 @@ def outer_step(
     worker = worker_over(bert("mean"), head_init)
     theta = worker.read()
     began = theta.clone()
-    mean = None if gradient is None else mean_of(gradient(theta))
-    return worker, began, theta, outer_of(worker, theta, **settings).step(mean, 0)
+    outer = OuterOptimizer(MetaParameters(theta), worker, Config(**{**PLAIN_SGD, **settings}))
+    mean = None if gradient is None else PendingMean({"theta": gradient(theta)})
+    return worker, began, theta, outer.step(mean, 0)
 
 
 @pytest.mark.parametrize("largest", [0.1, 1e6])
 def test_clipping_is_over_the_whole_model(largest):
-    worker = worker_over(bert("mean"), "zero")
-    gradient = torch.randn(worker.params.numel, generator=RNG)
-    _, began, theta, moved = outer_step(lambda _: gradient.clone(), "zero", max_grad_norm=largest)
+    gradient = torch.randn(worker_over(bert("mean")).params.numel, generator=RNG)
+    worker, began, theta, moved = outer_step(lambda _: gradient.clone(), "zero", max_grad_norm=largest)
     gradient[worker.params.groups["head"]] = 0  # a head that is reset in every task is not in the norm
-    norm = float(gradient.double().norm())
+    length = float(gradient.double().norm())
     assert moved.applied
-    assert moved.grad_norm == pytest.approx(norm)
-    torch.testing.assert_close(theta - began, -0.5 * gradient * min(1, largest / norm), atol=1e-6, rtol=1e-4)
+    assert moved.grad_norm == pytest.approx(length)
+    step = -0.5 * gradient * min(1, largest / length)
+    torch.testing.assert_close(theta - began, step, atol=1e-6, rtol=1e-4)
 
 
 def test_weight_decay_is_on_the_decay_group_alone():
-    worker, began, theta, _ = outer_step(
-        torch.zeros_like, outer_optimizer="adamw", outer_lr=0.1, weight_decay=0.2
-    )
+    settings = {"outer_optimizer": "adamw", "outer_lr": 0.1, "weight_decay": 0.2}
+    worker, began, theta, _ = outer_step(torch.zeros_like, **settings)
     decay, rest = worker.params.groups["decay"], worker.params.groups["no_decay"]
     torch.testing.assert_close(theta[decay], began[decay] * (1 - 0.1 * 0.2))
     assert torch.equal(theta[rest], began[rest])
@@ -380,7 +254,8 @@ def test_theta_is_unchanged_without_a_finite_meta_gradient(bad):
 )
 def test_outer_lr_schedules_equal_transformers(name, warmup):
     worker = worker_over(bert("mean"))
-    outer = outer_of(worker, worker.read(), lr_scheduler_type=name, warmup_steps=warmup, outer_steps=20)
+    schedule = {"lr_scheduler_type": name, "warmup_steps": warmup, "outer_steps": 20}
+    outer = OuterOptimizer(MetaParameters(worker.read()), worker, Config(**{**PLAIN_SGD, **schedule}))
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
     scheduler = get_scheduler(name, optimizer, warmup, 20)
     wanted = {}
@@ -392,11 +267,11 @@ def test_outer_lr_schedules_equal_transformers(name, warmup):
         assert {step: outer.lr(step) for step in steps} == pytest.approx(wanted)
 
 
-EPS = {"lr": 0.01, "eps": 1e-6}
-TORCH = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+EPS = {"eps": 1e-6}
+TORCH: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p),
     "adamw": lambda p: torch.optim.AdamW(p, **EPS, weight_decay=0.0),
-    "nesterov": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.8, nesterov=True),
+    "nesterov": lambda p: torch.optim.SGD(p, momentum=0.8, nesterov=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, **EPS),
     "adamax": lambda p: torch.optim.Adamax(p, **EPS),
     "nadam": lambda p: torch.optim.NAdam(p, **EPS),
@@ -405,113 +280,132 @@ TORCH = {
 }
 
 
-def optimizer_settings(name: str) -> dict[str, Any]:
+def inner_and_outer(worker: PlainWorker, theta: Tensor, config: Config) -> tuple[InnerLoop, OuterOptimizer]:
+    inner = setup(config, worker, worker.model.head_names, CLASSES, bf16=False).inner
+    return inner, OuterOptimizer(MetaParameters.of(theta, inner), worker, config)
+
+
+RATES = [
+    {"inner_lr_learned": learned, "inner_lr_outer_lr": 0.03, "weight_decay": 0.5}
+    for learned in ("layer", "element")
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "learned"),
+    [*itertools.product(TORCH, [{}]), *itertools.product(("sgd", "adamw", "nesterov", "rmsprop"), RATES)],
+)
+def test_outer_optimizers_equal_torch(name, learned):
+    """Of theta, or of learned rates, which have an outer rate of their own and no weight decay."""
     own = {"outer_momentum": 0.8} if name == "nesterov" else {}
-    return {"outer_optimizer": name, "outer_lr": 0.01, "adam_epsilon": 1e-6, **own}
-
-
-@pytest.mark.parametrize("name", TORCH)
-def test_outer_optimizers_equal_torch(name):
+    settings = {"outer_optimizer": name, "outer_lr": 0.01, "adam_epsilon": 1e-6, **own}
+    schedule = {"lr_scheduler_type": "linear", "outer_steps": 10, "max_grad_norm": 0.0, "weight_decay": 0.0}
     worker = worker_over(bert("mean"))
-    theta = worker.read()
-    param = nn.Parameter(theta.clone())
-    plain, outer = TORCH[name]([param]), outer_of(worker, theta, **optimizer_settings(name))
+    _, outer = inner_and_outer(worker, worker.read(), Config(**{**settings, **schedule, **learned}))
+    named, moved = outer.meta_params.named(), "rates" if learned else "theta"
+    values, zeros = named[moved], {key: torch.zeros_like(value) for key, value in named.items()}
+    param = nn.Parameter(values.clone())
+    plain = TORCH[name]([param])
     for step in range(4):
-        param.grad = torch.randn(theta.shape, generator=RNG)
-        outer.step(mean_of(param.grad.clone()), step)
+        param.grad = torch.randn(values.shape, generator=RNG, dtype=values.dtype)
+        plain.param_groups[0]["lr"] = learned.get("inner_lr_outer_lr", 0.01) * (1 - step / 10)
+        assert outer.step(PendingMean({**zeros, moved: param.grad.clone()}), step).applied
         plain.step()
-    torch.testing.assert_close(theta, param.detach())
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "nesterov", "rmsprop"])
-@pytest.mark.parametrize("learned", ["layer", "element"])
-def test_learned_rates_use_inner_lr_outer_lr(optimizer, learned):
-    model = bert("mean")
-    worker = worker_over(model)
-    schedule = {"lr_scheduler_type": "linear", "outer_steps": 10, "weight_decay": 0.5, "max_grad_norm": 0.0}
-    rates_of = {"inner_lr_learned": learned, "inner_lr_outer_lr": 0.03}
-    config = Config(**optimizer_settings(optimizer), **schedule, **rates_of)
-    inner = setup(config, worker, model.head_names, CLASSES, bf16=False).inner
-    rates = inner.rates.meta_parameter
-    param = nn.Parameter(rates.clone())
-    plain = TORCH[optimizer]([param])
-    outer = OuterOptimizer(MetaParameters.of(worker.read(), inner), worker, config)
-    for step in range(3):
-        param.grad = torch.randn(rates.shape, generator=RNG, dtype=rates.dtype)
-        plain.param_groups[0]["lr"] = 0.03 * (1 - step / 10)
-        assert outer.step(mean_of(torch.zeros(worker.params.numel), rates=param.grad), step).applied
-        plain.step()
-    torch.testing.assert_close(rates, param.detach())
-    before = rates.clone()
-    bad = mean_of(torch.zeros(worker.params.numel), rates=torch.full_like(rates, math.nan))
-    assert not outer.step(bad, 3).applied
-    assert torch.equal(rates, before)
+    torch.testing.assert_close(values, param.detach())
+    before = values.clone()
+    assert not outer.step(PendingMean({**zeros, moved: torch.full_like(values, math.nan)}), 4).applied
+    assert torch.equal(values, before)
 
 
 @pytest.mark.parametrize("learned", ["no", "layer", "element"])
 @pytest.mark.parametrize("optimizer", TORCH)
 def test_resumed_outer_optimizer_with_learned_rates_equals_undisturbed_run(optimizer, learned):
-    model = bert("mean")
-    worker = worker_over(model, "zero")
-    config = Config(
-        outer_optimizer=optimizer,
-        outer_lr=0.01,
-        lr_scheduler_type="cosine",
-        weight_decay=0.1,
-        inner_lr_learned=learned,
-    )
-    grads = [torch.randn(worker.params.numel, generator=RNG) for _ in range(4)]
+    worker = worker_over(bert("mean"), "zero")
+    settings = {"outer_optimizer": optimizer, "outer_lr": 0.01, "inner_lr_learned": learned}
+    config = Config(**settings, lr_scheduler_type="cosine", weight_decay=0.1)
     ends = []
     for stops in (False, True):
-        theta = worker.read()
-        inner = setup(config, worker, model.head_names, CLASSES, bf16=False).inner
-        outer = OuterOptimizer(MetaParameters.of(theta, inner), worker, config)
-        rng = torch.Generator().manual_seed(9)
-        for step, grad in enumerate(grads):
+        theta, rng = worker.read(), torch.Generator().manual_seed(9)
+        inner, outer = inner_and_outer(worker, theta, config)
+        for step in range(4):
             if stops and step == 2:
                 saved = StateDict()
                 outer.meta_params.add_state(saved)
                 outer.add_state(saved)
-                inner = setup(config, worker, model.head_names, CLASSES, bf16=False).inner
-                outer = OuterOptimizer(MetaParameters.of(theta, inner), worker, config)
+                inner, outer = inner_and_outer(worker, theta, config)
                 outer.meta_params.load_state(saved)
                 outer.load_state(saved)
-            rates = inner.rates.meta_parameter
-            extra = (
-                {} if rates is None else {"rates": torch.randn(rates.shape, generator=rng, dtype=rates.dtype)}
-            )
-            outer.step(mean_of(grad.clone(), **extra), step)
+            named = outer.meta_params.named().items()
+            draw = {key: torch.randn(one.shape, generator=rng, dtype=one.dtype) for key, one in named}
+            outer.step(PendingMean(draw), step)
         ends.append((theta, inner.rates.meta_parameter))
     assert torch.equal(ends[0][0], ends[1][0])
     assert learned == "no" or torch.equal(ends[0][1], ends[1][1])
 
 
 def test_meta_gradient_is_the_weighted_mean_of_tasks():
-    meta, alone = MetaGradient(torch.zeros(2)), Communicator(None, 0, 1, CPU)
+    meta, other = MetaGradient(torch.zeros(2)), MetaGradient(torch.zeros(2))
     meta.add(torch.tensor([1.0, 2.0]))
-    other = MetaGradient(torch.zeros(2))
     other.add(torch.tensor([4.0, 8.0]), 3.0)
     meta.merge(other)
     assert meta.weight == 4
-    mean = meta.begin_reduce(alone, meta.weight)
+    mean = meta.begin_reduce(ALONE, meta.weight)
     assert mean is not None
     assert mean.finish("theta").tolist() == [3.25, 6.5]
     meta.clear()
-    assert (meta.sum.tolist(), meta.weight, meta.begin_reduce(alone, 0.0)) == ([0, 0], 0, None)
+    assert (meta.sum.tolist(), meta.weight, meta.begin_reduce(ALONE, 0.0)) == ([0, 0], 0, None)
+
+
+def updates_of(**settings) -> OuterUpdate:
+    """Outer steps of SGD whose learning rate falls linearly over 12 steps."""
+    worker = worker_over(bert("mean"))
+    config = Config(**{**PLAIN_SGD, "lr_scheduler_type": "linear", "outer_steps": 12, **settings})
+    theta = torch.linspace(-1, 1, worker.params.numel)
+    return OuterUpdate(OuterOptimizer(MetaParameters(theta), worker, config), ALONE, config)
+
+
+def test_theta_follows_the_recursion():
+    """On a quadratic: two tasks that weigh 3 together; one meta-batch has no finite task."""
+    updates = updates_of()
+    theta = updates.outer.meta_params.theta
+    wanted, start = theta.double(), theta.clone()
+    for step in range(12):
+        weight, rate = 3.0 * (step != 5), 0.5 * (1 - step / 12)
+        updates.meta.sum.add_(theta, alpha=weight)
+        wanted = wanted - rate * wanted * (weight > 0)
+        result = updates.step(weight, step)
+        assert result.lr == pytest.approx(rate)
+        assert result.applied == (weight > 0)
+        assert not updates.meta.sum.any()
+    assert (theta - wanted).norm() < 1e-6 * (start - wanted).norm()
+
+
+def test_the_noise_scale_continues_from_a_checkpoint():
+    updates, later = updates_of(), updates_of(reduce_dtype="bf16")
+    assert (updates.comm_dtype, later.comm_dtype) == (torch.float32, torch.bfloat16)
+    updates.meta.sum.add_(updates.outer.meta_params.theta)
+    updates.step(3.0, 0, squares=TaskSquares(3.0, 3.0, 10.0))
+    updates.add_state(kept := StateDict())
+    later.load_state(kept)
+    assert later.noise_scale.state == updates.noise_scale.state
+    assert later.noise_scale.count == 1
 
 
 def test_evaluation_scores_before_and_after_adaptation_and_restores_theta():
-    model = bert("mean")
-    phi = adapted_copy(model, "zero")
-    before, after = mean_loss(model, QUERY).item(), mean_loss(phi, QUERY).item()
+    model = copy.deepcopy(LEARNERS["bert"])
+    phi = weights_of(model)
+    losses = [set_loss(model, phi, ROWS.query, False).item()]
+    for _ in range(STEPS):
+        gradient = set_gradient(model, phi, ROWS.support, False)
+        phi = {name: value - LR * gradient[name] for name, value in phi.items()}
+    losses.append(set_loss(model, phi, ROWS.query, False).item())
     worker = worker_over(model, "zero")
-    theta = worker.read()
+    theta, inner = worker.read(), rule_of("fomaml", worker, "zero").inner
     worker.write(torch.zeros_like(theta))  # evaluation puts theta in by itself
     tasks = [Task(0, f"t{i}", f"s{i}", 10 + i, (0, 0, 0, i)) for i in range(2)]
     reader = EpisodeReader(
-        lambda tasks: [LoadResult(task, batches()) for task in tasks], one_rank(), Config(), print
+        lambda tasks: [LoadResult(task, batches_of(ROWS)) for task in tasks], one_rank(), Config(), print
     )
-    inner = inner_loop(worker, "zero")
     scores = Scoring(worker, one_rank(), Progress(enabled=False)).scores(
         tasks,
         reader.read_share,
@@ -522,7 +416,7 @@ def test_evaluation_scores_before_and_after_adaptation_and_restores_theta():
     assert torch.equal(worker.read(), theta)
     assert [(score.slot, score.stratum) for score in scores] == [(0, "s0"), (1, "s1")]
     for score in scores:
-        assert score.losses == pytest.approx([before, after], rel=1e-4)
+        assert score.losses == pytest.approx(losses, rel=1e-4)
 
 
 def test_gains_are_paired_over_common_episodes():
@@ -539,20 +433,14 @@ def test_gains_are_paired_over_common_episodes():
     assert compared.accuracies == pytest.approx({"before": 0, "after": 0.9, "after_from_start": 0.55})
 
 
-def test_summaries_of_scores():
-    """Quantiles of Student's t from a printed table: 4.303, 3.182 and 2.776 for 2, 3 and 4 degrees of
-    freedom.
-    """
-    for values, quantile in (
-        ([1.0, 2.0, 6.0], 4.303),
-        ([1.0, 2.0, 3.0, 4.0], 3.182),
-        ([1.0, 1.0, 1.0, 1.0, 6.0], 2.776),
-    ):
-        mean, half = mean_ci95(values)
-        assert mean == pytest.approx(statistics.mean(values))
-        assert half == pytest.approx(quantile * statistics.stdev(values) / math.sqrt(len(values)), rel=2e-4)
-    assert mean_ci95([1.0])[0] == 1.0
-    assert math.isnan(mean_ci95([1.0])[1])
+@pytest.mark.parametrize(
+    ("values", "quantile"),
+    [([1.0, 2.0, 6.0], 4.303), ([1.0, 2.0, 3.0, 4.0], 3.182), ([1.0, 1.0, 1.0, 1.0, 6.0], 2.776)],
+)
+def test_intervals_take_quantiles_of_students_t(values, quantile):
+    """From a printed table: for 2, 3 and 4 degrees of freedom."""
+    half = quantile * statistics.stdev(values) / math.sqrt(len(values))
+    assert mean_ci95(values) == pytest.approx((statistics.mean(values), half), rel=2e-4)
 
 
 def test_an_interval_over_units_counts_their_values_as_repetitions():
@@ -562,11 +450,10 @@ def test_an_interval_over_units_counts_their_values_as_repetitions():
     alike = [1.0, 3.0, 1.0, 3.0]
     assert mean_ci95(alike, ["a", "a", "b", "b"]) == mean_ci95(alike)  # not zero: over episodes it is wider
     assert mean_ci95(values, ["a", "b", "c", "d"]) == mean_ci95(values)
+    assert mean_ci95([1.0]) == pytest.approx((1.0, math.nan), nan_ok=True)
     assert math.isnan(mean_ci95(values, ["a"] * 4)[1])
-    scores = [
-        EpisodeScore(i, f"t{i}", stratum, [0, 0], [0, accuracy])
-        for i, (stratum, accuracy) in enumerate([("b", 0.5), ("a", 1.0), ("b", 1.0)])
-    ]
+    strata = [("b", 0.5), ("a", 1.0), ("b", 1.0)]
+    scores = [EpisodeScore(i, f"t{i}", name, [0, 0], [0, share]) for i, (name, share) in enumerate(strata)]
     assert per_stratum(scores) == {"a": 1.0, "b": 0.75}
 
 

@@ -1,6 +1,8 @@
 """Joint training of classifiers: labels over the classes of all tasks, plain multi-task fine-tuning."""
 
+import itertools
 import json
+from collections import defaultdict
 
 import pytest
 import torch
@@ -11,84 +13,58 @@ from transformers import AutoModelForSequenceClassification
 from fmmeta import Config, MetaTrainer
 from fmmeta.learners.load import describe, load_tokenizer
 from fmmeta.tasks.schedule.meta_batches import Schedule
-from fmmeta.tasks.sources.base import Draw, number_classes
+from fmmeta.tasks.sources.base import number_classes
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.helpers import write_rows
-from tests.support.messages import check_message, refusal
 from tests.support.models import write_classes
 
 
 def sources_of(*datasets, **settings):
-    settings = {"n_way": 2, "algorithm": "joint", **settings}
-    config = Config(dataset=[str(path) for path in datasets], k_shot=1, num_query=1, **settings)
+    given = {"n_way": 2, "k_shot": 1, "num_query": 1, "algorithm": "joint", **settings}
+    config = Config(dataset=[str(path) for path in datasets], **given)
     return load_sources(config, load_tokenizer(config, describe(config), print), print)
-
-
-def drawn(sources, task) -> Draw:
-    return number_classes(sources.numbers, sources.train.draw(task))
 
 
 def classes_of(sources) -> list[str]:
     return list(map("/".join, sources.numbers))
 
 
-def named(sources, steps: int = 30) -> dict[tuple[str, str], set[int]]:
-    """Label numbers of each class, by the name of its task and its own name."""
-    found: dict[tuple[str, str], set[int]] = {}
-    for step in range(steps):
-        for task in Schedule(sources.train.items, 2, 0).meta_batch(step):
-            draw = drawn(sources, task)
-            assert [*draw.classes] == classes_of(sources)
-            for row, label in (*draw.support, *draw.query):
-                key = (draw.store.text("task", row), draw.store.text("target", row))
-                found.setdefault(key, set()).add(label)
+def numbers_of(sources) -> dict[str, set[int]]:
+    """Label numbers of each class, by the names of its task and its own."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for task in (task for step in range(30) for task in Schedule(sources.train.items, 2, 0).meta_batch(step)):
+        draw = number_classes(sources.numbers, sources.train.draw(task))
+        assert [*draw.classes] == classes_of(sources)
+        for row, label in (*draw.support, *draw.query):
+            own = [draw.store.text(name, row) for name in ("task", "target")]
+            data = task.name.split("/")[:-1] if "/" in task.name else []
+            found["/".join([*data, *filter(None, own)])].add(label)
     return found
 
 
-def tasks_file(path, tasks: int = 3):
+def tasks_file(path, tasks: int):
+    """Tasks with classes of the same names."""
+    numbers = itertools.product(range(tasks), range(3), range(4))
     return write_rows(
-        path,
-        [
-            {"task": f"t{t}", "text": f"{t} {c} {i}", "label": f"c{c}"}
-            for t in range(tasks)
-            for c in range(3)
-            for i in range(4)
-        ],
+        path, [{"task": f"t{t}", "text": f"{t} {c} {i}", "label": f"c{c}"} for t, c, i in numbers]
     )
 
 
 def test_a_class_has_one_number_in_all_episodes(tmp_path):
-    sources = sources_of(write_classes(tmp_path / "a.jsonl"))
-    found, names = named(sources), classes_of(sources)
-    assert sorted(found) == sorted(("", name) for name in names)
-    assert [found["", name] for name in names] == [{number} for number in range(len(names))]
-    assert not sources_of(tmp_path / "a.jsonl", algorithm="fomaml").numbers
-
-
-def test_equal_names_in_other_tasks_and_data_sets_are_other_classes(tmp_path):
-    (tmp_path / "splits.json").write_text(json.dumps({"train": ["t0", "t1", "t2"], "valid": [], "test": []}))
-    one = sources_of(tasks_file(tmp_path / "a.jsonl"), task_splits=str(tmp_path / "splits.json"))
-    found = named(one)
-    assert len(found) == len(one.numbers) == 9
-    assert sorted(number for numbers in found.values() for number in numbers) == list(range(9))
-    both = sources_of(tasks_file(tmp_path / "a.jsonl", 6), tasks_file(tmp_path / "b.jsonl", 6))
-    names, items = classes_of(both), both.train.items
-    assert len(names) == len(set(names)) == 3 * len(items)
-    seen = set()
-    for step in range(20):
-        for task in Schedule(items, 2, 0).meta_batch(step):
-            draw = drawn(both, task)
-            seen.add(task.name)
-            for _, label in (*draw.support, *draw.query):
-                assert names[label].startswith(f"{task.name}/")
-    assert seen == set(items.names)
-
-
-def test_folder_of_task_files_is_refused(tmp_path):
-    for name in ("s/a.jsonl", "s/b.jsonl", "s/c.jsonl"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        tasks_file(tmp_path / name, 1)
-    check_message(refusal(sources_of, tmp_path), "algorithm=joint", "put the tasks into one file")
+    """Equal names in other tasks and data sets are other classes."""
+    classes, splits = write_classes(tmp_path / "classes.jsonl"), tmp_path / "splits.json"
+    one, two = (tasks_file(tmp_path / f"{name}.jsonl", 6) for name in "ab")
+    splits.write_text(json.dumps({"train": ["t0", "t1", "t2"], "valid": [], "test": []}))
+    for sources, count in (
+        (sources_of(classes), None),
+        (sources_of(one, task_splits=str(splits)), 9),
+        (sources_of(one, two), None),
+    ):
+        names = classes_of(sources)
+        assert len(names) == len(set(names)) == (count or len(names))
+        assert numbers_of(sources) == {name: {number} for number, name in enumerate(names)}
+    assert len(names) == 3 * len(sources.train.items)
+    assert not sources_of(classes, algorithm="fomaml").numbers
 
 
 FIXED = {

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import accelerate
 import psutil
@@ -17,7 +18,6 @@ from hypothesis import strategies as st
 
 from fmmeta.common import processes
 from fmmeta.config.settings import Config
-from fmmeta.parallel import memory
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import (
     LAUNCHERS,
@@ -29,13 +29,23 @@ from fmmeta.parallel.layout import (
     first_host,
     unread_settings,
 )
-from fmmeta.parallel.memory import HEADROOM, Sizes, at_size, check_group_size, choose_group_size, estimate
+from fmmeta.parallel.memory import (
+    HEADROOM,
+    Sizes,
+    at_size,
+    check_group_size,
+    choose_group_size,
+    estimate,
+    free_bytes,
+)
 from fmmeta.parallel.network import PORTS, listen
 from fmmeta.parallel.process_groups import World, pick_device
-from harness.fork_server import ROOT, environment, shared
+from harness.fork_server import ROOT, environment
+from tests.support.launch import python
 from tests.support.memory import SIZES, world_of
 from tests.support.messages import check_message, refusal
 
+ZERO_3 = DeepSpeedSettings(3, False, False)
 SBATCH = ROOT / "launch" / "slurm_torchrun.sbatch"
 TORCHRUN = {
     "RANK": "5",
@@ -128,8 +138,8 @@ def test_settings_of_the_launcher_that_are_not_read_are_named(name, value, silen
 def test_settings_that_choose_nothing_are_not_named():
     env = {name: quiet.upper() for name, (quiet, _, _) in UNREAD.items()}
     assert not [*unread_settings(env, Config(), True)]
-    assert not [*unread_settings({"ACCELERATE_USE_CPU": "True"}, Config(), False)]
-    assert len([*unread_settings({"ACCELERATE_USE_CPU": "True"}, Config(), True)]) == 1
+    for on_gpu in (False, True):
+        assert len([*unread_settings({"ACCELERATE_USE_CPU": "True"}, Config(), on_gpu)]) == on_gpu
 
 
 def test_every_variable_that_is_named_is_one_of_accelerate():
@@ -141,16 +151,13 @@ def test_every_variable_that_is_named_is_one_of_accelerate():
 
 def test_ports_of_slurm_jobs_are_not_given_to_connections():
     """Those of both ways to start a job: the kernel gives ports from 32768 on, by default."""
-    jobs = (0, 19999, 20000, 39999)
-    ports = [Launch.from_env({**SLURM, "SLURM_JOB_ID": str(job)}).master_port for job in jobs]
-    assert PORTS[0] <= min(ports)
-    assert max(ports) < PORTS[1]
     line = next(line for line in SBATCH.read_text().splitlines() if line.startswith("export RDZV_PORT="))
-    for job in (0, 41234, 19999):
+    for job in (0, 19999, 20000, 39999):
         env = {**SLURM, "SLURM_JOB_ID": str(job)}
         words = ["bash", "-c", f"{line}; echo $RDZV_PORT"]
         port = subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout
         assert int(port) == Launch.from_env(env).master_port
+        assert PORTS[0] <= int(port) < PORTS[1]
 
 
 @pytest.mark.parametrize(
@@ -161,11 +168,10 @@ def test_a_port_in_use_is_refused_with_the_setting_of_the_launcher(env, remedy, 
     with listen("127.0.0.1", 0) as used:
         port = used.getsockname()[1]
         place = {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        rank = shared().start(["launch/train.py"], tmp_path / "log", environment(**place), cwd=ROOT)
-        codes = shared().wait([rank], 100)
-    assert codes == [2], rank.text
-    assert f"fmmeta: error: master_port={port} is in use on " in rank.text
-    assert f"; give the launch another, such as {remedy}{port + 1}\n" in rank.text
+        ended = python(["launch/train.py"], tmp_path, **place)
+    assert ended.returncode == 2, ended.stderr
+    assert f"fmmeta: error: master_port={port} is in use on " in ended.stderr
+    assert f"; give the launch another, such as {remedy}{port + 1}\n" in ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -208,22 +214,14 @@ def test_a_shell_of_srun_with_other_tasks_is_refused():
     """Its `fmmeta train` would wait for them; standard input of a rank that srun starts is no terminal."""
     env = environment(**{**SLURM, "SLURM_PROCID": "0", "SLURM_PTY_PORT": "4242"})
     code = "import os; from fmmeta.parallel.layout import Launch; Launch.from_env(os.environ)"
+    words, how = [sys.executable, "-c", code], {"env": env, "capture_output": True, "text": True}
     controller, terminal = os.openpty()
-    shell, rank = (
-        subprocess.run(
-            [sys.executable, "-c", code], env=env, stdin=stdin, capture_output=True, text=True, check=False
-        )
-        for stdin in (terminal, subprocess.DEVNULL)
-    )
+    shell, rank = (subprocess.run(words, stdin=stdin, **how) for stdin in (terminal, subprocess.DEVNULL))
     os.close(terminal)
     os.close(controller)
     assert rank.returncode == 0, rank.stderr
-    check_message(
-        shell.stderr.strip().splitlines()[-1],
-        "SLURM_STEP_NUM_TASKS=8",
-        "srun -n 8 fmmeta",
-        "env -u SLURM_PROCID",
-    )
+    parts = ("SLURM_STEP_NUM_TASKS=8", "srun -n 8 fmmeta", "env -u SLURM_PROCID")
+    check_message(shell.stderr.strip().splitlines()[-1], *parts)
 
 
 @pytest.mark.parametrize(
@@ -243,11 +241,6 @@ def test_first_host(nodelist, host):
     assert first_host(nodelist) == host
 
 
-@pytest.mark.parametrize("nodelist", ["", "[1-2]", ",a"])
-def test_nodelist_without_hosts_is_refused(nodelist):
-    check_message(refusal(first_host, nodelist), f"SLURM node list {nodelist!r}", "set MASTER_ADDR")
-
-
 @given(st.integers(1, 12), st.integers(1, 12))
 def test_groups_are_consecutive_ranks(num_groups, group_size):
     world_size = num_groups * group_size
@@ -258,47 +251,47 @@ def test_groups_are_consecutive_ranks(num_groups, group_size):
 
 
 @pytest.mark.parametrize(
-    ("group_size", "world_size", "use"),
-    [(3, 8, "1, 2, 4 or 8"), (2, 7, "1 or 7"), (0, 4, "1, 2 or 4")],
+    ("call", "given", "parts"),
+    [
+        (Layout, (Launch(0, 8), 3), ("group_size=3", "world_size=8", "use 1, 2, 4 or 8")),
+        (Layout, (Launch(0, 7), 2), ("group_size=2", "world_size=7", "use 1 or 7")),
+        (Layout, (Launch(0, 4), 0), ("group_size=0", "world_size=4", "use 1, 2 or 4")),
+        (
+            Layout,
+            (Launch(0, 1), 2),
+            (
+                "group_size=2 needs a launch of 2 ranks",
+                "this process is alone",
+                "torchrun --nproc_per_node 2 -m fmmeta train",
+                "deepspeed --num_gpus 2 --module fmmeta train",
+            ),
+        ),
+        (GroupCoordinates, (0, 4, 3), ("group_size=4", "pipeline_stages=3", "use 3 or 6")),
+        (GroupCoordinates, (0, 3, 1, 2), ("group_size=3", "tensor_parallel_size=2", "use 2 or 4")),
+        *(
+            (first_host, (nodes,), (f"SLURM node list {nodes!r}", "set MASTER_ADDR"))
+            for nodes in ("", "[1-2]", ",a")
+        ),
+    ],
 )
-def test_group_size_divides_the_world(group_size, world_size, use):
-    check_message(
-        refusal(Layout, Launch(0, world_size), group_size),
-        f"group_size={group_size}",
-        f"world_size={world_size}",
-        f"use {use}",
-    )
-
-
-def test_a_group_of_a_process_that_is_alone_names_the_launcher():
-    check_message(
-        refusal(Layout, Launch(0, 1), 2),
-        "group_size=2 needs a launch of 2 ranks",
-        "this process is alone",
-        "torchrun --nproc_per_node 2 -m fmmeta train",
-        "deepspeed --num_gpus 2 --module fmmeta train",
-    )
-
-
-def test_layout_as_text():
-    assert str(Layout(Launch(0, 4), 2)) == "2 groups of 2 ranks"
-    assert str(Layout(Launch(0, 1), 1)) == "1 group of 1 rank"
+def test_sizes_and_nodes_that_make_no_groups_are_refused(call, given, parts):
+    check_message(refusal(call, *given), *parts)
 
 
 ACTIVATIONS = 3 * 10 * 2 * (34 * 8 + 6 * 4 * 10)  # bytes in bf16
 
 
+def bytes_of(settings: DeepSpeedSettings, group_size: int = 4, **changes) -> dict[str, float]:
+    """The estimate for SIZES, or changed ones, by kind; of meta, in host memory and at the peak too."""
+    found = estimate(replace(SIZES, **changes), settings, group_size)
+    return {**found.kinds, "meta": found.meta, "host": found.host, "total": found.total}
+
+
 @pytest.mark.parametrize(
     ("stage", "bf16", "group_size", "kinds", "buffers", "staging"),
     [
-        (
-            0,
-            False,
-            4,
-            (4000, 4000, 0, 20000),
-            0,
-            4000,
-        ),  # in fp32 the weights are the masters; gradients flattened for a reduction
+        # in fp32 the weights are the masters; gradients flattened for a reduction
+        (0, False, 4, (4000, 4000, 0, 20000), 0, 4000),
         (0, False, 1, (4000, 4000, 0, 20000), 0, 0),
         (0, True, 1, (2000, 4000, 4000, 20000), 2000, 2000),  # autograd's in bf16, added up in fp32
         (1, False, 4, (4000, 4000, 1000, 5000), 0, 4000 + 1000),  # flattened, and the rank's part
@@ -310,15 +303,16 @@ ACTIVATIONS = 3 * 10 * 2 * (34 * 8 + 6 * 4 * 10)  # bytes in bf16
     ],
 )
 def test_estimate_by_hand(stage, bf16, group_size, kinds, buffers, staging):
-    found = estimate(SIZES, DeepSpeedSettings(stage, bf16, False), group_size)
-    assert (found.kinds["weights"], found.kinds["gradients"], found.kinds["master"], found.meta) == kinds
-    assert (found.kinds["buffers"], found.kinds["staging"]) == (buffers, staging)
-    assert found.kinds["activations"] == ACTIVATIONS * (1 if bf16 else 2)
-    assert found.kinds["gathered"] == (2000 if stage == 3 and group_size > 1 else 0)
-    assert (found.kinds["logits"], found.total) == (
-        0,
-        sum(kinds) + found.kinds["gathered"] + found.kinds["activations"] + buffers,
-    )
+    found = bytes_of(DeepSpeedSettings(stage, bf16, False), group_size)
+    wanted = dict(zip(("weights", "gradients", "master", "meta"), kinds, strict=True))
+    wanted |= {
+        "activations": ACTIVATIONS * (1 if bf16 else 2),
+        "buffers": buffers,
+        "logits": 0,
+        "gathered": 2000 if stage == 3 and group_size > 1 else 0,
+    }
+    wanted |= {"staging": staging, "total": sum(wanted.values())}
+    assert {kind: found[kind] for kind in wanted} == wanted
 
 
 @pytest.mark.parametrize(
@@ -358,50 +352,51 @@ def test_estimate_by_hand(stage, bf16, group_size, kinds, buffers, staging):
         ),
         # reduced while the backward pass runs; then a step's own copy
         ({}, DeepSpeedSettings(2, False, False, bucket=100), {"buffers": 8 * 100, "staging": 1000}),
-        (
-            {},
-            DeepSpeedSettings(2, False, False, bucket=0),
-            {"buffers": 8 * 8**2},
-        ),  # "auto": the square of the hidden size
+        # "auto": the square of the hidden size
+        ({}, DeepSpeedSettings(2, False, False, bucket=0), {"buffers": 8 * 8**2}),
         (  # a GPU has the bucket whole
             {"lazy": False},
             DeepSpeedSettings(1, False, False),
             {"buffers": 4 * 5 * 10**8, "staging": 4 * 5 * 10**8 + 1000},
         ),
-        (
-            {"vocab": 100},
-            DeepSpeedSettings(0, False, False),
-            {"logits": 3 * 3 * 10 * 100 * 4},
-        ),  # of language models
+        # of language models
+        ({"vocab": 100}, DeepSpeedSettings(0, False, False), {"logits": 3 * 3 * 10 * 100 * 4}),
         (  # shards that an algorithm keeps, and the outer optimizer
             {"kept": 5, "trajectory": 3, "moments": 1},
             DeepSpeedSettings(1, False, False),
             {"kept": 8 * 1000, "moments": 1000},
         ),
+        (  # two of three vectors of a trajectory fit into its budget
+            {"kept": 5, "trajectory": 3, "moments": 1, "budget": 2500},
+            DeepSpeedSettings(1, False, False),
+            {"kept": 7 * 1000, "host": 1000},
+        ),
+        (  # the peak is that of the reduction, after activations are freed
+            {"rows": 1, "tokens": 1},
+            DeepSpeedSettings(2, False, False),
+            {"activations": 4 * (34 * 8 + 6 * 4), "total": 4000 + 1000 + 1000 + 5000 + 8000},
+        ),
+        (  # pinned vectors take powers of two: with meta-gradient and two moments
+            {"lazy": False, "offload_outer": True},
+            DeepSpeedSettings(1, False, False),
+            {"theta": 0, "host": 4 * 1024},
+        ),
+        (  # offload moves the shards of a GPU
+            {"lazy": False},
+            DeepSpeedSettings(3, True, True, offload_param=True),
+            {"weights": 0, "master": 0, "meta": 0, "gradients": 0, "gathered": 2000, "host": 7500},
+        ),
+        ({}, DeepSpeedSettings(3, True, True, offload_param=True), {"weights": 500}),  # it is the same memory
     ],
 )
 def test_kinds_of_memory_by_hand(changes, settings, wanted):
-    found = estimate(replace(SIZES, **changes), settings, 4)
-    assert {kind: found.kinds[kind] for kind in wanted} == wanted
-    assert found.host == 0
+    found = bytes_of(settings, **changes)
+    assert {kind: found[kind] for kind in ("host", *wanted)} == {"host": 0, **wanted}
 
 
-def test_a_trajectory_beyond_its_budget_is_in_host_memory():
-    sizes = replace(SIZES, kept=5, trajectory=3, moments=1, budget=2500)
-    found = estimate(sizes, DeepSpeedSettings(1, False, False), 4)
-    assert (found.kinds["kept"], found.host) == (7 * 1000, 1000)  # two of three fit into the budget
-
-
-def test_peak_is_the_larger_of_two_phases():
+def test_the_text_of_an_estimate_ends_with_the_larger_of_two_phases():
     found = estimate(replace(SIZES, rows=1, tokens=1), DeepSpeedSettings(2, False, False), 4)
-    assert found.kinds["activations"] == 4 * (34 * 8 + 6 * 4)
-    assert found.total == 4000 + 1000 + 1000 + 5000 + 8000  # the reduction, after activations are freed
     assert str(found).split(" = ")[0].split(" + ")[-1].startswith("staging")
-
-
-def test_pinned_vectors_take_powers_of_two():
-    found = estimate(replace(SIZES, lazy=False, offload_outer=True), DeepSpeedSettings(1, False, False), 4)
-    assert (found.kinds["theta"], found.host) == (0, 4 * 1024)  # with meta-gradient and two moments
 
 
 def test_a_group_of_one_counts_as_its_engine():
@@ -410,57 +405,90 @@ def test_a_group_of_one_counts_as_its_engine():
     assert stages == [0, 0, 2]
 
 
-def test_offload_moves_the_shards_of_a_gpu():
-    precision = DeepSpeedSettings(3, True, True, offload_param=True)
-    found = estimate(replace(SIZES, lazy=False), precision, 4)
-    assert (found.kinds["weights"], found.kinds["master"], found.meta, found.kinds["gradients"]) == (
-        0,
-        0,
-        0,
-        0,
+@pytest.mark.parametrize(
+    ("changes", "settings", "ranks", "asked", "parts"),
+    [
+        (
+            {"params": 2**30},
+            DeepSpeedSettings(2, False, False),
+            (8, 4, 2**32),
+            (),
+            (
+                "group_size=auto",
+                "4 ranks",
+                "meta 4 + buffers 3.73 = 13.7 GiB each at ZeRO 2",
+                "4 GiB are free",
+                "use a higher ZeRO stage",
+            ),
+        ),
+        (
+            {"params": 2**30},
+            ZERO_3,
+            (8, 4, 2**32),
+            (),
+            ("group_size=auto", "each at ZeRO 3", "use offload, more GPUs or"),
+        ),
+        ({"params": 2**20}, ZERO_3, (16, 2, 2**22), (), ("2 ranks of a group need",)),  # inside a node
+        (
+            {"params": 2**28},
+            DeepSpeedSettings(3, False, False, 2**26, bucket=2**24),
+            (8, 8, 2**32),
+            (1,),
+            (
+                "group_size=1",
+                "needs weights 1 + gradients 1 + meta 4 = 6 GiB",
+                "4 GiB are free",
+                "use group_size 4 or 8",
+            ),
+        ),
+        (
+            {"params": 2**28},
+            DeepSpeedSettings(0, False, False),
+            (8, 8, 2**32),
+            (2,),
+            ("group_size=2", "4 GiB are free", "use ZeRO 3, --pipeline_stages, --gradient_check"),
+        ),
+        # the advice is not what is set already
+        (
+            {"params": 2**30, "layers": 2},
+            ZERO_3,
+            (2, 2, 2**20),
+            (2,),
+            ("group_size=2 needs ", "; use --gradient_checkpointing, --lora_r or more ranks"),
+        ),
+        (
+            {"params": 2**30, "layers": 2, "checkpointing": True, "frozen": 9},
+            DeepSpeedSettings(2, False, False),
+            (2, 2, 2**20),
+            (2,),
+            ("group_size=2 needs ", "; use ZeRO 3 or more ranks"),
+        ),
+        (
+            {"params": 2**30, "layers": 2, "frozen": 9},
+            DeepSpeedSettings(1, True, False),
+            (2, 2, 2**20),
+            (2, 2),
+            ("group_size=2 needs ", "; use more --pipeline_stages, --gradient_check"),
+        ),
+    ],
+)
+def test_too_little_memory_is_refused(monkeypatch, changes, settings, ranks, asked, parts):
+    """asked: the group size that was given, if any, and the number of model ranks."""
+    sizes = replace(
+        SIZES, **{"layers": 0, "hidden": 0, "heads": 0, "rows": 1, "tokens": 1, "directions": 0, **changes}
     )
-    assert found.host == 500 + 1000 + 5000 + 1000
-    assert found.kinds["gathered"] == 2000
-    on_cpu = estimate(SIZES, precision, 4)
-    assert (on_cpu.kinds["weights"], on_cpu.host) == (500, 0)  # it is the same memory
+    call = check_group_size if asked else choose_group_size
+    message = refusal(call, world_of(monkeypatch, *ranks), lambda data: sizes, settings, *asked)
+    check_message(message, *parts)
 
 
-@pytest.mark.parametrize("wanted", [1, 2, 4, 8])
-def test_the_smallest_group_that_fits(monkeypatch, wanted):
-    """The free memory just fits this group size and no smaller one."""
-    precision = DeepSpeedSettings(3, False, False)
-    free = int(estimate(SIZES, precision, wanted).total / HEADROOM) + 1
-    size, why = choose_group_size(world_of(monkeypatch, 16, 8, free), lambda data: SIZES, precision)
-    assert size == wanted
-    assert why.startswith(f"group_size {wanted} (auto): weights ")
-
-
-def test_a_group_stays_inside_a_node_and_divides_the_world(monkeypatch):
-    precision = DeepSpeedSettings(3, False, False)
-    free = int(estimate(SIZES, precision, 4).total / HEADROOM) + 1
-    assert choose_group_size(world_of(monkeypatch, 6, 6, free), lambda data: SIZES, precision)[0] == 6
-    assert "2 ranks of a group need" in refusal(
-        choose_group_size, world_of(monkeypatch, 16, 2, free), lambda data: SIZES, precision
-    )
-
-
-def test_too_little_memory_is_refused(monkeypatch):
-    sizes = Sizes(params=2**30, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
-    world = world_of(monkeypatch, 8, 4, 2**32)
-    check_message(
-        refusal(choose_group_size, world, lambda data: sizes, DeepSpeedSettings(2, False, False)),
-        "group_size=auto",
-        "4 ranks",
-        "meta 4 + buffers 3.73 = 13.7 GiB each at ZeRO 2",
-        "4 GiB are free",
-        "use a higher ZeRO stage",
-    )
-    check_message(
-        refusal(choose_group_size, world, lambda data: sizes, DeepSpeedSettings(3, False, False)),
-        "group_size=auto",
-        "each at ZeRO 3",
-        "use offload, more GPUs or",
-    )
+def test_a_group_size_that_holds_the_model_is_accepted(monkeypatch):
+    """Of the model that one rank cannot hold; offloaded, only a part is on the device."""
+    sizes = Sizes(params=2**28, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
+    world = world_of(monkeypatch, 8, 8, 4 * 2**30)
+    precision = DeepSpeedSettings(3, False, False, 2**26, bucket=2**24)
+    check_group_size(world, lambda data: sizes, precision, 4)
+    check_group_size(world, lambda data: sizes, DeepSpeedSettings(3, False, True), 1)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
@@ -470,54 +498,6 @@ def test_coordinates_in_a_group(stages, data, tensor):
     assert {place.data for place in places} == {data}
     found = [(place.stage, place.data_rank, place.tensor_rank) for place in places]
     assert found == [(s, d, t) for s in range(stages) for d in range(data) for t in range(tensor)]
-
-
-def test_group_size_must_be_a_multiple_of_model_ranks():
-    check_message(refusal(GroupCoordinates, 0, 4, 3), "group_size=4", "pipeline_stages=3", "use 3 or 6")
-    check_message(
-        refusal(GroupCoordinates, 0, 3, 1, 2), "group_size=3", "tensor_parallel_size=2", "use 2 or 4"
-    )
-
-
-def test_a_group_size_that_cannot_hold_the_model_is_refused(monkeypatch):
-    sizes = Sizes(params=2**28, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1)
-    world = world_of(monkeypatch, 8, 8, 4 * 2**30)
-    precision = DeepSpeedSettings(3, False, False, 2**26, bucket=2**24)
-    check_message(
-        refusal(check_group_size, world, lambda data: sizes, precision, 1),
-        "group_size=1",
-        "needs weights 1 + gradients 1 + meta 4 = 6 GiB",
-        "4 GiB are free",
-        "use group_size 4 or 8",
-    )
-    check_group_size(world, lambda data: sizes, precision, 4)
-    check_group_size(
-        world, lambda data: sizes, DeepSpeedSettings(3, False, True), 1
-    )  # offloaded: only a part is on the device
-    check_message(
-        refusal(check_group_size, world, lambda data: sizes, DeepSpeedSettings(0, False, False), 2),
-        "group_size=2",
-        "4 GiB are free",
-        "use ZeRO 3, --pipeline_stages, --gradient_check",
-    )
-
-
-@pytest.mark.parametrize(
-    ("settings", "model_ranks", "changes", "advice"),
-    [
-        (DeepSpeedSettings(3, False, False), 1, {}, "--gradient_checkpointing, --lora_r or more ranks"),
-        (DeepSpeedSettings(2, False, False), 1, {"checkpointing": True, "frozen": 9}, "ZeRO 3 or more ranks"),
-        (DeepSpeedSettings(1, True, False), 2, {"frozen": 9}, "more --pipeline_stages, --gradient_check"),
-    ],
-)
-def test_the_advice_is_not_what_is_set_already(monkeypatch, settings, model_ranks, changes, advice):
-    sizes = replace(SIZES, params=2**30, **changes)
-    world = world_of(monkeypatch, 2, 2, 2**20)
-    check_message(
-        refusal(check_group_size, world, lambda data: sizes, settings, 2, model_ranks),
-        "group_size=2 needs ",
-        f"; use {advice}",
-    )
 
 
 @pytest.mark.parametrize(
@@ -535,14 +515,10 @@ def test_a_group_size_that_host_memory_cannot_hold_is_refused(monkeypatch, setti
     sizes = replace(SIZES, params=2**30, lazy=False, offload_outer=offload_outer)
     world = world_of(monkeypatch, 4, 4, 2**38)
     world.device = torch.device("cuda")
-    monkeypatch.setattr(memory, "host_bytes", lambda local: 10 * 2**30)
-    check_message(
-        refusal(check_group_size, world, lambda data: sizes, settings, 2),
-        "in host memory) per rank",
-        "(and 10 in host memory)",
-        f"use {advice}",
-    )
-    monkeypatch.setattr(memory, "host_bytes", lambda local: 2**38)
+    monkeypatch.setattr("fmmeta.parallel.memory.host_bytes", lambda local: 10 * 2**30)
+    parts = ("in host memory) per rank", "(and 10 in host memory)", f"use {advice}")
+    check_message(refusal(check_group_size, world, lambda data: sizes, settings, 2), *parts)
+    monkeypatch.setattr("fmmeta.parallel.memory.host_bytes", lambda local: 2**38)
     check_group_size(world, lambda data: sizes, settings, 2)
 
 
@@ -551,87 +527,73 @@ def test_groups_chosen_for_model_ranks_hold_all_of_them(monkeypatch):
     for model_ranks in (3, 1):
         world = world_of(monkeypatch, 12, 12, free)
         assert choose_group_size(world, lambda data: SIZES, precision, model_ranks)[0] == model_ranks
-    world = world_of(monkeypatch, 4, 4, free)
-    check_message(
-        refusal(choose_group_size, world, lambda data: SIZES, precision, 3),
-        "group_size=auto",
-        "tensor_parallel_size=3",
-        "world_size=4",
-        "give --group_size",
-    )
+    parts = ("group_size=auto", "tensor_parallel_size=3", "world_size=4", "give --group_size")
+    asked = (world_of(monkeypatch, 4, 4, free), lambda data: SIZES, precision, 3)
+    check_message(refusal(choose_group_size, *asked), *parts)
 
 
 def test_more_data_ranks_have_smaller_micro_batches(monkeypatch):
     """A group size is accepted where its own micro-batches fit, as `fmmeta plan` counts them."""
-
-    def sizes_at(data):
-        return replace(SIZES, params=10, rows=-(-64 // data), tokens=1000)
-
-    settings = DeepSpeedSettings(3, False, False)
-    free = int(estimate(sizes_at(4), settings, 4).total / HEADROOM) + 1
-    world = world_of(monkeypatch, 8, 8, free)
-    assert choose_group_size(world, sizes_at, settings)[0] == 4
-    check_group_size(world, sizes_at, settings, 4)
-    assert "use group_size 4 or 8" in refusal(check_group_size, world, sizes_at, settings, 1)
+    sizes = {data: replace(SIZES, params=10, rows=64 // data, tokens=1000) for data in (1, 2, 4, 8)}
+    free = int(estimate(sizes[4], ZERO_3, 4).total / HEADROOM) + 1
+    asked = (world_of(monkeypatch, 8, 8, free), sizes.get, ZERO_3)
+    assert choose_group_size(*asked)[0] == 4
+    check_group_size(*asked, 4)
+    assert "use group_size 4 or 8" in refusal(check_group_size, *asked, 1)
 
 
-def test_limits_of_a_process(monkeypatch, tmp_path):
+@pytest.fixture
+def cgroup(monkeypatch, tmp_path):
+    """A folder in place of the file system of control groups."""
     monkeypatch.setattr(processes, "CGROUP", tmp_path)
-    monkeypatch.setattr(processes, "CGROUP_OF_SELF", tmp_path / "cgroup")
-    monkeypatch.setattr(processes, "STATUS", tmp_path / "status")
-    (tmp_path / "status").write_text("VmSize:\t 900 kB\nVmData:\t 300 kB\n")
+    monkeypatch.setattr(processes, "CGROUP_OF_SELF", tmp_path / "own")
+    return tmp_path
+
+
+def test_limits_of_a_process(monkeypatch, cgroup):
+    monkeypatch.setattr(processes, "STATUS", cgroup / "status")
+    (cgroup / "status").write_text("VmSize:\t 900 kB\nVmData:\t 300 kB\n")
     soft = {resource.RLIMIT_DATA: resource.RLIM_INFINITY, resource.RLIMIT_AS: resource.RLIM_INFINITY}
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft[which], resource.RLIM_INFINITY))
     assert processes.cgroup_room() is None
-    assert memory.free_bytes(torch.device("cpu"), 4) <= psutil.virtual_memory().total // 4
-    soft[resource.RLIMIT_DATA] = 400 * 1024
-    assert processes.host_bytes(1) == 100 * 1024
-    soft[resource.RLIMIT_AS] = 950 * 1024
-    assert processes.host_bytes(1) == 50 * 1024
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    assert processes.cgroup_room() is None
-    (tmp_path / "memory.max").write_text("9000\n")
-    assert processes.cgroup_room() == 8000
-    assert processes.host_bytes(4) == 2000
-    (tmp_path / "memory.max").unlink()
-    (tmp_path / "memory").mkdir()
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("5000")
-    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("6000")
-    assert processes.cgroup_room() == 0
+    assert free_bytes(torch.device("cpu"), 4) <= psutil.virtual_memory().total // 4
+    for limit, kilobytes, left in ((resource.RLIMIT_DATA, 400, 100), (resource.RLIMIT_AS, 950, 50)):
+        soft[limit] = kilobytes * 1024
+        assert processes.host_bytes(1) == left * 1024
+    (cgroup / "memory.current").write_text("1000\n")
+    for limit, room in (("max", None), ("9000", 8000), ("500", 0)):
+        (cgroup / "memory.max").write_text(f"{limit}\n")
+        assert processes.cgroup_room() == room
+    assert processes.host_bytes(4) == 0
 
 
 @pytest.mark.parametrize(
     ("controllers", "root", "limit", "usage", "cache"),
     [
         ("", "", "memory.max", "memory.current", "inactive_file"),
-        ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ("hugetlb,memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ],
 )
-def test_memory_limit_of_a_slurm_job(monkeypatch, tmp_path, controllers, root, limit, usage, cache):
+def test_memory_limit_of_a_slurm_job(cgroup, controllers, root, limit, usage, cache):
     """The limit is on a cgroup above that of the process, and files that the kernel can free are no use."""
-    monkeypatch.setattr(processes, "CGROUP", tmp_path)
-    monkeypatch.setattr(processes, "CGROUP_OF_SELF", tmp_path / "own")
-    (tmp_path / "own").write_text(f"9:cpu:/\n4:{controllers}:/slurm/job_7/step_0/user/task_0\n")
-    job = tmp_path / root / "slurm" / "job_7"
+    (cgroup / "own").write_text(f"9:cpu:/\n4:{controllers}:/slurm/job_7/step_0/user/task_0\n")
+    job = cgroup / root / "slurm" / "job_7"
     task = job / "step_0" / "user" / "task_0"
     task.mkdir(parents=True)
-    limits = ((tmp_path / root, 2**63 - 4096, 90000), (job, 9000, 7000), (task, 8000, 500))
-    for folder, allowed, used in limits:
+    for folder, allowed, used in ((cgroup / root, 2**63 - 4096, 90000), (job, 9000, 7000), (task, 8000, 500)):
         (folder / limit).write_text(f"{allowed}\n")
         (folder / usage).write_text(f"{used}\n")
-    assert processes.cgroup_room() == 2000
+    assert (processes.cgroup_room(), processes.host_bytes(4)) == (2000, 500)
     (job / "memory.stat").write_text(f"anon 1000\nfile 6000\n{cache} 4000\n")
     assert processes.cgroup_room() == 6000
-    (tmp_path / "own").write_text(f"4:{controllers}:/../../elsewhere\n")  # of another cgroup namespace
+    (cgroup / "own").write_text(f"4:{controllers}:/../../elsewhere\n")  # of another cgroup namespace
     assert processes.cgroup_room() is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU of the rank is taken, and no threads are set")
 @pytest.mark.parametrize(
     ("cores", "ranks", "small", "variable", "threads"),
-    [(8, 2, False, None, 4), (8, 16, False, None, 1), (8, 1, True, None, 1), (8, 1, True, "2", None)],
+    [(8, 2, False, "", [4]), (8, 16, False, "", [1]), (8, 1, True, "", [1]), (8, 1, True, "2", [])],
 )
 def test_threads_of_a_rank_on_cpus(monkeypatch, cores, ranks, small, variable, threads):
     """A small model takes one; OMP_NUM_THREADS takes precedence."""
@@ -642,18 +604,17 @@ def test_threads_of_a_rank_on_cpus(monkeypatch, cores, ranks, small, variable, t
     if variable:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     assert pick_device(Launch(local_world_size=ranks), small).type == "cpu"
-    assert chosen == ([] if threads is None else [threads])
+    assert chosen == threads
 
 
 @pytest.mark.parametrize(("visible", "gpu"), [(4, 3), (1, 0)])
 def test_a_rank_takes_its_own_gpu_or_the_only_one_that_it_sees(monkeypatch, visible, gpu):
     """`srun --gpus-per-task=1` shows each rank one GPU, which is number 0 for all of them."""
-    chosen: list[int] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    cuda = Mock(**{"is_available.return_value": True, "device_count.return_value": visible})
+    for name in ("is_available", "device_count", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     launch = Launch(local_rank=3, local_world_size=4)
     device = pick_device(launch)
-    assert (str(device), chosen) == (f"cuda:{gpu}", [gpu])
+    assert (str(device), cuda.set_device.call_args.args) == (f"cuda:{gpu}", (gpu,))
     World(launch, device).split(1, default_group=False)
     assert os.environ["LOCAL_RANK"] == str(gpu)  # DeepSpeed takes this GPU

@@ -1,6 +1,7 @@
 """LoRA: only adapters and the head are trained, and the exported folder is loaded by peft."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -22,7 +23,6 @@ from fmmeta.parallel import memory
 from fmmeta.parallel.layout import Launch
 from fmmeta.parallel.process_groups import World
 from fmmeta.training import build
-from fmmeta.training.build import plan_parallel, read_inputs
 from tests.support.exports import assert_same_logits, exported, inputs
 from tests.support.messages import check_message, refusal
 from tests.support.models import save, tiny, write_classes
@@ -31,16 +31,14 @@ from tests.support.models import save, tiny, write_classes
 @pytest.fixture(scope="module")
 def sources(bert, llama, tmp_path_factory):
     # its classifier has a dense layer below the output layer, and it has no pooler
-    model = tiny("roberta", num_hidden_layers=1, num_labels=3)
-    roberta = save(model, tmp_path_factory.mktemp("roberta"))
+    roberta = save(tiny("roberta", num_hidden_layers=1, num_labels=3), tmp_path_factory.mktemp("roberta"))
     qwen2 = save(tiny("qwen2", num_hidden_layers=1), tmp_path_factory.mktemp("qwen2"))
-    return {
-        "bert": str(bert),
-        "llama": str(llama),
-        "roberta": str(roberta),
-        "qwen2": str(qwen2),
-        "tiny": "tiny",
-    }
+    folders = {"bert": bert, "llama": llama, "roberta": roberta, "qwen2": qwen2, "tiny": "tiny"}
+    return {name: str(folder) for name, folder in folders.items()}
+
+
+def trained_of(learner) -> dict[str, torch.Tensor]:
+    return {name: param for name, param in learner.named_parameters() if param.requires_grad}
 
 
 def learner_of(source: str, **settings):
@@ -75,45 +73,44 @@ def learner_of(source: str, **settings):
 )
 def test_only_adapters_and_head_are_trained(sources, base, settings, beside, adapters):
     learner = learner_of(sources[base], **settings)
-    trained = {name for name, param in learner.named_parameters() if param.requires_grad}
+    trained = {*trained_of(learner)}
     assert {name for name in trained if "lora_" not in name} == beside
     assert {name.split(".lora_")[0].split(".")[-1] for name in trained - beside} == adapters
     assert not any("pooler" in name for name in trained - beside) or settings["pooling"] == "model"
     ids = torch.tensor([[1, 5, 6]])
     logits = learner.logits(learner(input_ids=ids, attention_mask=torch.ones_like(ids)))
     (logits * torch.randn_like(logits)).sum().backward()
-    assert {
-        name for name, param in learner.named_parameters() if param.grad is not None
-    } == trained  # each is reached
+    reached = {name for name, param in learner.named_parameters() if param.grad is not None}
+    assert reached == trained
     config = Config(model_name_or_path=sources[base], **{"lora_r": 4, "n_way": 3, **settings})
-    empty = empty_learner(config, describe(config))
-    assert [(n, p.shape, p.requires_grad) for n, p in empty.named_parameters()] == [
-        (n, p.shape, p.requires_grad) for n, p in learner.named_parameters()
-    ]
+    one, other = (
+        [(name, p.shape, p.requires_grad) for name, p in of.named_parameters()]
+        for of in (learner, empty_learner(config, describe(config)))
+    )
+    assert one == other
 
 
 @pytest.mark.parametrize(
     ("base", "settings"),
-    [("llama", {"task_type": "causal_lm"}), ("bert", {"pooling": "mean", "head_init": "learned"})],
+    [
+        ("llama", {"task_type": "causal_lm"}),
+        ("bert", {"pooling": "mean", "head_init": "learned"}),
+    ],
 )
 def test_output_equals_w_plus_alpha_over_r_times_b_a(sources, base, settings):
-    adapted, plain = (
-        learner_of(sources[base], lora_alpha=6, **settings),
-        learner_of(sources[base], lora_r=0, **settings),
-    )
+    adapted = learner_of(sources[base], lora_alpha=6, **settings)
+    plain = learner_of(sources[base], lora_r=0, **settings)
     batch = inputs(Path(sources[base]))
     with torch.no_grad():
-        assert torch.equal(
-            adapted.logits(adapted(**batch)), plain.logits(plain(**batch))
-        )  # B is zero: the start is the checkpoint
+        one, other = (learner.logits(learner(**batch)) for learner in (adapted, plain))
+        assert torch.equal(one, other)  # B is zero: the start is the checkpoint
         for name, module in adapted.named_modules():
             if hasattr(module, "lora_B"):
                 a, b = module.lora_A["default"].weight, module.lora_B["default"].weight.normal_()
                 assert a.shape[0] == b.shape[1] == 4
                 plain.get_submodule(name).weight += 6 / 4 * b @ a
-        assert_same_logits(
-            adapted.logits(adapted(**batch)), plain.logits(plain(**batch)), batch["attention_mask"]
-        )
+        one, other = (learner.logits(learner(**batch)) for learner in (adapted, plain))
+        assert_same_logits(one, other, batch["attention_mask"])
 
 
 def test_adapters_follow_the_seed(sources):
@@ -170,27 +167,24 @@ def test_export_is_loaded_by_peft_and_transformers(tmp_path, sources, base, auto
     make, batch = getattr(transformers, auto), inputs(folder)
     labels = {"num_labels": 3, "ignore_mismatched_sizes": True} if "Classification" in auto else {}
     below = make.from_pretrained(folder / "base" if base == "tiny" else sources[base], **labels)
-    loaded = {
-        "peft": PeftModel.from_pretrained(below, folder),
-        "transformers": make.from_pretrained(folder, **labels),
-        "merged": make.from_pretrained(tmp_path / "merged"),
-    }
+    loaded = (
+        PeftModel.from_pretrained(below, folder),
+        make.from_pretrained(folder, **labels),
+        make.from_pretrained(tmp_path / "merged"),
+    )
     key = "last_hidden_state" if auto == "AutoModel" else "logits"
     with torch.no_grad():
         wanted = worker.model.hf(**batch)[key]
-        for model in loaded.values():
+        for model in loaded:
             assert_same_logits(model.eval()(**batch)[key], wanted, batch["attention_mask"])
-    saved = load_file(folder / "adapter_model.safetensors")
-    top = ("base_model.model.classifier.", "base_model.model.score.")
-    assert all(".lora_A.weight" in name or ".lora_B.weight" in name or name.startswith(top) for name in saved)
+    kept = re.compile(r".*\.lora_[AB]\.weight|base_model\.model\.(classifier|score)\..*")
+    assert all(map(kept.fullmatch, load_file(folder / "adapter_model.safetensors")))
     assert not any("lora" in name for name in load_file(tmp_path / "merged" / "model.safetensors"))
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["inference_mode"]) == (3, 5, True)
-    assert (
-        (folder / "head.safetensors").exists()
-        == (tmp_path / "merged" / "head.safetensors").exists()
-        == (auto == "AutoModel" and settings.get("head_init") == "learned")
-    )
+    has_head = auto == "AutoModel" and settings.get("head_init") == "learned"
+    for place in (folder, tmp_path / "merged"):
+        assert (place / "head.safetensors").exists() == has_head
 
 
 def test_export_is_a_sentence_transformers_folder(tmp_path, sources):
@@ -214,15 +208,8 @@ def test_export_is_a_sentence_transformers_folder(tmp_path, sources):
 
 def test_run_saves_only_adapters_and_resumes_from_them(tmp_path, sources, classes):
     config = {
-        "model_name_or_path": sources["bert"],
-        "dataset": [str(classes)],
-        "k_shot": 1,
-        "num_query": 2,
-        "outer_steps": 4,
-        "eval_episodes": 0,
-        "save_steps": 2,
-        "lora_r": 2,
-        "head_init": "learned",
+        **{"model_name_or_path": sources["bert"], "dataset": [str(classes)], "k_shot": 1, "num_query": 2},
+        **{"outer_steps": 4, "eval_episodes": 0, "save_steps": 2, "lora_r": 2, "head_init": "learned"},
         "pooling": "mean",
     }
     MetaTrainer(Config(**config, output_dir=str(tmp_path / "whole"))).train()
@@ -230,9 +217,9 @@ def test_run_saves_only_adapters_and_resumes_from_them(tmp_path, sources, classe
     assert {name.split("/")[0] for name in shard} == {"theta", "exp_avg", "exp_avg_sq"}
     assert all("lora_" in name or "/head." in name for name in shard)
     assert len(shard) == 3 * (2 * 4 + 2)
-    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "from")
-    again = {"output_dir": str(tmp_path / "again"), "resume_from_checkpoint": str(tmp_path / "from")}
-    MetaTrainer(Config(**config, **again)).train()
+    begun = shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "from")
+    again = Config(**config, output_dir=str(tmp_path / "again"), resume_from_checkpoint=str(begun))
+    MetaTrainer(again).train()
     for name in ("adapter_model.safetensors", "head.safetensors"):
         whole, resumed = (load_file(tmp_path / run / "model" / name) for run in ("whole", "again"))
         assert all(torch.equal(value, resumed[key]) for key, value in whole.items())
@@ -244,60 +231,87 @@ def test_run_saves_only_adapters_and_resumes_from_them(tmp_path, sources, classe
 def test_the_estimate_counts_frozen_weights_once(sources, classes, monkeypatch):
     """Frozen weights need 4 bytes; trained ones also 4 of gradient and 20 of meta state."""
     seen = []
-    monkeypatch.setattr(
-        build,
-        "choose_group_size",
-        lambda world, sizes_at, precision, model_ranks: (seen.append(sizes_at(1)), (1, ""))[1],
-    )
+
+    def chosen(world, sizes_at, precision, model_ranks):
+        seen.append(sizes_at(1))
+        return 1, ""
+
+    monkeypatch.setattr(build, "choose_group_size", chosen)
     world = World(Launch(), torch.device("cpu"))
     given = {"model_name_or_path": sources["bert"], "dataset": [str(classes)], "pooling": "mean"}
     for lora_r in (0, 2):
         config = Config(**given, k_shot=1, num_query=2, lora_r=lora_r)
-        inputs = read_inputs(config, world, lambda text: None)
-        plan_parallel(config, inputs, world, lambda text: None)
+        inputs = build.read_inputs(config, world, lambda text: None)
+        build.plan_parallel(config, inputs, world, lambda text: None)
     full, lora = seen
     adapters = 2 * 2 * (2 * 32 * 2)  # layers x targets x (A and B)
     head, pooler = 5 * 32 + 5, 32 * 32 + 32
     assert (lora.params, lora.frozen) == (adapters + head, full.params + full.frozen - head)
     assert full.frozen == pooler
-    precision = inputs.deepspeed
-    assert memory.estimate(lora, precision, 1).kinds["weights"] == 4 * (lora.params + lora.frozen)
-    assert memory.estimate(lora, precision, 1).meta == 16 * lora.params
+    estimate = memory.estimate(lora, inputs.deepspeed, 1)
+    assert estimate.kinds["weights"] == 4 * (lora.params + lora.frozen)
+    assert estimate.meta == 16 * lora.params
 
 
-def test_missing_peft_is_refused_with_the_extra(sources, monkeypatch):
+def test_missing_peft_is_refused_with_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    message = refusal(describe, Config(lora_r=4))
-    assert message.startswith("lora_r=4 needs peft (")
-    assert "; pip install 'fmmeta[lora]'" in message
+    check_message(
+        refusal(describe, Config(lora_r=4)), "lora_r=4 needs peft (", "; pip install 'fmmeta[lora]'"
+    )
     describe(Config())  # not needed without adapters
 
 
 @pytest.mark.parametrize(
-    ("base", "targets", "parts"),
+    ("base", "settings", "targets", "parts"),
     [
-        ("bert", ["nix"], ["=nix: BertModel has no layer 'nix'", "dense, key, query, value"]),
-        ("bert", ["query", "nix"], ["=query nix: BertModel has no layer 'nix'", "dense, key, query, value"]),
-        ("bert", ["word_embeddings"], ["=word_embeddings: ", "name linear layers"]),
-        ("bert", ["LayerNorm"], ["=LayerNorm ", "cannot be adapted in BertModel: "]),  # peft refuses it
-        ("llama", ["lm_head"], ["=lm_head", "the weight of an embedding", "name linear layers"]),  # tied
-        ("head", ["query", "classifier"], ["no layer 'classifier' to adapt", "dense, key, query, value"]),
+        (
+            "bert",
+            {"pooling": "mean"},
+            ["nix"],
+            ["=nix: BertModel has no layer 'nix'", "dense, key, query, value"],
+        ),
+        (
+            "bert",
+            {"pooling": "mean"},
+            ["query", "nix"],
+            ["=query nix: BertModel has no layer 'nix'", "dense, key, query, value"],
+        ),
+        (
+            "bert",
+            {"pooling": "mean"},
+            ["word_embeddings"],
+            ["=word_embeddings: ", "name linear layers"],
+        ),
+        (  # peft refuses it
+            "bert",
+            {"pooling": "mean"},
+            ["LayerNorm"],
+            ["=LayerNorm ", "cannot be adapted in BertModel: "],
+        ),
+        (  # tied
+            "llama",
+            {"task_type": "causal_lm"},
+            ["lm_head"],
+            ["=lm_head", "the weight of an embedding", "name linear layers"],
+        ),
+        (
+            "bert",
+            {"pooling": "model"},
+            ["query", "classifier"],
+            ["no layer 'classifier' to adapt", "dense, key, query, value"],
+        ),
     ],
 )
-def test_targets_that_cannot_be_adapted(sources, base, targets, parts):
-    own = {"bert": {"pooling": "mean"}, "llama": {"task_type": "causal_lm"}, "head": {"pooling": "model"}}
-    source = sources["bert" if base == "head" else base]
-    check_message(
-        refusal(learner_of, source, **own[base], lora_target_modules=targets), "lora_target_modules", *parts
-    )
+def test_targets_that_cannot_be_adapted(sources, base, settings, targets, parts):
+    message = refusal(learner_of, sources[base], **settings, lora_target_modules=targets)
+    check_message(message, "lora_target_modules", *parts)
 
 
 def test_unknown_architecture_needs_targets(tmp_path):
     save(CTRLLMHeadModel(CTRLConfig(vocab_size=259, n_embd=8, dff=8, n_layer=1, n_head=2)), tmp_path)
     message = refusal(learner_of, str(tmp_path), task_type="causal_lm")
-    assert message.startswith("lora_target_modules=(peft's choice) ")
-    assert "cannot be adapted in CTRLLMHeadModel: " in message
-    assert message.endswith("or use all-linear")
+    parts = ("cannot be adapted in CTRLLMHeadModel: ", "or use all-linear")
+    check_message(message, "lora_target_modules=(peft's choice) ", *parts)
     learner = learner_of(str(tmp_path), task_type="causal_lm", lora_target_modules=["Wq"])
     assert any("lora_A" in name for name, _ in learner.named_parameters())
 
@@ -313,31 +327,54 @@ def test_an_adapter_folder_is_read_as_its_merged_model(source, tmp_path, sources
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
 
 
-@pytest.mark.parametrize("source", ["bert", "llama", "roberta"])
-def test_training_continues_from_stored_adapters(source, tmp_path, sources):
-    _, worker = exported(sources[source], tmp_path / "model", lora_r=3, lora_alpha=5)
-    config = Config(model_name_or_path=str(tmp_path / "model"), lora_r=3, lora_alpha=5, head_init="learned")
+OURS = {"lora_r": 3, "lora_alpha": 5}
+HELD, SAME = "holds adapters of rank 3, alpha 5", "give the same --lora_r, --lora_alpha"
+PATTERNS = '{"rank_pattern": {"query": 2}, "alpha_pattern": {"value": 8}, "use_rslora": true}'
+AS_FILE = ("lora_r=3", "holds adapters of rank 3", "adapter_config.json as --peft_config")
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "again", "refused"),
+    [
+        *(
+            (
+                source,
+                OURS,
+                OURS,
+                [
+                    ({**OURS, "lora_r": 4}, ("lora_r=4", HELD, SAME)),
+                    ({"lora_r": 3}, ("lora_r=3", HELD, SAME)),
+                    ({**OURS, "lora_target_modules": ["all-linear"]}, ("lora_r=3", HELD, SAME)),
+                ],
+            )
+            for source in ("bert", "llama", "roberta")
+        ),
+        (
+            "bert",
+            {"lora_r": 3, "peft_config": PATTERNS},
+            {"lora_r": 0, "peft_config": "adapter_config.json"},
+            [  # the latter has the same ranks and other factors
+                ({"lora_r": 3, "peft_config": None}, AS_FILE),
+                ({"lora_r": 3, "peft_config": '{"rank_pattern": {"query": 2}}'}, AS_FILE),
+            ],
+        ),
+    ],
+)
+def test_training_continues_from_stored_adapters(
+    source, settings, again, refused, tmp_path, sources, monkeypatch
+):
+    model = str(tmp_path / "model")
+    _, worker = exported(sources[source], tmp_path / "model", **settings)
+    monkeypatch.chdir(model)
+    config = Config(model_name_or_path=model, **again, head_init="learned")
     learner = load_learner(config, describe(config))
-    stored = {name: param for name, param in worker.model.named_parameters() if param.requires_grad}
-    assert {name for name, param in learner.named_parameters() if param.requires_grad} == set(stored)
-    heads = set(worker.model.head_names)
-    assert all(
-        torch.equal(learner.get_parameter(name), param) for name, param in stored.items() if name not in heads
-    )
+    stored, found = trained_of(worker.model), trained_of(learner)
+    assert {*found} == {*stored}
+    assert all(torch.equal(found[name], stored[name]) for name in {*stored} - {*worker.model.head_names})
     assert lora_config(learner, config).base_model_name_or_path == sources[source]
     layers = len([name for name in stored if "lora_A" in name])
-    for other in (
-        {"lora_r": 4, "lora_alpha": 5},
-        {"lora_r": 3},
-        {"lora_r": 3, "lora_alpha": 5, "lora_target_modules": ["all-linear"]},
-    ):
-        check_message(
-            refusal(learner_of, str(tmp_path / "model"), **other),
-            f"lora_r={other['lora_r']}",
-            f"{tmp_path / 'model'} holds adapters of rank 3, alpha 5",
-            f"{layers} layers",
-            "give the same --lora_r, --lora_alpha",
-        )
+    for other, parts in refused:
+        check_message(refusal(learner_of, model, **other), model, f"{layers} layers", *parts)
 
 
 @pytest.mark.parametrize(
@@ -373,11 +410,11 @@ def test_adapters_with_more_than_is_trained_are_not_continued(options, resized, 
         for param in filter(lambda param: param.requires_grad, model.parameters()):
             param += 0.1
     model.save_pretrained(folder)
-    if not parts:
-        learner_of(folder, task_type="causal_lm", lora_target_modules=["q_proj"])
+    given = {"task_type": "causal_lm", "lora_target_modules": ["q_proj"]}
+    if parts:
+        check_message(refusal(learner_of, folder, **given), f"lora_r=4: {folder}", *parts)
     else:
-        message = refusal(learner_of, folder, task_type="causal_lm", lora_target_modules=["q_proj"])
-        check_message(message, f"lora_r=4: {folder}", *parts)
+        learner_of(folder, **given)
     if not resized:
         batch = inputs(Path(sources["qwen2"]))
         with torch.no_grad():
@@ -419,37 +456,40 @@ def options_file(path: Path, **options) -> str:
     return str(path)
 
 
-def test_adapters_of_a_peft_config_are_those_of_peft(tmp_path, sources):
+@pytest.mark.parametrize(
+    ("options", "layers"),
+    [
+        (
+            {
+                "r": 6,
+                "lora_alpha": 10,
+                "target_modules": ["q_proj", "v_proj", "down_proj"],
+                "exclude_modules": ["layers.0.self_attn.v_proj"],
+                "rank_pattern": {"q_proj": 3, r"layers\.1\.mlp\..*": 5},
+                "alpha_pattern": {"layers.1.self_attn.v_proj": 2},
+                "use_rslora": True,
+            },
+            5,
+        ),
+        ({"r": 2, "lora_alpha": 4, "layers_to_transform": [1]}, 2),
+    ],
+)
+def test_adapters_of_a_peft_config_are_those_of_peft(tmp_path, sources, options, layers):
     """The same layers with the same ranks and factors as peft creates from the same file."""
-    options = {
-        "r": 6,
-        "lora_alpha": 10,
-        "target_modules": ["q_proj", "v_proj", "down_proj"],
-        "exclude_modules": ["layers.0.self_attn.v_proj"],
-        "rank_pattern": {"q_proj": 3, r"layers\.1\.mlp\..*": 5},
-        "alpha_pattern": {"layers.1.self_attn.v_proj": 2},
-        "use_rslora": True,
-    }
     file = options_file(tmp_path / "options.json", **options)
     learner = learner_of(sources["llama"], lora_r=0, task_type="causal_lm", peft_config=file)
-    theirs = peft.get_peft_model(
-        AutoModelForCausalLM.from_pretrained(sources["llama"]), peft.LoraConfig(**options)
-    ).base_model.model
-    layers = {name: module for name, module in theirs.named_modules() if hasattr(module, "lora_A")}
-    assert len(layers) == 5
-    assert {name for name, module in learner.hf.named_modules() if hasattr(module, "lora_A")} == set(layers)
-    for name, module in layers.items():
-        own = learner.hf.get_submodule(name)
-        assert own.scaling == module.scaling
-        assert own.lora_A["default"].weight.shape == module.lora_A["default"].weight.shape
-
-
-def test_only_the_layers_to_transform_get_adapters(tmp_path, sources):
-    file = options_file(tmp_path / "options.json", r=2, layers_to_transform=[1])
-    learner = learner_of(sources["llama"], lora_r=0, task_type="causal_lm", peft_config=file)
-    trained = {name for name, param in learner.named_parameters() if param.requires_grad}
-    assert len(trained) == 4
-    assert all(".layers.1." in name for name in trained)
+    base = AutoModelForCausalLM.from_pretrained(sources["llama"])
+    theirs = peft.get_peft_model(base, peft.LoraConfig(**options, task_type="CAUSAL_LM"))
+    wanted, found = (
+        {
+            name: (module.scaling, module.lora_A["default"].weight.shape)
+            for name, module in model.named_modules()
+            if hasattr(module, "lora_A")
+        }
+        for model in (theirs.base_model.model, learner.hf)
+    )
+    assert found == wanted
+    assert len(wanted) == layers
 
 
 def test_a_peft_config_is_kept_as_text(tmp_path, sources):
@@ -468,24 +508,6 @@ def test_a_peft_config_is_kept_as_text(tmp_path, sources):
     assert (config.lora_r, config.lora_alpha, config.peft_config) == (2, 3, None)
     assert config.lora_target_modules == ["all-linear"]
     load_learner(config, describe(config))
-
-
-def test_training_continues_from_adapters_of_a_peft_config(tmp_path, sources):
-    patterns = '{"rank_pattern": {"query": 2}, "alpha_pattern": {"value": 8}, "use_rslora": true}'
-    _, worker = exported(sources["bert"], tmp_path / "model", lora_r=3, peft_config=patterns)
-    file, model = str(tmp_path / "model" / "adapter_config.json"), str(tmp_path / "model")
-    learner = learner_of(model, lora_r=0, n_way=5, peft_config=file, head_init="learned")
-    for name, param in worker.model.named_parameters():
-        if ".lora_" in name:
-            assert torch.equal(learner.get_parameter(name), param)
-    same_ranks = '{"rank_pattern": {"query": 2}}'  # and other factors
-    for options in (None, same_ranks):
-        check_message(
-            refusal(learner_of, model, lora_r=3, peft_config=options),
-            "lora_r=3",
-            "holds adapters of rank 3",
-            "adapter_config.json as --peft_config",
-        )
 
 
 @pytest.mark.parametrize(
@@ -515,28 +537,33 @@ def test_peft_configs_that_are_refused(tmp_path, options, parts):
 
 def test_a_stored_peft_config_that_names_a_file_is_refused(tmp_path, sources):
     """A model from elsewhere names no file of this machine."""
-    shutil.copytree(sources["bert"], tmp_path / "model")
+    model = shutil.copytree(sources["bert"], tmp_path / "model")
     file = options_file(tmp_path / "secret.json", r=4)
-    (tmp_path / "model" / "fmmeta.json").write_text(json.dumps({"lora_r": 4, "peft_config": file}))
-    check_message(
-        refusal(lambda: EvaluateConfig(model_name_or_path=str(tmp_path / "model")).run_config()),
-        "fmmeta.json cannot be read",
-        "peft_config names a file",
-        "fix or replace it",
-    )
+    (model / "fmmeta.json").write_text(json.dumps({"lora_r": 4, "peft_config": file}))
+    message = refusal(EvaluateConfig(model_name_or_path=str(model)).run_config)
+    check_message(message, "fmmeta.json cannot be read", "peft_config names a file", "fix or replace it")
 
 
-def test_a_peft_config_beside_other_flags(tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"lora_r": 8}, ("lora_r=8", "r 4 of peft_config", "give one")),
+        (
+            {"lora_target_modules": ["query"]},
+            ("lora_target_modules=query", "target_modules .*key", "give one"),
+        ),
+        ({"peft_config": "broken.json"}, ("cannot be read as JSON", "fix it")),
+        ({"peft_config": "."}, ("peft_config=. cannot be read", "give a JSON file")),
+        ({"peft_config": "nowhere.json"}, ("peft_config=nowhere.json cannot be read", "give a JSON file")),
+        ({"peft_config": "x" * 5000}, ("File name too long",)),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_peft_config_beside_other_flags(tmp_path, monkeypatch, settings, parts):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.json").write_text("{")
     file = options_file(tmp_path / "options.json", r=4, target_modules=".*key")
-    check_message(refusal(Config, peft_config=file, lora_r=8), "lora_r=8", "r 4 of peft_config", "give one")
-    message = refusal(Config, peft_config=file, lora_target_modules=["query"])
-    check_message(message, "lora_target_modules=query", "target_modules .*key", "give one")
-    (tmp_path / "options.json").write_text("{")
-    check_message(refusal(Config, peft_config=file), "cannot be read as JSON", "fix it")
-    for name in (str(tmp_path), "nowhere.json"):
-        message = refusal(Config, peft_config=name)
-        check_message(message, f"peft_config={name} cannot be read", "give a JSON file")
-    assert "File name too long" in refusal(Config, peft_config="x" * 5000)
+    check_message(refusal(Config, **{"peft_config": file, **settings}), *parts)
 
 
 @pytest.mark.parametrize(
@@ -564,68 +591,48 @@ def test_a_peft_config_beside_other_flags(tmp_path):
     ],
 )
 def test_peft_configs_that_fit_no_layer(sources, options, parts):
-    check_message(
-        refusal(learner_of, sources["bert"], pooling="model", peft_config=json.dumps(options)),
-        "peft_config",
-        *parts,
-    )
+    message = refusal(learner_of, sources["bert"], pooling="model", peft_config=json.dumps(options))
+    check_message(message, "peft_config", *parts)
 
 
 @pytest.mark.parametrize("algorithm", ["fomaml", "anil"])
 def test_evaluation_adapts_the_adapters_that_were_trained(algorithm, tmp_path, sources, classes):
     """Evaluating the exported folder gives the table of the run; without adapters its rates fit no layer."""
     shared = {"n_way": 3, "k_shot": 2, "num_query": 2}
+    file = options_file(tmp_path / "options.json", r=2, use_rslora=True)
     config = Config(
-        model_name_or_path=sources["bert"],
-        dataset=[str(classes)],
-        algorithm=algorithm,
-        lora_alpha=3,
-        lora_target_modules=["key"],
-        peft_config=options_file(tmp_path / "options.json", r=2, use_rslora=True),
-        inner_lr=0.5,
-        outer_lr=0.05,
-        outer_steps=2,
-        meta_batch_size=2,
-        save_steps=0,
-        test_episodes=3,
-        output_dir=str(tmp_path / "run"),
+        **{"model_name_or_path": sources["bert"], "dataset": [str(classes)], "algorithm": algorithm},
+        **{"lora_alpha": 3, "lora_target_modules": ["key"], "peft_config": file, "inner_lr": 0.5},
+        **{"outer_lr": 0.05, "outer_steps": 2, "meta_batch_size": 2, "save_steps": 0, "test_episodes": 3},
         **shared,
+        output_dir=str(tmp_path / "run"),
     )
     MetaTrainer(config).train()
-    table = json.loads((tmp_path / "run" / "run.json").read_text())["held_out"][
-        "after adaptation, meta-trained"
-    ]
+    held_out = json.loads((tmp_path / "run" / "run.json").read_text())["held_out"]
+    table = held_out["after adaptation, meta-trained"]
     model, given = str(tmp_path / "run" / "model"), {**shared, "n_way": "3", "k_shot": [2], "episodes": 3}
     [cell] = evaluate(model, str(classes), **given)["cells"]
     assert cell["accuracy"] == pytest.approx(table["accuracy"][0])
     assert cell["loss"] == pytest.approx(table["loss"][0], rel=1e-4)
     [prototypes] = evaluate(model, str(classes), method=["prototype"], **given)["cells"]
     assert 0 < prototypes["accuracy"] <= 1
-    check_message(
-        refusal(evaluate, model, str(classes), lora_r=0, **given),
-        f"model_name_or_path={model}",
-        "lora_r=0",
-        "leave --lora_r out, or give --inner_lr",
-    )
+    message = refusal(evaluate, model, str(classes), lora_r=0, **given)
+    parts = ("lora_r=0", "leave --lora_r out, or give --inner_lr")
+    check_message(message, f"model_name_or_path={model}", *parts)
 
 
 def test_adapted_adapters_keep_their_base(tmp_path, sources):
-    data = write_classes(tmp_path / "rows.jsonl", classes=3)
+    data, own = write_classes(tmp_path / "rows.jsonl", classes=3), tmp_path / "own"
     exported(sources["bert"], tmp_path / "model", lora_r=3, lora_alpha=5)
-    adapted = adapt(
-        str(tmp_path / "model"), str(data), output_dir=str(tmp_path / "own"), early_stopping=False
-    )
-    settings = json.loads((tmp_path / "own" / "adapter_config.json").read_text())
+    adapted = adapt(str(tmp_path / "model"), str(data), output_dir=str(own), early_stopping=False)
+    settings = json.loads((own / "adapter_config.json").read_text())
     assert (settings["r"], settings["base_model_name_or_path"]) == (3, sources["bert"])
-    before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("model", "own"))
-    moved = [
-        float((after[name] - value).norm() / value.norm())
-        for name, value in before.items()
-        if "lora_A" in name
-    ]
+    before, after = (load_file(one / "adapter_model.safetensors") for one in (tmp_path / "model", own))
+    of_a = {name: value for name, value in before.items() if "lora_A" in name}
+    moved = [float((after[name] - value).norm() / value.norm()) for name, value in of_a.items()]
     assert 0 < max(moved) < 0.5  # it began where the other ended
     texts = ["alpha beta", "gamma"]
-    again = predict_from(PredictConfig(model_name_or_path=str(tmp_path / "own"))).predict(texts)
+    again = predict_from(PredictConfig(model_name_or_path=str(own))).predict(texts)
     for one, wanted in zip(again, adapted.predict(texts), strict=True):
         assert one.output == wanted.output
         assert one.score == pytest.approx(wanted.score, abs=1e-5)
@@ -633,15 +640,15 @@ def test_adapted_adapters_keep_their_base(tmp_path, sources):
 
 def test_the_tokenizer_of_a_folder_that_peft_saved_is_that_of_its_base(tmp_path, sources):
     """peft saves no tokenizer; the byte tokenizer would give other tokens than the base was trained on."""
-    base = tmp_path / "base"
-    shutil.copytree(sources["bert"], base)
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    base, model = tmp_path / "base", AutoModel.from_pretrained(sources["bert"])
+    tokenizer = AutoTokenizer.from_pretrained(sources["bert"])
     tokenizer.add_tokens(["river"])
-    tokenizer.save_pretrained(base)
-    model = AutoModel.from_pretrained(base)
     model.resize_token_embeddings(len(tokenizer))
-    model.save_pretrained(base)
-    peft.get_peft_model(model, peft.LoraConfig(r=2)).save_pretrained(tmp_path / "adapters")
+    for part in (tokenizer, model):
+        part.save_pretrained(base)
+    peft.get_peft_model(AutoModel.from_pretrained(base), peft.LoraConfig(r=2)).save_pretrained(
+        tmp_path / "adapters"
+    )
     config = Config(model_name_or_path=str(tmp_path / "adapters"), pooling="mean")
     found = load_tokenizer(config, describe(config), pytest.fail)
     assert found("river")["input_ids"] == tokenizer("river")["input_ids"]
@@ -650,8 +657,5 @@ def test_the_tokenizer_of_a_folder_that_peft_saved_is_that_of_its_base(tmp_path,
 
 def test_unreadable_adapter_folder_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    check_message(
-        refusal(describe, Config(model_name_or_path=str(tmp_path))),
-        f"model_name_or_path={tmp_path}",
-        "fix or replace it",
-    )
+    message = refusal(describe, Config(model_name_or_path=str(tmp_path)))
+    check_message(message, f"model_name_or_path={tmp_path}", "fix or replace it")

@@ -2,6 +2,7 @@
 changed by it.
 """
 
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -33,11 +34,8 @@ from tests.support.learners import (
 from tests.support.messages import check_message, refusal
 from tests.support.short_runs import theta_of
 
-RARE = (
-    (9, 6),
-    (6, 6),
-    (3, 9),
-)  # support and query rows of three tasks: some have fewer micro-batches than others
+# support and query rows of three tasks: some have fewer micro-batches than others
+RARE = ((9, 6), (6, 6), (3, 9))
 
 
 def adapted(kind: str, **settings):
@@ -48,9 +46,8 @@ def adapted(kind: str, **settings):
     with torch.no_grad():
         for name, param in learner.named_parameters():
             if "lora_B" in name:
-                param.copy_(
-                    0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(len(name)))
-                )
+                rng = torch.Generator().manual_seed(len(name))
+                param.copy_(0.1 * torch.randn(param.shape, generator=rng))
     return learner, config
 
 
@@ -59,17 +56,22 @@ def episodes_of(learner):
     return [episode_of(learner, *rows, seed=seed) for seed, rows in enumerate(RARE)]
 
 
-def results_of(learner, config, episodes, poison: int | None = None):
-    worker = worker_of(learner, config)
-    theta = worker.read()
-    setup = setup_of(worker, config)
-    batched = RuleOn(multi_task_rule(config, worker, setup.inner), setup)
-    cut = [batches_of(episode) for episode in episodes]
+def multi_rule_on(learner, config, bf16: bool = False):
+    """The rule for several tasks at once, and a worker over a copy of the model."""
+    worker = worker_of(learner, config, bf16)
+    setup = setup_of(worker, config, bf16)
+    return RuleOn(multi_task_rule(config, worker, setup.inner), setup), worker
+
+
+def results_of(learner, config, poison: int | None = None):
+    """The result of each task of RARE, the worker and the batches; those of one have an infinite loss."""
+    rule, worker = multi_rule_on(learner, config)
+    theta, cut = worker.read(), [batches_of(episode) for episode in episodes_of(learner)]
     if poison is not None:
         cut[poison].support[0].weights *= float("inf")
-    directions = each_gradient(batched, worker, cut)
+    found = each_gradient(rule, worker, cut)
     assert torch.equal(worker.read(), theta)
-    return directions, worker, cut
+    return found, worker, cut
 
 
 def each_gradient(rule, worker, episodes) -> list[SimpleNamespace]:
@@ -95,6 +97,7 @@ def each_gradient(rule, worker, episodes) -> list[SimpleNamespace]:
         ("model", {"algorithm": "reptile", "head_init": "zero"}),
         ("mean", {"algorithm": "maml", "head_init": "learned"}),
         ("mean", {"algorithm": "maml", "head_init": "learned", "truncate_steps": 1}),
+        ("mean", {"algorithm": "maml", "first_order_steps": 1}),  # the first outer steps are FOMAML's
         ("model", {"algorithm": "maml", "head_init": "zero", "inner_optimizer": "momentum"}),
         (
             "llama",
@@ -107,14 +110,13 @@ def each_gradient(rule, worker, episodes) -> list[SimpleNamespace]:
 )
 def test_each_task_gets_the_meta_gradient_of_the_oracle_and_the_metrics_that_it_has_alone(kind, settings):
     learner, config = adapted(kind, **settings)
-    episodes = episodes_of(learner)
-    directions, worker, cut = results_of(learner, config, episodes)
+    found, worker, cut = results_of(learner, config)
     rule = RuleOn(find(config.algorithm).rule, setup_of(worker, config))
-    for episode, own, direction in zip(episodes, cut, directions, strict=True):
+    for episode, own, one in zip(episodes_of(learner), cut, found, strict=True):
         wanted, _ = oracle_gradient(learner, config, episode)
-        assert compared(learner, config, worker, direction.gradient, wanted)[1] < 1e-5
-        assert direction.finite
-        assert_same_passes(direction, task_gradient(rule, worker, own))
+        assert compared(learner, config, worker, one.gradient, wanted)[1] < 1e-5
+        assert one.finite
+        assert_same_passes(one, task_gradient(rule, worker, own))
 
 
 def assert_same_passes(found, wanted) -> None:
@@ -126,57 +128,56 @@ def assert_same_passes(found, wanted) -> None:
 @pytest.mark.parametrize("algorithm", ["fomaml", "maml"])
 def test_a_nonfinite_task_does_not_change_the_others(algorithm):
     learner, config = adapted("mean", algorithm=algorithm)
-    episodes = episodes_of(learner)
-    clean, *_ = results_of(learner, config, episodes)
-    directions, *_ = results_of(learner, config, episodes, poison=1)
-    assert [direction.finite for direction in directions] == [True, False, True]
+    clean, *_ = results_of(learner, config)
+    found, *_ = results_of(learner, config, poison=1)
+    assert [one.finite for one in found] == [True, False, True]
     for task in (0, 2):
-        assert torch.equal(directions[task].gradient, clean[task].gradient)
+        assert torch.equal(found[task].gradient, clean[task].gradient)
 
 
 def test_every_layer_of_the_base_is_called_once_per_pass():
     learner, config = adapted("llama", algorithm="fomaml")
-    worker, calls = worker_of(learner, config), {"base": 0, "lora": 0}
-    modules = dict(worker.model.named_modules())
+    rule, worker = multi_rule_on(learner, config)
+    calls, modules = Counter[str](), dict(worker.model.named_modules())
     layers = [name for name in modules if name.endswith("base_layer")]
     adapters = [name for name in modules if ".lora_" in name and isinstance(modules[name], nn.Linear)]
-    for kind, names in (("base", layers), ("lora", adapters)):
-        for name in names:
-            modules[name].register_forward_hook(lambda *_, kind=kind: calls.update({kind: calls[kind] + 1}))
-    setup = setup_of(worker, config)
-    rule = RuleOn(multi_task_rule(config, worker, setup.inner), setup)
+    for name in [*layers, *adapters]:
+        kind = "base" if name in layers else "lora"
+        modules[name].register_forward_hook(lambda *_, kind=kind: calls.update([kind]))
     each_gradient(rule, worker, [batches_of(episode_of(learner, 4, 4, seed=seed)) for seed in range(3)])
-    assert calls == {"base": len(layers) * (config.inner_steps + 1), "lora": 0}
+    assert adapters
+    assert calls == {"base": len(layers) * (config.inner_steps + 1)}
 
 
 def test_bf16_rounds_as_the_worker_does():
     learner, config = adapted("llama", algorithm="fomaml", bf16=True)
-    worker = worker_of(learner, config, bf16=True)
+    rule, worker = multi_rule_on(learner, config, bf16=True)
     cut = [batches_of(episode_of(learner, 4, 4, seed=seed)) for seed in range(2)]
-    setup = setup_of(worker, config, True)
-    batched, alone = (
-        RuleOn(one, setup) for one in (multi_task_rule(config, worker, setup.inner), find("fomaml").rule)
-    )
-    for direction, own in zip(each_gradient(batched, worker, cut), cut, strict=True):
+    alone = RuleOn(find("fomaml").rule, rule.setup)
+    for one, own in zip(each_gradient(rule, worker, cut), cut, strict=True):
         wanted = task_gradient(alone, worker, own).gradient
-        assert float((direction.gradient - wanted).norm() / wanted.norm()) < 0.05
+        assert float((one.gradient - wanted).norm() / wanted.norm()) < 0.05
 
 
-def test_auto_takes_as_many_as_fit_a_micro_batch():
-    learner, config = adapted("mean", algorithm="fomaml")
-    worker = worker_of(learner, config)
+AUTO = {"tasks_per_pass": "auto", "micro_batch_size": 32}
 
-    auto = {"tasks_per_pass": "auto", "micro_batch_size": 32}
-    for shots, settings, most in (
-        (1, auto, 6),
-        (5, auto, 1),
+
+@pytest.mark.parametrize(
+    ("shots", "settings", "most"),
+    [
+        (1, AUTO, 6),
+        (5, AUTO, 1),
         (5, {"tasks_per_pass": "8"}, 8),
         (1, {"tasks_per_pass": "1"}, 1),
-        (1, {**auto, "algorithm": "anil"}, 2),  # activations of 5 + 10 rows each
-    ):
-        assert tasks_per_pass(replace(config, n_way=5, k_shot=shots, num_query=2, **settings)) == most
-    single = replace(config, tasks_per_pass="1")
-    assert multi_task_rule(single, worker, setup_of(worker, config).inner) is None
+        (1, {**AUTO, "algorithm": "anil"}, 2),  # activations of 5 + 10 rows each
+    ],
+)
+def test_auto_takes_as_many_as_fit_a_micro_batch(shots, settings, most):
+    learner, config = adapted("mean", algorithm="fomaml")
+    config = replace(config, n_way=5, k_shot=shots, num_query=2, **settings)
+    assert tasks_per_pass(config) == most
+    if settings["tasks_per_pass"] == "1":
+        assert multi_rule_on(learner, config)[0].rule is None
 
 
 @pytest.fixture
@@ -225,34 +226,15 @@ def test_per_task_products():
 def test_a_trained_layer_of_another_kind_is_refused_by_name():
     learner, config = adapted("mean", algorithm="fomaml")
     learner.hf.embeddings.LayerNorm.weight.requires_grad_(True)
-    worker = worker_of(learner, config)
-    check_message(
-        refusal(multi_task_rule, config, worker, setup_of(worker, config).inner),
-        "tasks_per_pass",
-        "use --tasks_per_pass 1",
-    )
+    check_message(refusal(multi_rule_on, learner, config), "tasks_per_pass", "use --tasks_per_pass 1")
 
 
 def test_exact_passes_of_several_tasks_need_the_whole_model_on_a_rank():
     learner, config = adapted("mean", algorithm="maml")
-    worker = worker_of(learner, config)
-    inner, worker.differentiates_twice = setup_of(worker, config).inner, False
-    check_message(
-        refusal(multi_task_rule, config, worker, inner),
-        "tasks_per_pass=3",
-        "algorithm=maml",
-        "or --tasks_per_pass 1",
-    )
-
-
-def test_annealing_begins_with_first_order():
-    """first_order_steps: the first outer steps are those of FOMAML, also for several tasks in a pass."""
-    learner, config = adapted("mean", algorithm="maml", first_order_steps=1)
-    episodes = episodes_of(learner)
-    annealed, *_ = results_of(learner, config, episodes)
-    plain, *_ = results_of(learner, config_of(learner, lora_r=3, tasks_per_pass="3"), episodes)
-    for one, other in zip(annealed, plain, strict=True):
-        assert torch.equal(one.gradient, other.gradient)
+    rule, worker = multi_rule_on(learner, config)
+    worker.differentiates_twice = False
+    message = refusal(multi_task_rule, config, worker, rule.inner)
+    check_message(message, "tasks_per_pass=3", "algorithm=maml", "or --tasks_per_pass 1")
 
 
 POOLED = [
@@ -285,38 +267,25 @@ def several(rule, worker, episodes, into):
 
 @pytest.mark.parametrize("settings", POOLED, ids=lambda each: "-".join(map(str, each.values())))
 def test_pooled_tasks_get_the_meta_gradients_of_the_oracle(settings):
+    """Also where one of them is not finite."""
     learner, config, worker, rule, episodes = pooled(settings)
-    theta = worker.read()
+    theta, cut = worker.read(), [batches_of(episode) for episode in episodes]
     into = MetaGradient(theta)
-    cut = [batches_of(episode) for episode in episodes]
-    results_of = several(rule, worker, cut, into)
+    found = several(rule, worker, cut, into)
     assert into.weight == len(episodes)
     assert torch.equal(worker.read(), theta)
-    wanted: dict = {}
-    for episode in episodes:
-        for name, value in oracle_gradient(learner, config, episode)[0].items():
-            wanted[name] = wanted.get(name, 0) + value
+    oracles = [oracle_gradient(learner, config, episode)[0] for episode in episodes]
+    wanted = {name: sum(one[name] for one in oracles) for name in oracles[0]}
     assert compared(learner, config, worker, into.sum, wanted)[1] < 1e-5
-    for direction, own in zip(results_of, cut, strict=True):
-        assert direction.finite
-        assert_same_passes(direction, task_gradient(rule, worker, own))
-
-
-@pytest.mark.parametrize("settings", POOLED, ids=lambda each: "-".join(map(str, each.values())))
-def test_a_nonfinite_pooled_task_does_not_change_the_others(settings):
-    *_, worker, rule, episodes = pooled(settings)
-    theta = worker.read()
-    into, wanted = MetaGradient(theta), MetaGradient(theta)
-    into.sum.fill_(1)
-    wanted.sum.fill_(1)
-    cut = [batches_of(episode) for episode in episodes]
-    for own in (cut[0], cut[2]):
-        task_gradient(rule, worker, own, wanted)
+    alone = [task_gradient(rule, worker, own) for own in cut]
+    for one, other in zip(found, alone, strict=True):
+        assert one.finite
+        assert_same_passes(one, other)
     cut[1].query[0].weights *= float("inf")
-    results_of = several(rule, worker, cut, into)
-    assert [direction.finite for direction in results_of] == [True, False, True]
-    assert torch.equal(into.sum, wanted.sum)
-    assert into.weight == wanted.weight == 2
+    into.clear()
+    assert [one.finite for one in several(rule, worker, cut, into)] == [True, False, True]
+    assert torch.equal(into.sum, alone[0].gradient + alone[2].gradient)
+    assert into.weight == 2
 
 
 @pytest.mark.parametrize(
@@ -326,65 +295,33 @@ def test_a_nonfinite_pooled_task_does_not_change_the_others(settings):
 )
 def test_the_body_is_called_once_for_all_of_its_tasks(settings, calls):
     *_, worker, rule, episodes = pooled(settings)
-    seen = []
+    seen, size = [], rule.setup.config.micro_batch_size
     worker.learner.hf.register_forward_hook(lambda *_: seen.append(1))
-    size = rule.setup.config.micro_batch_size
-    cut = [batches_of(episode, size) for episode in episodes]
-    several(rule, worker, cut, MetaGradient(worker.read()))
+    several(rule, worker, [batches_of(one, size) for one in episodes], MetaGradient(worker.read()))
     assert len(seen) == calls
 
 
 @pytest.mark.parametrize(
-    ("settings", "text"),
+    ("settings", "part"),
     [
-        (
-            {},
-            ["tasks_per_pass=4", "lora_r=0"],
-        ),
-        (
-            {"lora_r": 4, "algorithm": "imaml"},
-            ["tasks_per_pass=4", "algorithm=imaml"],
-        ),
-        (
-            {"lora_r": 4, "n_way_max": 7},
-            ["tasks_per_pass=4", "n_way_max=7"],
-        ),
-        ({"lora_r": 4, "pipeline_stages": 2}, ["tasks_per_pass=4", "pipeline_stages=2"]),
-        (
-            {"lora_r": 4, "packing": True, "task_type": "causal_lm"},
-            ["tasks_per_pass=4", "packing=True"],
-        ),
-        (
-            {"lora_r": 4, "inner_lr_learned": "layer"},
-            ["tasks_per_pass=4", "inner_lr_learned=layer"],
-        ),
-        (
-            {"lora_r": 4, "inner_lr_groups": ["head=10"]},
-            ["tasks_per_pass=4", "inner_lr_groups=head=10"],
-        ),
-        (
-            {"lora_r": 4, "multi_step_loss_steps": 3},
-            ["tasks_per_pass=4", "multi_step_loss_steps=3"],
-        ),
-        ({"lora_r": 4, "offload_outer": True}, ["tasks_per_pass=4", "offload_outer=True"]),
-        (
-            {"lora_r": 4, "algorithm": "maml", "second_order": "differences"},
-            ["tasks_per_pass=4", "second_order=differences"],
-        ),
-        (
-            {"lora_r": 4, "algorithm": "maml", "check_meta_gradient": True},
-            ["tasks_per_pass=4", "check_meta_gradient=True"],
-        ),
+        ({"lora_r": 0}, "lora_r=0"),
+        ({"algorithm": "imaml"}, "algorithm=imaml"),
+        ({"n_way_max": 7}, "n_way_max=7"),
+        ({"pipeline_stages": 2}, "pipeline_stages=2"),
+        ({"packing": True, "task_type": "causal_lm"}, "packing=True"),
+        ({"inner_lr_learned": "layer"}, "inner_lr_learned=layer"),
+        ({"inner_lr_groups": ["head=10"]}, "inner_lr_groups=head=10"),
+        ({"multi_step_loss_steps": 3}, "multi_step_loss_steps=3"),
+        ({"offload_outer": True}, "offload_outer=True"),
+        ({"algorithm": "maml", "second_order": "differences"}, "second_order=differences"),
+        ({"algorithm": "maml", "check_meta_gradient": True}, "check_meta_gradient=True"),
+        ({"tasks_per_pass": "many"}, "tasks_per_pass=many"),
     ],
 )
-def test_conflicting_settings_are_refused(settings, text):
-    check_message(
-        refusal(Config, tasks_per_pass="4", **settings), *text, "leave it out, or use --tasks_per_pass 1"
-    )
-
-
-def test_tasks_per_pass_must_be_auto_or_a_number():
-    check_message(refusal(Config, tasks_per_pass="many", lora_r=2), "tasks_per_pass=many", "use auto")
+def test_conflicting_settings_are_refused(settings, part):
+    message = refusal(Config, **{"lora_r": 4, "tasks_per_pass": "4", **settings})
+    remedy = "use auto" if "many" in part else "leave it out, or use --tasks_per_pass 1"
+    check_message(message, "tasks_per_pass=", part, remedy)
 
 
 def test_a_run_takes_several_tasks_per_pass(train, monkeypatch):

@@ -72,14 +72,14 @@ def test_a_run_logs_reports_and_stores_it(tmp_path, capsys):
         **{**QUICK, "num_workers": "0"},
         dataset=[str(write_classes(tmp_path / "classes.jsonl"))],
         output_dir=str(tmp_path / "run"),
-        outer_steps=6,
+        outer_steps=3,
         gradient_noise_scale=True,
     )
     assert all("noise_scale" in line for line in MetaTrainer(config).train().log_history)
     assert "noise scale" in capsys.readouterr().out
     assert ">noise scale</th>" in (tmp_path / "run" / "report.html").read_text()
-    state = json.loads((tmp_path / "run" / "checkpoint-6" / "state.json").read_text())
-    assert state["noise_scale"][2] == 6
+    state = json.loads((tmp_path / "run" / "checkpoint-3" / "state.json").read_text())
+    assert state["noise_scale"][2] == 3
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """--offload_outer stores idle vectors in host memory and loads them in pieces; results are unchanged."""
 
-from itertools import pairwise
+import itertools
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from fmmeta.parallel.process_groups import World
 from fmmeta.parallel.workers.full_model import PlainWorker
 from fmmeta.training import build
 from tests.support import learners
+from tests.support.helpers import fast_or_slow
 from tests.support.learners import CPU, RuleOn, batches_of, config_of, episode_of, worker_over
 from tests.support.memory import SIZES, world_of
 from tests.support.messages import check_message, refusal
@@ -63,28 +64,29 @@ class CopiesToHost(TorchDispatchMode):
 ADAMW = {"inner_optimizer": "adamw"}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"algorithm": "fomaml", **ADAMW},
-        {"algorithm": "fomaml", "inner_optimizer": "momentum", "inner_lr_learned": "element"},
-        {"algorithm": "fomaml", "inner_lr_learned": "layer", "multi_step_loss_steps": 2},
-        {"algorithm": "reptile", **ADAMW},
-        {"algorithm": "maml"},
-        {"algorithm": "maml", "second_order": "autograd", **ADAMW, "trajectory_memory_gib": 0},
-        {"algorithm": "maml", "head_init": "prototype", "prototype_gradient": True},
-        {"algorithm": "imaml"},
-        {"algorithm": "joint"},
-    ],
-    ids=lambda settings: "-".join(map(str, settings.values())),
-)
-@pytest.mark.parametrize("outer", ["host", "device"])
-@pytest.mark.parametrize("offload", [False, True], ids=["", "deepspeed_offload"])
-def test_a_task_runs_wherever_theta_and_the_shards_are(settings, outer, offload):
+RULES = [
+    {"algorithm": "fomaml", **ADAMW},
+    {"algorithm": "fomaml", "inner_optimizer": "momentum", "inner_lr_learned": "element"},
+    {"algorithm": "fomaml", "inner_lr_learned": "layer", "multi_step_loss_steps": 2},
+    {"algorithm": "reptile", **ADAMW},
+    {"algorithm": "maml"},
+    {"algorithm": "maml", "second_order": "autograd", **ADAMW, "trajectory_memory_gib": 0},
+    {"algorithm": "maml", "head_init": "prototype", "prototype_gradient": True},
+    {"algorithm": "imaml"},
+    {"algorithm": "joint"},
+]
+PLACES = [*itertools.product(("host", "device"), (False, True))]  # of theta; whether the shards are offloaded
+FAST = [(rule, *PLACES[number % 4]) for number, rule in enumerate(RULES)]
+CASES = [(rule, *place) for rule in RULES for place in PLACES]
+
+
+@pytest.mark.parametrize("case", fast_or_slow(CASES, FAST.__contains__, str))
+def test_a_task_runs_wherever_theta_and_the_shards_are(case):
     """theta is in host memory with --offload_outer, in the table at the end and in other evaluations."""
+    settings, outer, offload = case
     with GPU:
         learner = learners.bert("mean")
-    config, episode = config_of(learner, **settings), batches_of(episode_of(learner))
+    config, episode = config_of(learner, inner_steps=2, **settings), batches_of(episode_of(learner))
     worker = OnGpu(learner, offload)
     parts = setup(config, worker, learner.head_names, 3, False)
     memory = OuterMemory(worker.storage_device, outer == "host")
@@ -113,43 +115,27 @@ def state_of(outer: OuterOptimizer) -> StateDict:
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("chunk", [64, 1000, 2**24])
 def test_offloaded_steps_equal_steps_on_the_device(monkeypatch, optimizer, chunk):
-    """The steps are equal for pieces of any size and after a resume."""
-    monkeypatch.setattr(param_map, "chunk", lambda device: chunk)
+    """The steps are equal for pieces of any size, after a resume, and those of the whole vector."""
     worker = worker_over(learners.bert("mean"), "zero")
+    whole = outer_of(worker, False, outer_optimizer=optimizer)
+    monkeypatch.setattr(param_map, "chunk", lambda device: chunk)
     here, away = (outer_of(worker, offload, outer_optimizer=optimizer) for offload in (False, True))
+    assert chunk == 2**24 or len(here.pieces) > len(whole.pieces)
     pieces = list(away.memory.pieces(slice(7, 3007)))
-    assert [(a.stop, b.start) for a, b in pairwise(pieces)] == [
-        (place.stop, place.stop) for place in pieces[:-1]
-    ]
+    assert [a.stop for a in pieces[:-1]] == [b.start for b in pieces[1:]]
     assert (pieces[0].start, pieces[-1].stop, len(pieces)) == (7, 3007, -(-3000 // chunk))
     for step in range(4):
         grad = torch.randn(here.meta_params.theta.shape, generator=torch.Generator().manual_seed(step))
-        for outer in (here, away):
-            moved = outer.step(PendingMean({"theta": grad.clone()}), step)
-        assert moved.applied
+        moved = [outer.step(PendingMean({"theta": grad.clone()}), step) for outer in (whole, here, away)]
+        assert all(one.applied for one in moved)
         if step == 1:
             resumed = OuterOptimizer(away.meta_params, worker, away.config)
             resumed.load_state(state_of(away))
             away = resumed
     assert torch.equal(away.meta_params.theta, here.meta_params.theta)
+    torch.testing.assert_close(here.meta_params.theta, whole.meta_params.theta, rtol=1e-6, atol=1e-9)
     assert away.meta_params.theta.ne(worker.read()).any()
-    for name, moment in state_of(here).vectors.items():
-        assert torch.equal(state_of(away).vectors[name], moment)
-
-
-@pytest.mark.parametrize("chunk", [64, 1000])
-def test_steps_by_pieces_equal_a_step_of_the_whole_vector(monkeypatch, chunk):
-    """torch's optimizer gives the same on the whole vector and on pieces of it."""
-    worker = worker_over(learners.bert("mean"))
-    whole = outer_of(worker, False)
-    monkeypatch.setattr(param_map, "chunk", lambda device: chunk)
-    cut = outer_of(worker, False)
-    assert len(cut.pieces) > len(whole.pieces) == 2
-    for step in range(3):
-        grad = torch.randn(whole.meta_params.theta.shape, generator=torch.Generator().manual_seed(step))
-        for outer in (whole, cut):
-            outer.step(PendingMean({"theta": grad.clone()}), step)
-    torch.testing.assert_close(cut.meta_params.theta, whole.meta_params.theta, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(state_of(away).vectors, state_of(here).vectors, rtol=0, atol=0)
 
 
 def test_offloaded_pieces_are_copied_and_written_back():
@@ -166,18 +152,10 @@ def test_offloaded_pieces_are_copied_and_written_back():
 
 
 def test_offloaded_run_gives_the_same_model(bert, classes, tmp_path, capsys):
+    short = {"k_shot": 1, "num_query": 2, "outer_steps": 3, "save_steps": 2, "eval_episodes": 2}
+    inputs = {"model_name_or_path": str(bert), "dataset": [str(classes)], **short}
     for offloaded in (False, True):
-        config = Config(
-            model_name_or_path=str(bert),
-            dataset=[str(classes)],
-            output_dir=str(tmp_path / f"{offloaded}"),
-            k_shot=1,
-            num_query=2,
-            outer_steps=3,
-            save_steps=2,
-            eval_episodes=2,
-            offload_outer=offloaded,
-        )
+        config = Config(**inputs, offload_outer=offloaded, output_dir=str(tmp_path / f"{offloaded}"))
         assert MetaTrainer(config).train().held_out["episodes"] == 2
         assert ("offload_outer changes nothing on CPUs" in capsys.readouterr().out) == offloaded
     assert same(tmp_path / "False", tmp_path / "True")
@@ -197,22 +175,20 @@ def test_estimate_moves_outer_state_to_the_host(stage, group_size, meta, host):
 
 
 def test_auto_group_size_needs_host_memory_too(monkeypatch):
-    sizes = memory.Sizes(
-        params=2**30, layers=0, hidden=0, heads=0, vocab=0, rows=1, tokens=1, offload_outer=True
+    few = {"layers": 0, "hidden": 0, "heads": 0, "vocab": 0, "rows": 1, "tokens": 1}
+    sizes, settings = (
+        memory.Sizes(params=2**30, **few, offload_outer=True),
+        DeepSpeedSettings(1, False, False),
     )
-    world = world_of(monkeypatch, 2, 2, 2**35)
     monkeypatch.setattr(memory, "host_bytes", lambda local: 2**33)
-    size, why = memory.choose_group_size(
-        world_of(monkeypatch, 4, 4, 2**35), lambda data: sizes, DeepSpeedSettings(1, False, False)
-    )
+    four = world_of(monkeypatch, 4, 4, 2**35)
+    size, why = memory.choose_group_size(four, lambda data: sizes, settings)
     assert size == 4  # 16 and 8 GiB of outer state would not fit into 8
     assert "(and 4 in host memory)" in why
-    check_message(
-        refusal(memory.choose_group_size, world, lambda data: sizes, DeepSpeedSettings(1, False, False)),
-        "13.9 GiB (and 8 in host memory) each",
-        "32 GiB are free (and 8 in host memory)",
-        "use a higher",
-    )
+    two = world_of(monkeypatch, 2, 2, 2**35)
+    message = refusal(memory.choose_group_size, two, lambda data: sizes, settings)
+    parts = ("32 GiB are free (and 8 in host memory)", "use a higher")
+    check_message(message, "13.9 GiB (and 8 in host memory) each", *parts)
 
 
 def test_outer_vectors_are_on_the_device_of_the_shards(bert, classes, monkeypatch):

@@ -1,14 +1,16 @@
-"""Prompts: input and target texts for plain texts, format strings and chat templates."""
+"""Prompts: input and target texts for plain texts, format strings and chat templates; texts are never longer
+than the positions of the model.
+"""
 
 import json
 import shutil
 from datetime import datetime
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 import fmmeta
@@ -17,7 +19,7 @@ from fmmeta.adaptation import predict
 from fmmeta.checkpoint.model_card import Content, write_card
 from fmmeta.evaluation.settings import PredictConfig
 from fmmeta.learners.causal_lm import CausalLearner
-from fmmeta.learners.load import describe, load_tokenizer, suggest_chat
+from fmmeta.learners.load import describe, fitted, load_tokenizer, max_positions, suggest_chat
 from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.encode import (
@@ -29,11 +31,11 @@ from fmmeta.tasks.data.encode import (
     make_prompt,
 )
 from fmmeta.tasks.data.token_store import TokenStore
-from fmmeta.tasks.data.turns import as_text, from_text
+from fmmeta.tasks.data.turns import as_text
 from fmmeta.tasks.sources.load import load_sources
 from tests.support.helpers import write_rows
 from tests.support.messages import check_message, refusal
-from tests.support.models import write_pairs
+from tests.support.models import WORDS, save, tiny, write_pairs
 
 # Three shapes that real templates come in. ChatML with a default system turn, and thinking that can be turned
 # off (Qwen3).
@@ -72,11 +74,14 @@ CHATS = {
 def chat_tokenizer(template: str | None):
     """The byte tokenizer with a chat template, and special tokens for turns, as chat models have."""
     tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|end|>", "<|assistant|>"]}
-    )
+    turns = ["<|im_start|>", "<|im_end|>", "<|end|>", "<|assistant|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": turns})
     tokenizer.chat_template = template
     return tokenizer
+
+
+def encoded(tokenizer, text: str, answer: str = "4", length: int = 300, template: str = "chat") -> Example:
+    return encode_pairs(tokenizer, [text], [answer], length, template)[0]
 
 
 def parts(tokenizer, row: Example) -> tuple[str, str]:
@@ -98,27 +103,19 @@ def parts(tokenizer, row: Example) -> tuple[str, str]:
         ("### {input}\\n\\n", "### 2 + 2\n\n", "4"),
         ("{input} -> {input} ={output}!\\tdone", "2 + 2 -> 2 + 2 =", "4!\tdone"),
         ("{{curly}} {{0}} {input}", "{curly} {0} 2 + 2", " 4"),
+        ("Q: {input}\nA: {output} .<eos>", "Q: 2 + 2\nA:", " 4 ."),
     ],
 )
 def test_text_prompts(template, prompt, answer):
-    """The text and the answer are in their places, and braces in them are plain text."""
+    """The text and the answer are in their places, and braces in them are plain text. A format string may
+    write the end; texts around an answer are no part of what is read from the learned tokens.
+    """
     tokenizer = byte_tokenizer()
     for text, output in (("2 + 2", "4"), ("{output} {input} {}", "{input}")):
-        (row,) = encode_pairs(tokenizer, [text], [output], 96, template)
+        row = encoded(tokenizer, text, output, 96, template)
         wanted = prompt.replace("2 + 2", text), answer.replace("4", output)
         assert parts(tokenizer, row) == (f"<bos>{wanted[0]}", f"{wanted[1]}<eos>")
-
-
-def test_a_format_string_may_write_the_end():
-    """No second end follows; texts around an answer are no part of what is read from the learned tokens."""
-    tokenizer = byte_tokenizer()
-    for template, learned in (("A: {output}!\tdone", " 4!\tdone<eos>"), ("A: {output} .<eos>", " 4 .<eos>")):
-        (row,) = encode_pairs(tokenizer, ["2 + 2"], ["4"], 64, f"Q: {{input}}\n{template}")
-        assert parts(tokenizer, row)[1] == learned
-        assert (
-            answer_reader(tokenizer, f"Q: {{input}}\n{template}", ()).text(row.input_ids[len(row.prompt) :])
-            == "4"
-        )
+        assert answer_reader(tokenizer, template, ()).text(row.input_ids[len(row.prompt) :]) == output
 
 
 def turn(before: str, after: str, ask: str, trim: str = "") -> str:
@@ -166,20 +163,17 @@ FORMS: dict[str, tuple[str, list[str], str]] = {
 def test_an_answer_is_learned_as_rendered_and_read_without_what_surrounds_it(name):
     template, more, learned = FORMS[name]
     tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(
-        [AddedToken(one.lstrip("~"), special=one[0] != "~", normalized=False) for one in more]
-    )
+    special = [AddedToken(one.lstrip("~"), special=one[0] != "~", normalized=False) for one in more]
+    tokenizer.add_tokens(special)
     tokenizer.chat_template = template
-    (row,) = encode_pairs(tokenizer, ["2 + 2"], [" 4"], 200, "chat")
-    (asked,) = encode_pairs(tokenizer, ["2 + 2"], [""], 200, "chat")
+    row = encoded(tokenizer, "2 + 2", " 4")
     assert parts(tokenizer, row)[1] == learned
-    assert row.prompt == asked.prompt
+    assert row.prompt == encoded(tokenizer, "2 + 2", "").prompt
     if name != "end of the user's turn":  # an answer cannot follow its generation prompt
         turns = [{"role": "user", "content": "2 + 2"}]
-        prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-        assert row.prompt == prompt
-    reader = answer_reader(tokenizer, "chat", ())
-    ids = list(row.input_ids)[len(row.prompt) :]
+        asked = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        assert row.prompt == asked
+    reader, ids = answer_reader(tokenizer, "chat", ()), list(row.input_ids)[len(row.prompt) :]
     assert ids[-1] in reader.ends
     assert reader.text(ids) == reader.text([*ids, 7, 8]) == "4"
     assert CausalLearner.present(ids, (), {}, reader) == "4"
@@ -187,7 +181,6 @@ def test_an_answer_is_learned_as_rendered_and_read_without_what_surrounds_it(nam
 
 def test_end_tokens_are_those_of_checkpoint_tokenizer_and_template():
     tokenizer = byte_tokenizer()
-    assert end_tokens(tokenizer, "plain", ()) == [2]
     tokenizer.add_tokens(["<eot>", "<a>"])
     tokenizer.chat_template = turn("<a>", "<eot>", "")
     eot, a = tokenizer.convert_tokens_to_ids(["<eot>", "<a>"])
@@ -212,50 +205,54 @@ def test_a_tokenizer_without_an_end_has_that_of_the_checkpoint(stored, ends, lla
     check_message(said.pop(), "answers are greedy", "generation_config.json", "min_length")
 
 
+TURNS = [
+    {"role": "user", "content": "1 + 1"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2 + 2"},
+]
+
+
+def rendered(tokenizer, turns, **settings) -> str:
+    """A conversation by transformers; a template's own clock runs on."""
+    text = tokenizer.apply_chat_template(turns, tokenize=False, enable_thinking=False, **settings)
+    return text.replace(datetime.now().strftime("%Y-%m-%d"), "2024-07-26")
+
+
 @pytest.mark.parametrize("name", CHATS)
 def test_chat_prompts_equal_the_rendered_template(name):
+    """Earlier turns are part of the prompt."""
     template, head, middle, answer = CHATS[name]
     tokenizer = chat_tokenizer(template)
-    (row,) = encode_pairs(tokenizer, ["2 + 2"], ["4"], 200, "chat")
+    row = encoded(tokenizer, "2 + 2")
     assert parts(tokenizer, row) == (f"{head}2 + 2{middle}", answer)
-    turns = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
-    today = datetime.now().strftime("%Y-%m-%d")  # a template's own clock runs on
-    whole = tokenizer.apply_chat_template(turns, tokenize=False).replace(today, "2024-07-26").rstrip()
+    whole = rendered(tokenizer, [TURNS[2], {"role": "assistant", "content": "4"}]).rstrip()
     assert tokenizer.decode(row.input_ids) == whole
     for begin in ("\n  {{ '' }}", "  {% set a = 1 %}\n\n  {{ '' }}"):
         spaced = chat_tokenizer(begin + template)
-        (example,) = encode_pairs(spaced, ["2 + 2"], ["4"], 200, "chat")
-        assert spaced.decode(example.input_ids) == f"\n  {whole}"
-        shown = spaced.apply_chat_template(turns, tokenize=False)
-        assert isinstance(shown, str)
-        assert shown.startswith("\n  <")
-    if name != "brackets":  # prompts end with the generation prompt
-        prompt = tokenizer.apply_chat_template(
-            turns[:1], add_generation_prompt=True, enable_thinking=False, return_dict=False
-        )
-        assert list(row.input_ids[: len(prompt)]) == prompt
+        assert spaced.decode(encoded(spaced, "2 + 2").input_ids) == f"\n  {whole}"
+        assert rendered(spaced, TURNS[2:]).startswith("\n  <")
+    prompts = [parts(tokenizer, encoded(tokenizer, as_text(turns))) for turns in (TURNS[2:], TURNS)]
+    wanted = [rendered(tokenizer, turns, add_generation_prompt=True) for turns in (TURNS[2:], TURNS)]
+    assert prompts == [(prompt, answer) for prompt in wanted]
 
 
 def test_the_prompt_has_the_tokens_that_it_has_without_an_answer():
     """A vocabulary that joins across the seam would give a prompt that no model gets."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    letters = {letter: i for i, letter in enumerate(">ab<:")}
-    tokenizer = Tokenizer(models.BPE(vocab={**letters, ":a": 5, "<eos>": 6}, merges=[(":", "a")]))
+    vocabulary = {token: i for i, token in enumerate([*">ab<:", ":a", "<eos>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[(":", "a")]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
     fast.chat_template = (
         "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}:{% else %}>{% endif %}{% endfor %}"
     )
-    (row,) = encode_pairs(fast, ["b"], ["a"], 9, "chat")
+    row = encoded(fast, "b", "a", 9)
     assert (list(row.input_ids), list(row.labels)) == ([2, 4, 1, 0, 6], [IGNORE, IGNORE, 1, 0, 6])
 
 
 @pytest.mark.parametrize("max_length", [25, 27, 30, 45])
 def test_long_chats_lose_the_start_of_the_input_and_keep_the_template(max_length):
-    tokenizer = chat_tokenizer(ENDED)
-    text = "a question much too long to fit"
-    (row,) = encode_pairs(tokenizer, [text], ["yes"], max_length, "chat")
+    tokenizer, text = chat_tokenizer(ENDED), "a question much too long to fit"
+    row = encoded(tokenizer, text, "yes", max_length)
     prompt, answer = parts(tokenizer, row)
     assert len(row.input_ids) == min(max_length, 8 + 2 + len(text) + 5)
     assert answer == "yes<|end|><eos>"
@@ -264,32 +261,38 @@ def test_long_chats_lose_the_start_of_the_input_and_keep_the_template(max_length
     assert len(prompt) - len(kept) == len("<|user|><|end|><|assistant|>")
 
 
-@pytest.mark.parametrize("name", CHATS)
-def test_earlier_turns_are_part_of_the_prompt(name):
-    tokenizer = chat_tokenizer(CHATS[name][0])
-    text = as_text(TURNS)
-    (row,) = encode_pairs(tokenizer, [text], ["4"], 300, "chat")
-    asked = tokenizer.apply_chat_template(
-        from_text(text), add_generation_prompt=True, enable_thinking=False, tokenize=False
-    )
-    today = datetime.now().strftime("%Y-%m-%d")
-    assert parts(tokenizer, row) == (asked.replace(today, "2024-07-26"), CHATS[name][3])
-
-
-TURNS = [
-    {"role": "user", "content": "1 + 1"},
-    {"role": "assistant", "content": "2"},
-    {"role": "user", "content": "2 + 2"},
-]
-
-
-def test_long_conversations_lose_their_earliest_turns():
-    tokenizer = chat_tokenizer(ENDED)
-    (whole,) = encode_pairs(tokenizer, [as_text(TURNS)], ["4"], 300, "chat")
-    (row,) = encode_pairs(tokenizer, [as_text(TURNS)], ["4"], len(whole.input_ids) - 1, "chat")
-    assert row == encode_pairs(tokenizer, ["2 + 2"], ["4"], 300, "chat")[0]
-    (cut,) = encode_pairs(tokenizer, [as_text(TURNS)], ["4"], len(row.input_ids) - 1, "chat")
+def test_long_conversations_lose_their_earliest_turns_and_long_answers_their_end():
+    tokenizer, whole = chat_tokenizer(ENDED), as_text(TURNS)
+    row = encoded(tokenizer, whole, length=len(encoded(tokenizer, whole).input_ids) - 1)
+    assert row == encoded(tokenizer, "2 + 2")
+    cut = encoded(tokenizer, whole, length=len(row.input_ids) - 1)
     assert parts(tokenizer, cut)[0] == parts(tokenizer, row)[0].replace("2 + 2", " + 2")
+    row = encoded(tokenizer, "why", "because of many things", 14)
+    assert parts(tokenizer, row) == ("<|user|><|end|><|assistant|>", "beca")
+
+
+@given(st.text(max_size=40), st.text(max_size=20), st.integers(12, 60))
+def test_no_chat_exceeds_max_length(text, output, max_length):
+    row = encoded(chat_tokenizer(ENDED), text, output, max_length)
+    assert len(row.input_ids) == len(row.labels) <= max_length
+    assert row.label_tokens >= 1
+
+
+UNUSABLE = ["prompt_template=chat", "the tokenizer's chat template"]
+
+
+@pytest.mark.parametrize(
+    ("template", "length", "expected"),
+    [
+        (None, 64, ["prompt_template=chat", "needs a chat template", "use plain or a format string"]),
+        ("{{ raise_exception('only pictures') }}", 64, [*UNUSABLE, "use plain or a format"]),
+        ("{{ messages[0].content }}", 64, [*UNUSABLE, "use plain or a format"]),
+        ("{% if %}", 64, UNUSABLE),
+        (ENDED, 10, ["max_length=10", "10 tokens", "raise it"]),
+    ],
+)
+def test_chat_templates_that_cannot_be_used_are_refused(template, length, expected):
+    check_message(refusal(encoded, chat_tokenizer(template), "a", "b", length), *expected)
 
 
 def test_a_pair_of_texts_has_the_separator_of_the_tokenizer():
@@ -298,51 +301,6 @@ def test_a_pair_of_texts_has_the_separator_of_the_tokenizer():
     assert encode_texts(tokenizer, ["a [SEP] b"], 32) == plain
     tokenizer.add_special_tokens({"sep_token": "</s>"})
     assert encode_texts(tokenizer, ["a [SEP] b"], 32) == encode_texts(tokenizer, ["a </s> b"], 32) != plain
-
-
-def test_long_answers_lose_their_end():
-    tokenizer = chat_tokenizer(ENDED)
-    (row,) = encode_pairs(tokenizer, ["why"], ["because of many things"], 14, "chat")
-    assert parts(tokenizer, row) == ("<|user|><|end|><|assistant|>", "beca")
-
-
-@given(st.text(max_size=40), st.text(max_size=20), st.integers(12, 60))
-def test_no_chat_exceeds_max_length(text, output, max_length):
-    row = encode_pairs(chat_tokenizer(ENDED), [text], [output], max_length, "chat")[0]
-    assert len(row.input_ids) == len(row.labels) <= max_length
-    assert row.label_tokens >= 1
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (
-            None,
-            ["needs a chat template", "use plain or a format string"],
-        ),
-        (
-            "{{ raise_exception('only pictures') }}",
-            ["the tokenizer's chat template", "use plain or a format"],
-        ),
-        (
-            "{{ messages[0].content }}",
-            ["the tokenizer's chat template does", "use plain or a format"],
-        ),
-        ("{% if %}", ["the tokenizer's chat template"]),
-    ],
-)
-def test_tokenizers_without_a_usable_chat_template_are_refused(template, expected):
-    message = refusal(encode_pairs, chat_tokenizer(template), ["a"], ["b"], 64, "chat")
-    check_message(message, "prompt_template=chat", *expected)
-
-
-def test_a_template_longer_than_max_length_is_refused():
-    check_message(
-        refusal(encode_pairs, chat_tokenizer(ENDED), ["a"], ["b"], 10, "chat"),
-        "max_length=10",
-        "10 tokens",
-        "raise it",
-    )
 
 
 @pytest.mark.parametrize(
@@ -364,11 +322,19 @@ def test_a_template_longer_than_max_length_is_refused():
     ],
 )
 def test_format_strings_are_checked(template):
-    check_message(
-        refusal(Config, task_type="causal_lm", prompt_template=template),
-        f"prompt_template={template}",
-        "write one such as 'Q: {input}\\nA",
-    )
+    """Of language models; classification has no prompt."""
+    named = f"prompt_template={template}"
+    message = refusal(Config, task_type="causal_lm", prompt_template=template)
+    check_message(message, named, "write one such as 'Q: {input}\\nA")
+    message = refusal(Config, prompt_template=template)
+    check_message(message, named, "task_type=classification", "leave it out")
+
+
+SHORT = {"outer_steps": 1, "meta_batch_size": 1, "inner_steps": 1, "eval_episodes": 0, "save_steps": 0}
+
+
+def stored_settings(model):
+    return json.loads((model / "fmmeta.json").read_text())
 
 
 ROWS = [
@@ -379,14 +345,8 @@ ROWS = [
 
 def stored(tmp_path, rows=ROWS, **settings) -> tuple[TokenStore, list[str]]:
     """The store of a training run on a file of pairs, and what it says."""
-    config = Config(
-        task_type="causal_lm",
-        dataset=[str(write_rows(tmp_path / "rows.jsonl", rows))],
-        k_shot=1,
-        num_query=1,
-        **settings,
-    )
-    notes: list[str] = []
+    data, notes = [str(write_rows(tmp_path / "rows.jsonl", rows))], list[str]()
+    config = Config(task_type="causal_lm", dataset=data, k_shot=1, num_query=1, **settings)
     return load_sources(config, byte_tokenizer(), notes.append).train.store, notes
 
 
@@ -413,21 +373,22 @@ def test_a_template_is_filled_from_columns_which_may_be_empty(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("template", "parts"),
+    ("template", "column", "parts"),
     [
         (
             "{Instruction} {input}",
-            ("names {Instruction}", "is no column", "it has input, instruction, output, task"),
+            "output",
+            ["names {Instruction}", "is no column", "it has input, instruction, output, target, task"],
         ),
-        ("{instruction} {0} {input}", ("names {0}", "is no column")),
-        ("{input.upper} {input}", ("names {input.upper}", "is no column")),
-        ("{input} {target}", ("names {target}, the column of the answer", "write {output}")),
+        ("{instruction} {0} {input}", "output", ["names {0}", "is no column"]),
+        ("{input.upper} {input}", "output", ["names {input.upper}", "is no column"]),
+        ("{input} {target}", "target", ["names {target}, the column of the answer", "write {output}"]),
     ],
 )
-def test_names_in_a_template_that_are_no_columns_are_refused(tmp_path, template, parts):
+def test_names_in_a_template_that_are_no_columns_are_refused(tmp_path, template, column, parts):
     rows = [{**row, "target": row["output"]} for row in ROWS]
-    settings = {"prompt_template": template, "output_column": "target" if "target" in template else None}
-    check_message(refusal(stored, tmp_path, rows if settings["output_column"] else ROWS, **settings), *parts)
+    message = refusal(stored, tmp_path, rows, prompt_template=template, output_column=column)
+    check_message(message, *parts)
 
 
 def test_an_adapted_model_answers_rows_with_the_columns_of_its_template(llama, tmp_path, capsys):
@@ -447,27 +408,15 @@ def test_an_adapted_model_answers_rows_with_the_columns_of_its_template(llama, t
     assert answer.input == "add 5|\n"
     for one in ("add 5", {"input": "5"}):
         check_message(refusal(loaded.predict, [one]), "texts[0]: ", "{instruction}", "no column of the data")
-    file = write_rows(tmp_path / "new.csv", [row])
-    predict.run(PredictConfig(str(folder), input=str(file), max_new_tokens=1))
-    assert json.loads(capsys.readouterr().out)["input"] == "add 5|\n"
     (tmp_path / "new.txt").write_text("add 5\n")
+    files = [str(write_rows(tmp_path / "new.csv", [row])), str(tmp_path / "new.txt")]
+    of_table, of_text = (PredictConfig(str(folder), input=file, max_new_tokens=1) for file in files)
+    predict.run(of_table)
+    assert json.loads(capsys.readouterr().out)["input"] == "add 5|\n"
     check_message(
-        refusal(predict.run, PredictConfig(str(folder), input=str(tmp_path / "new.txt"))),
-        "{instruction}",
-        "no column of",
-        "new.txt:1: ",
-        "it has input",
+        refusal(predict.run, of_text), "{instruction}", "no column of", "new.txt:1: ", "it has input"
     )
     assert "5 + 1|5 + 1" in (folder / "README.md").read_text()
-
-
-def test_classification_has_no_prompt():
-    check_message(
-        refusal(Config, prompt_template="chat"),
-        "prompt_template=chat",
-        "task_type=classification",
-        "leave it out",
-    )
 
 
 def test_a_run_with_a_chat_template_stores_it(llama, tmp_path):
@@ -475,33 +424,22 @@ def test_a_run_with_a_chat_template_stores_it(llama, tmp_path):
     tokenizer, seen = byte_tokenizer(), set()
     tokenizer.chat_template = ENDED
     tokenizer.save_pretrained(model)
+    given = {"task_type": "causal_lm", "model_name_or_path": str(model), "dataset": [str(data)], **SHORT}
     for template in ("plain", "chat"):
-        config = Config(
-            model_name_or_path=str(model),
-            dataset=[str(data)],
-            task_type="causal_lm",
-            prompt_template=template,
-            outer_steps=1,
-            eval_episodes=0,
-            save_steps=0,
-            output_dir=str(tmp_path / template),
-        )
+        config = Config(**given, prompt_template=template, output_dir=str(tmp_path / template))
         result = MetaTrainer(config).train()
-        stored = json.loads((result.output_dir / "model" / "fmmeta.json").read_text())
-        assert stored["prompt_template"] == template
+        assert stored_settings(result.output_dir / "model")["prompt_template"] == template
         seen.add(result.log_history[0]["tokens"])
     assert len(seen) == 2
 
 
-def test_a_chat_template_is_suggested_where_prompts_are_plain_by_default(llama, tmp_path):
-    said = list[str]()
-    folder = shutil.copytree(llama, tmp_path / "model")
-    tokenizer = SimpleNamespace(chat_template=ENDED)
-    settings: dict[str, Any] = {"task_type": "causal_lm", "model_name_or_path": str(folder)}
-    suggest_chat(Config(**settings), tokenizer, said.append)
+def test_a_chat_template_is_suggested_where_prompts_are_plain_by_default(tmp_path):
+    said, tokenizer = list[str](), SimpleNamespace(chat_template=ENDED)
+    config = Config(task_type="causal_lm", model_name_or_path=str(tmp_path))
+    suggest_chat(config, tokenizer, said.append)
     check_message(said.pop(), "prompt_template=plain", "--prompt_template chat")
-    (folder / "fmmeta.json").write_text('{"prompt_template": "plain"}')
-    suggest_chat(Config(**settings), tokenizer, said.append)
+    (tmp_path / "fmmeta.json").write_text('{"prompt_template": "plain"}')
+    suggest_chat(config, tokenizer, said.append)
     assert said == []
 
 
@@ -519,3 +457,50 @@ def test_a_model_card_shows_the_prompt(template, expected, tmp_path):
     config = Config(task_type="causal_lm", prompt_template=template)
     write_card(tmp_path, Content("tiny", config, "model", adapter=False, summary="", facts={}))
     assert expected in (tmp_path / "README.md").read_text()
+
+
+LONG = " ".join(WORDS * 4)
+PAIRS = [(f"{word} {place} {LONG}", f"class {word}") for word in WORDS[:6] for place in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "most"),
+    [("bert", "classification", 64), ("roberta", "classification", 63), ("gpt2", "causal_lm", 64)],
+)
+def test_every_command_stays_within_the_positions(tmp_path, capsys, family, kind, most):
+    """A length given by a flag is refused, the default is lowered and stored with the model. BERT; RoBERTa,
+    which keeps a position for padding; GPT-2, with other names.
+    """
+    names = ("input", "output", "task") if kind == "causal_lm" else ("text", "label", "group")
+    pairs = [dict(zip(names, (*pair, pair[1]), strict=True)) for pair in PAIRS]
+    rows, out = write_rows(tmp_path / "rows.jsonl", pairs), tmp_path / "out"
+    folder = save(tiny(family, num_hidden_layers=1, max_position_embeddings=64), tmp_path / family)
+    byte_tokenizer(512).save_pretrained(folder)
+    small = {"n_way": 5 if kind == "causal_lm" else 2, "k_shot": 1, "num_query": 1, "task_type": kind}
+    run = Config(
+        **small, **SHORT, model_name_or_path=str(folder), dataset=[str(rows)], output_dir=str(out / "run")
+    )
+    given, adapt = (folder, PAIRS[:12]), {"task_type": kind, "inner_steps": 1, "early_stopping": False}
+    adapted = fmmeta.adapt(*given, output_dir=out / "task", **adapt)
+    assert len(adapted.predict([LONG], max_new_tokens=1)) == 1
+    assert predict.load(PredictConfig(str(out / "task"))).predict([LONG])
+    assert fmmeta.evaluate(folder, rows, eval_split="train", **small, episodes=1, inner_steps=1)
+    if family == "bert":
+        MetaTrainer(run).train()
+        assert f"max_length {most}: {folder} " in capsys.readouterr().out
+        assert stored_settings(out / "run" / "model")["max_length"] == most
+    assert stored_settings(out / "task")["max_length"] == most
+    for call in (
+        lambda **of: fmmeta.adapt(*given, task_type=kind, **of),
+        lambda **of: fmmeta.evaluate(folder, rows, task_type=kind, **of),
+        lambda **of: predict.load(PredictConfig(str(out / "task"), **of)),
+        lambda **of: MetaTrainer(run.but(**of)).train(),
+    ):
+        check_message(refusal(call, max_length=100), "max_length=100", f"; use {most} or less")
+
+
+def test_a_length_that_fits_and_a_model_without_a_limit_are_unchanged(bert):
+    config = Config(model_name_or_path=str(bert), max_length=20)
+    assert fitted(config, describe(config).hf_config) is config
+    for unlimited in (None, -1):
+        assert max_positions(SimpleNamespace(max_position_embeddings=unlimited, model_type="xlnet")) is None

@@ -1,16 +1,20 @@
-"""From data to episodes: columns, refusals by their text, episodes as pure functions of their seed, and the
-real data.
+"""From data to episodes: columns, refusals by their text, episodes as pure functions of their seed, several
+data sets as one, folders whose files are tasks, and the real data.
 """
 
 from __future__ import annotations
 
 import copy
+import gzip
 import json
-from collections import Counter
+import pickle
+import random
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 
+from fmmeta.common.progress import Warn
 from fmmeta.config.settings import Config
 from fmmeta.evaluation.settings import AdaptConfig, EvaluateConfig
 from fmmeta.learners.tiny import byte_tokenizer
@@ -19,19 +23,37 @@ from fmmeta.tasks.augment import reading
 from fmmeta.tasks.batching import IGNORE
 from fmmeta.tasks.data.encode import encode_pairs, encode_texts
 from fmmeta.tasks.schedule.meta_batches import Schedule
-from fmmeta.tasks.sources.base import Draw, EpisodeRows, EpisodeShape, transformed
-from fmmeta.tasks.sources.load import Sources, load_sources
+from fmmeta.tasks.sources.base import (
+    Draw,
+    EpisodeRows,
+    EpisodeShape,
+    short_names,
+    stratum_shares,
+    transformed,
+)
+from fmmeta.tasks.sources.load import FolderSource, Sources, glance, load_sources, task_files
+from fmmeta.tasks.word_suite import WORD_ROWS, all_functions, words
 from tests.support.helpers import DATA, refusal, write_rows
 from tests.support.messages import check_message
-from tests.support.models import write_classes, write_pairs
+from tests.support.models import WORDS, write_classes, write_pairs
 
 TOKENIZER = byte_tokenizer()
 SMALL = {"n_way": 2, "k_shot": 2, "num_query": 3, "max_length": 64}
+ONE = {"k_shot": 1, "num_query": 2}
 
 
-def load(path: Path | str, notices: list[str] | None = None, **settings) -> Sources:
-    config = Config(dataset=[str(path)], **{**SMALL, **settings})
-    return load_sources(config, TOKENIZER, (notices if notices is not None else []).append)
+def loaded(*names: Path | str, notices: list[str] | None = None, **settings) -> tuple[Config, Sources]:
+    """Settings and the sources of data; a setting that is a dictionary is written to a file of JSON."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            settings[name] = str(Path(names[0]).with_name(f"given {name}.json"))
+            Path(settings[name]).write_text(json.dumps(value))
+    config = Config(dataset=[str(name) for name in names], **{**SMALL, **settings})
+    return config, load_sources(config, TOKENIZER, (notices if notices is not None else []).append)
+
+
+def load(*names: Path | str, **settings) -> Sources:
+    return loaded(*names, **settings)[1]
 
 
 def episodes(sources: Sources, steps: int = 5, seed: int = 3) -> list[EpisodeRows]:
@@ -52,11 +74,6 @@ def classes(tmp_path):
 @pytest.fixture
 def pairs(tmp_path):
     return write_pairs(tmp_path / "pairs.jsonl")
-
-
-def test_episodes_are_a_function_of_the_seed(classes):
-    assert episodes(load(classes)) == episodes(load(classes))
-    assert episodes(load(classes), seed=3) != episodes(load(classes), seed=4)
 
 
 def test_episode_of_a_labelled_set(classes):
@@ -90,26 +107,27 @@ def test_names_of_classes_are_support_examples(tmp_path):
         assert episode.query == plain.query
 
 
-def test_names_of_classes_belong_to_no_split(tmp_path, classes):
+def test_names_of_classes_belong_to_no_split(classes):
     sources, plain = (load(classes, label_names=names) for names in ("names", None))
-    for split in ("train", "valid", "test"):
-        assert getattr(sources, split).class_keys() == getattr(plain, split).class_keys()
+    for one, other in (
+        (sources.train, plain.train),
+        (sources.valid, plain.valid),
+        (sources.test, plain.test),
+    ):
+        assert one.class_keys() == other.class_keys()
+        assert len(one.store) == len(other.store)
     assert sources.summary == plain.summary
-    assert len(sources.train.store) == len(plain.train.store)
     assert sources.fingerprint != plain.fingerprint
 
 
-def test_descriptions_of_classes_are_support_examples(tmp_path, classes):
-    file = tmp_path / "names.json"
-
-    def described(prefix: str) -> Sources:
-        file.write_text(json.dumps({f"c{c}": f"{prefix} {c}" for c in range(12)}))
-        return load(classes, label_names=str(file))
-
-    first = described("number")
+def test_descriptions_of_classes_are_support_examples(classes):
+    first, other = (
+        load(classes, label_names={f"c{c}": f"{prefix} {c}" for c in range(12)})
+        for prefix in ("number", "another")
+    )
     for episode in episodes(first):
         assert {text_of(row) for row in episode.support} > {f"number {name[1:]}" for name in episode.classes}
-    assert described("another").fingerprint != first.fingerprint
+    assert other.fingerprint != first.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -130,27 +148,102 @@ def test_descriptions_that_are_refused(tmp_path, content, parts):
         check_message(message, "label_names=DIR/names.json", *parts)
 
 
-def test_names_of_classes_that_are_refused(classes, pairs):
-    check_message(
-        refusal(load, classes, label_names="nowhere.json"), "label_names=nowhere.json", "give a JSON file"
-    )
-    check_message(
-        refusal(load, pairs, task_type="causal_lm", label_names="names"),
-        "label_names=names",
-        "task_type=causal_lm",
-    )
-    check_message(
-        refusal(load, classes, label_names='{"c0": "zero"}'),
-        "label_names=",
-        "no text for class 'c1'",
-        "11 of 12 classes",
-        "add it",
-    )
-    check_message(
-        refusal(Config, label_names="names", task_type="tests.support.vision:of_nested"),
-        "label_names=names with task_type=tests.support.vision:of_nested",
-        "leave it out",
-    )
+CAUSAL = {"task_type": "causal_lm"}
+FEW_PAIRS = [{"task": "t", "input": str(i), "output": "o"} for i in range(4)]
+ONE_CLASS = [{"task": "t", "text": str(i), "label": "only"} for i in range(5)]
+FOUR_ROWS = [*ONE_CLASS[:4], *({**row, "label": "b"} for row in ONE_CLASS)]
+THREE_CLASSES = [{"text": f"{n} {m}", "label": f"c{n}"} for n in range(3) for m in range(2)]
+TOO_FEW = ["k_shot=2", "num_query=3", "5 rows", "has 4", "'t'", "lower them or leave it out of the train"]
+OVERFLOW = ["class_weights=", "class 'c0'", "write a number from 1e-06 to 1e+06"]
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "parts"),
+    [
+        (write_classes, {"text_column": "body"}, ["text_column=body", "DATA", "it has label, stratum, text"]),
+        (write_classes, {"stratum_column": "x"}, ["stratum_column=x", "DATA", "it has label, stratum, text"]),
+        (write_classes, CAUSAL, ["DATA", "it has label, stratum"]),
+        (
+            write_classes,
+            {"k_shot": 4},
+            ["k_shot=4", "num_query=3", "7 rows", "has 6", "class 'c", "lower them or leave it out of the"],
+        ),
+        (write_classes, {"n_way": 13}, ["n_way=13", "12 classes", "lower n_way"]),
+        (write_classes, {"class_split": "01"}, ["class_split=01", "give --class_splits"]),
+        (
+            write_classes,
+            {"image_column": "picture"},
+            ["image_column=picture", "the model reads texts", "leave it out"],
+        ),
+        (
+            write_classes,
+            {"label_names": "nowhere.json"},
+            ["label_names=nowhere.json", "give a JSON file"],
+        ),
+        (
+            write_classes,
+            {"label_names": {"c0": "zero"}},
+            ["label_names=", "no text for class 'c1'", "11 of 12 classes", "add it"],
+        ),
+        (write_pairs, {**CAUSAL, "label_names": "names"}, ["label_names=names", "task_type=causal_lm"]),
+        (
+            write_classes,
+            {"label_names": "names", "task_type": "tests.support.vision:of_nested"},
+            ["label_names=names with task_type=tests.support.vision:of_nested", "leave it out"],
+        ),
+        (write_classes, {"class_weights": {"c0": 1e300}}, OVERFLOW),
+        (write_classes, {"class_weights": {"c0": 1e-60}}, OVERFLOW),
+        (write_classes, {"class_weights": {"c0": 10**400}}, OVERFLOW),
+        (
+            write_classes,
+            {"class_splits": {"train": ["c0", "c1", "c99"]}},
+            ["'c99'", "the train split names the", "fix the split file"],
+        ),
+        (
+            write_classes,
+            {"class_splits": {"train": ["c0", "c1"], "test": ["c1", "c2"]}},
+            ["'c1'", "the class 'c1' is in the train", "list it once"],
+        ),
+        (
+            write_classes,
+            {"class_splits": {"train": ["c0", "c1", "c0"]}},
+            ["'c0'", "is twice in the train split", "list it once"],
+        ),
+        (
+            write_classes,
+            {"class_splits": {"train": ["c0", "c1"], "valid": ["c2"]}},
+            ["n_way=2", "1 class of", "lower n_way"],
+        ),
+        (
+            write_classes,
+            {"class_splits": {"train": [], "test": ["c1", "c2"]}},
+            ["DATA", "fix the split file"],
+        ),
+        ("letters", {"class_splits": "01"}, ["DATA", "leave --class_splits"]),
+        ("letters", {"task_splits": "01"}, ["DATA", "leave --class_splits"]),
+        ("letters", {"class_split": "01"}, ["DATA", "leave --class_splits"]),
+        ([{"body": "x", "label": "y"}], {}, ["DATA", "it has body, label"]),
+        (
+            [{"body": "x", "label": "y"}],
+            {"text_column": "body", "label_column": "kind"},
+            ["label_column=kind", "DATA", "it has body, label"],
+        ),
+        (FEW_PAIRS, CAUSAL, TOO_FEW),
+        (ONE_CLASS, {}, ["n_way=2", "1 class of", "'t'", "lower n_way"]),
+        (FOUR_ROWS, {}, [*TOO_FEW, "'only'"]),
+        (THREE_CLASSES, {"n_way": 20}, ["n_way=20 is above the 3 classes of the train split", "lower n_way"]),
+        (THREE_CLASSES, {"n_way": 2}, ["k_shot=2", "need 5 rows", "has 2", "lower them"]),
+    ],
+)
+def test_settings_that_do_not_fit_the_data_are_refused(tmp_path, data, settings, parts):
+    """DATA: the data set is named."""
+    path = data if isinstance(data, str) else tmp_path / "d.jsonl"
+    if callable(data):
+        data(path)
+    elif path != data:
+        write_rows(path, data)
+    message = refusal(load, path, **settings).replace(f"dataset={path}", "DATA")
+    check_message(message, *parts)
 
 
 def test_names_of_classes_count_as_rows(classes):
@@ -164,12 +257,20 @@ def test_names_of_classes_count_as_rows(classes):
     assert (items[0] > items[1]).all()
 
 
+def folder_of(tmp_path, files: dict[str, list]) -> Path:
+    """A folder with one stratum of task files."""
+    (tmp_path / "tasks" / "s0").mkdir(parents=True)
+    for name, rows in files.items():
+        write_rows(tmp_path / "tasks" / "s0" / f"{name}.jsonl", rows)
+    return tmp_path / "tasks"
+
+
 def test_names_of_classes_in_a_folder_of_task_files(tmp_path):
-    (tmp_path / "tasks" / "one").mkdir(parents=True)
-    for task in range(3):
-        rows = [{"text": f"{c}{i} {task}", "label": f"{c}_{c}"} for c in "abc" for i in range(6)]
-        write_rows(tmp_path / "tasks" / "one" / f"t{task}.jsonl", rows)
-    for episode in episodes(load(tmp_path / "tasks", label_names="names")):
+    files = {
+        f"t{task}": [{"text": f"{c}{i} {task}", "label": f"{c}_{c}"} for c in "abc" for i in range(6)]
+        for task in range(3)
+    }
+    for episode in episodes(load(folder_of(tmp_path, files), label_names="names")):
         named = {text_of(row): row.labels for row in episode.support if len(text_of(row)) == 3}
         assert named == {f"{name[0]} {name[0]}": label for label, name in enumerate(episode.classes)}
 
@@ -183,18 +284,13 @@ def test_joint_training_has_the_names_of_its_classes(classes):
 
 
 def test_episode_of_named_pairs(pairs):
-    sources = load(pairs, task_type="causal_lm")
-    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
-    for episode in episodes(sources):
-        texts = [text_of(row) for row in episode.support + episode.query]
-        of_task = [
-            f"Input: {row['input']}\nOutput: {row['output']}"
-            for row in rows
-            if row["task"] == episode.task.name
-        ]
-        assert (len(episode.support), len(episode.query), len(set(texts))) == (2, 3, 5)
-        assert set(texts) <= set(of_task)
-        assert episode.classes == ()
+    of_task = defaultdict(set)
+    for row in map(json.loads, pairs.read_text().splitlines()):
+        of_task[row["task"]].add(f"Input: {row['input']}\nOutput: {row['output']}")
+    for episode in episodes(load(pairs, **CAUSAL)):
+        texts = {text_of(row) for row in episode.support + episode.query}
+        assert (len(episode.support), len(episode.query), len(texts), episode.classes) == (2, 3, 5, ())
+        assert texts <= of_task[episode.task.name]
 
 
 def test_an_episode_of_named_tasks_has_classes_of_one_task():
@@ -202,11 +298,9 @@ def test_an_episode_of_named_tasks_has_classes_of_one_task():
     sources = load("letters", n_way=5)
     for episode in episodes(sources, steps=2):
         assert {name.split()[0] for name in episode.classes} == {episode.task.name.split("-")[0]}
-    names = [{item.name for item in source.items} for source in (sources.train, sources.valid, sources.test)]
-    assert sum(map(len, names)) == len(set.union(*names))
-    assert len({item.stratum for item in sources.train.items}) == len(
-        {name.split("-")[0] for name in names[0]}
-    )
+    parts = [{item.name for item in part.items} for part in (sources.train, sources.valid, sources.test)]
+    assert sum(map(len, parts)) == len(set.union(*parts))
+    assert len({*sources.train.items.strata}) == len({name.split("-")[0] for name in parts[0]})
 
 
 def test_items_know_their_expected_tokens(tmp_path):
@@ -215,17 +309,18 @@ def test_items_know_their_expected_tokens(tmp_path):
     assert item.tokens == 2 * 5 * 11  # ways, rows per class, <bos> and ten letters
 
 
-def test_fingerprint_follows_the_data(tmp_path, classes):
-    first = load(classes).fingerprint
-    assert load(classes).fingerprint == first
-    assert load(write_classes(tmp_path / "other.jsonl", classes=11)).fingerprint != first
-    assert load(classes, max_length=10).fingerprint != first
+def test_episodes_are_a_function_of_the_seed_and_the_fingerprint_follows_the_data(tmp_path, classes):
+    sources, other = load(classes), load(write_classes(tmp_path / "other.jsonl", classes=11))
+    assert episodes(sources) == episodes(load(classes)) != episodes(sources, seed=4)
+    fingerprints = [one.fingerprint for one in (sources, load(classes), other, load(classes, max_length=10))]
+    assert fingerprints[0] == fingerprints[1]
+    assert len({*fingerprints}) == 3
 
 
 def test_repeated_rows_are_left_out_and_logged(tmp_path):
     rows = [{"text": f"{c}{i % 6}", "label": c} for c in "abcdef" for i in range(8)]
     notices: list[str] = []
-    sources = load(write_rows(tmp_path / "d.jsonl", rows), notices)
+    sources = load(write_rows(tmp_path / "d.jsonl", rows), notices=notices)
     check_message(notices[0], "48 rows", "12 of 48 rows repeat another")
     assert "36 rows" in sources.summary
 
@@ -249,149 +344,16 @@ def test_columns_by_usual_or_given_name(tmp_path, classes, columns, settings):
     assert load(path, **settings).fingerprint == load(classes).fingerprint
 
 
-@pytest.mark.parametrize(
-    ("settings", "parts"),
-    [
-        (
-            {"text_column": "body"},
-            ["text_column=body", "dataset={path}", "it has label, stratum, text"],
-        ),
-        (
-            {"stratum_column": "x"},
-            ["stratum_column=x", "dataset={path}", "it has label, stratum, text"],
-        ),
-        (
-            {"task_type": "causal_lm"},
-            ["dataset={path}", "it has label, stratum"],
-        ),
-        (
-            {"k_shot": 4},
-            [
-                "k_shot=4",
-                "num_query=3",
-                "7 rows",
-                "has 6",
-                "class 'c",
-                "lower them or leave it out of the",
-            ],
-        ),
-        ({"n_way": 13}, ["n_way=13", "12 classes", "lower n_way"]),
-        ({"class_split": "01"}, ["class_split=01", "give --class_splits"]),
-    ],
-)
-def test_settings_that_do_not_fit_the_data_are_refused(classes, settings, parts):
-    check_message(refusal(load, classes, **settings), *(part.format(path=classes) for part in parts))
-
-
-def test_missing_columns_are_named(tmp_path):
-    path = write_rows(tmp_path / "d.jsonl", [{"body": "x", "label": "y"}])
-    check_message(refusal(load, path), f"dataset={path}", "it has body, label")
-    check_message(
-        refusal(load, path, text_column="body", label_column="kind"),
-        "label_column=kind",
-        f"dataset={path}",
-        "it has body, label",
-    )
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"), [(None, "None"), ("", "''"), ([1], "[1]"), ({"a": 1}, "{'a': 1}")]
-)
-def test_a_cell_without_text_is_named(tmp_path, value, shown):
-    path = write_rows(tmp_path / "d.jsonl", [{"text": "x", "label": "y"}, {"text": value, "label": "y"}])
-    check_message(refusal(load, path), f"text={shown}", f"{path}:2", "fix the row")
-
-
-def test_too_small_tasks_are_named(tmp_path):
-    few = write_rows(
-        tmp_path / "few.jsonl", [{"task": "t", "input": str(i), "output": "o"} for i in range(4)]
-    )
-    check_message(
-        refusal(load, few, task_type="causal_lm"),
-        "k_shot=2",
-        "num_query=3",
-        "5 rows",
-        "has 4",
-        "'t'",
-        "lower them or leave it out of the train",
-    )
-    one = [{"task": "t", "text": str(i), "label": "only"} for i in range(5)]
-    check_message(
-        refusal(load, write_rows(tmp_path / "one.jsonl", one)), "n_way=2", "1 class of", "'t'", "lower n_way"
-    )
-    check_message(
-        refusal(
-            load, write_rows(tmp_path / "four.jsonl", [*one[:4], *({**row, "label": "b"} for row in one)])
-        ),
-        "k_shot=2",
-        "num_query=3",
-        "5 rows",
-        "has 4",
-        "'only'",
-        "'t'",
-        "lower them or leave it out of the train",
-    )
-
-
-def test_too_few_classes_are_named_before_too_few_rows(tmp_path):
-    rows = [{"text": f"{n} {m}", "label": f"c{n}"} for n in range(3) for m in range(2)]
-    few = write_rows(tmp_path / "few.jsonl", rows)
-    check_message(
-        refusal(load, few, n_way=20), "n_way=20 is above the 3 classes of the train split", "lower n_way"
-    )
-    check_message(refusal(load, few, n_way=2), "k_shot=2", "need 5 rows", "has 2", "lower them")
-
-
-@pytest.mark.parametrize(
-    ("splits", "parts"),
-    [
-        (
-            {"train": ["c0", "c1", "c99"]},
-            ["'c99'", "the train split names the", "fix the split file"],
-        ),
-        (
-            {"train": ["c0", "c1"], "test": ["c1", "c2"]},
-            ["'c1'", "the class 'c1' is in the train", "list it once"],
-        ),
-        (
-            {"train": ["c0", "c1", "c0"]},
-            ["'c0'", "is twice in the train split", "list it once"],
-        ),
-        (
-            {"train": ["c0", "c1"], "valid": ["c2"]},
-            ["n_way=2", "1 class of", "lower n_way"],
-        ),
-        (
-            {"train": [], "test": ["c1", "c2"]},
-            ["dataset={path}", "fix the split file"],
-        ),
-    ],
-)
-def test_splits_that_do_not_fit_the_data_are_refused(tmp_path, classes, splits, parts):
-    file = tmp_path / "splits.json"
-    file.write_text(json.dumps(splits))
-    check_message(
-        refusal(load, classes, class_splits=str(file)), *(part.format(path=classes) for part in parts)
-    )
-
-
-def test_splits_divide_the_classes(tmp_path, classes):
-    file, notices = tmp_path / "splits.json", list[str]()
-    file.write_text(json.dumps({"train": ["c0", "c3"], "test": ["c1", "c2", "c4"]}))
-    sources = load(classes, notices, class_splits=str(file))
+def test_splits_divide_the_classes(classes):
+    splits, notices = {"train": ["c0", "c3"], "test": ["c1", "c2", "c4"]}, list[str]()
+    sources = load(classes, notices=notices, class_splits=splits)
     assert f"{classes.name}: 7 classes of 12 in no split, not used" in notices
-    assert [item.name for item in sources.train.items] == ["c0", "c3"]
     assert sources.valid is None
-    assert [item.name for item in sources.test.items] == ["c1", "c2", "c4"]
-    file.write_text(json.dumps({"train": ["c0", "c3"], "test": ["c1", "c2"]}))
-    assert (
-        load(classes, class_splits=str(file)).fingerprint != sources.fingerprint
-    )  # a run is not continued with other splits
-
-
-@pytest.mark.parametrize("setting", ["class_splits", "task_splits", "class_split"])
-def test_the_builtin_suite_takes_no_other_splits(setting):
-    check_message(refusal(load, "letters", **{setting: "01"}), "dataset=letters", "leave --class_splits")
+    assert [[item.name for item in part.items] for part in (sources.train, sources.test)] == [
+        *splits.values()
+    ]
+    other = load(classes, class_splits={**splits, "test": ["c1", "c2"]})
+    assert other.fingerprint != sources.fingerprint  # a run is not continued with other splits
 
 
 @pytest.mark.parametrize(("max_length", "label_tokens"), [(10, 5), (5, 4), (4, 3)])
@@ -402,107 +364,318 @@ def test_long_pairs_lose_the_start_of_the_prompt(max_length, label_tokens):
     assert len(encode_texts(TOKENIZER, ["a long question"], max_length)[0]) == max_length
 
 
-def test_long_texts_keep_the_side_that_the_tokenizer_keeps():
-    tokenizer, text = copy.deepcopy(TOKENIZER), "begin" + "x" * 64 * 32 + "end"
-    assert tokenizer.decode(encode_texts(tokenizer, [text], 16)[0], skip_special_tokens=True)[:5] == "begin"
-    tokenizer.truncation_side = "left"
-    assert tokenizer.decode(encode_texts(tokenizer, [text], 16)[0], skip_special_tokens=True)[-3:] == "end"
+@pytest.mark.parametrize(("side", "kept"), [("right", slice(5)), ("left", slice(-5, None))])
+def test_long_texts_keep_the_side_that_the_tokenizer_keeps(side, kept):
+    tokenizer, text = copy.deepcopy(TOKENIZER), "begin" + "x" * 64 * 32 + "final"
+    tokenizer.truncation_side = side
+    (ids,) = encode_texts(tokenizer, [text], 16)
+    assert tokenizer.decode(ids, skip_special_tokens=True)[kept] == text[kept]
 
 
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data sets are not at {DATA}")
 
 
+FIVE = {"k_shot": 5, "num_query": 5}
+
+
 @needs_data
 @pytest.mark.parametrize(
-    ("name", "split", "classes", "strata"),
+    ("name", "settings", "count", "strata"),
     [
-        ("banking77", "01", (25, 25, 27), 1),
-        ("banking77", "05", (25, 25, 27), 1),
-        ("clinc150", "03", (50, 50, 50), 10),
+        ("banking77", {**FIVE, "n_way": 5, "class_split": "01"}, 77, 1),
+        ("banking77", {**FIVE, "n_way": 5, "class_split": "05"}, 77, 1),
+        ("clinc150", {**FIVE, "n_way": 5, "class_split": "03"}, 150, 10),
+        ("instruction_induction", {**FIVE, **CAUSAL}, 16, None),
+        ("function_vectors", {**FIVE, **CAUSAL}, 39, None),
     ],
 )
-def test_real_classes_load_with_their_own_splits(name, split, classes, strata):
-    sources = load(DATA / name, n_way=5, k_shot=5, num_query=15, class_split=split)
-    wanted = json.loads((DATA / name / "class_splits.json").read_text())[split]
+def test_real_data_load_with_their_own_splits(name, settings, count, strata):
+    sources = load(DATA / name, **settings)
+    kind = "class" if strata else "task"
+    wanted = json.loads((DATA / name / f"{kind}_splits.json").read_text())
     made = {"train": sources.train, "valid": sources.valid, "test": sources.test}
-    assert tuple(len(source.items) for source in made.values()) == classes
-    assert all({item.name for item in source.items} == set(wanted[part]) for part, source in made.items())
-    assert len({item.stratum for source in made.values() for item in source.items}) == strata
-    assert len(episodes(sources, steps=1)[0].query) == 75
-
-
-@needs_data
-@pytest.mark.parametrize(("name", "tasks"), [("instruction_induction", 16), ("function_vectors", 39)])
-def test_real_tasks_load_with_their_own_splits(name, tasks):
-    sources = load(DATA / name, task_type="causal_lm", k_shot=5, num_query=5)
-    wanted = json.loads((DATA / name / "task_splits.json").read_text())
-    made = {"train": sources.train, "valid": sources.valid, "test": sources.test}
-    assert all({item.name for item in source.items} == set(wanted[part]) for part, source in made.items())
-    assert sum(len(source.items) for source in made.values()) == tasks
-    assert all(row.label_tokens > 0 for episode in episodes(sources) for row in episode.query)
+    for part, names in wanted.get(settings.get("class_split"), wanted).items():
+        assert {item.name for item in made[part].items} == set(names)
+    items = [item for source in made.values() for item in source.items]
+    assert len(items) == count
+    assert not strata or len({item.stratum for item in items}) == strata
+    for episode in episodes(sources, steps=1):
+        assert len(episode.query) == 5 * settings.get("n_way", 1)
+        assert all(row.label_tokens > 0 for row in episode.query)
 
 
 @needs_data
 def test_real_classes_without_a_split_file():
     notices: list[str] = []
-    sources = load(DATA / "fewrel_val_wiki", notices, n_way=5)
+    sources = load(DATA / "fewrel_val_wiki", notices=notices, n_way=5)
     assert sources.valid is None
     assert [len(source.items) for source in (sources.train, sources.test)] == [11, 5]
     assert "no split file: 11 train, 0 valid, 5 test, by a hash of their names" in notices
 
 
-def test_strata_by_a_function_replace_those_of_the_column_and_change_the_fingerprint(tmp_path, monkeypatch):
-    path = write_classes(tmp_path / "classes.jsonl")
+@needs_data
+def test_real_data_sets_mix_with_their_own_splits():
+    sources = load(DATA / "clinc150", DATA / "banking77", class_split="02")
+    shares = [Counter(item.stratum for item in part.items) for part in (sources.train, sources.test)]
+    assert shares == [{"clinc150": 50, "banking77": 25}, {"clinc150": 50, "banking77": 27}]
+
+
+def test_strata_by_a_function_replace_those_of_the_column_and_change_the_fingerprint(classes, monkeypatch):
     by = {"stratify_by": "tests.support.loading:label_number"}
-    found = load(path, **by)
+    found = load(classes, **by)
     assert found.train.items.strata == ["0", "1"]
-    for item in found.train.items:
-        assert item.stratum == str(int(item.name[1:]) % 2)
-    assert found.fingerprint != load(path).fingerprint
+    assert all(item.stratum == str(int(item.name[1:]) % 2) for item in found.train.items)
+    assert found.fingerprint != load(classes).fingerprint
     monkeypatch.setattr("tests.support.loading.label_number", lambda row: "one")
     monkeypatch.setattr("fmmeta.tasks.data.token_store.source_of", lambda module: "changed")
-    assert load(path, **by).train.items.strata == ["one"]  # not from the store of the other function
+    assert load(classes, **by).train.items.strata == ["one"]  # not from the store of the other function
 
 
-def test_a_folder_of_task_files_takes_neither_strata_by_a_function_nor_class_weights(tmp_path):
-    (tmp_path / "tasks" / "s").mkdir(parents=True)
-    for name in "abc":
-        write_classes(tmp_path / "tasks" / "s" / f"{name}.jsonl", classes=2)
-    weights = tmp_path / "weights.json"
-    weights.write_text('{"c0": 2}')
-    for setting, value, why in (
+@pytest.mark.parametrize(
+    ("setting", "value", "why"),
+    [
         ("stratify_by", "tests.support.loading:label_number", "whose folders are the strata"),
-        ("class_weights", str(weights), "put the tasks into one file"),
+        ("class_weights", {"c0": 2}, "put the tasks into one file"),
+        ("algorithm", "joint", "put the tasks into one file"),
         ("task_column", "name", "names and folders are the tasks and strata"),
         ("stratum_column", "kind", "names and folders are the tasks and strata"),
-    ):
-        check_message(refusal(load, tmp_path / "tasks", **{setting: value}), f"{setting}={value}", why)
+    ],
+)
+def test_what_a_folder_of_task_files_does_not_take_is_refused(folder, setting, value, why):
+    message = refusal(load, folder, **{setting: value})
+    check_message(message, f"{setting}={value if isinstance(value, str) else ''}", why)
 
 
-@pytest.mark.parametrize("weight", ["1e300", "1e-60", f"1{400 * '0'}"])
-def test_class_weights_whose_sums_overflow_are_refused(weight, tmp_path):
-    weights = tmp_path / "weights.json"
-    weights.write_text(f'{{"c0": {weight}}}')
-    check_message(
-        refusal(load, write_classes(tmp_path / "classes.jsonl"), class_weights=str(weights)),
-        f"class_weights={weights}",
-        "class 'c0'",
-        "write a number from 1e-06 to 1e+06",
-    )
-
-
-def test_a_column_that_the_model_does_not_read_is_refused(tmp_path):
-    check_message(
-        refusal(load, write_classes(tmp_path / "classes.jsonl"), image_column="picture"),
-        "image_column=picture",
-        "the model reads texts",
-        "leave it out",
-    )
-
-
-def test_class_weights_of_joint_training_have_the_names_of_its_labels(tmp_path):
-    weights = tmp_path / "weights.json"
-    weights.write_text('{"c0": 2, "c1": 3}')
-    path = write_classes(tmp_path / "classes.jsonl")
-    found = load(path, class_weights=str(weights), algorithm="joint")
+def test_class_weights_of_joint_training_have_the_names_of_its_labels(classes):
+    found = load(classes, class_weights={"c0": 2, "c1": 3}, algorithm="joint")
     assert {"c0": 2, "c1": 3}.items() <= found.class_weights.items()
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    """Two data sets: of 12 classes in three strata, and of 7 in one."""
+    first = write_classes(tmp_path / "first.jsonl")
+    return first, write_classes(tmp_path / "second.jsonl", classes=7, strata=1)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Two strata of six files, each a task with two classes."""
+    root = tmp_path / "tasks"
+    for s in range(2):
+        (root / f"s{s}").mkdir(parents=True)
+        for f in range(6):
+            made = [{"text": f"{WORDS[f]} {WORDS[i]}", "label": "ab"[i % 2]} for i in range(8)]
+            write_rows(root / f"s{s}" / f"t{f}.{('jsonl', 'csv', 'jsonl.gz')[f % 3]}", made)
+    return root
+
+
+def tasks_of(config: Config, sources: Sources, count: int):
+    given = stratum_shares(config, sources.train.items)
+    return Schedule(sources.train.items, count, config.seed, shares=given).meta_batch(0)
+
+
+def test_data_sets_of_a_mixture_are_strata_and_share_no_episode(mixture):
+    config, sources = loaded(*mixture, **ONE)
+    parts = {path.stem: load(path, **ONE) for path in mixture}
+    assert set(sources.train.items.strata) == {"first", "second"}
+    assert len(sources.train.items) == sum(len(part.train.items) for part in parts.values())
+    for task in tasks_of(config, sources, 30):
+        own, name = task.name.split("/")
+        episode, alone = sources.train.draw(task).episode(), parts[own].train
+        (number,) = [i for i, item in enumerate(alone.items) if item.name == name]
+        assert episode.task == task
+        assert episode.support == alone.draw(type(task)(number, name, "", 0, task.seed)).episode().support
+    assert sources.fingerprint not in {part.fingerprint for part in parts.values()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"mix_weights": [3.0, 1.0]}, {"first": 300, "second": 100}),
+        ({"mix_temperature": float("inf")}, {"first": 200, "second": 200}),
+        ({"mix_temperature": 2.0}, {"first": 223, "second": 177}),  # by the roots of 8 and 5
+        ({"mix_temperature": 1e-3}, {"first": 398, "second": 2}),  # a share is never 0
+        ({}, {"first": 246, "second": 154}),  # 8 of 13 training classes
+    ],
+)
+def test_weights_and_temperature_set_the_shares(mixture, settings, wanted):
+    drawn = Counter(task.stratum for task in tasks_of(*loaded(*mixture, **ONE, **settings), 400))
+    assert {name: pytest.approx(count, abs=4) for name, count in wanted.items()} == drawn
+
+
+def test_a_weight_for_the_only_data_set_changes_nothing(classes):
+    """Its strata are not data sets."""
+    config, sources = loaded(classes, mix_weights=[2.0])
+    assert stratum_shares(config, sources.train.items) is None
+
+
+def test_short_names_fall_back_to_paths_when_they_collide():
+    assert short_names(["x/clinc150", "y/banking77.jsonl.gz"]) == ["clinc150", "banking77"]
+    assert short_names(["x/data.jsonl", "y/data.jsonl"]) == ["x/data.jsonl", "y/data.jsonl"]
+
+
+def data_folder(folder: Path, splits) -> Path:
+    """A data set of classes, with its splits."""
+    folder.mkdir()
+    write_classes(folder / "rows.jsonl")
+    if splits:
+        (folder / "class_splits.json").write_text(json.dumps(splits))
+    return folder
+
+
+def test_a_data_set_that_class_split_does_not_fit_is_warned_of(tmp_path):
+    names = [f"c{number}" for number in range(12)]
+    contents = {
+        "named": {"a": {"train": names[6:]}, "b": {"train": names[:6]}},
+        "one": {"train": names},
+        "no": None,
+    }
+    folders = [data_folder(tmp_path / name, splits) for name, splits in contents.items()]
+    notices: list[str] = []
+    sources = load(*folders, class_split="b", notices=notices, **ONE)
+    assert Counter(item.stratum for item in sources.train.items)["named"] == 6
+    one, no, *rows = [text for text in notices if isinstance(text, Warn)]
+    check_message(one, f"class_split=b is not used for {folders[1]}", "holds one split only")
+    check_message(no, f"class_split=b is not used for {folders[2]}", "there is no file of splits")
+    assert all("are in the" in text for text in rows)  # rows of the other copies, by their contents
+
+
+def test_a_data_set_without_training_tasks_is_named(tmp_path, classes):
+    second = data_folder(tmp_path / "second", {"train": [], "test": ["c0", "c1"]})
+    check_message(refusal(load, classes, second), f"dataset={second}", "fix the split file")
+
+
+def test_files_of_a_folder_of_folders_are_tasks(folder):
+    config, sources = loaded(folder, **ONE)
+    assert isinstance(sources.train, FolderSource)
+    check_message(sources.summary, "12 task", "2 strata", f"{folder}", "tasks: 8 train, 2 valid, 2 test")
+    for task in tasks_of(config, sources, 16):
+        episode = sources.train.draw(task).episode()
+        stratum, file = task.name.split("/")
+        assert (task.stratum, sorted(episode.classes)) == (stratum, ["a", "b"])
+        for row in episode.support + episode.query:
+            assert text_of(row).startswith(WORDS[int(file[1:])])
+
+
+def test_pairs_in_files_need_no_task_column(tmp_path):
+    files = {name: [{"input": f"{i}", "output": name} for i in range(5)] for name in "abc"}
+    config, sources = loaded(folder_of(tmp_path, files), **ONE, **CAUSAL)
+    for task in tasks_of(config, sources, 3):
+        (row, *_) = sources.train.draw(task).episode().query
+        assert text_of(row).endswith(f"Output: {task.name[-1]}")
+
+
+def test_no_file_is_read_before_its_task_is_drawn(folder):
+    config, sources = loaded(folder, **ONE)
+    tasks = tasks_of(config, sources, 8)
+    bad = next(task for task in tasks if task.name[-1] in "03")  # of a plain file
+    (folder / f"{bad.name}.jsonl").write_text("{\n")  # not read so far
+    for task in tasks:
+        if task != bad:
+            sources.train.draw(task)
+    message = refusal(sources.train.draw, bad)
+    assert message.startswith(f"{folder / bad.name}.jsonl:1 is not a line of JSON (")
+    assert len(sources.train.opened) == 7
+    assert pickle.loads(pickle.dumps(sources.train)).opened == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts"),
+    [
+        (
+            [{"text": "x", "label": "a"}, {"text": "y", "label": "b"}],
+            ["k_shot=1", "num_query=2", "3 rows", "has 1", "'a'", "'s0/t0'", "fix or remove the file"],
+        ),
+        (
+            [{"text": f"x{i}", "label": "a"} for i in range(4)],
+            ["n_way=2", "1 class of", "'s0/t0'", "fix or remove the file"],
+        ),
+    ],
+)
+def test_a_file_too_small_for_an_episode_is_named(tmp_path, rows, parts):
+    root = folder_of(tmp_path, {"t0": rows})
+    config, sources = loaded(root, **ONE)
+    message = refusal(sources.train.draw, *tasks_of(config, sources, 1))
+    check_message(message, f"{root / 's0' / 't0.jsonl'}: ", *parts)
+
+
+def test_what_is_left_out_of_a_file_is_logged(tmp_path):
+    """Rows that cannot be read, and classes with too few; the others of the file are a task."""
+    rows = [{"text": f"x{i}", "label": "ab"[i % 2]} for i in range(8)] + [{"text": "y", "label": "rare"}]
+    root = folder_of(tmp_path, {"t0": rows})
+    path = root / "s0" / "t0.jsonl"
+    path.write_text(path.read_text() + "{broken\n")
+    config, sources = loaded(root, **ONE, on_bad_task="skip", max_bad_fraction=0.5)
+    (task,) = tasks_of(config, sources, 1)
+    draw = sources.train.draw(task)
+    assert {*draw.classes} == {"a", "b"}
+    bad, small = draw.notices
+    check_message(bad, "1 of 10 rows cannot be used", f"{path}:10", "left out")
+    check_message(small, f"left out: {path}", "class 'rare'", "has 1")
+    assert sources.train.draw(task).notices == ()
+
+
+def test_which_folders_hold_task_files(folder):
+    assert len(task_files(str(folder), 64) or []) == 12
+    (folder / "s0" / "t0.csv").write_text("text,label\na,b\n")  # a second file of this name
+    check_message(refusal(load, folder), f"dataset={folder}", "rename one")
+    write_pairs(folder / "rows.jsonl")
+    assert task_files(str(folder), 64) is None  # files beside folders: one data set
+    assert task_files(str(folder / "nowhere"), 64) is None
+
+
+def test_tokens_of_a_file_are_guessed_from_its_first_line(tmp_path):
+    short = write_rows(tmp_path / "a.jsonl", [{"text": "word " * 16, "label": "a"}])
+    size, tokens = glance(short, 512)
+    assert size == short.stat().st_size
+    assert 20 < tokens < 40
+    assert glance(short, 10)[1] == 10
+    for ending in (".csv", ".tsv", ".json"):
+        other = write_rows(tmp_path / f"a{ending}", [{"text": "word " * 16, "label": "a"}] * 9)
+        assert glance(other, 512)[1] == pytest.approx(tokens, abs=6)  # not those of a header or of all rows
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress(short.read_bytes()))
+    assert glance(packed, 512)[1] == 512
+    assert glance(tmp_path / "gone.jsonl", 512) == (-1, 512)
+
+
+def test_the_suite_words_holds_functions_of_words_for_language_models():
+    """Every task has as many different inputs, answers that are not empty and differ, and other functions are
+    held out in every stratum.
+    """
+    rows, splits = words()
+    tasks = [task for names in splits.values() for task in names]
+    assert len(set(tasks)) == len(tasks)
+    assert {row.values["task"] for row in rows} == {*tasks}
+    inputs, answers, stratum = (defaultdict(set) for _ in range(3))
+    for row in (row.values for row in rows):
+        inputs[row["task"]].add(row["input"])
+        answers[row["task"]].add(row["output"])
+        stratum[row["task"]].add(row["stratum"])
+    assert {len(found) for found in inputs.values()} == {WORD_ROWS}
+    assert min(map(len, answers.values())) >= 3
+    assert all(answer.strip() == answer != "" for found in answers.values() for answer in found)
+    for names in splits.values():
+        assert set().union(*(stratum[task] for task in names)) == {"pick", "list", "word", "number"}
+    sources = load("words", **CAUSAL)
+    assert [len(source.items) for source in (sources.train, sources.valid, sources.test)] == [67, 23, 23]
+    check_message(refusal(load, "words"), "dataset=words", "use --task_type causal_lm")
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("first capitals", lambda words: words[0].upper()),
+        ("last but one last letter", lambda words: words[-2][-1]),
+        ("alphabetically first backwards", lambda words: min(words)[::-1]),
+        ("longest as it is", lambda words: sorted(words, key=len)[-1]),
+        ("list last and first", lambda words: f"{words[-1]} {words[0]}"),
+    ],
+)
+def test_functions_of_words_do_what_their_names_say(name, right):
+    rng = random.Random(0)
+    (function,) = (functions[name] for functions in all_functions().values() if name in functions)
+    for _ in range(20):
+        given, answer = function(rng, "; ", 5)
+        assert answer == right(given.split("; "))

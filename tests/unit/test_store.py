@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -36,6 +37,12 @@ from tests.support.messages import check_message
 from tests.support.models import write_classes, write_pairs
 
 TOKENIZER = byte_tokenizer()
+SHORT = {"n_way": 2, "k_shot": 1, "num_query": 1}
+
+
+def first_draw(config: Config):
+    source = load_sources(config, TOKENIZER, silent).train
+    return source.draw(Schedule(source.items, 1, 0).meta_batch(0)[0])
 
 
 @pytest.fixture(autouse=True)
@@ -44,97 +51,88 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cache" / "fmmeta"
 
 
-def made(path: Path, tokenizer=TOKENIZER, **settings) -> TokenStore:
-    config = Config(dataset=[str(path)], **settings)
-    return prepare(
-        str(path),
-        files_digest([path]),
-        lambda bad: stream_file(path, bad),
-        config,
-        tokenizer,
-        lambda text: None,
-    )
+@pytest.fixture
+def classes(tmp_path) -> Path:
+    return write_classes(tmp_path / "c.jsonl")
 
 
-def fail_if_called(bad):
-    raise AssertionError("read again")
-
-
-def test_stored_rows_equal_the_input(tmp_path):
-    path = write_pairs(tmp_path / "pairs.jsonl")
-    store, rows = made(path, task_type="causal_lm", max_length=20), [json.loads(line) for line in path.open()]
-    wanted = encode_pairs(TOKENIZER, [row["input"] for row in rows], [row["output"] for row in rows], 20)
-    firsts: dict[tuple[str, ...], int] = {}
-    for number, row in enumerate(rows):
-        firsts.setdefault((row["task"], row["input"], row["output"]), number)
-    assert len(store) == len(firsts)
-    for number, same in enumerate(firsts.values()):
-        assert (store.text("input", number), store.text("target", number)) == (
-            rows[same]["input"],
-            rows[same]["output"],
-        )
-        assert store.input_ids(number) == wanted[same].input_ids
-        assert store.labels(number) == wanted[same].labels
-        assert store.text("task", number) == rows[same]["task"]
-        assert store.text("stratum", number) == rows[same]["category"]
-    assert store.lengths().tolist() == [len(store.input_ids(number)) for number in range(len(store))]
-
-
-def test_rows_of_later_batches_are_read(tmp_path, monkeypatch):
+@pytest.fixture
+def chunks(monkeypatch) -> int:
+    """A batch has 7 rows."""
     monkeypatch.setattr(stores, "CHUNK", 7)
-    store = made(write_classes(tmp_path / "c.jsonl"))
-    texts = [store.text("input", number) for number in range(len(store))]
-    assert store.table["input_ids"].num_chunks == -(-len(store) // 7)
-    assert [store.input_ids(n) for n in range(len(store))] == encode_texts(TOKENIZER, texts, 128)
+    return 7
 
 
-def test_a_store_is_made_once_and_mapped_afterwards(tmp_path, cache):
-    path = write_classes(tmp_path / "c.jsonl")
-    first = made(path)
-    config = Config(dataset=["elsewhere"])
-    second = prepare("elsewhere", files_digest([path]), fail_if_called, config, TOKENIZER, lambda text: None)
+def silent(text: str) -> None:
+    pass
+
+
+def made(path: Path, tokenizer=TOKENIZER, rows=None, **settings) -> TokenStore:
+    """The store of a file. rows: how it is read."""
+    config = Config(dataset=[str(path)], **settings)
+    read = rows or (lambda bad: stream_file(path, bad))
+    return prepare(str(path), files_digest([path]), read, config, tokenizer, silent)
+
+
+def input_ids(store: TokenStore) -> list[list[int]]:
+    return [store.input_ids(number) for number in range(len(store))]
+
+
+def test_stored_rows_equal_the_input(tmp_path, chunks):
+    """Also those of later batches, whose texts may have more than 2 GiB; of equal rows the first stays."""
+    path = write_pairs(tmp_path / "pairs.jsonl")
+    store = made(path, task_type="causal_lm", max_length=20)
+    columns = ("task", "category", "input", "output")
+    rows = [*{tuple(row[name] for name in columns): 0 for row in map(json.loads, path.open())}]
+    wanted = encode_pairs(TOKENIZER, [row[2] for row in rows], [row[3] for row in rows], 20)
+    stored = [
+        [store.text(name, n) for name in ("task", "stratum", "input", "target")] for n in range(len(store))
+    ]
+    assert stored == [[*row] for row in rows]
+    assert input_ids(store) == [one.input_ids for one in wanted]
+    assert [store.labels(number) for number in range(len(store))] == [one.labels for one in wanted]
+    assert store.lengths().tolist() == [len(one.input_ids) for one in wanted]
+    assert store.table["input_ids"].num_chunks == -(-len(store) // chunks)
+    names = ("unit", "stratum", "task", "input", "target", "values")
+    assert {store.table.schema.field(name).type for name in names} == {pa.large_string()}
+
+
+def test_a_store_is_made_once_and_mapped_afterwards(classes, cache):
+    """Also where another process has written it meanwhile."""
+    first = made(classes)
+    second = prepare("elsewhere", files_digest([classes]), None, Config(dataset=["d"]), TOKENIZER, silent)
     assert first.path == second.path
-    assert [file.name for file in cache.iterdir()] == [first.path.name]  # nothing passing is left
     assert pickle.loads(pickle.dumps(first)).path == first.path
     assert len(pickle.dumps(first)) < 500
+    number, parts = first.path.stat().st_ino, iter([tabulate("c", read_file(classes), Config(), print)])
+    stores.write((first.path, first.path), parts, Config(), TOKENIZER, {"notes": []})
+    assert first.path.stat().st_ino == number
+    assert [file.name for file in cache.iterdir()] == [first.path.name]  # nothing passing is left
 
 
-def test_which_settings_a_store_depends_on(tmp_path):
-    path, other = write_classes(tmp_path / "c.jsonl"), write_classes(tmp_path / "d.jsonl", classes=11)
-    files = {
-        made(path).path,
-        made(other).path,
-        made(path, max_length=9).path,
-        made(path, on_bad_task="skip").path,
-    }
-    assert len(files) == 4
-    assert made(path, n_way=3, seed=5).path in files  # neither changes a token
-
-
-def test_the_tokenizer_fingerprint_ignores_its_last_call():
-    tokenizer = byte_tokenizer()
-    before = tokenizer_print(tokenizer)
-    tokenizer(["a", "bb"], truncation=True, max_length=3, padding=True)
-    assert tokenizer_print(tokenizer) == before
+def test_which_settings_a_store_depends_on(tmp_path, classes):
+    other = write_classes(tmp_path / "d.jsonl", classes=11)
+    found = [made(classes), made(other), made(classes, max_length=9), made(classes, on_bad_task="skip")]
+    paths = {store.path for store in found}
+    assert len(paths) == 4
+    assert made(classes, n_way=3, seed=5).path in paths  # neither changes a token
 
 
 @pytest.mark.parametrize("damage", ["truncate", "overwrite", "empty"])
-def test_a_damaged_store_is_rebuilt(tmp_path, damage):
-    path = write_classes(tmp_path / "c.jsonl")
-    store = made(path)
-    ids, file, size = store.input_ids(3), store.path, store.bytes
+def test_a_damaged_store_is_rebuilt(classes, damage):
+    store = made(classes)
+    ids, file, content = store.input_ids(3), store.path, store.path.read_bytes()
     del store
-    if damage == "truncate":
-        os.truncate(file, size // 2)
-    else:
-        file.write_bytes(b"x" * 100 if damage == "overwrite" else b"")
-    assert made(path).input_ids(3) == ids
+    file.write_bytes(
+        {"truncate": content[: len(content) // 2], "overwrite": b"x" * 100, "empty": b""}[damage]
+    )
+    assert made(classes).input_ids(3) == ids
 
 
-def test_a_store_without_its_last_batch_is_rebuilt(tmp_path, monkeypatch):
+def test_a_store_without_its_last_batch_is_rebuilt(tmp_path, classes, monkeypatch):
     """At an end of a batch the rest is a valid stream of fewer rows."""
     monkeypatch.setattr(stores, "CHUNK", 40)
-    store, cut = made(write_classes(tmp_path / "c.jsonl")), tmp_path / "cut.arrow"
+    store, cut = made(classes), tmp_path / "cut.arrow"
     whole, rows, mark = store.path.read_bytes(), len(store), 8  # bytes of the mark at the end of a stream
     for size in range(0, len(whole) - mark, 8):
         cut.write_bytes(whole[:size])
@@ -143,37 +141,24 @@ def test_a_store_without_its_last_batch_is_rebuilt(tmp_path, monkeypatch):
     assert len(stores.stored(NativeClassifier, cut) or []) == rows
 
 
-def test_batches_are_written_as_they_are_tokenised(tmp_path, cache, monkeypatch):
-    """The memory of a large data set would be that of all its tokens otherwise."""
-    sizes, encode = list[int](), NativeClassifier.encode
-
-    def watched(*arguments):
-        sizes.extend(file.stat().st_size for file in cache.iterdir())
-        return encode(*arguments)
-
-    monkeypatch.setattr(stores, "CHUNK", 7)
-    monkeypatch.setattr(NativeClassifier, "encode", watched)
-    made(write_classes(tmp_path / "c.jsonl"))
-    assert len(sizes) > 4
-    assert sizes == sorted({*sizes})
-
-
-def test_rows_are_stored_as_they_are_read(tmp_path, monkeypatch):
-    """The memory of a large data set would be that of all its rows otherwise."""
-    done: list[int] = []
-    path, write = write_classes(tmp_path / "c.jsonl"), stores.record_batch
+def test_rows_are_tokenised_and_stored_as_they_are_read(classes, cache, chunks, monkeypatch):
+    """The memory of a large data set would be that of all its rows and tokens otherwise."""
+    read, sizes, encode = [0], [], NativeClassifier.encode
 
     def rows(bad):
-        for row in stream_file(path, bad):
-            done.append(0)
+        for row in stream_file(classes, bad):
+            read[0] += 1
             yield row
 
-    monkeypatch.setattr(stores, "CHUNK", 7)
-    monkeypatch.setattr(stores, "record_batch", lambda *given: done.append(1) or write(*given))
-    store = prepare("here", "content", rows, Config(), TOKENIZER, lambda text: None)
-    batches = -(-len(store) // 7)
-    assert (len(store), done[:16]) == (done.count(0), [*[0] * 7, 1] * 2)
-    assert done.count(1) == batches
+    def watched(*arguments):
+        sizes.append((read[0], sum(file.stat().st_size for file in cache.iterdir())))
+        return encode(*arguments)
+
+    monkeypatch.setattr(NativeClassifier, "encode", watched)
+    store = made(classes, rows=rows)
+    of_rows, of_files = zip(*sizes, strict=True)
+    assert [*of_rows[:-1]] == [*range(chunks, len(store), chunks)]
+    assert [*of_files] == sorted({*of_files})
 
 
 def test_a_column_that_only_later_rows_have_is_refused(tmp_path, monkeypatch):
@@ -185,45 +170,25 @@ def test_a_column_that_only_later_rows_have_is_refused(tmp_path, monkeypatch):
     check_message(refusal(made, path), f"{path} has a column Category that its first 2 rows", "with null")
 
 
-def test_texts_of_a_batch_may_have_more_than_2_gib(tmp_path):
-    schema = made(write_pairs(tmp_path / "p.jsonl"), task_type="causal_lm").table.schema
-    names = ("unit", "stratum", "task", "input", "target", "values")
-    assert {schema.field(name).type for name in names} == {pa.large_string()}
-
-
-def test_a_store_that_another_process_has_written_meanwhile_stays(tmp_path, cache):
-    path = write_classes(tmp_path / "c.jsonl")
-    store = made(path)
-    number = store.path.stat().st_ino
-    config = Config()
-    parts = iter([tabulate("c", read_file(path), config, print)])
-    stores.write((store.path, store.path), parts, config, TOKENIZER, {"notes": []})
-    assert store.path.stat().st_ino == number
-    assert [file.name for file in cache.iterdir()] == [store.path.name]
-
-
 @pytest.mark.parametrize("error", [TimedOut, KeyboardInterrupt])
-@pytest.mark.parametrize(
-    "where", [(NativeClassifier, "encode"), (security, "publish")], ids=["encode", "publish"]
-)
-def test_an_interrupted_write_leaves_no_file(tmp_path, cache, monkeypatch, error, where):
+@pytest.mark.parametrize("where", [(NativeClassifier, "encode"), (security, "publish")])
+def test_an_interrupted_write_leaves_no_file(classes, cache, monkeypatch, error, where):
     def fail(*_, **__):
-        assert list(cache.iterdir()) or where == (NativeClassifier, "encode")
+        assert list(cache.iterdir()) or where[1] == "encode"
         raise error
 
     monkeypatch.setattr(*where, fail)
     with pytest.raises(error):
-        made(write_classes(tmp_path / "c.jsonl"))
+        made(classes)
     assert not list(cache.iterdir())
 
 
 @pytest.mark.parametrize("write", ["w.write_text('x')", "w.mkdir(); (w / 'part').write_text('x')"])
-def test_what_a_killed_writer_has_left_is_removed_by_the_next_process(tmp_path, write):
+def test_what_a_killed_writer_has_left_is_removed_by_the_next_process(tmp_path, monkeypatch, write):
     """Not the files of writers that live, of others, or of writers on another host: those after a day."""
     code = "import os, sys; from pathlib import Path; from fmmeta.common.security import publishing\n"
     code += f"with publishing(Path(sys.argv[1])) as w: {write}; os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", code, tmp_path / "made"], check=False).returncode == -9
-    (left,) = tmp_path.iterdir()
     away, other = tmp_path / ".made.0123abcd-1-0123abcd.tmp", tmp_path / ".of-others.tmp"
     away.touch()
     other.touch()
@@ -232,18 +197,14 @@ def test_what_a_killed_writer_has_left_is_removed_by_the_next_process(tmp_path, 
         mine.touch()
         assert {*tmp_path.iterdir()} == {mine, away, other}
         os.utime(away, (0, time.time() - 86401))
-        code = "import sys; from pathlib import Path; from fmmeta.common.security import publish_text\n"
-        code += "publish_text(Path(sys.argv[1]), 'text')"
-        subprocess.run([sys.executable, "-c", code, tmp_path / "made"], check=True)
+        monkeypatch.setattr(security, "_swept", set())  # as in another process
+        security.publish_text(tmp_path / "made", "text")
         assert {*tmp_path.iterdir()} == {mine, tmp_path / "made", other}
-    assert not left.exists()
 
 
 def test_notes_of_a_store_are_those_of_its_own_file(tmp_path):
     first = bad_file(tmp_path, [b"{"])
-    second = tmp_path / "second.jsonl"
-    second.write_bytes(first.read_bytes())
-    for path in (first, second, first):
+    for path in (first, shutil.copy(first, tmp_path / "second.jsonl"), first):
         (note,) = made(path, on_bad_task="skip").notes
         assert note.startswith(f"dataset={path}: 1 of 41 rows cannot be used; the first: {path}:41 is not")
 
@@ -251,53 +212,31 @@ def test_notes_of_a_store_are_those_of_its_own_file(tmp_path):
 @pytest.mark.parametrize("folder", [False, True])
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, cache, monkeypatch, folder):
     """Its rows would be those of the digest of the earlier content, for every later run."""
-    parent = tmp_path / "d" / "s"
-    parent.mkdir(parents=True)
-    path = write_classes(parent / "t.jsonl")
+    (tmp_path / "d" / "s").mkdir(parents=True)
+    path = write_classes(tmp_path / "d" / "s" / "t.jsonl")
     before = path.read_bytes()
 
     def changed(file, *arguments):
         file.write_bytes(before.replace(b"text", b"sentence"))
         return read_file(file, *arguments)
 
-    config = Config(dataset=[str(path)], n_way=2, k_shot=1, num_query=1)
+    config = Config(dataset=[str(tmp_path / "d" if folder else path)], **SHORT)
     with monkeypatch.context() as patch:
         patch.setattr("fmmeta.tasks.sources.load.stream_file", changed)
-        if folder:
-            source = FolderSource(
-                task_files(str(tmp_path / "d"), 128) or [], EpisodeShape.of(config), config, TOKENIZER
-            )
-            message = refusal(source.draw, Schedule(source.items, 1, 0).meta_batch(0)[0])
-        else:
-            message = refusal(load_sources, config, TOKENIZER, print)
+        message = refusal(first_draw, config)
     check_message(message, f"{path} changed while it was read", "start again")
     assert not cache.exists()
     path.write_bytes(before)
-    assert load_sources(config, TOKENIZER, print)
+    assert first_draw(config)
 
 
-def test_a_store_truncated_while_open_raises_an_error(tmp_path):
+def test_a_store_truncated_while_open_raises_an_error(classes):
     """Reading a mapping past the end of its file would kill the process (SIGBUS)."""
-    sources = load_sources(
-        Config(dataset=[str(write_classes(tmp_path / "c.jsonl"))], k_shot=1, num_query=2, n_way=2),
-        TOKENIZER,
-        lambda text: None,
-    )
-    draw = sources.train.draw(Schedule(sources.train.items, 1, 0).meta_batch(0)[0])
+    draw = first_draw(Config(dataset=[str(classes)], **SHORT))
     size = draw.store.bytes
     os.truncate(draw.store.path, 64)
     with pytest.raises(OSError, match=f"has 64 bytes instead of {size}:"):
         draw.episode()
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file"))
-    message = refusal(made, write_classes(tmp_path / "c.jsonl"))
-    folder = tmp_path / "file" / "fmmeta"
-    check_message(
-        message, f"{folder} cannot be written to (", "; set HF_DATASETS_CACHE to a folder with room"
-    )
 
 
 def test_the_cache_is_that_of_datasets(monkeypatch):
@@ -314,20 +253,17 @@ def bad_file(tmp_path: Path, lines: list[bytes]) -> Path:
     return path
 
 
+NO_JSON = "41 is not a line of JSON"
+
+
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
-        (b'{"text": "a\x00b", "label": "a"}', ["41 is not a line of JSON (Invalid"]),
+        (b'{"text": "a\x00b", "label": "a"}', [f"{NO_JSON} (Invalid"]),
         (b'{"text": "a\\u0000b", "label": "a"}', ["41 has NUL bytes in text", "fix the row"]),
-        (
-            '{"text": "gr\u00fcn", "label": "a"}'.encode("latin-1"),
-            ["'utf-8'", "41 is not a line of JSON"],
-        ),
-        (
-            '{"text": "x", "label": "a"}'.encode("utf-16"),
-            ["'utf-8'", "41 is not a line of JSON"],
-        ),
-        (b'{"text": "cut', ["41 is not a line of JSON (Invalid"]),
+        ('{"text": "gr\u00fcn", "label": "a"}'.encode("latin-1"), ["'utf-8'", NO_JSON]),
+        ('{"text": "x", "label": "a"}'.encode("utf-16"), ["'utf-8'", NO_JSON]),
+        (b'{"text": "cut', [f"{NO_JSON} (Invalid"]),
         (b'{"text": "", "label": "a"}', ["text=''", "fix the row"]),
         (b'{"label": "a"}', ["text=None", "fix the row"]),
     ],
@@ -340,25 +276,23 @@ def test_bad_rows_are_refused_or_left_out(tmp_path, line, parts):
     assert re.fullmatch(rf"dataset={name}: [12] of 4[12] rows .*{name}:41.*; left out", store.notes[0])
 
 
-def test_too_many_bad_rows_stop(tmp_path):
+def test_too_many_bad_rows_stop_also_where_a_store_was_made_with_another_bound(tmp_path):
+    """Rows that repeat another one count: 10 of 410 are bad, although 40 different ones are left."""
     path = bad_file(tmp_path, [b"{"] * 10)
-    check_message(
-        refusal(made, path, on_bad_task="skip"),
-        f"dataset={path}",
-        "10 of 50 rows",
-        f"{path}:41 ",
-        "(max_bad_fraction=0.05)",
-    )
-
-
-def test_rows_that_repeat_another_one_count_as_rows(tmp_path):
-    """10 of 410 rows are bad, although 40 different ones are left."""
-    path = bad_file(tmp_path, [b"{"] * 10)
+    assert len(made(path, on_bad_task="skip", max_bad_fraction=0.2)) == 40
+    message = refusal(made, path, on_bad_task="skip")
+    check_message(message, f"dataset={path}", "10 of 50 rows", f"{path}:41 ", "(max_bad_fraction=0.05)")
     path.write_bytes(path.read_bytes() + b"".join(path.read_bytes().splitlines(True)[:40]) * 9)
     store = made(path, on_bad_task="skip", max_bad_fraction=0.03)
     assert len(store) == 40
     assert any("10 of 410 rows" in note for note in store.notes)
     assert "10 of 410 rows" in refusal(made, path, on_bad_task="skip", max_bad_fraction=0.02)
+
+
+def test_a_changed_bound_of_a_packed_file_is_checked_again(classes):
+    config = Config(dataset=[str(gzip_of(classes, classes.with_suffix(".jsonl.gz")))], **SHORT)
+    first_draw(config)
+    assert "unpacks to more than" in refusal(first_draw, config.but(max_file_gib=1e-6))
 
 
 def test_a_line_of_ten_megabytes_is_read_up_to_max_length(tmp_path):
@@ -387,13 +321,15 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_tokenizer_with_another_setting_has_another_store(tmp_path, change):
-    """A base and an instruct checkpoint may share tokenizer.json and differ in the end-of-answer token."""
-    path = write_pairs(tmp_path / "pairs.jsonl")
+    """A base and an instruct checkpoint may share tokenizer.json and differ in the end-of-answer token. What
+    the last call of a tokenizer set does not count.
+    """
+    path, first, other = write_pairs(tmp_path / "pairs.jsonl"), byte_tokenizer(), byte_tokenizer()
     settings = {"task_type": "causal_lm", "prompt_template": "chat"}
-    first, other = byte_tokenizer(), byte_tokenizer()
     first.chat_template = other.chat_template = CHAT
     CHANGES[change](other)
     stored = made(path, first, **settings).path
+    first(["a", "bb"], truncation=True, max_length=3, padding=True)
     assert made(path, first, **settings).path == stored != made(path, other, **settings).path
 
 
@@ -410,6 +346,11 @@ def recording(value, seen: set[str]):
     return found
 
 
+# they change no token; the backend, and what others are made of
+HARMLESS = {"model_input_names", "model_max_length", "verbose", "deprecation_warnings"}
+INNER = {"_tokenizer", "_special_tokens_map", "_in_target_context_manager"}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -418,43 +359,31 @@ def recording(value, seen: set[str]):
         {"task_type": "causal_lm", "prompt_template": "chat"},
     ],
 )
-def test_every_attribute_that_encoding_reads_is_in_the_key(tmp_path, settings):
+def test_every_attribute_that_encoding_reads_is_in_the_key(settings):
     """A new read, here or in another transformers, fails this test until store.py knows the attribute."""
     tokenizer, seen = byte_tokenizer(), set[str]()
     tokenizer.chat_template = CHAT
-    watched = recording(tokenizer, seen)
-    config, text = Config(dataset=["d"], max_length=24, **settings), "a long text " * 9
-    row = dict(zip(config.learner.kind.pair, (text, "an answer"), strict=True))
-    config.learner.kind.encode(config, watched, [row], {})
-    harmless = {"model_input_names", "model_max_length", "verbose", "deprecation_warnings"}  # change no token
-    inner = {
-        "_tokenizer",
-        "_special_tokens_map",
-        "_in_target_context_manager",
-    }  # the backend, and what others are made of
-    data = {
-        name
-        for name in seen
-        if not name.isupper() and not name.startswith("__") and not callable(getattr(tokenizer, name, len))
-    }
-    assert data - harmless - inner <= {*stores.OF_TOKENIZER, "chat_template"}
+    config = Config(dataset=["d"], max_length=24, **settings)
+    row = dict(zip(config.learner.kind.pair, ("a long text " * 9, "an answer"), strict=True))
+    config.learner.kind.encode(config, recording(tokenizer, seen), [row], {})
+    names = {name for name in seen if not name.isupper() and not name.startswith("__")}
+    data = {name for name in names if not callable(getattr(tokenizer, name, len))}
+    assert data - HARMLESS - INNER <= {*stores.OF_TOKENIZER, "chat_template"}
     assert seen & {"split_special_tokens", "eos_token_id"}
 
 
 @pytest.mark.parametrize("task_type", ["classification", "causal_lm"])
 def test_all_settings_that_rows_depend_on_are_in_the_key(tmp_path, task_type):
+    write, seen = write_pairs if task_type == "causal_lm" else write_classes, set[str]()
     (tmp_path / "s").mkdir()
-    write = write_pairs if task_type == "causal_lm" else write_classes
-    file = gzip_of(write(tmp_path / "t.jsonl"), tmp_path / "s" / "t.jsonl.gz")
-    config, seen = (
-        Config(
-            dataset=[str(tmp_path)], task_type=task_type, on_bad_task="skip", n_way=2, k_shot=1, num_query=1
-        ),
-        set[str](),
+    gzip_of(write(tmp_path / "t.jsonl"), tmp_path / "s" / "t.jsonl.gz")
+    config = Config(dataset=[str(tmp_path)], task_type=task_type, on_bad_task="skip", **SHORT)
+    source = FolderSource(
+        task_files(str(tmp_path), config.max_length),
+        EpisodeShape.of(config),
+        recording(config, seen),
+        TOKENIZER,
     )
-    files = task_files(str(tmp_path), config.max_length) or []
-    assert [one.path for one in files] == [file]
-    source = FolderSource(files, EpisodeShape.of(config), recording(config, seen), TOKENIZER)
     source.draw(Schedule(source.items, 1, 0).meta_batch(0)[0])
     assert "max_file_gib" in seen
     # stratify_by is in the key with the source of its module, and that there is a collate function
@@ -467,33 +396,30 @@ def gzip_of(path: Path, target: Path) -> Path:
     return target
 
 
-def test_changed_bounds_are_checked_again(tmp_path):
-    path = bad_file(tmp_path, [b"{"] * 10)
-    assert len(made(path, on_bad_task="skip", max_bad_fraction=0.2)) == 40
-    assert "(max_bad_fraction=0.05)" in refusal(made, path, on_bad_task="skip")
-    packed = gzip_of(write_classes(tmp_path / "c.jsonl"), tmp_path / "c.jsonl.gz")
-    small = {"dataset": [str(packed)], "n_way": 2, "k_shot": 1, "num_query": 1}
-    load_sources(Config(**small), TOKENIZER, lambda text: None)
-    assert "unpacks to more than" in refusal(
-        load_sources, Config(**small, max_file_gib=1e-6), TOKENIZER, lambda text: None
-    )
-
-
-def test_a_store_is_synced_before_it_is_renamed(tmp_path, monkeypatch):
+def test_a_store_is_synced_before_it_is_renamed(classes, monkeypatch):
     """A name that is on the disk before its bytes are would lead to a file of zeros after a power cut."""
     events: list[tuple[str, str]] = []
     synced, renamed = os.fsync, Path.replace
-    monkeypatch.setattr(
-        os,
-        "fsync",
-        lambda file: (events.append(("sync", os.readlink(f"/proc/self/fd/{file}"))), synced(file)),
-    )
-    monkeypatch.setattr(
-        Path, "replace", lambda self, to: (events.append(("name", str(self))), renamed(self, to))[1]
-    )
-    store = made(write_classes(tmp_path / "c.jsonl"))
+
+    def sync(file):
+        events.append(("sync", os.readlink(f"/proc/self/fd/{file}")))
+        synced(file)
+
+    def rename(self, to):
+        events.append(("name", str(self)))
+        return renamed(self, to)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "replace", rename)
+    store = made(classes)
     passing = next(path for kind, path in events if kind == "name")
     assert events == [("sync", passing), ("name", passing), ("sync", str(store.path.parent))]
+
+
+def test_a_cache_that_cannot_be_written_is_named(classes, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(classes))
+    remedy = "; set HF_DATASETS_CACHE to a folder with room"
+    check_message(refusal(made, classes), f"{classes / 'fmmeta'} cannot be written to (", remedy)
 
 
 def test_labels_of_named_tasks_are_in_the_fingerprint(tmp_path):

@@ -15,7 +15,7 @@ from fmmeta.tasks.schedule.meta_batches import Schedule
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.training import final, scoring
 from tests.support.models import write_classes
-from tests.support.short_runs import metrics_of, theta_of
+from tests.support.short_runs import metrics_of, same, theta_of
 
 
 @pytest.fixture
@@ -45,49 +45,32 @@ def begin_at(checkpoint: Path, folder: Path) -> None:
 
 def test_accumulated_meta_batches_are_one_larger_meta_batch(run):
     """Same tasks, one reduction, the same theta to the bit; half as many steps of twice the tasks differ."""
-    thetas = []
+    folders = []
     for tasks, accumulation in ((4, 1), (2, 2), (2, 1)):
         batches = {"meta_batch_size": tasks, "meta_accumulation_steps": accumulation}
         result = run(f"{tasks}x{accumulation}", outer_steps=2, eval_episodes=3, **batches)
-        thetas.append(theta_of(result.output_dir))
+        folders.append(result.output_dir)
         assert held_out_of(result)["episodes"] == 3
         assert held_out_of(result)["after adaptation, meta-trained"]["accuracy"][0] == result.after
-    large, accumulated, small = thetas
-    assert all(torch.equal(value, accumulated[name]) for name, value in large.items())
-    assert not all(torch.equal(value, small[name]) for name, value in large.items())
+    assert [same(folders[0], other) for other in folders[1:]] == [True, False]
 
 
 def test_episodes_of_changing_size_follow_the_oracle(bert, tmp_path):
     """2 to 4 classes of 1 to 3 shots: an episode's loss covers its own classes, though the head has four."""
-    settings = {
-        "n_way": 2,
-        "n_way_max": 4,
-        "k_shot": 1,
-        "k_shot_max": 3,
-        "num_query": 2,
-        "outer_steps": 2,
-        "meta_batch_size": 3,
-        "inner_lr": 0.3,
-        "inner_steps": 2,
-        "outer_optimizer": "sgd",
-        "outer_lr": 0.5,
-        "save_steps": 0,
-        "eval_episodes": 0,
-    }
-    config = Config(
-        model_name_or_path=str(bert),
-        output_dir=str(tmp_path / "out"),
-        dataset=[str(write_classes(tmp_path / "rows.jsonl", classes=15))],
-        **settings,
-    )
+    sizes = {"n_way": 2, "n_way_max": 4, "k_shot": 1, "k_shot_max": 3, "num_query": 2}
+    loops = {"inner_lr": 0.3, "inner_steps": 2, "outer_optimizer": "sgd", "outer_lr": 0.5}
+    steps = {"outer_steps": 2, "meta_batch_size": 3, "save_steps": 0, "eval_episodes": 0}
+    data = [str(write_classes(tmp_path / "rows.jsonl", classes=15))]
+    paths = {"model_name_or_path": str(bert), "output_dir": str(tmp_path / "out"), "dataset": data}
+    config = Config(**sizes, **loops, **steps, **paths)
     description = describe(config)
     source = load_sources(config, load_tokenizer(config, description, print), print).train
     schedule = Schedule(source.items, 3, config.seed, sizes=source.size)
-    steps = [[source.draw(task).episode() for task in schedule.meta_batch(step)] for step in range(2)]
-    assert {2, 3} <= {len(episode.classes) for episodes in steps for episode in episodes}
+    drawn = [[source.draw(task).episode() for task in schedule.meta_batch(step)] for step in range(2)]
+    assert {2, 3} <= {len(episode.classes) for episodes in drawn for episode in episodes}
     learner = load_learner(config, description).double()
     began = {name: param.detach().clone() for name, param in learner.named_parameters()}
-    wanted = reference_run(learner, steps, config).thetas[-1]
+    wanted = reference_run(learner, drawn, config).thetas[-1]
     MetaTrainer(config).train()
     made, body = theta_of(tmp_path / "out"), wanted.keys() - learner.head_names
     off = sum(float((made[name.removeprefix("hf.")].double() - wanted[name]).square().sum()) for name in body)
@@ -139,41 +122,43 @@ def assert_rates(model: Path, learned: str) -> None:
 
 def test_the_exported_weights_interpolate_start_and_theta(run, bert, tmp_path, monkeypatch):
     """And so is what is validated, while theta itself goes its way as if there were none."""
-    monkeypatch.setattr(
-        final, "choose_loop", lambda *of: final.BaselineLoop(1.0, 5)
-    )  # rows that differ by the weights alone
-    fixed = {"n_way": 3, "outer_steps": 4, "logging_steps": 1, "save_steps": 4, "outer_lr": 0.05}
-
-    def trained(name, **settings):
-        scored = {"lr_scheduler_type": "constant", "eval_steps": 2, "eval_episodes": 4}
-        result = run(name, **{**fixed, **scored, **settings})
-        theta = load_file(tmp_path / name / "checkpoint-4" / "shard-00000.safetensors")
-        return theta_of(tmp_path / name), metrics_of(tmp_path / name), theta, result
-
-    plain, mixed, nearly = (
-        trained("plain"),
-        trained("mixed", init_interpolation=0.75),
-        trained("nearly", init_interpolation=0.001),
-    )
-    began = load_file(bert / "model.safetensors")
-    unseen = trained("unseen", init_interpolation=0.75, eval_episodes=0, eval_steps=0)[0]
-    assert all(torch.equal(value, unseen[name]) for name, value in mixed[0].items())
-    assert all(torch.equal(value, plain[2][name]) for name, value in mixed[2].items())
-    losses = [[line["loss"] for line in lines if "loss" in line] for _, lines, *_ in (plain, mixed)]
-    assert losses[0] == losses[1]
-    moved = 0.0
-    for name, value in mixed[0].items():
+    # so that rows of the final table differ by the weights alone
+    monkeypatch.setattr(final, "choose_loop", lambda *of: final.BaselineLoop(1.0, 5))
+    fixed = {
+        "n_way": 3,
+        "outer_steps": 4,
+        "logging_steps": 1,
+        "save_steps": 4,
+        "outer_lr": 0.05,
+        "lr_scheduler_type": "constant",
+        "eval_steps": 2,
+        "eval_episodes": 4,
+    }
+    runs = {
+        "plain": {"test_episodes": 0},
+        "mixed": {"test_episodes": 0, "init_interpolation": 0.75},
+        "nearly": {"init_interpolation": 0.001},
+        "unseen": {"init_interpolation": 0.75, "eval_episodes": 0, "eval_steps": 0},
+    }
+    results = {name: run(name, **{**fixed, **settings}) for name, settings in runs.items()}
+    assert results["nearly"].after == results["nearly"].after_from_start
+    assert same(tmp_path / "mixed", tmp_path / "unseen")
+    thetas = [
+        load_file(tmp_path / name / "checkpoint-4" / "shard-00000.safetensors") for name in ("plain", "mixed")
+    ]
+    assert all(torch.equal(value, thetas[0][name]) for name, value in thetas[1].items())
+    began, plain, moved = load_file(bert / "model.safetensors"), theta_of(tmp_path / "plain"), 0.0
+    for name, value in theta_of(tmp_path / "mixed").items():
         if name in began and began[name].shape == value.shape:  # the head is of other classes
-            torch.testing.assert_close(value, 0.25 * began[name] + 0.75 * plain[0][name])
+            torch.testing.assert_close(value, 0.25 * began[name] + 0.75 * plain[name])
             moved += float((value - began[name]).abs().sum())
     assert moved > 1.0
-    validated = [
-        [line["valid_loss"] for line in lines if "valid_loss" in line]
-        for _, lines, *_ in (plain, mixed, nearly)
-    ]
-    assert abs(validated[2][1] - validated[2][0]) < 0.1 * abs(validated[0][1] - validated[0][0])
-    assert validated[1] != validated[0]
-    assert nearly[3].after == nearly[3].after_from_start
+    lines = {name: metrics_of(tmp_path / name) for name in runs}
+    losses = {name: [line["loss"] for line in of if "loss" in line] for name, of in lines.items()}
+    assert losses["plain"] == losses["mixed"]
+    valid = {name: [line["valid_loss"] for line in of if "valid_loss" in line] for name, of in lines.items()}
+    assert abs(valid["nearly"][1] - valid["nearly"][0]) < 0.1 * abs(valid["plain"][1] - valid["plain"][0])
+    assert valid["mixed"] != valid["plain"]
 
 
 @pytest.mark.parametrize(
@@ -207,13 +192,18 @@ def test_the_best_validated_weights_are_exported(run, tmp_path):
     """Bit for bit those of a run that ends there, also when the run resumed from a checkpoint that had met
     them.
     """
-    steps = {"n_way": 3, "eval_steps": 2, "eval_episodes": 4, "save_steps": 4, "save_total_limit": 9}
-
-    def trained(name, outer_steps, **settings):
-        rate = {"lr_scheduler_type": "constant", "outer_lr": 0.05}
-        return theta_of(run(name, outer_steps=outer_steps, **steps, **rate, **settings).output_dir)
-
-    whole = trained("whole", 8, load_best_model_at_end=True)
+    fixed = {
+        "n_way": 3,
+        "eval_steps": 2,
+        "eval_episodes": 4,
+        "save_steps": 4,
+        "save_total_limit": 9,
+        "lr_scheduler_type": "constant",
+        "outer_lr": 0.05,
+        "inner_steps": 2,
+        "test_episodes": 0,
+    }
+    run("whole", outer_steps=8, load_best_model_at_end=True, **fixed)
     scores = {
         line["step"]: (line["valid_accuracy"], -line["valid_loss"])
         for line in metrics_of(tmp_path / "whole")
@@ -221,11 +211,11 @@ def test_the_best_validated_weights_are_exported(run, tmp_path):
     }
     best = max(scores, key=lambda step: scores[step])
     assert best <= 4  # of 8, else the test says nothing
-    until = trained("until", best)
-    assert all(torch.equal(value, until[name]) for name, value in whole.items())
+    run("until", outer_steps=best, **fixed)
+    assert same(tmp_path / "whole", tmp_path / "until")
     begin_at(tmp_path / "whole" / "checkpoint-4", tmp_path / "stopped")
-    again = trained("stopped", 8, load_best_model_at_end=True)
-    assert all(torch.equal(value, whole[name]) for name, value in again.items())
+    run("stopped", outer_steps=8, load_best_model_at_end=True, **fixed)
+    assert same(tmp_path / "whole", tmp_path / "stopped")
     last = load_file(tmp_path / "whole" / "checkpoint-8" / "shard-00000.safetensors")
     kept = [name for name in last if name.startswith("best ")]
     assert any(name.startswith("best theta/") for name in kept)

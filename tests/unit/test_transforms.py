@@ -78,12 +78,16 @@ def louder(example, rng):
     return replace(example, text=f"{example.text}!")
 
 
+def first_draw(config, tokenizer=TOKENIZER, rows=None) -> Draw:
+    source = load_sources(config, tokenizer, lambda text: None, rows=rows).train
+    return source.draw(Schedule(source.items, 1, 5).meta_batch(0)[0])
+
+
 def drawn(tmp_path, **settings):
-    causal = settings.get("task_type") == "causal_lm"
-    path = (write_pairs if causal else write_classes)(tmp_path / "d.jsonl")
-    config = Config(dataset=[str(path)], n_way=2, k_shot=2, num_query=2, **settings)
-    source = load_sources(config, TOKENIZER, lambda text: None).train
-    return config, source.draw(Schedule(source.items, 1, 5).meta_batch(0)[0])
+    write = write_pairs if settings.get("task_type") == "causal_lm" else write_classes
+    data = [str(write(tmp_path / "d.jsonl"))]
+    config = Config(dataset=data, n_way=2, k_shot=2, num_query=2, **settings)
+    return config, first_draw(config)
 
 
 def run(tmp_path, **settings):
@@ -95,15 +99,24 @@ def texts(rows) -> list[str]:
     return [TOKENIZER.decode(row.input_ids, skip_special_tokens=True) for row in rows]
 
 
-def test_stored_tokens_are_read_without_own_transforms():
-    assert reading(Config(), TOKENIZER) == [Draw.episode]
-
-
-def test_examples_are_changed_before_the_tokenizer(tmp_path):
-    plain, changed = run(tmp_path, example_transforms=[f"{HERE}:upper"])
-    assert texts(changed.support) == [text.upper() for text in texts(plain.support)]
-    assert [row.labels for row in changed.query] == [row.labels for row in plain.query]
+def test_examples_are_changed_before_the_tokenizer_and_episodes_last(tmp_path):
+    plain, changed = run(
+        tmp_path,
+        example_transforms=[f"{HERE}:upper"],
+        episode_transforms=["fmmeta.tasks.augment:name_classes", f"{HERE}:first_query_only"],
+    )
+    prompt = " | ".join(plain.classes)
+    assert texts(changed.support) == [f"{prompt}: {text.upper()}" for text in texts(plain.support)]
+    assert [row.labels for row in changed.support] == [row.labels for row in plain.support]
+    assert texts(changed.query) == [f"{prompt}: {text.upper()}" for text in texts(plain.query[:1])]
     assert changed.classes == plain.classes
+
+
+def test_pairs_are_changed_with_their_answers(tmp_path):
+    plain, changed = run(tmp_path, task_type="causal_lm", example_transforms=[f"{HERE}:upper"])
+    upper = [text.upper().replace("INPUT:", "Input:") for text in texts(plain.query)]
+    assert texts(changed.query) == [text.replace("OUTPUT:", "Output:") for text in upper]
+    assert [row.label_tokens for row in changed.query] == [row.label_tokens for row in plain.query]
 
 
 def test_transforms_of_a_row_have_random_numbers_of_their_own(tmp_path):
@@ -116,42 +129,21 @@ def test_transforms_of_a_row_have_random_numbers_of_their_own(tmp_path):
         assert first != second
 
 
-def test_pairs_are_changed_with_their_answers(tmp_path):
-    plain, changed = run(tmp_path, task_type="causal_lm", example_transforms=[f"{HERE}:upper"])
-    wanted = [
-        text.upper().replace("INPUT:", "Input:").replace("OUTPUT:", "Output:") for text in texts(plain.query)
-    ]
-    assert texts(changed.query) == wanted
-    assert [row.label_tokens for row in changed.query] == [row.label_tokens for row in plain.query]
-
-
-def test_episode_transforms_run_last_on_complete_episodes(tmp_path):
-    plain, changed = run(
-        tmp_path,
-        example_transforms=[f"{HERE}:upper"],
-        episode_transforms=["fmmeta.tasks.augment:name_classes", f"{HERE}:first_query_only"],
-    )
-    prompt = " | ".join(plain.classes)
-    assert texts(changed.support) == [f"{prompt}: {text.upper()}" for text in texts(plain.support)]
-    assert len(changed.query) == 1
-
-
 def test_own_and_built_in_transforms_of_an_episode_are_one_list(tmp_path):
     """Own weights of rows are multiplied by those of their classes; the seed of a task gives its texts."""
     config, draw = drawn(tmp_path, episode_transforms=[f"{HERE}:third"])
-    source = load_sources(config, TOKENIZER, lambda text: None).train
-    weights = {draw.classes[0]: 2.0, draw.classes[1]: 0.5}
+    weights = dict(zip(draw.classes, (2.0, 0.5), strict=True))
     transforms = [*reading(config, TOKENIZER), partial(weigh_classes, weights)]
     rows = transformed(draw, transforms)
     assert rows == transformed(draw, transforms)
     assert [row.weight for row in rows.support] == [6.0, 2.0, 0.5, 0.5]
     assert [row.weight for row in rows.query] == [2.0, 2.0, 0.5, 0.5]
     assert texts(rows.support)[0].split()[-1].isdecimal()
+    source = load_sources(config, TOKENIZER, lambda text: None).train
     loaded = LoadEpisode(source, Batcher(0, 8), transforms)(draw.task).batches
-    assert loaded is not None
-    (batch,) = loaded.support
-    assert sorted(batch.weights.tolist()) == pytest.approx([0.5 / 9, 0.5 / 9, 2 / 9, 6 / 9])
-    assert float(loaded.query[0].weights.sum()) == pytest.approx(1)
+    for batches, wanted in ((loaded.support, [0.5, 0.5, 2, 6]), (loaded.query, [0.5, 0.5, 2, 2])):
+        (batch,) = batches
+        assert sorted(batch.weights.tolist()) == pytest.approx([one / sum(wanted) for one in wanted])
 
 
 def test_weights_of_rows_of_pairs_are_those_of_their_tokens(tmp_path):
@@ -165,18 +157,19 @@ def test_weights_of_rows_of_pairs_are_those_of_their_tokens(tmp_path):
 
 
 def test_built_in_transforms():
-    example, rng = (
-        TextExample("one two three four five six seven eight nine ten", "c", 0),
+    words, rng = (
+        ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"],
         np.random.default_rng(0),
     )
+    example = TextExample(" ".join(words), "c", 0)
     kept = [len(drop_words(example, rng).text.split()) for _ in range(500)]
     assert abs(np.mean(kept) - 9) < 0.2
     assert drop_words(replace(example, text="word"), np.random.default_rng(3)).text == "word"
     for transform in (drop_words, swap_words):
         assert transform(replace(example, text="  "), rng).text == "  "
     swapped = swap_words(example, rng).text.split()
-    assert sorted(swapped) == sorted(example.text.split())
-    assert sum(a != b for a, b in zip(swapped, example.text.split(), strict=True)) == 2
+    assert sorted(swapped) == sorted(words)
+    assert sum(a != b for a, b in zip(swapped, words, strict=True)) == 2
 
 
 @pytest.mark.parametrize(
@@ -232,40 +225,32 @@ def test_failing_transforms_are_named(tmp_path, settings, parts):
 def test_transforms_that_cannot_be_pickled_are_named():
     transforms = reading(Config(example_transforms=[f"{HERE}:LOCAL"]), TOKENIZER)
     part = "num_workers=auto: loader processes cannot receive an object "
-    check_message(
-        refusal(check_sent, [transforms], "auto"), part, "; define it in a module, or use num_workers=0"
-    )
+    message = refusal(check_sent, [transforms], "auto")
+    check_message(message, part, "; define it in a module, or use num_workers=0")
 
 
 def test_modules_of_the_working_folder_are_found(tmp_path, monkeypatch):
+    """Without transforms the stored tokens are read."""
     (tmp_path / "my_changes.py").write_text("def shout(example, rng):\n    return example\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    assert reading(Config(), TOKENIZER) == [Draw.episode]
     assert reading(Config(example_transforms=["my_changes:shout"]), TOKENIZER) != [Draw.episode]
     assert os.getcwd() in sys.path
 
 
 def test_rows_of_other_kinds_are_transformed_as_they_were_read():
     """Points of a module's tasks in the order of the flags; texts of a function's tasks as those of files."""
-    config = Config(
-        task_type="examples.own_module:Sine",
-        dataset=["examples.own_module:tasks"],
-        example_transforms=[f"{HERE}:raised"],
-        episode_transforms=[f"{HERE}:one_point"],
-    )
-    source = load_sources(config, None, lambda text: None).train
-    draw = source.draw(Schedule(source.items, 1, 5).meta_batch(0)[0])
-    episode = transformed(draw, reading(config, None))
-    points = [example.values["row"] for example in episode.support]
-    assert points == [[draw.support[0][0][0], draw.support[0][0][1] + 1]]
+    own = {"task_type": "examples.own_module:Sine", "dataset": ["examples.own_module:tasks"]}
+    flags = {"example_transforms": [f"{HERE}:raised"], "episode_transforms": [f"{HERE}:one_point"]}
+    config = Config(**own, **flags)
+    draw = first_draw(config, None)
+    episode, (x, y) = transformed(draw, reading(config, None)), draw.support[0][0]
+    assert [example.values["row"] for example in episode.support] == [[x, y + 1]]
     assert len(episode.query) == len(draw.query)
     pairs = [{"text": "a b", "label": "x"}, {"text": "c d", "label": "y"}]
     config = Config(n_way=2, example_transforms=[f"{HERE}:louder"])
-    source = load_sources(
-        config, TOKENIZER, lambda text: None, rows=Tasks(lambda seed: (pairs, pairs), 3)
-    ).train
-    episode = transformed(
-        source.draw(Schedule(source.items, 1, 5).meta_batch(0)[0]), reading(config, TOKENIZER)
-    )
+    draw = first_draw(config, rows=Tasks(lambda seed: (pairs, pairs), 3))
+    episode = transformed(draw, reading(config, TOKENIZER))
     assert texts(episode.support) == ["a b!", "c d!"]
     assert [row.labels for row in episode.query] == [0, 1]

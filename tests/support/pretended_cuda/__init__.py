@@ -87,19 +87,15 @@ def environment(library: Path, count: int = GPUS) -> dict[str, str]:
 @contextmanager
 def variables(given: dict[str, str | None]) -> Iterator[None]:
     """Environment variables that this process has inside the block; None: it does not have them."""
-    before = {name: os.environ.get(name) for name in given}
+    import pytest
 
-    def change(values: dict[str, str | None]) -> None:
-        for name, value in values.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-    change(given)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in given.items():
+            if value is None:
+                patch.delenv(name, raising=False)
+            else:
+                patch.setenv(name, value)
         yield
-    finally:
-        change(before)
 
 
 def on_device(count: int = GPUS) -> AbstractContextManager[None]:
