@@ -170,7 +170,7 @@ def test_unsupported_and_combined_pooling_is_refused(tmp_path, bert, modes):
     [
         ({"num_experts": 8}, (" ", "a mixture of experts (bert)", "use a dense model")),
         ({"num_experts": "8"}, (" ", "a mixture of experts (bert)", "use a dense model")),
-        ({"quantization_config": {"quant_method": "gptq"}}, (" ", "is quantised", "use the full one")),
+        ({"quantization_config": {"quant_method": "gptq"}}, (" ", "is quantised by gptq", "--load_in_4bit")),
         ({"model_type": "nonsense"}, (": its configuration cannot be read (",)),
         ({"hidden_size": "many"}, (": its configuration cannot be read (",)),
         ({"num_labels": "two"}, (": its configuration cannot be read (",)),
@@ -191,8 +191,9 @@ def test_models_without_a_padding_token(tmp_path):
     config = Config(model_name_or_path=str(tmp_path), task_type="causal_lm")
     assert describe(config).hf_config.pad_token_id == 7
     transformers.Gemma3Config().save_pretrained(tmp_path)
+    classes = Config(model_name_or_path=str(tmp_path))
     check_message(
-        refusal(describe, config), f"model_name_or_path={tmp_path}", "gemma3", "give a text model alone"
+        refusal(describe, classes), f"model_name_or_path={tmp_path}", "gemma3", "give a text model alone"
     )
 
 
