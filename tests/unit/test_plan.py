@@ -91,7 +91,7 @@ def test_parameters_are_those_of_the_real_model(tmp_path, family, task, lora_r):
     real = load_learner(config, description)
     counted = largest_part(config, empty_learner(config, description), description.hf_config)
     trained = sum(param.numel() for param in real.parameters() if param.requires_grad)
-    assert counted == (trained, sum(param.numel() for param in real.parameters()) - trained)
+    assert counted[:2] == (trained, sum(param.numel() for param in real.parameters()) - trained)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
