@@ -69,6 +69,10 @@ def rows() -> list[tuple[str, ...]]:
             "another dense decoder",
             *("decoder", "yes", PLANNED, PLANNED, "if it passes the check", "with targets", "-"),
         ),
+        (
+            "language model of a model with other parts",
+            *("decoder", "yes", PLANNED, PLANNED, "if it passes the check", "with targets", "-"),
+        ),
         ("another dense encoder", "encoder", "yes", "-", "-", "-", "with targets", "-"),
     ]
 

@@ -18,7 +18,7 @@ from fmmeta.common.text import counted, shortened
 from fmmeta.config.settings import Config, ModelConfig, SamplingConfig, TaskConfig
 from fmmeta.learners.files import trained_with
 from fmmeta.learners.from_gguf import as_folder
-from fmmeta.learners.load import describe, fitted, load_tokenizer, suggest_chat
+from fmmeta.learners.load import describe, fitted_to_model, load_tokenizer, suggest_chat
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.encode import RowEncoder, make_prompt
 from fmmeta.tasks.data.splits import SPLITS
@@ -53,7 +53,7 @@ def run(settings: InspectConfig) -> None:
     config = Config(**asdict(settings))
     config = config.but(model_name_or_path=as_folder(config.model_name_or_path, print))
     description = describe(config)
-    config = fitted(config, description.hf_config)
+    config = fitted_to_model(config)
     tokenizer = load_tokenizer(config, description, print)
     if config.learner.generates:
         make_prompt(config.prompt_template, tokenizer)

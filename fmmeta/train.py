@@ -20,7 +20,7 @@ from fmmeta.elastic.controller import join, with_other_groups
 from fmmeta.evaluation.tune import choose_at_the_end, section_of, tune_before_training
 from fmmeta.learners.base import Learner
 from fmmeta.learners.files import check_given_model, check_given_tokenizer, store_model
-from fmmeta.learners.load import describe, fitted, suggest_chat
+from fmmeta.learners.load import fitted_to_model, suggest_chat
 from fmmeta.metrics.own import Metric, find_metrics
 from fmmeta.parallel.deepspeed_config import quiet
 from fmmeta.parallel.layout import Launch
@@ -134,7 +134,7 @@ class MetaTrainer:
         cross = join(config, world.comm)
         config = world.run_on_first_rank_of_node(
             f"model_name_or_path={config.model_name_or_path} is being read",
-            lambda: fitted(config, describe(config).hf_config),
+            lambda: fitted_to_model(config),
             config.prepare_timeout,
         )
         inputs = build.read_inputs(config, world, notice, given_tokenizer=self.tokenizer, rows=rows)

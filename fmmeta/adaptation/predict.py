@@ -224,7 +224,7 @@ class AdapterDirectory:
             ]
         )
         with usage_errors(f"{where} cannot be read", "adapt the model again"):
-            weights = StoredAdapter.of(tensors, head, settings)
+            weights = StoredAdapter.of(tensors, head, settings, self.model.worker.learner.hf)
         base, pairs = shared_by_base(folder), stored_examples(where, stored)
         if differ := [
             f"{key} {base[key]} and not {value}" for key, value in self.base.items() if base[key] != value

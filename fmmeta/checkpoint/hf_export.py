@@ -31,10 +31,13 @@ from fmmeta.learners.files import (
     SETTINGS_FILE,
     base_model_name,
     cached_file,
+    checkpoint_files,
     read_json,
 )
-from fmmeta.learners.load import Description, empty_learner, generation_settings, load_hf
+from fmmeta.learners.lazy_weights import StoredTensor
+from fmmeta.learners.load import Description, empty_learner, generation_settings, load_hf, stored_tensors
 from fmmeta.learners.lora import merge, save_adapter
+from fmmeta.learners.text_part import renamed_outside, whole_of
 from fmmeta.meta.inner_optimizers import RATES_FILE, Rates
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
@@ -42,10 +45,12 @@ from fmmeta.tasks.data.encode import end_tokens
 from fmmeta.tasks.data.splits import UsedSplits
 
 FILE_BYTES = (2**26, 2**30)  # smallest and largest safetensors file of a model of several files
+OTHERS = "model-others.safetensors"  # of a checkpoint whose language model was trained: the other parts
 WEIGHTS = (
     "model.safetensors",
     "model-*-of-*.safetensors",
     "model.safetensors.index.json",
+    OTHERS,
     HEAD_FILE,
     "adapter_model.safetensors",
     "adapter_config.json",
@@ -114,8 +119,9 @@ def export(
         with ranks.world.raise_on_all("exporting the weights"):
             for failure in failures:
                 raise failure
-            if ranks.first and len(files) > 1:
-                write_index(folder, skeleton, files)
+            if ranks.first and "model.safetensors" not in files:
+                others = {} if description.whole is None else write_others(folder, skeleton.hf, config)
+                write_index(folder, skeleton, files, others)
     if rates is not None and rates.element is not None:
         named = gather(rates.scale_layers(0, rates.element.clone()), worker, here, here, {})
         with ranks.world.raise_on_all("exporting the inner rates"):
@@ -246,16 +252,28 @@ def write_weights(
 
 def as_stored(skeleton: Learner, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors as a checkpoint of transformers has them; of a user's module as they are."""
-    return revert_weight_conversion(skeleton.hf, tensors) if isinstance(skeleton, HFLearner) else tensors
+    if not isinstance(skeleton, HFLearner):
+        return tensors
+    return revert_weight_conversion(whole_of(skeleton.hf), renamed_outside(skeleton.hf, tensors))
 
 
-def write_index(folder: Path, skeleton: Learner, files: Files) -> None:
-    """Write the file that maps each tensor to its file."""
+def write_others(folder: Path, hf: Any, config: Config) -> dict[str, str]:
+    """Copy the tensors of the checkpoint outside its language model `hf`; return their file by name."""
+    base, inside = base_model_name(config.model_source), hf.state_dict()
+    stored = stored_tensors(hf, base, checkpoint_files(base))
+    others = {key: StoredTensor(path, key).read() for path, key, name, _ in stored if name not in inside}
+    save_file(others, folder / OTHERS, {"format": "pt"})
+    return dict.fromkeys(others, OTHERS)
+
+
+def write_index(folder: Path, skeleton: Learner, files: Files, others: Mapping[str, str]) -> None:
+    """Write the file that maps each tensor to its file. others: of tensors outside the model."""
     state = skeleton.state_dict()
     meta = {
         path: {name.removeprefix("hf."): state[name] for name in names} for path, (_, names) in files.items()
     }
     keys = {key: path for path, tensors in meta.items() for key in as_stored(skeleton, tensors)}
+    keys.update(others)
     size = sum(value.numel() * 4 for tensors in meta.values() for value in tensors.values())
     write_json(
         folder / "model.safetensors.index.json",
@@ -285,7 +303,7 @@ def plan_files(skeleton: Learner, worker: Worker) -> Files:
             full = 0
         files[-1][1].append(name)
         full += tensors[name]
-    if len(files) == 1:
+    if len(files) == 1 and whole_of(model) is model:
         return {"model.safetensors": files[0]}
     return {
         f"model-{number:05d}-of-{len(files):05d}.safetensors": file for number, file in enumerate(files, 1)
@@ -298,6 +316,7 @@ def save_model(
     """Save an HF model in fp32, with the dropouts of its checkpoint. weights: in place of the model's."""
     for key, value in description.dropouts.items():
         setattr(hf.config, key, value)
+    hf = whole_of(hf)
     hf.config.dtype = torch.float32
     # `carry_files` writes the checkpoint's; transformers refuses to save some that it loads
     hf.generation_config = GenerationConfig(eos_token_id=[*description.ends] or None)

@@ -68,6 +68,16 @@ class LoadConfig(RefusesUnknownNames):
         remembered=True,
         of="of_classes",
     )
+    load_in_4bit: bool = setting(
+        None,
+        "Store the base under adapters in NF4 (bitsandbytes), half a byte per weight",
+        open=False,
+        remembered=True,
+        excludes={
+            "model_name_or_path=tiny": "there is no checkpoint to read",
+            "lora_merge": "there are no sums of 4-bit weights",
+        },
+    )
     attn_implementation: str | None = setting(
         None,
         "Attention of transformers: eager, sdpa, flash_attention_2, ... (default: its choice)",

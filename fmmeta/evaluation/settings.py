@@ -38,7 +38,7 @@ from fmmeta.config.settings import (
 )
 from fmmeta.learners.files import SETTINGS_FILE, remembered
 from fmmeta.learners.from_gguf import is_gguf
-from fmmeta.learners.load import describe, fitted
+from fmmeta.learners.load import fitted_to_model
 from fmmeta.tasks.data.files import ENDINGS, ending
 from fmmeta.tasks.data.images import IMAGE_ENDINGS
 from fmmeta.tasks.data.splits import few
@@ -160,7 +160,7 @@ class FewShotConfig(OfStoredModel, ModelConfig, RowConfig, InnerConfig):
         config = Config(**{**stored, **given, "algorithm": "none", **values})
         if "head_init" in stored and self.unusable_head(config, labels):
             config = replace(config, head_init="zero")
-        return config if config.builtin_model else fitted(config, describe(config).hf_config)
+        return config if config.builtin_model else fitted_to_model(config, self.finetunes)
 
     def unusable_head(self, config: Config, labels: Sequence[str] = ()) -> str:
         """See `misfit_of_head`; empty if the model's learned head would not be used."""
@@ -550,7 +550,14 @@ class AdaptConfig(FewShotConfig, WorkerConfig):
             )
 
 
-SHARED_BY_BASE = ("task_type", "pooling", "feature_norm", "max_length", "prompt_template")
+SHARED_BY_BASE = (
+    "task_type",
+    "pooling",
+    "feature_norm",
+    "max_length",
+    "prompt_template",
+    "load_in_4bit",
+)
 """Settings that adapters of one pass have in common; their folders store them."""
 SHARED_BY_PREDICT = (
     *LoadConfig.__dataclass_fields__,

@@ -29,6 +29,7 @@ from fmmeta.learners.load import (
     stored_tensors,
     wrap,
 )
+from fmmeta.learners.text_part import whole_of
 
 
 class StoredTensor(NamedTuple):
@@ -154,7 +155,7 @@ def find_tensors(hf: Any, config: Config, description: Description) -> dict[str,
 
     name = config.model_source
     paths = checkpoint_files(name)
-    if not all(isinstance(rule, WeightRenaming) for rule in get_model_conversion_mapping(hf)):
+    if not all(isinstance(rule, WeightRenaming) for rule in get_model_conversion_mapping(whole_of(hf))):
         raise UsageError(
             f"model_name_or_path={name} ({type(hf).__name__}) stores its tensors in"
             " another form than it computes with, so that they cannot be read one by one; use ZeRO 0 to 2"

@@ -31,6 +31,7 @@ from fmmeta.config.algorithms import find
 from fmmeta.config.fields import default_of, refuse_first
 from fmmeta.config.learners import CAUSAL, SEQ2SEQ_LM
 from fmmeta.config.settings import Config
+from fmmeta.learners import quantized, text_part
 from fmmeta.learners.base import HFLearner, Learner
 from fmmeta.learners.files import (
     GENERATION_FILE,
@@ -128,6 +129,16 @@ def fitted(config: Config, hf_config: Any) -> Config:
     return replace(config, max_length=most)
 
 
+def fitted_to_model(config: Config, trains: bool = True) -> Config:
+    """`fitted` to the model that `config` names. trains: whether any weights are changed.
+
+    Raises `UsageError` for a model that cannot be trained so.
+    """
+    hf_config = describe(config).hf_config
+    quantized.check_use(config, hf_config, trains=trains)
+    return fitted(config, hf_config)
+
+
 CHANGING_GREEDY = {
     **{"repetition_penalty": 1, "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0},
     **{"num_beams": 1, "guidance_scale": 1, "min_length": 0, "min_new_tokens": 0, "stop_strings": []},
@@ -174,7 +185,8 @@ class Description:
     labels: names of the classes of a model that is adapted to one task. classes: of all training tasks, where
     one head serves them; 0: the head has the classes of an episode. images: whether it reads images. ends: of
     a language model, the tokens that end a text by its generation settings. is_module: whether the learner is
-    the user's module, which has no configuration.
+    the user's module, which has no configuration. whole: the configuration of the checkpoint, if the model is
+    a part of it (text_part.py).
     """
 
     hf_config: Any
@@ -186,6 +198,7 @@ class Description:
     images: bool = False
     ends: tuple[int, ...] = ()
     is_module: bool = False
+    whole: Any = None
 
     @property
     def pad_token_id(self) -> int:
@@ -204,7 +217,8 @@ def describe(config: Config) -> Description:
     if config.learner.make is not None:
         return Description(NO_CONFIG, "model", {}, is_module=True)
     hide_download_bars()  # one per rank and file otherwise
-    quiet_logger("transformers")
+    for library in ("transformers", "bitsandbytes"):
+        quiet_logger(library)
     if config.lora_r:
         import_peft(config)
     if config.model_revision and (
@@ -221,6 +235,8 @@ def describe(config: Config) -> Description:
         hf_config = tiny_config(config.learner.auto, max(512, config.max_length))
     else:
         hf_config = read_hf_config(name, config.trust_remote_code)
+    whole, part = hf_config, text_part.text_config(hf_config) if config.learner.auto == CAUSAL else None
+    hf_config = part or whole
     kind, alone = hf_config.model_type, hf_config.get_text_config() is hf_config
     of_pixels = (
         hasattr(hf_config, "num_channels") or kind in known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
@@ -233,7 +249,13 @@ def describe(config: Config) -> Description:
     reasons = (
         (
             not hasattr(hf_config, "pad_token_id") and not alone,
-            f"a {kind}, a text model with others around it; give a text model alone",
+            f"a {kind}, a text model with others around it; give a text model alone, or --task_type causal_lm"
+            " if transformers has a class for its language model",
+        ),
+        (
+            part is not None and config.lora_merge,
+            f"a part of a {whole.model_type}, and lora_merge=True merges into whole models; leave it out, and"
+            " merge the adapters by peft",
         ),
         (
             images and config.learner.writes,
@@ -260,12 +282,9 @@ def describe(config: Config) -> Description:
             any(getattr(hf_config, key, None) not in (None, 0, 1) for key in EXPERTS),
             f"a mixture of experts ({kind}), which is not supported yet; use a dense model",
         ),
-        (
-            getattr(hf_config, "quantization_config", None) is not None,
-            "quantised, and its weights cannot be trained; use the full one",
-        ),
     )
     refuse_first((holds, f"model_name_or_path={name} is {why}") for holds, why in reasons)
+    quantized.check_kind(name, config, hf_config)
     dropouts = {
         key: value
         for key, value in vars(hf_config).items()
@@ -298,6 +317,7 @@ def describe(config: Config) -> Description:
         normalizes,
         images=images,
         ends=stored_ends(config, hf_config) if config.learner.writes else (),
+        whole=None if part is None else whole,
     )
 
 
@@ -739,12 +759,17 @@ def load_hf(config: Config, description: Description) -> Any:
         loaded = auto.from_pretrained(
             **encoder_source(base),
             adapter_kwargs={"local_files_only": not reachable(base)},
-            config=description.hf_config,
+            config=description.whole or description.hf_config,
             dtype=torch.float32,
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            **(
+                {"quantization_config": transformers.BitsAndBytesConfig(**quantized.NF4)}
+                if config.load_in_4bit
+                else {}
+            ),
         )
         hf = loaded
         if isinstance(loaded, tuple):  # code of a repository may return the model alone
@@ -761,10 +786,12 @@ def load_hf(config: Config, description: Description) -> Any:
         for second, first in hf.get_expanded_tied_weights_keys(all_submodels=True).items():
             if params.get(first) is not params.get(second):  # transformers has untied them
                 raise different_tied(config, first, second)
+        packed = getattr(hf, "is_quantized", False) and quantized.replace_products(hf)
         if base != name and not config.lora_r:  # adapters that are trained further are not merged
-            merge(hf, adapter_folder(name), config)
-            hf.requires_grad_(True)  # peft had frozen the base
-        return hf
+            merge(hf, adapter_folder(name), config, keep=packed)
+            for param in hf.parameters():  # peft had frozen the base
+                param.requires_grad_(param.is_floating_point())
+        return hf if description.whole is None else text_part.take(hf)
 
 
 def check_complete(
@@ -828,7 +855,7 @@ def refuse_other_layers(hf: Any, config: Config, unused: Collection[str]) -> Non
 
 def stored_tensors(hf: Any, name: str, paths: Sequence[str]) -> Iterator[tuple[str, str, str, list[int]]]:
     """File, name in the file, name in `hf` and shape of each tensor of a checkpoint. transformers translates
-    old names.
+    old names. Tensors outside `hf` have their names in the model of the checkpoint.
 
     Raises `UsageError` for floating-point weights that are stored in another type, such as the whole numbers
     of a quantised checkpoint: they would be read as they are.
@@ -836,12 +863,14 @@ def stored_tensors(hf: Any, name: str, paths: Sequence[str]) -> Iterator[tuple[s
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-    wanted = hf.state_dict()
-    renamings = [one for one in get_model_conversion_mapping(hf) if isinstance(one, WeightRenaming)]
+    wanted, whole = hf.state_dict(), text_part.whole_of(hf)
+    of_whole = wanted if whole is hf else whole.state_dict()
+    renamings = [one for one in get_model_conversion_mapping(whole) if isinstance(one, WeightRenaming)]
     for path in paths:
         with reading(name, path), safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118  (a safetensors handle is no dict)
-                renamed, _ = rename_source_key(key, renamings, [], hf.base_model_prefix, wanted)
+                renamed, _ = rename_source_key(key, renamings, [], whole.base_model_prefix, of_whole)
+                renamed = text_part.inside(hf, renamed)
                 stored = file.get_slice(key)
                 dtype, of_floats = (
                     stored.get_dtype(),
@@ -877,9 +906,14 @@ def empty_hf(config: Config, description: Description) -> Any:
     name, attention = config.model_name_or_path, config.attn_implementation
     with reading(name, "its configuration"), torch.device("meta"):
         try:
-            return auto_class(config, description).from_config(
-                description.hf_config, trust_remote_code=config.trust_remote_code
+            hf = auto_class(config, description).from_config(
+                description.whole or description.hf_config, trust_remote_code=config.trust_remote_code
             )
+            if description.whole is not None:
+                hf = text_part.take(hf)
+            if settings := quantized.settings_of(config, description.hf_config):
+                quantized.mark(hf, settings)
+            return hf
         except CLEAR as error:
             if not attention:
                 raise
@@ -901,7 +935,9 @@ def empty_learner(config: Config, description: Description) -> Any:
 def auto_class(config: Config, description: Description) -> Any:
     """transformers' class for the task; number of classes and attention go into the configuration."""
     if config.attn_implementation:
-        description.hf_config._attn_implementation = config.attn_implementation
+        (description.whole or description.hf_config)._attn_implementation = config.attn_implementation
+    if description.whole is not None:
+        return transformers.AutoModelForImageTextToText
     if description.pooling != "model":
         return transformers.AutoModel
     if config.learner.has_head:

@@ -37,6 +37,7 @@ from fmmeta.learners.files import (
     reading,
     split_source,
 )
+from fmmeta.learners.text_part import outside, parts_of, renamed_outside
 
 PREFIX = "base_model.model."  # of the names in an adapter file
 ADAPTER = "default"  # peft's name of a single adapter; names in its files lack it
@@ -270,7 +271,11 @@ def save_adapter(folder: Path, learner: HFLearner, weights: dict[str, Tensor], c
     settings.modules_to_save = fully_trained(learner) or None
     for pattern in filter(None, (settings.rank_pattern, settings.alpha_pattern)):
         of_layer = {name: get_pattern_key(pattern, name) for name in scalings(learner)}
-        exact = {exactly(name): pattern[key] for name, key in of_layer.items() if key in pattern}
+        exact = {
+            exactly(outside(learner.hf, name)): pattern[key]
+            for name, key in of_layer.items()
+            if key in pattern
+        }
         pattern.clear()
         pattern.update(exact)  # the file has its keys in another order, and the first that fits counts
     if learner.own_head and (above := learner.hf.base_model_prefix):
@@ -279,6 +284,9 @@ def save_adapter(folder: Path, learner: HFLearner, weights: dict[str, Tensor], c
         known = settings.exclude_modules or ()
         others = [known] if isinstance(known, str) else [rf"(?:.*\.)?{re.escape(one)}" for one in known]
         settings.exclude_modules = "|".join(f"(?:{one})" for one in (rf"{above}\..*", *sorted(others)))
+    if parts_of(learner.hf):  # others have layers of the same names
+        settings.exclude_modules = None
+        settings.target_modules = {outside(learner.hf, name) for name in scalings(learner)}
     for name in ("target_modules", "exclude_modules"):
         if isinstance(getattr(settings, name), set):
             setattr(settings, name, sorted(getattr(settings, name)))
@@ -286,7 +294,7 @@ def save_adapter(folder: Path, learner: HFLearner, weights: dict[str, Tensor], c
         settings.base_model_name_or_path = os.path.abspath(folder / BASE_FOLDER)
     settings.save_pretrained(folder)
     named = {
-        file_name(name): weights[name].contiguous()
+        file_name(name, learner.hf): weights[name].contiguous()
         for name, param in learner.named_parameters()
         if param.requires_grad and name.startswith("hf.")
     }
@@ -311,7 +319,11 @@ def restore_adapters(learner: HFLearner, config: Config) -> None:
             " weights of their base; leave --lora_r out, which merges them"
         )
     stored = read_stored(name, ADAPTER_FILE, load_file) or {}
-    params = {file_name(name): param for name, param in learner.named_parameters() if param.requires_grad}
+    params = {
+        file_name(name, learner.hf): param
+        for name, param in learner.named_parameters()
+        if param.requires_grad
+    }
     if beside := [
         name
         for name in sorted({*stored} - {*params})
@@ -327,7 +339,7 @@ def restore_adapters(learner: HFLearner, config: Config) -> None:
         alpha = float(settings.get("lora_alpha", 0))
         differs = found != wanted or any(
             scale != stored_scaling(settings, layer, wanted[f"{PREFIX}{layer}.lora_A.weight"][0])
-            for layer, scale in scalings(learner).items()
+            for layer, scale in renamed_outside(learner.hf, scalings(learner)).items()
         )
     if differs:
         raise UsageError(
@@ -341,14 +353,14 @@ def restore_adapters(learner: HFLearner, config: Config) -> None:
             param.data.copy_(stored[name])
 
 
-def file_name(name: str) -> str:
+def file_name(name: str, hf: Any) -> str:
     """A trained parameter's name in an adapter folder."""
-    return f"{PREFIX}{name.removeprefix('hf.').replace(f'.{ADAPTER}.', '.')}"
+    return f"{PREFIX}{outside(hf, name.removeprefix('hf.')).replace(f'.{ADAPTER}.', '.')}"
 
 
-def merge(hf: Any, folder: Path, config: Config) -> None:
+def merge(hf: Any, folder: Path, config: Config, keep: bool = False) -> None:
     """Add the adapters of `folder` to the weights of `hf`, the base as it was loaded: for LoRA
-    W + (alpha / r) B A.
+    W + (alpha / r) B A. keep: leave them beside the weights, which are quantised.
 
     They may be those of another class of the same base: adapters of a language model go into the base of a
     classifier, without those above it. Raises `UsageError`.
@@ -367,7 +379,8 @@ def merge(hf: Any, folder: Path, config: Config) -> None:
         unused = peft.set_peft_model_state_dict(model, stored).unexpected_keys
         if wrong := {*wanted} - {*stored} | {name for name in unused if not is_head(name, hf, config)}:
             raise ValueError(f"{', '.join(sorted(wrong)[:3])} does not fit {type(hf).__name__}")
-        model.merge_and_unload()
+        if not keep:
+            model.merge_and_unload()
 
 
 def is_head(name: str, hf: Any, config: Config) -> bool:

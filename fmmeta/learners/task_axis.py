@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from fmmeta.common.errors import UsageError
 from fmmeta.learners.base import HFLearner, Learner
 from fmmeta.learners.lora import ADAPTER, PREFIX, stored_scaling
+from fmmeta.learners.text_part import inside, outside
 
 Values = Mapping[str, Tensor]
 """Name of a trained parameter -> [N, *shape]."""
@@ -130,19 +131,23 @@ class StoredAdapter:
 
     @classmethod
     def of(
-        cls, tensors: Mapping[str, Tensor], head: Mapping[str, Tensor], settings: Mapping[str, Any]
+        cls, tensors: Mapping[str, Tensor], head: Mapping[str, Tensor], settings: Mapping[str, Any], hf: Any
     ) -> "StoredAdapter":
-        """tensors: of an adapter file. head: of HEAD_FILE. settings: of adapter_config.json.
+        """tensors: of an adapter file. head: of HEAD_FILE. settings: of adapter_config.json. hf: the base.
 
         Raises `ValueError`, `ArithmeticError` or `LookupError`.
         """
-        named = {f"hf.{name.removeprefix(PREFIX)}": one for name, one in tensors.items() if PREFIX in name}
+        named = {
+            f"hf.{inside(hf, name.removeprefix(PREFIX))}": one
+            for name, one in tensors.items()
+            if PREFIX in name
+        }
         if len(named) < len(tensors) or not named:
             raise ValueError("its tensors are not those of LoRA adapters")
         pairs = {
             layer: (
                 one,
-                stored_scaling(settings, layer.removeprefix("hf."), len(one))
+                stored_scaling(settings, outside(hf, layer.removeprefix("hf.")), len(one))
                 * named[f"{layer}.lora_B.weight"],
             )
             for layer, one in (
@@ -174,9 +179,12 @@ class StoredAdapter:
         """What does not fit the layers of `learner`, in words; empty if everything fits."""
         modules = dict(learner.named_modules())
         for name, (down, up) in self.pairs.items():
-            weight = getattr(modules.get(name), "weight", None)
+            module = modules.get(name)
+            shape = getattr(getattr(module, "weight", None), "shape", ())
+            if isinstance(module, nn.Linear):  # whose weight may be packed
+                shape = (module.out_features, module.in_features)
             wanted = {(up.shape[0], down.shape[1]), (down.shape[1], up.shape[0])}  # Conv1D is transposed
-            if weight is None or tuple(weight.shape) not in wanted or down.shape[0] != up.shape[1]:
+            if tuple(shape) not in wanted or down.shape[0] != up.shape[1]:
                 return f"{name} has no layer of shape {[up.shape[0], down.shape[1]]}"
         for name, (own, _) in self.layers.items():
             weight = getattr(modules.get(name), "weight", None)

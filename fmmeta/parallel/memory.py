@@ -20,6 +20,7 @@ benchmarks/plan.py.
 """
 
 import json
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,6 +54,12 @@ META = ("theta", "meta_gradient", "direction", "moments", "kept")
 FLATTENED = 5 * 10**8  # parameters that ZeRO 0 flattens for one reduction (deepspeed/runtime/engine.py)
 
 
+Counts = namedtuple("Counts", ("trained", "frozen", "packed", "packed_bytes"), defaults=(0, 0))
+"""Parameters of a rank's part of a model. packed: of the frozen ones, those that are quantised; packed_bytes:
+their bytes, with scales.
+"""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of a rank's part of a model (of the largest stage) and of its batches."""
@@ -67,6 +74,8 @@ class Sizes:
     wide: int | None = None  # of the feed-forward part; None: 4 hidden
     gated: bool = False  # RMS norms in fp32 and a gated feed-forward part, as in Llama
     frozen: int = 0  # parameters that are not trained
+    packed: int = 0  # of them, those that are quantised
+    packed_bytes: int = 0
     checkpointing: bool = False  # layers store their inputs only
     offload_outer: bool = False  # from a device to host memory
     in_flight: int = 1  # micro-batches whose activations a rank stores
@@ -82,22 +91,24 @@ class Sizes:
     engine: str = "auto"  # that of the settings
 
 
-def rank_sizes(config: Config, hf_config: Any, counted: tuple[int, int], lazy: bool, data: int = 1) -> Sizes:
+def rank_sizes(config: Config, hf_config: Any, counted: Counts, lazy: bool, data: int = 1) -> Sizes:
     """Sizes of the largest rank's part of the model and of its micro-batches.
 
-    counted: trained and frozen parameters of that part (`largest_part`). lazy: whether the device
+    counted: parameters of that part (`largest_part`). lazy: whether the device
     is a CPU. data: ranks that share the rows of a set.
     """
     text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
-    depth, gib = config.pipeline_stages, config.trajectory_memory_gib
+    depth, gib, counts = config.pipeline_stages, config.trajectory_memory_gib, Counts(*counted)
     shards = costs.shards(config)
     second_order = costs.second_order_by_autograd(
         config, differentiates_twice(0, depth, config.tensor_parallel_size)
     )
     scores = second_order or getattr(text, "_attn_implementation", None) == "eager"
     return Sizes(
-        params=counted[0],
-        frozen=counted[1],
+        params=counts.trained,
+        frozen=counts.frozen,
+        packed=counts.packed,
+        packed_bytes=counts.packed_bytes,
         layers=-(-getattr(text, "num_hidden_layers", 12) // depth),
         hidden=getattr(text, "hidden_size", 768),
         heads=getattr(text, "num_attention_heads", 12) if scores else 0,
@@ -218,7 +229,10 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
     # torch allocates pinned memory in powers of two
     pinned = shard if away or not outer else 1 << (shard - 1).bit_length()
     kinds = {  # (bytes, whether in host memory)
-        "weights": (held * width // weight_ranks, away and settings.offload_param),
+        "weights": (
+            ((held - sizes.packed) * width + sizes.packed_bytes) // weight_ranks,
+            away and settings.offload_param,
+        ),
         "gathered": ((min(held, settings.live) + largest) * width if gathers else 0, False),
         "gradients": (gradients, away),
         "master": (0 if stage == 0 and not settings.bf16 else shard, away),
@@ -238,8 +252,8 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
 
 def largest_part(
     config: Config, learner: Any, hf_config: Any, layer_costs: Sequence[float] | None = None
-) -> tuple[int, int]:
-    """Trained and frozen parameters of the largest rank's part.
+) -> Counts:
+    """Parameters of the largest rank's part.
 
     layer_costs: seconds of each layer, if stages are balanced by time. Raises `UsageError` for a model that
     cannot be split.
@@ -247,19 +261,20 @@ def largest_part(
     shared_by = sharing_ranks(hf_config, config.tensor_parallel_size)
     if config.pipeline_stages > 1:  # the most trained parameters of a stage, and the most frozen ones
         cut = plan_stages(learner, config.pipeline_stages, layer_costs, shared_by)
-        return max(cut.trained), max(
-            size - trained for size, trained in zip(cut.sizes, cut.trained, strict=True)
-        )
+        frozen = max(size - trained for size, trained in zip(cut.sizes, cut.trained, strict=True))
+        return Counts(max(cut.trained), frozen)
     return count_params(learner, shared_by)
 
 
-def count_params(learner: Learner, shared_by: Callable[[str], int] = lambda name: 1) -> tuple[int, int]:
-    """Trained and frozen parameters; shared_by: number of ranks that each is split over, by its name."""
+def count_params(learner: Learner, shared_by: Callable[[str], int] = lambda name: 1) -> Counts:
+    """Parameters on the meta device; shared_by: number of ranks that each is split over, by its name."""
     sizes = [
-        (param.numel() // shared_by(name), param.requires_grad) for name, param in learner.named_parameters()
+        (param.numel() // shared_by(name), param.requires_grad, getattr(param, "packed_bytes", 0))
+        for name, param in learner.named_parameters()
     ]
-    trained = sum(size for size, is_trained in sizes if is_trained)
-    return trained, sum(size for size, _ in sizes) - trained
+    trained = sum(size for size, is_trained, _ in sizes if is_trained)
+    packed = [(size, bytes_) for size, _, bytes_ in sizes if bytes_]
+    return Counts(trained, sum(size for size, *_ in sizes) - trained, *map(sum, zip(*packed, strict=True)))
 
 
 def micro_batch_rows(config: Config, data: int = 1) -> int:

@@ -13,11 +13,21 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import Learner
 from fmmeta.learners.load import describe, empty_learner, fitted
+from fmmeta.learners.quantized import check_use
 from fmmeta.parallel import deepspeed_config
 from fmmeta.parallel.costs import second_order_by_autograd
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
 from fmmeta.parallel.layout import differentiates_twice, divisors
-from fmmeta.parallel.memory import GIB, HEADROOM, Estimate, at_size, estimate, largest_part, rank_sizes
+from fmmeta.parallel.memory import (
+    GIB,
+    HEADROOM,
+    Counts,
+    Estimate,
+    at_size,
+    estimate,
+    largest_part,
+    rank_sizes,
+)
 from fmmeta.planning.compute import (
     MatmulCounts,
     Profile,
@@ -201,6 +211,7 @@ class Planner:
         try:
             config = self.config_of(**strategy.settings(plan.bf16_planned))
             precision = self.deepspeed_of(strategy)
+            check_use(config, self.description.hf_config, precision.zero_stage)
             counted, matmuls = self.counts(strategy.lora_r, strategy.stages, strategy.tensor)
             second_order_by_autograd(
                 config, differentiates_twice(precision.zero_stage, strategy.stages, strategy.tensor)
@@ -265,8 +276,8 @@ class Planner:
             self.description,
         )
 
-    def _counts(self, lora_r: int, stages: int, tensor: int) -> tuple[tuple[int, int], MatmulCounts]:
-        """Trained and frozen parameters of the largest rank's part, and matrix products."""
+    def _counts(self, lora_r: int, stages: int, tensor: int) -> tuple[Counts, MatmulCounts]:
+        """Parameters of the largest rank's part, and matrix products."""
         config = self.config_of(lora_r=lora_r, pipeline_stages=stages, tensor_parallel_size=tensor)
         learner: Any = self.learner(lora_r)
         return largest_part(config, learner, self.description.hf_config), count_matmuls(learner, config)

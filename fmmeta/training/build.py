@@ -412,8 +412,10 @@ def log_layout(
     if config.offload_outer and world.device.type == "cpu":
         notice("offload_outer changes nothing on CPUs: the ranks compute in host memory already")
     if config.lora_r:
-        trained, frozen = count_params(empty_learner(config, inputs.description))
-        notice(f"LoRA of rank {config.lora_r}: {trained:,} of {trained + frozen:,} parameters are trained")
+        counts = count_params(empty_learner(config, inputs.description))
+        notice(
+            f"LoRA of rank {config.lora_r}: {counts.trained:,} of {sum(counts[:2]):,} parameters are trained"
+        )
 
 
 def stages_text(plan: ParallelPlan, learner: HFLearner) -> str:

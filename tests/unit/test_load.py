@@ -215,7 +215,12 @@ def write_files(folder, files):
             ({}, {"num_experts": number}, {}, ("a mixture of experts (bert)", "use a dense model"))
             for number in (8, "8")
         ),
-        ({}, {"quantization_config": {"quant_method": "gptq"}}, {}, ("is quantised", "use the full one")),
+        (
+            {},
+            {"quantization_config": {"quant_method": "gptq"}},
+            {},
+            ("is quantised by gptq", "--load_in_4bit"),
+        ),
         ({}, {"model_type": "nonsense"}, {}, NO_CONFIG),
         ({}, {"hidden_size": "many"}, {}, NO_CONFIG),
         ({}, {"num_labels": "two"}, {}, NO_CONFIG),
@@ -223,7 +228,7 @@ def write_files(folder, files):
         (  # whose configuration has no pad_token_id either
             {},
             transformers.Gemma3Config().to_dict(),
-            {"task_type": "causal_lm"},
+            {},
             ("gemma3", "give a text model alone"),
         ),
         (

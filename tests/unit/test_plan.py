@@ -77,7 +77,7 @@ def test_parameters_are_those_of_the_real_model(tmp_path, family, task, lora_r):
     description = describe(config)
     real = [(param.requires_grad, param.numel()) for param in load_learner(config, description).parameters()]
     counted = largest_part(config, empty_learner(config, description), description.hf_config)
-    assert counted == tuple(
+    assert counted[:2] == tuple(
         sum(size for is_trained, size in real if is_trained == kind) for kind in (True, False)
     )
 

@@ -22,6 +22,7 @@ from fmmeta.learners.base import Learner
 from fmmeta.learners.forward_options import check_packing, compile_model
 from fmmeta.learners.lazy_weights import open_lazy_model
 from fmmeta.learners.load import Description, load_learner
+from fmmeta.learners.quantized import check_use
 from fmmeta.learners.stages import base_model, plan_stages, take_stage
 from fmmeta.parallel.layout import GroupCoordinates, ParallelPlan
 from fmmeta.parallel.param_map import param_groups
@@ -51,6 +52,8 @@ def create_worker(
     """Read the weights and start the worker. Raises `UsageError`. Collective: world."""
     forget_zero_3()
     undo_later(forget_zero_3)
+    stage = plan.deepspeed.zero_stage if plan.engine == "deepspeed" else 0
+    check_use(config, description.hf_config, stage, trains=False)
     filled = plan.deepspeed.complete(getattr(description.hf_config, "hidden_size", 768))
     coordinates = plan.coordinates(ranks.layout.group_rank)
     create = create_stage if plan.stages > 1 else create_full

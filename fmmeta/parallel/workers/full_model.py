@@ -337,7 +337,8 @@ class PlainWorker(FullModelWorker):
         )
         if bf16:  # before the move to the device: frozen weights need no fp32 copy there
             for name, param in model.named_parameters():  # not buffers: rotary tables would be too coarse
-                if ".lora_" not in name:  # small, and an inner step may change less than bf16 resolves
+                # adapters are small, and an inner step may change less than bf16 resolves
+                if ".lora_" not in name and param.is_floating_point():
                     param.data = param.data.to(torch.bfloat16)
         self.model = model.to(device)
         self.prefixes = getattr(model, "prefixes", None)
