@@ -458,6 +458,15 @@ class InnerConfig:
         remembered=True,
         needs=("inner_optimizer", "adamw"),
     )
+    freeze: list[str] = setting(
+        [],
+        "Parameters that the inner loop does not change and the outer loop trains, by names with shell"
+        " wildcards: '*.norm.weight'; none: no parameter (default: the routers of a mixture of experts whose"
+        " weights are all trained at fixed rates)",
+        remembered=True,
+        per_algorithm=True,
+        excludes={f"inner_lr_learned={kind}": "rates are learned" for kind in ("layer", "element")},
+    )
     inner_lr_groups: list[str] = setting(
         [],
         "Factors of inner_lr by layer, PATTERN=FACTOR with shell wildcards in the layer's name; the first"

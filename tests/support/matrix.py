@@ -22,6 +22,8 @@ from zlib import crc32
 
 import pytest
 import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fmmeta.config.settings import Config
 from fmmeta.learners.load import describe, load_learner, load_tokenizer
@@ -35,6 +37,7 @@ from tests.support.launch import ROOT
 from tests.support.models import (
     DECODERS,
     ENCODERS,
+    MIXTURES,
     TENSOR_FAMILIES,
     save_bert,
     save_family,
@@ -96,6 +99,11 @@ ALSO: dict[str, dict[str, Any]] = {
     "measured": {"gradient_noise_scale": True},  # test_noise_scale.py has the cases of these
     "measured-tasks": {"gradient_noise_scale": True, "lora_r": 4, "tasks_per_pass": "2"},
     "lora-linear": {"lora_r": 4, "lora_target_modules": ["all-linear"]},
+    "lora-experts": {
+        "lora_r": 2,
+        "peft_config": '{"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}',
+    },
+    "freeze": {"freeze": ["*.norm.weight", "*.shared_experts.*"]},
     "lora-first": {
         "lora_r": 4,
         "lora_target_modules": ["layers.0.self_attn.q_proj"],
@@ -611,7 +619,8 @@ class ParityFixture:
             return save_llama(self.folder / name) if name == "llama" else save_bert(self.folder / name)
         if name.startswith(CLASSIFIER):
             return save_llama(self.folder / name)
-        family, tied = name.removesuffix("-untied").removesuffix("3"), not name.endswith("-untied")
+        tied, family = not name.endswith("-untied"), name.removesuffix("-untied")
+        family = family if family in MIXTURES else family.removesuffix("3")
         return save_family(self.folder / name, family, tied)
 
     def settings(self, case: Case) -> dict[str, Any]:
@@ -722,6 +731,7 @@ class ParityFixture:
         began = {name: p.detach().clone() for name, p in learner.named_parameters() if p.requires_grad}
         if not config.bf16:
             learner = learner.double()  # an oracle without fp32 rounding errors
+            learner.hf.config._experts_implementation = "eager"  # the others know no fp64
         return reference_run(learner, steps, config, config.bf16, versions), began
 
 
@@ -770,6 +780,73 @@ def selected(request: pytest.FixtureRequest) -> list[Case]:
     return [given["case"] for given in params if "case" in given]
 
 
+def kind_of(case: Case) -> tuple[tuple[int, int], int, int]:
+    """What cases of one launch have in common: DeepSpeed keeps the first groups of a process."""
+    return case.layout, case.stages, case.tensor
+
+
+def assert_export_gives_logits(bench: ParityFixture, case: Case, theta: dict[str, torch.Tensor]) -> None:
+    """The exported folder, read by plain transformers, gives the logits of theta."""
+    if "lora_r" in case.settings:
+        return assert_adapters_give_logits(bench, case, theta)
+    folder = bench.folder / f"out-{case.layout[0]}x{case.layout[1]}" / case.id / "model"
+    config = Config(**bench.settings(case))
+    learner = load_learner(config, describe(config)).eval()
+    with torch.no_grad():
+        for name, value in theta.items():
+            if name in learner.head_names and case.head != "learned":
+                continue  # starts with every task; that of joint training has other classes
+            learner.get_parameter(name).copy_(value)
+    auto: Any = AutoModelForSequenceClassification if is_classifier(case.model) else AutoModelForCausalLM
+    plain, report = auto.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    ids = torch.randint(3, 259, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        for name in (
+            learner.head_names if case.head != "learned" else ()
+        ):  # zeros as saved: give both the same other head
+            value = torch.randn(learner.get_parameter(name).shape)
+            learner.get_parameter(name).copy_(value)
+            plain.get_parameter(name.removeprefix("hf.")).copy_(value)
+        found, wanted = (
+            plain.eval()(input_ids=ids, attention_mask=mask).logits,
+            learner.logits(learner(input_ids=ids, attention_mask=mask)),
+        )
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    assert float(wanted.std()) > 1e-3
+
+
+def assert_adapters_give_logits(bench: ParityFixture, case: Case, theta: dict[str, torch.Tensor]) -> None:
+    """The exported adapters on their base, by plain peft, and the merged model, by plain transformers, give
+    theta's logits.
+    """
+    from peft import PeftModel
+
+    folder = bench.folder / f"out-{case.layout[0]}x{case.layout[1]}" / case.id
+    config = Config(**bench.settings(case))
+    learner = load_learner(config, describe(config)).eval()
+    with torch.no_grad():
+        for name, value in theta.items():
+            learner.get_parameter(name).copy_(value)
+    encoder = is_classifier(case.model)
+    auto = getattr(transformers, "AutoModelForSequenceClassification" if encoder else "AutoModelForCausalLM")
+    base = auto.from_pretrained(
+        config.model_name_or_path, ignore_mismatched_sizes=True, **({"num_labels": 5} if encoder else {})
+    )
+    ids = torch.randint(3, 259, (2, 12), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        wanted = learner.logits(learner(**batch))
+        for model in (
+            PeftModel.from_pretrained(base, folder / "model"),
+            auto.from_pretrained(folder / "merged"),
+        ):
+            torch.testing.assert_close(model.eval()(**batch).logits, wanted, atol=1e-5, rtol=1e-5)
+    assert float(wanted.std()) > 1e-3
+
+
 __all__ = [
     "AXES",
     "LAYOUTS",
@@ -777,11 +854,13 @@ __all__ = [
     "Case",
     "Launches",
     "ParityFixture",
+    "assert_export_gives_logits",
     "cases",
     "diagonal",
     "fast_and_slow_cases",
     "full",
     "is_classifier",
+    "kind_of",
     "pairwise",
     "selected",
     "spread",

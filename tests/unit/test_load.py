@@ -169,7 +169,6 @@ def test_unsupported_and_combined_pooling_is_refused(tmp_path, bert, modes):
     ("values", "causes"),
     [
         ({"num_experts": 8}, (" ", "a mixture of experts (bert)", "use a dense model")),
-        ({"num_experts": "8"}, (" ", "a mixture of experts (bert)", "use a dense model")),
         ({"quantization_config": {"quant_method": "gptq"}}, (" ", "is quantised", "use the full one")),
         ({"model_type": "nonsense"}, (": its configuration cannot be read (",)),
         ({"hidden_size": "many"}, (": its configuration cannot be read (",)),
