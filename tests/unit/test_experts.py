@@ -11,10 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
+from fmmeta.learners.causal_lm import CausalLearner
 from fmmeta.learners.experts import frozen_names, fused_experts, release_weights, router_names
 from fmmeta.learners.lazy_weights import open_lazy_model
 from fmmeta.learners.load import describe, load_learner
 from fmmeta.meta.algorithms.setup import layer_factors
+from tests.support import learners
 from tests.support.exports import exported
 from tests.support.helpers import refusal
 from tests.support.messages import check_message
@@ -126,6 +128,36 @@ def test_routers_are_frozen_by_default(folders):
     assert layer_factors(config_of(folders["gpt_oss"], freeze=["*.sinks"]), names) == [1.0, 0.0]
     with pytest.raises(UsageError, match=r"freeze=.*lm_hat fits no trained parameter"):
         layer_factors(config_of(folders["gpt_oss"], freeze=["*.lm_hat"]), names)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "most"),
+    [
+        ("qwen3_moe", {"second_order": "autograd"}, 1e-4),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("gpt_oss", {"second_order": "autograd", "freeze": ["none"]}, 1e-4),
+                ("deepseek_v3", {"second_order": "differences"}, 2e-3),
+            )
+        ),
+    ],
+)
+def test_exact_meta_gradients_equal_autograd_in_fp64(family, settings, most):
+    sizes = {"num_hidden_layers": 2, "num_experts": 4, "n_routed_experts": 4, "tie_word_embeddings": False}
+    learner = CausalLearner(tiny(family, **sizes)).train()
+    config = learners.config_of(learner, algorithm="maml", inner_steps=2, **settings)
+    episode = learners.episode_of(learner, support=4, query=2)
+    found, worker = learners.rule_gradient(learner, config, episode)
+    learner.hf.config._experts_implementation = "eager"  # the others know no fp64
+    exact, first = (
+        learners.oracle_gradient(learner, given, episode)[0]
+        for given in (config, learners.config_of(learner, inner_steps=2, freeze=config.freeze))
+    )
+    assert learners.compared(learner, config, worker, found.gradient, exact)[1] < most
+    assert learners.compared(learner, config, worker, found.gradient, first)[1] > 20 * most
+    routers = [name for name in worker.routers if "bias" not in name]
+    assert all(exact[name].abs().max() > 0 for name in routers)  # they are trained in the outer loop
 
 
 def test_the_loss_of_routers_is_refused(tmp_path):
