@@ -26,6 +26,7 @@ TESTED = (  # families with parity cases
     *("bert", "roberta", "gpt2", "gpt_neox", "gemma", "gemma2", "gemma3_text", "glm", "granite", "llama"),
     *("mistral", "olmo", "olmo2", "phi", "phi3", "qwen2", "qwen3", "smollm3"),
 )
+MIXTURES = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen3_moe")
 PLANNED = "with a plan"
 
 
@@ -49,17 +50,17 @@ def rows() -> list[tuple[str, ...]]:
     from fmmeta.parallel.tensor_parallel import plan_of
 
     found = []
-    for name in sorted({*MODELS, *TESTED}, key=lambda name: (name in ENCODERS, name)):
+    for name in sorted({*MODELS, *TESTED, *MIXTURES}, key=lambda name: (name in ENCODERS, name)):
         encoder, hf_config = name in ENCODERS, AutoConfig.for_model(name)
         found.append(
             (
                 f"`{name}`",
-                "encoder" if encoder else "decoder",
+                "encoder" if encoder else "mixture" if name in MIXTURES else "decoder",
                 "yes",
                 works(family_of, hf_config),
                 works(plan_of, hf_config, 2),
-                "-" if encoder else "yes",
-                "yes" if name.replace("_", "-") in LORA or name in LORA else "with targets",
+                "-" if encoder or name == "gpt_oss" else "yes",
+                "yes" if {name, name.replace("_", "-")} & {*LORA, *MIXTURES} else "with targets",
                 "yes" if name in MODELS else "-",
             )
         )
@@ -72,6 +73,10 @@ def rows() -> list[tuple[str, ...]]:
         (
             "language model of a model with other parts",
             *("decoder", "yes", PLANNED, PLANNED, "if it passes the check", "with targets", "-"),
+        ),
+        (
+            "another mixture with fused experts",
+            *("mixture", "yes", PLANNED, "-", "if it passes the check", "yes", "-"),
         ),
         ("another dense encoder", "encoder", "yes", "-", "-", "-", "with targets", "-"),
     ]

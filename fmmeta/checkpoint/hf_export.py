@@ -261,7 +261,7 @@ def write_others(folder: Path, hf: Any, config: Config) -> dict[str, str]:
     """Copy the tensors of the checkpoint outside its language model `hf`; return their file by name."""
     base, inside = base_model_name(config.model_source), hf.state_dict()
     stored = stored_tensors(hf, base, checkpoint_files(base))
-    others = {key: StoredTensor(path, key).read() for path, key, name, _ in stored if name not in inside}
+    others = {key: StoredTensor(path, key).read() for path, key, name, *_ in stored if name not in inside}
     save_file(others, folder / OTHERS, {"format": "pt"})
     return dict.fromkeys(others, OTHERS)
 

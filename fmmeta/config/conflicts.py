@@ -439,6 +439,7 @@ def of_several_tasks(c: Any) -> Conflicts:
             (c.packing, "packing=True"),
             (c.inner_lr_learned != "no", f"inner_lr_learned={c.inner_lr_learned}"),
             (c.inner_lr_groups, f"inner_lr_groups={shown(c.inner_lr_groups)}"),
+            (c.freeze, f"freeze={shown(c.freeze)}"),
             (c.multi_step_loss_steps, f"multi_step_loss_steps={c.multi_step_loss_steps}"),
             (c.prototype_gradient, "prototype_gradient=True"),
             (c.offload_outer, "offload_outer=True"),

@@ -23,6 +23,7 @@ OPTIONS: dict[str, tuple[type, ...]] = {  # beside FLAGS
     "layers_to_transform": (int, list),
     "modules_to_save": (list,),
     "rank_pattern": (dict,),
+    "target_parameters": (list,),
     "use_rslora": (bool,),
 }
 MOST = 1 << 16  # rank or alpha of a layer

@@ -133,8 +133,9 @@ class ModelConfig(LoadConfig):
     )
     peft_config: str | None = setting(
         None,
-        "LoRA: JSON file of options of peft's LoraConfig: rank_pattern, alpha_pattern, use_rslora,"
-        " layers_to_transform, exclude_modules, ...; r, lora_alpha and target_modules in place of the flags",
+        "LoRA: JSON file of options of peft's LoraConfig: target_parameters, rank_pattern, alpha_pattern,"
+        " use_rslora, layers_to_transform, exclude_modules, ...; r, lora_alpha and target_modules in place of"
+        " the flags",
         remembered=True,
     )
     lora_merge: bool = setting(
@@ -467,6 +468,15 @@ class InnerConfig:
         open=0.0,
         remembered=True,
         needs=("inner_optimizer", "adamw"),
+    )
+    freeze: list[str] = setting(
+        [],
+        "Parameters that the inner loop does not change and the outer loop trains, by names with shell"
+        " wildcards: '*.norm.weight'; none: no parameter (default: the routers of a mixture of experts whose"
+        " weights are all trained at fixed rates)",
+        remembered=True,
+        per_algorithm=True,
+        excludes={f"inner_lr_learned={kind}": "rates are learned" for kind in ("layer", "element")},
     )
     inner_lr_groups: list[str] = setting(
         [],

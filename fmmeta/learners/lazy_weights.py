@@ -1,12 +1,15 @@
-"""Builds a learner on the meta device and loads its weights from the checkpoint one tensor at a time.
+"""Builds a learner on the meta device and loads its weights from the checkpoint one parameter at a time.
 
-Pipeline stages and ZeRO 3 start from it, so that no rank ever holds a whole model. Tensors that the
-checkpoint lacks (a new classifier, adapters) are drawn on every rank as transformers and peft draw them, from
-the same random stream. Never reads pickles.
+Pipeline stages and ZeRO 3 start from it, so that no rank ever holds a whole model. transformers converts
+parameters that are stored in another form, such as one tensor for each expert. Tensors that the checkpoint
+lacks (a new classifier, adapters) are drawn on every rank as transformers and peft draw them, from the same
+random stream. Never reads pickles.
 """
 
+import copy
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,9 +18,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
-from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
-from fmmeta.learners.files import checkpoint_files
+from fmmeta.learners.files import checkpoint_files, reading
 from fmmeta.learners.load import (
     Description,
     check_complete,
@@ -42,13 +44,39 @@ class StoredTensor(NamedTuple):
         with safe_open(self.path, "pt") as file:  # an open file would keep the pages that it has read
             return file.get_tensor(self.key)
 
-    def equals(self, other: "StoredTensor") -> bool:
-        """Whether both hold the same values; reads them only if they are stored apart."""
-        if self == other:
-            return True
-        mine, others = self.read(), other.read()
-        dtype = torch.promote_types(mine.dtype, others.dtype)
-        return torch.equal(mine.to(dtype), others.to(dtype))
+
+class ConvertedTensor(NamedTuple):
+    """One of the results of a conversion.
+
+    converter: transformers' WeightConverter. first: name of its first result. sources: patterns of the
+    converter with the tensors that fit them, in its order.
+    """
+
+    name: str
+    hf: Any
+    converter: Any
+    first: str
+    sources: list[tuple[str, StoredTensor]]
+
+    def read(self) -> Tensor:
+        return self.results([tensor.read for _, tensor in self.sources])[self.name]
+
+    def results(self, values: Sequence[Any]) -> dict[str, Tensor]:
+        """All results by name. values: of the sources, or functions that return them."""
+        converter = copy.deepcopy(self.converter)
+        for (pattern, tensor), value in zip(self.sources, values, strict=True):
+            converter.add_tensor(self.first, tensor.key, pattern, value)
+        made = converter.convert(self.first, model=self.hf, config=self.hf.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def equal(one: StoredTensor | ConvertedTensor, other: StoredTensor | ConvertedTensor) -> bool:
+    """Whether both hold the same values; reads them only if they are stored apart."""
+    if one == other:
+        return True
+    values = one.read(), other.read()
+    dtype = torch.promote_types(*(value.dtype for value in values))
+    return torch.equal(*(value.to(dtype) for value in values))
 
 
 @dataclass
@@ -60,7 +88,7 @@ class LazyModel:
     """
 
     learner: Any
-    stored: dict[str, StoredTensor]
+    stored: dict[str, StoredTensor | ConvertedTensor]
     new: dict[str, Tensor]
 
     def read(self, name: str) -> Tensor:
@@ -68,7 +96,7 @@ class LazyModel:
         if name in self.new:
             return self.new[name].clone()
         # peft calls an adapted layer base_layer
-        return self.stored[name.replace(".base_layer.", ".")].read().to(torch.float32, copy=True)
+        return self.stored[name.replace("base_layer.", "")].read().to(torch.float32, copy=True)
 
     def materialize(
         self, names: Sequence[str], then: Callable[[nn.Parameter], None] = lambda param: None
@@ -89,7 +117,7 @@ def open_lazy_model(config: Config, description: Description) -> LazyModel:
 
     The built-in model has no checkpoint and is small: it is built completely, and so is a user's module.
     """
-    stored: dict[str, StoredTensor] = {}
+    stored: dict[str, StoredTensor | ConvertedTensor] = {}
     if config.builtin_model or description.is_module:
         learner = load_learner(config, description)
     else:
@@ -144,36 +172,58 @@ def wrap_lazily(hf: Any, config: Config, description: Description) -> Any:
     return learner
 
 
-def find_tensors(hf: Any, config: Config, description: Description) -> dict[str, StoredTensor]:
+def find_tensors(
+    hf: Any, config: Config, description: Description
+) -> dict[str, StoredTensor | ConvertedTensor]:
     """The tensors of the checkpoint by their names in `hf`; transformers translates old names.
 
     A tied weight has its name in `named_parameters()`, whichever of its names is stored. Tensors of a new
     head in other shapes are left out. Raises `UsageError` for an incomplete checkpoint.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming
-
     name = config.model_source
     paths = checkpoint_files(name)
-    if not all(isinstance(rule, WeightRenaming) for rule in get_model_conversion_mapping(whole_of(hf))):
-        raise UsageError(
-            f"model_name_or_path={name} ({type(hf).__name__}) stores its tensors in"
-            " another form than it computes with, so that they cannot be read one by one; use ZeRO 0 to 2"
-        )
     wanted, shapes, unused = hf.state_dict(), dict[str, list[int]](), list[str]()
-    found: dict[str, StoredTensor] = {}
-    for path, key, renamed, shape in stored_tensors(hf, name, paths):
-        if renamed in wanted:
+    found: dict[str, StoredTensor | ConvertedTensor] = {}
+    converted: dict[str, list[tuple[str, StoredTensor, list[int]]]] = defaultdict(list)
+    for path, key, renamed, pattern, shape in stored_tensors(hf, name, paths):
+        if renamed in wanted and pattern is not None:
+            converted[renamed].append((pattern, StoredTensor(path, key), shape))
+        elif renamed in wanted:
             found[renamed], shapes[renamed] = StoredTensor(path, key), shape
         elif not any(re.search(one, key) for one in hf._keys_to_ignore_on_load_unexpected or ()):
             unused.append(renamed)
+    for tensor, shape in conversions(hf, name, converted):
+        found[tensor.name], shapes[tensor.name] = tensor, shape
     others = {key: shape for key, shape in shapes.items() if shape != list(wanted[key].shape)}
     found = {key: tensor for key, tensor in found.items() if key not in others}
     names: dict[nn.Parameter, str] = {}
     for alias, param in hf.named_parameters(remove_duplicate=False):
         name = names.setdefault(param, alias)  # the one of named_parameters()
-        if alias in found and not found.setdefault(name, found[alias]).equals(found[alias]):
+        if alias in found and not equal(found.setdefault(name, found[alias]), found[alias]):
             raise different_tied(config, name, alias)
     check_complete(hf, config, description, wanted.keys() - found.keys(), others)
     refuse_other_layers(hf, config, unused)
     return found
+
+
+def conversions(
+    hf: Any, name: str, converted: Mapping[str, list[tuple[str, StoredTensor, list[int]]]]
+) -> Iterator[tuple[ConvertedTensor, list[int]]]:
+    """The results of transformers' conversions with their shapes, found without reading the tensors.
+
+    converted: by the name of the first result, the patterns of its sources, the sources and their shapes.
+    Raises `UsageError` for sources that do not fit together.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, dot_natural_key
+
+    mapping = get_model_conversion_mapping(whole_of(hf)) if converted else ()
+    found = [one for one in mapping if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: converter for converter in found for pattern in converter.source_patterns}
+    for first, sources in converted.items():
+        sources.sort(key=lambda source: dot_natural_key(source[1].key))
+        made = ConvertedTensor(first, hf, by_pattern[sources[0][0]], first, [one[:2] for one in sources])
+        with reading(name, first):
+            results = made.results([torch.empty(shape, device="meta") for *_, shape in sources])
+        for result, value in results.items():
+            yield made._replace(name=result), list(value.shape)

@@ -33,6 +33,7 @@ from fmmeta.config.learners import CAUSAL, SEQ2SEQ_LM
 from fmmeta.config.settings import Config
 from fmmeta.learners import quantized, text_part
 from fmmeta.learners.base import HFLearner, Learner
+from fmmeta.learners.experts import has_experts, refuse_separate_experts
 from fmmeta.learners.files import (
     GENERATION_FILE,
     HEAD_FILE,
@@ -147,8 +148,7 @@ CHANGING_GREEDY = {
     "exponential_decay_length_penalty": None,
 }
 """Generation settings, beside sampling, that would change greedy answers, with the value that does not."""
-DROPOUTS = ("dropout", "pdrop", "layerdrop", "drop_path")  # in the names of dropout probabilities
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
+DROPOUTS = ("dropout", "pdrop", "layerdrop", "drop_path", "jitter")  # in names of probabilities, or of noise
 TOKENIZERS = (  # files, one of which is beside every tokenizer that is not made by code alone
     "tokenizer.json",
     "tokenizer_config.json",
@@ -279,8 +279,9 @@ def describe(config: Config) -> Description:
             f"a {kind}, an encoder and a decoder, which has no features to pool; give an encoder alone",
         ),
         (
-            any(getattr(hf_config, key, None) not in (None, 0, 1) for key in EXPERTS),
-            f"a mixture of experts ({kind}), which is not supported yet; use a dense model",
+            has_experts(hf_config) and getattr(hf_config, "output_router_logits", False),
+            "a mixture with output_router_logits in config.json; the loss of its routers depends on all rows"
+            " of a pass and is not implemented: set it to false",
         ),
     )
     refuse_first((holds, f"model_name_or_path={name} is {why}") for holds, why in reasons)
@@ -310,7 +311,7 @@ def describe(config: Config) -> Description:
     normalizes = pooling != "model" and any(
         kind == "Normalize" for kind, _ in sentence_modules(config.model_source)
     )
-    return Description(
+    description = Description(
         hf_config,
         pooling,
         dropouts,
@@ -319,6 +320,9 @@ def describe(config: Config) -> Description:
         ends=stored_ends(config, hf_config) if config.learner.writes else (),
         whole=None if part is None else whole,
     )
+    if has_experts(hf_config):
+        refuse_separate_experts(empty_hf(replace(config, attn_implementation=None), description), name)
+    return description
 
 
 def generation_settings(config: Config, hf_config: Any) -> dict[str, Any]:
@@ -853,23 +857,31 @@ def refuse_other_layers(hf: Any, config: Config, unused: Collection[str]) -> Non
         )
 
 
-def stored_tensors(hf: Any, name: str, paths: Sequence[str]) -> Iterator[tuple[str, str, str, list[int]]]:
+def stored_tensors(
+    hf: Any, name: str, paths: Sequence[str]
+) -> Iterator[tuple[str, str, str, str | None, list[int]]]:
     """File, name in the file, name in `hf` and shape of each tensor of a checkpoint. transformers translates
-    old names. Tensors outside `hf` have their names in the model of the checkpoint.
+    old names. Tensors outside `hf` have their names in the model of the checkpoint. Between the last two: of
+    a tensor that is converted on the way, such as one expert of many, the pattern of its name in
+    transformers' WeightConverter; the name is that of the first result.
 
     Raises `UsageError` for floating-point weights that are stored in another type, such as the whole numbers
     of a quantised checkpoint: they would be read as they are.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     wanted, whole = hf.state_dict(), text_part.whole_of(hf)
     of_whole = wanted if whole is hf else whole.state_dict()
-    renamings = [one for one in get_model_conversion_mapping(whole) if isinstance(one, WeightRenaming)]
+    mapping, prefix = get_model_conversion_mapping(whole), whole.base_model_prefix
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
     for path in paths:
         with reading(name, path), safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118  (a safetensors handle is no dict)
-                renamed, _ = rename_source_key(key, renamings, [], whole.base_model_prefix, of_whole)
+                renamed, pattern = rename_source_key(key, renamings, converters, prefix, of_whole)
+                if renamed not in of_whole and key in of_whole:  # it is stored as the model computes with it
+                    renamed, pattern = key, None
                 renamed = text_part.inside(hf, renamed)
                 stored = file.get_slice(key)
                 dtype, of_floats = (
@@ -881,7 +893,7 @@ def stored_tensors(hf: Any, name: str, paths: Sequence[str]) -> Iterator[tuple[s
                         f"model_name_or_path={name} holds {key} as {dtype}, which is no floating-point type;"
                         " give the checkpoint that is not quantised"
                     )
-                yield path, key, renamed, list(stored.get_shape())
+                yield path, key, renamed, pattern, list(stored.get_shape())
 
 
 def different_tied(config: Config, first: str, second: str) -> UsageError:

@@ -27,6 +27,7 @@ from fmmeta.common.text import shortened
 from fmmeta.config.peft_options import STARTS
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import HFLearner
+from fmmeta.learners.experts import fused_experts
 from fmmeta.learners.files import (
     ADAPTER_FILE,
     BASE_FOLDER,
@@ -37,7 +38,7 @@ from fmmeta.learners.files import (
     reading,
     split_source,
 )
-from fmmeta.learners.text_part import outside, parts_of, renamed_outside
+from fmmeta.learners.text_part import outside, parts_of
 
 PREFIX = "base_model.model."  # of the names in an adapter file
 ADAPTER = "default"  # peft's name of a single adapter; names in its files lack it
@@ -116,6 +117,8 @@ def lora_config(learner: HFLearner, config: Config) -> Any:
         excluded = "|".join([f"(?:{excluded})", *map(re.escape, without)])
     else:
         excluded = [*without, *excluded]
+    if not targets and not options.keys() & {"target_modules", "target_parameters"}:
+        targets = attention_layers(learner)
     base = learner.hf.config.name_or_path or config.model_name_or_path  # the base of an adapter folder
     return import_peft(config).LoraConfig(
         r=config.lora_r,
@@ -127,6 +130,17 @@ def lora_config(learner: HFLearner, config: Config) -> Any:
         revision=split_source(base_model_name(config.model_source)).get("revision"),
         **{"target_modules": "all-linear" if targets == ["all-linear"] else targets, **options},
     )
+
+
+def attention_layers(learner: HFLearner) -> list[str] | None:
+    """The targets in a mixture of experts, for which peft finds none: names of the linear layers of
+    attention, which transformers marks by `is_causal`. None for other models: peft's choice.
+    """
+    if not fused_experts(learner.hf):
+        return None
+    attentions = [module for module in learner.hf.modules() if hasattr(module, "is_causal")]
+    layers = [(name, layer) for module in attentions for name, layer in module.named_children()]
+    return sorted({name for name, layer in layers if isinstance(layer, nn.Linear)})
 
 
 def layers_below_top(learner: HFLearner) -> dict[str, nn.Module]:
@@ -159,6 +173,14 @@ def refuse_unknown(learner: HFLearner, config: Config) -> None:
         if not any(map(fits, leaves)):
             raise UsageError(
                 f"peft_config: exclude_modules {one} fits no layer of {kind}; fix it, or leave it out"
+            )
+    params = [name for name, _ in learner.hf.named_parameters()]
+    for target in options.get("target_parameters", ()):
+        if not any(has_suffix(name, target) for name in params):
+            experts = {name.split(".")[-1] for name in params if name.split(".")[-2] == "experts"}
+            raise UsageError(
+                f"peft_config: target_parameters {target} fits no parameter of {kind}; use the end of a name"
+                f" such as mlp.experts.gate_up_proj ({', '.join(sorted(experts)) or 'it has no experts'})"
             )
     targets, layers = config.lora_target_modules, layers_below_top(learner)
     for target in targets if targets != ["all-linear"] else []:
@@ -216,13 +238,19 @@ def refuse_without_match(learner: HFLearner, config: Config) -> None:
             )
 
 
+def adapted_layers(hf: Any) -> Iterator[tuple[str, str, Any]]:
+    """Name, name in peft's patterns and module of each adapter. The adapters of several parameters of a
+    module are wrapped around each other, and peft's patterns name the parameters.
+    """
+    for name, module in hf.named_modules():
+        if ADAPTER in getattr(module, "lora_A", ()):
+            param = getattr(module, "parameter_name", None)
+            yield name, name if param is None else f"{name.replace('.base_layer', '')}.{param}", module
+
+
 def scalings(learner: HFLearner) -> dict[str, float]:
-    """The factor of each adapter's output, by the name of its layer in the HF model."""
-    return {
-        name: module.scaling[ADAPTER]
-        for name, module in learner.hf.named_modules()
-        if ADAPTER in getattr(module, "lora_A", ())
-    }
+    """The factor of each adapter's output, by the name of its layer or parameter in the HF model."""
+    return {key: module.scaling[ADAPTER] for _, key, module in adapted_layers(learner.hf)}
 
 
 @contextmanager
@@ -230,7 +258,7 @@ def base_alone(hf: Any) -> Iterator[None]:
     """Inside, a model with adapters computes as its base. Their parameters stay trainable, which peft's own
     switch changes: an engine looks at that.
     """
-    layers = [module for module in hf.modules() if ADAPTER in getattr(module, "lora_A", ())]
+    layers = [module for *_, module in adapted_layers(hf)]
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -286,8 +314,9 @@ def save_adapter(folder: Path, learner: HFLearner, weights: dict[str, Tensor], c
         settings.exclude_modules = "|".join(f"(?:{one})" for one in (rf"{above}\..*", *sorted(others)))
     if parts_of(learner.hf):  # others have layers of the same names
         settings.exclude_modules = None
-        settings.target_modules = {outside(learner.hf, name) for name in scalings(learner)}
-    for name in ("target_modules", "exclude_modules"):
+        layers = [name for name, key, _ in adapted_layers(learner.hf) if name == key]
+        settings.target_modules = {outside(learner.hf, name) for name in layers}
+    for name in ("target_modules", "target_parameters", "exclude_modules"):
         if isinstance(getattr(settings, name), set):
             setattr(settings, name, sorted(getattr(settings, name)))
     if config.builtin_model:
@@ -338,8 +367,8 @@ def restore_adapters(learner: HFLearner, config: Config) -> None:
     with reading(name, "adapter_config.json"):
         alpha = float(settings.get("lora_alpha", 0))
         differs = found != wanted or any(
-            scale != stored_scaling(settings, layer, wanted[f"{PREFIX}{layer}.lora_A.weight"][0])
-            for layer, scale in renamed_outside(learner.hf, scalings(learner)).items()
+            layer.scaling[ADAPTER] != stored_scaling(settings, outside(learner.hf, key), layer.r[ADAPTER])
+            for _, key, layer in adapted_layers(learner.hf)
         )
     if differs:
         raise UsageError(

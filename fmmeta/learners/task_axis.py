@@ -79,7 +79,8 @@ class TaskAxis:
             adapter = tuple(f"{name}.lora_{part}.{ADAPTER}.weight" for part in "AB")
             direct = tuple(f"{name}.{part}" for part, _ in module.named_parameters(recurse=False))
             linear = type(module) is nn.Linear and ".lora_" not in name
-            if hasattr(module, "base_layer") and set(adapter) <= set(trained):
+            of_layer = hasattr(module, "base_layer") and not hasattr(module, "parameter_name")
+            if of_layer and set(adapter) <= set(trained):
                 self.layers.append((module, adapter, lora_forward))
             elif linear and direct and set(direct) <= set(trained):
                 self.layers.append((module, direct, linear_forward))

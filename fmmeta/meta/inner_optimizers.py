@@ -24,6 +24,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
@@ -34,13 +35,16 @@ from fmmeta.parallel.param_map import pieces
 from fmmeta.parallel.workers.base import Update, Worker
 
 HEAD = "head"
+FROZEN = "frozen "  # before a pattern of --freeze, as the name of a layer of rate 0
 RATES_FILE = "inner_lr.safetensors"  # rates element by element, in an exported folder, named as its tensors
 
 
-def layer_of(name: str, head_names: Sequence[str]) -> str:
+def layer_of(name: str, head_names: Sequence[str], freeze: Sequence[str] = ()) -> str:
     """`hf.encoder.layer.3.attention.weight` -> `hf.encoder.layer.3`; outside numbered layers the module; the
-    head is `head`.
+    head is `head`; what the first pattern of --freeze fits is a layer of that name after FROZEN.
     """
+    if fitting := [one for one in freeze if fnmatchcase(name.removeprefix("hf."), one)]:
+        return FROZEN + fitting[0]
     if name in head_names:
         return HEAD
     numbered = re.match(r"(.*?\.\d+)\.", name)
@@ -57,9 +61,10 @@ class Layers:
     segments: tuple[tuple[int, int, int], ...]  # begin, end, index of the layer; ascending, no overlaps
 
     @classmethod
-    def of(cls, worker: Worker, head_names: Sequence[str]) -> "Layers":
+    def of(cls, worker: Worker, head_names: Sequence[str], freeze: Sequence[str] = ()) -> "Layers":
         """Collective: group."""
-        found = [(f.here.start, f.here.stop, layer_of(f.name, head_names)) for f in worker.params.fragments]
+        fragments = worker.params.fragments
+        found = [(f.here.start, f.here.stop, layer_of(f.name, head_names, freeze)) for f in fragments]
         gathered = worker.group.gather_bytes(json.dumps([name for _, _, name in found]).encode())
         names = sorted({name for text in gathered for name in json.loads(text)}, key=natural)
         merged: list[tuple[int, int, int]] = []

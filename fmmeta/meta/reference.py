@@ -24,6 +24,7 @@ from fmmeta.config.settings import Config
 from fmmeta.learners.base import Learner
 from fmmeta.learners.causal_lm import CausalLearner
 from fmmeta.learners.classification import Classifier
+from fmmeta.learners.experts import frozen_names, router_names
 from fmmeta.tasks.batching import IGNORE, Example, MicroBatch, map_tensors
 from fmmeta.tasks.sources.base import EpisodeRows
 
@@ -156,10 +157,13 @@ def starting_rates(learner: Any, names: Iterable[str], config: Config) -> Weight
     Parameters of a layer share theirs (LSLR).
     """
     rates, layers, adapts = {}, {}, find(config.algorithm).adapts
+    frozen = frozen_names(config, router_names(learner))
     patterns = [item.rsplit("=", 1) for item in config.inner_lr_groups]
     for name in names:
         param, head = learner.get_parameter(name), name in learner.head_names
         layer = "head" if head else layer_name(name)
+        if any(fnmatchcase(name.removeprefix("hf."), pattern) for pattern in frozen):
+            layers[name], layer = torch.zeros(config.inner_steps, dtype=param.dtype), name
         factor = next((float(f) for pattern, f in patterns if fnmatchcase(layer, pattern)), 1.0)
         if adapts != "all":
             factor = float(head == (adapts == "head"))

@@ -257,7 +257,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
     (folder / "clip.json").write_text('{"gradient_clipping": 1.0}')
     for name, config in (
         ("electra", {"model_type": "electra", "vocab_size": 260}),
-        ("moe", {"model_type": "mixtral", "num_local_experts": 8}),
+        ("moe", {"model_type": "jetmoe"}),
     ):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
@@ -272,7 +272,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
         "rows": ({"dataset": data, "k_shot": 9}, "k_shot=9 and num_query=5 need 14 rows"),
         "n_way": ({"dataset": data, "n_way": 13, "k_shot": 1, "num_query": 1}, "n_way=13 is above"),
         "model": ({"model_name_or_path": folder / "empty"}, "holds no config.json"),
-        "moe": ({"model_name_or_path": folder / "moe"}, "is a mixture of experts (mixtral)"),
+        "moe": ({"model_name_or_path": folder / "moe"}, "is a mixture of experts (jetmoe)"),
         "fp16": ({"deepspeed": folder / "fp16.json"}, "use bf16 or fp32"),
         "stages": (
             {"group_size": 2, "pipeline_stages": 3},

@@ -22,6 +22,8 @@ from zlib import crc32
 
 import pytest
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import Learner
@@ -36,6 +38,7 @@ from tests.support.launch import ROOT
 from tests.support.models import (
     DECODERS,
     ENCODERS,
+    MIXTURES,
     TENSOR_FAMILIES,
     save_family,
     write_classes,
@@ -96,6 +99,11 @@ ALSO: dict[str, dict[str, Any]] = {
     "measured": {"gradient_noise_scale": True},  # test_noise_scale.py has the cases of these
     "measured-tasks": {"gradient_noise_scale": True, "lora_r": 4, "tasks_per_pass": "2"},
     "lora-linear": {"lora_r": 4, "lora_target_modules": ["all-linear"]},
+    "lora-experts": {
+        "lora_r": 2,
+        "peft_config": '{"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}',
+    },
+    "freeze": {"freeze": ["*.norm.weight", "*.shared_experts.*"]},
     "lora-first": {
         "lora_r": 4,
         "lora_target_modules": ["layers.0.self_attn.q_proj"],
@@ -597,8 +605,9 @@ class ParityFixture:
 
     def _model(self, name: str) -> Path:
         """By its name: FAMILY, CLASSIFIER3, or FAMILY3 or FAMILY3-untied with three layers instead of two."""
-        family = name.removesuffix("-untied").removesuffix("3")
-        layers = 2 if name == family or family == CLASSIFIER else 3
+        family = name.removesuffix("-untied")
+        family = family if family in MIXTURES else family.removesuffix("3")
+        layers = 2 if name == family or family in (CLASSIFIER, *MIXTURES) else 3
         folder, family = self.folder / name, family.removesuffix("-classifier")
         return save_family(folder, family, not name.endswith("-untied"), layers)
 
@@ -706,7 +715,9 @@ def oracle_inputs(
         queue = [task for step in range(config.outer_steps) for task in schedule.queue(step)]
         tasks = [[queue[position] for position in step] for step in positions]
     learner = load_learner(config, replace(description, classes=len(sources.numbers)))
-    learner = learner if config.bf16 else learner.double()
+    if not config.bf16:
+        learner = learner.double()
+        learner.hf.config._experts_implementation = "eager"  # the others know no fp64
     began = {name: p.detach().clone() for name, p in learner.named_parameters() if p.requires_grad}
     episodes = [[transformed(source.draw(task), read) for task in step] for step in tasks]
     return learner, began, episodes
@@ -765,6 +776,45 @@ def selected(request: pytest.FixtureRequest) -> list[Case]:
     return [given["case"] for given in params if "case" in given]
 
 
+def kind_of(case: Case) -> tuple[tuple[int, int], int, int]:
+    """What cases of one launch have in common: DeepSpeed keeps the first groups of a process."""
+    return case.layout, case.stages, case.tensor
+
+
+def assert_export_gives_logits(bench: ParityFixture, case: Case, theta: dict[str, torch.Tensor]) -> None:
+    """The exported folder, read by plain transformers, gives the logits of theta; of adapters both they on
+    their base, read by plain peft, and the merged model.
+    """
+    folder = bench.folder / f"out-{case.layout[0]}x{case.layout[1]}" / case.id
+    config, adapters = Config(**bench.settings(case)), "lora_r" in case.settings
+    learner = load_learner(config, describe(config)).eval()
+    reset = learner.head_names if case.head != "learned" else ()  # starts with every task
+    auto = AutoModelForSequenceClassification if is_classifier(case.model) else AutoModelForCausalLM
+    loaded, report = auto.from_pretrained(
+        folder / ("merged" if adapters else "model"), output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    models = [loaded]
+    if adapters:
+        size = {"num_labels": 5} if is_classifier(case.model) else {}
+        base = auto.from_pretrained(config.model_name_or_path, ignore_mismatched_sizes=True, **size)
+        models.append(PeftModel.from_pretrained(base, folder / "model"))
+    ids = torch.randint(3, 259, (2, 12), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        for name in theta.keys() - {*reset}:
+            learner.get_parameter(name).copy_(theta[name])
+        for name in reset:  # zeros as saved, or the head of joint training: give both the same other head
+            value = torch.randn(learner.get_parameter(name).shape)
+            for model, own in ((learner, name), (loaded, name.removeprefix("hf."))):
+                model.get_parameter(own).copy_(value)
+        wanted = learner.logits(learner(**batch))
+        for model in models:
+            torch.testing.assert_close(model.eval()(**batch).logits, wanted, atol=1e-5, rtol=1e-5)
+    assert float(wanted.std()) > 1e-3
+
+
 __all__ = [
     "AXES",
     "LAYOUTS",
@@ -772,11 +822,13 @@ __all__ = [
     "Case",
     "Launches",
     "ParityFixture",
+    "assert_export_gives_logits",
     "cases",
     "diagonal",
     "fast_and_slow_cases",
     "full",
     "is_classifier",
+    "kind_of",
     "oracle_inputs",
     "pairwise",
     "relative_error",

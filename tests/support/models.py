@@ -50,11 +50,17 @@ TENSOR_FAMILIES = (
 DECODERS = (*TENSOR_FAMILIES, "gpt2")
 ENCODERS = ("bert", "roberta")
 ENCODER_DECODERS = ("t5", "bart")
+MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "olmoe")
 
 
 WIDE: dict[str, Any] = {"intermediate_size": 48}
 ENCODER = {**WIDE, "max_position_embeddings": 130, "type_vocab_size": 1, "initializer_range": 0.05}
 GROUPED = {**WIDE, "num_key_value_heads": 2}
+EXPERTS = {**GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTED = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+LATENT = {**ROUTED, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8} | {
+    "v_head_dim": 8
+}
 OWN = {  # Mistral and Qwen2 look back over a short window only, the latter not in its first layer
     "llama": GROUPED,
     "mistral": {**GROUPED, "sliding_window": 8, "head_dim": 8},
@@ -86,6 +92,14 @@ OWN = {  # Mistral and Qwen2 look back over a short window only, the latter not 
     },
     "bert": ENCODER,
     "roberta": ENCODER,
+    # of 12 experts, so that their numbers sort otherwise than their names
+    "qwen3_moe": {**EXPERTS, "num_experts": 12, "head_dim": 8},
+    "mixtral": {**GROUPED, "num_local_experts": 12, "intermediate_size": 16},
+    "gpt_oss": {**GROUPED, "num_local_experts": 4, "intermediate_size": 16, "head_dim": 8}
+    | {"num_experts_per_tok": 2, "sliding_window": 8, "rope_parameters": {"rope_type": "default"}},
+    "deepseek_v3": {**EXPERTS, **LATENT, "n_routed_experts": 12, "num_key_value_heads": 4},
+    "glm4_moe": {**EXPERTS, **ROUTED, "n_routed_experts": 12, "head_dim": 8},
+    "olmoe": {**GROUPED, "num_experts": 12, "num_experts_per_tok": 2, "intermediate_size": 16},
 }
 
 

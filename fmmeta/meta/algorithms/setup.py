@@ -8,10 +8,11 @@ from fmmeta.common.errors import UsageError
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import loss_of
+from fmmeta.learners.experts import frozen_names
 from fmmeta.meta.classifier_head import HeadInit
 from fmmeta.meta.hessian import HvpOptions
 from fmmeta.meta.inner_loop import InnerLoop
-from fmmeta.meta.inner_optimizers import HEAD, Layers, Rates, inner_optimizer
+from fmmeta.meta.inner_optimizers import FROZEN, HEAD, Layers, Rates, inner_optimizer
 from fmmeta.meta.task import Setup
 from fmmeta.parallel.costs import second_order_by_autograd
 from fmmeta.parallel.workers.base import Worker
@@ -19,7 +20,8 @@ from fmmeta.parallel.workers.base import Worker
 
 def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: int, bf16: bool) -> Setup:
     """Build the inner loop that `config` describes for the worker's model. Collective: group."""
-    layers, steps = Layers.of(worker, head_names), max(1, config.inner_steps)
+    freeze = frozen_names(config, worker.routers)
+    layers, steps = Layers.of(worker, head_names, freeze), max(1, config.inner_steps)
     of_layers = [config.inner_lr * factor for factor in layer_factors(config, layers.names)]
     table = torch.tensor([of_layers] * steps, dtype=torch.float64)
     rates = Rates(layers, table, learned=config.inner_lr_learned)
@@ -43,12 +45,20 @@ def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: 
 def layer_factors(config: Config, names: tuple[str, ...]) -> list[float]:
     """Factors of inner_lr by layer; the first pattern that fits counts.
 
-    Raises `UsageError` for a pattern that fits no layer.
+    Raises `UsageError` for a pattern that fits no layer, or no parameter.
     """
     adapts = find(config.algorithm).adapts
+    for pattern in config.freeze:
+        if pattern != "none" and FROZEN + pattern not in names:
+            raise UsageError(
+                f"freeze={pattern} fits no trained parameter, or patterns before it do; give names"
+                " such as '*.mlp.gate.weight', or leave it out"
+            )
+    moving = [not name.startswith(FROZEN) for name in names]
     if adapts != "all":
-        return [float((name == HEAD) == (adapts == "head")) for name in names]
-    factors = dict.fromkeys(names, 1.0)
+        of_part = [(name == HEAD) == (adapts == "head") for name in names]
+        return [float(each and part) for each, part in zip(moving, of_part, strict=True)]
+    factors = dict(zip(names, map(float, moving), strict=True))
     for item in reversed(config.inner_lr_groups):
         pattern, _, factor = item.rpartition("=")
         fitting = [name for name in names if fnmatchcase(name, pattern)]

@@ -113,7 +113,9 @@ FOMAML = AlgorithmSpec(
     partial(unrolled, order=1),
     partial(reference.unrolled, order=1),
     multi_task="query",
-    supports=frozenset({"multi_step_loss_steps", "prototype_gradient", "inner_lr_learned", "offload_outer"}),
+    supports=frozenset(
+        {"multi_step_loss_steps", "prototype_gradient", "inner_lr_learned", "offload_outer", "freeze"}
+    ),
     passes=partial(passes, order=1),
     adds_directly=adds_directly,
 )

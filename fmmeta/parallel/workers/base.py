@@ -134,6 +134,7 @@ class Worker(ABC):
     tensor_rank = 0  # this rank runs the same rows as the rank so many places before it
     consensus_before_update = True
     differentiates_twice = False  # whether `gradient_vjp` works
+    routers: Sequence[str] = ()  # names of the parameters of routers, of a mixture of experts
 
     @abstractmethod
     def refresh(self) -> None:

@@ -19,6 +19,7 @@ from fmmeta.common.errors import UsageError
 from fmmeta.common.processes import undo_later
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import Learner
+from fmmeta.learners.experts import router_names
 from fmmeta.learners.forward_options import check_packing, compile_model
 from fmmeta.learners.lazy_weights import open_lazy_model
 from fmmeta.learners.load import Description, load_learner
@@ -131,6 +132,7 @@ def create_stage(
         if plan.tensor > 1:
             check_layers(base_model(learner), plan.tensor)
         shared_by = sharing_ranks(description.hf_config, plan.tensor)
+        routers = router_names(learner)
         cut = plan_stages(learner, plan.stages, plan.layer_costs, shared_by)
         names = hold_stage(model, cut, coordinates)
         tensors = frozen_tensors(learner, [n for n, stage in cut.owner.items() if stage == coordinates.stage])
@@ -144,6 +146,7 @@ def create_stage(
     worker = PipelineWorker(
         stage, names, groups, cut, filled, ranks.group, coordinates, description.hf_config.hidden_size
     )
+    worker.routers = routers
     if plan.deepspeed.bf16:
         worker.set_exactly(model.read)
     return worker, learner.head_names, frozen

@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fmmeta.common.errors import UsageError, one_line
 from fmmeta.learners.base import RowLosses, at_least_fp32, on_device
+from fmmeta.learners.experts import router_names
 from fmmeta.learners.task_axis import TaskAxis
 from fmmeta.parallel.collectives import Communicator
 from fmmeta.parallel.param_map import build_param_map
@@ -50,6 +51,10 @@ class FullModelWorker(Worker):
     def learner(self) -> Any:
         """The Learner, inside an engine or not."""
         return getattr(self.model, "module", self.model)
+
+    @property
+    def routers(self) -> Sequence[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return router_names(self.learner)
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:

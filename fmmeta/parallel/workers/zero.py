@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from fmmeta.common.errors import PeerError, UsageError, one_line
 from fmmeta.common.processes import quiet_logger
 from fmmeta.common.text import nearest
+from fmmeta.learners.experts import fused_experts, release_weights
 from fmmeta.learners.lazy_weights import LazyModel
 from fmmeta.learners.stages import base_model
 from fmmeta.parallel.collectives import Communicator
@@ -259,10 +260,12 @@ class EngineWorker(Worker):
 
         read: returns a complete parameter by its name. Collective: group.
         """
-        theta = self.read()
-        for name in {fragment.name for fragment in self.params.fragments}:
-            self.params.put(theta, name, read(name))
-        self.write(theta)
+        for shard, where in self.local_shards:  # without a vector as long as all of them
+            for fragment in self.params.fragments:
+                if where.start <= fragment.begin < where.stop:
+                    begin = fragment.begin - where.start
+                    shard[begin : begin + fragment.length] = fragment.take(read(fragment.name)).to(shard)
+        self.refresh()
 
     def refresh(self) -> None:
         self.shards.refresh()
@@ -314,6 +317,13 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
         self.differentiates_twice = differentiates_twice(stage, tensor=coordinates.tensor)
         if bf16 and read is None:
             read = {name: param.detach().clone() for name, param in named if param.requires_grad}.__getitem__
+        if stage == 3:  # experts and their adapters are gathered together, in an order without routing
+            experts = fused_experts(model)
+            leaves = [name.split(".base_layer")[0] for name in experts]
+            recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+            for module in () if recomputes else experts.values():
+                release_weights(module)
+            import_deepspeed().utils.set_z3_leaf_modules_by_name(model, leaves)
         mpu = None
         if coordinates.tensor > 1:
             mpu = TensorRanks.of(group, coordinates)
@@ -322,6 +332,8 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
                 param.data = param.data.clone()
         self.start_engine(model, groups, config, names, mpu=mpu)
         self.model = self.engine
+        for leaf in import_deepspeed().utils.get_z3_leaf_modules(model):
+            leaf.register_forward_pre_hook(with_gradient, prepend=True)
         if bf16 and read is not None:
             self.set_exactly(read)
 
@@ -332,6 +344,16 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
 
     def apply(self, update: Update, skip_nonfinite_everywhere: bool) -> Tensor:
         return self.engine_step(self.engine.step, update, skip_nonfinite_everywhere)
+
+
+def with_gradient(leaf: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Inputs of a leaf module of ZeRO 3 of which the first requires gradients: DeepSpeed reduces those of its
+    parameters when those of its inputs are there, and without any before the parameters have theirs.
+    """
+    first = inputs[0] if inputs else None
+    if not torch.is_grad_enabled() or not isinstance(first, Tensor) or not first.is_floating_point():
+        return inputs
+    return (first if first.requires_grad else first.detach().requires_grad_(), *inputs[1:])
 
 
 def slice_of(whole: tuple[int, ...], part: tuple[int, ...], rank: int) -> TensorSlice | None:
