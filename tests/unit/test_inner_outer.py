@@ -296,7 +296,7 @@ RATES = [
     [*itertools.product(TORCH, [{}]), *itertools.product(("sgd", "adamw", "nesterov", "rmsprop"), RATES)],
 )
 def test_outer_optimizers_equal_torch(name, learned):
-    """Of theta, or of learned rates, which have an outer rate of their own and no weight decay."""
+    """Of theta, or of learned rates, with another outer rate and without weight decay."""
     own = {"outer_momentum": 0.8} if name == "nesterov" else {}
     settings = {"outer_optimizer": name, "outer_lr": 0.01, "adam_epsilon": 1e-6, **own}
     schedule = {"lr_scheduler_type": "linear", "outer_steps": 10, "max_grad_norm": 0.0, "weight_decay": 0.0}

@@ -225,12 +225,6 @@ def write_files(folder, files):
         ({}, {"hidden_size": "many"}, {}, NO_CONFIG),
         ({}, {"num_labels": "two"}, {}, NO_CONFIG),
         ({}, {}, {"task_type": "causal_lm"}, (" is a bert", "give a decoder, or use --task_type")),
-        (  # whose configuration has no pad_token_id either
-            {},
-            transformers.Gemma3Config().to_dict(),
-            {},
-            ("gemma3", "give a text model alone"),
-        ),
         (
             {},
             transformers.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8).to_dict(),
@@ -263,13 +257,16 @@ def test_models_that_cannot_be_read_or_trained_are_refused(tmp_path, bert, files
 
 
 def test_models_without_a_padding_token(tmp_path, llama):
-    """The configuration of CodeGen has no pad_token_id; an empty list of end tokens gives none."""
+    """The configurations of CodeGen and Gemma 3 have no pad_token_id; an empty list of end tokens gives none."""
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "eos_token_id": 7}
     transformers.CodeGenConfig(**sizes).save_pretrained(tmp_path)
     config = Config(model_name_or_path=str(tmp_path), task_type="causal_lm")
     assert describe(config).hf_config.pad_token_id == 7
     changed(tmp_path, llama, eos_token_id=[], pad_token_id=None)
     assert describe(config).hf_config.pad_token_id == 0
+    transformers.Gemma3Config().save_pretrained(tmp_path)
+    classes = Config(model_name_or_path=str(tmp_path))
+    check_refused(describe, classes, "gemma3", "give a text model alone")
 
 
 @pytest.mark.parametrize(

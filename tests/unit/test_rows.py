@@ -382,7 +382,7 @@ def test_options_are_read_from_files(tmp_path, ending):
 
 
 def notices(rows, **settings) -> list[str]:
-    """What is said of rows while they are read."""
+    """Notices about rows while they are read."""
     found: list[str] = []
     tabulate("d", [Row(row, f"d:{n}") for n, row in enumerate(rows)], Config(**settings), found.append)
     return found

@@ -386,7 +386,7 @@ def test_classes_of_earlier_training_stay_stored(model, classes, tmp_path):
 
 
 def test_adapt_names_the_classes_and_rows_that_were_trained_on(model, classes, tmp_path, capsys, terminal):
-    """Also rows that it is asked again; not where neither is known."""
+    """Rows that it meets again too; not where neither is known."""
     mine, rows = splits_at(classes, 3), [json.loads(line) for line in classes.read_text().splitlines()]
     known = [(row["text"], f"new {row['label']}") for row in rows if row["label"] in mine["train"][:2]]
     pairs = [(f"{name} {i}", name) for name in (mine["train"][0], mine["test"][0]) for i in range(3)]
@@ -482,7 +482,7 @@ def test_rows_of_two_splits_of_one_run_are_found(tmp_path):
     (tasks / "s").mkdir(parents=True)
 
     def said_of(input_of, answer_of):
-        """What is said of five task files with the same four pairs, in turn in reverse order."""
+        """The notices about five task files with the same four pairs, in turn in reverse order."""
         for number in range(5):
             pairs = [{"input": input_of(row["text"], number), "output": answer_of(row)} for row in ROWS[:4]]
             write_rows(tasks / "s" / f"t{number}.csv", pairs[:: -1 if number % 2 else 1])
