@@ -257,7 +257,7 @@ def test_models_that_cannot_be_read_or_trained_are_refused(tmp_path, bert, files
 
 
 def test_models_without_a_padding_token(tmp_path, llama):
-    """The configurations of CodeGen and Gemma 3 have no pad_token_id; an empty list of end tokens gives none."""
+    """The configurations of CodeGen and Gemma 3 have no pad_token_id; no end tokens give none."""
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "eos_token_id": 7}
     transformers.CodeGenConfig(**sizes).save_pretrained(tmp_path)
     config = Config(model_name_or_path=str(tmp_path), task_type="causal_lm")
