@@ -52,7 +52,7 @@ def release_weights(experts: nn.Module) -> None:
 
 
 def router_names(model: nn.Module) -> list[str]:
-    """Names of the trained parameters of the routers: of the classes whose outputs transformers records as
+    """Names of the parameters of the routers: of the classes whose outputs transformers records as
     `router_logits`.
     """
     models = [getattr(module, "_can_record_outputs", None) or {} for module in model.modules()]
@@ -61,8 +61,8 @@ def router_names(model: nn.Module) -> list[str]:
     routers = [name for name, module in model.named_modules() if kinds and isinstance(module, kinds)]
     return [
         name
-        for name, param in model.named_parameters()
-        if param.requires_grad and any(name.startswith(f"{router}.") for router in routers)
+        for name, _ in model.named_parameters()
+        if any(name.startswith(f"{router}.") for router in routers)
     ]
 
 

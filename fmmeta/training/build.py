@@ -493,6 +493,7 @@ def build(config: Config, inputs: RunInputs, plan: ParallelPlan, ranks: ProcessG
     check_replicas(ranks, theta, "although it was broadcast", worker.params.replicated)
     theta = theta if memory.offload else memory.store(theta)
     setup = rules.setup(config, worker, head_names, inputs.description.outputs(config), inputs.deepspeed.bf16)
+    rules.refuse_jumps(config, worker, setup.hvp)
     weights = inputs.sources.class_weights
     # the final table also tries twice as many steps
     samples = partial(augment.sample_support, config.support_batch_size, 2 * config.inner_steps)

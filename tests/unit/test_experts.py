@@ -15,7 +15,8 @@ from fmmeta.learners.causal_lm import CausalLearner
 from fmmeta.learners.experts import frozen_names, fused_experts, release_weights, router_names
 from fmmeta.learners.lazy_weights import open_lazy_model
 from fmmeta.learners.load import describe, load_learner
-from fmmeta.meta.algorithms.setup import layer_factors
+from fmmeta.meta.algorithms.setup import layer_factors, refuse_jumps
+from fmmeta.meta.hessian import HvpOptions
 from tests.support import learners
 from tests.support.exports import exported
 from tests.support.helpers import refusal
@@ -158,6 +159,20 @@ def test_exact_meta_gradients_equal_autograd_in_fp64(family, settings, most):
     assert learners.compared(learner, config, worker, found.gradient, first)[1] > 20 * most
     routers = [name for name in worker.routers if "bias" not in name]
     assert all(exact[name].abs().max() > 0 for name in routers)  # they are trained in the outer loop
+
+
+def test_differences_are_taken_only_where_they_are_asked_for():
+    learner = CausalLearner(tiny("mixtral")).train()
+    config = learners.config_of(learner, algorithm="maml")
+    worker, by_differences = learners.worker_of(learner, config), HvpOptions("fp32")
+    check_message(
+        refusal(refuse_jumps, config, worker, by_differences),
+        "algorithm=maml and second_order=auto take differences",
+        "use --second_order autograd",
+    )
+    for settings in ({"second_order": "differences"}, {"algorithm": "fomaml"}):
+        config = learners.config_of(learner, **{"algorithm": "maml", **settings})
+        refuse_jumps(config, worker, by_differences)
 
 
 def test_the_loss_of_routers_is_refused(tmp_path):

@@ -42,6 +42,20 @@ def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: 
     return Setup(config, inner, HvpOptions("bf16" if bf16 else "fp32", by_autograd=by_autograd))
 
 
+def refuse_jumps(config: Config, worker: Worker, hvp: HvpOptions) -> None:
+    """Raise `UsageError` for training by differences of gradients of a mixture of experts that nobody asked for.
+
+    They err by as much as 8 % of the distance travelled, where the step changes the experts of a token.
+    """
+    by_default = "second_order" in find(config.algorithm).supports and config.second_order == "auto"
+    if worker.routers and by_default and not hvp.by_autograd:
+        raise UsageError(
+            f"algorithm={config.algorithm} and second_order=auto take differences of gradients here, which"
+            " jump where the experts of a token change; use --second_order autograd on whole models (plain,"
+            " ZeRO 0 to 2), --algorithm fomaml, or --second_order differences all the same"
+        )
+
+
 def layer_factors(config: Config, names: tuple[str, ...]) -> list[float]:
     """Factors of inner_lr by layer; the first pattern that fits counts.
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from fmmeta.common.errors import PeerError, UsageError, one_line
-from fmmeta.common.processes import quiet_logger
+from fmmeta.common.processes import quiet_logger, without_fragments
 from fmmeta.common.text import nearest
 from fmmeta.learners.experts import fused_experts, release_weights
 from fmmeta.learners.lazy_weights import LazyModel
@@ -441,7 +441,8 @@ def shard_while_loading(stream: LazyModel, config: dict[str, Any], device: torch
             param.data = param.data.bfloat16()
         context._convert_to_zero_parameters([param])
 
-    stream.materialize([name for name, _ in stream.learner.named_parameters()], shard)
+    with without_fragments():
+        stream.materialize([name for name, _ in stream.learner.named_parameters()], shard)
     move_buffers(stream.learner, device)
 
 
