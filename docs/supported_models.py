@@ -83,11 +83,15 @@ def rows() -> list[tuple[str, ...]]:
 
 
 def short_rows() -> list[tuple[str, ...]]:
-    """Families that are alike in one row, without the columns `kind` and `without padding`."""
+    """Families that are alike in one row, without the columns `kind` and `without padding`, and without
+    mixtures of experts that are unlike all others.
+    """
     alike: dict[tuple[str, ...], list[str]] = {}
+    mixtures = {name.strip("`") for name, kind, *_ in rows() if kind == "mixture"}
     for name, _, *cells, _ in rows():
         alike.setdefault(tuple(cells), []).append(name.strip("`"))
-    return [(", ".join(names), *cells) for cells, names in alike.items()]
+    found = {cells: names for cells, names in alike.items() if len(names) > 1 or names[0] not in mixtures}
+    return [(", ".join(names), *cells) for cells, names in found.items()]
 
 
 def table(columns: tuple[str, ...], cells: list[tuple[str, ...]]) -> str:

@@ -43,9 +43,9 @@ def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: 
 
 
 def refuse_jumps(config: Config, worker: Worker, hvp: HvpOptions) -> None:
-    """Raise `UsageError` for training by differences of gradients of a mixture of experts that nobody asked for.
-
-    They err by as much as 8 % of the distance travelled, where the step changes the experts of a token.
+    """Raise `UsageError` for a mixture of experts that would be trained by differences of gradients, unless
+    the settings ask for them: they err by as much as 8 % of the distance travelled, where their step changes
+    the experts of a token.
     """
     by_default = "second_order" in find(config.algorithm).supports and config.second_order == "auto"
     if worker.routers and by_default and not hvp.by_autograd:
