@@ -74,6 +74,7 @@ def start(flags):
     return begin
 
 
+@pytest.mark.slow
 def test_a_stopped_run_begins_the_tasks_again_that_are_not_in_theta(start, tmp_path):
     for attempt in range(3):  # a stop may come when each group has just finished a task
         folder = tmp_path / str(attempt)
@@ -105,6 +106,7 @@ def test_a_bad_task_is_named_in_the_step_in_which_it_counts(start, tmp_path):
     assert sum(bad) > 5
 
 
+@pytest.mark.slow
 def test_old_gradients_are_dropped_by_stratum(start, tmp_path):
     drops = {"max_staleness": 1, "drop_stale": True, "algorithm": "tests.support.slow_group:TEN_TIMES_SLOWER"}
     job = start(tmp_path, **drops, meta_batch_size=1, outer_steps=20, save_steps=10, inner_steps=5)

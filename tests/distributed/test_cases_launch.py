@@ -38,6 +38,7 @@ def test_the_ranks_of_a_launcher_are_one_world(names, tmp_path):
     assert [rank.text.split("\n")[0] for rank in ranks] == ["[b'0', b'1'] 2"] * 2
 
 
+@pytest.mark.slow
 @needs_cases
 def test_two_processes_of_mpirun_train_one_run(tmp_path):
     env = environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
@@ -71,6 +72,7 @@ RUN = "import os, sys; {}; from fmmeta.cli import main; main(sys.argv[1:])"
 READER = RUN.format(LOST["reader"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "ranks", "loaders", "line"),
     [

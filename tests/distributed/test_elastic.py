@@ -351,6 +351,7 @@ def test_a_group_that_starts_before_its_lighthouse_waits_for_it(tmp_path):
     assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_groups_of_a_loop_of_the_caller_come_and_go(tmp_path, flags):
     """One of two groups dies: the other repeats the outer step alone, and theta is that of one process."""

@@ -201,6 +201,7 @@ def scored(tmp_path_factory, request):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("kind", "groups", "group_size"),

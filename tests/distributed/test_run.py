@@ -171,6 +171,7 @@ def test_a_killed_run_resumes_to_the_theta_of_an_undisturbed_run(tmp_path, monke
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_stage_that_trains_a_task_initialised_head_alone_resumes(tmp_path):
     """Adapters are in the first stage only, so that the last one moves no meta-parameter."""

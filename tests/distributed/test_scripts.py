@@ -91,6 +91,7 @@ def test_the_snippet_of_the_quickstart_saved_as_a_script(tmp_path):
     assert ran(tmp_path) == ["ran"]
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_trains_once_whatever_it_starts(tmp_path):
     """A process that it spawns runs the script, which is refused in one line; loader processes do not."""
     start = """
@@ -108,6 +109,7 @@ print("exit code", process.exitcode)
     assert ran(tmp_path) == ["__main__", "__mp_main__"]
 
 
+@pytest.mark.slow
 def test_what_loader_processes_cannot_receive_is_refused_before_training(tmp_path):
     """Code of the main module, and a module:name that runs the script once more; code of modules is found."""
     named = "def keep(example, rng):\n    return example\nunnamed = lambda example, rng: example\n"

@@ -87,6 +87,7 @@ def test_a_signal_saves_and_ends_every_rank_with_75(start, undisturbed_run, tmp_
     assert same(job.run, undisturbed_run)
 
 
+@pytest.mark.slow
 def test_a_signal_to_every_process_stops_the_run_alone(start, tmp_path):
     """As SLURM sends it to a step: loader processes, their fork server and Python's resource tracker too."""
     job = start(tmp_path, 1, num_workers=2).reach(2)
@@ -101,6 +102,7 @@ def test_a_signal_to_every_process_stops_the_run_alone(start, tmp_path):
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_a_repeated_command_that_names_a_checkpoint_resumes_from_its_own(start, undisturbed_run, tmp_path):
     begun = undisturbed_run / "checkpoint-10"
     job = start(tmp_path, env={"EPISODE_S": "1"}, resume_from_checkpoint=begun).reach(1)
@@ -136,6 +138,7 @@ def test_a_signal_before_the_first_step_ends_at_once(start, tmp_path):
     job.end(75, 20)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once(start, tmp_path):
     """Rank 0 waits in a collective for rank 1, which is stopped: the first signal has no effect."""
     job = start(tmp_path).reach(5)
@@ -236,6 +239,7 @@ def test_the_watchdog_watches_a_single_process(start, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_suspended_run_continues(start, tmp_path, count):
     """All ranks are stopped for longer than a step may take, as by a suspended SLURM job."""

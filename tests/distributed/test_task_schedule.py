@@ -79,6 +79,7 @@ def test_a_slow_group_runs_fewer_tasks_and_each_task_runs_once(start, static_run
     assert promise.startswith("task_schedule=dynamic: theta is the same to rounding")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_episodes_are_prepared_ahead_and_no_rank_loads_one_twice(start, static_run, tmp_path):
     job = start(tmp_path, env={"SLOW_RANK": "1", "EPISODE_S": "0.3"}, num_workers=1)

@@ -30,6 +30,7 @@ def settings(tmp_path_factory):
     return {**SHORT, "dataset": data, "tune": json.dumps(SECTION)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "held_out",
     [[], pytest.param(["c4", "c5", "c6", "c7"], marks=pytest.mark.slow)],
@@ -53,6 +54,7 @@ def test_any_layout_makes_the_same_choice(fork_server, flags, settings, tmp_path
     assert found == found[:1] * 3
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_ends_all(fork_server, flags, settings, tmp_path):
     splits, run = tmp_path / "splits.json", tmp_path / "run"
     splits.write_text(json.dumps({"train": [f"c{number}" for number in range(8)]}))

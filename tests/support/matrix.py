@@ -95,7 +95,7 @@ ALSO: dict[str, dict[str, Any]] = {
     "sampled": {"support_batch_size": 4, "inner_steps": 4},  # of 5 or 15 rows; two epochs of the 5
     "stale": {"max_staleness": 2},  # test_bounded_staleness.py has its cases
     "wire": {"reduce_dtype": "bf16"},
-    "scaled": {"base_meta_batch_size": 12},  # of 3 tasks: half of AdamW's rate
+    "scaled": {"base_meta_batch_size": 6},  # of 3 tasks: half of SGD's rate
     "measured": {"gradient_noise_scale": True},  # test_noise_scale.py has the cases of these
     "measured-tasks": {"gradient_noise_scale": True, "lora_r": 4, "tasks_per_pass": "2"},
     "lora-linear": {"lora_r": 4, "lora_target_modules": ["all-linear"]},

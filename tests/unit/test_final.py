@@ -142,7 +142,7 @@ def held_out_of(config: Config) -> tuple[HeldOut, Any, build.Runtime]:
 def test_counts_equal_those_of_a_plain_loop(bert, classes):
     """The report's confusion matrix is that of the first held-out episode."""
     tasks = {"n_way": 3, "n_way_max": 4, "k_shot": 1, "num_query": 4, "eval_episodes": 6, "seed": 3}
-    loop = {"inner_lr": 0.05, "inner_steps": 20, "micro_batch_size": 5}
+    loop = {"inner_lr": 0.05, "inner_steps": 2, "micro_batch_size": 5}
     config = Config(model_name_or_path=str(bert), dataset=[str(classes)], **tasks, **loop)
     held_out, source, parts = held_out_of(config)
     theta = parts.meta_params.theta.clone()
@@ -157,7 +157,7 @@ def test_counts_equal_those_of_a_plain_loop(bert, classes):
         for rows in (episode.support, episode.query)
     )
     model = PlainClassifier(bert, len(episode.classes))
-    model.learn(support, labels, [0.05] * 20)
+    model.learn(support, labels, [0.05] * 2)
     counts = torch.zeros(len(episode.classes), len(episode.classes), dtype=torch.long)
     for right, answer in zip(truth, model(query).argmax(1), strict=True):
         counts[right, answer] += 1

@@ -291,6 +291,7 @@ def test_task_that_ends_every_process_is_given_up(made, fast_polling, failure, e
     assert loaded[3].batches is not None
 
 
+@pytest.mark.slow
 def test_death_counts_only_for_the_task_being_prepared(made, fast_polling, loader_of, right):
     """The second task kills its process while the trainer waits for the first task, which another process
     prepares.
@@ -311,6 +312,7 @@ def test_processes_that_die_at_start_are_given_up_and_no_task_is_lost(made, fast
     check_message(last, "num_workers=1: ", f"loader processes failed {DEATHS} times")
 
 
+@pytest.mark.slow
 def test_removed_folder_loses_no_task(made, loader_of, right):
     loader = loader_of("1")
     loaded = loader.fetch(made.tasks[:2])
@@ -349,6 +351,7 @@ def test_processes_that_cannot_start(made, monkeypatch, loader_of, error, free_m
     assert ("--shm-size" in warning) == blamed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("full", "semaphores", "parts"),
     [
@@ -493,6 +496,7 @@ def start_repeatedly(root: str, barrier) -> None:
                 leave_stale_folder(Path(root), f"{number}-stale")
 
 
+@pytest.mark.slow
 def test_concurrent_starts_after_a_killed_run_keep_each_others_folders(tmp_path):
     context = multiprocessing.get_context("forkserver")
     given = (str(tmp_path), context.Barrier(RANKS))

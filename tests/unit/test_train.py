@@ -120,6 +120,7 @@ def assert_rates(model: Path, learned: str) -> None:
         assert found == pytest.approx(start, abs=0.1)
 
 
+@pytest.mark.slow
 def test_the_exported_weights_interpolate_start_and_theta(run, bert, tmp_path, monkeypatch):
     """And so is what is validated, while theta itself goes its way as if there were none."""
     # so that rows of the final table differ by the weights alone

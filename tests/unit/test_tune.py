@@ -79,6 +79,7 @@ def fail_at_the_third(patch, error: BaseException) -> list:
     return recorded(patch, TuneRun, "score", at=2, error=error)
 
 
+@pytest.mark.slow
 def test_the_choice_is_the_best_of_all_evaluations(bert, tmp_path):
     """Of a model that has a learned head; the tuned model needs no flags any more."""
     model, rates = trained(bert, tmp_path / "run", head_init="learned"), [0.05, 0.5]
