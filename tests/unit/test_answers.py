@@ -129,7 +129,6 @@ def test_accuracy_counts_each_answer_of_a_prompt():
     assert (right.item(), answers.item()) == (2, 3)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_meta_icl_run_lowers_the_loss_in_context_and_evaluate_uses_prompts(tmp_path, pairs):
     """The model stores its method and no inner loop; support sets have no loss. A run that learns support
