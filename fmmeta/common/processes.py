@@ -285,9 +285,12 @@ def time_limit(seconds: float | None) -> Iterator[None]:
 def without_fragments() -> Iterator[None]:
     """Inside, glibc returns each freed block from 128 KiB on to the system. Otherwise the larger blocks that
     were read and converted stay between the shards: 1.36 GB for 0.52 GB of shards. Afterwards the limit is
-    the 32 MiB that glibc reaches by itself. Other C libraries are left as they are.
+    the 32 MiB that glibc reaches by itself. The user's own limit stays, and other C libraries are left alone.
     """
-    mallopt, threshold = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0), -3  # M_MMAP_THRESHOLD
+    mallopt, threshold = getattr(ctypes.CDLL(None), "mallopt", None), -3  # M_MMAP_THRESHOLD
+    if mallopt is None or "MALLOC_MMAP_THRESHOLD_" in os.environ:
+        yield
+        return
     mallopt(threshold, 2**17)
     try:
         yield
