@@ -181,6 +181,7 @@ def of_class(found: Any) -> Any:
 
 @cache
 def own(learner: type) -> LearnerSpec:
+    """The spec of the class of a user's learner."""
     return replace(OWN, learner=learner, make=None if getattr(learner, "auto", "") else learner)
 
 

@@ -70,7 +70,7 @@ class ConvertedTensor(NamedTuple):
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-def equal(one: StoredTensor | ConvertedTensor, other: StoredTensor | ConvertedTensor) -> bool:
+def same_values(one: StoredTensor | ConvertedTensor, other: StoredTensor | ConvertedTensor) -> bool:
     """Whether both hold the same values; reads them only if they are stored apart."""
     if one == other:
         return True
@@ -199,7 +199,7 @@ def find_tensors(
     names: dict[nn.Parameter, str] = {}
     for alias, param in hf.named_parameters(remove_duplicate=False):
         name = names.setdefault(param, alias)  # the one of named_parameters()
-        if alias in found and not equal(found.setdefault(name, found[alias]), found[alias]):
+        if alias in found and not same_values(found.setdefault(name, found[alias]), found[alias]):
             raise different_tied(config, name, alias)
     check_complete(hf, config, description, wanted.keys() - found.keys(), others)
     refuse_other_layers(hf, config, unused)

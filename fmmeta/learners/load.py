@@ -790,7 +790,9 @@ def load_hf(config: Config, description: Description) -> Any:
         for second, first in hf.get_expanded_tied_weights_keys(all_submodels=True).items():
             if params.get(first) is not params.get(second):  # transformers has untied them
                 raise different_tied(config, first, second)
-        packed = getattr(hf, "is_quantized", False) and quantized.replace_products(hf)
+        packed = getattr(hf, "is_quantized", False)
+        if packed:
+            quantized.replace_products(hf)
         if base != name and not config.lora_r:  # adapters that are trained further are not merged
             merge(hf, adapter_folder(name), config, keep=packed)
             for param in hf.parameters():  # peft had frozen the base

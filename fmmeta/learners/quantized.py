@@ -115,15 +115,14 @@ def forward(layer: Any, x: Tensor) -> Tensor:
     return y if layer.bias is None else y + layer.bias.to(x.dtype)
 
 
-def replace_products(hf: Any) -> bool:
-    """Let the quantised layers of a loaded model compute by `Product`; return True."""
+def replace_products(hf: Any) -> None:
+    """Let the quantised layers of a loaded model compute by `Product`."""
     import bitsandbytes
 
     for module in hf.modules():
         if isinstance(module, (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)):
             kind: Any = type(type(module).__name__, (type(module),), {"forward": forward})
             module.__class__ = kind
-    return True
 
 
 def mark(hf: Any, settings: dict[str, Any]) -> None:

@@ -20,10 +20,9 @@ benchmarks/plan.py.
 """
 
 import json
-from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,10 +53,15 @@ META = ("theta", "meta_gradient", "direction", "moments", "kept")
 FLATTENED = 5 * 10**8  # parameters that ZeRO 0 flattens for one reduction (deepspeed/runtime/engine.py)
 
 
-Counts = namedtuple("Counts", ("trained", "frozen", "packed", "packed_bytes"), defaults=(0, 0))
-"""Parameters of a rank's part of a model. packed: of the frozen ones, those that are quantised; packed_bytes:
-their bytes, with scales.
-"""
+class Counts(NamedTuple):
+    """Parameters of a rank's part of a model. packed: of the frozen ones, those that are quantised;
+    packed_bytes: their bytes, with scales.
+    """
+
+    trained: int
+    frozen: int
+    packed: int = 0
+    packed_bytes: int = 0
 
 
 @dataclass(frozen=True)

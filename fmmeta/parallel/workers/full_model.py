@@ -52,10 +52,6 @@ class FullModelWorker(Worker):
         """The Learner, inside an engine or not."""
         return getattr(self.model, "module", self.model)
 
-    @property
-    def routers(self) -> Sequence[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return router_names(self.learner)
-
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate the gradient of a micro-batch's loss; `last` of the pass. Collective: group."""
@@ -345,7 +341,7 @@ class PlainWorker(FullModelWorker):
                 # adapters are small, and an inner step may change less than bf16 resolves
                 if ".lora_" not in name and param.is_floating_point():
                     param.data = param.data.to(torch.bfloat16)
-        self.model = model.to(device)
+        self.model, self.routers = model.to(device), router_names(model)
         self.prefixes = getattr(model, "prefixes", None)
         # bf16 parameters and their views of the buffer; fp32 parameters are the buffer itself
         self.working: list[tuple[nn.Parameter, Tensor, Tensor]] = []

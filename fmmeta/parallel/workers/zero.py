@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from fmmeta.common.errors import PeerError, UsageError, one_line
 from fmmeta.common.processes import quiet_logger, without_fragments
 from fmmeta.common.text import nearest
-from fmmeta.learners.experts import fused_experts, release_weights
+from fmmeta.learners.experts import fused_experts, release_weights, router_names
 from fmmeta.learners.lazy_weights import LazyModel
 from fmmeta.learners.stages import base_model
 from fmmeta.parallel.collectives import Communicator
@@ -331,7 +331,7 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
             for param in model.parameters():  # one view of a mapped checkpoint keeps all of it in memory
                 param.data = param.data.clone()
         self.start_engine(model, groups, config, names, mpu=mpu)
-        self.model = self.engine
+        self.model, self.routers = self.engine, router_names(model)
         for leaf in import_deepspeed().utils.get_z3_leaf_modules(model):
             leaf.register_forward_pre_hook(with_gradient, prepend=True)
         if bf16 and read is not None:
