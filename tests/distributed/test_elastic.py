@@ -229,13 +229,12 @@ def test_a_group_comes_back_by_its_launcher(launcher, trial, tmp_path):
     with log.open("a") as out:
         process = subprocess.Popen(words, cwd=tmp_path, env=env, stdout=out, stderr=out)
     try:
-        run.wait_for(2, PATIENCE_S)
-        run.kills.append({"group": "back", "at": time.monotonic()})
+        until(lambda: log.read_text().count("state received from group group0") == 1, PATIENCE_S)
         if launcher == "torchrun":
             psutil.Process(process.pid).children()[0].kill()
         else:
             leave.write_text("leave\n")
-        run.wait_for(2, PATIENCE_S)
+        until(lambda: log.read_text().count("state received from group group0") == 2, PATIENCE_S)
         run.hurry()
         run.end(PATIENCE_S)
         assert process.wait(PATIENCE_S) == run.code == 0, log.read_text()
@@ -243,7 +242,6 @@ def test_a_group_comes_back_by_its_launcher(launcher, trial, tmp_path):
         for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
             child.kill()
         process.kill()
-    assert log.read_text().count("state received from group group0") == 2
     lines = lines_of(run.folder)
     assert [line["step"] for line in lines] == list(range(1, 151))
     assert {line["tasks"] for line in lines} == {3}
