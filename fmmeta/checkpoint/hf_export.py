@@ -313,8 +313,8 @@ def plan_files(skeleton: Learner, worker: Worker) -> Files:
 def save_model(
     folder: Path, hf: Any, description: Description, weights: dict[str, Tensor] | None = None
 ) -> None:
-    """Save an HF model in fp32, with the dropouts of its checkpoint. weights: in place of the model's."""
-    for key, value in description.dropouts.items():
+    """Save an HF model in fp32, with the settings of its checkpoint. weights: in place of the model's."""
+    for key, value in description.restored.items():
         setattr(hf.config, key, value)
     hf = whole_of(hf)
     hf.config.dtype = torch.float32

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmmeta.common.errors import UsageError
 from fmmeta.config.algorithms import find
+from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
@@ -84,13 +84,32 @@ def has_experts(hf_config: Any) -> bool:
     return any(getattr(hf_config, key, None) not in (None, 0, 1) for key in COUNTS)
 
 
-def refuse_separate_experts(hf: Any, name: str) -> None:
-    """Raise `UsageError` for a mixture whose experts are separate modules: ranks would run them in different
-    orders. name: of the model.
+def check_mixture(hf: Any, config: Config, router_loss: bool) -> None:
+    """Raise `UsageError` for a mixture whose experts are separate modules, which ranks would run in different
+    orders, and for settings that its `router_loss` does not go with: it depends on all rows of a pass.
     """
-    if not fused_experts(hf):
-        raise UsageError(
-            f"model_name_or_path={name} is a mixture of experts ({hf.config.model_type}) whose experts"
-            " transformers does not fuse, which is not supported; use a dense model, or a family such as"
-            " qwen3_moe"
-        )
+    name = f"model_name_or_path={config.model_name_or_path}"
+    others = {
+        f"task_type={config.task_type}": not (config.learner.generates and config.learner.plain),
+        f"pipeline_stages={config.pipeline_stages}": config.pipeline_stages > 1,
+        f"tasks_per_pass={config.tasks_per_pass}": config.tasks_per_pass != "1",
+        f"packing={config.packing}": config.packing,
+        f"{hf.config.model_type}, which computes none,": not hasattr(hf, "router_aux_loss_coef"),
+    }
+    refuse_first(
+        [
+            (
+                not fused_experts(hf),
+                f"{name} is a mixture of experts ({hf.config.model_type}) whose experts transformers does not"
+                " fuse, which is not supported; use a dense model, or a family such as qwen3_moe",
+            ),
+            *(
+                (
+                    router_loss and holds,
+                    f"{given} does not go with the loss of routers that {name} asks for; set"
+                    " output_router_logits to false in its config.json",
+                )
+                for given, holds in others.items()
+            ),
+        ]
+    )

@@ -7,8 +7,11 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from fmmeta import MetaTrainer
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.learners.causal_lm import CausalLearner
@@ -20,8 +23,9 @@ from fmmeta.meta.hessian import HvpOptions
 from tests.support import learners
 from tests.support.exports import exported
 from tests.support.helpers import refusal
+from tests.support.matrix import oracle_inputs, relative_error
 from tests.support.messages import check_message
-from tests.support.models import MIXTURES, save, save_family, tiny
+from tests.support.models import MIXTURES, save, save_family, tiny, write_pairs
 
 
 def config_of(folder, **settings) -> Config:
@@ -175,6 +179,97 @@ def test_differences_are_taken_only_where_they_are_asked_for():
         refuse_jumps(config, worker, by_differences)
 
 
-def test_the_loss_of_routers_is_refused(tmp_path):
-    folder = save(tiny("mixtral", output_router_logits=True), tmp_path)
-    check_message(refusal(describe, config_of(folder)), "output_router_logits", "set it to false")
+AUX = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+RUN = {"task_type": "causal_lm", "n_way": 2, "k_shot": 5, "num_query": 3, "meta_batch_size": 2}
+RUN |= {"inner_steps": 2, "inner_lr": 0.1, "outer_steps": 2, "outer_optimizer": "sgd", "outer_lr": 0.5}
+RUN |= {"lr_scheduler_type": "constant", "max_grad_norm": 0.0, "weight_decay": 0.0, "eval_episodes": 0}
+
+
+def loss_of_set(hf, phi, rows, share):
+    """The cross-entropy, and `share` of transformers' loss of the routers of the whole set."""
+    length = max(len(row.input_ids) for row in rows)
+    ids, labels, mask = (
+        torch.tensor([list(part) + [fill] * (length - len(part)) for part in parts])
+        for parts, fill in (
+            ([row.input_ids for row in rows], 0),
+            ([row.token_labels for row in rows], -100),
+            ([[1] * len(row.input_ids) for row in rows], 0),
+        )
+    )
+    given = {"input_ids": ids, "attention_mask": mask, "output_router_logits": True, "use_cache": False}
+    out = torch.func.functional_call(hf, phi, kwargs=given)
+    logits, answers = out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    balance = load_balancing_loss_func(out.router_logits, 12, 2, mask)
+    return torch.nn.functional.cross_entropy(logits, answers, ignore_index=-100) + share * balance
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"algorithm": "maml", "second_order": "autograd", "freeze": ["none"]}),
+        pytest.param("olmoe", {"gradient_checkpointing": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_loss_of_routers_is_that_of_transformers(tmp_path, family, settings):
+    folder = save(tiny(family, num_hidden_layers=2, **AUX), tmp_path / "base")
+    data = [str(write_pairs(tmp_path / "pairs.jsonl"))]
+    given = {**RUN, **settings, "model_name_or_path": str(folder), "dataset": data}
+    config = Config(**given, output_dir=str(tmp_path / "run"))
+    MetaTrainer(config).train()
+    learner, began, steps = oracle_inputs(config.but(gradient_checkpointing=False))
+    began = {name.removeprefix("hf."): value for name, value in began.items()}
+    frozen = () if config.freeze else {name for name in began if "mlp.gate.weight" in name}
+
+    def ended(share):
+        theta, exact = began, config.algorithm == "maml"
+        for episodes in steps:
+            gradients = []
+            for one in episodes:
+                leaf = {name: value.clone().requires_grad_() for name, value in theta.items()}
+                phi = leaf
+                for _ in range(2):
+                    loss = loss_of_set(learner.hf, phi, one.support, share)
+                    found = torch.autograd.grad(loss, [*phi.values()], create_graph=exact)
+                    rates = [0.0 if name in frozen else 0.1 for name in phi]
+                    phi = {
+                        name: phi[name] - rate * each
+                        for name, rate, each in zip(phi, rates, found, strict=True)
+                    }
+                loss = loss_of_set(learner.hf, phi, one.query, share)
+                gradients.append(torch.autograd.grad(loss, [*leaf.values()]))
+            means = [sum(each) / len(episodes) for each in zip(*gradients, strict=True)]
+            theta = {name: theta[name] - 0.5 * mean for name, mean in zip(theta, means, strict=True)}
+        return theta
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert model.config.output_router_logits
+    theta = {name: param.detach() for name, param in model.named_parameters()}
+    with sdpa_kernel(SDPBackend.MATH):
+        with_it, without = (relative_error(theta, ended(share), began) for share in (0.5, 0.0))
+    assert with_it < 1e-5 < 0.1 < without
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"micro_batch_size": 3}, ("micro_batch_size=3", "cut the 5 rows", "depend on each other")),
+        ({"task_type": "classification"}, ("task_type=classification", "output_router_logits to false")),
+        ({"packing": True}, ("packing=True", "output_router_logits to false")),
+        ({"pipeline_stages": 2}, ("pipeline_stages=2", "output_router_logits to false")),
+        ({"tasks_per_pass": "2", "lora_r": 2}, ("tasks_per_pass=2", "output_router_logits to false")),
+    ],
+)
+def test_what_the_loss_of_routers_does_not_go_with_is_refused(tmp_path, settings, parts):
+    folder, data = save(tiny("mixtral", **AUX), tmp_path / "base"), write_pairs(tmp_path / "pairs.jsonl")
+    given = {**RUN, **settings, "model_name_or_path": str(folder), "dataset": [str(data)]}
+    config = Config(**given, output_dir=str(tmp_path / "run"))
+    check_message(
+        refusal(MetaTrainer(config).train) if "micro_batch_size" in settings else refusal(describe, config),
+        *parts,
+    )
+
+
+def test_a_mixture_that_computes_no_loss_of_routers_is_refused(tmp_path):
+    folder = save(tiny("deepseek_v3", **AUX), tmp_path)
+    check_message(refusal(describe, config_of(folder)), "deepseek_v3, which computes none", "set output")
