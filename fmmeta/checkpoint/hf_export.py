@@ -10,6 +10,8 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +47,13 @@ from fmmeta.tasks.data.encode import end_tokens
 from fmmeta.tasks.data.splits import UsedSplits
 
 FILE_BYTES = (2**26, 2**30)  # smallest and largest safetensors file of a model of several files
-OTHERS = "model-others.safetensors"  # of a checkpoint whose language model was trained: the other parts
+OTHERS = "model-others-{:05d}.safetensors"
+"""Files of the other parts of a checkpoint whose language model was trained, one for each that holds some."""
 WEIGHTS = (
     "model.safetensors",
     "model-*-of-*.safetensors",
     "model.safetensors.index.json",
-    OTHERS,
+    "model-others*.safetensors",
     HEAD_FILE,
     "adapter_model.safetensors",
     "adapter_config.json",
@@ -258,12 +261,17 @@ def as_stored(skeleton: Learner, tensors: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def write_others(folder: Path, hf: Any, config: Config) -> dict[str, str]:
-    """Copy the tensors of the checkpoint outside its language model `hf`; return their file by name."""
-    base, inside = base_model_name(config.model_source), hf.state_dict()
+    """Copy the tensors of the checkpoint outside its language model `hf`, from one of its files at a time;
+    return their new file by name.
+    """
+    base, inside, files = base_model_name(config.model_source), hf.state_dict(), dict[str, str]()
     stored = stored_tensors(hf, base, checkpoint_files(base))
-    others = {key: StoredTensor(path, key).read() for path, key, name, *_ in stored if name not in inside}
-    save_file(others, folder / OTHERS, {"format": "pt"})
-    return dict.fromkeys(others, OTHERS)
+    others = ((path, key) for path, key, name, *_ in stored if name not in inside)
+    for number, (path, found) in enumerate(groupby(others, key=itemgetter(0)), 1):
+        file, keys = OTHERS.format(number), [key for _, key in found]
+        save_file({key: StoredTensor(path, key).read() for key in keys}, folder / file, {"format": "pt"})
+        files |= dict.fromkeys(keys, file)
+    return files
 
 
 def write_index(folder: Path, skeleton: Learner, files: Files, others: Mapping[str, str]) -> None:

@@ -20,8 +20,14 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exper
 
 
 def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """By name, the modules of classes that transformers' `use_experts_implementation` has made."""
-    return {name: module for name, module in model.named_modules() if "_is_expert_parallel" in vars(module)}
+    """By name, the modules of classes that transformers' `use_experts_implementation` has made, or that hold
+    fused experts without it (Llama 4).
+    """
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if "_is_expert_parallel" in vars(module) or "gate_up_proj" in module._parameters
+    }
 
 
 def release_weights(experts: nn.Module) -> None:
