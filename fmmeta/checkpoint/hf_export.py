@@ -25,6 +25,7 @@ from fmmeta.common.text import to_json
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config, InnerConfig
 from fmmeta.learners.base import HFLearner, Learner
+from fmmeta.learners.experts import frozen_names, router_names
 from fmmeta.learners.files import (
     BASE_FOLDER,
     GENERATION_FILE,
@@ -361,6 +362,8 @@ def write_metadata(
     }
     if spec.evaluation:
         stored["method"], rates = spec.method, None
+    elif routers := [] if config.lora_r else router_names(skeleton):  # defaults depend on the algorithm
+        stored["freeze"] = frozen_names(config, routers) or ["none"]
     if rates is not None and rates.element is not None:
         stored["inner_rates"] = RATES_FILE
     elif rates is not None:  # by layer, the rate of each step
