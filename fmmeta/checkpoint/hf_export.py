@@ -40,7 +40,7 @@ from fmmeta.learners.files import (
 from fmmeta.learners.lazy_weights import StoredTensor
 from fmmeta.learners.load import Description, empty_learner, generation_settings, load_hf, stored_tensors
 from fmmeta.learners.lora import merge, save_adapter
-from fmmeta.learners.text_part import renamed_outside, whole_of
+from fmmeta.learners.text_part import outside, whole_of
 from fmmeta.meta.inner_optimizers import RATES_FILE, Rates
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
@@ -247,8 +247,7 @@ def write_weights(
         }
         if worker.group.rank == writer:
             try:
-                stored = tensors if path == HEAD_FILE else as_stored(skeleton, tensors)
-                save_tensors(stored, folder / path)
+                save_tensors(tensors if path == HEAD_FILE else as_stored(skeleton, tensors), folder / path)
             except Exception as error:
                 failures.append(error)
     return failures
@@ -258,7 +257,8 @@ def as_stored(skeleton: Learner, tensors: dict[str, Tensor]) -> dict[str, Tensor
     """Tensors as a checkpoint of transformers has them; of a user's module as they are."""
     if not isinstance(skeleton, HFLearner):
         return tensors
-    return revert_weight_conversion(whole_of(skeleton.hf), renamed_outside(skeleton.hf, tensors))
+    named = {outside(skeleton.hf, name): tensor for name, tensor in tensors.items()}
+    return revert_weight_conversion(whole_of(skeleton.hf), named)
 
 
 def write_others(folder: Path, hf: Any, config: Config) -> dict[str, str]:
@@ -282,11 +282,10 @@ def write_index(folder: Path, skeleton: Learner, files: Files, others: Mapping[s
         path: {name.removeprefix("hf."): state[name] for name in names} for path, (_, names) in files.items()
     }
     keys = {key: path for path, tensors in meta.items() for key in as_stored(skeleton, tensors)}
-    keys.update(others)
     size = sum(value.numel() * 4 for tensors in meta.values() for value in tensors.values())
     write_json(
         folder / "model.safetensors.index.json",
-        {"metadata": {"total_size": size}, "weight_map": dict(sorted(keys.items()))},
+        {"metadata": {"total_size": size}, "weight_map": dict(sorted([*keys.items(), *others.items()]))},
         indent=2,
     )
 
@@ -303,8 +302,7 @@ def plan_files(skeleton: Learner, worker: Worker) -> Files:
         f"{prefix}{key}": value.numel() * 4 for key, value in model.state_dict().items() if key in saved
     }
     limit = min(FILE_BYTES[1], max(FILE_BYTES[0], sum(tensors.values()) // worker.group.size))
-    files: list[tuple[int, list[str]]] = []
-    full = 0
+    files, full = list[tuple[int, list[str]]](), 0
     for name in sorted(tensors, key=worker.writer_rank):  # by rank, and in the order of the model
         writer = worker.writer_rank(name)
         if not files or files[-1][0] != writer or full + tensors[name] > limit:
@@ -323,8 +321,7 @@ def save_model(
     folder: Path, hf: Any, description: Description, weights: dict[str, Tensor] | None = None
 ) -> None:
     """Save an HF model in fp32, with the settings of its checkpoint. weights: in place of the model's."""
-    for key, value in description.restored.items():
-        setattr(hf.config, key, value)
+    hf.config.update(description.restored)
     hf = whole_of(hf)
     hf.config.dtype = torch.float32
     # `carry_files` writes the checkpoint's; transformers refuses to save some that it loads

@@ -5,7 +5,7 @@ its experts at once from parameters with a dimension of experts: `gate_up_proj` 
 [E, H, I].
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,22 +36,17 @@ def release_weights(experts: nn.Module) -> None:
     """
     forward, params = experts.forward, [*experts.parameters(recurse=False)]
 
-    def pack(saved: Tensor) -> Any:
+    def pack(saved: Tensor) -> Callable[[], Tensor]:
+        size, stride = saved.size(), saved.stride()
         for param in params:
             begin = saved.storage_offset() - param.storage_offset()
             same = saved.untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
             if same and 0 <= begin < param.numel():
-                return param, saved.size(), saved.stride(), begin
-        return saved
-
-    def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        param, size, stride, begin = packed
-        return param.detach().as_strided(size, stride, param.storage_offset() + begin)
+                return lambda: param.detach().as_strided(size, stride, param.storage_offset() + begin)
+        return lambda kept=saved: kept
 
     def run(*inputs: Any, **named: Any) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed()):
             return forward(*inputs, **named)
 
     experts.forward = run
@@ -64,11 +59,11 @@ def router_names(model: nn.Module) -> list[str]:
     models = [getattr(module, "_can_record_outputs", None) or {} for module in model.modules()]
     recorded = [found["router_logits"] for found in models if "router_logits" in found]
     kinds = tuple({getattr(one, "target_class", one) for one in recorded})
-    routers = [name for name, module in model.named_modules() if kinds and isinstance(module, kinds)]
     return [
-        name
-        for name, _ in model.named_parameters()
-        if any(name.startswith(f"{router}.") for router in routers)
+        f"{name}.{own}"
+        for name, module in model.named_modules()
+        if isinstance(module, kinds)
+        for own, _ in module.named_parameters()
     ]
 
 
