@@ -142,6 +142,7 @@ def test_routers_are_frozen_by_default(folders):
     for settings, wanted in (
         ({}, len(routers)),
         ({"algorithm": "maml"}, len(routers)),
+        ({"algorithm": "none"}, len(routers)),
         ({"algorithm": "reptile"}, 0),
         ({"lora_r": 2}, 0),
         ({"inner_lr_learned": "layer"}, 0),
