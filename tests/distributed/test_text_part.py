@@ -17,7 +17,7 @@ from fmmeta import Config, MetaTrainer, adapt, load
 from fmmeta.checkpoint import hf_export
 from fmmeta.learners.load import describe, empty_hf, load_learner
 from tests.support.helpers import fast_or_slow
-from tests.support.matrix import Case, ParityFixture, selected, tolerance
+from tests.support.matrix import Case, Launches, ParityFixture, kind_of, selected, tolerance
 from tests.support.messages import check_message, refusal
 from tests.support.models import save, write_pairs
 
@@ -133,10 +133,15 @@ def bench(tmp_path_factory):
     return WholeFixture(tmp_path_factory.mktemp("wholes"))
 
 
+@pytest.fixture(scope="module")
+def outcomes(request, bench):
+    return Launches(bench, selected(request), kind_of).outcome
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", fast_or_slow(CASES, CASES[: len(FAST)].__contains__, lambda case: case.id))
-def test_ends_where_the_oracle_ends_on_the_language_model_alone(case, bench, request):
-    theta, _ = bench.outcome(case, selected(request))
+def test_ends_where_the_oracle_ends_on_the_language_model_alone(case, bench, outcomes):
+    theta, _ = outcomes(case)
     assert bench.error(case, theta) < tolerance(case)
 
 
