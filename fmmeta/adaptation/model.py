@@ -447,7 +447,7 @@ def load_model(
             ranks.layout.group_rank,
             ranks.layout.group_size,
             collate_fn=Collate.of(config),
-            whole_sets=not config.learner.kind.rows_are_independent,
+            whole_sets=bool(description.dependent(config)),
         ),
     )
 

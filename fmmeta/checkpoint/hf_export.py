@@ -10,6 +10,8 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from fmmeta.common.text import to_json
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config, InnerConfig
 from fmmeta.learners.base import HFLearner, Learner
+from fmmeta.learners.experts import frozen_names, router_names
 from fmmeta.learners.files import (
     BASE_FOLDER,
     GENERATION_FILE,
@@ -37,7 +40,7 @@ from fmmeta.learners.files import (
 from fmmeta.learners.lazy_weights import StoredTensor
 from fmmeta.learners.load import Description, empty_learner, generation_settings, load_hf, stored_tensors
 from fmmeta.learners.lora import merge, save_adapter
-from fmmeta.learners.text_part import renamed_outside, whole_of
+from fmmeta.learners.text_part import outside, whole_of
 from fmmeta.meta.inner_optimizers import RATES_FILE, Rates
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
@@ -45,12 +48,13 @@ from fmmeta.tasks.data.encode import end_tokens
 from fmmeta.tasks.data.splits import UsedSplits
 
 FILE_BYTES = (2**26, 2**30)  # smallest and largest safetensors file of a model of several files
-OTHERS = "model-others.safetensors"  # of a checkpoint whose language model was trained: the other parts
+OTHERS = "model-others-{:05d}.safetensors"
+"""Files of the other parts of a checkpoint whose language model was trained, one for each that holds some."""
 WEIGHTS = (
     "model.safetensors",
     "model-*-of-*.safetensors",
     "model.safetensors.index.json",
-    OTHERS,
+    "model-others*.safetensors",
     HEAD_FILE,
     "adapter_model.safetensors",
     "adapter_config.json",
@@ -243,8 +247,7 @@ def write_weights(
         }
         if worker.group.rank == writer:
             try:
-                stored = tensors if path == HEAD_FILE else as_stored(skeleton, tensors)
-                save_tensors(stored, folder / path)
+                save_tensors(tensors if path == HEAD_FILE else as_stored(skeleton, tensors), folder / path)
             except Exception as error:
                 failures.append(error)
     return failures
@@ -254,16 +257,22 @@ def as_stored(skeleton: Learner, tensors: dict[str, Tensor]) -> dict[str, Tensor
     """Tensors as a checkpoint of transformers has them; of a user's module as they are."""
     if not isinstance(skeleton, HFLearner):
         return tensors
-    return revert_weight_conversion(whole_of(skeleton.hf), renamed_outside(skeleton.hf, tensors))
+    named = {outside(skeleton.hf, name): tensor for name, tensor in tensors.items()}
+    return revert_weight_conversion(whole_of(skeleton.hf), named)
 
 
 def write_others(folder: Path, hf: Any, config: Config) -> dict[str, str]:
-    """Copy the tensors of the checkpoint outside its language model `hf`; return their file by name."""
-    base, inside = base_model_name(config.model_source), hf.state_dict()
+    """Copy the tensors of the checkpoint outside its language model `hf`, from one of its files at a time;
+    return their new file by name.
+    """
+    base, inside, files = base_model_name(config.model_source), hf.state_dict(), dict[str, str]()
     stored = stored_tensors(hf, base, checkpoint_files(base))
-    others = {key: StoredTensor(path, key).read() for path, key, name, *_ in stored if name not in inside}
-    save_file(others, folder / OTHERS, {"format": "pt"})
-    return dict.fromkeys(others, OTHERS)
+    others = ((path, key) for path, key, name, *_ in stored if name not in inside)
+    for number, (path, found) in enumerate(groupby(others, key=itemgetter(0)), 1):
+        file, keys = OTHERS.format(number), [key for _, key in found]
+        save_file({key: StoredTensor(path, key).read() for key in keys}, folder / file, {"format": "pt"})
+        files |= dict.fromkeys(keys, file)
+    return files
 
 
 def write_index(folder: Path, skeleton: Learner, files: Files, others: Mapping[str, str]) -> None:
@@ -273,11 +282,10 @@ def write_index(folder: Path, skeleton: Learner, files: Files, others: Mapping[s
         path: {name.removeprefix("hf."): state[name] for name in names} for path, (_, names) in files.items()
     }
     keys = {key: path for path, tensors in meta.items() for key in as_stored(skeleton, tensors)}
-    keys.update(others)
     size = sum(value.numel() * 4 for tensors in meta.values() for value in tensors.values())
     write_json(
         folder / "model.safetensors.index.json",
-        {"metadata": {"total_size": size}, "weight_map": dict(sorted(keys.items()))},
+        {"metadata": {"total_size": size}, "weight_map": dict(sorted([*keys.items(), *others.items()]))},
         indent=2,
     )
 
@@ -294,8 +302,7 @@ def plan_files(skeleton: Learner, worker: Worker) -> Files:
         f"{prefix}{key}": value.numel() * 4 for key, value in model.state_dict().items() if key in saved
     }
     limit = min(FILE_BYTES[1], max(FILE_BYTES[0], sum(tensors.values()) // worker.group.size))
-    files: list[tuple[int, list[str]]] = []
-    full = 0
+    files, full = list[tuple[int, list[str]]](), 0
     for name in sorted(tensors, key=worker.writer_rank):  # by rank, and in the order of the model
         writer = worker.writer_rank(name)
         if not files or files[-1][0] != writer or full + tensors[name] > limit:
@@ -313,9 +320,8 @@ def plan_files(skeleton: Learner, worker: Worker) -> Files:
 def save_model(
     folder: Path, hf: Any, description: Description, weights: dict[str, Tensor] | None = None
 ) -> None:
-    """Save an HF model in fp32, with the dropouts of its checkpoint. weights: in place of the model's."""
-    for key, value in description.dropouts.items():
-        setattr(hf.config, key, value)
+    """Save an HF model in fp32, with the settings of its checkpoint. weights: in place of the model's."""
+    hf.config.update(description.restored)
     hf = whole_of(hf)
     hf.config.dtype = torch.float32
     # `carry_files` writes the checkpoint's; transformers refuses to save some that it loads
@@ -353,6 +359,8 @@ def write_metadata(
     }
     if spec.evaluation:
         stored["method"], rates = spec.method, None
+    elif routers := [] if config.lora_r else router_names(skeleton):  # defaults depend on the algorithm
+        stored["freeze"] = frozen_names(config, routers) or ["none"]
     if rates is not None and rates.element is not None:
         stored["inner_rates"] = RATES_FILE
     elif rates is not None:  # by layer, the rate of each step

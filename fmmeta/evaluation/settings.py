@@ -78,8 +78,8 @@ BELONG_TO = {  # stored settings that are not used with another inner optimizer,
         "inner_epsilon",
         "inner_weight_decay",
     },
-    "lora_r": {"lora_alpha", "lora_target_modules", "peft_config"},
-    "peft_config": {"lora_r", "lora_alpha", "lora_target_modules"},
+    "lora_r": {"lora_alpha", "lora_target_modules", "peft_config", "freeze"},
+    "peft_config": {"lora_r", "lora_alpha", "lora_target_modules", "freeze"},
 }
 
 

@@ -238,12 +238,14 @@ class HFLearner(Learner):
     auto: transformers' class for it, such as AutoModelForTokenClassification. peft_task: peft's name of what
     the adapters are for. pipeline: transformers' name of what an adapted model does. problem_type: as in its
     configuration. pooled: of learners of whole texts, the class over features that fmmeta pools (--pooling).
+    options: of `hf`, in passes whose losses are learned.
     """
 
     peft_task: str
     pipeline: str | None = None
     problem_type: str | None = None
     pooled: type | None = None
+    options: Mapping[str, Any] = {}
 
     def __init__(self, hf: Any, outputs: int = 0) -> None:
         """outputs: of the head, of learners that have one."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from fmmeta.common.errors import UsageError
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import HFLearner, RowLosses, at_least_fp32
-from fmmeta.learners.shared_prefix import Answers, logits_at, rows_of
+from fmmeta.learners.shared_prefix import Answers, outputs_at, rows_of
 from fmmeta.tasks.batching import IGNORE, Example, MicroBatch
 from fmmeta.tasks.data.columns import (
     CHATS,
@@ -39,8 +39,11 @@ from fmmeta.tasks.data.encode import AnswerReader, answer_reader, encode_pairs
 class CausalLearner(HFLearner):
     """A causal language model; it has no separate head to reset. Rows have an input and an answer, or several
     right ones (`answers`), the first of which is learned, and maybe `options` to choose from.
+
+    router_loss: of the last pass of a mixture of experts, without its coefficient.
     """
 
+    router_loss: Tensor | None = None
     peft_task = "CAUSAL_LM"
     inputs, pair = USUAL["input_column"], ("input", "output")
 
@@ -97,9 +100,9 @@ class CausalLearner(HFLearner):
         return answer_reader(tokenizer, config.prompt_template, ends)
 
     def forward(self, places: Tensor | None = None, **inputs: Tensor) -> Tensor:
-        if places is None:
-            return self.hf(**inputs, use_cache=False).logits
-        return logits_at(self.hf, places, **inputs, use_cache=False)[None]
+        outputs = outputs_at(self.hf, places, **inputs, **self.options, use_cache=False)
+        self.router_loss = getattr(outputs, "aux_loss", None)
+        return outputs.logits
 
     def places(self, batch: MicroBatch) -> Tensor | None:
         """Those of the tokens before label tokens: the others need no logits, which are large."""
@@ -123,8 +126,10 @@ class CausalLearner(HFLearner):
         failed = numbers.new_zeros(len(numbers), numbers.shape[1] + 1).scatter_reduce(
             1, numbers, wrong.long(), "amax"
         )
-        answers = numbers[:, -1]
-        return RowLosses(losses.sum(1), answers - failed.sum(1), answers)
+        answers, aux, self.router_loss = numbers[:, -1], self.router_loss, None  # it holds the graph
+        # of the whole set, so that the weighted losses of rows contain it once
+        shared = 0.0 if aux is None else self.hf.router_aux_loss_coef * aux / batch.weights.sum()
+        return RowLosses(losses.sum(1) + shared, answers - failed.sum(1), answers)
 
     def logits(self, outputs: Tensor) -> Tensor:
         return at_least_fp32(outputs)
@@ -147,7 +152,7 @@ class CausalLearner(HFLearner):
         return Answers(self)
 
     def score(self, batches: Sequence[MicroBatch]) -> RowLosses | None:
-        if not batches or not self.prefixes.can_score(batches):
+        if not batches or self.options or not self.prefixes.can_score(batches):
             return None
         most = max(len(batch.weights) for batch in batches)
         tokens = max(batch.targets["labels"].numel() for batch in batches)

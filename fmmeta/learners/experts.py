@@ -5,14 +5,14 @@ its experts at once from parameters with a dimension of experts: `gate_up_proj` 
 [E, H, I].
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fmmeta.common.errors import UsageError
 from fmmeta.config.algorithms import find
+from fmmeta.config.fields import refuse_first
 from fmmeta.config.settings import Config
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
@@ -20,8 +20,14 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exper
 
 
 def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """By name, the modules of classes that transformers' `use_experts_implementation` has made."""
-    return {name: module for name, module in model.named_modules() if "_is_expert_parallel" in vars(module)}
+    """By name, the modules of classes that transformers' `use_experts_implementation` has made, or that hold
+    fused experts without it (Llama 4).
+    """
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if "_is_expert_parallel" in vars(module) or "gate_up_proj" in module._parameters
+    }
 
 
 def release_weights(experts: nn.Module) -> None:
@@ -30,22 +36,17 @@ def release_weights(experts: nn.Module) -> None:
     """
     forward, params = experts.forward, [*experts.parameters(recurse=False)]
 
-    def pack(saved: Tensor) -> Any:
+    def pack(saved: Tensor) -> Callable[[], Tensor]:
+        size, stride = saved.size(), saved.stride()
         for param in params:
             begin = saved.storage_offset() - param.storage_offset()
             same = saved.untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
             if same and 0 <= begin < param.numel():
-                return param, saved.size(), saved.stride(), begin
-        return saved
-
-    def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        param, size, stride, begin = packed
-        return param.detach().as_strided(size, stride, param.storage_offset() + begin)
+                return lambda: param.detach().as_strided(size, stride, param.storage_offset() + begin)
+        return lambda kept=saved: kept
 
     def run(*inputs: Any, **named: Any) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed()):
             return forward(*inputs, **named)
 
     experts.forward = run
@@ -58,11 +59,11 @@ def router_names(model: nn.Module) -> list[str]:
     models = [getattr(module, "_can_record_outputs", None) or {} for module in model.modules()]
     recorded = [found["router_logits"] for found in models if "router_logits" in found]
     kinds = tuple({getattr(one, "target_class", one) for one in recorded})
-    routers = [name for name, module in model.named_modules() if kinds and isinstance(module, kinds)]
     return [
-        name
-        for name, _ in model.named_parameters()
-        if any(name.startswith(f"{router}.") for router in routers)
+        f"{name}.{own}"
+        for name, module in model.named_modules()
+        if isinstance(module, kinds)
+        for own, _ in module.named_parameters()
     ]
 
 
@@ -84,13 +85,32 @@ def has_experts(hf_config: Any) -> bool:
     return any(getattr(hf_config, key, None) not in (None, 0, 1) for key in COUNTS)
 
 
-def refuse_separate_experts(hf: Any, name: str) -> None:
-    """Raise `UsageError` for a mixture whose experts are separate modules: ranks would run them in different
-    orders. name: of the model.
+def check_mixture(hf: Any, config: Config, router_loss: bool) -> None:
+    """Raise `UsageError` for a mixture whose experts are separate modules, which ranks would run in different
+    orders, and for settings that its `router_loss` does not go with: it depends on all rows of a pass.
     """
-    if not fused_experts(hf):
-        raise UsageError(
-            f"model_name_or_path={name} is a mixture of experts ({hf.config.model_type}) whose experts"
-            " transformers does not fuse, which is not supported; use a dense model, or a family such as"
-            " qwen3_moe"
-        )
+    name = f"model_name_or_path={config.model_name_or_path}"
+    others = {
+        f"task_type={config.task_type}": not (config.learner.generates and config.learner.plain),
+        f"pipeline_stages={config.pipeline_stages}": config.pipeline_stages > 1,
+        f"tasks_per_pass={config.tasks_per_pass}": config.tasks_per_pass != "1",
+        f"packing={config.packing}": config.packing,
+        f"{hf.config.model_type}, which computes none,": not hasattr(hf, "router_aux_loss_coef"),
+    }
+    refuse_first(
+        [
+            (
+                not fused_experts(hf),
+                f"{name} is a mixture of experts ({hf.config.model_type}) whose experts transformers does not"
+                " fuse, which is not supported; use a dense model, or a family such as qwen3_moe",
+            ),
+            *(
+                (
+                    router_loss and holds,
+                    f"{given} does not go with the loss of routers that {name} asks for; set"
+                    " output_router_logits to false in its config.json",
+                )
+                for given, holds in others.items()
+            ),
+        ]
+    )

@@ -66,17 +66,15 @@ class ConvertedTensor(NamedTuple):
         converter = copy.deepcopy(self.converter)
         for (pattern, tensor), value in zip(self.sources, values, strict=True):
             converter.add_tensor(self.first, tensor.key, pattern, value)
-        made = converter.convert(self.first, model=self.hf, config=self.hf.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return {
+            name: value[0] if isinstance(value, list) else value
+            for name, value in converter.convert(self.first, model=self.hf, config=self.hf.config).items()
+        }
 
 
 def same_values(one: StoredTensor | ConvertedTensor, other: StoredTensor | ConvertedTensor) -> bool:
     """Whether both hold the same values; reads them only if they are stored apart."""
-    if one == other:
-        return True
-    values = one.read(), other.read()
-    dtype = torch.promote_types(*(value.dtype for value in values))
-    return torch.equal(*(value.to(dtype) for value in values))
+    return one == other or bool((one.read() == other.read()).all())
 
 
 @dataclass
@@ -126,9 +124,8 @@ def open_lazy_model(config: Config, description: Description) -> LazyModel:
         found = find_tensors(hf, config, description)
         torch.manual_seed(config.seed)
         initialize(hf, [name for name, _ in hf.named_parameters() if name not in found])
-        for name, buffer in hf.named_buffers():
-            if name in found:
-                buffer.copy_(found[name].read())
+        for name in found.keys() & dict(hf.named_buffers()).keys():
+            hf.get_buffer(name).copy_(found[name].read())
         torch.manual_seed(config.seed)
         learner = wrap_lazily(hf, config, description)
         initialize_head(learner, config)
@@ -146,9 +143,8 @@ def initialize(hf: Any, missing: Collection[str]) -> None:
             swap_tensors(param, nn.Parameter(torch.empty(param.shape), param.requires_grad))
         param._is_hf_initialized = name not in missing  # transformers skips these
     for module in hf.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
     hf.initialize_weights()
 
 
@@ -181,11 +177,10 @@ def find_tensors(
     head in other shapes are left out. Raises `UsageError` for an incomplete checkpoint.
     """
     name = config.model_source
-    paths = checkpoint_files(name)
     wanted, shapes, unused = hf.state_dict(), dict[str, list[int]](), list[str]()
     found: dict[str, StoredTensor | ConvertedTensor] = {}
     converted: dict[str, list[tuple[str, StoredTensor, list[int]]]] = defaultdict(list)
-    for path, key, renamed, pattern, shape in stored_tensors(hf, name, paths):
+    for path, key, renamed, pattern, shape in stored_tensors(hf, name, checkpoint_files(name)):
         if renamed in wanted and pattern is not None:
             converted[renamed].append((pattern, StoredTensor(path, key), shape))
         elif renamed in wanted:
@@ -218,8 +213,12 @@ def conversions(
     from transformers.core_model_loading import WeightConverter, dot_natural_key
 
     mapping = get_model_conversion_mapping(whole_of(hf)) if converted else ()
-    found = [one for one in mapping if isinstance(one, WeightConverter)]
-    by_pattern = {pattern: converter for converter in found for pattern in converter.source_patterns}
+    by_pattern = {
+        pattern: converter
+        for converter in mapping
+        if isinstance(converter, WeightConverter)
+        for pattern in converter.source_patterns
+    }
     for first, sources in converted.items():
         sources.sort(key=lambda source: dot_natural_key(source[1].key))
         made = ConvertedTensor(first, hf, by_pattern[sources[0][0]], first, [one[:2] for one in sources])

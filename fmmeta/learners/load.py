@@ -33,7 +33,7 @@ from fmmeta.config.learners import CAUSAL, SEQ2SEQ_LM
 from fmmeta.config.settings import Config
 from fmmeta.learners import quantized, text_part
 from fmmeta.learners.base import HFLearner, Learner
-from fmmeta.learners.experts import has_experts, refuse_separate_experts
+from fmmeta.learners.experts import check_mixture, has_experts
 from fmmeta.learners.files import (
     GENERATION_FILE,
     HEAD_FILE,
@@ -180,18 +180,18 @@ MOST_BYTES = 260  # rows of an embedding whose tokens may be bytes
 class Description:
     """A model before its weights are read.
 
-    pooling: model, mean or cls. dropouts: probabilities of the checkpoint; training sets them to 0, export
-    restores them. normalizes: whether sentence-transformers scales the folder's vectors to length 1.
-    labels: names of the classes of a model that is adapted to one task. classes: of all training tasks, where
-    one head serves them; 0: the head has the classes of an episode. images: whether it reads images. ends: of
-    a language model, the tokens that end a text by its generation settings. is_module: whether the learner is
-    the user's module, which has no configuration. whole: the configuration of the checkpoint, if the model is
-    a part of it (text_part.py).
+    pooling: model, mean or cls. restored: settings of the checkpoint that training changes and export
+    restores: probabilities of dropouts, which it sets to 0, and output_router_logits. normalizes: whether
+    sentence-transformers scales the folder's vectors to length 1. labels: names of the classes of a model
+    that is adapted to one task. classes: of all training tasks, where one head serves them; 0: the head has
+    the classes of an episode. images: whether it reads images. ends: of a language model, the tokens that end
+    a text by its generation settings. is_module: whether the learner is the user's module, which has no
+    configuration. whole: the configuration of the checkpoint, if the model is a part of it (text_part.py).
     """
 
     hf_config: Any
     pooling: str
-    dropouts: dict[str, Any]
+    restored: dict[str, Any]
     normalizes: bool = False
     labels: tuple[str, ...] = ()
     classes: int = 0
@@ -204,6 +204,16 @@ class Description:
     def pad_token_id(self) -> int:
         """0 where there are no tokens."""
         return getattr(self.hf_config, "pad_token_id", None) or 0
+
+    @property
+    def router_loss(self) -> bool:
+        """Whether the loss includes that of the routers of a mixture of experts."""
+        return "output_router_logits" in self.restored
+
+    def dependent(self, config: Config) -> str:
+        """The setting by which losses of rows depend on each other, with its value; "" if they do not."""
+        task_type = "" if config.learner.kind.rows_are_independent else f"task_type={config.task_type}"
+        return "output_router_logits=True of config.json" if self.router_loss else task_type
 
     def outputs(self, config: Config) -> int:
         """Outputs of the classifier head; 0 for causal_lm."""
@@ -278,21 +288,19 @@ def describe(config: Config) -> Description:
             pooling != "model" and getattr(hf_config, "is_encoder_decoder", False),
             f"a {kind}, an encoder and a decoder, which has no features to pool; give an encoder alone",
         ),
-        (
-            has_experts(hf_config) and getattr(hf_config, "output_router_logits", False),
-            "a mixture with output_router_logits in config.json; the loss of its routers depends on all rows"
-            " of a pass and is not implemented: set it to false",
-        ),
     )
     refuse_first((holds, f"model_name_or_path={name} is {why}") for holds, why in reasons)
     quantized.check_kind(name, config, hf_config)
-    dropouts = {
+    restored = {
         key: value
         for key, value in vars(hf_config).items()
         if any(part in key for part in DROPOUTS)
         and any(type(one) in (int, float) for one in (value if isinstance(value, list) else [value]))
     }
-    hf_config.update({key: [0.0] * len(v) if isinstance(v, list) else 0.0 for key, v in dropouts.items()})
+    hf_config.update({key: [0.0] * len(v) if isinstance(v, list) else 0.0 for key, v in restored.items()})
+    if has_experts(hf_config) and getattr(hf_config, "output_router_logits", False):
+        # learners ask for them where they learn: passes with a cache cannot compute the loss
+        restored["output_router_logits"], hf_config.output_router_logits = True, False
     for key in [f"{one}_token_id" for one in IDS]:
         if getattr(hf_config, key, None) == -1:  # how LLaMA 1 says that there is none
             setattr(hf_config, key, None)
@@ -314,14 +322,15 @@ def describe(config: Config) -> Description:
     description = Description(
         hf_config,
         pooling,
-        dropouts,
+        restored,
         normalizes,
         images=images,
         ends=stored_ends(config, hf_config) if config.learner.writes else (),
         whole=None if part is None else whole,
     )
     if has_experts(hf_config):
-        refuse_separate_experts(empty_hf(replace(config, attn_implementation=None), description), name)
+        hf = empty_hf(replace(config, attn_implementation=None), description)
+        check_mixture(hf, config, description.router_loss)
     return description
 
 
@@ -1009,6 +1018,7 @@ def wrap(hf: Any, config: Config, description: Description) -> HFLearner:
     else:
         learner = native.pooled(hf, outputs, description.pooling, config.feature_norm)
     learner.own_loss = config.learner.loss
+    learner.options = {"output_router_logits": True} if description.router_loss else {}
     if config.lora_r:
         inject(learner, config)
     return learner

@@ -213,7 +213,8 @@ class Answers:
             number * width + place - start for number, row in enumerate(rows) for place in row.positions
         ]
         given = {"input_ids": sent(ids, self._device), "attention_mask": sent(mask, self._device), **behind}
-        return at_least_fp32(logits_at(self.learner.hf, sent(places, self._device).long(), **given))
+        outputs = outputs_at(self.learner.hf, sent(places, self._device).long(), **given)
+        return at_least_fp32(outputs.logits[0])
 
     @property
     def compiled(self) -> bool:
@@ -224,25 +225,25 @@ class Answers:
         return self.learner.hf.get_input_embeddings().weight.device
 
 
-def head_at(hf: Any, places: Tensor) -> AbstractContextManager[Any]:
+def head_at(hf: Any, places: Tensor | None) -> AbstractContextManager[Any]:
     """In the block the output embeddings see the hidden states at `places` [N] of the flattened rows only, as
-    [1, N, H].
+    [1, N, H]; None: all.
     """
     head = hf.get_output_embeddings()
-    if head is None:
+    if head is None or places is None:
         return nullcontext()
     return head.register_forward_pre_hook(
         lambda _, args: (args[0].flatten(0, 1)[places][None], *args[1:]) if args else None
     )
 
 
-def logits_at(hf: Any, places: Tensor, **inputs: Any) -> Tensor:
-    """Logits [N, V] at `places` of the flattened rows."""
+def outputs_at(hf: Any, places: Tensor | None, **inputs: Any) -> Any:
+    """The outputs of a model with logits [1, N, V] at `places` of the flattened rows, or [B, T, V] at all."""
     with head_at(hf, places):
-        logits = hf(**inputs).logits
-    if logits.shape[:2] != (1, len(places)):  # the head is no module
-        logits = logits.flatten(0, 1)[places][None]
-    return logits[0]
+        outputs = hf(**inputs)
+    if places is not None and outputs.logits.shape[:2] != (1, len(places)):  # the head is no module
+        outputs.logits = outputs.logits.flatten(0, 1)[places][None]
+    return outputs
 
 
 @contextmanager

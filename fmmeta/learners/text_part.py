@@ -7,14 +7,11 @@ The language model is of the class that transformers has for its configuration, 
 as a model of texts. The other parts are not trained, nor kept in memory; an export copies their tensors.
 """
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
 from transformers.models.auto import modeling_auto as known
-
-T = TypeVar("T")
 
 
 def text_config(whole: Any) -> Any | None:
@@ -25,8 +22,13 @@ def text_config(whole: Any) -> Any | None:
     of_whole = whole.model_type in known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and text is not whole
     if not of_whole or text.model_type not in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
-    common = ("name_or_path", "tie_word_embeddings", "quantization_config")
-    text.update({name: getattr(whole, name) for name in common if hasattr(whole, name)})
+    text.update(
+        {
+            name: getattr(whole, name)
+            for name in ("name_or_path", "tie_word_embeddings", "quantization_config")
+            if hasattr(whole, name)
+        }
+    )
     return text
 
 
@@ -67,14 +69,11 @@ def outside(hf: Any, name: str) -> str:
 
 def inside(hf: Any, name: str) -> str:
     """The name in `hf` of a tensor or module of the whole model; unchanged if it is not in `hf`."""
-    found = (
-        child + name.removeprefix(one)
-        for child, one in parts_of(hf).items()
-        if f"{name}.".startswith(f"{one}.")
+    return next(
+        (
+            child + name.removeprefix(one)
+            for child, one in parts_of(hf).items()
+            if f"{name}.".startswith(f"{one}.")
+        ),
+        name,
     )
-    return next(found, name)
-
-
-def renamed_outside(hf: Any, tensors: Mapping[str, T]) -> dict[str, T]:
-    """What `hf` has by name, by the names in the whole model."""
-    return {outside(hf, name): tensor for name, tensor in tensors.items()}

@@ -100,7 +100,7 @@ class RunInputs:
     layer_costs: list[float] | None = None  # seconds of each layer, if stages are balanced by time
     collate: Collate | None = None  # makes the inputs of rows
     code: str = ""  # digest of what the user's kind of task runs
-    whole_sets: bool = False  # whether losses of rows depend on each other
+    dependent: str = ""  # see Description.dependent
 
     @cached_property
     def resolved(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def read_inputs(
     check_same_inputs(collate, world)
     inputs = RunInputs(description, tokenizer, sources, reading, deepspeed, trained, collate=collate)
     spec = config.learner
-    inputs.whole_sets = not spec.kind.rows_are_independent
+    inputs.dependent = description.dependent(config)
     if own := [one for one in (spec.loss, None if spec.plain else spec.kind) if one]:
         inputs.code = digest([*map(source_of, own)])
     if config.pipeline_balance == "time":
@@ -337,10 +337,10 @@ def plan_parallel(config: Config, inputs: RunInputs, world: World, notice: Notic
         layout = Layout(world.launch, world_size if config.elastic else int(given))
         plan = inputs.parallel_plan(config, layout.group_size, device)
         check_group_size(world, sizes_at, inputs.deepspeed, plan.group_size, model_ranks)
-    if inputs.whole_sets and plan.data > 1:
+    if inputs.dependent and plan.data > 1:
         raise UsageError(
-            f"group_size={plan.group_size} shares the rows of a set, and losses of task_type="
-            f"{config.task_type} depend on each other; use --group_size 1"
+            f"group_size={plan.group_size} shares the rows of a set, whose losses depend on each other"
+            f" ({inputs.dependent}); use --group_size 1"
         )
     if plan.deepspeed != inputs.deepspeed:
         notice("ZeRO 0 in bf16 runs as ZeRO 1: DeepSpeed's ZeRO 0 adds up gradients in bf16")
@@ -519,5 +519,5 @@ def batcher(config: Config, inputs: RunInputs, coordinates: GroupCoordinates) ->
         partial(pack, length=config.max_length) if config.packing else None,
         config.max_tokens_per_micro_batch,
         inputs.collate,
-        whole_sets=inputs.whole_sets,
+        whole_sets=bool(inputs.dependent),
     )

@@ -245,6 +245,10 @@ def test_stages_by_measured_time_hold_the_printed_layers(tmp_path):
     assert relative_difference(model_of(tmp_path / "parameters"), model_of(tmp_path / "time")) < 1e-6
 
 
+SMALL = {"vocab_size": 260, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+
+
 def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
     """Flags, and a part of the error line that they lead to.
 
@@ -259,6 +263,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
     for name, config in (
         ("electra", {"model_type": "electra", "vocab_size": 260}),
         ("moe", {"model_type": "jetmoe"}),
+        ("routed", {"model_type": "mixtral", "output_router_logits": True, **SMALL}),
     ):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
@@ -308,6 +313,18 @@ def bad_inputs(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
         "tensor, ZeRO": (
             {"group_size": 2, "tensor_parallel_size": 2, "deepspeed": "ds_configs/zero3.json"},
             "not work with ZeRO 3",
+        ),
+        "router loss": (
+            {
+                "model_name_or_path": folder / "routed",
+                "task_type": "causal_lm",
+                "input_column": "text",
+                "output_column": "label",
+                "k_shot": 1,
+                "num_query": 1,
+                "group_size": 2,
+            },
+            "shares the rows of a set, whose losses depend on each other (output_router_logits=True",
         ),
         "clipping": ({"deepspeed": folder / "clip.json"}, "gradient_clipping=1.0, which fmmeta owns"),
     }

@@ -3,7 +3,9 @@ layout, and the whole model works with what is written.
 """
 
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from fmmeta import Config, MetaTrainer, adapt, load
-from fmmeta.learners.load import describe, load_learner
+from fmmeta.checkpoint import hf_export
+from fmmeta.learners.load import describe, empty_hf, load_learner
 from tests.support.helpers import fast_or_slow
-from tests.support.matrix import Case, ParityFixture, selected, tolerance
+from tests.support.matrix import Case, Launches, ParityFixture, kind_of, selected, tolerance
 from tests.support.messages import check_message, refusal
 from tests.support.models import save, write_pairs
 
@@ -47,6 +50,15 @@ WHOLES = {  # class of the configuration, language model, vision, more; the clas
         {"image_token_index": 258, "tie_word_embeddings": False},
         "MistralForCausalLM",
     ),
+    "llama4": (
+        transformers.Llama4Config,
+        {"intermediate_size_mlp": 48, "num_local_experts": 4, "intermediate_size": 16}
+        | {"interleave_moe_layer_step": 2, "attention_chunk_size": 8, "no_rope_layers": [1, 0]},
+        {**VISION, "intermediate_size": 128, "vision_output_dim": 32, "projector_input_dim": 32}
+        | {"projector_output_dim": 32},
+        {"image_token_index": 258, "tie_word_embeddings": False},
+        "Llama4ForCausalLM",
+    ),
     "qwen3_5": (
         transformers.Qwen3_5Config,
         {"layer_types": ["linear_attention", "full_attention"], "linear_value_head_dim": 8, **LINEAR},
@@ -72,6 +84,8 @@ SLOW = [
     ((1, 2), 3, "fomaml", "llava", "sgd", "lora", 1),
     ((1, 2), 0, "fomaml", "mistral3", "sgd", "nothing", -2),
     ((2, 2), 3, "reptile", "mistral3", "sgd", "nothing", 1),
+    ((1, 2), 3, "fomaml", "llama4", "adamw", "nothing", 1),
+    ((1, 1), "plain", "maml", "llama4", "sgd", "lora-experts", 1),
     ((2, 2), 2, "fomaml", "qwen3_5", "sgd", "lora-linear", 1),
 ]
 CASES = [
@@ -95,7 +109,7 @@ def text_alone(family: str):
     text.tie_word_embeddings = model.config.tie_word_embeddings
     alone = getattr(transformers, WHOLES[family][-1])(text)
     tensors = {
-        name.replace("model.language_model.", "model."): tensor
+        name.replace("model.language_model.", "model.").removeprefix("language_model."): tensor
         for name, tensor in model.state_dict().items()
         if "language_model" in name or name.startswith("lm_head")
     }
@@ -119,10 +133,15 @@ def bench(tmp_path_factory):
     return WholeFixture(tmp_path_factory.mktemp("wholes"))
 
 
+@pytest.fixture(scope="module")
+def outcomes(request, bench):
+    return Launches(bench, selected(request), kind_of).outcome
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", fast_or_slow(CASES, CASES[: len(FAST)].__contains__, lambda case: case.id))
-def test_ends_where_the_oracle_ends_on_the_language_model_alone(case, bench, request):
-    theta, _ = bench.outcome(case, selected(request))
+def test_ends_where_the_oracle_ends_on_the_language_model_alone(case, bench, outcomes):
+    theta, _ = outcomes(case)
     assert bench.error(case, theta) < tolerance(case)
 
 
@@ -153,10 +172,8 @@ def test_the_whole_model_works_with_what_is_written(tmp_path, family):
     assert not any(info.values())
     assert torch.allclose(logits_of(result), learned(tmp_path / "full" / "model"), atol=1e-5)
     assert not torch.allclose(logits_of(result), before, atol=1e-2)
-    stored, others = (
-        load_file(path)
-        for path in (folder / "model.safetensors", tmp_path / "full/model/model-others.safetensors")
-    )
+    stored, files = load_file(folder / "model.safetensors"), (tmp_path / "full/model").glob("*-others-*")
+    others = {name: value for file in files for name, value in load_file(file).items()}
     assert others
     assert all(
         value.dtype == stored[name].dtype and torch.equal(value, stored[name])
@@ -175,6 +192,31 @@ def test_the_whole_model_works_with_what_is_written(tmp_path, family):
     support = [("river stone", "stone"), ("maple", "quiet")]
     again = adapt(str(folder), support, task_type="causal_lm", output_dir=str(tmp_path / "one"), **adapters)
     assert len(answers) == len(again.predict(["river"], 3)) == 1
+
+
+def test_an_export_copies_one_file_of_the_other_parts_at_a_time(tmp_path, monkeypatch):
+    whole("gemma3").save_pretrained(tmp_path / "whole", max_shard_size="8KB")
+    config = Config(model_name_or_path=str(tmp_path / "whole"), task_type="causal_lm")
+    hf, read, alive = empty_hf(config, describe(config)), list[Any](), list[int]()
+    original = hf_export.StoredTensor.read
+
+    def noted(tensor):
+        value = original(tensor)
+        read.append(weakref.ref(value))
+        alive.append(sum(one.nbytes for one in (ref() for ref in read) if one is not None))
+        return value
+
+    monkeypatch.setattr(hf_export.StoredTensor, "read", noted)
+    (tmp_path / "out").mkdir()
+    written = hf_export.write_others(tmp_path / "out", hf, config)
+    shards = [load_file(file) for file in (tmp_path / "whole").glob("*.safetensors")]
+    sizes = [
+        {name: value.nbytes for name, value in shard.items() if not name.startswith(("language", "lm_head"))}
+        for shard in shards
+    ]
+    assert written.keys() == {name for shard in sizes for name in shard}
+    most, total = (fold(sum(shard.values()) for shard in sizes) for fold in (max, sum))
+    assert max(alive) == most < total / 2
 
 
 def test_what_a_part_does_not_go_with_is_refused(tmp_path):

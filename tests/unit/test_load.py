@@ -70,7 +70,7 @@ def test_heads(bert, pooling, head, head_init):
 def test_dropout_is_off_in_training(bert):
     config = Config(model_name_or_path=str(bert), n_way=4)
     description = describe(config)
-    assert description.dropouts == {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    assert description.restored == {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     learner = load_learner(config, description)
     assert learner.training
     assert {module.p for module in learner.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
@@ -124,7 +124,7 @@ def test_dropout_of_every_name_is_off(family, sizes, own, tmp_path):
         head_init=None if causal else "learned",
     )
     description = describe(config)
-    assert description.dropouts.items() >= own.items()
+    assert description.restored.items() >= own.items()
     learner = load_learner(config, description)
     ids = torch.arange(3, 15).view(2, 6)
     first = learner.logits(learner(input_ids=ids, attention_mask=torch.ones_like(ids)))
@@ -601,7 +601,7 @@ def test_prototypes_need_a_bias(llama):
 @pytest.mark.parametrize("value", [0.5, 1, [0.0, 0.5]])
 def test_stochastic_depth_is_off_in_training(tmp_path, bert, value):
     description = describe(Config(model_name_or_path=str(changed(tmp_path, bert, drop_path_rate=value))))
-    assert description.dropouts["drop_path_rate"] == value
+    assert description.restored["drop_path_rate"] == value
     assert not torch.tensor(description.hf_config.drop_path_rate).any()
 
 

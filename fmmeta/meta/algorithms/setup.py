@@ -20,17 +20,22 @@ from fmmeta.parallel.workers.base import Worker
 
 def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: int, bf16: bool) -> Setup:
     """Build the inner loop that `config` describes for the worker's model. Collective: group."""
-    freeze = frozen_names(config, worker.routers)
-    layers, steps = Layers.of(worker, head_names, freeze), max(1, config.inner_steps)
+    layers = Layers.of(worker, head_names, frozen_names(config, worker.routers))
     of_layers = [config.inner_lr * factor for factor in layer_factors(config, layers.names)]
-    table = torch.tensor([of_layers] * steps, dtype=torch.float64)
+    table = torch.tensor([of_layers] * max(1, config.inner_steps), dtype=torch.float64)
     rates = Rates(layers, table, learned=config.inner_lr_learned)
     if config.inner_lr_learned == "element":  # begins with those of the layers
         element = torch.ones(worker.params.numel, device=worker.storage_device)
         rates.scale_(0, element, slice(0, element.numel()))
         rates = Rates(layers, torch.ones_like(rates.table), element, "element")
-    loss, means = loss_of(config.learner), config.prototype_gradient
-    head = HeadInit(config.head_init, head_names, classes, means, config.joint_head, loss)
+    head = HeadInit(
+        config.head_init,
+        head_names,
+        classes,
+        config.prototype_gradient,
+        config.joint_head,
+        loss_of(config.learner),
+    )
     inner = InnerLoop(
         config.inner_steps,
         rates,
@@ -68,11 +73,10 @@ def layer_factors(config: Config, names: tuple[str, ...]) -> list[float]:
                 f"freeze={pattern} fits no trained parameter, or patterns before it do; give names"
                 " such as '*.mlp.gate.weight', or leave it out"
             )
-    moving = [not name.startswith(FROZEN) for name in names]
-    if adapts != "all":
-        of_part = [(name == HEAD) == (adapts == "head") for name in names]
-        return [float(each and part) for each, part in zip(moving, of_part, strict=True)]
-    factors = dict(zip(names, map(float, moving), strict=True))
+    factors = {
+        name: float(not name.startswith(FROZEN) and adapts in ("all", "head" if name == HEAD else "body"))
+        for name in names
+    }
     for item in reversed(config.inner_lr_groups):
         pattern, _, factor = item.rpartition("=")
         fitting = [name for name in names if fnmatchcase(name, pattern)]

@@ -21,7 +21,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, starmap
 from typing import Any, Literal
 
 import torch
@@ -251,8 +251,7 @@ class EngineWorker(Worker):
             for gap in complement([slice(at, at + length) for _, at, _, length in pieces], tensor.numel()):
                 tensor[gap] = 0  # padding
         ends = [0, *accumulate(tensor.numel() for tensor in shards.tensors)]
-        slices = [slice(begin, end) for begin, end in pairwise(ends)]
-        self.local_shards = list(zip(shards.tensors, slices, strict=True))
+        self.local_shards = list(zip(shards.tensors, starmap(slice, pairwise(ends)), strict=True))
         self.shard_optimizer.slices = {shard.data_ptr(): where for shard, where in self.local_shards}
 
     def set_exactly(self, read: Callable[[str], Tensor]) -> None:
@@ -309,21 +308,27 @@ class DeepSpeedWorker(EngineWorker, FullModelWorker):
         """read: returns a complete fp32 parameter by name, if `model` was sharded while loading (ZeRO 3)."""
         self.group, self.device, self.coordinates = group, group.device, coordinates
         self.counts_rows = coordinates.tensor_rank == 0
-        named = [(name, param) for name, param in model.named_parameters()]
-        # ZeRO 3 empties the shapes
-        names = {id(param): (name, tuple(getattr(param, "ds_shape", param.shape))) for name, param in named}
+        names = {  # ZeRO 3 empties the shapes
+            id(param): (name, tuple(getattr(param, "ds_shape", param.shape)))
+            for name, param in model.named_parameters()
+        }
         stage, bf16 = config["zero_optimization"]["stage"], config["bf16"]["enabled"]
         self.can_defer_backward = can_defer_backward(stage)
         self.differentiates_twice = differentiates_twice(stage, tensor=coordinates.tensor)
         if bf16 and read is None:
-            read = {name: param.detach().clone() for name, param in named if param.requires_grad}.__getitem__
+            read = {
+                name: param.detach().clone()
+                for name, param in model.named_parameters()
+                if param.requires_grad
+            }.__getitem__
         if stage == 3:  # experts and their adapters are gathered together, in an order without routing
             experts = fused_experts(model)
-            leaves = [name.split(".base_layer")[0] for name in experts]
             recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
             for module in () if recomputes else experts.values():
                 release_weights(module)
-            import_deepspeed().utils.set_z3_leaf_modules_by_name(model, leaves)
+            import_deepspeed().utils.set_z3_leaf_modules_by_name(
+                model, [name.split(".base_layer")[0] for name in experts]
+            )
         mpu = None
         if coordinates.tensor > 1:
             mpu = TensorRanks.of(group, coordinates)
@@ -396,8 +401,11 @@ def refusals(name: str | None) -> Iterator[None]:
     except (UsageError, MemoryError, PeerError):
         raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        inside = [frame for frame in frames if f"{os.sep}deepspeed{os.sep}" in frame.filename]
+        inside = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if f"{os.sep}deepspeed{os.sep}" in frame.filename
+        ]
         of_run = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
         if isinstance(error, OSError):  # a monitor makes the folder that the file names
             of_run = not any(f"{os.sep}monitor{os.sep}" in frame.filename for frame in inside)
@@ -456,15 +464,14 @@ def forget_zero_3() -> None:
     loaded = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     if loaded:
         loaded.Init.num_persisted_parameters = loaded.Init.num_persisted_elements = 0
-        original = getattr(loaded.InsertPostInitMethodToModuleSubClasses, "linear_bk", nn.functional.linear)
-        nn.functional.linear = original
+        changed = loaded.InsertPostInitMethodToModuleSubClasses
+        nn.functional.linear = getattr(changed, "linear_bk", nn.functional.linear)
 
 
 def import_deepspeed() -> Any:
     """Import DeepSpeed without its log and without its CPU shared-memory op, which would start a compiler at
     its first use.
     """
-    import deepspeed
     import deepspeed.ops
 
     # it warns of a client optimizer and of each skipped step
