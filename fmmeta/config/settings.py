@@ -171,9 +171,8 @@ class TokenConfig:
     )
     max_length: int = setting(
         None,
-        "Tokens of a text at most; longer texts are truncated",
+        "Tokens of a text at most; longer texts are truncated (default: 128; of streams context + chunk)",
         least=4,
-        open=128,
         remembered=True,
         keyed=True,
         common=True,
@@ -319,6 +318,27 @@ class TaskConfig(RowConfig):
         'JSON file of positive weights of classes in the loss, support and query: {"rare": 3.0}; other'
         " classes have weight 1. A set's loss is the weighted mean over its rows",
         of="of_classes",
+    )
+    chunk: int = setting(
+        256,
+        "Streams: tokens that an inner step learns, in the order of the document",
+        least=1,
+        remembered=True,
+        of="ordered",
+    )
+    context: int = setting(
+        256,
+        "Streams: tokens before each chunk that the model sees and takes no loss on",
+        least=0,
+        remembered=True,
+        of="ordered",
+    )
+    chunks: int = setting(
+        8,
+        "Streams: chunks of a task, and so inner steps; each is scored before the step on it",
+        least=1,
+        remembered=True,
+        of="ordered",
     )
     packing: bool = setting(
         False,
