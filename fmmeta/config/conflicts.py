@@ -374,7 +374,6 @@ OF_STREAM = {  # what does not go with documents that are read chunk by chunk
     "num_query": "each chunk is scored before its step",
     "support_batch_size": "each step learns from one chunk",
     "example_transforms": "rows are cut out of a document's tokens",
-    "prompt_template": "a document has no prompt",
 }
 
 
@@ -383,17 +382,21 @@ def of_stream(c: Any) -> Conflicts:
     spec = find(c.algorithm)
     return [
         *(
-            (name in changed, f"{name}={shown(getattr(c, name))} with task_type={c.task_type}: {why}; leave it out")
+            (
+                name in changed,
+                f"{name}={shown(getattr(c, name))} with task_type={c.task_type}: {why}; leave it out",
+            )
             for name, why in OF_STREAM.items()
         ),
         (
             c.max_length != c.context + c.chunk,
-            f"max_length={c.max_length}: a row has context={c.context} and chunk={c.chunk} tokens; leave it out",
+            f"max_length={c.max_length}: a row has context={c.context} and chunk={c.chunk} tokens; leave it"
+            " out",
         ),
         (
             spec.needs != "ordered" and (spec.order > 1 or spec.multi_task == "query"),
-            f"algorithm={c.algorithm} with task_type={c.task_type}, whose chunks are scored before their steps"
-            " and not by a query set; use ttt, reptile, joint or none",
+            f"algorithm={c.algorithm} with task_type={c.task_type}, whose chunks are scored before their"
+            " steps and not by a query set; use ttt, reptile, joint or none",
         ),
         (
             c.inner_steps not in (0, c.chunks),

@@ -15,9 +15,9 @@ held-out tasks combine other kinds.
     majority   about half of the letters are of one of six kinds
     count      0 to 5 letters are of two kinds
 
-`ciphers`: documents of 1,024 letters for streams, from one grammar, a Markov chain in which each of 26 letters
-has two successors, equally likely (0.69 nats a letter). Each document is written through its own permutation
-of the letters, which a short window does not show and the weights can learn.
+`ciphers`: documents of 1,024 letters for streams, from one grammar, a Markov chain in which each of 26
+letters has two successors, equally likely (0.69 nats a letter). Each document is written through its own
+permutation of the letters, which a short window does not show and the weights can learn.
 
 `digits`: scikit-learn's 1,797 images of handwritten digits, 8 x 8 pixels, as arrays (no file, no network, no
 Pillow). Classes 0 to 3 are for training, 4 to 6 for validation, 7 to 9 for the test.
@@ -155,7 +155,7 @@ def ciphers() -> tuple[list[Row], dict[str, list[str]]]:
         text = [rng.choice(letters)]
         while len(text) < LETTERS:
             text.append(rng.choice(follows[text[-1]]))
-        rows.append(Row({"task": name, "text": "".join(map(cipher.get, text))}, f"ciphers/{name}"))
+        rows.append(Row({"task": name, "text": "".join(cipher[one] for one in text)}, f"ciphers/{name}"))
     return rows, splits
 
 

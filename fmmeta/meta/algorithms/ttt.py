@@ -12,7 +12,7 @@ no query pass: the inner gradient of a chunk is its outer gradient. The backward
         v <- v + g_{k+1}(phi_k) / K + H_{k+1}(phi_k) (-alpha_k v)
 
 With `--first_order_steps` of the whole run the products are left out, and v is the mean of the gradients:
-Reptile's direction, with a chunk for each inner step. `--truncate_steps T` takes them through the last T steps.
+Reptile's direction, with a chunk for each inner step. `--truncate_steps T`: of order 2 for the last T steps.
 
 Cost per task: K forward and backward passes, and K products of exact rules; K shards of trajectory and K of
 gradients (of first order one vector, whatever K is, unless rates are learned).
@@ -76,8 +76,8 @@ def passes(config: Config, forwards: int, by_autograd: bool = False) -> Passes:
 def conflicts(config: Config) -> Iterator[str]:
     if config.inner_optimizer != "sgd":
         yield (
-            f"inner_optimizer={config.inner_optimizer} with algorithm={config.algorithm}, whose outer gradient"
-            " is the direction of plain SGD; leave it out"
+            f"inner_optimizer={config.inner_optimizer} with algorithm={config.algorithm}, whose outer"
+            " gradient is the direction of plain SGD; leave it out"
         )
 
 

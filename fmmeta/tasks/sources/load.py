@@ -66,7 +66,7 @@ from fmmeta.tasks.sources.base import (
     those_named,
 )
 from fmmeta.tasks.sources.own import OwnSource, Tasks, refuse_unread, tasks_named
-from fmmeta.tasks.sources.stream import documents, read_texts, stream_source, text_files
+from fmmeta.tasks.sources.stream import StreamSource, documents, long_enough, read_texts, text_files
 from fmmeta.tasks.suites import ciphers, digits, letters
 from fmmeta.tasks.word_suite import words
 
@@ -95,7 +95,7 @@ def make_source(
     refused by a `UsageError`, as the last task and that of a file are.
     """
     if config.learner.ordered:
-        return stream_source(config, store, tasks, strata, split, notice)
+        return StreamSource(config, store, {name: rows[""] for name, rows in tasks.items()}, strata)
     for task, rows in list(tasks.items()):
         for name, problem in problems(task, rows, shape, split):
             if path:
@@ -500,6 +500,8 @@ def load_one(
         read = lambda bad: documents(config, read_rows(bad), notice)  # noqa: E731
     store = prepare(name, content, read, config, tokenizer, notice)
     strata, contents, used = strata_of(store), dict[str, np.ndarray](), list[UsedSplits]()
+    if config.learner.ordered:
+        strata = long_enough(config, store, strata, notice)
     if suite:
         splits = suite[1]
     else:
@@ -604,8 +606,8 @@ def generated(name: str, config: Config, tokenizer: Any) -> tuple[list[Row], Spl
             ),
             (
                 (name == "ciphers") != config.learner.ordered,
-                f"dataset={name} with task_type={config.task_type}: ciphers are documents for task_type=stream,"
-                " and the other suites are rows; use them together",
+                f"dataset={name} with task_type={config.task_type}: ciphers are documents for"
+                " task_type=stream, and the other suites are rows; use them together",
             ),
             (
                 not causal and name == "words",

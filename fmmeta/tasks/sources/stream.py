@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.columns import Bad, Row, column_like, pick
 from fmmeta.tasks.data.token_store import TokenStore, digest
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
-from fmmeta.tasks.sources.base import ClassKey, Draw, EpisodeRows, RowsByClass, TaskSource
+from fmmeta.tasks.sources.base import ClassKey, Draw, EpisodeRows, TaskSource
 
 TEXTS = (".txt", ".md")
 SAME_LINE, SAME_SHARE = 20, 0.5  # characters of a line that is compared; share of a near duplicate's lines
@@ -80,28 +79,25 @@ class StreamSource(TaskSource):
         return StreamSource(self.config, self.store, dict(one for one, is_in in pairs if is_in), self.strata)
 
 
-def stream_source(
-    config: Config,
-    store: TokenStore,
-    tasks: Mapping[str, RowsByClass],
-    strata: Mapping[str, str],
-    split: str,
-    notice: Callable[[str], None],
-) -> StreamSource:
-    """The source of the documents of a split; those that are too short are left out, with a notice.
+def long_enough(
+    config: Config, store: TokenStore, strata: Mapping[str, str], notice: Callable[[str], None]
+) -> dict[str, str]:
+    """The documents that are long enough, with their strata; the others are left out, with a notice.
 
-    Raises `UsageError` if none is long enough.
+    Raises `UsageError` if none is.
     """
-    needed, lengths = config.chunks * config.chunk, store.lengths()
-    rows = {name: numbers[""] for name, numbers in tasks.items()}
-    kept = {name: numbers for name, numbers in rows.items() if lengths[numbers].sum() >= needed}
-    what = f"{len(rows) - len(kept)} of {counted(len(rows), 'document')} of the {split} split have fewer than"
-    what = f"{what} chunks * chunk = {needed} tokens"
+    needed = config.chunks * config.chunk
+    rows = store.of_data.select(["unit"]).append_column("tokens", [store.lengths()[: len(store)]])
+    sums = rows.group_by("unit").aggregate([("tokens", "sum")])
+    tokens = dict(zip(sums["unit"].to_pylist(), sums["tokens_sum"].to_pylist(), strict=True))
+    kept = {name: stratum for name, stratum in strata.items() if tokens[name] >= needed}
+    short = len(strata) - len(kept)
+    what = f"{short} of {counted(len(strata), 'document')} have fewer than chunks * chunk = {needed} tokens"
     if not kept:
         raise UsageError(f"{what}; lower chunks={config.chunks} or chunk={config.chunk}")
-    if len(kept) < len(rows):
+    if short:
         notice(Warn(f"left out: {what}"))
-    return StreamSource(config, store, kept, strata)
+    return kept
 
 
 def text_files(dataset: str) -> list[Path]:
@@ -144,9 +140,7 @@ def documents(config: Config, rows: Iterable[Row], notice: Callable[[str], None]
         lines = [line.strip() for line in text.splitlines() if len(line.strip()) >= SAME_LINE]
         keys = [hashlib.blake2b(line.encode(errors="replace"), digest_size=8).digest() for line in lines]
         shared = sum(
-            len(line)
-            for line, key in zip(lines, keys, strict=True)
-            if seen.setdefault(key, name) != name
+            len(line) for line, key in zip(lines, keys, strict=True) if seen.setdefault(key, name) != name
         )
         if shared > SAME_SHARE * sum(map(len, lines)):
             left_out.append(row.origin)
