@@ -191,6 +191,11 @@ def find(name: str) -> LearnerSpec:
     return found
 
 
+def usual_algorithm(task_type: str | None) -> str | None:
+    """The algorithm of a run that names none, where a kind of task has its own."""
+    return find(task_type).defaults.get("algorithm") if task_type in BUILT_IN else None
+
+
 def of_class(found: Any) -> Any:
     """The spec of the class of a learner; anything else as it is."""
     is_learner = isinstance(found, type) and hasattr(found, "losses") and hasattr(found, "collate")

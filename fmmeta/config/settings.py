@@ -320,23 +320,26 @@ class TaskConfig(RowConfig):
         of="of_classes",
     )
     chunk: int = setting(
-        256,
+        None,
         "Streams: tokens that an inner step learns, in the order of the document",
         least=1,
+        open=256,
         remembered=True,
         of="ordered",
     )
     context: int = setting(
-        256,
+        None,
         "Streams: tokens before each chunk that the model sees and takes no loss on",
         least=0,
+        open=256,
         remembered=True,
         of="ordered",
     )
     chunks: int = setting(
-        8,
+        None,
         "Streams: chunks of a task, and so inner steps; each is scored before the step on it",
         least=1,
+        open=8,
         remembered=True,
         of="ordered",
     )
@@ -509,9 +512,10 @@ class InnerConfig:
 @dataclass
 class MetaConfig:
     algorithm: str = setting(
-        "fomaml",
+        None,
         f"Meta-gradient rule, or a baseline: {', '.join(algorithms.BUILT_IN)}; or module:spec of your rule"
         " (docs/how-to/choose-an-algorithm.md)",
+        open="fomaml",
         common=True,
     )
     meta_batch_size: int = setting(
@@ -975,6 +979,7 @@ class Config(ModelConfig, TaskConfig, SamplingConfig, InnerConfig, MetaConfig, P
 
     def __post_init__(self) -> None:
         """Resolve settings that were left open, then refuse values that cannot work."""
+        self.algorithm = self.algorithm or learners.usual_algorithm(self.task_type)
         for item in fields(self):
             value = of_type(type(self), item.name, getattr(self, item.name))
             setattr(self, item.name, default_of(item) if value is None else value)
