@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fmmeta.config.algorithms import bf16_by_default, find
-from fmmeta.config.learners import usual_algorithm
 from fmmeta.config.fields import check_values, refuse_first, setting
+from fmmeta.config.learners import usual_algorithm
 from fmmeta.config.peft_options import apply_peft_options
 from fmmeta.config.settings import (
     Config,

@@ -31,7 +31,7 @@ from fmmeta.meta.task import TaskResult, TaskRun
 from fmmeta.parallel import costs
 from fmmeta.parallel.costs import Passes
 from fmmeta.parallel.workers.base import PassStats, Worker
-from fmmeta.tasks.batching import Episode
+from fmmeta.tasks.batching import Episode, batches_of_step
 
 
 def ttt(task: TaskRun) -> TaskResult:
@@ -50,8 +50,16 @@ class OnlineLoop(InnerLoop):
     def score(self, worker: Worker, theta: Tensor, episode: Episode) -> tuple[PassStats, PassStats]:
         """Mean losses over all chunks at theta, and each before its step. Collective: group."""
         before = worker.forward(episode.query)
-        passes = self.adapt(worker, theta, episode.support).passes
-        return before, PassStats.mean(passes) if passes else before
+        passes = self.scores_by_chunk(worker, theta, episode) if self.steps else [before]
+        return before, PassStats.mean(passes)
+
+    def scores_by_chunk(
+        self, worker: Worker, theta: Tensor, episode: Episode, learns: bool = True
+    ) -> list[PassStats]:
+        """Of each chunk before the step on it, or without steps. Collective: group."""
+        if learns:
+            return self.adapt(worker, theta, episode.support).passes
+        return [worker.forward(batches_of_step(episode.support, k)) for k in range(self.steps)]
 
     def variant(
         self, learned: Tensor | None = None, scale: float = 1.0, steps: int | None = None
