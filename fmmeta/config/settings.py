@@ -979,7 +979,7 @@ class Config(ModelConfig, TaskConfig, SamplingConfig, InnerConfig, MetaConfig, P
 
     def __post_init__(self) -> None:
         """Resolve settings that were left open, then refuse values that cannot work."""
-        self.algorithm = self.algorithm or learners.usual_algorithm(self.task_type)
+        self.algorithm = self.algorithm or learners.usual_algorithm(self.task_type) or "fomaml"
         for item in fields(self):
             value = of_type(type(self), item.name, getattr(self, item.name))
             setattr(self, item.name, default_of(item) if value is None else value)
@@ -1017,6 +1017,8 @@ class Config(ModelConfig, TaskConfig, SamplingConfig, InnerConfig, MetaConfig, P
         >>> Config(n_way=5, n_way_max=20).shape
         '5 to 20-way 5-shot'
         """
+        if self.learner.ordered:
+            return f"{self.chunks}-chunk"
         sizes = [(self.k_shot, self.k_shot_max, "shot")]
         if self.learner.of_classes:
             sizes.insert(0, (self.n_way, self.n_way_max, "way"))

@@ -12,7 +12,7 @@ from torch import Tensor
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import RowLosses
 from fmmeta.learners.causal_lm import CausalLearner
-from fmmeta.tasks.batching import IGNORE, Example
+from fmmeta.tasks.batching import IGNORE, Example, MicroBatch
 from fmmeta.tasks.data.columns import Row, RowReader, cell, pick
 from fmmeta.tasks.data.encode import plain_tokens
 
@@ -37,6 +37,9 @@ class StreamLearner(CausalLearner):
         """Each token is an answer."""
         seen = labels != IGNORE
         return RowLosses(losses.sum(1), (seen & ~wrong).sum(1), seen.sum(1))
+
+    def score(self, batches: Sequence[MicroBatch]) -> None:
+        """Rows share no prefix."""
 
     @classmethod
     def content(cls, row: Any) -> Sequence[str]:

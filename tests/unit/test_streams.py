@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from fmmeta import MetaTrainer
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import Learner
@@ -20,6 +22,7 @@ from fmmeta.tasks.batching import IGNORE, Batcher, Example
 from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import EpisodeRows
 from fmmeta.tasks.sources.load import load_sources
+from fmmeta.tasks.sources.stream import chunked
 from tests.support.learners import (
     RuleOn,
     by_name,
@@ -30,7 +33,7 @@ from tests.support.learners import (
     task_gradient,
     worker_of,
 )
-from tests.support.messages import check_message, refusal
+from tests.support.messages import check_message, check_text, exit_code, refusal
 
 CHUNKS = 4
 
@@ -284,3 +287,74 @@ def test_a_window_above_the_positions_is_refused(tmp_path):
     hf_config = describe(config_of()).hf_config
     hf_config.max_position_embeddings = 512
     check_message(refusal(fitted, config, hf_config), "context + chunk=600 is above the 512 positions")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of two outer steps, and a document."""
+    folder = tmp_path_factory.mktemp("stream")
+    settings = {"eval_episodes": 2, "outer_steps": 2, "meta_batch_size": 2, "output_dir": str(folder / "run")}
+    MetaTrainer(config_of(chunk=16, context=8, second_order="autograd", **settings)).train()
+    (folder / "a.txt").write_text("every chunk of a document is learned after it was scored " * 4)
+    return folder
+
+
+def test_evaluation_tells_bits_per_byte_by_position(trained, capsys):
+    words = [
+        "--model_name_or_path",
+        str(trained / "run" / "model"),
+        "--dataset",
+        "ciphers",
+        "--episodes",
+        "2",
+    ]
+    found = {}
+    for method in ("finetune", "zero_shot"):
+        assert (
+            exit_code(["evaluate", *words, "--method", method, "--output", str(trained / f"{method}.json")])
+            == 0
+        )
+        found[method] = cell = json.loads((trained / f"{method}.json").read_text())
+        assert cell["bits_per_byte"] == cell["bits_per_byte_from_0"]
+        assert cell["bits_per_byte"]["mean"] == pytest.approx(cell["loss"] / np.log(2), rel=0.02)
+    assert found["finetune"]["loss"] != found["zero_shot"]["loss"]
+
+
+def test_adapt_turns_a_document_into_a_folder(trained, capsys):
+    model = str(trained / "run" / "model")
+    out = trained / "adapted"
+    words = ["--model_name_or_path", model, "--support", str(trained / "a.txt"), "--output_dir", str(out)]
+    assert exit_code(["adapt", *words]) == 0
+    text = capsys.readouterr().out
+    check_text(text, "loss", "of 15 chunks, each before its step")
+    config = Config(
+        **{"model_name_or_path": model, "task_type": "stream", "dataset": ["ciphers"]}, chunk=16, context=8
+    )
+    tokenizer = load_tokenizer(config, describe(config), print)
+    ids = tokenizer((trained / "a.txt").read_text(), add_special_tokens=False)["input_ids"]
+    adapted, began = (AutoModelForCausalLM.from_pretrained(one) for one in (out, model))
+    weights = {name: one.detach() for name, one in began.named_parameters()}
+    for row in chunked(ids, config, 0, len(ids)):
+        leaves = {name: one.requires_grad_() for name, one in weights.items()}
+        batch = torch.tensor([list(row.input_ids)])
+        logits = torch.func.functional_call(began, leaves, (batch,)).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(row.labels)[1:], ignore_index=IGNORE)
+        steps = zip(leaves.items(), torch.autograd.grad(loss, [*leaves.values()]), strict=True)
+        weights = {name: (one - 0.1 * g).detach() for (name, one), g in steps}
+    for name, one in adapted.named_parameters():
+        torch.testing.assert_close(one.detach(), weights[name], atol=1e-5, rtol=1e-4)
+
+
+def test_commands_for_rows_refuse_documents_in_one_line(trained, tmp_path, capsys):
+    model = str(trained / "run" / "model")
+    for words, part in (
+        (["predict", "--model_name_or_path", model, "--input", str(trained / "a.txt")], "have no answers"),
+        (["tune", "--model_name_or_path", model, "--dataset", "ciphers"], "each chunk once"),
+        (["inspect", "--task_type", "stream", "--dataset", "ciphers"], "no rows to show"),
+        (
+            ["adapt", "--support", str(trained / "a.txt"), "--output_dir", str(tmp_path / "o")],
+            "is a document",
+        ),
+    ):
+        assert exit_code(words) == 2
+        check_message(capsys.readouterr().err, part)

@@ -7,7 +7,7 @@ A row of a task has `--context` tokens before its chunk, on which no loss is tak
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,11 +20,11 @@ from fmmeta.common.text import counted
 from fmmeta.config.settings import Config
 from fmmeta.tasks.batching import IGNORE, Example
 from fmmeta.tasks.data.columns import Bad, Row, column_like, pick
+from fmmeta.tasks.data.files import TEXTS
 from fmmeta.tasks.data.token_store import TokenStore, digest
 from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
 from fmmeta.tasks.sources.base import ClassKey, Draw, EpisodeRows, TaskSource
 
-TEXTS = (".txt", ".md")
 SAME_LINE, SAME_SHARE = 20, 0.5  # characters of a line that is compared; share of a near duplicate's lines
 
 
@@ -38,14 +38,21 @@ class Stretch(Draw):
 
     def read(self) -> EpisodeRows:
         """Each chunk, with its context, as a row of both sets and as the sample of an inner step."""
-        config, ids = self.config, [token for row in self.rows for token in self.store.input_ids(int(row))]
-        examples = list[Example]()
-        for begin in range(self.begin, self.begin + config.chunks * config.chunk, config.chunk):
-            first = max(0, begin - config.context)
-            tokens = ids[first : begin + config.chunk]
-            unseen = max(1, begin - first)  # nothing precedes the first token of a document
-            examples.append(Example(tokens, [IGNORE] * unseen + tokens[unseen:]))
+        ids = [token for row in self.rows for token in self.store.input_ids(int(row))]
+        end = self.begin + self.config.chunks * self.config.chunk
+        examples = chunked(ids, self.config, self.begin, end)
         return EpisodeRows(self.task, examples, examples, samples=tuple([one] for one in examples))
+
+
+def chunked(ids: Sequence[int], config: Config, begin: int, end: int) -> list[Example]:
+    """Each chunk of the tokens from `begin` to `end`, with its context, as a row; the last may be shorter."""
+    examples = list[Example]()
+    for start in range(begin, end, config.chunk):
+        first = max(0, start - config.context)
+        tokens = ids[first : min(end, start + config.chunk)]
+        unseen = max(1, start - first)  # nothing precedes the first token of a document
+        examples.append(Example(tokens, [IGNORE] * unseen + [*tokens[unseen:]]))
+    return examples
 
 
 class StreamSource(TaskSource):
