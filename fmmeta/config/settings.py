@@ -171,7 +171,7 @@ class TokenConfig:
     )
     max_length: int = setting(
         None,
-        "Tokens of a text at most; longer texts are truncated (default: 128; of streams context + chunk)",
+        "Tokens of a text at most; longer texts are truncated (default: 128)",
         least=4,
         remembered=True,
         keyed=True,
@@ -979,7 +979,8 @@ class Config(ModelConfig, TaskConfig, SamplingConfig, InnerConfig, MetaConfig, P
 
     def __post_init__(self) -> None:
         """Resolve settings that were left open, then refuse values that cannot work."""
-        self.algorithm = self.algorithm or learners.usual_algorithm(self.task_type) or "fomaml"
+        if usual := learners.usual_algorithm(self.task_type):
+            self.algorithm = self.algorithm or usual
         for item in fields(self):
             value = of_type(type(self), item.name, getattr(self, item.name))
             setattr(self, item.name, default_of(item) if value is None else value)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fmmeta.config.algorithms import bf16_by_default, find
-from fmmeta.config.fields import check_values, refuse_first, setting
+from fmmeta.config.fields import check_values, default_of, refuse_first, setting
 from fmmeta.config.learners import usual_algorithm
 from fmmeta.config.peft_options import apply_peft_options
 from fmmeta.config.settings import (
@@ -104,7 +104,8 @@ class PlanConfig(ModelConfig, TaskConfig, SamplingConfig, InnerConfig, MetaConfi
     @property
     def run_algorithm(self) -> str:
         """That of the run, where none is named too."""
-        return self.algorithm or usual_algorithm(self.task_type) or "fomaml"
+        usual = usual_algorithm(self.task_type) or default_of(Config.__dataclass_fields__["algorithm"])
+        return self.algorithm or usual
 
     @property
     def bf16_planned(self) -> bool:

@@ -217,7 +217,7 @@ def test_files_rows_and_parts_are_documents(folder):
     for number in range(4):
         (folder / ("de" if number % 2 else "") / f"{number}.md").write_text(long_text(number))
     (folder / "short.txt").write_text("too short")
-    (folder / "twin.txt").write_text(long_text(3) + "\nand a line of its own, longer than twenty")
+    (folder / "twin.txt").write_text(long_text(3) + "\nand one more line, longer than twenty letters")
     notices = list[str]()
     items = [item for one in sources_of(folder, notices).of_split.values() for item in one.items]
     strata = {item.name: item.stratum for item in items}
