@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 START = "<!-- tables: python docs/compatibility.py -->\n"
 ALGORITHMS = (
     *("fomaml", "reptile", "maml", "meta_sgd", "boil", "proto_maml", "anil", "protonet", "imaml", "joint"),
-    *("meta_icl", "in_context", "none"),
+    *("meta_icl", "in_context", "ttt", "none"),
 )
 LAYOUTS: dict[str, dict[str, Any]] = {
     "plain": {"engine": "plain"},
@@ -31,7 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "stages of tensor ranks": {"pipeline_stages": 2, "tensor_parallel_size": 2},
 }
 WHOLE = ("plain", "ZeRO 0-2")  # where each rank runs the whole model and holds its weights
-CAUSAL = {"task_type": "causal_lm"}
+CAUSAL, STREAM = {"task_type": "causal_lm"}, {"task_type": "stream"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
     "LoRA": {"lora_r": 4},
@@ -72,7 +72,7 @@ def accepted(settings: dict[str, Any], whole: bool) -> bool:
     from fmmeta.config.settings import Config
     from fmmeta.parallel.costs import second_order_by_autograd
 
-    for task in ({}, CAUSAL):
+    for task in ({}, CAUSAL, STREAM):
         try:
             second_order_by_autograd(Config(**{**task, **settings}), whole)
         except UsageError:

@@ -51,6 +51,11 @@ class InspectConfig(ModelConfig, TaskConfig, SamplingConfig):
 def run(settings: InspectConfig) -> None:
     """Print what a run would read. Raises `UsageError` with the first reason why a run would be refused."""
     config = Config(**asdict(settings))
+    if config.learner.ordered:
+        raise UsageError(
+            f"task_type={config.task_type} has documents and no rows to show; fmmeta train says at its start"
+            " which of them it uses"
+        )
     config = config.but(model_name_or_path=as_folder(config.model_name_or_path, print))
     description = describe(config)
     config = fitted_to_model(config)

@@ -18,7 +18,7 @@ from fmmeta.common.progress import LOGGER, STDERR, Progress
 from fmmeta.common.security import printable
 from fmmeta.common.text import broken_text, counted, shortened, to_json
 from fmmeta.config.fields import check_bounds, of_type, refuse_first, rules
-from fmmeta.config.learners import stored_kind
+from fmmeta.config.learners import CLASSIFICATION, find, stored_kind
 from fmmeta.config.settings import REMEMBERED, Config
 from fmmeta.evaluation.methods import with_equal_classes
 from fmmeta.evaluation.settings import SHARED_BY_PREDICT, PredictConfig
@@ -503,6 +503,12 @@ def config_of(
         for key in SHARED_BY_PREDICT
     }
     given = {key: one for key, one in values.items() if one is not None}
+    if find(given.get("task_type") or CLASSIFICATION.name).ordered:
+        raise UsageError(
+            f"model_name_or_path={name} is for documents (task_type={given['task_type']}), which have no"
+            " answers; continue a text with transformers, which loads the folder, or score documents with"
+            " fmmeta evaluate"
+        )
     fixed = {"model_name_or_path": name, "pooling": pooling, "algorithm": "none", "bf16": False}
     config = Config(**{**given, **fixed})
     description = describe(config)

@@ -41,12 +41,14 @@ from fmmeta.parallel.workers.base import PassStats, all_finite
 from fmmeta.reliability.checks import rising_loss
 from fmmeta.tasks.augment import sample_support
 from fmmeta.tasks.batching import Episode, Example, batches_of_step
+from fmmeta.tasks.data.columns import Row, refuse
 from fmmeta.tasks.data.encode import RowEncoder, answer_without_room, full_rows
-from fmmeta.tasks.data.files import read_file
+from fmmeta.tasks.data.files import TEXTS, read_file
 from fmmeta.tasks.data.rows import Examples, Table, label_texts, rows_in_memory, tabulate
 from fmmeta.tasks.data.splits import few, known_rows
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.base import EpisodeRows, EpisodeTransform, transformed
+from fmmeta.tasks.sources.stream import chunked, read_texts
 
 FOLDS = 2  # at most; each costs an inner loop
 MEMORY = 0.5  # share of the free memory that the adapters of a pass may take
@@ -82,7 +84,13 @@ def read_task(
     if source is None:
         return Table()
     name = source if isinstance(source, str) else task or setting
-    rows = read_file(Path(name)) if isinstance(source, str) else rows_in_memory(source, config, name)
+    if isinstance(source, str) and Path(source).suffix in TEXTS:
+        if not config.learner.ordered:
+            raise UsageError(f"{setting}={name} is a document, which only task_type=stream reads; give rows")
+        (row,) = read_texts(Path(source), [Path(source)], refuse)
+        rows = [Row({"text": row.values["text"]}, row.origin)]
+    else:
+        rows = read_file(Path(name)) if isinstance(source, str) else rows_in_memory(source, config, name)
     table = tabulate(
         name,
         rows,
@@ -188,7 +196,8 @@ class TaskLearner:
         samples = partial(sample_support, config.support_batch_size, 2 * config.inner_steps)
         self.transforms: list[EpisodeTransform] = [samples]
         self.steps = config.inner_steps if learns else 0
-        self.chooses = settings.early_stopping and self.steps > 0
+        # a document has an order, and no rows to leave out
+        self.chooses = settings.early_stopping and self.steps > 0 and not config.learner.ordered
         if self.learns_prompts:  # rows of all examples: of many, a few fill a pass
             self.transforms[:0] = prompts(method, model.tokenizer, model.description.hf_config)
             model.batcher = replace(model.batcher, max_tokens=settings.tokens_per_pass)
@@ -198,6 +207,7 @@ class TaskLearner:
         self.theta = model.worker.read()
         self.loop: MultiTaskInnerLoop | None = None
         one_by_one = config.compile or config.support_batch_size or self.inner.changes_head_only
+        one_by_one = one_by_one or config.learner.ordered
         if config.lora_r and not one_by_one:
             with suppress(UsageError):  # other layers than linear ones are trained: a task at a time
                 self.loop = MultiTaskInnerLoop(self.inner, TaskAxis(model.worker.learner))
@@ -223,6 +233,10 @@ class TaskLearner:
             raise UsageError(f"support={task.name or self.settings.support or 'pairs'}: {message}")
         facts, encode = {**task.facts, "names": task.labels}, RowEncoder(self.config, self.tokenizer).examples
         examples = encode(task.table.rows(kind), facts)
+        if self.config.learner.ordered:  # the rows are parts of one document
+            ids = [token for one in examples for token in one.input_ids]
+            examples = chunked(ids, self.config, 0, len(ids))
+            return Encoded(task, examples, len(examples))
         if message := full_rows(self.config, [len(one.input_ids) for one in examples]):
             self.progress.notice(Warn(f"{name}: {message}"))
         if names := label_texts(self.config, task.labels):  # after the others: no fold leaves them out
@@ -254,6 +268,12 @@ class TaskLearner:
                     f" {counted(one.steps, 'inner step')}; lower --inner_lr"
                 )
                 one = replace(one, failure=failure)
+            elif self.config.learner.ordered:
+                loss = PassStats.mean(steps or [last]).loss
+                self.progress.notice(
+                    f"{one.task.name or 'document'}: loss {passes[0].loss:.3g} of the first chunk,"
+                    f" {loss:.3g} of {counted(one.steps, 'chunk')}, each before its step"
+                )
             elif has_inner_loop(self.method):
                 self._log_support(one, passes[0], last)
             yield one
@@ -316,7 +336,8 @@ class TaskLearner:
     def _episode(self, one: Encoded, support: list[Example], query: list[Example]) -> Episode:
         """The micro-batches of the inner loop and of the queries."""
         task = Task(0, one.task.name or "", "", 0, (self.config.seed,))
-        rows = EpisodeRows(task, support, query, one.task.labels)
+        in_order = tuple([row] for row in support) if self.config.learner.ordered else ()
+        rows = EpisodeRows(task, support, query, one.task.labels, in_order)
         return self.model.batcher.episode(transformed(rows, self.transforms))
 
     def _scores(

@@ -40,7 +40,7 @@ class AlgorithmSpec:
     frozen_body: bool = False  # a task does not change the body: features are computed once
     several: Callable[[Any], Any] | None = None
     multi_task: str | None = None  # several tasks in a pass over adapters, by gradient: query or displacement
-    needs: str = ""  # a field of LearnerSpec that a kind of task must have, or any: of_classes, generates
+    needs: str = ""  # a field of LearnerSpec that a kind of task must have, or any: a key of KINDS
     all_classes: bool = False  # one head is trained over the classes of all training tasks
     method: str = "finetune"  # of `fmmeta evaluate`, which learns a task as in training
     evaluation: Any = None  # the EvaluationMethod of runs (fmmeta/meta/inner_loop.py); None: the inner loop
@@ -69,6 +69,8 @@ class AlgorithmSpec:
 NONE = AlgorithmSpec("none", supports=frozenset({"offload_outer", "freeze"}))
 """Evaluates the weights as they are."""
 
+KINDS = {"of_classes": "classes", "generates": "generated answers", "ordered": "streams"}
+"""What messages call the kinds of task that an algorithm may need, by the field of LearnerSpec."""
 RULES = "fmmeta.meta.algorithms"
 BUILT_IN = {
     "fomaml": f"{RULES}.unrolled:FOMAML",
@@ -79,6 +81,7 @@ BUILT_IN = {
     "boil": f"{RULES}.unrolled:BOIL",
     "proto_maml": f"{RULES}.unrolled:PROTO_MAML",
     "meta_sgd": f"{RULES}.unrolled:META_SGD",
+    "ttt": f"{RULES}.ttt:TTT",
     "joint": f"{RULES}.baselines:JOINT",
     "protonet": f"{RULES}.anil:PROTONET",
     "none": "fmmeta.config.algorithms:NONE",

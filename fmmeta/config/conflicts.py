@@ -15,6 +15,7 @@ from typing import Any
 from fmmeta.common.text import PromptTemplate
 from fmmeta.config.algorithms import (
     INNER_OPTIMIZERS,
+    KINDS,
     OUTER_OPTIMIZERS,
     check_outer,
     find,
@@ -25,6 +26,7 @@ from fmmeta.config.algorithms import (
 from fmmeta.config.fields import LARGEST, default_of, rules, shown
 from fmmeta.config.learners import check_loss
 
+DEFAULT_LENGTH = 128  # max_length of a run that leaves it open
 POLYNOMIAL_END = 1e-7  # the rate at which transformers' polynomial schedule ends
 
 # Settings of a run beside the flags and the data's fingerprint (build.RunInputs.resolved).
@@ -48,7 +50,8 @@ def resolved(c: Any) -> dict[str, Any]:
         "test_episodes": c.eval_episodes,
         "lora_alpha": 2.0 * c.lora_r if c.lora_r else None,
         "head_init": "zero",
-        "inner_steps": 5,
+        "inner_steps": c.chunks if c.learner.ordered else 5,
+        "max_length": c.context + c.chunk if c.learner.ordered else DEFAULT_LENGTH,
         "inner_lr": inner_rate(c),
         "inner_lr_learned": "no",
         "n_way": 3 if "digits" in c.dataset else 5,
@@ -114,6 +117,7 @@ def problems(c: Any) -> Iterator[str]:
         of_inner_loop(c),
         of_outer_step(c),
         [] if c.learner.plain else of_own_rows(c),
+        of_stream(c) if c.learner.ordered else [],
         of_several_tasks(c) if c.tasks_per_pass != "1" else [],
     ):
         yield from (text for is_there, text in conflicts if is_there)
@@ -243,7 +247,7 @@ def of_algorithm(c: Any) -> Conflicts:
         (
             bool(spec.needs) and not getattr(c.learner, spec.needs),
             f"task_type={c.task_type} does not go with algorithm={name}, which is for"
-            f" {'classes' if spec.needs == 'of_classes' else 'generated answers'}; use another algorithm",
+            f" {KINDS.get(spec.needs)}; use another algorithm",
         ),
         (
             c.inner_steps == 0 and not spec.trains_nothing and spec.defaults.get("inner_steps") != 0,
@@ -361,6 +365,43 @@ def of_own_rows(c: Any) -> Conflicts:
                 f"{name}={shown(getattr(c, name))} with task_type={c.task_type}: {why}; leave it out",
             )
             for name, why in excluded.items()
+        ),
+    ]
+
+
+OF_STREAM = {  # what does not go with documents that are read chunk by chunk
+    "k_shot": "a row is a chunk of a document",
+    "num_query": "each chunk is scored before its step",
+    "support_batch_size": "each step learns from one chunk",
+    "example_transforms": "rows are cut out of a document's tokens",
+}
+
+
+def of_stream(c: Any) -> Conflicts:
+    changed = [item.name for item in fields(c) if getattr(c, item.name) not in (default_of(item), None)]
+    spec = find(c.algorithm)
+    return [
+        *(
+            (
+                name in changed,
+                f"{name}={shown(getattr(c, name))} with task_type={c.task_type}: {why}; leave it out",
+            )
+            for name, why in OF_STREAM.items()
+        ),
+        (
+            c.max_length != c.context + c.chunk,
+            f"max_length={c.max_length}: a row has context={c.context} and chunk={c.chunk} tokens; leave it"
+            " out",
+        ),
+        (
+            spec.needs != "ordered" and (spec.order > 1 or spec.multi_task == "query"),
+            f"algorithm={c.algorithm} with task_type={c.task_type}, whose chunks are scored before their"
+            " steps and not by a query set; use ttt, reptile, joint or none",
+        ),
+        (
+            c.inner_steps not in (0, c.chunks),
+            f"inner_steps={c.inner_steps} with chunks={c.chunks}: a step learns from one chunk; leave"
+            " inner_steps out",
         ),
     ]
 

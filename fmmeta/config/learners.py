@@ -24,6 +24,7 @@ class LearnerSpec:
     name: of a built-in kind, whatever the loss: an exported model stores it.
     of_classes: a row has a class; an episode has n_way classes, and a head has an output for each.
     generates: a row has an answer, which the model writes token by token; an episode is of one task.
+    ordered: a task is a document; inner step k learns from its chunk k, which is scored before.
     loss: (logits [N, C], targets [N]) -> losses [N], one for each row or, where the model writes answers, for
     each token of them; fp32 or fp64. None: cross-entropy. The loss of a row depends on this row alone, and
     is differentiable, for exact meta-gradients twice. Classes that a row's episode does not have are logits
@@ -39,6 +40,7 @@ class LearnerSpec:
     name: str
     of_classes: bool = False
     generates: bool = False
+    ordered: bool = False
     loss: Callable[[Any, Any], Any] | None = None
     learner: Any = None
     make: Callable[[], Any] | None = None
@@ -54,8 +56,10 @@ class LearnerSpec:
 
     @property
     def plain(self) -> bool:
-        """Whether the learner is that of texts, images or answers, which stages and tensor ranks know."""
-        return self.learner in (CLASSIFICATION.learner, CAUSAL_LM.learner)
+        """Whether the learner is that of texts, images, answers or documents, which stages and tensor ranks
+        know.
+        """
+        return self.learner in (CLASSIFICATION.learner, CAUSAL_LM.learner, STREAM.learner)
 
     @property
     def auto(self) -> str:
@@ -66,6 +70,11 @@ class LearnerSpec:
     def writes(self) -> bool:
         """Whether its model writes tokens: a text has an end token, and generation settings name it."""
         return self.auto in (CAUSAL, SEQ2SEQ_LM)
+
+    @property
+    def by_loss(self) -> bool:
+        """Whether models of this kind are compared by their loss, where others are by accuracy."""
+        return self.generates or self.ordered
 
     @property
     def unit(self) -> str:
@@ -123,6 +132,13 @@ REGRESSION = LearnerSpec(
     defaults={"n_way": 1, "inner_lr": 0.01},
     loss_unit="squared standard deviations",
 )
+STREAM = LearnerSpec(
+    "stream",
+    learner="fmmeta.learners.stream:StreamLearner",
+    ordered=True,
+    reads=("text_column",),
+    defaults={"algorithm": "ttt"},
+)
 SPECS = (
     "CLASSIFICATION",
     "CAUSAL_LM",
@@ -131,6 +147,7 @@ SPECS = (
     "REWARD",
     "TOKEN_CLASSIFICATION",
     "REGRESSION",
+    "STREAM",
 )
 OWN = LearnerSpec("own", loss_unit="units of loss")
 """Of a module whose code a stored model names, and which is given again."""
@@ -142,6 +159,7 @@ BUILT_IN = {
     "seq2seq": "fmmeta.config.learners:SEQ2SEQ",
     "preference": "fmmeta.config.learners:PREFERENCE",
     "reward": "fmmeta.config.learners:REWARD",
+    "stream": "fmmeta.config.learners:STREAM",
 }
 """Name -> module:spec."""
 GIVEN = dict[str, LearnerSpec]()
@@ -171,6 +189,11 @@ def find(name: str) -> LearnerSpec:
             f" name of its kind of task; write replace({any_of(SPECS)}, loss=...)"
         )
     return found
+
+
+def usual_algorithm(task_type: str | None) -> str | None:
+    """The algorithm of a run that names none, where a kind of task has its own."""
+    return find(task_type).defaults.get("algorithm") if task_type in BUILT_IN else None
 
 
 def of_class(found: Any) -> Any:

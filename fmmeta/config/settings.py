@@ -171,9 +171,8 @@ class TokenConfig:
     )
     max_length: int = setting(
         None,
-        "Tokens of a text at most; longer texts are truncated",
+        "Tokens of a text at most; longer texts are truncated (default: 128)",
         least=4,
-        open=128,
         remembered=True,
         keyed=True,
         common=True,
@@ -319,6 +318,30 @@ class TaskConfig(RowConfig):
         'JSON file of positive weights of classes in the loss, support and query: {"rare": 3.0}; other'
         " classes have weight 1. A set's loss is the weighted mean over its rows",
         of="of_classes",
+    )
+    chunk: int = setting(
+        None,
+        "Streams: tokens that an inner step learns, in the order of the document",
+        least=1,
+        open=256,
+        remembered=True,
+        of="ordered",
+    )
+    context: int = setting(
+        None,
+        "Streams: tokens before each chunk that the model sees and takes no loss on",
+        least=0,
+        open=256,
+        remembered=True,
+        of="ordered",
+    )
+    chunks: int = setting(
+        None,
+        "Streams: chunks of a task, and so inner steps; each is scored before the step on it",
+        least=1,
+        open=8,
+        remembered=True,
+        of="ordered",
     )
     packing: bool = setting(
         False,
@@ -489,9 +512,10 @@ class InnerConfig:
 @dataclass
 class MetaConfig:
     algorithm: str = setting(
-        "fomaml",
+        None,
         f"Meta-gradient rule, or a baseline: {', '.join(algorithms.BUILT_IN)}; or module:spec of your rule"
         " (docs/how-to/choose-an-algorithm.md)",
+        open="fomaml",
         common=True,
     )
     meta_batch_size: int = setting(
@@ -955,6 +979,8 @@ class Config(ModelConfig, TaskConfig, SamplingConfig, InnerConfig, MetaConfig, P
 
     def __post_init__(self) -> None:
         """Resolve settings that were left open, then refuse values that cannot work."""
+        if usual := learners.usual_algorithm(self.task_type):
+            self.algorithm = self.algorithm or usual
         for item in fields(self):
             value = of_type(type(self), item.name, getattr(self, item.name))
             setattr(self, item.name, default_of(item) if value is None else value)
@@ -992,6 +1018,8 @@ class Config(ModelConfig, TaskConfig, SamplingConfig, InnerConfig, MetaConfig, P
         >>> Config(n_way=5, n_way_max=20).shape
         '5 to 20-way 5-shot'
         """
+        if self.learner.ordered:
+            return f"{self.chunks}-chunk"
         sizes = [(self.k_shot, self.k_shot_max, "shot")]
         if self.learner.of_classes:
             sizes.insert(0, (self.n_way, self.n_way_max, "way"))

@@ -48,8 +48,10 @@ from fmmeta.evaluation.results import (
     write_output,
 )
 from fmmeta.evaluation.settings import EvaluateConfig, has_inner_loop
+from fmmeta.evaluation.streams import stream_score
 from fmmeta.learners.files import base_model_name, remembered, trained_with, weights_state
 from fmmeta.learners.load import describe, empty_learner, suggest_chat
+from fmmeta.meta.algorithms.ttt import OnlineLoop
 from fmmeta.metrics.own import find_metrics
 from fmmeta.metrics.scores import EpisodeScore, summary
 from fmmeta.parallel.layout import Launch
@@ -405,6 +407,10 @@ class EvaluatedModel:
         has_classes, losses = self.config.learner.of_classes, SupportLosses(self.config)
 
         def score(slot: int, task: Task, episode: Episode) -> EpisodeScore:
+            if isinstance(inner, OnlineLoop):
+                passes = inner.scores_by_chunk(worker, theta, episode, learns)
+                draw = episodes.source.draw(task)
+                return stream_score(slot, task, draw, passes, self.inputs.tokenizer)
             if learns:
                 losses.add(worker, inner.adapt(worker, theta, episode.support), episode.support)
             found, draw = query_score(worker, slot, task, episode.query, has_classes), episodes.source.draw

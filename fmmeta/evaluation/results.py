@@ -131,7 +131,7 @@ def differences(
 
     The verdict is by accuracy, for language models and where there is none by loss.
     """
-    by_loss = learner.generates or not all(score.accuracies for cell in cells for score in cell.scores)
+    by_loss = learner.by_loss or not all(score.accuracies for cell in cells for score in cell.scores)
     gain_of = ("loss_gain", "loss_ci95") if by_loss else ("accuracy_gain", "ci95")
     by_name = {(other.method, other.k_shot): other for other in others}
     compared = [

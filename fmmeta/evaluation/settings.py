@@ -39,7 +39,7 @@ from fmmeta.config.settings import (
 from fmmeta.learners.files import SETTINGS_FILE, remembered
 from fmmeta.learners.from_gguf import is_gguf
 from fmmeta.learners.load import fitted_to_model
-from fmmeta.tasks.data.files import ENDINGS, ending
+from fmmeta.tasks.data.files import ENDINGS, TEXTS, ending
 from fmmeta.tasks.data.images import IMAGE_ENDINGS
 from fmmeta.tasks.data.splits import few
 
@@ -537,7 +537,7 @@ class AdaptConfig(FewShotConfig, WorkerConfig):
                         f"{name}={path} is not a file; give a {', '.join(ENDINGS)} file",
                     ),
                     (
-                        bool(path) and not ending(Path(str(path))),
+                        bool(path) and not (ending(Path(str(path))) or Path(str(path)).suffix in TEXTS),
                         f"{name}={path} is no {', '.join(ENDINGS)} file (.gz too); convert it to one of them",
                     ),
                 ]

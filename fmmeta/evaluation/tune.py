@@ -146,6 +146,11 @@ class TuneRun:
         self.began, self.most_s = time.monotonic(), 60 * (settings.minutes or math.inf)
         self.tried: list[Choice] = []
         self.new = 0  # of them, by this process
+        if settings.run_config().learner.ordered:
+            raise UsageError(
+                f"model_name_or_path={settings.model_name_or_path} learns documents, each chunk once, and"
+                " tune chooses steps; compare --inner_lr by fmmeta evaluate --eval_split valid"
+            )
         config, inputs, chosen = plan_evaluation(
             settings, world, progress.notice, inner_steps=settings.max_steps
         )

@@ -120,6 +120,12 @@ class CausalLearner(HFLearner):
         losses = self.loss(logits, seen)
         wrong = ((logits.argmax(-1) != seen) & (seen != IGNORE)) | losses.isnan()
         losses, wrong = (spread(each, places, targets, 0)[:, :-1] for each in (losses, wrong))
+        return self.summed(losses, wrong, labels)
+
+    def summed(self, losses: Tensor, wrong: Tensor, labels: Tensor) -> RowLosses:
+        """The losses of rows from those of tokens and whether these are wrong, of the label tokens after the
+        first [B, T-1].
+        """
         # the answer that each token belongs to, from 1: several where a sequence holds packed rows or pairs
         labelled = F.pad(labels != IGNORE, (1, 0))  # the first token is not predicted
         numbers = (labelled.long().diff(dim=1) > 0).cumsum(1)

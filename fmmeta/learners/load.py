@@ -28,7 +28,8 @@ from fmmeta.common.processes import hide_download_bars, quiet_logger
 from fmmeta.common.progress import Warn
 from fmmeta.common.text import shortened
 from fmmeta.config.algorithms import find
-from fmmeta.config.fields import default_of, refuse_first
+from fmmeta.config.conflicts import DEFAULT_LENGTH
+from fmmeta.config.fields import refuse_first
 from fmmeta.config.learners import CAUSAL, SEQ2SEQ_LM
 from fmmeta.config.settings import Config
 from fmmeta.learners import quantized, text_part
@@ -58,7 +59,6 @@ from fmmeta.learners.lora import import_peft, inject, merge, restore_adapters
 from fmmeta.learners.tiny import byte_tokenizer, image_settings, tiny_config, tiny_vit_config
 from fmmeta.tasks.data.images import PROCESSOR_FILE, ImageReader
 
-DEFAULT_LENGTH = default_of(Config.__dataclass_fields__["max_length"])
 MODULE_FILE = "model.safetensors"  # of a user's module
 NO_CONFIG = transformers.PretrainedConfig.from_dict({"num_hidden_layers": 0})
 """Of a module without a configuration, whose activations are not known."""
@@ -121,10 +121,11 @@ def fitted(config: Config, hf_config: Any) -> Config:
         most = longest
     if most is None or config.max_length <= most:
         return config
-    if config.max_length != DEFAULT_LENGTH:
+    if config.max_length != DEFAULT_LENGTH or config.learner.ordered:
+        name = "context + chunk" if config.learner.ordered else "max_length"
         why = " with one rotary table for rows of all lengths" if rotary_positions(hf_config) else ""
         raise UsageError(
-            f"max_length={config.max_length} is above the {most} positions of model_name_or_path="
+            f"{name}={config.max_length} is above the {most} positions of model_name_or_path="
             f"{config.model_name_or_path}{why}; use {most} or less"
         )
     return replace(config, max_length=most)

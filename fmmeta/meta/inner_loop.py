@@ -24,17 +24,24 @@ class Trajectory:
     """What the backward recursion needs of each inner step k = 0 .. K-1, stored without copies.
 
         phi    phi_k, from step `first` on; phi_0 is the caller's vector and costs nothing
-        u      the direction, with `keeps_directions`
+        u      the direction, with `keeps_directions`; with `sums` from step `first` on, and `total` is the
+               sum of those before
         state  the optimizer's state before the step, with `keeps_states`, from step `first` on
 
     Vectors beyond `budget_bytes` are stored in host memory.
     """
 
     def __init__(
-        self, budget_bytes: int, keeps_directions: bool, keeps_states: bool = False, first: int = 0
+        self,
+        budget_bytes: int,
+        keeps_directions: bool,
+        keeps_states: bool = False,
+        first: int = 0,
+        sums: bool = False,
     ) -> None:
         self.keeps_directions, self.keeps_states, self.first = keeps_directions, keeps_states, first
         self.left, self.steps = budget_bytes, list[dict[str, Tensor]]()
+        self.sums, self.total = sums, None
 
     def before_step(self, k: int, worker: Worker | TaskBatch, phi0: Tensor, state: "InnerState") -> None:
         """Store phi_k, which the worker (or the batch of tasks) holds, and the optimizer's state. Local."""
@@ -48,16 +55,19 @@ class Trajectory:
 
     def after_step(self, k: int, direction: Tensor | None) -> None:
         """Store u_k."""
-        if direction is not None:
+        if direction is not None and self.sums and k < self.first:
+            self.total = direction if self.total is None else self.total.add_(direction)
+        elif direction is not None:
             self._store(k, "u", direction)
 
     def phi(self, k: int) -> Tensor:
         """phi_k on the device of the shards."""
         return self.steps[k]["phi"].to(self.device, non_blocking=True)
 
-    def take_direction(self, k: int) -> Tensor:
-        """u_k on the device of the shards; its storage here is released."""
-        return self.steps[k].pop("u").to(self.device, non_blocking=True)
+    def take_direction(self, k: int) -> Tensor | None:
+        """u_k on the device of the shards, if it is stored; its storage here is released."""
+        found = self.steps[k].pop("u", None)
+        return None if found is None else found.to(self.device, non_blocking=True)
 
     def state(self, k: int) -> dict[str, Tensor]:
         """The optimizer's state before step k on the device of the shards."""
@@ -97,10 +107,13 @@ def no_poll() -> None:
 
 @dataclass(frozen=True)
 class InnerResult:
-    """A finished inner loop, the worker at phi_K: class means, a pass per step."""
+    """A finished inner loop, the worker at phi_K: class means, a pass per step, and what each step learned
+    from, as `InnerSteps.sets`.
+    """
 
     means: ClassMeans | None
     passes: list[PassStats]
+    sets: Sequence[Sequence[MicroBatch] | None] = ()
 
 
 @dataclass(frozen=True)
@@ -205,7 +218,7 @@ class InnerLoop:
         for _ in range(self.steps):
             steps.take()
             after_step([])
-        return InnerResult(start.means, steps.passes)
+        return InnerResult(start.means, steps.passes, steps.sets)
 
     def _run_head(
         self, worker: Worker, start: InnerStart, rows: FeatureRows, after_step: Callable[[Head], Any]
@@ -302,7 +315,7 @@ class InnerSteps:
         sample, saved = batches, None
         if sample is None:
             sample, saved = batches_of_step(self.support, k), self.start.saved if k == 0 else None
-        self.sets.append(batches)
+        self.sets.append(None if sample is self.support else sample)
         self.passes.append(worker.step(sample, update, saved=saved))
         if path is not None:
             path.after_step(k, direction)

@@ -265,6 +265,21 @@ def unrolled(
     return dict(zip(leaf, found, strict=False)), dict(zip(learned, found[len(leaf) :], strict=True))
 
 
+def online(task: ReferenceTask) -> Gradients:
+    """The gradient of the mean over the inner steps of each chunk's loss before the step on it."""
+    order = 1 if task.outer_step < task.config.first_order_steps else 2
+    leaf = {name: value.detach().clone().requires_grad_() for name, value in task.theta.items()}
+    phis = inner_loop(task, leaf, order)
+    losses = [
+        set_loss(task.learner, phi, rows, task.bf16)
+        for phi, rows in zip(phis[:-1], task.episode.samples, strict=True)
+    ]
+    learned = {name: rate for name, rate in task.rates.items() if rate.requires_grad}
+    inputs = [*leaf.values(), *learned.values()]
+    found = torch.autograd.grad(torch.stack(losses).mean(), inputs, materialize_grads=True)
+    return dict(zip(leaf, found, strict=False)), dict(zip(learned, found[len(leaf) :], strict=True))
+
+
 def inner_loop(
     task: ReferenceTask,
     theta: Weights,
@@ -294,6 +309,8 @@ def inner_loop(
 
 def support_of_step(task: ReferenceTask, k: int) -> Sequence[Example]:
     """The support rows of inner step k; with support_batch_size part of a shuffled pass over all of them."""
+    if task.episode.samples:
+        return task.episode.samples[k]
     rows, size = task.episode.support, task.config.support_batch_size
     if size == 0 or size >= len(rows):
         return rows

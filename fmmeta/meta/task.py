@@ -160,7 +160,7 @@ class TaskRun:
             if start.means is not None and start.saved is None:
                 self.between_passes()  # the support set's features took a pass
             self.path, self.steps = path, InnerSteps(self.inner, self.worker, start, self.support, path)
-            self.adapted = InnerResult(start.means, self.steps.passes)
+            self.adapted = InnerResult(start.means, self.steps.passes, self.steps.sets)
         elif learned != "no" and len(self.steps.passes) >= self.inner.steps:
             raise UsageError(
                 f"inner_steps={self.inner.steps} with inner_lr_learned={learned}: a task has as many steps as"
@@ -188,19 +188,21 @@ class TaskRun:
         if self.adapted is not None:
             self.worker.write(self.theta)
 
-    def trajectory(self, order: int, steps: int | None = None, every: bool = False) -> Trajectory | None:
+    def trajectory(
+        self, order: int, steps: int | None = None, every: bool = False, online: bool = False
+    ) -> Trajectory | None:
         """What `backward` needs of the inner steps; None if it needs nothing.
 
-        steps: their number, if it is known. every: all phi_k are needed.
+        steps: their number, if it is known. every: all phi_k are needed. online: for `backward_online`.
         """
         config, inner = self.config, self.inner
         learned = inner.rates.learned != "no"
-        if order == 1 and not learned and not every:
+        if order == 1 and not learned and not every and not online:
             return None
         gib = 2**32 if config.trajectory_memory_gib is None else config.trajectory_memory_gib
         keeps_states = order > 1 and not inner.optimizer.is_linear
         first = 0 if every or steps is None else self._first_step(order, steps)
-        return Trajectory(int(gib * 2**30), learned, keeps_states, first)
+        return Trajectory(int(gib * 2**30), learned or online, keeps_states, first, online and not learned)
 
     def _first_step(self, order: int, steps: int) -> int:
         """The first of the inner steps that is differentiated."""
@@ -263,22 +265,41 @@ class TaskRun:
             self.result = self.add_through_head(v, query, hessian, extra, weight)
         return self.result
 
+    def backward_online(self, order: int) -> TaskResult:
+        """Add the meta-gradient of the mean over the inner steps of the loss that each step learns from, at
+        the weights before the step: its gradient is the direction of the inner loop's SGD. No query pass.
+
+        order: as in `backward`. Needs the path of `trajectory(..., online=True)`. Collective: group.
+        """
+        assert self.path is not None
+        v, hessian = self.worker.zeros(), self.hessian()
+        extra = self.through_steps(hessian, self.path, v, order, (), 1 / len(self.passes))
+        self.result = self.add_through_head(v, PassStats.mean(self.passes), hessian, extra)
+        return self.result
+
     @property
     def passes(self) -> list[PassStats]:
         """Of the inner steps."""
         return self.adapted.passes if self.adapted else []
 
     def through_steps(
-        self, hessian: Hessian, path: Trajectory, v: Tensor, order: int, weights: Sequence[float]
+        self,
+        hessian: Hessian,
+        path: Trajectory,
+        v: Tensor,
+        order: int,
+        weights: Sequence[float],
+        online: float = 0.0,
     ) -> dict[str, Tensor]:
         """Turn v = dL/dphi_K [S] into dL/dphi_0 in place; return the gradient of learned rates.
 
-        weights: see `backward`. All passes are added to those of `hessian`. Collective: group.
+        weights: see `backward`. online: the weight of each step's own loss, before the step. All passes are
+        added to those of `hessian`. Collective: group.
         """
         worker, optimizer, steps = self.worker, self.inner.optimizer, len(path.steps)
         first = self._first_step(order, steps)
         rates = self.inner.rates if self.steps is None else self.steps.rates
-        sets = [None] * steps if self.steps is None else self.steps.sets
+        sets = self.adapted.sets if self.adapted else [None] * steps
         hessians = {id(None): hessian}
         learned = rates.meta_parameter
         extra = {} if learned is None else {"rates": torch.zeros_like(learned)}
@@ -288,12 +309,16 @@ class TaskRun:
         elif first < steps:
             bars = optimizer.zero_state(v.numel(), v.device).vectors
         for k in reversed(range(steps)):
-            if extra:
-                rates.add_gradient_(extra["rates"], worker, k, v, path.take_direction(k))
+            u = path.take_direction(k)
+            if extra and u is not None:
+                rates.add_gradient_(extra["rates"], worker, k, v, u)
+            bar_u = rates.scale_(k, v.neg(), slice(0, v.numel())) if k >= first else v
+            if online and u is not None:
+                v.add_(u, alpha=online)
+            del u
             if k >= first:
                 if (key := id(sets[k])) not in hessians:
                     hessians[key] = replace(self.hessian(sets[k]), passes=hessian.passes)
-                bar_u = rates.scale_(k, v.neg(), slice(0, v.numel()))
                 if optimizer.is_linear:
                     v += hessians[key].times(path.phi(k), w.mul_(optimizer.momentum).add_(bar_u))
                 else:
@@ -305,6 +330,8 @@ class TaskRun:
                 worker.write(path.phi(k))
                 hessian.passes.append(worker.gradient(self.query, v, weights[k - 1]))
             path.drop(k)
+        if path.total is not None:
+            v.add_(path.total, alpha=online)
         return extra
 
     def add_displacement(self) -> TaskResult:

@@ -29,7 +29,9 @@ class Passes(NamedTuple):
 
 
 def rows_of(config: Config) -> tuple[int, int]:
-    """Rows of the largest support set, and of a query set."""
+    """Rows of the largest support set, and of a query set; of streams those of a step."""
+    if config.learner.ordered:
+        return 1, 1
     classes = config.most_classes or 1
     return config.most_support * classes, config.num_query * classes
 
@@ -122,7 +124,7 @@ def shards(config: Config) -> ShardCounts:
         of_step = 1 + (states if spec.order > 1 and inner not in ("sgd", "momentum") else 0)
         trajectory = min(k, kept) * of_step
         trajectory -= kept >= k and config.head_init != "prototype"  # phi_0 is theta
-    if config.inner_lr_learned != "no":
+    if config.inner_lr_learned != "no" or spec.needs == "ordered":
         trajectory += k  # u of every step
     if config.inner_lr_learned == "element":
         work += 2 + len(find_outer(config.outer_optimizer).moments)  # rates, their gradient, its moments

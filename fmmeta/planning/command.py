@@ -65,7 +65,7 @@ def text(planner: Planner, layouts: Sequence[PlannedLayout]) -> str:
     lines = [
         f"{plan.model_name_or_path}: {trained:,} parameters; {plan.gpus} GPUs of {plan.gpu_memory_gib:g} GiB"
         f"{nodes}",
-        f"{plan.algorithm}, {plan.tasks} tasks an outer step, {base.most_support * classes} +"
+        f"{plan.run_algorithm}, {plan.tasks} tasks an outer step, {base.most_support * classes} +"
         f" {plan.num_query * classes} rows of up to {base.max_length} tokens,"
         f" {'bf16' if plan.bf16_planned else 'fp32'}",
         f"profile {planner.profile}",

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fmmeta.config.algorithms import bf16_by_default, find
-from fmmeta.config.fields import check_values, refuse_first, setting
+from fmmeta.config.fields import check_values, default_of, refuse_first, setting
+from fmmeta.config.learners import usual_algorithm
 from fmmeta.config.peft_options import apply_peft_options
 from fmmeta.config.settings import (
     Config,
@@ -90,7 +91,7 @@ class PlanConfig(ModelConfig, TaskConfig, SamplingConfig, InnerConfig, MetaConfi
                 ),
                 (self.elastic, "elastic=True is a setting of a launch; leave it out"),
                 (
-                    find(self.algorithm).trains_nothing,
+                    find(self.run_algorithm).trains_nothing,
                     f"algorithm={self.algorithm} trains nothing, so that there is no outer step to plan;"
                     " use fomaml",
                 ),
@@ -101,11 +102,17 @@ class PlanConfig(ModelConfig, TaskConfig, SamplingConfig, InnerConfig, MetaConfi
         refuse_first([((self.row_tokens or 0) > longest, above)])
 
     @property
+    def run_algorithm(self) -> str:
+        """That of the run, where none is named too."""
+        usual = usual_algorithm(self.task_type) or default_of(Config.__dataclass_fields__["algorithm"])
+        return self.algorithm or usual
+
+    @property
     def bf16_planned(self) -> bool:
         """Whether the weights are in bf16; a DeepSpeed file that names a precision wins. Raises `UsageError`
         for a bad file.
         """
-        bf16 = bf16_by_default(self.algorithm, bool(self.lora_r)) if self.bf16 is None else self.bf16
+        bf16 = bf16_by_default(self.run_algorithm, bool(self.lora_r)) if self.bf16 is None else self.bf16
         return bf16 if self.deepspeed is None else deepspeed_config.read(self.deepspeed, bf16).bf16
 
     @property

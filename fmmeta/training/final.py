@@ -361,7 +361,7 @@ def verdict_of(compared: Compared | None, config: Config, sources: Sources) -> d
     compared: None without a table. Returns `name`, that of `verdict`, or empty where the weights cannot be
     compared, and `text`: the gain, over what it was measured, and what to do.
     """
-    kind, by_loss = sources.train.kind, config.learner.generates or not (compared and compared.has_answers)
+    kind, by_loss = sources.train.kind, config.learner.by_loss or not (compared and compared.has_answers)
     nouns = "classes" if kind == "class" else "tasks"
     gain = compared.gain[by_loss] if compared else (math.nan, math.nan)
     name = verdict(gain)
@@ -373,7 +373,7 @@ def verdict_of(compared: Compared | None, config: Config, sources: Sources) -> d
     shots = f" at {counted(config.k_shot, 'shot')}"
     if config.most_shots > config.k_shot:
         shots = f" at {config.k_shot} to {config.most_shots} shots"
-    if isinstance(sources.train, OwnSource):  # the function decides about them
+    if isinstance(sources.train, OwnSource) or config.learner.ordered:  # the function decides; none
         shots = ""
     size = (
         f"{format_interval(gain, '+.4f')} {config.learner.unit}"

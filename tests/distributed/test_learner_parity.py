@@ -14,6 +14,10 @@ FAST = [  # layout, stage, algorithm, model, head, settings, pipeline stages (-T
     ((1, 1), "plain", "fomaml", "llama", "zero", "preference-columns", 1),
     ((1, 1), "plain", "reptile", "bert", "learned", "reward", 1),
     ((1, 1), "plain", "maml-adapters", "llama", "zero", "answers-lora", 1),
+    ((1, 1), "plain", "ttt-rates", "llama", "zero", "stream-lora", 1),
+    ((2, 1), "plain", "ttt-first", "llama", "zero", "stream", 1),
+    ((1, 2), 2, "ttt", "llama", "zero", "stream-lora", 1),
+    ((1, 2), 3, "ttt-first", "llama", "zero", "stream", 1),
     ((1, 1), 2, "anil", "bert", "learned", "classes", 1),
     ((1, 1), 3, "protonet", "bert", "prototype", "classes", 1),
     ((2, 1), "plain", "fomaml", "bert", "learned", "tags", 1),
@@ -36,6 +40,11 @@ SLOW = [
     ((1, 1), "plain", "fomaml", "t53", "zero", "seq2seq", 1),
     ((1, 1), "plain", "maml-adapters", "llama", "zero", "preference-lora", 1),
     ((1, 1), "plain", "fomaml", "bert", "learned", "classes", 1),
+    ((1, 1), "plain", "ttt", "llama", "zero", "stream", 1),
+    ((1, 2), 0, "ttt-rates", "llama", "zero", "stream-lora", 1),
+    ((1, 2), 1, "ttt-first", "llama", "zero", "stream", 1),
+    ((1, 2), 3, "ttt", "llama", "zero", "stream-lora", 1),
+    ((1, 2), 0, "joint", "llama", "zero", "stream", 1),
     ((2, 1), "plain", "fomaml", "bert", "zero", "tags-lora-tasks", 1),
     ((2, 1), "plain", "fomaml", "bart3", "zero", "seq2seq", 1),
     ((2, 1), "plain", "fomaml", "bert", "zero", "reward-lora-tasks", 1),
@@ -57,6 +66,8 @@ SLOW = [
     ((1, 2), 0, "fomaml", "llama3", "zero", "tags", -2),
     ((1, 2), 1, "fomaml", "llama3", "zero", "preference-columns", -2),
     ((1, 2), 0, "fomaml", "llama3", "zero", "answers", -2),
+    ((1, 2), 0, "ttt-first", "llama3", "zero", "stream", 2),
+    ((1, 2), 0, "ttt-first", "llama3", "zero", "stream", -2),
 ]
 
 
@@ -87,6 +98,15 @@ def kinds(tmp_path_factory):
         "reward": {"task_type": "reward", "dataset": [str(preferences)], "n_way": 1},
         "classes": {"task_type": "examples.own_loss:classes"},
         "answers": {"task_type": "examples.own_loss:answers"},
+        "stream": {
+            "task_type": "stream",
+            "dataset": ["ciphers"],
+            "chunk": 8,
+            "context": 8,
+            "chunks": 3,
+            "inner_steps": 3,
+            "num_query": 5,
+        },
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ALSO, "numbers-mean", {**regression, "pooling": "mean"})

@@ -159,6 +159,8 @@ VARIANTS: dict[str, dict[str, Any]] = {  # settings of an algorithm's name, wher
     "meta_icl": {"algorithm": "meta_icl", "inner_steps": 0},
     "meta_icl-all": {"algorithm": "meta_icl", "inner_steps": 0, "loss_on_support": True},
     "reptile-adam": {"algorithm": "reptile", "inner_optimizer": "adamw", "inner_epsilon": 0.03},
+    "ttt-rates": {"algorithm": "ttt", "inner_lr_learned": "layer", "inner_lr_outer_lr": 0.01},
+    "ttt-first": {"algorithm": "ttt", "first_order_steps": 3},
 }
 SECOND_ORDER = (
     "maml",
@@ -167,6 +169,8 @@ SECOND_ORDER = (
     "imaml",
     "boil",
     "proto_maml",
+    "ttt",
+    "ttt-rates",
 )  # differences of gradients: less exact than gradients, and nothing in bf16
 ALSO_WITH = ("fomaml", "reptile", "maml", "maml-adapters", "meta_icl")
 HEADS = {

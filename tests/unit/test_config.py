@@ -26,6 +26,10 @@ COMPANIONS = {  # settings without which a choice is refused
     ("algorithm", "meta_icl"): {"task_type": "causal_lm"},
     ("pipeline_balance", "time"): {"pipeline_stages": 2},
     ("n_way", 1): {"task_type": "regression"},
+    **dict.fromkeys(
+        [("chunk", 1), ("context", 0), ("chunks", 1)],
+        {"task_type": "stream", "algorithm": "ttt", "dataset": ["ciphers"]},
+    ),
     ("second_order", "autograd"): {"algorithm": "maml"},
     ("second_order", "differences"): {"algorithm": "maml"},
 }
@@ -79,7 +83,7 @@ def test_lower_bounds(name, least):
         ("packing", 1, ("packing=1", "give one")),
         ("k_shot", True, ("k_shot=True", "give one")),
         ("mix_weights", ["1"], ("mix_weights='1'", "give one")),
-        ("algorithm", None, ("algorithm=None", "give one")),
+        ("dataset_split", None, ("dataset_split=None", "give one")),
         ("inner_lr", 1e39, ("inner_lr=1e+39", "use one up to 3.4e+38")),
         ("inner_lr", math.nan, ("inner_lr=nan", "use one, such as 0.1 for inner SGD")),
         (

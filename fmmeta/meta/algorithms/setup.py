@@ -9,6 +9,7 @@ from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import loss_of
 from fmmeta.learners.experts import frozen_names
+from fmmeta.meta.algorithms.ttt import OnlineLoop
 from fmmeta.meta.classifier_head import HeadInit
 from fmmeta.meta.hessian import HvpOptions
 from fmmeta.meta.inner_loop import InnerLoop
@@ -36,7 +37,7 @@ def setup(config: Config, worker: Worker, head_names: tuple[str, ...], classes: 
         config.joint_head,
         loss_of(config.learner),
     )
-    inner = InnerLoop(
+    inner = (OnlineLoop if config.learner.ordered else InnerLoop)(
         config.inner_steps,
         rates,
         inner_optimizer(config),

@@ -55,6 +55,13 @@ class PassStats:
 
     stats: Tensor
 
+    @classmethod
+    def mean(cls, passes: "Sequence[PassStats]") -> "PassStats":
+        """Of passes over sets of the same size: the mean of their losses, and the sums of their counts."""
+        stats = torch.stack([one.stats for one in passes]).sum(0)
+        stats[0] /= len(passes)
+        return cls(stats)
+
     @cached_property
     def numbers(self) -> list[float]:
         return self.stats.tolist()

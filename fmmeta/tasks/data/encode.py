@@ -255,7 +255,7 @@ def read_image(reader: ImageReader, image: EncodedImage) -> Tensor:
 def full_rows(config: Config, lengths: Sequence[int]) -> str:
     """A message if rows have `max_length` tokens, and so have probably lost a part; else ""."""
     full = sum(length >= config.max_length for length in lengths)
-    if not full:
+    if not full or config.learner.ordered:  # a document is cut into rows later
         return ""
     causal = config.learner.generates
     lost = "inputs lose tokens, then answers their end" if causal else "texts lose their end"

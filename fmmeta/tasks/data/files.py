@@ -25,6 +25,7 @@ from fmmeta.tasks.data.columns import Bad, Row, refuse
 from fmmeta.tasks.data.hub import BATCH, card_names, named, schema_names
 from fmmeta.tasks.data.images import IMAGE_ENDINGS
 
+TEXTS = (".txt", ".md")  # of documents
 ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 NO_ROWS = ("class_splits.json", "task_splits.json", "dataset_infos.json")  # beside the files of rows
 SEPARATORS = ";\t|"  # that a .csv may have in place of commas

@@ -135,6 +135,10 @@ class Draw(EpisodeRows):
         Raises `OSError` if the store's file has changed, and as `TokenStore.examples` does.
         """
         self.store.check()
+        return self.read()
+
+    def read(self) -> EpisodeRows:
+        """See `episode`."""
         support, query = ([row for row, _ in rows] for rows in (self.support, self.query))
         labels = [[label for _, label in rows] for rows in (self.support, self.query)] if self.classes else ()
         return EpisodeRows(self.task, support, query, self.classes).encoded(self.store, labels)

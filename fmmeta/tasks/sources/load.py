@@ -66,7 +66,8 @@ from fmmeta.tasks.sources.base import (
     those_named,
 )
 from fmmeta.tasks.sources.own import OwnSource, Tasks, refuse_unread, tasks_named
-from fmmeta.tasks.suites import digits, letters
+from fmmeta.tasks.sources.stream import StreamSource, documents, long_enough, read_texts, text_files
+from fmmeta.tasks.suites import ciphers, digits, letters
 from fmmeta.tasks.word_suite import words
 
 Notice = Callable[[str], None]
@@ -93,6 +94,8 @@ def make_source(
     Classes and tasks with too few rows for an episode are dropped with a notice, or (on_bad_task=raise)
     refused by a `UsageError`, as the last task and that of a file are.
     """
+    if config.learner.ordered:
+        return StreamSource(config, store, {name: rows[""] for name, rows in tasks.items()}, strata)
     for task, rows in list(tasks.items()):
         for name, problem in problems(task, rows, shape, split):
             if path:
@@ -276,7 +279,7 @@ def glance(path: Path, max_length: int) -> tuple[int, float]:
 
 LEAST_WEIGHT = 1e-6  # of a class; the largest is 1 / LEAST_WEIGHT, so that sums in fp32 are finite
 HUB_SETTINGS = ("dataset_config_name", "dataset_split", "dataset_revision")
-SUITES = {"letters": letters, "words": words, "digits": digits}
+SUITES = {"letters": letters, "words": words, "digits": digits, "ciphers": ciphers}
 
 
 @dataclass
@@ -458,7 +461,8 @@ def load_one(
     if isinstance(rows, Tasks) or (":" in name and not Path(name).exists()):
         return sources_of(rows if isinstance(rows, Tasks) else tasks_named(name), config, tokenizer, wanted)
     suite = generated(name, config, tokenizer) if name in SUITES else None
-    if (task_per_file := None if suite else task_files(name, config.max_length)) is not None:
+    whole = suite or config.learner.ordered
+    if (task_per_file := None if whole else task_files(name, config.max_length)) is not None:
         if config.stratify_by is not None:
             raise UsageError(
                 f"stratify_by={config.stratify_by} is a function of rows, and dataset={name} is a folder of"
@@ -491,8 +495,13 @@ def load_one(
             contents,
         )
     content, read = reader_of(name, config, suite[0] if suite else rows)
+    if config.learner.ordered:
+        read_rows = read
+        read = lambda bad: documents(config, read_rows(bad), notice)  # noqa: E731
     store = prepare(name, content, read, config, tokenizer, notice)
     strata, contents, used = strata_of(store), dict[str, np.ndarray](), list[UsedSplits]()
+    if config.learner.ordered:
+        strata = long_enough(config, store, strata, notice)
     if suite:
         splits = suite[1]
     else:
@@ -547,6 +556,8 @@ def reader_of(
         with usage_errors(f"dataset={name} cannot be read as a folder of datasets", "save it again"):
             saved, kept = datasets.load_from_disk(name), files_digest(sorted(Path(name).rglob("*.arrow")))
         return digest([kept, config.dataset_split]), lambda bad: split_rows(name, saved, config.dataset_split)
+    if texts := text_files(name) if config.learner.ordered else []:
+        return files_digest(texts), lambda bad: read_texts(Path(name), texts, bad)
     if images := image_rows(name):
         stats = [(row.values["image"], Path(name, row.values["image"]).stat().st_size) for row in images]
         return digest(stats), lambda bad: images  # the files are not read before an episode needs them
@@ -592,6 +603,11 @@ def generated(name: str, config: Config, tokenizer: Any) -> tuple[list[Row], Spl
                 causal and of_images,
                 f"dataset=digits has classes of images and no answers, and task_type={config.task_type}; use"
                 " classification, or dataset=words",
+            ),
+            (
+                (name == "ciphers") != config.learner.ordered,
+                f"dataset={name} with task_type={config.task_type}: ciphers are documents for"
+                " task_type=stream, and the other suites are rows; use them together",
             ),
             (
                 not causal and name == "words",

@@ -1,0 +1,158 @@
+"""Documents as tasks: a task is a stretch of one document, cut into chunks that are learned in their order.
+
+    a folder of .txt and .md files     a file is a document, its folder the stratum
+    rows with a text                   a row is a document, or a part of the one in its column `document`
+
+A row of a task has `--context` tokens before its chunk, on which no loss is taken, and `--chunk` tokens.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from fmmeta.common.errors import UsageError, usage_errors
+from fmmeta.common.progress import Warn
+from fmmeta.common.security import inside
+from fmmeta.common.text import counted
+from fmmeta.config.settings import Config
+from fmmeta.tasks.batching import IGNORE, Example
+from fmmeta.tasks.data.columns import Bad, Row, column_like, pick
+from fmmeta.tasks.data.files import TEXTS
+from fmmeta.tasks.data.token_store import TokenStore, digest
+from fmmeta.tasks.schedule.meta_batches import Item, Items, Task
+from fmmeta.tasks.sources.base import ClassKey, Draw, EpisodeRows, TaskSource
+
+SAME_LINE, SAME_SHARE = 20, 0.5  # characters of a line that is compared; share of a near duplicate's lines
+
+
+@dataclass(frozen=True)
+class Stretch(Draw):
+    """A stretch of the tokens of `rows`, which are one document. begin: of its first chunk."""
+
+    rows: np.ndarray = field(kw_only=True)
+    begin: int = field(kw_only=True)
+    config: Config = field(kw_only=True)
+
+    def read(self) -> EpisodeRows:
+        """Each chunk, with its context, as a row of both sets and as the sample of an inner step."""
+        ids = [token for row in self.rows for token in self.store.input_ids(int(row))]
+        end = self.begin + self.config.chunks * self.config.chunk
+        examples = chunked(ids, self.config, self.begin, end)
+        return EpisodeRows(self.task, examples, examples, samples=tuple([one] for one in examples))
+
+
+def chunked(ids: Sequence[int], config: Config, begin: int, end: int) -> list[Example]:
+    """Each chunk of the tokens from `begin` to `end`, with its context, as a row; the last may be shorter."""
+    examples = list[Example]()
+    for start in range(begin, end, config.chunk):
+        first = max(0, start - config.context)
+        tokens = ids[first : min(end, start + config.chunk)]
+        unseen = max(1, start - first)  # nothing precedes the first token of a document
+        examples.append(Example(tokens, [IGNORE] * unseen + [*tokens[unseen:]]))
+    return examples
+
+
+class StreamSource(TaskSource):
+    """Stretches of documents. rows: numbers of the rows of each, in their order."""
+
+    def __init__(
+        self, config: Config, store: TokenStore, rows: Mapping[str, np.ndarray], strata: Mapping[str, str]
+    ) -> None:
+        self.config, self.store, self.rows, self.strata = config, store, rows, strata
+        lengths = store.lengths()
+        self.lengths = [int(lengths[numbers].sum()) for numbers in rows.values()]
+        tokens = config.chunks * (config.context + config.chunk)
+        self.items = Items.of(Item(name, strata[name], tokens) for name in rows)
+
+    def draw(self, task: Task) -> Draw:
+        name, taken = self.items.names[task.item], self.config.chunks * self.config.chunk
+        begin = int(np.random.default_rng(task.seed).integers(self.lengths[task.item] - taken + 1))
+        numbers = [(int(row), 0) for row in self.rows[name]]
+        return Stretch(
+            task, numbers, [], store=self.store, rows=self.rows[name], begin=begin, config=self.config
+        )
+
+    def class_keys(self, setting: str = "") -> list[ClassKey]:
+        raise UsageError(f"{setting} needs the names of all classes, and documents have none")
+
+    def num_rows(self) -> int:
+        return sum(length // self.config.chunk for length in self.lengths)
+
+    def part(self, chosen: np.ndarray) -> "StreamSource":
+        pairs = zip(self.rows.items(), chosen, strict=True)
+        return StreamSource(self.config, self.store, dict(one for one, is_in in pairs if is_in), self.strata)
+
+
+def long_enough(
+    config: Config, store: TokenStore, strata: Mapping[str, str], notice: Callable[[str], None]
+) -> dict[str, str]:
+    """The documents that are long enough, with their strata; the others are left out, with a notice.
+
+    Raises `UsageError` if none is.
+    """
+    needed = config.chunks * config.chunk
+    rows = store.of_data.select(["unit"]).append_column("tokens", [store.lengths()[: len(store)]])
+    sums = rows.group_by("unit").aggregate([("tokens", "sum")])
+    tokens = dict(zip(sums["unit"].to_pylist(), sums["tokens_sum"].to_pylist(), strict=True))
+    kept = {name: stratum for name, stratum in strata.items() if tokens[name] >= needed}
+    short = len(strata) - len(kept)
+    what = f"{short} of {counted(len(strata), 'document')} have fewer than chunks * chunk = {needed} tokens"
+    if not kept:
+        raise UsageError(f"{what}; lower chunks={config.chunks} or chunk={config.chunk}")
+    if short:
+        notice(Warn(f"left out: {what}"))
+    return kept
+
+
+def text_files(dataset: str) -> list[Path]:
+    """The .txt and .md files of a folder and its folders, or the file itself; none of any other data set."""
+    root = Path(dataset)
+    if root.is_file():
+        return [root] if root.suffix in TEXTS else []
+    found = [inside(root, path) for path in sorted(root.rglob("*")) if path.suffix in TEXTS]
+    return [path for path in found if path.is_file() and not path.name.startswith(".")]
+
+
+def read_texts(root: Path, files: Iterable[Path], bad: Bad) -> Iterator[Row]:
+    """A row for each file."""
+    for path in files:
+        try:
+            with usage_errors(f"{path} cannot be read as UTF-8", "fix or remove the file"):
+                text = path.read_text(encoding="utf-8-sig")
+        except UsageError as error:
+            bad(error)
+            continue
+        name = path.relative_to(root) if path != root else Path(path.name)
+        stratum = str(name.parent) if name.parent.name else "all"
+        yield Row({"text": text, "task": str(name), "stratum": stratum}, str(path))
+
+
+def documents(config: Config, rows: Iterable[Row], notice: Callable[[str], None]) -> Iterator[Row]:
+    """Rows with the name of their document in the column `task`, without near duplicates.
+
+    The name is in --task_column or in a column `document`, else a hash of the text. A near duplicate shares
+    more than half of its long lines, by characters, with documents before it.
+    """
+    seen, left_out = dict[bytes, str](), list[str]()
+    for row in rows:
+        column = pick(config, row.values, "text_column")
+        named = column_like(config.task_column or "document", row.values)
+        text, values = str(row.values.get(str(column))), row.values
+        if config.task_column is None and "task" not in values:
+            values = {**values, "task": str(values[named]) if named else digest(text)[:12]}
+        name = str(values.get(config.task_column or "task"))
+        lines = [line.strip() for line in text.splitlines() if len(line.strip()) >= SAME_LINE]
+        keys = [hashlib.blake2b(line.encode(errors="replace"), digest_size=8).digest() for line in lines]
+        shared = sum(
+            len(line) for line, key in zip(lines, keys, strict=True) if seen.setdefault(key, name) != name
+        )
+        if shared > SAME_SHARE * sum(map(len, lines)):
+            left_out.append(row.origin)
+        else:
+            yield replace(row, values=values)
+    if left_out:
+        what = counted(len(left_out), "document")
+        notice(Warn(f"left out: {what} whose lines are mostly in earlier ones, the first: {left_out[0]}"))

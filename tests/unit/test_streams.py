@@ -1,0 +1,360 @@
+"""Documents as tasks: their rows, and meta-gradients of losses before each step."""
+
+import copy
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fmmeta import MetaTrainer
+from fmmeta.config.algorithms import find
+from fmmeta.config.settings import Config
+from fmmeta.learners.base import Learner
+from fmmeta.learners.load import describe, load_tokenizer
+from fmmeta.learners.lora import inject
+from fmmeta.learners.stream import StreamLearner
+from fmmeta.meta.reference import set_loss
+from fmmeta.parallel.costs import passes
+from fmmeta.tasks.batching import IGNORE, Batcher, Example
+from fmmeta.tasks.schedule.meta_batches import Schedule, Task
+from fmmeta.tasks.sources.base import EpisodeRows
+from fmmeta.tasks.sources.load import load_sources
+from fmmeta.tasks.sources.stream import chunked
+from tests.support.learners import (
+    RuleOn,
+    by_name,
+    cosine_and_error,
+    llama,
+    oracle_gradient,
+    setup_of,
+    task_gradient,
+    worker_of,
+)
+from tests.support.messages import check_message, check_text, exit_code, refusal
+
+CHUNKS = 4
+
+
+def stream_learner(adapters: bool) -> Learner:
+    learner = StreamLearner(llama().hf)
+    if adapters:
+        inject(learner, config_of(lora_r=2, lora_target_modules=["all-linear"]))
+        draw = torch.Generator().manual_seed(3)
+        for name, param in learner.named_parameters():
+            if "lora_B" in name:
+                param.data.copy_(0.3 * torch.randn(param.shape, generator=draw))
+    return learner
+
+
+def config_of(**settings):
+    given = {"algorithm": "ttt", "chunk": 5, "context": 3, "chunks": CHUNKS, "inner_lr": 0.1, **settings}
+    return Config(task_type="stream", dataset=["ciphers"], **given)
+
+
+def episode() -> EpisodeRows:
+    """Chunks of 5 tokens with 3 before them."""
+    ids = torch.randint(3, 40, (3 + 5 * CHUNKS,), generator=torch.Generator().manual_seed(7)).tolist()
+    rows = [Example(ids[b : b + 8], [IGNORE] * 3 + ids[b + 3 : b + 8]) for b in range(0, 5 * CHUNKS, 5)]
+    return EpisodeRows(Task(0, "t", "s", 1, (0,)), rows, rows, samples=tuple([row] for row in rows))
+
+
+def found_by(learner, config):
+    """What the rule adds, and the worker."""
+    worker = worker_of(learner, config)
+    batches = Batcher(0).episode(episode())
+    return task_gradient(
+        RuleOn(find(config.algorithm).rule, setup_of(worker, config)), worker, batches
+    ), worker
+
+
+@pytest.fixture
+def fp64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["adapters", "all weights"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"inner_lr_learned": "layer"},
+        {"inner_lr_learned": "element"},
+        {"truncate_steps": 2},
+        {"truncate_steps": 2, "inner_lr_learned": "layer"},
+        {"first_order_steps": 1},
+        {"first_order_steps": 1, "inner_lr_learned": "layer"},
+        {"freeze": ["*.mlp.*"]},
+    ],
+    ids=str,
+)
+def test_in_fp64_the_recursion_is_autograd_through_the_whole_stream(fp64, settings, lora):
+    learner = stream_learner(lora).double()
+    if lora and "freeze" in settings:
+        settings = {"freeze": ["*.mlp.*lora*"]}
+    config = config_of(**settings, second_order="autograd", **({"lora_r": 2} if lora else {}))
+    found, worker = found_by(learner, config)
+    assert found.finite
+    wanted, of_rates = oracle_gradient(learner, config, episode())
+    mine = by_name(worker, found.gradient)
+    flat = [torch.cat([of[name].reshape(-1) for name in wanted]) for of in (mine, wanted)]
+    assert cosine_and_error(*flat)[1] < 1e-9
+    if config.inner_lr_learned == "element":
+        rates = by_name(worker, found.extra["rates"])
+        flat = [torch.cat([of[name].reshape(-1) for name in of_rates]) for of in (rates, of_rates)]
+        assert cosine_and_error(*flat)[1] < 1e-9
+
+
+def test_differences_of_gradients_give_the_same():
+    learner = stream_learner(False)
+    one, other = (
+        found_by(learner, config_of(second_order=by))[0].gradient for by in ("autograd", "differences")
+    )
+    assert cosine_and_error(other.double(), one.double())[1] < 1e-3
+
+
+def test_first_order_is_reptile_with_an_ordered_support_set():
+    learner = stream_learner(False)
+    config = config_of(first_order_steps=1)
+    of_reptile = config.but(algorithm="reptile", first_order_steps=0)
+    first, reptile = (found_by(learner, each)[0].gradient for each in (config, of_reptile))
+    assert cosine_and_error(first.double() * config.inner_lr * CHUNKS, reptile.double())[1] < 1e-6
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"first_order_steps": 1, "outer_steps": 1},
+        {"second_order": "autograd"},
+        {"second_order": "autograd", "truncate_steps": 2},
+    ],
+    ids=str,
+)
+def test_a_task_has_no_pass_over_a_query_set(settings, monkeypatch):
+    config = config_of(**settings)
+    worker, counted = worker_of(stream_learner(False), config), []
+    for name in ("_call", "gradient_vjp"):
+        call = getattr(worker, name)
+        monkeypatch.setattr(worker, name, lambda *a, call=call, **k: counted.append(1) or call(*a, **k))
+    rule = RuleOn(find("ttt").rule, setup_of(worker, config))
+    task_gradient(rule, worker, Batcher(0).episode(episode()))
+    cost = passes(config)
+    assert len(counted) == cost.support + cost.second_order
+    assert (cost.query, cost.query_forwards) == (0, 0)
+
+
+def test_evaluation_scores_each_chunk_before_its_step():
+    learner, config = stream_learner(False), config_of()
+    worker, rows = worker_of(learner, config), episode()
+    setup = setup_of(worker, config)
+    scored = setup.evaluation_method().score(worker, worker.read(), Batcher(0).episode(rows))
+    model = copy.deepcopy(learner)
+    weights = {name: param.detach() for name, param in model.named_parameters()}
+    frozen = [float(set_loss(model, weights, [row], False)) for row in rows.support]
+    online = []
+    for row in rows.support:
+        leaves = {name: one.requires_grad_() for name, one in weights.items()}
+        loss = set_loss(model, leaves, [row], False)
+        online.append(float(loss.detach()))
+        gradient = torch.autograd.grad(loss, [*leaves.values()])
+        steps = zip(leaves.items(), gradient, strict=True)
+        weights = {name: (one - config.inner_lr * g).detach() for (name, one), g in steps}
+    assert scored[0].loss == pytest.approx(np.mean(frozen), rel=1e-5)
+    assert scored[1].loss == pytest.approx(np.mean(online), rel=1e-5)
+    assert abs(np.mean(online) - np.mean(frozen)) > 1e-3
+    assert scored[1].numbers[2] == 5 * CHUNKS  # each token is an answer
+    more = setup.inner.variant(steps=2 * CHUNKS)
+    assert (more.steps, setup.inner.variant(steps=0).steps) == (CHUNKS, 0)
+
+
+def sources_of(dataset, notices=None, **settings):
+    config = replace(config_of(**settings), dataset=[str(dataset)])
+    notice = (lambda text: None) if notices is None else (lambda text: notices.append(str(text)))
+    return load_sources(config, load_tokenizer(config, describe(config), notice), notice)
+
+
+def long_text(seed: int, words: int = 80) -> str:
+    rng = np.random.default_rng(seed)
+    lines = ["".join(map(chr, rng.integers(97, 123, 30))) for _ in range(words // 8)]
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+def test_a_chunk_is_a_row_with_the_tokens_before_it(folder):
+    text = long_text(0)
+    (folder / "rows.jsonl").write_text(json.dumps({"text": text}))
+    source = sources_of(folder / "rows.jsonl").train
+    begins = set()
+    for task in Schedule(source.items, 20, 0, 0).meta_batch(0):
+        rows = source.draw(task).episode()
+        again = source.draw(task).episode()
+        assert [row.input_ids for row in again.support] == [row.input_ids for row in rows.support]
+        assert rows.query == rows.support == [one for (one,) in rows.samples]
+        chunks = [[token for token in row.labels if token != IGNORE] for row in rows.support]
+        for row, before in zip(rows.support[1:], chunks, strict=False):
+            assert (row.labels[:3], row.input_ids[3:]) == ([IGNORE] * 3, row.labels[3:])
+            assert row.input_ids[:3] == before[-3:]
+        whole = source.store.input_ids(0)
+        stretch = [token for chunk in chunks for token in chunk]
+        begin = next(b for b in range(len(whole)) if whole[b : b + len(stretch)] == stretch)
+        assert len(stretch) == 5 * CHUNKS - (begin == 1)  # nothing precedes the first token of a document
+        begins.add(begin)
+    assert len(begins) > 10
+
+
+def test_files_rows_and_parts_are_documents(folder):
+    (folder / "de").mkdir()
+    for number in range(4):
+        (folder / ("de" if number % 2 else "") / f"{number}.md").write_text(long_text(number))
+    (folder / "short.txt").write_text("too short")
+    (folder / "twin.txt").write_text(long_text(3) + "\nand one more line, longer than twenty letters")
+    notices = list[str]()
+    items = [item for one in sources_of(folder, notices).of_split.values() for item in one.items]
+    strata = {item.name: item.stratum for item in items}
+    assert strata == {"0.md": "all", "2.md": "all", "de/1.md": "de", "de/3.md": "de"}
+    text = "\n".join(notices)
+    assert "1 document whose lines are mostly in earlier ones" in text
+    assert "1 of 5 documents have fewer than chunks * chunk = 20 tokens" in text
+    rows = [{"text": long_text(number, 16), "document": f"d{number // 2}"} for number in range(8)]
+    (folder / "parts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sources = sources_of(folder / "parts.jsonl")
+    names = [name for one in sources.of_split.values() for name in one.items.names]
+    assert sorted(names) == ["d0", "d1", "d2", "d3"]
+    assert {length for one in sources.of_split.values() for length in one.lengths} == {2 * 61}
+
+
+def test_a_file_that_is_no_text_and_documents_that_are_all_too_short_are_refused(folder):
+    (folder / "a.txt").write_bytes(b"\xff\xfe\x00")
+    check_message(refusal(sources_of, folder), "a.txt cannot be read as UTF-8", "fix or remove the file")
+    (folder / "a.txt").write_text("short")
+    check_message(refusal(sources_of, folder), "lower chunks=4 or chunk=5")
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        (
+            {"algorithm": "fomaml"},
+            ["algorithm=fomaml with task_type=stream", "use ttt, reptile, joint or none"],
+        ),
+        ({"inner_optimizer": "adamw"}, ["inner_optimizer=adamw with algorithm=ttt", "leave it out"]),
+        ({"k_shot": 3}, ["k_shot=3 with task_type=stream", "leave it out"]),
+        ({"num_query": 2}, ["num_query=2 with task_type=stream", "leave it out"]),
+        ({"inner_steps": 3}, ["inner_steps=3 with chunks=4", "leave inner_steps out"]),
+        ({"max_length": 64}, ["max_length=64", "context=3 and chunk=5"]),
+        ({"prompt_template": "chat"}, ["prompt_template=chat means nothing for task_type=stream"]),
+        ({"support_batch_size": 2}, ["support_batch_size=2"]),
+    ],
+    ids=str,
+)
+def test_settings_that_mean_nothing_for_streams_are_refused(settings, parts):
+    check_message(refusal(config_of, **settings), *parts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"chunk": 8}, ["chunk=8 means nothing for task_type=causal_lm"]),
+        ({"algorithm": "ttt"}, ["task_type=causal_lm does not go with algorithm=ttt", "streams"]),
+    ],
+    ids=str,
+)
+def test_what_is_of_streams_is_refused_elsewhere(settings, parts):
+    check_message(refusal(Config, task_type="causal_lm", dataset=["words"], **settings), *parts)
+
+
+def test_suites_and_kinds_of_task_that_do_not_fit_are_refused():
+    check_message(refusal(sources_of, "words"), "dataset=words with task_type=stream")
+    config = Config(dataset=["ciphers"])
+    tokenizer = load_tokenizer(config, describe(config), print)
+    check_message(refusal(load_sources, config, tokenizer, print), "dataset=ciphers", "task_type=stream")
+
+
+def test_a_window_above_the_positions_is_refused(tmp_path):
+    from fmmeta.learners.load import fitted
+
+    config = config_of(chunk=400, context=200)
+    hf_config = describe(config_of()).hf_config
+    hf_config.max_position_embeddings = 512
+    check_message(refusal(fitted, config, hf_config), "context + chunk=600 is above the 512 positions")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of two outer steps, and a document."""
+    folder = tmp_path_factory.mktemp("stream")
+    settings = {"eval_episodes": 2, "outer_steps": 2, "meta_batch_size": 2, "output_dir": str(folder / "run")}
+    MetaTrainer(config_of(chunk=16, context=8, second_order="autograd", **settings)).train()
+    (folder / "a.txt").write_text("every chunk of a document is learned after it was scored " * 4)
+    return folder
+
+
+def test_evaluation_tells_bits_per_byte_by_position(trained, capsys):
+    words = [
+        "--model_name_or_path",
+        str(trained / "run" / "model"),
+        "--dataset",
+        "ciphers",
+        "--episodes",
+        "2",
+    ]
+    found = {}
+    for method in ("finetune", "zero_shot"):
+        assert (
+            exit_code(["evaluate", *words, "--method", method, "--output", str(trained / f"{method}.json")])
+            == 0
+        )
+        found[method] = cell = json.loads((trained / f"{method}.json").read_text())
+        assert cell["bits_per_byte"] == cell["bits_per_byte_from_0"]
+        assert cell["bits_per_byte"]["mean"] == pytest.approx(cell["loss"] / np.log(2), rel=0.02)
+    assert found["finetune"]["loss"] != found["zero_shot"]["loss"]
+
+
+def test_adapt_turns_a_document_into_a_folder(trained, capsys):
+    model = str(trained / "run" / "model")
+    out = trained / "adapted"
+    words = ["--model_name_or_path", model, "--support", str(trained / "a.txt"), "--output_dir", str(out)]
+    assert exit_code(["adapt", *words]) == 0
+    text = capsys.readouterr().out
+    check_text(text, "loss", "of 15 chunks, each before its step")
+    config = Config(
+        **{"model_name_or_path": model, "task_type": "stream", "dataset": ["ciphers"]}, chunk=16, context=8
+    )
+    tokenizer = load_tokenizer(config, describe(config), print)
+    ids = tokenizer((trained / "a.txt").read_text(), add_special_tokens=False)["input_ids"]
+    adapted, began = (AutoModelForCausalLM.from_pretrained(one) for one in (out, model))
+    weights = {name: one.detach() for name, one in began.named_parameters()}
+    for row in chunked(ids, config, 0, len(ids)):
+        leaves = {name: one.requires_grad_() for name, one in weights.items()}
+        batch = torch.tensor([list(row.input_ids)])
+        logits = torch.func.functional_call(began, leaves, (batch,)).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(row.labels)[1:], ignore_index=IGNORE)
+        steps = zip(leaves.items(), torch.autograd.grad(loss, [*leaves.values()]), strict=True)
+        weights = {name: (one - 0.1 * g).detach() for (name, one), g in steps}
+    for name, one in adapted.named_parameters():
+        torch.testing.assert_close(one.detach(), weights[name], atol=1e-5, rtol=1e-4)
+
+
+def test_commands_for_rows_refuse_documents_in_one_line(trained, tmp_path, capsys):
+    model = str(trained / "run" / "model")
+    for words, part in (
+        (["predict", "--model_name_or_path", model, "--input", str(trained / "a.txt")], "have no answers"),
+        (["tune", "--model_name_or_path", model, "--dataset", "ciphers"], "each chunk once"),
+        (["inspect", "--task_type", "stream", "--dataset", "ciphers"], "no rows to show"),
+        (
+            ["adapt", "--support", str(trained / "a.txt"), "--output_dir", str(tmp_path / "o")],
+            "is a document",
+        ),
+    ):
+        assert exit_code(words) == 2
+        check_message(capsys.readouterr().err, part)
