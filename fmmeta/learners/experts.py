@@ -84,6 +84,12 @@ def has_experts(hf_config: Any) -> bool:
     return any(getattr(hf_config, key, None) not in (None, 0, 1) for key in COUNTS)
 
 
+def experts_per_token(hf_config: Any) -> int:
+    """Experts that a token is sent to; 0 for a dense model."""
+    keys = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k") if has_experts(hf_config) else ()
+    return next((count for key in keys if isinstance(count := getattr(hf_config, key, None), int)), 0)
+
+
 def refuse_separate_experts(hf: Any, name: str) -> None:
     """Raise `UsageError` for a mixture whose experts are separate modules: ranks would run them in different
     orders. name: of the model.
