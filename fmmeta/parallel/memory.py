@@ -119,7 +119,7 @@ def rank_sizes(config: Config, hf_config: Any, counted: Counts, lazy: bool, data
     )
     scores = second_order or getattr(text, "_attn_implementation", None) == "eager"
     routed, wide = experts_per_token(text), getattr(text, "intermediate_size", None)
-    if routed:  # experts that each token is sent to, and those that all are
+    if routed and wide:  # experts that each token is sent to, and those that all are
         each = routed + (getattr(text, "n_shared_experts", None) or 0)
         wide = each * (getattr(text, "moe_intermediate_size", None) or wide)
     return Sizes(

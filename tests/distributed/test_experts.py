@@ -213,8 +213,8 @@ def test_loading_holds_shards_and_one_layer(tmp_path, layers):
     for loading, exact, start, shard in loaded_bytes(folder, write_pairs(tmp_path / "pairs.jsonl"), ds):
         one = 1.1 * layer * (2 + 4)  # as stored and converted, and in fp32
         print(f"{layers} layers, {total * 2 / 1e9:.2f} GB: {loading / 1e6:.0f} MB, {exact / 1e6:.0f} MB,")
-        print(f"    {start / 1e6:.0f} MB of {(6 * shard + one / 1.1) / 1e6:.0f} MB from start to end")
+        print(f"    {start / 1e6:.0f} MB of {(10 * shard + one / 1.1) / 1e6:.0f} MB from start to end")
         print(f"    shards of {shard * 2 / 1e6:.0f} MB in bf16, one layer {layer * (2 + 4) / 1e6:.0f} MB")
         assert loading < 1.1 * shard * 2 + one
         assert exact < one
-        assert start < 1.1 * shard * (2 + 4) + one
+        assert start < 1.1 * shard * (2 + 4 + 4) + one  # the engine allocates gradients in fp32 too

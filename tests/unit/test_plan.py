@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.plan import rows_of_mixtures
 from fmmeta.cli import parse
 from fmmeta.config.algorithms import OUTER_OPTIMIZERS
 from fmmeta.config.settings import Config
@@ -136,14 +135,6 @@ def test_parameters_of_public_mixtures(name, total, active, without):
     assert at_work / 1e9 == pytest.approx(active, rel=0.02)
     layer = learner.hf.model.layers[-1].mlp.experts
     assert counted.experts == sum(param.numel() for param in layer.parameters())
-
-
-@pytest.mark.slow
-def test_the_table_of_mixtures_is_what_is_planned():
-    page = Path(f"{ROOT}/docs/explanation/memory-and-time.md").read_text().splitlines()
-    rows = rows_of_mixtures(f"{ROOT}/benchmarks/shapes")
-    assert len(rows) == 18
-    assert [row for row in rows if row not in page] == []
 
 
 ALGORITHMS = [
