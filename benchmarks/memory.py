@@ -1,7 +1,7 @@
 """Resident memory of each rank while a random Llama of 200 M parameters is meta-trained, beside the estimate.
 
-    # writes the checkpoint
-    python benchmarks/memory.py model FOLDER
+    # writes the checkpoint; qwen3_moe: a mixture of 81 M parameters, 4 layers of 16 experts
+    python benchmarks/memory.py model FOLDER [qwen3_moe]
     # a JSON line per rank
     torchrun --nproc_per_node 2 benchmarks/memory.py run FOLDER --group_size 2 [flags]
     # ordinary training
@@ -48,25 +48,45 @@ RUN = {
 }
 
 
-def make_model(folder: Path) -> None:
+SHARED = {
+    "num_attention_heads": 16,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 13,
+        "num_key_value_heads": 16,
+        "intermediate_size": 2816,
+        "vocab_size": 16000,
+    },
+    "qwen3_moe": {
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 768,
+        "vocab_size": 2000,
+    },
+}
+
+
+def make_model(folder: Path, kind: str = "llama") -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from fmmeta.learners.tiny import byte_tokenizer
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=1024,
-        num_hidden_layers=13,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        intermediate_size=2816,
-        vocab_size=16000,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHARED, **MODELS[kind]))
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
 
 
 def resident(key: str) -> int:
@@ -273,7 +293,7 @@ if __name__ == "__main__":
     if not EXACT.keys() <= os.environ.keys():
         os.execve(sys.executable, [sys.executable, *sys.argv], {**EXACT, **os.environ})
     if sys.argv[1] == "model":
-        make_model(Path(sys.argv[2]))
+        make_model(Path(sys.argv[2]), *sys.argv[3:])
     elif sys.argv[1] == "collect":
         collect(*sys.argv[2:])
     elif sys.argv[1] == "pipeline":

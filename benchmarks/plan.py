@@ -4,6 +4,8 @@
     python -m benchmarks.plan memory FOLDER --json benchmarks/results/plan.json
     # a random Llama of 69 M parameters
     python -m benchmarks.plan model FOLDER
+    # the table of mixtures in docs/explanation/memory-and-time.md, of FOLDER/*/config.json
+    python -m benchmarks.plan mixtures benchmarks/shapes
 
 benchmarks/memory.py measures (VmHWM of the fullest rank, libraries left out). The last line is the largest
 ratio of what was measured to what was planned, and the smallest.
@@ -52,6 +54,8 @@ def make_model(folder: str) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from fmmeta.learners.tiny import byte_tokenizer
+
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=768,
@@ -67,6 +71,7 @@ def make_model(folder: str) -> None:
         eos_token_id=2,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
 
 
 def planned(folder: str, size: int, stage: int, split: int | tuple[int, int], bf16: bool) -> Any:
@@ -128,6 +133,53 @@ def measured(folder: str, size: int, stage: int, split: int | tuple[int, int], b
     return max(line["train_gb"] for line in lines) * 1e9
 
 
+MIXTURES = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "gpt-oss-120b": "gpt-oss-120b", "glm-4.5-air": "GLM-4.5-Air"}
+
+
+def plan_of_mixture(folder: str, gpus: int) -> Any:
+    """What `fmmeta plan` gets for a row of the table of mixtures."""
+    from fmmeta.planning.settings import PlanConfig
+
+    return PlanConfig(
+        model_name_or_path=folder,
+        gpus=gpus,
+        gpu_memory_gib=80.0,
+        host_memory_gib=2000.0,
+        task_type="causal_lm",
+        k_shot=16,
+        num_query=16,
+        max_length=1024,
+        row_tokens=512,
+        meta_batch_size=2 * gpus,
+        dataset=["tasks.jsonl"],
+    )
+
+
+def rows_of_mixtures(folder: str, names: Any = MIXTURES, gpus: Any = (8, 64, 256)) -> list[str]:
+    """The fastest layout with all weights and with adapters, as lines of a table in Markdown."""
+    from fmmeta.parallel.memory import GIB
+    from fmmeta.planning.command import best, number
+    from fmmeta.planning.layouts import Planner
+    from fmmeta.planning.machines import find
+
+    lines = []
+    for name in names:
+        for many in gpus:
+            planner = Planner(plan_of_mixture(f"{folder}/{name}", many), find("h100"))
+            layouts, products = planner.layouts(), planner.counts(0, 1, 1)[1]
+            total = sum(param.numel() for param in planner.learner(0).parameters())
+            title = f"{MIXTURES[name]}: {total / 1e9:.1f} B, {products.whole / 1e9:.1f} B at work"
+            found = {trained: ways[0] for trained, ways in best(layouts).items()}
+            for trained in ("all weights", "adapters (LoRA)"):
+                cells = [title, str(many), trained, "-", "does not fit", *"----"]
+                if one := found.get(trained):
+                    cells[3:] = [str(one.strategy.group_size), str(one.strategy)]
+                    cells += [f"{one.memory.total / GIB:.1f}", f"{one.host_bytes / GIB:,.0f}"]
+                    cells += [number(one.step.total), f"{100 * one.efficiency:.0f} %"]
+                lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def compare(folder: str, out: str | None, only: str | None) -> None:
     """All layouts, or one that is given by name; results of others stay in the file."""
     from benchmarks.common import table, write_json
@@ -162,12 +214,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["model", "memory"])
+    parser.add_argument("what", choices=["model", "memory", "mixtures"])
     parser.add_argument("folder")
     parser.add_argument("--json")
     parser.add_argument("--only", help="one layout, such as 'ZeRO 1, group of 2'")
     known = parser.parse_args()
     if known.what == "model":
         make_model(known.folder)
+    elif known.what == "mixtures":
+        print(*rows_of_mixtures(known.folder), sep="\n")
     else:
         compare(known.folder, known.json, known.only)

@@ -120,7 +120,11 @@ class CausalLearner(HFLearner):
         losses = self.loss(logits, seen)
         wrong = ((logits.argmax(-1) != seen) & (seen != IGNORE)) | losses.isnan()
         losses, wrong = (spread(each, places, targets, 0)[:, :-1] for each in (losses, wrong))
-        return self.summed(losses, wrong, labels)
+        found = self.summed(losses, wrong, labels)
+        aux, self.router_loss = self.router_loss, None  # it holds the graph
+        # of the whole set, so that the weighted losses of rows contain it once
+        shared = 0.0 if aux is None else self.hf.router_aux_loss_coef * aux / batch.weights.sum()
+        return found._replace(loss=found.loss + shared)
 
     def summed(self, losses: Tensor, wrong: Tensor, labels: Tensor) -> RowLosses:
         """The losses of rows from those of tokens and whether these are wrong, of the label tokens after the
@@ -132,10 +136,8 @@ class CausalLearner(HFLearner):
         failed = numbers.new_zeros(len(numbers), numbers.shape[1] + 1).scatter_reduce(
             1, numbers, wrong.long(), "amax"
         )
-        answers, aux, self.router_loss = numbers[:, -1], self.router_loss, None  # it holds the graph
-        # of the whole set, so that the weighted losses of rows contain it once
-        shared = 0.0 if aux is None else self.hf.router_aux_loss_coef * aux / batch.weights.sum()
-        return RowLosses(losses.sum(1) + shared, answers - failed.sum(1), answers)
+        answers = numbers[:, -1]
+        return RowLosses(losses.sum(1), answers - failed.sum(1), answers)
 
     def logits(self, outputs: Tensor) -> Tensor:
         return at_least_fp32(outputs)

@@ -85,6 +85,12 @@ def has_experts(hf_config: Any) -> bool:
     return any(getattr(hf_config, key, None) not in (None, 0, 1) for key in COUNTS)
 
 
+def experts_per_token(hf_config: Any) -> int:
+    """Experts that a token is sent to; 0 for a dense model."""
+    keys = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k") if has_experts(hf_config) else ()
+    return next((count for key in keys if isinstance(count := getattr(hf_config, key, None), int)), 0)
+
+
 def check_mixture(hf: Any, config: Config, router_loss: bool) -> None:
     """Raise `UsageError` for a mixture whose experts are separate modules, which ranks would run in different
     orders, and for settings that its `router_loss` does not go with: it depends on all rows of a pass.

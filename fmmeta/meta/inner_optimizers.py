@@ -261,8 +261,8 @@ class InnerOptimizer:
             for part, of_grad in pieces(shard.device, shard, grad):
                 apply(part, of_grad, slice(begin, begin := begin + part.numel()))
 
-        # a state or a proximal term needs temporary tensors, which are small for small pieces
-        return in_pieces if state.vectors or anchor is not None else apply
+        # a state, a proximal term or different rates need temporary tensors, which are small for small pieces
+        return apply if alpha is not None and anchor is None and not state.vectors else in_pieces
 
 
 def inner_optimizer(config: Config) -> InnerOptimizer:

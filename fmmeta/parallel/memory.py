@@ -9,7 +9,8 @@ weight. A kind is divided by M from the stage in brackets on (docs/explanation/m
     moments 4 P per moment of the outer optimizer [1]
     kept 4 P per shard that the algorithm or the inner optimizer stores [1]
 
-    gathered: whole parameters that ZeRO 3 holds at once
+    gathered: whole parameters that ZeRO 3 holds at once, with a copy of one layer's experts, whose gradients
+        it holds later; or the largest weight of a quantised base, dequantised
 
 In addition, the larger of two: in the backward pass activations, logits and buffers; in the reduction after
 it, DeepSpeed's copies to reduce and to step (`gradient_bytes`). Activations: Korthikanti et al. 2022 (arXiv
@@ -32,6 +33,7 @@ from fmmeta.common.text import any_of
 from fmmeta.config.algorithms import find, find_outer
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import Learner
+from fmmeta.learners.experts import experts_per_token, fused_experts
 from fmmeta.learners.load import max_positions
 from fmmeta.learners.stages import plan_stages
 from fmmeta.parallel import costs
@@ -55,13 +57,17 @@ FLATTENED = 5 * 10**8  # parameters that ZeRO 0 flattens for one reduction (deep
 
 class Counts(NamedTuple):
     """Parameters of a rank's part of a model. packed: of the frozen ones, those that are quantised;
-    packed_bytes: their bytes, with scales.
+    packed_bytes: their bytes, with scales; unpacked: the largest of them. experts: of the largest module of
+    fused experts, which ZeRO 3 gathers together. largest: of the largest parameter.
     """
 
     trained: int
     frozen: int
     packed: int = 0
     packed_bytes: int = 0
+    unpacked: int = 0
+    experts: int = 0
+    largest: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,10 @@ class Sizes:
     frozen: int = 0  # parameters that are not trained
     packed: int = 0  # of them, those that are quantised
     packed_bytes: int = 0
+    unpacked: int = 0  # the largest of them, which is dequantised in a pass
+    experts: int = 0  # of the largest module of experts, which ZeRO 3 gathers together
+    largest: int = 0  # of the largest parameter
+    routed: int = 0  # experts that a token is sent to, each of which gets a copy of its hidden state
     checkpointing: bool = False  # layers store their inputs only
     offload_outer: bool = False  # from a device to host memory
     in_flight: int = 1  # micro-batches whose activations a rank stores
@@ -108,15 +118,23 @@ def rank_sizes(config: Config, hf_config: Any, counted: Counts, lazy: bool, data
         config, differentiates_twice(0, depth, config.tensor_parallel_size)
     )
     scores = second_order or getattr(text, "_attn_implementation", None) == "eager"
+    routed, wide = experts_per_token(text), getattr(text, "intermediate_size", None)
+    if routed and wide:  # experts that each token is sent to, and those that all are
+        each = routed + (getattr(text, "n_shared_experts", None) or 0)
+        wide = each * (getattr(text, "moe_intermediate_size", None) or wide)
     return Sizes(
         params=counts.trained,
         frozen=counts.frozen,
         packed=counts.packed,
         packed_bytes=counts.packed_bytes,
+        unpacked=counts.unpacked,
+        experts=counts.experts,
+        largest=counts.largest,
+        routed=routed,
         layers=-(-getattr(text, "num_hidden_layers", 12) // depth),
         hidden=getattr(text, "hidden_size", 768),
         heads=getattr(text, "num_attention_heads", 12) if scores else 0,
-        wide=getattr(text, "intermediate_size", None),
+        wide=wide,
         gated=hasattr(text, "rms_norm_eps"),
         vocab=getattr(text, "vocab_size", 0) if config.learner.writes else 0,
         rows=forward_rows(config, data),
@@ -186,8 +204,9 @@ def gradient_bytes(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> t
     params, stage, bf16 = sizes.params, settings.zero_stage, settings.bf16
     part, grad = params // sharers, 2 if bf16 else 4  # bytes of a gradient of autograd
     most = settings.bucket or sizes.hidden**2  # "auto", as DeepSpeedSettings.complete fills it
-    used, early = min(params, most), params > most  # early: reductions begin in the backward pass
-    made = used if sizes.lazy else most
+    # early: reductions begin in the backward pass; a parameter that is larger than a bucket is reduced alone
+    used, early = min(params, max(most, sizes.largest)), params > most
+    made = min(params, most) if sizes.lazy else most
     flat = min(params, FLATTENED)
     if stage == 0 and sharers == 1:  # bf16 gradients are accumulated in fp32
         return 4 * params, 2 * params if bf16 else 0, 2 * params if bf16 else 0
@@ -214,8 +233,11 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
     weight_ranks, shard_ranks = sharers if stage == 3 else 1, sharers if stage > 0 else 1
     held, shard = sizes.params + sizes.frozen, 4 * sizes.params // shard_ranks
     wide = 4 * sizes.hidden if sizes.wide is None else sizes.wide
+    # hidden states after each expert, and before it where its weights are trained
+    copies = (2 if sizes.frozen else 4) * sizes.routed * sizes.hidden
     split = 8 * sizes.hidden + (8 if sizes.gated else 4) * wide + 6 * sizes.heads * sizes.tokens
-    layer = (16 if sizes.gated else 10) * sizes.hidden + split // sizes.tensor  # bytes of a token in bf16
+    # bytes of a token in bf16
+    layer = (16 if sizes.gated else 10) * sizes.hidden + copies + split // sizes.tensor
     per_token = 2 * sizes.layers * sizes.hidden + layer if sizes.checkpointing else sizes.layers * layer
     if sizes.second_order and can_defer_backward(stage):
         per_token = SECOND_ORDER * sizes.layers * layer
@@ -227,7 +249,8 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
     away = settings.offload and not sizes.lazy  # shards and all work on them are in host memory
     outer = away or sizes.offload_outer
     gathers = weight_ranks > 1 or settings.offload_param
-    largest = sizes.vocab * sizes.hidden if weight_ranks > 1 and sizes.lazy else 0  # gloo gathers into a copy
+    largest = sizes.largest if weight_ranks > 1 and sizes.lazy else 0  # gloo gathers into a copy
+    most = min(held, max(settings.live, sizes.experts))  # DeepSpeed copies experts when it gathers them
     # ranks of a pipeline at ZeRO 1 in fp32 do not agree on what is finite (parallel/workers/zero.py)
     agreeing = not (sizes.in_flight > 1 and stage == 1 and not settings.bf16)
     # torch allocates pinned memory in powers of two
@@ -237,7 +260,13 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
             ((held - sizes.packed) * width + sizes.packed_bytes) // weight_ranks,
             away and settings.offload_param,
         ),
-        "gathered": ((min(held, settings.live) + largest) * width if gathers else 0, False),
+        "gathered": (
+            # bitsandbytes dequantises to fp32
+            (most + sizes.experts + largest) * width
+            if gathers
+            else sizes.unpacked * (6 if width == 2 else 4),
+            False,
+        ),
         "gradients": (gradients, away),
         "master": (0 if stage == 0 and not settings.bf16 else shard, away),
         "theta": (pinned, outer),
@@ -251,7 +280,9 @@ def estimate(sizes: Sizes, settings: DeepSpeedSettings, sharers: int) -> Estimat
         "staging": (staging, False),  # after the backward pass: to reduce and to step, and of norms
     }
     host = sum(size for size, moved in kinds.values() if moved) + (sizes.trajectory - near) * shard
-    return Estimate({kind: 0 if moved else size for kind, (size, moved) in kinds.items()}, host)
+    # while ZeRO 3 loads: the experts of a layer as transformers has converted them, and in fp32
+    loading = 8 * sizes.largest if gathers and sizes.experts and not sizes.lazy else 0
+    return Estimate({kind: 0 if moved else size for kind, (size, moved) in kinds.items()}, max(host, loading))
 
 
 def largest_part(
@@ -278,7 +309,15 @@ def count_params(learner: Learner, shared_by: Callable[[str], int] = lambda name
     ]
     trained = sum(size for size, is_trained, _ in sizes if is_trained)
     packed = [(size, bytes_) for size, _, bytes_ in sizes if bytes_]
-    return Counts(trained, sum(size for size, *_ in sizes) - trained, *map(sum, zip(*packed, strict=True)))
+    return Counts(
+        trained,
+        sum(size for size, *_ in sizes) - trained,
+        sum(size for size, _ in packed),
+        sum(bytes_ for _, bytes_ in packed),
+        max((size for size, _ in packed), default=0),
+        max((sum(p.numel() for p in one.parameters()) for one in fused_experts(learner).values()), default=0),
+        max(size for size, *_ in sizes),
+    )
 
 
 def micro_batch_rows(config: Config, data: int = 1) -> int:

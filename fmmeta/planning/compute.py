@@ -31,6 +31,7 @@ from torch import nn
 
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import HFLearner
+from fmmeta.learners.experts import experts_per_token, fused_experts, router_names
 from fmmeta.learners.stages import plan_stages
 from fmmeta.parallel.costs import Passes, passes, query_tokens, rows_of
 from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
@@ -44,7 +45,9 @@ COLUMNS = 2  # inputs of column-split products in a layer: of attention and of t
 
 @dataclass(frozen=True)
 class MatmulCounts:
-    """Weights of a model that each token is multiplied by, on one tensor rank."""
+    """Weights of a model that each token is multiplied by, on one tensor rank; of experts, those that it is
+    sent to.
+    """
 
     whole: int
     trained: int  # weights of `whole` that have gradients
@@ -73,25 +76,28 @@ def count_matmuls(learner: HFLearner, config: Config) -> MatmulCounts:
     )
     ranks, fullest = config.tensor_parallel_size, 1.0
     shared_by = sharing_ranks(learner.hf.config, ranks)
-    weights = [
-        (f"{name}.weight", module.get_parameter("weight"))
+    linear = {
+        f"{name}.weight": module.get_parameter("weight")
         for name, module in learner.named_modules()
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # Conv1D: GPT-2's
-    ]
-    sizes = {name: w.numel() // shared_by(name) for name, w in weights}
+    } | {name: learner.get_parameter(name) for name in router_names(learner)}
+    weights = {name: (w.numel() // shared_by(name), w.requires_grad) for name, w in linear.items()}
+    for name, experts in fused_experts(learner).items():
+        for key, w in experts.named_parameters(recurse=False):
+            weights[f"{name}.{key}"] = experts_per_token(text) * w[0].numel(), w.requires_grad
     if config.pipeline_stages > 1:
         owner = plan_stages(learner, config.pipeline_stages, shared_by=shared_by).owner
         stages = Counter[int]()
-        for name, size in sizes.items():
+        for name, (size, _) in weights.items():
             stages[owner.get(name, config.pipeline_stages - 1)] += size
         fullest = max(stages.values()) / stages.total()
     return MatmulCounts(
-        sum(sizes.values()),
-        sum(sizes[name] for name, w in weights if w.requires_grad),
-        sum(size for name, size in sizes.items() if re.search(r"\.\d+\.", name)),
+        sum(size for size, _ in weights.values()),
+        sum(size for size, is_trained in weights.values() if is_trained),
+        sum(size for name, (size, _) in weights.items() if re.search(r"\.\d+\.", name)),
         fullest,
         width // ranks,
-        len(sizes),
+        len(weights),
     )
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import layouts
 from benchmarks.common import portable, read, write_json
+from benchmarks.plan import rows_of_mixtures
 from experiments.report import Lines, estimate, holm, mean, p_below, show, units
 from experiments.run import Study
 from tests.support.helpers import ROOT, tables_of
@@ -220,3 +221,11 @@ def test_holms_correction_and_the_test_of_a_cell():
     assert p_below([-1.0, -2.0, -3.0]) == pytest.approx(0.0371, abs=1e-4)  # t = -2 sqrt(3), 2 df
     assert p_below([1.0, 2.0, 3.0]) == pytest.approx(0.9629, abs=1e-4)
     assert p_below([0.0, 0.0]) == 1.0
+
+
+@pytest.mark.slow
+def test_the_table_of_mixtures_is_what_is_planned():
+    page = Path(f"{ROOT}/docs/explanation/memory-and-time.md").read_text().splitlines()
+    rows = rows_of_mixtures(f"{ROOT}/benchmarks/shapes")
+    assert len(rows) == 18
+    assert [row for row in rows if row not in page] == []

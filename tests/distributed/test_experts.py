@@ -15,7 +15,7 @@ from fmmeta.learners.experts import router_names
 from fmmeta.learners.load import describe, load_learner
 from fmmeta.learners.tiny import byte_tokenizer
 from fmmeta.parallel.workers import create
-from fmmeta.parallel.workers.zero import DeepSpeedWorker
+from fmmeta.parallel.workers.zero import DeepSpeedWorker, import_deepspeed
 from fmmeta.tasks.batching import MicroBatch
 from fmmeta.training import build
 from tests.support.matrix import (
@@ -151,8 +151,8 @@ def test_ranks_route_to_disjoint_experts(tmp_path, family):
 
 @on_ranks(2, timeout_s=900)
 def loaded_bytes(world, folder, data, ds):
-    """Anonymous memory that loading adds at most: while parameters become shards, and while the fp32 shards
-    of the started engine get the exact values. Then the elements of a shard.
+    """Anonymous memory that loading adds at most: while parameters become shards, while the fp32 shards of
+    the started engine get the exact values, and from the start to the end. Then the elements of a shard.
     """
     config = Config(
         model_name_or_path=str(folder), task_type="causal_lm", dataset=[str(data)], deepspeed=str(ds)
@@ -163,7 +163,8 @@ def loaded_bytes(world, folder, data, ds):
     added = list[int]()
     create.load_sharded = noting(added, create.load_sharded)
     DeepSpeedWorker.set_exactly = noting(added, DeepSpeedWorker.set_exactly)  # type: ignore[method-assign]
-    worker, *_ = create.create_worker(
+    import_deepspeed()  # libraries are no part of the model
+    worker, *_ = noting(added, create.create_worker)(
         config, inputs.description, inputs.parallel_plan(config, 2, "cpu"), ranks
     )
     return *added, worker.params.numel
@@ -209,9 +210,11 @@ def test_loading_holds_shards_and_one_layer(tmp_path, layers):
     folder, ds = save(model, tmp_path / "model"), tmp_path / "zero3.json"
     del model
     ds.write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}')
-    for loading, exact, shard in loaded_bytes(folder, write_pairs(tmp_path / "pairs.jsonl"), ds):
+    for loading, exact, start, shard in loaded_bytes(folder, write_pairs(tmp_path / "pairs.jsonl"), ds):
         one = 1.1 * layer * (2 + 4)  # as stored and converted, and in fp32
-        print(f"{layers} layers, {total * 2 / 1e9:.2f} GB: {loading / 1e6:.0f} MB, {exact / 1e6:.0f} MB")
+        print(f"{layers} layers, {total * 2 / 1e9:.2f} GB: {loading / 1e6:.0f} MB, {exact / 1e6:.0f} MB,")
+        print(f"    {start / 1e6:.0f} MB of {(10 * shard + one / 1.1) / 1e6:.0f} MB from start to end")
         print(f"    shards of {shard * 2 / 1e6:.0f} MB in bf16, one layer {layer * (2 + 4) / 1e6:.0f} MB")
         assert loading < 1.1 * shard * 2 + one
         assert exact < one
+        assert start < 1.1 * shard * (2 + 4 + 4) + one  # the engine allocates gradients in fp32 too

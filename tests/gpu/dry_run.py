@@ -47,22 +47,37 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 1408,
         "vocab_size": 2000,
     },
+    "mixture-40m": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 384,
+        "vocab_size": 2000,
+    },
 }
 
 
 def save_zeros(folder: Path, sizes: dict[str, Any]) -> None:
-    """A Llama checkpoint of these sizes in bf16 whose tensors are a hole in its file."""
+    """A checkpoint of these sizes in bf16 whose tensors are a hole in its file. model_type: Llama if not
+    given.
+    """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from fmmeta.learners.tiny import byte_tokenizer
 
-    config = LlamaConfig(**sizes, max_position_embeddings=2048, tie_word_embeddings=False)
-    config.architectures, config.dtype = ["LlamaForCausalLM"], "bfloat16"
+    fixed = {"model_type": "llama", "max_position_embeddings": 2048, "tie_word_embeddings": False}
+    config: Any = AutoConfig.for_model(**{**fixed, **sizes})
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    config.architectures, config.dtype = [type(model).__name__], "bfloat16"
     config.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
     header, end = dict[str, Any](), 0
     for name, value in model.state_dict().items():
         begin, end = end, end + 2 * value.numel()

@@ -20,16 +20,16 @@ from tests.support.messages import check_message, refusal
 
 NO_RANK = ("lora_r=0", "leave it out, or give --lora_r")
 FACTOR = ("PATTERN=FACTOR", "0 or more", "write, say, head=10 or '*embeddings*=0'")
+STREAM = {"task_type": "stream", "algorithm": "ttt", "dataset": ["ciphers"]}
 COMPANIONS = {  # settings without which a choice is refused
     ("inner_optimizer", "adamw"): {"algorithm": "reptile"},
     ("algorithm", "in_context"): {"task_type": "causal_lm"},
     ("algorithm", "meta_icl"): {"task_type": "causal_lm"},
     ("pipeline_balance", "time"): {"pipeline_stages": 2},
     ("n_way", 1): {"task_type": "regression"},
-    **dict.fromkeys(
-        [("chunk", 1), ("context", 0), ("chunks", 1)],
-        {"task_type": "stream", "algorithm": "ttt", "dataset": ["ciphers"]},
-    ),
+    ("chunk", 1): STREAM,
+    ("context", 0): STREAM,
+    ("chunks", 1): STREAM,
     ("second_order", "autograd"): {"algorithm": "maml"},
     ("second_order", "differences"): {"algorithm": "maml"},
 }

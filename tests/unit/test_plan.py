@@ -37,6 +37,7 @@ from fmmeta.planning.layouts import Planner, Strategy, strategies
 from fmmeta.planning.machines import PROFILES, Profile
 from fmmeta.planning.settings import PlanConfig
 from fmmeta.tasks.batching import Batcher, Example
+from tests.support.launch import ROOT
 from tests.support.learners import LEARNERS, config_of, passes_of, worker_of
 from tests.support.messages import check_message, check_text, exit_code, refusal
 from tests.support.models import save_family, tiny
@@ -91,6 +92,9 @@ def test_parameters_are_those_of_the_real_model(tmp_path, family, task, lora_r):
         ("llama", "causal_lm", {"gradient_checkpointing": True}, 0.08),  # torch skips a layer's last product
         ("bert", "classification", {"gradient_checkpointing": True}, 0.08),
         ("llama", "causal_lm", {"lora_r": 2}, 0.05),  # the first layer's input needs no gradient
+        ("qwen3_moe", "causal_lm", {}, 1e-9),
+        ("glm4_moe", "causal_lm", {}, 1e-9),  # a dense layer, and an expert for all tokens
+        ("gpt_oss", "causal_lm", {}, 0.02),  # biases count as weights
     ],
 )
 def test_flops_are_those_that_torch_counts(tmp_path, family, task, settings, slack):
@@ -99,6 +103,8 @@ def test_flops_are_those_that_torch_counts(tmp_path, family, task, settings, sla
     given = {"model_name_or_path": model, "task_type": task, "n_way": 2, "attn_implementation": "eager"}
     config = Config(**given, **settings)
     learner = load_learner(config, describe(config))
+    if "num_experts_per_tok" in learner.hf.config.to_dict():
+        learner.hf.set_experts_implementation("eager")  # torch does not count grouped products
     rows, tokens = 3, 20
     ids = torch.randint(3, 200, (rows, tokens))
     with FlopCounterMode(display=False) as forward:
@@ -109,6 +115,26 @@ def test_flops_are_those_that_torch_counts(tmp_path, family, task, settings, sla
     found = [rows * tokens * asked.flops(tokens, *passes) for passes in ((False, False), how)]
     counted = [forward.get_total_flops(), forward.get_total_flops() + backward.get_total_flops()]
     assert found == pytest.approx(counted, rel=slack)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active", "without"),
+    [  # published, in billions; without: embeddings that the published number of active ones leaves out
+        ("qwen3-30b-a3b", 30.5, 3.3, 0),
+        ("gpt-oss-120b", 117, 5.1, 1),
+        ("glm-4.5-air", 106, 12, 2),
+    ],
+)
+def test_parameters_of_public_mixtures(name, total, active, without):
+    config = Config(model_name_or_path=f"{ROOT}/benchmarks/shapes/{name}", task_type="causal_lm")
+    learner = empty_learner(config, describe(config))
+    embedding = learner.hf.get_input_embeddings().weight.numel()
+    counted = largest_part(config, learner, learner.hf.config)
+    assert sum(counted[:2]) / 1e9 == pytest.approx(total, rel=0.01)
+    at_work = count_matmuls(learner, config).whole + (1 - without) * embedding
+    assert at_work / 1e9 == pytest.approx(active, rel=0.02)
+    layer = learner.hf.model.layers[-1].mlp.experts
+    assert counted.experts == sum(param.numel() for param in layer.parameters())
 
 
 ALGORITHMS = [
@@ -178,6 +204,9 @@ def test_bytes_are_those_of_a_real_worker(name):
         ("llama", "sdpa", (0.95, 1)),
         ("qwen3", "sdpa", (0.95, 1.1)),  # norms of queries and keys are not counted
         ("llama", "eager", (0.95, 1.02)),
+        ("qwen3_moe", "sdpa", (0.95, 1.1)),
+        ("glm4_moe", "sdpa", (0.95, 1.1)),
+        ("mixtral", "sdpa", (0.95, 1.1)),
         ("bert", "sdpa", (0.9, 1)),
         ("bert", "eager", (0.45, 1)),  # its softmax is not in fp32
     ],
@@ -185,6 +214,7 @@ def test_bytes_are_those_of_a_real_worker(name):
 def test_activations_of_a_layer_are_what_autograd_saves(kind, attention, bounds):
     """Bytes of two layers in bf16; scores where the kernel of attention stores them."""
     wide = {"hidden_size": 64, "intermediate_size": 192, "max_position_embeddings": 256}
+    wide |= {"moe_intermediate_size": 64, "first_k_dense_replace": 0} if "moe" in kind else {}
     quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} if kind == "bert" else {}
     saved, estimated = [], []
     for layers in (2, 4):
@@ -199,7 +229,7 @@ def test_activations_of_a_layer_are_what_autograd_saves(kind, attention, bounds)
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            model(input_ids=torch.ones(2, 256, dtype=torch.long))
+            model(input_ids=torch.randint(3, 200, (2, 256)))
         saved.append(sum(tensor.untyped_storage().nbytes() for tensor in found.values()))
         asked = rank_sizes(config_of(LEARNERS["llama"]), model.config, (1, 0), lazy=True)
         bf16 = DeepSpeedSettings(0, True, False)

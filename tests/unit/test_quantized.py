@@ -5,18 +5,22 @@ tests/distributed/test_quantized.py has the layouts.
 import copy
 import json
 import shutil
+from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
 import transformers
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch.profiler import ProfilerActivity, profile
 
 import fmmeta
 from fmmeta import Config, MetaTrainer
 from fmmeta.learners.load import describe, empty_learner, fitted_to_model, load_learner
 from fmmeta.learners.quantized import check_use
-from fmmeta.parallel.memory import count_params
+from fmmeta.parallel.deepspeed_config import DeepSpeedSettings
+from fmmeta.parallel.memory import count_params, estimate, largest_part, rank_sizes
 from fmmeta.planning.layouts import Planner
 from fmmeta.planning.machines import PROFILES
 from fmmeta.planning.settings import PlanConfig
@@ -95,6 +99,32 @@ def test_gradients_hessian_products_and_bytes_are_those_of_the_dequantised_base(
         assert float((one - wanted).norm() / wanted.norm()) < 1e-6
     assert counted.packed_bytes == pytest.approx(stored_bytes(learner), rel=0.05)
     assert counted.packed == sum(2 * 64 * (64 + 32 + 96) + 64 * 96 for _ in range(2))
+
+
+def peak_bytes(call) -> int:
+    """Of the tensors that a call allocates."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        call()
+    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_pass_holds_one_dequantised_weight(tmp_path, bf16):
+    """Rows are so small that it is most of what a forward or backward pass allocates."""
+    folder = save(tiny("llama", hidden_size=64, intermediate_size=4096), tmp_path / "wide")
+    learner, config = learner_of(folder, load_in_4bit=True)
+    if bf16:
+        learner = learner.bfloat16()
+    counted = largest_part(config, empty_learner(config, describe(config)), learner.hf.config)
+    sizes = rank_sizes(config, learner.hf.config, counted, lazy=True)
+    kinds = estimate(replace(sizes, rows=1, tokens=4), DeepSpeedSettings(0, bf16, False), 1).kinds
+    assert counted.unpacked == 64 * 4096
+    ids, loss = torch.tensor([[1, 7, 9, 30]]), []
+    forward = peak_bytes(lambda: loss.append(learner.hf(input_ids=ids, labels=ids).loss))
+    saved = kinds["activations"] + kinds["logits"]
+    assert forward == pytest.approx(kinds["gathered"] + saved, rel=0.15)
+    assert peak_bytes(loss[0].backward) == pytest.approx(kinds["gathered"], rel=0.15)
 
 
 def test_many_tasks_are_adapted_answered_and_evaluated(bases, tmp_path):

@@ -311,7 +311,8 @@ void check_devices(const Operator& op, const Call& call, const Stack& stack, siz
   const bool indexes = begins(call.name, {"aten::index.Tensor", "aten::_index_put_impl_"});
   const bool takes_numbers =
       op.hasTag(Tag::pointwise) || indexes ||
-      begins(call.name, {"aten::fill_", "aten::masked_fill", "aten::_foreach_", "aten::_fused_adam"});
+      begins(call.name, {"aten::fill_", "aten::masked_fill", "aten::_foreach_", "aten::_fused_adam",
+                         "aten::floor_divide"});
   const auto& arguments = op.schema().arguments();
   for (size_t i = 0; i < arguments.size() && !call.lent.empty(); ++i) {
     const IValue& value = stack[first + i];
@@ -448,6 +449,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   return {adopted(dq), adopted(dk), adopted(dv), Tensor()};
 }
 
+Tensor histogram(const Tensor& self, int64_t bins, const Scalar& least, const Scalar& most) {
+  ++kernels;  // the CPU has no kernel for whole numbers
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return adopted(on_host(self).to(kFloat).histc(bins, least, most).to(self.scalar_type()));
+}
+
 at::native::RegisterCUDADispatch<decltype(at::native::_fused_sdp_choice_stub)> chooser(
     at::native::_fused_sdp_choice_stub, &choose_attention);
 
@@ -477,6 +484,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("view", TORCH_FN(at::native::view));
   library.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
   library.impl("unfold", TORCH_FN(at::native::unfold));
+  library.impl("histc", &histogram);
   library.impl("_scaled_dot_product_fused_attention_overrideable", &attention);
   library.impl("_scaled_dot_product_fused_attention_overrideable_backward", &attention_backward);
 }
