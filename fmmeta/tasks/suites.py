@@ -15,9 +15,9 @@ held-out tasks combine other kinds.
     majority   about half of the letters are of one of six kinds
     count      0 to 5 letters are of two kinds
 
-`ciphers`: documents of 1,024 letters for streams, from one grammar, a Markov chain in which each of 26
-letters has two successors, equally likely (0.69 nats a letter). Each document is written through its own
-permutation of the letters, which a short window does not show and the weights can learn.
+`ciphers`: documents of 1,024 letters for streams, from one grammar: each of 26 letters is followed by the
+same one, and one letter in twenty is any (0.36 nats a letter). Each document is written through its own
+permutation of the letters, which a window below 26 letters does not show and the weights can learn.
 
 `digits`: scikit-learn's 1,797 images of handwritten digits, 8 x 8 pixels, as arrays (no file, no network, no
 Pillow). Classes 0 to 3 are for training, 4 to 6 for validation, 7 to 9 for the test.
@@ -34,6 +34,7 @@ from fmmeta.tasks.data.columns import Row
 
 CLASSES, ROWS = 6, 20  # of a task of letters; rows of each class
 KINDS, OF_A_KIND = 12, 5
+NOISE = 0.05  # share of letters of ciphers that follow no rule
 DOCUMENTS, LETTERS = {"train": 400, "valid": 20, "test": 100}, 1024  # of ciphers
 TASKS = {"train": 20, "valid": 4, "test": 6}  # of letters, per family
 
@@ -147,14 +148,14 @@ def unused_kinds(rng: random.Random, count: int, seen: set[tuple[int, ...]]) -> 
 def ciphers() -> tuple[list[Row], dict[str, list[str]]]:
     """Return the rows (task, text) and the documents of each split."""
     rng, rows, letters = random.Random("ciphers"), list[Row](), string.ascii_lowercase
-    orders = [shuffled(rng, list(letters)) for _ in range(2)]
-    follows = dict(zip(letters, zip(*orders, strict=True), strict=True))
+    order = shuffled(rng, list(letters))
+    follows = dict(zip(order, order[1:] + order[:1], strict=True))
     splits = {split: [f"{split}-{n}" for n in range(count)] for split, count in DOCUMENTS.items()}
     for name in (name for names in splits.values() for name in names):
         cipher = dict(zip(letters, shuffled(rng, list(letters)), strict=True))
         text = [rng.choice(letters)]
         while len(text) < LETTERS:
-            text.append(rng.choice(follows[text[-1]]))
+            text.append(rng.choice(letters) if rng.random() < NOISE else follows[text[-1]])
         rows.append(Row({"task": name, "text": "".join(cipher[one] for one in text)}, f"ciphers/{name}"))
     return rows, splits
 

@@ -358,3 +358,31 @@ def test_commands_for_rows_refuse_documents_in_one_line(trained, tmp_path, capsy
     ):
         assert exit_code(words) == 2
         check_message(capsys.readouterr().err, part)
+
+
+FROZEN = ["*embed*", "*self_attn*", "*norm*", "*layers.0.*", "*gate_proj*", "*up_proj*"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fast_weights_carry_a_cipher_that_the_window_does_not_show(tmp_path):
+    """A window of 24 of 26 letters: joint training stays near the loss of a guess, 16 steps go far below."""
+    shared = {
+        "chunk": 16,
+        "context": 8,
+        "chunks": 16,
+        "outer_steps": 60,
+        "outer_lr": 4e-3,
+        "eval_episodes": 20,
+    }
+    rules = {
+        "joint": {"algorithm": "joint"},
+        "ttt": {"freeze": FROZEN, "inner_lr": 30.0, "second_order": "autograd"},
+    }
+    losses = {}
+    for name, settings in rules.items():
+        MetaTrainer(config_of(**shared, **settings, output_dir=str(tmp_path / name))).train()
+        line = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
+        losses[name] = line
+    assert losses["joint"]["query_loss"] > 2.8, losses
+    assert losses["ttt"]["query_loss"] < 1.5, losses
