@@ -38,7 +38,7 @@ from fmmeta.learners.lazy_weights import StoredTensor
 from fmmeta.learners.load import Description, empty_learner, generation_settings, load_hf, stored_tensors
 from fmmeta.learners.lora import merge, save_adapter
 from fmmeta.learners.text_part import renamed_outside, whole_of
-from fmmeta.meta.inner_optimizers import RATES_FILE, Rates
+from fmmeta.meta.inner_optimizers import FROZEN, RATES_FILE, Rates
 from fmmeta.parallel.process_groups import ProcessGroups
 from fmmeta.parallel.workers.base import Worker
 from fmmeta.tasks.data.encode import end_tokens
@@ -360,6 +360,9 @@ def write_metadata(
             name.removeprefix("hf."): column
             for name, column in zip(rates.layers.names, rates.table.T.tolist(), strict=True)
         }
+        # those frozen by default too: the commands that adapt the model do not know the training's rule
+        frozen = [name.removeprefix(FROZEN) for name in rates.layers.names if name.startswith(FROZEN)]
+        stored["freeze"] = frozen or config.freeze
     if description.labels:
         stored["labels"] = list(description.labels)
     if trained:

@@ -66,7 +66,7 @@ class AlgorithmSpec:
         return "check_meta_gradient" in self.supports
 
 
-NONE = AlgorithmSpec("none", supports=frozenset({"offload_outer"}))
+NONE = AlgorithmSpec("none", supports=frozenset({"offload_outer", "freeze"}))
 """Evaluates the weights as they are."""
 
 RULES = "fmmeta.meta.algorithms"

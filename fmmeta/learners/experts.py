@@ -69,11 +69,13 @@ def router_names(model: nn.Module) -> list[str]:
 def frozen_names(config: Config, routers: Sequence[str]) -> list[str]:
     """Patterns of the names that the inner loop does not change: --freeze, or by default the routers of a
     mixture whose weights are all trained at fixed rates. A router that changes with a task sends tokens to
-    experts that have not seen it.
+    experts that have not seen it. Without training only what is named is frozen: a model of such a training
+    stores the names (fmmeta.json).
 
     routers: see `router_names`.
     """
-    by_default = "freeze" in find(config.algorithm).supports and config.inner_lr_learned == "no"
+    spec = find(config.algorithm)
+    by_default = "freeze" in spec.supports and not spec.trains_nothing and config.inner_lr_learned == "no"
     if config.freeze or config.lora_r or not by_default:
         return [one for one in config.freeze if one != "none"]
     return [name.removeprefix("hf.") for name in routers]
