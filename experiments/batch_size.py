@@ -1,15 +1,15 @@
 """batch_size.yaml: the noise scale at the end of a run, and means of its metrics."""
 
-import json
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from fmmeta.report.page import read_lines
+
 
 def measure(study: Any, cell: Any) -> dict[str, Any]:
     model, seconds = study.trained(cell)
-    text = Path(model).with_name("metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
+    lines = read_lines(Path(model).parent)
     last = lines[-max(1, len(lines) // 4) :]
     return {
         "outer_steps": len(lines),

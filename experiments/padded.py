@@ -3,14 +3,15 @@
     PADDED_SECONDS=0.4,0.4,1.6    seconds of a task on each group; times a seeded factor within 2 %
 
 The gradients are computed as they are; after each pass the rule sleeps until its share of the time has gone,
-so that contention of the machine matters little. `TIMES` collects begin and end of the tasks of this rank, a
-list for each outer step in which it has some.
+so that contention of the machine matters little. `TIMES` collects begin and end of the tasks of this rank by
+outer step.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -18,21 +19,15 @@ import numpy as np
 
 from fmmeta.config.algorithms import find
 
-TIMES: list[list[tuple[float, float]]] = []
+TIMES = defaultdict[int, list[tuple[float, float]]](list)
 BASE: Any = find("fomaml")
-
-
-SEEN: list[int] = []  # outer steps of the lists of TIMES
 
 
 def padded(task: Any) -> Any:
     """A task of a given length, each of whose passes is followed by a sleep."""
     rank, passes = int(os.environ["FMMETA_GLOBAL_RANK"]), task.config.inner_steps + 1
     seconds = [float(each) for each in os.environ["PADDED_SECONDS"].split(",")]
-    if SEEN[-1:] != [task.outer_step]:
-        SEEN.append(task.outer_step)
-        TIMES.append([])
-    rng = np.random.default_rng((task.outer_step, rank, len(TIMES[-1])))
+    rng = np.random.default_rng((task.outer_step, rank, len(TIMES[task.outer_step])))
     length = seconds[rank // task.worker.group.size] * rng.uniform(0.98, 1.02)
     began, done, waited = time.monotonic(), 0, 0.0
 
@@ -50,7 +45,7 @@ def padded(task: Any) -> Any:
 
     result = BASE.rule(replace(task, between_passes=after_pass))
     pad(passes)
-    TIMES[-1].append((began, time.monotonic()))
+    TIMES[task.outer_step].append((began, time.monotonic()))
     return result
 
 

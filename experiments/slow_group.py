@@ -14,7 +14,9 @@ class Times(Callback):
     """Begin and end of the tasks of every rank: [rank][outer step][task]."""
 
     def on_train_end(self, run: Any) -> None:
-        self.times = [json.loads(part) for part in run.ranks.world.gather_bytes(json.dumps(TIMES).encode())]
+        self.times = [
+            json.loads(part) for part in run.ranks.world.gather_bytes(json.dumps([*TIMES.values()]).encode())
+        ]
 
 
 def measure(study: Any, cell: Any) -> dict[str, Any]:

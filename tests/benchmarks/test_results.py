@@ -61,6 +61,7 @@ DATA = Path(os.environ.get("DATA", ROOT.parent / "shared" / "data"))
         ("gradient_steps", "results/classification", 15),
         ("language", "results/language-models", 33),
         ("in_context", "how-to/evaluate-and-adapt", 0),
+        ("experts", "results/experts", 0),
         ("layouts", "explanation/memory-and-time", 14),
     ],
 )

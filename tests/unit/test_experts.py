@@ -156,6 +156,23 @@ def test_routers_are_frozen_by_default(folders):
         layer_factors(config_of(folders["gpt_oss"], freeze=["*.lm_hat"]), names)
 
 
+@pytest.mark.parametrize("freeze", [[], ["none"], ["*.mlp.gate.weight", "*norm.weight"]], ids=" ".join)
+def test_a_trained_mixture_is_adapted_with_what_its_inner_loop_froze(folders, tmp_path, freeze):
+    """The commands that adapt a model run without the rule of its training."""
+    one = {"inner_steps": 1, "inner_lr": 1.0, "outer_steps": 1, "eval_episodes": 0, "num_workers": 0}
+    source, few = str(folders["qwen3_moe"]), {"meta_batch_size": 1, "k_shot": 2, "num_query": 2}
+    settings = {"task_type": "causal_lm", "output_dir": str(tmp_path), "freeze": freeze, **one, **few}
+    MetaTrainer(Config(model_name_or_path=source, dataset=["words"], **settings)).train()
+    pairs = [{"input": "one", "output": "two"}, {"input": "three", "output": "four"}]
+    fmmeta.adapt(tmp_path / "model", pairs, output_dir=tmp_path / "adapted", early_stopping=False)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "adapted"))
+    same = {name for name, value in before.items() if torch.equal(value, after[name])}
+    routers = {name for name in before if name.endswith("mlp.gate.weight")}
+    norms = {name for name in before if name.endswith("norm.weight")}
+    assert same & (routers | norms) == (set() if "none" in freeze else routers | (norms if freeze else set()))
+    assert len(same) < len(before) / 2
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "most"),
     [
