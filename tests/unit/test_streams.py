@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +25,7 @@ from fmmeta.tasks.schedule.meta_batches import Schedule, Task
 from fmmeta.tasks.sources.base import EpisodeRows
 from fmmeta.tasks.sources.load import load_sources
 from fmmeta.tasks.sources.stream import chunked
+from harness.fork_server import ROOT, environment
 from tests.support.learners import (
     RuleOn,
     by_name,
@@ -386,3 +389,41 @@ def test_fast_weights_carry_a_cipher_that_the_window_does_not_show(tmp_path):
         losses[name] = line
     assert losses["joint"]["query_loss"] > 2.8, losses
     assert losses["ttt"]["query_loss"] < 1.5, losses
+
+
+PEAK = """
+import resource, sys
+import torch
+from fmmeta.learners.lora import inject
+from fmmeta.learners.stream import StreamLearner
+from fmmeta.tasks.batching import IGNORE, Batcher, Example
+from fmmeta.tasks.schedule.meta_batches import Task
+from fmmeta.tasks.sources.base import EpisodeRows
+from tests.support.learners import RuleOn, setup_of, task_gradient, worker_over
+from tests.support.models import tiny
+from tests.unit.test_streams import config_of
+from fmmeta.config.algorithms import find
+
+chunks = int(sys.argv[1])
+sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 16000}
+learner = StreamLearner(tiny("llama", 2, **sizes, max_position_embeddings=256))
+options = {"lora_r": 4, "lora_target_modules": ["layers.6.mlp.down_proj", "layers.7.mlp.down_proj"]}
+config = config_of(chunk=64, context=64, chunks=chunks, **options)
+inject(learner, config)
+ids = torch.randint(3, 16000, (64 * (chunks + 1),)).tolist()
+rows = [Example(ids[b : b + 128], [IGNORE] * 64 + ids[b + 64 : b + 128]) for b in range(0, 64 * chunks, 64)]
+episode = EpisodeRows(Task(0, "t", "s", 1, (0,)), rows, rows[:1], samples=tuple([row] for row in rows))
+worker = worker_over(learner)
+task_gradient(RuleOn(find("ttt").rule, setup_of(worker, config)), worker, Batcher(0, 1).episode(episode))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_document():
+    """Exact meta-gradients of adapters through 64 chunks take at most 1.15 times the memory of one chunk."""
+    one, many = (
+        int(subprocess.check_output([sys.executable, "-c", PEAK, str(n)], cwd=ROOT, env=environment()))
+        for n in (1, 64)
+    )
+    assert many <= 1.15 * one, f"{many} KiB against {one}"
