@@ -401,14 +401,14 @@ from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.base import EpisodeRows
 from tests.support.learners import RuleOn, setup_of, task_gradient, worker_over
 from tests.support.models import tiny
-from tests.unit.test_streams import config_of
+from fmmeta import Config
 from fmmeta.config.algorithms import find
 
 chunks = int(sys.argv[1])
 sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 16000}
 learner = StreamLearner(tiny("llama", 2, **sizes, max_position_embeddings=256))
 options = {"lora_r": 4, "lora_target_modules": ["layers.6.mlp.down_proj", "layers.7.mlp.down_proj"]}
-config = config_of(chunk=64, context=64, chunks=chunks, **options)
+config = Config(task_type="stream", dataset=["ciphers"], chunk=64, context=64, chunks=chunks, **options)
 inject(learner, config)
 ids = torch.randint(3, 16000, (64 * (chunks + 1),)).tolist()
 rows = [Example(ids[b : b + 128], [IGNORE] * 64 + ids[b + 64 : b + 128]) for b in range(0, 64 * chunks, 64)]
