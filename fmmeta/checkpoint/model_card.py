@@ -74,7 +74,7 @@ class Content:
         """What the folder is to programs that read it without fmmeta; a key of `KINDS`."""
         if self.config.learner.generates:
             return "generator"
-        if not self.config.learner.plain and self.pooling == "model":
+        if self.config.learner.ordered or (not self.config.learner.plain and self.pooling == "model"):
             return "learner"
         if self.images and (self.pooling == "model" or not self.adapted) and not self.adapter:
             return "image classifier" if self.adapted else "image encoder"

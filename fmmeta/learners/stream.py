@@ -20,7 +20,7 @@ from fmmeta.tasks.data.encode import plain_tokens
 class StreamLearner(CausalLearner):
     """A causal language model whose tasks are documents. Rows of the data have a text."""
 
-    auto = "AutoModelForCausalLM"
+    auto, pipeline = "AutoModelForCausalLM", "text-generation"
     inputs, pair = ("text",), ("text", "rest")  # of a `pair` the tokens are stored
     example: Mapping[str, Any] = {"text": "A document of many lines."}
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fmmeta import MetaTrainer
+import fmmeta
+from fmmeta import MetaTrainer, Tasks
 from fmmeta.config.algorithms import find
 from fmmeta.config.settings import Config
 from fmmeta.learners.base import Learner
@@ -234,6 +235,21 @@ def test_files_rows_and_parts_are_documents(folder):
     names = [name for one in sources.of_split.values() for name in one.items.names]
     assert sorted(names) == ["d0", "d1", "d2", "d3"]
     assert {length for one in sources.of_split.values() for length in one.lengths} == {2 * 61}
+
+
+def test_documents_are_given_in_python(folder, tmp_path):
+    texts = [{"text": long_text(number)} for number in range(5)]
+    run = {"outer_steps": 1, "eval_episodes": 0, "meta_batch_size": 1, "output_dir": str(tmp_path / "run")}
+    settings = {"task_type": "stream", "chunk": 5, "context": 3, "chunks": CHUNKS, **run}
+    assert MetaTrainer(Config(**settings), dataset=texts).train().outer_steps == 1
+    adapted = fmmeta.adapt(tmp_path / "run" / "model", texts[:1], output_dir=tmp_path / "adapted")
+    assert adapted.inner_steps == -(-len(texts[0]["text"]) // 5)
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    check_text(card, "--support document.txt", "AutoModelForCausalLM.from_pretrained")
+    assert "support.jsonl" not in card
+    drawn = Tasks(lambda number: ([("a", "b")], [("a", "b")]), train=2)
+    text = refusal(MetaTrainer(Config(**settings), dataset=drawn).train)
+    check_message(text, "draws rows, and task_type=stream reads documents", "--task_type causal_lm")
 
 
 def test_a_file_that_is_no_text_and_documents_that_are_all_too_short_are_refused(folder):

@@ -334,7 +334,7 @@ def as_plain(value: Any) -> Any:
 def rows_of(setting: str, examples: Iterable[Any], config: Config) -> list[Row]:
     """Examples as if they came from a file. Raises `UsageError`."""
     names = config.learner.kind.pair or ("text", "label")
-    columns = [getattr(config, f"{name}_column") or name for name in names]
+    columns = [getattr(config, f"{name}_column", None) or name for name in names]
     rows = []
     for index, one in enumerate(examples):
         if isinstance(one, (list, tuple)) and len(one) == 2:

@@ -441,6 +441,11 @@ def read_class_weights(config: Config, sources: Sources, complete: bool, notice:
 def sources_of(tasks: Tasks, config: Config, tokenizer: Any, wanted: Sequence[str]) -> Sources:
     """The sources of tasks that a function draws."""
     refuse_unread(tasks.name, config)
+    if config.learner.ordered:
+        raise UsageError(
+            f"dataset={tasks.name}: a function draws rows, and task_type={config.task_type} reads documents;"
+            " give --task_type causal_lm, or the documents"
+        )
     encoder = RowEncoder(config, tokenizer)
     of_split = {one: OwnSource(tasks, numbers, encoder) for one in wanted if (numbers := tasks.numbers(one))}
     sizes = ", ".join(f"{len(tasks.numbers(split))} {split}" for split in SPLITS)
