@@ -537,7 +537,9 @@ class AdaptConfig(FewShotConfig, WorkerConfig):
                         f"{name}={path} is not a file; give a {', '.join(ENDINGS)} file",
                     ),
                     (
-                        bool(path) and not (ending(Path(str(path))) or Path(str(path)).suffix in TEXTS),
+                        bool(path)
+                        and not ending(Path(str(path)))
+                        and not (name == "support" and Path(str(path)).suffix in TEXTS),
                         f"{name}={path} is no {', '.join(ENDINGS)} file (.gz too); convert it to one of them",
                     ),
                 ]

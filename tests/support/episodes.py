@@ -1,12 +1,13 @@
 """Compares loaded episodes, and sums the losses of their micro-batches."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fmmeta.config.learners import CLASSIFICATION
+from fmmeta.config.learners import CLASSIFICATION, LearnerSpec
 from fmmeta.learners.base import loss_of
 from fmmeta.learners.causal_lm import CausalLearner
 from fmmeta.learners.classification import Classifier
@@ -14,12 +15,19 @@ from fmmeta.tasks.batching import MicroBatch
 from fmmeta.tasks.loader import LoadResult
 
 
+def without_model(spec: LearnerSpec) -> Any:
+    """What `losses` of a learner reads of it, beside the outputs."""
+    found: Any = SimpleNamespace(loss=loss_of(spec), router_loss=None)
+    found.summed = partial(CausalLearner.summed, found)
+    return found
+
+
 def objective(outputs: Any, batch: MicroBatch) -> list[Tensor]:
     """A micro-batch's part of the mean loss over its set, its right answers and its answers.
 
     outputs: of a learner, or logits alone.
     """
-    no_model: Any = SimpleNamespace(loss=loss_of(CLASSIFICATION))
+    no_model: Any = without_model(CLASSIFICATION)
     kind = Classifier if isinstance(outputs, tuple) or outputs.ndim == 2 else CausalLearner
     if isinstance(outputs, Tensor) and kind is Classifier:
         outputs = outputs, outputs

@@ -418,8 +418,7 @@ def test_bad_files_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("setting", ["support", "query"])
-@pytest.mark.parametrize("name", ["notes.txt", "notes.md"])
+@pytest.mark.parametrize(("name", "setting"), [("notes.txt", "query"), ("notes.rst", "support")])
 def test_a_text_without_columns_is_refused(name, setting, tmp_path):
     (tmp_path / name).write_text("{}")
     check_message(

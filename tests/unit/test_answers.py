@@ -27,7 +27,6 @@ from fmmeta.config.learners import CAUSAL_LM
 from fmmeta.evaluation.command import episodes_of
 from fmmeta.evaluation.settings import EvaluateConfig, PredictConfig
 from fmmeta.learners import shared_prefix
-from fmmeta.learners.base import loss_of
 from fmmeta.learners.causal_lm import CausalLearner
 from fmmeta.learners.load import fitted, max_positions
 from fmmeta.learners.shared_prefix import AnswerRow, Answers
@@ -38,7 +37,7 @@ from fmmeta.tasks.batching import IGNORE, Example, MicroBatch, collate
 from fmmeta.tasks.schedule.meta_batches import Task
 from fmmeta.tasks.sources.base import EpisodeRows
 from fmmeta.training import final
-from tests.support.episodes import objective
+from tests.support.episodes import objective, without_model
 from tests.support.helpers import CASES, needs_cases, refusal, write_rows
 from tests.support.launch import python, train_flags
 from tests.support.messages import check_message
@@ -652,8 +651,7 @@ def test_losses_of_large_vocabularies_are_exact_to_single_precision():
     logits = 4 * torch.randn(2, 6, 50_000, generator=torch.Generator().manual_seed(0))
     rows = [Example([1] * 6, [IGNORE] * 3 + [7, 8, 9]), Example([1] * 5, [IGNORE, 3, 4, 5, 6])]
     batch = collate(rows, 1.0, 0)
-    no_model: Any = SimpleNamespace(loss=loss_of(CAUSAL_LM))
-    losses = CausalLearner.losses(no_model, logits, batch).loss
+    losses = CausalLearner.losses(without_model(CAUSAL_LM), logits, batch).loss
     for line, row in enumerate(rows):
         one = AnswerRow.of(row.input_ids, row.labels)  # type: ignore[arg-type]
         exact = F.cross_entropy(
